@@ -1,6 +1,8 @@
-"""Attention of one layer on the CPU, forward and backward, by each kernel: python benchmarks/attention.py [--rounds 5] [--write].
+"""Attention of one layer on the CPU, forward and backward, by each kernel: python benchmarks/attention.py [--rounds 5]
+[--write].
 
-The fused C++ kernel, blocks of 32, 64 and 128 queries, and torch's scaled_dot_product_attention with the mask (with `model.attention=flash`), in turns.
+The fused C++ kernel, blocks of 32, 64 and 128 queries, and torch's scaled_dot_product_attention with the mask (with
+`model.attention=flash`), in turns.
 """
 
 from __future__ import annotations
@@ -17,13 +19,19 @@ SHAPES = {  # rows, tokens, documents per row, query heads, key/value heads, hea
     "as many key heads, documents of 150": (4, 512, 3, 12, 12, 64),
     "rows of 2,048, one document": (1, 2048, 1, 8, 2, 64),
 }
-KERNELS = {"fused": "fused", "blocks-32": "blocks of 32", "auto": "blocks of 64", "blocks-128": "blocks of 128", "flash": "torch SDPA"}
+KERNELS = {
+    "fused": "fused",
+    "blocks-32": "blocks of 32",
+    "auto": "blocks of 64",
+    "blocks-128": "blocks of 128",
+    "flash": "torch SDPA",
+}
 HEAD = "| shape | type | " + " | ".join(KERNELS.values()) + " |\n" + "|---" * (2 + len(KERNELS)) + "|"
 
 
 def table(rounds: int) -> str:
     from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
-    from runner.engine.choices.attention_choice import AttentionShape, measure_attention
+    from runner.engine.choices.layer_choices import AttentionShape, measure_attention
     from runner.engine.device.compile import set_inductor_cache
 
     kernels, message = list(KERNELS), ""

@@ -1,6 +1,7 @@
 """Cost of saving a run of minimind_64m: python benchmarks/checkpoint.py [--folder DIR] [--write].
 
-After each save the same bytes are written and synced alone: without checksums, manifest and copy. The disk is that of --folder.
+After each save the same bytes are written and synced alone: without checksums, manifest and copy. The disk is that of
+--folder.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ def state_after_a_step(run_dir: Path) -> Any:
     """Return the state of a run of the 64M model after one AdamW step with random gradients."""
     import torch
 
-    state = build_state(["model=minimind_64m", "optimizer=adamw", "init_from=scratch", "device=cpu", *NO_EXTRAS], run_dir)
+    state = build_state(
+        ["model=minimind_64m", "optimizer=adamw", "init_from=scratch", "device=cpu", *NO_EXTRAS], run_dir
+    )
     for parameter in state.optimizers.names:
         parameter.grad = torch.randn_like(parameter)
     state.optimizers.step(torch.zeros(()))
@@ -77,9 +80,15 @@ def table(run_dir: Path) -> str:
         stalls.append(stall), commits.append(commit), writes.append(write_bytes(contents, run_dir / f"raw{number}"))
         stall, commit = save_best(state)
         best_stalls.append(stall), best_commits.append(commit)
-        shutil.rmtree(run_dir / f"raw{number - state.cfg.train.keep_checkpoints}", ignore_errors=True)  # as many copies as checkpoints are kept
+        # as many copies as checkpoints are kept
+        shutil.rmtree(run_dir / f"raw{number - state.cfg.train.keep_checkpoints}", ignore_errors=True)
     size = sum(map(len, contents.values())) / 1e6
-    lines = [f"{size:,.0f} MB per save (fp32 weights and both moments), {ROUNDS} rounds.", "", "| seconds | median | best |", "|---|---|---|"]
+    lines = [
+        f"{size:,.0f} MB per save (fp32 weights and both moments), {ROUNDS} rounds.",
+        "",
+        "| seconds | median | best |",
+        "|---|---|---|",
+    ]
     for case, seconds in (
         ("training waits (copy in memory)", stalls),
         ("background save, while training continues", commits),
@@ -91,7 +100,11 @@ def table(run_dir: Path) -> str:
     ratio = statistics.median(commit / write for commit, write in zip(commits, writes, strict=True))
     best = min(commits) / min(writes)
     return "\n".join(
-        [*lines, "", f"A background save takes {ratio:.2f} times as long as the bytes alone (median of {ROUNDS} ratios); best against best {best:.2f}."]
+        [
+            *lines,
+            "",
+            f"A background save takes {ratio:.2f} times as long as the bytes alone (median of {ROUNDS} ratios); best against best {best:.2f}.",
+        ]
     )
 
 
@@ -100,4 +113,6 @@ if __name__ == "__main__":
     args.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.folder, prefix=".benchmark-") as temp:
         result = table(Path(temp))
-    report_result("checkpoint", "Cost of saving minimind_64m", "python benchmarks/checkpoint.py --write", result, args.write)
+    report_result(
+        "checkpoint", "Cost of saving minimind_64m", "python benchmarks/checkpoint.py --write", result, args.write
+    )

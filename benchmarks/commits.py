@@ -1,10 +1,12 @@
-"""The engine's step of this checkout beside that of another one: python benchmarks/commits.py --base CHECKOUT [--precision bf16|fp32] [--rounds N] [--write] [OVERRIDE ...].
+"""The engine's step of this checkout beside that of another one: python benchmarks/commits.py --base CHECKOUT
+[--precision bf16|fp32] [--rounds N] [--write] [OVERRIDE ...].
 
-`git worktree add ../base COMMIT` makes the folder of --base, and one of --head, if it is not this checkout that is compared. Each steps with its own code in
-processes of its own, uncompiled and compiled, as its command would run it; all take turns step by step, and a process is stopped while it waits. Printed are
-medians over the rounds with their smallest and largest value, the peak memory of each process, and whether the losses of both checkouts are bitwise equal.
-`--base-env NAME=VALUE` adds a variable to the processes of the base: with `--base .`, the same code with and without it, e.g. `--base-env LD_PRELOAD=`, which
-leaves out the memory pool of large tensors.
+`git worktree add ../base COMMIT` makes the folder of --base, and one of --head, if it is not this checkout that is
+compared. Each steps with its own code in processes of its own, uncompiled and compiled, as its command would run it;
+all take turns step by step, and a process is stopped while it waits. Printed are medians over the rounds with their
+smallest and largest value, the peak memory of each process, and whether the losses of both checkouts are bitwise equal.
+`--base-env NAME=VALUE` adds a variable to the processes of the base: with `--base .`, the same code with and without
+it, e.g. `--base-env LD_PRELOAD=`, which leaves out the memory pool of large tensors.
 """
 
 from __future__ import annotations
@@ -73,37 +75,77 @@ def read_checkout(folder: Path) -> Checkout:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else ""
 
-    commit, subject, changes = git("rev-parse", "--short=7", "HEAD"), git("log", "-1", "--format=%s"), git("status", "--porcelain", "-uno")
+    commit, subject, changes = (
+        git("rev-parse", "--short=7", "HEAD"),
+        git("log", "-1", "--format=%s"),
+        git("status", "--porcelain", "-uno"),
+    )
     checkout = Checkout(str(folder), commit or "unknown", subject, bool(changes))
     if missing := missing_names(folder):
-        raise SystemExit(f"{folder} is at {checkout.commit}, whose engine has no {', '.join(missing)}; the oldest commit that can be measured is {OLDEST}")
+        raise SystemExit(
+            f"{folder} is at {checkout.commit}, whose engine has no {', '.join(missing)}; the oldest commit that can be measured is {OLDEST}"
+        )
     return checkout
 
 
 def missing_names(folder: Path) -> list[str]:
     """Return the names of ENGINE that the checkout lacks. Raises SystemExit if its engine cannot be imported at all."""
     env = os.environ | {"PYTHONPATH": str(folder)}
-    done = subprocess.run([sys.executable, "-c", PROBE, json.dumps(ENGINE)], cwd=folder, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, json.dumps(ENGINE)],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         error = done.stderr.strip().splitlines()[-1]
-        raise SystemExit(f"the engine of {folder} cannot be imported: {error}; the oldest commit that can be measured is {OLDEST}")
+        raise SystemExit(
+            f"the engine of {folder} cannot be imported: {error}; the oldest commit that can be measured is {OLDEST}"
+        )
     return list(json.loads(done.stdout.splitlines()[-1]))
 
 
 def checkout_spec(spec: dict[str, Any], checkout: Checkout, name: str, variables: dict[str, str]) -> dict[str, Any]:
-    """Return the spec of the processes of a checkout: it tokenizes into a cache of its own, because the format may have changed."""
+    """Return the spec of the processes of a checkout: it tokenizes into a cache of its own, because the format may have
+    changed.
+    """
     cache = f"data.cache={Path(spec['tokens']).parent}/cache-{name}"
     overrides = [cache if override.startswith("data.cache=") else override for override in spec["overrides"]]
-    return spec | {"case": "ours", "checkout": checkout.folder, "overrides": overrides, "variables": variables, "record_loss": True}
+    return spec | {
+        "case": "ours",
+        "checkout": checkout.folder,
+        "overrides": overrides,
+        "variables": variables,
+        "record_loss": True,
+    }
 
 
-def start_specs(args: argparse.Namespace, checkouts: dict[str, Checkout], folder: str) -> list[tuple[str, dict[str, Any]]]:
+def start_specs(
+    args: argparse.Namespace, checkouts: dict[str, Checkout], folder: str
+) -> list[tuple[str, dict[str, Any]]]:
     """Return (name, spec) of each process."""
     overrides = [f"model={args.model}", *args.overrides]
     tokenizer = str(SAMPLES / "tokenizer")
-    spec = case_spec(overrides, stage=args.stage, path=args.path, tokenizer=tokenizer, rows=args.rows, length=args.length, folder=folder)
-    specs = {name: checkout_spec(spec, checkout, name, variables_of(args) if name == "base" else {}) for name, checkout in checkouts.items()}
-    return [(f"{LAYERS[mode]}, {name}", specs[name] | {"compile": mode, "precision": args.precision}) for mode in args.compile.split("+") for name in checkouts]
+    spec = case_spec(
+        overrides,
+        stage=args.stage,
+        path=args.path,
+        tokenizer=tokenizer,
+        rows=args.rows,
+        length=args.length,
+        folder=folder,
+    )
+    specs = {
+        name: checkout_spec(spec, checkout, name, variables_of(args) if name == "base" else {})
+        for name, checkout in checkouts.items()
+    }
+    return [
+        (f"{LAYERS[mode]}, {name}", specs[name] | {"compile": mode, "precision": args.precision})
+        for mode in args.compile.split("+")
+        for name in checkouts
+    ]
 
 
 def variables_of(args: argparse.Namespace) -> dict[str, str]:
@@ -132,11 +174,21 @@ def table(cases: list[CaseProcess], checkouts: dict[str, Checkout]) -> str:
         compared = ["", "", ""]
         if base and case is not base:
             ratios = (round_ratios(tokens_per_second, case, base, clock) for clock in ("seconds", "cpu"))
-            compared = [*(with_spread(values) for values in ratios), compare_losses(case.first_steps + case.steps, base.first_steps + base.steps)]
-        seconds, memory = with_spread([step["seconds"] for step in case.steps], 3), max(step["memory"] for step in case.steps)
+            compared = [
+                *(with_spread(values) for values in ratios),
+                compare_losses(case.first_steps + case.steps, base.first_steps + base.steps),
+            ]
+        seconds, memory = (
+            with_spread([step["seconds"] for step in case.steps], 3),
+            max(step["memory"] for step in case.steps),
+        )
         useful = case.median(tokens_per_second) * case.fill_ratio
-        rows.append(f"| {layers} | {name}, {checkouts[name]} | {seconds} | {useful:,.0f} | {memory:,.0f} | {' | '.join(compared)} |")
-    return "\n".join([*rows, "", "What each process had:", "", *(f"- {case.name}: {describe_case(case)}" for case in cases)])
+        rows.append(
+            f"| {layers} | {name}, {checkouts[name]} | {seconds} | {useful:,.0f} | {memory:,.0f} | {' | '.join(compared)} |"
+        )
+    return "\n".join(
+        [*rows, "", "What each process had:", "", *(f"- {case.name}: {describe_case(case)}" for case in cases)]
+    )
 
 
 def describe_case(case: CaseProcess) -> str:
@@ -146,10 +198,24 @@ def describe_case(case: CaseProcess) -> str:
 
 def command_of(args: argparse.Namespace) -> str:
     """Return the command that measures this again, without the paths of this machine."""
-    flags = {"path": Path(args.path).name} | {name: getattr(args, name) for name in ("stage", "model", "precision", "compile", "rows", "length", "rounds")}
+    flags = {"path": Path(args.path).name} | {
+        name: getattr(args, name) for name in ("stage", "model", "precision", "compile", "rows", "length", "rounds")
+    }
     limits = [f"{name}={FACTS['variables'][name]}" for name in LIMITS if name in FACTS["variables"]]
-    base = ["--base CHECKOUT", *["--head CHECKOUT"] * (args.head != str(ROOT)), *(f"--base-env {entry}" for entry in args.base_env)]
-    return " ".join([*limits, "python benchmarks/commits.py", *base, *(f"--{name} {value}" for name, value in flags.items()), *args.overrides])
+    base = [
+        "--base CHECKOUT",
+        *["--head CHECKOUT"] * (args.head != str(ROOT)),
+        *(f"--base-env {entry}" for entry in args.base_env),
+    ]
+    return " ".join(
+        [
+            *limits,
+            "python benchmarks/commits.py",
+            *base,
+            *(f"--{name} {value}" for name, value in flags.items()),
+            *args.overrides,
+        ]
+    )
 
 
 def main(args: argparse.Namespace) -> None:
@@ -157,7 +223,9 @@ def main(args: argparse.Namespace) -> None:
         raise SystemExit(f"--compile must be of {', '.join(LAYERS)}, joined by +; got {', '.join(sorted(unknown))}")
     if wrong := [entry for entry in args.base_env if "=" not in entry]:
         raise SystemExit(f"--base-env must be NAME=VALUE, got {', '.join(wrong)}")
-    checkouts = {name: read_checkout(Path(folder).resolve()) for name, folder in (("head", args.head), ("base", args.base))}
+    checkouts = {
+        name: read_checkout(Path(folder).resolve()) for name, folder in (("head", args.head), ("base", args.base))
+    }
     with tempfile.TemporaryDirectory() as folder:
         cases, messages = measure(start_specs(args, checkouts, folder), args.rounds)
     if len({case.facts["threads"] for case in cases}) > 1:
@@ -167,7 +235,9 @@ def main(args: argparse.Namespace) -> None:
     head = f"{args.model}, {args.stage}, {args.precision}, {args.rows} x {args.length} tokens, {args.rounds} rounds; median (smallest to largest)."
     text = "\n\n".join([head, "\n".join(about), table(cases, checkouts), *messages])
     commits, workload = [checkout.commit for checkout in checkouts.values()], Path(args.path).stem.removesuffix("_demo")
-    name = file_part(" ".join(["commits", *commits, *args.base_env, args.model, workload, args.precision, machine_name(FACTS)]))
+    name = file_part(
+        " ".join(["commits", *commits, *args.base_env, args.model, workload, args.precision, machine_name(FACTS)])
+    )
     report_result(name, f"Step of two checkouts, {args.model}", command_of(args), text, args.write)
     if not cases:
         raise SystemExit(1)
@@ -177,12 +247,20 @@ if __name__ == "__main__":
     parser = result_parser(__doc__)
     parser.add_argument("--base", required=True, help=f"folder of another checkout, at {OLDEST} or later")
     parser.add_argument("--head", default=str(ROOT), help="the checkout that is compared with it (default: this one)")
-    parser.add_argument("--base-env", action="append", default=[], metavar="NAME=VALUE", help="a variable of the base's processes only; repeatable")
+    parser.add_argument(
+        "--base-env",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a variable of the base's processes only; repeatable",
+    )
     parser.add_argument("--path", default=str(SAMPLES / "pretrain.jsonl"))
     parser.add_argument("--stage", default="pretrain", choices=["pretrain", "sft"])
     parser.add_argument("--model", default="minimind_26m")
     parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16"])
-    parser.add_argument("--compile", default="off+default", help="values of train.compile, joined by + (default: off+default)")
+    parser.add_argument(
+        "--compile", default="off+default", help="values of train.compile, joined by + (default: off+default)"
+    )
     parser.add_argument("--rows", type=int, default=4, help="per step (default: 4)")
     parser.add_argument("--length", type=int, default=512, help="tokens per row (default: 512)")
     parser.add_argument("--rounds", type=int, default=8)

@@ -1,9 +1,10 @@
 """Time that a step waits for its data: python benchmarks/data_wait.py [--only TEXT ...] [--no-training] [--write].
 
-Each shipped configuration trains for two log intervals on the shipped sample (a preset: on the sample of its stage). `data_wait` of metrics.jsonl is the
-share of the time since the record before. The first record contains the first batch, which is made while nothing is computed; the log intervals of the
-shipped configurations are longer than those used here. Also measured: the processor time of one thread for the data of a step; a step that takes longer does not wait.
---no-training measures only this, in seconds.
+Each shipped configuration trains for two log intervals on the shipped sample (a preset: on the sample of its stage).
+`data_wait` of metrics.jsonl is the share of the time since the record before. The first record contains the first
+batch, which is made while nothing is computed; the log intervals of the shipped configurations are longer than those
+used here. Also measured: the processor time of one thread for the data of a step; a step that takes longer does not
+wait. --no-training measures only this, in seconds.
 """
 
 from __future__ import annotations
@@ -42,7 +43,13 @@ def configurations() -> Iterator[tuple[str, list[str], int]]:
 def training_cells(overrides: list[str], steps: int) -> str:
     """Train two log intervals; return their cells of the table."""
     with tempfile.TemporaryDirectory() as temp:
-        run_train(*overrides, *OVERRIDES, f"train.max_steps={2 * steps}", f"train.log_every={steps}", f"hydra.run.dir={temp}/run")
+        run_train(
+            *overrides,
+            *OVERRIDES,
+            f"train.max_steps={2 * steps}",
+            f"train.log_every={steps}",
+            f"hydra.run.dir={temp}/run",
+        )
         first, second = (json.loads(line) for line in Path(temp, "run", "metrics.jsonl").read_text().splitlines())
     seconds = (second["time"] - first["time"]) / steps
     return f" {steps} | {seconds:.3f} | {first['data_wait']:.2%} | {second['data_wait']:.2%} |"
@@ -56,7 +63,9 @@ def data_seconds(overrides: list[str]) -> float:
 
     cfg = compose_config([*overrides, "data.num_workers=0"])
     tokenizer = open_tokenizer(cfg.data, "scratch")
-    loader = build_loader(build_data_pipeline(cfg, tokenizer).train, cfg, tokenizer, cfg.train.batch_size * cfg.train.accumulation_steps)
+    loader = build_loader(
+        build_data_pipeline(cfg, tokenizer).train, cfg, tokenizer, cfg.train.batch_size * cfg.train.accumulation_steps
+    )
     with closing(loader.iter_steps(0, 1 + DATA_STEPS)) as steps:
         next(steps)
         started = time.process_time()
@@ -76,16 +85,24 @@ def table(only: list[str], trains: bool) -> str:
     if not chosen:
         raise SystemExit(f"no configuration contains {' and '.join(only)}")
     for name, overrides, steps in chosen:
-        lines.append(f"| `{name}` | {data_seconds(overrides) * 1e3:.1f} |" + (training_cells(overrides, steps) if trains else ""))
+        lines.append(
+            f"| `{name}` | {data_seconds(overrides) * 1e3:.1f} |" + (training_cells(overrides, steps) if trains else "")
+        )
         print(lines[-1], file=sys.stderr)
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
     parser = result_parser(__doc__)
-    parser.add_argument("--only", nargs="+", default=[], help="configurations that contain all of these, e.g. stage=sft tiny")
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="configurations that contain all of these, e.g. stage=sft tiny"
+    )
     parser.add_argument("--no-training", action="store_true", help="measure only the processor time for the data")
     args = parser.parse_args()
-    flags = [*(["--only", *args.only] if args.only else []), *(["--no-training"] if args.no_training else []), "--write"]
+    flags = [
+        *(["--only", *args.only] if args.only else []),
+        *(["--no-training"] if args.no_training else []),
+        "--write",
+    ]
     command = " ".join(["python benchmarks/data_wait.py", *flags])
     report_result("data_wait", "Waiting for data", command, table(args.only, not args.no_training), args.write)

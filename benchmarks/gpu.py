@@ -1,10 +1,12 @@
-"""The engine's step on a GPU against the peak of that GPU: python benchmarks/gpu.py [--path FILE] [--models minimind_26m+1b] [--write].
+"""The engine's step on a GPU against the peak of that GPU: python benchmarks/gpu.py [--path FILE] [--models
+minimind_26m+1b] [--write].
 
-Each case is a process of its own on the same GPU; while one does its turn of several steps, the others wait; medians over the rounds. If the GPU's memory
-does not hold all cases of a model, each takes turns with the peak of its precision only, with a message. Rows are packed with a document mask, the
-loss is fused with the head; batches are made before, so that the data is not measured. Useful tokens are those without padding. The peak is that of a
-large matrix product in the same precision; memory is torch's maximum on the GPU; the first step counts from the start of the process, with tokenized rows
-and nothing compiled. Without a GPU nothing is measured; `--device cpu` measures the same on a CPU.
+Each case is a process of its own on the same GPU; while one does its turn of several steps, the others wait; medians
+over the rounds. If the GPU's memory does not hold all cases of a model, each takes turns with the peak of its precision
+only, with a message. Rows are packed with a document mask, the loss is fused with the head; batches are made before, so
+that the data is not measured. Useful tokens are those without padding. The peak is that of a large matrix product in
+the same precision; memory is torch's maximum on the GPU; the first step counts from the start of the process, with
+tokenized rows and nothing compiled. Without a GPU nothing is measured; `--device cpu` measures the same on a CPU.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ def why_left_out(case: str, device: str) -> str | None:
     if device == "cpu" and compile == "reduce-overhead":
         return "CUDA graphs need a GPU"
     try:
-        PrecisionConfig(precision).check_device(device, None if device == "cpu" or torch.version.hip else torch.cuda.get_device_capability())
+        PrecisionConfig(precision).check_device(
+            device, None if device == "cpu" or torch.version.hip else torch.cuda.get_device_capability()
+        )
     except ValueError as error:
         return str(error.args[0])
     return None
@@ -68,7 +72,9 @@ def simultaneous_cases(names: list[str], spec: dict) -> list[list[str]]:
     import torch
 
     model, tokens = spec["model"], spec["rows"] * spec["length"]
-    each = STATE_BYTES * spec["parameters"] + ACTIVATION_BYTES * model["num_hidden_layers"] * model["hidden_size"] * tokens
+    each = (
+        STATE_BYTES * spec["parameters"] + ACTIVATION_BYTES * model["num_hidden_layers"] * model["hidden_size"] * tokens
+    )
     if spec["device"] == "cuda" and each * len(names) > MAX_FILL * torch.cuda.get_device_properties(0).total_memory:
         return [[name] for name in names]
     return [names]
@@ -76,7 +82,10 @@ def simultaneous_cases(names: list[str], spec: dict) -> list[list[str]]:
 
 def measure_group(names: list[str], spec: dict, rounds: int) -> tuple[list[CaseProcess], list[str]]:
     """Measure these cases and the peak of each of their precisions; return them, and a message per case that failed."""
-    specs = [("machine", spec | {"case": "machine", "precision": precision}) for precision in sorted({CASES[name][0] for name in names})]
+    specs = [
+        ("machine", spec | {"case": "machine", "precision": precision})
+        for precision in sorted({CASES[name][0] for name in names})
+    ]
     specs += [(name, spec | {"case": "ours", "precision": CASES[name][0], "compile": CASES[name][1]}) for name in names]
     return measure(specs, rounds)
 
@@ -98,7 +107,9 @@ def results(cases: list[CaseProcess]) -> Iterator[dict[str, Any]]:
                 "copy_gb_per_second": machines[case.precision].median(lambda step: step["copied"]) / 1e9,
                 "peak_memory_mb": max(step["memory"] for step in case.steps),
                 "first_step_seconds": case.first_step_seconds,
-                "useful_against_bf16": None if base is None else ratio(tokens_per_second, case, base) * case.fill_ratio / base.fill_ratio,
+                "useful_against_bf16": None
+                if base is None
+                else ratio(tokens_per_second, case, base) * case.fill_ratio / base.fill_ratio,
             }
 
 
@@ -129,7 +140,9 @@ def measure_model(name: str, args: argparse.Namespace, folder: str) -> dict[str,
         cases, failed = measure_group(group, spec, args.rounds)
         lines, messages = lines + list(results(cases)), messages + failed
     if len(groups) > 1:
-        messages.append("the GPU's memory does not hold all cases at once: each took turns with the peak of its precision only")
+        messages.append(
+            "the GPU's memory does not hold all cases at once: each took turns with the peak of its precision only"
+        )
     return {"model": name, "parameters": spec["parameters"], "rows": rows, "cases": lines, "messages": messages}
 
 
@@ -149,20 +162,39 @@ def main(args: argparse.Namespace) -> None:
         models = [measure_model(name, args, folder) for name in args.models.split("+")]
     device = torch.cuda.get_device_name(0) if args.device == "cuda" else f"{os.cpu_count()} cores"
     about = {"command": command_of(args), "device": device, "torch": torch.__version__, "cuda": torch.version.cuda}
-    about |= {"length": args.length, "rounds": args.rounds, "steps_per_turn": args.steps_per_turn, "data": Path(args.path).name}
+    about |= {
+        "length": args.length,
+        "rounds": args.rounds,
+        "steps_per_turn": args.steps_per_turn,
+        "data": Path(args.path).name,
+    }
     head = f"{device}, torch {torch.__version__}; {args.rounds} rounds of {args.steps_per_turn} steps, each case a process of its own."
     name = f"gpu-{device.replace(' ', '_').lower()}"
-    report_result(name, f"Step time on {device}", about["command"], "\n\n".join([head, *(model_text(model, args) for model in models)]), args.write)
+    report_result(
+        name,
+        f"Step time on {device}",
+        about["command"],
+        "\n\n".join([head, *(model_text(model, args) for model in models)]),
+        args.write,
+    )
     if args.write:
         write_numbers(name, about | {"models": models})
 
 
 def command_of(args: argparse.Namespace) -> str:
     """Return the command that measures this again, without the paths of this machine."""
-    flags = {"device": args.device, "models": args.models, "length": args.length, "rounds": args.rounds, "steps-per-turn": args.steps_per_turn}
+    flags = {
+        "device": args.device,
+        "models": args.models,
+        "length": args.length,
+        "rounds": args.rounds,
+        "steps-per-turn": args.steps_per_turn,
+    }
     flags |= {"path": Path(args.path).name} if args.path != SAMPLE else {}
     flags |= ({"rows": args.rows} if args.rows else {}) | ({"cases": f'"{args.cases}"'} if args.cases else {})
-    return " ".join(["python benchmarks/gpu.py", *(f"--{name} {value}" for name, value in flags.items()), *args.overrides])
+    return " ".join(
+        ["python benchmarks/gpu.py", *(f"--{name} {value}" for name, value in flags.items()), *args.overrides]
+    )
 
 
 if __name__ == "__main__":
@@ -170,7 +202,9 @@ if __name__ == "__main__":
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--path", default=SAMPLE)
     parser.add_argument("--tokenizer", default=str(SAMPLES / "tokenizer"))
-    parser.add_argument("--models", default="minimind_26m+minimind_64m+minimind_104m+1b", help=f"of {', '.join(MODELS)}, joined by +")
+    parser.add_argument(
+        "--models", default="minimind_26m+minimind_64m+minimind_104m+1b", help=f"of {', '.join(MODELS)}, joined by +"
+    )
     parser.add_argument("--cases", help=f"of {', '.join(CASES)}, joined by +")
     parser.add_argument("--rows", type=int, help="packed sequences per step, instead of the number of each model")
     parser.add_argument("--length", type=int, default=1024, help="tokens per packed sequence")

@@ -1,8 +1,10 @@
-"""Operations per second of the instructions for products on this CPU, and of products: python benchmarks/instruction_peak.py [--rounds 5] [--write].
+"""Operations per second of the instructions for products on this CPU, and of products: python
+benchmarks/instruction_peak.py [--rounds 5] [--write].
 
-One thread a core repeats one instruction on registers: a bound for every product that is made of it. Those of AVX2 or AVX-512 (vfmadd231ps) and of AVX-512 BF16
-(vdpbf16ps) are measured, not those of AMX. The products are those of a linear layer, forward and backward: torch's own, in bf16 with operands that are cast to
-fp32, and by the C++ kernel (`upcast_products.py`, `product.cpp`).
+One thread a core repeats one instruction on registers: a bound for every product that is made of it. Those of AVX2 or
+AVX-512 (vfmadd231ps) and of AVX-512 BF16 (vdpbf16ps) are measured, not those of AMX. The products are those of a linear
+layer, forward and backward: torch's own, in bf16 with operands that are cast to fp32, and by the C++ kernel
+(`upcast_products.py`, `product.cpp`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ from pathlib import Path
 from lib.results import report_result, result_parser
 
 SOURCE = Path(__file__).parent / "lib" / "instruction_peak.cpp"
-INSTRUCTIONS = {"multiply-add in fp32": "lm_runner_multiply_add_fp32", "sum of two products in bf16 (vdpbf16ps)": "lm_runner_multiply_add_bf16"}
+INSTRUCTIONS = {
+    "multiply-add in fp32": "lm_runner_multiply_add_fp32",
+    "sum of two products in bf16 (vdpbf16ps)": "lm_runner_multiply_add_bf16",
+}
 REPETITIONS = 80_000_000  # of the loop over one instruction: tenths of a second
 LAYER = {"tokens": 2048, "outputs": 2048, "inputs": 512}
 HEAD = "| | GFLOP/s | relative to the instruction in fp32 |\n|---|---|---|"
@@ -34,7 +39,8 @@ def instruction_rate(function: Callable[..., int], threads: int, repetitions: in
     def work() -> None:
         operations.append(function(ctypes.c_int64(repetitions), ctypes.byref(ctypes.c_float())))
 
-    workers = [threading.Thread(target=work) for _ in range(threads)]  # a call of ctypes does not hold the lock of the interpreter
+    # a call of ctypes does not hold the lock of the interpreter
+    workers = [threading.Thread(target=work) for _ in range(threads)]
     started = time.perf_counter()
     for worker in workers:
         worker.start()
@@ -46,7 +52,13 @@ def instruction_rate(function: Callable[..., int], threads: int, repetitions: in
 def product_rates(layer: dict[str, int]) -> dict[str, float]:
     """Return name -> operations per second of the products of a linear layer, forward and backward."""
     from models.layers.cpu_kernels.library import KernelsUnavailableError
-    from runner.engine.choices.product_choice import NATIVE, ProductShape, load_products, measure_products, product_choice
+    from runner.engine.choices.product_choice import (
+        NATIVE,
+        ProductShape,
+        load_products,
+        measure_products,
+        product_choice,
+    )
     from runner.engine.device.compile import set_inductor_cache
 
     plain, shape = ProductShape(**layer, dtype="float32"), ProductShape(**layer, dtype="bfloat16")
@@ -57,7 +69,9 @@ def product_rates(layer: dict[str, int]) -> dict[str, float]:
             kernels.append(kernel)
     flops = 6.0 * math.prod(layer.values())
     seconds = {"float32": measure_products(plain, [NATIVE])[NATIVE]}
-    seconds |= {f"bfloat16, {choice.label(kernel)}": value for kernel, value in measure_products(shape, kernels).items()}
+    seconds |= {
+        f"bfloat16, {choice.label(kernel)}": value for kernel, value in measure_products(shape, kernels).items()
+    }
     return {f"products of a linear layer, {name}": flops / value for name, value in seconds.items()}
 
 
@@ -81,7 +95,10 @@ def table(rounds: int, repetitions: int, layer: dict[str, int]) -> str:
         for name, rate in product_rates(layer).items():
             rates.setdefault(name, []).append(rate / 1e9)
     sizes = ", ".join(f"{value} {name}" for name, value in layer.items())
-    lines = [f"Medians of {rounds} rounds (smallest to largest), {threads} threads; the ratio is that of each round. The layer has {sizes}.\n", HEAD]
+    lines = [
+        f"Medians of {rounds} rounds (smallest to largest), {threads} threads; the ratio is that of each round. The layer has {sizes}.\n",
+        HEAD,
+    ]
     return "\n".join([*lines, *(table_row(name, values, next(iter(rates.values()))) for name, values in rates.items())])
 
 
@@ -89,7 +106,9 @@ def table_row(name: str, rates: Sequence[float], peaks: Sequence[float]) -> str:
     """`peaks`: of multiply-add in fp32 in the same rounds; 0 on a processor without the instruction."""
     if not all(rates):
         return f"| {name} | not on this processor | |"
-    ratio = f"{statistics.median(rate / peak for rate, peak in zip(rates, peaks, strict=True)):.2f}" if all(peaks) else ""
+    ratio = (
+        f"{statistics.median(rate / peak for rate, peak in zip(rates, peaks, strict=True)):.2f}" if all(peaks) else ""
+    )
     return f"| {name} | {statistics.median(rates):.0f} ({min(rates):.0f} to {max(rates):.0f}) | {ratio} |"
 
 
@@ -98,7 +117,13 @@ def main(args: argparse.Namespace) -> None:
 
     set_wait_policy()  # as train.py does, before torch is imported
     command = f"python benchmarks/instruction_peak.py --rounds {args.rounds} --write"
-    report_result("instruction_peak", "Peak of the instructions for products", command, table(args.rounds, REPETITIONS, LAYER), args.write)
+    report_result(
+        "instruction_peak",
+        "Peak of the instructions for products",
+        command,
+        table(args.rounds, REPETITIONS, LAYER),
+        args.write,
+    )
 
 
 if __name__ == "__main__":

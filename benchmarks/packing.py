@@ -1,7 +1,9 @@
-"""Speed of packed against padded rows: python benchmarks/packing.py [--path FILE] [--stage pretrain] [--rounds N] [--write] [OVERRIDE ...].
+"""Speed of packed against padded rows: python benchmarks/packing.py [--path FILE] [--stage pretrain] [--rounds N]
+[--write] [OVERRIDE ...].
 
-The engine's training step on rows padded to data.max_length (as most scripts do), padded to the longest row of the batch, grouped by length, and packed;
-same model, precision and batch size, interleaved. Useful tokens are those without padding.
+The engine's training step on rows padded to data.max_length (as most scripts do), padded to the longest row of the
+batch, grouped by length, and packed; same model, precision and batch size, interleaved. Useful tokens are those without
+padding.
 """
 
 from __future__ import annotations
@@ -37,7 +39,12 @@ def state_of(case: str, overrides: list[str], run_dir: Path) -> Any:
         def padded(sequences: list) -> Batch:
             batch = collate(sequences)
             missing = (0, state.cfg.data.max_length - batch.input_ids.shape[1])
-            return Batch(pad(batch.input_ids, missing, value=pad_id), pad(batch.labels, missing, value=-100), batch.lengths, batch.names)
+            return Batch(
+                pad(batch.input_ids, missing, value=pad_id),
+                pad(batch.labels, missing, value=-100),
+                batch.lengths,
+                batch.names,
+            )
 
         state.loader.collate = padded
     return state
@@ -83,7 +90,9 @@ def table(overrides: list[str], rounds: int) -> str:
     raw = {case: statistics.median(values) for case, values in speeds.items()}
     for case, (share, count) in useful.items():
         ratio = raw[case] * share / (raw[PADDED] * useful[PADDED][0])
-        lines.append(f"| {case} | {share:.1%} | {count:,} | {raw[case]:,.0f} | {raw[case] * share:,.0f} | {ratio:.2f} |")
+        lines.append(
+            f"| {case} | {share:.1%} | {count:,} | {raw[case]:,.0f} | {raw[case] * share:,.0f} | {ratio:.2f} |"
+        )
     return "\n".join(lines)
 
 
@@ -95,8 +104,36 @@ if __name__ == "__main__":
     parser.add_argument("overrides", nargs="*", help="overrides of train.py, e.g. precision=bf16")
     args = parser.parse_args()
     path = Path(args.path)
-    overrides = [f"stage={args.stage}", "init_from=scratch", "data=own", f"data.path={path.resolve()}", "data.val_path=null", "data.val_fraction=0"]
-    overrides += ["model=minimind_26m", "optimizer=adamw", "data.max_length=512", "data.num_workers=0", "train.batch_size=4", "tracker.console=quiet"]
-    command = " ".join([f"python benchmarks/packing.py --path {path.name} --stage {args.stage} --rounds {args.rounds}", *args.overrides, "--write"])
-    result = f"Batches of 4 rows of 512 tokens, {args.rounds} rounds.\n\n{table([*overrides, *args.overrides], args.rounds)}"
-    report_result(f"packing-{path.stem.removesuffix('_demo')}", f"Packed and padded rows, {args.stage}", command, result, args.write)
+    overrides = [
+        f"stage={args.stage}",
+        "init_from=scratch",
+        "data=own",
+        f"data.path={path.resolve()}",
+        "data.val_path=null",
+        "data.val_fraction=0",
+    ]
+    overrides += [
+        "model=minimind_26m",
+        "optimizer=adamw",
+        "data.max_length=512",
+        "data.num_workers=0",
+        "train.batch_size=4",
+        "tracker.console=quiet",
+    ]
+    command = " ".join(
+        [
+            f"python benchmarks/packing.py --path {path.name} --stage {args.stage} --rounds {args.rounds}",
+            *args.overrides,
+            "--write",
+        ]
+    )
+    result = (
+        f"Batches of 4 rows of 512 tokens, {args.rounds} rounds.\n\n{table([*overrides, *args.overrides], args.rounds)}"
+    )
+    report_result(
+        f"packing-{path.stem.removesuffix('_demo')}",
+        f"Packed and padded rows, {args.stage}",
+        command,
+        result,
+        args.write,
+    )

@@ -1,8 +1,9 @@
 """Estimates of plan.py against the runs themselves: python benchmarks/plan.py [--write] [--only NAME].
 
-For each configuration: plan.py, then train.py with the same overrides in a temporary folder. Compared are the largest memory of the training
-process (ru_maxrss, VmHWM of Linux) and its time, which other load on the machine changes; the memory does not depend on load. A long run is compiled,
-has a memory pool and measures its attention kernel: it is stopped by SIGTERM after some steps, saves, and is planned after that, without a trial.
+For each configuration: plan.py, then train.py with the same overrides in a temporary folder. Compared are the largest
+memory of the training process (ru_maxrss, VmHWM of Linux) and its time, which other load on the machine changes; the
+memory does not depend on load. A long run is compiled, has a memory pool and measures its attention kernel: it is
+stopped by SIGTERM after some steps, saves, and is planned after that, without a trial.
 """
 
 from __future__ import annotations
@@ -55,9 +56,17 @@ LONG_CASES = {
 
 
 def measure(overrides: list[str], stop_after: int = 0) -> tuple[float, float]:
-    """Return (peak memory in MiB, seconds from the first step to the last one) of train.py. `stop_after`: steps; 0: it ends by itself."""
+    """Return (peak memory in MiB, seconds from the first step to the last one) of train.py. `stop_after`: steps; 0: it
+    ends by itself.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / "runner" / "train.py"), *overrides, "train.log_every=1", f"hydra.run.dir={folder}/run"]
+        command = [
+            sys.executable,
+            str(ROOT / "runner" / "train.py"),
+            *overrides,
+            "train.log_every=1",
+            f"hydra.run.dir={folder}/run",
+        ]
         child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         metrics = Path(folder) / "run" / "metrics.jsonl"
         if stop_after:
@@ -116,4 +125,10 @@ if __name__ == "__main__":
     parser.add_argument("--only", choices=CASES | LONG_CASES, help="measure this configuration only")
     args = parser.parse_args()
     names = [args.only] if args.only else [*CASES, *LONG_CASES]
-    report_result("plan", "Estimates of plan.py against measured runs", "python benchmarks/plan.py --write", table(names), args.write)
+    report_result(
+        "plan",
+        "Estimates of plan.py against measured runs",
+        "python benchmarks/plan.py --write",
+        table(names),
+        args.write,
+    )

@@ -1,6 +1,7 @@
 """Cost of resuming far into an epoch: python benchmarks/position.py [--write].
 
-Time and memory until the first batch from step 1 and from step 1,000,000 of an epoch of 10^8 rows, each in a process of its own.
+Time and memory until the first batch from step 1 and from step 1,000,000 of an epoch of 10^8 rows, each in a process of
+its own.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ def first_batch(step: int) -> dict[str, float]:
     from data.batching.sampler import ShuffledSampler
 
     sequences = UnpackedSequences(SyntheticRows())
-    loader, warmup = (StepLoader(sequences, ShuffledSampler(ROWS, BATCH_SIZE, seed), batch_size=BATCH_SIZE, pad_id=0, packed=False) for seed in (42, 7))
+    loader, warmup = (
+        StepLoader(sequences, ShuffledSampler(ROWS, BATCH_SIZE, seed), batch_size=BATCH_SIZE, pad_id=0, packed=False)
+        for seed in (42, 7)
+    )
     next(warmup.iter_epoch(0))  # imports and first allocations
     before, started = resident_mib(), time.perf_counter()
     batches = next(loader.iter_epoch(0, skip=step - 1))
@@ -62,7 +66,9 @@ def table() -> str:
     ]
     for index, step in enumerate((1, FAR_STEP)):
         median = {key: statistics.median(pair[index][key] for pair in rounds) for key in rounds[0][index]}
-        lines.append(f"| {step:,} | {median['seconds'] * 1e3:.2f} ms | {median['mib']:.1f} MiB | {median['mib_increase']:.2f} MiB |")
+        lines.append(
+            f"| {step:,} | {median['seconds'] * 1e3:.2f} ms | {median['mib']:.1f} MiB | {median['mib_increase']:.2f} MiB |"
+        )
     return "\n".join(lines)
 
 
@@ -73,4 +79,6 @@ if __name__ == "__main__":
     if args.step:
         print(json.dumps(first_batch(args.step)))
     else:
-        report_result("position", "Resuming far into an epoch", "python benchmarks/position.py --write", table(), args.write)
+        report_result(
+            "position", "Resuming far into an epoch", "python benchmarks/position.py --write", table(), args.write
+        )

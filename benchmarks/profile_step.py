@@ -1,8 +1,10 @@
-"""Shares of a training step by kind of work, on the CPU: python benchmarks/profile_step.py [--path FILE] [--precision bf16+fp32] [--compile default+off] [--write] [OVERRIDE ...].
+"""Shares of a training step by kind of work, on the CPU: python benchmarks/profile_step.py [--path FILE] [--precision
+bf16+fp32] [--compile default+off] [--write] [OVERRIDE ...].
 
-torch.profiler watches the engine's step, each precision and compile mode in a process of its own. Times are those of the thread that calls the operators; each
-is counted once, without the operators that it calls. A kernel of this project is an operator, and so is each loop of the compiler: programs are compiled with
-`cpp.enable_kernel_profile`, apart from those of runs. What is of no kind is "other", whose largest operators are listed.
+torch.profiler watches the engine's step, each precision and compile mode in a process of its own. Times are those of
+the thread that calls the operators; each is counted once, without the operators that it calls. A kernel of this project
+is an operator, and so is each loop of the compiler: programs are compiled with `cpp.enable_kernel_profile`, apart from
+those of runs. What is of no kind is "other", whose largest operators are listed.
 """
 
 from __future__ import annotations
@@ -31,15 +33,32 @@ FACTS = machine_facts()  # before modules are imported that add variables
 UPDATE = "update of the weights"  # event around the gradient norm, clipping and the optimizer
 LAYERS = {"off": "uncompiled", "default": "compiled", "auto": "auto"}  # value of train.compile -> its name in the table
 
-PRODUCTS, ATTENTION, LOSS_PRODUCTS, LOSS = "matrix products outside of attention and loss", "attention", "matrix products of the loss", "the rest of the loss"
-LOOPS, COPIES, OPTIMIZER, SWIGLU, OTHER = "fused loops of the compiler", "casts and copies", "optimizer and gradient norm", "SwiGLU", "other"
+PRODUCTS, ATTENTION, LOSS_PRODUCTS, LOSS = (
+    "matrix products outside of attention and loss",
+    "attention",
+    "matrix products of the loss",
+    "the rest of the loss",
+)
+LOOPS, COPIES, OPTIMIZER, SWIGLU, OTHER = (
+    "fused loops of the compiler",
+    "casts and copies",
+    "optimizer and gradient norm",
+    "SwiGLU",
+    "other",
+)
 KINDS = (PRODUCTS, LOSS_PRODUCTS, LOSS, ATTENTION, LOOPS, COPIES, OPTIMIZER, SWIGLU, OTHER)
 PYTHON = "outside of operators (Python)"
 
 # Parts of the name of an event; all that happens inside of one has its kind, whatever the operator
 ENCLOSING = {
     OPTIMIZER: (UPDATE, "Optimizer.step#", "Optimizer.zero_grad#"),
-    ATTENTION: ("lm_runner::attention", "lm_runner::fused_attention", "lm_runner_attention", "lm_runner_fused_attention", "scaled_dot_product"),
+    ATTENTION: (
+        "lm_runner::attention",
+        "lm_runner::fused_attention",
+        "lm_runner_attention",
+        "lm_runner_fused_attention",
+        "scaled_dot_product",
+    ),
     LOSS: ("lm_runner::nll", "lm_runner_nll", "cross_entropy", "nll_loss"),
 }
 # Names of operators; a trailing * stands for any end
@@ -67,11 +86,14 @@ class Profile(NamedTuple):
     other: list[tuple[str, float]]  # largest operators of OTHER, per step
     step_seconds: float  # median, with the profiler
     plain_seconds: float  # median, without it
-    attention: str = ""  # the kernel of attention and its reason, where one was chosen; with the fused one, SwiGLU is a kernel, too
+    # the kernel of attention and its reason, where one was chosen; with the fused one, SwiGLU is a kernel, too
+    attention: str = ""
 
 
 def kind_of(names: Sequence[str]) -> str:
-    """Return the kind of work of an operator. `names`: its own and those of the events around it, from the inside to the outside."""
+    """Return the kind of work of an operator. `names`: its own and those of the events around it, from the inside to
+    the outside.
+    """
     own = names[0]
     for kind, parts in ENCLOSING.items():
         if any(part in name for name in names for part in parts):
@@ -106,7 +128,9 @@ def sum_by_kind(events: Sequence[Any]) -> tuple[Counter[str], Counter[str]]:
 
 
 def record_calls(state: Any) -> None:
-    """Make events of the kernels in C++, which are called without an operator of their own, and of the update of the weights."""
+    """Make events of the kernels in C++, which are called without an operator of their own, and of the update of the
+    weights.
+    """
     from torch.profiler import record_function
 
     from models.layers.cpu_kernels.library import call_kernel
@@ -140,7 +164,9 @@ def profile_steps(overrides: list[str], steps: int) -> Profile:
     inductor.cpp.enable_kernel_profile = True  # names the loops
     with adapt_spinning():
         state = build_state(overrides)
-        batches = list(islice((step for epoch in range(100) for step in state.loader.iter_epoch(epoch)), WARMUP_STEPS + 2 * steps))
+        batches = list(
+            islice((step for epoch in range(100) for step in state.loader.iter_epoch(epoch)), WARMUP_STEPS + 2 * steps)
+        )
 
         def timed_steps(chosen: list[Any]) -> list[float]:
             seconds = []
@@ -156,9 +182,17 @@ def profile_steps(overrides: list[str], steps: int) -> Profile:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             profiled = timed_steps(batches[WARMUP_STEPS + 1 :: 2])
     kinds, other = sum_by_kind(profiler.events())
-    seconds = {kind: kinds[kind] / len(profiled) for kind in KINDS} | {PYTHON: max(0.0, sum(profiled) - kinds.total()) / len(profiled)}
+    seconds = {kind: kinds[kind] / len(profiled) for kind in KINDS} | {
+        PYTHON: max(0.0, sum(profiled) - kinds.total()) / len(profiled)
+    }
     largest = [(name, total / len(profiled)) for name, total in other.most_common(LARGEST)]
-    return Profile(seconds, largest, statistics.median(profiled), statistics.median(plain), state.kernel_reasons.get("attention", ""))
+    return Profile(
+        seconds,
+        largest,
+        statistics.median(profiled),
+        statistics.median(plain),
+        state.kernel_reasons.get("attention", ""),
+    )
 
 
 def table(profiles: dict[str, Profile]) -> str:
@@ -166,14 +200,25 @@ def table(profiles: dict[str, Profile]) -> str:
     totals = {name: sum(profile.seconds.values()) for name, profile in profiles.items()}
     lines = [f"| kind of work | {' | '.join(profiles)} |", "|---" * (1 + len(profiles)) + "|"]
     for kind in (*KINDS, PYTHON):
-        cells = (f"{profile.seconds[kind] / totals[name]:.1%} ({profile.seconds[kind] * 1e3:.0f} ms)" for name, profile in profiles.items())
+        cells = (
+            f"{profile.seconds[kind] / totals[name]:.1%} ({profile.seconds[kind] * 1e3:.0f} ms)"
+            for name, profile in profiles.items()
+        )
         lines.append(f"| {kind} | {' | '.join(cells)} |")
-    steps = (f"{profile.step_seconds * 1e3:.0f} ms ({profile.plain_seconds * 1e3:.0f} ms)" for profile in profiles.values())
+    steps = (
+        f"{profile.step_seconds * 1e3:.0f} ms ({profile.plain_seconds * 1e3:.0f} ms)" for profile in profiles.values()
+    )
     lines.append(f"| median step (without the profiler) | {' | '.join(steps)} |")
     lines += ["", f'Largest operators of "{OTHER}":', ""]
     for name, profile in profiles.items():
-        lines.append(f"- {name}: " + ", ".join(f"`{operator}` {seconds / totals[name]:.1%}" for operator, seconds in profile.other))
-    lines += ["", *(f"Attention, {name}: {profile.attention}." for name, profile in profiles.items() if profile.attention)]
+        lines.append(
+            f"- {name}: "
+            + ", ".join(f"`{operator}` {seconds / totals[name]:.1%}" for operator, seconds in profile.other)
+        )
+    lines += [
+        "",
+        *(f"Attention, {name}: {profile.attention}." for name, profile in profiles.items() if profile.attention),
+    ]
     return "\n".join(lines)
 
 
@@ -181,10 +226,24 @@ def measure(args: argparse.Namespace) -> dict[str, Profile]:
     """Return name -> profile of each precision and compile mode."""
     overrides, profiles = [f"model={args.model}", *args.overrides], dict[str, Profile]()
     with tempfile.TemporaryDirectory() as folder:
-        spec = case_spec(overrides, stage=args.stage, path=args.path, tokenizer=str(SAMPLES / "tokenizer"), rows=ROWS, length=LENGTH, folder=folder)
+        spec = case_spec(
+            overrides,
+            stage=args.stage,
+            path=args.path,
+            tokenizer=str(SAMPLES / "tokenizer"),
+            rows=ROWS,
+            length=LENGTH,
+            folder=folder,
+        )
         for precision in args.precision.split("+"):
             for mode in args.compile.split("+"):
-                case = [*spec["overrides"], f"precision={precision}", "data.packing=best_fit", f"train.compile={mode}", "train.epochs=100"]
+                case = [
+                    *spec["overrides"],
+                    f"precision={precision}",
+                    "data.packing=best_fit",
+                    f"train.compile={mode}",
+                    "train.epochs=100",
+                ]
                 with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
                     profiles[f"{precision}, {LAYERS[mode]}"] = pool.submit(profile_steps, case, args.steps).result()
     return profiles
@@ -193,8 +252,22 @@ def measure(args: argparse.Namespace) -> dict[str, Profile]:
 def main(args: argparse.Namespace) -> None:
     if unknown := set(args.compile.split("+")) - set(LAYERS):
         raise SystemExit(f"--compile must be of {', '.join(LAYERS)}, joined by +; got {', '.join(sorted(unknown))}")
-    flags = {"path": Path(args.path).name, "stage": args.stage, "model": args.model, "precision": args.precision, "compile": args.compile, "steps": args.steps}
-    command = " ".join(["python benchmarks/profile_step.py", *(f"--{name} {value}" for name, value in flags.items()), *args.overrides, "--write"])
+    flags = {
+        "path": Path(args.path).name,
+        "stage": args.stage,
+        "model": args.model,
+        "precision": args.precision,
+        "compile": args.compile,
+        "steps": args.steps,
+    }
+    command = " ".join(
+        [
+            "python benchmarks/profile_step.py",
+            *(f"--{name} {value}" for name, value in flags.items()),
+            *args.overrides,
+            "--write",
+        ]
+    )
     text = f"{args.model}, {args.stage}, {ROWS} x {LENGTH} tokens, {args.steps} steps.\n\n{table(measure(args))}"
     report_result(f"profile-{file_part(machine_name(FACTS))}", "Shares of a training step", command, text, args.write)
 

@@ -1,7 +1,7 @@
 """Speed of two ranks relative to one: python benchmarks/ranks.py [--write].
 
-The train command on the CPU (gloo), one thread per rank, eight micro-batches per step. Compared is tokens_per_second of metrics.jsonl without the
-first steps; the cases are interleaved.
+The train command on the CPU (gloo), one thread per rank, eight micro-batches per step. Compared is tokens_per_second of
+metrics.jsonl without the first steps; the cases are interleaved.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from lib.results import report_result, result_parser
 from lib.runs import NO_EXTRAS, run_train
 
 ROUNDS, STEPS, WARMUP_STEPS = 3, 7, 2
-OVERRIDES = ["stage=pretrain", "init_from=scratch", "device=cpu", f"train.max_steps={STEPS}", "train.log_every=1", *NO_EXTRAS]
+OVERRIDES = [
+    "stage=pretrain",
+    "init_from=scratch",
+    "device=cpu",
+    f"train.max_steps={STEPS}",
+    "train.log_every=1",
+    *NO_EXTRAS,
+]
 OVERRIDES += ["train.batch_size=4", "train.accumulation_steps=8", "train.compile=off"]
 CASES = {  # name -> overrides
     "one rank": [],

@@ -1,10 +1,13 @@
-"""The engine's step against the peak of the machine and other trainers: python benchmarks/speed.py [--path FILE] [--stage pretrain|sft] [--write].
+"""The engine's step against the peak of the machine and other trainers: python benchmarks/speed.py [--path FILE]
+[--stage pretrain|sft] [--write].
 
-Same model, data, tokenizer, batch size and precision for all cases. Each is a process of its own and they take turns step by step, so that other load on
-the machine affects all; a process is stopped while it waits; medians over the rounds. Each trainer runs as its users start it: the environment of this
-command, to which only our own engine adds what our command decides. `--environments own+best` measures each also with the best of a few thread settings,
-found in a short trial. `--summary` writes the table over all stored machines. Useful tokens are those without padding. Trainers that are not installed (`pip install lm-runner[bench]`:
-Hugging Face's Trainer and TRL) or not given (--minimind CHECKOUT, --litgpt, --nanochat) are left out and named.
+Same model, data, tokenizer, batch size and precision for all cases. Each is a process of its own and they take turns
+step by step, so that other load on the machine affects all; a process is stopped while it waits; medians over the
+rounds. Each trainer runs as its users start it: the environment of this command, to which only our own engine adds what
+our command decides. `--environments own+best` measures each also with the best of a few thread settings, found in a
+short trial. `--summary` writes the table over all stored machines. Useful tokens are those without padding. Trainers
+that are not installed (`pip install lm-runner[bench]`: Hugging Face's Trainer and TRL) or not given (--minimind
+CHECKOUT, --litgpt, --nanochat) are left out and named.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from lib.runs import SAMPLES
 from lib.speed_summary import summary_table
 
 ROWS, LENGTH = 4, 512  # rows per step, tokens per row
-CLOCKS = ("seconds", "cpu")  # processor time does not depend on other load; with OMP_NUM_THREADS=1 no thread waits for another
+# processor time does not depend on other load; with OMP_NUM_THREADS=1 no thread waits for another
+CLOCKS = ("seconds", "cpu")
 CHECKOUTS = {"MiniMind's": "minimind", "litgpt,": "litgpt", "nanochat,": "nanochat"}
 PACKAGES = {"HF": ("transformers", "accelerate"), "TRL": ("transformers", "trl", "datasets")}
 PRECISIONS = ("fp32", "bf16")
@@ -36,13 +40,18 @@ HEAD = (
 
 
 def write_rows(args: argparse.Namespace, folder: str) -> dict[str, str]:
-    """Write the rows as the other trainers read them: MiniMind's conversations, TRL's messages, or texts. Return name -> path."""
+    """Write the rows as the other trainers read them: MiniMind's conversations, TRL's messages, or texts. Return name
+    -> path.
+    """
     from data.schemas.registry import detect_schema
     from data.sources.files import Source
 
     source, data_format = Source.open(args.path), "text" if args.stage == "pretrain" else "chat"
     files = {name: str(Path(folder) / f"{name}.jsonl") for name in ("minimind", "messages")}
-    with open(files["minimind"], "w", encoding="utf-8") as minimind, open(files["messages"], "w", encoding="utf-8") as messages:
+    with (
+        open(files["minimind"], "w", encoding="utf-8") as minimind,
+        open(files["messages"], "w", encoding="utf-8") as messages,
+    ):
         for position, row in source.rows():
             example: Any = detect_schema(row, data_format, source.where(position)).read(row, source.where(position))
             if data_format == "chat":
@@ -98,7 +107,9 @@ def table(lines: list[dict[str, Any]]) -> str:
         for line in lines
     ]
     processes = [
-        f"- {line['case']}, {line['setting']}: {describe_facts(line['environment'])}" + (f"; {line['kernels']}" if line["kernels"] else "") for line in lines
+        f"- {line['case']}, {line['setting']}: {describe_facts(line['environment'])}"
+        + (f"; {line['kernels']}" if line["kernels"] else "")
+        for line in lines
     ]
     return "\n".join([HEAD, *rows, "", "What each process had:", "", *processes])
 
@@ -110,8 +121,14 @@ def shared_spec(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     tokenizer = str(Path(args.tokenizer).resolve())
     checkouts = {name: str(Path(path).resolve()) for name in CHECKOUTS.values() if (path := getattr(args, name))}
     overrides = [f"model={args.model}", *args.overrides]
-    spec = case_spec(overrides, stage=args.stage, path=args.path, tokenizer=tokenizer, rows=ROWS, length=LENGTH, folder=folder)
-    return spec | checkouts | {"tokenizer": tokenizer, "pad_id": Tokenizer.load(Path(tokenizer)).pad_id, "files": write_rows(args, folder)}
+    spec = case_spec(
+        overrides, stage=args.stage, path=args.path, tokenizer=tokenizer, rows=ROWS, length=LENGTH, folder=folder
+    )
+    return (
+        spec
+        | checkouts
+        | {"tokenizer": tokenizer, "pad_id": Tokenizer.load(Path(tokenizer)).pad_id, "files": write_rows(args, folder)}
+    )
 
 
 def choose_cases(args: argparse.Namespace, spec: dict) -> tuple[list[tuple[str, dict]], list[str]]:
@@ -138,7 +155,9 @@ def write_summary() -> None:
         "Useful tokens per second of the compiled, packed step relative to each other trainer, each as its users run it (in brackets: each with its best\n"
         f"thread setting), and its share of the matrix peak. The worst machine comes first.\n\n{summary_table(results)}\n"
     )
-    (RESULTS / "speed-summary.md").write_text(f"# Speed over machines\n\n`python benchmarks/speed.py --summary`\n\n{text}", encoding="utf-8")
+    (RESULTS / "speed-summary.md").write_text(
+        f"# Speed over machines\n\n`python benchmarks/speed.py --summary`\n\n{text}", encoding="utf-8"
+    )
     print(text)
 
 
@@ -159,10 +178,20 @@ def main(args: argparse.Namespace) -> None:
         if case.name == "machine"
     }
     workload = Path(args.path).stem.removesuffix("_demo")
-    about = {"command": command_of(args), "workload": workload, "stage": args.stage, "model": args.model, "rows": ROWS, "length": LENGTH}
+    about = {
+        "command": command_of(args),
+        "workload": workload,
+        "stage": args.stage,
+        "model": args.model,
+        "rows": ROWS,
+        "length": LENGTH,
+    }
     about |= {"rounds": args.rounds, "environments": args.environments, **FACTS}
     if args.json:
-        text = "\n".join(json.dumps(line, ensure_ascii=False) for line in [about, {"machine": machine}, *lines, *({"message": line} for line in messages)])
+        text = "\n".join(
+            json.dumps(line, ensure_ascii=False)
+            for line in [about, {"machine": machine}, *lines, *({"message": line} for line in messages)]
+        )
     else:
         parts = [
             f"{precision}, {ROWS} x {LENGTH}; matrix product {peak['gflops']:,.0f} GFLOP/s, copy {peak['copy_gb_per_second']:.0f} GB/s:\n\n"
@@ -171,19 +200,38 @@ def main(args: argparse.Namespace) -> None:
         ]
         text = "\n\n".join([*parts, *messages])
     name = f"speed-{file_part(machine_name(about))}-{workload}-{args.precision.replace(',', '-')}"
-    report_result(name, f"Step time of {args.model} and of other trainers, {args.stage}", about["command"], text, args.write and not args.json)
+    report_result(
+        name,
+        f"Step time of {args.model} and of other trainers, {args.stage}",
+        about["command"],
+        text,
+        args.write and not args.json,
+    )
     if args.write:
         write_numbers(name, about | {"machine": machine, "cases": lines, "messages": messages})
 
 
 def command_of(args: argparse.Namespace) -> str:
     """Return the command that measures this again, without the paths of this machine."""
-    flags = {"path": Path(args.path).name, "stage": args.stage, "model": args.model, "precision": args.precision, "rounds": args.rounds}
+    flags = {
+        "path": Path(args.path).name,
+        "stage": args.stage,
+        "model": args.model,
+        "precision": args.precision,
+        "rounds": args.rounds,
+    }
     flags |= {"environments": args.environments} if args.environments != "own" else {}
     flags |= {"cases": f'"{args.cases}"'} if args.cases else {}
     flags |= {name: "CHECKOUT" for name in CHECKOUTS.values() if getattr(args, name)}
     limits = [f"{name}={FACTS['variables'][name]}" for name in LIMITS if name in FACTS["variables"]]
-    return " ".join([*limits, "python benchmarks/speed.py", *(f"--{name} {value}" for name, value in flags.items()), *args.overrides])
+    return " ".join(
+        [
+            *limits,
+            "python benchmarks/speed.py",
+            *(f"--{name} {value}" for name, value in flags.items()),
+            *args.overrides,
+        ]
+    )
 
 
 if __name__ == "__main__":
@@ -195,8 +243,15 @@ if __name__ == "__main__":
     parser.add_argument("--precision", default=",".join(PRECISIONS))
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--cases", help="only cases whose name contains one of these: ours+MiniMind")
-    parser.add_argument("--environments", default="own", choices=["own", "own+best"], help="own+best: each trainer also with its best thread setting")
-    parser.add_argument("--summary", action="store_true", help="measure nothing; write the table over all stored machines")
+    parser.add_argument(
+        "--environments",
+        default="own",
+        choices=["own", "own+best"],
+        help="own+best: each trainer also with its best thread setting",
+    )
+    parser.add_argument(
+        "--summary", action="store_true", help="measure nothing; write the table over all stored machines"
+    )
     parser.add_argument("--minimind", help="a checkout of github.com/jingyaogong/minimind")
     parser.add_argument("--litgpt", help="a checkout of github.com/Lightning-AI/litgpt")
     parser.add_argument("--nanochat", help="a checkout of github.com/karpathy/nanochat")

@@ -1,8 +1,10 @@
-"""Time from the command to the first step: python benchmarks/start.py [--folder DIR] [--rounds N] [--sizes "2 MB+200 MB"] [--write].
+"""Time from the command to the first step: python benchmarks/start.py [--folder DIR] [--rounds N] [--sizes "2 MB+200
+MB"] [--write].
 
-Wall-clock time to the run's header and to the first finished step: of the default run, of a sweep's second job, and of runs on token stores of 2 MB,
-200 MB and 2 GB. The cases are interleaved, each in a process of its own, with prepared stores. `import torch` alone is the lower bound of every start.
-The processor time of the whole command (its one step is saved, too) does not depend on the load of the machine.
+Wall-clock time to the run's header and to the first finished step: of the default run, of a sweep's second job, and of
+runs on token stores of 2 MB, 200 MB and 2 GB. The cases are interleaved, each in a process of its own, with prepared
+stores. `import torch` alone is the lower bound of every start. The processor time of the whole command (its one step is
+saved, too) does not depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -23,7 +25,14 @@ from lib.token_store import store_overrides, write_random_store
 
 SIZES = {"2 MB": 2 << 20, "200 MB": 200 << 20, "2 GB": 2 << 30}
 GOALS = {"the default run": "at most 5 s", "a sweep's second job": "at most 5 s"}
-ONE_STEP = ["train.max_steps=1", "train.log_every=1", "train.eval_every=0", "train.save_every=0", "train.sample_every=0", "tracker.console=plain"]
+ONE_STEP = [
+    "train.max_steps=1",
+    "train.log_every=1",
+    "train.eval_every=0",
+    "train.save_every=0",
+    "train.sample_every=0",
+    "tracker.console=plain",
+]
 HEADER, STEP, SECOND_JOB = "run ", "step 1/1", "[2/2]"  # first characters of the lines that are timed
 
 
@@ -59,12 +68,16 @@ def first_step(*overrides: str) -> Start:
 
 
 def second_job(folder: Path) -> Start:
-    """Return the times of a sweep's second job from the start of its process, and the processor time of the sweep process and both jobs."""
+    """Return the times of a sweep's second job from the start of its process, and the processor time of the sweep
+    process and both jobs.
+    """
     before = processor_seconds()
     lines = list(timed_lines(train_command(*ONE_STEP, "-m", "optimizer.lr=1e-3,2e-3", f"hydra.sweep.dir={folder}")))
     first = next(index for index, (_, line) in enumerate(lines) if line.startswith(SECOND_JOB))
     second = lines[first:]
-    return Start(time_of(second, HEADER) - second[0][0], time_of(second, STEP) - second[0][0], processor_seconds() - before)
+    return Start(
+        time_of(second, HEADER) - second[0][0], time_of(second, STEP) - second[0][0], processor_seconds() - before
+    )
 
 
 def import_torch() -> Start:
@@ -89,7 +102,9 @@ def make_cases(parent: Path, sizes: list[str]) -> dict[str, Callable[[int], Star
     for name in sizes:
         folder = parent / name.replace(" ", "")
         write_random_store(folder, SIZES[name])
-        cases[f"a store of {name}"] = lambda number, folder=folder: first_step(*store_overrides(folder), f"hydra.run.dir={folder / f'run{number}'}")  # type: ignore[misc]  # folder is bound here
+        cases[f"a store of {name}"] = lambda number, folder=folder: first_step(
+            *store_overrides(folder), f"hydra.run.dir={folder / f'run{number}'}"
+        )  # type: ignore[misc]  # folder is bound here
     return cases
 
 
@@ -113,7 +128,9 @@ def table(parent: Path, rounds: int, sizes: list[str]) -> str:
         header, step, processor = zip(*measured, strict=True)
         ratio = statistics.median(seconds / alone for seconds, alone in zip(step, torch_alone, strict=True))
         header_text = median_and_best(header) if any(header) else ""
-        lines.append(f"| {name} | {GOALS.get(name, '')} | {header_text} | {median_and_best(step)} | {ratio:.2f} | {median_and_best(processor)} |")
+        lines.append(
+            f"| {name} | {GOALS.get(name, '')} | {header_text} | {median_and_best(step)} | {ratio:.2f} | {median_and_best(processor)} |"
+        )
     return "\n".join(lines)
 
 
@@ -125,4 +142,10 @@ if __name__ == "__main__":
     args.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.folder, prefix=".benchmark-") as temp:
         result = table(Path(temp), args.rounds, [size for size in args.sizes.split("+") if size])
-    report_result("start", "From the command to the first step", f"python benchmarks/start.py --rounds {args.rounds} --write", result, args.write)
+    report_result(
+        "start",
+        "From the command to the first step",
+        f"python benchmarks/start.py --rounds {args.rounds} --write",
+        result,
+        args.write,
+    )

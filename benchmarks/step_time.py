@@ -1,8 +1,9 @@
 """Step time by the content of the step: python benchmarks/step_time.py [--model NAME ...] [--rounds N] [--write].
 
-The engine's training step with 1, 2, 4, 8 micro-batches of four sequences, and with one micro-batch of 1, 2, 4, 8 sequences; all cases take turns in one
-process and use the same sequences over the rounds. A line a * k + b is fitted to the medians; measured is the largest deviation from it. The constant b
-is mostly gradient clipping and the optimizer, which are also timed alone.
+The engine's training step with 1, 2, 4, 8 micro-batches of four sequences, and with one micro-batch of 1, 2, 4, 8
+sequences; all cases take turns in one process and use the same sequences over the rounds. A line a * k + b is fitted to
+the medians; measured is the largest deviation from it. The constant b is mostly gradient clipping and the optimizer,
+which are also timed alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from lib.runs import build_state
 
 COUNTS = (1, 2, 4, 8)
 BATCH_SIZE = 4  # sequences per micro-batch in the first case
-OVERRIDES = ["stage=pretrain", "init_from=scratch", "device=cpu", "train.compile=off", "tracker.console=quiet", "data.val_path=null"]
+OVERRIDES = [
+    "stage=pretrain",
+    "init_from=scratch",
+    "device=cpu",
+    "train.compile=off",
+    "tracker.console=quiet",
+    "data.val_path=null",
+]
 CLOCKS = {"wall clock": time.perf_counter, "processor time": time.process_time}
 GOAL = 0.02  # largest relative deviation, by number of micro-batches
 
@@ -110,8 +118,17 @@ def table(models: list[str], rounds: int) -> str:
 if __name__ == "__main__":
     parser = result_parser(__doc__)
     parser.add_argument("--model", nargs="+", default=["tiny"], help="names of conf/model")
-    parser.add_argument("--rounds", type=int, default=16, help="with a multiple of 8, every case begins with each sequence equally often")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=16,
+        help="with a multiple of 8, every case begins with each sequence equally often",
+    )
     args = parser.parse_args()
     environment = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} " if "OMP_NUM_THREADS" in os.environ else ""
-    command = f"{environment}python benchmarks/step_time.py --model {' '.join(args.model)} --rounds {args.rounds} --write"
-    report_result("step_time", "Step time by the content of the step", command, table(args.model, args.rounds), args.write)
+    command = (
+        f"{environment}python benchmarks/step_time.py --model {' '.join(args.model)} --rounds {args.rounds} --write"
+    )
+    report_result(
+        "step_time", "Step time by the content of the step", command, table(args.model, args.rounds), args.write
+    )

@@ -1,7 +1,8 @@
 """Start time by size of the token store: python benchmarks/store.py [--folder DIR] [--write].
 
-The first batch of a run on a prepared store of 2 MB and of 2 GB of tokens: open the stores, mix, split validation rows, open the packing plan, read.
-Each is measured in a process of its own, interleaved; the batch of step 1,000,000 beside that of step 10. The stores hold random tokens.
+The first batch of a run on a prepared store of 2 MB and of 2 GB of tokens: open the stores, mix, split validation rows,
+open the packing plan, read. Each is measured in a process of its own, interleaved; the batch of step 1,000,000 beside
+that of step 10. The stores hold random tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +39,12 @@ def first_batch(folder: Path, step: int) -> dict[str, float]:
     opened = time.perf_counter()
     loader = build_loader(pipeline.train, cfg, tokenizer, 1)
     next(loader.iter_epoch(0, skip=step - 1))
-    return {"open": opened - started, "batch": time.perf_counter() - opened, "mib": resident_mib(), "steps": loader.steps_per_epoch}
+    return {
+        "open": opened - started,
+        "batch": time.perf_counter() - opened,
+        "mib": resident_mib(),
+        "steps": loader.steps_per_epoch,
+    }
 
 
 def measure(folder: Path, step: int) -> dict[str, float]:
@@ -49,7 +55,11 @@ def table(parent: Path) -> str:
     folders = {name: parent / name.replace(" ", "") for name in SIZES}
     rows = {name: write_random_store(folders[name], size) for name, size in SIZES.items()}
     first = {name: measure(folder, 1) for name, folder in folders.items()}  # writes the packing plan
-    cases = {"2 MB, step 10": ("2 MB", NEAR_STEP), "2 GB, step 10": ("2 GB", NEAR_STEP), "2 GB, step 1,000,000": ("2 GB", FAR_STEP)}
+    cases = {
+        "2 MB, step 10": ("2 MB", NEAR_STEP),
+        "2 GB, step 10": ("2 GB", NEAR_STEP),
+        "2 GB, step 1,000,000": ("2 GB", FAR_STEP),
+    }
     rounds = [{case: measure(folders[name], step) for case, (name, step) in cases.items()} for _ in range(ROUNDS)]
     lines = [
         f"Median of {ROUNDS} rounds, packed sequences of 512 tokens, micro-batches of 1.",
@@ -60,7 +70,9 @@ def table(parent: Path) -> str:
     for case, (name, _) in cases.items():
         median = {key: statistics.median(results[case][key] for results in rounds) for key in rounds[0][case]}
         steps = f"{int(median['steps']):,}"
-        lines.append(f"| {case} | {rows[name]:,} | {steps} | {median['open'] * 1e3:.1f} ms | {median['batch'] * 1e3:.1f} ms | {median['mib']:.1f} MiB |")
+        lines.append(
+            f"| {case} | {rows[name]:,} | {steps} | {median['open'] * 1e3:.1f} ms | {median['batch'] * 1e3:.1f} ms | {median['mib']:.1f} MiB |"
+        )
     plans = " and ".join(f"{first[name]['open']:.1f} s ({name}, {first[name]['mib']:.0f} MiB)" for name in SIZES)
     return "\n".join([*lines, "", f"The first start writes the packing plan: opened in {plans}."])
 

@@ -1,7 +1,7 @@
 """Cost of a sweep besides its training: python benchmarks/sweep.py [--write].
 
-How much faster two workers are than one; what a job costs besides its steps (process, config, imports, data, the final save); how long a
-finished sweep of 200 jobs takes to resume. All are measured with the command itself.
+How much faster two workers are than one; what a job costs besides its steps (process, config, imports, data, the final
+save); how long a finished sweep of 200 jobs takes to resume. All are measured with the command itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def command_seconds(*overrides: str) -> float:
 def sweep_seconds(folder: Path, steps: int, workers: int) -> float:
     rates = ",".join(f"{n + 1}e-4" for n in range(JOBS))
     length, swept = f"train.max_steps={steps}", f"optimizer.lr={rates}"
-    return command_seconds("-m", *OVERRIDES, length, swept, f"hydra.sweep.dir={folder}", f"hydra.launcher.workers={workers}")
+    return command_seconds(
+        "-m", *OVERRIDES, length, swept, f"hydra.sweep.dir={folder}", f"hydra.launcher.workers={workers}"
+    )
 
 
 def resume_seconds(folder: Path) -> float:
@@ -38,12 +40,21 @@ def resume_seconds(folder: Path) -> float:
     from runner.sweep.state import SweepState
 
     rates = [f"{n + 1}e-05" for n in range(FINISHED_JOBS)]
-    with SweepState.create(folder, overrides=OVERRIDES, swept={"optimizer.lr": rates}, sweeper="grid", launcher="local", base_rows=16) as state:
+    with SweepState.create(
+        folder, overrides=OVERRIDES, swept={"optimizer.lr": rates}, sweeper="grid", launcher="local", base_rows=16
+    ) as state:
         for rate in rates:
             job = state.add_job({"optimizer.lr": rate})
             job.status, job.loss = "completed", 3.0
             (folder / job.name).mkdir()
-            metadata = {"status": "completed", "attempt": 1, "step": 100, "metrics": {"loss": 3.0}, "code": {"commit": "0" * 40}, "data": ["x" * 200]}
+            metadata = {
+                "status": "completed",
+                "attempt": 1,
+                "step": 100,
+                "metrics": {"loss": 3.0},
+                "code": {"commit": "0" * 40},
+                "data": ["x" * 200],
+            }
             (folder / job.name / "run.json").write_text(json.dumps(metadata))
         state.set_status("completed")
     return command_seconds(f"resume={folder}")

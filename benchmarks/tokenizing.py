@@ -1,8 +1,10 @@
-"""Tokenizing once against tokenizing in __getitem__: python benchmarks/tokenizing.py [--path FILE ...] [--rows 20000] [--write].
+"""Tokenizing once against tokenizing in __getitem__: python benchmarks/tokenizing.py [--path FILE ...] [--rows 20000]
+[--write].
 
-The rows of a file, repeated with a number at the end of each text, are (1) encoded into a token store: read, parsed, encoded, written and synced;
-(2) encoded into padded tensors one by one as a dataset does it that tokenizes in __getitem__, with transformers: render the template, call the
-tokenizer, search for the ids that begin and end an answer. The rows of (2) are parsed and in memory before.
+The rows of a file, repeated with a number at the end of each text, are (1) encoded into a token store: read, parsed,
+encoded, written and synced; (2) encoded into padded tensors one by one as a dataset does it that tokenizes in
+__getitem__, with transformers: render the template, call the tokenizer, search for the ids that begin and end an
+answer. The rows of (2) are parsed and in memory before.
 """
 
 from __future__ import annotations
@@ -75,13 +77,17 @@ class GetItemDataset:
         return torch.tensor(ids), torch.tensor(labels)
 
     def encode_text(self, sample: dict) -> tuple[list[int], list[int]]:
-        ids = self.tokenizer(sample["text"], add_special_tokens=False, max_length=MAX_LENGTH - 2, truncation=True).input_ids
+        ids = self.tokenizer(
+            sample["text"], add_special_tokens=False, max_length=MAX_LENGTH - 2, truncation=True
+        ).input_ids
         ids = [self.tokenizer.bos_token_id, *ids, self.tokenizer.eos_token_id]
         missing = MAX_LENGTH - len(ids)
         return ids + [self.pad] * missing, ids + [IGNORE_INDEX] * missing
 
     def encode_chat(self, sample: dict) -> tuple[list[int], list[int]]:
-        text = self.tokenizer.apply_chat_template(sample["conversations"], tools=sample["tools"], tokenize=False, add_generation_prompt=False)
+        text = self.tokenizer.apply_chat_template(
+            sample["conversations"], tools=sample["tools"], tokenize=False, add_generation_prompt=False
+        )
         ids = self.tokenizer(text).input_ids[:MAX_LENGTH]
         ids += [self.pad] * (MAX_LENGTH - len(ids))
         labels = [IGNORE_INDEX] * MAX_LENGTH
@@ -104,7 +110,9 @@ def processor_seconds() -> float:
 
 
 def getitem_speed(dataset: GetItemDataset, workers: int) -> tuple[float, float]:
-    """Return rows per second of wall-clock and of processor time; workers are those of a DataLoader, their start included."""
+    """Return rows per second of wall-clock and of processor time; workers are those of a DataLoader, their start
+    included.
+    """
     import torch
     from torch.utils.data import DataLoader
 
@@ -145,26 +153,40 @@ def table(path: Path, count: int, folder: Path) -> str:
         "into the store, one process": lambda: store_speed(repeated, data_format, 1, folder),
         f"into the store, {cores} processes": lambda: store_speed(repeated, data_format, cores, folder),
     }
-    rounds = [{case: measure() for case, measure in cases.items()} for _ in range(ROUNDS)]  # interleaved: other load affects all cases
+    # interleaved: other load affects all cases
+    rounds = [{case: measure() for case, measure in cases.items()} for _ in range(ROUNDS)]
     lines = [
         f"{path.name}: {count:,} rows of {data_format}, {repeated.stat().st_size / 1e6:.0f} MB, max_length={MAX_LENGTH}. Median of {ROUNDS} rounds.",
         "",
         "| case | rows/s | relative to the first | rows/s of processor time | relative to the first |",
         "|---|---|---|---|---|",
     ]
-    medians = {case: [statistics.median(values) for values in zip(*(speeds[case] for speeds in rounds), strict=True)] for case in cases}
+    medians = {
+        case: [statistics.median(values) for values in zip(*(speeds[case] for speeds in rounds), strict=True)]
+        for case in cases
+    }
     first_wall, first_processor = next(iter(medians.values()))
     for case, (wall, processor) in medians.items():
-        lines.append(f"| {case} | {wall:,.0f} | {wall / first_wall:.1f} | {processor:,.0f} | {processor / first_processor:.1f} |")
+        lines.append(
+            f"| {case} | {wall:,.0f} | {wall / first_wall:.1f} | {processor:,.0f} | {processor / first_processor:.1f} |"
+        )
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
     parser = result_parser(__doc__)
-    parser.add_argument("--path", type=Path, nargs="+", default=[SAMPLES / "pretrain.jsonl", SAMPLES / "sft.jsonl"], help="files of texts or conversations")
+    parser.add_argument(
+        "--path",
+        type=Path,
+        nargs="+",
+        default=[SAMPLES / "pretrain.jsonl", SAMPLES / "sft.jsonl"],
+        help="files of texts or conversations",
+    )
     parser.add_argument("--rows", type=int, default=20_000, help="repeat the rows of each file up to this number")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tokenizing-") as temp:
         result = "\n\n".join(table(path, args.rows, Path(temp)) for path in args.path)
-    command = f"python benchmarks/tokenizing.py --rows {args.rows} --path {' '.join(path.name for path in args.path)} --write"
+    command = (
+        f"python benchmarks/tokenizing.py --rows {args.rows} --path {' '.join(path.name for path in args.path)} --write"
+    )
     report_result("tokenizing", "Tokenizing once against tokenizing in __getitem__", command, result, args.write)

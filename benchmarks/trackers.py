@@ -1,9 +1,11 @@
 """What trackers cost a training: python benchmarks/trackers.py [--rounds N] [--write].
 
-The engine's training step of model=tiny with one record per step (the default logs every tenth), without a tracker and with each of them, offline. The
-cases take turns in one process; a round of a case is ten steps. The ratio to no tracker is the median over the rounds; that of a second case without a
-tracker says how far such ratios scatter on this machine. The processor time of a record does not depend on the load: in the training process, from a
-block of records without steps, and in the trackers' own processes. Together, divided by that of a step, they are what training loses if no core is idle.
+The engine's training step of model=tiny with one record per step (the default logs every tenth), without a tracker and
+with each of them, offline. The cases take turns in one process; a round of a case is ten steps. The ratio to no tracker
+is the median over the rounds; that of a second case without a tracker says how far such ratios scatter on this machine.
+The processor time of a record does not depend on the load: in the training process, from a block of records without
+steps, and in the trackers' own processes. Together, divided by that of a step, they are what training loses if no core
+is idle.
 """
 
 from __future__ import annotations
@@ -28,8 +30,16 @@ CASES: dict[str, list[str]] = {
 }
 CLOCKS = {"wall clock": time.perf_counter, "processor time": time.process_time}
 STEPS, SEQUENCES = 10, 4  # steps of a round; packed sequences of a step
-OVERRIDES = ["stage=pretrain", "init_from=scratch", "device=cpu", "train.compile=off", "tracker.console=quiet", "data.val_path=null"]
-NUMBERS = ("loss", "lr", "grad_norm", "tokens", "loss_tokens", "tokens_per_second", "data_wait", "epoch")  # of a record of metrics.jsonl
+OVERRIDES = [
+    "stage=pretrain",
+    "init_from=scratch",
+    "device=cpu",
+    "train.compile=off",
+    "tracker.console=quiet",
+    "data.val_path=null",
+]
+# of a record of metrics.jsonl
+NUMBERS = ("loss", "lr", "grad_norm", "tokens", "loss_tokens", "tokens_per_second", "data_wait", "epoch")
 RECORDS = 500  # of a block without steps
 GOAL = 0.02
 START_TIMEOUT = 60.0  # seconds
@@ -40,7 +50,11 @@ def open_logger(folder: Path, trackers: list[str]) -> Any:
     from runner.config.compose import compose_config
     from runner.tracking.logger import RunLogger
 
-    choice = [f"tracker={trackers[0]}", f"tracker.also=[{','.join(trackers[1:])}]", "tracker.mode=offline"] if trackers else []
+    choice = (
+        [f"tracker={trackers[0]}", f"tracker.also=[{','.join(trackers[1:])}]", "tracker.mode=offline"]
+        if trackers
+        else []
+    )
     folder.mkdir()
     logger = RunLogger(folder, compose_config([*choice, "tracker.console=quiet", "tracker.page=false"]).tracker)
     logger.start({}, total_steps=1, attempt=1, run_config={}, resume_at=None, tracker_id=None)
@@ -75,8 +89,12 @@ def logging_seconds(logger: Any) -> float:
     return (time.process_time() - started) / RECORDS
 
 
-def measure(rounds: int, folder: Path) -> tuple[dict[str, dict[str, list[float]]], dict[str, tuple[float, float, float]]]:
-    """Return case -> clock -> seconds of each round, and case -> processor seconds: of the trackers at their start, and per record here and there."""
+def measure(
+    rounds: int, folder: Path
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, tuple[float, float, float]]]:
+    """Return case -> clock -> seconds of each round, and case -> processor seconds: of the trackers at their start, and
+    per record here and there.
+    """
     from runner.engine.loop import train_step
 
     state = build_state([*OVERRIDES, "model=tiny"], folder)
@@ -97,7 +115,9 @@ def measure(rounds: int, folder: Path) -> tuple[dict[str, dict[str, list[float]]
                 for clock, read in CLOCKS.items():
                     seconds[name][clock].append(read() - before[clock])
     time.sleep(2)  # the trackers read what waits
-    per_record = {name: (tracker_seconds(logger) - started[name]) / ((rounds + 1) * STEPS) for name, logger in loggers.items()}
+    per_record = {
+        name: (tracker_seconds(logger) - started[name]) / ((rounds + 1) * STEPS) for name, logger in loggers.items()
+    }
     cost = {name: (started[name], logging_seconds(logger), per_record[name]) for name, logger in loggers.items()}
     for logger in loggers.values():
         logger.finish("completed", {})
@@ -116,10 +136,15 @@ def table(rounds: int) -> str:
     ]
     step = statistics.median(seconds["none"]["processor time"]) / STEPS
     for name, by_clock in seconds.items():
-        ratios = [statistics.median(mine / none for mine, none in zip(by_clock[clock], seconds["none"][clock], strict=True)) for clock in CLOCKS]
+        ratios = [
+            statistics.median(mine / none for mine, none in zip(by_clock[clock], seconds["none"][clock], strict=True))
+            for clock in CLOCKS
+        ]
         start, here, there = cost[name]
         share = (here - cost["none"][1] + there) / step
-        lines.append(f"| {name} | {ratios[0]:.3f} | {ratios[1]:.3f} | {start:.1f} | {here * 1e3:.2f} | {there * 1e3:.2f} | {share:.1%} |")
+        lines.append(
+            f"| {name} | {ratios[0]:.3f} | {ratios[1]:.3f} | {start:.1f} | {here * 1e3:.2f} | {there * 1e3:.2f} | {share:.1%} |"
+        )
     return "\n".join(lines)
 
 

@@ -1,7 +1,8 @@
-"""Gradient of a weight in bf16 on the CPU, by the C++ kernel and by oneDNN: python benchmarks/weight_gradient.py [--rounds 20] [--write].
+"""Gradient of a weight in bf16 on the CPU, by the C++ kernel and by oneDNN: python benchmarks/weight_gradient.py
+[--rounds 20] [--write].
 
-Both compute G^T X in fp32 from the gradient of the output G and the input X of a layer in bf16, in turns: the kernel adds in fp32; oneDNN rounds its product
-to bf16, which is copied to fp32.
+Both compute G^T X in fp32 from the gradient of the output G and the input X of a layer in bf16, in turns: the kernel
+adds in fp32; oneDNN rounds its product to bf16, which is copied to fp32.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ def table_row(name: str, tokens: int, outputs: int, inputs: int, rounds: int) ->
 
     torch.manual_seed(0)
     g, x = torch.randn(tokens, outputs).bfloat16(), torch.randn(tokens, inputs).bfloat16()
-    works: dict[str, Callable[[], torch.Tensor]] = {"kernel": lambda: weight_gradients(g, x, [outputs])[0], "oneDNN": lambda: (g.mT @ x).to(torch.float32)}
+    works: dict[str, Callable[[], torch.Tensor]] = {
+        "kernel": lambda: weight_gradients(g, x, [outputs])[0],
+        "oneDNN": lambda: (g.mT @ x).to(torch.float32),
+    }
     seconds: dict[str, list[float]] = {work: [] for work in works}
     for number in range(-2, rounds):  # two warmup rounds
         for work, compute in works.items():
@@ -41,7 +45,9 @@ def table_row(name: str, tokens: int, outputs: int, inputs: int, rounds: int) ->
     exact = g.double().mT @ x.double()
     errors = [float((compute() - exact).abs().max() / exact.abs().max()) for compute in works.values()]
     ratios = [other / own for own, other in zip(seconds["kernel"], seconds["oneDNN"], strict=True)]
-    times = " | ".join(f"{statistics.median(values) * 1e3:.1f} ({min(values) * 1e3:.1f})" for values in seconds.values())
+    times = " | ".join(
+        f"{statistics.median(values) * 1e3:.1f} ({min(values) * 1e3:.1f})" for values in seconds.values()
+    )
     spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
     return f"| {name} | [{tokens}, {outputs}]^T x [{tokens}, {inputs}] | {times} | {spread} | {errors[0]:.1e} | {errors[1]:.1e} |"
 

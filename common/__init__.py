@@ -1,1 +1,3 @@
-"""Errors, exit codes, paths, atomic files and locks. Standard library only; every package may import it, it imports no other package."""
+"""Errors, exit codes, paths, atomic files and locks. Standard library only; every package may import it, it imports no
+other package.
+"""

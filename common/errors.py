@@ -17,7 +17,8 @@ from typing import TextIO
 from common.exit_codes import USER_ERROR
 from common.paths import command_line_here
 
-# Format characters (direction overrides among them), surrogates and unassigned code points can rewrite a terminal as control codes do.
+# Format characters (direction overrides among them), surrogates and unassigned code points can rewrite a terminal as
+# control codes do.
 CONTROL_CHARACTERS = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 MAX_PRINTED = 10_000  # characters of each part of an error
 # A line of untrusted text that looks like one of the three lines of an error.
@@ -36,7 +37,8 @@ class Outcome(StrEnum):
 class UserError(ValueError):
     """Invalid settings or data: printed in three lines without traceback, exit code 2, nothing is trained.
 
-    `message` says what was given and what is allowed, `setting` is the override, file or row it concerns, `fix` what to type or to change.
+    `message` says what was given and what is allowed, `setting` is the override, file or row it concerns, `fix` what to
+    type or to change.
     """
 
     def __init__(self, message: str, setting: str, fix: str) -> None:
@@ -55,7 +57,9 @@ class TrainingError(Exception):
 
 
 class LostRunDirError(TrainingError):
-    """The run directory was moved, deleted, replaced, or taken by another launch: this process must not write to its path any more."""
+    """The run directory was moved, deleted, replaced, or taken by another launch: this process must not write to its
+    path any more.
+    """
 
     def __init__(self, message: str, moved_to: Path | None = None) -> None:
         """`moved_to`: where the directory is now. Its lock is still held, so that the last step can be saved there."""
@@ -74,23 +78,32 @@ class PeerLostError(TrainingError):
 
 
 class StopRequested(BaseException):
-    """A stop request ended tokenizing, an evaluation, sampling or a step before it was done: the run is as after its last completed step."""
+    """A stop request ended tokenizing, an evaluation, sampling or a step before it was done: the run is as after its
+    last completed step.
+    """
 
 
 class Interrupted(Exception):
-    """Training was stopped by a signal after saving step `step` in the run directory `folder`; step 0: before there was anything to save."""
+    """Training was stopped by a signal after saving step `step` in the run directory `folder`; step 0: before there was
+    anything to save.
+    """
 
     outcome = Outcome.INTERRUPTED
 
     def __init__(self, step: int, folder: Path) -> None:
-        super().__init__(f"stopped after step {step}, saved" if step else "stopped before the first step, nothing to save")
+        super().__init__(
+            f"stopped after step {step}, saved" if step else "stopped before the first step, nothing to save"
+        )
         self.folder = folder
 
 
 def strip_control(text: str) -> str:
     """Return untrusted text, safe to print: newlines and tabs stay, other control and format characters are escaped."""
     return "".join(
-        c if c in "\n\t" or unicodedata.category(c) not in CONTROL_CHARACTERS else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in text
+        c
+        if c in "\n\t" or unicodedata.category(c) not in CONTROL_CHARACTERS
+        else c.encode("unicode_escape", "surrogatepass").decode("ascii")
+        for c in text
     )
 
 
@@ -134,7 +147,9 @@ def report_user_error(error: UserError) -> int:
 
 
 def resume_command(folder: Path) -> str:
-    """Return the shell command that resumes the run or sweep in `folder`, as it is typed where this process was started."""
+    """Return the shell command that resumes the run or sweep in `folder`, as it is typed where this process was
+    started.
+    """
     return shlex.join([*command_line_here("train"), f"resume={folder}"])
 
 
@@ -149,4 +164,8 @@ def did_you_mean_path(path: str | Path) -> str:
     wanted = Path(path).absolute()
     siblings = [other.name for other in wanted.parent.glob("*")] if wanted.parent.is_dir() else []
     nearest = difflib.get_close_matches(wanted.name, siblings, n=1, cutoff=0.75)
-    return f"did you mean {wanted.parent / nearest[0]}?" if nearest else "check the path; a relative path starts at the current directory"
+    return (
+        f"did you mean {wanted.parent / nearest[0]}?"
+        if nearest
+        else "check the path; a relative path starts at the current directory"
+    )

@@ -1,11 +1,11 @@
 """Exclusive POSIX locks on files (lockf).
 
-The kernel frees such a lock when its process ends, however it ends, and forked children do not inherit it: data workers that
-outlive a killed trainer do not hold it. Two properties of POSIX need care: closing *any* descriptor of the file frees the lock
-of the process, and a process is granted a lock that it already holds. Hence a lock file has no content, nothing but this module
-opens it, only its holder deletes it, and a second acquire in the same process fails.
+The kernel frees such a lock when its process ends, however it ends, and forked children do not inherit it: data workers
+that outlive a killed trainer do not hold it. Two properties of POSIX need care: closing *any* descriptor of the file
+frees the lock of the process, and a process is granted a lock that it already holds. Hence a lock file has no content,
+nothing but this module opens it, only its holder deletes it, and a second acquire in the same process fails.
 
-A file system without such locks gets an owner file beside the lock file (ownership/owner_file.py).
+A file system without such locks gets an owner file beside the lock file (common/ownership.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from common.filesystem import add_weaker_promise
-from common.ownership.owner_file import OwnerFile, live_owners
+from common.ownership import OwnerFile, live_owners
 
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 NO_LOCKS_PROMISE = "this file system has no locks: a file names the process that writes here; one that died on another host must be removed by hand (*.owner)"
@@ -38,8 +38,8 @@ class FileLock:
     def acquire(cls, path: Path, start: int = 0, length: int = 0, wait: bool = False) -> FileLock:
         """Lock the bytes [start, start + length) of `path`; length 0: all bytes from `start` on.
 
-        Raises BlockingIOError if this process holds a lock on the file, or if another one does and `wait` is False; any other
-        OSError if the file cannot be opened or locked.
+        Raises BlockingIOError if this process holds a lock on the file, or if another one does and `wait` is False; any
+        other OSError if the file cannot be opened or locked.
         """
         path = _absolute(path)
         if _is_held_here(path):
@@ -71,7 +71,9 @@ class FileLock:
             self._owner.path = folder / self._owner.path.name
 
     def restore(self) -> None:
-        """Lock the file again after it was deleted. Raises BlockingIOError if another process has locked it meanwhile, OSError if that fails."""
+        """Lock the file again after it was deleted. Raises BlockingIOError if another process has locked it meanwhile,
+        OSError if that fails.
+        """
         fd, owner = _lock(self.path, self._start, self._length, wait=False)
         os.close(self._fd)  # of a file that no path leads to
         self._fd, self._owner = fd, owner
@@ -147,7 +149,9 @@ def is_file_locked(path: Path) -> bool:
 
 
 def lock_holder(path: Path) -> int | None:
-    """Return the pid of another process of this machine that holds a lock on `path`; None if there is none, or if the system does not say."""
+    """Return the pid of another process of this machine that holds a lock on `path`; None if there is none, or if the
+    system does not say.
+    """
     path = _absolute(path)
     if _is_held_here(path) or not sys.platform.startswith("linux"):
         return None

@@ -26,9 +26,19 @@ Chunks = Bytes | Sequence[Bytes]  # content of a file, in order; parts of it nee
 ELF_HEADER = struct.Struct("<40sQ10xHH2x")  # the offset of the table of sections, the size of an entry, their number
 CHUNK_BYTES = 4 << 20  # bytes per write or read call
 FULL_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT})
-DISK_ERRORS = FULL_DISK_ERRORS | {errno.EIO, errno.EROFS, errno.EFBIG, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.ETIMEDOUT, errno.EUCLEAN}
+DISK_ERRORS = FULL_DISK_ERRORS | {
+    errno.EIO,
+    errno.EROFS,
+    errno.EFBIG,
+    errno.ESTALE,
+    errno.ENXIO,
+    errno.ENODEV,
+    errno.ETIMEDOUT,
+    errno.EUCLEAN,
+}
 RETRY_SECONDS = (0.1, 1.0)  # waits before an operation of a disk that failed is tried again
-NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EISDIR})  # e.g. of FUSE and of Windows mounts
+# e.g. of FUSE and of Windows mounts
+NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EISDIR})
 NO_FOLDER_SYNC_PROMISE = "this file system does not sync folders: after a power cut the newest checkpoints may be missing; a kill of the process loses none"
 
 _weaker_promises: list[str] = []
@@ -75,7 +85,11 @@ def describe_disk_error(error: OSError, folder: Path, need: int = 0) -> str:
         free = f"{fs.free(folder):,}"
     except OSError:
         free = "an unknown number of"
-    return f"{error.strerror or error}; " + (f"it needs {need:,} bytes, " if need else "") + f"{free} bytes are free in {folder}"
+    return (
+        f"{error.strerror or error}; "
+        + (f"it needs {need:,} bytes, " if need else "")
+        + f"{free} bytes are free in {folder}"
+    )
 
 
 def add_weaker_promise(promise: str) -> None:
@@ -110,7 +124,9 @@ def make_dirs(path: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Sync a folder's entries, or a file that another library has written. Where folders cannot be synced, a weaker promise is recorded."""
+    """Sync a folder's entries, or a file that another library has written. Where folders cannot be synced, a weaker
+    promise is recorded.
+    """
     fd = fs.open(path, os.O_RDONLY | os.O_NONBLOCK)  # NONBLOCK: opening a pipe would block
     try:
         fs.fsync(fd)
@@ -130,7 +146,9 @@ def sync_tree(folder: Path) -> None:
 
 
 def read_bounded(path: Path, limit: int) -> bytes:
-    """Return the content of a regular file. Raises OSError for a link, a pipe, a device, or a file longer than `limit` bytes."""
+    """Return the content of a regular file. Raises OSError for a link, a pipe, a device, or a file longer than `limit`
+    bytes.
+    """
     fd, size = open_regular(path)
     try:
         if size > limit:
@@ -158,7 +176,8 @@ def write_new_file(path: Path, data: Chunks) -> dict[str, Any]:
         for view in views:
             digest.update(view)
 
-    # update() releases the GIL, so hashing runs while the disk writes. No executor: it rejects work during interpreter shutdown.
+    # update() releases the GIL, so hashing runs while the disk writes. No executor: it rejects work during interpreter
+    # shutdown.
     hashing = threading.Thread(target=update_digest)
     try:
         hashing.start()
@@ -192,7 +211,8 @@ def write_all(fd: int, data: Bytes) -> None:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the same folder. The file or folder that is made there is renamed to `path`; it is removed if the block raises.
+    """Yield a temporary path in the same folder. The file or folder that is made there is renamed to `path`; it is
+    removed if the block raises.
 
     Readers see the old content or the new one. The caller syncs what it makes; the rename is synced here.
     """
@@ -213,7 +233,9 @@ def write_atomic_file(path: Path, data: Chunks) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write indented JSON with `write_atomic_file`. Raises ValueError for NaN and infinities, which JSON cannot represent."""
+    """Write indented JSON with `write_atomic_file`. Raises ValueError for NaN and infinities, which JSON cannot
+    represent.
+    """
     text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
     write_atomic_file(path, f"{text}\n".encode("utf-8", "backslashreplace"))
 
@@ -297,11 +319,15 @@ def remove_quietly(path: Path) -> None:
     try:
         remove_tree(path)
     except OSError:
-        return  # not created yet, already renamed, or a broken disk; leftovers are removed when the run is opened again (remove_temp)
+        # not created yet, already renamed, or a broken disk; leftovers are removed when the run is opened again
+        # (remove_temp)
+        return
 
 
 def is_complete_program(program: Path) -> bool:
-    """Return whether a shared object has all its sections. The linker writes the ELF header, which says where they are, and their table, last."""
+    """Return whether a shared object has all its sections. The linker writes the ELF header, which says where they are,
+    and their table, last.
+    """
     with program.open("rb") as file:
         header = file.read(ELF_HEADER.size)
     if len(header) < ELF_HEADER.size or header.startswith(b"\0\0\0\0"):

@@ -1,7 +1,8 @@
 """Files of a folder that another may have made: no link is followed out of it, and nothing but regular files is opened.
 
-A path that the user types may be a link itself; these rules hold for what is inside. One kind of link is followed, for reading only:
-those of the Hugging Face cache, from `models--NAME/snapshots/COMMIT/FILE` to `models--NAME/blobs/HASH` (`hub/cache.py`).
+A path that the user types may be a link itself; these rules hold for what is inside. One kind of link is followed, for
+reading only: those of the Hugging Face cache, from `models--NAME/snapshots/COMMIT/FILE` to `models--NAME/blobs/HASH`
+(`common/hub.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import BinaryIO
 
 from common.errors import UserError
 from common.filesystem import make_dirs, open_regular, read_bounded, write_atomic_file
-from common.hub.cache import snapshot_link_target
+from common.hub import snapshot_link_target
 
 MAX_TOKENIZER_BYTES = 64 << 20  # of each file of a tokenizer; the largest tokenizer.json in use has 35 MB
 GENERATION_CONFIG = "generation_config.json"  # how a model is sampled, and its stop tokens
@@ -38,12 +39,18 @@ def open_append(path: Path) -> BinaryIO:
     if status.st_nlink > 1:
         os.close(fd)
         fix = f"make it a file of its own: cp {path} {path}.new && mv {path}.new {path}"
-        raise UserError(f"the file has {status.st_nlink} names (hard links): appending to it would change it under each of them", str(path), fix)
+        raise UserError(
+            f"the file has {status.st_nlink} names (hard links): appending to it would change it under each of them",
+            str(path),
+            fix,
+        )
     return open(fd, "a+b", buffering=0)
 
 
 def read_from(path: Path, start: int, limit: int | None = None) -> bytes:
-    """Return the content of a regular file from byte `start` on, at most its last `limit` bytes. Raises OSError for a link, a pipe or a device."""
+    """Return the content of a regular file from byte `start` on, at most its last `limit` bytes. Raises OSError for a
+    link, a pipe or a device.
+    """
     fd, size = open_regular(path)
     with open(fd, "rb") as file:
         file.seek(start if limit is None else max(start, size - limit))
@@ -53,7 +60,8 @@ def read_from(path: Path, start: int, limit: int | None = None) -> bytes:
 def check_own_files(folder: Path, names: Iterable[str], shallow: Iterable[str] = ()) -> None:
     """Raise UserError if one of `names` in `folder`, or anything below it, is neither a regular file nor a folder.
 
-    Of the names in `shallow` only the entry itself is looked at. What does not exist, or cannot be listed, is left to its reader.
+    Of the names in `shallow` only the entry itself is looked at. What does not exist, or cannot be listed, is left to
+    its reader.
     """
     for name in shallow:
         _check_entry(folder / name)
@@ -68,7 +76,9 @@ def check_own_files(folder: Path, names: Iterable[str], shallow: Iterable[str] =
 
 
 def keep_damaged(folder: Path, name: str, content: bytes) -> str:
-    """Write the content of the damaged file `name` of `folder` to `folder/damaged/name`, or with a number; return that name. No copy is replaced."""
+    """Write the content of the damaged file `name` of `folder` to `folder/damaged/name`, or with a number; return that
+    name. No copy is replaced.
+    """
     first = folder / DAMAGED_DIR / name
     make_dirs(first.parent)
     for number in itertools.count(1):
@@ -85,12 +95,16 @@ def keep_damaged(folder: Path, name: str, content: bytes) -> str:
 
 
 def check_source_file(path: Path) -> None:
-    """Raise UserError unless `path`, in a folder of a model or tokenizer, is absent, a regular file, or a link within the Hugging Face cache."""
+    """Raise UserError unless `path`, in a folder of a model or tokenizer, is absent, a regular file, or a link within
+    the Hugging Face cache.
+    """
     _check_entry(snapshot_link_target(path) or path)
 
 
 def open_source_file(path: Path) -> tuple[int, int]:
-    """Return a descriptor, to read, and the size of a file of a model folder. Raises UserError for what `check_source_file` refuses, and for a missing file."""
+    """Return a descriptor, to read, and the size of a file of a model folder. Raises UserError for what
+    `check_source_file` refuses, and for a missing file.
+    """
     source = snapshot_link_target(path) or path
     _check_entry(source)
     try:
@@ -100,7 +114,9 @@ def open_source_file(path: Path) -> tuple[int, int]:
 
 
 def read_source_file(path: Path, limit: int) -> bytes:
-    """Return the content of a file of a model or tokenizer folder. Raises FileNotFoundError, and UserError for what `check_source_file` refuses."""
+    """Return the content of a file of a model or tokenizer folder. Raises FileNotFoundError, and UserError for what
+    `check_source_file` refuses.
+    """
     source = snapshot_link_target(path) or path
     _check_entry(source)
     try:
@@ -112,7 +128,9 @@ def read_source_file(path: Path, limit: int) -> bytes:
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:
-    return UserError(f"the file cannot be read: {error.strerror or error}", str(path), "copy or download the folder again")
+    return UserError(
+        f"the file cannot be read: {error.strerror or error}", str(path), "copy or download the folder again"
+    )
 
 
 def copy_source_file(path: Path, target: Path) -> None:
@@ -129,5 +147,7 @@ def _check_entry(path: Path) -> bool:
     if stat.S_ISDIR(mode) or stat.S_ISREG(mode):
         return stat.S_ISDIR(mode)
     if stat.S_ISLNK(mode):
-        raise UserError("this is a link, and no link is followed in a folder of a run, model or tokenizer", str(path), REPLACE_HINT)
+        raise UserError(
+            "this is a link, and no link is followed in a folder of a run, model or tokenizer", str(path), REPLACE_HINT
+        )
     raise UserError("this is neither a regular file nor a folder, and is not opened", str(path), REPLACE_HINT)

@@ -13,7 +13,9 @@ IS_INSTALLED = REPO_ROOT.name == "_app"
 
 
 def workspace_dir() -> Path:
-    """Return the folder that holds outputs/ and .cache/: the checkout, or the current directory where the wheel is installed."""
+    """Return the folder that holds outputs/ and .cache/: the checkout, or the current directory where the wheel is
+    installed.
+    """
     return Path.cwd() if IS_INSTALLED else REPO_ROOT
 
 
@@ -22,12 +24,16 @@ def outputs_dir() -> Path:
 
 
 def command_line(command: str) -> list[str]:
-    """Return how the user types a command: `python runner/train.py` in a checkout, `lm-train` where the wheel is installed."""
+    """Return how the user types a command: `python runner/train.py` in a checkout, `lm-train` where the wheel is
+    installed.
+    """
     return [f"lm-{command}"] if IS_INSTALLED else ["python", f"runner/{command}.py"]
 
 
 def command_line_here(command: str) -> list[str]:
-    """Return what to type in this shell: in another directory than the checkout or without its environment, `python runner/...` is not found."""
+    """Return what to type in this shell: in another directory than the checkout or without its environment, `python
+    runner/...` is not found.
+    """
     if IS_INSTALLED:
         return command_line(command)
     python, script = command_line(command)

@@ -1,7 +1,9 @@
-"""Named implementations of the extension axes (trackers, optimizers, objectives), and plugins: modules of the user that add to them.
+"""Named implementations of the extension axes (trackers, optimizers, objectives), and plugins: modules of the user that
+add to them.
 
-`plugins=[my_package,my_optimizer.py]` is imported only when the user types it; child processes get the list in their environment. A config that
-is read from a file never causes an import: `check_imported` refuses a config whose plugins this command has not imported.
+`plugins=[my_package,my_optimizer.py]` is imported only when the user types it; child processes get the list in their
+environment. A config that is read from a file never causes an import: `check_imported` refuses a config whose plugins
+this command has not imported.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class Registry(Generic[T]):
     """
 
     def __init__(self, setting: str, package: str | None, helpers: Collection[str] = ()) -> None:
-        """`package` is None if all implementations are in the module of the registry; `helpers`: modules of the package that register nothing."""
+        """`package` is None if all implementations are in the module of the registry; `helpers`: modules of the package
+        that register nothing.
+        """
         self.setting = setting  # config key that holds the name, e.g. `tracker`
         self._package, self._helpers = package, helpers
         self._entries: dict[str, T] = {}
@@ -51,7 +55,11 @@ class Registry(Generic[T]):
     def register(self, name: str) -> Callable[[Entry], Entry]:
         def add(entry: Entry) -> Entry:
             if name in self._entries:
-                raise UserError(f"{self.setting} {name!r} is registered twice", f"{self.setting}={name}", "give the plugin's entry another name")
+                raise UserError(
+                    f"{self.setting} {name!r} is registered twice",
+                    f"{self.setting}={name}",
+                    "give the plugin's entry another name",
+                )
             self._entries[name] = entry  # type: ignore[assignment]  # Entry keeps the decorated class's own type
             return entry
 
@@ -62,7 +70,9 @@ class Registry(Generic[T]):
         self._entries.pop(name, None)
 
     def names(self) -> list[str]:
-        """Return the names of all modules of the package and of all registered entries; imports nothing but the package and plugins."""
+        """Return the names of all modules of the package and of all registered entries; imports nothing but the package
+        and plugins.
+        """
         import_inherited_plugins()
         modules = pkgutil.iter_modules(importlib.import_module(self._package).__path__) if self._package else ()
         return sorted({module.name for module in modules if module.name not in self._helpers} | self._entries.keys())
@@ -85,14 +95,20 @@ class Registry(Generic[T]):
 
 
 def locate_plugin(name: str) -> str:
-    """Return an importable module name as it is, and a .py file or a package in the current directory as an absolute path."""
+    """Return an importable module name as it is, and a .py file or a package in the current directory as an absolute
+    path.
+    """
     path = Path(name).expanduser()
     if "/" not in name and path.suffix != ".py":
         if importlib.util.find_spec(name.partition(".")[0]):
             return name
         path = path if (path / "__init__.py").is_file() else path.with_suffix(".py")
     if not path.exists():
-        raise UserError(f"plugin {name} is neither an importable module nor a file", f"plugins=[{name}]", "install the package, or give the path of a .py file")
+        raise UserError(
+            f"plugin {name} is neither an importable module nor a file",
+            f"plugins=[{name}]",
+            "install the package, or give the path of a .py file",
+        )
     return str(path.absolute())
 
 
@@ -106,7 +122,11 @@ def import_plugins(names: Iterable[str]) -> None:
         except UserError:
             raise
         except Exception as error:
-            raise UserError(f"plugin {name} cannot be imported: {type(error).__name__}: {error}", f"plugins=[{name}]", "correct the module") from error
+            raise UserError(
+                f"plugin {name} cannot be imported: {type(error).__name__}: {error}",
+                f"plugins=[{name}]",
+                "correct the module",
+            ) from error
     if IMPORTED_MODULES:
         os.environ[PLUGINS_ENV] = json.dumps(imported_plugins())
 
@@ -146,11 +166,17 @@ def plugin_files(name: str) -> dict[str, Path]:
 def _import_file(path: Path) -> ModuleType:
     is_package = path.is_dir()
     file = path / "__init__.py" if is_package else path
-    spec = importlib.util.spec_from_file_location(path.stem, file, submodule_search_locations=[str(path)] if is_package else None)
+    spec = importlib.util.spec_from_file_location(
+        path.stem, file, submodule_search_locations=[str(path)] if is_package else None
+    )
     if spec is None or spec.loader is None:
         raise UserError(f"plugin {path} is no Python file", f"plugins=[{path}]", "give the path of a .py file")
     if path.stem in sys.modules:
-        raise UserError(f"plugin {path} has the name of the module {path.stem}, which is imported already", f"plugins=[{path}]", "rename the file")
+        raise UserError(
+            f"plugin {path} has the name of the module {path.stem}, which is imported already",
+            f"plugins=[{path}]",
+            "rename the file",
+        )
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

@@ -1,4 +1,5 @@
-"""Settings of the config dataclasses: checks of their values, and what a changed value means for a run that is resumed from a checkpoint.
+"""Settings of the config dataclasses: checks of their values, and what a changed value means for a run that is resumed
+from a checkpoint.
 
 ignored           no number of the training depends on it
 changes_training  allowed and recorded; the training differs from here on, and is exactly reproducible
@@ -19,7 +20,8 @@ from common.errors import UserError, did_you_mean
 
 OnResume = Literal["ignored", "changes_training", "changes_rounding", "incompatible"]
 
-# Rule of one field: `log_every: int = field(metadata=IGNORED)`. Other fields have the attribute ON_RESUME of their class, or incompatible.
+# Rule of one field: `log_every: int = field(metadata=IGNORED)`. Other fields have the attribute ON_RESUME of their
+# class, or incompatible.
 IGNORED: Mapping[str, OnResume] = MappingProxyType({"on_resume": "ignored"})
 CHANGES_TRAINING: Mapping[str, OnResume] = MappingProxyType({"on_resume": "changes_training"})
 CHANGES_ROUNDING: Mapping[str, OnResume] = MappingProxyType({"on_resume": "changes_rounding"})
@@ -37,7 +39,9 @@ def setting_values(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def resume_rules(config: Any, prefix: str = "") -> dict[str, str]:
-    """Return dotted key -> rule of every setting, and of every section: the rule of settings which only another class of it has."""
+    """Return dotted key -> rule of every setting, and of every section: the rule of settings which only another class
+    of it has.
+    """
     default: str = getattr(config, "ON_RESUME", "incompatible")
     rules = {prefix.removesuffix("."): default}
     for field in dataclasses.fields(config):
@@ -49,11 +53,14 @@ def resume_rules(config: Any, prefix: str = "") -> dict[str, str]:
 
 
 def field_comments(config_class: type) -> dict[str, str]:
-    """Return the trailing comment of each field's line, which describes the setting, with the fields of base classes."""
+    """Return the comment behind or above each field, which describes the setting, with the fields of base classes."""
     comments: dict[str, str] = {}
     for cls in reversed(config_class.__mro__):
-        if "__dataclass_fields__" in vars(cls):
-            comments |= dict(re.findall(r"^    (\w+): [^#\n]*# (.*)$", inspect.getsource(cls), re.MULTILINE))
+        above: list[str] = []
+        for line in inspect.getsource(cls).splitlines() if "__dataclass_fields__" in vars(cls) else ():
+            if field := re.match(r"    (\w+): [^#]*(?:# (.*))?$", line):
+                comments[field[1]] = field[2] or " ".join(above)
+            above = [*above, line.removeprefix("    # ")] if line.startswith("    # ") else []
     return comments
 
 
@@ -66,7 +73,9 @@ def check_choice(setting: str, value: object, allowed: Collection[str]) -> None:
 def check_at_least(setting: str, value: float, minimum: float, example: object) -> None:
     """`example`: an allowed value, for the fix."""
     if not value >= minimum:  # also refuses NaN
-        raise UserError(f"{setting} must be at least {minimum}, got {value}", f"{setting}={value}", f"e.g. {setting}={example}")
+        raise UserError(
+            f"{setting} must be at least {minimum}, got {value}", f"{setting}={value}", f"e.g. {setting}={example}"
+        )
 
 
 def check_fraction(setting: str, value: float, example: float) -> None:

@@ -20,7 +20,8 @@ from common.errors import StopRequested, TrainingError
 
 T = TypeVar("T")
 WATCH_POLL_SECONDS = 0.1
-START_SECONDS = 60.0  # for a process to be ready, which takes long on a busy machine; a longer data.worker_timeout holds here, too
+# for a process to be ready, which takes long on a busy machine; a longer data.worker_timeout holds here, too
+START_SECONDS = 60.0
 GRACE_SECONDS = 0.5  # for a thread to end by itself after a stop request or at the end; then it is abandoned
 _PR_SET_PDEATHSIG = 1
 PROCESS_STATES = {
@@ -39,15 +40,21 @@ def never() -> bool:
 class Watch:
     """Ends a wait: by StopRequested, or after `timeout` seconds without progress (0: no limit).
 
-    `progress` returns a value that changes while the other side works. Time in which this process itself does not run (Ctrl-Z, a suspended
-    machine) does not count.
+    `progress` returns a value that changes while the other side works. Time in which this process itself does not run
+    (Ctrl-Z, a suspended machine) does not count.
     """
 
-    def __init__(self, stop_requested: Callable[[], bool] = never, timeout: float = 0.0, progress: Callable[[], object] = never) -> None:
+    def __init__(
+        self, stop_requested: Callable[[], bool] = never, timeout: float = 0.0, progress: Callable[[], object] = never
+    ) -> None:
         self.stop_requested, self.timeout, self._progress = stop_requested, timeout, progress
 
-    def wait_for(self, poll: Callable[[float], bool], stuck: Callable[[float], Exception], at_least: float = 0.0) -> None:
-        """Return once `poll(seconds)` is true. Raises StopRequested, or `stuck(seconds waited)` after `timeout` and `at_least` seconds."""
+    def wait_for(
+        self, poll: Callable[[float], bool], stuck: Callable[[float], Exception], at_least: float = 0.0
+    ) -> None:
+        """Return once `poll(seconds)` is true. Raises StopRequested, or `stuck(seconds waited)` after `timeout` and
+        `at_least` seconds.
+        """
         limit = max(self.timeout, at_least) if self.timeout else math.inf
         waited, seen, last = 0.0, self._progress(), time.monotonic()
         while not poll(WATCH_POLL_SECONDS):
@@ -73,10 +80,14 @@ class Watch:
         return taken[0]
 
 
-def prefetch(items: Generator[T], watch: Watch | None = None, describe: Callable[[], str] = lambda: "the next item") -> Generator[T]:
-    """Yield the same items; a thread computes the next one while the caller uses the current one. `describe()`: what the thread does now.
+def prefetch(
+    items: Generator[T], watch: Watch | None = None, describe: Callable[[], str] = lambda: "the next item"
+) -> Generator[T]:
+    """Yield the same items; a thread computes the next one while the caller uses the current one. `describe()`: what
+    the thread does now.
 
-    Raises StopRequested or TrainingError as `watch` says. At the end a thread that is blocked, e.g. in a read, is abandoned.
+    Raises StopRequested or TrainingError as `watch` says. At the end a thread that is blocked, e.g. in a read, is
+    abandoned.
     """
     watch = watch or Watch()
     results: queue.Queue[Future] = queue.Queue()
@@ -93,7 +104,9 @@ def prefetch(items: Generator[T], watch: Watch | None = None, describe: Callable
         items.close()
 
     def stuck(seconds: float) -> Exception:
-        return TrainingError(f"no batch for {seconds:g} s (data.worker_timeout) while the training process reads {describe()}; check its disk or file system")
+        return TrainingError(
+            f"no batch for {seconds:g} s (data.worker_timeout) while the training process reads {describe()}; check its disk or file system"
+        )
 
     thread = threading.Thread(target=produce, name="prefetch", daemon=True)
     thread.start()
@@ -108,7 +121,9 @@ def prefetch(items: Generator[T], watch: Watch | None = None, describe: Callable
 
 
 def kill_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when process `parent` dies, even if this one is stuck (Linux; on other systems it ends when it is not stuck)."""
+    """Make the kernel kill this process when process `parent` dies, even if this one is stuck (Linux; on other systems
+    it ends when it is not stuck).
+    """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before the call
@@ -121,7 +136,10 @@ def describe_exit(code: int | None) -> str:
         return "ended early"
     if code >= 0:
         return f"ended early with exit code {code}"
-    reasons = {signal.SIGKILL: " (out of memory, or kill -9)", signal.SIGBUS: " (a file that it reads became shorter, or its disk failed)"}
+    reasons = {
+        signal.SIGKILL: " (out of memory, or kill -9)",
+        signal.SIGBUS: " (a file that it reads became shorter, or its disk failed)",
+    }
     return f"was killed by {signal.Signals(-code).name}{reasons.get(signal.Signals(-code), '')}"
 
 

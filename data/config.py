@@ -1,4 +1,6 @@
-"""Settings of the group `data`: where examples are read from and how they become token sequences. Imports neither torch nor numpy."""
+"""Settings of the group `data`: where examples are read from and how they become token sequences. Imports neither torch
+nor numpy.
+"""
 
 from __future__ import annotations
 
@@ -23,29 +25,44 @@ CHOICES = {
 @dataclass(kw_only=True)
 class DataConfig:
     name: str = field(metadata=IGNORED)  # name of the group file in conf/data/
-    path: Any = field(metadata=IGNORED)  # training data: a file, a glob, a folder, hub:owner/name[@config][:split], or a list of these
-    weights: Optional[list[float]]  # relative share of each entry of data.path in an epoch, e.g. [3,1]; null: each row once
-    columns: Any = field(metadata=IGNORED)  # columns of your files, e.g. {prompt: question}: the field prompt is the column question; {label: null}: not read
-    encoding: Optional[str] = field(metadata=IGNORED)  # of text files that are not UTF-8, e.g. gb18030, cp1252; null: detected
+    # training data: a file, a glob, a folder, hub:owner/name[@config][:split], or a list of these
+    path: Any = field(metadata=IGNORED)
+    # relative share of each entry of data.path in an epoch, e.g. [3,1]; null: each row once
+    weights: Optional[list[float]]
+    # columns of your files, e.g. {prompt: question}: the field prompt is the column question; {label: null}: not read
+    columns: Any = field(metadata=IGNORED)
+    # of text files that are not UTF-8, e.g. gb18030, cp1252; null: detected
+    encoding: Optional[str] = field(metadata=IGNORED)
     text_unit: str = field(metadata=IGNORED)  # a row of a .txt or .md file: file (long ones in parts), or line
     schema: Optional[str] = field(metadata=IGNORED)  # row schema, e.g. "openai messages"; null: detected per file
-    val_path: Optional[str] = field(metadata=IGNORED)  # validation data, as data.path; auto: files named so (validation-*, X_val.jsonl by X.jsonl); null: none
-    val_fraction: Any  # share of the rows held out where data.val_path gives none, in [0, 1); auto: 0.01, at least 10 rows, of fewer than 50 a fifth
-    val_duplicates: str  # training rows with the tokens of a validation row: drop, keep, or auto: drop with data.val_fraction, keep with data.val_path
-    tokenizer: str = field(metadata=IGNORED)  # auto (that of init_from's weights; from scratch the sample's), minimind (from scratch MiniMind's), or a folder
+    # validation data, as data.path; auto: files named so (validation-*, X_val.jsonl by X.jsonl); null: none
+    val_path: Optional[str] = field(metadata=IGNORED)
+    # share of the rows held out where data.val_path gives none, in [0, 1); auto: 0.01, at least 10 rows, of fewer than
+    # 50 a fifth
+    val_fraction: Any
+    # training rows with the tokens of a validation row: drop, keep, or auto: drop with data.val_fraction, keep with
+    # data.val_path
+    val_duplicates: str
+    # auto (that of init_from's weights; from scratch the sample's), minimind (from scratch MiniMind's), or a folder
+    tokenizer: str = field(metadata=IGNORED)
     max_length: int  # longest sequence (input tokens per example); with packing, the length of a packed sequence
     too_long: str  # longer examples: truncate, drop, split (texts only), or auto: split texts, truncate conversations
-    on_bad_row: str = field(metadata=IGNORED)  # a row that cannot be used: error (stop at the first) or skip (count and continue)
-    max_bad_fraction: float = field(metadata=IGNORED)  # with on_bad_row=skip: largest fraction of bad rows per file, in [0, 1]
+    # a row that cannot be used: error (stop at the first) or skip (count and continue)
+    on_bad_row: str = field(metadata=IGNORED)
+    # with on_bad_row=skip: largest fraction of bad rows per file, in [0, 1]
+    max_bad_fraction: float = field(metadata=IGNORED)
     loss_on: str  # tokens with loss in a conversation: assistant (all its messages), last_assistant, or all
-    packing: str  # best_fit: several examples per sequence, separated by the document mask; none: one example per sequence
+    # best_fit: several examples per sequence, separated by the document mask; none: one example per sequence
+    packing: str
     group_by_length: bool  # batches of examples of similar length, to reduce padding; needs packing=none
     system_prompts: list[str]  # candidates for the random system message of a conversation that has none
     system_prob: float  # probability of adding one of data.system_prompts, in [0, 1]
     empty_think_prob: float  # probability of starting answers without reasoning with an empty think block, in [0, 1]
     cache: str = field(metadata=IGNORED)  # folder of the token stores, shared by all runs
-    num_workers: int = field(metadata=IGNORED)  # processes that prepare batches in advance; 0: the training process does it
-    worker_timeout: float = field(metadata=IGNORED)  # seconds without progress after which a wait for a batch, or for a tokenizing process, fails; 0: no limit
+    # processes that prepare batches in advance; 0: the training process does it
+    num_workers: int = field(metadata=IGNORED)
+    # seconds without progress after which a wait for a batch, or for a tokenizing process, fails; 0: no limit
+    worker_timeout: float = field(metadata=IGNORED)
 
     @property
     def read_options(self) -> ReadOptions:
@@ -57,7 +74,11 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if not self.paths or not all(isinstance(path, str) and path for path in self.paths):
-            raise UserError("data.path must name a file, a folder, or a list of these", f"data.path={self.path}", "e.g. data.path=[a.jsonl,b.parquet]")
+            raise UserError(
+                "data.path must name a file, a folder, or a list of these",
+                f"data.path={self.path}",
+                "e.g. data.path=[a.jsonl,b.parquet]",
+            )
         self._check_weights()
         check_columns(self.columns or {})
         ReadOptions.of(self)
@@ -66,15 +87,25 @@ class DataConfig:
         for key, choices in CHOICES.items():
             check_choice(f"data.{key}", getattr(self, key), choices)
         check_at_least("data.max_length", self.max_length, 2, 512)
-        if self.val_fraction != "auto" and not (isinstance(self.val_fraction, int | float) and 0 <= self.val_fraction < 1):
+        if self.val_fraction != "auto" and not (
+            isinstance(self.val_fraction, int | float) and 0 <= self.val_fraction < 1
+        ):
             message = f"data.val_fraction must be auto or in [0, 1), got {self.val_fraction}"
             raise UserError(message, f"data.val_fraction={self.val_fraction}", "e.g. data.val_fraction=0.02")
         for key in ("max_bad_fraction", "system_prob", "empty_think_prob"):
             check_fraction(f"data.{key}", getattr(self, key), 0.1)
         if self.group_by_length and self.packing != "none":
-            raise UserError(f"data.group_by_length needs data.packing=none, got {self.packing}", "data.group_by_length=true", "data.packing=none")
+            raise UserError(
+                f"data.group_by_length needs data.packing=none, got {self.packing}",
+                "data.group_by_length=true",
+                "data.packing=none",
+            )
         if self.system_prob and not self.system_prompts:
-            raise UserError("data.system_prob needs data.system_prompts, which is empty", f"data.system_prob={self.system_prob}", 'data.system_prompts=["..."]')
+            raise UserError(
+                "data.system_prob needs data.system_prompts, which is empty",
+                f"data.system_prob={self.system_prob}",
+                'data.system_prompts=["..."]',
+            )
         check_at_least("data.num_workers", self.num_workers, 0, 2)
         check_at_least("data.worker_timeout", self.worker_timeout, 0, 300)
 
@@ -83,8 +114,12 @@ class DataConfig:
             return
         if len(self.weights) != len(self.paths):
             message = f"data.weights must have one number per entry of data.path, got {len(self.weights)} for {len(self.paths)}"
-            raise UserError(message, f"data.weights={self.weights}", f"e.g. data.weights=[{','.join(['1'] * len(self.paths))}]")
+            raise UserError(
+                message, f"data.weights={self.weights}", f"e.g. data.weights=[{','.join(['1'] * len(self.paths))}]"
+            )
         if not all(0 < weight < float("inf") for weight in self.weights):
             raise UserError(
-                f"data.weights must be positive numbers, got {self.weights}", f"data.weights={self.weights}", "remove the entry from data.path instead"
+                f"data.weights must be positive numbers, got {self.weights}",
+                f"data.weights={self.weights}",
+                "remove the entry from data.path instead",
             )

@@ -12,7 +12,8 @@ from common.limits.parsers import MAX_NESTING, check_json_size, check_nesting
 class BadRowError(UserError):
     """One row of a file cannot be used; the rows around it may be usable.
 
-    `reason` is a short constant phrase by which bad rows are counted; message, setting (where it is) and fix are those of UserError.
+    `reason` is a short constant phrase by which bad rows are counted; message, setting (where it is) and fix are those
+    of UserError.
     """
 
     def __init__(self, reason: str, message: str, where: str, fix: str) -> None:
@@ -30,7 +31,9 @@ def type_name(value: Any) -> str:
 
 
 def parse_json_row(raw: bytes, where: str, last_line: bool = False) -> Any:
-    """Return the JSON value in `raw`. `last_line`: `raw` ends at the end of the file, without a line end. Raises BadRowError."""
+    """Return the JSON value in `raw`. `last_line`: `raw` ends at the end of the file, without a line end. Raises
+    BadRowError.
+    """
     try:
         check_json_size(raw)
         value = json.loads(raw.decode("utf-8"))
@@ -43,16 +46,22 @@ def parse_json_row(raw: bytes, where: str, last_line: bool = False) -> Any:
         raise not_utf8(f"{where}, byte {error.start + 1}", error.reason) from error
     except UnicodeEncodeError as error:
         message = "a \\ud... escape is half of a surrogate pair, which is not a character"
-        raise BadRowError("lone surrogate", message, where, "write both halves of the pair, or delete the escape") from error
+        raise BadRowError(
+            "lone surrogate", message, where, "write both halves of the pair, or delete the escape"
+        ) from error
     except json.JSONDecodeError as error:
         where = f"{where}:{error.colno}"
         if last_line:
             fix = "the file may be truncated: copy it again, or delete the last line"
-            raise BadRowError("truncated file", f"invalid JSON at the end of the file: {error.msg}", where, fix) from error
+            raise BadRowError(
+                "truncated file", f"invalid JSON at the end of the file: {error.msg}", where, fix
+            ) from error
         fix = "correct or delete the row; a file has one JSON object per line, or one JSON array of objects"
         raise BadRowError("invalid JSON", f"invalid JSON: {error.msg}", where, fix) from error
     except (RecursionError, ValueError) as error:  # nested too deep, or a number with thousands of digits
-        raise BadRowError("JSON beyond limits", f"JSON beyond the limits of the parser: {error}", where, "correct or delete the row") from error
+        raise BadRowError(
+            "JSON beyond limits", f"JSON beyond the limits of the parser: {error}", where, "correct or delete the row"
+        ) from error
 
 
 def not_utf8(where: str, reason: str = "") -> BadRowError:

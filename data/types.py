@@ -40,7 +40,9 @@ class EncodingConfig:
 
 class TokenSequence(NamedTuple):
     ids: np.ndarray  # int32 (n,), n <= max_length + 1: ids[:-1] is the model's input, ids[1:] are its targets
-    loss_mask: np.ndarray  # bool (n,): whether the prediction of ids[t] has loss, [0] is False; or float32: its weight in the loss, if one is not 0 or 1
+    # bool (n,): whether the prediction of ids[t] has loss, [0] is False; or float32: its weight in the loss, if one is
+    # not 0 or 1
+    loss_mask: np.ndarray
 
 
 class EncodedRow(NamedTuple):

@@ -1,7 +1,8 @@
 """The installed form of the runner: `lm-train stage=sft`, or `python -m lm_runner train stage=sft`.
 
-The program's packages are called `runner`, `models`, `data` and `common`; at the top level of site-packages they would clash with the user's own
-`data` or `models`. The wheel holds them in `lm_runner/_app/`, and only a process of this program puts that folder on its path.
+The program's packages are called `runner`, `models`, `data` and `common`; at the top level of site-packages they would
+clash with the user's own `data` or `models`. The wheel holds them in `lm_runner/_app/`, and only a process of this
+program puts that folder on its path.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Settings that models share, the registry of model families, and settings of adapters. Imports no torch: settings are checked before it.
+"""Settings that models share, the registry of model families, and settings of adapters. Imports no torch: settings are
+checked before it.
 
 A model family is a module of families/ with its settings and config.json, and a `LanguageModel`; or a plugin with both:
 
@@ -29,7 +30,8 @@ from common.settings import IGNORED, check_at_least, check_choice
 if TYPE_CHECKING:
     import torch
 
-ACTIVATION_CHECKPOINTING_MODES = ("none", "selective", "full")  # recompute nothing, all but matmuls and attention, or whole layers
+# recompute nothing, all but matmuls and attention, or whole layers
+ACTIVATION_CHECKPOINTING_MODES = ("none", "selective", "full")
 
 MAX_TENSORS = 100_000  # parameters of a model, each a tensor; the largest mixtures of experts in use have 70,000
 
@@ -57,7 +59,8 @@ class ModelConfig:
     max_position_embeddings: int  # longest sequence (tokens)
     tie_word_embeddings: bool  # the output layer shares its weight with the embedding
 
-    model_class: ClassVar[str]  # module and name of the LanguageModel; imported when a model is created, because it imports torch
+    # module and name of the LanguageModel; imported when a model is created, because it imports torch
+    model_class: ClassVar[str]
     hf_model_types: ClassVar[tuple[str, ...]]  # values of model_type in config.json that from_hf_config reads
 
     def __post_init__(self) -> None:
@@ -65,7 +68,9 @@ class ModelConfig:
             check_at_least(f"model.{key}", getattr(self, key), 1, 1)
 
     def size(self) -> ModelSize | None:
-        """Return the size of the model from its settings alone; None if the family does not say before the model is built."""
+        """Return the size of the model from its settings alone; None if the family does not say before the model is
+        built.
+        """
         return None
 
     def check_memory(self) -> None:
@@ -74,10 +79,16 @@ class ModelConfig:
             return
         memory, needed = machine_memory(), 4 * size.parameters
         if size.tensors > MAX_TENSORS or needed > memory:
-            problem = f"{size.tensors:,} tensors, at most {MAX_TENSORS:,} are allowed" if size.tensors > MAX_TENSORS else f"{needed / 2**30:,.1f} GiB in fp32"
+            problem = (
+                f"{size.tensors:,} tensors, at most {MAX_TENSORS:,} are allowed"
+                if size.tensors > MAX_TENSORS
+                else f"{needed / 2**30:,.1f} GiB in fp32"
+            )
             message = f"the model has {size.parameters:,} parameters, {problem}; this machine has {memory / 2**30:,.1f} GiB of memory"
             largest = f"model.num_hidden_layers={self.num_hidden_layers} model.vocab_size={self.vocab_size}"
-            raise UserError(message, largest, "choose a smaller model, e.g. model=tiny; python runner/train.py --help lists them")
+            raise UserError(
+                message, largest, "choose a smaller model, e.g. model=tiny; python runner/train.py --help lists them"
+            )
 
     @property
     def has_dynamic_shapes(self) -> bool:
@@ -89,7 +100,11 @@ class ModelConfig:
 
     def mathematics(self) -> dict[str, Any]:
         """Return the settings that the logits of given weights depend on."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in ("name", "max_position_embeddings")}
+        return {
+            name: value
+            for name, value in dataclasses.asdict(self).items()
+            if name not in ("name", "max_position_embeddings")
+        }
 
     def training_warnings(self) -> list[str]:
         """Return what a user who trains this model should know, one line each."""
@@ -101,8 +116,9 @@ class ModelConfig:
 
     @classmethod
     def from_hf_config(cls, raw: dict[str, Any], path: Path) -> Self:
-        """Return the settings in a config.json. Raises UserError for a variant that the family does not have; KeyError or TypeError for a
-        field that is missing or of another type. `path`: the file."""
+        """Return the settings in a config.json. Raises UserError for a variant that the family does not have; KeyError
+        or TypeError for a field that is missing or of another type. `path`: the file.
+        """
         raise NotImplementedError
 
 
@@ -114,7 +130,13 @@ def check_required_values(raw: dict[str, Any], required: dict[str, Any], path: P
 
 
 LORA_WEIGHTS = ("nf4",)
-SETTINGS_OF_EARLIER_ADAPTERS: dict[str, Any] = {"rslora": False, "dora": False, "quantize": None, "continue_adapter": False}  # of runs that lack them
+# of runs that lack them
+SETTINGS_OF_EARLIER_ADAPTERS: dict[str, Any] = {
+    "rslora": False,
+    "dora": False,
+    "quantize": None,
+    "continue_adapter": False,
+}
 
 
 @dataclass
@@ -124,16 +146,25 @@ class LoraConfig:
     rank: int  # rows of A and columns of B, at least 1
     alpha: float  # scale of the adapter's output, times 1 / rank
     dropout: float  # on the adapter's input; probability, in [0, 1)
-    targets: list[str]  # layers with an adapter: names, ends of paths (q_proj, 0.mlp.up_proj), re:PATTERN; [all-linear]: all but the output layer
+    # layers with an adapter: names, ends of paths (q_proj, 0.mlp.up_proj), re:PATTERN; [all-linear]: all but the output
+    # layer
+    targets: list[str]
     rslora: bool  # scale alpha / sqrt(rank) in place of alpha / rank: larger ranks learn as fast as small ones (rsLoRA)
     dora: bool  # train the length of each row of the weight, too (DoRA); a step takes longer
-    quantize: Optional[str]  # nf4: the frozen linear layers have 4 bits per weight (QLoRA), needs bitsandbytes; null: fp32
-    continue_adapter: bool  # init_from is an adapter: train it on, with its rank, alpha and targets; false: merge it into the model, train a new one
+    # nf4: the frozen linear layers have 4 bits per weight (QLoRA), needs bitsandbytes; null: fp32
+    quantize: Optional[str]
+    # init_from is an adapter: train it on, with its rank, alpha and targets; false: merge it into the model, train a
+    # new one
+    continue_adapter: bool
 
     def __post_init__(self) -> None:
         check_at_least("stage.lora.rank", self.rank, 1, 8)
         if not 0 <= self.dropout < 1:
-            raise UserError(f"stage.lora.dropout must be in [0, 1), got {self.dropout}", f"stage.lora.dropout={self.dropout}", "e.g. stage.lora.dropout=0.1")
+            raise UserError(
+                f"stage.lora.dropout must be in [0, 1), got {self.dropout}",
+                f"stage.lora.dropout={self.dropout}",
+                "e.g. stage.lora.dropout=0.1",
+            )
         if self.quantize is not None:
             check_choice("stage.lora.quantize", self.quantize, LORA_WEIGHTS)
 

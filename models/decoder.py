@@ -1,6 +1,7 @@
 """Decoder-only transformer of the Llama, Qwen and Mixtral architectures, dense or mixture of experts.
 
-Shapes: B rows, T tokens, S documents (several per row when packed, else one per row), D hidden size, H head width, V vocabulary.
+Shapes: B rows, T tokens, S documents (several per row when packed, else one per row), D hidden size, H head width, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from models.families.decoder import DecoderConfig
 from models.language_model import LanguageModel, ModelOutput
 from models.layers import activation_checkpointing
 from models.layers.attention import AttentionMask, document_mask
-from models.layers.attention_block import WEIGHT_INIT_STD, DecoderLayer, KVCache, LayerContext, RMSNorm, rope_frequencies, rotation_factors
+from models.layers.attention_block import (
+    WEIGHT_INIT_STD,
+    DecoderLayer,
+    KVCache,
+    LayerContext,
+    RMSNorm,
+    rope_frequencies,
+    rotation_factors,
+)
 from models.layers.chunked_loss import LMHead
 from models.layers.mlp import DocumentIndex, MoE, index_documents, load_balancing_loss
 
@@ -76,13 +85,16 @@ class Decoder(LanguageModel):
         context = LayerContext(self._rotation(T, position_ids), mask, cache, documents, selective=mode == "selective")
         expert_use = []  # (2, S, E) of each layer
         for layer in self.layers:
-            x, use = activation_checkpointing.full_checkpointing(layer, x, context) if mode == "full" else layer(x, context)
+            x, use = (
+                activation_checkpointing.full_checkpointing(layer, x, context) if mode == "full" else layer(x, context)
+            )
             expert_use.append(use)
         if cache is not None:
             cache.length += T
             x = x[:, -1:]
         x = self.model.norm(x)
-        aux_loss = self.cfg.router_aux_loss_coef * load_balancing_loss(expert_use) if self.cfg.num_experts else None  # (S,)
+        # (S,)
+        aux_loss = self.cfg.router_aux_loss_coef * load_balancing_loss(expert_use) if self.cfg.num_experts else None
         if labels is None:
             return ModelOutput(self.lm_head(x), None, aux_loss)
         return ModelOutput(None, self.lm_head(x, labels, reduction), aux_loss)
@@ -90,11 +102,16 @@ class Decoder(LanguageModel):
     @property
     def attention_sizes(self) -> tuple[int, int, int] | None:
         cfg = self.cfg
-        return (cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim) if cfg.attention == "auto" and not cfg.dropout else None
+        return (
+            (cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim)
+            if cfg.attention == "auto" and not cfg.dropout
+            else None
+        )
 
     def compile_layers(self, *, single_row: bool, **options: Any) -> None:
-        """One compiled program serves all layers and all shapes: with one program for the first shapes and another for later ones, a
-        resumed run would round differently."""
+        """One compiled program serves all layers and all shapes: with one program for the first shapes and another for
+        later ones, a resumed run would round differently.
+        """
         activation_checkpointing.recompute_cheap_inputs()
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
@@ -120,7 +137,11 @@ class Decoder(LanguageModel):
         return index_documents(T, lengths, document_ids)
 
     def _rotation(self, T: int, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the factors of RoPE (B or 1, 1, T, 2, H / 2) in fp32: bf16 rounds positions 257 and 258 to the same number."""
-        positions = torch.arange(T, device=self.frequencies.device).unsqueeze(0) if position_ids is None else position_ids
+        """Return the factors of RoPE (B or 1, 1, T, 2, H / 2) in fp32: bf16 rounds positions 257 and 258 to the same
+        number.
+        """
+        positions = (
+            torch.arange(T, device=self.frequencies.device).unsqueeze(0) if position_ids is None else position_ids
+        )
         angles = (positions.unsqueeze(-1) * self.frequencies).unsqueeze(1)  # (B or 1, 1, T, H / 2)
         return rotation_factors(angles, self.rope_factor)

@@ -36,11 +36,13 @@ def generate(
     """Return the continuation of each prompt, without the stop token that ended it.
 
     temperature 0: greedy; top_k 0 and top_p 1 (https://arxiv.org/abs/1904.09751): no truncation; repetition_penalty
-    (https://arxiv.org/abs/1909.05858) above 1 makes every token of the row so far less likely. Samples come from `generator` (default: a new
-    one with seed 0), never from torch's global generator; with a list of them each row has its own, and does not depend on the others. `on_token(row, token)` is called for each new token, `on_end(row,
-    has_stop_token)` when a row ends, `before_token()` before each forward pass: it may raise to stop. A row ends at a stop token,
-    after `max_new_tokens`, or at the model's max_position_embeddings. Rows of different lengths are generated one by one
-    where a batch would not give the logits that they get alone. Raises UserError if a prompt is empty or too long for the model.
+    (https://arxiv.org/abs/1909.05858) above 1 makes every token of the row so far less likely. Samples come from
+    `generator` (default: a new one with seed 0), never from torch's global generator; with a list of them each row has
+    its own, and does not depend on the others. `on_token(row, token)` is called for each new token, `on_end(row,
+    has_stop_token)` when a row ends, `before_token()` before each forward pass: it may raise to stop. A row ends at a
+    stop token, after `max_new_tokens`, or at the model's max_position_embeddings. Rows of different lengths are
+    generated one by one where a batch would not give the logits that they get alone. Raises UserError if a prompt is
+    empty or too long for the model.
     """
     limits = _new_token_limits(prompts, max_new_tokens, model.cfg.max_position_embeddings)
     training = model.training
@@ -51,7 +53,9 @@ def generate(
             own = generator[rows.start : rows.stop] if isinstance(generator, list) else generator
             sampler = Sampler(temperature, top_k, top_p, repetition_penalty, own)
             events = _Events(on_token, on_end, before_token, rows.start)
-            answers += _generate(model, prompts[rows.start : rows.stop], limits[rows.start : rows.stop], sampler, set(stop_ids), events)
+            answers += _generate(
+                model, prompts[rows.start : rows.stop], limits[rows.start : rows.stop], sampler, set(stop_ids), events
+            )
         return answers
     finally:
         model.train(training)
@@ -106,8 +110,12 @@ def _generate(
         seen[row, prompt] = True
     cache = model.new_cache(len(prompts), is_token.shape[1], compute_dtype(embedding))
     positions = (is_token[:, :T].cumsum(-1) - 1).clamp(min=0)  # (B, T)
-    # (B, 1, T, T), True where attention is allowed. A filler attends to itself: a softmax row without any key is NaN, and NaN spreads.
-    mask = ((torch.ones(T, T, device=device).tril() * is_token[:, None, :T]).bool() | torch.eye(T, dtype=torch.bool, device=device)).unsqueeze(1)
+    # (B, 1, T, T), True where attention is allowed. A filler attends to itself: a softmax row without any key is NaN,
+    # and NaN spreads.
+    mask = (
+        (torch.ones(T, T, device=device).tril() * is_token[:, None, :T]).bool()
+        | torch.eye(T, dtype=torch.bool, device=device)
+    ).unsqueeze(1)
     while True:
         events.before_token()
         logits = model(ids, position_ids=positions, mask=mask, cache=cache).logits[:, -1]  # (B, V)
@@ -135,10 +143,21 @@ class Sampler:
     """logits: (B, V), seen: (B, V) tokens that a row already has -> one token per row (B,)."""
 
     def __init__(
-        self, temperature: float, top_k: int, top_p: float, repetition_penalty: float, generator: torch.Generator | list[torch.Generator] | None
+        self,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        repetition_penalty: float,
+        generator: torch.Generator | list[torch.Generator] | None,
     ) -> None:
         """`generator`: one for all rows, or a list with that of each row; None: a new one with seed 0."""
-        self.temperature, self.top_k, self.top_p, self.penalty, self.generator = temperature, top_k, top_p, repetition_penalty, generator
+        self.temperature, self.top_k, self.top_p, self.penalty, self.generator = (
+            temperature,
+            top_k,
+            top_p,
+            repetition_penalty,
+            generator,
+        )
 
     def __call__(self, logits: Tensor, seen: Tensor) -> Tensor:
         if self.penalty != 1:
@@ -150,7 +169,9 @@ class Sampler:
         logits = self._top_p(self._top_k(logits / self.temperature))
         if isinstance(self.generator, list):
             rows = logits.softmax(-1).split(1)
-            return torch.cat([torch.multinomial(row, 1, generator=own) for row, own in zip(rows, self.generator, strict=True)]).squeeze(1)
+            return torch.cat(
+                [torch.multinomial(row, 1, generator=own) for row, own in zip(rows, self.generator, strict=True)]
+            ).squeeze(1)
         return torch.multinomial(logits.softmax(-1), 1, generator=self.generator).squeeze(1)
 
     def _top_k(self, logits: Tensor) -> Tensor:
@@ -159,7 +180,9 @@ class Sampler:
         return logits.masked_fill(logits < logits.topk(self.top_k).values[:, -1:], -torch.inf)
 
     def _top_p(self, logits: Tensor) -> Tensor:
-        """Keep the smallest set of most likely tokens with a probability of at least top_p together; always keep the most likely one."""
+        """Keep the smallest set of most likely tokens with a probability of at least top_p together; always keep the
+        most likely one.
+        """
         if self.top_p >= 1:
             return logits
         ordered, order = logits.sort(descending=True)
@@ -173,17 +196,27 @@ def _new_token_limits(prompts: list[list[int]], max_new_tokens: int, max_positio
     """Return the number of tokens that each row may get."""
     for row, prompt in enumerate(prompts):
         if not prompt:
-            raise UserError("the prompt is empty: it needs at least one token", f"prompt {row}", "start it with the tokenizer's bos_id")
+            raise UserError(
+                "the prompt is empty: it needs at least one token",
+                f"prompt {row}",
+                "start it with the tokenizer's bos_id",
+            )
         if len(prompt) > max_positions:
             raise UserError(
-                f"the prompt has {len(prompt)} tokens, model.max_position_embeddings={max_positions} allows fewer", f"prompt {row}", "shorten the prompt"
+                f"the prompt has {len(prompt)} tokens, model.max_position_embeddings={max_positions} allows fewer",
+                f"prompt {row}",
+                "shorten the prompt",
             )
     return [min(max_new_tokens, max_positions - len(prompt)) for prompt in prompts]
 
 
 def _pad_left(prompts: list[list[int]], max_new_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return ids (B, T), all prompts ending at T, and which of C = T + max_new_tokens cache positions hold a token (B, C)."""
+    """Return ids (B, T), all prompts ending at T, and which of C = T + max_new_tokens cache positions hold a token (B,
+    C).
+    """
     T = max(map(len, prompts))
     ids = torch.tensor([[FILLER_ID] * (T - len(prompt)) + prompt for prompt in prompts], device=device)
-    is_token = torch.arange(T + max_new_tokens, device=device) >= torch.tensor([T - len(prompt) for prompt in prompts], device=device).unsqueeze(1)
+    is_token = torch.arange(T + max_new_tokens, device=device) >= torch.tensor(
+        [T - len(prompt) for prompt in prompts], device=device
+    ).unsqueeze(1)
     return ids, is_token

@@ -18,7 +18,8 @@ CALLS = "model(**batch.inputs) for the loss of each token, model(**batch.inputs_
 
 class ModelOutput(NamedTuple):
     logits: Tensor | None  # (B, T, V); None with labels
-    nll: Tensor | None  # (B, T) fp32, -log p(label), 0 without a label; () their sum with reduction="sum"; None without labels
+    # (B, T) fp32, -log p(label), 0 without a label; () their sum with reduction="sum"; None without labels
+    nll: Tensor | None
     aux_loss: Tensor | None  # (S,) load-balancing loss of each document; None for a dense model
 
 
@@ -27,7 +28,8 @@ class Cache(Protocol):
 
 
 class LanguageModel(nn.Module):
-    """A causal language model that the engine trains and `generate` samples from. Parameter names are those of transformers.
+    """A causal language model that the engine trains and `generate` samples from. Parameter names are those of
+    transformers.
 
     Shapes: B rows, T tokens, S documents (several per row when packed, else one per row), V vocabulary.
     """
@@ -49,15 +51,24 @@ class LanguageModel(nn.Module):
         cache: Any = None,
         **options: Any,
     ) -> Any:
-        """Call `forward`. Raises UserError if rows may be packed and their documents are not given: tokens would attend to other documents.
+        """Call `forward`. Raises UserError if rows may be packed and their documents are not given: tokens would attend
+        to other documents.
 
         Only shapes are compared, without a host sync; DDP and FSDP call a model by this method, too.
         """
-        if cache is None and mask is None and (problem := self._missing_documents(len(input_ids), lengths, document_ids, position_ids)):
-            raise UserError(f"{problem}: tokens of a packed row would attend to other documents", "arguments of the model", CALLS)
+        if (
+            cache is None
+            and mask is None
+            and (problem := self._missing_documents(len(input_ids), lengths, document_ids, position_ids))
+        ):
+            raise UserError(
+                f"{problem}: tokens of a packed row would attend to other documents", "arguments of the model", CALLS
+            )
         return super().__call__(input_ids, labels, lengths, document_ids, position_ids, mask, cache, **options)
 
-    def _missing_documents(self, rows: int, lengths: Tensor | None, document_ids: Tensor | None, position_ids: Tensor | None) -> str | None:
+    def _missing_documents(
+        self, rows: int, lengths: Tensor | None, document_ids: Tensor | None, position_ids: Tensor | None
+    ) -> str | None:
         """Return why a call without a cache may be one of packed rows whose documents are not known; None: it is not."""
         if (document_ids is None) != (position_ids is None):
             return "document_ids and position_ids are given together, got one of them"
@@ -80,32 +91,41 @@ class LanguageModel(nn.Module):
     ) -> ModelOutput:
         """input_ids, labels, position_ids: (B, T); lengths: (S,) tokens of each document; padding is on the right.
 
-        labels[b, t] is the token to predict at t, IGNORE_LABEL for none. Packed rows have `document_ids` (B, T), the document of each
-        token (-1 for padding), and position_ids that start at 0 in each document; attention does not cross documents. With a cache, `mask`
-        (B, 1, T, cached tokens + T) is True where attention is allowed, and logits are (B, 1, V), of the last token only: those of a long
-        prompt would not fit into memory. reduction="sum" returns the sum of nll, which takes less time and memory.
+        labels[b, t] is the token to predict at t, IGNORE_LABEL for none. Packed rows have `document_ids` (B, T), the
+        document of each token (-1 for padding), and position_ids that start at 0 in each document; attention does not
+        cross documents. With a cache, `mask` (B, 1, T, cached tokens + T) is True where attention is allowed, and
+        logits are (B, 1, V), of the last token only: those of a long prompt would not fit into memory. reduction="sum"
+        returns the sum of nll, which takes less time and memory.
         """
         raise NotImplementedError
 
     def prepare(self, is_packed: bool) -> str | None:
-        """Choose kernels; called once when the model has its weights and is on its device, before it is adapted, sharded or compiled.
+        """Choose kernels; called once when the model has its weights and is on its device, before it is adapted,
+        sharded or compiled.
 
-        Returns a line for the log, None where there is no choice. Raises UserError if packed rows are asked for and would not be exact.
+        Returns a line for the log, None where there is no choice. Raises UserError if packed rows are asked for and
+        would not be exact.
         """
         return None
 
     @property
     def attention_sizes(self) -> tuple[int, int, int] | None:
-        """Query heads, key/value heads and head width of all layers, where `use_attention_kernel` has an effect; None: it has none, or slows them down."""
+        """Query heads, key/value heads and head width of all layers, where `use_attention_kernel` has an effect; None:
+        it has none, or slows them down.
+        """
         return None
 
     def use_attention_kernel(self, kernel: str) -> None:
-        """Compute attention on the CPU by one of `attention.CPU_KERNELS`. A layer whose attention another library computes ignores it."""
+        """Compute attention on the CPU by one of `attention.CPU_KERNELS`. A layer whose attention another library
+        computes ignores it.
+        """
         for module in self.modules():
             vars(module)["attention_kernel"] = kernel
 
     def join_projections(self, joined: bool) -> None:
-        """Compute linear layers with the same input by one product, or each by its own. Layers of another library ignore it."""
+        """Compute linear layers with the same input by one product, or each by its own. Layers of another library
+        ignore it.
+        """
         for module in self.modules():
             vars(module)["joins_projections"] = joined
 
@@ -116,12 +136,16 @@ class LanguageModel(nn.Module):
 
     @property
     def output_layer(self) -> nn.Module | None:
-        """Layer that computes the logits: adapters of all linear layers leave it out, and it is not quantized. None: every LMHead."""
+        """Layer that computes the logits: adapters of all linear layers leave it out, and it is not quantized. None:
+        every LMHead.
+        """
         return None
 
     @property
     def modules_unused_by_text(self) -> tuple[str, ...]:
-        """Paths of the modules that text is computed without, e.g. a vision tower: they get no gradient and no new adapter."""
+        """Paths of the modules that text is computed without, e.g. a vision tower: they get no gradient and no new
+        adapter.
+        """
         return ()
 
     def is_used_by_text(self, path: str) -> bool:
@@ -143,11 +167,15 @@ class LanguageModel(nn.Module):
 
     @property
     def compiled_layers(self) -> Sequence[nn.Module]:
-        """Layers that `compile_layers` compiles, in order, if `uncompile_layers` can undo it: a long run on the CPU then measures whether it is faster."""
+        """Layers that `compile_layers` compiles, in order, if `uncompile_layers` can undo it: a long run on the CPU
+        then measures whether it is faster.
+        """
         return ()
 
     def generates_in_batches(self, max_length: int) -> bool:
-        """Return whether rows of different lengths, padded on the left, get the logits that each gets alone. `max_length`: tokens of the longest row."""
+        """Return whether rows of different lengths, padded on the left, get the logits that each gets alone.
+        `max_length`: tokens of the longest row.
+        """
         return True
 
     def new_cache(self, rows: int, max_length: int, dtype: torch.dtype) -> Cache:
@@ -162,7 +190,9 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def create_model(cfg: ModelConfig) -> LanguageModel:
-    """Return a model with random weights from torch's global generator, on torch's default device. Raises UserError if it is too large for the memory."""
+    """Return a model with random weights from torch's global generator, on torch's default device. Raises UserError if
+    it is too large for the memory.
+    """
     cfg.check_memory()
     module, _, name = cfg.model_class.rpartition(".")
     model: LanguageModel = getattr(importlib.import_module(module), name)(cfg)

@@ -1,10 +1,11 @@
 """Statistics of a checkout as a Markdown table: `python scripts/code_stats.py [CHECKOUT] [--json] [--no-trace]`.
 
-The trace runs two SFT steps of the tiny model twice on the CPU, in a temporary directory (about 15 s; the second run reads the token cache of the first).
-It counts functions and methods of the checkout (no module or class bodies, lambdas, comprehensions) entered until the first optimizer step returns:
-files: those that define them; lines: from `def` (or decorator) to the last line, nested functions once; hops: how often the main thread goes from a function
-of one file to a function of another, by call or return. Functions that Hydra or torch calls count; frames outside of the checkout are skipped.
-The rest is read off the source.
+The trace runs two SFT steps of the tiny model twice on the CPU, in a temporary directory (about 15 s; the second run
+reads the token cache of the first). It counts functions and methods of the checkout (no module or class bodies,
+lambdas, comprehensions) entered until the first optimizer step returns: files: those that define them; lines: from
+`def` (or decorator) to the last line, nested functions once; hops: how often the main thread goes from a function of
+one file to a function of another, by call or return. Functions that Hydra or torch calls count; frames outside of the
+checkout are skipped. The rest is read off the source.
 """
 
 from __future__ import annotations
@@ -27,11 +28,21 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("runner", "data", "models", "common", "hydra_plugins")
 TOOLS = ("benchmarks", "scripts")
-NO_CODE = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT, tokenize.ENCODING, tokenize.ENDMARKER}
-NOT_A_DEFINITION = {"TypeVar", "ParamSpec", "TypeVarTuple", "getLogger"}  # values of assignments which may be repeated in every module
+NO_CODE = {
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.COMMENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+# values of assignments which may be repeated in every module
+NOT_A_DEFINITION = {"TypeVar", "ParamSpec", "TypeVarTuple", "getLogger"}
 ARGUMENTS = ["stage=sft", "init_from=scratch", "train.max_steps=2", "data.num_workers=0"]
 
-# Runs in a process of its own as `python -c TRACER CHECKOUT RESULT ARGUMENTS...`. Writes every function of the checkout that is entered, in order.
+# Runs in a process of its own as `python -c TRACER CHECKOUT RESULT ARGUMENTS...`. Writes every function of the checkout
+# that is entered, in order.
 TRACER = """
 import json, os, runpy, sys, threading
 
@@ -86,11 +97,14 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-# --- source -----------------------------------------------------------------------------------------------------------------------------------------
+# --- source
+# -----------------------------------------------------------------------------------------------------------------------------------------
 
 
 def python_files(root: Path, packages: tuple[str, ...] = PRODUCT) -> list[Path]:
-    return sorted(file for package in packages for file in (root / package).rglob("*.py") if "__pycache__" not in file.parts)
+    return sorted(
+        file for package in packages for file in (root / package).rglob("*.py") if "__pycache__" not in file.parts
+    )
 
 
 def module_name(root: Path, file: Path) -> str:
@@ -104,7 +118,9 @@ def parse(file: Path) -> ast.Module:
 
 
 def imported_names(root: Path, file: Path) -> Iterator[str]:
-    """Dotted names that a file imports anywhere: at the top, in functions, under TYPE_CHECKING, or relative. `from a import b` gives `a.b`."""
+    """Dotted names that a file imports anywhere: at the top, in functions, under TYPE_CHECKING, or relative. `from a
+    import b` gives `a.b`.
+    """
     own = module_name(root, file)
     package = own if file.stem == "__init__" else own.rpartition(".")[0]
     for node in ast.walk(parse(file)):
@@ -112,7 +128,12 @@ def imported_names(root: Path, file: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             parents = package.split(".")
-            base = ".".join([*(parents[: len(parents) - node.level + 1] if node.level else []), *([node.module] if node.module else [])])
+            base = ".".join(
+                [
+                    *(parents[: len(parents) - node.level + 1] if node.level else []),
+                    *([node.module] if node.module else []),
+                ]
+            )
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
@@ -132,7 +153,9 @@ def import_graph(root: Path, packages: tuple[str, ...] = PRODUCT + TOOLS) -> dic
 
 
 def import_cycles(root: Path, packages: tuple[str, ...] = PRODUCT + TOOLS) -> list[list[str]]:
-    """Strongly connected components of two or more modules, sorted. A parent package is not counted as imported by its modules."""
+    """Strongly connected components of two or more modules, sorted. A parent package is not counted as imported by its
+    modules.
+    """
     graph = import_graph(root, packages)
 
     @cache
@@ -145,7 +168,11 @@ def import_cycles(root: Path, packages: tuple[str, ...] = PRODUCT + TOOLS) -> li
                 stack.append(target)
         return frozenset(seen)
 
-    components = {tuple(sorted({name, *(other for other in reachable(name) if name in reachable(other))})) for name in graph if name in reachable(name)}
+    components = {
+        tuple(sorted({name, *(other for other in reachable(name) if name in reachable(other))}))
+        for name in graph
+        if name in reachable(name)
+    }
     return sorted(list(component) for component in components)
 
 
@@ -162,7 +189,10 @@ def top_level_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
                 continue
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             yield from (
-                (name.id, node.lineno) for target in targets for name in ast.walk(target) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+                (name.id, node.lineno)
+                for target in targets
+                for name in ast.walk(target)
+                if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
             )
         elif isinstance(node, (ast.If, ast.Try, ast.With)):
             statements += direct_statements(node)
@@ -174,7 +204,9 @@ def direct_statements(node: ast.If | ast.Try | ast.With) -> list[ast.stmt]:
 
 
 def duplicate_names(root: Path, packages: tuple[str, ...] = PRODUCT, public_only: bool = True) -> dict[str, list[str]]:
-    """{name: ["file:line", ...]} of top-level names which two or more modules define. `main` of a command (runner/*.py) and dunder names do not count."""
+    """{name: ["file:line", ...]} of top-level names which two or more modules define. `main` of a command (runner/*.py)
+    and dunder names do not count.
+    """
     definitions: dict[str, dict[str, int]] = defaultdict(dict)
     for file in python_files(root, packages):
         path = file.relative_to(root).as_posix()
@@ -182,18 +214,27 @@ def duplicate_names(root: Path, packages: tuple[str, ...] = PRODUCT, public_only
             is_command_main = name == "main" and file.parent in (root / "runner", root / "scripts")
             if not (name.startswith("__") or is_command_main or (public_only and name.startswith("_"))):
                 definitions[name].setdefault(path, line)
-    return {name: [f"{path}:{line}" for path, line in files.items()] for name, files in sorted(definitions.items()) if len(files) > 1}
+    return {
+        name: [f"{path}:{line}" for path, line in files.items()]
+        for name, files in sorted(definitions.items())
+        if len(files) > 1
+    }
 
 
 def count_tokens(file: Path) -> int:
-    """Python tokens of a file. Comments, line ends, indentation and docstrings do not count, so that longer lines gain nothing."""
+    """Python tokens of a file. Comments, line ends, indentation and docstrings do not count, so that longer lines gain
+    nothing.
+    """
     docstrings = {
         (node.body[0].lineno, node.body[0].col_offset)
         for node in ast.walk(parse(file))
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(node, clean=False) is not None
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        and ast.get_docstring(node, clean=False) is not None
     }
     with file.open("rb") as stream:
-        return sum(token.type not in NO_CODE and token.start not in docstrings for token in tokenize.tokenize(stream.readline))
+        return sum(
+            token.type not in NO_CODE and token.start not in docstrings for token in tokenize.tokenize(stream.readline)
+        )
 
 
 def eager_modules(root: Path) -> int:
@@ -217,13 +258,22 @@ def retired_terms(root: Path) -> dict[str, int]:
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
-# --- trace ------------------------------------------------------------------------------------------------------------------------------------------
+# --- trace
+# ------------------------------------------------------------------------------------------------------------------------------------------
 
 
 def traced_step(root: Path) -> dict[str, Any]:
-    """Files, functions, lines and hops of the first SFT step, started from the command line, with the rows tokenized before."""
+    """Files, functions, lines and hops of the first SFT step, started from the command line, with the rows tokenized
+    before.
+    """
     with tempfile.TemporaryDirectory(prefix="code_stats_") as temp:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
         arguments = [*ARGUMENTS, f"data.cache={temp}/cache"]
         result = Path(temp) / "trace.json"
         program = f"PRODUCT = {PRODUCT!r}\n{TRACER}"
@@ -234,7 +284,9 @@ def traced_step(root: Path) -> dict[str, Any]:
         for command in commands:
             done = subprocess.run(command, cwd=temp, env=environment, capture_output=True, text=True)
         if not result.is_file():
-            raise RuntimeError(f"no optimizer step was traced (exit code {done.returncode}):\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+            raise RuntimeError(
+                f"no optimizer step was traced (exit code {done.returncode}):\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+            )
         trace = json.loads(result.read_text(encoding="utf-8"))
     functions = trace["functions"]
     before = functions[: trace["before_build"] or 0]
@@ -249,11 +301,14 @@ def traced_step(root: Path) -> dict[str, Any]:
     }
 
 
-# --- table ------------------------------------------------------------------------------------------------------------------------------------------
+# --- table
+# ------------------------------------------------------------------------------------------------------------------------------------------
 
 
 def collect(root: Path, with_trace: bool = True) -> dict[str, Any]:
-    sizes = {file.relative_to(root).as_posix(): file.read_text(encoding="utf-8").splitlines() for file in python_files(root)}
+    sizes = {
+        file.relative_to(root).as_posix(): file.read_text(encoding="utf-8").splitlines() for file in python_files(root)
+    }
     largest = max(sizes, key=lambda path: len(sizes[path]))
     return {
         "first_step": traced_step(root) if with_trace else None,
@@ -264,7 +319,11 @@ def collect(root: Path, with_trace: bool = True) -> dict[str, Any]:
         "eager_modules": eager_modules(root) if with_trace else None,
         "python_files": len(sizes),
         "tokens": sum(map(count_tokens, python_files(root))),
-        "lines_per_file": {"median": statistics.median(map(len, sizes.values())), "max": len(sizes[largest]), "largest": largest},
+        "lines_per_file": {
+            "median": statistics.median(map(len, sizes.values())),
+            "max": len(sizes[largest]),
+            "largest": largest,
+        },
         "lines": sum(map(len, sizes.values())),
         "lines_without_blank": sum(bool(line.strip()) for lines in sizes.values() for line in lines),
     }
@@ -278,7 +337,10 @@ def as_markdown(stats: dict[str, Any]) -> str:
             ("first SFT step: files / functions", f"{step['files']} / {step['functions']}"),
             ("first SFT step: lines of these functions", f"{step['lines']:,}"),
             ("first SFT step: hops between files", f"{step['hops']:,}"),
-            ("before build_run: files / functions", f"{step['files_before_build_run']} / {step['functions_before_build_run']}"),
+            (
+                "before build_run: files / functions",
+                f"{step['files_before_build_run']} / {step['functions_before_build_run']}",
+            ),
             ("modules that train.py --help imports", f"{stats['eager_modules']}"),
         ]
     rows += [
@@ -297,11 +359,15 @@ def as_markdown(stats: dict[str, Any]) -> str:
         "Public names in two or more modules": [f"`{name}`: {', '.join(where)}" for name, where in duplicates.items()],
         "Retired terms": [f"{count:,} `{term}`" for term, count in terms.items()],
     }
-    return text + "".join(f"\n{title}:\n" + "".join(f"- {item}\n" for item in items) for title, items in sections.items() if items)
+    return text + "".join(
+        f"\n{title}:\n" + "".join(f"- {item}\n" for item in items) for title, items in sections.items() if items
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Statistics of a checkout: size, import cycles, duplicate names, retired terms, one traced SFT step.")
+    parser = argparse.ArgumentParser(
+        description="Statistics of a checkout: size, import cycles, duplicate names, retired terms, one traced SFT step."
+    )
     parser.add_argument("checkout", nargs="?", type=Path, default=ROOT)
     parser.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
     parser.add_argument("--no-trace", action="store_true", help="do not run the two SFT steps")

@@ -1,11 +1,13 @@
-"""Mutation testing: apply known faults to a copy of the checkout, one at a time, and require that a test fails for each.
+"""Mutation testing: apply known faults to a copy of the checkout, one at a time, and require that a test fails for
+each.
 
     python scripts/mutation_test.py                        # every mutant in tests/mutations/*.toml
     python scripts/mutation_test.py optim lora_scale       # the mutants of a file, or single ones
     python scripts/mutation_test.py --list
 
-A mutant is one replaced piece of source that gives a wrong result without an error. `caught`: a test fails. `survived`: all of its tests pass,
-so a test is missing. `invalid`: no conclusion, because the mutant raises e.g. a NameError, or its test fails on the unchanged source too.
+A mutant is one replaced piece of source that gives a wrong result without an error. `caught`: a test fails. `survived`:
+all of its tests pass, so a test is missing. `invalid`: no conclusion, because the mutant raises e.g. a NameError, or
+its test fails on the unchanged source too.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import importlib
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -32,9 +35,28 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 MUTANTS_DIR = Path("tests") / "mutations"
 # Set before torch is imported. Plugins of pytest that happen to be installed cost more than most tests
-TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-PRELOADED = ("torch", "numpy", "pytest", "hypothesis", "hydra", "omegaconf", "yaml", "safetensors.torch", "tokenizers", "pyarrow", "jinja2", "rich")
-LEFT_OUT = shutil.ignore_patterns(".*", "outputs", "multirun", "build", "dist", "__pycache__", "*.egg-info")  # of the copy
+TEST_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",
+    "HF_HUB_OFFLINE": "1",
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+}
+PRELOADED = (
+    "torch",
+    "numpy",
+    "pytest",
+    "hypothesis",
+    "hydra",
+    "omegaconf",
+    "yaml",
+    "safetensors.torch",
+    "tokenizers",
+    "pyarrow",
+    "jinja2",
+    "rich",
+)
+# of the copy
+LEFT_OUT = shutil.ignore_patterns(".*", "outputs", "multirun", "build", "dist", "__pycache__", "*.egg-info")
 # Exceptions of a mutant that is no silent fault
 LOUD = {"NameError", "UnboundLocalError", "AttributeError", "ImportError", "ModuleNotFoundError", "SyntaxError"}
 PROFILE = "mutation"  # of hypothesis
@@ -55,6 +77,12 @@ TIME_LIMIT = 120  # seconds of one pytest run; a mutant may loop forever
 LOG_LINES = 20  # of pytest, if it neither passes nor fails
 
 
+def _pattern(text: str) -> re.Pattern:
+    """Match `text` wherever the formatter breaks its lines and whether or not it ends a list with a comma."""
+    parts = [rf",?\s*{re.escape(part)}" if part in ")]}" else re.escape(part) for part in re.findall(r"\w+|\S", text)]
+    return re.compile(r"\s*".join(parts))
+
+
 @dataclass(frozen=True)
 class Mutant:
     """One entry of tests/mutations/<subject>.toml."""
@@ -62,7 +90,7 @@ class Mutant:
     subject: str
     name: str
     file: str  # below the root of the checkout
-    old: str  # occurs exactly once in the file
+    old: str  # occurs exactly once in the file, however its lines are broken
     new: str
     tests: list[str]  # arguments of pytest; slow tests are left out
     imports: list[str]  # further packages that its tests import: imported once, before the fork
@@ -71,15 +99,21 @@ class Mutant:
         """Return the file's text with the fault. Raises ValueError if `old` does not occur exactly once."""
         path = root / self.file
         source = path.read_text(encoding="utf-8") if path.is_file() else ""
-        if source.count(self.old) != 1:
-            found = f"is {source.count(self.old)} times" if path.is_file() else "cannot be: there is no file"
-            raise ValueError(f"{self.subject}.toml: {self.name}: its text {found} in {self.file}; write the mutant for the source as it is now:\n{self.old}")
-        return source.replace(self.old, self.new)
+        exact = re.compile(re.escape(self.old))
+        found = list(exact.finditer(source)) or list(_pattern(self.old).finditer(source))
+        if len(found) != 1:
+            count = f"is {len(found)} times" if path.is_file() else "cannot be: there is no file"
+            raise ValueError(
+                f"{self.subject}.toml: {self.name}: its text {count} in {self.file}; "
+                f"write the mutant for the source as it is now:\n{self.old}"
+            )
+        return source[: found[0].start()] + self.new + source[found[0].end() :]
 
     @contextmanager
     def applied(self, root: Path, version: int) -> Generator[None]:
-        """Write the fault into `root`, and restore the file afterwards. Each version has a modification time of its own: cached bytecode
-        is valid for one."""
+        """Write the fault into `root`, and restore the file afterwards. Each version has a modification time of its
+        own: cached bytecode is valid for one.
+        """
         path = root / self.file
         original, modified = path.read_bytes(), int(path.stat().st_mtime)
         path.write_text(self.mutated(root), encoding="utf-8")
@@ -91,7 +125,9 @@ class Mutant:
             os.utime(path, (modified, modified))
 
     def diff(self) -> str:
-        lines = difflib.unified_diff(self.old.splitlines(), self.new.splitlines(), self.file, f"{self.file} ({self.name})", lineterm="", n=0)
+        lines = difflib.unified_diff(
+            self.old.splitlines(), self.new.splitlines(), self.file, f"{self.file} ({self.name})", lineterm="", n=0
+        )
         return "\n".join(lines)
 
 
@@ -108,7 +144,8 @@ def read_mutants(root: Path = ROOT) -> list[Mutant]:
     mutants: list[Mutant] = []
     for path in sorted((root / MUTANTS_DIR).glob("*.toml")):
         entries = tomllib.loads(path.read_text(encoding="utf-8"))
-        defaults = {key: entries.pop(key) for key in ("file", "tests", "imports") if key in entries}  # of the whole file
+        # of the whole file
+        defaults = {key: entries.pop(key) for key in ("file", "tests", "imports") if key in entries}
         for name, entry in entries.items():
             try:
                 mutants.append(Mutant(path.stem, name, **{"imports": [], **defaults, **entry}))
@@ -125,7 +162,10 @@ def select_mutants(names: list[str], mutants: list[Mutant]) -> list[Mutant]:
     known = {mutant.name for mutant in mutants} | {mutant.subject for mutant in mutants}
     if unknown := [name for name in names if name not in known]:
         close = difflib.get_close_matches(unknown[0], known)
-        raise ValueError(f"no mutant or subject is named {unknown[0]}" + (f"; did you mean {', '.join(close)}?" if close else "; --list shows all"))
+        raise ValueError(
+            f"no mutant or subject is named {unknown[0]}"
+            + (f"; did you mean {', '.join(close)}?" if close else "; --list shows all")
+        )
     return [mutant for mutant in mutants if not names or {mutant.name, mutant.subject} & set(names)]
 
 
@@ -169,7 +209,10 @@ class PytestProcess:
         try:
             os.setsid()
             os.chdir(self.root)
-            sys.path[:] = [str(self.root), *(path for path in sys.path if Path(path).resolve() not in (ROOT, ROOT / "scripts"))]
+            sys.path[:] = [
+                str(self.root),
+                *(path for path in sys.path if Path(path).resolve() not in (ROOT, ROOT / "scripts")),
+            ]
             log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             for stream in (1, 2):
                 os.dup2(log, stream)
@@ -186,7 +229,9 @@ def register_hypothesis_profile() -> None:
     """The same examples each time, and none made smaller after a failure."""
     from hypothesis import Phase, settings
 
-    settings.register_profile(PROFILE, derandomize=True, database=None, deadline=None, phases=(Phase.explicit, Phase.generate))
+    settings.register_profile(
+        PROFILE, derandomize=True, database=None, deadline=None, phases=(Phase.explicit, Phase.generate)
+    )
 
 
 class FailureRecorder:
@@ -223,7 +268,9 @@ def run_mutants(mutants: list[Mutant], root: Path = ROOT) -> list[MutantResult]:
             results.append(run_mutant(mutant, version, process))
             print_result(results[-1])
         catching = sorted({result.detail for result in results if result.status == "caught"})
-        unchanged: dict[str, Any] = process.run(catching, stop_at_first=False) if catching else {"code": 0, "failed": {}}
+        unchanged: dict[str, Any] = (
+            process.run(catching, stop_at_first=False) if catching else {"code": 0, "failed": {}}
+        )
     if unchanged["code"] not in (0, 1):
         raise RuntimeError(f"pytest ends with {unchanged['code']} on the unchanged source")
     for result in results:
@@ -242,13 +289,31 @@ def print_result(result: MutantResult) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="a mutant, or a file of tests/mutations/ without its suffix (default: all)")
-    parser.add_argument("--root", type=Path, default=ROOT, help="checkout with the source, the tests and the mutants (default: this one)")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="test each N-th of the chosen mutants of each file (default: 1, all)")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="a mutant, or a file of tests/mutations/ without its suffix (default: all)",
+    )
+    parser.add_argument(
+        "--root",
+        type=Path,
+        default=ROOT,
+        help="checkout with the source, the tests and the mutants (default: this one)",
+    )
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="test each N-th of the chosen mutants of each file (default: 1, all)",
+    )
     parser.add_argument("--list", action="store_true", help="print the mutants and test none")
     options = parser.parse_args(arguments)
     try:
-        chosen = itertools.groupby(select_mutants(options.names, read_mutants(options.root)), key=lambda mutant: mutant.subject)
+        chosen = itertools.groupby(
+            select_mutants(options.names, read_mutants(options.root)), key=lambda mutant: mutant.subject
+        )
         mutants = [mutant for _, of_file in chosen for mutant in list(of_file)[:: options.every]]
         for mutant in mutants:
             mutant.mutated(options.root)

@@ -1,7 +1,9 @@
-"""Write docs/images/*.png, the pictures of README and docs, from a real run and a real sweep: `python scripts/pictures.py`.
+"""Write docs/images/*.png, the pictures of README and docs, from a real run and a real sweep: `python
+scripts/pictures.py`.
 
-Trains both below --folder (what is there already is not trained again), copies the terminal of the run out of tmux while it trains and at its end, and opens
-the pages in chromium by Playwright's Python package. Needs tmux and chromium. `--only run sweep` writes some of the pictures again.
+Trains both below --folder (what is there already is not trained again), copies the terminal of the run out of tmux
+while it trains and at its end, and opens the pages in chromium by Playwright's Python package. Needs tmux and chromium.
+`--only run sweep` writes some of the pictures again.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ CONSOLES = {"console": "training.ansi", "console-end": "end.ansi"}
 
 
 def train_run(folder: Path) -> None:
-    """Train the run in a terminal; write what the terminal shows in the middle and at the end as text with escape sequences."""
+    """Train the run in a terminal; write what the terminal shows in the middle and at the end as text with escape
+    sequences.
+    """
     if (folder / "end.ansi").is_file():
         return
     shutil.rmtree(folder / "run", ignore_errors=True)
@@ -99,7 +103,9 @@ def photograph(folder: Path, names: list[str]) -> None:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         for name in names:
             picture = PICTURES.get(name)
-            content = page_picture(browser, folder, picture) if picture else console_picture(browser, folder / CONSOLES[name])
+            content = (
+                page_picture(browser, folder, picture) if picture else console_picture(browser, folder / CONSOLES[name])
+            )
             target = IMAGES / f"{name}.png"
             target.write_bytes(fewer_colours(content))
             print(f"{target.relative_to(ROOT)}: {target.stat().st_size:,} bytes", flush=True)
@@ -139,7 +145,9 @@ def fewer_colours(content: bytes) -> bytes:
     from PIL import Image
 
     small = io.BytesIO()
-    Image.open(io.BytesIO(content)).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
+    Image.open(io.BytesIO(content)).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(
+        small, "PNG", optimize=True
+    )
     return small.getvalue()
 
 

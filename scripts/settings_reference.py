@@ -1,7 +1,9 @@
-"""Write docs/reference/settings.md from the config dataclasses and conf/: `python scripts/settings_reference.py [--check]`.
+"""Write docs/reference/settings.md from the config dataclasses and conf/: `python scripts/settings_reference.py
+[--check]`.
 
 The comment behind a field of a dataclass is the description of the setting; its default is the value of the default run
-(`python runner/train.py`), or of the group option in which the setting occurs. `--check` exits with 1 where the file is out of date.
+(`python runner/train.py`), or of the group option in which the setting occurs. `--check` exits with 1 where the file is
+out of date.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ def described_fields(cls: type) -> Iterator[tuple[str, Any, str]]:
         yield field.name, hints[field.name], comments.get(field.name, "")
         for kind in (hints[field.name], *typing.get_args(hints[field.name])):
             if dataclasses.is_dataclass(kind):  # a section within the section, such as stage.lora
-                yield from ((f"{field.name}.{name}", inner, text) for name, inner, text in described_fields(typing.cast(type, kind)))
+                yield from (
+                    (f"{field.name}.{name}", inner, text)
+                    for name, inner, text in described_fields(typing.cast(type, kind))
+                )
 
 
 def type_name(kind: Any) -> str:
@@ -99,14 +104,18 @@ def section_classes() -> dict[str, dict[str, type]]:
 
 
 def plugin_sections() -> dict[str, dict[str, type]]:
-    """Return the options of sweeps that Hydra's plugins read: {"hydra.launcher": {"local": class, ...}, "hydra.sweeper": ...}."""
+    """Return the options of sweeps that Hydra's plugins read: {"hydra.launcher": {"local": class, ...},
+    "hydra.sweeper": ...}.
+    """
     from runner.sweep.backends import LAUNCHERS
     from runner.sweep.optuna_search import SWEEPERS
 
     return {"hydra.launcher": dict(LAUNCHERS), "hydra.sweeper": dict(SWEEPERS)}
 
 
-def section_table(section: str, classes: dict[str, type], defaults: dict[str, Any], options: dict[str, list[str]]) -> str:
+def section_table(
+    section: str, classes: dict[str, type], defaults: dict[str, Any], options: dict[str, list[str]]
+) -> str:
     """Return one row per setting; one that some of the classes lack names those that read it."""
     rows: dict[str, tuple[str, Any, str, str]] = {}
     readers: dict[str, list[str]] = {}
@@ -138,16 +147,24 @@ def reference() -> str:
     from runner.engine.config import Config
 
     defaults, sections = default_values(), section_classes()
-    top_level = table((name, kind, text, show(defaults[name])) for name, kind, text in described_fields(Config) if name.partition(".")[0] not in sections)
+    top_level = table(
+        (name, kind, text, show(defaults[name]))
+        for name, kind, text in described_fields(Config)
+        if name.partition(".")[0] not in sections
+    )
     parts = [INTRODUCTION, "## Top level\n", top_level]
     for section, classes in sections.items():
         folder = CONF_DIR / section
         choices = sorted(file.stem for file in folder.glob("*.yaml"))
-        heading = f"## {section}\n" + (f"\nOptions: {', '.join(f'`{section}={choice}`' for choice in choices)}\n" if choices else "")
+        heading = f"## {section}\n" + (
+            f"\nOptions: {', '.join(f'`{section}={choice}`' for choice in choices)}\n" if choices else ""
+        )
         parts += [heading, section_table(section, classes, defaults, option_values(section))]
     for section, classes in plugin_sections().items():
         group = section.replace(".", "/")
-        parts += [f"## {section}\n\nRead by `--multirun` only. Options: {', '.join(f'`{group}={name}`' for name in classes)}\n"]
+        parts += [
+            f"## {section}\n\nRead by `--multirun` only. Options: {', '.join(f'`{group}={name}`' for name in classes)}\n"
+        ]
         parts += [section_table(section, classes, {}, {})]
     return "\n".join(parts)
 

@@ -1,4 +1,6 @@
-"""Fixtures that run the commands: `call` in this process, `program` in a process of its own from a copy of the checkout."""
+"""Fixtures that run the commands: `call` in this process, `program` in a process of its own from a copy of the
+checkout.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +47,14 @@ Program = Callable[..., subprocess.CompletedProcess]
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current directory that also takes the place of the checkout for outputs/ and .cache/, with a small data file rows.jsonl."""
+    """An empty current directory that also takes the place of the checkout for outputs/ and .cache/, with a small data
+    file rows.jsonl.
+    """
     importlib.import_module("runner.train")  # its modules keep the true REPO_ROOT
     monkeypatch.setattr(paths, "REPO_ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
-    for name in ("HYDRA_FULL_ERROR", "OMP_WAIT_POLICY", "COMP_LINE", PLUGINS_ENV):  # set by a command, restored by monkeypatch
+    # set by a command, restored by monkeypatch
+    for name in ("HYDRA_FULL_ERROR", "OMP_WAIT_POLICY", "COMP_LINE", PLUGINS_ENV):
         monkeypatch.setenv(name, os.environ.get(name, ""))
         monkeypatch.delenv(name)
     return tmp_path
@@ -58,7 +63,9 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def rows(workspace: Path) -> str:
     """Override for a small data file of texts."""
-    (workspace / "rows.jsonl").write_text("".join(f'{{"text": "{number} goats sing in the rain"}}\n' for number in range(40)))
+    (workspace / "rows.jsonl").write_text(
+        "".join(f'{{"text": "{number} goats sing in the rain"}}\n' for number in range(40))
+    )
     return f"data.path={workspace / 'rows.jsonl'}"
 
 
@@ -97,7 +104,11 @@ def call_command(workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatc
 
 def is_user_error(ended: Result | subprocess.CompletedProcess) -> bool:
     """Whether a command ended with exit code 2 and nothing but the three lines of a UserError."""
-    return ended.returncode == 2 and not ended.stdout and [line.split(":")[0].strip() for line in ended.stderr.splitlines()] == ["error", "where", "fix"]
+    return (
+        ended.returncode == 2
+        and not ended.stdout
+        and [line.split(":")[0].strip() for line in ended.stderr.splitlines()] == ["error", "where", "fix"]
+    )
 
 
 @pytest.fixture(scope="session")
@@ -105,7 +116,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the program with smaller sample files and its own outputs/."""
     root = tmp_path_factory.mktemp("checkout")
     for folder in ("conf", "runner", "models", "data", "common", "hydra_plugins"):
-        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("*.pyc.*"))  # with bytecode: a command compiles for 0.3 s
+        # with bytecode: a command compiles for 0.3 s
+        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("*.pyc.*"))
     for file in (root / "data" / "samples").glob("*.jsonl"):
         with open(file, encoding="utf-8") as lines:
             first = list(itertools.islice(lines, 40))
@@ -117,7 +129,9 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def program(checkout: Path, tmp_path: Path) -> Program:
     """`program(*argv)` executes a command by its path, from another folder than the checkout."""
 
-    def program(*argv: str, command: str = "train.py", flags: tuple[str, ...] = (), cwd: Path = tmp_path, **env: str) -> subprocess.CompletedProcess:
+    def program(
+        *argv: str, command: str = "train.py", flags: tuple[str, ...] = (), cwd: Path = tmp_path, **env: str
+    ) -> subprocess.CompletedProcess:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **env}
         arguments = [sys.executable, *flags, str(checkout / "runner" / command), *argv]
         return subprocess.run(arguments, cwd=cwd, env=environment, capture_output=True, text=True, timeout=500)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors: more threads only wait for each other, for minutes on a busy machine
+# small tensors: more threads only wait for each other, for minutes on a busy machine
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the commands do
 
 pytest_plugins = ("command_fixtures", "engine_fixtures")
@@ -35,7 +36,9 @@ REGISTRIES = (  # module and name of each
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage less often, and not among the modules and tests that stay to the end: a tenth of the time of the fast tests."""
+    """Collect garbage less often, and not among the modules and tests that stay to the end: a tenth of the time of the
+    fast tests.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
@@ -53,7 +56,9 @@ def remove_entries_of(plugin: str) -> None:
 
 @pytest.fixture(autouse=True)
 def forget_plugins() -> Iterator[None]:
-    """Forget the plugins that a test has imported, and what they have registered: a run copies their source, its jobs import them, messages list them."""
+    """Forget the plugins that a test has imported, and what they have registered: a run copies their source, its jobs
+    import them, messages list them.
+    """
     yield
     if plugins := sys.modules.get("common.registry"):
         for module in plugins.IMPORTED_MODULES.values():

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "README.zh.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 PROGRAMS = (
     "python", "pip", "make", "git", "torchrun", "curl", "lm_eval", "hf", "ollama", "llama-cli", "llama-server", "vllm", "head", "grep", "srun", "swanlab",
     "tensorboard", "wandb", "docker", "source", ".", "less", "tail", "cat",
@@ -60,12 +66,18 @@ def documented_commands(page: Path) -> list[Command]:
 
 
 def files_of_page(page: Path) -> dict[str, str]:
-    """Return the files that a page shows: a fenced block that begins with `# my_optimizer.py`, or a block below a line that ends with `my_conf/x.yaml:`."""
+    """Return the files that a page shows: a fenced block that begins with `# my_optimizer.py`, or a block below a line
+    that ends with `my_conf/x.yaml:`.
+    """
     text = page.read_text(encoding="utf-8")
     named = re.findall(r"^```python\n(# ([\w/.-]+\.py)\n.*?)^```", text, re.MULTILINE | re.DOTALL)
     fenced = re.findall(r"`(my_\w+/[\w/.-]+\.yaml)`:\n\n```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     indented = re.findall(r"^    (my_\w+/[\w/.-]+\.yaml):\n\n((?: {8}.*\n|\n)+)", text, re.MULTILINE)
-    return {name: content for content, name in named} | dict(fenced) | {name: textwrap.dedent(content) for name, content in indented}
+    return (
+        {name: content for content, name in named}
+        | dict(fenced)
+        | {name: textwrap.dedent(content) for name, content in indented}
+    )
 
 
 def _first_program(line: str) -> bool:
@@ -79,7 +91,9 @@ def _first_program(line: str) -> bool:
 
 
 def _blocks(lines: list[str]) -> Iterator[tuple[int, list[str]]]:
-    """Yield (number of the first line, lines without their indentation) of each indented block and each fenced block of a shell."""
+    """Yield (number of the first line, lines without their indentation) of each indented block and each fenced block of
+    a shell.
+    """
     block: list[str] = []
     fence: str | None = None
     for number, line in enumerate([*lines, ""], 1):
@@ -97,7 +111,9 @@ def _blocks(lines: list[str]) -> Iterator[tuple[int, list[str]]]:
 
 
 def _joined(block: list[str]) -> Iterator[tuple[int, str]]:
-    """Yield (offset of its first line, command without comment); lines that do not begin with a program are what a command prints."""
+    """Yield (offset of its first line, command without comment); lines that do not begin with a program are what a
+    command prints.
+    """
     text, start = "", 0
     for offset, line in enumerate(block):
         start = start if text else offset

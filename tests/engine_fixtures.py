@@ -1,4 +1,6 @@
-"""Fixtures for small runs in this process: `make_run(stage, *overrides)` composes from conf/ as a command does, on examples of different lengths."""
+"""Fixtures for small runs in this process: `make_run(stage, *overrides)` composes from conf/ as a command does, on
+examples of different lengths.
+"""
 
 import copy
 import functools
@@ -33,8 +35,28 @@ SMALL_RUN = [
     "init_from=scratch",
 ]  # fmt: skip
 SMALL_LORA = "stage.lora={rank:8,alpha:16.0,dropout:0.0,targets:[q_proj,k_proj,v_proj,o_proj],rslora:false,dora:false,quantize:null,continue_adapter:false}"
-DATA_FORMAT = {"pretrain": "text", "sft": "chat", "lora": "chat", "dpo": "preference", "dpo_lora": "preference"}  # of each stage
-VOCABULARY = ["the", "lake", "of", "Oru", "lies", "north", "of", "the", "old", "mill", "where", "Tami", "keeps", "nine", "grey", "goats", "and", "sings"]
+# of each stage
+DATA_FORMAT = {"pretrain": "text", "sft": "chat", "lora": "chat", "dpo": "preference", "dpo_lora": "preference"}
+VOCABULARY = [
+    "the",
+    "lake",
+    "of",
+    "Oru",
+    "lies",
+    "north",
+    "of",
+    "the",
+    "old",
+    "mill",
+    "where",
+    "Tami",
+    "keeps",
+    "nine",
+    "grey",
+    "goats",
+    "and",
+    "sings",
+]
 
 
 def text(i: int) -> str:
@@ -73,12 +95,15 @@ def overrides_for(tmp_path: Path) -> Callable[..., list[str]]:
 
 
 def composed(*overrides: str) -> Config:
-    """Return what `compose_config` returns; Hydra, which takes half the time of a small run, composes each set of group options once."""
+    """Return what `compose_config` returns; Hydra, which takes half the time of a small run, composes each set of group
+    options once.
+    """
     options = [override for override in overrides if "." not in override.partition("=")[0]]
     values = copy.deepcopy(_composed_values(*options))
     for key, value in map(_parsed, [override for override in overrides if override not in options]):
         *sections, name = key.split(".")
-        functools.reduce(lambda section, inner: section[inner], sections, values)[name] = copy.deepcopy(value)  # a later override may be of a part of it
+        # a later override may be of a part of it
+        functools.reduce(lambda section, inner: section[inner], sections, values)[name] = copy.deepcopy(value)
     return to_config(OmegaConf.create(values))
 
 
@@ -96,10 +121,13 @@ def _parsed(override: str) -> tuple[str, Any]:
 @pytest.fixture
 def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., TrainState]]:
     torch.set_num_threads(1)
-    monkeypatch.setattr(build, "use_memory_pool", lambda folder: "")  # it would stay in this process, where a later test limits the memory
+    # it would stay in this process, where a later test limits the memory
+    monkeypatch.setattr(build, "use_memory_pool", lambda folder: "")
     made: list[TrainState] = []
 
-    def make(stage: str, *overrides: str, folder: str = "run", rows: int = 36, attempt: int = 1, metadata: dict | None = None) -> TrainState:
+    def make(
+        stage: str, *overrides: str, folder: str = "run", rows: int = 36, attempt: int = 1, metadata: dict | None = None
+    ) -> TrainState:
         run_dir = tmp_path / folder
         run_dir.mkdir(exist_ok=True)
         cfg = composed(*stage_overrides(stage), "data.path=default", "data.cache=default", *overrides)
@@ -125,7 +153,9 @@ def warm() -> Iterator[WarmPrograms]:
 
 @pytest.fixture
 def run_ranks(tmp_path: Path, warm: WarmPrograms) -> Callable[..., None]:
-    """`run_ranks(2, [{"folder": ..., "overrides": ...}, ...])` runs these trainings one after the other on two processes (see rank_script.py)."""
+    """`run_ranks(2, [{"folder": ..., "overrides": ...}, ...])` runs these trainings one after the other on two
+    processes (see rank_script.py).
+    """
     calls: list[int] = []
 
     def run(size: int, trainings: list[dict]) -> None:
@@ -136,11 +166,19 @@ def run_ranks(tmp_path: Path, warm: WarmPrograms) -> Callable[..., None]:
         common = {"WORLD_SIZE": str(size), RENDEZVOUS_ENV: f"file://{tmp_path / f'rendezvous{len(calls)}'}"}
         script, output = Path(__file__).parent / "engine" / "rank_script.py", tmp_path / f"output{len(calls)}-"
         ranks = [
-            warm.start(script, str(plan), cwd=Path.cwd(), out=Path(f"{output}{rank}"), env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            warm.start(
+                script,
+                str(plan),
+                cwd=Path.cwd(),
+                out=Path(f"{output}{rank}"),
+                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
             for rank in range(size)
         ]
         try:
-            assert [rank.wait(600) for rank in ranks] == [0] * size, "\n".join(Path(f"{output}{rank}").read_text() for rank in range(size))
+            assert [rank.wait(600) for rank in ranks] == [0] * size, "\n".join(
+                Path(f"{output}{rank}").read_text() for rank in range(size)
+            )
         finally:
             for rank in ranks:
                 rank.kill()
@@ -163,7 +201,9 @@ STAGE_OF_OBJECTIVE = {"next_token": "sft"}  # of others: the stage with the obje
 
 
 def pairwise(*values: list[Any]) -> list[tuple[Any, ...]]:
-    """Return few combinations, one of each list, in which every pair of values of two lists occurs; all of them with FAULT_TESTS=full."""
+    """Return few combinations, one of each list, in which every pair of values of two lists occurs; all of them with
+    FAULT_TESTS=full.
+    """
     combinations = list(itertools.product(*values))
     if IS_FULL:
         return combinations
@@ -176,14 +216,26 @@ def pairwise(*values: list[Any]) -> list[tuple[Any, ...]]:
 
 
 def registered_combinations(warmup_steps: int):
-    """Yield (stage, overrides) of every registered optimizer, schedule and objective, each with the first of the other two; the slow ones have all pairs."""
+    """Yield (stage, overrides) of every registered optimizer, schedule and objective, each with the first of the other
+    two; the slow ones have all pairs.
+    """
     names = [OBJECTIVES.names(), OPTIMIZERS.names(), SCHEDULES.names()]
     firsts = ("next_token", "adamw", "cosine")
     fast = [each for each in itertools.product(*names) if sum(map(str.__eq__, each, firsts)) == 2]
     for objective, optimizer, schedule in dict.fromkeys([*fast, *pairwise(*names)]):
         marks = [] if (objective, optimizer, schedule) in fast else [pytest.mark.slow]
-        overrides = [f"optimizer={optimizer}", f"schedule={schedule}", f"schedule.warmup_steps={warmup_steps}", "optimizer.lr=1e-3"]
-        yield pytest.param(STAGE_OF_OBJECTIVE.get(objective, objective), overrides, id=f"{objective}-{optimizer}-{schedule}", marks=marks)
+        overrides = [
+            f"optimizer={optimizer}",
+            f"schedule={schedule}",
+            f"schedule.warmup_steps={warmup_steps}",
+            "optimizer.lr=1e-3",
+        ]
+        yield pytest.param(
+            STAGE_OF_OBJECTIVE.get(objective, objective),
+            overrides,
+            id=f"{objective}-{optimizer}-{schedule}",
+            marks=marks,
+        )
 
 
 @pytest.fixture(scope="session")
@@ -192,7 +244,9 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
     from models.layers.cpu_kernels.fused_attention import fused_attention
     from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
 
-    shared = tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else tmp_path_factory.getbasetemp()
+    shared = (
+        tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else tmp_path_factory.getbasetemp()
+    )
     x = torch.randn(1, 1, 16, 16)
     try:
         load_kernels(shared / "kernels")
@@ -202,7 +256,9 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def require_product(dtype: torch.dtype) -> None:
-    """Skip a test of the C++ kernels where oneDNN has no product of `dtype` for this processor: bf16 needs AVX-512. Call it after `kernels`."""
+    """Skip a test of the C++ kernels where oneDNN has no product of `dtype` for this processor: bf16 needs AVX-512.
+    Call it after `kernels`.
+    """
     from models.layers.cpu_kernels.fused_attention import check_product
     from models.layers.cpu_kernels.library import KernelsUnavailableError
 

@@ -16,17 +16,41 @@ FINGERPRINTS = {"data": "d1", "tokenizer": "t1", "model": "m1"}
 def train_record(step: int, loss: float | None = None, **fields: Any) -> dict[str, Any]:
     loss = 2 + 3 * math.exp(-step / 20) if loss is None else loss
     numbers = {"lr": 1e-3, "tokens_per_second": 1000.0, "time": step / 10, "attempt": 1}
-    return {"kind": "train", "step": step, "loss_tokens": 90 * step, "tokens": 100 * step, "loss": loss, **numbers, **fields}
+    return {
+        "kind": "train",
+        "step": step,
+        "loss_tokens": 90 * step,
+        "tokens": 100 * step,
+        "loss": loss,
+        **numbers,
+        **fields,
+    }
 
 
 def eval_record(step: int, loss: float, **fields: Any) -> dict[str, Any]:
-    return {"kind": "eval", "step": step, "loss_tokens": 90 * step, "tokens": 100 * step, "loss": loss, "time": step / 10, "attempt": 1, **fields}
+    return {
+        "kind": "eval",
+        "step": step,
+        "loss_tokens": 90 * step,
+        "tokens": 100 * step,
+        "loss": loss,
+        "time": step / 10,
+        "attempt": 1,
+        **fields,
+    }
 
 
-def make_run(folder: Path, records: list[dict[str, Any]] | None = None, settings: dict[str, Any] | None = None, **fields: Any) -> Path:
+def make_run(
+    folder: Path, records: list[dict[str, Any]] | None = None, settings: dict[str, Any] | None = None, **fields: Any
+) -> Path:
     """Write a completed run. `settings`: of its section optimizer; `fields`: of run.json."""
-    records = [*(train_record(step) for step in range(10, 60, 10)), eval_record(50, 2.5)] if records is None else records
-    config = {"optimizer": {"name": "adamw", "lr": 0.001, **(settings or {})}, "run": {"name": str(fields.get("name", ""))}}
+    records = (
+        [*(train_record(step) for step in range(10, 60, 10)), eval_record(50, 2.5)] if records is None else records
+    )
+    config = {
+        "optimizer": {"name": "adamw", "lr": 0.001, **(settings or {})},
+        "run": {"name": str(fields.get("name", ""))},
+    }
     (folder / ".hydra").mkdir(parents=True)
     (folder / ".hydra" / "config.yaml").write_text(json.dumps(config))
     (folder / ".hydra" / "overrides.yaml").write_text("[]")
@@ -46,7 +70,11 @@ def make_sweep(folder: Path, jobs: dict[str, dict[str, Any]]) -> Path:
     for name, fields in jobs.items():
         make_run(folder / name, **fields)
     recorded = [{"name": name, "overrides": dict([name.split("=")]), "status": "completed"} for name in jobs]
-    (folder / "sweep.json").write_text(json.dumps({"status": "completed", "created": "2026-11-21T09:00:00+00:00", "swept": {"seed": []}, "jobs": recorded}))
+    (folder / "sweep.json").write_text(
+        json.dumps(
+            {"status": "completed", "created": "2026-11-21T09:00:00+00:00", "swept": {"seed": []}, "jobs": recorded}
+        )
+    )
     return folder
 
 

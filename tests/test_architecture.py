@@ -1,4 +1,5 @@
-"""Architecture of the source: which folder may import which, what may be imported from outside, and that nothing that is read from a file is executed.
+"""Architecture of the source: which folder may import which, what may be imported from outside, and that nothing that
+is read from a file is executed.
 
 `python tests/test_architecture.py` prints the violations of all rules.
 """
@@ -39,7 +40,7 @@ runner.config
 runner.inference.export.formats > runner.inference.export | runner.inference.harness
 runner.inference.metrics > runner.inference
 runner.planning.out_of_memory > runner.planning.alternatives > runner.planning.memory > runner.planning.activations > runner.planning.facts
-runner.engine > runner.engine.setup > runner.engine.state > runner.engine.data_pipeline > runner.engine.config
+runner.engine > runner.engine.state > runner.engine.data_pipeline > runner.engine.config
 runner.engine.objectives | runner.engine.optim > runner.engine.choices > runner.engine.device > runner.engine.device.cpu
 runner.checkpoint | runner.tracking.trackers > runner.tracking > runner.tracking.console
 runner.diagnostics
@@ -75,11 +76,13 @@ THIRD_PARTY = {
 }
 DISTRIBUTED = "runner.engine.device"  # the only folder with torch.distributed
 NOT_SETTINGS = {"EncodingConfig"}  # not a section of the config
-HEAVY = {"torch", "transformers", "swanlab", "tensorboard", "wandb"}  # a command refuses settings before it imports these
+# a command refuses settings before it imports these
+HEAVY = {"torch", "transformers", "swanlab", "tensorboard", "wandb"}
 
 EXECUTES = {"eval", "exec", "compile", "os.system", "os.popen", "yaml.load", "yaml.full_load", "yaml.unsafe_load"}
 UNPICKLES = {"dill", "cloudpickle", "joblib", "marshal", "shelve"}
-PIPE_PICKLES = {"data.store.workers"}  # exchanges pickles with its own child processes through pipes; none is read from a disk
+# exchanges pickles with its own child processes through pipes; none is read from a disk
+PIPE_PICKLES = {"data.store.workers"}
 IMPORTS_BY_NAME = {  # modules that import a module whose name is not written there
     "common.registry",  # modules of a package of this checkout; the value of plugins=, typed by the user
     "data.schemas",  # its own modules
@@ -129,7 +132,8 @@ def keywords(call: ast.Call) -> dict[str, str]:
     return {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg}
 
 
-# --- layers -----------------------------------------------------------------------------------------------------------------------------------------
+# --- layers
+# -----------------------------------------------------------------------------------------------------------------------------------------
 
 
 def forbidden_imports() -> list[str]:
@@ -153,11 +157,21 @@ def forbidden_packages() -> list[str]:
     for file in source_files():
         module = module_name(ROOT, file)
         allowed = THIRD_PARTY.get(folder_of(module, THIRD_PARTY) or "", set())
-        found += [f"{module} imports {name}" for name in imported_names(ROOT, file) if name.partition(".")[0] not in allowed | internal]
+        found += [
+            f"{module} imports {name}"
+            for name in imported_names(ROOT, file)
+            if name.partition(".")[0] not in allowed | internal
+        ]
         if not is_inside(module, DISTRIBUTED):
-            attributes = [node for node in ast.walk(parse(file)) if isinstance(node, ast.Attribute) and node.attr == "distributed"]
+            attributes = [
+                node for node in ast.walk(parse(file)) if isinstance(node, ast.Attribute) and node.attr == "distributed"
+            ]
             names = [*imported_names(ROOT, file), *map(ast.unparse, attributes)]
-            found += [f"{module} uses {name}: only {DISTRIBUTED} does" for name in names if is_inside(name, "torch.distributed")]
+            found += [
+                f"{module} uses {name}: only {DISTRIBUTED} does"
+                for name in names
+                if is_inside(name, "torch.distributed")
+            ]
     return sorted(set(found))
 
 
@@ -166,8 +180,11 @@ def test_layers_import_lower_layers_only():
 
 
 def test_layers_name_every_folder_and_no_other():
-    folders = {module_name(ROOT, file / "__init__.py") for file in {file.parent for file in code_stats.python_files(ROOT)}}
-    modules = {name for name in layers() if (ROOT / f"{name.replace('.', '/')}.py").is_file()}  # modules with a line of their own
+    folders = {
+        module_name(ROOT, file / "__init__.py") for file in {file.parent for file in code_stats.python_files(ROOT)}
+    }
+    # modules with a line of their own
+    modules = {name for name in layers() if (ROOT / f"{name.replace('.', '/')}.py").is_file()}
     assert folders == set(layers()) - modules
 
 
@@ -181,7 +198,10 @@ def test_modules_import_each_other_without_cycles():
 
 def test_lm_runner_package_imports_the_standard_library_only():
     files = code_stats.python_files(ROOT, ("lm_runner",))
-    assert {name.partition(".")[0] for file in files for name in imported_names(ROOT, file)} <= {*sys.stdlib_module_names, "lm_runner"}
+    assert {name.partition(".")[0] for file in files for name in imported_names(ROOT, file)} <= {
+        *sys.stdlib_module_names,
+        "lm_runner",
+    }
 
 
 def test_folders_describe_themselves():
@@ -191,7 +211,8 @@ def test_folders_describe_themselves():
     assert without_init == set()
 
 
-# --- commands ---------------------------------------------------------------------------------------------------------------------------------------
+# --- commands
+# ---------------------------------------------------------------------------------------------------------------------------------------
 
 
 def test_commands_are_not_imported_and_define_no_class():
@@ -199,11 +220,17 @@ def test_commands_are_not_imported_and_define_no_class():
     commands = {module_name(ROOT, file) for file in command_files()}
     graph = code_stats.import_graph(ROOT, code_stats.PRODUCT)
     assert [(module, target) for module, targets in graph.items() for target in targets & commands] == []
-    assert [file.name for file in command_files() if any(isinstance(node, ast.ClassDef) for node in ast.walk(parse(file)))] == []
+    assert [
+        file.name for file in command_files() if any(isinstance(node, ast.ClassDef) for node in ast.walk(parse(file)))
+    ] == []
 
 
 def test_commands_begin_with_a_command_line_that_runs():
-    assert [file.name for file in command_files() if f"`python runner/{file.name}" not in (ast.get_docstring(parse(file)) or "")] == []
+    assert [
+        file.name
+        for file in command_files()
+        if f"`python runner/{file.name}" not in (ast.get_docstring(parse(file)) or "")
+    ] == []
 
 
 def test_commands_refuse_settings_before_torch_is_imported():
@@ -219,56 +246,104 @@ def test_commands_refuse_settings_before_torch_is_imported():
         "hydra_plugins",
     )
     names = [module_name(ROOT, file) for file in [*source_files(), *command_files()]]
-    modules = {name for name in names if any(is_inside(name, folder) for folder in folders)} | {module_name(ROOT, file) for file in command_files()}
-    code = f"import sys, runner.engine.config, {', '.join(sorted(modules))}\nprint(sorted({HEAVY} & sys.modules.keys()))"
+    modules = {name for name in names if any(is_inside(name, folder) for folder in folders)} | {
+        module_name(ROOT, file) for file in command_files()
+    }
+    code = (
+        f"import sys, runner.engine.config, {', '.join(sorted(modules))}\nprint(sorted({HEAVY} & sys.modules.keys()))"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
 def settings_with_values() -> list[str]:
-    """Fields of config classes with a default. `field(metadata=...)` has none: it declares what a changed value means on resume."""
-    classes = [node for file in source_files() for node in ast.walk(parse(file)) if isinstance(node, ast.ClassDef) and node.name.endswith("Config")]
+    """Fields of config classes with a default. `field(metadata=...)` has none: it declares what a changed value means
+    on resume.
+    """
+    classes = [
+        node
+        for file in source_files()
+        for node in ast.walk(parse(file))
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Config")
+    ]
     found = []
     for node in classes:
         for item in node.body:
             value = item.value if isinstance(item, ast.AnnAssign) else None
             is_setting = isinstance(item, ast.AnnAssign) and not ast.unparse(item.annotation).startswith("ClassVar")
-            is_metadata = isinstance(value, ast.Call) and ast.unparse(value.func) == "field" and keywords(value).keys() == {"metadata"}
+            is_metadata = (
+                isinstance(value, ast.Call)
+                and ast.unparse(value.func) == "field"
+                and keywords(value).keys() == {"metadata"}
+            )
             if is_setting and value is not None and not is_metadata and node.name not in NOT_SETTINGS:
                 found.append(f"{node.name}: {ast.unparse(item)}")
     return found
 
 
 def test_config_classes_hold_no_values():
-    """The values are in conf/*.yaml only: in two places they would differ one day. Earlier runs and YAML files of users have no model.model_type."""
-    assert settings_with_values() == ["DecoderConfig: model_type: Optional[str] = field(default=None, metadata=IGNORED)"]
+    """The values are in conf/*.yaml only: in two places they would differ one day. Earlier runs and YAML files of users
+    have no model.model_type.
+    """
+    assert settings_with_values() == [
+        "DecoderConfig: model_type: Optional[str] = field(default=None, metadata=IGNORED)"
+    ]
 
 
-# --- nothing that is read is executed ---------------------------------------------------------------------------------------------------------------
+# --- nothing that is read is executed
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_code_imports_no_module_that_unpickles_or_executes():
     names = [(module_name(ROOT, file), name) for file in source_files() for name in imported_names(ROOT, file)]
     forbidden = {"torch.load", "yaml.load", "hydra.utils.instantiate"}
-    assert [edge for edge in names if edge[1].partition(".")[0] in UNPICKLES or edge[1] in forbidden or edge[1].startswith("pickle.")] == []
+    assert [
+        edge
+        for edge in names
+        if edge[1].partition(".")[0] in UNPICKLES or edge[1] in forbidden or edge[1].startswith("pickle.")
+    ] == []
 
 
 def test_code_uses_pickle_only_between_processes_of_one_run():
     files = [file for file in source_files() if module_name(ROOT, file) not in PIPE_PICKLES]
-    uses = {ast.unparse(node) for file in files for node in ast.walk(parse(file)) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pickle"}
+    uses = {
+        ast.unparse(node)
+        for file in files
+        for node in ast.walk(parse(file))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pickle"
+    }
     assert uses <= {"pickle.UnpicklingError"}  # raised by torch.load(weights_only=True)
 
 
 def test_code_calls_nothing_that_executes_text_or_loads_code():
-    assert [(where, function) for where, function, _ in calls() if function in EXECUTES or function.endswith(".instantiate") or function == "instantiate"] == []
-    assert [where for where, function, call in calls() if function == "torch.load" and keywords(call).get("weights_only") != "True"] == []
+    assert [
+        (where, function)
+        for where, function, _ in calls()
+        if function in EXECUTES or function.endswith(".instantiate") or function == "instantiate"
+    ] == []
+    assert [
+        where
+        for where, function, call in calls()
+        if function == "torch.load" and keywords(call).get("weights_only") != "True"
+    ] == []
     switches = {"shell": "False", "trust_remote_code": "False"}
-    unsafe = [where for where, _, call in calls() for name, safe in switches.items() if keywords(call).get(name, safe) != safe]
+    unsafe = [
+        where for where, _, call in calls() for name, safe in switches.items() if keywords(call).get(name, safe) != safe
+    ]
     assert unsafe + [where for where, _, call in calls() if "allow_pickle" in keywords(call)] == []
 
 
 def test_code_imports_by_name_only_in_the_listed_modules():
-    importers = ("import_module", "__import__", "exec_module", "run_path", "run_module", "get_class", "get_method", "get_object")
+    importers = (
+        "import_module",
+        "__import__",
+        "exec_module",
+        "run_path",
+        "run_module",
+        "get_class",
+        "get_method",
+        "get_object",
+    )
     found = {
         where.partition(":")[0]
         for where, function, call in calls()
@@ -278,7 +353,9 @@ def test_code_imports_by_name_only_in_the_listed_modules():
 
 
 def test_conf_names_no_class():
-    assert [file.name for file in (ROOT / "conf").rglob("*.yaml") if "_target_" in file.read_text(encoding="utf-8")] == []
+    assert [
+        file.name for file in (ROOT / "conf").rglob("*.yaml") if "_target_" in file.read_text(encoding="utf-8")
+    ] == []
 
 
 def main() -> None:
@@ -290,7 +367,9 @@ def main() -> None:
         "Values in config classes": settings_with_values(),
     }
     rules["Folders without a docstring"] = [
-        module_name(ROOT, file) for file in code_stats.python_files(ROOT) if file.stem == "__init__" and not ast.get_docstring(parse(file))
+        module_name(ROOT, file)
+        for file in code_stats.python_files(ROOT)
+        if file.stem == "__init__" and not ast.get_docstring(parse(file))
     ]
     for rule, violations in rules.items():
         print(f"{rule}: {len(violations)}", *violations, sep="\n  ")

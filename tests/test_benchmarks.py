@@ -60,7 +60,13 @@ def test_gpu_benchmark_runs_the_cases_that_the_gpu_computes_and_holds(import_ben
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=80e9))
     names = [name for name in gpu.CASES if gpu.why_left_out(name, "cuda") is None]
     assert names == ["fp32", "tf32", "bf16 plain", "bf16", "bf16 graphs"]
-    spec = {"device": "cuda", "parameters": 26e6, "rows": 8, "length": 1024, "model": {"num_hidden_layers": 8, "hidden_size": 512}}
+    spec = {
+        "device": "cuda",
+        "parameters": 26e6,
+        "rows": 8,
+        "length": 1024,
+        "model": {"num_hidden_layers": 8, "hidden_size": 512},
+    }
     assert gpu.simultaneous_cases(names, spec) == [names]
     assert gpu.simultaneous_cases(names, spec | {"parameters": 1e9}) == [[name] for name in names]
 
@@ -71,7 +77,10 @@ def test_gpu_benchmark_measures_a_step_on_the_cpu():
     output = run_benchmark("gpu.py", *arguments, "bf16 plain+tf32+bf16 graphs")
     rows = [line for line in output.splitlines() if line.startswith("| bf16 plain |")]
     assert len(rows) == 1 and "TFLOP/s" in rows[0]
-    assert [line.split(":")[1].strip() for line in output.splitlines() if line.startswith("left out")] == ["tf32", "bf16 graphs"]
+    assert [line.split(":")[1].strip() for line in output.splitlines() if line.startswith("left out")] == [
+        "tf32",
+        "bf16 graphs",
+    ]
     assert "failed" not in output
 
 
@@ -81,7 +90,11 @@ def test_benchmark_thread_settings_replace_those_of_the_user_and_leave_out_the_o
     settings = environment.thread_settings(own)
     assert "OMP_WAIT_POLICY=active" not in settings and "threads unset" in settings
     assert environment.with_setting(own, None) == own
-    assert environment.with_setting(own, settings["spin 1 ms"]) == {"PATH": "/bin", "ONEDNN_MAX_CPU_ISA": "AVX2", **settings["spin 1 ms"]}
+    assert environment.with_setting(own, settings["spin 1 ms"]) == {
+        "PATH": "/bin",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        **settings["spin 1 ms"],
+    }
     assert environment.recorded_variables(own) == {"OMP_WAIT_POLICY": "active", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 
@@ -106,12 +119,16 @@ def test_benchmark_takes_another_thread_setting_only_if_it_is_faster(import_benc
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the state of a process is read from /proc")
-def test_benchmark_case_gets_the_environment_of_the_user_and_is_stopped_between_its_turns(import_benchmark, monkeypatch):
+def test_benchmark_case_gets_the_environment_of_the_user_and_is_stopped_between_its_turns(
+    import_benchmark, monkeypatch
+):
     interleave: ModuleType = import_benchmark("lib.interleave")
     monkeypatch.setattr(interleave, "ENVIRONMENT", dict(os.environ) | {"OMP_WAIT_POLICY": "active"})
     script = "import json, os, sys\nfor line in sys.stdin: print(json.dumps({'policy': os.environ.get('OMP_WAIT_POLICY')}), flush=True)"
     popen = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **settings: popen([sys.executable, "-c", script], **settings))
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **settings: popen([sys.executable, "-c", script], **settings)
+    )
     for variables, policy in ((None, "active"), ({}, None)):
         case = interleave.CaseProcess("case", {"precision": "bf16"}, "setting", variables)
         try:
@@ -128,11 +145,20 @@ def speed_numbers(machine: str, other: float, best: float = 0.0, **limits: str) 
     cases = [ours, ours | {"case": "HF", "useful_against_first": other}]
     cases += [ours | {"case": "HF", "useful_against_first": best, "setting": "spin"}] if best else []
     facts = {"processor": machine, "cores": 2, "instruction_sets": ["avx2", "amx_bf16"], "variables": limits}
-    return facts | {"workload": "c4", "stage": "pretrain", "environments": "own+best" if best else "own", "cases": cases}
+    return facts | {
+        "workload": "c4",
+        "stage": "pretrain",
+        "environments": "own+best" if best else "own",
+        "cases": cases,
+    }
 
 
 def test_benchmark_summary_starts_with_the_worst_machine_and_separates_an_emulated_one(import_benchmark):
-    results = [speed_numbers("A", 0.5), speed_numbers("Intel(R) B CPU @ 2GHz", 0.8, best=1.25), speed_numbers("A", 0.625, ONEDNN_MAX_CPU_ISA="AVX2")]
+    results = [
+        speed_numbers("A", 0.5),
+        speed_numbers("Intel(R) B CPU @ 2GHz", 0.8, best=1.25),
+        speed_numbers("A", 0.625, ONEDNN_MAX_CPU_ISA="AVX2"),
+    ]
     lines = import_benchmark("lib.speed_summary").summary_table(results).splitlines()[2:]
     assert [[line.split(" | ")[at].strip("| ") for at in (0, 3)] for line in lines] == [
         ["Intel B amx 2 cores", "1.25 (best: 0.80)"],
@@ -168,11 +194,21 @@ def build_run(cfg, run_dir, **others):
 
 def commit_spec(checkout: Path) -> dict:
     model = {"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 1}
-    spec = {"case": "ours", "compile": "off", "precision": "fp32", "overrides": [], "rows": 1, "parameters": 1, "model": model}
+    spec = {
+        "case": "ours",
+        "compile": "off",
+        "precision": "fp32",
+        "overrides": [],
+        "rows": 1,
+        "parameters": 1,
+        "model": model,
+    }
     return spec | {"checkout": str(checkout), "record_loss": True, "variables": {"MALLOC_ARENA_MAX": "1"}}
 
 
-def test_benchmark_process_of_another_checkout_imports_its_modules_and_gets_its_variables(import_benchmark, other_checkout: Path):
+def test_benchmark_process_of_another_checkout_imports_its_modules_and_gets_its_variables(
+    import_benchmark, other_checkout: Path
+):
     case = import_benchmark("lib.interleave").CaseProcess("base", commit_spec(other_checkout))
     try:
         assert not case.failed, case.steps
@@ -183,24 +219,37 @@ def test_benchmark_process_of_another_checkout_imports_its_modules_and_gets_its_
         case.close()
 
 
-def test_benchmark_process_that_imports_other_code_than_its_checkout_fails(import_benchmark, other_checkout: Path, tmp_path: Path, monkeypatch):
+def test_benchmark_process_that_imports_other_code_than_its_checkout_fails(
+    import_benchmark, other_checkout: Path, tmp_path: Path, monkeypatch
+):
     interleave: ModuleType = import_benchmark("lib.interleave")
-    variables = {"PYTHONPATH": f"{other_checkout}{os.pathsep}{ROOT / 'benchmarks'}", "LM_RUNNER_BENCHMARK_CHECKOUT": str(other_checkout)}
+    variables = {
+        "PYTHONPATH": f"{other_checkout}{os.pathsep}{ROOT / 'benchmarks'}",
+        "LM_RUNNER_BENCHMARK_CHECKOUT": str(other_checkout),
+    }
     monkeypatch.setattr(interleave, "import_variables", lambda checkout: variables)
     (tmp_path / "empty").mkdir()
     case = interleave.CaseProcess("base", commit_spec(tmp_path / "empty"))
     try:
-        assert case.failed and case.steps[-1]["error"] == f"the process has imported {other_checkout} instead of {tmp_path / 'empty'}"
+        assert (
+            case.failed
+            and case.steps[-1]["error"] == f"the process has imported {other_checkout} instead of {tmp_path / 'empty'}"
+        )
     finally:
         case.close()
 
 
-def test_benchmark_of_commits_refuses_a_folder_without_the_engine_and_names_the_oldest_commit(import_benchmark, other_checkout: Path, tmp_path: Path):
+def test_benchmark_of_commits_refuses_a_folder_without_the_engine_and_names_the_oldest_commit(
+    import_benchmark, other_checkout: Path, tmp_path: Path
+):
     commits: ModuleType = import_benchmark("commits")
     assert commits.read_checkout(other_checkout)[:2] == (str(other_checkout), "unknown")
     (other_checkout / "runner" / "run_dir" / "initial_weights.py").unlink()
     (other_checkout / "runner" / "engine" / "loop.py").write_text("def step(): ...\n")
-    with pytest.raises(SystemExit, match=f"no runner.run_dir.initial_weights.adopt_model, runner.engine.loop.train_step; .* {commits.OLDEST}$"):
+    with pytest.raises(
+        SystemExit,
+        match=f"no runner.run_dir.initial_weights.adopt_model, runner.engine.loop.train_step; .* {commits.OLDEST}$",
+    ):
         commits.read_checkout(other_checkout)
     with pytest.raises(SystemExit, match="with no folder runner/engine"):
         commits.read_checkout(tmp_path)
@@ -210,7 +259,9 @@ def test_benchmark_of_commits_finds_the_first_step_whose_loss_or_batch_differs(i
     compare = import_benchmark("commits").compare_losses
     step = {"useful": 4, "computed": 4, "loss": 2.0}
     assert compare([step, step], [step, step]) == "all 2 bitwise equal"
-    assert compare([step, step], [step, step | {"loss": 2.0000000000000004}]).startswith("differ from step 2 on, there by 2.2e-16")
+    assert compare([step, step], [step, step | {"loss": 2.0000000000000004}]).startswith(
+        "differ from step 2 on, there by 2.2e-16"
+    )
     assert compare([step, step], [step | {"computed": 8}, step]) == "other batches from step 1 on"
     assert compare([step | {"loss": float("nan")}], [step]).startswith("differ from step 1")
 
@@ -237,15 +288,21 @@ def test_benchmark_of_commits_finds_the_first_step_whose_loss_or_batch_differs(i
         (["## Call CompiledFxGraph f2e7 ##", "CompiledFunction"], "OTHER"),
     ],
 )
-def test_profile_kind_of_an_operator_depends_on_its_name_and_the_events_around_it(import_benchmark, names: list[str], kind: str):
+def test_profile_kind_of_an_operator_depends_on_its_name_and_the_events_around_it(
+    import_benchmark, names: list[str], kind: str
+):
     profile: ModuleType = import_benchmark("profile_step")
     assert profile.kind_of(names) == getattr(profile, kind)
 
 
 def test_profile_table_has_every_kind_and_names_the_largest_other_operators(import_benchmark):
     profile: ModuleType = import_benchmark("profile_step")
-    inner = SimpleNamespace(name="aten::mm", self_cpu_time_total=6e6, cpu_parent=SimpleNamespace(name="lm_runner::nll_sum", cpu_parent=None))
-    kinds, other = profile.sum_by_kind([inner, SimpleNamespace(name="aten::topk", self_cpu_time_total=2e6, cpu_parent=None)])
+    inner = SimpleNamespace(
+        name="aten::mm", self_cpu_time_total=6e6, cpu_parent=SimpleNamespace(name="lm_runner::nll_sum", cpu_parent=None)
+    )
+    kinds, other = profile.sum_by_kind(
+        [inner, SimpleNamespace(name="aten::topk", self_cpu_time_total=2e6, cpu_parent=None)]
+    )
     assert (kinds, other) == ({profile.LOSS_PRODUCTS: 6.0, profile.OTHER: 2.0}, {"aten::topk": 2.0})
     seconds = dict.fromkeys((*profile.KINDS, profile.PYTHON), 0.0) | kinds
     text = profile.table({"bf16": profile.Profile(seconds, list(other.items()), 8.0, 7.0)})
@@ -258,17 +315,28 @@ def test_profile_table_has_every_kind_and_names_the_largest_other_operators(impo
 def test_peak_of_instructions_and_rates_of_products_are_listed(import_benchmark):
     table = import_benchmark("instruction_peak").table(1, 1000, {"tokens": 64, "outputs": 64, "inputs": 64})
     assert "| multiply-add in fp32 | " in table and "64 tokens, 64 outputs, 64 inputs" in table
-    assert all(f"| products of a linear layer, {name} | " in table for name in ("float32", "bfloat16, in bfloat16", "bfloat16, in float32 and rounded"))
+    assert all(
+        f"| products of a linear layer, {name} | " in table
+        for name in ("float32", "bfloat16, in bfloat16", "bfloat16, in float32 and rounded")
+    )
 
 
 @pytest.mark.slow
 def test_profile_finds_the_kinds_of_work_of_compiled_and_of_uncompiled_steps():
     arguments = "--model tiny --precision fp32 --steps 2 --compile default+off model.num_hidden_layers=1".split()
     output = run_benchmark("profile_step.py", *arguments)
-    cells = {line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in output.splitlines() if line.startswith("|")}
-    shares = {kind: [float(cell.split("%")[0]) for cell in columns] for kind, columns in cells.items() if "%" in "".join(columns)}
+    cells = {
+        line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in output.splitlines() if line.startswith("|")
+    }
+    shares = {
+        kind: [float(cell.split("%")[0]) for cell in columns]
+        for kind, columns in cells.items()
+        if "%" in "".join(columns)
+    }
     assert all(abs(sum(column) - 100) < 1 for column in zip(*shares.values(), strict=True))
     loops, other = shares.pop("fused loops of the compiler"), shares["other"]
     assert loops[0] > 0 == loops[1] and other[0] < 30 and other[1] < 60
-    assert [kind for kind in ("attention", "the rest of the loss", "optimizer and gradient norm") if 0 in shares[kind]] == []
+    assert [
+        kind for kind in ("attention", "the rest of the loss", "optimizer and gradient norm") if 0 in shares[kind]
+    ] == []
     assert shares["SwiGLU"][1] > 0  # compiled layers without the C++ kernel have it in their loops

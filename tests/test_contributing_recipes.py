@@ -1,4 +1,6 @@
-"""The code and the commands of docs/contributing/recipes.md, in a copy of the checkout that has every change of the page at once."""
+"""The code and the commands of docs/contributing/recipes.md, in a copy of the checkout that has every change of the
+page at once.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,18 @@ SHORT = [
 LAUNCHER_ROW = '"nice": NiceOptions'
 # (file, what the page says to add) -> the text before it, what is added. A row of a table is shown without its table.
 EDITS = {
-    "runner/engine/optim/schedules.py": (r"\Z", re.findall(r'^@register_schedule\("inverse_sqrt"\)\n.*?(?=^```)', TEXT, re.M | re.S)[0]),
-    "runner/engine/device/precision.py": (r"^PRECISIONS\b.*\{\n", re.findall(r'^ {4}"medium": PrecisionSpec.*\n', TEXT, re.M)[0]),
-    "runner/reporting/sweep_results/columns.py": (r"^COLUMNS\b.*[(\[]\n", re.findall(r'^\((Column\("loss_tokens_percent".*),\)\n', TEXT, re.M)[0] + ",\n"),
+    "runner/engine/optim/schedules.py": (
+        r"\Z",
+        re.findall(r'^@register_schedule\("inverse_sqrt"\)\n.*?(?=^```)', TEXT, re.M | re.S)[0],
+    ),
+    "runner/engine/device/precision.py": (
+        r"^PRECISIONS\b.*\{\n",
+        re.findall(r'^ {4}"medium": PrecisionSpec.*\n', TEXT, re.M)[0],
+    ),
+    "runner/reporting/sweep_results/columns.py": (
+        r"^COLUMNS\b.*[(\[]\n",
+        re.findall(r'^\(\n(    Column\(\n        "loss_tokens_percent".*?),\n\)\n', TEXT, re.M | re.S)[0] + ",\n",
+    ),
     "runner/sweep/backends/__init__.py": (r"^LAUNCHERS\b.*\{", f"{LAUNCHER_ROW}, "),
 }
 PLANNED = ("tracker=wandb", "--multirun")  # composed and checked only: wandb takes seconds, jobs are processes
@@ -59,7 +70,9 @@ print(json.dumps(failed))
 
 def files() -> dict[str, str]:
     """Return path -> content of the files that the page shows whole."""
-    found = re.findall(r"^(?:[^\n]* )?`([\w/]+\.(?:py|yaml))`[^\n`]*:\n\n```(?:python|yaml)\n(.*?)^```", TEXT, re.M | re.S)
+    found = re.findall(
+        r"^(?:[^\n]* )?`([\w/]+\.(?:py|yaml))`[^\n`]*:\n\n```(?:python|yaml)\n(.*?)^```", TEXT, re.M | re.S
+    )
     return {path: content for path, content in found if not (ROOT / path).exists()}
 
 
@@ -68,12 +81,19 @@ def arguments(text: str) -> list[str]:
     script, *typed = shlex.split(text)[1:]
     name = "plan.py" if any(part in PLANNED for part in typed) else Path(script).name
     steps = ["train.max_steps=12"] if "schedule.warmup_steps" in text else []
-    return [name, *typed, *([*SHORT, *steps] if name in ("train.py", "plan.py") else []), *(["timing=false"] if name == "plan.py" else [])]
+    return [
+        name,
+        *typed,
+        *([*SHORT, *steps] if name in ("train.py", "plan.py") else []),
+        *(["timing=false"] if name == "plan.py" else []),
+    ]
 
 
 def test_contributing_recipes_show_whole_files_and_edits_of_files_that_exist() -> None:
     assert len(files()) > 10 and all((ROOT / path).parent.is_dir() for path in files())
-    assert LAUNCHER_ROW in TEXT and all(re.search(before, (ROOT / path).read_text(encoding="utf-8"), re.M) for path, (before, _) in EDITS.items())
+    assert LAUNCHER_ROW in TEXT and all(
+        re.search(before, (ROOT / path).read_text(encoding="utf-8"), re.M) for path, (before, _) in EDITS.items()
+    )
 
 
 @pytest.mark.slow
@@ -84,14 +104,35 @@ def test_contributing_recipes_run(checkout: Path, tmp_path: Path) -> None:
         (program / path).write_text(content, encoding="utf-8")
     for path, (before, added) in EDITS.items():
         source = (program / path).read_text(encoding="utf-8")
-        (program / path).write_text(re.sub(before, lambda match, added=added: f"{match[0]}{added}", source, count=1, flags=re.M), encoding="utf-8")
+        (program / path).write_text(
+            re.sub(before, lambda match, added=added: f"{match[0]}{added}", source, count=1, flags=re.M),
+            encoding="utf-8",
+        )
     launchers = program / "runner/sweep/backends/__init__.py"
     source = launchers.read_text(encoding="utf-8")
-    launchers.write_text(source.replace("\nLAUNCHERS", "\nfrom runner.sweep.backends.nice import NiceOptions\n\nLAUNCHERS", 1), encoding="utf-8")
-    (program / "qa.jsonl").write_text("".join(f'{{"question": "{n} + 1?", "answer": "{n + 1}"}}\n' for n in range(9)), encoding="utf-8")
-    commands = [command.text for command in documented_commands(PAGE) if command.program.startswith("runner/") and NEEDS_A_SWEEP not in command.text]
+    launchers.write_text(
+        source.replace("\nLAUNCHERS", "\nfrom runner.sweep.backends.nice import NiceOptions\n\nLAUNCHERS", 1),
+        encoding="utf-8",
+    )
+    (program / "qa.jsonl").write_text(
+        "".join(f'{{"question": "{n} + 1?", "answer": "{n + 1}"}}\n' for n in range(9)), encoding="utf-8"
+    )
+    commands = [
+        command.text
+        for command in documented_commands(PAGE)
+        if command.program.startswith("runner/") and NEEDS_A_SWEEP not in command.text
+    ]
     assert len(commands) > 9
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     request = json.dumps([*map(arguments, commands), ["tokens.py", "text=a goat sings"]])
-    ended = subprocess.run([sys.executable, "-c", DRIVER, str(program)], input=request, cwd=program, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0 and json.loads(ended.stdout.splitlines()[-1]) == [], ended.stdout[-3000:] + ended.stderr[-1000:]
+    ended = subprocess.run(
+        [sys.executable, "-c", DRIVER, str(program)],
+        input=request,
+        cwd=program,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0 and json.loads(ended.stdout.splitlines()[-1]) == [], (
+        ended.stdout[-3000:] + ended.stderr[-1000:]
+    )

@@ -1,5 +1,7 @@
-"""Every command of README and docs: commands of runner/ are executed with tiny settings, trainings are planned (composed, checked, their files read) as
-typed, and of every other program what it names is looked up. A command that is none of these and has no reason in NOT_EXECUTED fails."""
+"""Every command of README and docs: commands of runner/ are executed with tiny settings, trainings are planned
+(composed, checked, their files read) as typed, and of every other program what it names is looked up. A command that is
+none of these and has no reason in NOT_EXECUTED fails.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from command_fixtures import TINY_MODEL, Call, Program, Result
 from documented_commands import PAGES, ROOT, Command, documented_commands, files_of_page, is_program
 
 COMMANDS = [command for page in PAGES if page.exists() for command in documented_commands(page)]
-RUN, SFT_RUN, SWEEP = "outputs/2026-11-21/10-00-00", "outputs/2026-11-21/10-05-00", "outputs/multirun/2026-11-21/10-00-00"  # as they are called in the docs
+# as they are called in the docs
+RUN, SFT_RUN, SWEEP = (
+    "outputs/2026-11-21/10-00-00",
+    "outputs/2026-11-21/10-05-00",
+    "outputs/multirun/2026-11-21/10-00-00",
+)
 LORA_RUN = "outputs/2026-11-21/10-10-00"
 SHORT = [
     "train.max_steps=2", "train.batch_size=2", "train.accumulation_steps=1", "train.eval_every=0", "train.save_every=0", "train.sample_every=0",
@@ -87,7 +94,9 @@ def reason_of(command: Command) -> str | None:
 
 def matches(command: Command, key: tuple[str, str]) -> bool:
     page, text = key
-    return fnmatch(command.page, page) and (fnmatch(command.text, text) or fnmatch(re.sub(r"^([A-Z_]+=\S+ )*python ", "", command.text), text))
+    return fnmatch(command.page, page) and (
+        fnmatch(command.text, text) or fnmatch(re.sub(r"^([A-Z_]+=\S+ )*python ", "", command.text), text)
+    )
 
 
 def is_of_runner(command: Command) -> bool:
@@ -96,7 +105,10 @@ def is_of_runner(command: Command) -> bool:
 
 def test_documented_commands_are_found() -> None:
     programs = {command.program for command in COMMANDS}
-    assert len(COMMANDS) > 180 and {f"runner/{path.name}" for path in (ROOT / "runner").glob("*.py")} - {"runner/__init__.py"} <= programs
+    assert (
+        len(COMMANDS) > 180
+        and {f"runner/{path.name}" for path in (ROOT / "runner").glob("*.py")} - {"runner/__init__.py"} <= programs
+    )
     assert {SWEEP_COMMAND, *(text for text, _ in TRAINED)} <= {command.text for command in COMMANDS}
 
 
@@ -112,7 +124,13 @@ def test_documented_commands_that_are_not_executed_name_tests_that_exist() -> No
 
 def test_documented_commands_of_other_programs_name_what_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    extras = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text().partition("optional-dependencies]")[2].partition("\n[")[0], re.MULTILINE))
+    extras = set(
+        re.findall(
+            r"^(\w+) = \[",
+            (ROOT / "pyproject.toml").read_text().partition("optional-dependencies]")[2].partition("\n[")[0],
+            re.MULTILINE,
+        )
+    )
     faults = []
     for command in COMMANDS:
         if is_of_runner(command) or reason_of(command):
@@ -121,9 +139,18 @@ def test_documented_commands_of_other_programs_name_what_exists() -> None:
         if command.program == "make":
             missing = [] if argv[1] in targets else argv[1:2]
         elif command.program == "pip":
-            missing = [name for found in re.findall(r"\[([\w,]+)\]", command.text) for name in found.split(",") if name not in extras]
+            missing = [
+                name
+                for found in re.findall(r"\[([\w,]+)\]", command.text)
+                for name in found.split(",")
+                if name not in extras
+            ]
         elif is_program(argv[0], ("python",)):
-            missing = [part for part in argv[1:] if re.match(r"(?:tests|scripts|benchmarks|docs|runner)\b", part) and not (ROOT / part).exists()]
+            missing = [
+                part
+                for part in argv[1:]
+                if re.match(r"(?:tests|scripts|benchmarks|docs|runner)\b", part) and not (ROOT / part).exists()
+            ]
         else:
             missing = ["a reason in NOT_EXECUTED"]
         faults += [f"{command}: no {', '.join(missing)}"] if missing else []
@@ -141,7 +168,13 @@ def example_files(workspace: Path) -> Path:
     chats = (samples / "sft.jsonl").read_text(encoding="utf-8")
     texts = (samples / "pretrain.jsonl").read_text(encoding="utf-8")
     rows = [json.loads(line) for line in chats.splitlines()]
-    for name, content in {"my.json": json.dumps(rows), "my.jsonl": chats, "chats.jsonl": chats, "mine.jsonl": chats, "text.jsonl": texts}.items():
+    for name, content in {
+        "my.json": json.dumps(rows),
+        "my.jsonl": chats,
+        "chats.jsonl": chats,
+        "mine.jsonl": chats,
+        "text.jsonl": texts,
+    }.items():
         (workspace / name).write_text(content, encoding="utf-8")
     for name in ("my_folder/rows.jsonl", "books/one.txt", "books/two.txt"):
         (workspace / name).parent.mkdir(exist_ok=True)
@@ -192,14 +225,17 @@ def plan_error(text: str) -> str | None:
     from common.errors import UserError
     from common.registry import import_plugins
     from runner.config import overrides
-    from runner.config.flags import flag_value, parse_argv
+    from runner.config.overrides import flag_value, parse_argv
     from runner.config.schema import config_groups, config_schema
     from runner.planning.starts import planned_start
     from runner.run_dir.resolve import resolve_model_override
 
     try:
         typed, flags = parse_argv(arguments_of(text)[2:], [*config_schema(), *config_groups()])
-        typed = [overrides.absolutize_path(override) for override in overrides.add_config_dir(typed, flag_value(flags, "--config-dir"))]
+        typed = [
+            overrides.absolutize_path(override)
+            for override in overrides.add_config_dir(typed, flag_value(flags, "--config-dir"))
+        ]
         import_plugins(overrides.plugins_of(typed))
         planned_start([resolve_model_override(override) for override in typed], flags)
     except UserError as error:
@@ -212,7 +248,10 @@ PRINTING_FLAGS = ("--help", "--cfg", "--info")  # flags of train.py that print a
 
 @pytest.mark.slow(long=True)
 def test_documented_commands_run(execute: Execute, program: Program, example_files: Path) -> None:
-    sweep = program(*shlex.split(SWEEP_COMMAND)[2:], *TINY_MODEL, *SHORT_JOB, f"hydra.sweep.dir={example_files / SWEEP}")  # its jobs are processes
+    # its jobs are processes
+    sweep = program(
+        *shlex.split(SWEEP_COMMAND)[2:], *TINY_MODEL, *SHORT_JOB, f"hydra.sweep.dir={example_files / SWEEP}"
+    )
     assert sweep.returncode == 0, sweep.stderr
     for text, more in TRAINED:
         ended = execute(text, *more)

@@ -20,7 +20,9 @@ LINK = re.compile(r"(?<!`)!?\[[^\]]*\]\(([^)\s]*)\)")
 
 def test_settings_reference_is_up_to_date() -> None:
     message = "run: python scripts/settings_reference.py"
-    assert (ROOT / "docs" / "reference" / "settings.md").read_text(encoding="utf-8") == settings_reference.reference(), message
+    assert (ROOT / "docs" / "reference" / "settings.md").read_text(
+        encoding="utf-8"
+    ) == settings_reference.reference(), message
 
 
 def test_settings_have_a_description_each() -> None:
@@ -41,7 +43,9 @@ def test_links_of_docs_lead_to_files(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the names that GitHub gives to the headings of a page: lower case, hyphens for spaces, no other punctuation; a number for a second one."""
+    """Return the names that GitHub gives to the headings of a page: lower case, hyphens for spaces, no other
+    punctuation; a number for a second one.
+    """
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     found: dict[str, int] = {}
     for heading in re.findall(r"^#+ +(.+?) *$", text, re.MULTILINE):
@@ -53,30 +57,47 @@ def anchors(page: Path) -> set[str]:
 
 def test_anchors_of_a_page_are_those_of_its_headings(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# A `key=value`, set\n\n## Two\n```\n# no heading\n```\n## Two\n## [Linked](x.md) text\n", encoding="utf-8")
+    page.write_text(
+        "# A `key=value`, set\n\n## Two\n```\n# no heading\n```\n## Two\n## [Linked](x.md) text\n", encoding="utf-8"
+    )
     assert anchors(page) == {"a-keyvalue-set", "two", "two-1", "linked-text"}
 
 
 def test_readme_in_chinese_has_the_commands_of_the_readme() -> None:
     english, chinese = (ROOT / "README.md", ROOT / "README.zh.md")
-    assert [command.text for command in documented_commands(chinese)] == [command.text for command in documented_commands(english)]
-    links = [[target for target in LINK.findall(page.read_text(encoding="utf-8")) if not target.startswith("README")] for page in (english, chinese)]
+    assert [command.text for command in documented_commands(chinese)] == [
+        command.text for command in documented_commands(english)
+    ]
+    links = [
+        [target for target in LINK.findall(page.read_text(encoding="utf-8")) if not target.startswith("README")]
+        for page in (english, chinese)
+    ]
     assert sorted(links[0]) == sorted(links[1])
-    assert "[中文](README.zh.md)" in english.read_text(encoding="utf-8") and "[English](README.md)" in chinese.read_text(encoding="utf-8")
+    assert "[中文](README.zh.md)" in english.read_text(
+        encoding="utf-8"
+    ) and "[English](README.md)" in chinese.read_text(encoding="utf-8")
 
 
 def test_pictures_of_the_docs_are_small_and_shown() -> None:
     shown = {
-        (page.parent / target).resolve() for page in PAGES for target in LINK.findall(page.read_text(encoding="utf-8")) if target.endswith((".png", ".svg"))
+        (page.parent / target).resolve()
+        for page in PAGES
+        for target in LINK.findall(page.read_text(encoding="utf-8"))
+        if target.endswith((".png", ".svg"))
     }
     images = set((ROOT / "docs" / "images").iterdir())
     assert images <= shown and [path.name for path in images if path.stat().st_size > 200_000] == []
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "contributing" and page.name != "extending.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.parent.name != "contributing" and page.name != "extending.md"],
+    ids=lambda page: page.name,
+)
 def test_source_files_named_in_docs_exist(page: Path) -> None:
     """Without the pages that name files which the reader adds."""
     paths = re.findall(
-        r"`((?:runner|data|models|common|conf|benchmarks|scripts|tests|hydra_plugins)/[\w./-]+\.(?:py|yaml|md))`", page.read_text(encoding="utf-8")
+        r"`((?:runner|data|models|common|conf|benchmarks|scripts|tests|hydra_plugins)/[\w./-]+\.(?:py|yaml|md))`",
+        page.read_text(encoding="utf-8"),
     )
     assert [path for path in paths if not (ROOT / path).exists()] == []

@@ -2,8 +2,9 @@
 
     python tests/test_language.py [PATH...] [--root CHECKOUT] [--count [--json]]
 
-prints `file:line: term -> use instead` (exit code 1 if there is any). Terms, excluded files and allowed phrases: tests/language/retired.txt.
-A single line is exempted by a comment on it, or on the line before it: `# language: allow TERM[, TERM]` (Markdown: `<!-- language: allow TERM -->`).
+prints `file:line: term -> use instead` (exit code 1 if there is any). Terms, excluded files and allowed phrases:
+tests/language/retired.txt. A single line is exempted by a comment on it, or on the line before it: `# language: allow
+TERM[, TERM]` (Markdown: `<!-- language: allow TERM -->`).
 """
 
 from __future__ import annotations
@@ -87,10 +88,14 @@ class Vocabulary:
         self.anywhere, self.identifiers, self.names = (TermSet(sections[name]) for name in SECTIONS[:3])
         self.anywhere_regex = self.anywhere.compile(r"\b", r"\b")
         # 6 times faster than the one above, which knows the term that matches; of lower-case text
-        self.any_term = re.compile(rf"\b(?:{'|'.join(flexible(term.pattern) for term in self.anywhere.terms) or '(?!)'})\b")
+        self.any_term = re.compile(
+            rf"\b(?:{'|'.join(flexible(term.pattern) for term in self.anywhere.terms) or '(?!)'})\b"
+        )
         self.identifiers_regex = self.identifiers.compile("", r"\Z")
         self.names_regex = self.names.compile("", r"\Z")
-        self.allowed = [(glob.pattern, re.compile(flexible(glob.replacement), re.IGNORECASE)) for glob in sections["allowed"]]
+        self.allowed = [
+            (glob.pattern, re.compile(flexible(glob.replacement), re.IGNORECASE)) for glob in sections["allowed"]
+        ]
 
     def is_excluded(self, path: str) -> bool:
         return any(fnmatch(path, glob.pattern) for glob in self.sections["excluded"])
@@ -109,7 +114,9 @@ class Vocabulary:
             for line, name, is_name in bound_names(path, text):
                 if any(regex.fullmatch(spaced(name)) for regex in allowed):
                     continue
-                for terms, regex in [(self.identifiers, self.identifiers_regex)] + [(self.names, self.names_regex)] * is_name:
+                for terms, regex in [(self.identifiers, self.identifiers_regex)] + [
+                    (self.names, self.names_regex)
+                ] * is_name:
                     if hit := regex.match(spaced(name)):
                         hits.append((line, name, terms.of(hit)))
                         break
@@ -139,14 +146,21 @@ def is_escaped(lines: list[str], line: int, matched: str) -> bool:
 
 
 def bound_names(path: str, text: str) -> Iterator[tuple[int, str, bool]]:
-    """(line, name, is_name) of every name that a module binds. `is_name`: module, package, class, function, method or module constant."""
+    """(line, name, is_name) of every name that a module binds. `is_name`: module, package, class, function, method or
+    module constant.
+    """
     parts = [part for part in path.removesuffix(".py").split("/") if part != "__init__"]
     yield from ((1, part, True) for part in parts[-1:])
     try:
         tree = ast.parse(text)
     except SyntaxError:  # a file that is being edited
         return
-    constants = {id(node) for statement in tree.body if isinstance(statement, (ast.Assign, ast.AnnAssign)) for node in ast.walk(statement)}
+    constants = {
+        id(node)
+        for statement in tree.body
+        if isinstance(statement, (ast.Assign, ast.AnnAssign))
+        for node in ast.walk(statement)
+    }
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.lineno, node.name, True
@@ -154,13 +168,22 @@ def bound_names(path: str, text: str) -> Iterator[tuple[int, str, bool]]:
             yield node.lineno, node.arg, False
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.lineno, node.id, id(node) in constants
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self":
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "self"
+        ):
             yield node.lineno, node.attr, False
 
 
 def text_files(root: Path, paths: list[Path] | None = None) -> list[Path]:
-    """Files of a checkout which are checked: tracked ones and new ones that git does not ignore; below `paths` where given."""
-    listing = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=root, capture_output=True, text=True, check=True).stdout
+    """Files of a checkout which are checked: tracked ones and new ones that git does not ignore; below `paths` where
+    given.
+    """
+    listing = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=root, capture_output=True, text=True, check=True
+    ).stdout
     files = [root / name for name in sorted(set(listing.splitlines()))]
     chosen = [file for file in files if (file.suffix in SUFFIXES or file.name in FILE_NAMES) and file.is_file()]
     if paths:
@@ -168,7 +191,9 @@ def text_files(root: Path, paths: list[Path] | None = None) -> list[Path]:
     return chosen
 
 
-def retired_terms(root: Path = ROOT, paths: list[Path] | None = None, vocabulary: Vocabulary | None = None) -> list[Match]:
+def retired_terms(
+    root: Path = ROOT, paths: list[Path] | None = None, vocabulary: Vocabulary | None = None
+) -> list[Match]:
     """Every retired term in the code and docs of a checkout."""
     vocabulary = vocabulary or Vocabulary()
     matches: list[Match] = []
@@ -181,7 +206,9 @@ def retired_terms(root: Path = ROOT, paths: list[Path] | None = None, vocabulary
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="List retired terms (tests/language/retired.txt).")
-    parser.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="files or folders (default: the whole checkout)")
+    parser.add_argument(
+        "paths", nargs="*", type=Path, metavar="PATH", help="files or folders (default: the whole checkout)"
+    )
     parser.add_argument("--root", type=Path, default=ROOT, help="checkout to read (default: this one)")
     parser.add_argument("--count", action="store_true", help="print how often each term occurs")
     parser.add_argument("--json", action="store_true", help="with --count: print JSON")
@@ -199,7 +226,8 @@ def main() -> int:
     return 0
 
 
-# --- tests ------------------------------------------------------------------------------------------------------------------------------------------
+# --- tests
+# ------------------------------------------------------------------------------------------------------------------------------------------
 
 
 def vocabulary_of(tmp_path: Path, text: str) -> Vocabulary:
@@ -219,17 +247,28 @@ def test_language_public_names_exist_once():
 def test_language_terms_match_prose_and_parts_of_identifiers(tmp_path):
     vocabulary = vocabulary_of(tmp_path, "[anywhere]\nfoo\tbar\nlet go\trelease\n")
     text = "# a foo, then let\n# go\nclass OneFoo:\n    food = my_foo = 1\n"
-    assert [(match.line, match.text) for match in vocabulary.check_text("a.py", text)] == [(1, "foo"), (1, "let # go"), (3, "Foo"), (4, "foo")]
+    assert [(match.line, match.text) for match in vocabulary.check_text("a.py", text)] == [
+        (1, "foo"),
+        (1, "let # go"),
+        (3, "Foo"),
+        (4, "foo"),
+    ]
 
 
 def test_language_identifiers_and_names_match_whole_names_only(tmp_path):
     vocabulary = vocabulary_of(tmp_path, "[identifiers]\nfoo\tbar\n[names]\nbaz\tbar\n")
     text = "foo_bar = 1\ndef baz(foo, the_baz):\n    baz = foo\n    return baz\n"
-    assert [str(match) for match in vocabulary.check_text("baz.py", text)] == ["baz.py:1: baz -> bar", "baz.py:2: baz -> bar", "baz.py:2: foo -> bar"]
+    assert [str(match) for match in vocabulary.check_text("baz.py", text)] == [
+        "baz.py:1: baz -> bar",
+        "baz.py:2: baz -> bar",
+        "baz.py:2: foo -> bar",
+    ]
 
 
 def test_language_terms_are_allowed_by_phrase_path_and_comment(tmp_path):
-    vocabulary = vocabulary_of(tmp_path, "[anywhere]\nfoos?\tbar\n[allowed]\n*\tfoo fighters\ndocs/*\tfoo\n[excluded]\ngen/*\n")
+    vocabulary = vocabulary_of(
+        tmp_path, "[anywhere]\nfoos?\tbar\n[allowed]\n*\tfoo fighters\ndocs/*\tfoo\n[excluded]\ngen/*\n"
+    )
     assert list(vocabulary.check_text("a.md", "foo fighters\n<!-- language: allow foo -->\ntwo foos\n")) == []
     assert list(vocabulary.check_text("docs/a.md", "foo\n")) == [] and vocabulary.is_excluded("gen/a.py")
     assert [match.line for match in vocabulary.check_text("a.py", "foo = 1  # language: allow bar\n")] == [1]
@@ -237,8 +276,12 @@ def test_language_terms_are_allowed_by_phrase_path_and_comment(tmp_path):
 
 def test_language_duplicate_names_and_cycles_are_detected(tmp_path):
     (tmp_path / "runner").mkdir()
-    (tmp_path / "runner" / "a.py").write_text("from typing import TypeVar\nT = TypeVar('T')\ndef load(): ...\ndef _load(): ...\n", encoding="utf-8")
-    (tmp_path / "runner" / "b.py").write_text("T = 1\nclass load: ...\ndef use():\n    from runner import c\n", encoding="utf-8")
+    (tmp_path / "runner" / "a.py").write_text(
+        "from typing import TypeVar\nT = TypeVar('T')\ndef load(): ...\ndef _load(): ...\n", encoding="utf-8"
+    )
+    (tmp_path / "runner" / "b.py").write_text(
+        "T = 1\nclass load: ...\ndef use():\n    from runner import c\n", encoding="utf-8"
+    )
     (tmp_path / "runner" / "c.py").write_text("import runner.b\n_load = 1\n", encoding="utf-8")
     assert code_stats.duplicate_names(tmp_path) == {"load": ["runner/a.py:3", "runner/b.py:2"]}
     assert set(code_stats.duplicate_names(tmp_path, public_only=False)) == {"load", "_load"}

@@ -1,4 +1,6 @@
-"""The wheel: it holds conf/ and the samples, runs from any directory, and puts no `data`, `models` or `runner` into site-packages."""
+"""The wheel: it holds conf/ and the samples, runs from any directory, and puts no `data`, `models` or `runner` into
+site-packages.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,18 @@ SMALL = ["model.hidden_size=32", "model.num_hidden_layers=1", "model.head_dim=8"
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(target), str(ROOT)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(target),
+        str(ROOT),
+    ]
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=550)
     return next(target.glob("*.whl"))
 
@@ -27,7 +40,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_has_one_top_level_package_with_conf_and_samples(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"lm_runner"}
-    for name in ("conf/config.yaml", "conf/stage/sft.yaml", "data/samples/sft.jsonl", "data/samples/tokenizer/tokenizer.json", "runner/reporting/page.css"):
+    for name in (
+        "conf/config.yaml",
+        "conf/stage/sft.yaml",
+        "data/samples/sft.jsonl",
+        "data/samples/tokenizer/tokenizer.json",
+        "runner/reporting/page.css",
+    ):
         assert f"lm_runner/_app/{name}" in names
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
 
@@ -65,7 +84,18 @@ def test_wheel_does_not_build_without_conf(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     (tmp_path / "lm_runner").mkdir()
     (tmp_path / "lm_runner" / "__init__.py").write_text("")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path / "dist"), str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(tmp_path / "dist"),
+        str(tmp_path),
+    ]
     built = subprocess.run(command, capture_output=True, text=True, timeout=550)
     assert built.returncode != 0 and "Forced include not found" in built.stdout + built.stderr
 

@@ -1,7 +1,9 @@
-"""Programs of this repository in forks of a process that has imported torch: a start takes milliseconds instead of two to three seconds of processor time.
+"""Programs of this repository in forks of a process that has imported torch: a start takes milliseconds instead of two
+to three seconds of processor time.
 
-`warm_programs(root)` starts `python warm_programs.py`, a process without threads that has trained nothing: one that has cannot be forked safely. What a
-launcher starts as ranks is forked, too. Imports and the start of the interpreter are not tested so: for those a test starts a cold process.
+`warm_programs(root)` starts `python warm_programs.py`, a process without threads that has trained nothing: one that has
+cannot be forked safely. What a launcher starts as ranks is forked, too. Imports and the start of the interpreter are
+not tested so: for those a test starts a cold process.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class ForkedProcess:
-    """The methods of Popen that the launchers and tests use. `poll_pid` returns the exit code of a pid, None while it runs."""
+    """The methods of Popen that the launchers and tests use. `poll_pid` returns the exit code of a pid, None while it
+    runs.
+    """
 
     def __init__(self, pid: int, poll_pid: Callable[[int], int | None]) -> None:
         self.pid, self.returncode, self._poll_pid = pid, None, poll_pid
@@ -79,7 +83,9 @@ class WarmPrograms:
         return ForkedProcess(pid, lambda pid: self._ask(poll=pid))
 
     def call(self, module: str, function: str, *arguments: str) -> None:
-        """Call a function of a module in the server, whose result later forks find in its cache. It must start no thread."""
+        """Call a function of a module in the server, whose result later forks find in its cache. It must start no
+        thread.
+        """
         self._ask(call=[module, function, *arguments])
 
     def _ask(self, **request: Any) -> Any:
@@ -92,7 +98,9 @@ class WarmPrograms:
 @contextmanager
 def warm_programs(root: Path) -> Iterator[WarmPrograms]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"}
-    with subprocess.Popen([sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(
+        [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
         try:
             yield WarmPrograms(server)
         finally:
@@ -122,7 +130,14 @@ def poll_pid(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
-def fork(program: list[str], environment: dict[str, str], search: list[str], cwd: str | None, out: str | int | None, is_rank: bool = False) -> int:
+def fork(
+    program: list[str],
+    environment: dict[str, str],
+    search: list[str],
+    cwd: str | None,
+    out: str | int | None,
+    is_rank: bool = False,
+) -> int:
     """Return the pid of a fork that runs `python *program`; a rank as `subprocesses.spawn` starts it."""
     parent = os.getpid()
     if pid := os.fork():
@@ -139,11 +154,16 @@ def fork(program: list[str], environment: dict[str, str], search: list[str], cwd
         if out is not None:
             fd = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if isinstance(out, str) else out
             os.dup2(fd, 1), os.dup2(fd, 2)
-        sys.stdin, sys.stdout, sys.stderr = open(0, closefd=False), open(1, "w", closefd=False), open(2, "w", closefd=False)
+        sys.stdin, sys.stdout, sys.stderr = (
+            open(0, closefd=False),
+            open(1, "w", closefd=False),
+            open(2, "w", closefd=False),
+        )
         if cwd is not None:
             os.chdir(cwd)
         os.environ.clear()
-        os.environ.update(environment, TOKENIZERS_PARALLELISM="false")  # after a fork the tokenizers would wait for threads of the parent
+        # after a fork the tokenizers would wait for threads of the parent
+        os.environ.update(environment, TOKENIZERS_PARALLELISM="false")
         run_program(program, search)
     finally:
         os._exit(1)
@@ -155,7 +175,11 @@ def run_program(program: list[str], search: list[str]) -> NoReturn:
 
     def spawn_rank(argv: list[str], environment: dict[str, str], out: int | None) -> subprocess.Popen | ForkedProcess:
         is_rank = Path(argv[0]).name == "worker.py"
-        return ForkedProcess(fork(argv, environment, search, None, out, is_rank=True), poll_pid) if is_rank else spawn(argv, environment, out)
+        return (
+            ForkedProcess(fork(argv, environment, search, None, out, is_rank=True), poll_pid)
+            if is_rank
+            else spawn(argv, environment, out)
+        )
 
     subprocesses.spawn = spawn_rank
     sys.argv, sys.path[:] = program, [str(Path(program[0]).parent), *search]

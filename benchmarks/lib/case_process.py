@@ -1,4 +1,6 @@
-"""Process of one case of speed.py, commits.py or gpu.py: `python -m lib.case_process SPEC`; it answers each request on stdin with a line of JSON."""
+"""Process of one case of speed.py, commits.py or gpu.py: `python -m lib.case_process SPEC`; it answers each request on
+stdin with a line of JSON.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ CASES: dict[str, Case] = {
 }
 # Run only where --cases names them: cost and saving of activation checkpointing
 EXTRA_CASES: dict[str, Case] = {
-    f"activation checkpointing {recompute}, packed{', compiled' * compiled}": partial(ours, compile="default" if compiled else "off", recompute=recompute)
+    f"activation checkpointing {recompute}, packed{', compiled' * compiled}": partial(
+        ours, compile="default" if compiled else "off", recompute=recompute
+    )
     for compiled in (False, True)
     for recompute in ("selective", "full")
 }

@@ -1,6 +1,8 @@
-"""What a measured process does: the engine's step, the peak of the machine, and the gate through which a trainer gets its batches.
+"""What a measured process does: the engine's step, the peak of the machine, and the gate through which a trainer gets
+its batches.
 
-A trainer is measured by the batches it takes: one turn lasts from taking a batch to asking for the next, or for the one `steps_per_turn` later.
+A trainer is measured by the batches it takes: one turn lasts from taking a batch to asking for the next, or for the one
+`steps_per_turn` later.
 """
 
 from __future__ import annotations
@@ -47,7 +49,13 @@ class Gate:
     def wait(self) -> str:
         """Return the next request: step or padding. Ends the process when stdin is closed."""
         while (request := sys.stdin.readline().strip()) in ("environment", "code"):
-            self.send(**(imported_code() if request == "code" else process_facts(adapts_spinning=self.during_turn is not nullcontext)))
+            self.send(
+                **(
+                    imported_code()
+                    if request == "code"
+                    else process_facts(adapts_spinning=self.during_turn is not nullcontext)
+                )
+            )
         if not request:
             os._exit(0)  # without the shutdown of the trainer
         return request
@@ -67,16 +75,34 @@ class Gate:
                         self.send(error="no data is left: give a larger file")
                         os._exit(1)
                     counted = count(batch)
-                    useful, computed, flops = useful + counted.useful, computed + counted.computed, flops + self.flops(counted)
+                    useful, computed, flops = (
+                        useful + counted.useful,
+                        computed + counted.computed,
+                        flops + self.flops(counted),
+                    )
                     yield batch
                 synchronize()
                 seconds, cpu = time.perf_counter() - started, time.process_time() - processor
-            self.send(seconds=seconds, cpu=cpu, useful=useful, computed=computed, flops=flops, memory=peak_memory_mb(), **self.recorded)
+            self.send(
+                seconds=seconds,
+                cpu=cpu,
+                useful=useful,
+                computed=computed,
+                flops=flops,
+                memory=peak_memory_mb(),
+                **self.recorded,
+            )
 
     def flops(self, count: BatchCount) -> float:
         """Return the operations of forward and backward pass; attention is causal and limited to its sequence."""
         model = self.spec["model"]
-        attention = 6 * model["num_hidden_layers"] * model["num_attention_heads"] * model["head_dim"] * sum(length**2 for length in count.lengths)
+        attention = (
+            6
+            * model["num_hidden_layers"]
+            * model["num_attention_heads"]
+            * model["head_dim"]
+            * sum(length**2 for length in count.lengths)
+        )
         return 6.0 * self.spec["parameters"] * count.computed + attention
 
 
@@ -108,31 +134,54 @@ def state_of(spec: dict, *overrides: str) -> Any:
     return build_state([*spec["overrides"], *overrides])
 
 
-def ours(spec: dict, gate: Gate, packing: str = "best_fit", compile: str = "off", too_long: str = "", recompute: str = "none") -> None:
-    """The engine's training step. `reused_batches` of the spec: make this number before and reuse them, where the data is not measured.
+def ours(
+    spec: dict, gate: Gate, packing: str = "best_fit", compile: str = "off", too_long: str = "", recompute: str = "none"
+) -> None:
+    """The engine's training step. `reused_batches` of the spec: make this number before and reuse them, where the data
+    is not measured.
 
     `record_loss` of the spec: send the loss of each step, too.
     """
     with suppress(ModuleNotFoundError):  # an older checkout has no such module, and its command does not adapt
         from runner.engine.device.cpu.spinning import adapt_spinning, set_wait_policy
 
-        set_wait_policy()  # as the command does, before torch is imported; building the state does what else the command decides
-        gate.during_turn = adapt_spinning  # per turn: while this process is stopped, the load of the other cases is none that it meets
+        # as the command does, before torch is imported; building the state does what else the command decides
+        set_wait_policy()
+        # per turn: while this process is stopped, the load of the other cases is none that it meets
+        gate.during_turn = adapt_spinning
     from runner.engine.loop import train_step
 
-    overrides = [f"precision={spec['precision']}", f"data.packing={packing}", f"train.compile={compile}", "train.epochs=100"]
-    overrides += [f"train.activation_checkpointing={recompute}"] * (recompute != "none") + [f"data.too_long={too_long}"] * bool(too_long)
+    overrides = [
+        f"precision={spec['precision']}",
+        f"data.packing={packing}",
+        f"train.compile={compile}",
+        "train.epochs=100",
+    ]
+    overrides += [f"train.activation_checkpointing={recompute}"] * (recompute != "none") + [
+        f"data.too_long={too_long}"
+    ] * bool(too_long)
     state, rows = state_of(spec, *overrides), spec["rows"]
     if len(state.pipeline.train) < rows:
-        raise SystemExit(f"{len(state.pipeline.train)} packed sequences for steps of {rows} rows: give a larger file, or fewer --rows")
-    steps = (batches for epoch in range(100) for batches in state.loader.iter_epoch(epoch) if len(batches[0].input_ids) == rows)
+        raise SystemExit(
+            f"{len(state.pipeline.train)} packed sequences for steps of {rows} rows: give a larger file, or fewer --rows"
+        )
+    steps = (
+        batches
+        for epoch in range(100)
+        for batches in state.loader.iter_epoch(epoch)
+        if len(batches[0].input_ids) == rows
+    )
     if "reused_batches" in spec:
         steps = forever(list(itertools.islice(steps, spec["reused_batches"])))
 
     def count(batches: list) -> BatchCount:
         lengths = [int(length) for batch in batches for length in batch.lengths]
         padded = [batch.input_ids.shape[1] for batch in batches for _ in batch.input_ids]
-        return BatchCount(sum(lengths), sum(batch.input_ids.numel() for batch in batches), lengths if packing == "best_fit" else padded)
+        return BatchCount(
+            sum(lengths),
+            sum(batch.input_ids.numel() for batch in batches),
+            lengths if packing == "best_fit" else padded,
+        )
 
     for batches in gate.through(steps, count):
         output = train_step(state, batches, lr=1e-4)
@@ -144,18 +193,27 @@ def ours(spec: dict, gate: Gate, packing: str = "best_fit", compile: str = "off"
 def chosen_kernels(state: Any) -> str:
     """Return what the run has chosen by measuring; earlier checkouts have chosen only attention."""
     reasons = getattr(state, "kernel_reasons", None)
-    return getattr(state, "attention_reason", "") if reasons is None else "; ".join(f"{title}: {reason}" for title, reason in reasons.items())
+    return (
+        getattr(state, "attention_reason", "")
+        if reasons is None
+        else "; ".join(f"{title}: {reason}" for title, reason in reasons.items())
+    )
 
 
 def machine(spec: dict, gate: Gate) -> None:
-    """The peak of the machine: a large matrix product in this precision, or on a CPU in fp32 if that is faster, and a copy in memory."""
+    """The peak of the machine: a large matrix product in this precision, or on a CPU in fp32 if that is faster, and a
+    copy in memory.
+    """
     import torch
 
     device = "cuda" if torch.cuda.is_available() and spec.get("device") != "cpu" else "cpu"
     size, repeats = (8192, 10) if device == "cuda" else (2048, 1)
     torch.set_float32_matmul_precision("high" if spec["precision"] == "tf32" else "highest")
     dtype = torch.float32 if spec["precision"] in ("fp32", "tf32") else torch.bfloat16
-    products = [torch.randn(2, size, size, device=device, dtype=each) for each in ({dtype} if device == "cuda" else {dtype, torch.float32})]
+    products = [
+        torch.randn(2, size, size, device=device, dtype=each)
+        for each in ({dtype} if device == "cuda" else {dtype, torch.float32})
+    ]
     source = torch.ones(1 << 26, device=device)
     target = torch.empty_like(source)
 
@@ -170,6 +228,11 @@ def machine(spec: dict, gate: Gate) -> None:
         return seconds / calls, (time.process_time() - processor) / calls
 
     while gate.wait():
-        (product, cpu), (copy, _) = min(seconds_per_call(partial(torch.mm, *pair)) for pair in products), seconds_per_call(lambda: target.copy_(source))
+        (product, cpu), (copy, _) = (
+            min(seconds_per_call(partial(torch.mm, *pair)) for pair in products),
+            seconds_per_call(lambda: target.copy_(source)),
+        )
         copied = 2 * source.nbytes / copy
-        gate.send(seconds=product, cpu=cpu, useful=0, computed=0, flops=2.0 * size**3, copied=copied, memory=peak_memory_mb())
+        gate.send(
+            seconds=product, cpu=cpu, useful=0, computed=0, flops=2.0 * size**3, copied=copied, memory=peak_memory_mb()
+        )

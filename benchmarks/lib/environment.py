@@ -46,18 +46,31 @@ def process_facts(adapts_spinning: bool) -> dict[str, Any]:
     """Return what decides the speed of this process beside its code, as JSON values."""
     torch, libraries = sys.modules.get("torch"), set[str]()
     with suppress(OSError):
-        names = {Path(line.split()[-1]).name for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines() if "/" in line}
-        libraries = {name for name in names if name.startswith(("libgomp", "libiomp", "libomp", "libjemalloc", "libtcmalloc"))}
+        names = {
+            Path(line.split()[-1]).name
+            for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+            if "/" in line
+        }
+        libraries = {
+            name for name in names if name.startswith(("libgomp", "libiomp", "libomp", "libjemalloc", "libtcmalloc"))
+        }
     variables = recorded_variables(os.environ)
     allocator = sys.modules.get("runner.engine.device.cpu.allocator")
-    is_set_by_us = allocator is not None and allocator.keep_freed_memory.cache_info().currsize and not any(name.startswith("MALLOC_") for name in variables)
-    has_pool = is_set_by_us and hasattr(allocator, "pool_size") and allocator.pool_size()  # of another checkout (commits.py), the allocator may be older
+    is_set_by_us = (
+        allocator is not None
+        and allocator.keep_freed_memory.cache_info().currsize
+        and not any(name.startswith("MALLOC_") for name in variables)
+    )
+    # of another checkout (commits.py), the allocator may be older
+    has_pool = is_set_by_us and hasattr(allocator, "pool_size") and allocator.pool_size()
     return {
         "variables": variables,
         "threads": torch.get_num_threads() if torch else None,
         "libraries": sorted(libraries),
         "waiting": "sleeps beside other load" if adapts_spinning else "the library's",
-        "allocator": ("pool of large tensors" if has_pool else "keeps freed memory") if is_set_by_us else "malloc's own",
+        "allocator": ("pool of large tensors" if has_pool else "keeps freed memory")
+        if is_set_by_us
+        else "malloc's own",
         "has_engine": "runner.engine" in sys.modules,  # False for every other trainer
     }
 

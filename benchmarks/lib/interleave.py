@@ -1,6 +1,8 @@
-"""Cases that take turns, each in a process of its own (case_process.py), so that other load on the machine affects all of them.
+"""Cases that take turns, each in a process of its own (case_process.py), so that other load on the machine affects all
+of them.
 
-A process is stopped while it waits for its turn: its OpenMP threads, which may spin for as long as they wait, and its other threads take no core.
+A process is stopped while it waits for its turn: its OpenMP threads, which may spin for as long as they wait, and its
+other threads take no core.
 """
 
 from __future__ import annotations
@@ -24,14 +26,17 @@ from lib.environment import OWN, thread_settings, with_setting
 from lib.runs import compose_run
 
 ENVIRONMENT = dict(os.environ)  # of the user: modules that are imported later may add variables
-TRIAL_TURNS, MIN_GAIN = 5, 1.01  # of a setting against the best before it: number of turns, and relative speed from which it is better
+# of a setting against the best before it: number of turns, and relative speed from which it is better
+TRIAL_TURNS, MIN_GAIN = 5, 1.01
 Step = dict[str, Any]  # one turn, as cases.Gate sends it
 
 
 class CaseProcess:
-    """A process that does one turn, of one or more steps, per request. `spec["case"]` names the case; `variables`: of its setting, None for OWN.
+    """A process that does one turn, of one or more steps, per request. `spec["case"]` names the case; `variables`: of
+    its setting, None for OWN.
 
-    `spec["checkout"]`, if it is there: the folder of another checkout whose packages the process imports. `spec["variables"]`: added to its environment.
+    `spec["checkout"]`, if it is there: the folder of another checkout whose packages the process imports.
+    `spec["variables"]`: added to its environment.
     """
 
     def __init__(self, name: str, spec: dict, setting: str = OWN, variables: dict[str, str] | None = None) -> None:
@@ -46,7 +51,9 @@ class CaseProcess:
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,
-            env=with_setting(ENVIRONMENT, variables) | spec.get("variables", {}) | import_variables(spec.get("checkout")),
+            env=with_setting(ENVIRONMENT, variables)
+            | spec.get("variables", {})
+            | import_variables(spec.get("checkout")),
             cwd=spec.get("checkout"),  # the first folder from which `python -m` imports
             process_group=0,  # the kernel ends a group with a stopped process when the parent dies
         )
@@ -57,7 +64,11 @@ class CaseProcess:
         if not self.failed:
             self.facts = self.request("environment")
             self.first_steps, self.steps = self.steps, []
-        if not self.failed and "checkout" in spec and (folders := self.request("code")["folders"]) != [spec["checkout"]]:
+        if (
+            not self.failed
+            and "checkout" in spec
+            and (folders := self.request("code")["folders"]) != [spec["checkout"]]
+        ):
             self.failed = True
             self.steps.append({"error": f"the process has imported {', '.join(folders)} instead of {spec['checkout']}"})
 
@@ -76,7 +87,8 @@ class CaseProcess:
 
     def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError):
-            os.kill(self.process.pid, number)  # not its group: a subprocess that is stopped before it executes its program holds up its parent
+            # not its group: a subprocess that is stopped before it executes its program holds up its parent
+            os.kill(self.process.pid, number)
 
     def step(self) -> Step:
         self.steps.append(self.request("step"))
@@ -84,7 +96,9 @@ class CaseProcess:
 
     def last_error_line(self) -> str:
         self.errors.seek(0)
-        return next((line for line in reversed(self.errors.read().splitlines()) if line.strip()), "ended without a message")
+        return next(
+            (line for line in reversed(self.errors.read().splitlines()) if line.strip()), "ended without a message"
+        )
 
     def close(self) -> None:
         assert self.process.stdin
@@ -99,14 +113,23 @@ class CaseProcess:
 
 
 def import_variables(checkout: str | None) -> dict[str, str]:
-    """Return the variables with which a process imports the packages of `checkout`, None: of this one, and the benchmarks of this one."""
+    """Return the variables with which a process imports the packages of `checkout`, None: of this one, and the
+    benchmarks of this one.
+    """
     first = [] if checkout is None else [checkout]
-    variables = {"PYTHONPATH": os.pathsep.join([*first, str(ROOT / "benchmarks"), *filter(None, [ENVIRONMENT.get("PYTHONPATH")])])}
+    variables = {
+        "PYTHONPATH": os.pathsep.join(
+            [*first, str(ROOT / "benchmarks"), *filter(None, [ENVIRONMENT.get("PYTHONPATH")])]
+        )
+    }
     return variables if checkout is None else variables | {CHECKOUT_VARIABLE: checkout}
 
 
-def start_cases(specs: Iterable[tuple[str, dict]], with_best: bool, started: list[CaseProcess]) -> tuple[list[CaseProcess], list[str]]:
-    """Return the cases after their first steps, and a message per case that failed. Every process is added to `started`.
+def start_cases(
+    specs: Iterable[tuple[str, dict]], with_best: bool, started: list[CaseProcess]
+) -> tuple[list[CaseProcess], list[str]]:
+    """Return the cases after their first steps, and a message per case that failed. Every process is added to
+    `started`.
 
     `with_best`: a case is followed by itself with the best thread setting, where that is better than OWN.
     """
@@ -139,14 +162,19 @@ def is_better(challenger: CaseProcess, best: CaseProcess) -> bool:
     """Let both take turns; return whether the first is faster. Their steps are forgotten."""
     is_complete = not any("error" in case.step() for _ in range(TRIAL_TURNS) for case in (best, challenger))
     gain = ratio(tokens_per_second, challenger, best) if is_complete else 0.0
-    print(f"{challenger.name}, {challenger.precision}, {challenger.setting}: {gain:.3f} times the speed of {best.setting}", file=sys.stderr)
+    print(
+        f"{challenger.name}, {challenger.precision}, {challenger.setting}: {gain:.3f} times the speed of {best.setting}",
+        file=sys.stderr,
+    )
     challenger.steps.clear()
     best.steps.clear()
     return gain > MIN_GAIN
 
 
 def run_rounds(cases: list[CaseProcess], rounds: int) -> list[str]:
-    """Run one turn of each case per round. A case that fails is closed and removed from `cases`; returns a message for each."""
+    """Run one turn of each case per round. A case that fails is closed and removed from `cases`; returns a message for
+    each.
+    """
     messages = []
     for number in range(rounds):
         for case in list(cases):
@@ -162,8 +190,12 @@ def run_rounds(cases: list[CaseProcess], rounds: int) -> list[str]:
     return messages
 
 
-def measure(specs: Iterable[tuple[str, dict]], rounds: int, with_best: bool = False) -> tuple[list[CaseProcess], list[str]]:
-    """Start the cases, run all rounds and end their processes; return the cases that did not fail, and the messages of the others."""
+def measure(
+    specs: Iterable[tuple[str, dict]], rounds: int, with_best: bool = False
+) -> tuple[list[CaseProcess], list[str]]:
+    """Start the cases, run all rounds and end their processes; return the cases that did not fail, and the messages of
+    the others.
+    """
     started = list[CaseProcess]()
     try:
         cases, messages = start_cases(specs, with_best, started)
@@ -182,7 +214,9 @@ def flops_per_second(step: Step, clock: str = "seconds") -> float:
     return step["flops"] / step[clock]
 
 
-def round_ratios(value: Callable[[Step, str], float], case: CaseProcess, other: CaseProcess, clock: str = "seconds") -> list[float]:
+def round_ratios(
+    value: Callable[[Step, str], float], case: CaseProcess, other: CaseProcess, clock: str = "seconds"
+) -> list[float]:
     return [value(mine, clock) / value(others, clock) for mine, others in zip(case.steps, other.steps, strict=True)]
 
 
@@ -191,10 +225,14 @@ def ratio(value: Callable[[Step, str], float], case: CaseProcess, other: CasePro
     return statistics.median(round_ratios(value, case, other, clock))
 
 
-def case_spec(overrides: list[str], *, stage: str, path: str, tokenizer: str, rows: int, length: int, folder: str) -> dict[str, Any]:
-    """Return the spec of the cases. Rows are tokenized here, so that no first step contains it. `rows` per step, `length` tokens per row.
+def case_spec(
+    overrides: list[str], *, stage: str, path: str, tokenizer: str, rows: int, length: int, folder: str
+) -> dict[str, Any]:
+    """Return the spec of the cases. Rows are tokenized here, so that no first step contains it. `rows` per step,
+    `length` tokens per row.
 
-    Its file `tokens` has all rows concatenated: other trainers cut sequences of equal length from it, in processes that import none of our code.
+    Its file `tokens` has all rows concatenated: other trainers cut sequences of equal length from it, in processes that
+    import none of our code.
     """
     import numpy as np
     import torch
@@ -212,9 +250,23 @@ def case_spec(overrides: list[str], *, stage: str, path: str, tokenizer: str, ro
     build_data_pipeline(config, Tokenizer.load(Path(tokenizer)))
     unpacked = compose_run([*overrides, "data.packing=none", "data.too_long=auto"])
     rows_of_file = build_data_pipeline(unpacked, Tokenizer.load(Path(tokenizer))).train
-    ids = np.concatenate([sequence.ids for index in range(len(rows_of_file)) for row in rows_of_file[index] for sequence in row.sequences[:1]])
+    ids = np.concatenate(
+        [
+            sequence.ids
+            for index in range(len(rows_of_file))
+            for row in rows_of_file[index]
+            for sequence in row.sequences[:1]
+        ]
+    )
     np.save(f"{folder}/tokens.npy", ids)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in create_model(config.model).parameters())
-    spec = {"overrides": overrides, "model": dataclasses.asdict(config.model), "parameters": parameters, "stage": stage, "rows": rows, "length": length}
+    spec = {
+        "overrides": overrides,
+        "model": dataclasses.asdict(config.model),
+        "parameters": parameters,
+        "stage": stage,
+        "rows": rows,
+        "length": length,
+    }
     return spec | {"tokens": f"{folder}/tokens.npy"}

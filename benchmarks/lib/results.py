@@ -16,7 +16,18 @@ from typing import Any
 from lib import ROOT
 from lib.environment import LIMITS, recorded_variables
 
-INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve", "i8mm")
+INSTRUCTION_SETS = (
+    "avx2",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_tile",
+    "amx_bf16",
+    "asimd",
+    "bf16",
+    "sve",
+    "i8mm",
+)
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -25,7 +36,9 @@ def result_parser(doc: str | None, *, needs_disk: str = "") -> argparse.Argument
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="store the result in benchmarks/results/")
     if needs_disk:
-        parser.add_argument("--folder", default=ROOT / "outputs", type=Path, help=f"where to write {needs_disk} (default: outputs/)")
+        parser.add_argument(
+            "--folder", default=ROOT / "outputs", type=Path, help=f"where to write {needs_disk} (default: outputs/)"
+        )
     return parser
 
 
@@ -34,7 +47,9 @@ def report_result(name: str, title: str, command: str, table: str, write: bool) 
     print(table)
     if write:
         RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{name}.md").write_text(f"# {title}\n\n`{command}`. {machine_line()}.\n\n{table}\n", encoding="utf-8")
+        (RESULTS / f"{name}.md").write_text(
+            f"# {title}\n\n`{command}`. {machine_line()}.\n\n{table}\n", encoding="utf-8"
+        )
 
 
 def write_numbers(name: str, numbers: dict[str, Any]) -> None:
@@ -50,10 +65,14 @@ def thread_setting() -> str:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return the processor, its cores and instruction sets for matrix products, and the variables that choose threads and kernels."""
+    """Return the processor, its cores and instruction sets for matrix products, and the variables that choose threads
+    and kernels.
+    """
     fields: dict[str, str] = {}
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines():
+        for line in (
+            Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines()
+        ):
             name, _, value = line.partition(":")
             fields[name.strip()] = value.strip()
     flags = (fields.get("flags") or fields.get("Features") or "").split()
@@ -68,9 +87,7 @@ def machine_facts() -> dict[str, Any]:
 def machine_line() -> str:
     facts = machine_facts()
     variables = " ".join(f"{name}={value}" for name, value in facts["variables"].items())
-    return (
-        f"{facts['cores']} cores, {facts['processor']}, {' '.join(facts['instruction_sets']) or 'instruction sets unknown'}, {variables or 'environment unset'}"
-    )
+    return f"{facts['cores']} cores, {facts['processor']}, {' '.join(facts['instruction_sets']) or 'instruction sets unknown'}, {variables or 'environment unset'}"
 
 
 def machine_name(facts: dict[str, Any]) -> str:
@@ -78,7 +95,9 @@ def machine_name(facts: dict[str, Any]) -> str:
     processor = re.sub(r"\((R|TM|r|tm)\)|\b(Processor|CPU)\b|@.*", " ", facts["processor"])
     sets = " ".join(facts.get("instruction_sets", ()))
     highest = next((name for name in ("amx", "avx512", "avx2", "sve", "asimd") if name in sets), "")
-    limits = dict.fromkeys(f"as {facts['variables'][name].upper()}" for name in LIMITS if name in facts.get("variables", {}))
+    limits = dict.fromkeys(
+        f"as {facts['variables'][name].upper()}" for name in LIMITS if name in facts.get("variables", {})
+    )
     return " ".join(f"{processor} {highest} {facts['cores']} cores {' '.join(limits)}".split())
 
 

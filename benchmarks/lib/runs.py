@@ -12,7 +12,8 @@ from typing import Any
 from lib import ROOT
 
 SAMPLES = ROOT / "data" / "samples"
-NO_EXTRAS = ["train.eval_every=0", "train.save_every=0", "train.sample_every=0", "tracker.console=quiet"]  # train and save at the end, nothing else
+# train and save at the end, nothing else
+NO_EXTRAS = ["train.eval_every=0", "train.save_every=0", "train.sample_every=0", "tracker.console=quiet"]
 
 
 def train_command(*overrides: str) -> list[str]:
@@ -30,7 +31,9 @@ def run_train(*overrides: str, threads: int | None = None) -> None:
 def run_self(script: str, *arguments: str) -> str:
     """Run a benchmark script again in a process of its own with one thread; return its output."""
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, script, *arguments], check=True, stdout=subprocess.PIPE, text=True, env=env).stdout
+    return subprocess.run(
+        [sys.executable, script, *arguments], check=True, stdout=subprocess.PIPE, text=True, env=env
+    ).stdout
 
 
 def compose_run(overrides: list[str]) -> Any:
@@ -47,7 +50,9 @@ def build_state(overrides: list[str], run_dir: Path | None = None) -> Any:
     """Return the TrainState of a run before its first step."""
     from runner.engine.build import build_run
 
-    return build_run(compose_run(overrides), run_dir or Path(tempfile.mkdtemp()), attempt=1, update_metadata=lambda **fields: None)
+    return build_run(
+        compose_run(overrides), run_dir or Path(tempfile.mkdtemp()), attempt=1, update_metadata=lambda **fields: None
+    )
 
 
 def resident_mib() -> float:

@@ -1,4 +1,6 @@
-"""Table over machines of the results of speed.py: our compiled step relative to each other trainer, and its share of the matrix peak."""
+"""Table over machines of the results of speed.py: our compiled step relative to each other trainer, and its share of
+the matrix peak.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ Case = dict[str, Any]
 
 
 def summary_table(results: Iterable[dict[str, Any]]) -> str:
-    """Return the table of `results`, the numbers that speed.py has stored: machines from the worst to the best ratio, and so the workloads of each."""
+    """Return the table of `results`, the numbers that speed.py has stored: machines from the worst to the best ratio,
+    and so the workloads of each.
+    """
     rows = [row for numbers in results for row in summary_rows(numbers)]
     worst: dict[str, float] = {}
     for row in rows:
@@ -24,7 +28,14 @@ def summary_table(results: Iterable[dict[str, Any]]) -> str:
     others = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
     lines = [["machine", "workload", "share of peak", *others], ["---"] * (3 + len(others))]
     for row in rows:
-        lines.append([row["machine"], row["workload"], f"{row['share_of_peak']:.1%}", *(cell(row["ratios"].get(name)) for name in others)])
+        lines.append(
+            [
+                row["machine"],
+                row["workload"],
+                f"{row['share_of_peak']:.1%}",
+                *(cell(row["ratios"].get(name)) for name in others),
+            ]
+        )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -47,7 +58,9 @@ def summary_rows(numbers: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def pair(cases: list[Case], name: str) -> tuple[Case, Case] | None:
-    """Return the case in the environment of its users and in its best one, which may be the same; None if it was not measured."""
+    """Return the case in the environment of its users and in its best one, which may be the same; None if it was not
+    measured.
+    """
     found = {case.get("setting", OWN) == OWN: case for case in cases if case["case"] == name}
     return (found[True], found.get(False, found[True])) if True in found else None
 

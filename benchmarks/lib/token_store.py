@@ -13,7 +13,14 @@ MEAN_LOG_LENGTH = 5.3  # of the rows: the median is 200 tokens
 def store_overrides(folder: Path) -> list[str]:
     """Return the overrides of a run that reads the store in `folder`."""
     path, cache = folder / "rows.jsonl", folder / "cache"
-    return ["stage=pretrain", f"data.path={path}", f"data.cache={cache}", "data.max_length=512", "data.val_path=null", "train.batch_size=1"]
+    return [
+        "stage=pretrain",
+        f"data.path={path}",
+        f"data.cache={cache}",
+        "data.max_length=512",
+        "data.val_path=null",
+        "train.batch_size=1",
+    ]
 
 
 def store_config(folder: Path) -> Any:
@@ -23,7 +30,9 @@ def store_config(folder: Path) -> Any:
 
 
 def write_random_store(folder: Path, size: int) -> int:
-    """Write a small JSONL file and, under its cache key, a store of `size` bytes of tokens instead of its own. Return the number of rows."""
+    """Write a small JSONL file and, under its cache key, a store of `size` bytes of tokens instead of its own. Return
+    the number of rows.
+    """
     import numpy as np
 
     from data.store.writer import write_store
@@ -44,6 +53,16 @@ def write_random_store(folder: Path, size: int) -> int:
             count, tokens = len(lengths), generator.integers(0, 6400, lengths.sum()).astype(np.int32)
             spans = np.stack([np.ones(count, np.int64), lengths], 1).astype(np.int32)
             stats = RowStats(read=count, kept=count, tokens=len(tokens), loss_tokens=len(tokens) - count)
-            writer.append(EncodedBlock(tokens, lengths, spans, np.ones(count, np.int64), np.arange(rows, rows + count), np.ones(count, np.float32), stats))
+            writer.append(
+                EncodedBlock(
+                    tokens,
+                    lengths,
+                    spans,
+                    np.ones(count, np.int64),
+                    np.arange(rows, rows + count),
+                    np.ones(count, np.float32),
+                    stats,
+                )
+            )
             rows += count
     return rows

@@ -1,4 +1,6 @@
-"""Other trainers, each driven by the batches it is given (cases.Gate). Their packages are imported in the process that measures them."""
+"""Other trainers, each driven by the batches it is given (cases.Gate). Their packages are imported in the process that
+measures them.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,22 @@ def transformers_model(spec: dict) -> Any:
     if folder := spec.get("model_folder"):
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_cache=False)
     torch.manual_seed(0)
-    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps")
+    names = (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "rms_norm_eps",
+    )
     settings = {name: spec["model"][name] for name in names}
-    return Qwen3ForCausalLM(Qwen3Config(**settings, tie_word_embeddings=True, rope_theta=1e6, max_position_embeddings=32768, use_cache=False))
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            **settings, tie_word_embeddings=True, rope_theta=1e6, max_position_embeddings=32768, use_cache=False
+        )
+    )
 
 
 def training_arguments(spec: dict, compiled: bool) -> dict[str, Any]:
@@ -107,20 +122,30 @@ def trl(spec: dict, gate: Gate, packing: bool) -> None:
             return GatedLoader(super().get_train_dataloader(), gate, count)
 
     rows = Dataset.from_list([json.loads(line) for line in Path(spec["files"]["messages"]).read_text().splitlines()])
-    settings = SFTConfig(**training_arguments(spec, False), max_length=spec["length"], packing=packing, gradient_checkpointing=False)
+    settings = SFTConfig(
+        **training_arguments(spec, False), max_length=spec["length"], packing=packing, gradient_checkpointing=False
+    )
     tokenizer = AutoTokenizer.from_pretrained(spec["tokenizer"])
     GatedTrainer(model=transformers_model(spec), args=settings, train_dataset=rows, processing_class=tokenizer).train()
 
 
 def minimind(spec: dict, gate: Gate) -> None:
-    """Its own script, changed in the shape of the model, the source of tokenizer and weights, autocast on a CPU, and the data loader."""
-    script = Path(spec["minimind"]) / "trainer" / ("train_pretrain.py" if spec["stage"] == "pretrain" else "train_full_sft.py")
+    """Its own script, changed in the shape of the model, the source of tokenizer and weights, autocast on a CPU, and
+    the data loader.
+    """
+    script = (
+        Path(spec["minimind"])
+        / "trainer"
+        / ("train_pretrain.py" if spec["stage"] == "pretrain" else "train_full_sft.py")
+    )
     source = script.read_text(encoding="utf-8")
     if spec["precision"] == "bf16":
         source = source.replace('nullcontext() if device_type == "cpu"', "torch.autocast(device_type, dtype) if True")
     shape = {name: spec["model"][name] for name in ("num_key_value_heads", "intermediate_size", "vocab_size")}
     source = source.replace("MiniMindConfig(hidden_size", f"MiniMindConfig(**{shape}, hidden_size")
-    source = source.replace("init_model(lm_config, ", f"init_model(lm_config, tokenizer_path={spec['tokenizer']!r}, from_weight=")
+    source = source.replace(
+        "init_model(lm_config, ", f"init_model(lm_config, tokenizer_path={spec['tokenizer']!r}, from_weight="
+    )
     source = re.sub(r"from_weight=args\.from_weight", "from_weight='none'", source)
     source = source.replace("loader = DataLoader(", "loader = gated_loader(")
     folder = Path(tempfile.mkdtemp()) / "trainer"  # the script uses paths relative to ../
@@ -150,7 +175,9 @@ def tensor_batches(spec: dict, gate: Gate) -> Iterator[Any]:
     """Yield tensors of token ids of equal length (rows, length), through the gate."""
     import torch
 
-    batches = [{"input_ids": ids} for ids in torch.tensor(equal_lengths(spec)).split(spec["rows"]) if len(ids) == spec["rows"]]
+    batches = [
+        {"input_ids": ids} for ids in torch.tensor(equal_lengths(spec)).split(spec["rows"]) if len(ids) == spec["rows"]
+    ]
     for batch in gate.through(forever(batches), count_all):
         yield batch["input_ids"]
 

@@ -1,3 +1,6 @@
-"""How long a client of a server of this program may take for the headers of a request: connections that send them slowly, or none, would take all places."""
+"""How long a client of a server of this program may take for the headers of a request: connections that send them
+slowly, or none, would take all places.
+"""
 
-HEADER_SECONDS = 20  # from the first byte, or from the connection if none comes, to the end of the headers; no byte moves the deadline
+# from the first byte, or from the connection if none comes, to the end of the headers; no byte moves the deadline
+HEADER_SECONDS = 20

@@ -15,7 +15,9 @@ CGROUP_LIMITS = ("memory.max", "memory.limit_in_bytes")  # cgroup 2, 1
 
 
 def machine_memory() -> int:
-    """Return the bytes of memory that this process could get at most: of the machine, its container, or its `ulimit -v`."""
+    """Return the bytes of memory that this process could get at most: of the machine, its container, or its `ulimit
+    -v`.
+    """
     return smallest_limit()[0]
 
 
@@ -30,7 +32,8 @@ def smallest_limit() -> tuple[int, str]:
 
 
 def memory_cgroups() -> list[Path]:
-    """Return the folders of the control groups that limit the memory of this process: its own, and those that they are in.
+    """Return the folders of the control groups that limit the memory of this process: its own, and those that they are
+    in.
 
     In a container the path of its own may be that of the host: then only the root of the container exists.
     """
@@ -48,7 +51,8 @@ def memory_cgroups() -> list[Path]:
 
 @contextmanager
 def allocating_at_most(size: int) -> Iterator[None]:
-    """Let allocations of this process fail, with MemoryError, that would enlarge its address space by more than `size` bytes.
+    """Let allocations of this process fail, with MemoryError, that would enlarge its address space by more than `size`
+    bytes.
 
     The limit is that of the whole process: other threads should be idle.
     """

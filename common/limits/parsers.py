@@ -21,11 +21,18 @@ TOO_DEEP = f"nested deeper than {MAX_NESTING} levels"
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Return the value of a JSON text. Raises ValueError for one that is invalid or beyond the limits: also for an object with a name twice,
-    NaN, and a number that is infinite as a float."""
+    """Return the value of a JSON text. Raises ValueError for one that is invalid or beyond the limits: also for an
+    object with a name twice, NaN, and a number that is infinite as a float.
+    """
     check_json_size(text)
     try:
-        value = json.loads(text, object_pairs_hook=_unique_names, parse_float=_finite_float, parse_int=_bounded_int, parse_constant=_refuse_constant)
+        value = json.loads(
+            text,
+            object_pairs_hook=_unique_names,
+            parse_float=_finite_float,
+            parse_int=_bounded_int,
+            parse_constant=_refuse_constant,
+        )
     except RecursionError as error:
         raise ValueError(TOO_DEEP) from error
     check_nesting(value)
@@ -34,7 +41,11 @@ def parse_json(text: bytes | str) -> Any:
 
 def check_json_size(text: bytes | str) -> None:
     """Raise ValueError if a JSON text has more than MAX_JSON_VALUES values. Commas and brackets in strings count, too."""
-    count = text.count(b",") + text.count(b"[") + text.count(b"{") if isinstance(text, bytes) else text.count(",") + text.count("[") + text.count("{")
+    count = (
+        text.count(b",") + text.count(b"[") + text.count(b"{")
+        if isinstance(text, bytes)
+        else text.count(",") + text.count("[") + text.count("{")
+    )
     if count > MAX_JSON_VALUES:
         raise ValueError(f"more than {MAX_JSON_VALUES:,} values")
 
@@ -46,7 +57,12 @@ def check_nesting(value: Any) -> None:
         depth += 1
         if depth > MAX_NESTING:
             raise ValueError(TOO_DEEP)
-        level = [item for parent in level for item in (parent.values() if type(parent) is dict else parent) if type(item) in (dict, list)]
+        level = [
+            item
+            for parent in level
+            for item in (parent.values() if type(parent) is dict else parent)
+            if type(item) in (dict, list)
+        ]
 
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -75,8 +91,9 @@ def _refuse_constant(name: str) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value of a YAML document. Raises ValueError for one that is invalid or beyond the limits: also for an anchor, an alias, a tag,
-    a mapping with a key twice, NaN and infinity."""
+    """Return the value of a YAML document. Raises ValueError for one that is invalid or beyond the limits: also for an
+    anchor, an alias, a tag, a mapping with a key twice, NaN and infinity.
+    """
     import yaml
 
     try:
@@ -86,13 +103,16 @@ def parse_yaml(text: str) -> Any:
             value = loader.get_single_data()
         finally:
             loader.dispose()
-    except (yaml.YAMLError, RecursionError, TypeError, AttributeError, OverflowError) as error:  # TypeError: a list as a key; AttributeError: `!!` forms
+    # TypeError: a list as a key; AttributeError: `!!` forms
+    except (yaml.YAMLError, RecursionError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(str(error) or TOO_DEEP) from error
     return value
 
 
 def _check_yaml(text: str) -> None:
-    """Raise ValueError for what would take much time or memory to construct. Reads events one by one, and builds nothing."""
+    """Raise ValueError for what would take much time or memory to construct. Reads events one by one, and builds
+    nothing.
+    """
     import yaml
 
     depth = count = 0
@@ -110,7 +130,12 @@ def _check_yaml(text: str) -> None:
             raise ValueError("YAML anchors and aliases are not allowed")  # a few lines of them expand to gigabytes
         if (tag := getattr(event, "tag", None)) is not None:
             raise ValueError(f"YAML tags are not allowed, got {tag[:40]}")
-        if isinstance(event, yaml.ScalarEvent) and not event.style and len(event.value) > MAX_DIGITS and NUMBER.fullmatch(event.value):
+        if (
+            isinstance(event, yaml.ScalarEvent)
+            and not event.style
+            and len(event.value) > MAX_DIGITS
+            and NUMBER.fullmatch(event.value)
+        ):
             raise ValueError(f"a number of more than {MAX_DIGITS} characters")
 
 

@@ -1,6 +1,8 @@
-"""Regular expressions that another may have written: matched in a process with limits, which ends them if they take too long.
+"""Regular expressions that another may have written: matched in a process with limits, which ends them if they take too
+long.
 
-`re` searches by trial: `(a+)+b` takes time that doubles with each letter. The process is this file, started by its path; it needs the standard library only.
+`re` searches by trial: `(a+)+b` takes time that doubles with each letter. The process is this file, started by its
+path; it needs the standard library only.
 """
 
 from __future__ import annotations
@@ -18,20 +20,26 @@ OWN_LIMIT = 30  # seconds until a process that gets no processor time is given u
 
 
 def match_patterns(patterns: list[str], texts: list[str]) -> list[list[bool]]:
-    """Return for each pattern which texts it matches as a whole. Raises ValueError, naming the pattern, for one that is invalid or beyond the limits."""
+    """Return for each pattern which texts it matches as a whole. Raises ValueError, naming the pattern, for one that is
+    invalid or beyond the limits.
+    """
     if too_long := next((pattern for pattern in patterns if len(pattern) > MAX_MATCHED_CHARACTERS), None):
-        raise ValueError(f"{too_long[:60]}... has {len(too_long):,} characters, at most {MAX_MATCHED_CHARACTERS:,} are allowed")
+        raise ValueError(
+            f"{too_long[:60]}... has {len(too_long):,} characters, at most {MAX_MATCHED_CHARACTERS:,} are allowed"
+        )
     request = json.dumps([patterns, texts]).encode()
     try:
         ended = subprocess.run(
-            [sys.executable, "-I", "-S", __file__, str(MATCH_SECONDS)], input=request, capture_output=True, timeout=OWN_LIMIT, process_group=0
+            [sys.executable, "-I", "-S", __file__, str(MATCH_SECONDS)],
+            input=request,
+            capture_output=True,
+            timeout=OWN_LIMIT,
+            process_group=0,
         )
     except subprocess.TimeoutExpired as error:
         raise ValueError(f"{_shortened(patterns)}: no result after {OWN_LIMIT} seconds") from error
     if ended.returncode:
-        problem = (
-            f"it takes more than {MATCH_SECONDS} seconds or {MATCH_MEMORY >> 20} MiB for {len(texts):,} names; e.g. a repetition inside of a repetition does"
-        )
+        problem = f"it takes more than {MATCH_SECONDS} seconds or {MATCH_MEMORY >> 20} MiB for {len(texts):,} names; e.g. a repetition inside of a repetition does"
         lines = ended.stderr.decode(errors="replace").splitlines()
         raise ValueError(lines[-1] if ended.returncode == 1 and lines else f"{_shortened(patterns)}: {problem}")
     matched: list[list[bool]] = json.loads(ended.stdout)

@@ -1,7 +1,8 @@
 """Micro-batches: encoded rows as tensors, padded to one width.
 
-Shapes: R batch rows, T tokens of a batch row, S documents. A document is one token sequence of an encoded row: a row has one,
-a preference pair two. Without packing each document is a batch row (R = S); a packed sequence holds several (R < S).
+Shapes: R batch rows, T tokens of a batch row, S documents. A document is one token sequence of an encoded row: a row
+has one, a preference pair two. Without packing each document is a batch row (R = S); a packed sequence holds several (R
+< S).
 """
 
 from __future__ import annotations
@@ -58,13 +59,16 @@ class UnpackedSequences:
 
 @dataclass
 class Batch:
-    """One micro-batch, padded on the right. Preference pairs: document p is the chosen sequence of pair p, document S / 2 + p its rejected one."""
+    """One micro-batch, padded on the right. Preference pairs: document p is the chosen sequence of pair p, document S /
+    2 + p its rejected one.
+    """
 
     input_ids: Tensor  # (R, T)
     labels: Tensor  # (R, T) the next token, IGNORE_INDEX for a token without loss
     lengths: Tensor  # (S,) tokens of each document
     names: list[str]  # file:line of each encoded row; empty for a dummy batch
-    document_ids: Tensor | None = None  # (R, T) packed: the document of each token, PADDING for none; None: batch row r is document r
+    # (R, T) packed: the document of each token, PADDING for none; None: batch row r is document r
+    document_ids: Tensor | None = None
     position_ids: Tensor | None = None  # (R, T) packed: position of each token in its document
     loss_weights: Tensor | None = None  # (R, T) fp32: weight of each label in the loss, 0 without one; None: all are 1
 
@@ -93,17 +97,26 @@ class Batch:
         return int(self.lengths.numpy().sum()) if self.names else 0
 
     def as_dummy(self) -> Batch:
-        """Return a batch of the same shape without labels: for a rank that has no more rows while other ranks still have some."""
+        """Return a batch of the same shape without labels: for a rank that has no more rows while other ranks still
+        have some.
+        """
         return dataclasses.replace(self, labels=torch.full_like(self.labels, IGNORE_INDEX), loss_weights=None, names=[])
 
     def to(self, device: torch.device) -> Batch:
-        is_cuda = device.type == "cuda"  # from pinned memory; mps reads a tensor later, when its memory may be another's
-        moved = {name: None if tensor is None else tensor.to(device, non_blocking=is_cuda) for name, tensor in self._tensors.items()}
+        # from pinned memory; mps reads a tensor later, when its memory may be another's
+        is_cuda = device.type == "cuda"
+        moved = {
+            name: None if tensor is None else tensor.to(device, non_blocking=is_cuda)
+            for name, tensor in self._tensors.items()
+        }
         return Batch(names=self.names, **moved)  # type: ignore[arg-type]  # the fields of a batch, by name
 
     def pin_memory(self) -> Batch:
         """Copy to pinned memory, for asynchronous copies to a GPU."""
-        return Batch(names=self.names, **{name: None if tensor is None else tensor.pin_memory() for name, tensor in self._tensors.items()})  # type: ignore[arg-type]  # as in `to`
+        return Batch(
+            names=self.names,
+            **{name: None if tensor is None else tensor.pin_memory() for name, tensor in self._tensors.items()},  # type: ignore[arg-type]  # as in `to`
+        )
 
     def to_bytes(self) -> bytes:
         """Return the batch as bytes, for a pipe."""
@@ -137,10 +150,14 @@ def collate(sequences: list[list[EncodedRow]], pad_id: int, packed: bool) -> Bat
     """Return the batch of `sequences`: packed, one batch row per sequence; else one per document."""
     rows = [row for sequence in sequences for row in sequence]
     per_row = len(rows[0].sequences)
-    documents = [[(part * len(rows) + i, row.sequences[part]) for part in range(per_row)] for i, row in enumerate(rows)]  # (id, tokens)
+    # (id, tokens)
+    documents = [[(part * len(rows) + i, row.sequences[part]) for part in range(per_row)] for i, row in enumerate(rows)]
     if packed:
         ends = np.cumsum([len(sequence) for sequence in sequences]).tolist()
-        batch_rows = [[document for row in documents[end - len(sequence) : end] for document in row] for end, sequence in zip(ends, sequences, strict=True)]
+        batch_rows = [
+            [document for row in documents[end - len(sequence) : end] for document in row]
+            for end, sequence in zip(ends, sequences, strict=True)
+        ]
     else:
         batch_rows = [[row[part]] for part in range(per_row) for row in documents]
     width = max(sum(len(tokens.ids) - 1 for _, tokens in batch_row) for batch_row in batch_rows)
@@ -164,5 +181,11 @@ def collate(sequences: list[list[EncodedRow]], pad_id: int, packed: bool) -> Bat
             lengths[document_id] = length
             start += length
     layout = (torch.from_numpy(document_ids), torch.from_numpy(position_ids)) if packed else (None, None)
-    batch = Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), torch.from_numpy(lengths), [row.name for row in rows], *layout)
+    batch = Batch(
+        torch.from_numpy(input_ids),
+        torch.from_numpy(labels),
+        torch.from_numpy(lengths),
+        [row.name for row in rows],
+        *layout,
+    )
     return batch if loss_weights is None else dataclasses.replace(batch, loss_weights=torch.from_numpy(loss_weights))

@@ -1,9 +1,11 @@
-"""Processes that prepare micro-batches in advance, and what is known of one that does not: which, where it was, how it ended.
+"""Processes that prepare micro-batches in advance, and what is known of one that does not: which, where it was, how it
+ended.
 
-torch's DataLoader is not used for three reasons. It sends batches through shared memory and passed file descriptors, so that a full
-/dev/shm or `ulimit -n` ends in a bus error or a hang; here they go through a pipe. When a worker dies, it raises from a signal handler,
-which may be in the middle of an optimizer step; here the error is raised where the batch is requested. And it waits without hearing a
-stop request. Workers need no requests: which batches an index has is a function of the step.
+torch's DataLoader is not used for three reasons. It sends batches through shared memory and passed file descriptors, so
+that a full /dev/shm or `ulimit -n` ends in a bus error or a hang; here they go through a pipe. When a worker dies, it
+raises from a signal handler, which may be in the middle of an optimizer step; here the error is raised where the batch
+is requested. And it waits without hearing a stop request. Workers need no requests: which batches an index has is a
+function of the step.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class BatchTask:
 
     sequences: SequenceSource
     collate: Callable[[list[list[EncodedRow]]], Batch]
-    indices: Callable[[int, int], Iterator[list[int]]]  # (worker, number of workers) -> sequences of each of its micro-batches, in order
+    # (worker, number of workers) -> sequences of each of its micro-batches, in order
+    indices: Callable[[int, int], Iterator[list[int]]]
 
     def read(self, indices: list[int], positions: Positions, worker: int) -> Batch:
         rows = []
@@ -76,7 +79,9 @@ class BatchTask:
 
 
 class Positions:
-    """Which sequence each worker reads, and a count of its steps, in memory that forked workers share. A spawned worker has a copy of its own."""
+    """Which sequence each worker reads, and a count of its steps, in memory that forked workers share. A spawned worker
+    has a copy of its own.
+    """
 
     def __init__(self, count: int) -> None:
         self._count, self._memory = count, mmap.mmap(-1, 16 * count)
@@ -106,9 +111,13 @@ class Positions:
 
 
 class BatchWorkers:
-    """Iterator over the micro-batches of a task: number i is computed by worker i % count. Raises TrainingError if a worker fails, StopRequested."""
+    """Iterator over the micro-batches of a task: number i is computed by worker i % count. Raises TrainingError if a
+    worker fails, StopRequested.
+    """
 
-    def __init__(self, task: BatchTask, count: int, watch: Watch, positions: Positions, receive: Callable[[Batch], Batch]) -> None:
+    def __init__(
+        self, task: BatchTask, count: int, watch: Watch, positions: Positions, receive: Callable[[Batch], Batch]
+    ) -> None:
         """`receive`: applied to each batch in a thread, e.g. to pin its memory."""
         self.task, self.watch, self.positions = task, watch, positions
         self._next = 0
@@ -154,35 +163,53 @@ class BatchWorkers:
     def _stuck_error(self, worker: _Worker, seconds: float) -> TrainingError:
         state = describe_state(worker.pid)
         done = "no progress for" if worker.ready.is_set() else "not ready after"
-        text = f"{self._name(worker)} is stuck: {done} {seconds:.1f} s (data.worker_timeout){self._reading(worker)}{state}"
+        text = (
+            f"{self._name(worker)} is stuck: {done} {seconds:.1f} s (data.worker_timeout){self._reading(worker)}{state}"
+        )
         return TrainingError(f"{text}; try data.num_workers=0, or a larger data.worker_timeout if reading is this slow")
 
     def _exit_error(self, worker: _Worker) -> TrainingError:
         worker.process.join(CLOSE_SECONDS)
         reading = self._reading(worker)
-        return TrainingError(f"{self._name(worker)} {describe_exit(worker.process.exitcode)}{reading}; try fewer data.num_workers, or data.num_workers=0")
+        return TrainingError(
+            f"{self._name(worker)} {describe_exit(worker.process.exitcode)}{reading}; try fewer data.num_workers, or data.num_workers=0"
+        )
 
     def _read_error(self, worker: _Worker, failure: dict[str, str]) -> TrainingError:
         if failure["type"] == "DamagedStoreError":  # it says what to do, and its traceback tells nothing
             return TrainingError(failure["message"])
         lines = failure["traceback"].splitlines()
-        print_safely("\n".join([*(["..."] if len(lines) > TRACEBACK_LINES else []), *lines[-TRACEBACK_LINES:]]), sys.stderr)
+        print_safely(
+            "\n".join([*(["..."] if len(lines) > TRACEBACK_LINES else []), *lines[-TRACEBACK_LINES:]]), sys.stderr
+        )
         text = f"{self._name(worker)} failed{self._reading(worker)}: {failure['type']}: {one_line(failure['message'])[:500]}"
         return TrainingError(f"{text}; {_hint(failure['message'], 'data.num_workers=0 reads in the training process')}")
 
 
 class _Worker:
-    """One process, and the thread that receives its batches: one waits in the queue, one in the thread, one in the process."""
+    """One process, and the thread that receives its batches: one waits in the queue, one in the thread, one in the
+    process.
+    """
 
-    def __init__(self, context: BaseContext, task: BatchTask, index: int, count: int, positions: Positions, receive: Callable[[Batch], Batch]) -> None:
+    def __init__(
+        self,
+        context: BaseContext,
+        task: BatchTask,
+        index: int,
+        count: int,
+        positions: Positions,
+        receive: Callable[[Batch], Batch],
+    ) -> None:
         self.index = index
         self.received: queue.Queue[Batch | dict[str, str] | None] = queue.Queue(1)  # None: the process has ended
         self.ready = threading.Event()  # or ended
         self._connection, end = context.Pipe(duplex=False)
-        process = context.Process(target=_worker_main, args=(task, index, count, positions, end, os.getpid()), daemon=True)  # type: ignore[attr-defined]  # of every context
+        arguments = (task, index, count, positions, end, os.getpid())
+        process = context.Process(target=_worker_main, args=arguments, daemon=True)  # type: ignore[attr-defined]  # of every context
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads: the child uses none of their locks
+                # a fork beside threads: the child uses none of their locks
+                warnings.simplefilter("ignore", DeprecationWarning)
                 process.start()
         except OSError:
             self._connection.close()
@@ -200,7 +227,9 @@ class _Worker:
                 self.ready.set()
                 if message == READY:
                     continue
-                self.received.put(receive(Batch.from_bytes(message[1:])) if message[:1] == BATCH else json.loads(message[1:]))
+                self.received.put(
+                    receive(Batch.from_bytes(message[1:])) if message[:1] == BATCH else json.loads(message[1:])
+                )
         except (EOFError, OSError):
             self.ready.set()
             self.received.put(None)
@@ -250,8 +279,9 @@ def _thread_errors_ignored() -> Iterator[None]:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block stop signals while workers start: they inherit the mask and keep it. Ctrl-C goes to the whole process group; the workers
-    survive it, so that the training process can finish its step."""
+    """Block stop signals while workers start: they inherit the mask and keep it. Ctrl-C goes to the whole process
+    group; the workers survive it, so that the training process can finish its step.
+    """
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
     try:
         yield

@@ -16,13 +16,15 @@ from data.batching.sampler import ShuffledSampler
 
 
 class StepLoader:
-    """`iter_steps(start, end)` yields each optimizer step as its list of micro-batches, the short last step of an epoch included.
+    """`iter_steps(start, end)` yields each optimizer step as its list of micro-batches, the short last step of an epoch
+    included.
 
-    The sequences of a step come from `sampler`, so they depend neither on the number of micro-batches or ranks nor on the number
-    of workers. Of the sequences of a step rank r gets every `world_size`-th from the r-th on. All ranks get equally many
-    micro-batches, because they synchronize in each: a rank with fewer sequences gets dummy batches.
+    The sequences of a step come from `sampler`, so they depend neither on the number of micro-batches or ranks nor on
+    the number of workers. Of the sequences of a step rank r gets every `world_size`-th from the r-th on. All ranks get
+    equally many micro-batches, because they synchronize in each: a rank with fewer sequences gets dummy batches.
 
-    Waiting for a batch ends: by StopRequested, or by TrainingError if a worker fails, or if nothing moves for `worker_timeout` seconds (0: no limit).
+    Waiting for a batch ends: by StopRequested, or by TrainingError if a worker fails, or if nothing moves for
+    `worker_timeout` seconds (0: no limit).
     """
 
     def __init__(
@@ -53,25 +55,37 @@ class StepLoader:
         first = self._batch_indices(0)[:1]
         return self.collate([self.sequences[i] for i in first[0]]) if first else self._dummy
 
-    def iter_epoch(self, epoch: int, skip: int = 0, stop_requested: Callable[[], bool] = never) -> Generator[list[Batch]]:
-        """Yield the steps of one epoch from step `skip` on. Close the generator if it is not exhausted: this ends its workers."""
+    def iter_epoch(
+        self, epoch: int, skip: int = 0, stop_requested: Callable[[], bool] = never
+    ) -> Generator[list[Batch]]:
+        """Yield the steps of one epoch from step `skip` on. Close the generator if it is not exhausted: this ends its
+        workers.
+        """
         return self.iter_steps(epoch * self.steps_per_epoch + skip, (epoch + 1) * self.steps_per_epoch, stop_requested)
 
     def iter_steps(self, start: int, end: int, stop_requested: Callable[[], bool] = never) -> Generator[list[Batch]]:
-        """Yield steps [start, end) of the whole training; workers and prefetching continue across epochs. Close it as `iter_epoch`."""
+        """Yield steps [start, end) of the whole training; workers and prefetching continue across epochs. Close it as
+        `iter_epoch`.
+        """
         steps, positions, pin = range(start, end), Positions(max(1, self.num_workers)), self._pinning()
         task = BatchTask(self.sequences, self.collate, partial(self._batches_of_worker, steps))
         watch = Watch(stop_requested, self.worker_timeout, positions.snapshot)
         if self.num_workers:
             return self._from_workers(steps, task, watch, positions, pin)
-        return prefetch(self._from_this_process(steps, task, positions, pin), watch, partial(task.describe, positions, 0))
+        return prefetch(
+            self._from_this_process(steps, task, positions, pin), watch, partial(task.describe, positions, 0)
+        )
 
-    def _from_workers(self, steps: range, task: BatchTask, watch: Watch, positions: Positions, pin: Callable[[Batch], Batch]) -> Generator[list[Batch]]:
+    def _from_workers(
+        self, steps: range, task: BatchTask, watch: Watch, positions: Positions, pin: Callable[[Batch], Batch]
+    ) -> Generator[list[Batch]]:
         with closing(BatchWorkers(task, self.num_workers, watch, positions, pin)) as batches:
             for step in steps:
                 yield self._with_dummies([next(batches) for _ in range(self._num_own_batches(step))], step)
 
-    def _from_this_process(self, steps: range, task: BatchTask, positions: Positions, pin: Callable[[Batch], Batch]) -> Generator[list[Batch]]:
+    def _from_this_process(
+        self, steps: range, task: BatchTask, positions: Positions, pin: Callable[[Batch], Batch]
+    ) -> Generator[list[Batch]]:
         if isinstance(self.sequences, PackedSequences):
             self.sequences.progress = lambda *_: positions.tick(0)
         for step in steps:
@@ -85,7 +99,9 @@ class StepLoader:
         return self.collate([self.sequences[0]]).as_dummy()
 
     def _pinning(self) -> Callable[[Batch], Batch]:
-        """Return a function that copies a batch to pinned memory, for the GPU that is current in the calling thread, from any thread."""
+        """Return a function that copies a batch to pinned memory, for the GPU that is current in the calling thread,
+        from any thread.
+        """
         if not self.pin_memory:
             return lambda batch: batch
         device = torch.cuda.current_device()

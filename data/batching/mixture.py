@@ -1,7 +1,7 @@
 """Rows of an epoch: those of several token stores, each as often as its weight says, without the held-out ones.
 
-Which row has which index is arithmetic, so every index costs the same and memory does not grow with the data. The one exception
-are rows with weights of their own: their cumulative counts are in memory (8 bytes per row).
+Which row has which index is arithmetic, so every index costs the same and memory does not grow with the data. The one
+exception are rows with weights of their own: their cumulative counts are in memory (8 bytes per row).
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ HOLDOUT_SEED = 0  # not the seed of the run: repetitions with other seeds are ev
 
 @dataclass(frozen=True)
 class HoldoutSplit:
-    """Holds out `held_out` of `size` rows. The rows are cut into `held_out` strata, and one random row of each is held out: they are spread over the file."""
+    """Holds out `held_out` of `size` rows. The rows are cut into `held_out` strata, and one random row of each is held
+    out: they are spread over the file.
+    """
 
     size: int
     held_out: int
@@ -47,7 +49,8 @@ class HoldoutSplit:
 
     def remaining_rows(self, positions: np.ndarray) -> np.ndarray:
         """Return the row at each position among the rows that are not held out, in file order."""
-        # first(j) - j remaining rows precede stratum j; this is the last stratum that begins at or before each position.
+        # first(j) - j remaining rows precede stratum j; this is the last stratum that begins at or before each
+        # position.
         j = np.minimum(((positions + 1) * self.held_out - 1) // (self.size - self.held_out), self.held_out - 1)
         first, _, chosen = self.strata(j)
         offset = positions - (first - j)
@@ -62,9 +65,11 @@ class WeightedSource:
     store: TokenStore
     split: HoldoutSplit | None = None
     is_held_out: bool = False
-    excluded: np.ndarray | None = field(default=None, repr=False)  # positions among these rows of rows that are left out, ascending
+    # positions among these rows of rows that are left out, ascending
+    excluded: np.ndarray | None = field(default=None, repr=False)
     rows_per_epoch: int = -1  # -1: each row once
-    cumulative: np.ndarray | None = field(default=None, repr=False)  # with row weights: rows of an epoch up to and including each row
+    # with row weights: rows of an epoch up to and including each row
+    cumulative: np.ndarray | None = field(default=None, repr=False)
 
     @property
     def num_rows(self) -> int:
@@ -87,15 +92,23 @@ class WeightedSource:
     @property
     def weights(self) -> np.ndarray | None:
         """Weight of each row, float64 (num_rows,); None if all are 1."""
-        return self.store.weights(0, len(self.store))[self._stored(np.arange(self.num_rows))].astype(np.float64) if self.store.has_weights else None
+        return (
+            self.store.weights(0, len(self.store))[self._stored(np.arange(self.num_rows))].astype(np.float64)
+            if self.store.has_weights
+            else None
+        )
 
     def upsampled(self, factor: float) -> WeightedSource:
-        """Return the source with every row `factor` times its own weight times per epoch, rounded evenly and without randomness."""
+        """Return the source with every row `factor` times its own weight times per epoch, rounded evenly and without
+        randomness.
+        """
         weights = self.weights
         if weights is None:
             return replace(self, rows_per_epoch=round(self.num_rows * factor))
         # Integers: a cumulative sum of floats could skip a row that is due once.
-        cumulative = (np.cumsum(np.round(weights * factor * WHOLE_SOURCE).astype(np.int64)) + WHOLE_SOURCE // 2) // WHOLE_SOURCE
+        cumulative = (
+            np.cumsum(np.round(weights * factor * WHOLE_SOURCE).astype(np.int64)) + WHOLE_SOURCE // 2
+        ) // WHOLE_SOURCE
         return replace(self, rows_per_epoch=int(cumulative[-1]), cumulative=cumulative)
 
     def locate(self, positions: np.ndarray) -> np.ndarray:
@@ -108,7 +121,9 @@ class WeightedSource:
 
     def _stored(self, positions: np.ndarray) -> np.ndarray:
         if self.excluded is not None:  # excluded[k] - k other rows precede the k-th excluded one
-            positions = positions + np.searchsorted(self.excluded - np.arange(len(self.excluded)), positions, side="right")
+            positions = positions + np.searchsorted(
+                self.excluded - np.arange(len(self.excluded)), positions, side="right"
+            )
         if self.split is None:
             return positions
         return self.split.held_out_rows(positions) if self.is_held_out else self.split.remaining_rows(positions)
@@ -125,8 +140,15 @@ class WeightedSource:
     @property
     def identity(self) -> list:
         """What the fingerprint of a mixture hashes."""
-        excluded = [] if self.excluded is None else [hashlib.sha256(self.excluded.astype(np.int64).tobytes()).hexdigest()]
-        return [self.store.digest, self.split and [self.split.size, self.split.held_out, self.is_held_out], len(self), *excluded]
+        excluded = (
+            [] if self.excluded is None else [hashlib.sha256(self.excluded.astype(np.int64).tobytes()).hexdigest()]
+        )
+        return [
+            self.store.digest,
+            self.split and [self.split.size, self.split.held_out, self.is_held_out],
+            len(self),
+            *excluded,
+        ]
 
 
 @dataclass(frozen=True)
@@ -147,7 +169,9 @@ class MixedRows:
         part = self.sources[number]
         row = int(part.locate(np.array([i - (int(self.ends[number]) - len(part))]))[0])
         sequences, position = part.store.read(row)
-        return EncodedRow(tuple(TokenSequence(ids, loss_mask) for ids, loss_mask in sequences), part.source.where(position))
+        return EncodedRow(
+            tuple(TokenSequence(ids, loss_mask) for ids, loss_mask in sequences), part.source.where(position)
+        )
 
     def lengths(self, start: int, stop: int) -> np.ndarray:
         """Number of input tokens of each of the rows [start, stop), int64."""
@@ -175,19 +199,23 @@ class MixedRows:
 def mix_sources(entries: Sequence[list[WeightedSource]], weights: list[float] | None) -> MixedRows:
     """Mix the sources of each entry of data.path in the shares `weights`, and each row by its own weight.
 
-    The result is the shortest epoch in which every row occurs. Raises UserError if the weights differ so much that it is longer than
-    MAX_REPEATS times the rows.
+    The result is the shortest epoch in which every row occurs. Raises UserError if the weights differ so much that it
+    is longer than MAX_REPEATS times the rows.
     """
     masses = [sum(part.num_rows if part.weights is None else part.weights.sum() for part in entry) for entry in entries]
     lightest = [min(1.0 if part.weights is None else part.weights.min() for part in entry) for entry in entries]
-    factors = [1.0] * len(entries) if weights is None else [weight / mass for weight, mass in zip(weights, masses, strict=True)]
+    factors = (
+        [1.0] * len(entries)
+        if weights is None
+        else [weight / mass for weight, mass in zip(weights, masses, strict=True)]
+    )
     least = min(light * factor for light, factor in zip(lightest, factors, strict=True))
     scale = 1 / least if weights is not None or least < 1 else 1.0
     num_rows = sum(part.num_rows for entry in entries for part in entry)
     epoch_rows = sum(mass * factor * scale for mass, factor in zip(masses, factors, strict=True))
     if epoch_rows > MAX_REPEATS * num_rows:
-        message = (
-            f"the weights differ too much: an epoch with every row at least once has {epoch_rows:.3g} rows, at most {MAX_REPEATS:,} x {num_rows:,} are allowed"
-        )
+        message = f"the weights differ too much: an epoch with every row at least once has {epoch_rows:.3g} rows, at most {MAX_REPEATS:,} x {num_rows:,} are allowed"
         raise UserError(message, "data.weights, or the field weight of the rows", "choose weights that differ less")
-    return MixedRows(tuple(part.upsampled(factor * scale) for entry, factor in zip(entries, factors, strict=True) for part in entry))
+    return MixedRows(
+        tuple(part.upsampled(factor * scale) for entry, factor in zip(entries, factors, strict=True) for part in entry)
+    )

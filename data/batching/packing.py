@@ -1,4 +1,14 @@
-"""Packed sequences: the rows of a plan (packing_plan.py), read from the cache. A plan is read with pread, so memory does not grow with the number of rows."""
+"""Packed sequences: which rows share one, and reading them from the token store.
+
+Which rows share a packed sequence: best fit, another draw each epoch, and never two copies of a row.
+
+The rows are divided into slices that are packed one by one. The number of packed sequences of a slice is that of a
+packing without randomness, so every epoch has equally many, and which step belongs to which epoch is known without
+planning the epochs before it.
+
+Packed sequences: the rows of a plan, read from the cache. A plan is read with pread, so memory does
+not grow with the number of rows.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +17,143 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from common.errors import UserError
-from common.filesystem import atomic_path, crc32_of, dump_sealed_json, fs, load_sealed_json, write_all, write_atomic_file
-from data.batching.packing_plan import PLAN_VERSION, count_sequences, draw_plan, read_slices
+from common.filesystem import (
+    atomic_path,
+    crc32_of,
+    dump_sealed_json,
+    fs,
+    load_sealed_json,
+    write_all,
+    write_atomic_file,
+)
+from data.batching.sampler import ORDER_VERSION, random_bits, shuffled_index
 from data.store.cache import ProgressCallback, no_progress, open_or_build
 from data.types import EncodedRow, RowSource
+
+PLAN_VERSION = f"2.{ORDER_VERSION}"  # of the algorithm: another plan is another training
+ROWS_PER_SLICE = 1 << 16  # rows that are packed together; larger slices hardly fill better
+PLAN_SLICE = 1 << 10  # adjacent rows that are read together; these chunks are shuffled, so that a sorted file is mixed
+# A draw packs rows in the order of length * (1 + noise * uniform), so that rows whose length is unique get other
+# neighbours, too: with
+# the first noise that needs no more sequences than there are.
+LENGTH_NOISES = (0.3, 0.1, 0.0)
+
+
+def best_fit_plan(
+    lengths: np.ndarray, capacity: int, order: np.ndarray | None = None, distinct: np.ndarray | None = None
+) -> list[list[int]]:
+    """Return the row indices of each packed sequence: each row into the fullest sequence that has space for it.
+
+    `order`: the rows as they are packed, by default the longest first, which is best-fit decreasing (Johnson 1973,
+    "Near-optimal bin packing algorithms": at most 11/9 of the minimal number of bins). `distinct`: (number of rows,)
+    equal for copies of one row, which must be adjacent in `order` and share no sequence. Raises ValueError if a row is
+    longer than `capacity` tokens.
+    """
+    order = np.argsort(-lengths, kind="stable") if order is None else order
+    names = np.arange(len(order)) if distinct is None else distinct[order]
+    sequences: list[list[int]] = []
+    by_space: list[list[int]] = [[] for _ in range(capacity + 1)]  # sequences with exactly this many free tokens
+    available = 0  # bit n is set if by_space[n] is not empty
+    closed: list[tuple[int, int]] = []  # (free tokens, sequence) of those that got a copy of the current row
+    current = None
+    for i, length, name in zip(order.tolist(), lengths[order].tolist(), names.tolist(), strict=True):
+        if name != current:
+            for space, number in closed:
+                by_space[space].append(number)
+                available |= 1 << space
+            closed, current = [], name
+        if fitting := available >> length:
+            space = length + (fitting & -fitting).bit_length() - 1
+            number = by_space[space].pop()
+            if not by_space[space]:
+                available ^= 1 << space
+        else:
+            if length > capacity:
+                raise ValueError(f"a row of {length} tokens does not fit into a packed sequence of {capacity} tokens")
+            space, number = capacity, len(sequences)
+            sequences.append([])
+        sequences[number].append(i)
+        closed.append((space - length, number))
+    return sequences
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """Rows that are packed together."""
+
+    number: int
+    members: np.ndarray  # int64 (n,) their indices
+    lengths: np.ndarray  # int64 (n,) tokens
+    distinct: np.ndarray  # int64 (n,) equal for copies of one row
+
+    def plan(self, capacity: int, noise: float, bits: np.ndarray) -> list[list[int]]:
+        """Pack the longest rows first, after multiplying each length with 1 + noise * uniform; `bits`: uint64, one per
+        distinct row.
+
+        Without noise the number of sequences is the same for all `bits`: they decide only which rows of the same length
+        and number of copies change places.
+        """
+        drawn = bits[self._inverse]
+        key = -self.lengths * (1 + noise * (drawn >> np.uint64(11)) * 2.0**-53)
+        order = np.lexsort((self._inverse, drawn, -self._copies[self._inverse], key))  # by key, then copies, bits, row
+        return best_fit_plan(self.lengths, capacity, order, self._inverse)
+
+    @cached_property
+    def _unique(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return np.unique(self.distinct, return_inverse=True, return_counts=True)
+
+    @property
+    def _inverse(self) -> np.ndarray:
+        return self._unique[1]
+
+    @property
+    def _copies(self) -> np.ndarray:
+        return self._unique[2]
+
+    @property
+    def num_distinct(self) -> int:
+        return len(self._unique[0])
+
+
+def read_slices(rows: RowSource, progress: ProgressCallback) -> Iterator[_Slice]:
+    """Yield the slices: the same for every epoch and seed. Memory does not grow with the number of rows."""
+    size = len(rows)
+    chunks, chunks_per_slice = -(-size // PLAN_SLICE), ROWS_PER_SLICE // PLAN_SLICE
+    for number, start in enumerate(range(0, chunks, chunks_per_slice)):
+        shuffled = shuffled_index(np.arange(start, min(start + chunks_per_slice, chunks)), chunks, seed=0, epoch=0)
+        spans = [(n * PLAN_SLICE, min((n + 1) * PLAN_SLICE, size)) for n in shuffled.tolist()]
+        members, lengths, distinct = (
+            np.concatenate([read(*span) for span in spans]) for read in (np.arange, rows.lengths, rows.distinct)
+        )
+        yield _Slice(number, members, lengths, distinct)
+        done = min((start + chunks_per_slice) * PLAN_SLICE, size)
+        progress(done, size, done)
+
+
+def count_sequences(part: _Slice, capacity: int) -> int:
+    """Return the number of packed sequences of a slice, the same in every epoch: 0.1 % more than without randomness."""
+    count = len(part.plan(capacity, 0.0, np.zeros(part.num_distinct, np.uint64)))
+    return min(count + count // 1000, len(part.members))
+
+
+def draw_plan(part: _Slice, capacity: int, num_sequences: int, seed: int, epoch: int) -> list[list[int]]:
+    """Return exactly `num_sequences` (of `count_sequences`) lists of positions in `part.members`, as a function of seed
+    and epoch.
+    """
+    bits = random_bits(part.num_distinct, seed, epoch, part.number)
+    plans = (part.plan(capacity, noise, bits) for noise in LENGTH_NOISES)
+    sequences = next(plan for plan in plans if len(plan) <= num_sequences)  # without noise it always fits
+    while len(sequences) < num_sequences:
+        sequences.append([max(sequences, key=len).pop()])
+    return sequences
+
 
 PLAN_TAIL = 3 * 8  # bytes: number of rows, of sequences, crc32 of all bytes before the tail
 OPEN_PLANS = 2  # batches are prepared in advance: for a while an epoch and the next one are both read
@@ -33,10 +171,16 @@ class EpochPlan:
 
 
 class PackedSequences:
-    """`packed[i]` is the list of rows of sequence i % len(packed) in epoch i // len(packed). Each epoch packs other rows together."""
+    """`packed[i]` is the list of rows of sequence i % len(packed) in epoch i // len(packed). Each epoch packs other
+    rows together.
+    """
 
-    def __init__(self, rows: RowSource, capacity: int, cache: Path, seed: int = 0, progress: ProgressCallback = no_progress) -> None:
-        """`progress` gets (rows done, all rows, rows done), as for a store. Raises UserError if `cache` cannot be written."""
+    def __init__(
+        self, rows: RowSource, capacity: int, cache: Path, seed: int = 0, progress: ProgressCallback = no_progress
+    ) -> None:
+        """`progress` gets (rows done, all rows, rows done), as for a store. Raises UserError if `cache` cannot be
+        written.
+        """
         self.rows, self.capacity, self.seed = rows, capacity, seed
         self.fingerprint = hashlib.sha256(f"{rows.fingerprint} {capacity} {PLAN_VERSION}".encode()).hexdigest()
         self.path = cache / f"{self.fingerprint}.packing"
@@ -79,13 +223,17 @@ class PackedSequences:
 
     def _stored_plan(self, epoch: int) -> EpochPlan:
         path = self._plan_path(epoch)
-        return open_or_build(path, lambda: self._open_plan(path), lambda: _write_plan(path, self._plan_values(epoch)), "the packing plan")
+        return open_or_build(
+            path, lambda: self._open_plan(path), lambda: _write_plan(path, self._plan_values(epoch)), "the packing plan"
+        )
 
     def _plan_path(self, epoch: int) -> Path:
         return self.path.with_name(f"{self.path.name}@{self.seed}-{epoch}")
 
     def _plan_values(self, epoch: int) -> Iterator[np.ndarray]:
-        """Yield int64 values: the row indices of all sequences, then the start of each sequence in them and the end of the last."""
+        """Yield int64 values: the row indices of all sequences, then the start of each sequence in them and the end of
+        the last.
+        """
         counts = [np.zeros(1, np.int64)]
         for part, size in zip(read_slices(self.rows, self.progress), self._sizes, strict=True):
             sequences = draw_plan(part, self.capacity, size, self.seed, epoch)
@@ -101,7 +249,10 @@ class PackedSequences:
             return None
         size = os.fstat(file.fd).st_size - PLAN_TAIL
         expected = [len(self.rows), len(self)]
-        if size != 8 * (sum(expected) + 1) or np.frombuffer(os.pread(file.fd, PLAN_TAIL, size), np.int64).tolist() != [*expected, crc32_of(file.fd, size)]:
+        if size != 8 * (sum(expected) + 1) or np.frombuffer(os.pread(file.fd, PLAN_TAIL, size), np.int64).tolist() != [
+            *expected,
+            crc32_of(file.fd, size),
+        ]:
             return None
         return EpochPlan(file.read, len(self.rows))
 

@@ -11,9 +11,11 @@ if TYPE_CHECKING:
     from data.types import RowSource
 
 ORDER_VERSION = 2  # of the functions here: with another order a checkpoint would repeat some rows and skip others
-SMALL_SIZE = 1 << 12  # up to this size a permutation is drawn as a whole: six rounds on a few bits do not reach all of them equally often
+# up to this size a permutation is drawn as a whole: six rounds on a few bits do not reach all of them equally often
+SMALL_SIZE = 1 << 12
 FEISTEL_ROUNDS = 6
-SORT_WINDOW_STEPS = 64  # steps whose rows are sorted by length together: more steps mean less padding, but less shuffling
+# steps whose rows are sorted by length together: more steps mean less padding, but less shuffling
+SORT_WINDOW_STEPS = 64
 
 
 class ShuffledSampler:
@@ -46,7 +48,8 @@ class ShuffledSampler:
 class LengthGroupedSampler(ShuffledSampler):
     """Steps of rows with similar lengths, in random order.
 
-    The shuffled rows of SORT_WINDOW_STEPS steps are sorted by length and divided into steps, and these steps are shuffled again.
+    The shuffled rows of SORT_WINDOW_STEPS steps are sorted by length and divided into steps, and these steps are
+    shuffled again.
     """
 
     def __init__(self, rows: RowSource, global_batch_size: int, seed: int) -> None:
@@ -62,7 +65,9 @@ class LengthGroupedSampler(ShuffledSampler):
     def _first_position(self, epoch: int, step: int) -> int:
         first = step // SORT_WINDOW_STEPS * SORT_WINDOW_STEPS
         steps = min(SORT_WINDOW_STEPS, self.steps_per_epoch - first)
-        return (first + int(shuffled_index(np.array([step - first]), steps, self.seed, epoch)[0])) * self.global_batch_size
+        return (
+            first + int(shuffled_index(np.array([step - first]), steps, self.seed, epoch)[0])
+        ) * self.global_batch_size
 
     def _sort(self, epoch: int, window: int) -> np.ndarray:
         rows = self._indices_between(epoch, window * SORT_WINDOW_STEPS, (window + 1) * SORT_WINDOW_STEPS)
@@ -73,8 +78,8 @@ class LengthGroupedSampler(ShuffledSampler):
 def shuffled_index(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
     """Return the item at each of `positions` (int, < size) of an epoch: a permutation of range(size).
 
-    Above SMALL_SIZE a Feistel network over the smallest 4^k >= size, repeated until the result is below size (Black & Rogaway 2002,
-    https://web.cs.ucdavis.edu/~rogaway/papers/subset.pdf): no memory, so 10^8 items cost as much as 10^4.
+    Above SMALL_SIZE a Feistel network over the smallest 4^k >= size, repeated until the result is below size (Black &
+    Rogaway 2002, https://web.cs.ucdavis.edu/~rogaway/papers/subset.pdf): no memory, so 10^8 items cost as much as 10^4.
     """
     if size <= SMALL_SIZE:
         return _small_permutation(size, seed, epoch)[positions]

@@ -1,7 +1,7 @@
 """Random changes of conversations, as in MiniMind: add a system message, add an empty think block.
 
-Both are off where their probability is 0. The draws depend on (seed, index) only, so that a row gives the same conversation
-in every process and in every epoch.
+Both are off where their probability is 0. The draws depend on (seed, index) only, so that a row gives the same
+conversation in every process and in every epoch.
 """
 
 from __future__ import annotations
@@ -15,13 +15,19 @@ EMPTY_THINK = "<think>\n\n</think>\n\n"
 
 
 def augment_example(
-    example: ChatExample | PreferencePair, system_prob: float, system_prompts: Sequence[str], empty_think_prob: float, seed: int, index: int
+    example: ChatExample | PreferencePair,
+    system_prob: float,
+    system_prompts: Sequence[str],
+    empty_think_prob: float,
+    seed: int,
+    index: int,
 ) -> ChatExample | PreferencePair:
     """Return `example`, or a changed copy. Chosen and rejected of a preference get the same change.
 
-    With probability `system_prob`, one of `system_prompts` becomes the system message of a conversation without system message
-    and tools. With probability `empty_think_prob`, each answer without reasoning begins with an empty think block, the form
-    that a model uses when its chat template disables thinking. `index` is the position of the row in its file.
+    With probability `system_prob`, one of `system_prompts` becomes the system message of a conversation without system
+    message and tools. With probability `empty_think_prob`, each answer without reasoning begins with an empty think
+    block, the form that a model uses when its chat template disables thinking. `index` is the position of the row in
+    its file.
     """
     if not system_prob and not empty_think_prob:
         return example
@@ -32,7 +38,11 @@ def augment_example(
     system = system_prompts[int(rng.integers(len(system_prompts)))] if system_draw < system_prob else None
     empty_think = bool(think_draw < empty_think_prob)
     if isinstance(example, PreferencePair):
-        return replace(example, chosen=_augmented(example.chosen, system, empty_think), rejected=_augmented(example.rejected, system, empty_think))
+        return replace(
+            example,
+            chosen=_augmented(example.chosen, system, empty_think),
+            rejected=_augmented(example.rejected, system, empty_think),
+        )
     return _augmented(example, system, empty_think)
 
 

@@ -38,7 +38,9 @@ def answer_example(prompt: Any, row: dict, key: str, where: str) -> ChatExample:
     answer = _messages_or_text(row[key], f"{where} {key}")
     if isinstance(answer, str) and prompt:
         answer = [chat_message("assistant", required_text(row, key, where))]
-    question, tools = check_chat(prompt, row.get("tools"), f"{where} prompt") if prompt is not NO_PROMPT else ([], row.get("tools"))
+    question, tools = (
+        check_chat(prompt, row.get("tools"), f"{where} prompt") if prompt is not NO_PROMPT else ([], row.get("tools"))
+    )
     turns, tools = check_chat([answer] if isinstance(answer, dict) else answer, tools, f"{where} {key}")
     question, turns = drop_empty_system(question), drop_empty_system(turns)
     prefix, texts = ([(turn["role"], turn["content"]) for turn in part] for part in (question, turns))
@@ -57,14 +59,22 @@ def prompt_messages(row: dict, where: str) -> Any:
 
 
 def alpaca_prompt(row: dict, where: str, more: tuple[str, ...] = ("input",)) -> list[dict]:
-    """Return the messages before the answer of an Alpaca row: `history`, then `instruction` with the fields `more` appended."""
+    """Return the messages before the answer of an Alpaca row: `history`, then `instruction` with the fields `more`
+    appended.
+    """
     history = parse_json_field(row.get("history"), f"{where} history") or []
-    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in history):
-        raise BadRowError("wrong type", "history must be a list of [question, answer]", f"{where} history", 'write [["...", "..."]]')
+    if not isinstance(history, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in history
+    ):
+        raise BadRowError(
+            "wrong type", "history must be a list of [question, answer]", f"{where} history", 'write [["...", "..."]]'
+        )
     question = "\n".join(text for text in (optional_text(row, key, where) for key in ("instruction", *more)) if text)
     if not question.strip():
         raise BadRowError("empty text", f"instruction and {' and '.join(more)} are empty", where, "delete the row")
-    earlier = [chat_message(role, text) for pair in history for role, text in zip(("user", "assistant"), pair, strict=True)]
+    earlier = [
+        chat_message(role, text) for pair in history for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
     return [*earlier, chat_message("user", question)]
 
 
@@ -75,7 +85,9 @@ def _messages_or_text(value: Any, where: str) -> Any:
 
 
 def _role_key(messages: Any) -> str:
-    """Return the key of the first message that names its author: role, from, or "". Messages may be stored as a JSON string."""
+    """Return the key of the first message that names its author: role, from, or "". Messages may be stored as a JSON
+    string.
+    """
     if isinstance(messages, str):
         return next((key for key in ("role", "from") if f'"{key}"' in messages), "")
     first = messages[0] if isinstance(messages, list) and messages else None
@@ -86,7 +98,9 @@ def chat_tools(row: dict, where: str) -> list[dict] | None:
     """Return the tools of a row in OpenAI's format, from `tools` or its former name `functions`."""
     tools, functions = (as_objects(row.get(key), f"{where} {key}") for key in ("tools", "functions"))
     if tools and functions:
-        raise BadRowError("wrong type", "the row has both tools and functions", f"{where} functions", "keep tools, the current name")
+        raise BadRowError(
+            "wrong type", "the row has both tools and functions", f"{where} functions", "keep tools, the current name"
+        )
     return tools or (functions and [{"type": "function", "function": function} for function in functions])
 
 
@@ -103,7 +117,9 @@ def parse_prompt_completion(row: dict, where: str) -> ChatExample:
     return answer_example(prompt_messages(row, where), row, "completion", where)
 
 
-@register_schema("dolly", "chat", keys=("instruction", "context", "response"), optional=(*CHAT_FIELDS, "history", "input"))
+@register_schema(
+    "dolly", "chat", keys=("instruction", "context", "response"), optional=(*CHAT_FIELDS, "history", "input")
+)
 def parse_dolly(row: dict, where: str) -> ChatExample:
     prompt = alpaca_prompt(row, where, ("input", "context"))
     return chat_example([*prompt, chat_message("assistant", required_text(row, "response", where))], row, where)
@@ -111,11 +127,17 @@ def parse_dolly(row: dict, where: str) -> ChatExample:
 
 @register_schema("alpaca", "chat", keys=("instruction", "output"), optional=(*CHAT_FIELDS, "history", "input"))
 def parse_alpaca(row: dict, where: str) -> ChatExample:
-    return chat_example([*alpaca_prompt(row, where), chat_message("assistant", required_text(row, "output", where))], row, where)
+    return chat_example(
+        [*alpaca_prompt(row, where), chat_message("assistant", required_text(row, "output", where))], row, where
+    )
 
 
-@register_schema("minimind chat", "chat", ("conversations",), lambda row: _role_key(row.get("conversations")) == "role", CHAT_FIELDS)
-@register_schema("sharegpt", "chat", ("conversations",), lambda row: _role_key(row.get("conversations")) == "from", CHAT_FIELDS)
+@register_schema(
+    "minimind chat", "chat", ("conversations",), lambda row: _role_key(row.get("conversations")) == "role", CHAT_FIELDS
+)
+@register_schema(
+    "sharegpt", "chat", ("conversations",), lambda row: _role_key(row.get("conversations")) == "from", CHAT_FIELDS
+)
 def parse_conversations(row: dict, where: str) -> ChatExample:
     return chat_example(row["conversations"], row, f"{where} conversations")
 

@@ -1,12 +1,15 @@
-"""Registry of row schemas: what a row of a data file looks like, and how it becomes a text, a conversation or a preference.
+"""Registry of row schemas: what a row of a data file looks like, and how it becomes a text, a conversation or a
+preference.
 
-A schema is a function from a row (a dict) to an example, registered with its name and the keys by which its rows are detected:
+A schema is a function from a row (a dict) to an example, registered with its name and the keys by which its rows are
+detected:
 
     @register_schema("question answer", "chat", keys=("question", "answer"))
     def parse_question(row, where):
         return chat_example([chat_message("user", row["question"]), chat_message("assistant", row["answer"])], row, where)
 
-The modules of this folder register the built-in schemas (data/schemas/__init__.py imports them), modules named in `plugins=[...]` their own.
+The modules of this folder register the built-in schemas (data/schemas/__init__.py imports them), modules named in
+`plugins=[...]` their own.
 """
 
 from __future__ import annotations
@@ -21,12 +24,20 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, did_you_mean
 from data.errors import BadRowError
-from data.schemas.columns import HIDE_MEDIA, check_no_ignored_content, check_no_media, columns_override, columns_setting, has_verdict
+from data.schemas.columns import (
+    HIDE_MEDIA,
+    check_no_ignored_content,
+    check_no_media,
+    columns_override,
+    columns_setting,
+    has_verdict,
+)
 
 if TYPE_CHECKING:
     from data.sources.files import Source
 
-STAGE_OF_FORMAT = {"preference": "stage=dpo", "chat": "stage=sft", "text": "stage=pretrain"}  # most specific format first
+# most specific format first
+STAGE_OF_FORMAT = {"preference": "stage=dpo", "chat": "stage=sft", "text": "stage=pretrain"}
 DETECTION_ROWS = 100  # rows of a file that are read to detect its schema
 SHARED_FIELDS = ("weight",)  # of rows of every schema
 
@@ -38,7 +49,9 @@ class TextExample:
 
 @dataclass(frozen=True)
 class ChatExample:
-    """A conversation. Messages have role (system, user, assistant, tool), content, and optionally reasoning_content and tool_calls."""
+    """A conversation. Messages have role (system, user, assistant, tool), content, and optionally reasoning_content and
+    tool_calls.
+    """
 
     messages: list[dict]
     tools: list[dict] | None
@@ -69,7 +82,13 @@ class RowSchema:
         """Return the example in `row`. Raises BadRowError if the row does not have this schema or cannot be trained on."""
         check_no_ignored_content(row, self.data_format, where)
         if any(key not in row for key in self.keys):
-            raise _unmatched_keys(row, f"rows of the schema {self.name} have {' and '.join(self.keys)}", self.data_format, self.keys, where)
+            raise _unmatched_keys(
+                row,
+                f"rows of the schema {self.name} have {' and '.join(self.keys)}",
+                self.data_format,
+                self.keys,
+                where,
+            )
         return self.parse(row, where)
 
     def matches(self, row: dict) -> bool:
@@ -80,22 +99,37 @@ SCHEMAS: dict[str, RowSchema] = {}
 
 
 def register_schema(
-    name: str, data_format: str, keys: Iterable[str], detect: Callable[[dict], bool] = lambda row: True, optional: Iterable[str] = ()
+    name: str,
+    data_format: str,
+    keys: Iterable[str],
+    detect: Callable[[dict], bool] = lambda row: True,
+    optional: Iterable[str] = (),
 ) -> Callable[[Parse], Parse]:
     """Register the decorated function `parse(row, where)` as a row schema.
 
-    `where` is the position of the row for errors (`file:line`). `optional` are the fields that `parse` reads beside `keys`: all others of a file
-    are listed as unused before the first step. Where several schemas match a row, the last registered one is used.
+    `where` is the position of the row for errors (`file:line`). `optional` are the fields that `parse` reads beside
+    `keys`: all others of a file are listed as unused before the first step. Where several schemas match a row, the last
+    registered one is used.
     """
     if data_format not in STAGE_OF_FORMAT:
-        raise UserError(f"data_format must be one of {', '.join(STAGE_OF_FORMAT)}, got {data_format}", f'data.schema="{name}"', 'e.g. data_format="chat"')
+        raise UserError(
+            f"data_format must be one of {', '.join(STAGE_OF_FORMAT)}, got {data_format}",
+            f'data.schema="{name}"',
+            'e.g. data_format="chat"',
+        )
 
     required = tuple(keys)
 
     def register(parse: Parse) -> Parse:
         if name in SCHEMAS:
-            raise UserError(f"data.schema {name!r} is registered twice", f'data.schema="{name}"', "give the plugin's schema another name")
-        SCHEMAS[name] = RowSchema(name, data_format, required, parse, detect, frozenset((*required, *optional, *SHARED_FIELDS)))
+            raise UserError(
+                f"data.schema {name!r} is registered twice",
+                f'data.schema="{name}"',
+                "give the plugin's schema another name",
+            )
+        SCHEMAS[name] = RowSchema(
+            name, data_format, required, parse, detect, frozenset((*required, *optional, *SHARED_FIELDS))
+        )
         return parse
 
     return register
@@ -122,7 +156,9 @@ def detect_schema(row: dict, data_format: str, where: str) -> RowSchema:
 
 
 def schema_of_source(source: Source, data_format: str) -> str:
-    """Return the name of the schema of a file: that of the first row with a schema of `data_format`. Raises UserError if there is none."""
+    """Return the name of the schema of a file: that of the first row with a schema of `data_format`. Raises UserError
+    if there is none.
+    """
     error = UserError("the file has no rows", source.name, "write rows into it, or leave it out")
     columns: dict[str, None] = {}
     for position, raw in itertools.islice(source.items(), DETECTION_ROWS):
@@ -132,15 +168,25 @@ def schema_of_source(source: Source, data_format: str) -> str:
             return detect_schema(row, data_format, source.where(position)).name
         except BadRowError as bad:
             error = error if isinstance(error, BadRowError) else bad
-    missing = [column for field, column in source.columns if column is not None and columns and not {field, column} & columns.keys()]
+    missing = [
+        column
+        for field, column in source.columns
+        if column is not None and columns and not {field, column} & columns.keys()
+    ]
     if missing:
         fix = did_you_mean(missing[0], columns, "name one of these columns")
-        raise UserError(f"the file has no column {missing[0]}, which data.columns names; its columns are {', '.join(columns)}", source.name, fix)
+        raise UserError(
+            f"the file has no column {missing[0]}, which data.columns names; its columns are {', '.join(columns)}",
+            source.name,
+            fix,
+        )
     raise error
 
 
 def missing_columns(sources: Iterable[Source]) -> list[str]:
-    """Return a warning for the columns that data.columns names and that the first rows of no file have: where a file has the field itself, it is read."""
+    """Return a warning for the columns that data.columns names and that the first rows of no file have: where a file
+    has the field itself, it is read.
+    """
     wanted: set[str] = set()
     found: dict[str, None] = {}
     for source in sources:
@@ -154,19 +200,33 @@ def missing_columns(sources: Iterable[Source]) -> list[str]:
             if wanted <= found.keys():
                 break
     names = ", ".join(sorted(wanted - found.keys()))
-    return [f"data.columns names {names}, which the first {DETECTION_ROWS} rows of no file have; their columns are {', '.join(found)}"] if names else []
+    return (
+        [
+            f"data.columns names {names}, which the first {DETECTION_ROWS} rows of no file have; their columns are {', '.join(found)}"
+        ]
+        if names
+        else []
+    )
 
 
 def check_columns(columns: Any) -> None:
     """Raise UserError unless data.columns is an object of fields that schemas have, and columns."""
-    if not isinstance(columns, dict) or not all(column is None or isinstance(column, str) for column in columns.values()):
+    if not isinstance(columns, dict) or not all(
+        column is None or isinstance(column, str) for column in columns.values()
+    ):
         message = f"data.columns must name the column of each field, got {columns}"
-        raise UserError(message, f"data.columns={columns}", "e.g. 'data.columns={prompt: question, completion: answer}'")
+        raise UserError(
+            message, f"data.columns={columns}", "e.g. 'data.columns={prompt: question, completion: answer}'"
+        )
     known = {field: None for schema in SCHEMAS.values() for field in (*schema.keys, *sorted(schema.fields))}
     for field, column in columns.items():
         if column is None or field in known:
             continue
-        fix = f"the column comes second: {columns_setting({column: field})}" if column in known else did_you_mean(field, known, "e.g. {prompt: question}")
+        fix = (
+            f"the column comes second: {columns_setting({column: field})}"
+            if column in known
+            else did_you_mean(field, known, "e.g. {prompt: question}")
+        )
         message = f"data.columns names a field that no row schema has: {field}; the fields are {', '.join(known)}"
         raise UserError(message, columns_setting(columns).strip("'"), fix)
 
@@ -185,13 +245,18 @@ def _unmatched_keys(row: dict, message: str, data_format: str, keys: tuple[str, 
         fix = f'the row matches the schema {other.name}: data.schema="{other.name}"'
     elif guess := columns_override(row, data_format):
         fix = f"name your columns, a guess is {guess}"
-    elif guess := next((f"{STAGE_OF_FORMAT[name]} {columns}" for name in STAGE_OF_FORMAT if (columns := columns_override(row, name))), ""):
+    elif guess := next(
+        (f"{STAGE_OF_FORMAT[name]} {columns}" for name in STAGE_OF_FORMAT if (columns := columns_override(row, name))),
+        "",
+    ):
         fix = f"name your columns and the stage that fits them, a guess is {guess}"
     return BadRowError("wrong keys", f"{message}; found {', '.join(map(str, row)) or 'no keys'}", where, fix)
 
 
 def _matching_schema(row: dict) -> RowSchema | None:
-    return next((schema for data_format in STAGE_OF_FORMAT for schema in schemas_of(data_format) if schema.matches(row)), None)
+    return next(
+        (schema for data_format in STAGE_OF_FORMAT for schema in schemas_of(data_format) if schema.matches(row)), None
+    )
 
 
 def _is_list_of_rows(value: Any) -> bool:

@@ -14,7 +14,9 @@ from data.schemas.registry import TextExample, register_schema
 def parse_text(row: dict, where: str) -> TextExample:
     text = row["text"]
     if not isinstance(text, str):
-        raise BadRowError("wrong type", f"text must be a string, found {type_name(text)}", where, 'write {"text": "..."}')
+        raise BadRowError(
+            "wrong type", f"text must be a string, found {type_name(text)}", where, 'write {"text": "..."}'
+        )
     if not text.strip():
         raise BadRowError("empty text", "the text is empty", where, "delete the row")
     return TextExample(text)
@@ -24,7 +26,9 @@ def optional_text(row: dict, key: str, where: str) -> str:
     """Return the string in `row[key]`, "" if the key is missing or null. Raises BadRowError."""
     value = row.get(key)
     if value is not None and not isinstance(value, str):
-        raise BadRowError("wrong type", f"{key} must be a string, found {type_name(value)}", f"{where} {key}", "write one string")
+        raise BadRowError(
+            "wrong type", f"{key} must be a string, found {type_name(value)}", f"{where} {key}", "write one string"
+        )
     return value or ""
 
 
@@ -34,7 +38,9 @@ def required_text(row: dict, key: str, where: str) -> str:
         raise BadRowError("wrong type", f"{key} must be a string, found null", f"{where} {key}", "write one string")
     text = optional_text(row, key, where)
     if not text.strip():
-        raise BadRowError("empty assistant turn", f"{key} is empty", f"{where} {key}", "add an answer, or delete the row")
+        raise BadRowError(
+            "empty assistant turn", f"{key} is empty", f"{where} {key}", "add an answer, or delete the row"
+        )
     return text
 
 

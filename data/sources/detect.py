@@ -38,7 +38,9 @@ def extension_of(path: Path) -> str:
 
 
 def detect_format(path: Path, encoding: str | None, text_unit: str) -> tuple[str, str]:
-    """Return (file format, encoding) of a file. `encoding` and `text_unit` are the settings of data. Raises UserError if it has no known format."""
+    """Return (file format, encoding) of a file. `encoding` and `text_unit` are the settings of data. Raises UserError
+    if it has no known format.
+    """
     known = EXTENSIONS.get(extension_of(path))
     try:
         with open_stream(path) as (_, file):
@@ -64,9 +66,15 @@ def detect_format(path: Path, encoding: str | None, text_unit: str) -> tuple[str
     if known == "text" and not _is_json(content):
         return "text lines" if text_unit == "line" else known, encoding
     if known is None and head.startswith(b"PK\x03\x04"):
-        raise UserError("spreadsheets and archives are not read", str(path), "save the sheet as CSV (UTF-8), or unpack the archive")
+        raise UserError(
+            "spreadsheets and archives are not read", str(path), "save the sheet as CSV (UTF-8), or unpack the archive"
+        )
     if known is None and content[:1] not in b"[{":
-        raise UserError("the file format cannot be detected by name or first byte", str(path), f"use one of the extensions {KNOWN_EXTENSIONS}")
+        raise UserError(
+            "the file format cannot be detected by name or first byte",
+            str(path),
+            f"use one of the extensions {KNOWN_EXTENSIONS}",
+        )
     return "json array" if _is_array(content) else "jsonl", encoding
 
 
@@ -83,13 +91,17 @@ def _first_content(file: BinaryIO, blanks: bytes) -> bytes:
 
 
 def _is_json(content: bytes) -> bool:
-    """Return whether a text file begins as JSON rows do, e.g. `rows.jsonl.txt`, of which Windows hides the end: most lines are objects, or it is an array."""
+    """Return whether a text file begins as JSON rows do, e.g. `rows.jsonl.txt`, of which Windows hides the end: most
+    lines are objects, or it is an array.
+    """
     lines = [line for line in content.split(b"\n") if line.strip()]
     if len(content) >= READ_BYTES:
         lines.pop()  # it may be cut
     if 2 * sum(_is_object(line.rstrip().removesuffix(b",")) for line in lines) > len(lines):
         return True
-    return JSON_START.match(content) is not None and (content.startswith(b"[") or not lines or _begins_with_indented_object(content))
+    return JSON_START.match(content) is not None and (
+        content.startswith(b"[") or not lines or _begins_with_indented_object(content)
+    )
 
 
 def _begins_with_indented_object(content: bytes) -> bool:
@@ -111,7 +123,9 @@ def _is_object(text: bytes) -> bool:
 
 
 def _is_array(content: bytes) -> bool:
-    """Whether the file is a JSON array. A list on the first line with more lines after it is a (wrong) row of JSON Lines."""
+    """Whether the file is a JSON array. A list on the first line with more lines after it is a (wrong) row of JSON
+    Lines.
+    """
     first_line, _, rest = content.partition(b"\n")
     try:
         return content.startswith(b"[") and not (rest.strip() and isinstance(json.loads(first_line), list))

@@ -1,7 +1,8 @@
 """Encodings of text files: detected from their first bytes, and converted to UTF-8 while a file is read.
 
-UTF-8 and byte order marks are certain. Other encodings are detected by the library charset-normalizer, and used only if its result is
-unambiguous; otherwise the file is read as UTF-8, and its first row that is not UTF-8 names data.encoding with the candidates.
+UTF-8 and byte order marks are certain. Other encodings are detected by the library charset-normalizer, and used only if
+its result is unambiguous; otherwise the file is read as UTF-8, and its first row that is not UTF-8 names data.encoding
+with the candidates.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ MIN_LEAD = 0.05  # of the best candidate before another that gives another text
 SEPARATORS = (b"\n", b" ", b'"', b",")  # bytes that are in no multi-byte character
 MULTI_BYTE = ("gb18030", "big5", "cp932", "euc_jp", "cp949")
 KANA, HANGUL = re.compile("[\u3040-\u30ff]"), re.compile("[\uac00-\ud7a3]")
-OWN_LETTERS = {"cp932": (KANA, 0.2), "euc_jp": (KANA, 0.2), "cp949": (HANGUL, 0.8)}  # least share of the non-ASCII characters, in a text of the language
+# least share of the non-ASCII characters, in a text of the language
+OWN_LETTERS = {"cp932": (KANA, 0.2), "euc_jp": (KANA, 0.2), "cp949": (HANGUL, 0.8)}
 CONTAINED_IN = {  # older variant -> encoding that contains it
     **dict.fromkeys(("gb2312", "gbk"), "gb18030"),
     **dict.fromkeys(("shift_jis", "shift_jis_2004", "shift_jisx0213"), "cp932"),
@@ -47,13 +49,16 @@ def check_encoding(name: str) -> str:
         return codecs.lookup(name).name
     except (LookupError, UnicodeError, ValueError) as error:
         fix = "e.g. data.encoding=gb18030, big5, cp932, cp1252 or utf-16; null detects it"
-        raise UserError(f"data.encoding must be an encoding of text that Python knows, got {name}", f"data.encoding={name}", fix) from error
+        raise UserError(
+            f"data.encoding must be an encoding of text that Python knows, got {name}", f"data.encoding={name}", fix
+        ) from error
 
 
 def encoding_of(head: bytes, is_json: bool, given: str | None) -> str:
     """Return the encoding of a file that begins with `head`: UTF-8 unless another one is certain.
 
-    `given` (data.encoding) replaces the detection, except of a file with a byte order mark or with valid UTF-8 of at least MIN_NON_ASCII bytes.
+    `given` (data.encoding) replaces the detection, except of a file with a byte order mark or with valid UTF-8 of at
+    least MIN_NON_ASCII bytes.
     """
     unicode = json.detect_encoding(head[:4])  # by the byte order mark, and in JSON by zero bytes
     if unicode in ("utf-16", "utf-32") or (is_json and not unicode.startswith(UTF8)):
@@ -86,27 +91,36 @@ def guess_encodings(content: bytes) -> tuple[list[str], bool]:
         return [], False
     best, text = matches[0], str(matches[0])
     names = [_common_name(match.encoding, sample, str(match)) for match in matches]
-    close = [number for number, match in enumerate(matches) if match.chaos <= best.chaos + 0.02 and str(match) != text and names[number] != names[0]]
+    close = [
+        number
+        for number, match in enumerate(matches)
+        if match.chaos <= best.chaos + 0.02 and str(match) != text and names[number] != names[0]
+    ]
     if best.language == "English" and "cp1252" in (names[number] for number in close):
         names = ["cp1252", *names]  # quotes and few accents, which several encodings of Europe explain equally well
         is_certain = True
     elif names[0] in MULTI_BYTE:
         is_certain = best.language != "Unknown" and not close and _has_own_letters(text, names[0])
     else:
-        is_certain = best.coherence >= MIN_COHERENCE and all(matches[number].coherence <= best.coherence - MIN_LEAD for number in close)
+        is_certain = best.coherence >= MIN_COHERENCE and all(
+            matches[number].coherence <= best.coherence - MIN_LEAD for number in close
+        )
     enough = len(sample) - len(sample.decode("ascii", "ignore")) >= MIN_NON_ASCII
     return list(dict.fromkeys(names)), is_certain and enough and best.chaos < MAX_CHAOS
 
 
 def _has_own_letters(text: str, encoding: str) -> bool:
-    """Return whether a text has the letters of the language of its encoding: short texts of others are valid in it, too."""
+    """Return whether a text has the letters of the language of its encoding: short texts of others are valid in it,
+    too.
+    """
     letters, least_share = OWN_LETTERS.get(encoding, (KANA, 0.0))
     return len(letters.findall(text)) >= least_share * sum(not character.isascii() for character in text)
 
 
 def _match_encodings(sample: bytes) -> tuple[bytes, list[CharsetMatch]]:
-    """Return the text that was examined, and what charset-normalizer finds. A character that is cut at the end would exclude its encoding:
-    the text ends at a separator, or up to 3 bytes are left out."""
+    """Return the text that was examined, and what charset-normalizer finds. A character that is cut at the end would
+    exclude its encoding: the text ends at a separator, or up to 3 bytes are left out.
+    """
     from charset_normalizer import from_bytes
 
     if (end := max(map(sample.rfind, SEPARATORS)) + 1) > len(sample) // 2:
@@ -114,7 +128,9 @@ def _match_encodings(sample: bytes) -> tuple[bytes, list[CharsetMatch]]:
     attempts = []
     for part in [sample] if end == len(sample) else [sample[: len(sample) - cut] for cut in range(4)]:
         found = from_bytes(part, steps=16, chunk_size=1024)
-        attempts.append((part, [match for match in found if match.encoding not in ("ascii", "utf_8", "utf_16_be", "utf_16_le")]))
+        attempts.append(
+            (part, [match for match in found if match.encoding not in ("ascii", "utf_8", "utf_16_be", "utf_16_le")])
+        )
     return min(attempts, key=lambda attempt: attempt[1][0].chaos if attempt[1] else 1.0)
 
 
@@ -138,7 +154,9 @@ def utf8_stream(file: BinaryIO, encoding: str) -> BinaryIO:
 
 
 class _Utf8Stream(io.RawIOBase):
-    """Bytes that are not valid in the encoding become 0xFF, which is not valid in UTF-8 either: their row is a bad row, and the others stay readable."""
+    """Bytes that are not valid in the encoding become 0xFF, which is not valid in UTF-8 either: their row is a bad row,
+    and the others stay readable.
+    """
 
     def __init__(self, file: BinaryIO, encoding: str) -> None:
         self._file, self._decoder = file, codecs.getincrementaldecoder(encoding)("replace")

@@ -30,10 +30,14 @@ READERS: dict[str, Callable[[BinaryIO, Locate], Items]] = {
     "parquet": read_parquet,
     "arrow": read_arrow,
 }
-TABLES, INDEXED = ("parquet", "arrow"), ("json array", "parquet", "arrow")  # positions are indices from 0 in INDEXED formats, line numbers from 1 in others
+# positions are indices from 0 in INDEXED formats, line numbers from 1 in others
+TABLES, INDEXED = ("parquet", "arrow"), ("json array", "parquet", "arrow")
 JSON_NAMES = {"jsonl": "JSON Lines", "json array": "a JSON array"}
 HIDDEN = " (hidden by data.columns)"  # end of the name of a field that data.columns replaces
-NOT_DATA = re.compile(r"(readme|license|licence|changelog|contributing|citation)(\b.*\.(md|txt|cff))?|dataset_infos?\.json|dataset_dict\.json", re.IGNORECASE)
+NOT_DATA = re.compile(
+    r"(readme|license|licence|changelog|contributing|citation)(\b.*\.(md|txt|cff))?|dataset_infos?\.json|dataset_dict\.json",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,14 @@ class ReadOptions:
 
     encoding: str | None = None  # of text files that are not UTF-8; None: detected
     text_unit: str = "file"  # what a row of a text file is: file or line
-    columns: tuple[tuple[str, str | None], ...] = ()  # (field of a row schema, column of the file that it is; None: the column of this name is not read)
+    # (field of a row schema, column of the file that it is; None: the column of this name is not read)
+    columns: tuple[tuple[str, str | None], ...] = ()
 
     @classmethod
     def of(cls, section: Any) -> ReadOptions:
-        """Return the options of a section of settings with encoding, text_unit and columns. Raises UserError for an unknown encoding."""
+        """Return the options of a section of settings with encoding, text_unit and columns. Raises UserError for an
+        unknown encoding.
+        """
         encoding = section.encoding if section.encoding is None else check_encoding(section.encoding)
         return cls(encoding, section.text_unit, tuple(sorted((section.columns or {}).items())))
 
@@ -75,9 +82,15 @@ class Source:
         if not os.path.exists(path):  # Path.exists raises an error for a name that is too long
             raise UserError("no such file or folder", f"data.path={path}", did_you_mean_path(path))
         if path.is_dir():
-            raise UserError("a file is needed, got a folder", str(path), f"name a file in it, with the extension {KNOWN_EXTENSIONS}")
+            raise UserError(
+                "a file is needed, got a folder", str(path), f"name a file in it, with the extension {KNOWN_EXTENSIONS}"
+            )
         if not path.is_file():
-            raise UserError("a regular file is needed, got a pipe or a device, which can be read once only", str(path), "write its content to a file first")
+            raise UserError(
+                "a regular file is needed, got a pipe or a device, which can be read once only",
+                str(path),
+                "write its content to a file first",
+            )
         file_format, encoding = detect_format(path, options.encoding, options.text_unit)
         return cls(path, file_format, str(path), encoding, options.columns)
 
@@ -88,10 +101,18 @@ class Source:
 
     @property
     def detected(self) -> str:
-        """What was detected beyond the extension of the file, for a message: "encoding gb18030, columns separated by ;"."""
+        """What was detected beyond the extension of the file, for a message: "encoding gb18030, columns separated by
+        ;".
+        """
         arguments = CSV_FORMATS.get(self.file_format, {})
-        delimiter = arguments.get("delimiter", "").replace("\t", "tabs") if extension_of(self.path) != f".{self.file_format}" else ""
-        parts = [f"encoding {self.encoding}"] * (self.encoding != UTF8) + [f"columns separated by {delimiter}"] * bool(delimiter)
+        delimiter = (
+            arguments.get("delimiter", "").replace("\t", "tabs")
+            if extension_of(self.path) != f".{self.file_format}"
+            else ""
+        )
+        parts = [f"encoding {self.encoding}"] * (self.encoding != UTF8) + [f"columns separated by {delimiter}"] * bool(
+            delimiter
+        )
         if EXTENSIONS.get(extension_of(self.path)) == "text" and self.file_format in JSON_NAMES:
             parts.append(f"read as {JSON_NAMES[self.file_format]}, which its content is")
         return ", ".join([*parts, *["quotes are text"] * ("quoting" in arguments)])
@@ -108,13 +129,15 @@ class Source:
     def items(self, progress: Callable[[int], None] = _ignore_progress) -> Items:
         """Yield (position, raw) in file order; `parse` makes a row of `raw`, in any process.
 
-        `raw` is a BadRowError if the row cannot be read but later ones can. `progress` is called now and then with the number of
-        bytes read from disk. Raises UserError if the rest of the file cannot be read.
+        `raw` is a BadRowError if the row cannot be read but later ones can. `progress` is called now and then with the
+        number of bytes read from disk. Raises UserError if the rest of the file cannot be read.
         """
         consumed, position = 0, 0
         with open_stream(self.path, seekable=self.file_format in TABLES) as (disk, file):
             try:
-                for number, (position, raw) in enumerate(READERS[self.file_format](utf8_stream(file, self.encoding), self.where)):
+                for number, (position, raw) in enumerate(
+                    READERS[self.file_format](utf8_stream(file, self.encoding), self.where)
+                ):
                     if number % 64 == 0:
                         consumed = max(consumed, disk.tell())
                         progress(consumed)
@@ -123,7 +146,10 @@ class Source:
                 if file is disk:
                     raise
                 message = f"the rest of the file cannot be decompressed: {error}"
-                yield position + 1, BadRowError("truncated file", message, self.where(position + 1), "copy the file again")
+                yield (
+                    position + 1,
+                    BadRowError("truncated file", message, self.where(position + 1), "copy the file again"),
+                )
         progress(self.size)
 
     def parse(self, position: int, raw: Any) -> dict:
@@ -132,11 +158,20 @@ class Source:
         try:
             if isinstance(raw, BadRowError):
                 raise raw
-            value = parse_json_row(raw, where, self.file_format == "jsonl" and not raw.endswith(b"\n")) if isinstance(raw, bytes) else raw
+            value = (
+                parse_json_row(raw, where, self.file_format == "jsonl" and not raw.endswith(b"\n"))
+                if isinstance(raw, bytes)
+                else raw
+            )
         except BadRowError as error:
             raise self._with_hint(error, raw, where) from error
         if not isinstance(value, dict):
-            raise BadRowError("not an object", f"a row must be a JSON object, found {type_name(value)}", where, 'write e.g. {"text": "..."}')
+            raise BadRowError(
+                "not an object",
+                f"a row must be a JSON object, found {type_name(value)}",
+                where,
+                'write e.g. {"text": "..."}',
+            )
         return self._with_columns(value) if self.columns else value
 
     def column_of(self, field: str) -> str:
@@ -148,14 +183,18 @@ class Source:
         fields = {field: row[column] for field, column in self.columns if column is not None and column in row}
         hidden = [field for field, column in self.columns if column is None or field in fields]
         used = {column for _, column in self.columns}
-        return {f"{name}{HIDDEN}" if name in hidden else name: value for name, value in row.items() if name not in used} | fields
+        return {
+            f"{name}{HIDDEN}" if name in hidden else name: value for name, value in row.items() if name not in used
+        } | fields
 
     def _with_hint(self, error: BadRowError, raw: Any, where: str) -> BadRowError:
         """Return the error with a fix for this file where one is known."""
         if error.reason == "not UTF-8" and self.file_format not in TABLES:
             message = error.message if self.encoding == UTF8 else f"not valid in the encoding {self.encoding}"
             return BadRowError(error.reason, message, error.setting, encoding_hint(self.path, self.encoding))
-        return _with_hint(error, raw.strip(), where) if self.file_format == "jsonl" and isinstance(raw, bytes) else error
+        return (
+            _with_hint(error, raw.strip(), where) if self.file_format == "jsonl" and isinstance(raw, bytes) else error
+        )
 
     def rows(self, on_bad: Callable[[BadRowError], Any] = _raise_error) -> Iterator[tuple[int, dict]]:
         """Yield (position, row) in file order; skips a bad row if `on_bad` returns."""
@@ -179,11 +218,17 @@ def _with_hint(error: BadRowError, line: bytes, where: str) -> BadRowError:
         json.loads(line.removesuffix(b","))
     except (ValueError, RecursionError):
         return error
-    return BadRowError("invalid JSON", "invalid JSON: a comma after the row", error.setting, "remove the comma: JSON Lines has none between rows")
+    return BadRowError(
+        "invalid JSON",
+        "invalid JSON: a comma after the row",
+        error.setting,
+        "remove the comma: JSON Lines has none between rows",
+    )
 
 
 def resolve_sources(path: str | list[str], options: ReadOptions | None = None) -> list[list[Source]]:
-    """Return the files of each entry of `path`: a file, a glob, all files of a folder, or hub:owner/name[@config][:split].
+    """Return the files of each entry of `path`: a file, a glob, all files of a folder, or
+    hub:owner/name[@config][:split].
 
     The files of a glob or a folder are sorted by name. Raises UserError if an entry names no file.
     """
@@ -191,9 +236,11 @@ def resolve_sources(path: str | list[str], options: ReadOptions | None = None) -
 
 
 def open_entry(entry: str, options: ReadOptions | None = None, splits: Sequence[str] = ("train",)) -> list[Source]:
-    """Return the files of one entry of data.path. `splits`: of a data set of the Hub without a typed split, the first of these that it has."""
+    """Return the files of one entry of data.path. `splits`: of a data set of the Hub without a typed split, the first
+    of these that it has.
+    """
     if entry.startswith("hub:"):
-        from data.sources.huggingface import load_hub_dataset
+        from data.sources.tables import load_hub_dataset
 
         columns = options.columns if options else ()
         return [Source(file, "arrow", name, columns=columns) for file, name in load_hub_dataset(entry, splits)]
@@ -203,7 +250,11 @@ def open_entry(entry: str, options: ReadOptions | None = None, splits: Sequence[
 def find_files(entry: str) -> list[Path]:
     """Return the files of a path, a glob or a folder. Raises UserError if there is none."""
     if "://" in entry:
-        raise UserError("URLs are not supported", entry, "download the file first, or name a data set of Hugging Face: hub:owner/name")
+        raise UserError(
+            "URLs are not supported",
+            entry,
+            "download the file first, or name a data set of Hugging Face: hub:owner/name",
+        )
     path = Path(entry).expanduser()
     if os.path.isdir(path):
         return _files_in(path)
@@ -216,8 +267,14 @@ def find_files(entry: str) -> list[Path]:
 
 
 def _visible_files(folder: Path) -> list[Path]:
-    """Return the files in `folder` and its subfolders, without hidden ones and those that describe a data set (README.md)."""
-    visible = (file for file in folder.rglob("*") if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts))
+    """Return the files in `folder` and its subfolders, without hidden ones and those that describe a data set
+    (README.md).
+    """
+    visible = (
+        file
+        for file in folder.rglob("*")
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    )
     return sorted(file for file in visible if not _is_description(file))
 
 
@@ -230,9 +287,13 @@ def _files_in(folder: Path) -> list[Path]:
     """Return the files of a folder with a known extension."""
     files = [file for file in _visible_files(folder) if extension_of(file) in EXTENSIONS]
     if not files:
-        raise UserError("the folder has no data files", str(folder), f"data files have the extension {KNOWN_EXTENSIONS}")
+        raise UserError(
+            "the folder has no data files", str(folder), f"data files have the extension {KNOWN_EXTENSIONS}"
+        )
     return files
 
 
 def _is_description(file: Path) -> bool:
-    return NOT_DATA.fullmatch(file.name) is not None or (file.name == "state.json" and file.with_name("dataset_info.json").exists())
+    return NOT_DATA.fullmatch(file.name) is not None or (
+        file.name == "state.json" and file.with_name("dataset_info.json").exists()
+    )

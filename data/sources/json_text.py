@@ -1,7 +1,8 @@
 """Readers of JSON Lines, JSON arrays and plain text.
 
-A reader of a file format is a function (file, locate) -> (position, raw) pairs, in file order. `file` has the decompressed bytes. `raw` is
-the row as JSON bytes or as a dict, or the BadRowError of a row that cannot be read; `Source.parse` returns the row or raises.
+A reader of a file format is a function (file, locate) -> (position, raw) pairs, in file order. `file` has the
+decompressed bytes. `raw` is the row as JSON bytes or as a dict, or the BadRowError of a row that cannot be read;
+`Source.parse` returns the row or raises.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from common.limits.parsers import check_json_size
 from data.errors import BadRowError, not_utf8
 from data.sources.byte_stream import BOM, MAX_ROW_BYTES, READ_BYTES, Items, Locate, iter_lines, row_too_large
 
-# A string up to its end, or a bracket outside of strings. Possessive quantifiers: a string of megabytes is scanned once.
+# A string up to its end, or a bracket outside of strings. Possessive quantifiers: a string of megabytes is scanned
+# once.
 JSON_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+("?)|[\[\]{}]', re.DOTALL)
 REST_OF_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+("?)', re.DOTALL)
 
@@ -38,14 +40,23 @@ def read_json_array(file: BinaryIO, locate: Locate) -> Items:
                 index += not isinstance(raw, BadRowError)
         elif level == UNCLOSED:
             message = "the array is not closed: the file is truncated, or a bracket of this row is missing"
-            yield index, BadRowError("truncated file", message, locate(index), "copy the file again, or correct the row")
+            yield (
+                index,
+                BadRowError("truncated file", message, locate(index), "copy the file again, or correct the row"),
+            )
         elif part is None or part.removeprefix(BOM).strip():
             text = "text" if part is None else repr(part.removeprefix(BOM).strip()[:40])
-            raise UserError(f"invalid JSON: {text} outside of the array", locate(index), "write one array of rows per file, or one row per line")
+            raise UserError(
+                f"invalid JSON: {text} outside of the array",
+                locate(index),
+                "write one array of rows per file, or one row per line",
+            )
 
 
 def _scalars_between(gap: bytes | None, where: str) -> Iterator[Any]:
-    """Yield the values between two objects: nothing if it is one comma, else numbers and strings (rows of a wrong type) or an error."""
+    """Yield the values between two objects: nothing if it is one comma, else numbers and strings (rows of a wrong type)
+    or an error.
+    """
     if gap is None:
         yield row_too_large(where)
         return
@@ -54,11 +65,18 @@ def _scalars_between(gap: bytes | None, where: str) -> Iterator[Any]:
         check_json_size(gap)
         yield from json.loads(b"[" + gap.removeprefix(b",").removesuffix(b",") + b"]")
     except ValueError:  # includes UnicodeDecodeError
-        yield BadRowError("invalid JSON", f"invalid JSON: {gap[:40]!r} before this row", where, "write one comma between two rows, and nothing else")
+        yield BadRowError(
+            "invalid JSON",
+            f"invalid JSON: {gap[:40]!r} before this row",
+            where,
+            "write one comma between two rows, and nothing else",
+        )
 
 
-MAX_UNMATCHED = 10_000  # open brackets; a row that is nested deeper than the parser allows is one bad row, a file of brackets is refused
-OUTSIDE, BETWEEN, IN_ROW, UNCLOSED = range(4)  # nesting levels of a part of the file: outside the array, in it, in one of its rows
+# open brackets; a row that is nested deeper than the parser allows is one bad row, a file of brackets is refused
+MAX_UNMATCHED = 10_000
+# nesting levels of a part of the file: outside the array, in it, in one of its rows
+OUTSIDE, BETWEEN, IN_ROW, UNCLOSED = range(4)
 
 
 def _split_array(file: BinaryIO, locate: Locate) -> Iterator[tuple[int, bytes | None]]:
@@ -77,7 +95,11 @@ def _split_array(file: BinaryIO, locate: Locate) -> Iterator[tuple[int, bytes | 
                 continue
             before, depth = depth, depth + (1 if token[0] in b"[{" else -1)
             if depth > MAX_UNMATCHED:
-                raise UserError(f"more than {MAX_UNMATCHED:,} brackets are open at once: no JSON of rows", locate(0), "copy the file again")
+                raise UserError(
+                    f"more than {MAX_UNMATCHED:,} brackets are open at once: no JSON of rows",
+                    locate(0),
+                    "copy the file again",
+                )
             if min(before, depth) > 1:
                 continue
             if before == 2:
@@ -157,5 +179,10 @@ def _decode_document(document: bytes, where: str) -> dict | BadRowError:
     except UnicodeDecodeError as error:
         return not_utf8(f"{where}, byte {error.start + 1} from there", error.reason)
     if "\0" in text:
-        return BadRowError("binary data", "the text contains NUL characters", where, "remove the binary file, or name its encoding: data.encoding=utf-16-le")
+        return BadRowError(
+            "binary data",
+            "the text contains NUL characters",
+            where,
+            "remove the binary file, or name its encoding: data.encoding=utf-16-le",
+        )
     return {"text": text.replace("\r\n", "\n")}

@@ -1,4 +1,6 @@
-"""Training, validation and test files by their names: `train-00000-of-00002.parquet`, `validation.jsonl`, `test/a.csv`, `x_val.jsonl` of `x.jsonl`."""
+"""Training, validation and test files by their names: `train-00000-of-00002.parquet`, `validation.jsonl`, `test/a.csv`,
+`x_val.jsonl` of `x.jsonl`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ SPLIT_NAMES = {
     **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
-EVALUATION_SPLITS = [name for split in ("validation", "test") for name in SPLIT_NAMES if SPLIT_NAMES[name] == split]  # preferred first
+# preferred first
+EVALUATION_SPLITS = [name for split in ("validation", "test") for name in SPLIT_NAMES if SPLIT_NAMES[name] == split]
 SHARD = re.compile(r"[-_.]\d+(-of-\d+)?\Z")  # train-00000-of-00002
 PART = re.compile(r"[^-_. ]+")
 LISTED_NAMES = 3
@@ -31,10 +34,11 @@ class DataFiles:
 
 
 def resolve_data_files(paths: list[str], val_path: str | None, options: ReadOptions) -> DataFiles:
-    """Return the files of `paths` to train on, and the validation files: those of `val_path`, or with auto those in the folders of the training files.
+    """Return the files of `paths` to train on, and the validation files: those of `val_path`, or with auto those in the
+    folders of the training files.
 
-    A file that is named itself is trained on whatever its name is; of a folder or a glob, the files of other splits are not.
-    Raises UserError if an entry has no file to train on.
+    A file that is named itself is trained on whatever its name is; of a folder or a glob, the files of other splits are
+    not. Raises UserError if an entry has no file to train on.
     """
     result, auto, used = DataFiles(), set[Path](), set[Path]()
     if val_path and val_path != "auto":
@@ -50,7 +54,9 @@ def resolve_data_files(paths: list[str], val_path: str | None, options: ReadOpti
         if not splits["train"]:
             first = next(iter(splits["validation"] + splits["test"]))
             message = f"no file to train on: by their names, {_listed(entry, splits['validation'] + splits['test'])} are validation or test data"
-            raise UserError(message, f"data.path={entry}", f"data.path={first} trains on that file, whatever its name is")
+            raise UserError(
+                message, f"data.path={entry}", f"data.path={first} trains on that file, whatever its name is"
+            )
         found = sorted({*splits["validation"], *_validation_files_of(splits["train"])}) if val_path == "auto" else []
         found = [file for file in found if file.absolute() not in named]
         auto |= {file.absolute() for file in found}
@@ -61,13 +67,16 @@ def resolve_data_files(paths: list[str], val_path: str | None, options: ReadOpti
         result.validation = [Source.open(file, options) for file in sorted(auto)]
         if emptied := next((entry for entry, group in zip(paths, result.train, strict=True) if not group), None):
             message = "all files of this entry of data.path are, by their names, validation data of another one"
-            raise UserError(message, f"data.path={emptied}", "data.val_path=null trains on them, too; or leave out the entry")
+            raise UserError(
+                message, f"data.path={emptied}", "data.val_path=null trains on them, too; or leave out the entry"
+            )
     return result
 
 
 def resolve_evaluation_files(entry: str, options: ReadOptions, setting: str) -> tuple[list[Source], str]:
-    """Return the files to evaluate on, and a line that names them if their names decided it: of a folder or a glob the validation files, without them
-    the test files, and all of them if no name says what it is for. `setting`: data.path or data.val_path.
+    """Return the files to evaluate on, and a line that names them if their names decided it: of a folder or a glob the
+    validation files, without them the test files, and all of them if no name says what it is for. `setting`: data.path
+    or data.val_path.
 
     Raises UserError if some files are training data by their names and no other name says what it is for.
     """
@@ -77,14 +86,20 @@ def resolve_evaluation_files(entry: str, options: ReadOptions, setting: str) -> 
     used = splits["validation"] or splits["test"] or splits["train"]
     if used is splits["train"] and splits["others"]:
         message = f"{_listed(entry, used)} are training data by their names, and no other file is named as validation or test data"
-        raise UserError(f"which files to evaluate on is unclear: {message}", f"{setting}={entry}", f"{setting}={splits['others'][0]}")
+        raise UserError(
+            f"which files to evaluate on is unclear: {message}",
+            f"{setting}={entry}",
+            f"{setting}={splits['others'][0]}",
+        )
     left_out = [file for files in splits.values() if files is not used for file in files]
     note = f"{entry}: by their names, evaluates on {_listed(entry, used)}, leaves out {_listed(entry, left_out)}"
     return [Source.open(file, options) for file in used], note if left_out else ""
 
 
 def split_files(entry: str) -> dict[str, list[Path]]:
-    """Return the files of a path by what they are for: train, validation, test, and others: files without such a name in a folder that has training files."""
+    """Return the files of a path by what they are for: train, validation, test, and others: files without such a name
+    in a folder that has training files.
+    """
     files = find_files(entry)
     path = Path(entry).expanduser()
     by_split: dict[str, list[Path]] = {name: [] for name in ("train", "validation", "test", "others")}
@@ -108,7 +123,9 @@ def _root(entry: str) -> Path:
 
 
 def split_of(file: Path, root: Path) -> str | None:
-    """Return train, validation or test if that is the first or last part of the file's name, or a folder below `root`; else None."""
+    """Return train, validation or test if that is the first or last part of the file's name, or a folder below `root`;
+    else None.
+    """
     parts = PART.findall(_stem(file)) or [""]
     folders = [folder.lower() for folder in reversed(file.relative_to(root).parts[:-1])]
     return next((SPLIT_NAMES[name] for name in (parts[0], parts[-1], *folders) if name in SPLIT_NAMES), None)
@@ -128,10 +145,17 @@ def _bare_name(file: Path) -> str:
 
 
 def _validation_files_of(files: Iterable[Path]) -> list[Path]:
-    """Return `x_val.jsonl` of `x.jsonl`, and `validation_x.jsonl` of `train_x.jsonl` with any other name for validation, in the same folders."""
+    """Return `x_val.jsonl` of `x.jsonl`, and `validation_x.jsonl` of `train_x.jsonl` with any other name for
+    validation, in the same folders.
+    """
     files = [file for file in files if os.path.exists(file)]  # Path.exists raises an error for a name that is too long
     expected = {(file.parent, name) for file in files for name in _validation_names(_stem(file))}
-    siblings = [file for folder in {folder for folder, _ in expected} for file in folder.iterdir() if extension_of(file) in EXTENSIONS]
+    siblings = [
+        file
+        for folder in {folder for folder, _ in expected}
+        for file in folder.iterdir()
+        if extension_of(file) in EXTENSIONS
+    ]
     found = {file for file in siblings if (file.parent, _stem(file)) in expected} | {_with_val(file) for file in files}
     return sorted(file for file in found if file.is_file())
 
@@ -150,8 +174,15 @@ def _validation_names(stem: str) -> list[str]:
 
 
 def _notes(entry: str, splits: dict[str, list[Path]], validation: list[Path], used: set[Path]) -> list[str]:
-    """Return lines that say which files of an entry are used for what, where a name decided it. `used`: files that data.val_path names."""
-    left_out = [file for name in ("validation", "test", "others") for file in splits[name] if file not in validation and file.absolute() not in used]
+    """Return lines that say which files of an entry are used for what, where a name decided it. `used`: files that
+    data.val_path names.
+    """
+    left_out = [
+        file
+        for name in ("validation", "test", "others")
+        for file in splits[name]
+        if file not in validation and file.absolute() not in used
+    ]
     unread = unread_files(_root(entry)) if os.path.isdir(Path(entry).expanduser()) else []
     notes = [f"{entry}: by their extensions, leaves out {_listed(entry, unread)}"] if unread else []
     if not left_out and not splits["validation"]:

@@ -1,19 +1,33 @@
-"""Readers of tables: CSV, Parquet and Arrow, a few rows at a time. What a reader is: data/sources/json_text.py."""
+"""Rows of tables: CSV, Parquet and Arrow files, and data sets of the Hugging Face hub.
+
+Readers of tables: CSV, Parquet and Arrow, a few rows at a time. What a reader is: data/sources/json_text.py.
+
+Data sets by their name on the Hugging Face Hub, through the optional library `datasets`.
+"""
 
 from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from common.errors import UserError
 from common.limits.memory import allocating_at_most
 from common.limits.parsers import MAX_JSON_VALUES
 from data.errors import BadRowError, not_utf8
-from data.sources.byte_stream import MAX_ROW_BYTES, READ_BYTES, Items, Locate, check_expansion, iter_lines, row_too_large
+from data.sources.byte_stream import (
+    MAX_ROW_BYTES,
+    READ_BYTES,
+    Items,
+    Locate,
+    check_expansion,
+    iter_lines,
+    row_too_large,
+)
 
 BATCH_ROWS = (256, 16, 1)  # read at a time; fewer where they do not fit into memory
 MAX_BATCH_BYTES = 256 << 20  # of memory that reading or converting a batch may need
@@ -22,7 +36,9 @@ UNNAMED = "Unnamed: 0"  # what pandas calls the column without a name that it wr
 
 
 def read_csv(file: BinaryIO, locate: Locate, arguments: Mapping[str, Any]) -> Items:
-    """Yield (line number, row) of a CSV file with a header; every value is a string. `arguments` are those of csv.reader."""
+    """Yield (line number, row) of a CSV file with a header; every value is a string. `arguments` are those of
+    csv.reader.
+    """
     csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process; Python's default is 128 KB
     record = _RecordSize()
     reader = csv.reader(_decode_lines(file, locate, record), strict=True, **arguments)
@@ -31,11 +47,17 @@ def read_csv(file: BinaryIO, locate: Locate, arguments: Mapping[str, Any]) -> It
     except csv.Error as error:
         raise UserError(f"invalid CSV: {error}", locate(1), "name the columns in the first line") from error
     if header and header[0].lower() == "sep=":
-        raise UserError("the first line is a note for Excel, not the names of the columns", locate(1), "delete the first line")
+        raise UserError(
+            "the first line is a note for Excel, not the names of the columns", locate(1), "delete the first line"
+        )
     if header and not header[0]:
         header[0] = UNNAMED
     if len({*header, ""}) <= len(header):
-        raise UserError(f"the columns of a CSV file need different names, got {', '.join(header)}", locate(1), "name each column in the first line")
+        raise UserError(
+            f"the columns of a CSV file need different names, got {', '.join(header)}",
+            locate(1),
+            "name each column in the first line",
+        )
     while True:
         line, record.size = reader.line_num + 1, 0
         try:
@@ -43,7 +65,15 @@ def read_csv(file: BinaryIO, locate: Locate, arguments: Mapping[str, Any]) -> It
         except StopIteration:
             return
         except csv.Error as error:
-            yield line, BadRowError("invalid CSV", f"invalid CSV: {error}", locate(line), 'quote values that contain quotes, and double these: "a ""b"" c"')
+            yield (
+                line,
+                BadRowError(
+                    "invalid CSV",
+                    f"invalid CSV: {error}",
+                    locate(line),
+                    'quote values that contain quotes, and double these: "a ""b"" c"',
+                ),
+            )
             continue
         if cells:
             yield line, _csv_row(header, cells, locate(line))
@@ -59,7 +89,9 @@ class _RecordSize:
 def _decode_lines(file: BinaryIO, locate: Locate, record: _RecordSize) -> Iterator[str]:
     for number, line in iter_lines(file, locate):
         record.size += len(line) if isinstance(line, bytes) else 0
-        if isinstance(line, bytes) and (record.size > MAX_ROW_BYTES or line.count(b"\t") + line.count(b";") + line.count(b",") > MAX_JSON_VALUES):
+        if isinstance(line, bytes) and (
+            record.size > MAX_ROW_BYTES or line.count(b"\t") + line.count(b";") + line.count(b",") > MAX_JSON_VALUES
+        ):
             line = row_too_large(locate(number))
         if isinstance(line, BadRowError):
             raise UserError(line.message, line.setting, line.fix)  # of the file: where the next row begins is unknown
@@ -68,7 +100,12 @@ def _decode_lines(file: BinaryIO, locate: Locate, record: _RecordSize) -> Iterat
 
 def _csv_row(header: list[str], cells: list[str], where: str) -> dict | BadRowError:
     if len(cells) != len(header):
-        return BadRowError("invalid CSV", f"the row has {len(cells)} values, the header {len(header)}", where, "quote values that contain the delimiter")
+        return BadRowError(
+            "invalid CSV",
+            f"the row has {len(cells)} values, the header {len(header)}",
+            where,
+            "quote values that contain the delimiter",
+        )
     try:
         "".join(cells).encode()
     except UnicodeEncodeError:
@@ -121,11 +158,17 @@ def _iter_table(batches: Callable[[int], Iterator[Any]], file: BinaryIO, locate:
         fix = "write the table again with shorter rows"
         raise UserError(f"the row cannot be read within {MAX_BATCH_BYTES >> 20} MB of memory", locate(index), fix)
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"the table cannot be read: {str(error).strip()}", locate(index), "copy or write the file again; it may be truncated") from error
+        raise UserError(
+            f"the table cannot be read: {str(error).strip()}",
+            locate(index),
+            "copy or write the file again; it may be truncated",
+        ) from error
 
 
 def _bounded_batches(open_table: Callable[[], Iterator[Any]], skip: int) -> Iterator[Any]:
-    """Yield the batches of a table without its first `skip` rows. Raises MemoryError if one needs more than MAX_BATCH_BYTES."""
+    """Yield the batches of a table without its first `skip` rows. Raises MemoryError if one needs more than
+    MAX_BATCH_BYTES.
+    """
     with allocating_at_most(MAX_BATCH_BYTES):
         table = open_table()
     while True:
@@ -139,7 +182,9 @@ def _bounded_batches(open_table: Callable[[], Iterator[Any]], skip: int) -> Iter
 
 
 def _batch_rows(batch: Any, locate: Locate, first: int) -> Iterator[dict | BadRowError]:
-    """Yield the rows of a batch, the first of which has the index `first`; of one that is large, or has a row that is not UTF-8, row by row."""
+    """Yield the rows of a batch, the first of which has the index `first`; of one that is large, or has a row that is
+    not UTF-8, row by row.
+    """
     if batch.nbytes <= MAX_ROW_BYTES and not isinstance(rows := _to_rows(batch), BadRowError):
         yield from rows
         return
@@ -168,3 +213,51 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_nulls(item) for name, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+HUB_NAME = "hub:owner/name[@config][:split]"
+
+
+def load_hub_dataset(name: str, preferred: Sequence[str] = ("train",)) -> Iterator[tuple[Path, str]]:
+    """Yield (Arrow file in the cache of `datasets`, name for messages) of each part of the data set `name`
+    (hub:owner/name or hub:FOLDER).
+
+    Without a split in the name it is the first of `preferred` that the data set has, or the only one. Uses the network
+    if the data set is not in the cache.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            "data sets of the Hugging Face Hub need the library datasets", name, "pip install '.[hub]'"
+        ) from error
+
+    path, config, split = _parse_hub_name(name)
+    try:
+        splits: Any = datasets.load_dataset(path, config)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # no such data set, or no network
+        reason = " ".join(str(error).split())
+        fix = f"check the name ({HUB_NAME}); without network, only data sets in the cache can be read"
+        raise UserError(f"the data set cannot be loaded: {reason}", name, fix) from error
+    split = split or next(
+        (choice for choice in preferred if choice in splits), next(iter(splits)) if len(splits) == 1 else None
+    )
+    if split not in splits:
+        raise UserError(
+            f"the split must be one of {', '.join(map(str, splits))}, got {split or 'no name of a split'}",
+            name,
+            f"e.g. hub:{path}:{next(iter(splits))}",
+        )
+    for number, shard in enumerate(splits[split].cache_files):
+        yield Path(shard["filename"]), f"hub:{path}:{split}" + (f"#{number}" if number else "")
+
+
+def _parse_hub_name(name: str) -> tuple[str, str | None, str | None]:
+    """Return (path, config, split) of hub:path[@config][:split]; the path of a folder may contain `:` and `@`."""
+    path, split, config = name.removeprefix("hub:"), "", ""
+    if not Path(path).is_dir():
+        head, _, tail = path.rpartition(":")
+        path, split = (head, tail) if head else (path, "")
+    if not Path(path).is_dir():
+        path, _, config = path.partition("@")
+    return path, config or None, split or None

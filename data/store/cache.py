@@ -1,4 +1,6 @@
-"""Token stores of data files: reuses the one in the cache if it matches, else builds it. Safe for concurrent ranks and runs."""
+"""Token stores of data files: reuses the one in the cache if it matches, else builds it. Safe for concurrent ranks and
+runs.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +26,25 @@ from common.paths import workspace_dir
 from data.schemas.registry import SCHEMAS
 from data.sources.detect import COMPRESSED
 from data.sources.files import Source
-from data.store.layout import STORE_FORMAT
-from data.store.reader import TokenStore
+from data.store.reader import STORE_FORMAT, TokenStore
 from data.store.workers import Chunk, encode_in_parallel
 from data.store.writer import write_store
 from data.tokenize.tokenizer import Tokenizer
 from data.types import EncodingConfig, sequences_per_row
 
 MAX_CHUNK_ROWS, MAX_CHUNK_BYTES = 512, 1 << 20  # a chunk ends at the first limit it reaches
-NOT_SHARED = 0o755  # of .cache, whatever the umask: compiled programs are in it, too, and are not used where a group may write
+# of .cache, whatever the umask: compiled programs are in it, too, and are not used where a group may write
+NOT_SHARED = 0o755
 MIN_BYTES_PER_WORKER = 2 << 20  # bytes of a file that one process encodes in the time that another one needs to start
 COMPRESSION_RATIO = 4  # estimate
 # Code and libraries that decide the ids of a row: after a change of any of them, files are tokenized again.
 FINGERPRINTED_CODE = (
     "errors.py", "sources/*.py", "schemas/*.py", "tokenize/block.py", "tokenize/chat_template.py", "tokenize/encoder.py", "tokenize/tokenizer.py", "tokenize/tokenizer_limits.py",
-    "tokenize/templates/*.py", "tokenize/pieces/*.py",
+    "tokenize/templates/*.py", "tokenize/pieces.py",
 )  # fmt: skip
 FINGERPRINTED_LIBRARIES = ("jinja2", "tokenizers")
-MTIME_GRANULARITY = 2_000_000_000  # ns; a file that changed less than this ago may change again with the same time stamps
+# ns; a file that changed less than this ago may change again with the same time stamps
+MTIME_GRANULARITY = 2_000_000_000
 CACHE_ENTRY = re.compile(r"(\.tmp-)?[0-9a-f]{64}[\w.@-]*|contents|compiled")  # names in the folder of token stores
 REPORT_EVERY = 0.1  # seconds
 LOCK_POLL_SECONDS = 0.1
@@ -63,28 +66,52 @@ def load_or_build(
     num_workers: int | None = None,
     worker_timeout: float = 0.0,
 ) -> TokenStore:
-    """Return the store of `source` encoded as `encoding` says. A missing one is built in `cache`, by `num_workers` processes (None: by size).
+    """Return the store of `source` encoded as `encoding` says. A missing one is built in `cache`, by `num_workers`
+    processes (None: by size).
 
-    `tokenizer` is the one that `encoding` names. `progress` may raise to stop. `worker_timeout`: as in `encode_in_parallel`. Raises BadRowError for
-    the first bad row if encoding.on_bad_row is error, UserError if the file changes meanwhile or the cache cannot be written.
+    `tokenizer` is the one that `encoding` names. `progress` may raise to stop. `worker_timeout`: as in
+    `encode_in_parallel`. Raises BadRowError for the first bad row if encoding.on_bad_row is error, UserError if the
+    file changes meanwhile or the cache cannot be written.
     """
     with with_cache_hint(cache):
         cache.mkdir(NOT_SHARED if cache == workspace_dir() / ".cache" else 0o777, parents=True, exist_ok=True)
         content = file_sha256_cached(source.path, cache)
-    parts = [content, *source.reading, encoding.key(tokenizer.fingerprint), STORE_FORMAT, encoding_code_fingerprint(encoding.schema)]
+    parts = [
+        content,
+        *source.reading,
+        encoding.key(tokenizer.fingerprint),
+        STORE_FORMAT,
+        encoding_code_fingerprint(encoding.schema),
+    ]
     path = cache / hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def build() -> None:
-        _build_store(path, source, encoding, tokenizer, content, progress, default_workers(source) if num_workers is None else num_workers, worker_timeout)
+        _build_store(
+            path,
+            source,
+            encoding,
+            tokenizer,
+            content,
+            progress,
+            default_workers(source) if num_workers is None else num_workers,
+            worker_timeout,
+        )
 
     store = open_or_build(path, lambda: TokenStore.open(path), build)
     # A file with the same bytes may have had another name when the store was built.
-    store.stats.first_seen = {reason: where.replace(store.metadata["name"], source.name, 1) for reason, where in store.stats.first_seen.items()}
+    store.stats.first_seen = {
+        reason: where.replace(store.metadata["name"], source.name, 1)
+        for reason, where in store.stats.first_seen.items()
+    }
     return store
 
 
-def open_or_build(path: Path, open_existing: Callable[[], T | None], build: Callable[[], None], content: str = "tokens") -> T:
-    """Return what `open_existing` returns; if that is None, `build` it first, in one process at a time. Files X@1, X@2, ... share the lock of X."""
+def open_or_build(
+    path: Path, open_existing: Callable[[], T | None], build: Callable[[], None], content: str = "tokens"
+) -> T:
+    """Return what `open_existing` returns; if that is None, `build` it first, in one process at a time. Files X@1, X@2,
+    ... share the lock of X.
+    """
     with with_cache_hint(path.parent, content):
         if (existing := open_existing()) is None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +136,9 @@ def _wait_for_lock(path: Path, content: str) -> FileLock:
         except BlockingIOError:
             if waited <= NOTE_WAIT_AFTER < waited + LOCK_POLL_SECONDS:
                 holder = lock_holder(path)
-                print_note(f"waiting for {f'process {holder}' if holder else 'another process'}, which stores {content} in {path.parent}")
+                print_note(
+                    f"waiting for {f'process {holder}' if holder else 'another process'}, which stores {content} in {path.parent}"
+                )
             time.sleep(LOCK_POLL_SECONDS)
             waited += LOCK_POLL_SECONDS
 
@@ -118,8 +147,12 @@ def is_own_cache(folder: Path) -> bool:
     """Return whether only this user can have written to the folder, and nothing but what this module writes is in it."""
     try:
         status = folder.stat()
-        is_private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & stat.S_IWOTH
-        return is_private and all(CACHE_ENTRY.fullmatch(name) and not (folder / name).is_symlink() for name in os.listdir(folder))
+        is_private = (
+            stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & stat.S_IWOTH
+        )
+        return is_private and all(
+            CACHE_ENTRY.fullmatch(name) and not (folder / name).is_symlink() for name in os.listdir(folder)
+        )
     except OSError:
         return False
 
@@ -129,7 +162,9 @@ def _lock_path(path: Path) -> Path:
 
 
 def _remove_stale_builds(path: Path) -> None:
-    """Remove temporary files of killed processes: those whose lock is free, and those of `path`, whose lock the caller holds."""
+    """Remove temporary files of killed processes: those whose lock is free, and those of `path`, whose lock the caller
+    holds.
+    """
     for temp in path.parent.glob(".tmp-*"):
         lock = _lock_path(path.with_name(temp.name.removeprefix(".tmp-").rsplit("-", 2)[0]))
         with suppress(OSError):  # locked, already removed, or no permission
@@ -142,7 +177,12 @@ def _remove_stale_builds(path: Path) -> None:
 
 def default_workers(source: Source) -> int:
     compressed = source.file_format == "parquet" or source.path.suffix.lower() in COMPRESSED
-    return max(1, min(len(os.sched_getaffinity(0)), source.size * (COMPRESSION_RATIO if compressed else 1) // MIN_BYTES_PER_WORKER))
+    return max(
+        1,
+        min(
+            len(os.sched_getaffinity(0)), source.size * (COMPRESSION_RATIO if compressed else 1) // MIN_BYTES_PER_WORKER
+        ),
+    )
 
 
 def fingerprinted_files(schema: str) -> list[Path]:
@@ -180,7 +220,9 @@ def _build_store(
     largest_id = max(tokenizer.vocab_size - 1, *tokenizer.control_ids.values())
     with write_store(path, sequences_per_row(encoding.data_format), largest_id, metadata) as writer:
         last_report = time.monotonic()
-        for block, bytes_read in encode_in_parallel(source, encoding, tokenizer.fingerprint, _source_chunks(source), num_workers, worker_timeout):
+        for block, bytes_read in encode_in_parallel(
+            source, encoding, tokenizer.fingerprint, _source_chunks(source), num_workers, worker_timeout
+        ):
             writer.append(block)
             if time.monotonic() - last_report >= REPORT_EVERY:
                 last_report = time.monotonic()
@@ -207,7 +249,11 @@ def _source_chunks(source: Source) -> Iterator[tuple[Chunk, int]]:
         except Exception as error:  # raised after the items before it are encoded: one of them may be a bad row
             yield chunk, bytes_read
             if isinstance(error, OSError):
-                raise UserError(f"the file cannot be read: {error.strerror or error}", str(source.path), "check the file and its disk") from error
+                raise UserError(
+                    f"the file cannot be read: {error.strerror or error}",
+                    str(source.path),
+                    "check the file and its disk",
+                ) from error
             raise
         if item is None:
             break
@@ -242,7 +288,9 @@ def file_sha256_cached(path: Path, cache: Path) -> str:
     if started - max(signature[1:3]) > MTIME_GRANULARITY:
         record.parent.mkdir(exist_ok=True)
         with atomic_path(record) as temp:  # not synced: a damaged record is ignored
-            temp.write_text(json.dumps({"path": str(real), "signature": signature, "sha256": content}), encoding="utf-8")
+            temp.write_text(
+                json.dumps({"path": str(real), "signature": signature, "sha256": content}), encoding="utf-8"
+            )
     return content
 
 

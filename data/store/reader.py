@@ -1,15 +1,27 @@
-"""Reads a token store: the encoded rows of one source in flat files (see layout.py), verified by checksums.
+"""Layout of a token store, and its reader.
 
-The tables (sequences.bin, rows.bin) are verified when a store is opened, because packing plans are computed from them. They are
-small compared with the tokens, which are verified together with their spans when a row is read.
+Files of a token store. The folder is named by the key of its content and holds, all numbers little-endian:
 
-The files are read with pread instead of memory mapping: mapped pages count as memory of the process, which would grow to the
-size of the files.
+tokens.bin     uint16 or uint32: the ids of all sequences, concatenated
+spans.bin      uint32 (P, 2): [start, stop) within its sequence of tokens with loss; (2**32 - 1, bits of a float32) is the weight of the next one, else 1
+sequences.bin  uint64 (S + 1, 2): index of the first token and of the first span of each sequence; the last entry is the end
+rows.bin       (N): position in the source int64, hash of the tokens uint64, weight float32, crc32 of the row with its tokens and spans uint32
+MANIFEST.json  sizes of the files, crc32 of sequences.bin and rows.bin, metadata, and its own sha256
+
+Reads a token store: the encoded rows of one source in flat files, verified by checksums.
+
+The tables (sequences.bin, rows.bin) are verified when a store is opened, because packing plans are computed from them.
+They are small compared with the tokens, which are verified together with their spans when a row is read.
+
+The files are read with pread instead of memory mapping: mapped pages count as memory of the process, which would grow
+to the size of the files.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
@@ -21,26 +33,49 @@ import numpy as np
 
 from common.errors import UserError
 from common.filesystem import crc32_of, load_sealed_json
-from data.store.layout import (
-    OFFSET_DTYPE,
-    ROW_DTYPE,
-    SPAN_DTYPE,
-    STORE_FILES,
-    STORE_FORMAT,
-    STORE_MANIFEST,
-    TABLE_FILES,
-    row_checksum,
-    sequence_sizes,
-)
 from data.tokenize.block import WEIGHT_MARK, RowStats
 
+STORE_FORMAT = 5  # version of this layout: a store of another version is built again
+STORE_MANIFEST = "MANIFEST.json"
+STORE_FILES = ("tokens.bin", "spans.bin", "sequences.bin", "rows.bin")
+TABLE_FILES = STORE_FILES[2:]
+SPAN_DTYPE = np.dtype("<u4")
+OFFSET_DTYPE = np.dtype([("token", "<u8"), ("span", "<u8")])
+ROW_DTYPE = np.dtype([("position", "<i8"), ("content", "<u8"), ("weight", "<f4"), ("checksum", "<u4")])
+
+
+def row_checksum(
+    row: np.ndarray, lengths: np.ndarray, span_counts: np.ndarray, tokens: bytes | memoryview, spans: bytes | memoryview
+) -> int:
+    """Return the crc32 of an entry of rows.bin with its sequence lengths, tokens and spans."""
+    checksum = zlib.crc32(row.tobytes()[: -ROW_DTYPE["checksum"].itemsize])
+    for part in (lengths.tobytes(), span_counts.tobytes(), tokens, spans):
+        checksum = zlib.crc32(part, checksum)
+    return checksum
+
+
+def content_hash(lengths: np.ndarray, tokens: bytes | memoryview) -> int:
+    """Return a 64-bit hash of the token ids of a row: equal for rows that are the same tokens, whatever their loss mask
+    or weight.
+    """
+    return int.from_bytes(hashlib.blake2b(lengths.tobytes() + tokens, digest_size=8).digest(), "little")
+
+
+def sequence_sizes(offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the number of tokens and of spans of each sequence, int64."""
+    return np.diff(offsets["token"].astype("<i8")), np.diff(offsets["span"].astype("<i8"))
+
+
 ROWS_PER_READ = 1 << 16  # entries of a table in memory at a time
-OPEN_FILES = 128  # files of all stores that a process keeps open: a data folder may have more files than the limit of a process
+# files of all stores that a process keeps open: a data folder may have more files than the limit of a process
+OPEN_FILES = 128
 StoredSequence = tuple[np.ndarray, np.ndarray]  # ids, loss_mask of a data.types.TokenSequence
 
 
 class DamagedStoreError(RuntimeError):
-    """The content of a store is not what was written. Has one argument only: DataLoader workers re-raise errors as type(message)."""
+    """The content of a store is not what was written. Has one argument only: DataLoader workers re-raise errors as
+    type(message).
+    """
 
 
 class TokenStore:
@@ -48,7 +83,8 @@ class TokenStore:
 
     def __init__(self, folder: Path, manifest: dict[str, Any], files: dict[str, FileId]) -> None:
         self.folder, self.key = folder, folder.name
-        self.digest: str = manifest["digest"]  # of the encoded rows; independent of the code and settings that produced them
+        # of the encoded rows; independent of the code and settings that produced them
+        self.digest: str = manifest["digest"]
         self.sequences_per_row: int = manifest["sequences_per_row"]
         self.tokens: int = manifest["tokens"]
         self.has_weights: bool = manifest["has_weights"]  # whether the weight of any row is not 1
@@ -63,7 +99,8 @@ class TokenStore:
 
     @classmethod
     def open(cls, folder: Path) -> TokenStore | None:
-        """Return the store in `folder`; None if there is none, or it is incomplete, damaged or of another format, and has to be built.
+        """Return the store in `folder`; None if there is none, or it is incomplete, damaged or of another format, and
+        has to be built.
 
         Raises UserError if it cannot be read for lack of permission.
         """
@@ -90,11 +127,15 @@ class TokenStore:
         return self._rows
 
     def read(self, i: int) -> tuple[list[StoredSequence], int]:
-        """Return (sequences of row i, its position in the source). Raises DamagedStoreError if the checksum does not match."""
+        """Return (sequences of row i, its position in the source). Raises DamagedStoreError if the checksum does not
+        match.
+        """
         if not 0 <= i < self._rows:
             raise IndexError(f"row {i} of {self._rows}")
         row = self._table("rows.bin", ROW_DTYPE, i, i + 1)
-        offsets = self._table("sequences.bin", OFFSET_DTYPE, i * self.sequences_per_row, (i + 1) * self.sequences_per_row + 1)
+        offsets = self._table(
+            "sequences.bin", OFFSET_DTYPE, i * self.sequences_per_row, (i + 1) * self.sequences_per_row + 1
+        )
         tokens = self._read("tokens.bin", self._dtype.itemsize, *offsets["token"][[0, -1]].tolist())
         spans = self._read("spans.bin", 2 * SPAN_DTYPE.itemsize, *offsets["span"][[0, -1]].tolist())
         lengths, span_counts = sequence_sizes(offsets)
@@ -115,11 +156,17 @@ class TokenStore:
         return sequences, int(row["position"][0])
 
     def lengths(self, start: int, stop: int) -> np.ndarray:
-        """Number of input tokens of each of the rows [start, stop), int64: all tokens of its sequences but the last ones."""
+        """Number of input tokens of each of the rows [start, stop), int64: all tokens of its sequences but the last
+        ones.
+        """
         lengths = np.empty(stop - start, np.int64)
         for a, b in _slices(start, stop):
-            offsets = self._table("sequences.bin", OFFSET_DTYPE, a * self.sequences_per_row, b * self.sequences_per_row + 1)
-            lengths[a - start : b - start] = np.diff(offsets["token"][:: self.sequences_per_row].astype(np.int64)) - self.sequences_per_row
+            offsets = self._table(
+                "sequences.bin", OFFSET_DTYPE, a * self.sequences_per_row, b * self.sequences_per_row + 1
+            )
+            lengths[a - start : b - start] = (
+                np.diff(offsets["token"][:: self.sequences_per_row].astype(np.int64)) - self.sequences_per_row
+            )
         return lengths
 
     def weights(self, start: int, stop: int) -> np.ndarray:

@@ -1,7 +1,8 @@
 """Encodes the rows of a file on several cores: blocks in file order, few of them in memory at a time.
 
-Not a multiprocessing pool: its spawned processes import the main module again, which may be a training command with torch or a
-notebook, and they survive a killed parent. These processes import this module only, and end when the pipe they read from closes, or with the parent.
+Not a multiprocessing pool: its spawned processes import the main module again, which may be a training command with
+torch or a notebook, and they survive a killed parent. These processes import this module only, and end when the pipe
+they read from closes, or with the parent.
 """
 
 from __future__ import annotations
@@ -32,19 +33,28 @@ from data.tokenize.encoder import Encoder
 from data.types import EncodingConfig
 
 BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-WORKER_ENV = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # one thread per process: there is a process per core
-NEW_OBJECTS_PER_COLLECTION = 50_000  # of Python's garbage collector in a worker: it looks for cycles, and rows have none
+# one thread per process: there is a process per core
+WORKER_ENV = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+# of Python's garbage collector in a worker: it looks for cycles, and rows have none
+NEW_OBJECTS_PER_COLLECTION = 50_000
 EXIT_SECONDS = 1.0  # for a process that was killed, or has closed its pipe, to be gone
 Chunk = list[tuple[int, Any]]  # (position in the source, item)
 
 
 def encode_in_parallel(
-    source: Source, encoding: EncodingConfig, tokenizer: str, chunks: Iterable[tuple[Chunk, int]], num_workers: int, timeout: float = 0.0
+    source: Source,
+    encoding: EncodingConfig,
+    tokenizer: str,
+    chunks: Iterable[tuple[Chunk, int]],
+    num_workers: int,
+    timeout: float = 0.0,
 ) -> Iterator[tuple[EncodedBlock, int]]:
-    """Yield (block, bytes read) for each (chunk, bytes read). Of several errors, of the chunks or of an encoder, the first in file order is raised.
+    """Yield (block, bytes read) for each (chunk, bytes read). Of several errors, of the chunks or of an encoder, the
+    first in file order is raised.
 
-    One worker is the calling process. `tokenizer` is the fingerprint of the tokenizer in `encoding`. Raises UserError if a process dies, or if
-    no process finishes a chunk for `timeout` seconds (0: no limit), which begin when the process of the chunk is ready.
+    One worker is the calling process. `tokenizer` is the fingerprint of the tokenizer in `encoding`. Raises UserError
+    if a process dies, or if no process finishes a chunk for `timeout` seconds (0: no limit), which begin when the
+    process of the chunk is ready.
     """
     if num_workers == 1:
         encoder = _load_encoder(encoding, tokenizer)
@@ -68,7 +78,9 @@ def encode_in_parallel(
 
 @lru_cache(1)
 def _load_encoder(encoding: EncodingConfig, tokenizer: str) -> Encoder:
-    """Cached, because loading a tokenizer takes longer than encoding a small file. The fingerprint is an argument: the files of a tokenizer may change."""
+    """Cached, because loading a tokenizer takes longer than encoding a small file. The fingerprint is an argument: the
+    files of a tokenizer may change.
+    """
     return Encoder(encoding)
 
 
@@ -110,7 +122,11 @@ class _Pool:
         except OSError as error:
             self.close()
             message = f"{num_workers} tokenizing processes cannot be started: {error.strerror or error}"
-            raise UserError(message, str(source.path), "raise the limits of this shell (ulimit -n, ulimit -u), or end other processes") from error
+            raise UserError(
+                message,
+                str(source.path),
+                "raise the limits of this shell (ulimit -n, ulimit -u), or end other processes",
+            ) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous)
         for process in self._processes:
@@ -164,7 +180,11 @@ class _Pool:
         state = "" if job.process is None else describe_state(job.process.pid)
         done = "no rows encoded for" if job.begun.is_set() else "not ready after"
         message = f"{worker} stuck: {done} {seconds:.1f} s (data.worker_timeout){state}"
-        return UserError(message, self._rows(job), "look at these rows and at the regular expressions of the tokenizer; or a larger data.worker_timeout")
+        return UserError(
+            message,
+            self._rows(job),
+            "look at these rows and at the regular expressions of the tokenizer; or a larger data.worker_timeout",
+        )
 
     def _name(self, process: subprocess.Popen[bytes]) -> str:
         return f"tokenizing process {self._processes.index(process)} of {len(self._processes)} (pid {process.pid})"
@@ -209,7 +229,9 @@ def _send(pipe: IO[bytes], message: object) -> None:
 
 
 def _worker_main(parent: int) -> None:
-    """Body of a worker of process `parent`: reply once when it is ready, then to each chunk with its block, or with the exception it raises."""
+    """Body of a worker of process `parent`: reply once when it is ready, then to each chunk with its block, or with the
+    exception it raises.
+    """
     kill_with_parent(parent)  # which may have died during the imports
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # anything that prints must not garble the replies

@@ -1,1 +1,3 @@
-"""Tokenizers, chat templates, and the encoding of rows as token ids. May import data.schemas, data.sources, data.errors, data.types and common; no torch."""
+"""Tokenizers, chat templates, and the encoding of rows as token ids. May import data.schemas, data.sources,
+data.errors, data.types and common; no torch.
+"""

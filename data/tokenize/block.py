@@ -26,20 +26,33 @@ class RowStats:
     lost_loss_tokens: int = 0  # tokens that would have loss if no row were truncated or dropped for its length
     longest_conversation: int = 0  # tokens
     most_answers: int = 0  # of the assistant in one conversation; 0: not counted, because not every answer has loss
-    lost_by_length: Counter[int] = field(default_factory=Counter)  # these tokens, by the data.max_length (see round_up_length) that keeps them
+    # these tokens, by the data.max_length (see round_up_length) that keeps them
+    lost_by_length: Counter[int] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)  # rows left out because of a setting, by reason
     bad: Counter[str] = field(default_factory=Counter)  # rows that cannot be used, by reason
-    unused: Counter[str] = field(default_factory=Counter)  # rows in which a field that training ignores is not null, by field
+    # rows in which a field that training ignores is not null, by field
+    unused: Counter[str] = field(default_factory=Counter)
     first_seen: dict[str, str] = field(default_factory=dict)  # file:line of the first row of each reason
 
     def __iadd__(self, other: RowStats) -> RowStats:
         for part in dataclasses.fields(self):
             mine, added = getattr(self, part.name), getattr(other, part.name)
-            setattr(self, part.name, {**added, **mine} if part.name == "first_seen" else max(mine, added) if part.name in MAXIMA else mine + added)
+            setattr(
+                self,
+                part.name,
+                {**added, **mine}
+                if part.name == "first_seen"
+                else max(mine, added)
+                if part.name in MAXIMA
+                else mine + added,
+            )
         return self
 
     def add_conversation(self, tokens: int, answers: int) -> None:
-        self.longest_conversation, self.most_answers = max(self.longest_conversation, tokens), max(self.most_answers, answers)
+        self.longest_conversation, self.most_answers = (
+            max(self.longest_conversation, tokens),
+            max(self.most_answers, answers),
+        )
 
     def count_lost(self, first: int, last: int) -> None:
         """Count lost tokens with loss, of which the n-th needs data.max_length >= first + n."""
@@ -72,7 +85,8 @@ class EncodedBlock:
 
     tokens: np.ndarray  # int32, the ids of all sequences, concatenated
     lengths: np.ndarray  # int64 (S,) tokens of each sequence
-    spans: np.ndarray  # int32 (P, 2) [start, stop) within the sequence; before one of another weight than 1 (WEIGHT_MARK, its weight)
+    # int32 (P, 2) [start, stop) within the sequence; before one of another weight than 1 (WEIGHT_MARK, its weight)
+    spans: np.ndarray
     span_counts: np.ndarray  # int64 (S,) spans of each sequence
     positions: np.ndarray  # int64 (N,) position of each row in its file: line number or index
     weights: np.ndarray  # float32 (N,)

@@ -1,9 +1,10 @@
 """Encodes conversations with a Jinja chat template: token ids, and which of them the assistant wrote.
 
-The template may produce control tokens; the texts of messages may not. To distinguish the two in the rendered text, control tokens
-inside texts are masked with a private character before rendering, and unmasked before that text is encoded as plain text.
+The template may produce control tokens; the texts of messages may not. To distinguish the two in the rendered text,
+control tokens inside texts are masked with a private character before rendering, and unmasked before that text is
+encoded as plain text.
 
-templates/turn_marks.py finds the assistant's text in it.
+templates/segment_plan.py finds the assistant's text in it.
 """
 
 from __future__ import annotations
@@ -22,10 +23,19 @@ from common.errors import UserError
 from data.errors import BadRowError
 from data.schemas.messages import check_chat, drop_empty_system
 from data.tokenize.block import LossSpan
-from data.tokenize.pieces.cache import FlatEncoder, gather
+from data.tokenize.pieces import FlatEncoder, gather
 from data.tokenize.templates.jinja_sandbox import BEGIN, END, appears_in, mask_control_tokens, unmask_control_tokens
 from data.tokenize.templates.renderer import ConversationRenderer, KnownTemplate, Rendering, is_shipped, open_template
-from data.tokenize.templates.segment_plan import SegmentPlans
+from data.tokenize.templates.segment_plan import (
+    MARKS_HINT,
+    Render,
+    SegmentPlans,
+    TemplateSegment,
+    TurnMarks,
+    any_of,
+    assistant_turns,
+    expected_renderings,
+)
 from data.tokenize.templates.training_version import (
     TurnEnd,
     apply_edits,
@@ -35,7 +45,6 @@ from data.tokenize.templates.training_version import (
     possible_end_tokens,
     training_version,
 )
-from data.tokenize.templates.turn_marks import MARKS_HINT, Render, TemplateSegment, TurnMarks, any_of, assistant_turns, expected_renderings
 from data.tokenize.tokenizer import Tokenizer
 
 CHATML = Path(__file__).with_name("chatml.jinja")
@@ -45,12 +54,18 @@ EncodedChat = tuple[np.ndarray, list[LossSpan]]  # (ids: int32, spans of tokens 
 
 
 class ChatTemplate:
-    """Chat template of a tokenizer. Messages are those of data.schemas.messages: checked, with roles and fields as in OpenAI's API."""
+    """Chat template of a tokenizer. Messages are those of data.schemas.messages: checked, with roles and fields as in
+    OpenAI's API.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._where = f"{tokenizer.folder}/chat_template.jinja"
         if not tokenizer.chat_template:
-            raise UserError("the tokenizer has no chat template", self._where, f"add one, e.g. a copy of data/tokenize/{CHATML.name}")
+            raise UserError(
+                "the tokenizer has no chat template",
+                self._where,
+                f"add one, e.g. a copy of data/tokenize/{CHATML.name}",
+            )
         self.tokenizer = tokenizer
         stock = _default_template(tokenizer.chat_template, self._where)
         if len(stock) > MAX_TEMPLATE_CHARACTERS:
@@ -60,27 +75,36 @@ class ChatTemplate:
         self._source = apply_edits(stock, self.training_version) if self.training_version else stock
         self._identifiers = set(re.findall(r"\w+", re.sub(r"{#.*?(#}|\Z)", "", self._source, flags=re.DOTALL)))
         self._turns = TurnMarks(self._source, tokenizer.control_ids, tokenizer.named_tokens["eos_token"], self._where)
-        self._control, self._special = any_of(_maskable(tokenizer.control_ids)), any_of(_maskable(tokenizer.special_tokens))
-        self._ahead: dict[int, tuple[list[dict], tuple[ConversationRenderer, list[dict]]]] = {}  # by the id of the messages
+        self._control, self._special = (
+            any_of(_maskable(tokenizer.control_ids)),
+            any_of(_maskable(tokenizer.special_tokens)),
+        )
+        # by the id of the messages
+        self._ahead: dict[int, tuple[list[dict], tuple[ConversationRenderer, list[dict]]]] = {}
         self._is_shipped, self._plans_of = is_shipped(self._source), dict[str, SegmentPlans]()  # by loss_on
         self._end_tokens = possible_end_tokens(tokenizer.control_ids)
         try:
             is_known = self.training_version is not None
             self._stock_template, self._template = open_template(stock, is_known), open_template(self._source, is_known)
         except TemplateError as error:
-            raise UserError(f"the chat template does not compile: {error}", self._where, "correct the template of the tokenizer") from error
+            raise UserError(
+                f"the chat template does not compile: {error}", self._where, "correct the template of the tokenizer"
+            ) from error
 
     def names(self, field: str) -> bool:
         """Return whether the template mentions a field of messages; one that it does not mention has no effect."""
         return field in self._identifiers
 
-    def segments(self, messages: list[dict], tools: list[dict] | None, where: str, loss_on: str = "assistant") -> list[TemplateSegment]:
+    def segments(
+        self, messages: list[dict], tools: list[dict] | None, where: str, loss_on: str = "assistant"
+    ) -> list[TemplateSegment]:
         """Return the segments of a conversation, rendered by the template.
 
-        loss_on: assistant, last_assistant (its last turn only), or all. A turn of weight 0 never has loss and never counts as the
-        last; another weight is that of its tokens in the loss. A turn includes its end token, but not the white space behind it. Raises BadRowError if the template rejects the
-        conversation, drops a part of it, or does not show which text is the assistant's. A conversation without assistant has no
-        loss; the caller decides what to do with it.
+        loss_on: assistant, last_assistant (its last turn only), or all. A turn of weight 0 never has loss and never
+        counts as the last; another weight is that of its tokens in the loss. A turn includes its end token, but not the
+        white space behind it. Raises BadRowError if the template rejects the conversation, drops a part of it, or does
+        not show which text is the assistant's. A conversation without assistant has no loss; the caller decides what to
+        do with it.
         """
         if not tools and (plans := self._plans(loss_on)) and (segments := plans.segments(messages)):
             return segments
@@ -91,10 +115,14 @@ class ChatTemplate:
         if not self._is_shipped:
             return None
         if loss_on not in self._plans_of:
-            self._plans_of[loss_on] = SegmentPlans(self.tokenizer.control_ids, lambda messages: self._render_segments(messages, None, "messages", loss_on))
+            self._plans_of[loss_on] = SegmentPlans(
+                self.tokenizer.control_ids, lambda messages: self._render_segments(messages, None, "messages", loss_on)
+            )
         return self._plans_of[loss_on]
 
-    def _render_segments(self, messages: list[dict], tools: list[dict] | None, where: str, loss_on: str) -> list[TemplateSegment]:
+    def _render_segments(
+        self, messages: list[dict], tools: list[dict] | None, where: str, loss_on: str
+    ) -> list[TemplateSegment]:
         """Render a conversation and split it into segments, see `segments`."""
         turns = assistant_turns(messages)
         _check_weights(messages, loss_on, where)
@@ -108,7 +136,9 @@ class ChatTemplate:
             marked = [turn for turn in turns if messages[turn].get("weight", 1) != 1]
             return self._split_turns(whole, messages, tools, marked, render, where, others=1)
         if unweighted and not weighted:
-            raise BadRowError("no turn with a weight", "every assistant turn has weight 0: no token has loss", where, "delete the row")
+            raise BadRowError(
+                "no turn with a weight", "every assistant turn has weight 0: no token has loss", where, "delete the row"
+            )
         weighted = weighted[-1:] if loss_on == "last_assistant" else weighted
         segments = self._split_turns(whole, messages, tools, weighted, render, where)
         self._check_reasoning(whole, masked, weighted, where)
@@ -118,18 +148,30 @@ class ChatTemplate:
         return segments
 
     def render_ahead(self, chats: list[tuple[list[dict], list[dict] | None, str]], loss_on: str) -> None:
-        """Render conversations (messages, tools, where) for the calls of `segments` that follow: faster together if the template is not known."""
+        """Render conversations (messages, tools, where) for the calls of `segments` that follow: faster together if the
+        template is not known.
+        """
         self._ahead.clear()
         if isinstance(self._template, KnownTemplate):
             return
         for messages, tools, where in chats:
             with suppress(BadRowError):  # raised again by `segments`
-                self._ahead[id(messages)] = (messages, self._conversation(messages, tools, where, turns=self._marked_turns(messages, loss_on)))
+                self._ahead[id(messages)] = (
+                    messages,
+                    self._conversation(messages, tools, where, turns=self._marked_turns(messages, loss_on)),
+                )
         ConversationRenderer.render_together([conversation for _, (conversation, _) in self._ahead.values()])
 
-    def encode_segments(self, chats: list[list[TemplateSegment]], encode_flat: FlatEncoder | None = None) -> list[EncodedChat]:
-        """Return (ids, spans with loss) of each conversation, with one call of the tokenizer. Token 0 is in no span: nothing predicts it."""
-        texts = list(dict.fromkeys(segment.text for segments in chats for segment in segments if not segment.is_control))  # "user\n" occurs often
+    def encode_segments(
+        self, chats: list[list[TemplateSegment]], encode_flat: FlatEncoder | None = None
+    ) -> list[EncodedChat]:
+        """Return (ids, spans with loss) of each conversation, with one call of the tokenizer. Token 0 is in no span:
+        nothing predicts it.
+        """
+        # "user\n" occurs often
+        texts = list(
+            dict.fromkeys(segment.text for segments in chats for segment in segments if not segment.is_control)
+        )
         numbers = {(text, False): number for number, text in enumerate(texts)}
         for token in self.tokenizer.control_ids:
             numbers[token, True] = len(numbers)
@@ -138,18 +180,23 @@ class ChatTemplate:
         lengths = np.concatenate([text_lengths, np.ones(len(control_ids), np.int64)])
         used = np.array([numbers[segment[:2]] for segments in chats for segment in segments], np.int64)
         ids = gather(np.concatenate([text_ids, control_ids]), np.cumsum(lengths) - lengths, lengths, used)
-        weights = np.repeat(np.array([segment.loss_weight for segments in chats for segment in segments], np.float32), lengths[used])
+        weights = np.repeat(
+            np.array([segment.loss_weight for segments in chats for segment in segments], np.float32), lengths[used]
+        )
         ends = np.concatenate([[0], np.cumsum(lengths[used])])[np.cumsum([0, *map(len, chats)])]
         weights[ends[:-1][np.diff(ends) > 0]] = 0  # a span ends before the first token of the next conversation
         edges = np.flatnonzero(np.diff(weights, prepend=0, append=0))
-        edges = np.stack([edges[:-1], edges[1:]], axis=1)[weights[edges[:-1]] > 0]  # adjacent turns may have different weights
+        # adjacent turns may have different weights
+        edges = np.stack([edges[:-1], edges[1:]], axis=1)[weights[edges[:-1]] > 0]
         first_spans, span_weights = np.searchsorted(edges[:, 0], ends).tolist(), weights[edges[:, 0]].tolist()
         edges -= np.repeat(ends[:-1], np.diff(first_spans))[:, None]
         spans = list(zip(edges[:, 0].tolist(), edges[:, 1].tolist(), span_weights, strict=True))
         bounds = ends.tolist()
         return [(ids[bounds[i] : bounds[i + 1]], spans[first_spans[i] : first_spans[i + 1]]) for i in range(len(chats))]
 
-    def encode(self, messages: Any, tools: Any = None, where: str = "messages", loss_on: str = "assistant") -> tuple[list[int], list[bool]]:
+    def encode(
+        self, messages: Any, tools: Any = None, where: str = "messages", loss_on: str = "assistant"
+    ) -> tuple[list[int], list[bool]]:
         """Check and encode one conversation: (ids, loss_mask)."""
         messages, tools = check_chat(messages, tools, where)
         [(ids, spans)] = self.encode_segments([self.segments(drop_empty_system(messages), tools, where, loss_on)])
@@ -159,11 +206,15 @@ class ChatTemplate:
         return ids.tolist(), loss_mask.tolist()
 
     def encode_prompt(self, messages: Any, tools: Any = None, where: str = "messages") -> list[int]:
-        """Check a conversation and encode it with the generation prompt: the ids after which the assistant's next answer begins."""
+        """Check a conversation and encode it with the generation prompt: the ids after which the assistant's next
+        answer begins.
+        """
         return self.encode_segments([self._turns.split(self._prompt(messages, tools, where))])[0][0].tolist()
 
     def render_prompt(self, messages: Any, where: str = "messages", continues_answer: bool = False) -> str:
-        """Return the text that `encode_prompt` encodes; `continues_answer`: up to the end of the last message, which the assistant continues."""
+        """Return the text that `encode_prompt` encodes; `continues_answer`: up to the end of the last message, which
+        the assistant continues.
+        """
         segments = self._turns.split(self._prompt(messages, None, where, not continues_answer))
         text = unmask_control_tokens("".join(segment.text for segment in segments))
         if not continues_answer:
@@ -180,23 +231,33 @@ class ChatTemplate:
         self._check_contents(whole, masked, where)
         if not self.turn_end.is_trained and not self._turns.has_marks and messages[-1]["role"] != "assistant":
             with suppress(BadRowError):  # earlier answers end as they do in training
-                whole = self._close_turns(self._turns.insert(whole, messages, assistant_turns(messages), render, where), messages, tools)
+                whole = self._close_turns(
+                    self._turns.insert(whole, messages, assistant_turns(messages), render, where), messages, tools
+                )
         return whole
 
     @cached_property
     def turn_end(self) -> TurnEnd:
-        return find_turn_end(self._answer_and_rest, self._end_tokens, self.tokenizer.named_tokens["eos_token"], self._where)
+        return find_turn_end(
+            self._answer_and_rest, self._end_tokens, self.tokenizer.named_tokens["eos_token"], self._where
+        )
 
     @property
     def stop_ids(self) -> list[int]:
         """The ids that end an answer."""
-        return sorted({*self.tokenizer.stop_ids, self.tokenizer.control_ids.get(self.turn_end.token, self.tokenizer.eos_id)})
+        return sorted(
+            {*self.tokenizer.stop_ids, self.tokenizer.control_ids.get(self.turn_end.token, self.tokenizer.eos_id)}
+        )
 
     @property
     def version_note(self) -> str | None:
         """What rows have otherwise than the template of the tokenizer."""
         version = self.training_version
-        return f"the chat template is that of {version.name}, which rewrites earlier answers: rows keep them as they were generated" if version else None
+        return (
+            f"the chat template is that of {version.name}, which rewrites earlier answers: rows keep them as they were generated"
+            if version
+            else None
+        )
 
     def _answer_and_rest(self, messages: list[dict]) -> tuple[str, str]:
         """Return the text of the only answer of a conversation, and the text after it."""
@@ -225,7 +286,9 @@ class ChatTemplate:
         render, _ = self._renderer(messages, tools, where)
         whole, ends, is_merged, added = render(len(messages)), [], False, 0
         for count, message in enumerate(messages, 1):
-            if message["role"] == "assistant" and (self.turn_end.added_after == "every" or (self.turn_end.added_after == "last" and count == len(messages))):
+            if message["role"] == "assistant" and (
+                self.turn_end.added_after == "every" or (self.turn_end.added_after == "last" and count == len(messages))
+            ):
                 added += len(self.turn_end.token)
             try:
                 end = self._turns.prefix_length(whole, render(count))
@@ -241,7 +304,8 @@ class ChatTemplate:
     ) -> tuple[Render, list[dict]]:
         """Return a function that renders prefixes of the conversation, and the masked messages that the template gets.
 
-        `stock`: with the template of the tokenizer, also where rows are encoded with a training version of it. `turns`: those to be marked.
+        `stock`: with the template of the tokenizer, also where rows are encoded with a training version of it. `turns`:
+        those to be marked.
         """
         known, prepared = self._ahead.pop(id(messages), (None, None))
         if prepared is None or known is not messages or stock:
@@ -254,7 +318,9 @@ class ChatTemplate:
             except TemplateError as error:
                 part = "" if count == len(messages) else f" when it gets the first {count} of {len(messages)} messages"
                 message = f"the chat template rejects the conversation{part}: {error}"
-                raise BadRowError("rejected by the chat template", message, where, f"change the conversation, or {self._where}") from error
+                raise BadRowError(
+                    "rejected by the chat template", message, where, f"change the conversation, or {self._where}"
+                ) from error
 
         return render, masked
 
@@ -262,13 +328,26 @@ class ChatTemplate:
         self, messages: list[dict], tools: list[dict] | None, where: str, stock: bool = False, turns: Sequence[int] = ()
     ) -> tuple[ConversationRenderer, list[dict]]:
         for field in ("tools", "tool_calls"):
-            if field not in self._source and (tools if field == "tools" else any(message.get(field) for message in messages)):
+            if field not in self._source and (
+                tools if field == "tools" else any(message.get(field) for message in messages)
+            ):
                 raise self._dropped_error(field, where)
         # Many templates treat an empty field as a field that is set.
-        present = [{key: value for key, value in message.items() if key != "weight" and (value or key == "content")} for message in messages]
+        present = [
+            {key: value for key, value in message.items() if key != "weight" and (value or key == "content")}
+            for message in messages
+        ]
         # The assistant may write its own tags (<think>), but no message may open or end a turn.
-        masked = [mask_control_tokens(message, self._special if message["role"] == "assistant" else self._control, where) for message in present]
-        variables = {"messages": masked, "tools": mask_control_tokens(tools, self._control, where), "documents": None, **self.tokenizer.named_tokens}
+        masked = [
+            mask_control_tokens(message, self._special if message["role"] == "assistant" else self._control, where)
+            for message in present
+        ]
+        variables = {
+            "messages": masked,
+            "tools": mask_control_tokens(tools, self._control, where),
+            "documents": None,
+            **self.tokenizer.named_tokens,
+        }
         expected: list[Rendering] = [(len(messages), {"add_generation_prompt": False})]
         if not self._turns.has_marks and len(turns) <= MAX_EXPECTED_TURNS:
             expected += expected_renderings(turns, len(messages))
@@ -280,32 +359,50 @@ class ChatTemplate:
         return turns[-1:] if loss_on == "last_assistant" else turns
 
     def _check_contents(self, whole: str, messages: list[dict], where: str) -> None:
-        """Require that the content of every message is in the rendered text. Earlier reasoning may be missing: many templates drop it on purpose."""
+        """Require that the content of every message is in the rendered text. Earlier reasoning may be missing: many
+        templates drop it on purpose.
+        """
         for index, message in enumerate(messages):
             content = message["content"]
-            if content.strip() not in whole and not appears_in(content, whole, with_reasoning=message["role"] != "assistant"):
+            if content.strip() not in whole and not appears_in(
+                content, whole, with_reasoning=message["role"] != "assistant"
+            ):
                 raise self._dropped_error(f"the content of {message['role']} messages", f"{where} message {index}")
 
     def _check_reasoning(self, whole: str, messages: list[dict], turns: list[int], where: str) -> None:
         """Require that the reasoning of `turns`, which have loss, is in the rendered text."""
         for turn in turns:
             reasoning, content = messages[turn].get("reasoning_content"), messages[turn]["content"]
-            if (reasoning and not appears_in(reasoning, whole)) or ("think>" in content and not appears_in(content, whole)):
-                raise self._dropped_error("reasoning_content", where, "" if turn == turns[-1] else "data.loss_on=last_assistant; or ")
+            if (reasoning and not appears_in(reasoning, whole)) or (
+                "think>" in content and not appears_in(content, whole)
+            ):
+                raise self._dropped_error(
+                    "reasoning_content", where, "" if turn == turns[-1] else "data.loss_on=last_assistant; or "
+                )
 
     def _dropped_error(self, part: str, where: str, alternative: str = "") -> BadRowError:
-        fix = f"{alternative}use a tokenizer whose template reads {part} (data/tokenize/{CHATML.name} does), or remove it"
+        fix = (
+            f"{alternative}use a tokenizer whose template reads {part} (data/tokenize/{CHATML.name} does), or remove it"
+        )
         return BadRowError(f"{part} dropped by the chat template", f"the chat template drops {part}", where, fix)
 
     def _split_turns(
-        self, whole: str, messages: list[dict], tools: list[dict] | None, turns: list[int], render: Render, where: str, others: float = 0
+        self,
+        whole: str,
+        messages: list[dict],
+        tools: list[dict] | None,
+        turns: list[int],
+        render: Render,
+        where: str,
+        others: float = 0,
     ) -> list[TemplateSegment]:
         """Split `whole` into segments; those of `turns` have the weight of their message, the others `others`."""
         marked, marks = self._turns.mark(whole, messages, turns, render, where)
         if self.turn_end.is_trained:
             return self._turns.split(marked, marks, others)
         all_turns = assistant_turns(messages)
-        if not self._turns.has_marks and turns != all_turns:  # end tokens are added to other turns, too: the choice of turns changes no token
+        # end tokens are added to other turns, too: the choice of turns changes no token
+        if not self._turns.has_marks and turns != all_turns:
             with suppress(BadRowError):
                 marked, marks = (
                     self._turns.insert(whole, messages, all_turns, render, where),
@@ -315,7 +412,9 @@ class ChatTemplate:
 
 
 def _check_weights(messages: list[dict], loss_on: str, where: str) -> None:
-    """Require that no message of another role than the assistant's says otherwise than data.loss_on whether it has loss."""
+    """Require that no message of another role than the assistant's says otherwise than data.loss_on whether it has
+    loss.
+    """
     expected = int(loss_on == "all")
     for message in messages:
         if message["role"] != "assistant" and (weight := message.get("weight", expected)) != expected:
@@ -331,10 +430,16 @@ def _default_template(template: Any, where: str) -> str:
     named = {each.get("name"): each.get("template") for each in entries if isinstance(each, dict)}
     chosen = named.get("default", next(iter(named.values()), None))
     if not isinstance(chosen, str):
-        raise UserError("the chat template is neither a text nor a list of named texts", where, f"replace it, e.g. by a copy of data/tokenize/{CHATML.name}")
+        raise UserError(
+            "the chat template is neither a text nor a list of named texts",
+            where,
+            f"replace it, e.g. by a copy of data/tokenize/{CHATML.name}",
+        )
     return chosen
 
 
 def _maskable(tokens: Iterable[str]) -> list[str]:
-    """Return the tokens of two characters or more: a single character (the line break of Gemma) means the same as text and as a token."""
+    """Return the tokens of two characters or more: a single character (the line break of Gemma) means the same as text
+    and as a token.
+    """
     return [token for token in tokens if len(token) > 1]

@@ -17,7 +17,7 @@ from data.schemas.text import example_weight
 from data.sources.files import Source
 from data.tokenize.block import BlockBuilder, EncodedBlock, LossSpan, RowStats
 from data.tokenize.chat_template import ChatTemplate, EncodedChat
-from data.tokenize.templates.turn_marks import TemplateSegment
+from data.tokenize.templates.segment_plan import TemplateSegment
 from data.tokenize.tokenizer import Tokenizer
 from data.types import EncodingConfig
 
@@ -41,7 +41,9 @@ class Encoder:
         self.template = None if encoding.data_format == "text" else ChatTemplate(self.tokenizer)
 
     def encode(self, source: Source, chunk: Iterable[tuple[int, object]]) -> EncodedBlock:
-        """Encode (position, item) pairs. A bad row raises BadRowError if encoding.on_bad_row is error, and is counted if it is skip."""
+        """Encode (position, item) pairs. A bad row raises BadRowError if encoding.on_bad_row is error, and is counted
+        if it is skip.
+        """
         stats, builder = RowStats(), BlockBuilder()
         if self.template is None:
             self._add_texts(source, list(self._usable_rows(source, chunk, stats, _text_of)), stats, builder)
@@ -51,13 +53,23 @@ class Encoder:
         return builder.build(stats)
 
     def _usable_rows(
-        self, source: Source, chunk: Iterable[tuple[int, object]], stats: RowStats, prepare: Callable[[Example, int, str], T]
+        self,
+        source: Source,
+        chunk: Iterable[tuple[int, object]],
+        stats: RowStats,
+        prepare: Callable[[Example, int, str], T],
     ) -> Iterator[tuple[int, float, T]]:
         """Yield (position, weight, prepared example) of each row that is not bad."""
         for rows in _groups(chunk, ROWS_RENDERED_TOGETHER):
             read = [self._read_row(source, position, raw, stats) for position, raw in rows]
             if self.template is not None:
-                chats = [(chat.messages, chat.tools, where) for row in read if isinstance(row, tuple) for where in row[1:2] for chat in _chats_of(row[3])]
+                chats = [
+                    (chat.messages, chat.tools, where)
+                    for row in read
+                    if isinstance(row, tuple)
+                    for where in row[1:2]
+                    for chat in _chats_of(row[3])
+                ]
                 self.template.render_ahead(chats, self.encoding.loss_on)
             for row in read:
                 try:
@@ -68,7 +80,9 @@ class Encoder:
                 except BadRowError as error:
                     self._handle_bad_row(error, stats)
 
-    def _read_row(self, source: Source, position: int, raw: object, stats: RowStats) -> tuple[int, str, float, Example] | BadRowError:
+    def _read_row(
+        self, source: Source, position: int, raw: object, stats: RowStats
+    ) -> tuple[int, str, float, Example] | BadRowError:
         """Return (position, where it is, weight, example), or why the row is bad."""
         encoding = self.encoding
         stats.read += 1
@@ -78,13 +92,22 @@ class Encoder:
             stats.unused.update(self._unused_fields(row, example))
             weight = example_weight(row, where)
             if not isinstance(example, TextExample):
-                example = augment_example(example, encoding.system_prob, encoding.system_prompts, encoding.empty_think_prob, encoding.seed, position)
+                example = augment_example(
+                    example,
+                    encoding.system_prob,
+                    encoding.system_prompts,
+                    encoding.empty_think_prob,
+                    encoding.seed,
+                    position,
+                )
             return position, where, weight, example
         except BadRowError as error:
             return error
 
     def _unused_fields(self, row: dict, example: Example) -> list[str]:
-        """Return the fields of a row that no token depends on, and those of its messages that the chat template does not name."""
+        """Return the fields of a row that no token depends on, and those of its messages that the chat template does
+        not name.
+        """
         unused = unused_fields(row, self.schema.fields)
         if self.template is not None and not isinstance(example, TextExample):
             chats = _chats_of(example)
@@ -101,9 +124,14 @@ class Encoder:
     def _render(self, example: Example, position: int, where: str) -> list[list[TemplateSegment]]:
         """Render a conversation; chosen and rejected for a preference."""
         assert self.template is not None, "the schema is one of conversations"
-        return [self.template.segments(chat.messages, chat.tools, where, self.encoding.loss_on) for chat in _chats_of(example)]
+        return [
+            self.template.segments(chat.messages, chat.tools, where, self.encoding.loss_on)
+            for chat in _chats_of(example)
+        ]
 
-    def _add_texts(self, source: Source, rows: list[tuple[int, float, str]], stats: RowStats, builder: BlockBuilder) -> None:
+    def _add_texts(
+        self, source: Source, rows: list[tuple[int, float, str]], stats: RowStats, builder: BlockBuilder
+    ) -> None:
         size = self.encoding.max_length
         bos, eos = np.array(self.tokenizer.bos_ids, np.int32), np.array([self.tokenizer.eos_id], np.int32)
         all_ids, lengths = self._encode_flat([text for _, _, text in rows])
@@ -128,22 +156,36 @@ class Encoder:
 
     def _add_chats(self, source: Source, rows: list[ChatRow], stats: RowStats, builder: BlockBuilder) -> None:
         assert self.template is not None
-        encoded = iter(self.template.encode_segments([chat for _, _, chats in rows for chat in chats], self._encode_flat))
+        encoded = iter(
+            self.template.encode_segments([chat for _, _, chats in rows for chat in chats], self._encode_flat)
+        )
         for position, weight, chats in rows:
             self._add_chat_row(source, position, weight, [next(encoded) for _ in chats], stats, builder)
 
-    def _add_chat_row(self, source: Source, position: int, weight: float, chats: list[EncodedChat], stats: RowStats, builder: BlockBuilder) -> None:
+    def _add_chat_row(
+        self,
+        source: Source,
+        position: int,
+        weight: float,
+        chats: list[EncodedChat],
+        stats: RowStats,
+        builder: BlockBuilder,
+    ) -> None:
         """Add a conversation, or chosen and rejected, whole or truncated; or count why it is left out."""
         where, max_ids = source.where(position), self.encoding.max_length + 1
         spans = [each for _, each in chats]
         if not all(spans):
             fix = "add an answer of the assistant, or delete the row"
-            return self._handle_bad_row(BadRowError("no assistant turn", "no assistant turn: no token has loss", where, fix), stats)
+            return self._handle_bad_row(
+                BadRowError("no assistant turn", "no assistant turn: no token has loss", where, fix), stats
+            )
         shared, answers = _common_prefix(chats), spans
         spans = [[span for span in each if span[1] > shared] for each in spans]
         if not any(spans):
             fix = "make them differ, or delete the row"
-            return self._handle_bad_row(BadRowError("no difference", "chosen and rejected are the same tokens", where, fix), stats)
+            return self._handle_bad_row(
+                BadRowError("no difference", "chosen and rejected are the same tokens", where, fix), stats
+            )
         longest = max(len(ids) for ids, _ in chats)
         if longest > max_ids:
             whole = spans
@@ -152,22 +194,30 @@ class Encoder:
                 return stats.count_dropped("dropped", TOO_LONG_REASON, where)
             stops = [self._truncation_point(ids, each, max_ids) for (ids, _), each in zip(chats, spans, strict=True)]
             spans = [
-                [(start, min(end, stop), loss_weight) for start, end, loss_weight in each if start < stop] for each, stop in zip(spans, stops, strict=True)
+                [(start, min(end, stop), loss_weight) for start, end, loss_weight in each if start < stop]
+                for each, stop in zip(spans, stops, strict=True)
             ]
             if not any(spans) or min(stops) <= shared:
                 self._count_lost(whole, [[] for _ in whole], longest, stats)
-                return stats.count_dropped("dropped", NO_ANSWER_REASON if len(chats) == 1 else NO_DIFFERENCE_REASON, where)
+                return stats.count_dropped(
+                    "dropped", NO_ANSWER_REASON if len(chats) == 1 else NO_DIFFERENCE_REASON, where
+                )
             self._count_lost(whole, spans, longest, stats)
             chats = [(ids[:stop], each) for (ids, each), stop in zip(chats, stops, strict=True)]
             stats.truncated += 1
         stats.kept += 1
         for (ids, _), each in zip(chats, answers, strict=True):
-            count = sum(start < len(ids) for start, *_ in each) if self.encoding.loss_on == "assistant" else 0  # else a span is no answer
+            # else a span is no answer
+            count = sum(start < len(ids) for start, *_ in each) if self.encoding.loss_on == "assistant" else 0
             stats.add_conversation(len(ids), count)
         builder.add(position, weight, [(ids, each) for (ids, _), each in zip(chats, spans, strict=True)])
 
-    def _count_lost(self, whole: list[list[LossSpan]], kept: list[list[LossSpan]], longest: int, stats: RowStats) -> None:
-        """Count what `kept` has lost of `whole`. An answer is kept whole if its end fits; a preference if both of its sequences fit."""
+    def _count_lost(
+        self, whole: list[list[LossSpan]], kept: list[list[LossSpan]], longest: int, stats: RowStats
+    ) -> None:
+        """Count what `kept` has lost of `whole`. An answer is kept whole if its end fits; a preference if both of its
+        sequences fit.
+        """
         for spans, kept_spans in zip(whole, kept, strict=True):
             for i, (start, stop, _) in enumerate(spans):
                 lost = stop - start - _count_tokens(kept_spans[i : i + 1])
@@ -175,7 +225,9 @@ class Encoder:
                     stats.count_lost_answer(lost, (stop if len(whole) == 1 else longest) - 1)
 
     def _truncation_point(self, ids: np.ndarray, spans: list[LossSpan], max_ids: int) -> int:
-        """Return where to cut a conversation to at most `max_ids` ids: after the last complete answer, else within an answer."""
+        """Return where to cut a conversation to at most `max_ids` ids: after the last complete answer, else within an
+        answer.
+        """
         if len(ids) <= max_ids:
             return len(ids)
         ends = [stop for _, stop, _ in spans]
@@ -220,7 +272,9 @@ def _count_tokens(spans: list[LossSpan]) -> int:
 
 
 def _common_prefix(chats: list[EncodedChat]) -> int:
-    """Return the number of tokens at the start of both chosen and rejected: turns that end before it are the prompt and have no loss."""
+    """Return the number of tokens at the start of both chosen and rejected: turns that end before it are the prompt and
+    have no loss.
+    """
     if len(chats) == 1:
         return 0
     (a, _), (b, _) = chats

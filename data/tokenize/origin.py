@@ -10,9 +10,14 @@ from typing import TYPE_CHECKING
 
 from common.errors import UserError, did_you_mean_path
 from common.filesystem import atomic_path, make_dirs, remove_tree, sync_tree
-from common.guarded_files import GENERATION_CONFIG, MAX_TOKENIZER_BYTES, check_own_files, copy_source_file, read_source_file
-from common.hub.cache import cached_snapshot
-from common.hub.names import parse_hub_name
+from common.guarded_files import (
+    GENERATION_CONFIG,
+    MAX_TOKENIZER_BYTES,
+    check_own_files,
+    copy_source_file,
+    read_source_file,
+)
+from common.hub import cached_snapshot, parse_hub_name
 from common.limits.parsers import parse_json
 from data.config import DataConfig
 
@@ -24,8 +29,16 @@ RUN_TOKENIZER = "tokenizer"  # folder of a run directory
 SCRATCH = "scratch"  # value of init_from
 TOKENIZER_JSON = "tokenizer.json"
 SAMPLE_TOKENIZER = Path(__file__).parents[1] / "samples" / "tokenizer"
-COPIED_FILES = (TOKENIZER_JSON, "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json", GENERATION_CONFIG)
-OTHER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")  # of tokenizers that the library `tokenizers` does not read
+COPIED_FILES = (
+    TOKENIZER_JSON,
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    GENERATION_CONFIG,
+)
+# of tokenizers that the library `tokenizers` does not read
+OTHER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 MAX_ADAPTERS = 8  # adapters of adapters that are followed to their base model
 MAX_CONFIG_BYTES = 1 << 20
 
@@ -49,7 +62,9 @@ def resolve_tokenizer(data: DataConfig, init_from: str) -> Path:
 
 
 def open_tokenizer(data: DataConfig, init_from: str, run_dir: Path | None = None) -> Tokenizer:
-    """Return the tokenizer of a run: the copy in its directory if there is one, otherwise as `resolve_tokenizer` (init_from=auto: from scratch)."""
+    """Return the tokenizer of a run: the copy in its directory if there is one, otherwise as `resolve_tokenizer`
+    (init_from=auto: from scratch).
+    """
     from data.tokenize.tokenizer import Tokenizer
 
     if run_dir and (run_dir / RUN_TOKENIZER).is_dir():
@@ -62,12 +77,16 @@ def open_tokenizer(data: DataConfig, init_from: str, run_dir: Path | None = None
 def check_tokenizer_path(setting: str) -> Path:
     """Return a typed data.tokenizer as a path. Raises UserError if it does not exist."""
     if not Path(setting).exists():
-        raise UserError(f"data.tokenizer does not exist: {setting}", f"data.tokenizer={setting}", did_you_mean_path(setting))
+        raise UserError(
+            f"data.tokenizer does not exist: {setting}", f"data.tokenizer={setting}", did_you_mean_path(setting)
+        )
     return Path(setting)
 
 
 def tokenizer_of_weights(source: Path) -> Path | None:
-    """Return the tokenizer folder of a run, a Hugging Face or PEFT folder, or a MiniMind .pth file; None if there is none."""
+    """Return the tokenizer folder of a run, a Hugging Face or PEFT folder, or a MiniMind .pth file; None if there is
+    none.
+    """
     return next((folder for folder in _candidates(source) if (folder / TOKENIZER_JSON).is_file()), None)
 
 
@@ -94,7 +113,9 @@ def _base_model(folder: Path) -> Path | None:
         raw = parse_json(read_source_file(folder / "adapter_config.json", MAX_CONFIG_BYTES))
         name, revision = raw["base_model_name_or_path"], raw.get("revision")
         of_hub = parse_hub_name(f"{name}@{revision}" if revision else name)
-        return next((base for base in (folder / name, Path(name)) if base.is_dir()), cached_snapshot(of_hub) if of_hub else None)
+        return next(
+            (base for base in (folder / name, Path(name)) if base.is_dir()), cached_snapshot(of_hub) if of_hub else None
+        )
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -106,7 +127,9 @@ def _tokenizer_from_scratch(data: DataConfig) -> Path:
         return check_tokenizer_path(data.tokenizer)
     # MiniMind's checkout has its data in dataset/ and its tokenizer in model/.
     parents = [Path(path).absolute().parent for path in data.paths]
-    folders = list(dict.fromkeys(folder for parent in parents for folder in (parent, parent / "model", parent.parent / "model")))
+    folders = list(
+        dict.fromkeys(folder for parent in parents for folder in (parent, parent / "model", parent.parent / "model"))
+    )
     if found := next((folder for folder in folders if (folder / TOKENIZER_JSON).is_file()), None):
         return found
     raise UserError(
@@ -121,11 +144,17 @@ def _missing_error(source: Path) -> UserError:
     fix = "data.tokenizer=DIR names the tokenizer that they were trained with"
     if found := next((name for folder in folders for name in OTHER_FORMATS if Path(folder, name).is_file()), None):
         fix = f"convert {found} with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR); or {fix}"
-    return UserError(f"the weights come without a tokenizer: there is no tokenizer.json in {' or '.join(folders)}", f"init_from={source}", fix)
+    return UserError(
+        f"the weights come without a tokenizer: there is no tokenizer.json in {' or '.join(folders)}",
+        f"init_from={source}",
+        fix,
+    )
 
 
 def check_same_tokens(typed: Path, of_weights: Path) -> None:
-    """Raise UserError if the tokenizers differ in more than file bytes, template and which tokens are called bos, eos and pad."""
+    """Raise UserError if the tokenizers differ in more than file bytes, template and which tokens are called bos, eos
+    and pad.
+    """
     from data.tokenize.tokenizer import Tokenizer
 
     first, second = Tokenizer.load(typed), Tokenizer.load(of_weights)
@@ -144,19 +173,26 @@ def check_same_tokenizer(typed: Path, of_run: Path) -> None:
 
     if Tokenizer.load(typed).fingerprint != Tokenizer.load(of_run).fingerprint:
         fix = f"leave it out; or start a new run with init_from={of_run.parent}"
-        raise UserError(f"cannot resume: the tokenizer of a run does not change, and {typed} differs from {of_run}", f"data.tokenizer={typed}", fix)
+        raise UserError(
+            f"cannot resume: the tokenizer of a run does not change, and {typed} differs from {of_run}",
+            f"data.tokenizer={typed}",
+            fix,
+        )
 
 
 def _difference(first: Tokenizer, second: Tokenizer) -> str:
     mine, others = first.token_ids(), second.token_ids()
     if mine == others:
-        return "the tokens are equal, and texts are split into them in another way (merges, normalizer or pre_tokenizer)"
+        return (
+            "the tokens are equal, and texts are split into them in another way (merges, normalizer or pre_tokenizer)"
+        )
     same = len(mine.items() & others.items())
     return f"{same:,} of {len(mine):,} and {len(others):,} tokens have the same id"
 
 
 def generation_config_of_run(source: Path, init_from: str) -> bytes | None:
-    """Return generation_config.json for a run's copy of the tokenizer `source`: of that folder, else of the weights; None if there is none.
+    """Return generation_config.json for a run's copy of the tokenizer `source`: of that folder, else of the weights;
+    None if there is none.
 
     Of a run from scratch only the ids of tokens: how to sample is a matter of the model that the folder belongs to.
     """
@@ -168,7 +204,11 @@ def generation_config_of_run(source: Path, init_from: str) -> bytes | None:
     if init_from != SCRATCH:
         return content
     settings = parse_json(content)
-    return json.dumps({key: value for key, value in settings.items() if key.endswith("token_id")} if isinstance(settings, dict) else {}).encode()
+    return json.dumps(
+        {key: value for key, value in settings.items() if key.endswith("token_id")}
+        if isinstance(settings, dict)
+        else {}
+    ).encode()
 
 
 def copy_tokenizer(source: Path, target: Path, init_from: str = SCRATCH) -> None:

@@ -1,6 +1,8 @@
-"""Process that loads one tokenizer, and encodes and decodes texts with it, within limits that the kernel holds: `pattern_probe SECONDS < [tokenizer.json, texts]`.
+"""Process that loads one tokenizer, and encodes and decodes texts with it, within limits that the kernel holds:
+`pattern_probe SECONDS < [tokenizer.json, texts]`.
 
-tokenizer_limits.py starts it. It ends with code 0 if the texts are encoded, with 1 and an error on stderr, or by a signal at a limit.
+tokenizer_limits.py starts it. It ends with code 0 if the texts are encoded, with 1 and an error on stderr, or by a
+signal at a limit.
 """
 
 from __future__ import annotations

@@ -18,15 +18,15 @@ from tokenizers import Tokenizer as Engine
 from common.errors import UserError
 from common.guarded_files import GENERATION_CONFIG, MAX_TOKENIZER_BYTES, read_source_file
 from common.limits.parsers import parse_json
-from data.tokenize.pieces.cache import FlatEncoder, PieceCache, flat_ids
-from data.tokenize.pieces.cuts import cut_pattern
+from data.tokenize.pieces import FlatEncoder, PieceCache, cut_pattern, flat_ids
 from data.tokenize.tokenizer_limits import check_stored_tokenizer
 
 PAD, BOS, EOS = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
 TEMPLATE_FILE, SPECIAL_TOKENS_MAP = "chat_template.jinja", "special_tokens_map.json"
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 SENTENCEPIECE_SPACE = "\u2581"
-GPT2_TOKEN = "<|endoftext|>"  # bos_token, eos_token and unk_token of a tokenizer whose files name none, as in transformers
+# bos_token, eos_token and unk_token of a tokenizer whose files name none, as in transformers
+GPT2_TOKEN = "<|endoftext|>"
 COPY_AGAIN_HINT = "copy the tokenizer folder again"
 TRAIN_TOKENIZER_HINT = "train one: python runner/tokenizer.py path=[text.jsonl] to=my_tokenizer"
 
@@ -37,7 +37,8 @@ class Tokenizer:
 
     folder: Path
     vocab_size: int  # tokens, and ids that no token has: the largest id + 1 at least
-    named_tokens: dict[str, str]  # bos_token, eos_token, pad_token, unk_token, as far as there are: variables of chat templates
+    # bos_token, eos_token, pad_token, unk_token, as far as there are: variables of chat templates
+    named_tokens: dict[str, str]
     bos_id: int | None  # None: texts begin without one
     eos_id: int
     stop_ids: tuple[int, ...]  # end a generated text: eos_id, and those of generation_config.json
@@ -46,7 +47,8 @@ class Tokenizer:
     special_tokens: frozenset[str]  # added tokens that `decode` skips
     chat_template: str | None
     fingerprint: str
-    dropout: float  # BPE dropout of tokenizer.json: switched off, because it splits a text in another way each time; 0: none
+    # BPE dropout of tokenizer.json: switched off, because it splits a text in another way each time; 0: none
+    dropout: float
     _full: Engine = field(repr=False)  # with control tokens, for decoding
     _plain: Engine = field(repr=False)  # without control tokens, for encoding
     _cuts: re.Pattern[str] | None = field(repr=False)  # cut_pattern of _plain
@@ -57,7 +59,9 @@ class Tokenizer:
         folder = Path(folder)
         required = (_read_text(folder / "tokenizer.json"), _read_text(folder / "tokenizer_config.json"))
         optional = (folder / name for name in (TEMPLATE_FILE, SPECIAL_TOKENS_MAP, GENERATION_CONFIG))
-        return _build_tokenizer(folder, *required, *(_read_text(file) if os.path.lexists(file) else None for file in optional))
+        return _build_tokenizer(
+            folder, *required, *(_read_text(file) if os.path.lexists(file) else None for file in optional)
+        )
 
     @property
     def bos_ids(self) -> list[int]:
@@ -71,19 +75,27 @@ class Tokenizer:
         return [message] if self.dropout else []
 
     def notes(self, of_texts: bool) -> list[str]:
-        """Return what is done otherwise than the files say, and how tokens that the tokenizer lacks are handled, one line each; conversations begin as their template says."""
+        """Return what is done otherwise than the files say, and how tokens that the tokenizer lacks are handled, one
+        line each; conversations begin as their template says.
+        """
         notes = self.dropout_note
         if of_texts and self.bos_id is None:
             notes.append("the tokenizer has no bos_token: texts begin without one")
         if "pad_token" not in self.named_tokens:
-            notes.append(f"the tokenizer has no pad_token: batches are padded with its eos_token {self.named_tokens['eos_token']}, without loss and attention")
+            notes.append(
+                f"the tokenizer has no pad_token: batches are padded with its eos_token {self.named_tokens['eos_token']}, without loss and attention"
+            )
         return notes
 
     @cached_property
     def tokens_fingerprint(self) -> str:
-        """sha256 of what decides the ids of a text: vocabulary, merges, normalizer, pre_tokenizer and added tokens. File formats do not change it."""
+        """sha256 of what decides the ids of a text: vocabulary, merges, normalizer, pre_tokenizer and added tokens.
+        File formats do not change it.
+        """
         stored = json.loads(self._full.to_str())
-        model = {key: value for key, value in stored["model"].items() if key != "vocab" and value not in (None, False, "")}
+        model = {
+            key: value for key, value in stored["model"].items() if key != "vocab" and value not in (None, False, "")
+        }
         added = sorted(token["content"] for token in stored["added_tokens"])
         parts = [model, self.token_ids(), added, stored["normalizer"], stored["pre_tokenizer"]]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -98,10 +110,19 @@ class Tokenizer:
         return max(self._plain.get_vocab().values())
 
     def token_kept_by_ignore_merges(self) -> str | None:
-        """Return a token that the merges do not make of its own characters; None if there is none: then the model's `ignore_merges` changes nothing."""
+        """Return a token that the merges do not make of its own characters; None if there is none: then the model's
+        `ignore_merges` changes nothing.
+        """
         stored = json.loads(self._full.to_str())
         model = Engine.from_str(json.dumps({**stored, "model": {**stored["model"], "ignore_merges": False}})).model
-        return next((token for token in stored["model"]["vocab"] if token not in self.control_ids and len(model.tokenize(token)) != 1), None)
+        return next(
+            (
+                token
+                for token in stored["model"]["vocab"]
+                if token not in self.control_ids and len(model.tokenize(token)) != 1
+            ),
+            None,
+        )
 
     def encode(self, text: str) -> list[int]:
         """Encode plain text: `<|im_end|>` in it becomes ten ordinary characters, not the token."""
@@ -119,7 +140,9 @@ class Tokenizer:
             return [encoding.ids for encoding in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
         except TypeError:  # rows with such a text are refused before
             message = "a text has half of a surrogate pair, which is not a character; rows have none, so the chat template writes it"
-            raise UserError(message, f"{self.folder}/{TEMPLATE_FILE}", "correct the template of the tokenizer") from None
+            raise UserError(
+                message, f"{self.folder}/{TEMPLATE_FILE}", "correct the template of the tokenizer"
+            ) from None
         except BaseException as error:
             raise _panic_error(error, self.folder) from None
 
@@ -128,7 +151,9 @@ class Tokenizer:
         return flat_ids(self.encode_batch(texts))
 
     def caching_encoder(self) -> FlatEncoder:
-        """Return `encode_flat` with a cache of pieces of texts, for one thread; without one if it is not certain that it gives the same ids."""
+        """Return `encode_flat` with a cache of pieces of texts, for one thread; without one if it is not certain that
+        it gives the same ids.
+        """
         return PieceCache(self._cuts, self.encode_batch).encode if self._cuts else self.encode_flat
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
@@ -137,15 +162,32 @@ class Tokenizer:
 
 @lru_cache(maxsize=2)  # the checks, the data pipeline and the training of a run load the same one
 def _build_tokenizer(
-    folder: Path, tokenizer_json: str, config_json: str, template_file: str | None, special_tokens_map: str | None, generation_config: str | None
+    folder: Path,
+    tokenizer_json: str,
+    config_json: str,
+    template_file: str | None,
+    special_tokens_map: str | None,
+    generation_config: str | None,
 ) -> Tokenizer:
-    """The arguments are the contents of the files. chat_template.jinja takes precedence over the field chat_template, as in transformers."""
-    stored, config = _parse_json(tokenizer_json, folder / "tokenizer.json"), _parse_json(config_json, folder / "tokenizer_config.json")
+    """The arguments are the contents of the files. chat_template.jinja takes precedence over the field chat_template,
+    as in transformers.
+    """
+    stored, config = (
+        _parse_json(tokenizer_json, folder / "tokenizer.json"),
+        _parse_json(config_json, folder / "tokenizer_config.json"),
+    )
     with _reporting_form(folder):
         return _assemble(folder, stored, config, template_file, special_tokens_map, generation_config)
 
 
-def _assemble(folder: Path, stored: dict, config: dict, template_file: str | None, special_tokens_map: str | None, generation_config: str | None) -> Tokenizer:
+def _assemble(
+    folder: Path,
+    stored: dict,
+    config: dict,
+    template_file: str | None,
+    special_tokens_map: str | None,
+    generation_config: str | None,
+) -> Tokenizer:
     """Raises KeyError, TypeError or AttributeError for a file of another form."""
     if stored["model"]["type"] != "BPE":
         message = f"the model of the tokenizer must be byte-level BPE, got {stored['model']['type']}"
@@ -158,12 +200,19 @@ def _assemble(folder: Path, stored: dict, config: dict, template_file: str | Non
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     without_control = _without_control_tokens(stored)
     full, plain = _build_engine(stored, folder), _build_engine(without_control, folder)
-    named = _named_tokens(config, _parse_json(special_tokens_map, folder / SPECIAL_TOKENS_MAP) if special_tokens_map else {}, full)
+    named = _named_tokens(
+        config, _parse_json(special_tokens_map, folder / SPECIAL_TOKENS_MAP) if special_tokens_map else {}, full
+    )
     eos_id = _token_id(full, named, "eos_token", folder)
     bos_id = _token_id(full, named, "bos_token", folder) if "bos_token" in named else None
     pad_id = _token_id(full, named, "pad_token", folder) if "pad_token" in named else eos_id
-    listed = (_parse_json(generation_config, folder / GENERATION_CONFIG) if generation_config else {}).get("eos_token_id")
-    stop_ids = {eos_id, *(token_id for token_id in (listed if isinstance(listed, list) else [listed]) if isinstance(token_id, int))}
+    listed = (_parse_json(generation_config, folder / GENERATION_CONFIG) if generation_config else {}).get(
+        "eos_token_id"
+    )
+    stop_ids = {
+        eos_id,
+        *(token_id for token_id in (listed if isinstance(listed, list) else [listed]) if isinstance(token_id, int)),
+    }
     template = config.get("chat_template") if template_file is None else template_file
     return Tokenizer(
         folder=folder,
@@ -176,7 +225,9 @@ def _assemble(folder: Path, stored: dict, config: dict, template_file: str | Non
         control_ids={token["content"]: token["id"] for token in stored["added_tokens"] if not _is_text(token)},
         special_tokens=frozenset(token["content"] for token in stored["added_tokens"] if token["special"]),
         chat_template=template,
-        fingerprint=hashlib.sha256(json.dumps([stored, bos_id, eos_id, pad_id, template], sort_keys=True).encode()).hexdigest(),
+        fingerprint=hashlib.sha256(
+            json.dumps([stored, bos_id, eos_id, pad_id, template], sort_keys=True).encode()
+        ).hexdigest(),
         dropout=dropout,
         _full=full,
         _plain=plain,
@@ -185,34 +236,55 @@ def _assemble(folder: Path, stored: dict, config: dict, template_file: str | Non
 
 
 def _named_tokens(config: dict, special_tokens_map: dict, engine: Engine) -> dict[str, str]:
-    """Return bos_token, eos_token, ... as far as the files name them. `null` in tokenizer_config.json means that there is none."""
-    named = {key: _token_text(token) for key in NAMED_TOKENS if (token := config[key] if key in config else special_tokens_map.get(key))}
+    """Return bos_token, eos_token, ... as far as the files name them. `null` in tokenizer_config.json means that there
+    is none.
+    """
+    named = {
+        key: _token_text(token)
+        for key in NAMED_TOKENS
+        if (token := config[key] if key in config else special_tokens_map.get(key))
+    }
     if not named and not any(key in config for key in NAMED_TOKENS) and engine.token_to_id(GPT2_TOKEN) is not None:
         return dict.fromkeys(("bos_token", "eos_token", "unk_token"), GPT2_TOKEN)
     return named
 
 
 def _is_text(added: dict) -> bool:
-    """Return whether an added token is a piece of text: a run of spaces or newlines, as in the tokenizers of Gemma and GPT-NeoX."""
+    """Return whether an added token is a piece of text: a run of spaces or newlines, as in the tokenizers of Gemma and
+    GPT-NeoX.
+    """
     return not added["special"] and not added["content"].replace(SENTENCEPIECE_SPACE, " ").strip()
 
 
 def _without_control_tokens(stored: dict) -> dict:
-    """Return the same BPE without control tokens: no text is encoded to one, and no merge makes one, because merges of and to control tokens are left out."""
+    """Return the same BPE without control tokens: no text is encoded to one, and no merge makes one, because merges of
+    and to control tokens are left out.
+    """
     model, added = stored["model"], stored["added_tokens"]
-    control, texts = {token["content"] for token in added if not _is_text(token)}, [token for token in added if _is_text(token)]
+    control, texts = (
+        {token["content"] for token in added if not _is_text(token)},
+        [token for token in added if _is_text(token)],
+    )
     vocab = {token: token_id for token, token_id in model["vocab"].items() if token not in control}
-    vocab |= {token["content"]: token["id"] for token in texts}  # those that are no part of the vocabulary would get other ids
+    # those that are no part of the vocabulary would get other ids
+    vocab |= {token["content"]: token["id"] for token in texts}
     parts = ((merge, merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in model["merges"])
     merges = [merge for merge, (left, right) in parts if control.isdisjoint((left, right, left + right))]
-    return {**stored, "added_tokens": texts, "post_processor": None, "model": {**model, "vocab": vocab, "merges": merges}}
+    return {
+        **stored,
+        "added_tokens": texts,
+        "post_processor": None,
+        "model": {**model, "vocab": vocab, "merges": merges},
+    }
 
 
 def _build_engine(stored: dict, folder: Path) -> Engine:
     try:
         engine = Engine.from_str(json.dumps(stored))
     except Exception as error:  # the library raises bare Exception
-        raise UserError(f"the tokenizer cannot be loaded: {error}", f"{folder}/tokenizer.json", TRAIN_TOKENIZER_HINT) from error
+        raise UserError(
+            f"the tokenizer cannot be loaded: {error}", f"{folder}/tokenizer.json", TRAIN_TOKENIZER_HINT
+        ) from error
     except BaseException as error:
         raise _panic_error(error, folder) from None
     engine.no_truncation()
@@ -224,21 +296,30 @@ def _token_id(engine: Engine, named: dict[str, str], key: str, folder: Path) -> 
     token_id = engine.token_to_id(named.get(key, ""))
     if token_id is None:
         problem = f"{key} {named[key]} is none of its tokens" if key in named else f"the tokenizer has no {key}"
-        raise UserError(problem, f"{folder}/tokenizer_config.json", f"set {key} there to one of its tokens, or {TRAIN_TOKENIZER_HINT}")
+        raise UserError(
+            problem,
+            f"{folder}/tokenizer_config.json",
+            f"set {key} there to one of its tokens, or {TRAIN_TOKENIZER_HINT}",
+        )
     return token_id
 
 
 def _read_text(path: Path) -> str:
     try:
-        return read_source_file(path, MAX_TOKENIZER_BYTES).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")  # as a text file
+        # as a text file
+        return read_source_file(path, MAX_TOKENIZER_BYTES).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except FileNotFoundError:
-        raise UserError("a file of the tokenizer is missing", str(path), f"name a tokenizer folder, or {TRAIN_TOKENIZER_HINT}") from None
+        raise UserError(
+            "a file of the tokenizer is missing", str(path), f"name a tokenizer folder, or {TRAIN_TOKENIZER_HINT}"
+        ) from None
     except UnicodeDecodeError as error:
         raise UserError(f"not UTF-8: {error}", str(path), COPY_AGAIN_HINT) from error
 
 
 def _panic_error(error: BaseException, folder: Path) -> BaseException:
-    """Return a UserError for a panic of the library, which is no Exception: a regular expression that gave up, for example. Else `error`."""
+    """Return a UserError for a panic of the library, which is no Exception: a regular expression that gave up, for
+    example. Else `error`.
+    """
     if type(error).__name__ != "PanicException":
         return error
     return UserError(f"the tokenizer fails: {str(error)[:200]}", f"{folder}/tokenizer.json", TRAIN_TOKENIZER_HINT)

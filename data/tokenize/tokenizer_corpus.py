@@ -1,4 +1,6 @@
-"""Text to train a tokenizer on: the strings of rows of any schema, as a stream. Unusable rows are counted, some rows are held out to evaluate it."""
+"""Text to train a tokenizer on: the strings of rows of any schema, as a stream. Unusable rows are counted, some rows
+are held out to evaluate it.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,20 @@ class TokenizerConfig:
 
     def __post_init__(self) -> None:
         if not self.path:
-            raise UserError("path must name at least one file, got none", "path=[]", "e.g. path=[text.jsonl,chats.jsonl]")
+            raise UserError(
+                "path must name at least one file, got none", "path=[]", "e.g. path=[text.jsonl,chats.jsonl]"
+            )
         if self.max_lines < 1:
-            raise UserError(f"max_lines must be at least 1, got {self.max_lines}", f"max_lines={self.max_lines}", "e.g. max_lines=500000")
+            raise UserError(
+                f"max_lines must be at least 1, got {self.max_lines}",
+                f"max_lines={self.max_lines}",
+                "e.g. max_lines=500000",
+            )
         if self.to and self.tokenizer:
             raise UserError(
-                "to= trains a tokenizer, tokenizer= evaluates one: they exclude each other", f"to={self.to} tokenizer={self.tokenizer}", "remove one"
+                "to= trains a tokenizer, tokenizer= evaluates one: they exclude each other",
+                f"to={self.to} tokenizer={self.tokenizer}",
+                "remove one",
             )
         if self.tokenizer is None and (not self.to or (Path(self.to).exists() and not Path(self.to).is_dir())):
             fix = "e.g. to=my_tokenizer, it is created if missing; or evaluate an existing one: tokenizer=DIR"
@@ -67,7 +77,11 @@ def iter_corpus(sources: list[Source], max_lines: int, stats: CorpusStats) -> It
         counts = CorpusStats() if source in sources[:number] else stats  # errors of a file are counted once
         capacity = HOLDOUT_MAX
         for index, (position, row) in enumerate(itertools.islice(source.rows(counts.skip), max_lines)):
-            texts = [text for text in _strings({key: value for key, value in row.items() if key in TEXT_FIELDS} or row) if text.strip()]
+            texts = [
+                text
+                for text in _strings({key: value for key, value in row.items() if key in TEXT_FIELDS} or row)
+                if text.strip()
+            ]
             where = source.where(position)
             if not texts:
                 counts.skip(BadRowError("a row without text", "a row without text", where, "delete the row"))
@@ -114,7 +128,11 @@ def measure_tokenizer(tokenizer: Tokenizer, held_out: Texts) -> TokenizerReport:
     for name, texts in held_out.items():
         encoded = tokenizer.encode_batch([text for _, text in texts])
         rates[name] = sum(len(text) for _, text in texts) / max(1, sum(map(len, encoded)))
-        not_restored += [where for (where, text), ids in zip(texts, encoded, strict=True) if tokenizer.decode(ids, skip_special=False) != text]
+        not_restored += [
+            where
+            for (where, text), ids in zip(texts, encoded, strict=True)
+            if tokenizer.decode(ids, skip_special=False) != text
+        ]
         for _, text in texts:
             characters.update(text)
     return TokenizerReport(tokenizer.vocab_size, rates, _count_unknown_bytes(tokenizer, characters), not_restored)
@@ -122,5 +140,12 @@ def measure_tokenizer(tokenizer: Tokenizer, held_out: Texts) -> TokenizerReport:
 
 def _count_unknown_bytes(tokenizer: Tokenizer, characters: Counter[str]) -> int:
     """Encode and decode each character between two letters: some tokenizers drop a space at the end of a text."""
-    decoded = (tokenizer.decode(ids, skip_special=False) for ids in tokenizer.encode_batch([f"x{character}x" for character in characters]))
-    return sum(count * len(character.encode()) for (character, count), text in zip(characters.items(), decoded, strict=True) if character not in text)
+    decoded = (
+        tokenizer.decode(ids, skip_special=False)
+        for ids in tokenizer.encode_batch([f"x{character}x" for character in characters])
+    )
+    return sum(
+        count * len(character.encode())
+        for (character, count), text in zip(characters.items(), decoded, strict=True)
+        if character not in text
+    )

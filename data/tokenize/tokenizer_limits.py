@@ -1,8 +1,9 @@
-r"""Limits on a tokenizer.json that another has written: its parts, token ids, how much a text can grow, and the time of its regular expressions.
+r"""Limits on a tokenizer.json that another has written: its parts, token ids, how much a text can grow, and the time of
+its regular expressions.
 
-The library runs regular expressions in Rust, where no signal of Python ends them. Those of public tokenizers are known; others must first split
-hard texts in a process with limits (pattern_probe.py). No probe finds every expression that is slow for some text: the processes that tokenize a
-data set have deadlines, too.
+The library runs regular expressions in Rust, where no signal of Python ends them. Those of public tokenizers are known;
+others must first split hard texts in a process with limits (pattern_probe.py). No probe finds every expression that is
+slow for some text: the processes that tokenize a data set have deadlines, too.
 """
 
 from __future__ import annotations
@@ -35,47 +36,77 @@ KNOWN_PATTERNS = frozenset(  # of public tokenizers: GPT-2, Llama 3, Qwen, GPT-4
     [
         r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
         *(
-            ENDINGS + rf"|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+            ENDINGS
+            + rf"|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
             for digits in (r"\p{N}", r"\p{N}{1,3}", r"\p{N}+")
         ),
         rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{ENDINGS}?|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{ENDINGS}?|\p{{N}}{{1,3}}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        *(r"\p{N}{1,3}", r"\d", r"\d{1,3}", r"[0-9]", r"\s+$", r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r" {2,}", r"\n", r" "),
+        *(
+            r"\p{N}{1,3}",
+            r"\d",
+            r"\d{1,3}",
+            r"[0-9]",
+            r"\s+$",
+            r"[\r\n]",
+            r"\s?\p{L}+",
+            r"\s?\p{P}+",
+            r" {2,}",
+            r"\n",
+            r" ",
+        ),
     ]
 )
 COMMON_UNITS = (" ", "\n", "\t", "a", "A", "1", "'", "!", "_", "\u00e9", "\u4e2d", "\u0301", "aA", "a ", " \n", "1.")
 LITERAL = re.compile(r"[^\\\[\](){}|?*+.^$]{1,20}")
-OTHER_TOKENIZER_HINT = "choose another tokenizer, or train one: python runner/tokenizer.py path=[text.jsonl] to=my_tokenizer"
+OTHER_TOKENIZER_HINT = (
+    "choose another tokenizer, or train one: python runner/tokenizer.py path=[text.jsonl] to=my_tokenizer"
+)
 
 
 def check_stored_tokenizer(stored: dict[str, Any], path: Path) -> None:
-    """Raise UserError if a tokenizer.json is beyond the limits, before the library builds it; KeyError or TypeError for another form."""
+    """Raise UserError if a tokenizer.json is beyond the limits, before the library builds it; KeyError or TypeError for
+    another form.
+    """
     added, vocab = stored["added_tokens"], stored["model"]["vocab"]
     ids = [*vocab.values(), *(token["id"] for token in added)]
     if not all(type(token_id) is int and 0 <= token_id < MAX_TOKEN_ID for token_id in ids):
         raise UserError(f"a token has an id outside of [0, {MAX_TOKEN_ID:,})", str(path), OTHER_TOKENIZER_HINT)
     if len(added) > MAX_ADDED_TOKENS or any(len(token["content"]) > MAX_ADDED_CHARACTERS for token in added):
         raise UserError(
-            f"more than {MAX_ADDED_TOKENS:,} added tokens, or one of more than {MAX_ADDED_CHARACTERS:,} characters", str(path), OTHER_TOKENIZER_HINT
+            f"more than {MAX_ADDED_TOKENS:,} added tokens, or one of more than {MAX_ADDED_CHARACTERS:,} characters",
+            str(path),
+            OTHER_TOKENIZER_HINT,
         )
     for section in SECTIONS:
         parts = list(_components(stored.get(section)))
         if len(parts) > MAX_COMPONENTS:
-            raise UserError(f"the {section} has {len(parts)} parts, at most {MAX_COMPONENTS} are allowed", str(path), OTHER_TOKENIZER_HINT)
+            raise UserError(
+                f"the {section} has {len(parts)} parts, at most {MAX_COMPONENTS} are allowed",
+                str(path),
+                OTHER_TOKENIZER_HINT,
+            )
         growth = 1.0
         for part in parts:
             growth *= _growth(part)
         if growth > MAX_GROWTH:
-            raise UserError(f"the {section} can make a text more than {MAX_GROWTH} times as long", str(path), OTHER_TOKENIZER_HINT)
+            raise UserError(
+                f"the {section} can make a text more than {MAX_GROWTH} times as long", str(path), OTHER_TOKENIZER_HINT
+            )
     unknown = sorted({pattern for section in SECTIONS for pattern in _patterns(stored.get(section))} - KNOWN_PATTERNS)
     if too_long := next((pattern for pattern in unknown if len(pattern) > MAX_PATTERN_CHARACTERS), None):
         raise UserError(
-            f"a regular expression has {len(too_long):,} characters, at most {MAX_PATTERN_CHARACTERS:,} are allowed", str(path), OTHER_TOKENIZER_HINT
+            f"a regular expression has {len(too_long):,} characters, at most {MAX_PATTERN_CHARACTERS:,} are allowed",
+            str(path),
+            OTHER_TOKENIZER_HINT,
         )
-    # Without the vocabulary: 260,000 tokens need most of the probe's time and memory, and regular expressions do not depend on them.
+    # Without the vocabulary: 260,000 tokens need most of the probe's time and memory, and regular expressions do not
+    # depend on them.
     probed = {**stored, "added_tokens": [], "post_processor": None, "model": {"type": "BPE", "vocab": {}, "merges": []}}
     if unknown and (problem := _probe(json.dumps(probed), tuple(unknown))):
-        raise UserError(f"the tokenizer has a regular expression that is not usable: {problem}", str(path), OTHER_TOKENIZER_HINT)
+        raise UserError(
+            f"the tokenizer has a regular expression that is not usable: {problem}", str(path), OTHER_TOKENIZER_HINT
+        )
 
 
 def _components(value: Any) -> Iterator[dict[str, Any]]:
@@ -95,7 +126,9 @@ def _patterns(section: Any) -> Iterator[str]:
 
 
 def _growth(part: dict[str, Any]) -> float:
-    """Return how many characters a part makes of one at most. Prepend adds its text once; it counts like a replacement of one character."""
+    """Return how many characters a part makes of one at most. Prepend adds its text once; it counts like a replacement
+    of one character.
+    """
     if part["type"] == "Precompiled":
         return max(1.0, _longest_text(part["precompiled_charsmap"]))
     content = part.get("content", part.get("prepend", part.get("replacement", "")))
@@ -107,7 +140,9 @@ def _growth(part: dict[str, Any]) -> float:
 
 
 def _longest_text(charsmap: str) -> int:
-    """Return the characters of the longest text that a map of SentencePiece can write: after the size (4 bytes) and the trie come texts that end in NUL."""
+    """Return the characters of the longest text that a map of SentencePiece can write: after the size (4 bytes) and the
+    trie come texts that end in NUL.
+    """
     content = base64.b64decode(charsmap)
     texts = content[4 + int.from_bytes(content[:4], "little") :]
     return max(len(text.decode("utf-8", "replace")) for text in texts.split(b"\0"))
@@ -118,13 +153,25 @@ def _probe(tokenizer_json: str, patterns: tuple[str, ...]) -> str | None:
     """Split hard texts with the tokenizer in a process with limits; return what went wrong, or None."""
     literals = dict.fromkeys(literal for pattern in patterns for literal in (LITERAL.findall(pattern) + list(pattern)))
     units = [*COMMON_UNITS, *(literal for literal in literals if literal not in COMMON_UNITS)][:PROBE_UNITS]
-    texts = [unit * (PROBE_CHARACTERS // len(unit)) + end for unit in units for end in ("\u0001", f"\u0001 {''.join(literals)[:200]}")]
+    texts = [
+        unit * (PROBE_CHARACTERS // len(unit)) + end
+        for unit in units
+        for end in ("\u0001", f"\u0001 {''.join(literals)[:200]}")
+    ]
     env = {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ}  # no secret of the environment
     env |= {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-P", "-m", "data.tokenize.pattern_probe", str(PROBE_SECONDS)]
     request = json.dumps([tokenizer_json, texts]).encode()
     try:
-        ended = subprocess.run(command, input=request, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=WALL_SECONDS, process_group=0)
+        ended = subprocess.run(
+            command,
+            input=request,
+            env=env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=WALL_SECONDS,
+            process_group=0,
+        )
     except subprocess.TimeoutExpired:
         return f"no result for texts of {PROBE_CHARACTERS:,} characters after {WALL_SECONDS:g} seconds; on a busy machine, try again"
     if ended.returncode == 0:

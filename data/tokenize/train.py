@@ -1,4 +1,6 @@
-"""Trains a byte-level BPE tokenizer, writes a folder that AutoTokenizer loads, and prints how tokenizers encode held-out text."""
+"""Trains a byte-level BPE tokenizer, writes a folder that AutoTokenizer loads, and prints how tokenizers encode
+held-out text.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,11 @@ MODEL_MAX_LENGTH = 32768
 
 
 def train_tokenizer(cfg: TokenizerConfig) -> None:
-    """Train a tokenizer on the rows of `cfg.path` and write it to `cfg.to`, or load `cfg.tokenizer`; print how it encodes held-out rows."""
-    sources = [source for entry in resolve_sources(cfg.path) for source in entry]  # checks all files before the first one is read
+    """Train a tokenizer on the rows of `cfg.path` and write it to `cfg.to`, or load `cfg.tokenizer`; print how it
+    encodes held-out rows.
+    """
+    # checks all files before the first one is read
+    sources = [source for entry in resolve_sources(cfg.path) for source in entry]
     for source in sources:
         if source.detected:
             print_note(f"{source.name}: {source.detected}")
@@ -43,7 +48,11 @@ def train_tokenizer(cfg: TokenizerConfig) -> None:
         print_safely(f"{tokenizer.vocab_size} tokens from {stats.rows} rows in {cfg.to}")
     for reason, count in stats.bad.most_common():
         print_safely(f"left out {count}: {reason}, first at {stats.first_seen[reason]}")
-    print_safely(report_table({str(each.folder): measure_tokenizer(each, stats.held_out) for each in (tokenizer, other) if each}, stats))
+    print_safely(
+        report_table(
+            {str(each.folder): measure_tokenizer(each, stats.held_out) for each in (tokenizer, other) if each}, stats
+        )
+    )
 
 
 def report_table(reports: dict[str, TokenizerReport], stats: CorpusStats) -> str:
@@ -53,26 +62,45 @@ def report_table(reports: dict[str, TokenizerReport], stats: CorpusStats) -> str
         title = f"characters per token on {len(texts)} held-out texts of {name[0]} ({name[1]})"
         lines.append([title, *(f"{report.chars_per_token[name]:.2f}" for report in reports.values())])
     lines.append(["unknown bytes", *(f"{report.unknown_bytes}" for report in reports.values())])
-    lines.append(["texts that decoding does not restore", *(f"{len(report.not_restored)}" for report in reports.values())])
+    lines.append(
+        ["texts that decoding does not restore", *(f"{len(report.not_restored)}" for report in reports.values())]
+    )
     if any(report.not_restored for report in reports.values()):
-        lines.append(["the first of them", *(report.not_restored[0] if report.not_restored else "" for report in reports.values())])
+        lines.append(
+            [
+                "the first of them",
+                *(report.not_restored[0] if report.not_restored else "" for report in reports.values()),
+            ]
+        )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join([f"{line[0]:<{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True))]) for line in lines)
+    return "\n".join(
+        "  ".join(
+            [f"{line[0]:<{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True))]
+        )
+        for line in lines
+    )
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, chat_template: str) -> Tokenizer:
-    """Train on `texts` (read once, as a stream) and write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
+    """Train on `texts` (read once, as a stream) and write tokenizer.json, tokenizer_config.json and
+    chat_template.jinja.
+    """
     check_own_files(folder, ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"))
     if vocab_size < MIN_VOCAB_SIZE:
         message = f"vocab_size must be at least {MIN_VOCAB_SIZE} (control tokens and 256 bytes), got {vocab_size}"
         raise UserError(message, f"vocab_size={vocab_size}", "e.g. vocab_size=6400")
     engine = Engine(models.BPE())
     # One token per digit: how a number is encoded does not depend on the numbers in the training text.
-    engine.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    engine.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     engine.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[AddedToken(token, normalized=False, special=token in SPECIAL_TOKENS) for token in SPECIAL_TOKENS + RESERVED_TAGS],
+        special_tokens=[
+            AddedToken(token, normalized=False, special=token in SPECIAL_TOKENS)
+            for token in SPECIAL_TOKENS + RESERVED_TAGS
+        ],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         max_token_length=MAX_TOKEN_BYTES,
         show_progress=False,

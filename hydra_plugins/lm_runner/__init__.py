@@ -1,7 +1,8 @@
 """Hydra's plugins of this program: `hydra/launcher=local|submitit|ray` and `hydra/sweeper=grid|optuna`.
 
-Hydra executes every module of the namespace package `hydra_plugins` (hence no __init__.py there) when it starts, and registers the
-plugin classes it finds. Nothing else may import this module: it would be executed twice. What the plugins do is in runner/sweep.
+Hydra executes every module of the namespace package `hydra_plugins` (hence no __init__.py there) when it starts, and
+registers the plugin classes it finds. Nothing else may import this module: it would be executed twice. What the plugins
+do is in runner/sweep.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +25,9 @@ for group, nodes in (("launcher", LAUNCHERS), ("sweeper", SWEEPERS)):
 
 
 class JobLauncher(Launcher):
-    """Runs jobs on the backend that the options choose. Each is a process `train.py resume=JOB_DIR`, whose run directory is written first."""
+    """Runs jobs on the backend that the options choose. Each is a process `train.py resume=JOB_DIR`, whose run
+    directory is written first.
+    """
 
     def __init__(self, **options: Any) -> None:
         self.session: Any = None  # set by the sweeper
@@ -37,7 +40,11 @@ class JobLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run the jobs of these overrides that need it. Raises SweepStopped."""
         if self.session is None:
-            raise UserError("hydra/launcher needs a sweeper of this program", "hydra/sweeper", "hydra/sweeper=grid or hydra/sweeper=optuna")
+            raise UserError(
+                "hydra/launcher needs a sweeper of this program",
+                "hydra/sweeper",
+                "hydra/sweeper=grid or hydra/sweeper=optuna",
+            )
         jobs = [self.session.job_of(overrides) for overrides in job_overrides]
         if due := [job for job in jobs if job.needs_run]:
             remaining = iter(due)
@@ -58,14 +65,20 @@ class GridSweeper(Sweeper):
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
         self.config: Any = config
-        self.launcher: Any = Plugins.instance().instantiate_launcher(hydra_context=hydra_context, task_function=task_function, config=config)
+        self.launcher: Any = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
 
     def sweep(self, arguments: list[str]) -> Any:
         from runner.sweep.session import open_session
 
         with open_session(self.config, arguments) as session:
             self.launcher.session = session
-            jobs = [[f"{key}={value}" for key, value in job.overrides.items()] for job in session.state.jobs if job.needs_run]
+            jobs = [
+                [f"{key}={value}" for key, value in job.overrides.items()]
+                for job in session.state.jobs
+                if job.needs_run
+            ]
             return self.launcher.launch(jobs, initial_job_idx=0)
 
 
@@ -89,4 +102,6 @@ class OptunaSweeper(GridSweeper):
 def _job_return(job: Any, overrides: Sequence[str]) -> JobReturn:
     has_loss = job.status == "completed" or job.is_diverged
     value = float(job.loss or 0.0) if has_loss else RuntimeError(f"{job.name}: {job.error or job.status}")
-    return JobReturn(overrides=list(overrides), status=JobStatus.COMPLETED if has_loss else JobStatus.FAILED, _return_value=value)
+    return JobReturn(
+        overrides=list(overrides), status=JobStatus.COMPLETED if has_loss else JobStatus.FAILED, _return_value=value
+    )

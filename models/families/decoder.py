@@ -1,4 +1,6 @@
-"""Settings of the decoder: the Llama, Qwen and Mixtral architectures of transformers. hf_config.py reads and writes their config.json."""
+"""Settings of the decoder: the Llama, Qwen and Mixtral architectures of transformers. hf_config.py reads and writes
+their config.json.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,16 @@ if TYPE_CHECKING:
     import torch
 
 ATTENTION_KERNELS = ("auto", "flash", "efficient", "math")
-CLASS_SETTINGS = ("qk_norm", "attention_bias", "attention_out_bias", "mlp_bias", "num_experts")  # that a class of transformers may lack
+# that a class of transformers may lack
+CLASS_SETTINGS = ("qk_norm", "attention_bias", "attention_out_bias", "mlp_bias", "num_experts")
 SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
 
 
 @dataclass
 class RopeScaling:
-    """Extension of rotary position embeddings beyond the trained length: YaRN (https://arxiv.org/abs/2309.00071), that of Llama 3.1, or linear
-    (https://arxiv.org/abs/2306.15595)."""
+    """Extension of rotary position embeddings beyond the trained length: YaRN (https://arxiv.org/abs/2309.00071), that
+    of Llama 3.1, or linear (https://arxiv.org/abs/2306.15595).
+    """
 
     factor: float  # extended length / trained length, at least 1
     original_max_position_embeddings: int = 0  # trained length (tokens); yarn, llama3
@@ -33,13 +37,16 @@ class RopeScaling:
     attention_factor: float = 1.0  # factor on cos and sin; yarn
     type: str = "yarn"  # yarn, llama3, or linear: every frequency is divided by factor
     low_freq_factor: float = 1.0  # frequencies of channels with fewer rotations than this are divided by factor; llama3
-    high_freq_factor: float = 4.0  # channels with more rotations than this over the trained length keep their frequency; llama3
+    # channels with more rotations than this over the trained length keep their frequency; llama3
+    high_freq_factor: float = 4.0
 
     def __post_init__(self) -> None:
         check_choice("model.rope_scaling.type", self.type, ("yarn", "llama3", "linear"))
         check_at_least("model.rope_scaling.factor", self.factor, 1, 4)
         if self.type != "linear":
-            check_at_least("model.rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings, 1, 2048)
+            check_at_least(
+                "model.rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings, 1, 2048
+            )
 
 
 @register_model("decoder")
@@ -66,7 +73,8 @@ class DecoderConfig(ModelConfig):
     norm_topk_prob: bool  # renormalize the k routing weights to sum to 1
     router_aux_loss_coef: float  # weight of the load-balancing loss
     attention: str = field(metadata=CHANGES_ROUNDING)  # kernel: auto, flash, efficient or math
-    model_type: Optional[str] = field(default=None, metadata=IGNORED)  # class that the model is written as, e.g. phi3; null: the first that computes the same
+    # class that the model is written as, e.g. phi3; null: the first that computes the same
+    model_type: Optional[str] = field(default=None, metadata=IGNORED)
 
     model_class = "models.decoder.Decoder"
     hf_model_types = tuple(FAMILIES)
@@ -82,9 +90,17 @@ class DecoderConfig(ModelConfig):
                 f"e.g. model.num_key_value_heads={self.num_attention_heads}",
             )
         if self.head_dim % 2:  # rotary embeddings rotate pairs of channels
-            raise UserError(f"model.head_dim must be even, got {self.head_dim}", f"model.head_dim={self.head_dim}", f"e.g. model.head_dim={self.head_dim + 1}")
+            raise UserError(
+                f"model.head_dim must be even, got {self.head_dim}",
+                f"model.head_dim={self.head_dim}",
+                f"e.g. model.head_dim={self.head_dim + 1}",
+            )
         if not 0 <= self.dropout < 1:
-            raise UserError(f"model.dropout must be in [0, 1), got {self.dropout}", f"model.dropout={self.dropout}", "e.g. model.dropout=0.1")
+            raise UserError(
+                f"model.dropout must be in [0, 1), got {self.dropout}",
+                f"model.dropout={self.dropout}",
+                "e.g. model.dropout=0.1",
+            )
         check_choice("model.attention", self.attention, ATTENTION_KERNELS)
         if self.num_experts:
             self._check_experts()
@@ -108,7 +124,11 @@ class DecoderConfig(ModelConfig):
         except UnsupportedVariantError as error:
             raise UserError(error.message, f"model.model_type={model_type}", "model.model_type=null") from error
         if differences := [f"model.{name}={own[name]}" for name in CLASS_SETTINGS if own[name] != read[name]]:
-            raise UserError(f"a {model_type} has no {', '.join(differences)}", f"model.model_type={model_type}", "model.model_type=null")
+            raise UserError(
+                f"a {model_type} has no {', '.join(differences)}",
+                f"model.model_type={model_type}",
+                "model.model_type=null",
+            )
 
     def _check_experts(self) -> None:
         if not 1 <= self.num_experts_per_tok <= self.num_experts:
@@ -119,20 +139,38 @@ class DecoderConfig(ModelConfig):
             )
 
     def size(self) -> ModelSize:
-        D, queries, keys = self.hidden_size, self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        D, queries, keys = (
+            self.hidden_size,
+            self.num_attention_heads * self.head_dim,
+            self.num_key_value_heads * self.head_dim,
+        )
         attention = 2 * D * queries + 2 * D * keys + 2 * self.head_dim * self.qk_norm
         attention += (queries + 2 * keys) * self.attention_bias + D * self.attention_out_bias
         width = self.moe_intermediate_size if self.num_experts else self.intermediate_size
         network, networks = 3 * D * width + (2 * width + D) * self.mlp_bias, self.num_experts or 1
         router = D * self.num_experts
         layer = attention + networks * network + router + 2 * D
-        tensors = 6 + 2 * self.qk_norm + 3 * self.attention_bias + self.attention_out_bias + networks * (3 + 3 * self.mlp_bias) + bool(self.num_experts)
+        tensors = (
+            6
+            + 2 * self.qk_norm
+            + 3 * self.attention_bias
+            + self.attention_out_bias
+            + networks * (3 + 3 * self.mlp_bias)
+            + bool(self.num_experts)
+        )
         head = 0 if self.tie_word_embeddings else 1
-        return ModelSize((1 + head) * self.vocab_size * D + self.num_hidden_layers * layer + D, 2 + head + self.num_hidden_layers * tensors)
+        return ModelSize(
+            (1 + head) * self.vocab_size * D + self.num_hidden_layers * layer + D,
+            2 + head + self.num_hidden_layers * tensors,
+        )
 
     def mathematics(self) -> dict[str, Any]:
         unread = {"attention", "dropout", "router_aux_loss_coef", "model_type"}
-        unread |= {"intermediate_size"} if self.num_experts else {"num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"}
+        unread |= (
+            {"intermediate_size"}
+            if self.num_experts
+            else {"num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"}
+        )
         settings = {name: value for name, value in super().mathematics().items() if name not in unread}
         if self.rope_scaling is not None:
             read = ("type", *SCALING_FIELDS[self.rope_scaling.type])
@@ -154,10 +192,16 @@ class DecoderConfig(ModelConfig):
     def check_device(self, device: torch.device, dtype: torch.dtype) -> None:
         """Refuse an attention kernel that PyTorch does not have; it would raise in the first step."""
         if self.attention == "efficient" and device.type == "cpu":
-            raise UserError("model.attention=efficient needs a GPU", "model.attention=efficient", "use model.attention=flash or auto")
+            raise UserError(
+                "model.attention=efficient needs a GPU",
+                "model.attention=efficient",
+                "use model.attention=flash or auto",
+            )
         if self.attention == "flash" and device.type == "cuda" and dtype.itemsize > 2:
             raise UserError(
-                f"model.attention=flash on a GPU computes in 16 bits only, got {dtype}", "model.attention=flash", "precision=bf16, or model.attention=efficient"
+                f"model.attention=flash on a GPU computes in 16 bits only, got {dtype}",
+                "model.attention=flash",
+                "precision=bf16, or model.attention=efficient",
             )
 
     def to_hf_config(self) -> dict[str, Any]:

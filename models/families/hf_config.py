@@ -1,7 +1,8 @@
-"""config.json of the transformers architectures that the decoder computes: read into the decoder's settings, and written from them.
+"""config.json of the transformers architectures that the decoder computes: read into the decoder's settings, and
+written from them.
 
-Settings are a dict with the fields of `DecoderConfig`. A field of config.json is either read, or has no influence on the mathematics, or
-has its neutral value; any other is refused by name: nothing that a model needs is ignored.
+Settings are a dict with the fields of `DecoderConfig`. A field of config.json is either read, or has no influence on
+the mathematics, or has its neutral value; any other is refused by name: nothing that a model needs is ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ REQUIRED_FIELDS = (
     *("max_position_embeddings", "rms_norm_eps"),
 )
 # Fields that every family may lack, with the values of transformers for absent ones
-OPTIONAL_FIELDS: Settings = {"hidden_act": "silu", "tie_word_embeddings": False, "attention_dropout": 0.0, "rope_theta": 10000.0}
+OPTIONAL_FIELDS: Settings = {
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_dropout": 0.0,
+    "rope_theta": 10000.0,
+}
 ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 
 ANY_WINDOW: Settings = {"use_sliding_window": False, "sliding_window": 4096}
@@ -27,24 +33,51 @@ EXPERT_FIELDS: Settings = {"router_aux_loss_coef": 0.001}
 # model_type -> (transformers class, the further fields that it reads, with the values of transformers for absent ones).
 # A field that is not named here or above must have its neutral value.
 FAMILIES: dict[str, tuple[str, Settings]] = {
-    "llama": ("LlamaForCausalLM", {"num_key_value_heads": None, "head_dim": None, "attention_bias": False, "mlp_bias": False}),
+    "llama": (
+        "LlamaForCausalLM",
+        {"num_key_value_heads": None, "head_dim": None, "attention_bias": False, "mlp_bias": False},
+    ),
     "mistral": ("MistralForCausalLM", {"num_key_value_heads": 8, "head_dim": None, "sliding_window": 4096}),
-    "ministral": ("MinistralForCausalLM", {"num_key_value_heads": 8, "head_dim": None, "sliding_window": 4096, "layer_types": None}),
+    "ministral": (
+        "MinistralForCausalLM",
+        {"num_key_value_heads": 8, "head_dim": None, "sliding_window": 4096, "layer_types": None},
+    ),
     "qwen2": ("Qwen2ForCausalLM", {"num_key_value_heads": 32, "head_dim": None, "layer_types": None, **ANY_WINDOW}),
-    "qwen3": ("Qwen3ForCausalLM", {"num_key_value_heads": 32, "head_dim": 128, "attention_bias": False, "layer_types": None, **ANY_WINDOW}),
+    "qwen3": (
+        "Qwen3ForCausalLM",
+        {"num_key_value_heads": 32, "head_dim": 128, "attention_bias": False, "layer_types": None, **ANY_WINDOW},
+    ),
     "phi3": (
         "Phi3ForCausalLM",  # it reads the last field for rope_type=longrope only
-        {"num_key_value_heads": None, "head_dim": None, "sliding_window": None, "original_max_position_embeddings": 4096},
+        {
+            "num_key_value_heads": None,
+            "head_dim": None,
+            "sliding_window": None,
+            "original_max_position_embeddings": 4096,
+        },
     ),
     "smollm3": (
         "SmolLM3ForCausalLM",
         {
-            **{"num_key_value_heads": 4, "head_dim": None, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True, "rope_theta": 2e6},
+            **{
+                "num_key_value_heads": 4,
+                "head_dim": None,
+                "attention_bias": False,
+                "mlp_bias": False,
+                "tie_word_embeddings": True,
+                "rope_theta": 2e6,
+            },
             **{"no_rope_layers": None, "no_rope_layer_interval": 4, "layer_types": None, **ANY_WINDOW},
         },
     ),
-    "internlm3": ("LlamaForCausalLM", {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": False, "mlp_bias": False}),
-    "iquestcoder": ("LlamaForCausalLM", {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": False, "mlp_bias": False}),
+    "internlm3": (
+        "LlamaForCausalLM",
+        {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": False, "mlp_bias": False},
+    ),
+    "iquestcoder": (
+        "LlamaForCausalLM",
+        {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": False, "mlp_bias": False},
+    ),
     "seed_oss": (
         "SeedOssForCausalLM",
         {
@@ -54,7 +87,14 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
     ),
     "cwm": (
         "CwmForCausalLM",
-        {"num_key_value_heads": 8, "head_dim": 128, "mlp_bias": False, "rope_theta": 1e6, "sliding_window": 8192, "layer_types": None},
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "mlp_bias": False,
+            "rope_theta": 1e6,
+            "sliding_window": 8192,
+            "layer_types": None,
+        },
     ),
     "qwen3_moe": (
         "Qwen3MoeForCausalLM",
@@ -73,14 +113,20 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
 }
 MOE_TYPES = ("qwen3_moe", "mixtral")
 QK_NORM_TYPES = ("qwen3", "qwen3_moe")
-ALIASES = {"num_local_experts": "num_experts", "qkv_bias": "attention_bias", "bias": "mlp_bias"}  # other names of one field
+# other names of one field
+ALIASES = {"num_local_experts": "num_experts", "qkv_bias": "attention_bias", "bias": "mlp_bias"}
 
-# model_type -> fields of a model of (layers, longest sequence) whose defaults in transformers are not those of the decoder: windows, layers without
+# model_type -> fields of a model of (layers, longest sequence) whose defaults in transformers are not those of the
+# decoder: windows, layers without
 # rotary embeddings, ids of tokens beyond a small vocabulary
 FULL_ATTENTION: dict[str, Callable[[int, int], Settings]] = {
     "ministral": lambda layers, length: {"sliding_window": length, "layer_types": ["full_attention"] * layers},
     "phi3": lambda layers, length: {"original_max_position_embeddings": length, "pad_token_id": None},
-    "smollm3": lambda layers, length: {"no_rope_layers": [1] * layers, "no_rope_layer_interval": layers + 1, "pad_token_id": None},
+    "smollm3": lambda layers, length: {
+        "no_rope_layers": [1] * layers,
+        "no_rope_layer_interval": layers + 1,
+        "pad_token_id": None,
+    },
     "cwm": lambda layers, length: {"sliding_window": length, "layer_types": ["full_attention"] * layers},
 }
 
@@ -105,7 +151,8 @@ NEUTRAL_VALUES: Settings = {
     "layer_types": [],
 }
 
-# Fields that change no logit: names and versions, token ids, storage, initialization, outputs, dropout (model.dropout sets it), generation,
+# Fields that change no logit: names and versions, token ids, storage, initialization, outputs, dropout (model.dropout
+# sets it), generation,
 # and settings of a sliding window that is not used. tests/models/test_families_fuzz.py compares with transformers.
 NO_INFLUENCE = frozenset(
     """
@@ -124,7 +171,9 @@ NO_INFLUENCE = frozenset(
 
 
 def read_hf_config(raw: dict[str, Any], path: Path) -> Settings:
-    """Return the settings of the model in a config.json. Raises UserError for what the decoder does not compute; KeyError for a missing field."""
+    """Return the settings of the model in a config.json. Raises UserError for what the decoder does not compute;
+    KeyError for a missing field.
+    """
     model_type = raw["model_type"]
     architecture, own_fields = FAMILIES[model_type]
     fields = _resolve_aliases(raw, path)
@@ -137,14 +186,19 @@ def read_hf_config(raw: dict[str, Any], path: Path) -> Settings:
     heads, max_positions = fields["num_attention_heads"], fields["max_position_embeddings"]
     _check_attention_window(fields, max_positions, family, path)
     if fields["hidden_act"] not in ("silu", "swish"):
-        raise UnsupportedVariantError(f"{family} with hidden_act={fields['hidden_act']} is not supported, only silu", str(path), FIX)
+        raise UnsupportedVariantError(
+            f"{family} with hidden_act={fields['hidden_act']} is not supported, only silu", str(path), FIX
+        )
     if model_type == "cwm" and not (given.get("rope_parameters") or given.get("rope_scaling")):
         raise KeyError("rope_parameters")  # its default is a scaling
     is_moe, bias = model_type in MOE_TYPES, bool(fields.get("attention_bias"))
     return {
         "family": "decoder",
         "name": path.parent.name,
-        **{name: fields[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "rms_norm_eps")},
+        **{
+            name: fields[name]
+            for name in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "rms_norm_eps")
+        },
         "max_position_embeddings": max_positions,
         "num_attention_heads": heads,
         "num_key_value_heads": fields["num_key_value_heads"] or heads,
@@ -161,7 +215,9 @@ def read_hf_config(raw: dict[str, Any], path: Path) -> Settings:
         "num_experts_per_tok": fields["num_experts_per_tok"] if is_moe else 1,
         "moe_intermediate_size": (fields.get("moe_intermediate_size") or fields["intermediate_size"]) if is_moe else 0,
         "norm_topk_prob": bool(fields.get("norm_topk_prob", True)) if is_moe else False,
-        "router_aux_loss_coef": fields["router_aux_loss_coef"] if is_moe and fields.get("output_router_logits") is not False else 0.0,
+        "router_aux_loss_coef": fields["router_aux_loss_coef"]
+        if is_moe and fields.get("output_router_logits") is not False
+        else 0.0,
     }
 
 
@@ -170,14 +226,20 @@ def _resolve_aliases(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     for name, value in raw.items():
         name = ALIASES.get(name, name)
         if fields.setdefault(name, value) != value:
-            raise UnsupportedVariantError(f"{name} is given twice, as {fields[name]} and {value}", str(path), "remove the one that is not meant")
+            raise UnsupportedVariantError(
+                f"{name} is given twice, as {fields[name]} and {value}", str(path), "remove the one that is not meant"
+            )
     return fields
 
 
 def _check_all_known(fields: dict[str, Any], own_fields: Settings, family: str, path: Path) -> None:
     read = {*REQUIRED_FIELDS, *OPTIONAL_FIELDS, *ROPE_FIELDS, *own_fields} | NO_INFLUENCE
     unknown = {name: value for name, value in fields.items() if name not in read and value is not None}
-    unsupported = {name: value for name, value in unknown.items() if name in NEUTRAL_VALUES and value not in ([], NEUTRAL_VALUES[name])}
+    unsupported = {
+        name: value
+        for name, value in unknown.items()
+        if name in NEUTRAL_VALUES and value not in ([], NEUTRAL_VALUES[name])
+    }
     if "layer_types" in unsupported and set(unsupported["layer_types"]) == {"full_attention"}:
         del unsupported["layer_types"]
     if unsupported:
@@ -200,11 +262,15 @@ def _check_attention_window(fields: dict[str, Any], max_positions: int, family: 
             f"{FIX}; or set max_position_embeddings={window} in a copy of the file, to train on shorter sequences",
         )
     if window is None and (others := set(fields.get("layer_types") or ()) - {"full_attention"}):
-        raise UnsupportedVariantError(f"{family} with layer_types of {', '.join(sorted(map(str, others)))} is not supported", str(path), FIX)
+        raise UnsupportedVariantError(
+            f"{family} with layer_types of {', '.join(sorted(map(str, others)))} is not supported", str(path), FIX
+        )
     layers, interval = fields["num_hidden_layers"], fields.get("no_rope_layer_interval")
     listed = fields.get("no_rope_layers")
     if not all(listed[:layers]) if listed else interval and layers >= abs(interval):
-        raise UnsupportedVariantError(f"{family} with layers without rotary position embeddings (no_rope_layers) is not supported", str(path), FIX)
+        raise UnsupportedVariantError(
+            f"{family} with layers without rotary position embeddings (no_rope_layers) is not supported", str(path), FIX
+        )
 
 
 def architecture_of(settings: Settings) -> str | None:
@@ -219,13 +285,16 @@ def architecture_of(settings: Settings) -> str | None:
         return "qwen3" if same_biases else None
     if biases == (True, False, False):
         return "qwen2"
-    if biases[0] == biases[1] and settings["hidden_size"] % settings["num_attention_heads"] == 0:  # transformers requires it of a Llama
+    # transformers requires it of a Llama
+    if biases[0] == biases[1] and settings["hidden_size"] % settings["num_attention_heads"] == 0:
         return "llama"
     return "seed_oss" if any(biases) else "mistral"
 
 
 def write_hf_config(settings: Settings) -> dict[str, Any]:
-    """Return the content of config.json for transformers 4 and 5, which have different names for the rotary settings and the dtype."""
+    """Return the content of config.json for transformers 4 and 5, which have different names for the rotary settings
+    and the dtype.
+    """
     model_type = settings["model_type"] or architecture_of(settings)
     assert model_type is not None  # DecoderConfig refuses such settings
     architecture, own_fields = FAMILIES[model_type]
@@ -247,9 +316,14 @@ def write_hf_config(settings: Settings) -> dict[str, Any]:
         **{name: False if name == "use_sliding_window" else None for name in own_fields if name in ANY_WINDOW},
     }
     if settings["model_type"]:
-        content |= FULL_ATTENTION.get(model_type, lambda layers, length: {})(settings["num_hidden_layers"], settings["max_position_embeddings"])
+        content |= FULL_ATTENTION.get(model_type, lambda layers, length: {})(
+            settings["num_hidden_layers"], settings["max_position_embeddings"]
+        )
     if model_type == "qwen3_moe":
         content |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
     if model_type == "mixtral":
-        content["num_local_experts"], content["intermediate_size"] = content.pop("num_experts"), settings["moe_intermediate_size"]
+        content["num_local_experts"], content["intermediate_size"] = (
+            content.pop("num_experts"),
+            settings["moe_intermediate_size"],
+        )
     return content

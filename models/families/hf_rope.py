@@ -22,17 +22,27 @@ FIX = "choose a model of a supported family: docs/reference/models.md"
 
 
 def read_rope(given: dict[str, Any], default_theta: float, max_positions: int, family: str, path: Path) -> Settings:
-    """Return rope_theta and rope_scaling (a dict, or None) from `rope_parameters` of transformers 5, or `rope_scaling` and `rope_theta` of 4."""
+    """Return rope_theta and rope_scaling (a dict, or None) from `rope_parameters` of transformers 5, or `rope_scaling`
+    and `rope_theta` of 4.
+    """
     results: list[Settings] = []
     for section in ("rope_scaling", "rope_parameters"):
         if given.get(section) or (section == "rope_parameters" and not results):
             rope = {name: value for name, value in (given.get(section) or {}).items() if value is not None}
             for name in ("rope_theta", "partial_rotary_factor"):
                 if rope.setdefault(name, given.get(name)) != given.get(name, rope[name]):
-                    raise UserError(f"{name} is given twice, as {given[name]} and, in {section}, {rope[name]}", str(path), "remove the wrong one")
+                    raise UserError(
+                        f"{name} is given twice, as {given[name]} and, in {section}, {rope[name]}",
+                        str(path),
+                        "remove the wrong one",
+                    )
             results.append(_resolve_rope(rope, default_theta, max_positions, family, path))
     if results[0] != results[-1]:
-        raise UserError(f"rope_scaling and rope_parameters contradict each other: {results[0]} and {results[-1]}", str(path), "remove the wrong one")
+        raise UserError(
+            f"rope_scaling and rope_parameters contradict each other: {results[0]} and {results[-1]}",
+            str(path),
+            "remove the wrong one",
+        )
     return results[0]
 
 
@@ -47,9 +57,15 @@ def _resolve_rope(rope: dict[str, Any], default_theta: float, max_positions: int
             del rope["truncate"]
     if kind not in SCALING_FIELDS or rope:
         details = f"{list_fields({'rope_type': kind, **rope})} for rotary position embeddings"
-        raise UnsupportedVariantError(f"{family} with {details} is not supported", str(path), f"{FIX}; supported rope_type: {', '.join(SCALING_FIELDS)}")
+        raise UnsupportedVariantError(
+            f"{family} with {details} is not supported",
+            str(path),
+            f"{FIX}; supported rope_type: {', '.join(SCALING_FIELDS)}",
+        )
     if share not in (None, 1):
-        raise UnsupportedVariantError(f"{family} with partial_rotary_factor={share} is not supported, only 1", str(path), FIX)
+        raise UnsupportedVariantError(
+            f"{family} with partial_rotary_factor={share} is not supported, only 1", str(path), FIX
+        )
     if kind == "default":
         return {"rope_theta": float(theta), "rope_scaling": None}
     if kind in ("yarn", "llama3"):

@@ -1,4 +1,6 @@
-"""Settings of a model of transformers: any of its causal language model classes, described by the content of a config.json."""
+"""Settings of a model of transformers: any of its causal language model classes, described by the content of a
+config.json.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from models.families.hf_config import NO_INFLUENCE, ROPE_FIELDS
 from models.families.hf_rope import list_fields
 
 HF_ATTENTION = ("auto", "own", "sdpa", "eager")
-# Fields of config.json, at any depth, that name code or kernels to download, how a file was written, or labels of other tasks: nothing of them is used.
+# Fields of config.json, at any depth, that name code or kernels to download, how a file was written, or labels of other
+# tasks: nothing of them is used.
 UNREAD_FIELDS = (
     "auto_map",
     "custom_pipelines",
@@ -33,10 +36,18 @@ UNREAD_FIELDS = (
     "label2id",
     "problem_type",
 )
-MAX_COUNTS = {"layer": 1000, "block": 1000, "expert": 4096, "head": 1 << 16}  # modules of more take minutes to create; by part of a field's name
+# modules of more take minutes to create; by part of a field's name
+MAX_COUNTS = {"layer": 1000, "block": 1000, "expert": 4096, "head": 1 << 16}
 MAX_SIZE = 1 << 40  # of any integer
 MAX_BUFFER_BYTES = 1 << 30  # of what a model stores besides its parameters: tables of positions, masks
-IGNORED_BY_LOGITS = ("architectures", "use_cache", "max_position_embeddings", "initializer_range", "router_aux_loss_coef", "output_router_logits")
+IGNORED_BY_LOGITS = (
+    "architectures",
+    "use_cache",
+    "max_position_embeddings",
+    "initializer_range",
+    "router_aux_loss_coef",
+    "output_router_logits",
+)
 CHOOSE_ANOTHER = "choose another model; docs/reference/models.md lists what loads"
 
 
@@ -49,8 +60,11 @@ class TransformersConfig(ModelConfig):
     attention: str = field(
         metadata=CHANGES_ROUNDING
     )  # own (the kernels of this program), a kernel of transformers (sdpa, eager), or auto: own where it is exact
-    router_aux_loss_coef: Optional[float]  # weight of the load-balancing loss of experts; null: that of config.json, none if output_router_logits=false there
-    path: Optional[str]  # model=transformers: folder, or owner/name[@revision] of the hub, of `config`, and of the weights unless init_from names others
+    # weight of the load-balancing loss of experts; null: that of config.json, none if output_router_logits=false there
+    router_aux_loss_coef: Optional[float]
+    # model=transformers: folder, or owner/name[@revision] of the hub, of `config`, and of the weights unless init_from
+    # names others
+    path: Optional[str]
 
     model_class = "models.transformers_adapter.model.TransformersModel"
     hf_model_types: ClassVar[tuple[str, ...]] = ()  # `read_model_config` tries this family after all others
@@ -61,7 +75,9 @@ class TransformersConfig(ModelConfig):
         if self.router_aux_loss_coef is not None:
             check_at_least("model.router_aux_loss_coef", self.router_aux_loss_coef, 0, 0.001)
         if not isinstance(self.config.get("model_type"), str):
-            raise UserError("model.config has no model_type", "model.config", "model.path=FOLDER with a config.json reads it")
+            raise UserError(
+                "model.config has no model_type", "model.config", "model.path=FOLDER with a config.json reads it"
+            )
 
     def size(self) -> ModelSize:
         import torch
@@ -73,12 +89,16 @@ class TransformersConfig(ModelConfig):
         parameters, buffers = list(hf.parameters()), sum(buffer.nbytes for buffer in hf.buffers())
         if buffers > MAX_BUFFER_BYTES:
             message = f"the model has tables of {buffers / 2**30:,.1f} GiB besides its parameters, at most {MAX_BUFFER_BYTES >> 30} GiB are allowed"
-            raise UserError(message, "model.config", f"correct max_position_embeddings in config.json, or {CHOOSE_ANOTHER}")
+            raise UserError(
+                message, "model.config", f"correct max_position_embeddings in config.json, or {CHOOSE_ANOTHER}"
+            )
         return ModelSize(sum(parameter.numel() for parameter in parameters), len(parameters))
 
     @property
     def leaves_out_balance_loss(self) -> bool:
-        """Whether config.json has output_router_logits=false: transformers adds the load-balancing loss of experts only with true."""
+        """Whether config.json has output_router_logits=false: transformers adds the load-balancing loss of experts only
+        with true.
+        """
         text = self.config.get("text_config")
         fields = self.config | (text if isinstance(text, dict) else {})
         return self.router_aux_loss_coef is None and fields.get("output_router_logits") is False
@@ -88,7 +108,10 @@ class TransformersConfig(ModelConfig):
         return any(self.config.get(name) for name in EXPERT_COUNTS)  # the number of tokens of an expert
 
     def mathematics(self) -> dict[str, Any]:
-        return {"family": self.family, "config": {name: value for name, value in sorted(self.config.items()) if name not in IGNORED_BY_LOGITS}}
+        return {
+            "family": self.family,
+            "config": {name: value for name, value in sorted(self.config.items()) if name not in IGNORED_BY_LOGITS},
+        }
 
     def training_warnings(self) -> list[str]:
         unread = _unread_fields(self.config)
@@ -116,29 +139,46 @@ class TransformersConfig(ModelConfig):
         )
 
 
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # number of experts in configs of transformers
-LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")  # rope_type of embeddings that are others in a batch with a text beyond the trained length
-UNBOUNDED_POSITIONS = 1 << 20  # max_position_embeddings of a model without position embeddings, e.g. a state-space model (tokens)
+# number of experts in configs of transformers
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# rope_type of embeddings that are others in a batch with a text beyond the trained length
+LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
+# max_position_embeddings of a model without position embeddings, e.g. a state-space model (tokens)
+UNBOUNDED_POSITIONS = 1 << 20
 
 
 def _exact_positions(text: Any) -> int:
-    """Return the longest sequence (tokens) whose logits do not depend on the other rows of its batch. `text`: configuration of transformers."""
+    """Return the longest sequence (tokens) whose logits do not depend on the other rows of its batch. `text`:
+    configuration of transformers.
+    """
     longest: int = getattr(text, "max_position_embeddings", None) or UNBOUNDED_POSITIONS
     rope = getattr(text, "rope_parameters", None) or {}
-    for settings in [rope, *(each for each in rope.values() if isinstance(each, dict))]:  # of all layers, or of each type of layer
+    # of all layers, or of each type of layer
+    for settings in [rope, *(each for each in rope.values() if isinstance(each, dict))]:
         if settings.get("rope_type") in LENGTH_DEPENDENT_ROPES:
             longest = min(longest, settings.get("original_max_position_embeddings") or longest)
     return longest
 
 
 def _unread_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of config.json that the configuration class does not declare, without those that it computes itself with the same value
-    (intermediate_size of Mamba). Some models read head_dim without."""
+    """Return the fields of config.json that the configuration class does not declare, without those that it computes
+    itself with the same value (intermediate_size of Mamba). Some models read head_dim without.
+    """
     from transformers import CONFIG_MAPPING
 
     cls = CONFIG_MAPPING[config["model_type"]]
-    known = {field.name for field in dataclasses.fields(cls)} | {"head_dim", *cls.attribute_map, *ROPE_FIELDS, *NO_INFLUENCE, *UNREAD_FIELDS}
-    unread = {name: value for name, value in config.items() if name not in known and value is not None and not name.startswith("_")}
+    known = {field.name for field in dataclasses.fields(cls)} | {
+        "head_dim",
+        *cls.attribute_map,
+        *ROPE_FIELDS,
+        *NO_INFLUENCE,
+        *UNREAD_FIELDS,
+    }
+    unread = {
+        name: value
+        for name, value in config.items()
+        if name not in known and value is not None and not name.startswith("_")
+    }
     if not unread:
         return {}
     computed = create_hf_config({name: value for name, value in config.items() if name not in unread}, "model.config")
@@ -146,7 +186,8 @@ def _unread_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def create_hf_config(config: dict[str, Any], where: str) -> Any:
-    """Return the PreTrainedConfig of transformers. Raises UserError for a model that it has no causal language model class for.
+    """Return the PreTrainedConfig of transformers. Raises UserError for a model that it has no causal language model
+    class for.
 
     Remote code is never used: the class comes from model_type alone.
     """
@@ -154,7 +195,9 @@ def create_hf_config(config: dict[str, Any], where: str) -> Any:
 
     model_type = config["model_type"]
     if config.get("quantization_config") is not None:
-        raise UserError("quantized weights cannot be trained", where, "choose the folder of the model that is not quantized")
+        raise UserError(
+            "quantized weights cannot be trained", where, "choose the folder of the model that is not quantized"
+        )
     if model_type not in CONFIG_MAPPING:
         fix = f"upgrade transformers if it is newer, or {CHOOSE_ANOTHER}" + (
             "; code of a model folder (auto_map) is never executed" if "auto_map" in config else ""
@@ -169,26 +212,37 @@ def create_hf_config(config: dict[str, Any], where: str) -> Any:
 
 
 def _without_unread(value: Any) -> Any:
-    """Return the content of a config.json without UNREAD_FIELDS at any depth: what is exported or recorded names no code either."""
+    """Return the content of a config.json without UNREAD_FIELDS at any depth: what is exported or recorded names no
+    code either.
+    """
     if isinstance(value, list):
         return [_without_unread(item) for item in value]
-    return {name: _without_unread(item) for name, item in value.items() if name not in UNREAD_FIELDS} if isinstance(value, dict) else value
+    return (
+        {name: _without_unread(item) for name, item in value.items() if name not in UNREAD_FIELDS}
+        if isinstance(value, dict)
+        else value
+    )
 
 
 @contextmanager
 def _reporting_values(model_type: str, where: str) -> Iterator[None]:
-    """Turn any exception of the code of a model into a UserError: it raises what it likes for values that its authors did not expect."""
+    """Turn any exception of the code of a model into a UserError: it raises what it likes for values that its authors
+    did not expect.
+    """
     try:
         yield
     except Exception as error:
         reason = " ".join((str(error) or type(error).__name__).split())[:200]
         raise UserError(
-            f"transformers cannot create a {model_type} with these settings: {reason}", where, "correct config.json, or download it again"
+            f"transformers cannot create a {model_type} with these settings: {reason}",
+            where,
+            "correct config.json, or download it again",
         ) from error
 
 
 def _clean(name: str, value: Any, where: str) -> Any:
-    """Return the value of a field without UNREAD_FIELDS at any depth. Transformers writes infinity and NaN as {"__float__": "Infinity"}.
+    """Return the value of a field without UNREAD_FIELDS at any depth. Transformers writes infinity and NaN as
+    {"__float__": "Infinity"}.
 
     Raises UserError for a number beyond the limits.
     """
@@ -198,7 +252,16 @@ def _clean(name: str, value: Any, where: str) -> Any:
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
         return {key: _clean(key, item, where) for key, item in value.items() if key not in UNREAD_FIELDS}
-    limit = min([MAX_SIZE, *(limit for part, limit in MAX_COUNTS.items() if part in name.lower() and "dim" not in name and "size" not in name)])
+    limit = min(
+        [
+            MAX_SIZE,
+            *(
+                limit
+                for part, limit in MAX_COUNTS.items()
+                if part in name.lower() and "dim" not in name and "size" not in name
+            ),
+        ]
+    )
     if isinstance(value, int) and value > limit:
         raise UserError(f"{name} must be at most {limit:,}, got {str(value)[:30]}", where, CHOOSE_ANOTHER)
     return value

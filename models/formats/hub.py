@@ -1,4 +1,6 @@
-"""Models of the Hugging Face hub: `owner/name` or `owner/name@revision` becomes the folder of one commit in the local cache."""
+"""Models of the Hugging Face hub: `owner/name` or `owner/name@revision` becomes the folder of one commit in the local
+cache.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from common.errors import UserError, did_you_mean_path, print_note
-from common.hub.cache import cached_snapshot, hub_cache_dir, is_hub_offline, model_cache_dir
-from common.hub.names import HubName, parse_hub_name
+from common.hub import HubName, cached_snapshot, hub_cache_dir, is_hub_offline, model_cache_dir, parse_hub_name
 from models.formats.stored_size import INDEX_SUFFIX, SAFETENSORS, TORCH, read_index
 
 # Files that are downloaded, besides weights. No code: modules of a repository are never used.
@@ -39,10 +40,12 @@ class HubUnreachableError(Exception):
 
 
 def fetch_model(text: str, setting: str, watch: WatchDownload = _without_progress) -> Path | None:
-    """Return the folder of a model of the hub, None if `text` is no name of one. It is downloaded unless the cache has this commit.
+    """Return the folder of a model of the hub, None if `text` is no name of one. It is downloaded unless the cache has
+    this commit.
 
-    A branch means its newest commit, or without a network the commit that was downloaded last. Raises UserError, about `setting`, if there is
-    neither a network nor a copy, and for a repository without a model. `watch` shows the progress of a download.
+    A branch means its newest commit, or without a network the commit that was downloaded last. Raises UserError, about
+    `setting`, if there is neither a network nor a copy, and for a repository without a model. `watch` shows the
+    progress of a download.
     """
     name = parse_hub_name(text)
     if name is None:
@@ -68,9 +71,16 @@ def _download(name: HubName, setting: str, cached: Path | None, watch: WatchDown
             if present is None or _missing_files(present):
                 total = sum(sizes[file] for file in files)
                 _check_free_space(total, setting)
-                print_note(f"{setting}: downloading {name.repo}@{info.sha}, {len(files)} files, {total / 2**20:,.0f} MiB")
-            with watch(f"downloading {name.repo}", model_cache_dir(name), sum(sizes[file] for file in files)), _without_bars():
-                folder = Path(snapshot_download(name.repo, revision=name.revision, allow_patterns=files, etag_timeout=TIMEOUT))
+                print_note(
+                    f"{setting}: downloading {name.repo}@{info.sha}, {len(files)} files, {total / 2**20:,.0f} MiB"
+                )
+            with (
+                watch(f"downloading {name.repo}", model_cache_dir(name), sum(sizes[file] for file in files)),
+                _without_bars(),
+            ):
+                folder = Path(
+                    snapshot_download(name.repo, revision=name.revision, allow_patterns=files, etag_timeout=TIMEOUT)
+                )
     except HubUnreachableError as error:
         if cached is None or _missing_files(cached):
             raise _offline_error(name, setting, cached, str(error)) from error
@@ -79,14 +89,18 @@ def _download(name: HubName, setting: str, cached: Path | None, watch: WatchDown
     if folder.name != info.sha:
         raise UserError(f"{name} changed during its download", setting, "type the command again")
     if missing := _missing_files(folder):
-        raise UserError(f"{name} has no {missing[0]}", setting, "choose another model, or another revision: owner/name@revision")
+        raise UserError(
+            f"{name} has no {missing[0]}", setting, "choose another model, or another revision: owner/name@revision"
+        )
     print_note(f"{setting}: {name.repo}@{info.sha}")
     return folder
 
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """Switch off the bars of huggingface_hub, which would be drawn beside ours, and write one line for each change into a pipe."""
+    """Switch off the bars of huggingface_hub, which would be drawn beside ours, and write one line for each change into
+    a pipe.
+    """
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if are_progress_bars_disabled():
@@ -101,7 +115,9 @@ def _without_bars() -> Iterator[None]:
 
 @contextmanager
 def _translating_errors(name: HubName, setting: str) -> Iterator[None]:
-    """Turn what the hub answers into a UserError, and anything that its client raises without an answer into HubUnreachableError."""
+    """Turn what the hub answers into a UserError, and anything that its client raises without an answer into
+    HubUnreachableError.
+    """
     from huggingface_hub import errors
 
     try:
@@ -109,31 +125,52 @@ def _translating_errors(name: HubName, setting: str) -> Iterator[None]:
     except UserError:
         raise
     except errors.GatedRepoError as error:
-        raise UserError(f"{name} asks for an agreement", setting, f"accept it at https://huggingface.co/{name.repo}, then type: hf auth login") from error
+        raise UserError(
+            f"{name} asks for an agreement",
+            setting,
+            f"accept it at https://huggingface.co/{name.repo}, then type: hf auth login",
+        ) from error
     except errors.RevisionNotFoundError as error:
-        raise UserError(f"{name.repo} has no revision {name.revision}", setting, f"{name.repo} takes {name.repo}@main") from error
+        raise UserError(
+            f"{name.repo} has no revision {name.revision}", setting, f"{name.repo} takes {name.repo}@main"
+        ) from error
     except errors.RepositoryNotFoundError as error:
-        raise UserError(f"there is no folder {name.repo}, and no such model on the hub", setting, did_you_mean_path(name.repo)) from error
-    except Exception as error:  # the exceptions of a missing network belong to the HTTP library, which changes with the version of huggingface_hub
+        raise UserError(
+            f"there is no folder {name.repo}, and no such model on the hub", setting, did_you_mean_path(name.repo)
+        ) from error
+    # the exceptions of a missing network belong to the HTTP library, which changes with the version of huggingface_hub
+    except Exception as error:
         raise HubUnreachableError(f"the hub cannot be reached ({type(error).__name__})") from error
 
 
 def _files_to_download(names: list[str], name: HubName, setting: str) -> list[str]:
-    """Return the files of the top folder that a model needs: safetensors, or files of torch where there are none. No other format, and no code."""
+    """Return the files of the top folder that a model needs: safetensors, or files of torch where there are none. No
+    other format, and no code.
+    """
     weights = next((file for file in WEIGHT_FILES if file in names), None)
     if weights is None:
-        found = ", ".join(sorted(file for file in names if file.endswith((".gguf", ".safetensors", ".bin", ".h5", ".msgpack")))[:3])
+        found = ", ".join(
+            sorted(file for file in names if file.endswith((".gguf", ".safetensors", ".bin", ".h5", ".msgpack")))[:3]
+        )
         message = f"{name} has no {SAFETENSORS} and no {TORCH}{f', but {found}' if found else ''}"
         raise UserError(message, setting, "choose the repository of the original weights")
     files = [file for file in SETTINGS_FILES if file in names]
     if not weights.endswith(INDEX_SUFFIX):
         return [*files, weights]
     stem, suffix = weights.removesuffix(INDEX_SUFFIX).split(".")
-    return [*files, weights, *sorted(file for file in names if file.startswith(f"{stem}-") and file.endswith(f".{suffix}") and "/" not in file)]
+    return [
+        *files,
+        weights,
+        *sorted(
+            file for file in names if file.startswith(f"{stem}-") and file.endswith(f".{suffix}") and "/" not in file
+        ),
+    ]
 
 
 def _missing_files(folder: Path) -> list[str]:
-    """Return what a cached snapshot lacks: it may hold only the settings or the tokenizer that another program has asked for."""
+    """Return what a cached snapshot lacks: it may hold only the settings or the tokenizer that another program has
+    asked for.
+    """
     names = set(os.listdir(folder))
     settings = next((file for file in ("config.json", "adapter_config.json") if file in names), None)
     weights = next((file for file in WEIGHT_FILES if file in names), None)

@@ -12,13 +12,13 @@ from typing import Any
 
 from common.errors import UserError
 from common.guarded_files import MAX_MODEL_JSON_BYTES, check_own_files, read_source_file
-from common.hub.cache import cached_snapshot
-from common.hub.names import parse_hub_name
+from common.hub import cached_snapshot, parse_hub_name
 from common.limits.parsers import parse_json
 from models.config import MODELS, ModelConfig, UnsupportedVariantError
 
 NUMBER_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "bool": (bool,)}  # by annotation
-RENAMED_TYPES = ("mixtral", "phi3")  # model_type of folders whose layers PEFT finds under other names than the decoder's
+# model_type of folders whose layers PEFT finds under other names than the decoder's
+RENAMED_TYPES = ("mixtral", "phi3")
 MAX_BASE_MODELS = 8  # adapters of adapters that are followed to their base model
 
 
@@ -30,7 +30,9 @@ def read_json_file(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"the JSON cannot be read: {error}", str(path), "write or download the folder again") from error
     if not isinstance(raw, dict):
-        raise UserError(f"expected a JSON object, got {type(raw).__name__}", str(path), "write or download the folder again")
+        raise UserError(
+            f"expected a JSON object, got {type(raw).__name__}", str(path), "write or download the folder again"
+        )
     return raw
 
 
@@ -46,17 +48,26 @@ def reporting_missing_fields(path: Path) -> Iterator[None]:
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"a field is missing or has another type: {error}", str(path), "correct the file, or write or download the folder again") from error
+        raise UserError(
+            f"a field is missing or has another type: {error}",
+            str(path),
+            "correct the file, or write or download the folder again",
+        ) from error
 
 
 def read_model_config(folder: Path, family: str | None = None) -> ModelConfig:
-    """Return the settings in config.json, of `family` or of the first model family that computes this model: transformers is the last.
+    """Return the settings in config.json, of `family` or of the first model family that computes this model:
+    transformers is the last.
 
     Raises UserError if the folder has no config.json, or one of a model that no family computes.
     """
     path = folder / "config.json"
     if not path.exists():
-        raise UserError("config.json is missing: this is no model folder", str(path), "give the folder of a finished run, a Hugging Face or a PEFT folder")
+        raise UserError(
+            "config.json is missing: this is no model folder",
+            str(path),
+            "give the folder of a finished run, a Hugging Face or a PEFT folder",
+        )
     raw = read_json_file(path)
     with reporting_missing_fields(path):
         return _checked(_config_of(raw, path, family))
@@ -66,7 +77,9 @@ def _config_of(raw: dict[str, Any], path: Path, family: str | None) -> ModelConf
     if family is not None:
         if (types := MODELS.get(family).hf_model_types) and raw["model_type"] not in types:
             message = f"model.family={family} does not compute model_type {raw['model_type']}"
-            raise UserError(message, str(path), f"leave model.family={family} out; the types that it computes: {', '.join(types)}")
+            raise UserError(
+                message, str(path), f"leave model.family={family} out; the types that it computes: {', '.join(types)}"
+            )
         return MODELS.get(family).from_hf_config(raw, path)
     for candidate in MODELS.entries().values():
         if raw["model_type"] in candidate.hf_model_types:
@@ -76,7 +89,9 @@ def _config_of(raw: dict[str, Any], path: Path, family: str | None) -> ModelConf
 
 
 def why_transformers(source: Path) -> str:
-    """Return why no other family than transformers computes the model of a folder or adapter: the variant that they lack, or its model_type."""
+    """Return why no other family than transformers computes the model of a folder or adapter: the variant that they
+    lack, or its model_type.
+    """
     folder = model_dir(source)
     while is_adapter_dir(folder):
         folder = model_dir(base_model_of(folder))
@@ -105,7 +120,9 @@ def check_number_types(cfg: Any) -> None:
 
 
 def read_config_of_weights(source: Path, family: str | None = None) -> ModelConfig:
-    """Return the settings of the model that weights belong to: of a Hugging Face folder, the base model of a PEFT folder, or a MiniMind .pth file."""
+    """Return the settings of the model that weights belong to: of a Hugging Face folder, the base model of a PEFT
+    folder, or a MiniMind .pth file.
+    """
     if source.is_file():
         from models.formats.minimind import read_pth_config
 
@@ -115,16 +132,24 @@ def read_config_of_weights(source: Path, family: str | None = None) -> ModelConf
         if not is_adapter_dir(folder):
             return read_model_config(folder, family)
         family, folder = family_of_base(folder, family), base_model_of(folder)
-    raise UserError(f"the adapter has more than {MAX_BASE_MODELS} adapters as base models", str(source), "merge some of them into their base model")
+    raise UserError(
+        f"the adapter has more than {MAX_BASE_MODELS} adapters as base models",
+        str(source),
+        "merge some of them into their base model",
+    )
 
 
 def family_of_base(adapter: Path, family: str | None) -> str | None:
-    """Return the family of the base model of an adapter folder: `family`, or transformers if only there its layers have the names that PEFT knows."""
+    """Return the family of the base model of an adapter folder: `family`, or transformers if only there its layers have
+    the names that PEFT knows.
+    """
     return "transformers" if family is None and model_type_of(base_model_of(adapter)) in RENAMED_TYPES else family
 
 
 def model_type_of(source: Path) -> str | None:
-    """Return model_type of the config.json of a model folder, of an adapter that of its base model; None: there is none."""
+    """Return model_type of the config.json of a model folder, of an adapter that of its base model; None: there is
+    none.
+    """
     folder = model_dir(source)
     for _ in range(MAX_BASE_MODELS):
         if not is_adapter_dir(folder):
@@ -135,11 +160,15 @@ def model_type_of(source: Path) -> str | None:
 
 
 def read_adapter_settings(source: Path) -> dict[str, Any]:
-    """Return the settings of the adapter of a run or of a PEFT folder under the names of stage.lora. Raises UserError if it is no adapter."""
+    """Return the settings of the adapter of a run or of a PEFT folder under the names of stage.lora. Raises UserError
+    if it is no adapter.
+    """
     folder = model_dir(source)
     if not is_adapter_dir(folder):
         fix = "stage.lora.continue_adapter=false trains a new adapter, or init_from=ADAPTER_DIR"
-        raise UserError("init_from is no adapter that could be continued: adapter_config.json is missing", str(source), fix)
+        raise UserError(
+            "init_from is no adapter that could be continued: adapter_config.json is missing", str(source), fix
+        )
     path = folder / "adapter_config.json"
     raw = read_json_file(path)
     with reporting_missing_fields(path):
@@ -171,7 +200,11 @@ def base_model_of(folder: Path) -> Path:
     if of_hub and (snapshot := cached_snapshot(of_hub)):
         return snapshot
     download = f"hf download {of_hub.repo}; or " if of_hub else ""  # a file starts no download
-    raise UserError("the adapter's base model does not exist", name, f"{download}restore it, or correct base_model_name_or_path in {path}")
+    raise UserError(
+        "the adapter's base model does not exist",
+        name,
+        f"{download}restore it, or correct base_model_name_or_path in {path}",
+    )
 
 
 def model_dir(source: Path) -> Path:

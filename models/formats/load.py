@@ -13,22 +13,38 @@ from common.errors import UserError
 from common.guarded_files import check_source_file
 from models.config import LoraConfig
 from models.families.transformers import TransformersConfig
-from models.formats.json_files import base_model_of, family_of_base, is_adapter_dir, model_dir, model_type_of, read_json_file, read_model_config
+from models.formats.json_files import (
+    base_model_of,
+    family_of_base,
+    is_adapter_dir,
+    model_dir,
+    model_type_of,
+    read_json_file,
+    read_model_config,
+)
 from models.formats.minimind import read_pth
 from models.formats.peft import StoredAdapter, merge_adapter_into, read_adapter
 from models.formats.stored_size import DAMAGED_HINT, check_size_of_weights, weight_files
-from models.formats.tensor_files import check_finite, read_tensors, read_torch_file, to_floats
-from models.formats.tensor_names import to_decoder_names
+from models.formats.tensor_files import check_finite, read_tensors, read_torch_file, to_decoder_names, to_floats
 from models.language_model import LanguageModel, create_model
 from models.layers.adapter import weight_shape
-from models.lora import add_adapters, add_lora, check_adapters_are_called, linear_layers_of, load_adapter, merge_adapters
+from models.lora import (
+    add_adapters,
+    add_lora,
+    check_adapters_are_called,
+    linear_layers_of,
+    load_adapter,
+    merge_adapters,
+)
 
 HEAD_KEY, EMBEDDING_KEY = "lm_head.weight", "model.embed_tokens.weight"  # the two names of a tied weight
 MAX_NAMES = 6  # tensors that an error names of each kind
 
 
 def load_model(source: Path, family: str | None = None) -> LanguageModel:
-    """Return the fp32 model of a run, a Hugging Face or a PEFT folder, for inference; an adapter is not merged and can be disabled."""
+    """Return the fp32 model of a run, a Hugging Face or a PEFT folder, for inference; an adapter is not merged and can
+    be disabled.
+    """
     folder = model_dir(source)
     if is_adapter_dir(folder):
         model = load_model(base_model_of(folder), family_of_base(folder, family))
@@ -42,9 +58,17 @@ def load_model(source: Path, family: str | None = None) -> LanguageModel:
     return model.eval()
 
 
-def add_stored_adapter(model: LanguageModel, adapter: StoredAdapter, folder: Path, dropout: float | None = None) -> None:
-    """Add the adapter in `folder` to its base model, with another dropout unless that is None. Raises UserError, naming the tensor, if it does not fit."""
-    settings = adapter.layers if dropout is None else {path: dataclasses.replace(cfg, dropout=dropout) for path, cfg in adapter.layers.items()}
+def add_stored_adapter(
+    model: LanguageModel, adapter: StoredAdapter, folder: Path, dropout: float | None = None
+) -> None:
+    """Add the adapter in `folder` to its base model, with another dropout unless that is None. Raises UserError, naming
+    the tensor, if it does not fit.
+    """
+    settings = (
+        adapter.layers
+        if dropout is None
+        else {path: dataclasses.replace(cfg, dropout=dropout) for path, cfg in adapter.layers.items()}
+    )
     layers, parameters = linear_layers_of(model), dict(model.named_parameters())
     try:
         for (path, matrix), tensor in adapter.matrices.items():  # before anything of their size is allocated
@@ -65,7 +89,9 @@ def add_stored_adapter(model: LanguageModel, adapter: StoredAdapter, folder: Pat
 
 
 def weights_under_adapter(lora: LoraConfig | None, source: Path) -> Path:
-    """Return where the frozen weights of a run that starts from `source` come from: `source`, or the base model of the adapter that it trains on."""
+    """Return where the frozen weights of a run that starts from `source` come from: `source`, or the base model of the
+    adapter that it trains on.
+    """
     return base_model_of(model_dir(source)) if lora is not None and lora.continue_adapter else source
 
 
@@ -80,17 +106,24 @@ def add_run_adapter(model: LanguageModel, lora: LoraConfig, source: str) -> None
 
 
 def continue_adapter(model: LanguageModel, source: Path, dropout: float) -> None:
-    """Add the adapter of the run or PEFT folder `source` to its base model, to train it on. Raises UserError for one that has more than matrices."""
+    """Add the adapter of the run or PEFT folder `source` to its base model, to train it on. Raises UserError for one
+    that has more than matrices.
+    """
     folder = model_dir(source)
     adapter = read_adapter(folder)
     if adapter.replaced:
         message = f"the adapter has tensors of the base model, which no adapter of this program trains on: {', '.join(list(adapter.replaced)[:MAX_NAMES])}"
-        raise UserError(message, str(folder), "stage.lora.continue_adapter=false merges it into its base model and trains a new adapter")
+        raise UserError(
+            message,
+            str(folder),
+            "stage.lora.continue_adapter=false merges it into its base model and trains a new adapter",
+        )
     add_stored_adapter(model, adapter, folder, dropout)
 
 
 def load_weights(source: Path, family: str | None = None) -> dict[str, Tensor]:
-    """Return fp32 weights by name from a run, a Hugging Face folder, a PEFT folder (merged into its base model) or a MiniMind .pth file.
+    """Return fp32 weights by name from a run, a Hugging Face folder, a PEFT folder (merged into its base model) or a
+    MiniMind .pth file.
 
     The names are those of the model `family`; None: of the one that `read_model_config` chooses.
     """
@@ -101,7 +134,8 @@ def load_weights(source: Path, family: str | None = None) -> dict[str, Tensor]:
         base, family = base_model_of(folder), family_of_base(folder, family)
         check_finite(weights := load_weights(base, family), str(base))
         return merge_adapter_into(weights, folder, model_type_of(base) if family == "transformers" else None)
-    cfg = read_model_config(folder, family) if (folder / "config.json").exists() else None  # a checkpoint of a run has none, and the names of the model
+    # a checkpoint of a run has none, and the names of the model
+    cfg = read_model_config(folder, family) if (folder / "config.json").exists() else None
     stored = read_weights(folder)
     if isinstance(cfg, TransformersConfig):
         from models.transformers_adapter.load import to_transformers_names
@@ -113,7 +147,9 @@ def load_weights(source: Path, family: str | None = None) -> dict[str, Tensor]:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the stored tensors of a model folder. Raises UserError if there are none, for a name in two files, and for quantized weights."""
+    """Return the stored tensors of a model folder. Raises UserError if there are none, for a name in two files, and for
+    quantized weights.
+    """
     files = weight_files(folder)
     if not files:
         fix = "give the folder of a finished run, a Hugging Face folder, or a .pth file"
@@ -128,13 +164,17 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     for name, tensor in state.items():
         if tensor.dtype.itemsize == 1 and tensor.ndim > 1 and tensor.dtype != torch.bool and name.endswith("weight"):
             raise UserError(
-                f"{name} is stored as {str(tensor.dtype)[6:]}: quantized weights are not read", str(folder), "choose the folder of the original weights"
+                f"{name} is stored as {str(tensor.dtype)[6:]}: quantized weights are not read",
+                str(folder),
+                "choose the folder of the original weights",
             )
     return state
 
 
 def load_into(model: LanguageModel, state: dict[str, Tensor], source: str) -> None:
-    """Load every tensor of `model` from `state`. Raises UserError, naming `source`, if a name or a shape differs, or for values that are not finite."""
+    """Load every tensor of `model` from `state`. Raises UserError, naming `source`, if a name or a shape differs, or
+    for values that are not finite.
+    """
     own = model.state_dict()
     if model.cfg.tie_word_embeddings and EMBEDDING_KEY in state and HEAD_KEY in own:
         state = {HEAD_KEY: state[EMBEDDING_KEY]} | state  # files hold a tied weight once or twice
@@ -143,20 +183,28 @@ def load_into(model: LanguageModel, state: dict[str, Tensor], source: str) -> No
         "missing": [f"{name} {tuple(own[name].shape)}" for name in own if name not in state],
         "unknown": [f"{name} {tuple(state[name].shape)}" for name in state if name not in own],
         "of another shape": [
-            f"{name} {tuple(state[name].shape)}, expected {tuple(own[name].shape)}" for name in own if name in state and own[name].shape != state[name].shape
+            f"{name} {tuple(state[name].shape)}, expected {tuple(own[name].shape)}"
+            for name in own
+            if name in state and own[name].shape != state[name].shape
         ],
         "of another type": [
-            f"{name} {str(state[name].dtype)[6:]}" for name in own if name in state and own[name].is_floating_point() != state[name].is_floating_point()
+            f"{name} {str(state[name].dtype)[6:]}"
+            for name in own
+            if name in state and own[name].is_floating_point() != state[name].is_floating_point()
         ],
     }
     if any(mismatches.values()):
-        raise UserError(_mismatch_table(mismatches), source, "choose the model=... that these weights belong to, or other weights")
+        raise UserError(
+            _mismatch_table(mismatches), source, "choose the model=... that these weights belong to, or other weights"
+        )
     model.load_state_dict(state)
     check_finite(model.state_dict(), source)  # of the copy in memory: the files are read once
 
 
 def _check_tied(own: dict[str, Tensor], state: dict[str, Tensor], source: str) -> None:
-    """Raise UserError if `state` has two different tensors for one weight of the model: load_state_dict would drop one of them without an error."""
+    """Raise UserError if `state` has two different tensors for one weight of the model: load_state_dict would drop one
+    of them without an error.
+    """
     names = defaultdict(list)
     for name, tensor in own.items():
         if name in state and state[name].shape == tensor.shape:

@@ -38,7 +38,8 @@ def read_pth(path: Path) -> dict[str, Tensor]:
 def read_pth_config(path: Path) -> DecoderConfig:
     """Return the settings of the model in a .pth file: sizes from its tensors, the rest from MiniMind.
 
-    With one expert per token MiniMind divides its routing weight by itself (norm_topk_prob), so that the expert's output counts in full.
+    With one expert per token MiniMind divides its routing weight by itself (norm_topk_prob), so that the expert's
+    output counts in full.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in read_torch_file(path, PTH_HINT).items()}
     try:
@@ -50,7 +51,9 @@ def read_pth_config(path: Path) -> DecoderConfig:
         head_dim = shapes[f"{attention}.q_norm.weight"][0] if qk_norm else query_rows // HEADS_WITHOUT_NORM
         mlp_width = shapes[f"{mlp}.experts.0.gate_proj.weight" if experts else f"{mlp}.gate_proj.weight"][0]
     except (KeyError, ValueError, IndexError) as error:
-        raise UserError(f"not the weights of a MiniMind model: {error} is missing", str(path), "give a .pth file of MiniMind 2 or 3") from error
+        raise UserError(
+            f"not the weights of a MiniMind model: {error} is missing", str(path), "give a .pth file of MiniMind 2 or 3"
+        ) from error
     return DecoderConfig(
         **MINIMIND_SETTINGS,
         name=path.stem,

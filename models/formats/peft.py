@@ -18,10 +18,13 @@ from models.layers.adapter import merged_weight
 
 PEFT_PREFIX = "base_model.model."  # of every tensor name
 BASE_DIR = "base"  # inside an adapter folder: the base model, if PEFT could not open the folder it came from
-TRANSPOSED_TYPES = ("gpt2", "openai-gpt", "imagegpt")  # model_type of models with Conv1D layers, whose weights are (inputs, outputs)
+# model_type of models with Conv1D layers, whose weights are (inputs, outputs)
+TRANSPOSED_TYPES = ("gpt2", "openai-gpt", "imagegpt")
 
-# Fields of adapter_config.json that are read, or that do not change the meaning of the stored tensors. Any other field must be empty: PEFT has variants that
-# change the base model or compute something else (PiSSA, LoftQ, activated LoRA, target_parameters, ...), and gets new ones.
+# Fields of adapter_config.json that are read, or that do not change the meaning of the stored tensors. Any other field
+# must be empty: PEFT has variants that
+# change the base model or compute something else (PiSSA, LoftQ, activated LoRA, target_parameters, ...), and gets new
+# ones.
 READ_FIELDS = frozenset(
     "peft_type base_model_name_or_path r lora_alpha lora_dropout use_rslora use_dora rank_pattern alpha_pattern fan_in_fan_out init_lora_weights".split()
 )
@@ -29,8 +32,10 @@ DESCRIPTIVE_FIELDS = frozenset(
     "auto_mapping revision task_type inference_mode peft_version target_modules exclude_modules layers_to_transform layers_pattern "
     "bias modules_to_save ensure_weight_tying megatron_core qalora_group_size eva_config".split()
 )
-PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal")  # init_lora_weights that leave the base model as it is
-NAME_PATTERN = re.compile(r"\^?(?:\w|\\?\.|\\d\+?)+")  # keys of rank_pattern and alpha_pattern that are matched: names, paths and \d+
+# init_lora_weights that leave the base model as it is
+PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
+# keys of rank_pattern and alpha_pattern that are matched: names, paths and \d+
+NAME_PATTERN = re.compile(r"\^?(?:\w|\\?\.|\\d\+?)+")
 DIGITS = r"\d+"  # in such a key
 MAX_PATTERN_WORK = 500_000_000  # characters of keys x parts of the paths of layers: seconds
 MAX_PATH_LENGTH = 1000  # characters of the path of a layer
@@ -41,7 +46,8 @@ class StoredAdapter(NamedTuple):
     cfg: LoraConfig
     layers: dict[str, LoraConfig]  # by path of the linear layer: its own rank and alpha
     matrices: dict[tuple[str, str], Tensor]  # by (path of the linear layer, A, B or magnitude)
-    replaced: dict[str, Tensor]  # tensors of the base model that the adapter has another version of: biases, modules_to_save
+    # tensors of the base model that the adapter has another version of: biases, modules_to_save
+    replaced: dict[str, Tensor]
 
     def parameters(self, name: str = "default") -> dict[str, Tensor]:
         return {f"{path}.lora.{name}.{matrix}": tensor for (path, matrix), tensor in self.matrices.items()}
@@ -59,10 +65,17 @@ def read_adapter(folder: Path) -> StoredAdapter:
     with reporting_missing_fields(path):
         names = sorted({layer.rsplit(".", 1)[-1] for layer in layers})
         rslora, dora = bool(raw.get("use_rslora")), bool(raw.get("use_dora"))
-        cfg = LoraConfig(raw["r"], raw["lora_alpha"], raw["lora_dropout"], names, rslora, dora, quantize=None, continue_adapter=False)
+        cfg = LoraConfig(
+            raw["r"], raw["lora_alpha"], raw["lora_dropout"], names, rslora, dora, quantize=None, continue_adapter=False
+        )
         check_number_types(cfg)
         ranks, alphas = (_read_pattern(raw, field, layers, path) for field in ("rank_pattern", "alpha_pattern"))
-        settings = {layer: dataclasses.replace(cfg, rank=_value_of(ranks, layer, cfg.rank), alpha=_value_of(alphas, layer, cfg.alpha)) for layer in layers}
+        settings = {
+            layer: dataclasses.replace(
+                cfg, rank=_value_of(ranks, layer, cfg.rank), alpha=_value_of(alphas, layer, cfg.alpha)
+            )
+            for layer in layers
+        }
         for own in settings.values():
             check_number_types(own)
     _check_matrices(matrices, settings, path)
@@ -75,10 +88,14 @@ def _check_matrices(matrices: Mapping[tuple[str, str], Tensor], layers: Mapping[
         expected = ("A", "B", "magnitude") if cfg.dora else ("A", "B")
         found = {matrix: matrices[layer, matrix] for matrix in MATRICES.values() if (layer, matrix) in matrices}
         if tuple(found) != expected:
-            message = f"{layer} has the matrices {', '.join(found)}, expected {', '.join(expected)} with use_dora={cfg.dora}"
+            message = (
+                f"{layer} has the matrices {', '.join(found)}, expected {', '.join(expected)} with use_dora={cfg.dora}"
+            )
             raise UserError(message, str(path), "write or download the folder again")
         for matrix, tensor in found.items():
-            if tensor.ndim != (1 if matrix == "magnitude" else 2) or (matrix != "magnitude" and tensor.shape[matrix == "B"] != cfg.rank):
+            if tensor.ndim != (1 if matrix == "magnitude" else 2) or (
+                matrix != "magnitude" and tensor.shape[matrix == "B"] != cfg.rank
+            ):
                 message = f"{layer}.lora_{matrix} of shape {tuple(tensor.shape)} is no adapter of rank r={cfg.rank}"
                 raise UserError(message, str(path), "write or download the folder again")
 
@@ -87,10 +104,18 @@ def _check_variant(raw: Mapping[str, Any], path: Path) -> None:
     check_required_values(dict(raw), {"peft_type": "LORA"}, path)
     for field, value in raw.items():
         if field not in READ_FIELDS | DESCRIPTIVE_FIELDS and value:
-            raise UserError(f"{field}={str(value)[:60]} is not supported", str(path), "merge the adapter into its base model with PEFT: merge_and_unload()")
+            raise UserError(
+                f"{field}={str(value)[:60]} is not supported",
+                str(path),
+                "merge the adapter into its base model with PEFT: merge_and_unload()",
+            )
     if raw.get("init_lora_weights") not in PLAIN_INITS:
         message = f"init_lora_weights={str(raw['init_lora_weights'])[:60]} is not supported: the adapter fits a changed base model"
-        raise UserError(message, str(path), "convert it with PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)")
+        raise UserError(
+            message,
+            str(path),
+            "convert it with PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)",
+        )
 
 
 def _sort_tensors(stored: Mapping[str, Tensor], path: Path) -> tuple[dict[tuple[str, str], Tensor], dict[str, Tensor]]:
@@ -98,29 +123,51 @@ def _sort_tensors(stored: Mapping[str, Tensor], path: Path) -> tuple[dict[tuple[
     for name, tensor in stored.items():
         own = name.removeprefix(PEFT_PREFIX)
         if len(own) > MAX_PATH_LENGTH:
-            raise UserError(f"the tensor {own[:60]}... has a name of {len(own):,} characters", str(path), "write or download the folder again")
+            raise UserError(
+                f"the tensor {own[:60]}... has a name of {len(own):,} characters",
+                str(path),
+                "write or download the folder again",
+            )
         suffix = next((suffix for suffix in MATRICES if own.endswith(f".{suffix}")), None)
         if suffix:
             matrices[own.removesuffix(f".{suffix}"), MATRICES[suffix]] = tensor
         elif "lora_" in own or "token_adapter" in own:
-            raise UserError(f"the tensor {name} is not supported", str(path), "merge the adapter into its base model with PEFT: merge_and_unload()")
+            raise UserError(
+                f"the tensor {name} is not supported",
+                str(path),
+                "merge the adapter into its base model with PEFT: merge_and_unload()",
+            )
         else:
             replaced[own.replace(".base_layer.", ".")] = tensor
     return matrices, replaced
 
 
-def _read_pattern(raw: Mapping[str, Any], field: str, layers: list[str], path: Path) -> list[tuple[re.Pattern[str], Any]]:
-    """Return (expression of the whole path of a layer, value) of each key: it matches the end of a path, one that begins with ^ the whole path.
+def _read_pattern(
+    raw: Mapping[str, Any], field: str, layers: list[str], path: Path
+) -> list[tuple[re.Pattern[str], Any]]:
+    """Return (expression of the whole path of a layer, value) of each key: it matches the end of a path, one that
+    begins with ^ the whole path.
 
-    Raises UserError for a key, or for as many, whose comparison with `layers` could take long: digits are never matched a second time.
+    Raises UserError for a key, or for as many, whose comparison with `layers` could take long: digits are never matched
+    a second time.
     """
     patterns = raw.get(field) or {}
     for key in patterns:
         if not NAME_PATTERN.fullmatch(key):
-            raise UserError(f"{field} has the regular expression {key[:60]!r}; names and paths of layers are read", str(path), "write the names of the layers")
+            raise UserError(
+                f"{field} has the regular expression {key[:60]!r}; names and paths of layers are read",
+                str(path),
+                "write the names of the layers",
+            )
     if sum(map(len, patterns)) * sum(layer.count(".") + 1 for layer in layers) > MAX_PATTERN_WORK:
-        raise UserError(f"{field} has too many keys, {len(patterns):,} for {len(layers):,} layers", str(path), "write or download the folder again")
-    return [(re.compile(rf"(?:.*\.)?(?:{key.replace(DIGITS, DIGITS + '+')})"), value) for key, value in patterns.items()]
+        raise UserError(
+            f"{field} has too many keys, {len(patterns):,} for {len(layers):,} layers",
+            str(path),
+            "write or download the folder again",
+        )
+    return [
+        (re.compile(rf"(?:.*\.)?(?:{key.replace(DIGITS, DIGITS + '+')})"), value) for key, value in patterns.items()
+    ]
 
 
 def _value_of(patterns: list[tuple[re.Pattern[str], Any]], layer: str, default: Any) -> Any:
@@ -129,7 +176,9 @@ def _value_of(patterns: list[tuple[re.Pattern[str], Any]], layer: str, default: 
 
 
 def merge_adapter_into(weights: dict[str, Tensor], folder: Path, model_type: str | None = None) -> dict[str, Tensor]:
-    """Add the adapter in `folder` to the base weights, those of a model of `model_type` (None: of the decoder). A tensor that changes is a new one."""
+    """Add the adapter in `folder` to the base weights, those of a model of `model_type` (None: of the decoder). A
+    tensor that changes is a new one.
+    """
     adapter = read_adapter(folder)
     for name, tensor in adapter.replaced.items():
         _check_fits(name in weights and weights[name].shape == tensor.shape, name, tuple(tensor.shape), folder)
@@ -138,8 +187,19 @@ def merge_adapter_into(weights: dict[str, Tensor], folder: Path, model_type: str
         A, B, name = adapter.matrices[layer, "A"], adapter.matrices[layer, "B"], f"{layer}.weight"
         weight = weights.get(name)
         is_transposed = model_type in TRANSPOSED_TYPES and weight is not None and weight.shape == (A.shape[1], len(B))
-        _check_fits(is_transposed or (weight is not None and weight.shape == (len(B), A.shape[1])), name, (len(B), A.shape[1]), folder)
-        merged = merged_weight(weights[name].T if is_transposed else weights[name], A, B, adapter.matrices.get((layer, "magnitude")), cfg.scale)
+        _check_fits(
+            is_transposed or (weight is not None and weight.shape == (len(B), A.shape[1])),
+            name,
+            (len(B), A.shape[1]),
+            folder,
+        )
+        merged = merged_weight(
+            weights[name].T if is_transposed else weights[name],
+            A,
+            B,
+            adapter.matrices.get((layer, "magnitude")),
+            cfg.scale,
+        )
         weights[name] = merged.T.contiguous() if is_transposed else merged
     return weights
 
@@ -150,8 +210,12 @@ def _check_fits(is_equal: bool, name: str, shape: tuple[int, ...], folder: Path)
         raise UserError(f"the adapter does not fit its base model: {name} is not {shape}", str(folder), fix)
 
 
-def adapter_config(cfg: LoraConfig, layers: Mapping[str, LoraConfig], targets: list[str], base: str, is_transposed: bool) -> dict[str, Any]:
-    """Return the content of adapter_config.json. `layers`: rank and alpha of each adapted layer; `targets`: names of exactly these layers."""
+def adapter_config(
+    cfg: LoraConfig, layers: Mapping[str, LoraConfig], targets: list[str], base: str, is_transposed: bool
+) -> dict[str, Any]:
+    """Return the content of adapter_config.json. `layers`: rank and alpha of each adapted layer; `targets`: names of
+    exactly these layers.
+    """
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.errors import print_note
 from common.guarded_files import GENERATION_CONFIG, MAX_TOKENIZER_BYTES, copy_source_file, read_source_file
-from common.hub.names import hub_name_of
+from common.hub import hub_name_of
 from common.limits.parsers import parse_json
 from models.config import LoraConfig, ModelConfig
 from models.families.decoder import DecoderConfig
@@ -30,15 +30,19 @@ from models.formats.json_files import (
 )
 from models.formats.load import HEAD_KEY, load_into, load_weights
 from models.formats.peft import BASE_DIR, MATRICES, PEFT_PREFIX, adapter_config
-from models.formats.tensor_files import write_tensors
-from models.formats.tensor_names import to_folder_names
+from models.formats.tensor_files import to_folder_names, write_tensors
 from models.language_model import LanguageModel, create_model
 from models.layers.adapter import LoraAdapter, is_transposed
 from models.layers.quantized import is_quantized
-from models.lora import linear_layers_of, lora_layers
-from models.lora_targets import short_names
+from models.lora import linear_layers_of, lora_layers, short_names
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
 MAX_LEFT_OUT = 200  # characters of names
 SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -57,10 +61,11 @@ def save_model(
     dtype: str = "float32",
     shard_size: str = "1000TB",
 ) -> None:
-    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load: tied weights once, without adapters (merge them before).
+    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load: tied weights once, without adapters (merge
+    them before).
 
-    `stop_ids`: tokens that end a generated text, where they are more than the eos_token of the tokenizer; `dtype` of the files: float32, bfloat16
-    or float16; `shard_size`: the largest file of weights.
+    `stop_ids`: tokens that end a generated text, where they are more than the eos_token of the tokenizer; `dtype` of
+    the files: float32, bfloat16 or float16; `shard_size`: the largest file of weights.
     """
     folder.mkdir(parents=True, exist_ok=True)
     token_ids = copy_tokenizer_files(tokenizer_dir, folder)
@@ -68,7 +73,10 @@ def save_model(
     write_json_file(folder / "config.json", hf_config | token_ids)
     write_generation_config(tokenizer_dir, folder, token_ids, stop_ids)
     state = {name: tensor for name, tensor in model.state_dict().items() if ".lora." not in name}
-    state = {name: tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+    state = {
+        name: tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
+        for name, tensor in state.items()
+    }
     if isinstance(cfg, TransformersConfig):
         from models.transformers_adapter.load import save_transformers_weights
 
@@ -86,12 +94,18 @@ def save_model(
 
 
 def save_adapter(
-    folder: Path, model: LanguageModel, cfg: LoraConfig, base: str, tokenizer_dir: Path, name: str = "default", stop_ids: Sequence[int] = ()
+    folder: Path,
+    model: LanguageModel,
+    cfg: LoraConfig,
+    base: str,
+    tokenizer_dir: Path,
+    name: str = "default",
+    stop_ids: Sequence[int] = (),
 ) -> None:
     """Write adapter `name` as a PEFT folder. `base`: where the base model came from (init_from).
 
-    A base model that PEFT could not open under the decoder's names (random weights, a .pth file, an adapter, Mixtral, Phi-3) is written to
-    the folder too.
+    A base model that PEFT could not open under the decoder's names (random weights, a .pth file, an adapter, Mixtral,
+    Phi-3) is written to the folder too.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_generation_config(tokenizer_dir, folder, copy_tokenizer_files(tokenizer_dir, folder), stop_ids)
@@ -99,7 +113,8 @@ def save_adapter(
     if not _is_readable_by_peft(source, model):
         cfg_of_base = model.cfg
         if isinstance(cfg_of_base, DecoderConfig) and cfg_of_base.model_type in RENAMED_TYPES:
-            cfg_of_base = dataclasses.replace(cfg_of_base, model_type=None)  # the adapter has the names of the decoder's layers
+            # the adapter has the names of the decoder's layers
+            cfg_of_base = dataclasses.replace(cfg_of_base, model_type=None)
         save_model(folder / BASE_DIR, _unquantized(model, source), cfg_of_base, tokenizer_dir, stop_ids)
     adapters = {path: layer.lora[name] for path, layer in lora_layers(model).items() if name in layer.lora}
     modules = [path for path, _ in model.named_modules()]  # PEFT refuses a module of a class that it does not adapt
@@ -135,7 +150,9 @@ def _unquantized(model: LanguageModel, source: Path) -> LanguageModel:
 
 
 def write_generation_config(source: Path, folder: Path, token_ids: dict[str, int], stop_ids: Sequence[int]) -> None:
-    """Write generation_config.json: the settings of the tokenizer folder `source`, or the base model of an adapter, with the ids of this tokenizer."""
+    """Write generation_config.json: the settings of the tokenizer folder `source`, or the base model of an adapter,
+    with the ids of this tokenizer.
+    """
     for _ in range(MAX_BASE_MODELS):
         if os.path.lexists(source / GENERATION_CONFIG) or not is_adapter_dir(source):
             break
@@ -146,8 +163,14 @@ def write_generation_config(source: Path, folder: Path, token_ids: dict[str, int
 
 
 def generation_settings(path: Path) -> dict[str, Any]:
-    """Return the settings of a generation_config.json that transformers knows and accepts, without ids of tokens and objects; note which are left out."""
-    found = {name: value for name, value in read_json_file(path).items() if not (name.endswith("token_id") or name.startswith(("_", "transformers_")))}
+    """Return the settings of a generation_config.json that transformers knows and accepts, without ids of tokens and
+    objects; note which are left out.
+    """
+    found = {
+        name: value
+        for name, value in read_json_file(path).items()
+        if not (name.endswith("token_id") or name.startswith(("_", "transformers_")))
+    }
     if not found:
         return {}
     from transformers import GenerationConfig
@@ -163,18 +186,26 @@ def generation_settings(path: Path) -> dict[str, Any]:
             continue
         settings[name] = value
     if left_out := [name for name in found if name not in settings]:
-        print_note(f"{path}: left out of the model's generation_config.json: {', '.join(left_out)[:MAX_LEFT_OUT]}, which transformers does not know or refuses")
+        print_note(
+            f"{path}: left out of the model's generation_config.json: {', '.join(left_out)[:MAX_LEFT_OUT]}, which transformers does not know or refuses"
+        )
     return settings
 
 
 def _is_plain(value: Any) -> bool:
     """Return whether a JSON value is a scalar, or a list of scalars or of lists of scalars."""
-    items = [item for each in value for item in (each if isinstance(each, list) else [each])] if isinstance(value, list) else [value]
+    items = (
+        [item for each in value for item in (each if isinstance(each, list) else [each])]
+        if isinstance(value, list)
+        else [value]
+    )
     return not any(isinstance(item, dict | list) for item in items)
 
 
 def copy_tokenizer_files(source: Path, folder: Path) -> dict[str, int]:
-    """Copy the tokenizer files, without BPE dropout; return the ids of its control tokens as transformers names them: bos_token_id, eos_token_id, pad_token_id."""
+    """Copy the tokenizer files, without BPE dropout; return the ids of its control tokens as transformers names them:
+    bos_token_id, eos_token_id, pad_token_id.
+    """
     for name in TOKENIZER_FILES:
         if os.path.lexists(source / name):
             copy_source_file(source / name, folder / name)

@@ -1,4 +1,6 @@
-"""Which files of a model folder have its weights, and their size, from the headers: compared with config.json before anything of that size is allocated."""
+"""Which files of a model folder have its weights, and their size, from the headers: compared with config.json before
+anything of that size is allocated.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from models.formats.json_files import MAX_BASE_MODELS, base_model_of, is_adapter
 
 MAX_HEADER_BYTES = 16 << 20  # of a safetensors file; one of 10,000 tensors has 1 MB
 MAX_WEIGHT_FILES = 1000  # of weights in a folder
-SLACK_NUMBERS, SLACK_TENSORS = 16 << 20, 1000  # what config.json and weights may differ by without a limit: a model of 64 MB, which loading compares exactly
+# what config.json and weights may differ by without a limit: a model of 64 MB, which loading compares exactly
+SLACK_NUMBERS, SLACK_TENSORS = 16 << 20, 1000
 PREFIX_BYTES = 8  # before the header
 HALF_BYTES = 2  # of a number in a file of torch, at least
 DAMAGED_HINT = "write or download the folder again"
@@ -35,7 +38,9 @@ class StoredSize:
 
 
 def stored_size(files: Iterable[Path]) -> StoredSize:
-    """Return what the headers of safetensors files declare. Raises UserError for a header that is damaged or beyond the limits."""
+    """Return what the headers of safetensors files declare. Raises UserError for a header that is damaged or beyond the
+    limits.
+    """
     files = list(files)
     if len(files) > MAX_WEIGHT_FILES:
         raise UserError(f"more than {MAX_WEIGHT_FILES:,} files of weights", str(files[0].parent), DAMAGED_HINT)
@@ -78,7 +83,8 @@ def _damaged(path: Path, what: str) -> UserError:
 
 
 def check_size_of_weights(cfg: ModelConfig, source: Path) -> None:
-    """Raise UserError if the weights of `source` have another order of size than the model `cfg`, before either is allocated.
+    """Raise UserError if the weights of `source` have another order of size than the model `cfg`, before either is
+    allocated.
 
     `source`: what `load_weights` reads. Loading compares the two exactly.
     """
@@ -94,14 +100,20 @@ def check_size_of_weights(cfg: ModelConfig, source: Path) -> None:
                 break
             folder = base_model_of(folder)
         files = weight_files(folder)
-        stored = stored_size(files) if not files or files[0].suffix == ".safetensors" else _size_of_torch_files(files, size.tensors)
+        stored = (
+            stored_size(files)
+            if not files or files[0].suffix == ".safetensors"
+            else _size_of_torch_files(files, size.tensors)
+        )
     for expected, found, slack, unit in (
         (size.parameters, stored.numbers, SLACK_NUMBERS, "parameters"),
         (size.tensors, stored.tensors, SLACK_TENSORS, "tensors"),
     ):
         if max(expected, found) > 2 * min(expected, found) + slack:
             message = f"the weights do not fit the model: {found:,} {unit} are stored, the model has {expected:,}"
-            raise UserError(message, str(source), "choose the model=... that these weights belong to, or correct config.json")
+            raise UserError(
+                message, str(source), "choose the model=... that these weights belong to, or correct config.json"
+            )
 
 
 def _size_of_torch_files(files: Iterable[Path], tensors: int) -> StoredSize:
@@ -110,9 +122,11 @@ def _size_of_torch_files(files: Iterable[Path], tensors: int) -> StoredSize:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files of weights of a model folder, [] if there are none: as transformers chooses them, safetensors before files of torch.
+    """Return the files of weights of a model folder, [] if there are none: as transformers chooses them, safetensors
+    before files of torch.
 
-    Without an index all model*.safetensors. Raises UserError for an index that is damaged or names a file that does not exist.
+    Without an index all model*.safetensors. Raises UserError for an index that is damaged or names a file that does not
+    exist.
     """
     names = set(os.listdir(folder))
     for name in (SAFETENSORS, TORCH):
@@ -121,9 +135,15 @@ def weight_files(folder: Path) -> list[Path]:
         if name + INDEX_SUFFIX in names:
             shards = read_index(folder / (name + INDEX_SUFFIX))
             if missing := sorted(shards - names):
-                raise UserError(f"{len(missing)} of {len(shards)} files of weights are missing, e.g. {missing[0]}", str(folder), "download the folder again")
+                raise UserError(
+                    f"{len(missing)} of {len(shards)} files of weights are missing, e.g. {missing[0]}",
+                    str(folder),
+                    "download the folder again",
+                )
             return sorted(folder / shard for shard in shards)
-        if name == SAFETENSORS and (found := [each for each in names if each.startswith("model") and each.endswith(".safetensors")]):
+        if name == SAFETENSORS and (
+            found := [each for each in names if each.startswith("model") and each.endswith(".safetensors")]
+        ):
             return sorted(folder / each for each in found)
     return []
 
@@ -131,6 +151,10 @@ def weight_files(folder: Path) -> list[Path]:
 def read_index(path: Path) -> set[str]:
     """Return the names of the files in an index of weights. Raises UserError for a name that is a path."""
     shards = read_json_file(path).get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(name, str) and name and name == os.path.basename(name) for name in shards.values()):
-        raise UserError("weight_map must give the name of a file in this folder for each tensor", str(path), DAMAGED_HINT)
+    if not isinstance(shards, dict) or not all(
+        isinstance(name, str) and name and name == os.path.basename(name) for name in shards.values()
+    ):
+        raise UserError(
+            "weight_map must give the name of a file in this folder for each tensor", str(path), DAMAGED_HINT
+        )
     return set(shards.values())

@@ -1,4 +1,13 @@
-"""Read and write the files of weights in a model folder: safetensors, and files of torch, which are read without executing anything."""
+"""Files of weights in a model folder, and the names and shapes of the tensors in them.
+
+Names and shapes of tensors in model folders whose architecture differs in them from the decoder: Mixtral and Phi-3.
+
+The decoder has `mlp.experts.<e>.gate_proj` where Mixtral has `block_sparse_moe.experts.<e>.w1`, and q_proj, k_proj,
+v_proj, gate_proj and up_proj where Phi-3 has qkv_proj and gate_up_proj.
+
+Read and write the files of weights in a model folder: safetensors, and files of torch, which are read without executing
+anything.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +27,101 @@ from torch import Tensor
 
 from common.errors import UserError
 from common.guarded_files import check_source_file
+from models.config import ModelConfig
+from models.families.decoder import DecoderConfig
+
+DERIVED_TENSORS = ".rotary_emb.inv_freq"  # in old Llama files; computed from the settings
+MIXTRAL_EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+# weights of Phi-3, as rows of one
+PHI3_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+MIXTRAL_NAME = re.compile(r"\.block_sparse_moe\.(gate|experts\.\d+\.(w[123]))\.weight$")
+DECODER_NAME = re.compile(r"\.mlp\.(gate|experts\.\d+\.(gate_proj|up_proj|down_proj))\.weight$")
+
+
+def to_decoder_names(state: dict[str, Tensor], model_type: str, cfg: ModelConfig) -> dict[str, Tensor]:
+    """Return the tensors of a folder with config.json's `model_type` under the decoder's names."""
+    state = {name: tensor for name, tensor in state.items() if not name.endswith(DERIVED_TENSORS)}
+    if model_type == "mixtral":
+        return {MIXTRAL_NAME.sub(_decoder_name, name): tensor for name, tensor in state.items()}
+    if model_type == "phi3":
+        assert isinstance(cfg, DecoderConfig)
+        return {name: tensor for fused, weight in state.items() for name, tensor in _split(fused, weight, cfg).items()}
+    return state
+
+
+def to_folder_names(state: dict[str, Tensor], model_type: str) -> dict[str, Tensor]:
+    """Return the decoder's tensors under the names of `model_type`."""
+    if model_type == "phi3":
+        return _fused(state)
+    if model_type != "mixtral":
+        return state
+    return {DECODER_NAME.sub(_mixtral_name, name): tensor for name, tensor in state.items()}
+
+
+def _decoder_name(match: re.Match[str]) -> str:
+    module, matrix = match[1], match[2]
+    return f".mlp.{module if matrix is None else module.removesuffix(matrix) + MIXTRAL_EXPERTS[matrix]}.weight"
+
+
+def _mixtral_name(match: re.Match[str]) -> str:
+    module, linear = match[1], match[2]
+    names = {name: matrix for matrix, name in MIXTRAL_EXPERTS.items()}
+    return f".block_sparse_moe.{module if linear is None else module.removesuffix(linear) + names[linear]}.weight"
+
+
+def _fused(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with the fused weights of Phi-3, each at the place of its first part."""
+    parts = {part: (fused, fused_parts) for fused, fused_parts in PHI3_FUSED.items() for part in fused_parts}
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        part = next((part for part in parts if f".{part}." in name), None)
+        if part is None:
+            tensors[name] = tensor
+            continue
+        fused, fused_parts = parts[part]
+        if part == fused_parts[0]:
+            tensors[name.replace(part, fused)] = torch.cat([state[name.replace(part, other)] for other in fused_parts])
+    return tensors
+
+
+def _split(name: str, weight: Tensor, cfg: DecoderConfig) -> dict[str, Tensor]:
+    """Split a fused weight of Phi-3; return {name: weight} of any other."""
+    queries, keys = cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
+    sizes = {"qkv_proj": (queries, keys, keys), "gate_up_proj": (cfg.intermediate_size, cfg.intermediate_size)}
+    for fused, parts in PHI3_FUSED.items():
+        if f".{fused}." in name:
+            rows = dict(zip(parts, sizes[fused], strict=True))
+            if len(weight) != sum(rows.values()):
+                raise UserError(
+                    f"the weights do not fit config.json: {name} has {len(weight)} rows, expected {sum(rows.values())}",
+                    name,
+                    "correct config.json",
+                )
+            return {
+                name.replace(fused, part): piece
+                for part, piece in zip(rows, weight.split(list(rows.values())), strict=True)
+            }
+    return {name: weight}
+
 
 OS_ERROR = re.compile(r"\(os error ([0-9]+)\)")  # in the messages of safetensors
 DOWNLOAD_HINT = "write or download the folder again"
 SLACK_BYTES = 1 << 20  # by which the tensors of a file of torch, a tied one counted twice, may be larger than the file
-FOREIGN_OBJECT = re.compile(r"Unsupported (?:global|class): (?:GLOBAL )?([\w.]+)")  # in torch's message: the name of what unpickling would import
+# in torch's message: the name of what unpickling would import
+FOREIGN_OBJECT = re.compile(r"Unsupported (?:global|class): (?:GLOBAL )?([\w.]+)")
 # What torch raises for damaged files, measured by changing bytes of one
 DAMAGED = (
-    *(pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError, ArithmeticError),
+    *(
+        pickle.UnpicklingError,
+        RuntimeError,
+        EOFError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        AssertionError,
+        ArithmeticError,
+    ),
     *(struct.error, zipfile.BadZipFile, OSError),
 )
 
@@ -39,16 +135,21 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_torch_file(path: Path, fix: str) -> dict[str, Tensor]:
-    """Return the tensors of a file of torch.save. Raises UserError for a file that holds anything but weights, or whose tensors are larger than the file."""
+    """Return the tensors of a file of torch.save. Raises UserError for a file that holds anything but weights, or whose
+    tensors are larger than the file.
+    """
     try:
         _check_not_compressed(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except DAMAGED as error:
-        # torch's own text advises to switch weights_only off, which would execute the file: neither the message nor the cause has it
+        # torch's own text advises to switch weights_only off, which would execute the file: neither the message nor the
+        # cause has it
         found = FOREIGN_OBJECT.search(str(error))
         reason = f"it holds the object {found[1]}" if found else "it cannot be read as tensors"
         raise UserError(f"not a file of weights: {reason}", str(path), fix) from None
-    if not isinstance(state, dict) or not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in state.items()):
+    if not isinstance(state, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in state.items()
+    ):
         raise UserError("the file holds more than weights", str(path), fix)
     is_dense = all(tensor.layout == torch.strided for tensor in state.values())
     if not is_dense or sum(tensor.nbytes for tensor in state.values()) > 2 * path.stat().st_size + SLACK_BYTES:
@@ -65,10 +166,16 @@ def _check_not_compressed(path: Path) -> None:
 
 
 def to_floats(stored: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Return fp32 weights. Raises UserError, naming `source`, for the first tensor by name that is of an integer type: no weight of a model is."""
+    """Return fp32 weights. Raises UserError, naming `source`, for the first tensor by name that is of an integer type:
+    no weight of a model is.
+    """
     for name in sorted(stored):
         if not stored[name].is_floating_point():
-            raise UserError(f"{name} is stored as {str(stored[name].dtype)[6:]}: weights are floating-point numbers", source, DOWNLOAD_HINT)
+            raise UserError(
+                f"{name} is stored as {str(stored[name].dtype)[6:]}: weights are floating-point numbers",
+                source,
+                DOWNLOAD_HINT,
+            )
     return {name: tensor.float() for name, tensor in stored.items()}
 
 
@@ -76,11 +183,15 @@ def check_finite(tensors: Mapping[str, Tensor], source: str, fix: str = DOWNLOAD
     """Raise UserError, naming `source`, for the first tensor by name that has a NaN or an infinite value."""
     for name in sorted(tensors):
         if not all_finite(name, tensors[name]):
-            raise UserError(f"the weights are damaged: {name} has values that are not finite (NaN or infinite)", source, fix)
+            raise UserError(
+                f"the weights are damaged: {name} has values that are not finite (NaN or infinite)", source, fix
+            )
 
 
 def all_finite(name: str, tensor: Tensor) -> bool:
-    """Return whether no value is NaN or infinite. An infinite `*_min` or `*_max` of one number is no fault: Gemma 4's layers clip at these limits."""
+    """Return whether no value is NaN or infinite. An infinite `*_min` or `*_max` of one number is no fault: Gemma 4's
+    layers clip at these limits.
+    """
     if not (tensor.is_floating_point() and tensor.numel()):
         return True
     low, high = (
@@ -98,7 +209,11 @@ def write_tensors(path: Path, state: dict[str, Tensor]) -> None:
     path.touch()
     mode = path.stat().st_mode
     try:
-        safetensors.torch.save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, path, metadata={"format": "pt"})
+        safetensors.torch.save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()},
+            path,
+            metadata={"format": "pt"},
+        )
     except SafetensorError as error:
         if number := OS_ERROR.search(str(error)):
             raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error

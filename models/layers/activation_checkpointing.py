@@ -18,7 +18,8 @@ from models.layers.ops import joined_projection
 
 T = TypeVar("T")
 
-# Outputs that selective checkpointing saves: matrix products and attention (but not its probabilities: see `LayerContext.selective`)
+# Outputs that selective checkpointing saves: matrix products and attention (but not its probabilities: see
+# `LayerContext.selective`)
 SAVED_OPS = [
     *(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm")),
     *(getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")),
@@ -32,7 +33,8 @@ SAVED_OPS = [
 
 
 def recompute_cheap_inputs() -> None:
-    """Let compiled layers recompute what a matrix product of the backward pass reads if that is cheap: silu(gate) * up, the output of a norm.
+    """Let compiled layers recompute what a matrix product of the backward pass reads if that is cheap: silu(gate) * up,
+    the output of a norm.
 
     By default the compiler saves it: saved activations are a quarter larger, and a step is 1 % shorter.
     """
@@ -47,5 +49,9 @@ def full_checkpointing(layer: Callable[..., T], *inputs: object) -> T:
 
 
 def selective_checkpointing(layer: Callable[..., T], *inputs: object) -> T:
-    """Call `layer`; the backward pass recomputes all but SAVED_OPS: norms, casts, rotary embeddings, activation functions."""
-    return checkpoint(layer, *inputs, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, SAVED_OPS))
+    """Call `layer`; the backward pass recomputes all but SAVED_OPS: norms, casts, rotary embeddings, activation
+    functions.
+    """
+    return checkpoint(
+        layer, *inputs, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, SAVED_OPS)
+    )

@@ -1,8 +1,8 @@
-"""Linear layers with low-rank adapters: LoRA (https://arxiv.org/abs/2106.09685), rsLoRA (https://arxiv.org/abs/2312.03732) and DoRA
-(https://arxiv.org/abs/2402.09353).
+"""Linear layers with low-rank adapters: LoRA (https://arxiv.org/abs/2106.09685), rsLoRA
+(https://arxiv.org/abs/2312.03732) and DoRA (https://arxiv.org/abs/2402.09353).
 
-An adapted layer keeps the name of its weight; the adapter's parameters are `<layer>.lora.<adapter>.A`, `.B` and, for DoRA, `.magnitude`.
-Shapes: I inputs, O outputs of the layer, r rank.
+An adapted layer keeps the name of its weight; the adapter's parameters are `<layer>.lora.<adapter>.A`, `.B` and, for
+DoRA, `.magnitude`. Shapes: I inputs, O outputs of the layer, r rank.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ LORA_INIT_STD = 0.02
 
 
 class LoraAdapter(nn.Module):
-    """The update of a weight W: W + s B A, or with DoRA its rows scaled to the length `magnitude`. B is initialized to zero: a new adapter does
-    not change the model."""
+    """The update of a weight W: W + s B A, or with DoRA its rows scaled to the length `magnitude`. B is initialized to
+    zero: a new adapter does not change the model.
+    """
 
     magnitude: nn.Parameter | None
 
@@ -39,7 +40,9 @@ class LoraAdapter(nn.Module):
         return self.scale * F.linear(F.linear(x, self.A), self.B)
 
     def row_factors(self, weight: Tensor) -> Tensor:
-        """Return the factor of each row of W + s B A: magnitude / length (O,). The length counts as constant, as in section 4.3 of the paper."""
+        """Return the factor of each row of W + s B A: magnitude / length (O,). The length counts as constant, as in
+        section 4.3 of the paper.
+        """
         assert self.magnitude is not None
         return self.magnitude.float() / _row_lengths(weight, self.A, self.B, self.scale)
 
@@ -84,7 +87,10 @@ class LoraLayer(nn.Module):
             product = F.linear(dropped, weight)  # dropout changes the input of the product W x, too
         else:
             product = y if bias is None else y - bias
-        return y + ((factors - 1).to(y.dtype) * product + factors.to(y.dtype) * F.linear(F.linear(dropped, adapter.A), adapter.B) * adapter.scale)
+        return y + (
+            (factors - 1).to(y.dtype) * product
+            + factors.to(y.dtype) * F.linear(F.linear(dropped, adapter.A), adapter.B) * adapter.scale
+        )
 
     @torch.no_grad()
     def merge(self) -> None:
@@ -102,7 +108,9 @@ class LoraLinear(LoraLayer, nn.Linear):
 
 
 class LoraHead(LoraLayer, LMHead):
-    """Output layer with adapters: its loss is that of one wider product, W x + s B h = [W B] [x, s h] with h = A dropout(x)."""
+    """Output layer with adapters: its loss is that of one wider product, W x + s B h = [W B] [x, s h] with h = A
+    dropout(x).
+    """
 
     def forward(self, x: Tensor, labels: Tensor | None = None, reduction: str = "none") -> Tensor:
         if labels is None:
@@ -113,7 +121,13 @@ class LoraHead(LoraLayer, LMHead):
         dropped = adapter.dropout(x)
         h = (adapter.scale * F.linear(dropped, adapter.A)).to(x.dtype)
         if adapter.magnitude is None:
-            return linear_cross_entropy(torch.cat([x, h], dim=-1), torch.cat([self.weight, adapter.B], dim=1), labels, reduction, self.chunk_tokens)
+            return linear_cross_entropy(
+                torch.cat([x, h], dim=-1),
+                torch.cat([self.weight, adapter.B], dim=1),
+                labels,
+                reduction,
+                self.chunk_tokens,
+            )
         factors = adapter.row_factors(self.weight)[:, None]  # DoRA: W x + (f - 1) W dropout(x) + f s B h
         wide = torch.cat([self.weight, (factors - 1) * self.weight, factors * adapter.B], dim=1)
         return linear_cross_entropy(torch.cat([x, dropped, h], dim=-1), wide, labels, reduction, self.chunk_tokens)
@@ -124,12 +138,18 @@ ADAPTABLE: tuple[type[nn.Module], ...] = (nn.Linear, LMHead, Linear4bit)
 
 def is_transposed(layer: nn.Module) -> bool:
     """Return whether `layer` is the linear layer of GPT-2, which stores its weight as (I, O): PEFT's fan_in_fan_out."""
-    return any(cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils" for cls in type(layer).__mro__)
+    return any(
+        cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils" for cls in type(layer).__mro__
+    )
 
 
 def is_adaptable(layer: nn.Module) -> bool:
     """Return whether `layer` can have adapters: subclasses of nn.Linear may compute something else than a product."""
-    return isinstance(layer, LoraLayer) or type(layer) in ADAPTABLE or (is_transposed(layer) and type(layer).__name__ == "Conv1D")
+    return (
+        isinstance(layer, LoraLayer)
+        or type(layer) in ADAPTABLE
+        or (is_transposed(layer) and type(layer).__name__ == "Conv1D")
+    )
 
 
 def adapt(layer: nn.Module) -> LoraLayer:

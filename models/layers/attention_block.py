@@ -26,9 +26,14 @@ WEIGHT_INIT_STD = 0.02
 class KVCache:
     """Keys and values of the tokens computed so far, allocated once for `max_length` tokens."""
 
-    def __init__(self, cfg: DecoderConfig, rows: int, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, cfg: DecoderConfig, rows: int, max_length: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
         shape = (cfg.num_hidden_layers, rows, cfg.num_key_value_heads, max_length, cfg.head_dim)
-        self.keys, self.values = torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype)
+        self.keys, self.values = (
+            torch.zeros(shape, device=device, dtype=dtype),
+            torch.zeros(shape, device=device, dtype=dtype),
+        )
         self.length = 0  # cached tokens per row
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,7 +78,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         B, T, _ = x.shape
         projections = (self.q_proj, self.k_proj, self.v_proj)
-        projected = project(x, projections, joined=self.joins_projections, uses_kernel=self._uses_kernel(x, *projections))
+        projected = project(
+            x, projections, joined=self.joins_projections, uses_kernel=self._uses_kernel(x, *projections)
+        )
         q, k, v = (y.view(B, T, -1, self.cfg.head_dim) for y in projected)
         q = apply_rope(self.q_norm(q).transpose(1, 2), context.rotation).to(v.dtype)  # (B, N, T, H)
         k = apply_rope(self.k_norm(k).transpose(1, 2), context.rotation).to(v.dtype)  # (B, K, T, H)
@@ -81,13 +88,26 @@ class Attention(nn.Module):
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)
         dropout = self.cfg.dropout if self.training else 0.0
-        y = attention(q, k, v, context.mask, dropout, self.attention_kernel, cached=context.cache is not None, save_probs=not context.selective)
+        y = attention(
+            q,
+            k,
+            v,
+            context.mask,
+            dropout,
+            self.attention_kernel,
+            cached=context.cache is not None,
+            save_probs=not context.selective,
+        )
         y = y.transpose(1, 2).reshape(B, T, -1)
         return fused_linear(y, self.o_proj)[0] if self._uses_kernel(y, self.o_proj) else self.o_proj(y)
 
     def _uses_kernel(self, x: Tensor, *linears: nn.Module) -> bool:
         """Return whether the C++ kernel computes the gradients of plain linear layers with this input."""
-        return self.attention_kernel == FUSED_KERNEL and x.dtype == torch.bfloat16 and all(type(linear) is nn.Linear for linear in linears)
+        return (
+            self.attention_kernel == FUSED_KERNEL
+            and x.dtype == torch.bfloat16
+            and all(type(linear) is nn.Linear for linear in linears)
+        )
 
 
 class DecoderLayer(nn.Module):
@@ -106,12 +126,17 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
         """Return the output and the use of the experts (2, S, E), None for a dense model.
 
-        Only `body` is compiled, so that hooks of DDP and FSDP stay outside. Evaluation and batches of another kind of row count (the
-        compiler specializes on one row) run uncompiled: they have shapes of their own and would cost a second compilation.
+        Only `body` is compiled, so that hooks of DDP and FSDP stay outside. Evaluation and batches of another kind of
+        row count (the compiler specializes on one row) run uncompiled: they have shapes of their own and would cost a
+        second compilation.
         """
         if self.compiled is not None and self.training and (len(x) == 1) == self.single_row:
             return self.compiled(x, context)  # the compiler decides what to recompute
-        return activation_checkpointing.selective_checkpointing(self.body, x, context) if context.selective else self.body(x, context)
+        return (
+            activation_checkpointing.selective_checkpointing(self.body, x, context)
+            if context.selective
+            else self.body(x, context)
+        )
 
     def body(self, x: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
         dtype = compute_dtype(x)  # one cast per norm, not one per matrix product
@@ -122,15 +147,19 @@ class DecoderLayer(nn.Module):
 
 
 def rotation_factors(angles: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the factors of the first and of the second half of the channels, (..., 2, H/2) each: (cos, sin) and (-sin, cos). angles: (..., H/2)."""
+    """Return the factors of the first and of the second half of the channels, (..., 2, H/2) each: (cos, sin) and (-sin,
+    cos). angles: (..., H/2).
+    """
     cos, sin = angles.cos() * scale, angles.sin() * scale
     return torch.stack([cos, sin], dim=-2), torch.stack([-sin, cos], dim=-2)
 
 
 def apply_rope(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate channel pairs (i, i + H/2) of queries or keys (https://arxiv.org/abs/2104.09864). x: (B, heads, T, H); rotation: (B or 1, 1, T, 2, H/2) each.
+    """Rotate channel pairs (i, i + H/2) of queries or keys (https://arxiv.org/abs/2104.09864). x: (B, heads, T, H);
+    rotation: (B or 1, 1, T, 2, H/2) each.
 
-    Without torch.cat, whose output compiled layers would save for the backward pass: they compute this again from the projections.
+    Without torch.cat, whose output compiled layers would save for the backward pass: they compute this again from the
+    projections.
     """
     first, second = x.chunk(2, dim=-1)
     return (first.unsqueeze(-2) * rotation[0] + second.unsqueeze(-2) * rotation[1]).flatten(-2)
@@ -145,23 +174,38 @@ def rope_frequencies(cfg: DecoderConfig) -> tuple[Tensor, float]:
         return frequencies, 1.0
     if scaling.type == "linear":
         return frequencies / scaling.factor, 1.0
-    return _llama3_frequencies(frequencies, scaling) if scaling.type == "llama3" else _yarn_frequencies(frequencies, cfg, scaling)
+    return (
+        _llama3_frequencies(frequencies, scaling)
+        if scaling.type == "llama3"
+        else _yarn_frequencies(frequencies, cfg, scaling)
+    )
 
 
 def _llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> tuple[Tensor, float]:
-    """Llama 3.1: keep high frequencies, divide low ones by `factor`, interpolate between by the rotations over the trained length."""
+    """Llama 3.1: keep high frequencies, divide low ones by `factor`, interpolate between by the rotations over the
+    trained length.
+    """
     rotations = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     keep = ((rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
     return frequencies * keep + frequencies / scaling.factor * (1 - keep), 1.0
 
 
 def _yarn_frequencies(frequencies: Tensor, cfg: DecoderConfig, scaling: RopeScaling) -> tuple[Tensor, float]:
-    """YaRN (https://arxiv.org/abs/2309.00071, section 3.2): keep high frequencies, divide low ones by `factor`, interpolate between."""
+    """YaRN (https://arxiv.org/abs/2309.00071, section 3.2): keep high frequencies, divide low ones by `factor`,
+    interpolate between.
+    """
 
     def channel(rotations: float) -> float:
         """Return the (fractional) index of the channel pair that makes this many rotations over the trained length."""
-        return cfg.head_dim * math.log(scaling.original_max_position_embeddings / (rotations * 2 * math.pi)) / (2 * math.log(cfg.rope_theta))
+        return (
+            cfg.head_dim
+            * math.log(scaling.original_max_position_embeddings / (rotations * 2 * math.pi))
+            / (2 * math.log(cfg.rope_theta))
+        )
 
-    low, high = max(math.floor(channel(scaling.beta_fast)), 0), min(math.ceil(channel(scaling.beta_slow)), cfg.head_dim - 1)
+    low, high = (
+        max(math.floor(channel(scaling.beta_fast)), 0),
+        min(math.ceil(channel(scaling.beta_slow)), cfg.head_dim - 1),
+    )
     ramp = ((torch.arange(cfg.head_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
     return frequencies * (1 - ramp) + frequencies / scaling.factor * ramp, scaling.attention_factor

@@ -1,9 +1,11 @@
 """Exact attention on the CPU by plain matrix products: blocks of queries against the keys that they can attend to.
 
-PyTorch's flash kernel for the CPU computes masked scores too, and its bf16 products reach a sixth of the speed of a matrix product. These are
-custom operators: the compiler does not trace them, and the number of keys of a block may depend on the data.
+PyTorch's flash kernel for the CPU computes masked scores too, and its bf16 products reach a sixth of the speed of a
+matrix product. These are custom operators: the compiler does not trace them, and the number of keys of a block may
+depend on the data.
 
-Shapes: B rows, T tokens, N query heads, K key/value heads, H head width, r = N / K query heads per key head, Q queries and C keys of a block.
+Shapes: B rows, T tokens, N query heads, K key/value heads, H head width, r = N / K query heads per key head, Q queries
+and C keys of a block.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from torch import Tensor
 from models.layers.ops import custom_op
 
 QUERY_BLOCK = 64  # queries of a block where nothing else was chosen
-MAX_SAVED_PROBS = 1 << 24  # attention probabilities of a layer saved for the backward pass; a larger number is recomputed
+# attention probabilities of a layer saved for the backward pass; a larger number is recomputed
+MAX_SAVED_PROBS = 1 << 24
 
 
 class AttentionBlock:
@@ -49,7 +52,8 @@ class AttentionBlock:
             per_head[..., C - Q :].masked_fill_(torch.ones(Q, Q, dtype=torch.bool).triu(1), -torch.inf)
         else:
             hidden = (~self.mask[:, :, self.start : self.end, self.first_key : self.end]).unsqueeze(2)
-            if scores.dtype == torch.float16:  # inf + -inf is NaN: a score that overflows in one document must not reach another
+            # inf + -inf is NaN: a score that overflows in one document must not reach another
+            if scores.dtype == torch.float16:
                 per_head.masked_fill_(hidden, -torch.inf)
             else:  # faster than masked_fill_, which expands the mask to every head
                 per_head.add_(torch.zeros_like(hidden, dtype=scores.dtype).masked_fill_(hidden, -torch.inf))
@@ -57,7 +61,9 @@ class AttentionBlock:
 
 
 def attention_blocks(T: int, mask: Tensor | None, size: int) -> Iterator[AttentionBlock]:
-    """Cut T queries into blocks of `size`. `mask` (B, 1, T, T) is one of `document_mask`: the first key of a token is never before that of an earlier token."""
+    """Cut T queries into blocks of `size`. `mask` (B, 1, T, T) is one of `document_mask`: the first key of a token is
+    never before that of an earlier token.
+    """
     starts = range(0, T, size)
     first_keys = [0] * len(starts) if mask is None else mask[:, 0, ::size].int().argmax(-1).amin(0).tolist()
     for start, first_key in zip(starts, first_keys, strict=True):
@@ -65,8 +71,12 @@ def attention_blocks(T: int, mask: Tensor | None, size: int) -> Iterator[Attenti
 
 
 @custom_op("lm_runner::attention")
-def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, save_probs: bool, query_block: int = QUERY_BLOCK) -> tuple[Tensor, Tensor]:
-    """q: (B, N, T, H); k, v: (B, K, T, H) -> (B, N, T, H), and the probabilities of all blocks, flat; empty without `save_probs`."""
+def cpu_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, save_probs: bool, query_block: int = QUERY_BLOCK
+) -> tuple[Tensor, Tensor]:
+    """q: (B, N, T, H); k, v: (B, K, T, H) -> (B, N, T, H), and the probabilities of all blocks, flat; empty without
+    `save_probs`.
+    """
     out, saved = _empty_like(q), _probs_buffer(q, save_probs, query_block)
     q, k, v, offset = q * q.shape[-1] ** -0.5, k.contiguous(), v.contiguous(), 0
     for block in attention_blocks(q.shape[2], mask, query_block):
@@ -79,7 +89,9 @@ def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, save_pro
 
 
 @torch.library.register_fake("lm_runner::attention")
-def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, save_probs: bool, query_block: int = QUERY_BLOCK) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, save_probs: bool, query_block: int = QUERY_BLOCK
+) -> tuple[Tensor, Tensor]:
     return _empty_like(q), _probs_buffer(q, save_probs, query_block)
 
 
@@ -87,7 +99,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, save_probs: bool, qu
 def cpu_attention_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, saved: Tensor, query_block: int = QUERY_BLOCK
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """g: (B, N, T, H), gradient of the output; saved: probabilities of the forward pass, or empty -> gradients of q, k and v."""
+    """g: (B, N, T, H), gradient of the output; saved: probabilities of the forward pass, or empty -> gradients of q, k
+    and v.
+    """
     dq, K, scale, offset = _empty_like(q), k.shape[1], q.shape[-1] ** -0.5, 0
     q, k, v = q * scale, k.contiguous(), v.contiguous()
     dk, dv = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
@@ -104,12 +118,16 @@ def cpu_attention_backward(
 
 
 @torch.library.register_fake("lm_runner::attention_backward")
-def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, saved: Tensor, query_block: int = QUERY_BLOCK) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, saved: Tensor, query_block: int = QUERY_BLOCK
+) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_like(q), _empty_like(k), _empty_like(v)
 
 
 def _empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return an empty tensor of the shape of x (B, heads, T, H), stored as (B, T, heads, H): the layout of the projections before and after."""
+    """Return an empty tensor of the shape of x (B, heads, T, H), stored as (B, T, heads, H): the layout of the
+    projections before and after.
+    """
     B, N, T, H = x.shape
     return x.new_empty((B, T, N, H), dtype=dtype or x.dtype).transpose(1, 2)
 

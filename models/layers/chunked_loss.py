@@ -1,10 +1,12 @@
 """Cross-entropy of a linear layer's output in chunks of tokens: the logits of all tokens are never in memory together.
 
-reduction="sum" computes the gradients in the forward pass, while the logits of a chunk are in memory. With reduction="none" each token may get
-a weight later, so the backward pass recomputes the logits of each chunk. These are custom operators: the compiler does not trace them.
+reduction="sum" computes the gradients in the forward pass, while the logits of a chunk are in memory. With
+reduction="none" each token may get a weight later, so the backward pass recomputes the logits of each chunk. These are
+custom operators: the compiler does not trace them.
 
-A chunk has many tokens even where the vocabulary is large: each reads all of the weight, and adds to all of its gradient. What is computed in fp32 are
-blocks of its rows, and of the weight's, so that a chunk needs no other memory than its logits in the dtype of the product.
+A chunk has many tokens even where the vocabulary is large: each reads all of the weight, and adds to all of its
+gradient. What is computed in fp32 are blocks of its rows, and of the weight's, so that a chunk needs no other memory
+than its logits in the dtype of the product.
 
 Shapes: N tokens, n tokens of a chunk or of a block of it, D hidden size, V vocabulary.
 """
@@ -20,8 +22,10 @@ from models.layers.cpu_kernels.upcast_products import are_products_upcast, multi
 from models.layers.ops import compute_dtype, custom_op, pad_tokens
 
 IGNORE_LABEL = -100  # label of a token without loss
-LOGITS_PER_CHUNK = {"cpu": 1 << 22, "cuda": 1 << 27}  # CPU: a chunk, or a block of its rows, fits into the caches; GPU: launch overhead is negligible
-MIN_TOKENS_PER_CHUNK = {"cpu": 512, "cuda": 1}  # CPU: to add to the gradient of the weight takes less time than the products of a chunk
+# CPU: a chunk, or a block of its rows, fits into the caches; GPU: launch overhead is negligible
+LOGITS_PER_CHUNK = {"cpu": 1 << 22, "cuda": 1 << 27}
+# CPU: to add to the gradient of the weight takes less time than the products of a chunk
+MIN_TOKENS_PER_CHUNK = {"cpu": 512, "cuda": 1}
 WEIGHT_ROWS_PER_BLOCK = 1 << 14  # rows of the weight whose gradient is computed at once
 
 
@@ -31,7 +35,11 @@ class LMHead(nn.Linear):
     chunk_tokens = 0  # of the loss; 0: `default_chunk_tokens`
 
     def forward(self, x: Tensor, labels: Tensor | None = None, reduction: str = "none") -> Tensor:
-        return super().forward(x) if labels is None else linear_cross_entropy(x, self.weight, labels, reduction, self.chunk_tokens)
+        return (
+            super().forward(x)
+            if labels is None
+            else linear_cross_entropy(x, self.weight, labels, reduction, self.chunk_tokens)
+        )
 
 
 def default_chunk_tokens(vocab_size: int, device_type: str) -> int:
@@ -41,7 +49,8 @@ def default_chunk_tokens(vocab_size: int, device_type: str) -> int:
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, reduction: str, chunk_tokens: int = 0) -> Tensor:
-    """-log softmax(x @ weight.T)[label] in fp32, 0 for IGNORE_LABEL: x (B, T, D), weight (V, D), labels (B, T) -> (B, T), or () their sum.
+    """-log softmax(x @ weight.T)[label] in fp32, 0 for IGNORE_LABEL: x (B, T, D), weight (V, D), labels (B, T) -> (B,
+    T), or () their sum.
 
     chunk_tokens: tokens of a chunk, 0 for `default_chunk_tokens`.
     """
@@ -54,11 +63,16 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, reduction: s
 
 
 @custom_op("lm_runner::nll_sum")
-def _nll_sum(x: Tensor, weight: Tensor, labels: Tensor, need_dx: bool, need_dw: bool, chunk_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x: (N, D), labels: (N,) -> the sum of the losses (), and its gradients for x and weight; empty tensors for those not needed."""
+def _nll_sum(
+    x: Tensor, weight: Tensor, labels: Tensor, need_dx: bool, need_dw: bool, chunk_tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x: (N, D), labels: (N,) -> the sum of the losses (), and its gradients for x and weight; empty tensors for those
+    not needed.
+    """
     w = weight.to(x.dtype)
     nll = x.new_zeros(len(x), dtype=torch.float32)
-    dx, dw = x.new_zeros(x.shape if need_dx else 0), torch.zeros(weight.shape if need_dw else 0, device=x.device)  # dw: fp32
+    # dw: fp32
+    dx, dw = x.new_zeros(x.shape if need_dx else 0), torch.zeros(weight.shape if need_dw else 0, device=x.device)
     for rows, y in _chunks(labels, chunk_tokens):
         x_chunk = pad_tokens(x[rows])
         padded = x_chunk @ w.t()
@@ -73,8 +87,14 @@ def _nll_sum(x: Tensor, weight: Tensor, labels: Tensor, need_dx: bool, need_dw: 
 
 
 @torch.library.register_fake("lm_runner::nll_sum")
-def _(x: Tensor, weight: Tensor, labels: Tensor, need_dx: bool, need_dw: bool, chunk_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty((), dtype=torch.float32), x.new_empty(x.shape if need_dx else 0), weight.new_empty(weight.shape if need_dw else 0)
+def _(
+    x: Tensor, weight: Tensor, labels: Tensor, need_dx: bool, need_dw: bool, chunk_tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        x.new_empty((), dtype=torch.float32),
+        x.new_empty(x.shape if need_dx else 0),
+        weight.new_empty(weight.shape if need_dw else 0),
+    )
 
 
 def _save_gradients(ctx, inputs, output) -> None:
@@ -83,7 +103,8 @@ def _save_gradients(ctx, inputs, output) -> None:
 
 
 def _scale_gradients(ctx, g: Tensor, *_) -> tuple[Tensor | None, ...]:
-    dx, dw = ctx.saved_tensors  # overwritten: dw is as large as the weight; autograd refuses a second backward pass then
+    # overwritten: dw is as large as the weight; autograd refuses a second backward pass then
+    dx, dw = ctx.saved_tensors
     need_dx, need_dw = ctx.needed
     return dx.mul_(g) if need_dx else None, dw.mul_(g) if need_dw else None, None, None, None, None
 
@@ -111,11 +132,19 @@ def _(x: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> tuple[Ten
 
 @custom_op("lm_runner::nll_backward")
 def _nll_backward(
-    g: Tensor, x: Tensor, weight: Tensor, labels: Tensor, log_sum: Tensor, need_dx: bool, need_dw: bool, chunk_tokens: int
+    g: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    log_sum: Tensor,
+    need_dx: bool,
+    need_dw: bool,
+    chunk_tokens: int,
 ) -> tuple[Tensor, Tensor]:
     """g: (N,), gradient of each token's loss -> gradients for x and weight; empty tensors for those not needed."""
     w = weight.to(x.dtype)
-    dx, dw = x.new_zeros(x.shape if need_dx else 0), torch.zeros(weight.shape if need_dw else 0, device=x.device)  # dw: fp32
+    # dw: fp32
+    dx, dw = x.new_zeros(x.shape if need_dx else 0), torch.zeros(weight.shape if need_dw else 0, device=x.device)
     for rows, y in _chunks(labels, chunk_tokens):
         x_chunk = pad_tokens(x[rows])
         padded, token_log_sum, token_g = x_chunk @ w.t(), log_sum[rows].unsqueeze(-1), g[rows].unsqueeze(-1)
@@ -132,7 +161,16 @@ def _nll_backward(
 
 
 @torch.library.register_fake("lm_runner::nll_backward")
-def _(g: Tensor, x: Tensor, weight: Tensor, labels: Tensor, log_sum: Tensor, need_dx: bool, need_dw: bool, chunk_tokens: int) -> tuple[Tensor, Tensor]:
+def _(
+    g: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    log_sum: Tensor,
+    need_dx: bool,
+    need_dw: bool,
+    chunk_tokens: int,
+) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape if need_dx else 0), weight.new_empty(weight.shape if need_dw else 0)
 
 
@@ -152,7 +190,9 @@ torch.library.register_autograd("lm_runner::nll", _backward, setup_context=_save
 
 
 def _chunks(labels: Tensor, size: int) -> Iterator[tuple[Tensor | slice, Tensor]]:
-    """Yield (tokens, labels) of each chunk of `size` tokens. On the CPU tokens without a label are left out; on a GPU counting them would be a host sync."""
+    """Yield (tokens, labels) of each chunk of `size` tokens. On the CPU tokens without a label are left out; on a GPU
+    counting them would be a host sync.
+    """
     if not labels.is_cuda:
         labelled = (labels != IGNORE_LABEL).nonzero().squeeze(-1)
         if len(labelled) < len(labels):
@@ -170,7 +210,9 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
 
 
 def _block_nll(logits: Tensor, y: Tensor, overwrite: bool) -> Tensor:
-    """logits: (n, V), y: (n,) -> the loss of each token (n,). `overwrite`: write the gradient for the logits in their place."""
+    """logits: (n, V), y: (n,) -> the loss of each token (n,). `overwrite`: write the gradient for the logits in their
+    place.
+    """
     log_p = _log_softmax(logits)
     nll = _label_nll(log_p, y)
     if overwrite:
@@ -181,7 +223,8 @@ def _block_nll(logits: Tensor, y: Tensor, overwrite: bool) -> Tensor:
 
 
 def _add_weight_grad(dw: Tensor, p: Tensor, x: Tensor) -> None:
-    """dw += p.t() @ x: within the product, or in 16 bits on the CPU in blocks of rows, because the product of all would take half of the memory of dw.
+    """dw += p.t() @ x: within the product, or in 16 bits on the CPU in blocks of rows, because the product of all would
+    take half of the memory of dw.
 
     dw: (V, D) in fp32, p: (n, V), x: (n, D).
     """

@@ -1,7 +1,7 @@
 """Feed-forward layers: the SwiGLU network, and mixtures of them.
 
-Shapes: B rows, T tokens, S documents (several per row when packed, else one per row), D hidden size, F width of a network, E experts,
-k experts per token.
+Shapes: B rows, T tokens, S documents (several per row when packed, else one per row), D hidden size, F width of a
+network, E experts, k experts per token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from models.layers.cpu_kernels.fused_projection import kernel_projection, projec
 from models.layers.cpu_kernels.grouped_experts import grouped_experts
 from models.layers.ops import compute_dtype, pad_tokens, padded_count
 
-# How the tokens of a batch reach their experts: expert by expert, or by one operator for all of them. Experts with biases, adapters or weights in
+# How the tokens of a batch reach their experts: expert by expert, or by one operator for all of them. Experts with
+# biases, adapters or weights in
 # 4 bits are always called one by one.
 EXPERT_DISPATCHES = ("index_select", "grouped")
 
@@ -52,9 +53,14 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(compute_dtype(x))
-        if self.attention_kernel == FUSED_KERNEL and self.is_plain() and supports_width(x.dtype, self.gate_proj.out_features):
+        if (
+            self.attention_kernel == FUSED_KERNEL
+            and self.is_plain()
+            and supports_width(x.dtype, self.gate_proj.out_features)
+        ):
             return swiglu_output(self._gate_up(x), self.down_proj.weight)
-        gate, up = project(x, (self.gate_proj, self.up_proj), joined=self.joins_projections, uses_kernel=False)  # (..., F)
+        # (..., F)
+        gate, up = project(x, (self.gate_proj, self.up_proj), joined=self.joins_projections, uses_kernel=False)
         return self.down_proj(SwiGLU.apply(gate, up))
 
     def _gate_up(self, x: Tensor) -> Tensor:
@@ -65,7 +71,10 @@ class MLP(nn.Module):
 
     def is_plain(self) -> bool:
         """Return whether there are no biases and no adapters."""
-        return all(type(linear) is nn.Linear and linear.bias is None for linear in (self.gate_proj, self.up_proj, self.down_proj))
+        return all(
+            type(linear) is nn.Linear and linear.bias is None
+            for linear in (self.gate_proj, self.up_proj, self.down_proj)
+        )
 
 
 class DocumentIndex(NamedTuple):
@@ -82,10 +91,14 @@ class DocumentIndex(NamedTuple):
 
 
 def index_documents(T: int, lengths: Tensor, document_ids: Tensor | None) -> DocumentIndex:
-    """Return the document of each token, from document_ids (B, T) of packed rows, or for one document per row from their lengths."""
+    """Return the document of each token, from document_ids (B, T) of packed rows, or for one document per row from
+    their lengths.
+    """
     S, t = len(lengths), torch.arange(T, device=lengths.device)
     if document_ids is None:
-        return DocumentIndex(torch.where(t < lengths.unsqueeze(1), torch.arange(S, device=t.device).unsqueeze(1), S), lengths)
+        return DocumentIndex(
+            torch.where(t < lengths.unsqueeze(1), torch.arange(S, device=t.device).unsqueeze(1), S), lengths
+        )
     return DocumentIndex(torch.where(document_ids < 0, S, document_ids), lengths)
 
 
@@ -116,11 +129,14 @@ class MoE(nn.Module):
         return all(isinstance(expert, MLP) and expert.is_plain() for expert in self.experts)
 
     def exclude_from_compile(self) -> None:
-        """Let torch.compile call the experts without tracing them: it would compile again for other numbers of tokens per expert."""
+        """Let torch.compile call the experts without tracing them: it would compile again for other numbers of tokens
+        per expert.
+        """
         vars(self)["_expert_outputs"] = torch.compiler.disable(self._expert_outputs)
 
     def _expert_outputs(self, flat: Tensor, chosen: Tensor) -> Tensor:
-        """Return the output of each chosen expert: flat (B*T, D), chosen (B*T, k) -> (B*T, k, D). Tokens are sorted by expert.
+        """Return the output of each chosen expert: flat (B*T, D), chosen (B*T, k) -> (B*T, k, D). Tokens are sorted by
+        expert.
 
         An expert without tokens has a gradient of zeros for its weights, which the other ranks wait for.
         """
@@ -132,7 +148,9 @@ class MoE(nn.Module):
         return self._selected_outputs(flat, chosen, order, counts.tolist())
 
     def _selected_outputs(self, flat: Tensor, chosen: Tensor, order: Tensor, counts: list[int]) -> Tensor:
-        """Call the experts one by one. index_select is deterministic on the CPU in both directions; the gradient of flat[tokens] is not."""
+        """Call the experts one by one. index_select is deterministic on the CPU in both directions; the gradient of
+        flat[tokens] is not.
+        """
         is_inference = not torch.is_grad_enabled()
         groups = flat.index_select(0, order // chosen.shape[1]).split(counts)
         outputs = [
@@ -147,24 +165,30 @@ class MoE(nn.Module):
         x = flat.to(compute_dtype(flat))
         sizes = [padded_count(n, x, is_inference=not torch.is_grad_enabled()) for n in counts.tolist()]
         padding = torch.tensor(sizes, device=counts.device) - counts
-        rows = torch.arange(len(order), device=order.device) + (padding.cumsum(0) - padding).repeat_interleave(counts)  # of the sorted tokens
+        # of the sorted tokens
+        rows = torch.arange(len(order), device=order.device) + (padding.cumsum(0) - padding).repeat_interleave(counts)
         slots = torch.empty_like(order).scatter_(0, order, rows).view(chosen.shape)
-        gate, up, down = ([getattr(expert, name).weight for expert in self.experts] for name in ("gate_proj", "up_proj", "down_proj"))
+        gate, up, down = (
+            [getattr(expert, name).weight for expert in self.experts] for name in ("gate_proj", "up_proj", "down_proj")
+        )
         return grouped_experts(x, slots, sizes, gate, up, down, self.attention_kernel == FUSED_KERNEL)[0]
 
 
 def expert_use(probs: Tensor, chosen: Tensor, documents: DocumentIndex | None) -> Tensor:
-    """Return for each document how often each expert is chosen per token, and its mean probability: probs (B, T, E), chosen (B, T, k) -> (2, S, E)."""
+    """Return for each document how often each expert is chosen per token, and its mean probability: probs (B, T, E),
+    chosen (B, T, k) -> (2, S, E).
+    """
     counts = F.one_hot(chosen, probs.shape[-1]).sum(-2).to(probs.dtype)  # (B, T, E)
     return torch.stack([values.mean(1) if documents is None else documents.mean(values) for values in (counts, probs)])
 
 
 def load_balancing_loss(used: list[Tensor]) -> Tensor:
-    """Return E * sum_e f_e P_e of each document (S,), with f and P averaged over the layers. `used`: (2, S, E) of each layer.
+    """Return E * sum_e f_e P_e of each document (S,), with f and P averaged over the layers. `used`: (2, S, E) of each
+    layer.
 
     It is the loss that router_aux_loss_coef weighs in transformers (load_balancing_loss_func; Switch Transformer,
-    https://arxiv.org/abs/2101.03961, equation 4), of each document instead of each batch: sums over documents add up over micro-batches,
-    ranks and packed rows.
+    https://arxiv.org/abs/2101.03961, equation 4), of each document instead of each batch: sums over documents add up
+    over micro-batches, ranks and packed rows.
     """
     f, p = torch.stack(used).mean(0)  # (S, E) each
     return f.shape[-1] * (f * p).sum(-1)

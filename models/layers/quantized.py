@@ -1,4 +1,6 @@
-"""Linear layers with a frozen weight of 4 bits (NF4, QLoRA, https://arxiv.org/abs/2305.14314), computed by bitsandbytes on CUDA and the CPU."""
+"""Linear layers with a frozen weight of 4 bits (NF4, QLoRA, https://arxiv.org/abs/2305.14314), computed by bitsandbytes
+on CUDA and the CPU.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,17 @@ DEVICES = ("cuda", "cpu")
 
 
 class Linear4bit(nn.Linear):
-    """W x + b in the dtype of autocast, else that of x. `weight`: a Params4bit of bitsandbytes, two numbers in a byte, blocks of 64 with scales
-    that are quantized themselves."""
+    """W x + b in the dtype of autocast, else that of x. `weight`: a Params4bit of bitsandbytes, two numbers in a byte,
+    blocks of 64 with scales that are quantized themselves.
+    """
 
     weight: Any
 
     def forward(self, x: Tensor) -> Tensor:
         import bitsandbytes
 
-        # Not the forward of bitsandbytes.nn.Linear4bit: that casts outputs back to the dtype of x, and repacks weights during evaluation.
+        # Not the forward of bitsandbytes.nn.Linear4bit: that casts outputs back to the dtype of x, and repacks weights
+        # during evaluation.
         x = x.to(compute_dtype(x))
         bias = None if self.bias is None else self.bias.to(x.dtype)
         y: Tensor = bitsandbytes.matmul_4bit(x, self.weight, bias=bias, quant_state=self.weight.quant_state)
@@ -41,11 +45,20 @@ class Linear4bit(nn.Linear):
 
 def check_quantization(device: torch.device) -> None:
     """Raise UserError if weights cannot be quantized on this machine."""
-    setting, off = "stage.lora.quantize=nf4", "stage.lora.quantize=null trains the same adapters on weights that are not quantized"
+    setting, off = (
+        "stage.lora.quantize=nf4",
+        "stage.lora.quantize=null trains the same adapters on weights that are not quantized",
+    )
     if device.type not in DEVICES:
-        raise UserError(f"quantized weights are computed on {' and '.join(DEVICES)} only, not on {device.type}", setting, off)
+        raise UserError(
+            f"quantized weights are computed on {' and '.join(DEVICES)} only, not on {device.type}", setting, off
+        )
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError("quantized weights need the package bitsandbytes, which is not installed", setting, f"pip install bitsandbytes; or {off}")
+        raise UserError(
+            "quantized weights need the package bitsandbytes, which is not installed",
+            setting,
+            f"pip install bitsandbytes; or {off}",
+        )
 
 
 def quantize_linear_layers(model: nn.Module, device: torch.device) -> None:
@@ -65,7 +78,9 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def _import_bitsandbytes() -> Any:
-    """Return the package. With the package `kernels` it would download a library from the hub and run it: such code is never executed."""
+    """Return the package. With the package `kernels` it would download a library from the hub and run it: such code is
+    never executed.
+    """
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # a warning that `kernels` is missing
     modules: dict[str, Any] = sys.modules
     before = modules.get("kernels")

@@ -1,1 +1,3 @@
-"""Causal language models of transformers as a model family: their classes, with the kernels of this program where those are exact."""
+"""Causal language models of transformers as a model family: their classes, with the kernels of this program where those
+are exact.
+"""

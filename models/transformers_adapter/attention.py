@@ -18,7 +18,8 @@ from models.layers.attention import AttentionMask, attention
 
 IMPLEMENTATION = "lm_runner"
 MARKER = "lm_runner_marker"  # attention that only says that it is called
-DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # probabilities of attention dropout in configs of transformers
+# probabilities of attention dropout in configs of transformers
+DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
 class UnsupportedAttentionError(Exception):
@@ -47,12 +48,15 @@ def own_attention(
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """query: (B, N, T, H); key, value: (B, K, C, H) -> (B, T, N, H). `attention_mask` is one of `own_mask`, with sliding windows in it."""
+    """query: (B, N, T, H); key, value: (B, K, C, H) -> (B, T, N, H). `attention_mask` is one of `own_mask`, with
+    sliding windows in it.
+    """
     if softcap or s_aux is not None or position_bias is not None or value.shape[-1] != query.shape[-1]:
         raise UnsupportedAttentionError("softcap, attention sinks, position biases and values of another width")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise UnsupportedAttentionError("attention that is not causal")
-    # Under autocast the rotary embeddings of transformers leave queries and keys in fp32, and values in the dtype of the projection.
+    # Under autocast the rotary embeddings of transformers leave queries and keys in fp32, and values in the dtype of
+    # the projection.
     query, key = query.to(value.dtype), key.to(value.dtype)
     default = query.shape[-1] ** -0.5
     if scaling is not None and abs(scaling - default) > 1e-9:
@@ -63,18 +67,28 @@ def own_attention(
     if cached and attention_mask is None:  # one new token, or a prompt after cached tokens, without padding
         T, C = query.shape[2], key.shape[2]
         attention_mask = torch.ones(T, C, dtype=torch.bool, device=query.device).tril(C - T)[None, None]
-    out = attention(query, key, value, attention_mask, dropout, getattr(module, "attention_kernel", "auto"), cached=cached)
+    out = attention(
+        query, key, value, attention_mask, dropout, getattr(module, "attention_kernel", "auto"), cached=cached
+    )
     return out.transpose(1, 2).contiguous(), None
 
 
 def _has_empty_rows(mask: AttentionMask) -> bool:
-    """Return whether a query may attend to nothing, as padding on the left of a prompt: only the kernels of torch give it a finite output."""
-    return isinstance(mask, Tensor) and mask.device.type == "cpu" and not torch.is_grad_enabled() and not mask.any(-1).all()
+    """Return whether a query may attend to nothing, as padding on the left of a prompt: only the kernels of torch give
+    it a finite output.
+    """
+    return (
+        isinstance(mask, Tensor)
+        and mask.device.type == "cpu"
+        and not torch.is_grad_enabled()
+        and not mask.any(-1).all()
+    )
 
 
 def own_mask(*, device: torch.device | str = "cpu", **options: Any) -> AttentionMask:
-    """Return the mask of a layer: for FlexAttention, which has no dropout, on a GPU while training, else boolean (B, 1, T, C), True where attention is
-    allowed."""
+    """Return the mask of a layer: for FlexAttention, which has no dropout, on a GPU while training, else boolean (B, 1,
+    T, C), True where attention is allowed.
+    """
     has_dropout = any(getattr(options.get("config"), name, 0) for name in DROPOUT_FIELDS)
     if torch.device(device).type == "cuda" and torch.is_grad_enabled() and not has_dropout:
         return flex_attention_mask(device=device, **options)
@@ -82,7 +96,9 @@ def own_mask(*, device: torch.device | str = "cpu", **options: Any) -> Attention
 
 
 def register_attention() -> None:
-    """Make `attn_implementation="lm_runner"` known to transformers, and keep its progress bars and advice off the console."""
+    """Make `attn_implementation="lm_runner"` known to transformers, and keep its progress bars and advice off the
+    console.
+    """
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     AttentionInterface.register(IMPLEMENTATION, own_attention)

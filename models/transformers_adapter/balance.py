@@ -1,4 +1,5 @@
-"""The load-balancing loss of experts in a model of transformers: that of `load_balancing_loss_func`, of each document instead of each batch.
+"""The load-balancing loss of experts in a model of transformers: that of `load_balancing_loss_func`, of each document
+instead of each batch.
 
 Shapes: B rows, T tokens, S documents, E experts.
 """
@@ -26,7 +27,8 @@ BALANCE_TOLERANCE = 1e-5  # relative
 class BalanceLoss:
     """Records the logits of the routers during a forward pass, and computes the loss from them.
 
-    It is the loss of the engine's own experts (`models/layers/mlp.py`). `problem`: why there is none, None for a dense model or where there is one.
+    It is the loss of the engine's own experts (`models/layers/mlp.py`). `problem`: why there is none, None for a dense
+    model or where there is one.
     """
 
     def __init__(self, hf: Any, cfg: TransformersConfig) -> None:
@@ -55,7 +57,9 @@ class BalanceLoss:
         if given is None and not self.coefficient:
             return "config.json has no router_aux_loss_coef"
         if is_left_out and self.coefficient:
-            return f"config.json has output_router_logits=false; model.router_aux_loss_coef={self.coefficient:g} adds it"
+            return (
+                f"config.json has output_router_logits=false; model.router_aux_loss_coef={self.coefficient:g} adds it"
+            )
         return None
 
     @torch.compiler.disable
@@ -111,14 +115,24 @@ class BalanceLoss:
             return ""
         if self.problem is None and self.coefficient == 0:
             return "; no load-balancing loss: router_aux_loss_coef is 0"
-        return f"; no load-balancing loss: {self.problem}" if self.problem else f"; load-balancing loss times {self.coefficient:g}"
+        return (
+            f"; no load-balancing loss: {self.problem}"
+            if self.problem
+            else f"; load-balancing loss times {self.coefficient:g}"
+        )
 
 
 def _routers(model: nn.Module) -> tuple[int, list[nn.Module]]:
-    """Return which output of a router has its logits, and the routers, as transformers records them; no router for a dense model or an unknown form."""
+    """Return which output of a router has its logits, and the routers, as transformers records them; no router for a
+    dense model or an unknown form.
+    """
     recorder = (getattr(model, "_can_record_outputs", None) or {}).get(OUTPUT)
     target = getattr(recorder, "target_class", None)
     if recorder is None or target is None:
         return 0, []
     name = recorder.layer_name
-    return recorder.index, [module for path, module in model.named_modules() if isinstance(module, target) and (name is None or f".{name}." in f".{path}.")]
+    return recorder.index, [
+        module
+        for path, module in model.named_modules()
+        if isinstance(module, target) and (name is None or f".{name}." in f".{path}.")
+    ]

@@ -1,6 +1,8 @@
-"""How a model of transformers generates: with its cache and in batches where a probe with the weights at hand finds that exact, else more slowly.
+"""How a model of transformers generates: with its cache and in batches where a probe with the weights at hand finds
+that exact, else more slowly.
 
-The reference is the whole text of one row, computed at once without a cache. Shapes: B rows, T tokens, C tokens with the cached ones, V vocabulary.
+The reference is the whole text of one row, computed at once without a cache. Shapes: B rows, T tokens, C tokens with
+the cached ones, V vocabulary.
 """
 
 from __future__ import annotations
@@ -45,14 +47,28 @@ class TransformersCache:
         self.ids: Tensor | None = None  # (B, length) where they may have to be computed again
 
 
-def generation_step(hf: Any, accepted: frozenset[str], ids: Tensor, position_ids: Tensor | None, mask: Tensor | None, cache: TransformersCache) -> Tensor:
-    """Return the logits (B, 1, V) of the last token. The last row of `mask` (B, 1, T, C) tells which of all tokens are no padding."""
-    arguments: dict[str, Any] = {"attention_mask": None if mask is None else mask[:, 0, -1].expand(len(ids), -1).long(), "logits_to_keep": 1}
+def generation_step(
+    hf: Any,
+    accepted: frozenset[str],
+    ids: Tensor,
+    position_ids: Tensor | None,
+    mask: Tensor | None,
+    cache: TransformersCache,
+) -> Tensor:
+    """Return the logits (B, 1, V) of the last token. The last row of `mask` (B, 1, T, C) tells which of all tokens are
+    no padding.
+    """
+    arguments: dict[str, Any] = {
+        "attention_mask": None if mask is None else mask[:, 0, -1].expand(len(ids), -1).long(),
+        "logits_to_keep": 1,
+    }
     dependence = length_dependence(cache.hf_config)
     total = cache.length + ids.shape[1]
     if dependence is not None or not cache.has_cache:
         cache.ids = ids if cache.ids is None else torch.cat([cache.ids, ids], dim=1)
-        if not cache.has_cache or (cache.length and dependence is not None and dependence.invalidates_cache(cache.length, total)):
+        if not cache.has_cache or (
+            cache.length and dependence is not None and dependence.invalidates_cache(cache.length, total)
+        ):
             ids, position_ids, cache.states = cache.ids, None, DynamicCache(config=cache.hf_config)  # no row is padded
     if cache.has_cache:
         arguments |= dict.fromkeys(CACHE_ARGUMENTS, cache.states) | {"use_cache": True, "position_ids": position_ids}
@@ -64,12 +80,21 @@ def generation_step(hf: Any, accepted: frozenset[str], ids: Tensor, position_ids
 
 
 def length_dependence(config: Any) -> LengthDependence | None:
-    """Return how the rotary embeddings of a configuration of transformers depend on the length of the text, None if they do not."""
+    """Return how the rotary embeddings of a configuration of transformers depend on the length of the text, None if
+    they do not.
+    """
     text = config.get_text_config(decoder=True)
-    found = [settings for settings in _rope_settings(getattr(text, "rope_parameters", None)) if settings["rope_type"] in LENGTH_DEPENDENT_ROPES]
+    found = [
+        settings
+        for settings in _rope_settings(getattr(text, "rope_parameters", None))
+        if settings["rope_type"] in LENGTH_DEPENDENT_ROPES
+    ]
     if not found:
         return None
-    lengths = [settings.get("original_max_position_embeddings") or getattr(text, "max_position_embeddings", None) or 0 for settings in found]
+    lengths = [
+        settings.get("original_max_position_embeddings") or getattr(text, "max_position_embeddings", None) or 0
+        for settings in found
+    ]
     return LengthDependence(min(lengths), any(settings["rope_type"] == "dynamic" for settings in found))
 
 
@@ -95,7 +120,9 @@ def choose_generation(model: Any, accepted: frozenset[str]) -> GenerationMethod:
 
 
 class GenerationProbe(Probe):
-    """Rows of random tokens, generated as far as their last PROBED_STEPS tokens and compared with the log-probabilities of the whole rows."""
+    """Rows of random tokens, generated as far as their last PROBED_STEPS tokens and compared with the log-probabilities
+    of the whole rows.
+    """
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -110,7 +137,8 @@ class GenerationProbe(Probe):
     def has_exact_cache(self) -> bool:
         try:
             found = torch.cat([self._steps([row]) for row in self.rows])
-        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError):  # a model with a cache of another class
+        # a model with a cache of another class
+        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError):
             return False
         return self._is_expected(found)
 
@@ -121,7 +149,9 @@ class GenerationProbe(Probe):
         return bool((values - self.expected).abs().max() <= self.tolerance)  # False for NaN
 
     def _steps(self, rows: list[Tensor]) -> Tensor:
-        """Return the log-probabilities (B, PROBED_STEPS, V) after the last tokens of `rows`, which are padded on the left and generated with a cache."""
+        """Return the log-probabilities (B, PROBED_STEPS, V) after the last tokens of `rows`, which are padded on the
+        left and generated with a cache.
+        """
         T = max(map(len, rows))
         ids = torch.stack([torch.nn.functional.pad(row, (T - len(row), 0)) for row in rows])
         is_token = torch.stack([torch.arange(T, device=ids.device) >= T - len(row) for row in rows])  # (B, T)
@@ -130,6 +160,8 @@ class GenerationProbe(Probe):
         found = []
         for end in range(T - PROBED_STEPS + 1, T + 1):
             new = slice(cache.length, end)
-            logits = self.model(ids[:, new], position_ids=positions[:, new], mask=is_token[:, None, None, :end], cache=cache).logits
+            logits = self.model(
+                ids[:, new], position_ids=positions[:, new], mask=is_token[:, None, None, :end], cache=cache
+            ).logits
             found.append(logits.float().log_softmax(-1))
         return torch.cat(found, dim=1)

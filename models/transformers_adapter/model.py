@@ -1,4 +1,5 @@
-"""A causal language model of transformers behind the engine's interface: packed rows, chunked loss, compiled layers, cached generation.
+"""A causal language model of transformers behind the engine's interface: packed rows, chunked loss, compiled layers,
+cached generation.
 
 Shapes: B rows, T tokens, C tokens with the cached ones, S documents, D hidden size, V vocabulary.
 """
@@ -25,7 +26,13 @@ from models.layers.activation_checkpointing import full_checkpointing, recompute
 from models.layers.chunked_loss import IGNORE_LABEL, LMHead
 from models.transformers_adapter.attention import DROPOUT_FIELDS, IMPLEMENTATION, register_attention
 from models.transformers_adapter.balance import BalanceLoss
-from models.transformers_adapter.generation import GenerationMethod, TransformersCache, choose_generation, generation_step, length_dependence
+from models.transformers_adapter.generation import (
+    GenerationMethod,
+    TransformersCache,
+    choose_generation,
+    generation_step,
+    length_dependence,
+)
 from models.transformers_adapter.kernels import WINDOW_FIELDS, Kernels, choose_kernels, packed_arguments
 
 
@@ -41,7 +48,9 @@ class TransformersModel(LanguageModel):
         super().__init__()
         register_attention()
         self.cfg = cfg
-        hf = AutoModelForCausalLM.from_config(create_hf_config(cfg.config, "model.config"), trust_remote_code=False, dtype=torch.float32)
+        hf = AutoModelForCausalLM.from_config(
+            create_hf_config(cfg.config, "model.config"), trust_remote_code=False, dtype=torch.float32
+        )
         head = hf.get_output_embeddings()
         if type(head) is nn.Linear and head.bias is None:
             head.__class__ = LMHead
@@ -88,16 +97,27 @@ class TransformersModel(LanguageModel):
         if base is self.hf or not end.startswith(f"{start}."):
             return ()
         on_path = [start, *(end[:i] for i in range(len(start) + 1, len(end)) if end[i] == "."), end]
-        children = (f"{path}.{name}" for path in on_path[:-1] for name, _ in self.hf.get_submodule(path).named_children())
+        children = (
+            f"{path}.{name}" for path in on_path[:-1] for name, _ in self.hf.get_submodule(path).named_children()
+        )
         return tuple(child for child in children if child not in on_path)
 
     @property
     def layers(self) -> nn.ModuleList:
-        """Those whose parameters belong to no other module: a parameter that layers share stays with the rest of the model."""
+        """Those whose parameters belong to no other module: a parameter that layers share stays with the rest of the
+        model.
+        """
         layers = self._blocks()
         owners = Counter(id(parameter) for module in self.modules() for parameter in module.parameters(recurse=False))
-        inside = [Counter(id(parameter) for module in layer.modules() for parameter in module.parameters(recurse=False)) for layer in layers]
-        return nn.ModuleList(layer for layer, own in zip(layers, inside, strict=True) if all(owners[parameter] == count for parameter, count in own.items()))
+        inside = [
+            Counter(id(parameter) for module in layer.modules() for parameter in module.parameters(recurse=False))
+            for layer in layers
+        ]
+        return nn.ModuleList(
+            layer
+            for layer, own in zip(layers, inside, strict=True)
+            if all(owners[parameter] == count for parameter, count in own.items())
+        )
 
     def _blocks(self) -> list[nn.Module]:
         """Return the repeated blocks of the model, none inside of another; [] if its class names none."""
@@ -120,7 +140,9 @@ class TransformersModel(LanguageModel):
         if not (blocks := self._blocks()):
             setting = f"train.activation_checkpointing={mode}"
             raise UserError(
-                f"{type(self.hf).__name__} of transformers has no layers that can be recomputed one by one", setting, "train.activation_checkpointing=none"
+                f"{type(self.hf).__name__} of transformers has no layers that can be recomputed one by one",
+                setting,
+                "train.activation_checkpointing=none",
             )
         recompute = selective_checkpointing if mode == "selective" else full_checkpointing
         for block in blocks:
@@ -141,7 +163,9 @@ class TransformersModel(LanguageModel):
         reduction: str = "none",
     ) -> ModelOutput:
         if cache is not None:
-            return ModelOutput(generation_step(self.hf, self._accepted, input_ids, position_ids, mask, cache), None, None)
+            return ModelOutput(
+                generation_step(self.hf, self._accepted, input_ids, position_ids, mask, cache), None, None
+            )
         arguments: dict[str, Any] = {"use_cache": False}
         if document_ids is not None:
             arguments |= packed_arguments(self.hf, self.kernels, document_ids, position_ids)
@@ -149,8 +173,12 @@ class TransformersModel(LanguageModel):
             logits, nll = self._compute(input_ids, labels, reduction, arguments)
         return ModelOutput(logits, nll, self.balance.loss(input_ids.shape, lengths, document_ids))
 
-    def _compute(self, input_ids: Tensor, labels: Tensor | None, reduction: str, arguments: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
-        """Return (logits, None) without labels, (None, nll) with them. `arguments`: further ones of the model of transformers."""
+    def _compute(
+        self, input_ids: Tensor, labels: Tensor | None, reduction: str, arguments: dict[str, Any]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return (logits, None) without labels, (None, nll) with them. `arguments`: further ones of the model of
+        transformers.
+        """
         if labels is None:
             return self.hf(input_ids, **arguments).logits, None
         if self.kernels.chunked_loss:
@@ -162,14 +190,27 @@ class TransformersModel(LanguageModel):
 
     @property
     def attention_sizes(self) -> tuple[int, int, int] | None:
-        """None for sliding windows, which the fused kernel computes slowly, for dropout of probabilities, and for attention of transformers."""
+        """None for sliding windows, which the fused kernel computes slowly, for dropout of probabilities, and for
+        attention of transformers.
+        """
         if self.kernels.attention != IMPLEMENTATION or not self.kernels.is_called:
             return None
         config = self.hf.config.get_text_config()
         with suppress(RuntimeError):  # of a field that differs between the layers
-            heads, has_windows = getattr(config, "num_attention_heads", None), any(getattr(config, name, None) for name in WINDOW_FIELDS)
-            if isinstance(heads, int) and not has_windows and not any(getattr(config, name, 0) for name in DROPOUT_FIELDS):
-                return heads, getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+            heads, has_windows = (
+                getattr(config, "num_attention_heads", None),
+                any(getattr(config, name, None) for name in WINDOW_FIELDS),
+            )
+            if (
+                isinstance(heads, int)
+                and not has_windows
+                and not any(getattr(config, name, 0) for name in DROPOUT_FIELDS)
+            ):
+                return (
+                    heads,
+                    getattr(config, "num_key_value_heads", None) or heads,
+                    getattr(config, "head_dim", None) or config.hidden_size // heads,
+                )
         return None
 
     @property
@@ -205,11 +246,25 @@ class TransformersModel(LanguageModel):
         return TransformersCache(self.hf.config, self._generation().has_cache)
 
 
-def _forward(layer: nn.Module, plain: Any, compiled: Any, single_row: bool, hidden_states: Tensor, *arguments: Any, **options: Any) -> Any:
-    """Call the compiled layer while training on batches of the compiled kind; other shapes would cost a second compilation."""
+def _forward(
+    layer: nn.Module,
+    plain: Any,
+    compiled: Any,
+    single_row: bool,
+    hidden_states: Tensor,
+    *arguments: Any,
+    **options: Any,
+) -> Any:
+    """Call the compiled layer while training on batches of the compiled kind; other shapes would cost a second
+    compilation.
+    """
     is_compiled = layer.training and (len(hidden_states) == 1) == single_row
     return (compiled if is_compiled else plain)(hidden_states, *arguments, **options)
 
 
 def _recomputed_forward(block: nn.Module, forward: Any, recompute: Any, *arguments: Any, **options: Any) -> Any:
-    return recompute(partial(forward, **options), *arguments) if block.training and torch.is_grad_enabled() else forward(*arguments, **options)
+    return (
+        recompute(partial(forward, **options), *arguments)
+        if block.training and torch.is_grad_enabled()
+        else forward(*arguments, **options)
+    )

@@ -1,1 +1,3 @@
-"""Checkpoints of a run: format, save, load, retain. Imports common/ only; it sees dicts and tensors, never the engine's objects."""
+"""Checkpoints of a run: format, save, load, retain. Imports common/ only; it sees dicts and tensors, never the engine's
+objects.
+"""

@@ -1,7 +1,7 @@
 """Atomic folders: complete with verified checksums, or absent, after any kill, write error or power cut.
 
-A folder is written under a temporary name, every file is synced, a manifest of checksums is written last, then a rename and an
-fsync of the parent commit it. Readers trust the checksums only.
+A folder is written under a temporary name, every file is synced, a manifest of checksums is written last, then a rename
+and an fsync of the parent commit it. Readers trust the checksums only.
 """
 
 from __future__ import annotations
@@ -52,15 +52,23 @@ class SaveError(OSError):
         return str(self.strerror)
 
 
-def write_atomic_dir(parent: Path, name: str, files: Mapping[str, Chunks | Callable[[], Chunks]], manifest: dict[str, Any], expected: int = 0) -> None:
+def write_atomic_dir(
+    parent: Path,
+    name: str,
+    files: Mapping[str, Chunks | Callable[[], Chunks]],
+    manifest: dict[str, Any],
+    expected: int = 0,
+) -> None:
     """Commit the folder `parent/name` with these files; once this returns, it survives a power cut.
 
-    A callable returns the content of its file and is called when that file is written, so that only one file's content is in memory at
-    a time. `expected` is their total size in bytes; it is checked against the free space first. The fields of `manifest` are stored in
-    MANIFEST.json. A valid folder of that name is left as it is, an invalid one is replaced. Raises SaveError, after removing what was
-    written, if the disk is full, read-only or broken.
+    A callable returns the content of its file and is called when that file is written, so that only one file's content
+    is in memory at a time. `expected` is their total size in bytes; it is checked against the free space first. The
+    fields of `manifest` are stored in MANIFEST.json. A valid folder of that name is left as it is, an invalid one is
+    replaced. Raises SaveError, after removing what was written, if the disk is full, read-only or broken.
     """
-    assert all(FILE_NAME.fullmatch(file) and file != MANIFEST_FILE for file in files), f"file names that could not be read back: {list(files)}"
+    assert all(FILE_NAME.fullmatch(file) and file != MANIFEST_FILE for file in files), (
+        f"file names that could not be read back: {list(files)}"
+    )
     assert not manifest.keys() & {"files", "name", "sha256"}, f"reserved fields of the manifest: {list(manifest)}"
     target = parent / name
     written, need = 0, max(expected, sum(_payload_bytes(data) for data in files.values() if not callable(data)))
@@ -112,7 +120,9 @@ def verify_dir(folder: Path) -> str | None:
 
 
 def read_verified(folder: Path, file: str, limit: int) -> bytes:
-    """Return the content of one file of a step folder. Raises OSError or ValueError unless it has the checksum of the manifest."""
+    """Return the content of one file of a step folder. Raises OSError or ValueError unless it has the checksum of the
+    manifest.
+    """
     entry = _read_entries(folder).get(file)
     content = read_bounded(folder / file, limit)
     if entry is None or hashlib.sha256(content).hexdigest() != entry["sha256"]:
@@ -138,7 +148,8 @@ def newest_valid(parent: Path) -> tuple[Path | None, list[tuple[str, str]]]:
 
 
 def prune_dirs(parent: Path, keep: int, protect: set[str]) -> list[str]:
-    """Delete valid step folders except the newest `keep` (at least two) and the protected ones; return the deleted names.
+    """Delete valid step folders except the newest `keep` (at least two) and the protected ones; return the deleted
+    names.
 
     Invalid folders are neither counted nor deleted.
     """
@@ -157,7 +168,8 @@ def valid_names(parent: Path) -> list[str]:
 def discard_dir(folder: Path) -> None:
     """Delete a step folder. It is renamed durably first, so that no partly deleted folder ever has its name.
 
-    What cannot be deleted after that, e.g. `.nfs*` files that NFS keeps while a reader has them open, is left to `remove_temp`.
+    What cannot be deleted after that, e.g. `.nfs*` files that NFS keeps while a reader has them open, is left to
+    `remove_temp`.
     """
     trash = folder.parent / temp_name("del", folder.name)
     try:
@@ -174,7 +186,8 @@ def discard_dir(folder: Path) -> None:
 
 
 def remove_temp(parent: Path, kinds: tuple[str, ...] = (".tmp-", ".del-")) -> list[str]:
-    """Remove temporary files of interrupted writers; return their names. The caller must hold the lock: a running writer's files look the same.
+    """Remove temporary files of interrupted writers; return their names. The caller must hold the lock: a running
+    writer's files look the same.
 
     Files that cannot be deleted are left: they have no effect, and the next call tries again.
     """
@@ -193,10 +206,14 @@ def write_pointer(parent: Path, kind: str, name: str) -> None:
 
 
 def _read_entries(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the field `files` of the manifest. Raises ValueError if it is damaged, of another folder, or not one of `write_atomic_dir`."""
+    """Return the field `files` of the manifest. Raises ValueError if it is damaged, of another folder, or not one of
+    `write_atomic_dir`.
+    """
     body = load_sealed_json(read_bounded(folder / MANIFEST_FILE, MAX_MANIFEST_BYTES))
     try:
-        entries = {file: {"size": int(entry["size"]), "sha256": str(entry["sha256"])} for file, entry in body["files"].items()}
+        entries = {
+            file: {"size": int(entry["size"]), "sha256": str(entry["sha256"])} for file, entry in body["files"].items()
+        }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError("not a manifest") from error
     if not all(FILE_NAME.fullmatch(file) for file in entries):
@@ -220,7 +237,9 @@ _verified: dict[str, list[tuple[Any, ...]] | None] = {}  # folder -> signature o
 
 
 def _verified_cached(folder: Path) -> bool:
-    """Return whether a folder is valid. One that this process has written or verified is read again only if a file has changed since."""
+    """Return whether a folder is valid. One that this process has written or verified is read again only if a file has
+    changed since.
+    """
     signature = _stat_signature(folder)
     if signature is None:
         return False

@@ -1,14 +1,155 @@
-"""Facts about a run that its checkpoints store, and what a difference in one of them means for a resume."""
+"""Facts that a checkpoint stores, and what a difference in one of them means for a resume.
+
+What the rounding of a training depends on besides its settings and data: code, libraries, processor, threads, and
+variables of the environment.
+
+Facts about a run that its checkpoints store, and what a difference in one of them means for a resume.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from common.paths import REPO_ROOT
+from common.registry import imported_plugins, plugin_files
 from common.settings import OnResume, resume_rules, setting_values
-from runner.checkpoint.environment import describe_environment
+
+if TYPE_CHECKING:
+    import torch
+
+# Folders of the code that computes, restores or orders the numbers of a training; plugins are added.
+TRAINING_CODE = ("common", "data", "models", "runner/checkpoint", "runner/engine")
+CODE_SUFFIXES = (".py", ".cpp", ".h")
+# Variables that choose kernels, instruction sets or the order of sums: all of these libraries, except those that change
+# speed or output only.
+NUMERIC_VARIABLES = (
+    "ATEN_",
+    "CUBLAS_",
+    "CUDNN_",
+    "DNNL_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "NCCL_",
+    "NVIDIA_TF32_",
+    "OMP_",
+    "ONEDNN_",
+    "TORCHINDUCTOR_",
+)
+HARMLESS_VARIABLES = (
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS",  # the number of threads is a fact of its own
+    "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES", "OMP_STACKSIZE", "OMP_DISPLAY_ENV", "GOMP_SPINCOUNT", "GOMP_CPU_AFFINITY", "KMP_BLOCKTIME", "KMP_AFFINITY",
+    "KMP_DUPLICATE_LIB_OK", "MKL_VERBOSE", "DNNL_VERBOSE", "ONEDNN_VERBOSE", "NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS", "NCCL_SOCKET_IFNAME", "TORCHINDUCTOR_CACHE_DIR",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
+)  # fmt: skip
+MAX_VALUE_LENGTH = 200  # characters of a variable that are recorded
+COMPILER_SECONDS = 5.0
+
+
+def describe_environment(device: torch.device, num_ranks: int) -> dict[str, Any]:
+    """Return fact -> value, as JSON values, of this process. It costs about 5 ms, most of it for `code_fingerprint`."""
+    import numpy
+    import torch
+
+    # MKL and oneDNN among others
+    build = [line for line in torch.__config__.show().splitlines() if "CPU capability" not in line]
+    return {
+        "code": code_fingerprint(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_build": hashlib.sha256("\n".join(build).encode()).hexdigest()[:16],
+        "numpy": numpy.__version__,
+        "ranks": num_ranks,
+        "threads": torch.get_num_threads(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "cpu_model": cpu_model(),
+        "mkldnn": torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        **{f"variables.{name}": value for name, value in numeric_variables(os.environ).items()},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        **(_describe_cuda() if device.type == "cuda" else {}),
+    }
+
+
+def _describe_cuda() -> dict[str, Any]:
+    import torch
+
+    return {
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+    }
+
+
+@cache
+def code_fingerprint(root: Path = REPO_ROOT) -> str:
+    """Return the sha256 of the Python and C++ files that training executes, those of imported plugins included; of an
+    installed wheel, too.
+    """
+    files = {
+        f"{folder}/{path.relative_to(root / folder).as_posix()}": path
+        for folder in TRAINING_CODE
+        for path in (root / folder).rglob("*")
+        if path.suffix in CODE_SUFFIXES
+    }
+    files |= {f"plugin/{path}": file for name in imported_plugins() for path, file in plugin_files(name).items()}
+    digest = hashlib.sha256()
+    for name, path in sorted(files.items()):
+        digest.update(f"{name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+@cache
+def cpu_model() -> str:
+    """Return the name of the processor and a hash of its instruction sets: libraries choose kernels by them. Off Linux:
+    what Python knows.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    features = fields.get("flags") or fields.get("Features") or ""
+    return f"{fields.get('model name', platform.machine())} {hashlib.sha256(' '.join(sorted(features.split())).encode()).hexdigest()[:8]}"
+
+
+def numeric_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of `environment` that may change a bit of the result."""
+    names = sorted(
+        name for name in environment if name.startswith(NUMERIC_VARIABLES) and name not in HARMLESS_VARIABLES
+    )
+    return {name: environment[name][:MAX_VALUE_LENGTH] for name in names}
+
+
+def compiler_version() -> str:
+    """Return the first line that the C++ compiler of torch.compile prints about itself, "unknown" if it prints none."""
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    try:
+        done = subprocess.run([compiler or "", "--version"], check=False, capture_output=True, timeout=COMPILER_SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.decode("utf-8", "replace").partition("\n")[0][:MAX_VALUE_LENGTH] or "unknown"
+
+
+def rank_differences(per_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return "rank<k>.<fact>" -> value of every fact in which rank k, of another machine, differs from rank 0."""
+    first = per_rank[0]
+    return {
+        f"rank{k}.{fact}": value
+        for k, facts in enumerate(per_rank)
+        for fact, value in facts.items()
+        if value != first.get(fact)
+    }
+
 
 if TYPE_CHECKING:
     import torch
@@ -23,19 +164,34 @@ ROWS_PER_STEP, DATA_FINGERPRINT, TOKENIZER_FINGERPRINT, FROZEN_WEIGHTS, ENVIRONM
     "environment",
 )
 CODE = f"{ENVIRONMENT}.code"  # fingerprint of the code; decides whether code has changed
-WRITTEN_BY = "written_by"  # git commit of the code and hash of uncommitted changes, for messages: a commit may change documentation only
-UNRECORDED_CODE = "the checkpoint does not record its code and environment: a version of this program without that wrote it"
+# git commit of the code and hash of uncommitted changes, for messages: a commit may change documentation only
+WRITTEN_BY = "written_by"
+UNRECORDED_CODE = (
+    "the checkpoint does not record its code and environment: a version of this program without that wrote it"
+)
 
 
 def describe_run(
-    config: Any, *, device: torch.device, num_ranks: int, rows_per_step: int, data: str, tokenizer: str, frozen: Mapping[str, Tensor]
+    config: Any,
+    *,
+    device: torch.device,
+    num_ranks: int,
+    rows_per_step: int,
+    data: str,
+    tokenizer: str,
+    frozen: Mapping[str, Tensor],
 ) -> dict[str, Any]:
-    """Return fact -> value: every setting of `config` (a dataclass), the fingerprints of what it refers to, and the environment.
+    """Return fact -> value: every setting of `config` (a dataclass), the fingerprints of what it refers to, and the
+    environment.
 
-    `data`, `tokenizer`: fingerprints. `frozen`: weights that training reads and never changes (a base under adapters, a reference);
-    no checkpoint contains them.
+    `data`, `tokenizer`: fingerprints. `frozen`: weights that training reads and never changes (a base under adapters, a
+    reference); no checkpoint contains them.
     """
-    facts = setting_values(config) | {ROWS_PER_STEP: rows_per_step, DATA_FINGERPRINT: data, TOKENIZER_FINGERPRINT: tokenizer}
+    facts = setting_values(config) | {
+        ROWS_PER_STEP: rows_per_step,
+        DATA_FINGERPRINT: data,
+        TOKENIZER_FINGERPRINT: tokenizer,
+    }
     if frozen:
         facts[FROZEN_WEIGHTS] = fingerprint_parameters(frozen)
     return facts | environment_facts(describe_environment(device, num_ranks))
@@ -48,7 +204,9 @@ def environment_facts(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def recorded_environment(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `values` of all `environment_facts` among `facts`."""
-    return {fact.partition(".")[2]: value for fact, value in sorted(facts.items()) if fact.startswith(f"{ENVIRONMENT}.")}
+    return {
+        fact.partition(".")[2]: value for fact, value in sorted(facts.items()) if fact.startswith(f"{ENVIRONMENT}.")
+    }
 
 
 def run_rules(config: Any) -> dict[str, str]:
@@ -77,7 +235,11 @@ def diff_facts(saved: Mapping[str, Any], current: Mapping[str, Any], rules: Mapp
     for fact in sorted(saved.keys() | current.keys()):
         is_unrecorded = lacks_code and fact not in saved and fact.startswith(f"{ENVIRONMENT}.")
         if saved.get(fact) != current.get(fact) and not is_unrecorded:
-            text = f"{fact}: {saved.get(fact)} -> {current.get(fact)}{_cause(fact, saved, current)}" if fact != CODE else describe_changed_code(saved, current)
+            text = (
+                f"{fact}: {saved.get(fact)} -> {current.get(fact)}{_cause(fact, saved, current)}"
+                if fact != CODE
+                else describe_changed_code(saved, current)
+            )
             differences[rule_of(fact, rules)].append(text)
     if lacks_code:
         differences["changes_rounding"].append(UNRECORDED_CODE)
@@ -91,11 +253,17 @@ def _cause(fact: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> s
     if fact != DATA_FINGERPRINT:
         return ""
     is_same = saved.get(TOKENIZER_FINGERPRINT) == current.get(TOKENIZER_FINGERPRINT)
-    return " (the rows differ, or how they are encoded; the tokenizer is the same)" if is_same else " (the tokens of the rows: the tokenizer differs)"
+    return (
+        " (the rows differ, or how they are encoded; the tokenizer is the same)"
+        if is_same
+        else " (the tokens of the rows: the tokenizer differs)"
+    )
 
 
 def describe_changed_code(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
-    """Return "code changed: A -> B": commits if both are known and differ, otherwise the first digits of the code's fingerprints."""
+    """Return "code changed: A -> B": commits if both are known and differ, otherwise the first digits of the code's
+    fingerprints.
+    """
     before, now = (facts.get(f"{WRITTEN_BY}.commit") for facts in (saved, current))
     if before and now and before != now:
         return f"code changed: {before[:12]} -> {now[:12]}"

@@ -47,7 +47,10 @@ def step_of(name: str) -> int:
 def checkpoint_files(tensors: CheckpointTensors, state: Mapping[str, Any]) -> dict[str, Callable[[], Chunks]]:
     """Return file name -> function that returns its content. `tensors` are in host memory."""
     state_json = json.dumps({"format": CHECKPOINT_FORMAT, **state}, indent=1).encode()
-    return {**{TENSOR_FILES[file]: partial(safetensors_chunks, named) for file, named in tensors.items()}, STATE_FILE: lambda: state_json}
+    return {
+        **{TENSOR_FILES[file]: partial(safetensors_chunks, named) for file, named in tensors.items()},
+        STATE_FILE: lambda: state_json,
+    }
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -63,7 +66,9 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_newest_state(run_dir: Path) -> dict[str, Any] | None:
-    """Return the newest state.json of a run that can be parsed, or None. Checksums are not verified; loading a checkpoint does that."""
+    """Return the newest state.json of a run that can be parsed, or None. Checksums are not verified; loading a
+    checkpoint does that.
+    """
     checkpoints = run_dir / CHECKPOINTS_DIR
     for checkpoint in (checkpoints / name for name in atomic_dir.step_names(checkpoints)):
         if checkpoint.is_symlink():
@@ -78,7 +83,9 @@ def read_newest_state(run_dir: Path) -> dict[str, Any] | None:
 
 
 def read_proven_state(run_dir: Path) -> dict[str, Any] | None:
-    """Return the newest state.json of a run that has the checksum of its manifest, or None. Other files of the checkpoint may be damaged."""
+    """Return the newest state.json of a run that has the checksum of its manifest, or None. Other files of the
+    checkpoint may be damaged.
+    """
     checkpoints = run_dir / CHECKPOINTS_DIR
     for name in atomic_dir.step_names(checkpoints):
         try:
@@ -106,7 +113,8 @@ def read_model_tensors(folder: Path) -> dict[str, Tensor]:
 def safetensors_chunks(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
     """Return a safetensors file as its header and the memory of each tensor, without a copy.
 
-    Raises TrainingError if a value is not finite: a fault of the memory may put a NaN into the weights of a healthy run.
+    Raises TrainingError if a value is not finite: a fault of the memory may put a NaN into the weights of a healthy
+    run.
     """
     import torch
 
@@ -117,9 +125,15 @@ def safetensors_chunks(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview
     end = 0
     for name, tensor in sorted(tensors.items()):
         if not all_finite(name, tensor):
-            raise TrainingError(f"{name} contains values that are not finite and was not saved; resume= continues from the previous checkpoint")
+            raise TrainingError(
+                f"{name} contains values that are not finite and was not saved; resume= continues from the previous checkpoint"
+            )
         start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": SAFETENSORS_DTYPES[str(tensor.dtype)], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": SAFETENSORS_DTYPES[str(tensor.dtype)],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
         chunks.append(tensor.reshape(-1).view(torch.uint8).numpy().data)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8

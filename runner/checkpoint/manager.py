@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from common.errors import TrainingError, UserError
 from common.filesystem import describe_disk_error, retry_disk
 from runner.checkpoint import atomic_dir
-from runner.checkpoint.async_writer import AsyncWriter, SaveResult
-from runner.checkpoint.best import best_dirname, discard_best_after, point_to_best
 from runner.checkpoint.compatibility import diff_facts
 from runner.checkpoint.format import (
     CHECKPOINTS_DIR,
@@ -24,8 +22,15 @@ from runner.checkpoint.format import (
     read_state,
     step_of,
 )
-from runner.checkpoint.retention import RetentionPolicy
-from runner.checkpoint.saving import BestWeights, copy_to_host, save_and_prune, write_checkpoint
+from runner.checkpoint.retention import RetentionPolicy, best_dirname, discard_best_after, point_to_best
+from runner.checkpoint.saving import (
+    AsyncWriter,
+    BestWeights,
+    SaveResult,
+    copy_to_host,
+    save_and_prune,
+    write_checkpoint,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,9 +76,15 @@ class CheckpointManager:
         """`update_metadata` writes fields of run.json; `broadcast_flag` returns rank 0's flag on every rank."""
         self.run_dir, self.dir = run_dir, run_dir / CHECKPOINTS_DIR
         self.saved_step = 0  # the newest step handed to the writer
-        self.retention, self._max_failed_saves, self._messages, self._update_metadata = retention, max_failed_saves, messages, update_metadata
+        self.retention, self._max_failed_saves, self._messages, self._update_metadata = (
+            retention,
+            max_failed_saves,
+            messages,
+            update_metadata,
+        )
         self._is_rank_zero, self._broadcast_flag = is_rank_zero, broadcast_flag
-        self.check_run_dir: Callable[[], None] = lambda: None  # raises TrainingError if the run directory no longer belongs to this process
+        # raises TrainingError if the run directory no longer belongs to this process
+        self.check_run_dir: Callable[[], None] = lambda: None
         self._writer = AsyncWriter()
         self._writer_warnings: deque[str] = deque()  # filled by the writer thread
         self._failed_saves = 0  # consecutive
@@ -87,7 +98,9 @@ class CheckpointManager:
         self.run_dir, self.dir = run_dir, run_dir / CHECKPOINTS_DIR
 
     def save_async(self, step: int, source: Stateful) -> None:
-        """Copy the state to rank 0's host memory and hand it to the writer thread. A step that is saved already is skipped."""
+        """Copy the state to rank 0's host memory and hand it to the writer thread. A step that is saved already is
+        skipped.
+        """
         if self._is_rank_zero:
             self.check_run_dir()
             self._submit_best(self._unsaved_best)
@@ -101,7 +114,10 @@ class CheckpointManager:
             return self._handle_failure(step, error)
         if not self._is_rank_zero:
             return None
-        files, size = checkpoint_files(tensors, state), sum(tensor.nbytes for named in tensors.values() for tensor in named.values())
+        files, size = (
+            checkpoint_files(tensors, state),
+            sum(tensor.nbytes for named in tensors.values() for tensor in named.values()),
+        )
         self._submit(checkpoint_name(step), partial(write_checkpoint, self.dir, step, files, size))
         self.saved_step, self._weights_in_flight = step, tensors["model"]
         self._stall += time.perf_counter() - started
@@ -109,7 +125,8 @@ class CheckpointManager:
     def save_best(self, step: int, loss: float, source: Stateful) -> None:
         """Keep the weights of `step`, the current one, whose evaluation loss is the lowest so far.
 
-        The checkpoint of this step holds them where there is one; otherwise the weights alone are copied, and written in the background.
+        The checkpoint of this step holds them where there is one; otherwise the weights alone are copied, and written
+        in the background.
         """
         if self._broadcast_flag(step == self.saved_step):
             if self._is_rank_zero:
@@ -131,19 +148,27 @@ class CheckpointManager:
             self._submit(best_dirname(best.step), partial(best.write, self.dir))
 
     def _submit(self, name: str, write: Callable[[], None]) -> None:
-        self._writer.submit(name, partial(save_and_prune, self.dir, write, self.retention, self._writer_warnings.append))
+        self._writer.submit(
+            name, partial(save_and_prune, self.dir, write, self.retention, self._writer_warnings.append)
+        )
 
     def save_blocking(self, step: int, source: Stateful) -> None:
-        """Save and wait until it is on disk, with the best weights so far; retry until it succeeds or TrainingError is raised."""
+        """Save and wait until it is on disk, with the best weights so far; retry until it succeeds or TrainingError is
+        raised.
+        """
         while True:
             self.save_async(step, source)
             self.wait_for_save()
             self._point_to_awaited_best()
-            if self._broadcast_flag(self.saved_step == step and self._unsaved_best is None and self._awaited_best is None):
+            if self._broadcast_flag(
+                self.saved_step == step and self._unsaved_best is None and self._awaited_best is None
+            ):
                 return
 
     def report_finished(self) -> None:
-        """Report saves that have finished since the last call. Raises TrainingError after max_failed_saves consecutive failures."""
+        """Report saves that have finished since the last call. Raises TrainingError after max_failed_saves consecutive
+        failures.
+        """
         self._handle_results(self._writer.poll())
 
     def wait_for_save(self) -> None:
@@ -159,11 +184,13 @@ class CheckpointManager:
         stall, self._stall = self._stall, 0.0
         return stall
 
-    def load_newest(self, source: Stateful, facts: Mapping[str, Any], rules: Mapping[str, str], total_steps: int) -> bool:
+    def load_newest(
+        self, source: Stateful, facts: Mapping[str, Any], rules: Mapping[str, str], total_steps: int
+    ) -> bool:
         """Load the newest valid checkpoint into `source`; return False if there is no checkpoint yet.
 
-        `facts` and `rules` describe the run as it is now (compatibility.py). Raises UserError if the checkpoint belongs to another
-        model, stage, tokenizer or data, if it is beyond `total_steps`, or if no checkpoint is valid.
+        `facts` and `rules` describe the run as it is now (compatibility.py). Raises UserError if the checkpoint belongs
+        to another model, stage, tokenizer or data, if it is beyond `total_steps`, or if no checkpoint is valid.
         """
         checkpoint, skipped = atomic_dir.newest_valid(self.dir)
         for name, reason in skipped:
@@ -181,10 +208,16 @@ class CheckpointManager:
         saved = read_state(checkpoint)
         self.saved_step = saved["progress"]["step"]
         if self.saved_step != step_of(checkpoint.name):  # manifests of earlier versions do not name their folder
-            raise UserError(f"this is the checkpoint of step {self.saved_step}, renamed", str(checkpoint), f"rename it to {checkpoint_name(self.saved_step)}")
+            raise UserError(
+                f"this is the checkpoint of step {self.saved_step}, renamed",
+                str(checkpoint),
+                f"rename it to {checkpoint_name(self.saved_step)}",
+            )
         if self.saved_step > total_steps:
             raise UserError(
-                f"the run is already at step {self.saved_step}", f"train.max_steps={total_steps}", f"give at least {self.saved_step}; a run cannot go back"
+                f"the run is already at step {self.saved_step}",
+                f"train.max_steps={total_steps}",
+                f"give at least {self.saved_step}; a run cannot go back",
             )
         self._check_compatible(diff_facts(saved["compatibility"], facts, rules), checkpoint)
         source.load_tensors(read_checkpoint_tensors(checkpoint), checkpoint)
@@ -193,7 +226,9 @@ class CheckpointManager:
         return True
 
     def _forget_later_best(self, step: int, best_step: int | None) -> None:
-        """Delete the best weights that were saved after the checkpoint of `step`, which is resumed from: metrics.jsonl is cut back, too."""
+        """Delete the best weights that were saved after the checkpoint of `step`, which is resumed from: metrics.jsonl
+        is cut back, too.
+        """
         if self._is_rank_zero and self.dir.is_dir():
             retry_disk(partial(discard_best_after, self.dir, step))
             retry_disk(partial(point_to_best, self.dir, best_step))
@@ -201,7 +236,8 @@ class CheckpointManager:
     def _check_compatible(self, differences: Mapping[str, list[str]], checkpoint: Path) -> None:
         if differences["incompatible"]:
             raise UserError(
-                "cannot resume, the checkpoint was saved by another configuration:\n    " + "\n    ".join(differences["incompatible"]),
+                "cannot resume, the checkpoint was saved by another configuration:\n    "
+                + "\n    ".join(differences["incompatible"]),
                 str(checkpoint),
                 f"resume with the saved settings, or start a new run with init_from={self.run_dir}",
             )
@@ -226,7 +262,9 @@ class CheckpointManager:
                 elif self._unsaved_best is not None and step == self._unsaved_best.step:
                     self._unsaved_best = None
                 self._messages.info(f"saved {result.name} in {result.seconds:.2f} s")
-                self._update_metadata(degraded=None, **({"checkpoint": result.name, "step": step} if is_checkpoint else {}))
+                self._update_metadata(
+                    degraded=None, **({"checkpoint": result.name, "step": step} if is_checkpoint else {})
+                )
                 self._point_to_awaited_best()
             elif isinstance(result.error, OSError):
                 if is_checkpoint and self._awaited_best is not None and step == self._awaited_best.step:
@@ -251,11 +289,17 @@ class CheckpointManager:
         self._failed_saves += 1
         if is_checkpoint:
             self.saved_step = 0
-        reason = str(error) if isinstance(error, atomic_dir.SaveError) else f"step {step} was not saved: {describe_disk_error(error, self.run_dir)}"
+        reason = (
+            str(error)
+            if isinstance(error, atomic_dir.SaveError)
+            else f"step {step} was not saved: {describe_disk_error(error, self.run_dir)}"
+        )
         self._messages.warning(reason)
         self._update_metadata(degraded=f"step {step}: {reason}")
         if self._failed_saves >= self._max_failed_saves:
-            raise TrainingError(f"{self._failed_saves} consecutive saves failed (train.max_failed_saves), the last one with: {reason}")
+            raise TrainingError(
+                f"{self._failed_saves} consecutive saves failed (train.max_failed_saves), the last one with: {reason}"
+            )
 
 
 def newest_checkpoint(run_dir: Path) -> Path:

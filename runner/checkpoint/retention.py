@@ -1,23 +1,113 @@
-"""Which checkpoints stay on disk: those that the policy keeps after a save, and only what a resume needs when the disk is full."""
+"""Weights of the best evaluation, and which checkpoints stay on disk.
+
+Weights of the best evaluation: in the checkpoint of that step where there is one, otherwise in a folder of their own.
+
+best-00000040/ model.safetensors  weights of step 40, as in a checkpoint
+               MANIFEST.json      size and checksum, the step, and the loss of its evaluation
+
+Which checkpoints stay on disk: those that the policy keeps after a save, and only what a resume needs when the disk is
+full.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from common import filesystem
-from common.filesystem import DISK_ERRORS, FULL_DISK_ERRORS
+from common.filesystem import DISK_ERRORS, FULL_DISK_ERRORS, Chunks, read_bounded
 from runner.checkpoint import atomic_dir
-from runner.checkpoint.best import best_dirs, pointed_best_step, prune_best_dirs, referenced_best_steps
-from runner.checkpoint.format import step_of
+from runner.checkpoint.format import TENSOR_FILES, checkpoint_name, read_state, step_of
+
+BEST_DIR = re.compile(r"best-[0-9]{8}")
+BEST_POINTER = "best"  # file with the name of the folder that holds the best weights
+
+
+def best_dirname(step: int) -> str:
+    return f"best-{step:08d}"
+
+
+def write_best_weights(checkpoints: Path, step: int, loss: float, weights: Callable[[], Chunks], size: int) -> None:
+    """Commit the weights of `step` (`size` bytes) as a folder of their own. Raises OSError."""
+    atomic_dir.write_atomic_dir(
+        checkpoints, best_dirname(step), {TENSOR_FILES["model"]: weights}, {"step": step, "loss": loss}, expected=size
+    )
+    point_to_best(checkpoints, step)
+
+
+def find_best_weights(checkpoints: Path, step: int) -> Path | None:
+    """Return the valid folder whose model.safetensors holds the weights of `step`; None if there is none."""
+    candidates = (checkpoints / checkpoint_name(step), checkpoints / best_dirname(step))
+    return next((folder for folder in candidates if folder.is_dir() and atomic_dir.verify_dir(folder) is None), None)
+
+
+def point_to_best(checkpoints: Path, step: int | None) -> bool:
+    """Write the name of the folder with the weights of `step` to the file `best`; return whether there is such a
+    folder.
+
+    Without a step the file is removed: no evaluation of this run counts.
+    """
+    if step is None:
+        (checkpoints / BEST_POINTER).unlink(missing_ok=True)
+        return False
+    name = next((name for name in (checkpoint_name(step), best_dirname(step)) if (checkpoints / name).is_dir()), None)
+    if name is not None:
+        atomic_dir.write_pointer(checkpoints, BEST_POINTER, name)
+    return name is not None
+
+
+def pointed_best_step(checkpoints: Path) -> int | None:
+    """Return the step of the folder that the file `best` names, or None."""
+    try:
+        return step_of(read_bounded(checkpoints / BEST_POINTER, 64).decode().strip())
+    except (OSError, ValueError):
+        return None
+
+
+def referenced_best_steps(checkpoints: Path, newest: int | None) -> set[int]:
+    """Return the best step of each of the `newest` checkpoints (None: all): a resume from any of them needs these
+    weights.
+    """
+    steps = set()
+    for name in atomic_dir.step_names(checkpoints)[:newest]:
+        try:
+            steps.add(read_state(checkpoints / name)["progress"].get("best_step"))
+        except (OSError, ValueError, LookupError, AttributeError, TypeError):  # damaged: no resume starts from it
+            continue
+    return {step for step in steps if isinstance(step, int)}
+
+
+def prune_best_dirs(checkpoints: Path, needed: Iterable[int]) -> None:
+    """Delete the folders of best weights except those of the steps `needed`."""
+    kept = {best_dirname(step) for step in needed}
+    for folder in best_dirs(checkpoints):
+        if folder.name not in kept:
+            atomic_dir.discard_dir(folder)
+
+
+def discard_best_after(checkpoints: Path, step: int) -> None:
+    """Delete best weights of later steps than `step`, which a run resumes from: these steps are trained again, perhaps
+    with other settings.
+    """
+    for folder in best_dirs(checkpoints):
+        if folder.name > best_dirname(step):
+            atomic_dir.discard_dir(folder)
+
+
+def best_dirs(checkpoints: Path) -> list[Path]:
+    """Return the folders of best weights, oldest first."""
+    return [folder for folder in sorted(checkpoints.glob("best-*")) if BEST_DIR.fullmatch(folder.name)]
 
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """Which checkpoints are kept: the newest `keep_newest`, every `keep_every` steps (0: none), and the best ones that the newest refer to."""
+    """Which checkpoints are kept: the newest `keep_newest`, every `keep_every` steps (0: none), and the best ones that
+    the newest refer to.
+    """
 
     keep_newest: int
     keep_every: int
@@ -45,8 +135,12 @@ def needed_best_steps(checkpoints: Path, newest: int | None) -> set[int]:
     return referenced_best_steps(checkpoints, newest) | (set() if pointed is None else {pointed})
 
 
-def save_freeing_space(save: Callable[[], None], checkpoints: Path, policy: RetentionPolicy, warn: Callable[[str], None]) -> None:
-    """Call `save` until it succeeds: again after RETRY_SECONDS, and on a full disk after deleting the oldest checkpoints. Raises its last OSError."""
+def save_freeing_space(
+    save: Callable[[], None], checkpoints: Path, policy: RetentionPolicy, warn: Callable[[str], None]
+) -> None:
+    """Call `save` until it succeeds: again after RETRY_SECONDS, and on a full disk after deleting the oldest
+    checkpoints. Raises its last OSError.
+    """
     delays = list(filesystem.RETRY_SECONDS)
     while True:
         try:
@@ -55,9 +149,15 @@ def save_freeing_space(save: Callable[[], None], checkpoints: Path, policy: Rete
             if error.errno not in DISK_ERRORS:
                 raise
             need = getattr(error, "need", 0)
-            is_full = error.errno in FULL_DISK_ERRORS and checkpoints.is_dir() and (not delays or atomic_dir.missing_bytes(checkpoints, need) > 0)
+            is_full = (
+                error.errno in FULL_DISK_ERRORS
+                and checkpoints.is_dir()
+                and (not delays or atomic_dir.missing_bytes(checkpoints, need) > 0)
+            )
             if is_full and (names := free_space(checkpoints, need, policy)):
-                warn(f"the disk is full: deleted {', '.join(names)} to save the newest state; the newest valid checkpoint and the best weights stay")
+                warn(
+                    f"the disk is full: deleted {', '.join(names)} to save the newest state; the newest valid checkpoint and the best weights stay"
+                )
                 continue
             if not delays:
                 raise
@@ -65,13 +165,17 @@ def save_freeing_space(save: Callable[[], None], checkpoints: Path, policy: Rete
 
 
 def free_space(checkpoints: Path, need: int, policy: RetentionPolicy) -> list[str]:
-    """Delete the oldest checkpoints until `need` bytes fit, at least one; return their names. [] if deleting all of them would not suffice.
+    """Delete the oldest checkpoints until `need` bytes fit, at least one; return their names. [] if deleting all of
+    them would not suffice.
 
     The newest valid checkpoint and the best weights stay. Checkpoints of train.keep_every go after the others.
     """
     missing, best = atomic_dir.missing_bytes(checkpoints, need), needed_best_steps(checkpoints, 1)
     valid = atomic_dir.valid_names(checkpoints)
-    surplus = sorted((name for name in valid[1:] if step_of(name) not in best), key=lambda name: (policy.is_milestone(step_of(name)), name))
+    surplus = sorted(
+        (name for name in valid[1:] if step_of(name) not in best),
+        key=lambda name: (policy.is_milestone(step_of(name)), name),
+    )
     old_best = [folder for folder in best_dirs(checkpoints) if step_of(folder.name) not in best]
     if not surplus or sum(map(_size, [*old_best, *(checkpoints / name for name in surplus)])) < missing:
         return []

@@ -1,4 +1,6 @@
-"""Entry point of train.py: checks the command line, then trains, resumes, sweeps or prints. Every end has its exit code."""
+"""Entry point of train.py: checks the command line, then trains, resumes, sweeps or prints. Every end has its exit
+code.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from common.registry import import_plugins
 from common.streams import ignore_broken_pipe
 from runner.cli.exit_code import exiting_with_code
 from runner.config import overrides
-from runner.config.flags import RERUN_FLAGS, flag_value, has_flag, parse_argv
+from runner.config.overrides import RERUN_FLAGS, flag_value, has_flag, parse_argv
 from runner.config.schema import config_groups, config_schema
 from runner.engine.device.cpu.spinning import set_wait_policy
 from runner.launch import torchrun
@@ -32,7 +34,9 @@ Task = Callable[[DictConfig], float]
 
 
 def train_command(task: Task, argv: list[str] | None = None) -> None:
-    """Execute the command line `argv` (default: of this process); Hydra calls `task` for a new run. Exits with the code of common/exit_codes.py."""
+    """Execute the command line `argv` (default: of this process); Hydra calls `task` for a new run. Exits with the code
+    of common/exit_codes.py.
+    """
     set_wait_policy()
     ignore_broken_pipe()
     argv = sys.argv[1:] if argv is None else argv
@@ -55,7 +59,9 @@ def _worker_main(argv: list[str]) -> int:
 
 
 def _dispatch(argv: list[str], task: Task) -> None:
-    """Execute one command line. What a branch alone needs is imported in it: `--help` imports neither sweeps nor the engine."""
+    """Execute one command line. What a branch alone needs is imported in it: `--help` imports neither sweeps nor the
+    engine.
+    """
     typed, flags = _parse(argv)
     if has_flag(flags, "--shell-completion", "--hydra-help"):
         if "COMP_LINE" in os.environ:  # Hydra's parser refuses some paths, and resume= changes no completion
@@ -75,8 +81,16 @@ def _dispatch(argv: list[str], task: Task) -> None:
     flags = [flag for flag in flags if flag.partition("=")[0] not in (*RERUN_FLAGS, "--config-dir")]
     is_show, is_multirun = has_flag(flags, "--cfg", "--info"), has_flag(flags, "--multirun")
     if is_multirun and is_show:
-        raise UserError("a sweep is many runs, --cfg and --info print one", " ".join(flags), "leave out --multirun, and give each setting one value")
-    resume_from = [QUOTED.sub(r"\2", override.removeprefix(overrides.RESUME_KEY)) for override in typed if override.startswith(overrides.RESUME_KEY)]
+        raise UserError(
+            "a sweep is many runs, --cfg and --info print one",
+            " ".join(flags),
+            "leave out --multirun, and give each setting one value",
+        )
+    resume_from = [
+        QUOTED.sub(r"\2", override.removeprefix(overrides.RESUME_KEY))
+        for override in typed
+        if override.startswith(overrides.RESUME_KEY)
+    ]
     typed = [overrides.absolutize_path(override) for override in typed if not override.startswith(overrides.RESUME_KEY)]
     import_plugins(overrides.plugins_of(typed))
     typed = [overrides.normalize_int(override) for override in typed]
@@ -113,15 +127,19 @@ def _resume(folder: Path, extra: list[str], flags: list[str], run_hydra: RunHydr
 
     is_sweep = is_sweep_dir(folder)
     if has_flag(flags, "--cfg", "--info"):
-        from runner.cli import show_config
+        from runner.cli import help
 
-        return (show_config.show_sweep_config if is_sweep else show_config.show_run_config)(folder, extra, flags, run_hydra)
+        return (help.show_sweep_config if is_sweep else help.show_run_config)(folder, extra, flags, run_hydra)
     if is_sweep:
         from runner.sweep.command import resume_sweep
 
         return resume_sweep(folder, extra, flags, run_hydra)
     if has_flag(flags, "--multirun"):
-        raise UserError("--multirun resumes a sweep, and this directory holds one run", f"--multirun resume={folder}", "leave out --multirun")
+        raise UserError(
+            "--multirun resumes a sweep, and this directory holds one run",
+            f"--multirun resume={folder}",
+            "leave out --multirun",
+        )
     from runner.launch.resume import resume_run
 
     resume_run(folder, extra)

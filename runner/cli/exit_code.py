@@ -17,7 +17,8 @@ SHOW_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"  # as the user has s
 
 @contextmanager
 def exiting_with_code() -> Iterator[None]:
-    """Turn an exception into its message on stderr and SystemExit with its code. A bug shows its traceback and exits with 1, Ctrl-C with 130.
+    """Turn an exception into its message on stderr and SystemExit with its code. A bug shows its traceback and exits
+    with 1, Ctrl-C with 130.
 
     With HYDRA_FULL_ERROR=1 every exception shows its traceback.
     """
@@ -41,7 +42,9 @@ def _report(error: Exception) -> int:
             print_safely(f"error: {error}", sys.stderr)
             return exit_codes.FAILED
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-            print_safely(f"error: {error.filename or 'a file'} could not be written or read: {error.strerror}", sys.stderr)
+            print_safely(
+                f"error: {error.filename or 'a file'} could not be written or read: {error.strerror}", sys.stderr
+            )
             return exit_codes.FAILED
     print_safely("".join(traceback.format_exception(error)).rstrip("\n"), sys.stderr)
     return exit_codes.FAILED

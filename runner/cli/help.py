@@ -1,4 +1,10 @@
-"""The pages of --help, from the docstrings of the commands, the YAML files and the comments of the settings' dataclasses."""
+"""The pages of --help, and the config that --cfg=job prints for a run to resume.
+
+`--cfg=job` and `--info` together with `resume=`: prints the config of the run as it would be resumed. Nothing is
+written or locked.
+
+The pages of --help, from the docstrings of the commands, the YAML files and the comments of the settings' dataclasses.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +19,74 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from common.errors import UserError, print_note, strip_control
 from common.paths import CONF_DIR, REPO_ROOT, command_line
 from common.settings import field_comments
 from data.schemas.registry import STAGE_OF_FORMAT, schemas_of
+from runner.config.literals import hydra_quote
+from runner.config.overrides import flag_value, is_hydra_override
 from runner.config.schema import config_groups, strip_optional
 from runner.engine.config import Config
+from runner.run_dir import config_snapshot, resume
+from runner.run_dir.contents import has_started
+from runner.run_dir.metadata import RunMetadata
+from runner.sweep import extend, grid
+from runner.sweep.command import RunHydra
+from runner.sweep.session import SweepSession
+from runner.sweep.state import SweepJob, SweepState
+
+
+def show_run_config(folder: Path, extra: list[str], flags: list[str], run_hydra: RunHydra) -> None:
+    """Print what the flags ask for, of the run in `folder` with the overrides `extra`."""
+    plan = resume.plan_resume(folder, extra)
+    resume.print_notes(plan)
+    kind = flag_value(flags, "--cfg")
+    if kind is None:
+        with config_snapshot.as_config_dir(folder) as conf:
+            return run_hydra([*plan.overrides, f"hydra.run.dir={hydra_quote(str(folder))}"], flags, conf)
+    if kind != "job":
+        raise UserError("a resumed run has no settings of Hydra", f"--cfg {kind}", "--cfg=job prints its settings")
+    package = flag_value(flags, "--package")
+    section = OmegaConf.select(plan.tree, package) if package else plan.tree
+    text = OmegaConf.to_yaml(section, resolve=True) if OmegaConf.is_config(section) else section
+    print(strip_control(str(text)), end="")
+
+
+def show_sweep_config(folder: Path, extra: list[str], flags: list[str], run_hydra: RunHydra) -> None:
+    """Print it of the job that `resume=folder` would run next, or of the job with the values of swept keys in `extra`."""
+    state = SweepState.open_readonly(folder)
+    with config_snapshot.as_config_dir(folder) as conf:
+        additions = extend.parse_additions(state, extra, conf)
+        state.overrides = grid.merge_overrides(state.overrides, additions.shared)
+        job = _select_job(state, {key: values[0] for key, values in additions.swept.items()})
+        print_note(f"resume: one job of this sweep: {job.name}{_suggest_other_job(state, job)}")
+        session, run_dir = SweepSession(state, conf), folder / job.name
+        if has_started(RunMetadata.read(run_dir)):
+            return show_run_config(
+                run_dir, extend.pending_overrides(session, job, additions.training), flags, run_hydra
+            )
+        run_hydra([*session.job_overrides(job), f"hydra.run.dir={hydra_quote(str(run_dir))}"], flags, conf)
+
+
+def _select_job(state: SweepState, values: dict[str, str]) -> SweepJob:
+    """Return the first job that is not completed, otherwise the first, with these values of swept keys."""
+    job = next((job for job in state.jobs if job.needs_run), state.jobs[0] if state.jobs else None)
+    if job is None:
+        shared = shlex.join(override for override in state.overrides if not is_hydra_override(override))
+        raise UserError(
+            "the sampler has drawn no job of this sweep yet",
+            f"resume={state.folder}",
+            f"what all jobs share: python runner/train.py {shared} --cfg job",
+        )
+    return state.add_job(job.overrides | values)
+
+
+def _suggest_other_job(state: SweepState, job: SweepJob) -> str:
+    name = next(
+        (other.name for other in state.jobs if other is not job and RunMetadata.read(state.folder / other.name)), None
+    )
+    return f"; another: {shlex.quote(f'resume={state.folder / name}')}" if name else ""
+
 
 COMMON_SETTINGS = {  # key: placeholder of its value
     "data.path": "FILE",
@@ -49,7 +118,10 @@ TRAIN_FLAGS = (
     ("--cfg job", "print the composed config and exit"),
     ("--hydra-help", "print Hydra's own flags"),
 )
-SUBCOMMAND_FLAGS = (("--cfg job", "print the settings with their values and exit"), ("--hydra-help", "print Hydra's own flags"))
+SUBCOMMAND_FLAGS = (
+    ("--cfg job", "print the settings with their values and exit"),
+    ("--hydra-help", "print Hydra's own flags"),
+)
 
 
 def command_docs() -> dict[str, str]:
@@ -65,14 +137,20 @@ def train_help(config_dirs: Sequence[Path]) -> str:
     pages = [
         "Train a small language model: python runner/train.py [group=option ...] [key=value ...]",
         _two_columns(
-            "Commands (each has its own --help)", [(f"{name}.py", doc.partition(": `")[0].partition("\n")[0]) for name, doc in command_docs().items()]
+            "Commands (each has its own --help)",
+            [(f"{name}.py", doc.partition(": `")[0].partition("\n")[0]) for name, doc in command_docs().items()],
         ),
-        _two_columns("Config groups", [(f"{name}=", " ".join(options)) for name, options in config_groups(*config_dirs).items()]),
+        _two_columns(
+            "Config groups", [(f"{name}=", " ".join(options)) for name, options in config_groups(*config_dirs).items()]
+        ),
         _two_columns(
             "Row schemas of data files, detected unless data.schema is given",
             [(name, ", ".join(schema.name for schema in schemas_of(name))) for name in STAGE_OF_FORMAT],
         ),
-        _two_columns("Most-used settings (all of them, with their values: --cfg job)", [*settings, ("hydra.run.dir=DIR", "run directory")]),
+        _two_columns(
+            "Most-used settings (all of them, with their values: --cfg job)",
+            [*settings, ("hydra.run.dir=DIR", "run directory")],
+        ),
         "Examples\n" + "\n".join(f"  {line}" for line in EXAMPLES),
         _two_columns("Flags", TRAIN_FLAGS),
     ]
@@ -80,12 +158,28 @@ def train_help(config_dirs: Sequence[Path]) -> str:
 
 
 def subcommand_help(name: str, schema: type, with_train_config: bool) -> str:
-    """Return the page of a command beside train.py: its docstring, and its settings with their default values and comments."""
+    """Return the page of a command beside train.py: its docstring, and its settings with their default values and
+    comments.
+    """
     comments = _comments(schema)
-    comments |= {key: f"{comments[key]}: {', '.join(registry.names())}" for key, registry in getattr(schema, "REGISTRIES", {}).items()}
-    settings = [(f"{key}={'...' if value == '???' else _as_typed(value)}", comments.get(key, "")) for key, value in default_settings(name).items()]
-    flags = "Every setting of train.py may be given, too: python runner/train.py --help" if with_train_config else _two_columns("Flags", SUBCOMMAND_FLAGS)
-    pages = [command_docs()[name].replace("`", ""), _two_columns("Settings and their defaults; one with ... must be given", settings), flags]
+    comments |= {
+        key: f"{comments[key]}: {', '.join(registry.names())}"
+        for key, registry in getattr(schema, "REGISTRIES", {}).items()
+    }
+    settings = [
+        (f"{key}={'...' if value == '???' else _as_typed(value)}", comments.get(key, ""))
+        for key, value in default_settings(name).items()
+    ]
+    flags = (
+        "Every setting of train.py may be given, too: python runner/train.py --help"
+        if with_train_config
+        else _two_columns("Flags", SUBCOMMAND_FLAGS)
+    )
+    pages = [
+        command_docs()[name].replace("`", ""),
+        _two_columns("Settings and their defaults; one with ... must be given", settings),
+        flags,
+    ]
     return _with_typed_commands("\n\n".join(pages))
 
 
@@ -117,7 +211,9 @@ def _as_typed(value: Any) -> str:
 
 
 def _with_typed_commands(page: str) -> str:
-    """Return the page with the commands as the user types them: `lm-train` instead of `python runner/train.py` where the wheel is installed."""
+    """Return the page with the commands as the user types them: `lm-train` instead of `python runner/train.py` where
+    the wheel is installed.
+    """
     return re.sub(r"python runner/(\w+)\.py", lambda match: shlex.join(command_line(match[1])), page)
 
 

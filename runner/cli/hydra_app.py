@@ -1,4 +1,6 @@
-"""Hydra as the runtime of train.py: called with explicit arguments, and joined with the run directory by a callback and a task function."""
+"""Hydra as the runtime of train.py: called with explicit arguments, and joined with the run directory by a callback and
+a task function.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,11 @@ from common.errors import print_note, stripping_stdout
 from common.paths import CONF_DIR
 from runner.cli.exit_code import exiting_with_code
 from runner.config.compose import register_configs, to_config, without_hydra
-from runner.config.flags import has_flag
 from runner.config.hydra_errors import translating_hydra_errors
-from runner.config.overrides import SEARCHPATH_KEY, config_dirs, key_of
+from runner.config.overrides import SEARCHPATH_KEY, config_dirs, has_flag, key_of
 from runner.config.unread import check_typed_are_read
-from runner.launch import preflight
-from runner.run_dir import naming, resolve
+from runner.launch import run
+from runner.run_dir import contents, resolve
 from runner.run_dir.initial_weights import adopt_model, check_init_from, check_model, check_tokenizer, warn_of_lr
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.resume import complete_hydra_dir
@@ -34,10 +35,18 @@ from runner.sweep.validation import check_plugins
 PRINT_FLAGS = ("--cfg", "--info", "--hydra-help", "--shell-completion")
 
 
-def run_hydra(task: Callable[[Any], Any], typed: list[str], flags: list[str], config_dir: Path | None = None, config_name: str = "config") -> Any:
-    """Compose the overrides `typed` with Hydra and call `task` in a run directory; with --multirun call the sweeper instead.
+def run_hydra(
+    task: Callable[[Any], Any],
+    typed: list[str],
+    flags: list[str],
+    config_dir: Path | None = None,
+    config_name: str = "config",
+) -> Any:
+    """Compose the overrides `typed` with Hydra and call `task` in a run directory; with --multirun call the sweeper
+    instead.
 
-    `flags` are those of `parse_argv`; one that prints, such as --cfg, starts nothing. `config_dir` replaces conf/. Returns the result of the task.
+    `flags` are those of `parse_argv`; one that prints, such as --cfg, starts nothing. `config_dir` replaces conf/.
+    Returns the result of the task.
     """
     register_configs(config_dirs(typed, config_dir or CONF_DIR))
     conf = str(config_dir or CONF_DIR)
@@ -47,7 +56,9 @@ def run_hydra(task: Callable[[Any], Any], typed: list[str], flags: list[str], co
         args = parser.parse_args(flags)
         args.overrides = typed
         with stripping_stdout(), translating_hydra_errors(typed):
-            return _run_hydra(args=args, args_parser=parser, task_function=task, config_path=conf, config_name=config_name)
+            return _run_hydra(
+                args=args, args_parser=parser, task_function=task, config_path=conf, config_name=config_name
+            )
     try:
         # _run_hydra would compose a second time to learn hydra.mode, which --multirun alone decides here
         app = Hydra.create_main_hydra2("train", create_config_search_path(conf))
@@ -60,18 +71,25 @@ def run_hydra(task: Callable[[Any], Any], typed: list[str], flags: list[str], co
         return result
     finally:
         GlobalHydra.instance().clear()
-        RunMetadata.discard_opened()  # Hydra refused a setting of its own after the callback had created the run directory
+        # Hydra refused a setting of its own after the callback had created the run directory
+        RunMetadata.discard_opened()
 
 
 class RunDirCallback(Callback):
-    """`hydra.callbacks.run_dir`: refuses a run before its directory exists, and creates and locks the directory before Hydra writes to it."""
+    """`hydra.callbacks.run_dir`: refuses a run before its directory exists, and creates and locks the directory before
+    Hydra writes to it.
+    """
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        typed = [*(override for override in config.hydra.overrides.hydra if key_of(override) == SEARCHPATH_KEY), *config.hydra.overrides.task]
-        with exiting_with_code(), translating_hydra_errors(typed):  # Hydra turns any other exception of a callback into a warning
+        typed = [
+            *(override for override in config.hydra.overrides.hydra if key_of(override) == SEARCHPATH_KEY),
+            *config.hydra.overrides.task,
+        ]
+        # Hydra turns any other exception of a callback into a warning
+        with exiting_with_code(), translating_hydra_errors(typed):
             model_source = adopt_model(config, [*config.hydra.overrides.hydra, *typed])
             job_config = to_config(without_hydra(config))
-            preflight.check_inputs(job_config)
+            run.check_inputs(job_config)
             check_typed_are_read(typed, [job_config])
             check_init_from(job_config)
             check_model(job_config)
@@ -83,19 +101,25 @@ class RunDirCallback(Callback):
             if any(key_of(override) == "hydra.run.dir" for override in config.hydra.overrides.hydra):
                 resolve.check_not_inside_run(folder)
             else:
-                folder = naming.create_unique(folder)
+                folder = contents.create_unique(folder)
             RunMetadata.open(folder)
             with read_write(config.hydra):
                 config.hydra.run.dir = str(folder)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         searchpath = [override for override in config.hydra.overrides.hydra if key_of(override) == SEARCHPATH_KEY]
-        typed = [*searchpath, *(override for override in config.hydra.overrides.task if not re.search("[,(]", override))]  # without swept values
+        # without swept values
+        typed = [
+            *searchpath,
+            *(override for override in config.hydra.overrides.task if not re.search("[,(]", override)),
+        ]
         with exiting_with_code(), translating_hydra_errors(typed):
             check_plugins(config, typed)
 
     def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Let `run_hydra` raise the exception of a failed task, after all other callbacks: Hydra would print a line of its own before."""
+        """Let `run_hydra` raise the exception of a failed task, after all other callbacks: Hydra would print a line of
+        its own before.
+        """
         job_return: JobReturn = kwargs["job_return"]
         if job_return.status == JobStatus.FAILED:
             job_return.status = JobStatus.COMPLETED

@@ -1,6 +1,7 @@
 """The commands beside train.py: settings of their own in conf/<name>.yaml, and no run directory.
 
-A command is a file in runner/ whose docstring begins with what it does and a line that runs, a YAML file in conf/, and a dataclass:
+A command is a file in runner/ whose docstring begins with what it does and a line that runs, a YAML file in conf/, and
+a dataclass:
 
     run_subcommand("chat", ChatConfig, chat)
 """
@@ -26,9 +27,9 @@ from runner.cli import help, hydra_app
 from runner.cli.exit_code import exiting_with_code
 from runner.config import overrides
 from runner.config.compose import compose_command, compose_tree, to_config, without_hydra
-from runner.config.flags import flag_value, has_flag, parse_argv
 from runner.config.hydra_errors import translating_hydra_errors, value_error
 from runner.config.literals import COLUMNS_KEY, hydra_quote, literal_path, quote_columns
+from runner.config.overrides import flag_value, has_flag, parse_argv
 from runner.config.schema import config_groups, config_schema, iter_fields
 from runner.engine.config import Config
 from runner.engine.device.cpu.spinning import adapt_spinning, set_wait_policy
@@ -47,11 +48,12 @@ def run_subcommand(
     passes_overrides: bool = False,
     start_of: Callable[[list[str], list[str]], Any] | None = None,
 ) -> None:
-    """Call `action` with the settings of the command line; `with_train_config`: and with the config of a run, whose settings may be given too.
+    """Call `action` with the settings of the command line; `with_train_config`: and with the config of a run, whose
+    settings may be given too.
 
-    `passes_overrides`: with the checked overrides of train.py instead of their config. `start_of`: with what this function of (overrides, flags)
-    returns instead; resume= and --multirun are then allowed.
-    Exits with the code of common/exit_codes.py unless the action returns.
+    `passes_overrides`: with the checked overrides of train.py instead of their config. `start_of`: with what this
+    function of (overrides, flags) returns instead; resume= and --multirun are then allowed. Exits with the code of
+    common/exit_codes.py unless the action returns.
     """
     set_wait_policy()
     ignore_broken_pipe()
@@ -73,8 +75,14 @@ def run_subcommand(
             return action(to_schema(compose_command(name, own), schema, own))
         if start_of is not None:
             return action(to_schema(compose_command(name, own), schema, own), start_of(others, flags))
-        if resumed := next((override for override in others if override.startswith("resume=") and override != "resume=null"), None):
-            raise UserError(f"{name}.py does not resume a run", resumed, "give the overrides of the run, which are in its .hydra/overrides.yaml")
+        if resumed := next(
+            (override for override in others if override.startswith("resume=") and override != "resume=null"), None
+        ):
+            raise UserError(
+                f"{name}.py does not resume a run",
+                resumed,
+                "give the overrides of the run, which are in its .hydra/overrides.yaml",
+            )
         start = _compose_start(others)
         action(to_schema(compose_command(name, own), schema, own), others if passes_overrides else resolve_start(start))
 
@@ -94,8 +102,11 @@ def _parse(argv: list[str], kinds: dict[str, str], with_train_config: bool) -> t
     for index, arg in enumerate(argv):
         flag, _, value = arg.removeprefix("--").partition("=")
         key = flag.replace("-", "_")
-        if arg.startswith("--") and key in kinds and arg not in switches:  # also where Hydra has a flag of this name: --run
-            value = value or next((following for following in argv[index + 1 : index + 2] if not following.startswith("-")), "<value>")
+        # also where Hydra has a flag of this name: --run
+        if arg.startswith("--") and key in kinds and arg not in switches:
+            value = value or next(
+                (following for following in argv[index + 1 : index + 2] if not following.startswith("-")), "<value>"
+            )
             raise UserError(f"{arg} is not a flag; settings are given without dashes", arg, f"{key}={value}")
     return parse_argv([switches.get(arg, arg) for arg in argv], settings)
 
@@ -104,13 +115,18 @@ def _split(typed: list[str], kinds: dict[str, str], config_dir: str | None) -> t
     """Return the overrides of the command, and the others with absolute paths; the plugins among these are imported."""
     own = quote_free_text([override for override in typed if overrides.key_of(override) in kinds], kinds)
     others = [override for override in typed if overrides.key_of(override) not in kinds]
-    others = [resolve_model_override(overrides.absolutize_path(override)) for override in overrides.add_config_dir(others, config_dir)]
+    others = [
+        resolve_model_override(overrides.absolutize_path(override))
+        for override in overrides.add_config_dir(others, config_dir)
+    ]
     import_plugins(overrides.plugins_of(others))
     return own, others
 
 
 def to_schema(tree: DictConfig, schema: type[T], typed: Sequence[str] = ()) -> T:
-    """Return the settings in `tree` as the dataclass `schema`, whose own checks run here. Raises UserError, about one of the overrides `typed`."""
+    """Return the settings in `tree` as the dataclass `schema`, whose own checks run here. Raises UserError, about one
+    of the overrides `typed`.
+    """
     if missing := sorted(OmegaConf.missing_keys(tree)):
         raise UserError(f"{missing[0]} has no value", missing[0], f"{missing[0]}=<value>")
     try:
@@ -123,9 +139,11 @@ def to_schema(tree: DictConfig, schema: type[T], typed: Sequence[str] = ()) -> T
 
 
 def quote_free_text(typed: list[str], kinds: dict[str, str]) -> list[str]:
-    """Return the overrides with quoted values of text settings: Hydra's grammar refuses the comma in `yes, but` and the quote in `what's`.
+    """Return the overrides with quoted values of text settings: Hydra's grammar refuses the comma in `yes, but` and the
+    quote in `what's`.
 
-    `key=null` stays null. A list setting may be given one value for a list of one; a value in brackets is a list already.
+    `key=null` stays null. A list setting may be given one value for a list of one; a value in brackets is a list
+    already.
     """
     return [_quote(override, kinds.get(override.partition("=")[0], "")) for override in typed]
 
@@ -150,7 +168,9 @@ def _check_override(override: str, kinds: dict[str, str]) -> None:
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException as error:
-        raise UserError("this value cannot be parsed", override, f"quote it, in a list each item: '{key}=[\"what's, new\"]'") from error
+        raise UserError(
+            "this value cannot be parsed", override, f"quote it, in a list each item: '{key}=[\"what's, new\"]'"
+        ) from error
     if parsed.is_sweep_override():
         fix = f"call the command once for each{', or write a list: [a,b]' if kinds[key] == 'list' else ''}"
         raise UserError(f"{key} takes one value", override, fix)
@@ -161,7 +181,9 @@ def _check_all_known(name: str, others: list[str], kinds: dict[str, str]) -> Non
         key, value = overrides.key_of(override), override.partition("=")[2]
         if key not in (overrides.PLUGINS_KEY, overrides.SEARCHPATH_KEY):
             overrides.check_not_renamed(key, value)
-            raise UserError(f"{name}.py has no setting {key}", key, did_you_mean(key, kinds, f"the settings are {', '.join(kinds)}"))
+            raise UserError(
+                f"{name}.py has no setting {key}", key, did_you_mean(key, kinds, f"the settings are {', '.join(kinds)}")
+            )
 
 
 def value_kinds(schema: type) -> dict[str, str]:

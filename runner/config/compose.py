@@ -23,14 +23,22 @@ from runner.engine.config import REGISTERED_SECTIONS, Config
 
 
 def register_configs(dirs: Sequence[Path] = (CONF_DIR,)) -> None:
-    """Register what the YAML files in `dirs` refer to: the schema, the resolvers, the callback of runs, and options without a YAML file."""
+    """Register what the YAML files in `dirs` refer to: the schema, the resolvers, the callback of runs, and options
+    without a YAML file.
+    """
     store = ConfigStore.instance()
     if "schema.yaml" not in store.repo:  # Hydra 1.4 warns about a second registration
         store.store(name="schema", node=_untyped_sections())
-        store.store(group="hydra/callbacks", name="run_dir", node={"run_dir": {"_target_": "runner.cli.hydra_app.RunDirCallback"}})
+        store.store(
+            group="hydra/callbacks",
+            name="run_dir",
+            node={"run_dir": {"_target_": "runner.cli.hydra_app.RunDirCallback"}},
+        )
     for section, (_, registry) in REGISTERED_SECTIONS.items():
         for name in registry.names():
-            if not any((folder / section / f"{name}.yaml").is_file() for folder in dirs) and (values := schema.default_values(section, name)):
+            if not any((folder / section / f"{name}.yaml").is_file() for folder in dirs) and (
+                values := schema.default_values(section, name)
+            ):
                 store.store(group=section, name=name, node=values)
     register_resolver("repo", lambda: str(REPO_ROOT))
     register_resolver("workspace", lambda: str(workspace_dir()))
@@ -39,7 +47,10 @@ def register_configs(dirs: Sequence[Path] = (CONF_DIR,)) -> None:
 def _untyped_sections() -> type:
     """Return Config with sections of any type where a registry chooses the class: `to_config` types them."""
     hints = get_type_hints(Config)
-    fields: list[Any] = [(field.name, Any if field.name in REGISTERED_SECTIONS else hints[field.name]) for field in dataclasses.fields(Config)]
+    fields: list[Any] = [
+        (field.name, Any if field.name in REGISTERED_SECTIONS else hints[field.name])
+        for field in dataclasses.fields(Config)
+    ]
     return dataclasses.make_dataclass("ConfigSchema", fields)
 
 
@@ -73,16 +84,24 @@ def compose_command(name: str, typed: list[str]) -> DictConfig:
 
 
 def source_files(typed: list[str], conf: Path = CONF_DIR) -> dict[str, Path]:
-    """Return the YAML files that the overrides are composed from, by their name in a config folder. Files of Hydra's own config are left out."""
+    """Return the YAML files that the overrides are composed from, by their name in a config folder. Files of Hydra's
+    own config are left out.
+    """
     register_configs(overrides.config_dirs(typed, conf))
     with translating_hydra_errors(typed):
         return {name: path for path, name, _ in composed_files(typed, conf)}
 
 
 def files_that_choose(section: str, typed: list[str], conf: Path = CONF_DIR) -> list[str]:
-    """Return the YAML files, e.g. of an experiment, with which the overrides choose the option of a config group or set values in it."""
+    """Return the YAML files, e.g. of an experiment, with which the overrides choose the option of a config group or set
+    values in it.
+    """
     groups = schema.config_groups(*overrides.config_dirs(typed, conf))
-    return _files_that_choose(section, tuple(override for override in typed if overrides.key_of(override) in (*groups, overrides.SEARCHPATH_KEY)), conf)
+    return _files_that_choose(
+        section,
+        tuple(override for override in typed if overrides.key_of(override) in (*groups, overrides.SEARCHPATH_KEY)),
+        conf,
+    )
 
 
 @cache
@@ -100,7 +119,9 @@ def _files_that_choose(section: str, choices: tuple[str, ...], conf: Path) -> li
 
 
 def compose_values(typed: list[str]) -> dict[str, Any]:
-    """Return the settings of `python runner/train.py <typed>` as plain values, with interpolations unresolved as in a saved config."""
+    """Return the settings of `python runner/train.py <typed>` as plain values, with interpolations unresolved as in a
+    saved config.
+    """
     return cast(dict[str, Any], OmegaConf.to_container(without_hydra(compose_tree(typed)), resolve=False))
 
 
@@ -110,7 +131,9 @@ def without_hydra(tree: DictConfig) -> DictConfig:
 
 
 def to_config(tree: DictConfig | dict[str, Any]) -> Config:
-    """Return the settings in `tree` as dataclasses, whose own checks run here. Raises UserError. A plain dict has no interpolations."""
+    """Return the settings in `tree` as dataclasses, whose own checks run here. Raises UserError. A plain dict has no
+    interpolations.
+    """
     check_imported(tree.get("plugins") or [])
     values = tree if isinstance(tree, dict) else cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True))
     check_all_read(values)
@@ -124,7 +147,9 @@ def to_config(tree: DictConfig | dict[str, Any]) -> Config:
 
 
 def merge_into_schema(values: dict[str, Any]) -> DictConfig:
-    """Return the values typed by the config's dataclasses; of a section with a registry by the class that is chosen in it."""
+    """Return the values typed by the config's dataclasses; of a section with a registry by the class that is chosen in
+    it.
+    """
     typed = OmegaConf.structured(Config)
     for section in REGISTERED_SECTIONS:
         if cls := section_class(section, values.get(section)):
@@ -135,16 +160,22 @@ def merge_into_schema(values: dict[str, Any]) -> DictConfig:
 
 
 def section_object(section: str, values: dict[str, Any]) -> Any:
-    """Return the dataclass of one section with these values. Raises UserError if one is missing, unknown or not allowed."""
+    """Return the dataclass of one section with these values. Raises UserError if one is missing, unknown or not
+    allowed.
+    """
     with translating_hydra_errors([]):
         merged = OmegaConf.merge(OmegaConf.structured(section_class(section, values)), values)
         if missing := sorted(OmegaConf.missing_keys(merged)):
-            raise UserError(f"{section}.{missing[0]} has no value", f"{section}.{missing[0]}", f"{section}.{missing[0]}=<value>")
+            raise UserError(
+                f"{section}.{missing[0]} has no value", f"{section}.{missing[0]}", f"{section}.{missing[0]}=<value>"
+            )
         return OmegaConf.to_object(merged)
 
 
 def section_class(section: str, values: Any) -> type | None:
-    """Return the dataclass of a section, None if it does not name its choice (e.g. optimizer.name). Raises UserError if that is not registered."""
+    """Return the dataclass of a section, None if it does not name its choice (e.g. optimizer.name). Raises UserError if
+    that is not registered.
+    """
     if section not in REGISTERED_SECTIONS:
         return schema.config_schema()[section]
     key, registry = REGISTERED_SECTIONS[section]
@@ -153,19 +184,29 @@ def section_class(section: str, values: Any) -> type | None:
         return None
     if str(chosen) not in registry.names():
         fix = did_you_mean(str(chosen), registry.names(), f"plugins=[FILE.py], a module that registers {chosen}")
-        raise UserError(f"{section}.{key} must be one of {', '.join(registry.names())}, got {chosen}", f"{section}.{key}={chosen}", fix)
+        raise UserError(
+            f"{section}.{key} must be one of {', '.join(registry.names())}, got {chosen}",
+            f"{section}.{key}={chosen}",
+            fix,
+        )
     return registry.get(str(chosen))
 
 
 def check_all_read(values: dict[str, Any]) -> None:
-    """Raise UserError for a section that does not name its choice, and for a setting that the class chosen in its section does not have."""
+    """Raise UserError for a section that does not name its choice, and for a setting that the class chosen in its
+    section does not have.
+    """
     for section, (key, registry) in REGISTERED_SECTIONS.items():
         cls = section_class(section, values.get(section))
         if cls is None and values.get(section):
             setting, names = f"{section}.{key}", ", ".join(registry.names())
             if misplaced := next((name for name in values[section] if name in values), None):
                 raise schema.unread_setting(f"{section}.{misplaced}", "")
-            raise UserError(f"{setting} has no value, it must be one of {names}", setting, f"{key}: <value>, or a defaults list with a file that has it")
+            raise UserError(
+                f"{setting} has no value, it must be one of {names}",
+                setting,
+                f"{key}: <value>, or a defaults list with a file that has it",
+            )
         for name in values[section] if cls else ():
             if name not in {field.name for field in dataclasses.fields(cast(Any, cls))}:
                 raise schema.unread_setting(f"{section}.{name}", values[section][key])

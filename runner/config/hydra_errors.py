@@ -20,17 +20,25 @@ OPTIONAL_SECTIONS = {  # null unless a stage or a model file sets them -> what s
     "stage.lora": "stage=lora or stage=dpo_lora trains adapters, and sets stage.lora",
     "model.rope_scaling": "set rope_scaling with all its keys in a YAML file of the group model",
 }
-EXPECTED = {"int": "an integer, e.g. 100", "float": "a number, e.g. 5e-4", "bool": "true or false", "list": "a list in brackets, e.g. [0.9,0.95]"}
+EXPECTED = {
+    "int": "an integer, e.g. 100",
+    "float": "a number, e.g. 5e-4",
+    "bool": "true or false",
+    "list": "a list in brackets, e.g. [0.9,0.95]",
+}
 OMEGACONF_TYPES = {"Integer": "int", "Float": "float", "Boolean": "bool"}  # in its messages
-SYNTAX_ERRORS = ("mismatched input", "extraneous input", "no viable alternative", "token recognition error")  # from Hydra's override grammar
+# from Hydra's override grammar
+SYNTAX_ERRORS = ("mismatched input", "extraneous input", "no viable alternative", "token recognition error")
 HELP_HINT = "--help lists the settings, --hydra-help those of Hydra"
 
 
 @contextmanager
 def translating_hydra_errors(typed: list[str], names_files: bool = True) -> Iterator[None]:
-    """Raise UserError for an error of Hydra or OmegaConf about one of the `typed` overrides, or about a YAML file that they select.
+    """Raise UserError for an error of Hydra or OmegaConf about one of the `typed` overrides, or about a YAML file that
+    they select.
 
-    `names_files`: add file and line to an error of a setting that a YAML file sets. False where the values are those of a run directory.
+    `names_files`: add file and line to an error of a setting that a YAML file sets. False where the values are those of
+    a run directory.
     """
     try:
         yield
@@ -43,10 +51,16 @@ def translating_hydra_errors(typed: list[str], names_files: bool = True) -> Iter
         mark = getattr(error, "problem_mark", None)
         position = f"{mark.name.strip()}:{mark.line + 1}:{mark.column + 1}" if mark else "a YAML file of the config"
         raise UserError(
-            f"invalid YAML: {getattr(error, 'problem', None) or error}", position.replace('"', "").replace("in ", ""), "correct the file"
+            f"invalid YAML: {getattr(error, 'problem', None) or error}",
+            position.replace('"', "").replace("in ", ""),
+            "correct the file",
         ) from error
-    except (AttributeError, AssertionError) as error:  # omegaconf 2.3, for an override of a key inside a section that is null
-        inside = next((override for override in typed for name in OPTIONAL_SECTIONS if re.match(rf"\+*{name}[.=]", override)), None)
+    # omegaconf 2.3, for an override of a key inside a section that is null
+    except (AttributeError, AssertionError) as error:
+        inside = next(
+            (override for override in typed for name in OPTIONAL_SECTIONS if re.match(rf"\+*{name}[.=]", override)),
+            None,
+        )
         if inside is None:
             raise
         raise null_section_error(inside) from error
@@ -71,18 +85,28 @@ def translate_hydra_error(error: BaseException, typed: list[str]) -> UserError:
     override = quoted or (same_key or [key or " ".join(typed) or "the command line"])[-1]
     if error_of_defaults := _defaults_error(error, message, typed):
         return error_of_defaults
-    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and (unknown := _unknown_key_error(cause, key, override)):
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and (
+        unknown := _unknown_key_error(cause, key, override)
+    ):
         return unknown
     if message.startswith(("Ambiguous value", "Sweep parameters")):  # 1,2 and range(1,2)
         values = re.search(r"'(.*)'", message)
-        return UserError("several values for one run", values[1] if values else override, "add --multirun to train once with each; a list is written [1,2]")
+        return UserError(
+            "several values for one run",
+            values[1] if values else override,
+            "add --multirun to train once with each; a list is written [1,2]",
+        )
     kind = schema.config_schema().get(key)
     if key == "run" and "=" in override:  # run=DIR of the commands that read a run
         name = override.partition("=")[2]
         fix = f"resume={name} means that run: train.py continues it, plan.py plans what is left of it, or more with train.max_steps=N; run.name=NAME only labels a new one"
         return UserError("run is a section of the settings of a training, not a run directory", override, fix)
     if dataclasses.is_dataclass(kind):
-        return UserError(f"{key} is a section; its keys are set one by one", override, f"e.g. {key}.{dataclasses.fields(kind)[0].name}=<value>")
+        return UserError(
+            f"{key} is a section; its keys are set one by one",
+            override,
+            f"e.g. {key}.{dataclasses.fields(kind)[0].name}=<value>",
+        )
     if isinstance(error, OverrideParseException) or message.startswith(SYNTAX_ERRORS):
         return UserError(
             f"this override cannot be parsed: {message}",
@@ -93,7 +117,9 @@ def translate_hydra_error(error: BaseException, typed: list[str]) -> UserError:
 
 
 def value_error(key: str, kind: str, message: str, override: str) -> UserError | None:
-    """Return the error for a value of the wrong type, from OmegaConf's `message`; None if the type is not in EXPECTED. `kind`: name of the type."""
+    """Return the error for a value of the wrong type, from OmegaConf's `message`; None if the type is not in EXPECTED.
+    `kind`: name of the type.
+    """
     converted = re.search(r"could not be converted to (\w+)", message)
     if not key:
         return None
@@ -104,7 +130,11 @@ def value_error(key: str, kind: str, message: str, override: str) -> UserError |
     value = override.partition("=")[2] if "=" in override else given[1] if given else ""
     name, _, example = expected.partition(", ")
     got = f", got {'null' if value == 'None' else value}" if value else ""
-    return UserError(f"{key} must be {name}{got}", override, f"{key}={example.removeprefix('e.g. ')}" if example else f"{key}=true or {key}=false")
+    return UserError(
+        f"{key} must be {name}{got}",
+        override,
+        f"{key}={example.removeprefix('e.g. ')}" if example else f"{key}=true or {key}=false",
+    )
 
 
 def _defaults_error(error: BaseException, message: str, typed: list[str]) -> UserError | None:
@@ -116,7 +146,9 @@ def _defaults_error(error: BaseException, message: str, typed: list[str]) -> Use
         file = re.match("In '([^']*)'", message)
         position = next((override for override in typed if override.lstrip("+") == f"{group}={name}"), None)
         chosen = [override.lstrip("+").replace("=", "/") for override in typed]
-        position = position or yaml_files.default_position(error.missing_cfg_file, dirs, [file[1] if file else "", *chosen])
+        position = position or yaml_files.default_position(
+            error.missing_cfg_file, dirs, [file[1] if file else "", *chosen]
+        )
         options = list(error.options or groups.get(group) or ())
         return schema.unknown_option(group, name, position or error.missing_cfg_file, options)
     if unknown := re.search(r"Could not override '([^']*)'", message):
@@ -124,7 +156,11 @@ def _defaults_error(error: BaseException, message: str, typed: list[str]) -> Use
         if override := next((override for override in typed if overrides.key_of(override) == key), None):
             return UserError(f"{key} is not in the defaults list of the config", override, f"+{override} adds it")
         hint = did_you_mean(key, groups, f"the groups are {', '.join(groups)}")
-        return UserError(f"a defaults list overrides {key}, which is not in the config", yaml_files.default_position(key, dirs) or key, hint)
+        return UserError(
+            f"a defaults list overrides {key}, which is not in the config",
+            yaml_files.default_position(key, dirs) or key,
+            hint,
+        )
     return None
 
 
@@ -138,12 +174,20 @@ def _unknown_key_error(cause: ConfigKeyError | ConfigAttributeError, key: str, o
         known = [str(option) for option in cause.parent_node] if isinstance(cause.parent_node, DictConfig) else []
         if "not in struct" in str(cause).replace("is not in struct", "not in struct"):  # a dict, which takes any key
             return UserError(f"{section} has no key {name} yet; + adds one", override, f"+{override}")
-        return UserError(f"unknown setting {key}", override, did_you_mean(name, known, f"{section} has {', '.join(known)}" if known else HELP_HINT))
+        return UserError(
+            f"unknown setting {key}",
+            override,
+            did_you_mean(name, known, f"{section} has {', '.join(known)}" if known else HELP_HINT),
+        )
     if isinstance(cause, ConfigKeyError) and key not in schema.config_schema():
         return UserError(f"unknown setting {key}", key, overrides.nearest_key(key))
     section = key.rpartition(".")[0]
     if section in OPTIONAL_SECTIONS:
         return null_section_error(override)
-    if section in REGISTERED_SECTIONS and isinstance(cause.parent_node, DictConfig) and (chosen := cause.parent_node.get(REGISTERED_SECTIONS[section][0])):
+    if (
+        section in REGISTERED_SECTIONS
+        and isinstance(cause.parent_node, DictConfig)
+        and (chosen := cause.parent_node.get(REGISTERED_SECTIONS[section][0]))
+    ):
         return schema.unread_setting(key, chosen)
     return None

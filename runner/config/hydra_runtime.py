@@ -1,7 +1,8 @@
 """Hydra's runtime in processes that Hydra's own command did not start: jobs of a sweep, resumed runs and ranks.
 
-A job gets the section `hydra` as the sweep has composed it, through an environment variable, as Hydra's own launchers hand it to theirs. A
-resumed run composes it from what is typed with `resume=`. It is never read from a run directory: `hydra.callbacks` names code.
+A job gets the section `hydra` as the sweep has composed it, through an environment variable, as Hydra's own launchers
+hand it to theirs. A resumed run composes it from what is typed with `resume=`. It is never read from a run directory:
+`hydra.callbacks` names code.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ HYDRA_CONFIG_ENV = "RUNNER_HYDRA_CONFIG"  # JSON of the section `hydra`, for a c
 
 
 def job_environment(config: DictConfig, number: int, name: str) -> dict[str, str]:
-    """Return the environment variable that gives job `name` of a sweep, the `number`-th from 0, the section `hydra` of the sweep's `config`."""
+    """Return the environment variable that gives job `name` of a sweep, the `number`-th from 0, the section `hydra` of
+    the sweep's `config`.
+    """
     section: Any = OmegaConf.to_container(config.hydra, enum_to_str=True)
     section["job"] |= {"num": number, "id": name}
     section["sweep"]["subdir"] = name
@@ -41,7 +44,11 @@ def rank_environment() -> dict[str, str]:
     """Return the environment variable that gives a rank the HydraConfig of this process; empty if it has none."""
     if not HydraConfig.initialized():
         return {}
-    return {HYDRA_CONFIG_ENV: json.dumps(OmegaConf.to_container(cast(DictConfig, HydraConfig.instance().cfg).hydra, enum_to_str=True))}
+    return {
+        HYDRA_CONFIG_ENV: json.dumps(
+            OmegaConf.to_container(cast(DictConfig, HydraConfig.instance().cfg).hydra, enum_to_str=True)
+        )
+    }
 
 
 def restore_hydra_config() -> None:
@@ -56,10 +63,14 @@ def typed_settings(typed: Sequence[str]) -> tuple[list[str], list[str]]:
     return [override for override in typed if override not in runtime], runtime
 
 
-def run_resumed(task: Callable[[], float], folder: Path, tree: DictConfig, overrides: Sequence[str], runtime: Sequence[str]) -> float:
-    """Call `task` as Hydra calls the task of a job: HydraConfig, hydra.job.env_set, hydra.job.chdir, logging and callbacks apply. Return its result.
+def run_resumed(
+    task: Callable[[], float], folder: Path, tree: DictConfig, overrides: Sequence[str], runtime: Sequence[str]
+) -> float:
+    """Call `task` as Hydra calls the task of a job: HydraConfig, hydra.job.env_set, hydra.job.chdir, logging and
+    callbacks apply. Return its result.
 
-    `tree` is the config of the run in `folder`, `overrides` are those that it is composed from, `runtime` Hydra's settings typed now.
+    `tree` is the config of the run in `folder`, `overrides` are those that it is composed from, `runtime` Hydra's
+    settings typed now.
     """
     inherited = _section_of_parent()
     searchpath = [override for override in overrides if key_of(override) == SEARCHPATH_KEY]
@@ -83,7 +94,9 @@ def run_resumed(task: Callable[[], float], folder: Path, tree: DictConfig, overr
 
     if not inherited:
         callbacks.on_run_start(config=config, config_name="config")
-    context = HydraContext(config_loader=ConfigLoaderImpl(create_config_search_path(str(CONF_DIR))), callbacks=callbacks)
+    context = HydraContext(
+        config_loader=ConfigLoaderImpl(create_config_search_path(str(CONF_DIR))), callbacks=callbacks
+    )
     dir_key, subdir_key = ("hydra.sweep.dir", "hydra.sweep.subdir") if inherited else ("hydra.run.dir", None)
     result = run_job(call_task, config, dir_key, subdir_key, hydra_context=context)
     if not inherited:
@@ -94,7 +107,9 @@ def run_resumed(task: Callable[[], float], folder: Path, tree: DictConfig, overr
 
 
 def _section_of_parent() -> DictConfig | None:
-    """Return the section `hydra` that the parent process has passed; only once, so that it does not reach a command started by this process."""
+    """Return the section `hydra` that the parent process has passed; only once, so that it does not reach a command
+    started by this process.
+    """
     if not (text := os.environ.pop(HYDRA_CONFIG_ENV, None)):
         return None
     section = OmegaConf.structured(HydraConf)

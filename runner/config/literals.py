@@ -1,4 +1,6 @@
-"""Names of the user in overrides, such as paths and columns: taken literally, and quoted for Hydra's grammar, which refuses `=`, `数` and `(`."""
+"""Names of the user in overrides, such as paths and columns: taken literally, and quoted for Hydra's grammar, which
+refuses `=`, `数` and `(`.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,15 @@ from typing import Any
 from common.errors import UserError, did_you_mean_path
 
 COLUMNS_KEY = "data.columns"
-NOT_PATHS = ("", "null", "auto", "scratch", "???")  # values of settings of paths; a file of such a name is written ./auto
+# values of settings of paths; a file of such a name is written ./auto
+NOT_PATHS = ("", "null", "auto", "scratch", "???")
 LIST_ITEM = re.compile(r"""\s*'[^']*'\s*|\s*"[^"]*"\s*|[^,]+""")
 QUOTED_ITEM = re.compile(r"\A(['\"])(.*)\1\Z")
 
 
 def literal_path(override: str) -> str:
-    """Return the override of an input path quoted for Hydra, and absolute where it exists, so that it means the same wherever the run is resumed.
+    """Return the override of an input path quoted for Hydra, and absolute where it exists, so that it means the same
+    wherever the run is resumed.
 
     A file of the literal name comes first; otherwise brackets are a list, and commas separate the values of a sweep.
     """
@@ -31,20 +35,30 @@ def literal_path(override: str) -> str:
 
 
 def literal_output(override: str) -> str:
-    """Return the override of a folder that may not exist yet, quoted for Hydra. It is one folder, whatever characters its name has."""
+    """Return the override of a folder that may not exist yet, quoted for Hydra. It is one folder, whatever characters
+    its name has.
+    """
     key, _, value = override.partition("=")
-    return override if value in NOT_PATHS or "${" in value or QUOTED_ITEM.match(value) else f"{key}={quote_path(os.path.expanduser(value))}"
+    return (
+        override
+        if value in NOT_PATHS or "${" in value or QUOTED_ITEM.match(value)
+        else f"{key}={quote_path(os.path.expanduser(value))}"
+    )
 
 
 def _parse_paths(override: str) -> Any:
-    """Return the paths of an override as Hydra parses them. What its grammar refuses, such as `[数据.jsonl,b.jsonl]`, is split at the commas."""
+    """Return the paths of an override as Hydra parses them. What its grammar refuses, such as `[数据.jsonl,b.jsonl]`, is
+    split at the commas.
+    """
     try:
         return parse_value(override)
     except UserError as error:
         key, _, value = override.partition("=")
         is_list = value.startswith("[") and value.endswith("]")
         items = [QUOTED_ITEM.sub(r"\2", item.strip()) for item in LIST_ITEM.findall(value[1:-1] if is_list else value)]
-        missing = [item for item in items if not (os.path.exists(item) or item.startswith("hub:") or glob.has_magic(item))]
+        missing = [
+            item for item in items if not (os.path.exists(item) or item.startswith("hub:") or glob.has_magic(item))
+        ]
         if missing:
             name = value if missing == items and not is_list else missing[0]
             fix = f"{did_you_mean_path(name)}; in a list, a name with commas is quoted: '{key}=[\"a, b\",c]'"
@@ -93,7 +107,11 @@ def _quote_column(column: str) -> str:
 
 
 def quote_path(path: str) -> str:
-    return path if re.fullmatch(r"[A-Za-z0-9_./:@+-]+", path) and not re.fullmatch(r"[\d.e+-]+|true|false|null|nan|inf", path) else hydra_quote(path)
+    return (
+        path
+        if re.fullmatch(r"[A-Za-z0-9_./:@+-]+", path) and not re.fullmatch(r"[\d.e+-]+|true|false|null|nan|inf", path)
+        else hydra_quote(path)
+    )
 
 
 def _absolute_path(path: str) -> str:
@@ -111,11 +129,15 @@ def parse_value(override: str) -> Any:
     try:
         return OverridesParser.create().parse_override(override).value()
     except HydraException as error:
-        raise UserError("this list cannot be parsed", override, "quote what holds commas, spaces or brackets: 'key=[\"a, b\",c]'") from error
+        raise UserError(
+            "this list cannot be parsed", override, "quote what holds commas, spaces or brackets: 'key=[\"a, b\",c]'"
+        ) from error
 
 
 def hydra_quote(value: str) -> str:
-    """Return a quoted string of Hydra's grammar whose value is `value`. Backslashes are doubled only before a special character."""
+    """Return a quoted string of Hydra's grammar whose value is `value`. Backslashes are doubled only before a special
+    character.
+    """
     value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # not an interpolation
     value = re.sub(r"(\\*)'", r"\1\1\\'", value)
     return "'" + re.sub(r"(\\+)\Z", r"\1\1", value) + "'"

@@ -1,18 +1,85 @@
-"""Overrides (`key=value`, `group=option`) as the user types them: checked against the schema and normalised before anything is composed."""
+"""The command line: split by Hydra's parser, checked against the schema, and normalised.
+
+A command line as overrides and flags, split by Hydra's own argument parser.
+
+Overrides (`key=value`, `group=option`) as the user types them: checked against the schema and normalised before
+anything is composed.
+"""
 
 from __future__ import annotations
 
 import difflib
 import importlib.util
+import itertools
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NoReturn
+
+from hydra._internal.utils import get_args_parser
 
 from common.errors import UserError, did_you_mean
 from common.paths import CONF_DIR
 from common.registry import locate_plugin
-from runner.config.literals import COLUMNS_KEY, hydra_quote, literal_output, literal_path, parse_value, quote_columns, quote_path
+from runner.config.literals import (
+    COLUMNS_KEY,
+    hydra_quote,
+    literal_output,
+    literal_path,
+    parse_value,
+    quote_columns,
+    quote_path,
+)
 from runner.config.schema import config_groups, config_schema, unknown_option
+
+# Hydra's ways to compose from the inside of a run directory
+RERUN_FLAGS = ("--config-path", "--config-name", "--experimental-rerun")
+
+
+def parse_argv(argv: list[str], settings: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return (overrides, flags). Flags are spelled out, with the value behind `=`: `-cjob` becomes `--cfg=job`.
+
+    Raises UserError for a flag that Hydra does not have; the message for a known name of `settings`, as in `--epochs
+    3`, gives the override.
+    """
+    parser = get_args_parser()
+
+    def fail(message: str) -> NoReturn:
+        raise UserError(
+            f"invalid flag: {message}", " ".join(argv), "--hydra-help lists the flags and their values, e.g. --cfg=job"
+        )
+
+    parser.error = fail  # type: ignore[method-assign]  # the parser would print a usage text
+    for index, (arg, following) in enumerate(itertools.pairwise(argv)):
+        if arg in ("--info", "-i") and "=" in following:  # the parser would take the override for the topic of --info
+            argv = [*argv[:index], "--info=all", *argv[index + 1 :]]
+    args, unknown = parser.parse_known_intermixed_args(argv)
+    for flag in unknown:
+        name, _, value = flag.lstrip("-").partition("=")
+        # --epochs 3
+        value = value or next(
+            (arg for arg in argv[argv.index(flag) + 1 :][:1] if "=" not in arg and not arg.startswith("-")), ""
+        )
+        key = next((key for key in settings if name.replace("-", "_") in (key, key.rsplit(".", 1)[-1])), None)
+        if key and flag.startswith("--"):
+            raise UserError(
+                f"{flag} is not a flag; settings are given without dashes", flag, f"{key}={value or '<value>'}"
+            )
+        raise UserError("unknown flag", flag, "--help lists the settings, --hydra-help the flags")
+    given = {name: value for name, value in vars(args).items() if name != "overrides" and value not in (None, False)}
+    return args.overrides, [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in given.items()
+    ]
+
+
+def flag_value(flags: list[str], name: str) -> str | None:
+    """Return the value of a flag of `parse_argv`, "" for a flag without one, None where it is not given."""
+    return next((flag.partition("=")[2] for flag in flags if flag.partition("=")[0] == name), None)
+
+
+def has_flag(flags: list[str], *names: str) -> bool:
+    return any(flag_value(flags, name) is not None for name in names)
+
 
 HYDRA_PREFIXES = ("hydra.", "hydra/")
 RUN_DIR_CALLBACK = "hydra.callbacks.run_dir creates and locks the run directory"
@@ -28,7 +95,8 @@ TEXT_KEYS, TAGS_KEY = ("run.name", "run.note"), "run.tags"  # text of the user, 
 SEARCHPATH_KEY, PLUGINS_KEY = "hydra.searchpath", "plugins"
 RESUME_KEY = "resume="  # not a setting: names the run or sweep to continue
 INTEGER_WITH_EXPONENT = re.compile(r"\d+(\.\d+)?e\+?\d+")  # 1e3
-STORED_OVERRIDE = re.compile(r"[+~]{0,2}(?!hydra=)[^\W\d][\w./+-]*=.*", re.DOTALL)  # key=value: no flag, no group@package, no interpolated key
+# key=value: no flag, no group@package, no interpolated key
+STORED_OVERRIDE = re.compile(r"[+~]{0,2}(?!hydra=)[^\W\d][\w./+-]*=.*", re.DOTALL)
 OWN_RESOLVER = re.compile(r"\$\{(repo|workspace):\}")  # folders of this program
 RESOLVER = re.compile(r"\$\{[^}]*[:$]")  # ${oc.env:HOME}, ${oc.${x}:HOME}; ${train.max_steps} refers to a setting
 RENAMED_SETTINGS = {  # former key, or key=value, and what replaces it
@@ -54,7 +122,8 @@ RENAMED_SETTINGS = {  # former key, or key=value, and what replaces it
     "hydra.launcher.ray.remote.num_cpus": "hydra.launcher.num_cpus",
     "hydra.launcher.ray.remote.num_gpus": "hydra.launcher.num_gpus",
 }
-SWEEP_PREFIXES = ("hydra/launcher", "hydra/sweeper", "hydra.launcher.", "hydra.sweeper.", "hydra.sweep.", "sweep.")  # read with --multirun only
+# read with --multirun only
+SWEEP_PREFIXES = ("hydra/launcher", "hydra/sweeper", "hydra.launcher.", "hydra.sweeper.", "hydra.sweep.", "sweep.")
 
 
 def key_of(override: str) -> str:
@@ -68,13 +137,17 @@ def is_hydra_override(override: str) -> bool:
 
 
 def is_storable(override: str) -> bool:
-    """Return whether a file of a run or sweep may hold the override. A flag may execute a file, a resolver may read the environment."""
+    """Return whether a file of a run or sweep may hold the override. A flag may execute a file, a resolver may read the
+    environment.
+    """
     is_override = STORED_OVERRIDE.fullmatch(override) is not None
     return is_override and (is_hydra_override(override) or RESOLVER.search(OWN_RESOLVER.sub("", override)) is None)
 
 
 def check_stored(stored: Iterable[str], path: Path) -> None:
-    """Raise UserError unless all overrides read from `path` are storable: called by whatever reads them, before anything uses them."""
+    """Raise UserError unless all overrides read from `path` are storable: called by whatever reads them, before
+    anything uses them.
+    """
     refused = next((override for override in stored if not is_storable(override)), None)
     if refused is not None:  # it may be empty
         fix = "remove the override from the file, and type it with resume= if you need it"
@@ -82,11 +155,16 @@ def check_stored(stored: Iterable[str], path: Path) -> None:
 
 
 def normalize_int(override: str) -> str:
-    """Return `train.max_steps=1e3` as `train.max_steps=1000`: Hydra parses 1e3 as a float and refuses it for an integer."""
+    """Return `train.max_steps=1e3` as `train.max_steps=1000`: Hydra parses 1e3 as a float and refuses it for an
+    integer.
+    """
     key, equals, value = override.partition("=")
     if config_schema().get(key) is not int:
         return override
-    values = [str(int(float(part))) if INTEGER_WITH_EXPONENT.fullmatch(part) and float(part).is_integer() else part for part in value.split(",")]
+    values = [
+        str(int(float(part))) if INTEGER_WITH_EXPONENT.fullmatch(part) and float(part).is_integer() else part
+        for part in value.split(",")
+    ]
     return key + equals + ",".join(values)
 
 
@@ -105,14 +183,20 @@ def check_overrides(typed: list[str], conf: Path = CONF_DIR) -> None:
     for override in typed:
         if "=" not in override:
             if override.startswith("~"):
-                raise UserError("a setting cannot be deleted", override, f"set it to another value, e.g. {key_of(override)}=null")
-            raise UserError("an override is written key=value", override, f"{override}=<value>; --help lists the settings")
+                raise UserError(
+                    "a setting cannot be deleted", override, f"set it to another value, e.g. {key_of(override)}=null"
+                )
+            raise UserError(
+                "an override is written key=value", override, f"{override}=<value>; --help lists the settings"
+            )
         key, value = key_of(override), override.partition("=")[2]
         if key in HYDRA_KEYS_REFUSED:
             raise UserError(
                 f"{key} cannot be set: {HYDRA_KEYS_REFUSED[key]}",
                 override,
-                "leave the override out" if "callbacks" not in key else "+hydra.callbacks.NAME._target_=... adds another",
+                "leave the override out"
+                if "callbacks" not in key
+                else "+hydra.callbacks.NAME._target_=... adds another",
             )
         if key in ("hydra.run.dir", "hydra.sweep.dir") and not value:
             raise UserError(f"{key} must be a directory", override, f"{key}=DIR, or leave the override out")
@@ -120,8 +204,13 @@ def check_overrides(typed: list[str], conf: Path = CONF_DIR) -> None:
         if is_hydra_override(override):
             continue
         if key not in groups and key not in config_schema():
-            raise UserError(f"unknown setting {key}" if key else "an override begins with the name of a setting", key or override, nearest_key(key))
-        if override.startswith("+") and (key not in groups or key in config_groups()):  # a group of the user's own is added with +
+            raise UserError(
+                f"unknown setting {key}" if key else "an override begins with the name of a setting",
+                key or override,
+                nearest_key(key),
+            )
+        # a group of the user's own is added with +
+        if override.startswith("+") and (key not in groups or key in config_groups()):
             raise UserError(f"{key} exists, an override of it has no +", override, override.lstrip("+"))
         if key in groups:
             _check_options(key, value, groups[key])
@@ -130,7 +219,9 @@ def check_overrides(typed: list[str], conf: Path = CONF_DIR) -> None:
 def check_single_run(typed: list[str]) -> None:
     """Raise UserError for an override that only a sweep reads."""
     if override := next((override for override in typed if key_of(override).startswith(SWEEP_PREFIXES)), None):
-        raise UserError(f"{key_of(override)} is read in a sweep only", override, "add --multirun, or leave the override out")
+        raise UserError(
+            f"{key_of(override)} is read in a sweep only", override, "add --multirun, or leave the override out"
+        )
 
 
 def check_not_renamed(key: str, value: str) -> None:
@@ -143,7 +234,11 @@ def check_not_renamed(key: str, value: str) -> None:
 def _check_options(group: str, value: str, options: list[str]) -> None:
     if value.startswith("["):
         first, *others = value.strip("[]").split(",")
-        fix = f"tracker={first} 'tracker.also=[{','.join(others)}]'" if group == "tracker" and others else f"{group}={first}"
+        fix = (
+            f"tracker={first} 'tracker.also=[{','.join(others)}]'"
+            if group == "tracker" and others
+            else f"{group}={first}"
+        )
         raise UserError(f"{group} takes the name of one option, got a list", f"{group}={value}", fix)
     for option in value.split(","):
         if option.strip() not in options and not (group == "experiment" and option == "null") and "(" not in value:
@@ -151,24 +246,43 @@ def _check_options(group: str, value: str, options: list[str]) -> None:
 
 
 def nearest_key(key: str) -> str:
-    """Return a hint with the known key that has the same last part (lr: optimizer.lr), otherwise the one spelled most similarly."""
+    """Return a hint with the known key that has the same last part (lr: optimizer.lr), otherwise the one spelled most
+    similarly.
+    """
     section, _, last = key.rpartition(".")
     same = [known for known in config_schema() if known.rsplit(".", 1)[-1] == last]
-    beginning = [known for known in config_schema() if section and known.startswith(key) and "." not in known.removeprefix(f"{section}.")]
+    beginning = [
+        known
+        for known in config_schema()
+        if section and known.startswith(key) and "." not in known.removeprefix(f"{section}.")
+    ]
     if nearest := same[:1] or (beginning if len(beginning) <= 2 else []):  # stage.lora.r: stage.lora.rank
         return f"did you mean {' or '.join(nearest)}?"
-    siblings = [known.rpartition(".")[2] for known in config_schema() if section and known.rpartition(".")[0] == section]
+    siblings = [
+        known.rpartition(".")[2] for known in config_schema() if section and known.rpartition(".")[0] == section
+    ]
     if siblings and not difflib.get_close_matches(last, siblings, 1):
-        return f"{section} has {', '.join(siblings)}" if len(siblings) < 10 else f"--cfg=job --package={section} prints the settings of {section}"
-    return did_you_mean(key, [*config_schema(), *config_groups()], "--help lists the settings, --cfg=job all of them with their values")
+        return (
+            f"{section} has {', '.join(siblings)}"
+            if len(siblings) < 10
+            else f"--cfg=job --package={section} prints the settings of {section}"
+        )
+    return did_you_mean(
+        key, [*config_schema(), *config_groups()], "--help lists the settings, --cfg=job all of them with their values"
+    )
 
 
 def add_config_dir(typed: list[str], folder: str | None) -> list[str]:
-    """Return the overrides with the folder of `--config-dir` in hydra.searchpath, whose folders become absolute `file://` URLs."""
+    """Return the overrides with the folder of `--config-dir` in hydra.searchpath, whose folders become absolute
+    `file://` URLs.
+    """
     if folder is None and not any(key_of(override) == SEARCHPATH_KEY for override in typed):
         return typed
     urls = [_config_dir_url(url) for url in [*([folder] if folder else []), *_searchpath(typed)]]
-    return [*(override for override in typed if key_of(override) != SEARCHPATH_KEY), f"{SEARCHPATH_KEY}=[{','.join(map(hydra_quote, urls))}]"]
+    return [
+        *(override for override in typed if key_of(override) != SEARCHPATH_KEY),
+        f"{SEARCHPATH_KEY}=[{','.join(map(hydra_quote, urls))}]",
+    ]
 
 
 def config_dirs(typed: list[str], conf: Path = CONF_DIR) -> list[Path]:
@@ -197,7 +311,9 @@ def _config_dir_url(name: str) -> str:
     folder = Path(name.removeprefix("file://")).expanduser().absolute()
     if not folder.is_dir():
         raise UserError(
-            f"the folder of config groups {name} does not exist", f"{SEARCHPATH_KEY}=[{name}]", "--config-dir=DIR, where DIR holds e.g. model/mine.yaml"
+            f"the folder of config groups {name} does not exist",
+            f"{SEARCHPATH_KEY}=[{name}]",
+            "--config-dir=DIR, where DIR holds e.g. model/mine.yaml",
         )
     return f"file://{folder}"
 
@@ -212,11 +328,19 @@ def plugins_of(typed: list[str]) -> list[str]:
 
 
 def literal_text(override: str, is_list: bool) -> str:
-    """Return `run.note=what's new (part 2), and why` quoted for Hydra. Of a name, commas separate the values of a sweep; one tag is a list of one."""
+    """Return `run.note=what's new (part 2), and why` quoted for Hydra. Of a name, commas separate the values of a
+    sweep; one tag is a list of one.
+    """
     key, equals, value = override.partition("=")
     if "${" in value:
         raise UserError(f"{key} is text and takes no interpolation", override, "write it without ${")
-    if not equals or not value or value == "null" or value.startswith(("[", "choice(")) or (value[0] in "'\"" and value[-1:] == value[0]):
+    if (
+        not equals
+        or not value
+        or value == "null"
+        or value.startswith(("[", "choice("))
+        or (value[0] in "'\"" and value[-1:] == value[0])
+    ):
         return override
     if "," in value and key != "run.note":
         return override

@@ -28,8 +28,12 @@ def config_schema() -> dict[str, Any]:
 
 @cache
 def _config_schema(plugins: tuple[str, ...]) -> dict[str, Any]:
-    registered = [(section, cls) for section, (_, registry) in REGISTERED_SECTIONS.items() for cls in registry.entries().values()]
-    return dict(iter_fields(Config, "")) | {key: kind for section, cls in registered for key, kind in iter_fields(cls, f"{section}.")}
+    registered = [
+        (section, cls) for section, (_, registry) in REGISTERED_SECTIONS.items() for cls in registry.entries().values()
+    ]
+    return dict(iter_fields(Config, "")) | {
+        key: kind for section, cls in registered for key, kind in iter_fields(cls, f"{section}.")
+    }
 
 
 def iter_fields(section: type, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -46,21 +50,31 @@ def unread_setting(key: str, chosen: str) -> UserError:
     section, _, name = key.partition(".")
     if name.partition(".")[0] in config_schema():
         fix = "begin the file with the line `# @package _global_`: its keys are settings of the whole config then"
-        return UserError(f"{key} is not a setting: a file of the group {section} puts its keys into the section {section}", key, fix)
+        return UserError(
+            f"{key} is not a setting: a file of the group {section} puts its keys into the section {section}", key, fix
+        )
     registry = REGISTERED_SECTIONS[section][1]
     readers = [other for other, cls in registry.entries().items() if name.partition(".")[0] in _names(cls)]
-    fix = f"{registry.setting}={' or '.join(readers)} reads it" if readers else did_you_mean(name, _names(registry.get(chosen)), "remove it")
+    fix = (
+        f"{registry.setting}={' or '.join(readers)} reads it"
+        if readers
+        else did_you_mean(name, _names(registry.get(chosen)), "remove it")
+    )
     return UserError(f"{key} is not read by {registry.setting}={chosen}", key, fix)
 
 
 def default_values(section: str, name: str) -> dict[str, Any] | None:
-    """Return the values of the class registered as `name`, as a YAML file of the group would have them; None if a setting has no default."""
+    """Return the values of the class registered as `name`, as a YAML file of the group would have them; None if a
+    setting has no default.
+    """
     key, values = REGISTERED_SECTIONS[section][0], _field_defaults(section, name)
     return None if dataclasses.MISSING in values.values() else {"name": name, key: name, **values}
 
 
 def unknown_option(group: str, name: str, position: str, options: list[str]) -> UserError:
-    """Return the error for a name that is no option of the group: unknown, or a class of a plugin with settings that have no value."""
+    """Return the error for a name that is no option of the group: unknown, or a class of a plugin with settings that
+    have no value.
+    """
     if group in REGISTERED_SECTIONS and name in REGISTERED_SECTIONS[group][1].names():
         cls = REGISTERED_SECTIONS[group][1].get(name)
         missing = [key for key, value in _field_defaults(group, name).items() if value is dataclasses.MISSING]
@@ -69,14 +83,19 @@ def unknown_option(group: str, name: str, position: str, options: list[str]) -> 
             fix = f"give each a default in the class, or write DIR/{group}/{name}.yaml with their values and add --config-dir DIR"
             return UserError(message, position, fix)
     message = f"{group} has no option {name}" if name else f"{group} needs the name of an option"
-    return UserError(message, position, f"{did_you_mean(name, options, '')} the options are {', '.join(options)}".strip())
+    return UserError(
+        message, position, f"{did_you_mean(name, options, '')} the options are {', '.join(options)}".strip()
+    )
 
 
 def _field_defaults(section: str, name: str) -> dict[str, Any]:
     """Return the default of each setting of a registered class but its name, MISSING where there is none."""
     key, registry = REGISTERED_SECTIONS[section]
     fields = [field for field in dataclasses.fields(registry.get(name)) if field.name not in ("name", key)]
-    return {field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory() for field in fields}
+    return {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in fields
+    }
 
 
 def _names(section: type) -> list[str]:
@@ -90,15 +109,21 @@ def strip_optional(kind: Any) -> Any:
 
 
 def config_groups(*dirs: Path) -> dict[str, list[str]]:
-    """Return the options of each config group, {"precision": ["bf16", "fp16"], ...}: the YAML files in the subfolders of `dirs` (default: conf/),
-    and the registered classes with a default for each of their settings."""
+    """Return the options of each config group, {"precision": ["bf16", "fp16"], ...}: the YAML files in the subfolders
+    of `dirs` (default: conf/), and the registered classes with a default for each of their settings.
+    """
     return _config_groups(tuple(imported_plugins()), *dirs)
 
 
 @cache
 def _config_groups(plugins: tuple[str, ...], *dirs: Path) -> dict[str, list[str]]:
     groups: dict[str, set[str]] = {}
-    for folder in sorted(folder for conf in dirs or (CONF_DIR,) for folder in conf.iterdir() if folder.is_dir() and folder.name != "hydra"):
+    for folder in sorted(
+        folder
+        for conf in dirs or (CONF_DIR,)
+        for folder in conf.iterdir()
+        if folder.is_dir() and folder.name != "hydra"
+    ):
         groups.setdefault(folder.name, set()).update(file.stem for file in folder.glob("*.yaml"))
     for section, (_, registry) in REGISTERED_SECTIONS.items():
         groups.setdefault(section, set()).update(name for name in registry.names() if default_values(section, name))

@@ -1,6 +1,8 @@
-"""Typed settings that this run does not read: refused, because a value without effect is a mistake. YAML files may hold them.
+"""Typed settings that this run does not read: refused, because a value without effect is a mistake. YAML files may hold
+them.
 
-Settings of a class that another choice of the section has (schedule.decay_fraction under cosine) are refused by `compose.check_all_read`.
+Settings of a class that another choice of the section has (schedule.decay_fraction under cosine) are refused by
+`compose.check_all_read`.
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ RULES = (
     ),
     Rule(
         ("train.eval_every",),
-        lambda config: config.train.eval_every and not config.data.val_fraction and not _has_validation_files(config.data),
+        lambda config: (
+            config.train.eval_every and not config.data.val_fraction and not _has_validation_files(config.data)
+        ),
         "there is no validation data",
         "data.val_path=FILE, or data.val_fraction=0.01",
     ),
@@ -110,7 +114,12 @@ RULES = (
         "stage=sft trains on conversations; or leave it out",
     ),
     Rule(
-        ("model.num_experts_per_tok", "model.moe_intermediate_size", "model.norm_topk_prob", "model.router_aux_loss_coef"),
+        (
+            "model.num_experts_per_tok",
+            "model.moe_intermediate_size",
+            "model.norm_topk_prob",
+            "model.router_aux_loss_coef",
+        ),
         lambda config: getattr(config.model, "num_experts", None) == 0,
         "model.num_experts=0 is a model without experts",
         "e.g. model.num_experts=4, or model=minimind_moe",
@@ -143,7 +152,9 @@ def check_typed_are_read(typed: Iterable[str], configs: Iterable[Config]) -> Non
     for override in typed:
         key = key_of(override)
         rules = [rule for rule in RULES if key in rule.keys]
-        reasons = [next((rule for rule in rules if rule.applies(config)), None) for config in configs] if rules else [None]
+        reasons = (
+            [next((rule for rule in rules if rule.applies(config)), None) for config in configs] if rules else [None]
+        )
         if reasons and all(reasons):
             assert reasons[0] is not None
             raise UserError(f"{key} is not read: {reasons[0].reason}", override, reasons[0].fix)

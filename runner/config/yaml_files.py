@@ -1,4 +1,6 @@
-"""The YAML files that overrides are composed from, and the line that sets a setting: for errors, and for the copies in a run directory."""
+"""The YAML files that overrides are composed from, and the line that sets a setting: for errors, and for the copies in
+a run directory.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from common.paths import CONF_DIR, REPO_ROOT
 from runner.config import overrides
 
 SETTING = re.compile(r"[a-z]\w*(\.\w+)*")
-HYDRA_VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}  # 1.3 warns without it, 1.4 with it
+# 1.3 warns without it, 1.4 with it
+HYDRA_VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 
 
 @contextmanager
@@ -36,12 +39,15 @@ def composing_from(conf: Path) -> Iterator[None]:
 
 
 def composed_files(typed: Sequence[str], conf: Path = CONF_DIR) -> list[tuple[Path, str, list[str]]]:
-    """Return (file, its name in a config folder, its package) for each YAML file that the overrides are composed from, in this order.
+    """Return (file, its name in a config folder, its package) for each YAML file that the overrides are composed from,
+    in this order.
 
     Files of Hydra's own config are left out. The options without a file must be registered (`register_configs`).
     """
     with composing_from(conf):
-        defaults = GlobalHydra.instance().config_loader().compute_defaults_list("config", list(typed), RunMode.RUN).defaults
+        defaults = (
+            GlobalHydra.instance().config_loader().compute_defaults_list("config", list(typed), RunMode.RUN).defaults
+        )
     dirs, files = overrides.config_dirs(list(typed), conf), []
     for default in defaults:
         name = f"{default.config_path}.yaml"
@@ -52,7 +58,9 @@ def composed_files(typed: Sequence[str], conf: Path = CONF_DIR) -> list[tuple[Pa
 
 
 def with_position(error: UserError, typed: Sequence[str]) -> UserError:
-    """Return `error` with the file and line that sets its setting, if none of the `typed` overrides is about it and a YAML file does."""
+    """Return `error` with the file and line that sets its setting, if none of the `typed` overrides is about it and a
+    YAML file does.
+    """
     key, _, value = error.setting.partition(" ")[0].partition("=")
     named = {overrides.key_of(part) for part in error.setting.split(" ")}  # a setting may consist of several overrides
     if named & {overrides.key_of(override) for override in typed} or not SETTING.fullmatch(key):
@@ -62,8 +70,9 @@ def with_position(error: UserError, typed: Sequence[str]) -> UserError:
 
 
 def setting_position(key: str, value: str, typed: Sequence[str]) -> str | None:
-    """Return file:line of the last file that sets `key`, to something else than ???. For a key that no file sets and that has no `value`,
-    return the file of the user that should: the last one of its section."""
+    """Return file:line of the last file that sets `key`, to something else than ???. For a key that no file sets and
+    that has no `value`, return the file of the user that should: the last one of its section.
+    """
     section_file = None
     try:
         files = composed_files(typed)
@@ -83,18 +92,26 @@ def setting_position(key: str, value: str, typed: Sequence[str]) -> str | None:
 
 
 def default_position(option: str, dirs: Sequence[Path], first: Sequence[str] = ()) -> str | None:
-    """Return file:line of the entry of a defaults list that names the config `option`, e.g. model/tinyy or tinyy; the files `first` are read first."""
+    """Return file:line of the entry of a defaults list that names the config `option`, e.g. model/tinyy or tinyy; the
+    files `first` are read first.
+    """
     group, _, name = option.rpartition("/")
     for folder in reversed(dirs):
-        for path in sorted(folder.rglob("*.yaml"), key=lambda path: str(path.relative_to(folder))[: -len(".yaml")] not in first):
+        for path in sorted(
+            folder.rglob("*.yaml"), key=lambda path: str(path.relative_to(folder))[: -len(".yaml")] not in first
+        ):
             with suppress(yaml.YAMLError, OSError, UnicodeDecodeError):
-                if line := next((line for key, value, line in _defaults_entries(path) if _is_entry(key, value, group, name)), None):
+                if line := next(
+                    (line for key, value, line in _defaults_entries(path) if _is_entry(key, value, group, name)), None
+                ):
                     return _position(path, line)
     return None
 
 
 def ineffective_override(group: str, chosen: str, typed: Sequence[str]) -> tuple[str, str] | None:
-    """Return (option, file:line) of a file of the user that overrides `group` with another option than `chosen`: conf/config.yaml has precedence."""
+    """Return (option, file:line) of a file of the user that overrides `group` with another option than `chosen`:
+    conf/config.yaml has precedence.
+    """
     for path, _, _ in composed_files(typed):
         for key, value, line in _defaults_entries(path) if CONF_DIR not in path.parents else ():
             if key.removeprefix("override ").strip("/ ") == group and value != chosen:
@@ -106,7 +123,9 @@ def _defaults_entries(path: Path) -> Iterator[tuple[str, str, int]]:
     """Yield (group, option, line) of the entries of a defaults list; an entry without a group has an empty one."""
     found = _find(yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader), ["defaults"])
     for entry in found[1].value if found and isinstance(found[1], yaml.SequenceNode) else ():
-        pairs = [(key.value, value) for key, value in entry.value] if isinstance(entry, yaml.MappingNode) else [("", entry)]
+        pairs = (
+            [(key.value, value) for key, value in entry.value] if isinstance(entry, yaml.MappingNode) else [("", entry)]
+        )
         yield from ((key, str(value.value), value.start_mark.line + 1) for key, value in pairs)
 
 
@@ -114,11 +133,18 @@ def _is_entry(key: str, value: str, group: str, name: str) -> bool:
     if not key:  # `- tinyy` in a file of the group model, or `- /model/tinyy`
         return value.partition("@")[0].rpartition("/")[2] == name
     entry_group = key.removeprefix("override ").removeprefix("optional ").partition("@")[0].strip("/")
-    return value == name and (entry_group == group or not group) or (not value and entry_group == name) or entry_group == f"{group}/{name}".strip("/")
+    return (
+        value == name
+        and (entry_group == group or not group)
+        or (not value and entry_group == name)
+        or entry_group == f"{group}/{name}".strip("/")
+    )
 
 
 def _find(node: yaml.Node | None, parts: Sequence[str]) -> tuple[yaml.Node, yaml.Node] | None:
-    """Return the nodes of the key and the value at the path `parts` of a mapping; also where a key is written with dots."""
+    """Return the nodes of the key and the value at the path `parts` of a mapping; also where a key is written with
+    dots.
+    """
     if not isinstance(node, yaml.MappingNode):
         return None
     for key, value in node.value:

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from runner.diagnostics.overfitting import LEVEL_LOSSES, Evaluation
 from runner.diagnostics.symptoms import LoggedRecord
 
-RECENT, WINDOW = LEVEL_LOSSES, 20  # logged losses whose median counts as the level of the loss; that it is compared with
-MAX_LOGGED_NUMBER, MAX_LOGGED_STEP = 1e100, 1 << 63  # larger numbers count as not finite; a record of a larger step is left out
+# logged losses whose median counts as the level of the loss; that it is compared with
+RECENT, WINDOW = LEVEL_LOSSES, 20
+# larger numbers count as not finite; a record of a larger step is left out
+MAX_LOGGED_NUMBER, MAX_LOGGED_STEP = 1e100, 1 << 63
 CLIPPED_RECORDS = 50  # newest gradient norms that are kept
 
 
@@ -43,7 +45,8 @@ class RunHistory:
     def _add_step(self, step: int, loss: float | None, record: LoggedRecord) -> None:
         self.train_records += 1
         tokens, speed, wait = (_finite(record.get(name)) for name in ("tokens", "tokens_per_second", "data_wait"))
-        if self.train_records > 1 and tokens and speed and wait is not None:  # the first steps also start workers and compile
+        # the first steps also start workers and compile
+        if self.train_records > 1 and tokens and speed and wait is not None:
             seconds = max(0.0, tokens - self._tokens) / speed
             self.seconds += seconds
             self.waited += seconds * wait

@@ -13,10 +13,13 @@ from runner.diagnostics.detectors import OF_EVALUATIONS, OF_STEPS
 from runner.diagnostics.history import RunHistory
 from runner.diagnostics.symptoms import PAGE, LoggedRecord, RunFacts, Symptom
 
-MAX_REPLAYED_BYTES = 64 << 20  # of a longer metrics.jsonl the first and the newest half of this is read; train.log says what was reported
+# of a longer metrics.jsonl the first and the newest half of this is read; train.log says what was reported
+MAX_REPLAYED_BYTES = 64 << 20
 MAX_READ_LOG_BYTES = 1 << 30  # of train.log that are searched
-REPORTED_SYMPTOM = re.compile(rb"^warning: .*" + re.escape(f"{PAGE}#".encode()) + rb"([a-z-]{1,40})$")  # the end of `Symptom.message`
-EXCLUDES = {"diverging": ("loss-flat", "loss-spike", "always-clipped"), "loss-flat": ("diverging",)}  # symptom -> those that it explains
+# the end of `Symptom.message`
+REPORTED_SYMPTOM = re.compile(rb"^warning: .*" + re.escape(f"{PAGE}#".encode()) + rb"([a-z-]{1,40})$")
+# symptom -> those that it explains
+EXCLUDES = {"diverging": ("loss-flat", "loss-spike", "always-clipped"), "loss-flat": ("diverging",)}
 
 
 class RunMonitor:
@@ -49,7 +52,9 @@ def diagnose(records: Iterable[LoggedRecord], facts: RunFacts) -> list[Symptom]:
 
 
 def watch_records(facts: RunFacts, earlier: Path | None, warn: Callable[[str], None]) -> Callable[[LoggedRecord], None]:
-    """Return a function that takes each new record and warns of new symptoms. `earlier`: metrics.jsonl of a resumed run, which has reported its own."""
+    """Return a function that takes each new record and warns of new symptoms. `earlier`: metrics.jsonl of a resumed
+    run, which has reported its own.
+    """
     monitor = RunMonitor(facts)
     is_watching = True
 
@@ -76,7 +81,9 @@ def watch_records(facts: RunFacts, earlier: Path | None, warn: Callable[[str], N
 
 
 def read_metrics(path: Path) -> Iterator[LoggedRecord]:
-    """Yield the records of a metrics.jsonl, of a long one the first and the newest. A line that is no object is left out; nothing raises."""
+    """Yield the records of a metrics.jsonl, of a long one the first and the newest. A line that is no object is left
+    out; nothing raises.
+    """
     try:
         fd, size = open_regular(path)
         with open(fd, "rb") as file:
@@ -114,7 +121,11 @@ def reported_symptoms(log: Path) -> set[str]:
     try:
         fd, size = open_regular(log)
         with open(fd, "rb") as lines:
-            matches = (REPORTED_SYMPTOM.match(line.rstrip()) for line in (lines if size <= MAX_READ_LOG_BYTES else ()) if line.startswith(b"warning: "))
+            matches = (
+                REPORTED_SYMPTOM.match(line.rstrip())
+                for line in (lines if size <= MAX_READ_LOG_BYTES else ())
+                if line.startswith(b"warning: ")
+            )
             return {match[1].decode() for match in matches if match}
     except OSError:
         return set()

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 LEVEL_LOSSES = 5  # logged training losses whose median is their level
-RISING_EVALS, OVERFITTING_RISE = 2, 1.02  # evaluations in a row above the best, the last by this factor (healthy: 1.008)
+# evaluations in a row above the best, the last by this factor (healthy: 1.008)
+RISING_EVALS, OVERFITTING_RISE = 2, 1.02
 
 
 class Evaluation(NamedTuple):
@@ -18,7 +19,8 @@ class Evaluation(NamedTuple):
 
 
 def overfitting_of(evaluations: Sequence[Evaluation]) -> tuple[Evaluation, Evaluation] | None:
-    """Return the best and the newest evaluation if the validation loss has risen from its lowest while the training loss fell; None otherwise.
+    """Return the best and the newest evaluation if the validation loss has risen from its lowest while the training
+    loss fell; None otherwise.
 
     `evaluations`: all of them, or at least the best and the newest RISING_EVALS, in the order of steps.
     """
@@ -27,7 +29,12 @@ def overfitting_of(evaluations: Sequence[Evaluation]) -> tuple[Evaluation, Evalu
     best = min(evaluations, key=lambda evaluation: evaluation.loss)
     newest = evaluations[-RISING_EVALS:]
     last = newest[-1]
-    if newest[0].step <= best.step or last.loss < OVERFITTING_RISE * best.loss or best.train_level is None or last.train_level is None:
+    if (
+        newest[0].step <= best.step
+        or last.loss < OVERFITTING_RISE * best.loss
+        or best.train_level is None
+        or last.train_level is None
+    ):
         return None
     return (best, last) if last.train_level < best.train_level else None
 

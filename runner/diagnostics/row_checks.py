@@ -1,4 +1,6 @@
-"""Symptoms in the rows of a run, before its first step: text of another chat template, answers that teach nothing, few tokens with loss."""
+"""Symptoms in the rows of a run, before its first step: text of another chat template, answers that teach nothing, few
+tokens with loss.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,10 @@ from runner.diagnostics.symptoms import Symptom
 SAMPLED_FILES, SAMPLED_ROWS = 8, 64  # files, and rows from the beginning of each: a few milliseconds
 MAX_SAMPLED_BYTES = 64 << 20  # of a file without lines (a JSON array, parquet) that is opened for its first rows
 MARKED_SHARE, MARKED_ROWS = 0.05, 3  # sampled rows with markers; fewer may quote a template
-SAME_SHARE, ECHO_SHARE, MIN_ROWS = 0.95, 0.2, 20  # sampled rows with one answer; with the question as answer; rows from which this is judged
-LABELLED_SHARE = 0.02  # of the tokens have loss; of data/samples 25 to 60 %, of labels of one token after prompts of 100 tokens 1 %
+# sampled rows with one answer; with the question as answer; rows from which this is judged
+SAME_SHARE, ECHO_SHARE, MIN_ROWS = 0.95, 0.2, 20
+# of the tokens have loss; of data/samples 25 to 60 %, of labels of one token after prompts of 100 tokens 1 %
+LABELLED_SHARE = 0.02
 # What begins a turn in the chat templates in use: text that has it was rendered already
 MARKERS = {
     "<|im_start|>": "ChatML",
@@ -32,8 +36,12 @@ MARKERS = {
 }
 
 
-def check_rows(sources: Iterable[Source], schemas: Iterable[str], stats: Iterable[RowStats], template: str | None) -> list[Symptom]:
-    """Return the symptoms of training files. `schemas`: the row schema of each; `template`: the chat template; None: the rows are texts."""
+def check_rows(
+    sources: Iterable[Source], schemas: Iterable[str], stats: Iterable[RowStats], template: str | None
+) -> list[Symptom]:
+    """Return the symptoms of training files. `schemas`: the row schema of each; `template`: the chat template; None:
+    the rows are texts.
+    """
     if template is None:
         return []
     examples = list(sample_examples(zip(sources, schemas, strict=True)))
@@ -54,14 +62,27 @@ def sample_examples(files: Iterable[tuple[Source, str]]) -> Iterator[Example]:
 
 
 def foreign_template(examples: list[Example], template: str) -> Symptom | None:
-    """Messages with the marks of a chat template: it was applied before, and the model would learn to write its marks as text."""
-    counts = Counter(marker for example in examples for marker in MARKERS if any(marker in text for text in _texts(example)))
+    """Messages with the marks of a chat template: it was applied before, and the model would learn to write its marks
+    as text.
+    """
+    counts = Counter(
+        marker for example in examples for marker in MARKERS if any(marker in text for text in _texts(example))
+    )
     marker, rows = counts.most_common(1)[0] if counts else ("", 0)
     if rows < max(MARKED_ROWS, MARKED_SHARE * len(examples)):
         return None
-    relation = "which the tokenizer's template writes itself" if marker in template else "the tokenizer has another template"
-    measured = f"{rows} of {len(examples)} sampled rows have {marker} in a message, the mark of {MARKERS[marker]}: {relation}"
-    return Symptom("wrong-template", 0, measured, "give role and content of each message without marks; runner/rows.py shows the rows")
+    relation = (
+        "which the tokenizer's template writes itself" if marker in template else "the tokenizer has another template"
+    )
+    measured = (
+        f"{rows} of {len(examples)} sampled rows have {marker} in a message, the mark of {MARKERS[marker]}: {relation}"
+    )
+    return Symptom(
+        "wrong-template",
+        0,
+        measured,
+        "give role and content of each message without marks; runner/rows.py shows the rows",
+    )
 
 
 def bad_labels(examples: list[Example]) -> Symptom | None:
@@ -78,7 +99,9 @@ def bad_labels(examples: list[Example]) -> Symptom | None:
         measured = f"{same} of {len(pairs)} sampled answers are the same text, {answer[:40]!r}, to {questions} different questions"
     else:
         return None
-    return Symptom("bad-labels", 0, measured, "name the right columns, e.g. 'data.columns={prompt: question, completion: answer}'")
+    return Symptom(
+        "bad-labels", 0, measured, "name the right columns, e.g. 'data.columns={prompt: question, completion: answer}'"
+    )
 
 
 def few_labels(stats: Iterable[RowStats]) -> Symptom | None:
@@ -86,12 +109,25 @@ def few_labels(stats: Iterable[RowStats]) -> Symptom | None:
     labelled, tokens, rows = (sum(getattr(part, name) for part in stats) for name in ("loss_tokens", "tokens", "kept"))
     if not tokens or labelled >= LABELLED_SHARE * tokens:
         return None
-    measured = f"{labelled:,} of {tokens:,} tokens have loss ({labelled / tokens:.1%}, {labelled / max(1, rows):.1f} a row)"
-    return Symptom("few-labels", 0, measured, "data.loss_on=assistant (every answer), or other data.columns; runner/rows.py colours the tokens with loss")
+    measured = (
+        f"{labelled:,} of {tokens:,} tokens have loss ({labelled / tokens:.1%}, {labelled / max(1, rows):.1f} a row)"
+    )
+    return Symptom(
+        "few-labels",
+        0,
+        measured,
+        "data.loss_on=assistant (every answer), or other data.columns; runner/rows.py colours the tokens with loss",
+    )
 
 
 def _texts(example: Example) -> list[str]:
-    chats = [example.chosen, example.rejected] if isinstance(example, PreferencePair) else [example] if isinstance(example, ChatExample) else []
+    chats = (
+        [example.chosen, example.rejected]
+        if isinstance(example, PreferencePair)
+        else [example]
+        if isinstance(example, ChatExample)
+        else []
+    )
     return [str(message.get("content", "")) for chat in chats for message in chat.messages]
 
 
@@ -100,5 +136,7 @@ def _question_and_answer(example: Example) -> tuple[str, str] | None:
     if not isinstance(example, ChatExample):
         return None
     turns = [(message["role"], str(message.get("content", "")).strip()) for message in example.messages]
-    answers = [i for i, (role, text) in enumerate(turns) if role == "assistant" and text and i and turns[i - 1][0] == "user"]
+    answers = [
+        i for i, (role, text) in enumerate(turns) if role == "assistant" and text and i and turns[i - 1][0] == "user"
+    ]
     return (turns[answers[-1] - 1][1], turns[answers[-1]][1]) if answers else None

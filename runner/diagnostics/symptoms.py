@@ -42,4 +42,5 @@ class RunFacts:
     num_workers: int  # data.num_workers
     cores: int
     starts_from_weights: bool
-    uniform_loss: float | None  # loss of a model that gives every token the same probability; None: the objective has no such number
+    # loss of a model that gives every token the same probability; None: the objective has no such number
+    uniform_loss: float | None

@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 
 from common.errors import UserError
 from common.filesystem import open_regular
-from common.ownership.processes import is_on_this_host
+from common.ownership import is_on_this_host
 from data.sources.byte_stream import COMPRESSION_MAGIC
 from data.sources.files import Source
 
-MAX_BYTES = 64 << 20  # of the training files together, and of the evaluated ones: about two seconds; larger ones are not compared
-MAX_TRAINING_FILES, MAX_TRAINING_ROWS, MAX_READ_SECONDS = 100, 2_000_000, 20.0  # of the training data; beyond one of them nothing is compared
+# of the training files together, and of the evaluated ones: about two seconds; larger ones are not compared
+MAX_BYTES = 64 << 20
+# of the training data; beyond one of them nothing is compared
+MAX_TRAINING_FILES, MAX_TRAINING_ROWS, MAX_READ_SECONDS = 100, 2_000_000, 20.0
 
 
 class TrainingOverlap(NamedTuple):
@@ -27,10 +29,12 @@ class TrainingOverlap(NamedTuple):
 
 
 def training_overlap(evaluated: Iterable[Source], run: Mapping[str, Any]) -> TrainingOverlap | None:
-    """Return how many rows of `evaluated` are, field by field, rows of the training files that `run`, a run.json, names.
+    """Return how many rows of `evaluated` are, field by field, rows of the training files that `run`, a run.json,
+    names.
 
-    None: another machine made the run, a file is not there any more, or they are too large to be compared. A run folder may be that of
-    another person: each file is read only if its name is literally that of a regular file, neither a link nor compressed.
+    None: another machine made the run, a file is not there any more, or they are too large to be compared. A run folder
+    may be that of another person: each file is read only if its name is literally that of a regular file, neither a
+    link nor compressed.
     """
     evaluated = list(evaluated)
     try:
@@ -39,8 +43,11 @@ def training_overlap(evaluated: Iterable[Source], run: Mapping[str, Any]) -> Tra
             return None
         if (seen := _training_digests(training)) is None:
             return None
-        rows = [(source.where(position), digest in seen) for source in evaluated for position, digest in _digests(source)]
-    except (UserError, OSError, ValueError):  # a file that only an evaluation or a training with other settings can read
+        rows = [
+            (source.where(position), digest in seen) for source in evaluated for position, digest in _digests(source)
+        ]
+    # a file that only an evaluation or a training with other settings can read
+    except (UserError, OSError, ValueError):
         return None
     found = [where for where, is_known in rows if is_known]
     return TrainingOverlap(len(found), len(rows), found[0]) if found else None
@@ -61,7 +68,8 @@ def _is_plain_file(path: Path) -> bool:
     except (OSError, ValueError):  # ValueError: a name with a NUL
         return False
     with open(fd, "rb") as file:
-        return size > 0 and not file.read(8).startswith(tuple(COMPRESSION_MAGIC))  # files of /proc have no size, compressed ones any when they are read
+        # files of /proc have no size, compressed ones any when they are read
+        return size > 0 and not file.read(8).startswith(tuple(COMPRESSION_MAGIC))
 
 
 def _training_digests(training: list[Source]) -> set[bytes] | None:
@@ -78,4 +86,9 @@ def _training_digests(training: list[Source]) -> set[bytes] | None:
 def _digests(source: Source) -> Iterator[tuple[int, bytes]]:
     """Yield (position, hash of the fields) of each row that can be read."""
     for position, row in source.rows(on_bad=lambda error: None):
-        yield position, hashlib.blake2b(json.dumps(row, sort_keys=True, default=str).encode("utf-8", "surrogatepass"), digest_size=12).digest()
+        yield (
+            position,
+            hashlib.blake2b(
+                json.dumps(row, sort_keys=True, default=str).encode("utf-8", "surrogatepass"), digest_size=12
+            ).digest(),
+        )

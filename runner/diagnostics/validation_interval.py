@@ -1,8 +1,10 @@
-"""How exactly an evaluation measures the loss: from its number of rows, before the first step, and from the losses of its batches.
+"""How exactly an evaluation measures the loss: from its number of rows, before the first step, and from the losses of
+its batches.
 
-FEW_ROWS is the smallest number of paired rows that can tell the best of 16 runs from the 15 others. Over n pairs no p-value of the exact sign-flip
-test (Fisher, The Design of Experiments, 1935, section 21) is below 2 ** (1 - n), however large the differences are; 15 comparisons at 5 % (Bonferroni)
-need 2 ** (1 - n) <= 0.05 / 15, so n >= 10. Two runs need 6 rows. One row has no interval at all.
+FEW_ROWS is the smallest number of paired rows that can tell the best of 16 runs from the 15 others. Over n pairs no
+p-value of the exact sign-flip test (Fisher, The Design of Experiments, 1935, section 21) is below 2 ** (1 - n), however
+large the differences are; 15 comparisons at 5 % (Bonferroni) need 2 ** (1 - n) <= 0.05 / 15, so n >= 10. Two runs need
+6 rows. One row has no interval at all.
 """
 
 from __future__ import annotations
@@ -34,26 +36,42 @@ def half_width(losses: Sequence[float], items: Sequence[float]) -> float | None:
 
 
 def few_rows(rows: int) -> str | None:
-    """Return how many rows there are, e.g. `1 row`, if they are fewer than FEW_ROWS; None for enough, and for 0: no evaluation."""
+    """Return how many rows there are, e.g. `1 row`, if they are fewer than FEW_ROWS; None for enough, and for 0: no
+    evaluation.
+    """
     return f"{rows} row{'s' * (rows > 1)}" if 0 < rows < FEW_ROWS else None
 
 
 def few_validation_rows(rows: int, training_rows: int) -> Symptom | None:
-    """Return a symptom, before the first step, if a run is evaluated on fewer than FEW_ROWS validation rows. 0: on none."""
+    """Return a symptom, before the first step, if a run is evaluated on fewer than FEW_ROWS validation rows. 0: on
+    none.
+    """
     if (count := few_rows(rows)) is None:
         return None
     share = math.ceil(100 * FEW_ROWS / max(1, training_rows)) / 100
-    fix = f"data.val_fraction={share:g} with data.val_path=null, or {MORE_FILE_ROWS}" if share <= MAX_HELD_OUT else MORE_FILE_ROWS
-    return Symptom("tiny-validation", 0, f"validation has {count}: {'their' if rows > 1 else 'its'} loss does not tell one run from another", fix)
+    fix = (
+        f"data.val_fraction={share:g} with data.val_path=null, or {MORE_FILE_ROWS}"
+        if share <= MAX_HELD_OUT
+        else MORE_FILE_ROWS
+    )
+    return Symptom(
+        "tiny-validation",
+        0,
+        f"validation has {count}: {'their' if rows > 1 else 'its'} loss does not tell one run from another",
+        fix,
+    )
 
 
 def tiny_validation(losses: Sequence[float], items: Sequence[float], rows: int, step: int) -> Symptom | None:
-    """Return a symptom if differences that matter are smaller than what other validation rows would change. `rows`: validation rows.
+    """Return a symptom if differences that matter are smaller than what other validation rows would change. `rows`:
+    validation rows.
 
     None for those that `few_validation_rows` reports.
     """
     width, mean = half_width(losses, items), sum(losses) / (sum(items) or 1)
     if rows < FEW_ROWS or width is None or not math.isfinite(mean) or width <= WIDE * abs(mean):
         return None
-    measured = f"the validation loss of {rows:,} rows is {mean:.2f} +- {width:.2f} (95 %): smaller differences tell nothing"
+    measured = (
+        f"the validation loss of {rows:,} rows is {mean:.2f} +- {width:.2f} (95 %): smaller differences tell nothing"
+    )
     return Symptom("tiny-validation", step, measured, MORE_ROWS)

@@ -1,27 +1,46 @@
-"""Build a run from its config: every part once, cheapest first, so that errors of the settings or the data appear before the model is built."""
+"""Build a run from its config: every part once, cheapest first.
+
+The model of a run, with the weights that it starts from.
+
+The header of the log of a run.
+
+Build a run from its config: every part once, cheapest first, so that errors of the settings or the data appear before
+the model is built.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from common.errors import UserError
+from common.paths import display_path
 from data.batching.loader import StepLoader
+from data.batching.packing import PackedSequences
 from data.tokenize.origin import open_tokenizer
 from data.tokenize.tokenizer import Tokenizer
-from models.language_model import LanguageModel
+from models.formats.load import load_into, load_weights, weights_under_adapter
+from models.formats.stored_size import check_size_of_weights
+from models.language_model import LanguageModel, create_model, stored_tensors
 from models.layers.cpu_kernels.upcast_products import upcast_products
-from models.layers.quantized import check_quantization
+from models.layers.quantized import check_quantization, quantize_linear_layers
 from models.lora import lora_warnings
-from runner.checkpoint.compatibility import ROWS_PER_STEP, describe_run, environment_facts, recorded_environment
-from runner.checkpoint.environment import rank_differences
-from runner.checkpoint.format import read_newest_state
-from runner.checkpoint.manager import CheckpointManager
+from runner.checkpoint.compatibility import (
+    ROWS_PER_STEP,
+    describe_run,
+    environment_facts,
+    rank_differences,
+    recorded_environment,
+)
+from runner.checkpoint.format import read_model_tensors, read_newest_state
+from runner.checkpoint.manager import CheckpointManager, newest_checkpoint
 from runner.checkpoint.retention import RetentionPolicy
 from runner.engine.config import Config
 from runner.engine.data_pipeline import DataPipeline, build_data_pipeline, build_loader
@@ -32,18 +51,136 @@ from runner.engine.device.distributed import DistributedContext, init_distribute
 from runner.engine.device.precision import Precision
 from runner.engine.device.rng import seed_all
 from runner.engine.device.stop import as_stop_requests, do_unless_stopped
+from runner.engine.kernels import choose_cpu_kernels, cpu_choices, decide_compilation, kernel_facts, wrap_model
+from runner.engine.objectives.config import prepare_stage
+from runner.engine.objectives.objective import Objective
 from runner.engine.optim.groups import build_optimizer
 from runner.engine.optim.schedules import check_warmup
-from runner.engine.setup.kernels import choose_cpu_kernels, cpu_choices, decide_compilation, kernel_facts, wrap_model
-from runner.engine.setup.model import prepare_model
-from runner.engine.state import TrainState
+from runner.engine.state import TrainState, load_strict, saved_tensors
+from runner.tracking.data_report import data_summary
 from runner.tracking.logger import RunLogger
 
 
-def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callable[..., None], stop_requested: Callable[[], bool] = lambda: False) -> TrainState:
+def build_model(cfg: Config, load_initial_weights: bool) -> LanguageModel:
+    """Return a model with random weights from the current seed, or with those of `cfg.init_from`.
+
+    A resumed run needs the initial weights only if its checkpoints do not contain them: under adapters, or for a
+    reference model.
+    """
+    source = initial_weights_of(cfg) if load_initial_weights or cfg.stage.lora or cfg.stage.needs_reference else None
+    if source:
+        check_size_of_weights(cfg.model, source)
+    model = create_model(cfg.model)
+    if source:
+        load_into(model, load_weights(source, cfg.model.family), str(source))
+    model.activation_checkpointing = cfg.train.activation_checkpointing
+    return model
+
+
+def initial_weights_of(cfg: Config) -> Path | None:
+    """Return where the weights of the model come from, without an adapter that is trained on; None: they are random."""
+    return None if cfg.init_from == "scratch" else weights_under_adapter(cfg.stage.lora, Path(cfg.init_from))
+
+
+def prepare_model(
+    cfg: Config, device: torch.device, resumed_run: Path | None
+) -> tuple[LanguageModel, Objective, dict[str, Tensor]]:
+    """Return the model, the objective, and the tensors that no checkpoint holds, by name: of a base model, of a
+    reference. They are the same on every rank.
+    """
+    seed_all(cfg.seed)
+    model = build_model(cfg, load_initial_weights=resumed_run is None)
+    if resumed_run is not None and model.probes_weights and not (cfg.stage.lora or cfg.stage.needs_reference):
+        load_saved_weights(model, resumed_run)
+    if cfg.stage.lora and cfg.stage.lora.quantize:
+        quantize_linear_layers(model, device)
+    model = model.to(device)
+    is_packed = cfg.data.packing != "none"
+    model.kernels_description = model.prepare(is_packed)
+    model.has_packed_rows = is_packed
+    objective = prepare_stage(cfg.stage, model, cfg.init_from)
+    saved = saved_tensors(model)
+    frozen = {
+        name: tensor for name, tensor in stored_tensors(model).items() if name not in saved
+    } | objective.frozen_parameters
+    return model, objective, frozen
+
+
+def load_saved_weights(model: LanguageModel, run_dir: Path) -> None:
+    """Load the newest valid checkpoint's weights: random ones may not show how a model computes. `TrainState` loads
+    them again with all other state.
+    """
+    with suppress(FileNotFoundError):
+        checkpoint = newest_checkpoint(run_dir)
+        load_strict(saved_tensors(model), read_model_tensors(checkpoint), checkpoint)
+
+
+def run_summary(state: TrainState) -> dict[str, str]:
+    """Return the header of the log, title -> text."""
+    cfg, ranks = state.cfg, state.dist.size
+    model, unused = state.model, state.model.modules_unused_by_text
+    parameters = sum(p.numel() for p in model.parameters())
+    trainable = sum(
+        p.numel() for name, p in model.named_parameters() if p.requires_grad and model.is_used_by_text(name)
+    )
+    trained = (
+        "all trained" if trainable == parameters else f"{trainable:,} of them trained ({trainable / parameters:.2%})"
+    )
+    trained += f"\ntext does not use {', '.join(unused)}: no gradient, no adapter" if unused else ""
+    labels = (("name", cfg.run.name), ("tags", ", ".join(cfg.run.tags)), ("note", cfg.run.note))
+    threads = f"{torch.get_num_threads()} threads" + (f" ({state.thread_reason})" if state.thread_reason else "")
+    summary = {
+        "run": display_path(state.run_dir),
+        **{title: text for title, text in labels if text},
+        "stage": f"{cfg.stage.name}, weights from {cfg.init_from if cfg.init_from == 'scratch' else display_path(Path(cfg.init_from))}",
+        "model": f"{cfg.model.name}, {parameters:,} parameters, {trained}",
+        **({"kernels": state.model.kernels_description} if state.model.kernels_description else {}),
+        "tokenizer": f"{state.tokenizer.vocab_size:,} tokens, {display_path(Path(cfg.data.tokenizer))}",
+        "data": data_summary(
+            cfg.data.paths, state.pipeline.files, len(state.pipeline.train.rows), state.pipeline.held_out
+        ),
+        "batch": batch_summary(state),
+        "steps": f"{state.total_steps:,} ({state.total_steps / state.loader.steps_per_epoch:.2f} epochs of {state.loader.steps_per_epoch:,} steps)",
+        "device": f"{state.dist.device}, {cfg.precision.name}, {threads}"
+        + (f", {cfg.distributed.name} on {ranks} ranks" if ranks > 1 else ""),
+        "compile": state.compile_decision.reason,
+        **state.kernel_reasons,
+    }
+    return summary | (
+        {"resumed": f"at step {state.progress.step:,} (attempt {state.attempt})"} if state.progress.step else {}
+    )
+
+
+def batch_summary(state: TrainState) -> str:
+    """Return the rows of a step: micro-batch, accumulation and ranks."""
+    train, sequences, ranks, rows = (
+        state.cfg.train,
+        state.pipeline.train,
+        state.dist.size,
+        state.loader.sampler.global_batch_size,
+    )
+    if isinstance(sequences, PackedSequences):
+        kind = f"packed sequences of {sequences.capacity:,} tokens"
+        details = f"\n{len(sequences.rows) / len(sequences):.1f} examples in each, {sequences.fill_ratio:.1%} filled"
+    else:
+        kind, details = f"examples of at most {state.cfg.data.max_length:,} tokens", ""
+    micro_batches = math.ceil(math.ceil(rows / ranks) / train.batch_size)
+    if rows > (available := state.loader.sampler.size):
+        details = f", of which an epoch has {available:,}{details}"
+    return f"{train.batch_size:,} {kind} x {micro_batches} micro-batches{f' x {ranks} ranks' if ranks > 1 else ''} = {rows:,} a step{details}"
+
+
+def build_run(
+    cfg: Config,
+    run_dir: Path,
+    attempt: int,
+    update_metadata: Callable[..., None],
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> TrainState:
     """Build all parts of a run. `cfg.init_from` is a path or "scratch", `update_metadata` writes fields of run.json.
 
-    Raises UserError if the settings, the data and the machine do not fit together, StopRequested if `stop_requested()` on some rank.
+    Raises UserError if the settings, the data and the machine do not fit together, StopRequested if `stop_requested()`
+    on some rank.
     """
     dist = init_distributed(cfg.distributed, cfg.device)
     saved = read_newest_state(run_dir)
@@ -60,7 +197,15 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
     build = partial(prepare_model, cfg, dist.device, resumed_run=None if saved is None else run_dir)
     model, objective, frozen = do_unless_stopped(dist, stop, "before the first step", build)
     fingerprints = {"data": pipeline.fingerprint, "tokenizer": tokenizer.fingerprint}
-    facts = partial(describe_run, cfg, device=dist.device, num_ranks=dist.size, rows_per_step=rows_per_step, frozen=frozen, **fingerprints)
+    facts = partial(
+        describe_run,
+        cfg,
+        device=dist.device,
+        num_ranks=dist.size,
+        rows_per_step=rows_per_step,
+        frozen=frozen,
+        **fingerprints,
+    )
     compatibility = do_unless_stopped(dist, stop, "before the first step", facts)
     distribute(cfg, dist, precision, (model, *objective.extra_models))
     loader, val_loader = build_loaders(pipeline, cfg, tokenizer, rows_per_step, dist)
@@ -99,7 +244,9 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
 
 
 def prepare_cpu(saved: dict[str, Any] | None) -> str | None:
-    """Set up this process for training on a CPU, as for the checkpoint `saved`; return why it has not torch's own number of threads."""
+    """Set up this process for training on a CPU, as for the checkpoint `saved`; return why it has not torch's own
+    number of threads.
+    """
     separate_large_blocks()
     threads = recorded_environment(saved["compatibility"]).get("threads") if saved else None
     return choose_threads(threads if isinstance(threads, int) and threads > 0 else None)
@@ -113,9 +260,13 @@ def open_logger(cfg: Config, run_dir: Path, model: LanguageModel, dist: Distribu
     return logger
 
 
-def build_checkpoints(cfg: Config, run_dir: Path, logger: RunLogger, update_metadata: Callable[..., None], dist: DistributedContext) -> CheckpointManager:
+def build_checkpoints(
+    cfg: Config, run_dir: Path, logger: RunLogger, update_metadata: Callable[..., None], dist: DistributedContext
+) -> CheckpointManager:
     retention = RetentionPolicy(cfg.train.keep_checkpoints, cfg.train.keep_every)
-    return CheckpointManager(run_dir, retention, cfg.train.max_failed_saves, logger, update_metadata, dist.is_rank_zero, dist.broadcast_flag)
+    return CheckpointManager(
+        run_dir, retention, cfg.train.max_failed_saves, logger, update_metadata, dist.is_rank_zero, dist.broadcast_flag
+    )
 
 
 def check_machine(cfg: Config, device: torch.device, precision: Precision) -> None:
@@ -127,19 +278,26 @@ def check_machine(cfg: Config, device: torch.device, precision: Precision) -> No
 
 
 def load_tokenizer(cfg: Config, run_dir: Path) -> Tokenizer:
-    """Raises UserError if there is none, if the model has no embedding for some of its tokens, or if conversations need a chat template that it lacks."""
+    """Raises UserError if there is none, if the model has no embedding for some of its tokens, or if conversations need
+    a chat template that it lacks.
+    """
     tokenizer = open_tokenizer(cfg.data, cfg.init_from, run_dir)
     cfg.check_vocabulary(tokenizer.vocab_size)
     if not tokenizer.chat_template and cfg.stage.data_format != "text":
         fix = f"copy data/tokenize/chatml.jinja to {Path(cfg.data.tokenizer) / 'chat_template.jinja'}; or data.tokenizer=DIR, a folder with the same tokens and a template"
-        raise UserError(f"stage={cfg.stage.name} trains on conversations, and the tokenizer has no chat template", f"data.tokenizer={cfg.data.tokenizer}", fix)
+        raise UserError(
+            f"stage={cfg.stage.name} trains on conversations, and the tokenizer has no chat template",
+            f"data.tokenizer={cfg.data.tokenizer}",
+            fix,
+        )
     return tokenizer
 
 
 def resolve_rows_per_step(cfg: Config, num_ranks: int, saved: dict[str, object]) -> int:
     """Return the batch rows per step over all ranks. `saved`: facts of the checkpoint to resume, {} if there is none.
 
-    A run that is resumed on another number of ranks keeps its rows per step; each rank then computes more or fewer micro-batches.
+    A run that is resumed on another number of ranks keeps its rows per step; each rank then computes more or fewer
+    micro-batches.
     """
     requested = cfg.train.batch_size * cfg.train.accumulation_steps * num_ranks
     rows = saved.get(ROWS_PER_STEP, requested)
@@ -178,4 +336,6 @@ def build_loaders(
     """Return the loaders of the training and the validation rows (None: there are none)."""
     ranks = (dist.rank, dist.size, dist.device.type == "cuda")
     loader = build_loader(pipeline.train, cfg, tokenizer, rows_per_step, *ranks)
-    return loader, build_loader(pipeline.val, cfg, tokenizer, cfg.train.batch_size * dist.size, *ranks) if pipeline.val else None
+    return loader, build_loader(
+        pipeline.val, cfg, tokenizer, cfg.train.batch_size * dist.size, *ranks
+    ) if pipeline.val else None

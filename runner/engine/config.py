@@ -39,13 +39,17 @@ class TrainConfig:
 
     ON_RESUME = "ignored"
 
-    batch_size: int = field(metadata=CHANGES_ROUNDING)  # batch rows of a micro-batch on each rank: examples, or packed sequences
+    # batch rows of a micro-batch on each rank: examples, or packed sequences
+    batch_size: int = field(metadata=CHANGES_ROUNDING)
     accumulation_steps: int = field(metadata=CHANGES_ROUNDING)  # micro-batches per step
     epochs: int = field(metadata=CHANGES_TRAINING)  # passes over the data
-    max_steps: int = field(metadata=CHANGES_TRAINING)  # steps of the run, whatever train.epochs is; 0: as many as the epochs take
+    # steps of the run, whatever train.epochs is; 0: as many as the epochs take
+    max_steps: int = field(metadata=CHANGES_TRAINING)
     log_every: int  # steps between two lines of metrics.jsonl, at least 1; losses are fetched from the device then
     eval_every: int  # steps between two evaluations
-    final_eval_rows: int  # evaluate after the last step whatever eval_every is, without validation data on this many training rows; 0: no; jobs of a sweep that do not evaluate get 256
+    # evaluate after the last step whatever eval_every is, without validation data on this many training rows; 0: no;
+    # jobs of a sweep that do not evaluate get 256
+    final_eval_rows: int
     save_every: int  # steps between two checkpoints
     sample_every: int  # steps between two sets of generated samples
     sample_prompts: list[str]  # prompts of the generated samples
@@ -53,17 +57,37 @@ class TrainConfig:
     keep_checkpoints: int  # newest checkpoints that are kept, at least 2; the best one is kept, too
     keep_every: int  # steps; checkpoints of multiples of it are kept, too
     patience: int  # evaluations without a better loss after which the run ends early; 0: never
-    max_nonfinite_steps: int = field(metadata=CHANGES_TRAINING)  # consecutive skipped steps (loss or gradient not finite) after which the run fails
+    # consecutive skipped steps (loss or gradient not finite) after which the run fails
+    max_nonfinite_steps: int = field(metadata=CHANGES_TRAINING)
     max_failed_saves: int  # consecutive failed saves (e.g. a full disk) after which the run fails
-    compile: str = field(metadata=CHANGES_ROUNDING)  # auto (if the run is long enough to gain from it), off, default, reduce-overhead or max-autotune
-    activation_checkpointing: str = field(metadata=CHANGES_ROUNDING)  # recompute in the backward pass: none, selective (all but matmuls and attention) or full
+    # auto (if the run is long enough to gain from it), off, default, reduce-overhead or max-autotune
+    compile: str = field(metadata=CHANGES_ROUNDING)
+    # recompute in the backward pass: none, selective (all but matmuls and attention) or full
+    activation_checkpointing: str = field(metadata=CHANGES_ROUNDING)
     verify_resume: bool  # instead of training: check that a run that is stopped and resumed gives the same bits
-    supervise: bool  # train in a child process that is restarted from the newest checkpoint after a crash, a lack of memory or a hang
+    # train in a child process that is restarted from the newest checkpoint after a crash, a lack of memory or a hang
+    supervise: bool
 
     def __post_init__(self) -> None:
-        for key in ("batch_size", "accumulation_steps", "epochs", "log_every", "sample_tokens", "max_nonfinite_steps", "max_failed_saves"):
+        for key in (
+            "batch_size",
+            "accumulation_steps",
+            "epochs",
+            "log_every",
+            "sample_tokens",
+            "max_nonfinite_steps",
+            "max_failed_saves",
+        ):
             check_at_least(f"train.{key}", getattr(self, key), 1, 1)
-        for key in ("max_steps", "eval_every", "final_eval_rows", "save_every", "sample_every", "keep_every", "patience"):
+        for key in (
+            "max_steps",
+            "eval_every",
+            "final_eval_rows",
+            "save_every",
+            "sample_every",
+            "keep_every",
+            "patience",
+        ):
             check_at_least(f"train.{key}", getattr(self, key), 0, 0)
         check_at_least("train.keep_checkpoints", self.keep_checkpoints, 2, 3)  # a damaged one leaves one to resume from
         check_choice("train.activation_checkpointing", self.activation_checkpointing, ACTIVATION_CHECKPOINTING_MODES)
@@ -72,7 +96,9 @@ class TrainConfig:
 
 @dataclass
 class LabelConfig:
-    """What a person calls the run. It is text for pages and lists: no path, no folder and no identity of the run is made of it."""
+    """What a person calls the run. It is text for pages and lists: no path, no folder and no identity of the run is
+    made of it.
+    """
 
     ON_RESUME = "ignored"
 
@@ -85,14 +111,24 @@ class LabelConfig:
             check_label(f"run.{key}", getattr(self, key), limit)
         if {"/", "\\"} & set(self.name) or self.name.startswith((".", "~")):
             fix = "a name without slashes; hydra.run.dir=DIR places the run in a folder"
-            raise UserError("run.name is a name and not a path: it has no slash and begins with no dot or ~", f"run.name={self.name}", fix)
+            raise UserError(
+                "run.name is a name and not a path: it has no slash and begins with no dot or ~",
+                f"run.name={self.name}",
+                fix,
+            )
         if len(self.tags) > MAX_TAGS:
-            raise UserError(f"run.tags must have at most {MAX_TAGS} tags, got {len(self.tags)}", "run.tags", "leave some out")
+            raise UserError(
+                f"run.tags must have at most {MAX_TAGS} tags, got {len(self.tags)}", "run.tags", "leave some out"
+            )
         for tag in self.tags:
             check_label("run.tags", tag, MAX_TAG)
             if not TAG.fullmatch(tag):
                 fix = "separate tags with commas in brackets: run.tags=[baseline,lr-search]"
-                raise UserError(f"a tag has letters, digits and . _ - + : = only, got {tag or 'an empty one'}", f"run.tags=[{tag}]", fix)
+                raise UserError(
+                    f"a tag has letters, digits and . _ - + : = only, got {tag or 'an empty one'}",
+                    f"run.tags=[{tag}]",
+                    fix,
+                )
 
 
 def check_label(setting: str, text: str, limit: int) -> None:
@@ -111,7 +147,9 @@ class ExportConfig:
 
     ON_RESUME = "ignored"
 
-    weights: str  # of model/: best (those of the lowest validation loss), last, or auto: best if the run evaluates on validation data, otherwise last
+    # of model/: best (those of the lowest validation loss), last, or auto: best if the run evaluates on validation
+    # data, otherwise last
+    weights: str
 
     def __post_init__(self) -> None:
         check_choice("export.weights", self.weights, ("auto", "best", "last"))
@@ -123,10 +161,14 @@ class SuperviseConfig:
 
     ON_RESUME = "ignored"
 
-    max_restarts: int  # restarts in a row without a newer checkpoint, at least 1; after that the fault counts as permanent
+    # restarts in a row without a newer checkpoint, at least 1; after that the fault counts as permanent
+    max_restarts: int
     delay: float  # seconds before the first restart of a row; doubled with every further one, up to 300
-    hang_timeout: float  # minutes without a sign of life (a micro-batch, an evaluation batch) after which a process is ended; 0: never
-    halve_batch: bool  # after a lack of memory: at most half of train.batch_size and as many train.accumulation_steps as keep the rows per step
+    # minutes without a sign of life (a micro-batch, an evaluation batch) after which a process is ended; 0: never
+    hang_timeout: float
+    # after a lack of memory: at most half of train.batch_size and as many train.accumulation_steps as keep the rows per
+    # step
+    halve_batch: bool
 
     def __post_init__(self) -> None:
         check_at_least("supervise.max_restarts", self.max_restarts, 1, 3)
@@ -135,7 +177,14 @@ class SuperviseConfig:
 
 
 # Swept, they change how many tokens a step holds.
-STEP_SIZE_KEYS = {"train.batch_size", "train.accumulation_steps", "distributed.nproc", "distributed.nnodes", "data.max_length", "data.packing"}
+STEP_SIZE_KEYS = {
+    "train.batch_size",
+    "train.accumulation_steps",
+    "distributed.nproc",
+    "distributed.nnodes",
+    "data.max_length",
+    "data.packing",
+}
 
 
 @dataclass
@@ -169,14 +218,19 @@ class Config:
     supervise: SuperviseConfig
     sweep: SweepConfig
     seed: int  # of weights, data order and dropout, from 0 to 2**32 - 1
-    device: str = field(metadata=CHANGES_ROUNDING)  # auto (a GPU if there is one), cpu, cuda, cuda:<number> or mps (GPU of a Mac)
-    init_from: str = field(metadata=IGNORED)  # initial weights: auto, scratch, last, a run, a sweep, a Hugging Face folder, owner/name of the hub, a .pth
+    # auto (a GPU if there is one), cpu, cuda, cuda:<number> or mps (GPU of a Mac)
+    device: str = field(metadata=CHANGES_ROUNDING)
+    # initial weights: auto, scratch, last, a run, a sweep, a Hugging Face folder, owner/name of the hub, a .pth
+    init_from: str = field(metadata=IGNORED)
     resume: Optional[str] = field(metadata=IGNORED)  # run or sweep directory to continue, or last
-    plugins: list[str] = field(metadata=IGNORED)  # modules or .py files of the user that extend the registries; typed for each command, never read from a file
+    # modules or .py files of the user that extend the registries; typed for each command, never read from a file
+    plugins: list[str] = field(metadata=IGNORED)
 
     @property
     def evaluates(self) -> bool:
-        """Whether the run evaluates on validation data while it trains. data.val_path=auto may find no file, data.val_fraction then holds out rows."""
+        """Whether the run evaluates on validation data while it trains. data.val_path=auto may find no file,
+        data.val_fraction then holds out rows.
+        """
         return bool(self.train.eval_every and (self.data.val_path or self.data.val_fraction))
 
     def __post_init__(self) -> None:
@@ -196,10 +250,16 @@ class Config:
             )
         if data.too_long == "split" and stage.data_format != "text":
             raise UserError(
-                f"data.too_long=split needs text data, stage={stage.name} has {stage.data_format} data", "data.too_long=split", "data.too_long=truncate or drop"
+                f"data.too_long=split needs text data, stage={stage.name} has {stage.data_format} data",
+                "data.too_long=split",
+                "data.too_long=truncate or drop",
             )
         if not DEVICE.fullmatch(self.device):
-            raise UserError(f"device must be auto, cpu, cuda, cuda:<number> or mps, got {self.device}", f"device={self.device}", "e.g. device=auto")
+            raise UserError(
+                f"device must be auto, cpu, cuda, cuda:<number> or mps, got {self.device}",
+                f"device={self.device}",
+                "e.g. device=auto",
+            )
         if self.device == "cpu":
             self.distributed.check_device("cpu")
             self.precision.check_device("the CPU", None)
@@ -226,9 +286,17 @@ class Config:
         if stage.lora and stage.lora.quantize:
             setting, off = f"stage.lora.quantize={stage.lora.quantize}", "or stage.lora.quantize=null"
             if self.distributed.name == "fsdp":
-                raise UserError("distributed=fsdp cannot share quantized weights between ranks", setting, f"distributed=ddp or single, {off}")
+                raise UserError(
+                    "distributed=fsdp cannot share quantized weights between ranks",
+                    setting,
+                    f"distributed=ddp or single, {off}",
+                )
             if self.init_from == "scratch":
-                raise UserError("random weights need no quantization: adapters on them learn nothing of use", setting, f"init_from=DIR, {off}")
+                raise UserError(
+                    "random weights need no quantization: adapters on them learn nothing of use",
+                    setting,
+                    f"init_from=DIR, {off}",
+                )
 
     def check_vocabulary(self, tokens: int) -> None:
         """Raise UserError if the model has no embedding for some of the `tokens` of the tokenizer."""

@@ -46,8 +46,10 @@ class DataPipeline:
     notes: list[str]  # how files were chosen and read, and what of them is not used
     fingerprint: str  # of the training rows and how they are packed
     held_out: int  # validation rows
-    evaluates_training_rows: bool = False  # `val` is a slice of the training rows, which are trained on, too: train.final_eval_rows
-    evaluation: dict[str, Any] | None = None  # what identifies the rows of `val`, as JSON values; None without evaluation
+    # `val` is a slice of the training rows, which are trained on, too: train.final_eval_rows
+    evaluates_training_rows: bool = False
+    # what identifies the rows of `val`, as JSON values; None without evaluation
+    evaluation: dict[str, Any] | None = None
 
 
 def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
@@ -60,8 +62,13 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
     encoding = encoding_config(cfg, tokenizer)
     tokenizer_notes, template_warnings = describe_tokenizer(tokenizer, cfg.stage.data_format)
     data_files = resolve_data_files(cfg.data.paths, cfg.data.val_path, cfg.data.read_options)
-    groups = [[tokenize_source(source, cfg.data, encoding, tokenizer, cfg.tracker.console) for source in group] for group in data_files.train]
-    held_out = [tokenize_source(source, cfg.data, encoding, tokenizer, cfg.tracker.console) for source in data_files.validation]
+    groups = [
+        [tokenize_source(source, cfg.data, encoding, tokenizer, cfg.tracker.console) for source in group]
+        for group in data_files.train
+    ]
+    held_out = [
+        tokenize_source(source, cfg.data, encoding, tokenizer, cfg.tracker.console) for source in data_files.validation
+    ]
     sources = [*itertools.chain.from_iterable(data_files.train), *data_files.validation]
     uses = [*((part, "training") for group in groups for part in group), *((part, "validation") for part in held_out)]
     files = [describe_source(part) | {"use": use} for part, use in uses]
@@ -74,7 +81,9 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
     evaluates_training_rows = not held_out and cfg.train.final_eval_rows > 0
     evaluated = training_slice(groups, cfg.train.final_eval_rows) if evaluates_training_rows else held_out
     val = MixedRows(tuple(evaluated)) if evaluated else None
-    num_held_out, num_training = (sum(part.num_rows for part in parts) for parts in (held_out, itertools.chain.from_iterable(groups)))
+    num_held_out, num_training = (
+        sum(part.num_rows for part in parts) for parts in (held_out, itertools.chain.from_iterable(groups))
+    )
     return DataPipeline(
         train,
         to_sequences(val, cfg, seed=0) if val else None,
@@ -84,7 +93,11 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
             *row_warnings([part for group in groups for part in group], cfg, tokenizer),
             *template_warnings,
             *missing_columns(sources),
-            *([few.message] if (few := few_validation_rows(num_held_out if cfg.train.eval_every else 0, num_training)) else []),
+            *(
+                [few.message]
+                if (few := few_validation_rows(num_held_out if cfg.train.eval_every else 0, num_training))
+                else []
+            ),
         ],
         [
             *tokenizer_notes,
@@ -101,14 +114,17 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
 
 def row_warnings(parts: list[WeightedSource], cfg: Config, tokenizer: Tokenizer) -> list[str]:
     """Return warnings of what the rows of the training files lack: their ends, text of this chat template, labels."""
-    from data.store.truncation import truncation_warning
+    from data.store.writer import truncation_warning
     from runner.diagnostics.row_checks import check_rows
 
     stats, schemas = [part.store.stats for part in parts], (part.store.metadata["encoding"]["schema"] for part in parts)
     truncated = truncation_warning(stats, cfg.data.max_length, cfg.model.max_position_embeddings)
     template = None if cfg.stage.data_format == "text" else tokenizer.chat_template
     symptoms = check_rows([part.source for part in parts], schemas, stats, template)
-    return [*([f"{truncated}; {troubleshooting('truncation')}"] if truncated else []), *(symptom.message for symptom in symptoms)]
+    return [
+        *([f"{truncated}; {troubleshooting('truncation')}"] if truncated else []),
+        *(symptom.message for symptom in symptoms),
+    ]
 
 
 def describe_tokenizer(tokenizer: Tokenizer, data_format: str) -> tuple[list[str], list[str]]:
@@ -119,14 +135,18 @@ def describe_tokenizer(tokenizer: Tokenizer, data_format: str) -> tuple[list[str
     if data_format == "text":
         return notes, []
     template = ChatTemplate(tokenizer)
-    return notes + ([template.version_note] if template.version_note else []), [template.turn_end.note] if template.turn_end.note else []
+    return notes + ([template.version_note] if template.version_note else []), [
+        template.turn_end.note
+    ] if template.turn_end.note else []
 
 
 def encoding_config(cfg: Config, tokenizer: Tokenizer) -> EncodingConfig:
     from data.types import EncodingConfig
 
     data = cfg.data
-    too_long = ("split" if cfg.stage.data_format == "text" else "truncate") if data.too_long == "auto" else data.too_long
+    too_long = (
+        ("split" if cfg.stage.data_format == "text" else "truncate") if data.too_long == "auto" else data.too_long
+    )
     return EncodingConfig(
         data_format=cfg.stage.data_format,
         schema=data.schema or "",
@@ -142,7 +162,9 @@ def encoding_config(cfg: Config, tokenizer: Tokenizer) -> EncodingConfig:
     )
 
 
-def tokenize_source(source: Source, data: DataConfig, encoding: EncodingConfig, tokenizer: Tokenizer, console: str) -> WeightedSource:
+def tokenize_source(
+    source: Source, data: DataConfig, encoding: EncodingConfig, tokenizer: Tokenizer, console: str
+) -> WeightedSource:
     """Return the file as token ids, from the cache if it was tokenized before. `console`: tracker.console."""
     from data.batching.mixture import WeightedSource
     from data.schemas.registry import schema_of_source
@@ -151,15 +173,21 @@ def tokenize_source(source: Source, data: DataConfig, encoding: EncodingConfig, 
     encoding = dataclasses.replace(encoding, schema=encoding.schema or schema_of_source(source, encoding.data_format))
     with ProgressMeter(f"tokenizing {display_path(Path(source.name))}", console) as progress:
         try:
-            store = load_or_build(source, encoding, tokenizer, Path(data.cache), progress, worker_timeout=data.worker_timeout)
+            store = load_or_build(
+                source, encoding, tokenizer, Path(data.cache), progress, worker_timeout=data.worker_timeout
+            )
         except BadRowError as error:
             raise with_bad_fraction(error, source, data, encoding, tokenizer) from error
     check_row_stats(store.stats, source, data)
     return WeightedSource(source, store)
 
 
-def with_bad_fraction(error: BadRowError, source: Source, data: DataConfig, encoding: EncodingConfig, tokenizer: Tokenizer) -> BadRowError:
-    """Return the error with data.max_bad_fraction in its fix, if data.on_bad_row=skip alone would be refused. Larger files are not read to their end."""
+def with_bad_fraction(
+    error: BadRowError, source: Source, data: DataConfig, encoding: EncodingConfig, tokenizer: Tokenizer
+) -> BadRowError:
+    """Return the error with data.max_bad_fraction in its fix, if data.on_bad_row=skip alone would be refused. Larger
+    files are not read to their end.
+    """
     from data.store.cache import load_or_build
 
     if encoding.on_bad_row != "error" or source.path.stat().st_size > COUNTED_BYTES:
@@ -168,7 +196,12 @@ def with_bad_fraction(error: BadRowError, source: Source, data: DataConfig, enco
         stats = load_or_build(source, dataclasses.replace(encoding, on_bad_row="skip"), tokenizer, Path(folder)).stats
         bad = sum(stats.bad.values())
         if bad > data.max_bad_fraction * stats.read:
-            return BadRowError(error.reason, error.message, error.setting, f"{error.fix} {bad_fraction(bad, stats.read)} ({bad} of {stats.read} rows are bad)")
+            return BadRowError(
+                error.reason,
+                error.message,
+                error.setting,
+                f"{error.fix} {bad_fraction(bad, stats.read)} ({bad} of {stats.read} rows are bad)",
+            )
     return error
 
 
@@ -180,19 +213,35 @@ def bad_fraction(bad: int, read: int) -> str:
 def check_row_stats(stats: RowStats, source: Source, data: DataConfig) -> None:
     """Refuse a file with too many bad rows, or without a row to train on."""
     bad = sum(stats.bad.values())
-    reasons = ", ".join(f"{count} {reason} (first: {stats.first_seen[reason]})" for reason, count in (stats.bad + stats.dropped).most_common())
+    reasons = ", ".join(
+        f"{count} {reason} (first: {stats.first_seen[reason]})"
+        for reason, count in (stats.bad + stats.dropped).most_common()
+    )
     if bad > data.max_bad_fraction * stats.read:
-        raise UserError(f"{bad} of {stats.read} rows are bad: {reasons}", source.name, f"correct the file, or {bad_fraction(bad, stats.read)}")
+        raise UserError(
+            f"{bad} of {stats.read} rows are bad: {reasons}",
+            source.name,
+            f"correct the file, or {bad_fraction(bad, stats.read)}",
+        )
     if not stats.kept:
-        raise UserError(f"no row to train on: {reasons or 'the file is empty'}", source.name, "raise data.max_length, or leave out this file")
+        raise UserError(
+            f"no row to train on: {reasons or 'the file is empty'}",
+            source.name,
+            "raise data.max_length, or leave out this file",
+        )
     if not stats.loss_tokens:
-        raise UserError(f"none of the {stats.tokens:,} tokens has loss", source.name, "another data.loss_on, or other data")
+        raise UserError(
+            f"none of the {stats.tokens:,} tokens has loss", source.name, "another data.loss_on, or other data"
+        )
 
 
-def split_validation(groups: list[list[WeightedSource]], data: DataConfig) -> tuple[list[list[WeightedSource]], list[WeightedSource]]:
+def split_validation(
+    groups: list[list[WeightedSource]], data: DataConfig
+) -> tuple[list[list[WeightedSource]], list[WeightedSource]]:
     """Hold out data.val_fraction of the rows, at least one, spread over the files as evenly as possible.
 
-    A saved config has the value of its time: the rows of a run that is resumed stay the same while no formula of a value changes.
+    A saved config has the value of its time: the rows of a run that is resumed stay the same while no formula of a
+    value changes.
     """
     if not data.val_fraction:
         return groups, []
@@ -207,7 +256,11 @@ def split_validation(groups: list[list[WeightedSource]], data: DataConfig) -> tu
             counts[id(group[-1])] -= 1  # an entry keeps a row to train on
     if not any(counts.values()):
         message = f"data.val_fraction={data.val_fraction} holds out at least one row, and the data has {total} in {len(groups)} entries of data.path"
-        raise UserError(message, f"data.val_fraction={data.val_fraction}", "data.val_fraction=0 trains on all rows without validation; or data.val_path=FILE")
+        raise UserError(
+            message,
+            f"data.val_fraction={data.val_fraction}",
+            "data.val_fraction=0 trains on all rows without validation; or data.val_path=FILE",
+        )
     split = [[part.hold_out(counts[id(part)]) for part in group] for group in groups]
     kept = [[part for part, _ in group if part is not None] for group in split]
     return kept, [held_out for group in split for _, held_out in group if held_out is not None]
@@ -232,13 +285,23 @@ def training_slice(groups: list[list[WeightedSource]], count: int) -> list[Weigh
     return [part for part in slices if part is not None]
 
 
-def evaluation_identity(rows: MixedRows, is_training_slice: bool, encoding: EncodingConfig, cfg: Config) -> dict[str, Any]:
-    """Return what two runs must have in common for their evaluation losses to be comparable: rows, tokens, tokenizer, and settings of the loss."""
+def evaluation_identity(
+    rows: MixedRows, is_training_slice: bool, encoding: EncodingConfig, cfg: Config
+) -> dict[str, Any]:
+    """Return what two runs must have in common for their evaluation losses to be comparable: rows, tokens, tokenizer,
+    and settings of the loss.
+    """
     files = [
-        [part.store.metadata["content"], part.source.reading, part.store.metadata["encoding"]["schema"], part.split and [part.split.size, part.split.held_out]]
+        [
+            part.store.metadata["content"],
+            part.source.reading,
+            part.store.metadata["encoding"]["schema"],
+            part.split and [part.split.size, part.split.held_out],
+        ]
         for part in rows.sources
     ]
-    tokens = 0 if encoding.too_long == "split" else int(rows.lengths(0, len(rows)).sum())  # split texts have the same tokens at every length
+    # split texts have the same tokens at every length
+    tokens = 0 if encoding.too_long == "split" else int(rows.lengths(0, len(rows)).sum())
     shared = {field.name for field in dataclasses.fields(StageConfig)} - {"objective"}
     loss = {f"stage.{key}": value for key, value in dataclasses.asdict(cfg.stage).items() if key not in shared}
     loss |= {f"data.{key}": getattr(cfg.data, key) for key in ("loss_on", "system_prob", "empty_think_prob")}
@@ -253,7 +316,9 @@ def evaluation_identity(rows: MixedRows, is_training_slice: bool, encoding: Enco
 
 
 def to_sequences(rows: RowSource, cfg: Config, seed: int) -> SequenceSource:
-    """Return the rows packed or one by one, as data.packing says; `seed` decides which share a sequence. A preference pair takes the place of two sequences."""
+    """Return the rows packed or one by one, as data.packing says; `seed` decides which share a sequence. A preference
+    pair takes the place of two sequences.
+    """
     from data.batching.batch import UnpackedSequences
     from data.batching.packing import PackedSequences
     from data.types import sequences_per_row
@@ -261,11 +326,19 @@ def to_sequences(rows: RowSource, cfg: Config, seed: int) -> SequenceSource:
     if cfg.data.packing == "none":
         return UnpackedSequences(rows)
     with ProgressMeter("packing", cfg.tracker.console) as progress:
-        return PackedSequences(rows, cfg.data.max_length * sequences_per_row(cfg.stage.data_format), Path(cfg.data.cache), seed, progress)
+        return PackedSequences(
+            rows, cfg.data.max_length * sequences_per_row(cfg.stage.data_format), Path(cfg.data.cache), seed, progress
+        )
 
 
 def build_loader(
-    sequences: SequenceSource, cfg: Config, tokenizer: Tokenizer, global_batch_size: int, rank: int = 0, world_size: int = 1, pin_memory: bool = False
+    sequences: SequenceSource,
+    cfg: Config,
+    tokenizer: Tokenizer,
+    global_batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+    pin_memory: bool = False,
 ) -> StepLoader:
     """`global_batch_size`: sequences per step, over all ranks."""
     from data.batching.loader import StepLoader

@@ -1,4 +1,6 @@
-"""Evaluation on held-out rows and generated samples: due between steps, without an effect on the training. The weights of the best evaluation are kept."""
+"""Evaluation on held-out rows and generated samples: due between steps, without an effect on the training. The weights
+of the best evaluation are kept.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ SAMPLE_SEED = 0x5A3D  # samples have a generator of their own, so that the run's
 def evaluate_if_due(state: TrainState) -> None:
     """Evaluate and generate samples if that is due at this step and not done yet.
 
-    Raises StopRequested between two batches or tokens; then nothing of it is recorded, and a resumed run does all of it.
+    Raises StopRequested between two batches or tokens; then nothing of it is recorded, and a resumed run does all of
+    it.
     """
     progress, train = state.progress, state.cfg.train
     if progress.evaluated_step == progress.step:
@@ -48,7 +51,9 @@ def evaluate_if_due(state: TrainState) -> None:
 
 
 def is_evaluation_due(state: TrainState) -> bool:
-    """Return whether the current step is one after which the run is evaluated. A slice of the training rows is used after the last step only."""
+    """Return whether the current step is one after which the run is evaluated. A slice of the training rows is used
+    after the last step only.
+    """
     is_final = state.cfg.train.final_eval_rows > 0 and state.progress.step == state.total_steps
     intervals = not state.pipeline.evaluates_training_rows and state.is_due(state.cfg.train.eval_every)
     return state.val_loader is not None and (is_final or intervals)
@@ -63,7 +68,8 @@ def evaluate_loss(state: TrainState) -> dict[str, float]:
     total, *values = state.dist.all_reduce_sum([count, *(value.item() for value in sums.values())])
     means = {name: value / total for name, value in zip(sums, values, strict=True)}
     means["loss"] -= means.pop("aux_loss", 0.0)  # the load-balancing loss of experts is a means of training
-    is_first = state.progress.best_loss is None and not state.progress.evals_since_best  # one that was not finite counts
+    # one that was not finite counts
+    is_first = state.progress.best_loss is None and not state.progress.evals_since_best
     if is_first and not state.pipeline.evaluates_training_rows:
         warn_of_tiny_validation(state, per_batch)
     return means | state.objective.eval_metrics(means)
@@ -79,7 +85,9 @@ def warn_of_tiny_validation(state: TrainState, per_batch: list[tuple[float, torc
 
 
 def sum_losses(state: TrainState) -> tuple[float, dict[str, torch.Tensor], list[tuple[float, torch.Tensor]]]:
-    """Return (items, sums of the objective, and (items, loss) of each batch) over this rank's share of the held-out rows."""
+    """Return (items, sums of the objective, and (items, loss) of each batch) over this rank's share of the held-out
+    rows.
+    """
     assert state.val_loader
     state.model.eval()
     count = 0.0
@@ -107,7 +115,9 @@ def sum_losses(state: TrainState) -> tuple[float, dict[str, torch.Tensor], list[
 
 @contextmanager
 def ending_together(state: TrainState) -> Iterator[None]:
-    """If the block fails on this rank, end all ranks at their next `check_stop`. Not under fsdp, where the others may wait in a forward pass."""
+    """If the block fails on this rank, end all ranks at their next `check_stop`. Not under fsdp, where the others may
+    wait in a forward pass.
+    """
     try:
         yield
     except Exception:  # of any kind: the other ranks have to end, too; it is raised again below
@@ -117,15 +127,25 @@ def ending_together(state: TrainState) -> Iterator[None]:
 
 
 def generate_samples(state: TrainState) -> list[dict[str, str]]:
-    """Return the model's answers to train.sample_prompts, as a function of weights and step. Raises StopRequested on every rank if some rank is stopped."""
+    """Return the model's answers to train.sample_prompts, as a function of weights and step. Raises StopRequested on
+    every rank if some rank is stopped.
+    """
     answers: list[list[int]] = []
     # Sharded weights are gathered in the dtype of the computation, so the inputs need it too.
     autocast = state.precision.autocast() if state.dist.sharded else nullcontext()
-    with state.stop.working_on("after this token, then saving"), ending_together(state), autocast, suppress(StopRequested):
+    with (
+        state.stop.working_on("after this token, then saving"),
+        ending_together(state),
+        autocast,
+        suppress(StopRequested),
+    ):
         enter("while it generates samples", state.progress.step)
         answers = generate_sample_ids(state)
     state.check_stop()
-    return [{"prompt": prompt, "answer": state.tokenizer.decode(ids)} for prompt, ids in zip(state.cfg.train.sample_prompts, answers, strict=True)]
+    return [
+        {"prompt": prompt, "answer": state.tokenizer.decode(ids)}
+        for prompt, ids in zip(state.cfg.train.sample_prompts, answers, strict=True)
+    ]
 
 
 def generate_sample_ids(state: TrainState) -> list[list[int]]:
@@ -158,7 +178,8 @@ def generate_sample_ids(state: TrainState) -> list[list[int]]:
         repetition_penalty=1.0,
         stop_ids=stop_ids,
         generator=torch.Generator(state.dist.device).manual_seed(SAMPLE_SEED + state.progress.step),
-        # Only ranks that share every forward pass certainly generate the same number of tokens; the others agree at the end.
+        # Only ranks that share every forward pass certainly generate the same number of tokens; the others agree at the
+        # end.
         before_token=before_token,
     )
     state.logger.show_activity("samples", 1, 1, "")

@@ -15,14 +15,13 @@ from common.filesystem import describe_disk_error, sync_path, sync_tree
 from data.tokenize.chat_template import ChatTemplate
 from models.formats import save
 from models.language_model import LanguageModel
-from runner.checkpoint.best import find_best_weights
 from runner.checkpoint.format import read_model_tensors
 from runner.checkpoint.manager import newest_checkpoint
-from runner.checkpoint.retention import save_freeing_space
+from runner.checkpoint.retention import find_best_weights, save_freeing_space
+from runner.engine.build import build_model, initial_weights_of
 from runner.engine.device import rng
 from runner.engine.evaluation import is_evaluation_due
 from runner.engine.objectives.config import prepare_stage
-from runner.engine.setup.model import build_model, initial_weights_of
 from runner.engine.state import TrainState, load_strict, saved_tensors
 
 
@@ -48,20 +47,29 @@ def choose_weights(state: TrainState) -> ExportedWeights:
         return dataclasses.replace(last, weights="best", loss=progress.best_loss)
     source = find_best_weights(state.checkpoints.dir, progress.best_step) if state.dist.is_rank_zero else None
     if state.dist.broadcast_flag(source is None):
-        state.logger.warning(f"the weights of the best evaluation, step {progress.best_step}, are not on disk: the last weights are exported")
+        state.logger.warning(
+            f"the weights of the best evaluation, step {progress.best_step}, are not on disk: the last weights are exported"
+        )
         return last
     return ExportedWeights("best", progress.best_step, progress.best_loss, source)
 
 
 def export_model(state: TrainState, exported: ExportedWeights) -> None:
-    """Write `model/` on rank 0: a Hugging Face folder, or a PEFT adapter folder under LoRA. It replaces the previous one only once it is on disk.
+    """Write `model/` on rank 0: a Hugging Face folder, or a PEFT adapter folder under LoRA. It replaces the previous
+    one only once it is on disk.
 
-    The run's last checkpoint must have been saved: sharded weights are read from it. Raises TrainingError if the disk refuses.
+    The run's last checkpoint must have been saved: sharded weights are read from it. Raises TrainingError if the disk
+    refuses.
     """
     state.logger.show_activity("writing model/", 0, 1, "folders")
     model = state.model if exported.source is None else _load_unsharded_model(state, exported.source)
     try:
-        save_freeing_space(partial(_write_folder, state, model), state.checkpoints.dir, state.checkpoints.retention, state.logger.warning)
+        save_freeing_space(
+            partial(_write_folder, state, model),
+            state.checkpoints.dir,
+            state.checkpoints.retention,
+            state.logger.warning,
+        )
     except OSError as error:
         need = sum(tensor.nbytes for tensor in model.state_dict().values())
         raise TrainingError(
@@ -78,7 +86,11 @@ def _write_folder(state: TrainState, model: LanguageModel) -> None:
     target, new, old = (state.run_dir / name for name in ("model", ".tmp-model", ".del-model"))
     for leftover in (new, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    stop_ids = list(state.tokenizer.stop_ids) if state.cfg.stage.data_format == "text" else ChatTemplate(state.tokenizer).stop_ids
+    stop_ids = (
+        list(state.tokenizer.stop_ids)
+        if state.cfg.stage.data_format == "text"
+        else ChatTemplate(state.tokenizer).stop_ids
+    )
     if state.cfg.stage.lora is not None:
         base = str(initial_weights_of(state.cfg) or "scratch")
         save.save_adapter(new, model, state.cfg.stage.lora, base, state.tokenizer.folder, stop_ids=stop_ids)

@@ -15,6 +15,7 @@ from common.errors import DivergedError, Interrupted, StopRequested, TrainingErr
 from common.filesystem import weaker_promises
 from data.store.reader import DamagedStoreError
 from runner.checkpoint.compatibility import DATA_FINGERPRINT, TOKENIZER_FINGERPRINT, run_rules
+from runner.engine.build import run_summary
 from runner.engine.device.compile import describe_compile_error, is_compile_error
 from runner.engine.device.cpu.allocator import keep_freed_memory
 from runner.engine.device.heartbeat import enter
@@ -24,9 +25,16 @@ from runner.engine.evaluation import evaluate_if_due
 from runner.engine.export import choose_weights, export_model
 from runner.engine.objectives.objective import mask_dummy_batch
 from runner.engine.optim.schedules import lr_at
-from runner.engine.setup.summary import run_summary
 from runner.engine.state import StepOutput, TrainState, announcing_failures
-from runner.engine.step_metrics import StepResult, Throughput, check_converged, flush_steps, peak_memory, should_flush, watch_numbers
+from runner.engine.step_metrics import (
+    StepResult,
+    Throughput,
+    check_converged,
+    flush_steps,
+    peak_memory,
+    should_flush,
+    watch_numbers,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,10 +46,12 @@ STEP_TOTALS = 4  # numbers that the ranks sum first in a step: items, tokens wit
 
 
 def train(state: TrainState, stop_requested: Callable[[], bool] = lambda: False) -> float:
-    """Train from the newest checkpoint to the last step, and export the model; return the loss of the exported weights, which a sweep compares.
+    """Train from the newest checkpoint to the last step, and export the model; return the loss of the exported weights,
+    which a sweep compares.
 
-    Raises Interrupted, after the last completed step is saved, if `stop_requested()` on some rank; StopRequested if there is no step to save yet;
-    TrainingError if training fails. Whatever is raised, the last completed step is saved first if that is possible (`save_before_failure`).
+    Raises Interrupted, after the last completed step is saved, if `stop_requested()` on some rank; StopRequested if
+    there is no step to save yet; TrainingError if training fails. Whatever is raised, the last completed step is saved
+    first if that is possible (`save_before_failure`).
     """
     state.stop = as_stop_requests(stop_requested)
     try:
@@ -60,8 +70,10 @@ def train(state: TrainState, stop_requested: Callable[[], bool] = lambda: False)
     except BaseException as error:
         save_before_failure(state, error)
         if isinstance(error, DamagedStoreError):
-            raise TrainingError(str(error).splitlines()[-1]) from error  # the other lines are the traceback of a data worker
-        if isinstance(error, UserError) and state.progress.step > state.first_step:  # exit code 2 means that nothing was trained
+            # the other lines are the traceback of a data worker
+            raise TrainingError(str(error).splitlines()[-1]) from error
+        # exit code 2 means that nothing was trained
+        if isinstance(error, UserError) and state.progress.step > state.first_step:
             raise TrainingError(f"{error.message} ({error.setting}); {error.fix}") from error
         raise
     finally:
@@ -101,11 +113,16 @@ def start_or_resume(state: TrainState) -> None:
 
 def check_ranks_agree(state: TrainState) -> None:
     """Refuse ranks with another checkpoint or other data: another machine may see another run directory."""
-    facts = [f"step {state.progress.step}", *(f"{fact} {str(state.compatibility[fact])[:12]}" for fact in (DATA_FINGERPRINT, TOKENIZER_FINGERPRINT))]
+    facts = [
+        f"step {state.progress.step}",
+        *(f"{fact} {str(state.compatibility[fact])[:12]}" for fact in (DATA_FINGERPRINT, TOKENIZER_FINGERPRINT)),
+    ]
     per_rank = state.dist.gather(facts)
     for rank, its_facts in enumerate(per_rank):
         if its_facts != per_rank[0]:
-            differences = ", ".join(f"{its} (rank 0: {first})" for its, first in zip(its_facts, per_rank[0], strict=True) if its != first)
+            differences = ", ".join(
+                f"{its} (rank 0: {first})" for its, first in zip(its_facts, per_rank[0], strict=True) if its != first
+            )
             raise UserError(
                 "the ranks see different runs or data",
                 f"rank {rank}: {differences}",
@@ -118,7 +135,10 @@ def train_steps(state: TrainState) -> None:
     cfg, progress, checkpoints = state.cfg, state.progress, state.checkpoints
     evaluate_if_due(state)  # a resumed run may have been stopped before the evaluation of its last step
     throughput = Throughput(state.dist.is_device_idle)
-    with state.stop.working_on("after this micro-batch, then saving"), closing(state.loader.iter_steps(progress.step, state.total_steps, state.stop)) as steps:
+    with (
+        state.stop.working_on("after this micro-batch, then saving"),
+        closing(state.loader.iter_steps(progress.step, state.total_steps, state.stop)) as steps,
+    ):
         for batches in throughput.timed(announcing_failures(steps, partial(state.sum_or_end, [0.0] * STEP_TOTALS))):
             if state.finished:  # early stopping
                 break
@@ -154,10 +174,12 @@ def step_with_retries(state: TrainState, batches: list[Batch], lr: float) -> Ste
 
 
 def train_step(state: TrainState, batches: list[Batch], lr: float) -> StepOutput:
-    """Update the parameters once, with gradient accumulation. The loss is normalized over the step: the items of all micro-batches and ranks are counted first, then every loss is divided by that count.
+    """Update the parameters once, with gradient accumulation. The loss is normalized over the step: the items of all
+    micro-batches and ranks are counted first, then every loss is divided by that count.
 
     The host does not wait for the device, except with experts (their numbers of tokens determine shapes) and fp16.
-    Raises StopRequested between two micro-batches. Whatever is raised before the update abandons the step: the random state is that of its start.
+    Raises StopRequested between two micro-batches. Whatever is raised before the update abandons the step: the random
+    state is that of its start.
     """
     dist, objective, precision = state.dist, state.objective, state.precision
     rng_at_start = get_rng_state()
@@ -165,7 +187,10 @@ def train_step(state: TrainState, batches: list[Batch], lr: float) -> StepOutput
     losses: list[Tensor] = []  # of each micro-batch
     try:
         state.wrapped.train()
-        counts = [(objective.count(batch), batch.num_supervised_tokens, batch.num_tokens, len(batch.names)) for batch in batches]
+        counts = [
+            (objective.count(batch), batch.num_supervised_tokens, batch.num_tokens, len(batch.names))
+            for batch in batches
+        ]
         items, *numbers = state.sum_or_end([sum(column) for column in zip(*counts, strict=True)])
         loss_tokens, tokens, examples = map(int, numbers)
         for number, batch in enumerate(batches, start=1):
@@ -176,7 +201,8 @@ def train_step(state: TrainState, batches: list[Batch], lr: float) -> StepOutput
             with dist.no_sync_until_last(state.wrapped, is_last=number == len(batches)):
                 with precision.autocast():
                     parts = mask_dummy_batch(batch, objective.loss(state.wrapped, batch.to(dist.device)))
-                precision.backward(parts["loss"] / (items / dist.size))  # DDP and FSDP average gradients over ranks; the sum is needed
+                # DDP and FSDP average gradients over ranks; the sum is needed
+                precision.backward(parts["loss"] / (items / dist.size))
             losses.append(parts["loss"].detach())
             for name, part in parts.items():
                 sums[name] = sums[name] + part.detach() if name in sums else part.detach()
@@ -220,14 +246,17 @@ def save_and_interrupt(state: TrainState) -> NoReturn:
 
 
 def save_before_failure(state: TrainState, error: BaseException) -> None:
-    """Save the last completed step before `error` ends the run, so that a fault costs the step in which it happens, not `train.save_every` steps.
+    """Save the last completed step before `error` ends the run, so that a fault costs the step in which it happens, not
+    `train.save_every` steps.
 
-    Nothing is saved of a diverged run, if the error came while the optimizer updated the weights, and if one of several ranks failed at a place
-    where the others cannot know it: a checkpoint needs the random state of each. Weights that are not finite are refused by the writer.
+    Nothing is saved of a diverged run, if the error came while the optimizer updated the weights, and if one of several
+    ranks failed at a place where the others cannot know it: a checkpoint needs the random state of each. Weights that
+    are not finite are refused by the writer.
     """
     with suppress(Exception):  # what went wrong here is a consequence of `error`, which is the one to report
         state.follow_run_dir()
-        traceback.clear_frames(error.__traceback__)  # frees the tensors of the failed step: memory may be what is missing
+        # frees the tensors of the failed step: memory may be what is missing
+        traceback.clear_frames(error.__traceback__)
         can_save = state.dist.size == 1 or state.has_joined  # otherwise the others wait in a collective, or have exited
         if can_save:
             flush_steps(state)
@@ -235,19 +264,28 @@ def save_before_failure(state: TrainState, error: BaseException) -> None:
         if isinstance(error, (DivergedError, Interrupted, StopRequested)) or step == state.first_step:
             return
         if not can_save and state.checkpoints.saved_step == step:
-            return state.logger.warning(f"the step after {step} is lost; continue with: {resume_command(state.run_dir)}")  # `step` is being written, or on disk
+            # `step` is being written, or on disk
+            return state.logger.warning(
+                f"the step after {step} is lost; continue with: {resume_command(state.run_dir)}"
+            )
         if not (can_save and state.is_consistent):
             reason = "the update of the weights was not finished" if can_save else "the other ranks wait in the step"
-            return state.logger.warning(f"step {step} cannot be saved, {reason}; continue from the newest checkpoint with: {resume_command(state.run_dir)}")
+            return state.logger.warning(
+                f"step {step} cannot be saved, {reason}; continue from the newest checkpoint with: {resume_command(state.run_dir)}"
+            )
         try:
             state.checkpoints.save_blocking(step, state)
         except Exception as failure:
-            return state.logger.warning(f"step {step} could not be saved, {failure}; continue from the newest checkpoint with: {resume_command(state.run_dir)}")
+            return state.logger.warning(
+                f"step {step} could not be saved, {failure}; continue from the newest checkpoint with: {resume_command(state.run_dir)}"
+            )
         state.logger.info(f"step {step} is saved; continue with: {resume_command(state.run_dir)}")
 
 
 def finish(state: TrainState) -> float:
-    """Save the last checkpoint and export the model; return the evaluation loss of the exported weights, or the last training loss if there was no evaluation."""
+    """Save the last checkpoint and export the model; return the evaluation loss of the exported weights, or the last
+    training loss if there was no evaluation.
+    """
     progress = state.progress
     state.checkpoints.save_blocking(progress.step, state)
     loss = progress.recent_losses[-1] if progress.eval_loss is None else progress.eval_loss

@@ -21,7 +21,7 @@ from runner.engine.device.precision import GradStats, Precision
 from runner.engine.device.stop import StopRequests
 from runner.engine.optim.groups import OptimizerGroup
 from runner.engine.optim.schedules import describe_lr_jump
-from runner.tracking.log_recovery import LogProof
+from runner.tracking.jsonl import LogProof
 from runner.tracking.logger import RunLogger
 
 if TYPE_CHECKING:
@@ -95,21 +95,27 @@ class TrainState:
     update_metadata: Callable[..., None]  # writes fields of run.json
     compatibility: dict[str, Any]  # facts that a checkpoint is compared with before it is loaded
     progress: Progress = field(default_factory=Progress)
-    pending_steps: list[StepOutput] = field(default_factory=list)  # the newest steps, whose losses are still on the device
+    # the newest steps, whose losses are still on the device
+    pending_steps: list[StepOutput] = field(default_factory=list)
     log_position: dict[str, int] | None = None  # bytes of each log at the checkpoint that was loaded
     log_proof: LogProof | None = None  # what that checkpoint knows of the logs
-    follow_run_dir: Callable[[], None] = lambda: None  # lets the last save of a run whose directory was moved go to where it is now
-    run_record: Callable[[], dict[str, Any]] = dict  # the field `run` of state.json: what the run directory is restored from
+    # lets the last save of a run whose directory was moved go to where it is now
+    follow_run_dir: Callable[[], None] = lambda: None
+    # the field `run` of state.json: what the run directory is restored from
+    run_record: Callable[[], dict[str, Any]] = dict
     tracker_id: str | None = None
     stop: StopRequests = field(default_factory=StopRequests)  # of this rank
     first_step: int = 0  # steps that were done when this attempt began
-    is_consistent: bool = True  # weights, optimizer state, counters and logs are those after the same step: it can be saved
+    # weights, optimizer state, counters and logs are those after the same step: it can be saved
+    is_consistent: bool = True
     has_joined: bool = False  # a rank failed or was stopped, and all ranks have left their loops at the same place
     thread_reason: str | None = None  # why this process has not torch's own number of threads
     kernel_reasons: dict[str, str] = field(default_factory=dict)  # title -> the kernel that was chosen, and why
 
     def check_stop(self, has_stopped: bool = False, has_failed: bool = False) -> None:
-        """Raise StopRequested if some rank has received a stop signal. Every rank must call it. `has_failed`: see `sum_or_end`."""
+        """Raise StopRequested if some rank has received a stop signal. Every rank must call it. `has_failed`: see
+        `sum_or_end`.
+        """
         self.sum_or_end([], has_stopped, has_failed)
 
     def sum_or_end(self, numbers: Sequence[float], has_stopped: bool = False, has_failed: bool = False) -> list[float]:
@@ -165,12 +171,17 @@ class TrainState:
 
         self.progress = Progress(**saved["progress"])
         cfg, before = self.cfg, saved.get("compatibility") or {}
-        if jump := describe_lr_jump(self.progress.step, before, self.loader.steps_per_epoch, self.total_steps, cfg.optimizer.lr, cfg.schedule):
+        if jump := describe_lr_jump(
+            self.progress.step, before, self.loader.steps_per_epoch, self.total_steps, cfg.optimizer.lr, cfg.schedule
+        ):
             self.logger.info(f"changed from here on: {jump}")
-        before, now = saved.get("evaluation"), self.pipeline.evaluation  # before: None in checkpoints of earlier versions
+        # before: None in checkpoints of earlier versions
+        before, now = saved.get("evaluation"), self.pipeline.evaluation
         if before and now and before != now and self.progress.best_step is not None:
             self.progress.forget_evaluations()
-            self.logger.warning("the evaluation rows or their loss have changed: best weights are chosen among the evaluations from here on")
+            self.logger.warning(
+                "the evaluation rows or their loss have changed: best weights are chosen among the evaluations from here on"
+            )
         self.precision.load_state_dict(saved["scaler"])
         rank = self.dist.rank
         if rank < len(saved["rng"]):
@@ -190,19 +201,26 @@ class TrainState:
         Every rank must call each function, in this order: under fsdp it gathers the shards.
         """
         enter("in a save")
-        self.dist.reshard(self.model)  # after a forward pass without a backward pass a layer may still be gathered, and rounded
+        # after a forward pass without a backward pass a layer may still be gathered, and rounded
+        self.dist.reshard(self.model)
         files = {"model": saved_tensors(self.model), "optimizer": self.optimizers.state_dict()}
-        return {file: {name: partial(full_tensor, tensor.detach()) for name, tensor in tensors.items()} for file, tensors in files.items()}
+        return {
+            file: {name: partial(full_tensor, tensor.detach()) for name, tensor in tensors.items()}
+            for file, tensors in files.items()
+        }
 
     def load_tensors(self, files: dict[str, dict[str, Tensor]], source: Path) -> None:
-        """Copy the tensors of a checkpoint into model and optimizers. Raises UserError if one is missing, unknown or of another shape."""
+        """Copy the tensors of a checkpoint into model and optimizers. Raises UserError if one is missing, unknown or of
+        another shape.
+        """
         load_strict(saved_tensors(self.model), files["model"], source)
         self.optimizers.load_state_dict(files["optimizer"])
 
 
 def announcing_failures(batches: Iterator[T], announce: Callable[[bool, bool], object]) -> Iterator[T]:
-    """Yield what a loader of this rank yields. Before an error of it is raised, call `announce(has_stopped, has_failed)`, which takes part in the
-    collective in which the other ranks wait for this one's batch."""
+    """Yield what a loader of this rank yields. Before an error of it is raised, call `announce(has_stopped,
+    has_failed)`, which takes part in the collective in which the other ranks wait for this one's batch.
+    """
     while True:
         enter("while it waits for data")
         try:
@@ -217,7 +235,9 @@ def announcing_failures(batches: Iterator[T], announce: Callable[[bool, bool], o
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return what a checkpoint holds: adapters alone where the model has some, otherwise all of it, frozen parameters and buffers included."""
+    """Return what a checkpoint holds: adapters alone where the model has some, otherwise all of it, frozen parameters
+    and buffers included.
+    """
     from models.language_model import stored_tensors
     from models.lora import adapter_state_dict
 
@@ -225,17 +245,28 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_strict(into: dict[str, Tensor], saved: dict[str, Tensor], source: Path) -> None:
-    """Copy `saved` into `into`. Raises UserError where names, shapes or kinds of numbers differ, and for values that are not finite."""
+    """Copy `saved` into `into`. Raises UserError where names, shapes or kinds of numbers differ, and for values that
+    are not finite.
+    """
     import torch
 
     from models.formats.tensor_files import check_finite
 
     def shape(tensor: Tensor | None) -> str:
-        return "absent" if tensor is None else "x".join(map(str, tensor.shape)) + ("" if tensor.is_floating_point() else f" of {str(tensor.dtype)[6:]}")
+        return (
+            "absent"
+            if tensor is None
+            else "x".join(map(str, tensor.shape))
+            + ("" if tensor.is_floating_point() else f" of {str(tensor.dtype)[6:]}")
+        )
 
     names = sorted(into.keys() | saved.keys())
-    differing = [f"{name}: {shape(into.get(name))} in the model, {shape(saved.get(name))} in the checkpoint" for name in names]
-    differing = [text for text, name in zip(differing, names, strict=True) if shape(into.get(name)) != shape(saved.get(name))]
+    differing = [
+        f"{name}: {shape(into.get(name))} in the model, {shape(saved.get(name))} in the checkpoint" for name in names
+    ]
+    differing = [
+        text for text, name in zip(differing, names, strict=True) if shape(into.get(name)) != shape(saved.get(name))
+    ]
     if differing:
         missing = into.keys() - saved.keys()
         is_earlier = len(missing) == len(differing) and not any(into[name].requires_grad for name in missing)
@@ -244,10 +275,16 @@ def load_strict(into: dict[str, Tensor], saved: dict[str, Tensor], source: Path)
             if is_earlier
             else "resume with the model the run was started with"
         )
-        raise UserError("the checkpoint's tensors do not fit this model:\n  " + "\n  ".join(differing[:12]), str(source), fix)
+        raise UserError(
+            "the checkpoint's tensors do not fit this model:\n  " + "\n  ".join(differing[:12]), str(source), fix
+        )
     with torch.no_grad():
         for name, tensor in sorted(into.items()):
-            check_finite({name: saved[name]}, str(source), "restore it from a backup, or delete it: the checkpoint before it is read instead")
+            check_finite(
+                {name: saved[name]},
+                str(source),
+                "restore it from a backup, or delete it: the checkpoint before it is read instead",
+            )
             tensor.copy_(distribute_like(saved[name].to(tensor.device), like=tensor))
 
 

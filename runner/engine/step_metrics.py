@@ -1,4 +1,5 @@
-"""Results of optimizer steps: they stay on the device until several are fetched together, so that the host does not wait for the GPU in between.
+"""Results of optimizer steps: they stay on the device until several are fetched together, so that the host does not
+wait for the GPU in between.
 
 Steps that are not finite are handled when they are fetched; their updates were skipped on the device already.
 """
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 MAX_PENDING_STEPS = 100  # bounds memory, and the delay until a failure is noticed
 RECENT_LOSSES = 50  # losses that diagnosis.json shows
 DIVERGED_FACTOR = 2  # a run has diverged if its final loss is higher than this times that of a uniform distribution
-DEAD_FACTOR, DEAD_STEPS = 0.99, 2  # or than this, if the gradient norms of its last DEAD_STEPS are exactly 0: no step can change it any more
+# or than this, if the gradient norms of its last DEAD_STEPS are exactly 0: no step can change it any more
+DEAD_FACTOR, DEAD_STEPS = 0.99, 2
 
 
 class StepResult(NamedTuple):
@@ -47,13 +49,25 @@ class StepResult(NamedTuple):
     def first_nonfinite_parameter(self) -> str | None:
         """Name of the first parameter with a gradient that is not finite on this rank."""
         gradients = self.output.gradients
-        return next((name for name, norm in zip(gradients.names, gradients.norms.tolist(), strict=True) if not math.isfinite(norm)), None)
+        return next(
+            (
+                name
+                for name, norm in zip(gradients.names, gradients.norms.tolist(), strict=True)
+                if not math.isfinite(norm)
+            ),
+            None,
+        )
 
     @property
     def nonfinite_rows(self) -> list[str]:
         """Names of the rows in micro-batches of this rank with a loss that is not finite; [] if only gradients are not."""
         losses = torch.stack(self.output.losses).tolist()
-        return [name for names, loss in zip(self.output.names, losses, strict=True) if not math.isfinite(loss) for name in names]
+        return [
+            name
+            for names, loss in zip(self.output.names, losses, strict=True)
+            if not math.isfinite(loss)
+            for name in names
+        ]
 
 
 def fetch_results(state: TrainState, steps: list[StepOutput]) -> list[StepResult]:
@@ -67,18 +81,24 @@ def fetch_results(state: TrainState, steps: list[StepOutput]) -> list[StepResult
     norms = torch.stack([output.gradients.norm for output in steps]).tolist()
     numbers = iter(state.dist.all_reduce_sum([*sums, *norms]))
     means = [{name: next(numbers) / output.items for name in output.sums} for output in steps]
-    return [StepResult(output, mean, next(numbers) / state.dist.size) for output, mean in zip(steps, means, strict=True)]
+    return [
+        StepResult(output, mean, next(numbers) / state.dist.size) for output, mean in zip(steps, means, strict=True)
+    ]
 
 
 def should_flush(state: TrainState) -> bool:
-    """Return whether to fetch results although no log line is due. It depends on settings and step numbers only: all ranks agree."""
+    """Return whether to fetch results although no log line is due. It depends on settings and step numbers only: all
+    ranks agree.
+    """
     train = state.cfg.train
     is_due = any(map(state.is_due, (train.save_every, train.eval_every, train.sample_every)))
     return is_due or state.precision.uses_loss_scaling or len(state.pending_steps) >= MAX_PENDING_STEPS
 
 
 def flush_steps(state: TrainState) -> list[StepResult]:
-    """Fetch all pending steps in order. Raises DivergedError after train.max_nonfinite_steps consecutive steps that are not finite."""
+    """Fetch all pending steps in order. Raises DivergedError after train.max_nonfinite_steps consecutive steps that are
+    not finite.
+    """
     progress = state.progress
     pending, state.pending_steps = state.pending_steps, []
     results = fetch_results(state, pending)
@@ -100,7 +120,9 @@ def _handle_nonfinite(state: TrainState, result: StepResult) -> None:
     parameter = next((parameter for _, parameter, _ in per_rank if parameter), None)
     where = f"step {output.step}, rows {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}"
     numbers = f"loss {result.means['loss']}, gradient norm {result.grad_norm}"
-    state.logger.warning(f"{numbers}: not finite, update skipped ({where}; first in {parameter}); diagnosis.json has more; {troubleshooting('nan')}")
+    state.logger.warning(
+        f"{numbers}: not finite, update skipped ({where}; first in {parameter}); diagnosis.json has more; {troubleshooting('nan')}"
+    )
     if state.dist.is_rank_zero:
         diagnosis = {
             "step": output.step,
@@ -117,7 +139,9 @@ def _handle_nonfinite(state: TrainState, result: StepResult) -> None:
         except OSError as error:
             state.logger.warning(f"diagnosis.json could not be written: {error}")
     if state.precision.uses_loss_scaling:
-        raise DivergedError(f"fp16 overflows even with loss scale {state.precision.loss_scale:g} ({where}); use precision=bf16 or a smaller optimizer.lr")
+        raise DivergedError(
+            f"fp16 overflows even with loss scale {state.precision.loss_scale:g} ({where}); use precision=bf16 or a smaller optimizer.lr"
+        )
     if progress.consecutive_nonfinite_steps >= state.cfg.train.max_nonfinite_steps:
         raise DivergedError(
             f"{progress.consecutive_nonfinite_steps} consecutive steps were not finite ({where}); "
@@ -126,11 +150,15 @@ def _handle_nonfinite(state: TrainState, result: StepResult) -> None:
 
 
 def check_converged(state: TrainState, loss: float | None) -> None:
-    """Raise DivergedError if the final `loss` is far above that of a uniform distribution, or near it with weights that no gradient reaches.
+    """Raise DivergedError if the final `loss` is far above that of a uniform distribution, or near it with weights that
+    no gradient reaches.
 
     A loss near the uniform one is no divergence by itself: a short run from random weights ends there, too.
     """
-    uniform_loss, dead_steps = state.objective.uniform_loss(state.cfg.model.vocab_size), state.progress.zero_gradient_steps
+    uniform_loss, dead_steps = (
+        state.objective.uniform_loss(state.cfg.model.vocab_size),
+        state.progress.zero_gradient_steps,
+    )
     if uniform_loss is None or loss is None:
         return
     is_dead = dead_steps >= DEAD_STEPS and loss > DEAD_FACTOR * uniform_loss
@@ -146,7 +174,9 @@ def peak_memory(device: torch.device) -> int:
 
 
 def watch_numbers(state: TrainState) -> None:
-    """Let the logger warn, once each, of what the logged numbers say: docs/guide/troubleshooting.md. Records of earlier attempts count."""
+    """Let the logger warn, once each, of what the logged numbers say: docs/guide/troubleshooting.md. Records of earlier
+    attempts count.
+    """
     if not state.dist.is_rank_zero:
         return
     cfg = state.cfg
@@ -160,12 +190,15 @@ def watch_numbers(state: TrainState) -> None:
         starts_from_weights=cfg.init_from != "scratch",
         uniform_loss=state.objective.uniform_loss(cfg.model.vocab_size),
     )
-    state.logger.watch_record = watch_records(facts, state.run_dir / "metrics.jsonl" if state.progress.step else None, state.logger.warning)
+    state.logger.watch_record = watch_records(
+        facts, state.run_dir / "metrics.jsonl" if state.progress.step else None, state.logger.warning
+    )
 
 
 class Throughput:
-    """Tokens per second of training steps, without padding and without the time of saves, evaluation and samples; and the share of that time
-    in which the device waited for data."""
+    """Tokens per second of training steps, without padding and without the time of saves, evaluation and samples; and
+    the share of that time in which the device waited for data.
+    """
 
     def __init__(self, is_device_idle: Callable[[], bool]) -> None:
         self._is_device_idle = is_device_idle

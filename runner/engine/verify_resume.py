@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import Interrupted
-from runner.checkpoint.best import BEST_POINTER
 from runner.checkpoint.compatibility import WRITTEN_BY
 from runner.checkpoint.format import CHECKPOINTS_DIR, TENSOR_FILES, read_state, step_of
 from runner.checkpoint.manager import newest_checkpoint
+from runner.checkpoint.retention import BEST_POINTER
 from runner.engine.build import build_run
 from runner.engine.config import Config
 from runner.engine.device.rng import seed_all
@@ -27,7 +27,9 @@ EXCLUDED_STATE = {"log", "log_sha256", "tracker_id", "run"}
 
 
 def verify_resume(cfg: Config, work_dir: Path) -> list[str]:
-    """Return the differences between a run of `cfg` and the same run stopped half way and resumed; [] if all bits are equal."""
+    """Return the differences between a run of `cfg` and the same run stopped half way and resumed; [] if all bits are
+    equal.
+    """
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, max_steps=cfg.train.max_steps or VERIFY_STEPS))
     uninterrupted, resumed = work_dir / "uninterrupted", work_dir / "resumed"
     train_to_step(cfg, uninterrupted, None)
@@ -50,25 +52,43 @@ def train_to_step(cfg: Config, run_dir: Path, stop_at: int | None) -> None:
 
 
 def diff_run_dirs(one: Path, other: Path) -> list[str]:
-    """Return what differs between the newest checkpoints, the best weights and the metrics of two runs, by file and key."""
+    """Return what differs between the newest checkpoints, the best weights and the metrics of two runs, by file and
+    key.
+    """
     first, second = (newest_checkpoint(run_dir) for run_dir in (one, other))
     differences = [] if first.name == second.name else [f"newest checkpoint: {first.name} and {second.name}"]
-    differences += [file for file in TENSOR_FILES.values() if (first / file).read_bytes() != (second / file).read_bytes()]
+    differences += [
+        file for file in TENSOR_FILES.values() if (first / file).read_bytes() != (second / file).read_bytes()
+    ]
     differences += [] if _best_weights(one) == _best_weights(other) else ["best weights"]
-    differences += [f"state.json: {key}" for key in _differing_keys(_comparable_state(first), _comparable_state(second)) if key not in EXCLUDED_STATE]
-    records = [[json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()] for run_dir in (one, other)]
+    differences += [
+        f"state.json: {key}"
+        for key in _differing_keys(_comparable_state(first), _comparable_state(second))
+        if key not in EXCLUDED_STATE
+    ]
+    records = [
+        [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()] for run_dir in (one, other)
+    ]
     return differences + [f"metrics.jsonl: {difference}" for difference in _diff_metrics(*records)]
 
 
 def _comparable_state(checkpoint: Path) -> dict[str, Any]:
-    """Return state.json without the path of the tokenizer, which each run directory has a copy of (its fingerprint is compared), and without the commit."""
+    """Return state.json without the path of the tokenizer, which each run directory has a copy of (its fingerprint is
+    compared), and without the commit.
+    """
     state = read_state(checkpoint)
-    facts = {fact: value for fact, value in state["compatibility"].items() if fact != "data.tokenizer" and not fact.startswith(f"{WRITTEN_BY}.")}
+    facts = {
+        fact: value
+        for fact, value in state["compatibility"].items()
+        if fact != "data.tokenizer" and not fact.startswith(f"{WRITTEN_BY}.")
+    }
     return state | {"compatibility": facts}
 
 
 def _best_weights(run_dir: Path) -> tuple[int, bytes] | None:
-    """Return the best step and its weights. They are in a checkpoint or in a folder of their own, as the run was stopped at this step or not."""
+    """Return the best step and its weights. They are in a checkpoint or in a folder of their own, as the run was
+    stopped at this step or not.
+    """
     pointer = run_dir / CHECKPOINTS_DIR / BEST_POINTER
     if not pointer.exists():
         return None

@@ -16,9 +16,12 @@ class FaultsConfig:
     kills: int  # SIGKILL at random moments, every second one while a checkpoint is written; start-up included
     disk: int  # ENOSPC or EIO at random file calls in the run directory: once, five times, or from then on
     flips: int  # a file of a checkpoint with a flipped bit, cut short, or deleted
-    signals: int  # SIGTERM, SIGINT, SIGHUP and SIGUSR1 while it starts, tokenizes, steps, saves, evaluates, samples and ends, in turn
+    # SIGTERM, SIGINT, SIGHUP and SIGUSR1 while it starts, tokenizes, steps, saves, evaluates, samples and ends, in turn
+    signals: int
     workers: int  # data workers that are stopped (SIGSTOP) or killed
-    cold: int  # number of kills that hit the command as it is typed; the others a fork of this process, which has torch imported already
+    # number of kills that hit the command as it is typed; the others a fork of this process, which has torch imported
+    # already
+    cold: int
     fault_seed: int  # of the moments, calls, bits and victims
     only: Optional[str]  # repeat one fault: its name in the output, e.g. kills-7; null: all of them
     folder: Optional[str]  # for the runs; null: a temporary one, which is kept if a promise was broken

@@ -14,9 +14,10 @@ from runner.fault_injection.config import FAULT_KINDS, FaultsConfig
 from runner.fault_injection.launches import import_heavy_libraries
 from runner.fault_injection.rig import FaultResult, Rig, Trial, UninterruptedRun, as_record, run_reference
 from runner.fault_injection.table import fault_table
-from runner.run_dir.contents.provenance import git_state, library_versions
+from runner.run_dir.contents import git_state, library_versions
 
-LAUNCHES = {"kills": 1.0, "disk": 1.5, "flips": 1.5, "signals": 1.2, "workers": 1.5}  # undisturbed runs that one fault takes as long as
+# undisturbed runs that one fault takes as long as
+LAUNCHES = {"kills": 1.0, "disk": 1.5, "flips": 1.5, "signals": 1.2, "workers": 1.5}
 FORK_SECONDS, COLD_SECONDS = 0.5, 4.0  # of start-up, in each launch and in each real command
 MAX_DRAWS = 3  # of a fault that comes after the end of the run
 WORKERS = ["data.num_workers=2", "data.worker_timeout=3"]  # for the faults of data workers
@@ -37,7 +38,9 @@ def run_faults(cfg: FaultsConfig, overrides: list[str]) -> None:
     if any(kind == "workers" for kind, _ in faults):
         with_workers = Rig([*overrides, *WORKERS], folder, cfg.timeout)
         references["workers"] = reference(with_workers, "reference-workers")
-    print_safely(f"undisturbed: {references[''].seconds:.1f} s, {references[''].step} steps, {references[''].file_calls} file calls in the run directory")
+    print_safely(
+        f"undisturbed: {references[''].seconds:.1f} s, {references[''].step} steps, {references[''].file_calls} file calls in the run directory"
+    )
     print_safely(f"{len(faults)} faults, about {estimate(cfg, references[''].seconds) / 60:.0f} min, in {folder}")
     results = []
     for kind, number in faults:
@@ -68,7 +71,11 @@ def check_harness_overrides(overrides: list[str]) -> None:
     """Raise UserError for settings that the harness needs for itself."""
     for override in overrides:
         if override.partition("=")[0] in ("resume", "hydra.run.dir", "data.cache"):
-            raise UserError("faults.py places the runs itself, in its own folder", override, "leave it out; folder=DIR places all of them")
+            raise UserError(
+                "faults.py places the runs itself, in its own folder",
+                override,
+                "leave it out; folder=DIR places all of them",
+            )
 
 
 def make_folder(cfg: FaultsConfig) -> Path:
@@ -85,17 +92,25 @@ def reference(rig: Rig, name: str) -> UninterruptedRun:
     try:
         return run_reference(rig, name)
     except RuntimeError as error:
-        raise UserError(str(error), shlex.join([*command_line("train"), *rig.overrides]), "correct the command; nothing was disturbed yet") from error
+        raise UserError(
+            str(error),
+            shlex.join([*command_line("train"), *rig.overrides]),
+            "correct the command; nothing was disturbed yet",
+        ) from error
 
 
 def estimate(cfg: FaultsConfig, seconds: float) -> float:
     """Return how long the faults will take (seconds), if an undisturbed run takes `seconds`."""
-    return sum(LAUNCHES[kind] * (seconds + FORK_SECONDS) for kind, _ in cfg.faults()) + COLD_SECONDS * min(cfg.cold, cfg.kills)
+    return sum(LAUNCHES[kind] * (seconds + FORK_SECONDS) for kind, _ in cfg.faults()) + COLD_SECONDS * min(
+        cfg.cold, cfg.kills
+    )
 
 
 def print_result(result: FaultResult) -> None:
     state = "BROKEN" if result.broken else "ok" if result.injected else "missed: the run was complete before"
-    print_safely(f"{result.name:11} {one_line(result.fault)}: {state}, {result.seconds:.1f} s, exit codes {result.codes}")
+    print_safely(
+        f"{result.name:11} {one_line(result.fault)}: {state}, {result.seconds:.1f} s, exit codes {result.codes}"
+    )
     for text in result.broken:
         print_safely(f"            {one_line(text)}")
 
@@ -104,15 +119,25 @@ def report(cfg: FaultsConfig, overrides: list[str], results: list[FaultResult], 
     """Print the table and write the results. Raises SystemExit if a promise was broken."""
     broken = [result for result in results if result.broken]
     command = shlex.join(
-        [*command_line("faults"), *(f"{kind}={getattr(cfg, kind)}" for kind in FAULT_KINDS), f"cold={cfg.cold}", f"fault_seed={cfg.fault_seed}", *overrides]
+        [
+            *command_line("faults"),
+            *(f"{kind}={getattr(cfg, kind)}" for kind in FAULT_KINDS),
+            f"cold={cfg.cold}",
+            f"fault_seed={cfg.fault_seed}",
+            *overrides,
+        ]
     )
     print_safely("\n" + fault_table(results))
     print_safely(f"\nthe same faults again: {command}")
     if cfg.to is not None:
         code = {"code": git_state(), "versions": library_versions()}
-        write_json(Path(cfg.to).absolute(), {"command": command, **code, "faults": [as_record(result) for result in results]})
+        write_json(
+            Path(cfg.to).absolute(), {"command": command, **code, "faults": [as_record(result) for result in results]}
+        )
     if broken:
-        print_note(f"{len(broken)} of {len(results)} faults broke a promise; their runs are in {folder}; one of them again: only={broken[0].name}")
+        print_note(
+            f"{len(broken)} of {len(results)} faults broke a promise; their runs are in {folder}; one of them again: only={broken[0].name}"
+        )
         raise SystemExit(1)
     if cfg.folder is None:
         shutil.rmtree(folder, ignore_errors=True)

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from common.exit_codes import OK
 from runner.fault_injection.disk_faults import DiskFault, DiskHook
-from runner.fault_injection.launches import Launch
+from runner.fault_injection.launches import Launch, WorkerProbe
 from runner.fault_injection.phases import PHASES, PhaseProbe
-from runner.fault_injection.processes import WorkerProbe
 from runner.fault_injection.rig import Trial, UninterruptedRun
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -29,7 +28,13 @@ def kill(trial: Trial, reference: UninterruptedRun, cold: bool) -> None:
     in_save, point = trial.result.number % 2 == 0, trial.rng.uniform(0, reference.seconds)
     start = reference.probe.read("start")[1]
     step = 0 if point < start else 1 + round((point - start) / (reference.seconds - start) * (reference.step - 1))
-    seconds = point + trial.rng.uniform(0, COLD_START_SECONDS) if cold else point if step == 0 else trial.rng.uniform(0, 2 * reference.seconds_of("step"))
+    seconds = (
+        point + trial.rng.uniform(0, COLD_START_SECONDS)
+        if cold
+        else point
+        if step == 0
+        else trial.rng.uniform(0, 2 * reference.seconds_of("step"))
+    )
     probe = PhaseProbe()
     launch = trial.launch(cold=cold, prepare=probe.install)
     if not cold:  # by progress: on a machine with other load a time after the launch would mostly be in the start-up
@@ -39,7 +44,13 @@ def kill(trial: Trial, reference: UninterruptedRun, cold: bool) -> None:
         launch.wait(trial.rig.timeout, until=lambda: is_saving(trial.run_dir))
     launch.send(signal.SIGKILL)
     trial.end(launch, disturbed=True)
-    phase = "in a save" if is_saving(trial.run_dir) else "before run.json" if not (trial.run_dir / "run.json").exists() else "between saves"
+    phase = (
+        "in a save"
+        if is_saving(trial.run_dir)
+        else "before run.json"
+        if not (trial.run_dir / "run.json").exists()
+        else "between saves"
+    )
     when = "the launch" if cold or step == 0 else f"step {step} began"
     trial.result.fault = f"SIGKILL {seconds:.2f} s after {when}, {phase}{', real command' if cold else ''}"
     trial.result.injected = launch.code == -signal.SIGKILL
@@ -100,7 +111,10 @@ def stop(trial: Trial, reference: UninterruptedRun, cold: bool) -> None:
     if phase == "tokenizing":
         trial.rig.clear_cache()
     times = reference.probe.read(phase)[0]
-    occurrence, delay = trial.rng.randint(1, times) if phase != "start" else 0, trial.rng.uniform(0, reference.seconds_of(phase))
+    occurrence, delay = (
+        trial.rng.randint(1, times) if phase != "start" else 0,
+        trial.rng.uniform(0, reference.seconds_of(phase)),
+    )
     probe = PhaseProbe()
     launch = trial.launch(prepare=probe.install)
     launch.wait(trial.rig.timeout, until=lambda: probe.read(phase)[0] >= occurrence)
@@ -122,7 +136,9 @@ def _after(seconds: float) -> Callable[[], bool]:
 
 
 def worker(trial: Trial, reference: UninterruptedRun, cold: bool) -> None:
-    """A data worker is stopped or killed in the first half of the run; as it starts, if the workers were done by then: they are ahead of the training."""
+    """A data worker is stopped or killed in the first half of the run; as it starts, if the workers were done by then:
+    they are ahead of the training.
+    """
     how = (signal.SIGSTOP, signal.SIGKILL)[trial.result.number % 2]
     step, victim = trial.rng.randint(0, reference.step // 2), trial.rng.randint(1, 2) if trial.draw else 0
     probe, workers = PhaseProbe(), WorkerProbe()

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-PHASES = ("start", "tokenizing", "step", "save", "evaluation", "sampling", "end")  # start: everything before the first of the others
+# start: everything before the first of the others
+PHASES = ("start", "tokenizing", "step", "save", "evaluation", "sampling", "end")
 SLOT = struct.Struct("qd")  # how often a phase was entered; seconds spent in it
 
 

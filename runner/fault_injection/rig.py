@@ -79,7 +79,9 @@ class Rig:
         return [f"resume={run_dir}"] if (run_dir / "run.json").exists() else self.argv(run_dir)
 
     def clear_cache(self) -> None:
-        """Remove the token stores, so that the next launch tokenizes. The folder stays: a resume uses another one than a saved `data.cache` that is missing."""
+        """Remove the token stores, so that the next launch tokenizes. The folder stays: a resume uses another one than
+        a saved `data.cache` that is missing.
+        """
         shutil.rmtree(self.folder / "cache", ignore_errors=True)
         (self.folder / "cache").mkdir(parents=True)
 
@@ -97,7 +99,9 @@ class Trial:
         if self.rng.random() < 0.5:
             rig.clear_cache()
 
-    def launch(self, argv: list[str] | None = None, cold: bool = False, prepare: Callable[[], object] = lambda: None) -> Launch:
+    def launch(
+        self, argv: list[str] | None = None, cold: bool = False, prepare: Callable[[], object] = lambda: None
+    ) -> Launch:
         """Start the command, or what continues it."""
         argv = self.rig.next_argv(self.run_dir) if argv is None else argv
         self.result.started_again += bool(self.result.codes) and not argv[-1].startswith("resume=")
@@ -122,7 +126,9 @@ class Trial:
         return launch.code
 
     def _wrong_exit(self, launch: Launch, disturbed: bool) -> str | None:
-        """Return why the exit code is not true. `disturbed`: a signal or SIGKILL was sent, which may also end it at once."""
+        """Return why the exit code is not true. `disturbed`: a signal or SIGKILL was sent, which may also end it at
+        once.
+        """
         fields = read_json_object(self.run_dir / "run.json")
         code, status = launch.code, fields.get("status")
         if code == exit_codes.OK and status != "completed":
@@ -131,7 +137,10 @@ class Trial:
             return "exit code 0, and there is no model/"
         if code == exit_codes.INTERRUPTED and status != "interrupted":
             return f"exit code {code}, and run.json has status {status}"
-        if code not in (exit_codes.OK, exit_codes.FAILED, exit_codes.USER_ERROR, exit_codes.INTERRUPTED) and not disturbed:
+        if (
+            code not in (exit_codes.OK, exit_codes.FAILED, exit_codes.USER_ERROR, exit_codes.INTERRUPTED)
+            and not disturbed
+        ):
             return f"exit code {code}"
         if code in (exit_codes.FAILED, exit_codes.USER_ERROR) and "error: " not in launch.text():
             return f"exit code {code} without an error message"
@@ -155,7 +164,11 @@ class Trial:
         if self.result.codes[-1] != exit_codes.OK:
             return
         self.result.bits += diff_run_dirs(reference.run_dir, self.run_dir)
-        weights = [run_dir / "model" / name for run_dir in (reference.run_dir, self.run_dir) for name in ("model.safetensors", "adapter_model.safetensors")]
+        weights = [
+            run_dir / "model" / name
+            for run_dir in (reference.run_dir, self.run_dir)
+            for name in ("model.safetensors", "adapter_model.safetensors")
+        ]
         if len({path.read_bytes() for path in weights if path.is_file()}) != 1:
             self.result.bits.append("weights in model/")
         if self._temporary_files():  # of a disk that refused to remove them: the next launch does
@@ -192,7 +205,9 @@ def run_reference(rig: Rig, name: str = "reference") -> UninterruptedRun:
     seconds = time.monotonic() - launch.started
     if launch.code != exit_codes.OK:
         raise RuntimeError(f"the undisturbed run ended with exit code {launch.code}:\n{launch.text()[-2000:]}")
-    return UninterruptedRun(run_dir, seconds, probe, hook.calls, int(read_json_object(run_dir / "run.json").get("step", 0)))
+    return UninterruptedRun(
+        run_dir, seconds, probe, hook.calls, int(read_json_object(run_dir / "run.json").get("step", 0))
+    )
 
 
 def as_record(result: FaultResult) -> dict[str, object]:

@@ -9,7 +9,9 @@ from runner.fault_injection.rig import FaultResult
 
 TABLE_COLUMNS: dict[str, Callable[[list[FaultResult]], str]] = {
     "injected": lambda results: f"{sum(result.injected for result in results)} of {len(results)}",
-    "acknowledged within": lambda results: _seconds([result.acknowledged for result in results if result.acknowledged is not None], "{:.2f} s"),
+    "acknowledged within": lambda results: _seconds(
+        [result.acknowledged for result in results if result.acknowledged is not None], "{:.2f} s"
+    ),
     "resumed": lambda results: str(sum(len(result.codes) > 1 and not result.started_again for result in results)),
     "started again": lambda results: str(sum(result.started_again > 0 for result in results)),
     "needed a hand": lambda results: _count(results, "hand"),
@@ -28,7 +30,12 @@ def fault_table(results: list[FaultResult]) -> str:
         if of_kind := [result for result in results if result.kind == kind]:
             rows.append([kind, *(column(of_kind) for column in TABLE_COLUMNS.values())])
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    return "\n".join("| " + " | ".join(f"{cell:{'<' if index == 0 else '>'}{widths[index]}}" for index, cell in enumerate(row)) + " |" for row in rows)
+    return "\n".join(
+        "| "
+        + " | ".join(f"{cell:{'<' if index == 0 else '>'}{widths[index]}}" for index, cell in enumerate(row))
+        + " |"
+        for row in rows
+    )
 
 
 def _count(results: list[FaultResult], promise: str) -> str:

@@ -1,8 +1,9 @@
 """The best job of a sweep, by one rule for leaderboards, `init_from=SWEEP` and `run=SWEEP`.
 
-The number of a job is the evaluation loss of exactly the weights in its `model/`. A point, all jobs that differ only in their seed, has the
-mean of its jobs' numbers, and is ranked only if all of them are completed. Jobs whose numbers measure different things have no best one. Jobs that were
-judged on too few rows are not ranked; where a job has to be chosen, it is that with the lowest number, and a note says what that is worth.
+The number of a job is the evaluation loss of exactly the weights in its `model/`. A point, all jobs that differ only in
+their seed, has the mean of its jobs' numbers, and is ranked only if all of them are completed. Jobs whose numbers
+measure different things have no best one. Jobs that were judged on too few rows are not ranked; where a job has to be
+chosen, it is that with the lowest number, and a note says what that is worth.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from common.guarded_files import check_own_files
 from runner.diagnostics.validation_interval import FEW_ROWS, few_rows
 
 SEED_KEY = "seed"
-EVALUATION_PARTS = {"on": "rows of another kind", "data": "different evaluation rows", "rows": "different evaluation rows", "tokenizer": "different tokenizers"}
+EVALUATION_PARTS = {
+    "on": "rows of another kind",
+    "data": "different evaluation rows",
+    "rows": "different evaluation rows",
+    "tokenizer": "different tokenizers",
+}
 
 
 @dataclass(frozen=True)
@@ -32,23 +38,34 @@ class ModelScore:
     loss: float | None  # of the evaluation of exactly these weights; None: not evaluated
 
     def __str__(self) -> str:
-        return f"{self.weights} weights, step {self.step}" + ("" if self.loss is None else f", evaluation loss {self.loss:.4f}")
+        return f"{self.weights} weights, step {self.step}" + (
+            "" if self.loss is None else f", evaluation loss {self.loss:.4f}"
+        )
 
 
 def model_score(fields: Mapping[str, Any]) -> ModelScore | None:
-    """Return the score of a completed run from its run.json (`fields`); None for one that is not completed or trained nothing."""
+    """Return the score of a completed run from its run.json (`fields`); None for one that is not completed or trained
+    nothing.
+    """
     metrics, export = fields.get("metrics"), fields.get("export")
     if fields.get("status") != "completed" or not isinstance(metrics, dict) or not metrics:
         return None
     if isinstance(export, dict):
         return ModelScore(str(export.get("weights")), _as_int(export.get("step")), _finite(export.get("loss")))
-    return ModelScore("last", _as_int(fields.get("step")), _finite(metrics.get("val_loss")))  # before export.weights existed
+    # before export.weights existed
+    return ModelScore("last", _as_int(fields.get("step")), _finite(metrics.get("val_loss")))
 
 
 def find_best_job(sweep: Path) -> Path:
-    """Return the run directory of the best job. Prints which it is. Raises UserError if no job can be called the best, or its directory is a link."""
+    """Return the run directory of the best job. Prints which it is. Raises UserError if no job can be called the best,
+    or its directory is a link.
+    """
     jobs = _read_jobs(sweep)
-    scored = {name: score.loss for name, _, fields in jobs if (score := model_score(fields)) and score.loss is not None and (sweep / name / "model").is_dir()}
+    scored = {
+        name: score.loss
+        for name, _, fields in jobs
+        if (score := model_score(fields)) and score.loss is not None and (sweep / name / "model").is_dir()
+    }
     points: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for name, swept, _ in jobs:
         points.setdefault(point_of(swept), []).append(name)
@@ -59,22 +76,30 @@ def find_best_job(sweep: Path) -> Path:
     fields_of = {name: fields for name, _, fields in jobs}
     evaluations = [fields_of[name].get("evaluation") for names in ranked.values() for name in names]
     if problem := _difference(evaluations):
-        raise UserError(f"this sweep has no best job: its jobs were judged {problem}", str(sweep), f"name a job: {sweep}/<job>")
-    best = min(ranked, key=lambda point: (statistics.fmean(scored[name] for name in ranked[point]), swept_sort_key(dict(point))))
+        raise UserError(
+            f"this sweep has no best job: its jobs were judged {problem}", str(sweep), f"name a job: {sweep}/<job>"
+        )
+    best = min(
+        ranked,
+        key=lambda point: (statistics.fmean(scored[name] for name in ranked[point]), swept_sort_key(dict(point))),
+    )
     name = min(ranked[best], key=lambda name: scored[name])
     check_own_files(sweep, (), shallow=(name,))
     remaining = sum(name not in scored for name, _, _ in jobs)
     suffix = f"; {remaining} of {len(jobs)} jobs have no evaluated model" if remaining else ""
     chosen = f"{name}, {model_score(fields_of[name])}{suffix}"
     if len(ranked) > 1 and (problem := few_rows_problem(evaluations)):
-        print_note(f"warning: {sweep} has no best job, its jobs were judged {problem}; the one with the lowest loss is taken: {chosen}")
+        print_note(
+            f"warning: {sweep} has no best job, its jobs were judged {problem}; the one with the lowest loss is taken: {chosen}"
+        )
     else:
         print_note(f"{sweep}: best job {chosen}")
     return sweep / name
 
 
 def comparison_problem(evaluations: Iterable[Any]) -> str | None:
-    """Return how runs were judged if their losses do not rank them, e.g. `with different tokenizers`, `on 1 row: ...`; None if they do.
+    """Return how runs were judged if their losses do not rank them, e.g. `with different tokenizers`, `on 1 row: ...`;
+    None if they do.
 
     `evaluations`: field `evaluation` of each run.json; what is no object (an older version, no evaluation) is skipped.
     """
@@ -83,14 +108,26 @@ def comparison_problem(evaluations: Iterable[Any]) -> str | None:
 
 
 def few_rows_problem(evaluations: Iterable[Any]) -> str | None:
-    """Return on how many rows runs were judged if these are too few to tell the runs apart; None if they are enough, or not known."""
+    """Return on how many rows runs were judged if these are too few to tell the runs apart; None if they are enough, or
+    not known.
+    """
     count = few_rows(fewest_rows(evaluations))
-    return count and f"on {count}: not told apart, at least {FEW_ROWS} validation rows are needed (data.val_fraction, data.val_path)"
+    return (
+        count
+        and f"on {count}: not told apart, at least {FEW_ROWS} validation rows are needed (data.val_fraction, data.val_path)"
+    )
 
 
 def fewest_rows(evaluations: Iterable[Any]) -> int:
     """Return the smallest number of rows that a run was judged on; 0 if none is known."""
-    return min((rows for evaluation in evaluations if isinstance(evaluation, dict) and isinstance(rows := evaluation.get("rows"), int)), default=0)
+    return min(
+        (
+            rows
+            for evaluation in evaluations
+            if isinstance(evaluation, dict) and isinstance(rows := evaluation.get("rows"), int)
+        ),
+        default=0,
+    )
 
 
 def _difference(evaluations: Iterable[Any]) -> str | None:
@@ -100,7 +137,9 @@ def _difference(evaluations: Iterable[Any]) -> str | None:
         if any(evaluation.get(part) != known[0].get(part) for evaluation in known):
             return f"with {text}"
     losses = [loss if isinstance(loss := evaluation.get("loss"), dict) else {} for evaluation in known]
-    differing = sorted({key for loss in losses for key in loss.keys() | losses[0].keys() if loss.get(key) != losses[0].get(key)})
+    differing = sorted(
+        {key for loss in losses for key in loss.keys() | losses[0].keys() if loss.get(key) != losses[0].get(key)}
+    )
     if differing:
         return f"with different losses: {', '.join(differing)} differs"
     if any(evaluation.get("tokens") != known[0].get("tokens") for evaluation in known):
@@ -127,13 +166,27 @@ def parse_number(text: str) -> float | None:
 
 
 def _read_jobs(sweep: Path) -> list[tuple[str, dict[str, str], dict[str, Any]]]:
-    """Return (name, swept values, fields of run.json) of each job. A name that leads out of the sweep directory is left out."""
+    """Return (name, swept values, fields of run.json) of each job. A name that leads out of the sweep directory is left
+    out.
+    """
     found = []
     jobs = read_json_object(sweep / "sweep.json").get("jobs")
     for job in jobs if isinstance(jobs, list) else []:
         name, swept = (job.get("name"), job.get("overrides")) if isinstance(job, dict) else (None, None)
-        if isinstance(name, str) and name and name not in (".", "..") and not {"/", "\0"} & set(name) and isinstance(swept, dict):
-            found.append((name, {str(key): str(value) for key, value in swept.items()}, read_json_object(sweep / name / "run.json")))
+        if (
+            isinstance(name, str)
+            and name
+            and name not in (".", "..")
+            and not {"/", "\0"} & set(name)
+            and isinstance(swept, dict)
+        ):
+            found.append(
+                (
+                    name,
+                    {str(key): str(value) for key, value in swept.items()},
+                    read_json_object(sweep / name / "run.json"),
+                )
+            )
     return found
 
 

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from data.tokenize.tokenizer import Tokenizer
 
 CHAT_MODES = ("auto", "chat", "text")
-CHAT_HELP = "Type a message and press Enter. /new starts a new conversation, /exit or Ctrl-D quits, Ctrl-C stops an answer."
+CHAT_HELP = (
+    "Type a message and press Enter. /new starts a new conversation, /exit or Ctrl-D quits, Ctrl-C stops an answer."
+)
 
 
 @dataclass
@@ -100,7 +102,11 @@ class ChatSession:
         self.trained, self.cfg = trained, cfg
         self.is_chat = trained.is_chat_model if cfg.mode == "auto" else cfg.mode == "chat"
         if cfg.system and not self.is_chat:
-            raise UserError("mode=text has no system message: the model continues the prompt", f"system={cfg.system}", "omit system=, or set mode=chat")
+            raise UserError(
+                "mode=text has no system message: the model continues the prompt",
+                f"system={cfg.system}",
+                "omit system=, or set mode=chat",
+            )
         self._template = ChatTemplate(trained.tokenizer) if self.is_chat else None
         self._trained_length = trained_length(trained.folder) if self.is_chat else None
         self._generator: torch.Generator = torch.Generator(trained.device).manual_seed(cfg.seed)
@@ -108,7 +114,9 @@ class ChatSession:
 
     def clear(self) -> None:
         """Start a new conversation."""
-        self.messages: list[dict[str, Any]] = [{"role": "system", "content": self.cfg.system}] if self.cfg.system else []
+        self.messages: list[dict[str, Any]] = (
+            [{"role": "system", "content": self.cfg.system}] if self.cfg.system else []
+        )
         self._is_note_printed = False
 
     def answer(self, text: str, write: Callable[[str], None]) -> str:
@@ -159,7 +167,9 @@ class ChatSession:
         return ids
 
     def _note_untrained_length(self, tokens: int) -> None:
-        """Print one line on standard error when the conversation becomes longer than every conversation that the model was trained on."""
+        """Print one line on standard error when the conversation becomes longer than every conversation that the model
+        was trained on.
+        """
         length = self._trained_length
         if length is None or self._is_note_printed:
             return
@@ -171,17 +181,24 @@ class ChatSession:
         else:
             return
         self._is_note_printed = True
-        print(f"note: {found}: answers may be wrong{'' if self.cfg.prompt else '; /new starts a new conversation'}", file=sys.stderr, flush=True)
+        print(
+            f"note: {found}: answers may be wrong{'' if self.cfg.prompt else '; /new starts a new conversation'}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 class TokenStreamer:
-    """Decode tokens one by one and write complete characters: the bytes of a character may be spread over several tokens."""
+    """Decode tokens one by one and write complete characters: the bytes of a character may be spread over several
+    tokens.
+    """
 
     def __init__(self, tokenizer: Tokenizer, write: Callable[[str], None], is_raw: bool = False) -> None:
         """`is_raw`: control characters are written too, to a program instead of a terminal."""
         self._tokenizer, self._write, self._is_raw = tokenizer, write, is_raw
         self._ids: list[int] = []
-        self._start, self._end = 0, 0  # tokens start:end are decoded again with new ones: a tokenizer may treat the first of a text differently
+        # tokens start:end are decoded again with new ones: a tokenizer may treat the first of a text differently
+        self._start, self._end = 0, 0
         self._text = ""
 
     def add(self, token: int) -> None:

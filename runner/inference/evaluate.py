@@ -37,7 +37,8 @@ TASK_SETTINGS = ("tasks_path", "limit", "shots", "chat_template")
 
 MetricResults = dict[str, float]
 Record = dict[str, Any]  # of one evaluation: a line of EVALUATIONS_FILE
-Listen = Callable[[], AbstractContextManager[Callable[[], bool]]] | None  # opens what receives the user's request to stop
+# opens what receives the user's request to stop
+Listen = Callable[[], AbstractContextManager[Callable[[], bool]]] | None
 ComputeMetric = Callable[[LoadedModel, EvaluationSet, "EvaluateConfig"], MetricResults]
 
 
@@ -80,7 +81,11 @@ class EvaluateConfig:
         METRICS.get(self.metric)
         if bool(self.tasks) == bool(self.data.path):
             message = "tasks and data.path are two kinds of evaluation: give one of them"
-            raise UserError(message, f"tasks={self.tasks} data.path={self.data.path}", "data.path=FILE metric=perplexity, or tasks=[hellaswag]")
+            raise UserError(
+                message,
+                f"tasks={self.tasks} data.path={self.data.path}",
+                "data.path=FILE metric=perplexity, or tasks=[hellaswag]",
+            )
         check_at_least("batch_size", self.batch_size, 1, 16)
         check_at_least("max_new_tokens", self.max_new_tokens, 1, 128)
         check_at_least("show", self.show, 0, 5)
@@ -92,22 +97,37 @@ class EvaluateConfig:
 
     def _check_read_settings(self) -> None:
         """Raise UserError for settings of tasks without tasks: they would have no effect."""
-        if given := [name for name in TASK_SETTINGS if getattr(self, name) not in (None, False)] if not self.tasks else []:
-            raise UserError(f"{given[0]} is read with tasks only", f"{given[0]}={getattr(self, given[0])}", f"tasks=[hellaswag], or without {given[0]}")
+        if (
+            given := [name for name in TASK_SETTINGS if getattr(self, name) not in (None, False)]
+            if not self.tasks
+            else []
+        ):
+            raise UserError(
+                f"{given[0]} is read with tasks only",
+                f"{given[0]}={getattr(self, given[0])}",
+                f"tasks=[hellaswag], or without {given[0]}",
+            )
 
 
-def evaluate(cfg: EvaluateConfig, folder: Path, listen: Listen = None, record: Callable[[Path, Record], None] | None = None) -> MetricResults:
-    """Evaluate the model in `folder`; print the result as JSON and append it to evaluations.jsonl in `records_dir(folder)`, or give it to `record`.
+def evaluate(
+    cfg: EvaluateConfig, folder: Path, listen: Listen = None, record: Callable[[Path, Record], None] | None = None
+) -> MetricResults:
+    """Evaluate the model in `folder`; print the result as JSON and append it to evaluations.jsonl in
+    `records_dir(folder)`, or give it to `record`.
 
-    Where the user stops (`listen`), the result over the rows so far is printed and not recorded. Raises KeyboardInterrupt then.
+    Where the user stops (`listen`), the result over the rows so far is printed and not recorded. Raises
+    KeyboardInterrupt then.
     """
     import torch
 
     check_own_files(records_dir(folder), (EVALUATIONS_FILE,))
     with EvaluationProgress(cfg.metric, listen) as progress:
-        examples = open_evaluation_set(cfg.data, cfg.metric, progress)  # before the weights are read, which takes longer
+        # before the weights are read, which takes longer
+        examples = open_evaluation_set(cfg.data, cfg.metric, progress)
         trained = load_trained(folder, cfg.device)
-        if overlap := training_overlap([source for source, _ in examples.files], read_json_object(records_dir(folder) / "run.json")):
+        if overlap := training_overlap(
+            [source for source, _ in examples.files], read_json_object(records_dir(folder) / "run.json")
+        ):
             measured = f"{overlap.rows:,} of {overlap.total:,} rows are training rows of this run, too (first: {overlap.first})"
             print_note(f"warning: {measured}: the result is too good; {troubleshooting('test-in-training')}")
         with torch.inference_mode():
@@ -123,12 +143,16 @@ def evaluate(cfg: EvaluateConfig, folder: Path, listen: Listen = None, record: C
 
 
 def records_dir(folder: Path) -> Path:
-    """Return where evaluations of the model in `folder` are recorded: of a checkpoint its run, as retention deletes checkpoints; else `folder`."""
+    """Return where evaluations of the model in `folder` are recorded: of a checkpoint its run, as retention deletes
+    checkpoints; else `folder`.
+    """
     return run_of_checkpoint(checkpoint_dir(folder)) or folder
 
 
 def exported_weights(folder: Path) -> Record:
-    """Return which weights `model/` of a run holds, e.g. {"weights": "best", "step": 400}, of a checkpoint its name and step; {} without a run."""
+    """Return which weights `model/` of a run holds, e.g. {"weights": "best", "step": 400}, of a checkpoint its name and
+    step; {} without a run.
+    """
     from runner.checkpoint.format import step_of
 
     if run_of_checkpoint(checkpoint := checkpoint_dir(folder)):
@@ -165,18 +189,34 @@ def open_evaluation_set(data: EvaluationData, metric: str, progress: EvaluationP
 
     assert data.path is not None, "refused by EvaluateConfig"
     (sources, note), errors = resolve_evaluation_files(data.path, ReadOptions.of(data), "data.path"), []
-    for line in [*([note] if note else []), *reading_notes(sources), *(f"warning: {warning}" for warning in missing_columns(sources))]:
+    for line in [
+        *([note] if note else []),
+        *reading_notes(sources),
+        *(f"warning: {warning}" for warning in missing_columns(sources)),
+    ]:
         print_note(line)
     data_formats = METRICS.get(metric).data_formats
     for data_format in data_formats:
         try:
-            return EvaluationSet(data, data_format, [(source, SCHEMAS[schema_of_source(source, data_format)]) for source in sources], progress)
+            return EvaluationSet(
+                data,
+                data_format,
+                [(source, SCHEMAS[schema_of_source(source, data_format)]) for source in sources],
+                progress,
+            )
         except UserError as error:
             errors.append(error)
-    first = next((error for error in errors if getattr(error, "reason", "") != "wrong keys"), errors[0])  # the format fits, the row does not
-    others = [name for name, entry in METRICS.entries().items() if name != metric and any(_has_format(sources[0], other) for other in entry.data_formats)]
+    # the format fits, the row does not
+    first = next((error for error in errors if getattr(error, "reason", "") != "wrong keys"), errors[0])
+    others = [
+        name
+        for name, entry in METRICS.entries().items()
+        if name != metric and any(_has_format(sources[0], other) for other in entry.data_formats)
+    ]
     fix = f"metric={others[0]} reads this file" if others else first.fix
-    raise UserError(f"metric={metric} reads {' or '.join(data_formats)} data: {first.message}", first.setting, fix) from first
+    raise UserError(
+        f"metric={metric} reads {' or '.join(data_formats)} data: {first.message}", first.setting, fix
+    ) from first
 
 
 def _has_format(source: Source, data_format: str) -> bool:

@@ -30,8 +30,11 @@ class EvaluationData:
     columns: Any  # columns of your files, e.g. {prompt: question}: the field prompt is the column question
     encoding: Optional[str]  # of text files that are not UTF-8, e.g. gb18030; null: detected
     text_unit: str  # a row of a .txt or .md file: file (long ones in parts), or line
-    max_length: Optional[int]  # length limit of an example (tokens): a text is split, a conversation truncated; null: that of the run, 1024 without one
-    loss_on: Optional[str]  # tokens with loss in a conversation: assistant, last_assistant or all; null: as in the run, assistant without one
+    # length limit of an example (tokens): a text is split, a conversation truncated; null: that of the run, 1024
+    # without one
+    max_length: Optional[int]
+    # tokens with loss in a conversation: assistant, last_assistant or all; null: as in the run, assistant without one
+    loss_on: Optional[str]
     cache: str  # folder of the token stores
 
     def __post_init__(self) -> None:
@@ -69,7 +72,9 @@ class EvaluationSet:
         self.progress.advance(done)
 
     def _is_stopped(self) -> bool:
-        """Whether the user has asked to stop. Raises KeyboardInterrupt before the first row is done, when there is no result yet."""
+        """Whether the user has asked to stop. Raises KeyboardInterrupt before the first row is done, when there is no
+        result yet.
+        """
         if self.progress.should_stop() and not self.progress.done:
             raise KeyboardInterrupt
         return self.progress.is_stopped
@@ -93,12 +98,19 @@ class EvaluationSet:
             loss_on=self.cfg.loss_on or settings.get("loss_on") or "assistant",
             on_bad_row="error",
         )
-        stores = [(source, load_or_build(source, replace(encoding, schema=schema.name), tokenizer, Path(self.cfg.cache))) for source, schema in self.files]
+        stores = [
+            (source, load_or_build(source, replace(encoding, schema=schema.name), tokenizer, Path(self.cfg.cache)))
+            for source, schema in self.files
+        ]
         rows = mix_sources([[WeightedSource(source, store) for source, store in stores]], None)
         if not len(rows):
-            raise UserError(f"no row fits data.max_length={max_length}", f"data.path={self.cfg.path}", "raise data.max_length")
+            raise UserError(
+                f"no row fits data.max_length={max_length}", f"data.path={self.cfg.path}", "raise data.max_length"
+            )
         sampler = ShuffledSampler(len(rows), batch_size, seed=0)
-        loader = StepLoader(UnpackedSequences(rows), sampler, batch_size=batch_size, pad_id=tokenizer.pad_id, packed=False)
+        loader = StepLoader(
+            UnpackedSequences(rows), sampler, batch_size=batch_size, pad_id=tokenizer.pad_id, packed=False
+        )
         self.progress.begin("rows", len(rows))
         with closing(loader.iter_epoch(epoch=0)) as steps:
             for number, [batch] in enumerate(steps, 1):

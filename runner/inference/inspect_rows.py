@@ -1,4 +1,6 @@
-"""Print training data as the model will see it: rows per file, their lengths, how full batches are, and single rows with their tokens."""
+"""Print training data as the model will see it: rows per file, their lengths, how full batches are, and single rows
+with their tokens.
+"""
 
 from __future__ import annotations
 
@@ -49,17 +51,29 @@ def inspect_rows(cfg: RowsConfig, run: Config) -> None:
     from data.tokenize.origin import open_tokenizer
 
     if cfg.packed is not None:
-        data = dataclasses.replace(run.data, packing="best_fit" if cfg.packed else "none", group_by_length=run.data.group_by_length and not cfg.packed)
+        data = dataclasses.replace(
+            run.data,
+            packing="best_fit" if cfg.packed else "none",
+            group_by_length=run.data.group_by_length and not cfg.packed,
+        )
         run = dataclasses.replace(run, data=data)
     tokenizer = open_tokenizer(run.data, run.init_from)
     pipeline = build_data_pipeline(run, tokenizer)
     chosen = _find_row(cfg.row, pipeline) if cfg.row is not None else []
     view = open_token_view(cfg.plain)
-    view.print("\n".join([data_table(pipeline.files), *pipeline.notes, *(f"warning: {warning}" for warning in pipeline.warnings)]))
+    view.print(
+        "\n".join(
+            [data_table(pipeline.files), *pipeline.notes, *(f"warning: {warning}" for warning in pipeline.warnings)]
+        )
+    )
     view.print(f"rows per epoch: {len(pipeline.train.rows):,}, {pipeline.held_out:,} more held out")
     for line in ["", *length_histogram(pipeline.train.rows), "", *_fill_ratios(pipeline.train, run, tokenizer), ""]:
         view.print(line)
-    sequences = {"": chosen} if chosen else {f"sequence {i}": pipeline.train[i] for i in _first_sequences(pipeline, run, tokenizer, cfg.n)}
+    sequences = (
+        {"": chosen}
+        if chosen
+        else {f"sequence {i}": pipeline.train[i] for i in _first_sequences(pipeline, run, tokenizer, cfg.n)}
+    )
     turn_ends = _turn_ends({row.name for rows in sequences.values() for row in rows}, pipeline, run, tokenizer)
     if sequences:
         view.print_legend()
@@ -76,7 +90,9 @@ def length_histogram(rows: RowSource) -> list[str]:
     for start in range(0, len(rows), LENGTHS_PER_READ):
         lengths = rows.lengths(start, min(start + LENGTHS_PER_READ, len(rows)))
         longest = max(longest, int(lengths.max()))
-        counts = np.pad(counts, (0, max(longest + 1 - len(counts), 0))) + np.bincount(lengths, minlength=max(longest + 1, len(counts)))
+        counts = np.pad(counts, (0, max(longest + 1 - len(counts), 0))) + np.bincount(
+            lengths, minlength=max(longest + 1, len(counts))
+        )
     width = -(-longest // HISTOGRAM_BINS)
     bars = np.add.reduceat(counts[1:], np.arange(0, len(counts) - 1, width))
     lines = []
@@ -89,8 +105,7 @@ def length_histogram(rows: RowSource) -> list[str]:
 def _fill_ratios(sequences: SequenceSource, run: Config, tokenizer: Tokenizer) -> Iterator[str]:
     """Return the fraction of computed positions that hold a token, packed and padded."""
     from data.batching.batch import UnpackedSequences
-    from data.batching.packing import PackedSequences
-    from data.batching.packing_plan import best_fit_plan
+    from data.batching.packing import PackedSequences, best_fit_plan
     from data.types import sequences_per_row
 
     rows, capacity = sequences.rows, run.data.max_length * sequences_per_row(run.stage.data_format)
@@ -105,7 +120,11 @@ def _fill_ratios(sequences: SequenceSource, run: Config, tokenizer: Tokenizer) -
     loader = build_loader(UnpackedSequences(rows), dataclasses.replace(run, data=data), tokenizer, run.train.batch_size)
     tokens = positions = measured = 0
     for batch in itertools.chain.from_iterable(loader.iter_epoch(epoch=0)):
-        tokens, positions, measured = tokens + int(batch.lengths.sum()), positions + batch.input_ids.numel(), measured + len(batch.names)
+        tokens, positions, measured = (
+            tokens + int(batch.lengths.sum()),
+            positions + batch.input_ids.numel(),
+            measured + len(batch.names),
+        )
         if measured >= MEASURED_ROWS:
             break
     name = "padded, grouped by length" if data.group_by_length else "padded"
@@ -115,7 +134,9 @@ def _fill_ratios(sequences: SequenceSource, run: Config, tokenizer: Tokenizer) -
 def _first_sequences(pipeline: DataPipeline, run: Config, tokenizer: Tokenizer, count: int) -> list[int]:
     """Return the numbers of the first `count` sequences of the training."""
     sampler = build_loader(pipeline.train, run, tokenizer, run.train.batch_size * run.train.accumulation_steps).sampler
-    numbers = itertools.chain.from_iterable(sampler.indices(0, step).tolist() for step in range(sampler.steps_per_epoch))
+    numbers = itertools.chain.from_iterable(
+        sampler.indices(0, step).tolist() for step in range(sampler.steps_per_epoch)
+    )
     return list(itertools.islice(numbers, count))
 
 
@@ -124,7 +145,11 @@ def _find_row(wanted: str, pipeline: DataPipeline) -> list[EncodedRow]:
     rows = pipeline.train.rows
     if wanted.isdecimal():
         if int(wanted) >= len(rows):
-            raise UserError(f"row must be at most {len(rows) - 1}, got {wanted}", f"row={wanted}", f"row={len(rows) - 1}, or the file and line: row=FILE:LINE")
+            raise UserError(
+                f"row must be at most {len(rows) - 1}, got {wanted}",
+                f"row={wanted}",
+                f"row={len(rows) - 1}, or the file and line: row=FILE:LINE",
+            )
         return [rows[int(wanted)]]
     name, _, position = wanted.rstrip("]").rpartition("[" if wanted.endswith("]") else ":")
     for part in _weighted_sources(pipeline):
@@ -132,7 +157,9 @@ def _find_row(wanted: str, pipeline: DataPipeline) -> list[EncodedRow]:
             if rows_at := _rows_at(part, int(position)):
                 return rows_at
     raise UserError(
-        f"no row of the data is named {wanted}", f"row={wanted}", "give a number, or the file and line of a row that was not dropped: row=rows.jsonl:12"
+        f"no row of the data is named {wanted}",
+        f"row={wanted}",
+        "give a number, or the file and line of a row that was not dropped: row=rows.jsonl:12",
     )
 
 
@@ -157,7 +184,9 @@ def _rows_at(part: WeightedSource, position: int) -> list[EncodedRow]:
 
 
 def _turn_ends(names: set[str], pipeline: DataPipeline, run: Config, tokenizer: Tokenizer) -> dict[str, TurnEnds]:
-    """Return where the turns of the rows with these names end. Token stores do not have it, so the files are read again."""
+    """Return where the turns of the rows with these names end. Token stores do not have it, so the files are read
+    again.
+    """
     from data.schemas.augment import augment_example
     from data.schemas.registry import SCHEMAS, PreferencePair, TextExample
     from data.tokenize.chat_template import ChatTemplate
@@ -174,7 +203,14 @@ def _turn_ends(names: set[str], pipeline: DataPipeline, run: Config, tokenizer: 
             if (where := part.source.where(position)) in names and where not in ends:
                 example = schema.read(part.source.parse(position, raw), where)
                 assert not isinstance(example, TextExample)
-                example = augment_example(example, encoding.system_prob, encoding.system_prompts, encoding.empty_think_prob, encoding.seed, position)
+                example = augment_example(
+                    example,
+                    encoding.system_prob,
+                    encoding.system_prompts,
+                    encoding.empty_think_prob,
+                    encoding.seed,
+                    position,
+                )
                 chats = (example.chosen, example.rejected) if isinstance(example, PreferencePair) else (example,)
                 ends[where] = [template.turn_ends(chat.messages, chat.tools, where) for chat in chats]
     return ends
@@ -189,14 +225,19 @@ def _print_layout(title: str, rows: list[EncodedRow], max_length: int, view: Pla
             start += len(ids) - 1
     if start < capacity:
         lines.append(f"  positions {start}-{capacity - 1}: padding")
-    view.print(f"\n{title}: {start:,} of {capacity:,} positions, {len(rows)} row{'s' * (len(rows) > 1)}; attention stays within a row")
+    view.print(
+        f"\n{title}: {start:,} of {capacity:,} positions, {len(rows)} row{'s' * (len(rows) > 1)}; attention stays within a row"
+    )
     for line in lines:
         view.print(line)
 
 
 def _print_row(row: EncodedRow, turn_ends: TurnEnds, tokenizer: Tokenizer, ids: bool, view: PlainTokenView) -> None:
     for i, (label, sequence) in enumerate(zip(SEQUENCE_LABELS[len(row.sequences)], row.sequences, strict=True)):
-        view.print(f"\n{row.name} {label}".rstrip() + f": {len(sequence.ids):,} tokens, {np.count_nonzero(sequence.loss_mask):,} with loss")
+        view.print(
+            f"\n{row.name} {label}".rstrip()
+            + f": {len(sequence.ids):,} tokens, {np.count_nonzero(sequence.loss_mask):,} with loss"
+        )
         spans = list(token_spans(tokenizer, sequence.ids, sequence.loss_mask, turn_ends[i] if turn_ends else []))
         view.print_spans(spans)
         if ids:

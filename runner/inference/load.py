@@ -69,9 +69,12 @@ def _load_trained(folder: Path, device: str) -> LoadedModel:
         print_note(line)
     if tokenizer.largest_text_id >= model.cfg.vocab_size:
         message = f"the tokenizer has a token with the id {tokenizer.largest_text_id:,}, the model has ids below {model.cfg.vocab_size:,}"
-        raise UserError(message, str(weights), "copy or download the folder again: its tokenizer is that of another model")
+        raise UserError(
+            message, str(weights), "copy or download the folder again: its tokenizer is that of another model"
+        )
     if (model_type := saved_section(run or folder, "model").get("model_type")) and isinstance(model.cfg, DecoderConfig):
-        model.cfg = dataclasses.replace(model.cfg, model_type=model_type)  # the base model of an adapter may be written as another class
+        # the base model of an adapter may be written as another class
+        model.cfg = dataclasses.replace(model.cfg, model_type=model_type)
     model = model.to(target).eval()
     model.prepare(is_packed=False)
     return LoadedModel(folder, data_format, data, model, tokenizer, target)
@@ -80,12 +83,20 @@ def _load_trained(folder: Path, device: str) -> LoadedModel:
 def weights_dir(folder: Path) -> Path:
     """Return the model folder of a run, or `folder` if it is no run."""
     if not folder.is_dir():
-        raise UserError("the folder does not exist", f"run={folder}", "give a run directory, a Hugging Face or PEFT folder, or run=last")
+        raise UserError(
+            "the folder does not exist",
+            f"run={folder}",
+            "give a run directory, a Hugging Face or PEFT folder, or run=last",
+        )
     check_own_files(folder, (), shallow=("model", ".hydra"))
     if (folder / "model").is_dir():
         return folder / "model"
     if (folder / "run.json").exists():
-        raise UserError("this run has no model yet: it is not finished", f"run={folder}", f"finish it: python runner/train.py resume={folder}")
+        raise UserError(
+            "this run has no model yet: it is not finished",
+            f"run={folder}",
+            f"finish it: python runner/train.py resume={folder}",
+        )
     return folder
 
 
@@ -97,7 +108,11 @@ def saved_section(folder: Path, name: str) -> dict[str, Any]:
     try:
         return dict(parse_yaml(read_bounded(config, MAX_SAVED_BYTES).decode("utf-8")).get(name, {}))
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"the saved config of the run cannot be read: {error}", str(config), f"run={folder / 'model'} takes the model alone") from error
+        raise UserError(
+            f"the saved config of the run cannot be read: {error}",
+            str(config),
+            f"run={folder / 'model'} takes the model alone",
+        ) from error
 
 
 def checkpoint_dir(folder: Path) -> Path:
@@ -112,15 +127,21 @@ def checkpoint_dir(folder: Path) -> Path:
 def run_of_checkpoint(folder: Path) -> Path | None:
     """Return the run directory if `folder` is one of its checkpoints or its best weights, else None."""
     from runner.checkpoint.atomic_dir import STEP_NAME
-    from runner.checkpoint.best import BEST_DIR
     from runner.checkpoint.format import CHECKPOINTS_DIR
+    from runner.checkpoint.retention import BEST_DIR
 
-    is_checkpoint = folder.parent.name == CHECKPOINTS_DIR and bool(STEP_NAME.fullmatch(folder.name) or BEST_DIR.fullmatch(folder.name))
-    return folder.parent.parent if is_checkpoint and (folder.parent.parent / ".hydra" / "config.yaml").is_file() else None
+    is_checkpoint = folder.parent.name == CHECKPOINTS_DIR and bool(
+        STEP_NAME.fullmatch(folder.name) or BEST_DIR.fullmatch(folder.name)
+    )
+    return (
+        folder.parent.parent if is_checkpoint and (folder.parent.parent / ".hydra" / "config.yaml").is_file() else None
+    )
 
 
 def saved_adapter(run: Path) -> tuple[LoraConfig, Path] | None:
-    """Return the settings of the adapter that a run trains, and the folder of its base model; None if it trains the whole model."""
+    """Return the settings of the adapter that a run trains, and the folder of its base model; None if it trains the
+    whole model.
+    """
     from models.config import SETTINGS_OF_EARLIER_ADAPTERS, LoraConfig
     from models.formats.load import weights_under_adapter
 
@@ -129,13 +150,19 @@ def saved_adapter(run: Path) -> tuple[LoraConfig, Path] | None:
         return None
     base = read_json_object(run / "run.json").get("init_from")
     if not isinstance(base, str) or not Path(base).exists():
-        raise UserError("the base model of this run's adapter does not exist", str(base), f"restore it; run={run / 'model'} has another path to it")
+        raise UserError(
+            "the base model of this run's adapter does not exist",
+            str(base),
+            f"restore it; run={run / 'model'} has another path to it",
+        )
     lora: LoraConfig = _from_saved(LoraConfig, SETTINGS_OF_EARLIER_ADAPTERS | section, run)
     return lora, weights_under_adapter(lora, Path(base))
 
 
 def _load_checkpoint(folder: Path, run: Path) -> LanguageModel:
-    """Return the fp32 model with the weights of a checkpoint. Raises UserError if the checkpoint or the saved settings are damaged."""
+    """Return the fp32 model with the weights of a checkpoint. Raises UserError if the checkpoint or the saved settings
+    are damaged.
+    """
     from models.config import MODELS
     from models.formats.load import add_run_adapter, load_into, load_weights
     from models.formats.stored_size import check_size_of_weights
@@ -147,7 +174,9 @@ def _load_checkpoint(folder: Path, run: Path) -> LanguageModel:
     check_own_files(run, ("checkpoints",), shallow=(".hydra", "tokenizer"))
     if not folder.is_dir() or (reason := verify_dir(folder)):
         problem = f"this checkpoint is damaged: {reason}" if folder.is_dir() else "this checkpoint does not exist"
-        raise UserError(problem, str(folder), f"run={run} has the model of the run; ls {folder.parent} lists its checkpoints")
+        raise UserError(
+            problem, str(folder), f"run={run} has the model of the run; ls {folder.parent} lists its checkpoints"
+        )
     section = saved_section(run, "model")
     cfg: ModelConfig = _from_saved(MODELS.get(str(section.get("family", "decoder"))), section, run)
     adapter = saved_adapter(run)
@@ -167,18 +196,30 @@ def _tokenizer_of_run(run: Path, data_format: str | None) -> Tokenizer:
     from data.tokenize.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(run / "tokenizer")
-    return tokenizer if data_format == "text" else dataclasses.replace(tokenizer, stop_ids=tuple(ChatTemplate(tokenizer).stop_ids))
+    return (
+        tokenizer
+        if data_format == "text"
+        else dataclasses.replace(tokenizer, stop_ids=tuple(ChatTemplate(tokenizer).stop_ids))
+    )
 
 
 def _from_saved(schema: type, section: dict[str, Any], run: Path) -> Any:
-    """Return a section of a saved config as its dataclass, those inside of it included. Raises UserError if a field is missing or unknown."""
+    """Return a section of a saved config as its dataclass, those inside of it included. Raises UserError if a field is
+    missing or unknown.
+    """
     hints = typing.get_type_hints(schema)
     try:
         values = {}
         for name, value in section.items():
-            nested = next((kind for kind in (hints[name], *typing.get_args(hints[name])) if dataclasses.is_dataclass(kind)), None)
-            values[name] = _from_saved(typing.cast(type, nested), value, run) if nested and isinstance(value, dict) else value
+            nested = next(
+                (kind for kind in (hints[name], *typing.get_args(hints[name])) if dataclasses.is_dataclass(kind)), None
+            )
+            values[name] = (
+                _from_saved(typing.cast(type, nested), value, run) if nested and isinstance(value, dict) else value
+            )
         return schema(**values)
     except (KeyError, TypeError) as error:
         fix = f"run={run / 'model'} takes the model alone"
-        raise UserError(f"the saved config of the run cannot be read: {error}", str(run / ".hydra" / "config.yaml"), fix) from error
+        raise UserError(
+            f"the saved config of the run cannot be read: {error}", str(run / ".hydra" / "config.yaml"), fix
+        ) from error

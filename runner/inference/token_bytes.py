@@ -49,14 +49,20 @@ class TokenBytes:
         sizes = self._counts[labels[has_label]]
         if self._adds_space and self._bos_id is not None:
             sizes = sizes - self._starts_with_space[labels[has_label]] * (inputs[has_label] == self._bos_id)
-        return float(sizes.sum() if batch.loss_weights is None else sizes @ batch.loss_weights.cpu().numpy()[has_label].astype(float))
+        return float(
+            sizes.sum()
+            if batch.loss_weights is None
+            else sizes @ batch.loss_weights.cpu().numpy()[has_label].astype(float)
+        )
 
 
 def _has_type(part: Any, name: str) -> bool:
     """Return whether a component of tokenizer.json, or one inside of it, has this type."""
     if isinstance(part, list):
         return any(_has_type(inner, name) for inner in part)
-    return isinstance(part, dict) and (part.get("type") == name or any(_has_type(inner, name) for inner in part.values()))
+    return isinstance(part, dict) and (
+        part.get("type") == name or any(_has_type(inner, name) for inner in part.values())
+    )
 
 
 def _prepends(pre_tokenizer: Any) -> bool:

@@ -36,8 +36,12 @@ class TokenSpan:
         return self.loss_weight > 0
 
 
-def token_spans(tokenizer: Tokenizer, ids: np.ndarray, loss_mask: np.ndarray, turn_ends: list[tuple[int, str]]) -> Iterator[TokenSpan]:
-    """Split a sequence into spans. ids: (T,); loss_mask: (T,) as of a TokenSequence; turn_ends: see ChatTemplate.turn_ends."""
+def token_spans(
+    tokenizer: Tokenizer, ids: np.ndarray, loss_mask: np.ndarray, turn_ends: list[tuple[int, str]]
+) -> Iterator[TokenSpan]:
+    """Split a sequence into spans. ids: (T,); loss_mask: (T,) as of a TokenSequence; turn_ends: see
+    ChatTemplate.turn_ends.
+    """
     turns, characters, start = list(turn_ends), 0, 0
     for stop in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[start:stop].tolist(), skip_special=False)
@@ -65,13 +69,29 @@ class PlainTokenView:
         self._out.print(strip_control(text))
 
     def print_legend(self) -> None:
-        self.print("[tokens with loss] and tokens without; [tokens]x0.5 have that weight in the loss; \\n is a line break")
+        self.print(
+            "[tokens with loss] and tokens without; [tokens]x0.5 have that weight in the loss; \\n is a line break"
+        )
 
     def print_spans(self, spans: Iterable[TokenSpan]) -> None:
-        self._out.print(_indented(_bracketed(((span.loss_weight, escape_whitespace(span.text).replace("[", "\\[").replace("]", "\\]")) for span in spans), "")))
+        self._out.print(
+            _indented(
+                _bracketed(
+                    (
+                        (span.loss_weight, escape_whitespace(span.text).replace("[", "\\[").replace("]", "\\]"))
+                        for span in spans
+                    ),
+                    "",
+                )
+            )
+        )
 
     def print_ids(self, spans: Iterable[TokenSpan]) -> None:
-        self._out.print(_indented("ids: " + _bracketed(((span.loss_weight, str(token)) for span in spans for token in span.ids), " ")))
+        self._out.print(
+            _indented(
+                "ids: " + _bracketed(((span.loss_weight, str(token)) for span in spans for token in span.ids), " ")
+            )
+        )
 
 
 class RichTokenView(PlainTokenView):
@@ -85,13 +105,17 @@ class RichTokenView(PlainTokenView):
 
     def print_legend(self) -> None:
         roles = ", ".join(f"[{color}]{role}[/]" for role, color in ROLE_COLORS.items())
-        self._console.print(f"[bold]tokens with loss[/], [dim]tokens without[/]; x0.5 behind tokens: their weight in the loss; {roles}; \\n is a line break")
+        self._console.print(
+            f"[bold]tokens with loss[/], [dim]tokens without[/]; x0.5 behind tokens: their weight in the loss; {roles}; \\n is a line break"
+        )
 
     def print_spans(self, spans: Iterable[TokenSpan]) -> None:
         self._print_styled(((_style(span), _factor(span.loss_weight)), escape_whitespace(span.text)) for span in spans)
 
     def print_ids(self, spans: Iterable[TokenSpan]) -> None:
-        ids = (((_style(span), _factor(span.loss_weight)), "".join(f" {token}" for token in span.ids)) for span in spans)
+        ids = (
+            ((_style(span), _factor(span.loss_weight)), "".join(f" {token}" for token in span.ids)) for span in spans
+        )
         self._print_styled([(("", ""), "ids:"), *ids])
 
     def _print_styled(self, parts: Iterable[tuple[tuple[str, str], str]]) -> None:
@@ -107,7 +131,9 @@ class RichTokenView(PlainTokenView):
 
 def open_token_view(plain: bool, stream: TextIO | None = None) -> PlainTokenView:
     stream = stream or sys.stdout
-    return PlainTokenView(stream) if plain or not stream.isatty() or os.environ.get("NO_COLOR") else RichTokenView(stream)
+    return (
+        PlainTokenView(stream) if plain or not stream.isatty() or os.environ.get("NO_COLOR") else RichTokenView(stream)
+    )
 
 
 def _style(span: TokenSpan) -> str:
@@ -120,7 +146,10 @@ def _factor(loss_weight: float) -> str:
 
 
 def _bracketed(parts: Iterable[tuple[float, str]], separator: str) -> str:
-    groups = [(weight, separator.join(text for _, text in group)) for weight, group in itertools.groupby(parts, lambda part: part[0])]
+    groups = [
+        (weight, separator.join(text for _, text in group))
+        for weight, group in itertools.groupby(parts, lambda part: part[0])
+    ]
     return separator.join(f"[{text}]{_factor(weight)}" if weight else text for weight, text in groups)
 
 

@@ -1,7 +1,7 @@
 """Several ranks on this machine: `distributed=ddp distributed.nproc=2` starts, watches and restarts them.
 
-Rank 0 writes to the terminal, the others to logs/rank<k>.log. The first failure decides the outcome, and no rank outlives the launcher.
-torch's elastic agent is not used: docs/internals/design.md has what it lacks.
+Rank 0 writes to the terminal, the others to logs/rank<k>.log. The first failure decides the outcome, and no rank
+outlives the launcher. torch's elastic agent is not used: docs/internals/design.md has what it lacks.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from runner.engine.device.heartbeat import Sign
 from runner.launch import rank_logs, subprocesses
 from runner.launch.signals import STOP_SIGNALS, SignalForwarder
 from runner.launch.train_process import PEER_TIMEOUT_TEXTS
-from runner.run_dir.contents.fields import exported_loss, has_diverged
+from runner.run_dir.contents import exported_loss, has_diverged
 from runner.run_dir.metadata import RunMetadata
-from runner.supervise.liveness import Liveness
-from runner.supervise.supervisor import Supervisor
+from runner.supervise.supervisor import Liveness, Supervisor
 
 FAILURE_GRACE = 20.0  # seconds for the other ranks to exit after a failure
 HANG_GRACE = 5.0  # the same after a timeout of a collective
@@ -57,7 +56,9 @@ def count_local_ranks(config: Config) -> int:
 
 
 def train_on_ranks(config: Config, metadata: RunMetadata, count: int) -> float:
-    """Train in `count` processes, restarted from the newest checkpoint as the supervisor decides; return the final loss."""
+    """Train in `count` processes, restarted from the newest checkpoint as the supervisor decides; return the final
+    loss.
+    """
     metadata.allow_ranks()
     supervisor = Supervisor(config, metadata)
     with SignalForwarder() as forwarder:
@@ -77,11 +78,14 @@ def train_on_ranks(config: Config, metadata: RunMetadata, count: int) -> float:
             except AlreadyReported as refusal:
                 if not supervisor.restarts:
                     raise
-                metadata.finish(Outcome.FAILED, REFUSED_RESTART)  # unlike a launch that is refused, this one has trained
+                # unlike a launch that is refused, this one has trained
+                metadata.finish(Outcome.FAILED, REFUSED_RESTART)
                 raise TrainingError(REFUSED_RESTART) from refusal
             finally:
                 group.kill()
-            supervisor.handle(supervisor.describe(code, failed, error, group.hanging == failed), stacks, forwarder.is_stopping)
+            supervisor.handle(
+                supervisor.describe(code, failed, error, group.hanging == failed), stacks, forwarder.is_stopping
+            )
             metadata.mark_running()
 
 
@@ -103,7 +107,8 @@ class RankGroup:
         self.folder, self.count = folder, count
         self.hanging: int | None = None  # the rank that has given no sign of life, or that a collective waited for
         self.hang = ""  # what is known of it
-        self._is_ending = False  # a rank has failed, and the others were asked to end: they exit with INTERRUPTED although no stop was requested
+        # a rank has failed, and the others were asked to end: they exit with INTERRUPTED although no stop was requested
+        self._is_ending = False
         self._liveness = liveness
         self.processes: list[subprocess.Popen] = []
         self.logs = [rank_logs.RankLog(folder, rank, count, attempt) for rank in range(1, count)]
@@ -111,7 +116,8 @@ class RankGroup:
 
     def start(self, config_file: Path) -> None:
         make_dirs(self.folder / rank_logs.LOGS_DIR)
-        # Signals stay blocked in a rank until it has a handler. SIGTTOU: a rank may write to a terminal whose foreground group is the launcher's.
+        # Signals stay blocked in a rank until it has a handler. SIGTTOU: a rank may write to a terminal whose
+        # foreground group is the launcher's.
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGTTOU})
         try:
             for rank in range(self.count):
@@ -129,7 +135,8 @@ class RankGroup:
                 "WORLD_SIZE": str(self.count),
                 RENDEZVOUS_ENV: f"file://{self._rendezvous_file}",
             }
-            | ({"OMP_NUM_THREADS": threads_per_rank(self.count)} if self.count > 1 else {})  # one rank computes as a process without a launcher does
+            # one rank computes as a process without a launcher does
+            | ({"OMP_NUM_THREADS": threads_per_rank(self.count)} if self.count > 1 else {})
             | (self._liveness.environment(rank) if self._liveness else {})
         )
         program = [str(REPO_ROOT / "runner" / "launch" / "worker.py"), str(config_file), str(os.getpid())]
@@ -148,7 +155,11 @@ class RankGroup:
                 self._is_ending = not forwarder.is_stopping()
                 for process in running:
                     process.send_signal(signal.SIGTERM)
-            if self._liveness and failed is None and (failed := self._liveness.hanging_rank(self.processes)) is not None:
+            if (
+                self._liveness
+                and failed is None
+                and (failed := self._liveness.hanging_rank(self.processes)) is not None
+            ):
                 self.hanging, deadline = failed, time.monotonic() + HANG_GRACE
                 self.hang = self._describe_hang(failed)
                 self._liveness.request_stacks(running)
@@ -156,8 +167,14 @@ class RankGroup:
                 deadline = time.monotonic() + FAILURE_GRACE  # some were stopped before they had met the others
             if forwarder.is_forced():
                 deadline = min(deadline, time.monotonic() + FORCED_STOP_GRACE)
-            if time.monotonic() > deadline and self.hanging is None and failed is not None and self.processes[failed].returncode == PEER_LOST:
-                # The ranks that waited have ended, with an error of their collective. This one has not: it is the one they waited for.
+            if (
+                time.monotonic() > deadline
+                and self.hanging is None
+                and failed is not None
+                and self.processes[failed].returncode == PEER_LOST
+            ):
+                # The ranks that waited have ended, with an error of their collective. This one has not: it is the one
+                # they waited for.
                 self.hanging = failed = self._last_in(running)
                 self.hang, deadline = self._describe_hang(failed), time.monotonic() + STACKS_GRACE
                 if self._liveness:
@@ -167,7 +184,8 @@ class RankGroup:
                 self._kill_running()
             time.sleep(subprocesses.POLL_SECONDS)
         if forwarder.is_forced() and self._first_failure(None) is not None:
-            os._exit(128 + forwarder.last)  # as a single process exits on a second signal; the last checkpoint is intact
+            # as a single process exits on a second signal; the last checkpoint is intact
+            os._exit(128 + forwarder.last)
         return failed if was_killed else self._first_failure(failed)
 
     def _have_begun(self, running: list[subprocess.Popen]) -> bool:
@@ -193,7 +211,8 @@ class RankGroup:
         return f"hangs{where} (pid {pid}, no progress{since}{describe_state(pid)})"
 
     def _first_failure(self, known: int | None) -> int | None:
-        """Return the rank to blame. `known` stays unless it only lost a peer: then the rank that caused it may exit later.
+        """Return the rank to blame. `known` stays unless it only lost a peer: then the rank that caused it may exit
+        later.
 
         Among failures seen at the same poll, a user error or a kill is a cause, and a lost peer is a consequence.
         """
@@ -201,9 +220,14 @@ class RankGroup:
         if known is not None and codes[known] != PEER_LOST:
             return known
         was_stopped = INTERRUPTED in codes and not self._is_ending
-        no_failures = (OK, INTERRUPTED, *([PEER_LOST] if was_stopped else []))  # a rank that was stopped is lost to the others
+        # a rank that was stopped is lost to the others
+        no_failures = (OK, INTERRUPTED, *([PEER_LOST] if was_stopped else []))
         failures = [(rank, code) for rank, code in enumerate(codes) if code is not None and code not in no_failures]
-        return min(failures, key=lambda one: (one[1] == PEER_LOST, one[1] >= 0, one[1] != USER_ERROR))[0] if failures else None
+        return (
+            min(failures, key=lambda one: (one[1] == PEER_LOST, one[1] >= 0, one[1] != USER_ERROR))[0]
+            if failures
+            else None
+        )
 
     def exit_codes(self) -> list[int | None]:
         """Exit code by rank, negative for a signal; None: still running."""
@@ -240,13 +264,16 @@ def _final_loss(group: RankGroup, metadata: RunMetadata) -> float:
 
 
 def _failure_of(group: RankGroup, first: int, metadata: RunMetadata, config: Config) -> TrainingError:
-    """Return the error for run.json and print what the ranks wrote about it. Raises AlreadyReported for a user error, which a rank has printed."""
+    """Return the error for run.json and print what the ranks wrote about it. Raises AlreadyReported for a user error,
+    which a rank has printed.
+    """
     codes = group.exit_codes()
     hanging = [log.rank for log in group.logs if log.stacks()]
     for rank in hanging:
         rank_logs.print_rank_lines(rank, group.logs[rank - 1].stacks())
     if codes[first] == USER_ERROR:
-        if codes[0] != USER_ERROR:  # rank 0 writes to the terminal itself, unless it was asked to end before it found the error
+        # rank 0 writes to the terminal itself, unless it was asked to end before it found the error
+        if codes[0] != USER_ERROR:
             for line in group.logs[first - 1].last_error_lines():
                 print_safely(line, sys.stderr)
         raise AlreadyReported("the settings or the data were refused", f"rank {first}", "see the message above")
@@ -260,9 +287,14 @@ def _failure_of(group: RankGroup, first: int, metadata: RunMetadata, config: Con
         if PEER_LOST in codes:  # not found by the supervisor
             lost = codes.index(PEER_LOST)
             has_timed_out = any(text in causes[lost] for text in PEER_TIMEOUT_TEXTS)
-            waited = f"waited for {config.distributed.timeout:g} minutes (distributed.timeout)" if has_timed_out else f"says: {causes[lost]}"
+            waited = (
+                f"waited for {config.distributed.timeout:g} minutes (distributed.timeout)"
+                if has_timed_out
+                else f"says: {causes[lost]}"
+            )
             error = f"{group.hang}, the stacks are printed above; rank {lost} {waited}"
-    if group.count > 1 and (set(codes) != {FAILED} or len({*causes}) > 1):  # otherwise all ranks failed alike, and none is named
+    # otherwise all ranks failed alike, and none is named
+    if group.count > 1 and (set(codes) != {FAILED} or len({*causes}) > 1):
         error = f"rank {first}: {error}"
         if group.hanging is None and hanging and any(text in error for text in PEER_TIMEOUT_TEXTS):
             error = f"no step for {config.distributed.timeout:g} minutes (distributed.timeout); rank {first} timed out first, the stack of each rank is printed above"

@@ -1,42 +1,112 @@
-"""The one function that starts training, however the run was launched."""
+"""Checks before a run, and the one function that starts training.
+
+Checks of a config that need no torch: the number of processes, the tracker, the data files.
+
+The one function that starts training, however the run was launched.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import glob
 from functools import partial
+from pathlib import Path
 
-from common.errors import Outcome, UserError
+from common.errors import Outcome, UserError, did_you_mean_path
 from common.filesystem import retry_disk
+from data.config import DataConfig
+from data.schemas.registry import schema_of_source
+from data.sources.splits import resolve_data_files
 from data.tokenize.origin import RUN_TOKENIZER
 from runner.engine.config import Config
 from runner.launch import local_ranks, torchrun
 from runner.launch.signals import StopFlag
 from runner.launch.train_process import train_or_verify
-from runner.run_dir.initial_weights import check_model, compatibility_fingerprints, resolve_init_from, restore_hub_weights, with_tokenizer
+from runner.run_dir.initial_weights import (
+    check_model,
+    compatibility_fingerprints,
+    resolve_init_from,
+    restore_hub_weights,
+    with_tokenizer,
+)
 from runner.run_dir.lock import refusing_disk_errors
 from runner.run_dir.metadata import RunMetadata
 
+TORCHRUN_RESTARTS = (
+    "torchrun --max-restarts=3 restarts them after the loss of a rank or node; leave train.supervise out"
+)
+
+
+def check_inputs(config: Config) -> None:
+    """Raise UserError if the config does not fit the processes that torchrun has started, needs a tracker that is not
+    installed, or names a missing file.
+    """
+    torchrun.check_world(config.distributed)
+    if config.train.supervise and torchrun.under_torchrun():
+        raise UserError(
+            "train.supervise=true starts the ranks itself, and torchrun has started them",
+            "train.supervise=true",
+            TORCHRUN_RESTARTS,
+        )
+    for tracker in config.tracker.selected():
+        tracker.check_installed()
+    check_data(config.data, config.stage.data_format)
+
+
+def check_data(data: DataConfig, data_format: str) -> None:
+    """Raise UserError if a data file is missing or cannot be read, or if the first one of an entry of data.path has no
+    rows of `data_format`.
+
+    A data set of the hub is looked up when it is loaded.
+    """
+    val_path = None if data.val_path is None or data.val_path.startswith("hub:") else data.val_path
+    if (
+        val_path is not None
+        and val_path != "auto"
+        and not glob.has_magic(val_path)
+        and not Path(val_path).expanduser().exists()
+    ):
+        raise UserError(
+            f"data.val_path does not exist: {val_path}", f"data.val_path={val_path}", did_you_mean_path(val_path)
+        )
+    files = resolve_data_files(
+        [path for path in data.paths if not path.startswith("hub:")], val_path, data.read_options
+    )
+    if data.schema is None:
+        for sources in (*files.train, files.validation):
+            for source in sources[:1]:
+                schema_of_source(source, data_format)
+
 
 def run(config: Config, metadata: RunMetadata) -> float:
-    """Train in the directory of `metadata`, from its newest checkpoint if it has one; return the loss that a sweep compares.
+    """Train in the directory of `metadata`, from its newest checkpoint if it has one; return the loss that a sweep
+    compares.
 
     Raises UserError (nothing was trained, run.json is as before), TrainingError, or Interrupted (resume= continues).
     """
     before = dict(metadata.fields)
     try:
         if before["init_from"] is None:
-            config = dataclasses.replace(config, init_from=resolve_init_from(config, metadata.folder, compatibility_fingerprints(config)))
+            config = dataclasses.replace(
+                config, init_from=resolve_init_from(config, metadata.folder, compatibility_fingerprints(config))
+            )
             check_model(config)
         elif config.init_from == "auto":  # resolved once, at the start of the run
             config = dataclasses.replace(config, init_from=before["init_from"])
         config = restore_hub_weights(config)
         with refusing_disk_errors(metadata.folder):
-            copy = partial(with_tokenizer, config, metadata.folder, before["tokenizer_source"], is_new=before["init_from"] is None)
+            copy = partial(
+                with_tokenizer, config, metadata.folder, before["tokenizer_source"], is_new=before["init_from"] is None
+            )
             config = retry_disk(copy)
         sources = {"init_from": config.init_from, "tokenizer_source": config.data.tokenizer}
         fingerprints = compatibility_fingerprints(config, metadata.folder / RUN_TOKENIZER)
-        metadata.mark_running(stage=config.stage.name, model=config.model.name, fingerprints=fingerprints, **sources, **vars(config.run))
-        if not torchrun.under_torchrun() and ((count := local_ranks.count_local_ranks(config)) > 1 or config.train.supervise):
+        metadata.mark_running(
+            stage=config.stage.name, model=config.model.name, fingerprints=fingerprints, **sources, **vars(config.run)
+        )
+        if not torchrun.under_torchrun() and (
+            (count := local_ranks.count_local_ranks(config)) > 1 or config.train.supervise
+        ):
             return local_ranks.train_on_ranks(config, metadata, count)
         with StopFlag(announces=True) as stop:
             torchrun.broadcast_config(config, metadata)
@@ -47,5 +117,8 @@ def run(config: Config, metadata: RunMetadata) -> float:
     except BaseException as error:
         if metadata.fields["status"] == "running":
             is_stop = isinstance(error, KeyboardInterrupt)
-            metadata.finish(Outcome.INTERRUPTED if is_stop else Outcome.FAILED, None if is_stop else f"{type(error).__name__}: {error}")
+            metadata.finish(
+                Outcome.INTERRUPTED if is_stop else Outcome.FAILED,
+                None if is_stop else f"{type(error).__name__}: {error}",
+            )
         raise

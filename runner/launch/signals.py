@@ -1,4 +1,6 @@
-"""Stop requests: SIGTERM, SIGINT, SIGUSR1 and SIGHUP set a flag that the engine reads between batches, or are forwarded to the ranks."""
+"""Stop requests: SIGTERM, SIGINT, SIGUSR1 and SIGHUP set a flag that the engine reads between batches, or are forwarded
+to the ranks.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,10 @@ from common.errors import StopRequested
 from common.exit_codes import INTERRUPTED_BY_USER, INTERRUPTED_MESSAGE
 from runner.engine.device.heartbeat import beat
 from runner.engine.device.stop import StopRequests
-from runner.tracking.console.layout import DUMB_TERMINALS
+from runner.tracking.console.bar import DUMB_TERMINALS
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # SIGUSR1: Slurm, before the time limit; SIGHUP: the terminal was closed
+# SIGUSR1: Slurm, before the time limit; SIGHUP: the terminal was closed
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 DUPLICATE_SIGNAL_WINDOW = 0.2  # seconds; timeout(1) and torchrun send the same request twice
 STDERR = 2
 SHOW_CURSOR = "\x1b[?25h\n"
@@ -47,7 +50,9 @@ def _is_live_terminal() -> bool:
 
 
 def _exit_now(code: int) -> None:
-    """End the process without clean-up; a progress bar has hidden the cursor of the terminal, and is left above the prompt."""
+    """End the process without clean-up; a progress bar has hidden the cursor of the terminal, and is left above the
+    prompt.
+    """
     if _is_live_terminal():
         with suppress(OSError):
             os.write(STDERR, SHOW_CURSOR.encode())
@@ -55,7 +60,9 @@ def _exit_now(code: int) -> None:
 
 
 def _above_stderr(descriptor: int) -> int:
-    """Return a descriptor above 2 in its place: with stdout or stderr closed the system gives out their numbers, and a message would be read as signals."""
+    """Return a descriptor above 2 in its place: with stdout or stderr closed the system gives out their numbers, and a
+    message would be read as signals.
+    """
     if descriptor > STDERR:
         return descriptor
     duplicate = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, STDERR + 1)
@@ -84,7 +91,9 @@ class _SignalHandler:
 
 
 class _SignalWatcher:
-    """A thread that receives stop signals while the main thread is in C code, where Python runs no handler: a compilation, a long backward pass."""
+    """A thread that receives stop signals while the main thread is in C code, where Python runs no handler: a
+    compilation, a long backward pass.
+    """
 
     def __init__(self, receive: Callable[[int], None]) -> None:
         """`receive(number)` is called in the thread."""
@@ -93,7 +102,8 @@ class _SignalWatcher:
         self._previous = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._is_open = True
         os.register_at_fork(after_in_child=self._detach)
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # a signal goes to the main thread, whose system calls it interrupts
+        # a signal goes to the main thread, whose system calls it interrupts
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             self._thread = threading.Thread(target=self._run, args=(receive,), name="signal watcher", daemon=True)
             self._thread.start()
@@ -120,7 +130,8 @@ class _SignalWatcher:
 
 
 class StopFlag(_SignalHandler, StopRequests):
-    """`with StopFlag() as stop:` then `stop()` is true once a stop signal has arrived. A second signal ends the process at once, without saving.
+    """`with StopFlag() as stop:` then `stop()` is true once a stop signal has arrived. A second signal ends the process
+    at once, without saving.
 
     `announces`: the first signal is acknowledged on stderr, with what it waits for.
     """
@@ -160,7 +171,9 @@ class StopFlag(_SignalHandler, StopRequests):
 
     @contextmanager
     def _raising_again(self) -> Iterator[None]:
-        """Raise StopRequested once more where Python has ignored it: the signal came in a destructor or a callback of a weak reference."""
+        """Raise StopRequested once more where Python has ignored it: the signal came in a destructor or a callback of a
+        weak reference.
+        """
         timers: list[threading.Timer] = []
         previous = sys.unraisablehook
 
@@ -180,7 +193,9 @@ class StopFlag(_SignalHandler, StopRequests):
                 timer.cancel()
 
     def _repeat(self) -> None:
-        """Send the signal to the main thread again, whose system call it interrupts. The watcher does not take it for a second request."""
+        """Send the signal to the main thread again, whose system call it interrupts. The watcher does not take it for a
+        second request.
+        """
         assert self.signal is not None
         self._repeats += 1
         signal.pthread_kill(threading.main_thread().ident or 0, self.signal)
@@ -208,8 +223,9 @@ class StopFlag(_SignalHandler, StopRequests):
 
 
 class CtrlC(_SignalHandler):
-    """`with CtrlC():` for a command that saves nothing: Ctrl-C raises KeyboardInterrupt, and where the main thread does not leave C code, e.g. that
-    of the training of a tokenizer, it ends the process after a second."""
+    """`with CtrlC():` for a command that saves nothing: Ctrl-C raises KeyboardInterrupt, and where the main thread does
+    not leave C code, e.g. that of the training of a tokenizer, it ends the process after a second.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +259,9 @@ class CtrlC(_SignalHandler):
 
 
 class SignalForwarder(_SignalHandler):
-    """`with SignalForwarder() as forwarder:` then `forwarder.forward_to(processes)`: every stop signal reaches all of them."""
+    """`with SignalForwarder() as forwarder:` then `forwarder.forward_to(processes)`: every stop signal reaches all of
+    them.
+    """
 
     def __init__(self) -> None:
         super().__init__()

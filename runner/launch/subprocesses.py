@@ -19,12 +19,16 @@ PR_SET_PDEATHSIG = 1
 
 
 def child_env() -> dict[str, str]:
-    """Return the environment for a child, without HYDRA_FULL_ERROR, which the command line interface sets for its own process."""
+    """Return the environment for a child, without HYDRA_FULL_ERROR, which the command line interface sets for its own
+    process.
+    """
     return {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}
 
 
 def spawn(program: list[str], environment: dict[str, str], out: int | None) -> subprocess.Popen:
-    """Start `python *program` in a process group of its own. `out` is the descriptor for stdout and stderr; None: those of this process."""
+    """Start `python *program` in a process group of its own. `out` is the descriptor for stdout and stderr; None: those
+    of this process.
+    """
     return subprocess.Popen(
         [sys.executable, *program],
         stdin=subprocess.DEVNULL,
@@ -37,13 +41,16 @@ def spawn(program: list[str], environment: dict[str, str], out: int | None) -> s
 
 
 def die_with_parent(parent: int) -> Callable[[], None]:
-    """Return a function that makes the calling process receive SIGTERM when process `parent` dies (Linux; on other systems it trains to its end)."""
+    """Return a function that makes the calling process receive SIGTERM when process `parent` dies (Linux; on other
+    systems it trains to its end).
+    """
     if not sys.platform.startswith("linux"):
         return lambda: None
     libc = ctypes.CDLL(None, use_errno=True)  # loaded before the fork: the function runs between fork and exec
 
     def request_signal() -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the handler of the parent would swallow a SIGTERM that comes before exec
+        # the handler of the parent would swallow a SIGTERM that comes before exec
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # the parent died before the call
             os._exit(128 + signal.SIGTERM)
@@ -54,8 +61,8 @@ def die_with_parent(parent: int) -> Callable[[], None]:
 def run_then_hard_exit(main: Callable[[], int | None]) -> NoReturn:
     """Run `main`, flush, then `os._exit(code)`.
 
-    Interpreter shutdown is skipped: threads of a torch process group that free tensors while Python finalises abort the process. `main` itself
-    closes files and joins threads.
+    Interpreter shutdown is skipped: threads of a torch process group that free tensors while Python finalises abort the
+    process. `main` itself closes files and joins threads.
     """
     code: object = 1
     try:
@@ -78,9 +85,13 @@ def last_lines(log: Path) -> list[str]:
 
 
 def failure_reason(code: int, fields: dict[str, Any], lines: list[str]) -> str:
-    """Return one line that says why a child failed: its signal, the error in run.json (`fields`), or the last error in its output `lines`."""
+    """Return one line that says why a child failed: its signal, the error in run.json (`fields`), or the last error in
+    its output `lines`.
+    """
     if code < 0:
-        return f"killed by {signal.Signals(-code).name}" + (" (out of memory, or kill -9)" if code == -signal.SIGKILL else "")
+        return f"killed by {signal.Signals(-code).name}" + (
+            " (out of memory, or kill -9)" if code == -signal.SIGKILL else ""
+        )
     if fields.get("status") == "failed" and fields.get("error"):
         return " ".join(str(fields["error"]).split())
     output = [line.strip() for line in lines if line.strip()]

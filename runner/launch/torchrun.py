@@ -1,7 +1,7 @@
 """Ranks started by torchrun: `torchrun --nproc-per-node=2 runner/train.py distributed=ddp`.
 
-Rank 0 runs the command line as usual. The other ranks read its messages from torchrun's store: train this config, start a job of a sweep, exit.
-Each job of a sweep is a new process on every rank, so that no process joins two process groups.
+Rank 0 runs the command line as usual. The other ranks read its messages from torchrun's store: train this config, start
+a job of a sweep, exit. Each job of a sweep is a new process on every rank, so that no process joins two process groups.
 """
 
 from __future__ import annotations
@@ -89,7 +89,11 @@ def check_world(wanted: DistributedConfig) -> None:
         return
     world, nodes = _env_int("WORLD_SIZE", 1), _env_int("GROUP_WORLD_SIZE", 1)
     if wanted.name == "single" and world > 1:
-        raise UserError(f"torchrun has started {world} processes, but distributed=single trains in one", given, "add distributed=ddp or distributed=fsdp")
+        raise UserError(
+            f"torchrun has started {world} processes, but distributed=single trains in one",
+            given,
+            "add distributed=ddp or distributed=fsdp",
+        )
     wrong_nodes = wanted.nnodes > 1 and wanted.nnodes != nodes
     wrong_world = wanted.name != "single" and wanted.nproc != "auto" and int(wanted.nproc) * wanted.nnodes != world
     if wrong_nodes or wrong_world:
@@ -101,12 +105,16 @@ def check_world(wanted: DistributedConfig) -> None:
 
 
 def check_sweep_launcher(name: str, options: Mapping[str, Any]) -> None:
-    """Raise UserError for a sweep under torchrun that starts its jobs on other machines or several at once: each job needs all ranks."""
+    """Raise UserError for a sweep under torchrun that starts its jobs on other machines or several at once: each job
+    needs all ranks.
+    """
     if not is_multi_process():
         return
     if name != "local":
         raise UserError(
-            f"under torchrun a sweep needs hydra/launcher=local, got {name}", f"hydra/launcher={name}", "leave the override out, or do not use torchrun"
+            f"under torchrun a sweep needs hydra/launcher=local, got {name}",
+            f"hydra/launcher={name}",
+            "leave the override out, or do not use torchrun",
         )
     for key in ("workers", "devices"):
         if options[key] not in (None, 1):
@@ -201,7 +209,9 @@ def worker_main() -> int:
                 break
             if "job" in message:
                 number = message["job"]
-                jobs[number] = spawn([str(REPO_ROOT / "runner" / "train.py")], child_env() | {JOB_ENV: f"job{number}"}, None)
+                jobs[number] = spawn(
+                    [str(REPO_ROOT / "runner" / "train.py")], child_env() | {JOB_ENV: f"job{number}"}, None
+                )
             if "ended" in message:
                 _wait_for_job(jobs.pop(message["ended"]), JOB_GRACE)
         for job in jobs.values():
@@ -213,7 +223,8 @@ def _messages(stop: StopFlag, jobs: dict[str, subprocess.Popen]) -> Iterator[dic
     """Yield the messages of rank 0 until a stop signal arrives; then forward the signal to the jobs, which save."""
     store, prefix, number = _store(), _prefix(), 0
     while True:
-        if store.check([key := f"{prefix}/{number}"]):  # before `stop()`: rank 0 may already wait for this rank in a collective
+        # before `stop()`: rank 0 may already wait for this rank in a collective
+        if store.check([key := f"{prefix}/{number}"]):
             number += 1
             yield json.loads(store.get(key))
         elif stop():
@@ -235,7 +246,7 @@ def _wait_for_job(job: subprocess.Popen, seconds: float | None) -> None:
 def _train_rank(message: dict[str, Any], stop: StopFlag) -> int:
     from runner.launch import rank_logs
     from runner.launch.train_process import config_from_json, train_as_rank
-    from runner.run_dir.contents.files import RUN_FILE
+    from runner.run_dir.contents import RUN_FILE
     from runner.run_dir.metadata import RunMetadata
 
     folder, rank = Path(message["folder"]), _env_int("RANK", 0)

@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from common import exit_codes
-from common.errors import Interrupted, Outcome, PeerLostError, StopRequested, TrainingError, UserError, print_safely, report_user_error
+from common.errors import (
+    Interrupted,
+    Outcome,
+    PeerLostError,
+    StopRequested,
+    TrainingError,
+    UserError,
+    print_safely,
+    report_user_error,
+)
 from common.filesystem import DISK_ERRORS, describe_disk_error
 from runner.checkpoint.compatibility import DATA_FINGERPRINT, WRITTEN_BY, recorded_environment, settings_fingerprint
 from runner.config.compose import to_config
@@ -23,21 +32,28 @@ from runner.engine.state import TrainState
 from runner.launch.signals import StopFlag
 from runner.recovery.run_record import record_run_dir
 from runner.reporting.run_page.live import LivePage
-from runner.run_dir.contents.provenance import GitReader
+from runner.run_dir.config_snapshot import load_overrides, reject_interpolations
+from runner.run_dir.contents import GitReader
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.resolve import is_sweep_dir
-from runner.run_dir.saved_config import load_overrides, reject_interpolations
 from runner.tracking.console.modes import open_console
-from runner.tracking.next_commands import commands_after_divergence, commands_to_continue, next_commands
-from runner.tracking.run_end import NextCommand, RunEnd
+from runner.tracking.run_end import NextCommand, RunEnd, commands_after_divergence, commands_to_continue, next_commands
 
 # gloo, NCCL and their stores raise a plain RuntimeError when a peer dies or does not come; only its text tells
-PEER_TIMEOUT_TEXTS = ("Timed out waiting", "Wait timeout", "wait timeout", "Timeout waiting for key", "collective operation timeout")
+PEER_TIMEOUT_TEXTS = (
+    "Timed out waiting",
+    "Wait timeout",
+    "wait timeout",
+    "Timeout waiting for key",
+    "collective operation timeout",
+)
 PEER_LOST_TEXTS = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", *PEER_TIMEOUT_TEXTS)
 
 
 def train_or_verify(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
-    """Train in the run directory of `metadata`, from its newest checkpoint if there is one; return the loss that a sweep compares."""
+    """Train in the run directory of `metadata`, from its newest checkpoint if there is one; return the loss that a
+    sweep compares.
+    """
     with RunningTrainings().registered(), adapt_spinning():
         return _verify_resume(config, metadata, stop) if config.train.verify_resume else _train(config, metadata, stop)
 
@@ -61,7 +77,9 @@ def train_as_rank(config: Config, metadata: RunMetadata, stop: StopFlag) -> int:
 
 
 def config_from_json(values: Any, source: Path) -> Config:
-    """Return the config that another process of the run has composed; `source` is named in errors. No interpolation is resolved."""
+    """Return the config that another process of the run has composed; `source` is named in errors. No interpolation is
+    resolved.
+    """
     return to_config(reject_interpolations(values, "", source))
 
 
@@ -79,12 +97,16 @@ def _report_failure(error: str, metadata: RunMetadata, outcome: Outcome = Outcom
 def _train(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
     git = GitReader() if metadata.is_writer else None
     try:
-        with stop.interrupting("before the first step") if config.distributed.name == "single" else nullcontext():  # other ranks would wait for this one
+        # other ranks would wait for this one
+        with stop.interrupting("before the first step") if config.distributed.name == "single" else nullcontext():
             from runner.engine.build import build_run
         with _peer_errors(config), _disk_errors(metadata.folder):
-            state = build_run(config, metadata.folder, attempt=metadata.attempt, update_metadata=metadata.update, stop_requested=stop)
+            state = build_run(
+                config, metadata.folder, attempt=metadata.attempt, update_metadata=metadata.update, stop_requested=stop
+            )
     except StopRequested:
-        logging.getLogger("torch").setLevel(logging.WARNING)  # its import does so at its end; if interrupted, its exit functions would print
+        # its import does so at its end; if interrupted, its exit functions would print
+        logging.getLogger("torch").setLevel(logging.WARNING)
         raise _interrupted_at_start(metadata) from None
     metadata.update(fingerprints=metadata.fields["fingerprints"] | {"data": state.compatibility[DATA_FINGERPRINT]})
     state.run_record = record_run_dir(metadata)
@@ -149,9 +171,17 @@ def _record_attempt(state: TrainState, metadata: RunMetadata, git: GitReader) ->
 
     environment, commit, cfg = recorded_environment(state.compatibility), git.result(), state.cfg
     state.compatibility |= {f"{WRITTEN_BY}.{name}": value for name, value in commit.items()}
-    chosen = {"attention": getattr(cfg.model, "attention", None), "precision": cfg.precision.name, "settings": settings_fingerprint(cfg)}
+    chosen = {
+        "attention": getattr(cfg.model, "attention", None),
+        "precision": cfg.precision.name,
+        "settings": settings_fingerprint(cfg),
+    }
     metadata.describe_attempt(
-        commit | {"fingerprint": environment.pop("code")}, environment=environment, interop_threads=torch.get_num_interop_threads(), **chosen, exact=True
+        commit | {"fingerprint": environment.pop("code")},
+        environment=environment,
+        interop_threads=torch.get_num_interop_threads(),
+        **chosen,
+        exact=True,
     )
 
 
@@ -197,7 +227,9 @@ def _disk_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        raise TrainingError(f"{error.filename or 'a file'} could not be written or read: {describe_disk_error(error, folder)}") from error
+        raise TrainingError(
+            f"{error.filename or 'a file'} could not be written or read: {describe_disk_error(error, folder)}"
+        ) from error
 
 
 def _record_end(state: TrainState, metadata: RunMetadata, outcome: Outcome, error: str | None = None) -> None:
@@ -210,8 +242,13 @@ def _record_end(state: TrainState, metadata: RunMetadata, outcome: Outcome, erro
     if not state.pipeline.evaluates_training_rows:
         metrics |= {"best_val_loss": progress.best_loss, "best_step": progress.best_step}
     shown = {name: value for name, value in metrics.items() if value is not None} | ({"error": error} if error else {})
-    state.logger.finish(Outcome.FAILED if outcome == Outcome.DIVERGED else outcome, shown, _run_end(state, metadata, outcome, metrics))
-    counters = {"step": progress.step, "tokens": progress.tokens, "loss_tokens": progress.loss_tokens} if progress.step else {}  # 0: nothing was loaded
+    state.logger.finish(
+        Outcome.FAILED if outcome == Outcome.DIVERGED else outcome, shown, _run_end(state, metadata, outcome, metrics)
+    )
+    # 0: nothing was loaded
+    counters = (
+        {"step": progress.step, "tokens": progress.tokens, "loss_tokens": progress.loss_tokens} if progress.step else {}
+    )
     metadata.finish(outcome, error, **counters, metrics=metrics, tracker_id=state.logger.tracker_id)
 
 
@@ -245,7 +282,9 @@ def _next_commands(state: TrainState, metadata: RunMetadata, outcome: Outcome) -
     try:
         if outcome == Outcome.DIVERGED:
             overrides = load_overrides(metadata.folder)
-            return commands_after_divergence(state.run_dir, state.cfg.optimizer.lr, overrides, can_resume=has_checkpoint and not state.finished)
+            return commands_after_divergence(
+                state.run_dir, state.cfg.optimizer.lr, overrides, can_resume=has_checkpoint and not state.finished
+            )
         if outcome != Outcome.COMPLETED:
             return commands_to_continue(state.run_dir, has_checkpoint)
         longer = f"train.max_steps={2 * train.max_steps}" if train.max_steps else f"train.epochs={2 * train.epochs}"
@@ -267,6 +306,8 @@ def _verify_resume(config: Config, metadata: RunMetadata, stop: StopFlag) -> flo
         raise _interrupted_at_start(metadata) from None
     if differences:
         raise TrainingError("a stopped and resumed run differs from an uninterrupted one: " + "; ".join(differences))
-    open_console(config.tracker.console).print("verified: a run that is stopped half way and resumed is bitwise equal to an uninterrupted run")
+    open_console(config.tracker.console).print(
+        "verified: a run that is stopped half way and resumed is bitwise equal to an uninterrupted run"
+    )
     metadata.finish(Outcome.COMPLETED)
     return 0.0

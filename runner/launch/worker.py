@@ -1,4 +1,6 @@
-"""Process of one local rank: `python runner/launch/worker.py CONFIG_FILE PARENT_PID`. CONFIG_FILE is in the run directory."""
+"""Process of one local rank: `python runner/launch/worker.py CONFIG_FILE PARENT_PID`. CONFIG_FILE is in the run
+directory.
+"""
 
 import os
 import sys
@@ -21,9 +23,9 @@ from runner.engine.device.heartbeat import start_heartbeat
 from runner.launch.signals import STOP_SIGNALS, StopFlag, handled_signals
 from runner.launch.subprocesses import run_then_hard_exit
 from runner.launch.train_process import config_from_json, train_as_rank
-from runner.run_dir.contents.fields import MAX_JSON_BYTES
+from runner.run_dir.contents import MAX_JSON_BYTES
 from runner.run_dir.metadata import RunMetadata
-from runner.supervise.liveness import write_stacks_at_a_crash
+from runner.supervise.supervisor import write_stacks_at_a_crash
 
 PARENT_POLL_SECONDS = 0.2
 
@@ -33,7 +35,8 @@ def main(config_file: Path, parent: int) -> int:
     write_stacks_at_a_crash()
     start_heartbeat()
     for number in handled_signals():
-        signal.signal(number, _ignore_signal)  # StopFlag restores it: a signal during shutdown does not change the exit code
+        # StopFlag restores it: a signal during shutdown does not change the exit code
+        signal.signal(number, _ignore_signal)
     with StopFlag() as stop:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # deliver what arrived since the launcher blocked them
         return run_rank(config_file, parent, stop)
@@ -43,7 +46,9 @@ def _ignore_signal(number: int, frame: FrameType | None) -> None: ...
 
 
 def _exit_while_ranks_meet(parent: int, stop: StopFlag) -> None:
-    """Exit if the launcher dies, or if a stop is requested, while this rank waits for the others: the wait hears no signal, and there is nothing to save."""
+    """Exit if the launcher dies, or if a stop is requested, while this rank waits for the others: the wait hears no
+    signal, and there is nothing to save.
+    """
     while not RENDEZVOUS_DONE.wait(PARENT_POLL_SECONDS):
         if os.getppid() != parent:
             os._exit(128 + signal.SIGTERM)
@@ -53,11 +58,14 @@ def _exit_while_ranks_meet(parent: int, stop: StopFlag) -> None:
 
 def run_rank(config_file: Path, parent: int, stop: StopFlag) -> int:
     with RunMetadata.attach(config_file.parent, int(os.environ["RANK"])) as metadata:
-        if os.getppid() != parent:  # the launcher died before this rank held its lock: another launch may own the folder
+        # the launcher died before this rank held its lock: another launch may own the folder
+        if os.getppid() != parent:
             return 128 + signal.SIGTERM
         restore_hydra_config()
         threading.Thread(target=_exit_while_ranks_meet, args=(parent, stop), daemon=True).start()
-        return train_as_rank(config_from_json(json.loads(read_bounded(config_file, MAX_JSON_BYTES)), config_file), metadata, stop)
+        return train_as_rank(
+            config_from_json(json.loads(read_bounded(config_file, MAX_JSON_BYTES)), config_file), metadata, stop
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Bytes that a forward pass of the decoder saves for its backward pass, per layer, and what one layer needs while it is computed.
+"""Bytes that a forward pass of the decoder saves for its backward pass, per layer, and what one layer needs while it is
+computed.
 
-The formula counts the tensors that autograd keeps in models/layers/ without torch.compile, which saves fewer. Letters are those of `LayerSizes`;
-n = R * T tokens of the micro-batch, c bytes of a number of the computation (4 in fp32, 2 in bf16 and fp16).
+The formula counts the tensors that autograd keeps in models/layers/ without torch.compile, which saves fewer. Letters
+are those of `LayerSizes`; n = R * T tokens of the micro-batch, c bytes of a number of the computation (4 in fp32, 2 in
+bf16 and fp16).
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def saved_per_layer(layer: LayerSizes, shape: BatchShape, how: Computation) -> i
     if how.checkpointing == "full":
         return n * layer.hidden * FP32
     if how.checkpointing == "selective":
-        products = layer.queries + 2 * layer.keys + layer.queries + 2 * layer.hidden + layer.experts_per_token * 2 * layer.mlp
+        products = (
+            layer.queries + 2 * layer.keys + layer.queries + 2 * layer.hidden + layer.experts_per_token * 2 * layer.mlp
+        )
         return n * (layer.hidden * FP32 + products * c) * (1 if how.trains_all else 2)
     if is_counted_compiled(layer, how):
         return n * _saved_per_token_compiled(layer, how) + _saved_probs(layer, shape, how)
@@ -47,12 +51,16 @@ def saved_per_layer(layer: LayerSizes, shape: BatchShape, how: Computation) -> i
 
 
 def is_counted_compiled(layer: LayerSizes, how: Computation) -> bool:
-    """Return whether the formula knows what the compiled layer saves; otherwise it counts the layer as if it was not compiled, which is more."""
+    """Return whether the formula knows what the compiled layer saves; otherwise it counts the layer as if it was not
+    compiled, which is more.
+    """
     return how.is_compiled and how.on_cpu and layer.is_exact and not layer.experts
 
 
 def weight_copies(layer: LayerSizes, how: Computation) -> int:
-    """Return the bytes of weights that a layer keeps rounded to 16 bits; weights that are joined for one product are joined again in the backward pass."""
+    """Return the bytes of weights that a layer keeps rounded to 16 bits; weights that are joined for one product are
+    joined again in the backward pass.
+    """
     if how.width == FP32 or _has_fused_mlp(layer, how):  # whose kernels read the weights themselves
         return 0
     every = layer.hidden * (2 * layer.queries + 2 * layer.keys) + max(1, layer.experts) * 3 * layer.hidden * layer.mlp
@@ -72,8 +80,10 @@ def layer_workspace(layer: LayerSizes, shape: BatchShape, how: Computation) -> i
     Where the layer was checkpointed, its activations are recomputed first.
     """
     n, c, k = shape.numbers, how.width, layer.experts_per_token
-    gradients = n * (2 * layer.hidden * FP32 + k * 5 * layer.mlp * c)  # of the residual stream; of gate, up, both together, and a product
-    weights = 3 * layer.hidden * layer.mlp * FP32 if how.trains_all else 0  # gradients of the joined product, before they are split
+    # of the residual stream; of gate, up, both together, and a product
+    gradients = n * (2 * layer.hidden * FP32 + k * 5 * layer.mlp * c)
+    # gradients of the joined product, before they are split
+    weights = 3 * layer.hidden * layer.mlp * FP32 if how.trains_all else 0
     weights += 2 * layer.hidden * layer.mlp * c * layer.is_exact  # the weights of that product, joined
     weights += 2 * layer.hidden * layer.mlp * FP32 * how.is_upcast  # and in fp32
     plain = dataclasses.replace(how, checkpointing="none")
@@ -93,24 +103,30 @@ def _saved_per_token(layer: LayerSizes, how: Computation) -> int:
     if not how.trains_all and c != FP32 and not layer.qk_norm:
         projected = K * c  # only the values are read again
     mlp = k * (2 if _has_fused_mlp(layer, how) else 3) * F * c
-    routed = (2 * k * D * c + layer.experts * 3 * FP32) if layer.experts else 0  # inputs and outputs of the experts, probabilities
+    # inputs and outputs of the experts, probabilities
+    routed = (2 * k * D * c + layer.experts * 3 * FP32) if layer.experts else 0
     adapters = len(how.adapted) * how.rank * c
     sums = layer.heads * FP32 * how.has_fused_attention  # log-sum-exp of the scores
     return sums + residual + normalized + inputs + projected + norms + rotated + mlp + routed + adapters
 
 
 def _saved_per_token_compiled(layer: LayerSizes, how: Computation) -> int:
-    """Return the bytes per token of a compiled layer: the inputs of operators that are not recomputed. Norms and weights of 16 bits are."""
+    """Return the bytes per token of a compiled layer: the inputs of operators that are not recomputed. Norms and
+    weights of 16 bits are.
+    """
     c, D, Q, K, F = how.width, layer.hidden, layer.queries, layer.keys, layer.mlp
     residual = D * FP32 + D * c  # the input of the layer, and the output of attention that is added to it
-    attention = (Q + 2 * K) * c + Q * c  # projected, and the input of the output projection; rotated queries and keys are recomputed
+    # projected, and the input of the output projection; rotated queries and keys are recomputed
+    attention = (Q + 2 * K) * c + Q * c
     statistics = (2 + layer.heads * (1 + layer.qk_norm) + K * layer.heads // Q * layer.qk_norm) * FP32
     adapters = len(how.adapted) * how.rank * c
     return residual + attention + 2 * F * c + statistics + adapters
 
 
 def _saved_probs(layer: LayerSizes, shape: BatchShape, how: Computation) -> int:
-    """Return the bytes of attention probabilities, which the kernel of the CPU saves up to a limit, and of the mask, which all layers share."""
+    """Return the bytes of attention probabilities, which the kernel of the CPU saves up to a limit, and of the mask,
+    which all layers share.
+    """
     from models.layers.attention_cpu import MAX_SAVED_PROBS, QUERY_BLOCK
 
     R, T = shape.rows, shape.tokens
@@ -120,7 +136,9 @@ def _saved_probs(layer: LayerSizes, shape: BatchShape, how: Computation) -> int:
 
 
 def _has_fused_mlp(layer: LayerSizes, how: Computation) -> bool:
-    """Return whether C++ kernels compute the projections and the network, too: they save no product of gate and up, and no rounded weights."""
+    """Return whether C++ kernels compute the projections and the network, too: they save no product of gate and up, and
+    no rounded weights.
+    """
     return how.has_fused_attention and how.trains_all and layer.is_exact
 
 

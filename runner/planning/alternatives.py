@@ -17,7 +17,16 @@ from runner.planning.facts.micro_batch import MicroBatch, half_micro_batch, smal
 from runner.planning.facts.model import ModelSizes, model_facts
 from runner.planning.memory import estimate_memory
 
-LORA = LoraConfig(rank=16, alpha=32.0, dropout=0.0, targets=["all-linear"], rslora=False, dora=False, quantize=None, continue_adapter=False)
+LORA = LoraConfig(
+    rank=16,
+    alpha=32.0,
+    dropout=0.0,
+    targets=["all-linear"],
+    rslora=False,
+    dora=False,
+    quantize=None,
+    continue_adapter=False,
+)
 LORA_OVERRIDE = "'stage.lora={rank: 16, alpha: 32, dropout: 0, targets: [all-linear], rslora: false, dora: false, quantize: null, continue_adapter: false}'"
 
 
@@ -32,9 +41,17 @@ class Alternative:
 
 
 def find_alternatives(
-    cfg: Config, facts: ModelSizes, data: DataFacts, machine: Machine, process: int, ranks: int, saved: Mapping[str, str] | None = None
+    cfg: Config,
+    facts: ModelSizes,
+    data: DataFacts,
+    machine: Machine,
+    process: int,
+    ranks: int,
+    saved: Mapping[str, str] | None = None,
 ) -> list[Alternative]:
-    """Return settings that need less memory, each with its estimate. `ranks`: of this machine; `saved`: kernels of the checkpoint of a resumed run. One change at a time, and all that fit together where none is enough."""
+    """Return settings that need less memory, each with its estimate. `ranks`: of this machine; `saved`: kernels of the
+    checkpoint of a resumed run. One change at a time, and all that fit together where none is enough.
+    """
     found = []
     world, per_batch = ranks * cfg.distributed.nnodes, min(cfg.train.batch_size, data.sequences)
 
@@ -42,7 +59,9 @@ def find_alternatives(
         per_rank = min(changed.train.batch_size * changed.train.accumulation_steps, -(-data.sequences // world))
         micro_batches = -(-per_rank // changed.train.batch_size)
         cpu = cpu_execution(changed, of_model, replace(data, shape=shape), world, saved)
-        memory = estimate_memory(changed, of_model, shape, data.steps, micro_batches, machine.device, process, world, cpu)
+        memory = estimate_memory(
+            changed, of_model, shape, data.steps, micro_batches, machine.device, process, world, cpu
+        )
         total = memory.total * (ranks if machine.device == "cpu" else 1)
         found.append(Alternative(overrides, total, total <= machine.memory, changes))
         return found[-1].fits
@@ -58,7 +77,12 @@ def find_alternatives(
             break
     for mode in ("selective", "full"):
         if cfg.train.activation_checkpointing in ("none", "selective") and mode != cfg.train.activation_checkpointing:
-            add(f"train.activation_checkpointing={mode}", with_train(cfg, activation_checkpointing=mode), facts, data.shape)
+            add(
+                f"train.activation_checkpointing={mode}",
+                with_train(cfg, activation_checkpointing=mode),
+                facts,
+                data.shape,
+            )
     bf16 = with_precision(cfg, "bf16")
     if cfg.precision.name in ("fp32", "tf32"):
         add("precision=bf16", bf16, facts, data.shape)
@@ -70,7 +94,11 @@ def find_alternatives(
         size, steps = smaller.train.batch_size, smaller.train.accumulation_steps
         together = with_train(bf16, batch_size=size, accumulation_steps=steps, activation_checkpointing="full")
         text = f"{MicroBatch(size, steps).overrides} train.activation_checkpointing=full precision=bf16"
-        if not add(text, together, facts, shape) and of_adapters is not None and (both := with_lora(together)) is not None:
+        if (
+            not add(text, together, facts, shape)
+            and of_adapters is not None
+            and (both := with_lora(together)) is not None
+        ):
             add(f"{text} {LORA_OVERRIDE}", both, of_adapters, shape)
     return found
 
@@ -84,7 +112,9 @@ def with_precision(cfg: Config, name: str) -> Config:
 
 
 def with_lora(cfg: Config) -> Config | None:
-    """Return the config with adapters; None where there are some already, where weights start from scratch, or where the model takes none."""
+    """Return the config with adapters; None where there are some already, where weights start from scratch, or where
+    the model takes none.
+    """
     if cfg.stage.lora is not None or cfg.init_from == "scratch":
         return None
     changed = dataclasses.replace(cfg, stage=dataclasses.replace(cfg.stage, lora=LORA))

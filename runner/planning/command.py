@@ -1,4 +1,6 @@
-"""plan.py: estimate each run of a command line, time some steps, print the plan. Leaves nothing behind but the token cache, which the run reads."""
+"""plan.py: estimate each run of a command line, time some steps, print the plan. Leaves nothing behind but the token
+cache, which the run reads.
+"""
 
 from __future__ import annotations
 
@@ -47,17 +49,21 @@ class Planner:
         self._models: dict[str, ModelSizes] = {}
         self._process = 0
         self._machine = cache(this_machine)
-        set_inductor_cache()  # before torch's compiler is imported, which would set another folder for this process and its trials
+        # before torch's compiler is imported, which would set another folder for this process and its trials
+        set_inductor_cache()
 
     def plan(self, run: PlannedRun) -> RunPlan:
         cfg = run.config
         machine, ranks = self._machine(cfg.device), count_ranks(cfg)
         cfg.model.check_memory()
-        data = self._facts_of_data(cfg, ranks * cfg.distributed.nnodes)  # before the model, whose modules without memory import more than a run does
+        # before the model, whose modules without memory import more than a run does
+        data = self._facts_of_data(cfg, ranks * cfg.distributed.nnodes)
         facts = self._model(cfg)
         world, saved = ranks * cfg.distributed.nnodes, saved_kernels(run.folder)
         cpu = cpu_execution(cfg, facts, data, world, saved) if machine.device == "cpu" else PLAIN
-        memory = estimate_memory(cfg, facts, data.shape, data.steps, data.micro_batches, machine.device, self._process, world, cpu)
+        memory = estimate_memory(
+            cfg, facts, data.shape, data.steps, data.micro_batches, machine.device, self._process, world, cpu
+        )
         result = RunPlan(run, facts, data, memory, estimate_disk(cfg, facts, data.steps), machine, ranks, cpu)
         if not result.fits_memory:
             result.alternatives = find_alternatives(cfg, facts, data, machine, self._process, ranks, saved)
@@ -68,7 +74,8 @@ class Planner:
         """Run the trial of each plan that fits; jobs with the same micro-batches, model and precision share one."""
         trials: dict[str, dict | None] = {}
         for each in plans:
-            parts = [dataclasses.asdict(part) for part in (each.data.shape, each.cpu)]  # jobs of other lengths may be computed in other ways
+            # jobs of other lengths may be computed in other ways
+            parts = [dataclasses.asdict(part) for part in (each.data.shape, each.cpu)]
             key = json.dumps([shared_settings(each.run.config), *parts, each.data.micro_batches], default=str)
             if not each.fits_memory:
                 each.notes.append("no step was timed, because the run does not fit")
@@ -82,14 +89,18 @@ class Planner:
                 each.trial = trials[key]
 
     def _model(self, cfg: Config) -> ModelSizes:
-        key = json.dumps([dataclasses.asdict(part) for part in (cfg.model, cfg.stage)] + [cfg.optimizer.name], default=str)
+        key = json.dumps(
+            [dataclasses.asdict(part) for part in (cfg.model, cfg.stage)] + [cfg.optimizer.name], default=str
+        )
         if key not in self._models:
             self._models[key] = model_facts(cfg)
         return self._models[key]
 
     def _facts_of_data(self, cfg: Config, ranks: int) -> DataFacts:
         key = json.dumps(
-            [dataclasses.asdict(part) for part in (cfg.data, cfg.stage, cfg.train)] + [cfg.seed, cfg.model.max_position_embeddings, ranks], default=str
+            [dataclasses.asdict(part) for part in (cfg.data, cfg.stage, cfg.train)]
+            + [cfg.seed, cfg.model.max_position_embeddings, ranks],
+            default=str,
         )
         if key not in self._data:
             tokenizer, pipeline = open_data(cfg)
@@ -140,9 +151,13 @@ def notes_of(plan: RunPlan) -> list[str]:
     if not facts.optimizer_known:
         notes.append(f"the state of optimizer={cfg.optimizer.name} is taken to be that of adamw")
     if plan.cpu.is_compiled and not is_counted_compiled(facts.layer, computation(cfg, facts, machine.device, plan.cpu)):
-        notes.append("the layers will be compiled: activations need less than estimated, what of these layers is saved is not known")
+        notes.append(
+            "the layers will be compiled: activations need less than estimated, what of these layers is saved is not known"
+        )
     if plan.cpu.attention is None:
-        notes.append("the attention kernel is measured when the run starts: counted is the one that saves probabilities, the fused kernel saves none")
+        notes.append(
+            "the attention kernel is measured when the run starts: counted is the one that saves probabilities, the fused kernel saves none"
+        )
     if plan.cpu.is_upcast is None:
         notes.append(
             "whether 16-bit products are faster in fp32 is measured when the run starts: counted are those in fp32, which need copies of a layer's weights"
@@ -150,5 +165,7 @@ def notes_of(plan: RunPlan) -> list[str]:
     if plan.fits_memory and plan.needed_memory > machine.available:
         notes.append(f"other programs use the memory now: {machine.available / 2**30:.2f} GiB are available")
     if cfg.data.num_workers:
-        notes.append(f"data.num_workers={cfg.data.num_workers} processes are not counted: each needs about as much as process and data")
+        notes.append(
+            f"data.num_workers={cfg.data.num_workers} processes are not counted: each needs about as much as process and data"
+        )
     return notes

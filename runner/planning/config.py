@@ -7,5 +7,6 @@ from dataclasses import dataclass
 
 @dataclass
 class PlanConfig:
-    timing: bool  # run a few steps, an evaluation, a sample and a save in a child process; false: estimates without times
+    # run a few steps, an evaluation, a sample and a save in a child process; false: estimates without times
+    timing: bool
     json: bool  # print one JSON object instead of text

@@ -1,4 +1,6 @@
-"""The plan of one run: facts about its model and data, memory, disk, and whether it fits; and the overrides with which it would."""
+"""The plan of one run: facts about its model and data, memory, disk, and whether it fits; and the overrides with which
+it would.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,12 @@ class RunPlan:
 
     @property
     def needed_memory(self) -> int:
-        """Bytes on the device: the estimate, or what the trial has measured if that is more. All ranks of a machine share the memory of its CPU."""
-        measured = self.trial["peak_bytes"] + (CUDA_CONTEXT if self.machine.device == "cuda" else 0) if self.trial else 0
+        """Bytes on the device: the estimate, or what the trial has measured if that is more. All ranks of a machine
+        share the memory of its CPU.
+        """
+        measured = (
+            self.trial["peak_bytes"] + (CUDA_CONTEXT if self.machine.device == "cuda" else 0) if self.trial else 0
+        )
         return max(measured, self.memory.total * (self.ranks if self.machine.device == "cpu" else 1))
 
     @property
@@ -71,11 +77,24 @@ class RunPlan:
         if self.trial is None:
             return None
         train, trial = self.run.config.train, self.trial
-        evaluations = self.steps // train.eval_every if train.eval_every and self.run.config.evaluates else int(train.final_eval_rows > 0)
+        evaluations = (
+            self.steps // train.eval_every
+            if train.eval_every and self.run.config.evaluates
+            else int(train.final_eval_rows > 0)
+        )
         samples = self.steps // train.sample_every if train.sample_every and train.sample_prompts else 0
         saves = self.steps // train.save_every if train.save_every else 0
-        repeated = evaluations * trial["eval_seconds"] + samples * trial["sample_seconds"] + saves * trial["save_stall_seconds"]
-        return trial["first_step_seconds"] + self.steps * trial["step_seconds"] * self.data.padding + repeated + trial["save_seconds"]
+        repeated = (
+            evaluations * trial["eval_seconds"]
+            + samples * trial["sample_seconds"]
+            + saves * trial["save_stall_seconds"]
+        )
+        return (
+            trial["first_step_seconds"]
+            + self.steps * trial["step_seconds"] * self.data.padding
+            + repeated
+            + trial["save_seconds"]
+        )
 
 
 def estimate_disk(cfg: Config, facts: ModelSizes, steps: int) -> DiskEstimate:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from runner.engine.choices.attention_choice import FUSED
+from runner.engine.choices.layer_choices import FUSED
 from runner.engine.config import Config
 from runner.engine.device.precision import PRECISIONS
 from runner.engine.optim.orthogonalize import BATCH_NUMBERS
@@ -17,13 +17,18 @@ from runner.planning.facts.model import LayerSizes, ModelSizes
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 NF4 = 0.5625  # bytes of a weight of 4 bits with its share of the scale of its block
-MUON_BYTES = 26  # per number of the matrices that are updated together: momentum, direction and update in fp32, products in bf16
+# per number of the matrices that are updated together: momentum, direction and update in fp32, products in bf16
+MUON_BYTES = 26
 CUDA_CONTEXT = 500 << 20  # of the driver and of the libraries of PyTorch, in bytes of GPU memory
-CPU_LIBRARIES = 60 << 20  # what PyTorch loads and allocates in the first step: kernels, threads, the writer of checkpoints (bytes)
-LIBRARIES_16_BIT = 40 << 20  # of the library that computes 16-bit products on a CPU: compiled kernels and reordered matrices (bytes)
-COMPILER = 180 << 20  # of torch.compile in the process: its modules, and what it keeps of the layers; fitted as the share below (bytes)
+# what PyTorch loads and allocates in the first step: kernels, threads, the writer of checkpoints (bytes)
+CPU_LIBRARIES = 60 << 20
+# of the library that computes 16-bit products on a CPU: compiled kernels and reordered matrices (bytes)
+LIBRARIES_16_BIT = 40 << 20
+# of torch.compile in the process: its modules, and what it keeps of the layers; fitted as the share below (bytes)
+COMPILER = 180 << 20
 POOL_HOLES = 0.03  # of the saved activations: free blocks of the memory pool of long runs
-# The heap of a CPU process keeps freed memory (runner/engine/device/cpu/allocator.py), and holes between saved tensors are not all used again. The share
+# The heap of a CPU process keeps freed memory (runner/engine/device/cpu/allocator.py), and holes between saved tensors
+# are not all used again. The share
 # grows with the size of the tensors; it is fitted to benchmarks/results/plan.md, not derived.
 HOLES_PER_MIB = 0.022  # of the saved activations, or of those to recompute, per MiB of the largest temporary tensor
 MAX_HOLES = 1.0
@@ -51,14 +56,35 @@ class MemoryEstimate:
 
 def computation(cfg: Config, facts: ModelSizes, device: str, cpu: CpuExecution = PLAIN) -> Computation:
     width, on_cpu = DTYPE_BYTES[PRECISIONS[cfg.precision.name].dtype], device == "cpu"
-    kernels = (on_cpu and cpu.is_compiled, on_cpu and cpu.attention == FUSED, on_cpu and width < FP32 and cpu.is_upcast is not False)
-    return Computation(width, on_cpu, cfg.train.activation_checkpointing, cfg.stage.lora is None, facts.adapted, facts.adapter_rank, *kernels)
+    kernels = (
+        on_cpu and cpu.is_compiled,
+        on_cpu and cpu.attention == FUSED,
+        on_cpu and width < FP32 and cpu.is_upcast is not False,
+    )
+    return Computation(
+        width,
+        on_cpu,
+        cfg.train.activation_checkpointing,
+        cfg.stage.lora is None,
+        facts.adapted,
+        facts.adapter_rank,
+        *kernels,
+    )
 
 
 def estimate_memory(
-    cfg: Config, facts: ModelSizes, shape: BatchShape, steps: int, micro_batches: int, device: str, process: int, ranks: int = 1, cpu: CpuExecution = PLAIN
+    cfg: Config,
+    facts: ModelSizes,
+    shape: BatchShape,
+    steps: int,
+    micro_batches: int,
+    device: str,
+    process: int,
+    ranks: int = 1,
+    cpu: CpuExecution = PLAIN,
 ) -> MemoryEstimate:
-    """`steps`: of the run; `process`: bytes of this program with its data before the model is created, on a CPU; `device`: cpu or cuda; `cpu`: how it computes.
+    """`steps`: of the run; `process`: bytes of this program with its data before the model is created, on a CPU;
+    `device`: cpu or cuda; `cpu`: how it computes.
 
     Where the kernels of attention or of 16-bit products are not known, those are counted which need more.
     """
@@ -68,12 +94,18 @@ def estimate_memory(
         "weights": (FP32 * (facts.parameters - facts.quantized) + round(NF4 * facts.quantized)) // shards,
         "reference model": FP32 * facts.reference // shards,
         "optimizer": FP32 * facts.optimizer_numbers(cfg.optimizer) // shards,
-        "process and data": process + CPU_LIBRARIES + LIBRARIES_16_BIT * (how.width < FP32) if device == "cpu" else CUDA_CONTEXT,
+        "process and data": process + CPU_LIBRARIES + LIBRARIES_16_BIT * (how.width < FP32)
+        if device == "cpu"
+        else CUDA_CONTEXT,
         "compiler": COMPILER * how.is_compiled,
         "attention buffers": attention_buffers(facts, shape.tokens, how.width, cpu) if how.on_cpu else 0,
     }
-    keeps_gradients = micro_batches > 1 or (cfg.distributed.name == "ddp" and ranks > 1)  # ddp: they are views of its buckets
-    moments = {name: held | parts for name, parts in _moments(cfg, facts, shape, keeps_gradients, how, shards, cpu.has_pool, cpu.is_long).items()}
+    # ddp: they are views of its buckets
+    keeps_gradients = micro_batches > 1 or (cfg.distributed.name == "ddp" and ranks > 1)
+    moments = {
+        name: held | parts
+        for name, parts in _moments(cfg, facts, shape, keeps_gradients, how, shards, cpu.has_pool, cpu.is_long).items()
+    }
     if how.on_cpu:
         copies = {"checkpoint copy": _save_copies(cfg, facts, steps)}
         if 0 < cfg.train.save_every < steps:  # the next step begins while the copies are written
@@ -89,17 +121,31 @@ def estimate_memory(
 
 
 def _moments(
-    cfg: Config, facts: ModelSizes, shape: BatchShape, keeps_gradients: bool, how: Computation, shards: int, has_pool: bool, is_long: bool
+    cfg: Config,
+    facts: ModelSizes,
+    shape: BatchShape,
+    keeps_gradients: bool,
+    how: Computation,
+    shards: int,
+    has_pool: bool,
+    is_long: bool,
 ) -> dict[str, dict[str, int]]:
-    """Return moment of a step -> part -> bytes, of what is not there all the time. `keeps_gradients`: they are there before the backward pass."""
+    """Return moment of a step -> part -> bytes, of what is not there all the time. `keeps_gradients`: they are there
+    before the backward pass.
+    """
     layer, all_gradients = facts.layer, FP32 * facts.trained // shards
     before = all_gradients if keeps_gradients else 0
     head = facts.vocab * layer.hidden * FP32 if _trains_head(how) else 0
     activations = layer.layers * saved_per_layer(layer, shape, how) + _outside_layers(facts, shape, how)
     of_loss, saved_by_loss = _loss_bytes(cfg, facts, shape, how)
     one_layer = layer_workspace(layer, shape, how)
-    updated = max(facts.largest_matrix, min(facts.trained, BATCH_NUMBERS * is_long))  # a long run may choose to update several together
-    forward = {"gradients": before, "activations": activations, "allocator": _unused_memory(layer, shape, how, has_pool)}
+    # a long run may choose to update several together
+    updated = max(facts.largest_matrix, min(facts.trained, BATCH_NUMBERS * is_long))
+    forward = {
+        "gradients": before,
+        "activations": activations,
+        "allocator": _unused_memory(layer, shape, how, has_pool),
+    }
     moments = {
         "loss": forward | {"logits and loss": of_loss},
         "backward pass of the last layer": forward | {"logits and loss": head + saved_by_loss, "workspace": one_layer},
@@ -109,15 +155,20 @@ def _moments(
             "workspace": one_layer + (head if keeps_gradients else 0),
         },
         "backward pass of the embedding": {"gradients": all_gradients, "workspace": 2 * head},
-        "update of the weights": {"gradients": all_gradients, "workspace": MUON_BYTES * updated if cfg.optimizer.name == "muon" else 0},
+        "update of the weights": {
+            "gradients": all_gradients,
+            "workspace": MUON_BYTES * updated if cfg.optimizer.name == "muon" else 0,
+        },
     }
     return moments
 
 
 def _save_copies(cfg: Config, facts: ModelSizes, steps: int) -> int:
-    """Return the bytes of a checkpoint in host memory, and of the best weights that may still be written when it is copied.
+    """Return the bytes of a checkpoint in host memory, and of the best weights that may still be written when it is
+    copied.
 
-    The best weights have a copy of their own if the step of their evaluation is not saved; otherwise they are those of its checkpoint.
+    The best weights have a copy of their own if the step of their evaluation is not saved; otherwise they are those of
+    its checkpoint.
     """
     train, checkpoint = cfg.train, FP32 * (facts.trained + facts.optimizer_numbers(cfg.optimizer))
     if train.save_every:
@@ -130,7 +181,10 @@ def _save_copies(cfg: Config, facts: ModelSizes, steps: int) -> int:
 def _evaluation(facts: ModelSizes, shape: BatchShape, how: Computation) -> dict[str, int]:
     """Return part -> bytes of a forward pass that saves nothing: one layer at a time, then a chunk of logits."""
     layer, plain = facts.layer, dataclasses.replace(how, checkpointing="none")
-    return {"activations": saved_per_layer(layer, shape, plain) + _outside_layers(facts, shape, how), "logits and loss": _logits_bytes(facts, shape, how)}
+    return {
+        "activations": saved_per_layer(layer, shape, plain) + _outside_layers(facts, shape, how),
+        "logits and loss": _logits_bytes(facts, shape, how),
+    }
 
 
 def _unused_memory(layer: LayerSizes, shape: BatchShape, how: Computation, has_pool: bool) -> int:
@@ -139,7 +193,8 @@ def _unused_memory(layer: LayerSizes, shape: BatchShape, how: Computation, has_p
         return 0
     largest = shape.numbers * layer.mlp * how.width * layer.experts_per_token // max(1, layer.experts)
     saved = saved_per_layer(layer, shape, how)
-    freed = saved_per_layer(layer, shape, dataclasses.replace(how, checkpointing="none")) - saved  # by activation checkpointing
+    # by activation checkpointing
+    freed = saved_per_layer(layer, shape, dataclasses.replace(how, checkpointing="none")) - saved
     share = min(MAX_HOLES, HOLES_PER_MIB * largest / 2**20)
     if has_pool:
         share = POOL_HOLES
@@ -162,10 +217,13 @@ def _outside_layers(facts: ModelSizes, shape: BatchShape, how: Computation) -> i
 
 
 def _loss_bytes(cfg: Config, facts: ModelSizes, shape: BatchShape, how: Computation) -> tuple[int, int]:
-    """Return (bytes while the loss and its gradients are computed in chunks of tokens, bytes that stay until the backward pass)."""
+    """Return (bytes while the loss and its gradients are computed in chunks of tokens, bytes that stay until the
+    backward pass).
+    """
     D, V, n, c = facts.layer.hidden, facts.vocab, shape.numbers, how.width
     logits = _logits_bytes(facts, shape, how)
-    trained = V * D * (FP32 + c) if _trains_head(how) else 0  # the gradient of the output layer, and the part of a chunk
+    # the gradient of the output layer, and the part of a chunk
+    trained = V * D * (FP32 + c) if _trains_head(how) else 0
     inputs = 2 * n * D * c
     if cfg.stage.needs_reference:  # each token has a weight of its own: logits are computed again in the backward pass
         return logits + trained + inputs, n * D * c

@@ -30,17 +30,27 @@ MAX_ALTERNATIVES = 3
 
 
 def describe_out_of_memory(state: TrainState, error: BaseException) -> str:
-    """Return one line: where, the peak by part, and overrides in the order of what they cost. `error` is what the step raised."""
+    """Return one line: where, the peak by part, and overrides in the order of what they cost. `error` is what the step
+    raised.
+    """
     found = REQUESTED.search(str(error))
     requested = round(float(found[1]) * UNITS[found[2]]) if found else 0
-    amount = f", {_mib(requested)} more were asked for" if requested else f" ({type(error).__name__}: {str(error).partition('.')[0][:200]})"
+    amount = (
+        f", {_mib(requested)} more were asked for"
+        if requested
+        else f" ({type(error).__name__}: {str(error).partition('.')[0][:200]})"
+    )
     peak = peak_device_bytes(state.dist.device)
     parts = f"out of memory after step {state.progress.step}{amount}, {limit_text(state.dist.device)}: {measured_parts(state, peak)}"
     try:
         alternatives = smaller_settings(state, peak, requested)
-    except Exception:  # the formula needs memory, too, and of other models facts that may be missing: the cause is reported all the same
+    # the formula needs memory, too, and of other models facts that may be missing: the cause is reported all the same
+    except Exception:
         alternatives = []
-    fixes = [f"{each.overrides} (about {_mib(each.memory)} in all{', ' + each.changes if each.changes else ''})" for each in alternatives]
+    fixes = [
+        f"{each.overrides} (about {_mib(each.memory)} in all{', ' + each.changes if each.changes else ''})"
+        for each in alternatives
+    ]
     return f"{parts}; {', or '.join(fixes) or 'a smaller train.batch_size'}; {' '.join(command_line('plan'))} with the same overrides lists more; {troubleshooting('out-of-memory')}"
 
 
@@ -58,8 +68,13 @@ def limit_text(device: torch.device) -> str:
 def measured_parts(state: TrainState, peak: int) -> str:
     """Return the peak of the memory, and what of it are tensors that stay from step to step."""
     stay = live_bytes(state)
-    stay["gradients"] = max(stay["gradients"], _bytes(p for p in state.model.parameters() if p.requires_grad))  # a step needs all of them
-    name = "activations, logits and temporary tensors" if state.dist.device.type == "cuda" else "activations, logits, program and data"
+    # a step needs all of them
+    stay["gradients"] = max(stay["gradients"], _bytes(p for p in state.model.parameters() if p.requires_grad))
+    name = (
+        "activations, logits and temporary tensors"
+        if state.dist.device.type == "cuda"
+        else "activations, logits, program and data"
+    )
     stay[name] = max(0, peak - sum(stay.values()))
     return f"peak {_mib(peak)} ({', '.join(f'{part} {_mib(size)}' for part, size in stay.items())})"
 
@@ -84,7 +99,9 @@ def memory_limit(machine: Machine, peak: int, requested: int) -> int:
 
 
 def smaller_settings(state: TrainState, peak: int, requested: int) -> list[Alternative]:
-    """Return overrides that need at most what the process could get, the first MAX_ALTERNATIVES of them; the smallest if none does."""
+    """Return overrides that need at most what the process could get, the first MAX_ALTERNATIVES of them; the smallest
+    if none does.
+    """
     cfg, ranks = state.cfg, max(1, state.dist.size // state.cfg.distributed.nnodes)  # of this machine
     facts, data = model_facts(cfg), data_facts(cfg, state.pipeline, state.tokenizer, state.dist.size)
     machine, process = this_machine(cfg.device), 0
@@ -102,7 +119,13 @@ def live_bytes(state: TrainState) -> dict[str, int]:
     import torch
 
     parameters = [p for model in (state.model, *state.objective.extra_models) for p in model.parameters()]
-    optimizer = (value for part in state.optimizers.parts for entry in part.state.values() for value in entry.values() if torch.is_tensor(value))
+    optimizer = (
+        value
+        for part in state.optimizers.parts
+        for entry in part.state.values()
+        for value in entry.values()
+        if torch.is_tensor(value)
+    )
     gradients = (p.grad for p in parameters if p.grad is not None)
     return {"weights": _bytes(parameters), "gradients": _bytes(gradients), "optimizer": _bytes(optimizer)}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from runner.planning.alternatives import Alternative
 from runner.planning.estimate import RunPlan
-from runner.tracking.console.layout import LINE_WIDTH
+from runner.tracking.console.bar import LINE_WIDTH
 
 LABEL = 20
 GIB, MIB = 2**30, 2**20
@@ -31,7 +31,13 @@ def sweep_text(plans: list[RunPlan], trials: int) -> str:
         time = "" if plan.seconds is None else duration_text(plan.seconds)
         cells = f"{plan.steps:>7,}  {short_count(plan.data.run_tokens):>8}  {bytes_text(plan.needed_memory):>9}  {bytes_text(plan.disk.total):>9}  {time:>9}"
         lines.append(f"{number:>3}  {cells}  {'yes' if fits(plan) else 'no'}")
-        lines += textwrap.wrap(", ".join(plan.run.overrides), LINE_WIDTH, initial_indent=" " * 5, subsequent_indent=" " * 5, break_on_hyphens=False)
+        lines += textwrap.wrap(
+            ", ".join(plan.run.overrides),
+            LINE_WIDTH,
+            initial_indent=" " * 5,
+            subsequent_indent=" " * 5,
+            break_on_hyphens=False,
+        )
     times = [plan.seconds for plan in plans if plan.seconds is not None]
     tokens = trials * sum(plan.data.run_tokens for plan in plans)
     disk = trials * sum(plan.disk.total for plan in plans)
@@ -43,7 +49,13 @@ def sweep_text(plans: list[RunPlan], trials: int) -> str:
     lines += ["", *(_wrapped("note: ", note) for note in notes)] if notes else []
     failing = [number for number, plan in enumerate(plans) if not fits(plan)]
     if disk > plans[0].machine.free_disk:
-        lines += ["", _wrapped("does not fit: ", f"{bytes_text(disk)} of disk are needed, {bytes_text(plans[0].machine.free_disk)} are free")]
+        lines += [
+            "",
+            _wrapped(
+                "does not fit: ",
+                f"{bytes_text(disk)} of disk are needed, {bytes_text(plans[0].machine.free_disk)} are free",
+            ),
+        ]
     elif not failing:
         lines += ["", f"fits: every job, alone, on {plans[0].machine.device_name}"]
     for number in failing:
@@ -58,7 +70,12 @@ def verdict_text(plan: RunPlan) -> str:
         return _wrapped("fits: ", where)
     lines = [_wrapped("does not fit: ", where)]
     if not plan.fits_disk:
-        lines.append(_wrapped("  ", "less disk: train.keep_checkpoints=2 train.keep_every=0, or start on another disk: hydra.run.dir=DIR"))
+        lines.append(
+            _wrapped(
+                "  ",
+                "less disk: train.keep_checkpoints=2 train.keep_every=0, or start on another disk: hydra.run.dir=DIR",
+            )
+        )
     if plan.alternatives:
         lines.append("with these overrides:")
         lines += [line for alternative in plan.alternatives for line in _alternative_lines(alternative)]
@@ -79,7 +96,12 @@ def plan_dict(plan: RunPlan) -> dict[str, Any]:
         "resumed_at": plan.run.done,
         "model": {name: getattr(plan.model, name) for name in ("parameters", "trained", "active")},
         "data": dataclasses.asdict(plan.data) | {"epochs": plan.data.epochs, "run_tokens": plan.data.run_tokens},
-        "memory": {"total": plan.memory.total, "parts": dict(plan.memory.parts), "moment": plan.memory.moment, "ranks": plan.ranks},
+        "memory": {
+            "total": plan.memory.total,
+            "parts": dict(plan.memory.parts),
+            "moment": plan.memory.moment,
+            "ranks": plan.ranks,
+        },
         "disk": dataclasses.asdict(plan.disk) | {"total": plan.disk.total},
         "machine": dataclasses.asdict(plan.machine),
         "time": None if plan.trial is None else {**plan.trial, "total_seconds": plan.seconds},
@@ -91,7 +113,11 @@ def plan_dict(plan: RunPlan) -> dict[str, Any]:
 
 def _model_lines(plan: RunPlan) -> list[str]:
     facts, cfg = plan.model, plan.run.config
-    lines = _line("run", plan.run.name) + _line("weights from", cfg.init_from) + _line("model", f"{cfg.model.name}, {facts.parameters:,} parameters")
+    lines = (
+        _line("run", plan.run.name)
+        + _line("weights from", cfg.init_from)
+        + _line("model", f"{cfg.model.name}, {facts.parameters:,} parameters")
+    )
     if facts.trained != facts.parameters:
         lines += _line("trained", f"{facts.trained:,} parameters ({facts.trained / facts.parameters:.1%})")
     if facts.active != facts.parameters:
@@ -103,7 +129,9 @@ def _data_lines(plan: RunPlan) -> list[str]:
     data, cfg = plan.data, plan.run.config
     kind = "packed sequences" if data.shape.is_packed else "rows"
     lines = _line("rows per epoch", f"{data.rows:,}, {data.held_out:,} more held out; {data.tokens:,} tokens")
-    lines += _line("step", f"{data.sequences_per_step:,} {kind} in {_plural(data.micro_batches, 'micro-batch', 'micro-batches')}")
+    lines += _line(
+        "step", f"{data.sequences_per_step:,} {kind} in {_plural(data.micro_batches, 'micro-batch', 'micro-batches')}"
+    )
     lines += _line("longest micro-batch", f"{data.shape.rows} x {data.shape.tokens} tokens")
     done = f", {plan.run.done:,} of them done" if plan.run.done else ""
     lines += _line("steps", f"{data.steps:,} ({data.epochs:.2f} epochs, {data.run_tokens:,} tokens){done}")
@@ -117,7 +145,9 @@ def _memory_lines(plan: RunPlan) -> list[str]:
     memory = plan.memory
     lines = [*_line("memory", f"{plan.machine.device_name}, largest: {memory.moment}")]
     lines += [f"  {name:<{LABEL}}{size / GIB:9.3f} GiB" for name, size in memory.parts.items()]
-    lines.append(f"  {'total':<{LABEL}}{memory.total / GIB:9.3f} GiB" + (f" x {plan.ranks} ranks" if plan.ranks > 1 else ""))
+    lines.append(
+        f"  {'total':<{LABEL}}{memory.total / GIB:9.3f} GiB" + (f" x {plan.ranks} ranks" if plan.ranks > 1 else "")
+    )
     if plan.trial is not None:
         lines.append(f"  {'measured in trial':<{LABEL}}{plan.trial['peak_bytes'] / GIB:9.3f} GiB")
     return lines
@@ -129,7 +159,11 @@ def _time_lines(plan: RunPlan) -> list[str]:
         return _line("time", "not measured")
     rate = trial["step_tokens"] / trial["step_seconds"]
     lines = _line("time", f"{duration_text(plan.seconds)} for {plan.steps:,} steps; compile {trial['compile']}")
-    parts = {"first step": trial["first_step_seconds"], "longest step": trial["step_seconds"], "evaluation": trial["eval_seconds"]}
+    parts = {
+        "first step": trial["first_step_seconds"],
+        "longest step": trial["step_seconds"],
+        "evaluation": trial["eval_seconds"],
+    }
     parts |= {"samples": trial["sample_seconds"], "save": trial["save_seconds"]}
     lines += [f"  {name:<{LABEL}}{seconds:9.3f} s" for name, seconds in parts.items() if seconds]
     return [*lines, f"  {'tokens per second':<{LABEL}}{rate:9,.0f}"]
@@ -139,7 +173,10 @@ def _disk_lines(plan: RunPlan) -> list[str]:
     disk = plan.disk
     checkpoints = f"{_plural(disk.checkpoints, 'checkpoint', 'checkpoints')} of {bytes_text(disk.checkpoint)}"
     best = f", best weights {bytes_text(disk.best)}" if disk.best else ""
-    return _line("disk", f"{bytes_text(disk.total)}: {checkpoints}{best}, model/ {bytes_text(disk.export)}, logs {bytes_text(disk.logs)}")
+    return _line(
+        "disk",
+        f"{bytes_text(disk.total)}: {checkpoints}{best}, model/ {bytes_text(disk.export)}, logs {bytes_text(disk.logs)}",
+    )
 
 
 def _alternative_lines(alternative: Alternative) -> Iterable[str]:
@@ -158,7 +195,9 @@ def _plural(count: int, one: str, more: str) -> str:
 
 
 def _wrapped(label: str, text: str) -> str:
-    return textwrap.fill(text, LINE_WIDTH, initial_indent=label, subsequent_indent=" " * min(len(label), 6), break_on_hyphens=False)
+    return textwrap.fill(
+        text, LINE_WIDTH, initial_indent=label, subsequent_indent=" " * min(len(label), 6), break_on_hyphens=False
+    )
 
 
 def bytes_text(size: float) -> str:

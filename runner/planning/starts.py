@@ -1,4 +1,6 @@
-"""The runs that a command line of train.py would start or continue, with the settings that each would train with. Nothing is written."""
+"""The runs that a command line of train.py would start or continue, with the settings that each would train with.
+Nothing is written.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,13 @@ from pathlib import Path
 from common.errors import UserError, print_note
 from runner.config import overrides as checks
 from runner.config.compose import compose_tree, to_config, without_hydra
-from runner.config.flags import has_flag
 from runner.config.hydra_errors import translating_hydra_errors
-from runner.config.overrides import RESUME_KEY, is_hydra_override
+from runner.config.overrides import RESUME_KEY, has_flag, is_hydra_override
 from runner.config.unread import check_typed_are_read
 from runner.engine.config import Config
-from runner.launch import preflight
+from runner.launch import run
 from runner.run_dir import config_snapshot, initial_weights, resume
-from runner.run_dir.contents.fields import has_started
+from runner.run_dir.contents import has_started
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.resolve import is_sweep_dir, resolve_run
 from runner.sweep import budget, extend, grid, validation
@@ -50,7 +51,11 @@ def planned_start(typed: list[str], flags: list[str]) -> PlannedStart:
         if is_sweep_dir(folder):
             return _resumed_sweep(folder, typed)
         if is_multirun:
-            raise UserError("--multirun resumes a sweep, and this directory holds one run", f"--multirun resume={folder}", "leave out --multirun")
+            raise UserError(
+                "--multirun resumes a sweep, and this directory holds one run",
+                f"--multirun resume={folder}",
+                "leave out --multirun",
+            )
         return PlannedStart((_resumed_run(folder, typed),), is_sweep=False)
     checks.check_overrides(typed)
     if is_multirun:
@@ -75,12 +80,14 @@ def _resumed_run(folder: Path, typed: list[str], name: str = "") -> PlannedRun:
     if isinstance(fields.get("init_from"), str) and config.init_from == "auto":
         config = dataclasses.replace(config, init_from=fields["init_from"])
     done = fields.get("step")
-    return PlannedRun(name or f"resume={folder.name}", _checked(config), tuple(typed), done if isinstance(done, int) else 0, folder)
+    return PlannedRun(
+        name or f"resume={folder.name}", _checked(config), tuple(typed), done if isinstance(done, int) else 0, folder
+    )
 
 
 def _checked(config: Config) -> Config:
     """Return the config with its initial weights and its tokenizer. Raises UserError as the start of the run would."""
-    preflight.check_inputs(config)
+    run.check_inputs(config)
     initial_weights.check_init_from(config)
     initial_weights.check_model(config)
     return initial_weights.resolve_start(config)
@@ -88,12 +95,16 @@ def _checked(config: Config) -> Config:
 
 def _new_sweep(typed: list[str]) -> PlannedStart:
     validation.check_hydra_overrides(typed)
-    hydra, plain = ([override for override in typed if is_hydra_override(override) is wanted] for wanted in (True, False))
+    hydra, plain = (
+        [override for override in typed if is_hydra_override(override) is wanted] for wanted in (True, False)
+    )
     listed, _, _ = grid.split_swept([*hydra, *plain])
     tree = compose_tree(listed)
     sweeper, _ = validation.hydra_options(tree)
     params = [f"{key}={value}" for key, value in sweeper.params.items()]
-    shared, swept, is_finite = grid.split_swept([*hydra, *grid.merge_overrides(params, plain)], expand_ranges=sweeper.is_grid)
+    shared, swept, is_finite = grid.split_swept(
+        [*hydra, *grid.merge_overrides(params, plain)], expand_ranges=sweeper.is_grid
+    )
     validation.check_sweep(tree, sweeper, is_finite)
     composer = grid.PointComposer(shared, tree=tree)
     points = sweeper.points(swept, tree.sweep.zip)
@@ -101,7 +112,9 @@ def _new_sweep(typed: list[str]) -> PlannedStart:
     check_typed_are_read([*shared, *swept], configs or [composer.config({})])
     if not points:
         trials = getattr(sweeper, "n_trials", 1)
-        print_note(f"the sampler draws the values of {', '.join(swept)} later: each of its {trials} jobs is planned with the values of the other settings")
+        print_note(
+            f"the sampler draws the values of {', '.join(swept)} later: each of its {trials} jobs is planned with the values of the other settings"
+        )
         config = composer.config({})
         return PlannedStart((PlannedRun("one trial", _checked(config), tuple(shared)),), is_sweep=True, trials=trials)
     base = budget.smallest_step(configs)
@@ -109,7 +122,9 @@ def _new_sweep(typed: list[str]) -> PlannedStart:
     return PlannedStart(tuple(_job(composer, point, swept, base) for point in points), is_sweep=True)
 
 
-def _job(composer: grid.PointComposer, point: grid.GridPoint, swept: dict[str, list[str]], base: budget.StepSize) -> PlannedRun:
+def _job(
+    composer: grid.PointComposer, point: grid.GridPoint, swept: dict[str, list[str]], base: budget.StepSize
+) -> PlannedRun:
     config = composer.config(point)
     rule = budget.resolve_budget_rule(config.sweep.match_budget, swept)
     derived = budget.matching_overrides(config, base, rule) | budget.evaluation_overrides(config)
@@ -138,5 +153,9 @@ def _resumed_sweep(folder: Path, typed: list[str]) -> PlannedStart:
             config = to_config(session.composer.tree(job.overrides, session.derived_overrides(job)))
             runs.append(PlannedRun(name, _checked(config), tuple(session.job_overrides(job))))
     if not runs:
-        raise UserError("every job of this sweep is completed", f"resume={folder}", "add values of a swept key, or train.max_steps=N, to train on")
+        raise UserError(
+            "every job of this sweep is completed",
+            f"resume={folder}",
+            "add values of a swept key, or train.max_steps=N, to train on",
+        )
     return PlannedStart(tuple(runs), is_sweep=True)

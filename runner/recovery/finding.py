@@ -18,7 +18,9 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """`state` says what is wrong with `file`, `consequence` what is lost or what resume= does about it, `repair` what doctor.py repair=true does."""
+    """`state` says what is wrong with `file`, `consequence` what is lost or what resume= does about it, `repair` what
+    doctor.py repair=true does.
+    """
 
     file: str  # relative to the run directory
     severity: Severity

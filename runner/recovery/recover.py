@@ -16,27 +16,32 @@ from runner.recovery.finding import Finding, Repair, Severity
 from runner.recovery.run_json import check_run_json
 from runner.recovery.settings_files import check_settings
 from runner.recovery.tokenizer_files import check_tokenizer_files
-from runner.run_dir.contents.files import HYDRA_DIR, RUN_FILE, check_run_files
+from runner.run_dir.contents import HYDRA_DIR, RUN_FILE, check_run_files
 from runner.run_dir.lock import unusable_error
-from runner.tracking.log_recovery import LogProof, inspect_log
+from runner.tracking.jsonl import LogProof, inspect_log
 
 LOGS = ("metrics", "samples")
 
 
 def inspect_run(folder: Path) -> list[Finding]:
-    """Return a finding for each file of the run that a resume reads, checkpoints and logs with all their bytes. Nothing is written.
+    """Return a finding for each file of the run that a resume reads, checkpoints and logs with all their bytes. Nothing
+    is written.
 
     Raises UserError if one of them is a link, a pipe or a device.
     """
     evidence = Evidence(folder)
     check_run_files(folder)
-    return [repair.finding for repair in (*plan_repairs(evidence), *_check_checkpoints(evidence), *_check_logs(evidence))]
+    return [
+        repair.finding for repair in (*plan_repairs(evidence), *_check_checkpoints(evidence), *_check_logs(evidence))
+    ]
 
 
 def recover_run(folder: Path) -> list[str]:
-    """Repair what a resume of the run needs; return a message for each repair. The caller holds the lock of the directory.
+    """Repair what a resume of the run needs; return a message for each repair. The caller holds the lock of the
+    directory.
 
-    Raises UserError, having changed nothing, if something is lost that no checkpoint proves. Logs are repaired when they are opened.
+    Raises UserError, having changed nothing, if something is lost that no checkpoint proves. Logs are repaired when
+    they are opened.
     """
     repairs = plan_repairs(Evidence(folder))
     for finding in (repair.finding for repair in repairs):
@@ -47,12 +52,21 @@ def recover_run(folder: Path) -> list[str]:
             repair.apply()
     except OSError as error:
         raise unusable_error(folder, error) from error
-    return [f"{finding.file}: {finding.state}; {finding.consequence}" for repair in repairs if (finding := repair.finding).severity is Severity.DAMAGED]
+    return [
+        f"{finding.file}: {finding.state}; {finding.consequence}"
+        for repair in repairs
+        if (finding := repair.finding).severity is Severity.DAMAGED
+    ]
 
 
 def plan_repairs(evidence: Evidence) -> list[Repair]:
     """Return the finding about each file that a resume restores or refuses to be without."""
-    return [*check_run_json(evidence), *check_settings(evidence), *check_tokenizer_files(evidence), *_check_kinds(evidence.folder)]
+    return [
+        *check_run_json(evidence),
+        *check_settings(evidence),
+        *check_tokenizer_files(evidence),
+        *_check_kinds(evidence.folder),
+    ]
 
 
 def _check_kinds(folder: Path) -> Iterator[Repair]:
@@ -77,7 +91,14 @@ def _check_checkpoints(evidence: Evidence) -> Iterator[Repair]:
         else:
             yield Repair(Finding(file, Severity.SOUND, "whole"))
     if evidence.names and evidence.newest_whole is None:
-        yield Repair(Finding(CHECKPOINTS_DIR, Severity.BLOCKING, "no checkpoint is whole", "restore one from a backup, or start a new run"))
+        yield Repair(
+            Finding(
+                CHECKPOINTS_DIR,
+                Severity.BLOCKING,
+                "no checkpoint is whole",
+                "restore one from a backup, or start a new run",
+            )
+        )
 
 
 def _check_logs(evidence: Evidence) -> Iterator[Repair]:
@@ -94,4 +115,6 @@ def _check_logs(evidence: Evidence) -> Iterator[Repair]:
         if damage is None:
             yield Repair(Finding(path.name, Severity.SOUND, "whole up to the checkpoint"))
         else:
-            yield Repair(Finding(path.name, Severity.DAMAGED, damage.state, damage.consequence("damaged/"), "done by resume="))
+            yield Repair(
+                Finding(path.name, Severity.DAMAGED, damage.state, damage.consequence("damaged/"), "done by resume=")
+            )

@@ -13,8 +13,7 @@ from common.limits.parsers import parse_json
 from runner.recovery.evidence import Evidence
 from runner.recovery.finding import Finding, Repair, Severity
 from runner.recovery.run_record import recorded
-from runner.run_dir.contents.fields import DEFAULT_METADATA, MAX_JSON_BYTES, check_fields
-from runner.run_dir.contents.files import RUN_FILE
+from runner.run_dir.contents import DEFAULT_METADATA, MAX_JSON_BYTES, RUN_FILE, check_fields
 
 ATTEMPT_FILE = re.compile(r"metrics\.attempt(\d{1,6})\.jsonl")
 TAIL_BYTES = 1 << 16  # of metrics.jsonl, where its last record is
@@ -50,7 +49,14 @@ def _check_named_checkpoint(named: str | None, evidence: Evidence) -> Iterator[R
         return
     if evidence.names:
         consequence = f"the run continues from {evidence.names[0]}; the steps after it are trained again"
-        yield Repair(Finding(f"checkpoints/{named}", Severity.DAMAGED, "missing, and run.json names it as the newest checkpoint", consequence))
+        yield Repair(
+            Finding(
+                f"checkpoints/{named}",
+                Severity.DAMAGED,
+                "missing, and run.json names it as the newest checkpoint",
+                consequence,
+            )
+        )
         return
     state = f"there is no checkpoint, and run.json names {named}: the folder was deleted, or is on a disk that is not mounted"
     fix = f"mount or restore {evidence.folder / 'checkpoints'}, or start a new run with hydra.run.dir=DIR (init_from={_weights(evidence.folder)})"
@@ -65,13 +71,17 @@ def _restore(evidence: Evidence, state: str) -> Repair:
     folder, whole = evidence.folder, evidence.newest_whole
     if whole is None:
         fix = "restore it or a checkpoint from a backup, or start a new run in another directory"
-        return Repair(Finding(RUN_FILE, Severity.BLOCKING, f"{state}, and no whole checkpoint tells how far the run is", fix))
+        return Repair(
+            Finding(RUN_FILE, Severity.BLOCKING, f"{state}, and no whole checkpoint tells how far the run is", fix)
+        )
     name, saved = whole
     try:
         rebuilt = rebuilt_fields(folder, name, saved)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         fix = "restore run.json from a backup, or start a new run in another directory"
-        return Repair(Finding(RUN_FILE, Severity.BLOCKING, f"{state}, and state.json of {name} has no usable value: {error}", fix))
+        return Repair(
+            Finding(RUN_FILE, Severity.BLOCKING, f"{state}, and state.json of {name} has no usable value: {error}", fix)
+        )
 
     def apply() -> None:
         if (folder / RUN_FILE).is_file():
@@ -86,19 +96,36 @@ def rebuilt_fields(folder: Path, checkpoint: str, state: dict[str, Any]) -> dict
     """Return the fields of run.json as the checkpoint with this state.json knows them: of an interrupted run."""
     progress, facts, fields = state["progress"], state["compatibility"], recorded(state)["fields"]
     if not fields:  # of an earlier version
-        sources = {"init_from": facts.get("init_from"), "tokenizer_source": facts.get("data.tokenizer"), "stage": facts.get("stage.name")}
+        sources = {
+            "init_from": facts.get("init_from"),
+            "tokenizer_source": facts.get("data.tokenizer"),
+            "stage": facts.get("stage.name"),
+        }
         fields = {**sources, "attempt": 1, "exact": False, "inexact_because": [LOST_RECORD]}
     counters = {name: progress[name] for name in ("step", "tokens", "loss_tokens")}
     attempt = max(fields.get("attempt", 1), newest_attempt(folder))
     known = {"tracker_id": state["tracker_id"], "evaluation": state.get("evaluation"), "checkpoint": checkpoint}
-    return check_fields({**DEFAULT_METADATA, **fields, **counters, **known, "attempt": attempt, "status": "interrupted", "outcome": None})
+    return check_fields(
+        {
+            **DEFAULT_METADATA,
+            **fields,
+            **counters,
+            **known,
+            "attempt": attempt,
+            "status": "interrupted",
+            "outcome": None,
+        }
+    )
 
 
 def newest_attempt(folder: Path) -> int:
     """Return the highest number of an attempt in the logs, 0 if there is none."""
     attempts = [int(match[1]) for path in folder.iterdir() if (match := ATTEMPT_FILE.fullmatch(path.name))]
     try:
-        attempts += [int(parse_json(line)["attempt"]) for line in read_from(folder / "metrics.jsonl", 0, TAIL_BYTES).splitlines()[-1:]]
+        attempts += [
+            int(parse_json(line)["attempt"])
+            for line in read_from(folder / "metrics.jsonl", 0, TAIL_BYTES).splitlines()[-1:]
+        ]
     except (OSError, ValueError, TypeError, KeyError):
         pass  # missing or damaged: the checkpoint and the archives know the others
     return max(attempts, default=0)

@@ -13,20 +13,27 @@ from common.guarded_files import check_own_files, keep_damaged
 from common.limits.parsers import parse_yaml
 from runner.recovery.evidence import Evidence
 from runner.recovery.finding import Finding, Repair, Severity
-from runner.run_dir import saved_config
-from runner.run_dir.saved_config import CONFIG_FILE, MAX_YAML_BYTES, OVERRIDES_FILE, load_yaml
+from runner.run_dir import config_snapshot
+from runner.run_dir.config_snapshot import CONFIG_FILE, MAX_YAML_BYTES, OVERRIDES_FILE, load_yaml
 
 
 def check_settings(evidence: Evidence) -> Iterator[Repair]:
     """Yield the findings about the saved config, the overrides, and the copies of YAML files."""
     folder, texts = evidence.folder, evidence.record["files"]
     check_own_files(folder, (".hydra",))
-    for name, load in ((str(CONFIG_FILE), saved_config.load_saved_config), (str(OVERRIDES_FILE), saved_config.load_overrides)):
+    for name, load in (
+        (str(CONFIG_FILE), config_snapshot.load_saved_config),
+        (str(OVERRIDES_FILE), config_snapshot.load_overrides),
+    ):
         if name not in texts:
             yield _check_loading(folder, name, load)
     for name, text in texts.items():
         state = damage_of(folder / name, text, name)
-        if name == str(OVERRIDES_FILE) and state is None and damage_of(folder / CONFIG_FILE, texts.get(str(CONFIG_FILE), ""), str(CONFIG_FILE)):
+        if (
+            name == str(OVERRIDES_FILE)
+            and state is None
+            and damage_of(folder / CONFIG_FILE, texts.get(str(CONFIG_FILE), ""), str(CONFIG_FILE))
+        ):
             state = _newer_overrides(folder, text)  # the config that they were typed for is restored as it was before
         if state is None:
             yield Repair(Finding(name, Severity.SOUND, "whole"))
@@ -36,7 +43,9 @@ def check_settings(evidence: Evidence) -> Iterator[Repair]:
 
 
 def damage_of(path: Path, text: str, name: str) -> str | None:
-    """Return what is wrong with the file in whose place the checkpoint has `text`, None if nothing is. A file that was edited and can be read is whole."""
+    """Return what is wrong with the file in whose place the checkpoint has `text`, None if nothing is. A file that was
+    edited and can be read is whole.
+    """
     try:
         content = read_bounded(path, MAX_YAML_BYTES)
         if content != text.encode() and text.encode().startswith(content):
@@ -47,7 +56,11 @@ def damage_of(path: Path, text: str, name: str) -> str | None:
     except (OSError, ValueError) as error:
         return f"cannot be read: {' '.join(str(error).split())[:200]}"
     if name == str(OVERRIDES_FILE):
-        return None if isinstance(tree, list) and all(isinstance(override, str) for override in tree) else "not a list of overrides"
+        return (
+            None
+            if isinstance(tree, list) and all(isinstance(override, str) for override in tree)
+            else "not a list of overrides"
+        )
     if not isinstance(tree, dict) and (tree is not None or parse_yaml(text) is not None):
         return "not a mapping"
     missing = missing_settings(parse_yaml(text), tree) if name == str(CONFIG_FILE) else []
@@ -56,12 +69,14 @@ def damage_of(path: Path, text: str, name: str) -> str | None:
 
 def _newer_overrides(folder: Path, text: str) -> str | None:
     saved = parse_yaml(text) or []
-    newer = [override for override in saved_config.load_overrides(folder) if override not in saved]
+    newer = [override for override in config_snapshot.load_overrides(folder) if override not in saved]
     return f"newer than the saved config that can be restored: type {' '.join(newer)} again" if newer else None
 
 
 def missing_settings(saved: dict[str, Any], tree: Any) -> list[str]:
-    """Return the settings of `saved` that `tree` lacks. Of a section for which another option was chosen since, the settings differ."""
+    """Return the settings of `saved` that `tree` lacks. Of a section for which another option was chosen since, the
+    settings differ.
+    """
     missing = [key for key in saved if key not in tree]
     for section, values in saved.items():
         current = tree.get(section)

@@ -1,4 +1,6 @@
-"""Is the run's copy of its tokenizer whole? Otherwise files with the checksums of the checkpoint are copied from where it came from."""
+"""Is the run's copy of its tokenizer whole? Otherwise files with the checksums of the checkpoint are copied from where
+it came from.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ def check_tokenizer_files(evidence: Evidence) -> Iterator[Repair]:
     sources = [*([Path(source)] if isinstance(source, str) else []), folder / "model"]
     for file, checksum in evidence.record["tokenizer"].items():
         name, state = f"{RUN_TOKENIZER}/{file}", _damage_of(folder / RUN_TOKENIZER / file, checksum)
-        found = next((content for each in sources if (content := _read_if(each / file, checksum)) is not None), None) if state else None
+        found = (
+            next((content for each in sources if (content := _read_if(each / file, checksum)) is not None), None)
+            if state
+            else None
+        )
         if state and found is None and file == GENERATION_CONFIG:
             found = _derived_settings(evidence.record["fields"], checksum)
         if state is None:
@@ -49,7 +55,11 @@ def _derived_settings(fields: dict[str, Any], checksum: str) -> bytes | None:
 
 def _damage_of(path: Path, checksum: str) -> str | None:
     try:
-        return None if hashlib.sha256(read_bounded(path, MAX_TOKENIZER_BYTES)).hexdigest() == checksum else "not the file that the checkpoint was trained with"
+        return (
+            None
+            if hashlib.sha256(read_bounded(path, MAX_TOKENIZER_BYTES)).hexdigest() == checksum
+            else "not the file that the checkpoint was trained with"
+        )
     except FileNotFoundError:
         return "missing"
     except OSError as error:

@@ -1,4 +1,6 @@
-"""report.py: the page of a run or sweep, of several runs side by side, or of all runs; its numbers as text; all of it served on this machine."""
+"""report.py: the page of a run or sweep, of several runs side by side, or of all runs; its numbers as text; all of it
+served on this machine.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from runner.reporting.replay import is_tracker, replay
 from runner.reporting.run_folders import expand_sweeps, resolve_runs
 from runner.reporting.run_list.served_pages import comparison_bytes, folder_pages, list_pages
 from runner.reporting.run_page.page import run_text, write_run_page
-from runner.reporting.sweep_results.leaderboard import LEADERBOARD_FILE, REPORT_FILE, leaderboard_text, resolve_sweep, update_report
+from runner.reporting.sweep_results.leaderboard import (
+    LEADERBOARD_FILE,
+    REPORT_FILE,
+    leaderboard_text,
+    resolve_sweep,
+    update_report,
+)
 from runner.run_dir.resolve import is_sweep_dir
 
 COMPARISON_FILE, LIST_FILE = "compare.html", "index.html"  # in outputs/
@@ -23,31 +31,52 @@ COMPARISON_FILE, LIST_FILE = "compare.html", "index.html"  # in outputs/
 
 @dataclass
 class ReportConfig:
-    run: Optional[str]  # a run or sweep directory, any path in it, or last; several, separated by commas, are compared, a sweep stands for its jobs
+    # a run or sweep directory, any path in it, or last; several, separated by commas, are compared, a sweep stands for
+    # its jobs
+    run: Optional[str]
     sweep: Optional[str]  # a sweep directory, any path in it, or last: the newest sweep
     all: bool  # list all runs and sweeps in outputs/
     root: Optional[str]  # with all=true: the folder whose runs are listed; null: outputs/
-    to: Optional[str]  # HTML file of a comparison or list, null: outputs/compare.html or index.html; or a tracker: swanlab, tensorboard, wandb
-    serve: bool  # serve the page on 127.0.0.1 until Ctrl-C; it is written again at each request and reloads while a run trains
+    # HTML file of a comparison or list, null: outputs/compare.html or index.html; or a tracker: swanlab, tensorboard,
+    # wandb
+    to: Optional[str]
+    # serve the page on 127.0.0.1 until Ctrl-C; it is written again at each request and reloads while a run trains
+    serve: bool
     port: int  # of serve=true; 0: a free one
 
     def __post_init__(self) -> None:
-        given = [f"{name}={value}" for name, value in (("run", self.run), ("sweep", self.sweep), ("all", "true" if self.all else None)) if value]
+        given = [
+            f"{name}={value}"
+            for name, value in (("run", self.run), ("sweep", self.sweep), ("all", "true" if self.all else None))
+            if value
+        ]
         if len(given) != 1:
-            message = "report.py needs run=, sweep= or all=true" if not given else "report.py takes one of run=, sweep= and all=true"
+            message = (
+                "report.py needs run=, sweep= or all=true"
+                if not given
+                else "report.py takes one of run=, sweep= and all=true"
+            )
             raise UserError(message, " ".join(given) or "report.py", "run=last, run=DIR,DIR, sweep=last or all=true")
         if not 0 <= self.port < 1 << 16:
             raise UserError(f"port must be from 0 to 65535, got {self.port}", f"port={self.port}", "port=0")
         if self.port and not self.serve:
-            raise UserError("port is read with serve=true only", f"port={self.port}", "add serve=true, or leave port out")
+            raise UserError(
+                "port is read with serve=true only", f"port={self.port}", "add serve=true, or leave port out"
+            )
         if self.root and not self.all:
             raise UserError("root is read with all=true only", f"root={self.root}", "add all=true, or leave root out")
         if self.to and self.serve:
             raise UserError("serve=true writes no file", f"to={self.to} serve=true", "leave out one of them")
         if self.to and not self.replays and Path(self.to).suffix.lower() not in (".html", ".htm"):
-            raise UserError(f"to must be a tracker or a file that ends in .html, got {self.to}", f"to={self.to}", f"to={self.to}.html")
+            raise UserError(
+                f"to must be a tracker or a file that ends in .html, got {self.to}",
+                f"to={self.to}",
+                f"to={self.to}.html",
+            )
         if self.replays and self.all:
-            raise UserError("a list of runs is not written to a tracker", f"all=true to={self.to}", f"run=DIR to={self.to}")
+            raise UserError(
+                "a list of runs is not written to a tracker", f"all=true to={self.to}", f"run=DIR to={self.to}"
+            )
 
     @property
     def replays(self) -> bool:
@@ -66,7 +95,11 @@ def print_report(cfg: ReportConfig) -> None:
     if len(folders) > 1:
         return _report_comparison(folders, cfg)
     if cfg.to:
-        raise UserError("the page of one run or sweep is written into its directory", f"to={cfg.to}", "leave to= out, or name several runs: run=DIR,DIR")
+        raise UserError(
+            "the page of one run or sweep is written into its directory",
+            f"to={cfg.to}",
+            "leave to= out, or name several runs: run=DIR,DIR",
+        )
     _report_folder(folders[0], cfg)
 
 
@@ -88,7 +121,9 @@ def _report_comparison(folders: list[Path], cfg: ReportConfig) -> None:
     comparison = read_comparison(runs)
     if cfg.serve:
         print_safely(compare_text(comparison))
-        return serve_pages(f"{len(runs)} runs", lambda path, query: None if path else comparison_bytes(folders), cfg.port)
+        return serve_pages(
+            f"{len(runs)} runs", lambda path, query: None if path else comparison_bytes(folders), cfg.port
+        )
     target = output_file(cfg.to, outputs_dir() / COMPARISON_FILE)
     _write(target, compare_page(comparison))
     print_safely(f"{compare_text(comparison)}\n\npage: {display_path(target)}")
@@ -119,7 +154,9 @@ def output_file(name: str | None, default: Path) -> Path:
     """Return the file to write. Raises UserError for a folder, a link, and a file in a folder that does not exist."""
     path = Path(name).expanduser().absolute() if name else default
     if name and not path.parent.is_dir():
-        raise UserError(f"the folder {path.parent} does not exist", f"to={name}", "make it first, or name a file in another folder")
+        raise UserError(
+            f"the folder {path.parent} does not exist", f"to={name}", "make it first, or name a file in another folder"
+        )
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise UserError(f"{path} is no regular file", f"to={path}", "to=FILE.html with another name")
     return path

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 
 def choose_points(values: Sequence[float | None], limit: int) -> list[int]:
-    """Return the indices of about `limit` points that show the same curve: first, last, and of each span the lowest, the highest and its first gap."""
+    """Return the indices of about `limit` points that show the same curve: first, last, and of each span the lowest,
+    the highest and its first gap.
+    """
     if len(values) <= limit:
         return list(range(len(values)))
     size = math.ceil(len(values) / max(1, limit // 3))

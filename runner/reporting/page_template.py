@@ -1,16 +1,32 @@
-"""What the pages of runs and sweeps share: the template environment, the style sheet, and one file that makes no request and runs its own scripts only."""
+"""What the pages of runs and sweeps share: templates, style sheet, and settings as text.
+
+Settings of a saved config as the text that a page shows.
+
+What the pages of runs and sweeps share: the template environment, the style sheet, and one file that makes no request
+and runs its own scripts only.
+"""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from common.errors import strip_control
+
+
+def flatten_settings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (key, value) of each setting, values as they are typed: null, true, 0.001."""
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from flatten_settings(inner, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
 
 if TYPE_CHECKING:
     import jinja2
@@ -28,19 +44,28 @@ def page_environment() -> jinja2.Environment:
     from markupsafe import Markup, escape
 
     def without_control(value: object) -> object:
-        return value if isinstance(value, Markup) else strip_control(str(value))  # a path is no str, and holds any character
+        # a path is no str, and holds any character
+        return value if isinstance(value, Markup) else strip_control(str(value))
 
     def breakable(key: str) -> Markup:
         """Allow a line break after each dot and underscore of a long key."""
         return Markup(escape(strip_control(key)).replace(".", Markup(".<wbr>")).replace("_", Markup("_<wbr>")))
 
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=without_control, trim_blocks=True, lstrip_blocks=True)
+    environment = jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=without_control,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.filters |= {"breakable": breakable, "url": lambda name: quote(name, errors="backslashreplace")}
     return environment
 
 
 def load_template(path: Path, scripts: Iterable[Path], styles: Iterable[Path]) -> jinja2.Template:
-    """Return the template in `path` with `scripts`, `css` and `policy`, a content security policy that allows these scripts only, by their hash."""
+    """Return the template in `path` with `scripts`, `css` and `policy`, a content security policy that allows these
+    scripts only, by their hash.
+    """
     from markupsafe import Markup
 
     texts = [script.read_text(encoding="utf-8") for script in scripts]
@@ -55,7 +80,9 @@ def load_template(path: Path, scripts: Iterable[Path], styles: Iterable[Path]) -
 
 
 def json_block(content: Any) -> Markup:
-    """Return `content` as JSON that cannot end the <script> element it is in; its texts are without control characters, as those of the template are."""
+    """Return `content` as JSON that cannot end the <script> element it is in; its texts are without control characters,
+    as those of the template are.
+    """
     from markupsafe import Markup
 
     return Markup(json.dumps(_without_control(content), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"))

@@ -1,4 +1,6 @@
-"""Write a finished run, or the jobs of a sweep, to a tracker: `report.py to=NAME`. The files are offline ones; nothing is sent."""
+"""Write a finished run, or the jobs of a sweep, to a tracker: `report.py to=NAME`. The files are offline ones; nothing
+is sent.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ from typing import Any
 
 from common.errors import TrainingError, UserError, print_safely
 from common.filesystem import open_regular
-from common.ownership.processes import is_alive
+from common.ownership import is_alive
 from runner.config.compose import compose_config
+from runner.run_dir.config_snapshot import load_saved_config
+from runner.run_dir.contents import find_runs
 from runner.run_dir.metadata import RunMetadata
-from runner.run_dir.naming import find_runs
 from runner.run_dir.resolve import is_sweep_dir
-from runner.run_dir.saved_config import load_saved_config
 from runner.tracking.config import TRACKERS, ExternalTrackerConfig
 from runner.tracking.tracker_process import TrackerProcess, describe_experiment
 
@@ -29,13 +31,18 @@ def is_tracker(name: str) -> bool:
 
 
 def replay(folder: Path, name: str) -> None:
-    """Write the run in `folder`, or each job of the sweep, to the tracker `name`, and print where it is. What an earlier replay wrote is replaced.
+    """Write the run in `folder`, or each job of the sweep, to the tracker `name`, and print where it is. What an
+    earlier replay wrote is replaced.
 
     Raises UserError if the run still trains or has logged nothing, TrainingError if the tracker fails.
     """
     config = compose_config([f"tracker={name}"]).tracker
     if not isinstance(config, ExternalTrackerConfig):
-        raise UserError(f"the tracker {name} cannot write a run afterwards", f"to={name}", "its class must extend ExternalTrackerConfig")
+        raise UserError(
+            f"the tracker {name} cannot write a run afterwards",
+            f"to={name}",
+            "its class must extend ExternalTrackerConfig",
+        )
     config.check_installed()
     runs = sorted(find_runs(folder)) if is_sweep_dir(folder) else [folder]
     logged = [run for run in runs if any(_log_sizes(run).values())]
@@ -44,7 +51,9 @@ def replay(folder: Path, name: str) -> None:
     for run in logged:
         fields = RunMetadata.read(run)
         if fields.get("status") == "running" and is_alive(fields):
-            raise UserError(f"{run} still trains", f"to={name}", f"wait for its end; tracker={name} follows a run while it trains")
+            raise UserError(
+                f"{run} still trains", f"to={name}", f"wait for its end; tracker={name} follows a run while it trains"
+            )
     for run in logged:
         replay_run(run, config)
     if len(logged) < len(runs):
@@ -56,7 +65,9 @@ def replay_run(run: Path, config: ExternalTrackerConfig) -> None:
     fields, saved = RunMetadata.read(run), load_saved_config(run)
     status = REPLAYED_STATUS.get(str(fields.get("status")), "failed")
     warnings: list[str] = []
-    settings = dataclasses.asdict(dataclasses.replace(config, mode="offline", project=_project(saved) or config.project))
+    settings = dataclasses.asdict(
+        dataclasses.replace(config, mode="offline", project=_project(saved) or config.project)
+    )
     tracker = TrackerProcess(config.command() or [], run / config.name, print_safely, warnings.append)
     tracker.start(
         folder=str(run.absolute() / config.name),
@@ -69,7 +80,11 @@ def replay_run(run: Path, config: ExternalTrackerConfig) -> None:
     )
     tracker.finish(status, str(fields.get("error") or ""))
     if not tracker.wait(time.monotonic() + REPLAY_SECONDS):
-        reason = re.sub(r" \(training continues;.*", "", warnings[0]) if warnings else f"it failed; {run / config.name / 'tracker.log'} has the cause"
+        reason = (
+            re.sub(r" \(training continues;.*", "", warnings[0])
+            if warnings
+            else f"it failed; {run / config.name / 'tracker.log'} has the cause"
+        )
         raise TrainingError(f"{run} could not be written: {reason}")
 
 

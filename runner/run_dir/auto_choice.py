@@ -11,9 +11,8 @@ from common.errors import UserError, print_note
 from common.paths import outputs_dir
 from runner.engine.config import Config
 from runner.inference.best_job import comparison_problem, find_best_job, model_score
-from runner.run_dir.contents.files import RUN_FILE
+from runner.run_dir.contents import RUN_FILE, find_runs
 from runner.run_dir.metadata import RunMetadata
-from runner.run_dir.naming import find_runs
 from runner.run_dir.resolve import sweep_of
 
 AGE_UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))
@@ -24,9 +23,15 @@ def newest_completed_run(config: Config, folder: Path, fingerprints: dict[str, s
     if stage is None:
         return "scratch"
     candidates = [*find_runs(outputs_dir()), *(file.parent for file in folder.parent.glob(f"*/{RUN_FILE}"))]
-    found = {run: fields for run in candidates if _is_compatible(fields := RunMetadata.read(run), stage, fingerprints) and (run / "model").is_dir()}
+    found = {
+        run: fields
+        for run in candidates
+        if _is_compatible(fields := RunMetadata.read(run), stage, fingerprints) and (run / "model").is_dir()
+    }
     if not found and warn:
-        print_note(f"warning: no completed {stage} run with this model and tokenizer was found; {config.stage.name} starts from random weights")
+        print_note(
+            f"warning: no completed {stage} run with this model and tokenizer was found; {config.stage.name} starts from random weights"
+        )
     if not found:
         return "scratch"
     taken, what = _or_best_job(max(found, key=lambda run: str(found[run].get("ended"))), found)
@@ -37,7 +42,9 @@ def newest_completed_run(config: Config, folder: Path, fingerprints: dict[str, s
 
 
 def _or_best_job(newest: Path, found: Collection[Path]) -> tuple[Path, str]:
-    """Return (the best job of the sweep that the run is a job of, or the run itself; text that names which of the two it is)."""
+    """Return (the best job of the sweep that the run is a job of, or the run itself; text that names which of the two
+    it is).
+    """
     sweep = sweep_of(newest)
     if sweep == newest:
         return newest, "the newest run"
@@ -54,7 +61,11 @@ def _or_best_job(newest: Path, found: Collection[Path]) -> tuple[Path, str]:
 def describe_model(fields: Mapping[str, Any]) -> str:
     """Return steps, loss, data and age of a completed run, from its run.json."""
     score, files = model_score(fields), fields.get("data")
-    names = [Path(str(file.get("file"))).name for file in files if isinstance(file, dict)] if isinstance(files, list) else []
+    names = (
+        [Path(str(file.get("file"))).name for file in files if isinstance(file, dict)]
+        if isinstance(files, list)
+        else []
+    )
     loss = "not evaluated" if score is None or score.loss is None else f"validation loss {score.loss:.4f}"
     if score is not None and score.step != fields.get("step"):
         loss += f" at step {score.step:,}"
@@ -63,13 +74,19 @@ def describe_model(fields: Mapping[str, Any]) -> str:
 
 
 def _better_run_warning(taken: Path, found: Mapping[Path, Mapping[str, Any]]) -> str | None:
-    """Return a warning if another run has a lower loss on the same evaluation rows, or has trained longer where losses cannot be compared."""
+    """Return a warning if another run has a lower loss on the same evaluation rows, or has trained longer where losses
+    cannot be compared.
+    """
     own = found[taken]
     own_score, better, longer = model_score(own), [], []
     for run, fields in found.items():
         score, evaluations = model_score(fields), [own.get("evaluation"), fields.get("evaluation")]
         losses = [each.loss for each in (own_score, score) if each is not None and each.loss is not None]
-        if len(losses) == 2 and all(isinstance(each, dict) for each in evaluations) and comparison_problem(evaluations) is None:
+        if (
+            len(losses) == 2
+            and all(isinstance(each, dict) for each in evaluations)
+            and comparison_problem(evaluations) is None
+        ):
             better += [(losses[1], run)] if losses[1] < losses[0] else []
         elif fields.get("tokens", 0) > own.get("tokens", 0):
             longer.append((-fields["tokens"], run))
@@ -90,8 +107,12 @@ def _age(ended: object) -> str:
 
 
 def _is_compatible(fields: Mapping[str, Any], stage: str, fingerprints: dict[str, str]) -> bool:
-    """Return whether the run of `fields` (run.json) can be the start of another; not if a value that is read here is of another type."""
+    """Return whether the run of `fields` (run.json) can be the start of another; not if a value that is read here is of
+    another type.
+    """
     recorded, counts = fields.get("fingerprints"), (fields.get("step", 0), fields.get("tokens", 0))
     if fields.get("status") != "completed" or fields.get("stage") != stage or not isinstance(recorded, dict):
         return False
-    return all(isinstance(count, int) for count in counts) and all(recorded.get(name) == value for name, value in fingerprints.items())
+    return all(isinstance(count, int) for count in counts) and all(
+        recorded.get(name) == value for name, value in fingerprints.items()
+    )

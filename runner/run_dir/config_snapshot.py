@@ -1,7 +1,13 @@
-"""Copies of the files that a run was started from: the YAML files in `.hydra/conf/`, the sources of its plugins in `.hydra/plugins/`.
+"""Settings of a run in `.hydra/`: what was composed, and copies of the files it came from.
 
-A resume composes from the copied YAML files, also when conf/ has changed. They are read as data: Hydra gets a folder written
-from their content, without anything that concerns Hydra itself or names code. The plugin sources are only compared, never imported.
+`.hydra/` of a run, read as data: nothing in it is executed, resolved or followed.
+
+Copies of the files that a run was started from: the YAML files in `.hydra/conf/`, the sources of its plugins in
+`.hydra/plugins/`.
+
+A resume composes from the copied YAML files, also when conf/ has changed. They are read as data: Hydra gets a folder
+written from their content, without anything that concerns Hydra itself or names code. The plugin sources are only
+compared, never imported.
 """
 
 from __future__ import annotations
@@ -18,10 +24,92 @@ import yaml
 
 from common.errors import UserError
 from common.filesystem import make_dirs, read_bounded, remove_tree, write_atomic_file
-from common.paths import CONF_DIR
+from common.guarded_files import check_own_files
+from common.limits.parsers import parse_yaml
+from common.paths import CONF_DIR, REPO_ROOT
 from common.registry import imported_plugins, plugin_files
 from runner.config.compose import source_files
-from runner.run_dir.saved_config import MAX_YAML_BYTES, load_yaml, reject_interpolations
+from runner.config.overrides import check_stored, is_hydra_override
+
+CONFIG_FILE = Path(".hydra") / "config.yaml"
+OVERRIDES_FILE = Path(".hydra") / "overrides.yaml"
+REPO_INTERPOLATION = "${repo:}"
+MAX_YAML_BYTES = 1 << 20  # bytes; larger YAML files are not read
+
+
+def load_saved_config(folder: Path) -> dict[str, Any]:
+    """Return the content of the saved config.yaml."""
+    config = _read_saved(folder / CONFIG_FILE, folder)
+    if not isinstance(config, dict):  # killed before Hydra wrote it
+        raise UserError("the run has no saved config", str(folder / CONFIG_FILE), _restore_hint(folder))
+    return config
+
+
+def load_overrides(folder: Path) -> list[str]:
+    """Return the saved overrides of all launches, without those of Hydra's own settings."""
+    typed = _read_saved(folder / OVERRIDES_FILE, folder)
+    if not isinstance(typed, list) or not all(isinstance(override, str) for override in typed):
+        raise UserError(
+            "the saved overrides are not a list of strings",
+            str(folder / OVERRIDES_FILE),
+            "restore the file: one `- key=value` per line",
+        )
+    check_stored(typed, folder / OVERRIDES_FILE)
+    return [override for override in typed if not is_hydra_override(override)]
+
+
+def _restore_hint(folder: Path) -> str:
+    return f"resume={folder} restores it if a checkpoint is whole; otherwise start the run again with its overrides and another hydra.run.dir=DIR"
+
+
+def _read_saved(path: Path, folder: Path) -> Any:
+    check_own_files(folder, (), shallow=(path.parent.relative_to(folder).name,))
+    try:
+        return load_yaml(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"the saved config cannot be read: {error}", str(path), _restore_hint(folder)) from error
+
+
+def load_yaml(path: Path) -> Any:
+    """Return the content of a small regular YAML file. Raises OSError, or ValueError if it is not YAML."""
+    return parse_yaml(read_bounded(path, MAX_YAML_BYTES).decode("utf-8"))
+
+
+def reject_interpolations(value: Any, key: str, path: Path) -> Any:
+    """Return `value` of `key` in `path` with paths of this checkout. Raises UserError for an interpolation, which could
+    read the environment, and for a key such as `_target_`, which could name code.
+    """
+    if isinstance(value, dict):
+        if special := next((name for name in value if str(name).startswith("_") and str(name).endswith("_")), None):
+            raise UserError(
+                f"the saved config has the key {special}, which names code",
+                f"{path}: {key}.{special}",
+                "do not resume this directory; nothing was run",
+            )
+        return {name: reject_interpolations(item, f"{key}.{name}".lstrip("."), path) for name, item in value.items()}
+    if isinstance(value, list):
+        return [reject_interpolations(item, key, path) for item in value]
+    if isinstance(value, str) and "${" in (value := rebase_repo_path(value)):
+        raise UserError(
+            "the saved config has an interpolation", f"{path}: {key}={value}", "write the value itself into the file"
+        )
+    return value
+
+
+def rebase_repo_path(value: str) -> str:
+    """Return a path that starts with ${repo:} as one of this checkout."""
+    return str(REPO_ROOT) + value.removeprefix(REPO_INTERPOLATION) if value.startswith(REPO_INTERPOLATION) else value
+
+
+def freeze_values(value: Any, written: Any) -> Any:
+    """Return the resolved `value` to be saved in place of `written`; paths below ${repo:} are kept as they are written."""
+    if isinstance(value, dict):
+        return {
+            key: freeze_values(item, written.get(key) if isinstance(written, dict) else None)
+            for key, item in value.items()
+        }
+    return written if isinstance(written, str) and rebase_repo_path(written) == value else value
+
 
 SNAPSHOT_DIR = Path(".hydra") / "conf"
 PLUGINS_DIR = Path(".hydra") / "plugins"
@@ -35,7 +123,9 @@ REFUSED_HINT = "do not resume this directory; nothing in it was run"
 
 
 def save_snapshot(folder: Path, typed: list[str], conf: Path = CONF_DIR) -> None:
-    """Copy the YAML files that a new run is composed from, and its plugins, in place of the copies of a launch that was refused."""
+    """Copy the YAML files that a new run is composed from, and its plugins, in place of the copies of a launch that was
+    refused.
+    """
     for copies in (folder / SNAPSHOT_DIR, folder / PLUGINS_DIR):
         if copies.exists():
             remove_tree(copies)
@@ -45,7 +135,11 @@ def save_snapshot(folder: Path, typed: list[str], conf: Path = CONF_DIR) -> None
 def extend_snapshot(folder: Path, typed: list[str], conf: Path) -> list[Path]:
     """Copy the files of `typed` that the run has no copy of yet; return the new copies."""
     sources = {folder / SNAPSHOT_DIR / name: file for name, file in source_files(typed, conf).items()}
-    sources |= {folder / PLUGINS_DIR / name: file for plugin in imported_plugins() for name, file in plugin_files(plugin).items()}
+    sources |= {
+        folder / PLUGINS_DIR / name: file
+        for plugin in imported_plugins()
+        for name, file in plugin_files(plugin).items()
+    }
     new = [copy for copy in sources if not copy.exists()]
     for copy in new:
         make_dirs(copy.parent)
@@ -93,23 +187,32 @@ def as_config_dir(folder: Path) -> Iterator[Path]:
             if name == MAIN_CONFIG:
                 tree = _with_current_hydra(tree)
             (conf / name).parent.mkdir(parents=True, exist_ok=True)
-            (conf / name).write_text(header + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), encoding="utf-8")
+            (conf / name).write_text(
+                header + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), encoding="utf-8"
+            )
         yield conf
 
 
 def _read_snapshot(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return {name: (its @package line, its content without what concerns Hydra)}; {} for a run without copies. Raises UserError."""
+    """Return {name: (its @package line, its content without what concerns Hydra)}; {} for a run without copies. Raises
+    UserError.
+    """
     root = folder / SNAPSHOT_DIR
     if not root.is_dir() or root.is_symlink():
         return {}
     names = sorted(name for path in root.rglob("*.yaml") if not is_hidden(name := str(path.relative_to(root))))
-    if invalid := next((name for name in names if not CONFIG_FILE_NAME.fullmatch(name)), None if len(names) <= MAX_FILES else f"{len(names)} files"):
+    if invalid := next(
+        (name for name in names if not CONFIG_FILE_NAME.fullmatch(name)),
+        None if len(names) <= MAX_FILES else f"{len(names)} files",
+    ):
         raise UserError("the run's copy of conf/ was not written by this program", f"{root}: {invalid}", REFUSED_HINT)
     return {name: _read_file(root / name) for name in names}
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a file is one of the file system's or desktop's own, e.g. `._linear.yaml` or `.nfs0001.yaml`: Hydra reads none of that name."""
+    """Return whether a file is one of the file system's or desktop's own, e.g. `._linear.yaml` or `.nfs0001.yaml`:
+    Hydra reads none of that name.
+    """
     return any(part.startswith(".") for part in Path(name).parts)
 
 
@@ -119,9 +222,15 @@ def _read_file(path: Path) -> tuple[str, dict[str, Any]]:
         package = PACKAGE.match(read_bounded(path, MAX_YAML_BYTES).decode("utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(
-            f"the run's copy of conf/ cannot be read: {error}", str(path), "delete the file: the file of this name in conf/ is used instead"
+            f"the run's copy of conf/ cannot be read: {error}",
+            str(path),
+            "delete the file: the file of this name in conf/ is used instead",
         ) from error
-    if not isinstance(tree, dict) or _has_outside_defaults(tree.get("defaults")) or (package and HYDRA_KEY.search(package[1])):
+    if (
+        not isinstance(tree, dict)
+        or _has_outside_defaults(tree.get("defaults"))
+        or (package and HYDRA_KEY.search(package[1]))
+    ):
         raise UserError("the run's copy of conf/ was not written by this program", str(path), REFUSED_HINT)
     tree = _without_hydra(tree)  # a user's callbacks have _target_ keys; nothing of the section is used
     reject_interpolations(_drop_strings(tree), "", path)
@@ -129,7 +238,9 @@ def _read_file(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _has_outside_defaults(defaults: Any) -> bool:
-    """Return whether a defaults list names files outside its folder, or by an interpolation other than the names of chosen options."""
+    """Return whether a defaults list names files outside its folder, or by an interpolation other than the names of
+    chosen options.
+    """
     entries = OPTION_NAME.sub("", str(defaults))
     return defaults is not None and ("${" in entries or ".." in entries or not isinstance(defaults, list))
 
@@ -138,11 +249,19 @@ def _drop_strings(value: Any) -> Any:
     """Return `value` without its strings: interpolations are allowed here, resume.py checks those that it resolves."""
     if isinstance(value, dict):
         return {key: _drop_strings(item) for key, item in value.items()}
-    return None if isinstance(value, str) else [_drop_strings(item) for item in value] if isinstance(value, list) else value
+    return (
+        None
+        if isinstance(value, str)
+        else [_drop_strings(item) for item in value]
+        if isinstance(value, list)
+        else value
+    )
 
 
 def _without_hydra(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the content without settings of Hydra: where runs are placed and who starts them is decided by this program's conf/."""
+    """Return the content without settings of Hydra: where runs are placed and who starts them is decided by this
+    program's conf/.
+    """
     tree = {key: value for key, value in tree.items() if not HYDRA_KEY.search(str(key))}
     if isinstance(tree.get("defaults"), list):
         tree["defaults"] = [entry for entry in tree["defaults"] if not _names_hydra(entry)]

@@ -1,4 +1,6 @@
-"""What a run starts from: weights (init_from=DIR, for init_from=auto the newest completed run of the previous stage, or random) and their tokenizer."""
+"""What a run starts from: weights (init_from=DIR, for init_from=auto the newest completed run of the previous stage, or
+random) and their tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -11,44 +13,59 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, did_you_mean_path, print_note
-from common.hub.names import hub_name_of
+from common.hub import hub_name_of
 from common.paths import CONF_DIR, outputs_dir
-from data.tokenize.origin import AUTO, MINIMIND, RUN_TOKENIZER, check_same_tokenizer, check_tokenizer_path, copy_tokenizer, resolve_tokenizer
+from data.tokenize.origin import (
+    AUTO,
+    MINIMIND,
+    RUN_TOKENIZER,
+    check_same_tokenizer,
+    check_tokenizer_path,
+    copy_tokenizer,
+    resolve_tokenizer,
+)
 from models.formats.hub import fetch_model
 from models.formats.json_files import read_adapter_settings, read_config_of_weights, why_transformers
 from runner.config.compose import files_that_choose, section_object
 from runner.config.overrides import key_of
 from runner.engine.config import Config
 from runner.inference.best_job import find_best_job
-from runner.run_dir import saved_config
+from runner.run_dir import config_snapshot
 from runner.run_dir.auto_choice import newest_completed_run
-from runner.run_dir.contents.files import RUN_FILE
+from runner.run_dir.contents import RUN_FILE
 from runner.run_dir.resolve import enclosing_run, is_sweep_dir
 from runner.tracking.progress import watch_download
 
 MAX_FULL_LR, MAX_ADAPTER_LR = 2e-4, 1e-3  # above them a fine-tuning of published weights gets a warning
-IRRELEVANT_TO_WEIGHTS = ("name", "path", "attention", "dropout", "router_aux_loss_coef", "rope_scaling")  # settings that change no shape
+# settings that change no shape
+IRRELEVANT_TO_WEIGHTS = ("name", "path", "attention", "dropout", "router_aux_loss_coef", "rope_scaling")
 
 
 def compatibility_fingerprints(config: Config, tokenizer: Path | None = None) -> dict[str, str]:
-    """Return what two runs must share for one to start from the weights of the other: hashes of the model's shape and of the tokens of `tokenizer`.
+    """Return what two runs must share for one to start from the weights of the other: hashes of the model's shape and
+    of the tokens of `tokenizer`.
 
     Without `tokenizer`: of a typed data.tokenizer. With data.tokenizer=auto it comes with the weights: any will do.
     """
     from data.tokenize.tokenizer import Tokenizer
 
     shape = {key: value for key, value in dataclasses.asdict(config.model).items() if key not in IRRELEVANT_TO_WEIGHTS}
-    shape = {key: value for key, value in shape.items() if value or not key.endswith("_bias")}  # runs from before there were biases count, too
+    # runs from before there were biases count, too
+    shape = {key: value for key, value in shape.items() if value or not key.endswith("_bias")}
     fingerprints = {"model": hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()}
     if tokenizer is None and config.data.tokenizer in (AUTO, MINIMIND):
         return fingerprints
-    return fingerprints | {"tokenizer": Tokenizer.load(tokenizer or check_tokenizer_path(config.data.tokenizer)).tokens_fingerprint}
+    return fingerprints | {
+        "tokenizer": Tokenizer.load(tokenizer or check_tokenizer_path(config.data.tokenizer)).tokens_fingerprint
+    }
 
 
 def adopt_model(tree: MutableMapping[str, Any], typed: list[str], conf: Path = CONF_DIR) -> str | None:
-    """Give the composed config `tree` the model of the weights that init_from names, with the typed values of model.*; return where it comes from.
+    """Give the composed config `tree` the model of the weights that init_from names, with the typed values of model.*;
+    return where it comes from.
 
-    A model that is chosen, by model=... or by an experiment, stays as it is, and None is returned: `check_model` compares it.
+    A model that is chosen, by model=... or by an experiment, stays as it is, and None is returned: `check_model`
+    compares it.
     """
     keys = {key_of(override) for override in typed}
     tree["init_from"] = _local_path(tree["init_from"], "init_from")
@@ -56,7 +73,12 @@ def adopt_model(tree: MutableMapping[str, Any], typed: list[str], conf: Path = C
         _adopt_path(tree, keys)
     init_from = tree["init_from"]
     _adopt_adapter(tree)
-    if init_from in ("auto", "scratch") or not Path(init_from).exists() or "model" in keys or files_that_choose("model", typed, conf):
+    if (
+        init_from in ("auto", "scratch")
+        or not Path(init_from).exists()
+        or "model" in keys
+        or files_that_choose("model", typed, conf)
+    ):
         return None
     family = tree["model"]["family"] if "model.family" in keys else None
     composed, settings = dict(tree["model"]), dict(_model_settings(Path(init_from), family))
@@ -64,9 +86,12 @@ def adopt_model(tree: MutableMapping[str, Any], typed: list[str], conf: Path = C
         run = _model_source(Path(init_from))
         fix = f"leave it out; or export the weights: python runner/export.py run={run} to=NEW format=hf, then init_from=NEW model.family={family}"
         raise UserError(
-            f"model.family={family} does not compute the weights of this run, which are those of {settings['family']}", f"model.family={family}", fix
+            f"model.family={family} does not compute the weights of this run, which are those of {settings['family']}",
+            f"model.family={family}",
+            fix,
         )
-    if composed["family"] == settings["family"] and settings.keys() <= composed.keys():  # not those of the default model, where model.family is typed
+    # not those of the default model, where model.family is typed
+    if composed["family"] == settings["family"] and settings.keys() <= composed.keys():
         settings = composed | settings  # a setting that is newer than the run keeps its default
     for name in {key.split(".")[1] for key in keys if key.startswith("model.")}:
         settings[name] = composed.get(name)
@@ -75,9 +100,16 @@ def adopt_model(tree: MutableMapping[str, Any], typed: list[str], conf: Path = C
 
 
 def _describe_family(source: Path, settings: Mapping[str, Any], typed: str | None) -> str:
-    """Return which of the two families that read folders of transformers computes the weights, and why; "" for weights of this program."""
+    """Return which of the two families that read folders of transformers computes the weights, and why; "" for weights
+    of this program.
+    """
     family = settings["family"]
-    if _model_source(source) != source or not source.is_dir() or family not in ("decoder", "transformers") or (source / RUN_FILE).exists():
+    if (
+        _model_source(source) != source
+        or not source.is_dir()
+        or family not in ("decoder", "transformers")
+        or (source / RUN_FILE).exists()
+    ):
         return ""
     balance = _describe_balance(settings) if family == "decoder" else ""
     if typed is not None:
@@ -97,7 +129,9 @@ def _describe_balance(settings: Mapping[str, Any]) -> str:
 
 
 def _adopt_path(tree: MutableMapping[str, Any], keys: Collection[str]) -> None:
-    """Give the section `model` of model=transformers the settings of the folder model.path, which is also where weights come from unless init_from is typed."""
+    """Give the section `model` of model=transformers the settings of the folder model.path, which is also where weights
+    come from unless init_from is typed.
+    """
     path = Path(_local_path(str(tree["model"]["path"]), "model.path"))
     settings = dataclasses.asdict(read_config_of_weights(path, "transformers")) | {"path": str(path)}
     settings |= {name: tree["model"][name] for name in settings if f"model.{name}" in keys}
@@ -108,19 +142,25 @@ def _adopt_path(tree: MutableMapping[str, Any], keys: Collection[str]) -> None:
 
 @cache
 def _local_path(name: str, key: str) -> str:
-    """Return the folder of a model of the hub that a YAML file names, any other value as it is. Typed names are resolved before."""
+    """Return the folder of a model of the hub that a YAML file names, any other value as it is. Typed names are
+    resolved before.
+    """
     return str(fetch_model(name, f"{key}={name}", watch_download) or name)
 
 
 def restore_hub_weights(config: Config) -> Config:
-    """Return the config of a resumed run with a folder for its initial weights: those of the hub may have left the cache.
+    """Return the config of a resumed run with a folder for its initial weights: those of the hub may have left the
+    cache.
 
     They are fetched again if the run reads them, of the same commit. Raises UserError if that is impossible.
     """
     name = hub_name_of(Path(config.init_from))
     if name is None or Path(config.init_from).is_dir() or not (config.stage.lora or config.stage.needs_reference):
         return config
-    return dataclasses.replace(config, init_from=str(fetch_model(f"{name.repo}@{name.revision}", f"init_from={config.init_from}", watch_download)))
+    return dataclasses.replace(
+        config,
+        init_from=str(fetch_model(f"{name.repo}@{name.revision}", f"init_from={config.init_from}", watch_download)),
+    )
 
 
 def _adopt_adapter(tree: MutableMapping[str, Any]) -> None:
@@ -135,28 +175,49 @@ def _adopt_adapter(tree: MutableMapping[str, Any]) -> None:
 
 
 def warn_of_lr(config: Config) -> None:
-    """Print a warning if the learning rate is far above what published weights are fine-tuned with: the defaults are those of small models."""
+    """Print a warning if the learning rate is far above what published weights are fine-tuned with: the defaults are
+    those of small models.
+    """
     source = Path(config.init_from)
-    if config.init_from in ("auto", "scratch") or not source.is_dir() or _model_source(source) != source or (source / RUN_FILE).exists():
+    if (
+        config.init_from in ("auto", "scratch")
+        or not source.is_dir()
+        or _model_source(source) != source
+        or (source / RUN_FILE).exists()
+    ):
         return
     limit, usual = (MAX_ADAPTER_LR, "2e-4") if config.stage.lora else (MAX_FULL_LR, "2e-5")
     if config.optimizer.lr > limit:
         kind = "an adapter" if config.stage.lora else "all weights"
-        print_note(f"warning: optimizer.lr={config.optimizer.lr:g} is high for {kind} of a published model; try optimizer.lr={usual}")
+        print_note(
+            f"warning: optimizer.lr={config.optimizer.lr:g} is high for {kind} of a published model; try optimizer.lr={usual}"
+        )
 
 
 def check_model(config: Config) -> None:
-    """Raise UserError if the model differs, in a setting that its logits depend on, from that of the weights that init_from names."""
+    """Raise UserError if the model differs, in a setting that its logits depend on, from that of the weights that
+    init_from names.
+    """
     if config.init_from in ("auto", "scratch"):
         return
     family = {"family": config.model.family}
-    recorded = _model_settings(Path(config.init_from), config.model.family if config.model.family == "transformers" else None)
+    recorded = _model_settings(
+        Path(config.init_from), config.model.family if config.model.family == "transformers" else None
+    )
     known = dataclasses.asdict(config.model) if recorded.items() >= family.items() else {}
     own, expected = config.model.mathematics(), section_object("model", known | recorded).mathematics()
-    differences = {name: (own.get(name), expected.get(name)) for name in own | expected if own.get(name) != expected.get(name)}
+    differences = {
+        name: (own.get(name), expected.get(name)) for name in own | expected if own.get(name) != expected.get(name)
+    }
     if differences:
-        table = "\n".join(f"  model.{name}={mine}, in the weights {other}" for name, (mine, other) in differences.items())
-        values = " ".join(f"model.{name}={'null' if other is None else other}" for name, (_, other) in differences.items() if not isinstance(other, dict))
+        table = "\n".join(
+            f"  model.{name}={mine}, in the weights {other}" for name, (mine, other) in differences.items()
+        )
+        values = " ".join(
+            f"model.{name}={'null' if other is None else other}"
+            for name, (_, other) in differences.items()
+            if not isinstance(other, dict)
+        )
         raise UserError(
             f"these weights belong to another model:\n{table}",
             f"init_from={config.init_from}",
@@ -166,10 +227,14 @@ def check_model(config: Config) -> None:
 
 @cache
 def _model_settings(source: Path, family: str | None = None) -> dict[str, Any]:
-    """Return the settings of the model that weights belong to, of a run those that it recorded, of a folder those of `family`."""
+    """Return the settings of the model that weights belong to, of a run those that it recorded, of a folder those of
+    `family`.
+    """
     run = _model_source(source)
-    if (run / saved_config.CONFIG_FILE).is_file():
-        recorded: dict[str, Any] = saved_config.reject_interpolations(saved_config.load_saved_config(run), "", run / saved_config.CONFIG_FILE)["model"]
+    if (run / config_snapshot.CONFIG_FILE).is_file():
+        recorded: dict[str, Any] = config_snapshot.reject_interpolations(
+            config_snapshot.load_saved_config(run), "", run / config_snapshot.CONFIG_FILE
+        )["model"]
         return recorded
     return dataclasses.asdict(read_config_of_weights(source, family))
 
@@ -177,12 +242,18 @@ def _model_settings(source: Path, family: str | None = None) -> dict[str, Any]:
 def _model_source(source: Path) -> Path:
     """Return the run directory if `source` is a run, its model or one of its checkpoints; else `source`."""
     run = enclosing_run(source)
-    is_of_run = run is not None and source.relative_to(run).parts[:1] in ((), ("model",), ("checkpoints",)) and "base" not in source.relative_to(run).parts
-    return run if run is not None and is_of_run and (run / saved_config.CONFIG_FILE).is_file() else source
+    is_of_run = (
+        run is not None
+        and source.relative_to(run).parts[:1] in ((), ("model",), ("checkpoints",))
+        and "base" not in source.relative_to(run).parts
+    )
+    return run if run is not None and is_of_run and (run / config_snapshot.CONFIG_FILE).is_file() else source
 
 
 def resolve_init_from(config: Config, folder: Path, fingerprints: dict[str, str], warn: bool = True) -> str:
-    """Return `config.init_from` as a path or "scratch"; `auto` searches outputs/ and the directories beside `folder`. A sweep means its best job."""
+    """Return `config.init_from` as a path or "scratch"; `auto` searches outputs/ and the directories beside `folder`. A
+    sweep means its best job.
+    """
     if config.init_from == "auto":
         return newest_completed_run(config, folder, fingerprints, warn)
     check_init_from(config)
@@ -208,7 +279,9 @@ def check_tokenizer(config: Config) -> None:
 
     if config.init_from != "auto" or config.stage.init_from_stage is None:
         init_from = "scratch" if config.init_from == "auto" else config.init_from
-        folder = resolve_tokenizer(config.data, str(find_best_job(Path(init_from))) if is_sweep_dir(Path(init_from)) else init_from)
+        folder = resolve_tokenizer(
+            config.data, str(find_best_job(Path(init_from))) if is_sweep_dir(Path(init_from)) else init_from
+        )
     elif config.data.tokenizer not in (AUTO, MINIMIND):
         folder = check_tokenizer_path(config.data.tokenizer)
     else:
@@ -217,10 +290,12 @@ def check_tokenizer(config: Config) -> None:
 
 
 def with_tokenizer(config: Config, folder: Path, source: str | None, is_new: bool) -> Config:
-    """Return the config with the path of the tokenizer, and copy it to the run directory `folder`: a resume and the export do not depend on that path.
+    """Return the config with the path of the tokenizer, and copy it to the run directory `folder`: a resume and the
+    export do not depend on that path.
 
-    `config.init_from` is a path or "scratch"; `source` is the recorded path, None for a new run and for one of an earlier version, which has no copy.
-    Raises UserError if a new run would get a tokenizer that is not that of its weights, or a resumed run another one than before.
+    `config.init_from` is a path or "scratch"; `source` is the recorded path, None for a new run and for one of an
+    earlier version, which has no copy. Raises UserError if a new run would get a tokenizer that is not that of its
+    weights, or a resumed run another one than before.
     """
     copy, typed = folder / RUN_TOKENIZER, config.data.tokenizer
     if source is None or not copy.is_dir():
@@ -234,9 +309,13 @@ def with_tokenizer(config: Config, folder: Path, source: str | None, is_new: boo
 
 
 def resolve_start(config: Config) -> Config:
-    """Return the config with the weights and the tokenizer that a run would start from now, for commands without a run directory."""
+    """Return the config with the weights and the tokenizer that a run would start from now, for commands without a run
+    directory.
+    """
     init_from = resolve_init_from(config, outputs_dir() / "run", compatibility_fingerprints(config), warn=False)
-    return _with_tokenizer_path(dataclasses.replace(config, init_from=init_from), str(resolve_tokenizer(config.data, init_from)))
+    return _with_tokenizer_path(
+        dataclasses.replace(config, init_from=init_from), str(resolve_tokenizer(config.data, init_from))
+    )
 
 
 def _with_tokenizer_path(config: Config, path: str) -> Config:

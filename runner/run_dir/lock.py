@@ -1,8 +1,8 @@
 """The lock of a run directory, held as long as any process of one launch lives.
 
-A launch locks all bytes of `.lock`. Before it starts ranks it keeps byte 0 only, and rank k locks byte k + 1. The next launch asks for
-all bytes again and is refused until the last of these processes has ended. The owner is recorded in a second file, because closing any
-descriptor of `.lock` frees the lock.
+A launch locks all bytes of `.lock`. Before it starts ranks it keeps byte 0 only, and rank k locks byte k + 1. The next
+launch asks for all bytes again and is refused until the last of these processes has ended. The owner is recorded in a
+second file, because closing any descriptor of `.lock` frees the lock.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from common import ownership
 from common.errors import LostRunDirError, UserError, print_note
 from common.file_lock import FileLock, is_file_locked
 from common.filesystem import DISK_ERRORS, describe_disk_error, read_json_object, retry_disk
-from common.ownership import processes
-from runner.run_dir.contents.files import LOCK_FILE, OWNER_FILE
-from runner.run_dir.naming import claim, create_dirs, remove_dir
+from runner.run_dir.contents import LOCK_FILE, OWNER_FILE, claim, create_dirs, remove_dir
 
 
 class RunLock:
@@ -42,7 +41,8 @@ class RunLock:
     def check(self) -> None:
         """Raise LostRunDirError unless the directory is the one that was locked, and no other launch has taken it.
 
-        A lock file that was deleted is created and locked again. What cannot be checked, e.g. on a broken disk, is left to the next write.
+        A lock file that was deleted is created and locked again. What cannot be checked, e.g. on a broken disk, is left
+        to the next write.
         """
         if self._lost is not None:
             raise self._lost
@@ -74,22 +74,26 @@ class RunLock:
             return
 
     def owns_owner_file(self) -> bool:
-        return processes.is_same_process(read_json_object(self._folder / OWNER_FILE), self._owner)
+        return ownership.is_same_process(read_json_object(self._folder / OWNER_FILE), self._owner)
 
     def _check_owner(self) -> None:
         status = os.stat(self._folder / OWNER_FILE, follow_symlinks=False)
         if (seen := (status.st_ino, status.st_mtime_ns)) == self._seen_owner_file:
             return
         owner = read_json_object(self._folder / OWNER_FILE)
-        if owner and self._owner and not processes.is_same_process(owner, self._owner):
-            raise LostRunDirError(f"{self._folder} is being trained by process {owner.get('pid')} on {owner.get('host')} now; this process has stopped writing")
+        if owner and self._owner and not ownership.is_same_process(owner, self._owner):
+            raise LostRunDirError(
+                f"{self._folder} is being trained by process {owner.get('pid')} on {owner.get('host')} now; this process has stopped writing"
+            )
         self._seen_owner_file = seen
 
     def _restore(self) -> None:
         try:
             self._lock.restore()
         except BlockingIOError as error:
-            raise LostRunDirError(f"the lock of {self._folder} was deleted, and another launch holds it now; this process has stopped writing") from error
+            raise LostRunDirError(
+                f"the lock of {self._folder} was deleted, and another launch holds it now; this process has stopped writing"
+            ) from error
         print_note(f"warning: the lock of {self._folder} was deleted or replaced; it is locked again")
 
     def _lost_error(self, message: str) -> LostRunDirError:
@@ -97,9 +101,13 @@ class RunLock:
         try:
             path, is_deleted = Path(os.readlink(f"/proc/self/fd/{self._fd}")), os.fstat(self._fd).st_nlink == 0
         except OSError:
-            return LostRunDirError(f"{message}: the run directory was moved or deleted; this process has stopped writing")
+            return LostRunDirError(
+                f"{message}: the run directory was moved or deleted; this process has stopped writing"
+            )
         if is_deleted or path.name.endswith(" (deleted)"):
-            return LostRunDirError(f"{message}: the run directory was deleted, or moved to another file system; this process has stopped writing")
+            return LostRunDirError(
+                f"{message}: the run directory was deleted, or moved to another file system; this process has stopped writing"
+            )
         return LostRunDirError(f"{message}: the run directory was moved to {path}; resume={path} continues", path)
 
 
@@ -117,13 +125,17 @@ def acquire_run(folder: Path) -> RunLock:
     if _has_living_owner(read_json_object(folder / OWNER_FILE)):  # the lock file that it holds was deleted
         lock.release()
         raise busy_error(folder)
-    return RunLock(folder, lock, processes.process_id())
+    return RunLock(folder, lock, ownership.process_id())
 
 
 def acquire_rank(folder: Path, rank: int) -> RunLock:
     """Lock the byte of `rank`, of the launch that holds the lock of `folder`."""
     try:
-        return RunLock(folder, FileLock.acquire(folder / LOCK_FILE, start=rank + 1, length=1), read_json_object(folder / OWNER_FILE))
+        return RunLock(
+            folder,
+            FileLock.acquire(folder / LOCK_FILE, start=rank + 1, length=1),
+            read_json_object(folder / OWNER_FILE),
+        )
     except BlockingIOError as error:
         raise busy_error(folder) from error
     except OSError as error:
@@ -134,20 +146,26 @@ def _has_living_owner(owner: Mapping[str, Any]) -> bool:
     """Return whether another process of this host, which `owner` names, is alive."""
     with suppress(AttributeError, TypeError):  # a damaged file
         return any(
-            processes.is_alive_here(one) and not processes.is_same_process(one, processes.process_id()) for one in (owner, *owner.get("ranks", [])) if one
+            ownership.is_alive_here(one) and not ownership.is_same_process(one, ownership.process_id())
+            for one in (owner, *owner.get("ranks", []))
+            if one
         )
     return False
 
 
 def busy_error(folder: Path) -> UserError:
     return UserError(
-        f"this run is being trained by {describe_holder(folder)}", str(folder), "wait for it to end; hydra.run.dir=DIR places a new run in another directory"
+        f"this run is being trained by {describe_holder(folder)}",
+        str(folder),
+        "wait for it to end; hydra.run.dir=DIR places a new run in another directory",
     )
 
 
 def unusable_error(folder: Path, error: OSError) -> UserError:
     return UserError(
-        f"the run directory cannot be used: {describe_disk_error(error, folder)}", str(folder), "place the run in another directory with hydra.run.dir=DIR"
+        f"the run directory cannot be used: {describe_disk_error(error, folder)}",
+        str(folder),
+        "place the run in another directory with hydra.run.dir=DIR",
     )
 
 
@@ -164,7 +182,7 @@ def refusing_disk_errors(folder: Path) -> Iterator[None]:
 
 def describe_processes(pids: list[int]) -> list[dict[str, Any]]:
     """Return what `process_id` returns, for child processes."""
-    return [{**processes.process_id(), "pid": pid, "start_ticks": processes.start_ticks(pid)} for pid in pids]
+    return [{**ownership.process_id(), "pid": pid, "start_ticks": ownership.start_ticks(pid)} for pid in pids]
 
 
 def is_locked(folder: Path) -> bool:
@@ -176,9 +194,13 @@ def describe_holder(folder: Path) -> str:
     owner = read_json_object(folder / OWNER_FILE)
     since = f"on {owner.get('host')} since {owner.get('since')}"
     try:
-        if owner and processes.is_alive(owner):
+        if owner and ownership.is_alive(owner):
             return f"process {owner.get('pid')} {since}"
-        ranks = [str(rank["pid"]) for rank in owner.get("ranks", []) if processes.is_alive(rank)]
+        ranks = [str(rank["pid"]) for rank in owner.get("ranks", []) if ownership.is_alive(rank)]
     except (AttributeError, TypeError, KeyError):
         ranks = []
-    return f"process {', '.join(ranks)} {since}, ranks whose launcher has died; they save and exit" if ranks else "another process"
+    return (
+        f"process {', '.join(ranks)} {since}, ranks whose launcher has died; they save and exit"
+        if ranks
+        else "another process"
+    )

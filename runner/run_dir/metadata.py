@@ -10,25 +10,36 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from common import ownership
 from common.errors import Outcome, TrainingError, UserError, print_note
-from common.filesystem import describe_disk_error, read_json_object, remove_quietly, retry_disk, sync_path, weaker_promises, write_json
-from common.ownership import processes
-from common.ownership.owner_file import is_owner_file
+from common.filesystem import (
+    describe_disk_error,
+    read_json_object,
+    remove_quietly,
+    retry_disk,
+    sync_path,
+    weaker_promises,
+    write_json,
+)
+from common.ownership import is_owner_file
 from runner.checkpoint.atomic_dir import remove_temp
-from runner.run_dir import naming
-from runner.run_dir.contents import provenance
-from runner.run_dir.contents.fields import DEFAULT_METADATA, RUN_STATUSES, load_fields, timestamp, to_json
-from runner.run_dir.contents.files import (
+from runner.run_dir import contents
+from runner.run_dir.contents import (
+    DEFAULT_METADATA,
     HYDRA_DIR,
     LOCK_FILE,
     OWN_NAMES,
     OWNER_FILE,
     RUN_FILE,
+    RUN_STATUSES,
     check_no_run,
     check_run_files,
     has_checkpoints,
     holds_run,
+    load_fields,
     size_of,
+    timestamp,
+    to_json,
 )
 from runner.run_dir.lock import RunLock, acquire_rank, acquire_run, describe_processes, unusable_error
 
@@ -36,11 +47,20 @@ MAX_ERROR = 4_000  # characters of an error that are recorded: its beginning and
 
 
 class RunMetadata:
-    """The metadata of a run directory whose lock this process holds. `fields` is the content of run.json; only the methods change it."""
+    """The metadata of a run directory whose lock this process holds. `fields` is the content of run.json; only the
+    methods change it.
+    """
 
     _opened: ClassVar[dict[Path, RunMetadata]] = {}  # of this process, by run directory
 
-    def __init__(self, folder: Path, lock: RunLock | None, fields: dict[str, Any], owns_folder: bool = True, is_writer: bool = True):
+    def __init__(
+        self,
+        folder: Path,
+        lock: RunLock | None,
+        fields: dict[str, Any],
+        owns_folder: bool = True,
+        is_writer: bool = True,
+    ):
         self.folder, self.fields, self._lock = folder, fields, lock
         self._owns_folder, self.is_writer = owns_folder, is_writer
         self._is_new_dir = False  # whether this launch has created the directory
@@ -53,25 +73,33 @@ class RunMetadata:
         return fields if fields.get("status") in RUN_STATUSES else {}
 
     @classmethod
-    def open(cls, folder: Path, resume: bool = False, recover: Callable[[Path], list[str]] = lambda folder: []) -> RunMetadata:
-        """Create `folder` if needed, lock it and read its run.json; that of a new run is not written before `record_created`.
+    def open(
+        cls, folder: Path, resume: bool = False, recover: Callable[[Path], list[str]] = lambda folder: []
+    ) -> RunMetadata:
+        """Create `folder` if needed, lock it and read its run.json; that of a new run is not written before
+        `record_created`.
 
-        `recover` repairs a damaged run that is resumed and returns messages, which are printed and recorded. Raises UserError, having changed
-        nothing, if another process trains there, if it holds a run and `resume` is false, or if it holds none and `resume` is true.
+        `recover` repairs a damaged run that is resumed and returns messages, which are printed and recorded. Raises
+        UserError, having changed nothing, if another process trains there, if it holds a run and `resume` is false, or
+        if it holds none and `resume` is true.
         """
         folder = folder.absolute()
         if resume and not holds_run(folder):
-            raise UserError("this directory holds no run: there is no run.json", str(folder), "give a run directory, e.g. resume=last")
+            raise UserError(
+                "this directory holds no run: there is no run.json",
+                str(folder),
+                "give a run directory, e.g. resume=last",
+            )
         check_run_files(folder)
         is_new_run, lock = not holds_run(folder), acquire_run(folder)
-        is_new_dir = naming.claim(folder)
+        is_new_dir = contents.claim(folder)
         try:
             names = [name for name in os.listdir(folder) if name != LOCK_FILE and not is_owner_file(LOCK_FILE, name)]
             recovered = recover(folder) if resume else []
             fields = load_fields(folder / RUN_FILE)
             if not resume:
                 check_no_run(folder, fields)
-            retry_disk(partial(write_json, folder / OWNER_FILE, {**processes.process_id(), "since": timestamp()}))
+            retry_disk(partial(write_json, folder / OWNER_FILE, {**ownership.process_id(), "since": timestamp()}))
             for parent in (folder, folder / "checkpoints"):
                 if parent.is_dir():
                     remove_temp(parent)
@@ -80,7 +108,7 @@ class RunMetadata:
             metadata._record_recovery(recovered)
         except BaseException as error:
             if is_new_dir:
-                naming.remove_dir(folder)
+                contents.remove_dir(folder)
             lock.release()
             if isinstance(error, OSError):
                 raise unusable_error(folder, error) from error
@@ -95,8 +123,12 @@ class RunMetadata:
 
     @classmethod
     def attach(cls, folder: Path, rank: int) -> RunMetadata:
-        """Open the directory in a rank of the launch that holds its lock and has called `allow_ranks`. Only rank 0 writes."""
-        return cls(folder, acquire_rank(folder, rank), load_fields(folder / RUN_FILE), owns_folder=False, is_writer=rank == 0)
+        """Open the directory in a rank of the launch that holds its lock and has called `allow_ranks`. Only rank 0
+        writes.
+        """
+        return cls(
+            folder, acquire_rank(folder, rank), load_fields(folder / RUN_FILE), owns_folder=False, is_writer=rank == 0
+        )
 
     @classmethod
     def detached(cls, folder: Path, attempt: int) -> RunMetadata:
@@ -111,7 +143,10 @@ class RunMetadata:
     def set_rank_pids(self, pids: list[int]) -> None:
         """Record the processes of the ranks for the error message of a second launch."""
         try:
-            write_json(self.folder / OWNER_FILE, {**processes.process_id(), "since": timestamp(), "ranks": describe_processes(pids)})
+            write_json(
+                self.folder / OWNER_FILE,
+                {**ownership.process_id(), "since": timestamp(), "ranks": describe_processes(pids)},
+            )
         except OSError:
             return  # only the error message of another process loses a detail
 
@@ -121,7 +156,9 @@ class RunMetadata:
 
     @property
     def status(self) -> str:
-        """Status of the run. `running` in run.json while the lock was free means that the process was killed: interrupted."""
+        """Status of the run. `running` in run.json while the lock was free means that the process was killed:
+        interrupted.
+        """
         was_killed = self.fields["status"] == "running" and not self._was_written_by_this_process()
         return "interrupted" if was_killed else self.fields["status"]
 
@@ -130,9 +167,12 @@ class RunMetadata:
         return self.fields["attempt"]
 
     def record_created(self) -> None:
-        """Write the first run.json, from which on the directory is a run: its settings are stored, so that `resume=` continues it after a kill."""
+        """Write the first run.json, from which on the directory is a run: its settings are stored, so that `resume=`
+        continues it after a kill.
+        """
         try:
-            if (hydra_dir := self.folder / HYDRA_DIR).is_dir():  # Hydra has not synced it: after a power cut a checkpoint could not be resumed
+            # Hydra has not synced it: after a power cut a checkpoint could not be resumed
+            if (hydra_dir := self.folder / HYDRA_DIR).is_dir():
                 for path in (*hydra_dir.glob("*.yaml"), hydra_dir, self.folder):
                     sync_path(path)
             self._write({"id": self.fields["id"] or secrets.token_hex(8)})
@@ -141,7 +181,8 @@ class RunMetadata:
 
     @contextmanager
     def reopened(self) -> Iterator[None]:
-        """Mark a completed run as interrupted before settings that train it further are stored: after a kill it must not count as completed.
+        """Mark a completed run as interrupted before settings that train it further are stored: after a kill it must
+        not count as completed.
 
         A UserError inside restores run.json.
         """
@@ -164,23 +205,29 @@ class RunMetadata:
 
     def mark_running(self, **fields: Any) -> None:
         """Begin an attempt: record its number, process, start time and library versions."""
-        begun = {**processes.process_id(), **provenance.begin_attempt(self.fields, self.attempt + 1, timestamp())}
+        begun = {**ownership.process_id(), **contents.begin_attempt(self.fields, self.attempt + 1, timestamp())}
         identity = {"id": self.fields["id"] or secrets.token_hex(8)}  # None: of an earlier version
         try:
-            self._write({"status": "running", "outcome": None, "error": None, "degraded": None, **identity, **begun, **fields})
+            self._write(
+                {"status": "running", "outcome": None, "error": None, "degraded": None, **identity, **begun, **fields}
+            )
         except OSError as error:
             raise unusable_error(self.folder, error) from error
 
     def update(self, **fields: Any) -> None:
         """Set `fields` and write run.json. If the disk refuses, the values are kept and written with the next update.
 
-        Reasons in `inexact_because` are added to those of former resumes, and to the record of this attempt; messages in `recovered`, too.
+        Reasons in `inexact_because` are added to those of former resumes, and to the record of this attempt; messages
+        in `recovered`, too.
         """
         if "recovered" in fields:
             fields |= {"recovered": [*dict.fromkeys([*self.fields["recovered"], *fields["recovered"]])]}
         if "inexact_because" in fields:
             reasons = {"exact": False, "inexact_because": fields["inexact_because"]}
-            fields |= {"inexact_because": provenance.merge_reasons(self.fields, fields["inexact_because"]), "attempts": self._described(**reasons)}
+            fields |= {
+                "inexact_because": contents.merge_reasons(self.fields, fields["inexact_because"]),
+                "attempts": self._described(**reasons),
+            }
         try:
             self._write(fields)
         except OSError:
@@ -191,7 +238,7 @@ class RunMetadata:
         self.update(code=code, attempts=self._described(code=code, **facts))
 
     def _described(self, **facts: Any) -> list[dict[str, Any]]:
-        return provenance.describe_attempt(self.fields, **facts)
+        return contents.describe_attempt(self.fields, **facts)
 
     def revert(self, before: dict[str, Any]) -> None:
         """Write the fields `before` this attempt back: it was refused before it trained."""
@@ -200,12 +247,16 @@ class RunMetadata:
             self._write(before)
 
     def check_owned(self) -> None:
-        """Raise LostRunDirError if the directory was moved, deleted, replaced, or taken by another launch since it was opened."""
+        """Raise LostRunDirError if the directory was moved, deleted, replaced, or taken by another launch since it was
+        opened.
+        """
         if self._lock is not None:
             self._lock.check()
 
     def follow_move(self) -> Path | None:
-        """Return where the directory was moved to, if `check_owned` has found that; run.json is written there from now on."""
+        """Return where the directory was moved to, if `check_owned` has found that; run.json is written there from now
+        on.
+        """
         if self._lock is None or (folder := self._lock.follow_move()) is None:
             return None
         self._opened[folder] = self._opened.pop(self.folder, self)
@@ -213,12 +264,14 @@ class RunMetadata:
         return folder
 
     def finish(self, outcome: Outcome, error: str | None = None, **fields: Any) -> None:
-        """End this attempt with `outcome`. The status of a diverged run is `failed`. Raises TrainingError if the disk refuses."""
+        """End this attempt with `outcome`. The status of a diverged run is `failed`. Raises TrainingError if the disk
+        refuses.
+        """
         status = Outcome.FAILED if outcome == Outcome.DIVERGED else outcome
         if error is not None and len(error) > MAX_ERROR:  # the command line of a compiler, say
             error = f"{error[: MAX_ERROR // 2]} ... {error[-MAX_ERROR // 2 :]}"
         changed = {"status": status, "outcome": outcome, "error": error, "ended": timestamp(), **fields}
-        end = {name: changed[name] for name in provenance.RECORDED_AT_THE_END if name in changed}
+        end = {name: changed[name] for name in contents.RECORDED_AT_THE_END if name in changed}
         changed["attempts"] = self._described(**end)
         try:
             self._write(changed)
@@ -229,20 +282,24 @@ class RunMetadata:
             raise TrainingError(f"{message}; step {self.fields['step']} is saved, and resume= continues") from failure
 
     def discard_if_empty(self) -> None:
-        """Remove the directory of a new run that was refused before it trained. If it existed before, or holds other files, what this launch has written."""
+        """Remove the directory of a new run that was refused before it trained. If it existed before, or holds other
+        files, what this launch has written.
+        """
         if self._names_before is None or self.fields["status"] != "new" or self._lock is None:
             return
         names = os.listdir(self.folder)
         if has_checkpoints(self.folder) or size_of(self.folder / "metrics.jsonl"):
             return
         if self._is_new_dir and OWN_NAMES.issuperset(names):
-            return naming.remove_dir(self.folder)
+            return contents.remove_dir(self.folder)
         for name in OWN_NAMES.intersection(names).difference(self._names_before):
             remove_quietly(self.folder / name)
 
     @classmethod
     def discard_opened(cls) -> None:
-        """Discard and close the new runs that this process has opened and not closed: Hydra failed before it called the task."""
+        """Discard and close the new runs that this process has opened and not closed: Hydra failed before it called the
+        task.
+        """
         for metadata in [*cls._opened.values()]:
             if metadata._names_before is not None:
                 metadata.discard_if_empty()
@@ -268,7 +325,7 @@ class RunMetadata:
         self.close()
 
     def _was_written_by_this_process(self) -> bool:
-        return all(self.fields.get(name) == value for name, value in processes.process_id().items())
+        return all(self.fields.get(name) == value for name, value in ownership.process_id().items())
 
     def _write(self, changed: Mapping[str, Any]) -> None:
         self.fields = {**self.fields, **to_json(changed), "weaker_promises": weaker_promises()}

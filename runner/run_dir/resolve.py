@@ -7,18 +7,16 @@ from datetime import datetime
 from pathlib import Path
 
 from common.errors import UserError, did_you_mean_path, print_note
-from common.hub.names import parse_hub_name
+from common.hub import parse_hub_name
 from common.paths import outputs_dir
 from models.formats.hub import fetch_model
 from runner.checkpoint.atomic_dir import step_names, verify_dir
-from runner.config.flags import RERUN_FLAGS, flag_value, has_flag
 from runner.config.literals import quote_path
+from runner.config.overrides import RERUN_FLAGS, flag_value, has_flag
 from runner.inference.best_job import find_best_job, model_score
-from runner.run_dir import saved_config
-from runner.run_dir.contents.fields import has_started
-from runner.run_dir.contents.files import RUN_FILE, check_run_files, holds_run
+from runner.run_dir import config_snapshot
+from runner.run_dir.contents import RUN_FILE, check_run_files, find_runs, has_started, holds_run
 from runner.run_dir.metadata import RunMetadata
-from runner.run_dir.naming import find_runs
 from runner.tracking.progress import watch_download
 
 SWEEP_FILE = "sweep.json"
@@ -30,14 +28,17 @@ def is_sweep_dir(folder: Path) -> bool:
 
 
 def resolve_run(name: str, setting: str = "resume") -> Path:
-    """Return the run or sweep directory of `<setting>=name`: a path to it, to anything inside it, or `last`. A file of a sweep outside its jobs means the sweep.
+    """Return the run or sweep directory of `<setting>=name`: a path to it, to anything inside it, or `last`. A file of
+    a sweep outside its jobs means the sweep.
 
     `last` is what began to train last: a run, or the sweep if that was a job of one.
     """
     if name == "last":
         begun = [run for run in find_runs(outputs_dir()) if has_started(RunMetadata.read(run))]
         if not begun:
-            raise UserError(f"no run in {outputs_dir()} has begun to train", f"{setting}=last", "start one: python runner/train.py")
+            raise UserError(
+                f"no run in {outputs_dir()} has begun to train", f"{setting}=last", "start one: python runner/train.py"
+            )
         newest = sweep_of(max(begun, key=_last_start))
         print_note(f"{setting}=last: {'sweep ' if is_sweep_dir(newest) else ''}{newest}")
         return newest
@@ -53,16 +54,21 @@ def resolve_run(name: str, setting: str = "resume") -> Path:
 
 
 def resolve_model_run(name: str, setting: str = "run") -> Path:
-    """Return the directory of `run=name`: for a sweep that of its best job; `last` is the run whose model was completed last, or its sweep.
+    """Return the directory of `run=name`: for a sweep that of its best job; `last` is the run whose model was completed
+    last, or its sweep.
 
-    `owner/name` or `owner/name@revision` is a model of the Hugging Face hub, unless there is a folder of that name. Prints which
-    weights its `model/` holds.
+    `owner/name` or `owner/name@revision` is a model of the Hugging Face hub, unless there is a folder of that name.
+    Prints which weights its `model/` holds.
     """
     folder = Path(name)
     if name == "last":
         models = [run / "model" for run in find_runs(outputs_dir()) if (run / "model").is_dir()]
         if not models:
-            raise UserError(f"no run in {outputs_dir()} has completed a model", f"{setting}=last", "train one: python runner/train.py")
+            raise UserError(
+                f"no run in {outputs_dir()} has completed a model",
+                f"{setting}=last",
+                "train one: python runner/train.py",
+            )
         folder = sweep_of(max(models, key=lambda model: model.stat().st_mtime).parent)
     elif downloaded := fetch_model(name, f"{setting}={name}", watch_download):
         return downloaded
@@ -76,17 +82,22 @@ def resolve_model_run(name: str, setting: str = "run") -> Path:
 
 
 def resolve_model_override(override: str) -> str:
-    """Return the override with paths for names of models: of `init_from=SWEEP` that of its best job, of `init_from=last` that of the run whose model was
-    completed last, of a model of the hub its folder in the cache.
+    """Return the override with paths for names of models: of `init_from=SWEEP` that of its best job, of
+    `init_from=last` that of the run whose model was completed last, of a model of the hub its folder in the cache.
 
-    One value or several. The folder of a model of the hub is that of one commit: what a run or sweep stores means the same for ever. Raises UserError.
+    One value or several. The folder of a model of the hub is that of one commit: what a run or sweep stores means the
+    same for ever. Raises UserError.
     """
     key, _, value = override.partition("=")
     if key not in MODEL_KEYS:
         return override
     values = [value] if is_sweep_dir(_unquoted(value)) else value.split(",")
     found = [_path_of_model(each, key) for each in values]
-    return override if not any(found) else f"{key}={','.join(quote_path(str(path)) if path else each for path, each in zip(found, values, strict=True))}"
+    return (
+        override
+        if not any(found)
+        else f"{key}={','.join(quote_path(str(path)) if path else each for path, each in zip(found, values, strict=True))}"
+    )
 
 
 def _path_of_model(value: str, key: str) -> Path | None:
@@ -121,26 +132,40 @@ def _last_start(run: Path) -> float:
 
 
 def _no_run_error(path: Path, name: str) -> UserError:
-    """Return the error for a path outside of any run; a launch may have been killed before its settings were stored there."""
-    if not (path / saved_config.OVERRIDES_FILE).parent.is_dir():
-        return UserError(f"{path} is not in a run directory: there is no run.json", f"resume={name}", "give a run directory, e.g. resume=last")
+    """Return the error for a path outside of any run; a launch may have been killed before its settings were stored
+    there.
+    """
+    if not (path / config_snapshot.OVERRIDES_FILE).parent.is_dir():
+        return UserError(
+            f"{path} is not in a run directory: there is no run.json",
+            f"resume={name}",
+            "give a run directory, e.g. resume=last",
+        )
     message = f"{path} has no run.json and no checkpoints: its launch was stopped before the settings were stored, or they were deleted"
     try:
-        typed = shlex.join(saved_config.load_overrides(path))
-        fix = f"start it again: python runner/train.py {typed} hydra.run.dir={shlex.quote(str(path))}".replace("  ", " ")
+        typed = shlex.join(config_snapshot.load_overrides(path))
+        fix = f"start it again: python runner/train.py {typed} hydra.run.dir={shlex.quote(str(path))}".replace(
+            "  ", " "
+        )
     except UserError:
         fix = f"type its command again, with hydra.run.dir={shlex.quote(str(path))}"
     return UserError(message, f"resume={name}", fix)
 
 
 def _check_checkpoint(run: Path, path: Path) -> None:
-    """Raise UserError if `path` is in a checkpoint that is damaged or not the newest: a run resumes from the newest valid one."""
+    """Raise UserError if `path` is in a checkpoint that is damaged or not the newest: a run resumes from the newest
+    valid one.
+    """
     inside = path.relative_to(run).parts
     if len(inside) < 2 or inside[0] != "checkpoints":
         return
     checkpoint = run / "checkpoints" / inside[1]
     if reason := verify_dir(checkpoint):
-        raise UserError(f"this checkpoint is damaged: {reason}", str(checkpoint), f"resume={run} continues from the newest valid checkpoint")
+        raise UserError(
+            f"this checkpoint is damaged: {reason}",
+            str(checkpoint),
+            f"resume={run} continues from the newest valid checkpoint",
+        )
     newer = sorted(other for other in step_names(checkpoint.parent) if other > checkpoint.name)
     if newer:
         raise UserError(
@@ -151,24 +176,42 @@ def _check_checkpoint(run: Path, path: Path) -> None:
 
 
 def check_not_inside_run(folder: Path) -> None:
-    """Raise UserError for a new run in a sweep directory or inside another run. RunMetadata.open refuses a directory that is itself a run."""
+    """Raise UserError for a new run in a sweep directory or inside another run. RunMetadata.open refuses a directory
+    that is itself a run.
+    """
     if sweep := next(filter(is_sweep_dir, (folder, *folder.parents)), None):
         problem = "this directory holds a sweep" if sweep == folder else "this directory is inside a sweep"
-        raise UserError(problem, str(folder), f"resume={sweep} continues the sweep; hydra.run.dir=DIR places the run in another directory")
+        raise UserError(
+            problem,
+            str(folder),
+            f"resume={sweep} continues the sweep; hydra.run.dir=DIR places the run in another directory",
+        )
     if run := next((parent for parent in folder.parents if (parent / RUN_FILE).is_file()), None):
         raise UserError(
-            "this directory is inside a run", str(folder), f"resume={run} continues that run; hydra.run.dir=DIR places the run in another directory"
+            "this directory is inside a run",
+            str(folder),
+            f"resume={run} continues that run; hydra.run.dir=DIR places the run in another directory",
         )
 
 
 def check_not_rerun(flags: list[str], config_dirs: list[Path]) -> None:
-    """Raise UserError for Hydra's own ways to run a directory again: they lose the schema, the directory, or the state of the run."""
-    given = {f"{name} {flag_value(flags, name)}": str(flag_value(flags, name)) for name in RERUN_FLAGS if has_flag(flags, name)}
+    """Raise UserError for Hydra's own ways to run a directory again: they lose the schema, the directory, or the state
+    of the run.
+    """
+    given = {
+        f"{name} {flag_value(flags, name)}": str(flag_value(flags, name))
+        for name in RERUN_FLAGS
+        if has_flag(flags, name)
+    }
     for setting, value in {**given, **{f"--config-dir {folder}": str(folder) for folder in config_dirs}}.items():
         if run := enclosing_run(Path(value).expanduser().absolute()):
             raise UserError("a run is not started from the inside of another", setting, _resume_hint(run))
     if unsupported := next((setting for setting in given if setting != "--config-name config"), None):
-        raise UserError("this program is composed from its own conf/", unsupported, "--config-dir=DIR adds a folder with your own config groups")
+        raise UserError(
+            "this program is composed from its own conf/",
+            unsupported,
+            "--config-dir=DIR adds a folder with your own config groups",
+        )
 
 
 def _resume_hint(run: Path) -> str:
@@ -176,6 +219,6 @@ def _resume_hint(run: Path) -> str:
     if is_sweep_dir(run):
         return hint
     try:
-        return f"{hint}; start a new run like it: python runner/train.py {shlex.join(saved_config.load_overrides(run))}".rstrip()
+        return f"{hint}; start a new run like it: python runner/train.py {shlex.join(config_snapshot.load_overrides(run))}".rstrip()
     except UserError:
         return hint

@@ -1,4 +1,6 @@
-"""Resuming a run from its directory: its saved config and overrides, its own copy of conf/, and the overrides typed with `resume=`."""
+"""Resuming a run from its directory: its saved config and overrides, its own copy of conf/, and the overrides typed
+with `resume=`.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ from runner.config import overrides, schema
 from runner.config.compose import compose_tree, merge_into_schema, register_configs, section_class, to_config
 from runner.config.hydra_errors import OPTIONAL_SECTIONS, translating_hydra_errors
 from runner.engine.config import REGISTERED_SECTIONS, Config
-from runner.run_dir import config_snapshot, saved_config
+from runner.run_dir import config_snapshot
 from runner.run_dir.lock import unusable_error
 from runner.run_dir.metadata import RunMetadata
 
-SAVED_FILES = (saved_config.CONFIG_FILE, saved_config.OVERRIDES_FILE)
+SAVED_FILES = (config_snapshot.CONFIG_FILE, config_snapshot.OVERRIDES_FILE)
 CACHE_KEY = "data.cache"
 ABSENT = object()
 FIXED_KEYS = ("stage", "model", "data", "experiment")  # groups whose options cannot change in a run
@@ -51,11 +53,14 @@ class ResumePlan:
 def plan_resume(folder: Path, extra: list[str], has_started: bool = True) -> ResumePlan:
     """Return the run's config with the overrides `extra`. Raises UserError.
 
-    Settings that the saved config lacks are taken from conf/, but not for a run that has not `has_started`: its config may be incomplete.
+    Settings that the saved config lacks are taken from conf/, but not for a run that has not `has_started`: its config
+    may be incomplete.
     """
     register_configs()
     parsed = _parse_extra(folder, extra)
-    saved = saved_config.reject_interpolations(saved_config.load_saved_config(folder), "", folder / saved_config.CONFIG_FILE)
+    saved = config_snapshot.reject_interpolations(
+        config_snapshot.load_saved_config(folder), "", folder / config_snapshot.CONFIG_FILE
+    )
     _check_sections_exist(folder, parsed, saved)
     if any(override.key_or_group == overrides.PLUGINS_KEY for override in parsed):
         saved["plugins"] = overrides.plugins_of(extra)
@@ -64,10 +69,14 @@ def plan_resume(folder: Path, extra: list[str], has_started: bool = True) -> Res
     with translating_hydra_errors(extra, names_files=False):
         tree = _merge_into_schema(saved, folder)
     missing = sorted(OmegaConf.missing_keys(tree)) if has_started else []
-    with translating_hydra_errors(extra, names_files=False), config_snapshot.as_config_dir(folder) if extra or missing else nullcontext(CONF_DIR) as conf:
+    with (
+        translating_hydra_errors(extra, names_files=False),
+        config_snapshot.as_config_dir(folder) if extra or missing else nullcontext(CONF_DIR) as conf,
+    ):
         overrides.check_overrides(extra, conf)
         fresh = cache(lambda: compose_tree([*kept, *extra], conf))  # the config of a new run with these overrides
-        today = cache(lambda: compose_tree([*kept, *extra], CONF_DIR))  # the run's copies replace files that have newer settings
+        # the run's copies replace files that have newer settings
+        today = cache(lambda: compose_tree([*kept, *extra], CONF_DIR))
         for key in missing:
             is_in_copies = OmegaConf.select(fresh(), key, default=ABSENT) is not ABSENT
             _copy_value(tree, key, fresh() if is_in_copies else today(), folder)
@@ -80,29 +89,41 @@ def plan_resume(folder: Path, extra: list[str], has_started: bool = True) -> Res
                 _copy_value(tree, override.key_or_group, fresh(), folder)
         for override in parsed:
             if override.key_or_group not in groups and override.key_or_group != overrides.SEARCHPATH_KEY:
-                OmegaConf.update(tree, override.key_or_group, override.value(), merge=isinstance(override.value(), dict))
+                OmegaConf.update(
+                    tree, override.key_or_group, override.value(), merge=isinstance(override.value(), dict)
+                )
         config = to_config(tree)
         notes = [*config_snapshot.changed_files(folder, overrides.config_dirs(extra)), *notes]
     return ResumePlan(folder, config, tree, extra, [*kept, *extra], notes, config != before)
 
 
 def _parse_extra(folder: Path, extra: list[str]) -> list[Override]:
-    overrides.check_overrides([override for override in extra if overrides.key_of(override) not in schema.config_groups()])
+    overrides.check_overrides(
+        [override for override in extra if overrides.key_of(override) not in schema.config_groups()]
+    )
     with translating_hydra_errors(extra, names_files=False):
         parsed = OverridesParser.create().parse_overrides(extra)
     for override in parsed:
         key, typed = override.key_or_group, str(override.input_line)
         if override.is_sweep_override():
-            raise UserError(f"a resumed run takes one value of {key}", typed, f"give one value; to compare several, start new runs with init_from={folder}")
+            raise UserError(
+                f"a resumed run takes one value of {key}",
+                typed,
+                f"give one value; to compare several, start new runs with init_from={folder}",
+            )
         if overrides.is_hydra_override(key) and key != overrides.SEARCHPATH_KEY:
-            raise UserError("a resumed run takes no setting of Hydra: it stays in its directory", typed, "leave the override out")
+            raise UserError(
+                "a resumed run takes no setting of Hydra: it stays in its directory", typed, "leave the override out"
+            )
         if key in FIXED_KEYS:
             raise UserError(f"{key} cannot change in a run", typed, f"start a new run with init_from={folder}")
     return parsed
 
 
 def _check_sections_exist(folder: Path, parsed: list[Override], saved: dict[str, Any]) -> None:
-    """Raise UserError for an override that the class of a fixed section does not have: another class, or keys of a section that is null in this run."""
+    """Raise UserError for an override that the class of a fixed section does not have: another class, or keys of a
+    section that is null in this run.
+    """
     for override in parsed:
         key, typed = override.key_or_group, str(override.input_line)
         section, *names = key.split(".")
@@ -112,7 +133,9 @@ def _check_sections_exist(folder: Path, parsed: list[Override], saved: dict[str,
         if names == [choice] and override.value() != value.get(choice):
             fix = f"leave it out; or a new run from an exported folder: python runner/export.py run={folder} to=NEW format=hf, then init_from=NEW {typed}"
             raise UserError(
-                f"{key} cannot change in a run, it is {value.get(choice)}", typed, fix if section == "model" else f"start a new run with init_from={folder}"
+                f"{key} cannot change in a run, it is {value.get(choice)}",
+                typed,
+                fix if section == "model" else f"start a new run with init_from={folder}",
             )
         for i, name in enumerate(names[:-1], start=1):
             value = value.get(name, {}) if isinstance(value, dict) else {}
@@ -130,7 +153,7 @@ def _effective_overrides(folder: Path, parsed: list[Override]) -> tuple[list[str
     replaced = {override.key_or_group for override in parsed}
     sections = tuple(f"{key}." for key in replaced if key in schema.config_groups())
     kept, notes = [], []
-    for override in saved_config.load_overrides(folder):
+    for override in config_snapshot.load_overrides(folder):
         key = overrides.key_of(override)
         if sections and key.startswith(sections) and key not in replaced:
             notes.append(f"{override} is dropped: it was given for the former option of {key.partition('.')[0]}")
@@ -147,13 +170,15 @@ def _merge_into_schema(saved: dict[str, Any], folder: Path) -> DictConfig:
         new = overrides.RENAMED_SETTINGS.get(str(error.full_key))
         raise UserError(
             f"the saved config has the setting {error.full_key}, which {f'is now called {new}' if new else 'this version does not have'}",
-            f"{folder / saved_config.CONFIG_FILE}: {error.full_key}",
+            f"{folder / config_snapshot.CONFIG_FILE}: {error.full_key}",
             f"resume with the version that started the run{f': git checkout {commit}' if commit else ''}",
         ) from error
 
 
 def _replace_foreign_cache(tree: DictConfig, extra: list[str]) -> list[str]:
-    """Use the cache of this program, unless the saved or typed one is a cache of this user: token stores are read from and deleted in it."""
+    """Use the cache of this program, unless the saved or typed one is a cache of this user: token stores are read from
+    and deleted in it.
+    """
     saved, own = str(tree.data.cache), str(workspace_dir() / ".cache")
     if saved == own or any(overrides.key_of(override) == CACHE_KEY for override in extra):
         return []
@@ -162,7 +187,9 @@ def _replace_foreign_cache(tree: DictConfig, extra: list[str]) -> list[str]:
     if is_own_cache(Path(saved)):
         return []
     OmegaConf.update(tree, CACHE_KEY, own)
-    return [f"{CACHE_KEY}={own} is used: the saved one, {saved}, is missing or no token cache of this user; to use it, type {CACHE_KEY}={saved}"]
+    return [
+        f"{CACHE_KEY}={own} is used: the saved one, {saved}, is missing or no token cache of this user; to use it, type {CACHE_KEY}={saved}"
+    ]
 
 
 def _saved_commit(folder: Path) -> str | None:
@@ -172,22 +199,26 @@ def _saved_commit(folder: Path) -> str | None:
 
 
 def _copy_value(tree: DictConfig, key: str, fresh: DictConfig, folder: Path) -> None:
-    """Copy the value of `key` from `fresh` to `tree`. It comes from files of the run directory: no interpolation is resolved."""
+    """Copy the value of `key` from `fresh` to `tree`. It comes from files of the run directory: no interpolation is
+    resolved.
+    """
     value = OmegaConf.select(fresh, key)
     value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-    value = saved_config.reject_interpolations(value, key, folder / config_snapshot.SNAPSHOT_DIR)
+    value = config_snapshot.reject_interpolations(value, key, folder / config_snapshot.SNAPSHOT_DIR)
     if isinstance(value, dict):  # the whole section: values of the former option must not stay
         value = OmegaConf.merge(OmegaConf.structured(section_class(key, value)), value)
     OmegaConf.update(tree, key, value, merge=False)
 
 
 def complete_hydra_dir(folder: Path, tree: DictConfig, typed: list[str]) -> None:
-    """Complete `.hydra/` of a new run: values in place of interpolations, which may differ tomorrow, and copies of the YAML files and plugins."""
+    """Complete `.hydra/` of a new run: values in place of interpolations, which may differ tomorrow, and copies of the
+    YAML files and plugins.
+    """
     written = OmegaConf.to_container(tree)
-    config = saved_config.freeze_values(OmegaConf.to_container(tree, resolve=True), written)
+    config = config_snapshot.freeze_values(OmegaConf.to_container(tree, resolve=True), written)
     try:
         if config != written:
-            _write_yaml(folder / saved_config.CONFIG_FILE, config)
+            _write_yaml(folder / config_snapshot.CONFIG_FILE, config)
         config_snapshot.save_snapshot(folder, typed)
     except OSError as error:
         raise unusable_error(folder, error) from error
@@ -204,7 +235,9 @@ def print_notes(plan: ResumePlan) -> None:
 
 @contextmanager
 def persisting_overrides(plan: ResumePlan) -> Iterator[Config]:
-    """Save the config and overrides of `plan` around a training, the former ones in `.hydra/history/`. A UserError inside restores the directory."""
+    """Save the config and overrides of `plan` around a training, the former ones in `.hydra/history/`. A UserError
+    inside restores the directory.
+    """
     if not plan.extra:
         yield plan.config
         return
@@ -232,7 +265,12 @@ def _save_plan(plan: ResumePlan) -> Path:
         new.mkdir()
         for path in SAVED_FILES:
             write_atomic_file(new / path.name, (plan.folder / path).read_bytes())
-    config = saved_config.freeze_values(OmegaConf.to_container(plan.tree, resolve=True), saved_config.load_saved_config(plan.folder))
-    _write_yaml(plan.folder / saved_config.CONFIG_FILE, config)
-    _write_yaml(plan.folder / saved_config.OVERRIDES_FILE, [override for override in plan.overrides if not overrides.is_hydra_override(override)])
+    config = config_snapshot.freeze_values(
+        OmegaConf.to_container(plan.tree, resolve=True), config_snapshot.load_saved_config(plan.folder)
+    )
+    _write_yaml(plan.folder / config_snapshot.CONFIG_FILE, config)
+    _write_yaml(
+        plan.folder / config_snapshot.OVERRIDES_FILE,
+        [override for override in plan.overrides if not overrides.is_hydra_override(override)],
+    )
     return history

@@ -23,7 +23,9 @@ class Sampling:
 
 @dataclass(eq=False)
 class Work:
-    """`on_end` is called once, from the thread of the model, when the work is done, has failed or was cancelled; other threads read the results then."""
+    """`on_end` is called once, from the thread of the model, when the work is done, has failed or was cancelled; other
+    threads read the results then.
+    """
 
     on_end: Callable[[], object] = lambda: None
     is_cancelled: bool = False  # set by any thread
@@ -38,7 +40,8 @@ class Answer(Work):
     sampling: Sampling = Sampling(0)
     seed: int = 0
     stops: tuple[str, ...] = ()  # texts that end it; they are not part of it
-    on_text: Callable[[str], object] = lambda text: None  # called for each new piece of text, from the thread of the model
+    # called for each new piece of text, from the thread of the model
+    on_text: Callable[[str], object] = lambda text: None
     ids: list[int] = field(default_factory=list)  # tokens, without the stop token that ended it
     text: str = ""
     finish_reason: str | None = None  # stop or length
@@ -57,7 +60,11 @@ class Answer(Work):
         found = [at for stop in self.stops if (at := self.text.find(stop, start)) >= 0]
         if found:
             self.text, self.finish_reason = self.text[: min(found)], "stop"
-        held = 0 if found else max((n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n])), default=0)
+        held = (
+            0
+            if found
+            else max((n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n])), default=0)
+        )
         self._send(len(self.text) - held)
 
     def end(self, reason: str) -> None:
@@ -77,7 +84,8 @@ class Score(Work):
     ids: list[int] = field(default_factory=list)  # (T,)
     top: int = 0  # how many of the likeliest tokens are listed for each position
     own: list[float] = field(default_factory=list)  # (T - 1,) of each token after the first
-    best: list[list[tuple[int, float]]] = field(default_factory=list)  # (T - 1, top) of (token, log-probability), the likeliest first
+    # (T - 1, top) of (token, log-probability), the likeliest first
+    best: list[list[tuple[int, float]]] = field(default_factory=list)
 
     def read(self, logits: Tensor, chunk: int = 256) -> None:
         """logits: (T, V). Log-probabilities of a chunk of positions at a time need little memory."""
@@ -85,6 +93,10 @@ class Score(Work):
         for start in range(0, len(self.ids) - 1, chunk):
             targets = self.ids[start + 1 : start + 1 + chunk]
             log_probs = logits[start : start + len(targets)].float().log_softmax(-1)
-            self.own += log_probs.gather(-1, torch.tensor(targets, device=logits.device).unsqueeze(-1)).squeeze(-1).tolist()
+            self.own += (
+                log_probs.gather(-1, torch.tensor(targets, device=logits.device).unsqueeze(-1)).squeeze(-1).tolist()
+            )
             best = log_probs.topk(min(self.top, log_probs.shape[-1]))
-            self.best += [list(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+            self.best += [
+                list(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            ]

@@ -23,13 +23,14 @@ from runner.serving.answers import Answer, Sampling, Score, Work
 from runner.serving.generation import GenerationQueue, QueueFullError, StoppingError
 from runner.serving.guard import Guard
 from runner.serving.protocol import ApiError, Body, ChatRequest, CompletionRequest, parse_request
-from runner.serving.responses import Responder
-from runner.serving.tool_calls import check_tools
+from runner.serving.responses import Responder, check_tools
 
 JSON_TYPES = ("", "application/json")  # a web page can send other types to this machine without asking its user
 
 
-def create_app(generation: GenerationQueue, name: str, max_new_tokens: int, key: str | None, allowed_hosts: list[str] | None = None) -> ASGIApp:
+def create_app(
+    generation: GenerationQueue, name: str, max_new_tokens: int, key: str | None, allowed_hosts: list[str] | None = None
+) -> ASGIApp:
     """`key` and `allowed_hosts`: see Guard."""
     app = FastAPI(title="lm-runner", docs_url=None, redoc_url=None, openapi_url=None)
     server = _Server(generation, name, max_new_tokens)
@@ -80,20 +81,30 @@ class _Server:
 
     def check_model(self, model: str | None) -> None:
         if model not in (None, self.name):
-            raise ApiError(404, f"this server has no model {model[:200]!r}; it has {self.name!r}", param="model", code="model_not_found")
+            raise ApiError(
+                404,
+                f"this server has no model {model[:200]!r}; it has {self.name!r}",
+                param="model",
+                code="model_not_found",
+            )
 
     async def answer(self, kind: type[ChatRequest] | type[CompletionRequest], request: Request) -> Any:
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type not in JSON_TYPES[1:]:
             raise ApiError(415, "the header Content-Type must be application/json")
         data = await request.body()
-        # Beside the event loop, as texts may be long. Chat templates are rendered one at a time: those of other folders share a process.
+        # Beside the event loop, as texts may be long. Chat templates are rendered one at a time: those of other folders
+        # share a process.
         async with self._rendering if kind is ChatRequest else nullcontext():
             body, prompts = await asyncio.to_thread(self._parse, kind, data)
         sampling = self._sampling(body, max(map(len, prompts)))
         seed = secrets.randbits(62) if body.seed is None else body.seed
         # Choice i of a prompt has the seed + i: it does not depend on the other prompts, nor on what else is generated.
-        answers = [Answer(prompt=prompt, sampling=sampling, seed=(seed + i) % 2**63, stops=body.stops) for prompt in prompts for i in range(body.n)]
+        answers = [
+            Answer(prompt=prompt, sampling=sampling, seed=(seed + i) % 2**63, stops=body.stops)
+            for prompt in prompts
+            for i in range(body.n)
+        ]
         responder = Responder(body, self.name, self.tokenizer)
         if body.stream:
             return self._stream(responder, answers)
@@ -110,16 +121,25 @@ class _Server:
         try:
             return body, self._prompts(body)
         except (UserError, BadRowError) as error:
-            raise ApiError(400, str(error.args[0]), param="prompt" if isinstance(body, CompletionRequest) else "messages") from error
+            raise ApiError(
+                400, str(error.args[0]), param="prompt" if isinstance(body, CompletionRequest) else "messages"
+            ) from error
 
     def _prompts(self, body: Body) -> list[list[int]]:
         if isinstance(body, CompletionRequest):
-            prompts = [prompt if isinstance(prompt, list) else [*self.tokenizer.bos_ids, *self.tokenizer.encode(prompt)] for prompt in body.prompts]
+            prompts = [
+                prompt if isinstance(prompt, list) else [*self.tokenizer.bos_ids, *self.tokenizer.encode(prompt)]
+                for prompt in body.prompts
+            ]
             vocabulary = self.generation.trained.model.cfg.vocab_size
             if any(not 0 <= i < vocabulary for prompt in prompts for i in prompt):
                 raise ApiError(400, f"prompt: token ids must be in [0, {vocabulary})", param="prompt")
             if not all(prompts):
-                raise ApiError(400, "prompt: it is empty, and this model begins no text by itself: give at least one character", param="prompt")
+                raise ApiError(
+                    400,
+                    "prompt: it is empty, and this model begins no text by itself: give at least one character",
+                    param="prompt",
+                )
             return prompts
         if self.template is None:
             raise ApiError(400, "this model has no chat template: use /v1/completions")
@@ -133,8 +153,14 @@ class _Server:
         requested = body.requested_tokens
         if longest + (requested or 0) > positions:
             requested_text = "" if requested is None else f" and max_tokens is {requested}"
-            raise ApiError(400, f"the prompt has {longest} tokens{requested_text}: this model has {positions} positions", code="context_length_exceeded")
-        stop_ids = self.template.stop_ids if isinstance(body, ChatRequest) and self.template else self.tokenizer.stop_ids
+            raise ApiError(
+                400,
+                f"the prompt has {longest} tokens{requested_text}: this model has {positions} positions",
+                code="context_length_exceeded",
+            )
+        stop_ids = (
+            self.template.stop_ids if isinstance(body, ChatRequest) and self.template else self.tokenizer.stop_ids
+        )
         limit = self.max_new_tokens if requested is None else requested
         return Sampling(limit, body.temperature, body.top_p, body.top_k, body.repetition_penalty, tuple(stop_ids))
 
@@ -174,7 +200,8 @@ class _Server:
     def _stream(self, responder: Responder, answers: list[Answer]) -> StreamingResponse:
         """Return server-sent events."""
         loop = asyncio.get_running_loop()
-        pieces: asyncio.Queue[tuple[int, str | None]] = asyncio.Queue()  # (index of the answer, text or None at its end)
+        # (index of the answer, text or None at its end)
+        pieces: asyncio.Queue[tuple[int, str | None]] = asyncio.Queue()
         for i, answer in enumerate(answers):
             answer.on_text = partial(_put, loop, pieces, i)
             answer.on_end = partial(_put, loop, pieces, i, None)
@@ -182,7 +209,9 @@ class _Server:
         return _EventStream(_events(responder, answers, pieces), answers)
 
 
-async def _events(responder: Responder, answers: list[Answer], pieces: asyncio.Queue[tuple[int, str | None]]) -> AsyncIterator[str]:
+async def _events(
+    responder: Responder, answers: list[Answer], pieces: asyncio.Queue[tuple[int, str | None]]
+) -> AsyncIterator[str]:
     left = len(answers)
     for i in range(left if responder.is_chat else 0):
         yield responder.first_event(i)
@@ -216,7 +245,9 @@ class _EventStream(StreamingResponse):
                 answer.is_cancelled = True
 
 
-def _put(loop: asyncio.AbstractEventLoop, pieces: asyncio.Queue[tuple[int, str | None]], index: int, text: str | None) -> None:
+def _put(
+    loop: asyncio.AbstractEventLoop, pieces: asyncio.Queue[tuple[int, str | None]], index: int, text: str | None
+) -> None:
     """Hand a piece of answer `index` from the thread of the model to the event loop."""
     loop.call_soon_threadsafe(pieces.put_nowait, (index, text))
 

@@ -22,7 +22,8 @@ MAX_CONNECTIONS = 1024  # more are refused with status 503
 @dataclass
 class ServeConfig:
     run: str  # run directory, Hugging Face or PEFT folder, sweep (its best job), or last: the newest finished run
-    host: str  # address to listen on; other machines reach it only if it is not a loopback address, which needs RUNNER_API_KEY
+    # address to listen on; other machines reach it only if it is not a loopback address, which needs RUNNER_API_KEY
+    host: str
     port: int  # TCP port; 0: a free one, which is printed
     name: Optional[str]  # name of the model for clients; null: that of the folder
     max_batch: int  # answers with equal settings that are generated together
@@ -45,10 +46,12 @@ def serve(cfg: ServeConfig, folder: Path) -> None:
 
         from runner.serving.app import create_app
         from runner.serving.generation import GenerationQueue
-        from runner.serving.header_deadline import HeaderDeadlineProtocol
+        from runner.serving.guard import HeaderDeadlineProtocol
     except ModuleNotFoundError as error:
         raise UserError(
-            f"serve.py needs the package {error.name}", "python runner/serve.py", 'pip install "lm-runner[serve]", or pip install fastapi uvicorn'
+            f"serve.py needs the package {error.name}",
+            "python runner/serve.py",
+            'pip install "lm-runner[serve]", or pip install fastapi uvicorn',
         ) from error
 
     key = _read_key()
@@ -63,14 +66,29 @@ def serve(cfg: ServeConfig, folder: Path) -> None:
 
     name = cfg.name or (folder.parent.name if folder.name == "model" else folder.name)
     app = create_app(generation, name, cfg.max_new_tokens, key, allowed_hosts=_allowed_hosts(host))
-    print_note(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1 ({'with' if key else 'without'} a key); Ctrl-C stops")
-    # The messages of uvicorn and asyncio about single connections are left out: any process that connects could fill the log.
+    print_note(
+        f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1 ({'with' if key else 'without'} a key); Ctrl-C stops"
+    )
+    # The messages of uvicorn and asyncio about single connections are left out: any process that connects could fill
+    # the log.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
-    options: dict[str, Any] = {"log_level": "error", "access_log": False, "server_header": False, "proxy_headers": False}
+    options: dict[str, Any] = {
+        "log_level": "error",
+        "access_log": False,
+        "server_header": False,
+        "proxy_headers": False,
+    }
     try:
-        Server(uvicorn.Config(app, http=HeaderDeadlineProtocol, ws="none", limit_concurrency=MAX_CONNECTIONS, timeout_graceful_shutdown=3, **options)).run(
-            sockets=[listener]
-        )
+        Server(
+            uvicorn.Config(
+                app,
+                http=HeaderDeadlineProtocol,
+                ws="none",
+                limit_concurrency=MAX_CONNECTIONS,
+                timeout_graceful_shutdown=3,
+                **options,
+            )
+        ).run(sockets=[listener])
     finally:
         generation.close()
 
@@ -79,7 +97,9 @@ def _read_key() -> str | None:
     key = os.environ.get(API_KEY) or None
     if key is not None and (not key.isascii() or not key.isprintable() or " " in key):
         raise UserError(
-            "the key has a space, a line break or a character that is not ASCII: clients cannot send it", API_KEY, f"export {API_KEY}=$(openssl rand -hex 16)"
+            "the key has a space, a line break or a character that is not ASCII: clients cannot send it",
+            API_KEY,
+            f"export {API_KEY}=$(openssl rand -hex 16)",
         )
     return key
 
@@ -92,7 +112,9 @@ def _listen(cfg: ServeConfig, key: str | None) -> socket.socket:
     family, kind, _, _, address = addresses[0]
     if not ipaddress.ip_address(str(address[0])).is_loopback and not key:
         raise UserError(
-            f"without a key other machines could use the model at {cfg.host}", f"host={cfg.host}", f"set the environment variable {API_KEY}, or host=127.0.0.1"
+            f"without a key other machines could use the model at {cfg.host}",
+            f"host={cfg.host}",
+            f"set the environment variable {API_KEY}, or host=127.0.0.1",
         )
     listener = socket.socket(family, kind)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -102,13 +124,17 @@ def _listen(cfg: ServeConfig, key: str | None) -> socket.socket:
     except OSError as error:
         listener.close()
         raise UserError(
-            f"cannot listen on {cfg.host}:{cfg.port}: {error.strerror}", f"port={cfg.port}", "choose another port, or port=0 for a free one"
+            f"cannot listen on {cfg.host}:{cfg.port}: {error.strerror}",
+            f"port={cfg.port}",
+            "choose another port, or port=0 for a free one",
         ) from error
     return listener
 
 
 def _allowed_hosts(host: str) -> list[str] | None:
-    """Return the names under which a loopback server is addressed: a web page that resolves its own name to 127.0.0.1 is refused. None: any."""
+    """Return the names under which a loopback server is addressed: a web page that resolves its own name to 127.0.0.1
+    is refused. None: any.
+    """
     if not ipaddress.ip_address(host).is_loopback:
         return None
     return ["localhost", "127.0.0.1", "[::1]", "::1", host]

@@ -1,4 +1,10 @@
-"""What a request must pass before the application sees it: host name, origin, key, size and time of its body. Errors are JSON, as those of OpenAI."""
+"""What a request must pass before the application sees it.
+
+HTTP protocol of the server with the deadline of common.limits.connections for the headers of a request.
+
+What a request must pass before the application sees it: host name, origin, key, size and time of its body. Errors are
+JSON, as those of OpenAI.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +17,44 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from common.errors import print_safely
+from common.limits.connections import HEADER_SECONDS
 from runner.serving.protocol import ApiError
+
+
+class HeaderDeadlineProtocol(H11Protocol):
+    """Between requests uvicorn's own limit counts (`timeout_keep_alive`); for bodies that of `Guard`."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        super().connection_made(transport)
+        self._wait_for_headers()
+
+    def data_received(self, data: bytes) -> None:
+        before = self.cycle
+        super().data_received(data)
+        if self.cycle is not before:  # the headers of a request are complete
+            self._stop_waiting()
+        elif self.cycle is None or self.cycle.response_complete:
+            self._wait_for_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait_for_headers(self) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
 
 MAX_BODY_BYTES = 4 << 20
 BODY_SECONDS = 60  # a body that takes longer to arrive is refused
@@ -21,8 +62,10 @@ OPEN_PATHS = ("/health",)  # answered without the key
 
 
 class Guard:
-    """`key`: the token that clients must send as `Authorization: Bearer KEY`; None: none is needed. `allowed_hosts`: names under which the server may be
-    addressed, and from whose pages; None: any. Without this check a web page could use a loopback server through the browser of its user."""
+    """`key`: the token that clients must send as `Authorization: Bearer KEY`; None: none is needed. `allowed_hosts`:
+    names under which the server may be addressed, and from whose pages; None: any. Without this check a web page could
+    use a loopback server through the browser of its user.
+    """
 
     def __init__(self, app: ASGIApp, key: str | None, allowed_hosts: list[str] | None) -> None:
         self.app, self.key, self.allowed_hosts = app, key, allowed_hosts
@@ -53,14 +96,23 @@ class Guard:
         if self.allowed_hosts is not None:
             origin = headers.get("origin")
             if _host_name(headers.get("host", "")) not in self.allowed_hosts:
-                raise ApiError(403, "this server answers under the names of this machine only; start it with host= to serve others", code="host_not_allowed")
+                raise ApiError(
+                    403,
+                    "this server answers under the names of this machine only; start it with host= to serve others",
+                    code="host_not_allowed",
+                )
             if origin is not None and _host_of_url(origin) not in self.allowed_hosts:
                 raise ApiError(403, "requests from pages of other sites are refused", code="origin_not_allowed")
         if self.key is None or path in OPEN_PATHS:
             return
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self.key.encode()):
-            raise ApiError(401, "the key is missing or wrong: send it as Authorization: Bearer KEY", "authentication_error", code="invalid_api_key")
+            raise ApiError(
+                401,
+                "the key is missing or wrong: send it as Authorization: Bearer KEY",
+                "authentication_error",
+                code="invalid_api_key",
+            )
 
 
 def _host_name(header: str) -> str:

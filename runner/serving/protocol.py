@@ -1,4 +1,5 @@
-"""Requests of the HTTP interface of OpenAI (https://platform.openai.com/docs/api-reference), as far as they are answered.
+"""Requests of the HTTP interface of OpenAI (https://platform.openai.com/docs/api-reference), as far as they are
+answered.
 
 A field that would change the answer and that this server does not read is refused, never ignored.
 """
@@ -13,9 +14,22 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from common.limits.parsers import parse_json
 
 # Fields that clients send and that change no answer of any server
-HARMLESS = ("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prediction")
+HARMLESS = (
+    "user",
+    "store",
+    "metadata",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "prediction",
+)
 NEUTRAL: tuple[Any, ...] = (None, False, 0, "", [], {}, "auto", "none")  # values of other fields that ask for nothing
-ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {"response_format": ({"type": "text"},), "modalities": (["text"],), "parallel_tool_calls": (True,)}
+ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+}
 MIN_DIVISOR = 1e-5  # of logits: smaller ones give infinite logits
 MAX_ROWS = 1024  # answers of one request: prompts x n
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -25,7 +39,14 @@ TokenIds = Annotated[list[Annotated[int, Field(strict=True)]], Field(min_length=
 class ApiError(Exception):
     """Refused: the client gets it in the form of OpenAI's errors."""
 
-    def __init__(self, status: int, message: str, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
         super().__init__(message)
         self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
 
@@ -37,7 +58,8 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     include_usage: bool = False
-    include_obfuscation: bool = False  # padding against listeners on the network: read, as clients send it, and never added
+    # padding against listeners on the network: read, as clients send it, and never added
+    include_obfuscation: bool = False
 
 
 class _Body(BaseModel):
@@ -82,8 +104,18 @@ class _Body(BaseModel):
     def check_all_read(self) -> None:
         """Raises ApiError for a field that this server does not read, unless its value asks for nothing."""
         for name, value in (self.model_extra or {}).items():
-            if name not in HARMLESS and value not in ACCEPTED_VALUES.get(name, NEUTRAL) and value is not None and not (name == "best_of" and value == self.n):
-                raise ApiError(400, f"{name}={json.dumps(value)[:100]} is not supported by this server: omit it", param=name, code="unsupported_parameter")
+            if (
+                name not in HARMLESS
+                and value not in ACCEPTED_VALUES.get(name, NEUTRAL)
+                and value is not None
+                and not (name == "best_of" and value == self.n)
+            ):
+                raise ApiError(
+                    400,
+                    f"{name}={json.dumps(value)[:100]} is not supported by this server: omit it",
+                    param=name,
+                    code="unsupported_parameter",
+                )
 
 
 class ChatRequest(_Body):
@@ -157,6 +189,8 @@ def parse_request(kind: type[ChatRequest] | type[CompletionRequest], data: bytes
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         param = ".".join(map(str, first["loc"][:1])) or None
-        raise ApiError(400, f"{param}: {first['msg']}" if param else first["msg"].removeprefix("Value error, "), param=param) from error
+        raise ApiError(
+            400, f"{param}: {first['msg']}" if param else first["msg"].removeprefix("Value error, "), param=param
+        ) from error
     body.check_all_read()
     return body

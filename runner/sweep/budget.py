@@ -1,4 +1,6 @@
-"""What the jobs of a sweep have in common where their optimizer steps hold different numbers of tokens. Arithmetic on configs only."""
+"""What the jobs of a sweep have in common where their optimizer steps hold different numbers of tokens. Arithmetic on
+configs only.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ ROW_LENGTH_KEYS = ("data.max_length", "data.packing", "data.path", "stage.data_f
 FINAL_EVAL_ROWS = 256  # train.final_eval_rows of jobs that do not evaluate
 TOLERANCE = 0.01  # relative difference of the rows or tokens of two jobs that rounding may leave without a warning
 # Counted in steps: they shrink where a step grows, so that the curves of all jobs have their points at the same tokens.
-INTERVAL_KEYS = ("train.log_every", "train.eval_every", "train.save_every", "train.sample_every", "train.keep_every", "schedule.warmup_steps")
+INTERVAL_KEYS = (
+    "train.log_every",
+    "train.eval_every",
+    "train.save_every",
+    "train.sample_every",
+    "train.keep_every",
+    "schedule.warmup_steps",
+)
 
 
 @dataclass(frozen=True)
@@ -31,22 +40,30 @@ class StepSize:
 
 
 def rows_per_step(config: Config) -> int:
-    """Return the rows of an optimizer step. distributed.nproc=auto counts as one rank: it is the same number for every job."""
+    """Return the rows of an optimizer step. distributed.nproc=auto counts as one rank: it is the same number for every
+    job.
+    """
     ranks = config.distributed.nnodes * (1 if config.distributed.nproc == "auto" else int(config.distributed.nproc))
     return config.train.batch_size * config.train.accumulation_steps * ranks
 
 
 def step_size(config: Config) -> StepSize:
-    """Return the size of a step. A packed sequence is full: it has data.max_length tokens, twice as many for a preference pair."""
+    """Return the size of a step. A packed sequence is full: it has data.max_length tokens, twice as many for a
+    preference pair.
+    """
     from data.types import sequences_per_row  # imports numpy, which other commands need not wait for
 
     rows = rows_per_step(config)
-    length = config.data.max_length * sequences_per_row(config.stage.data_format) if config.data.packing != "none" else 0
+    length = (
+        config.data.max_length * sequences_per_row(config.stage.data_format) if config.data.packing != "none" else 0
+    )
     return StepSize(rows, rows * length)
 
 
 def smallest_step(configs: Sequence[Config]) -> StepSize:
-    """Return the smallest step of the jobs, which all others are compared with; without tokens unless they are known for every job."""
+    """Return the smallest step of the jobs, which all others are compared with; without tokens unless they are known
+    for every job.
+    """
     sizes = [step_size(config) for config in configs]
     if all(size.tokens for size in sizes):
         return min(sizes, key=lambda size: size.tokens)
@@ -61,7 +78,9 @@ def resolve_budget_rule(match_budget: str, swept: Iterable[str]) -> str:
 
 
 def matching_overrides(config: Config, base: StepSize, rule: str) -> dict[str, str]:
-    """Return the overrides that give a job the same budget as one whose step is `base`. Raises UserError if `rule` cannot be kept."""
+    """Return the overrides that give a job the same budget as one whose step is `base`. Raises UserError if `rule`
+    cannot be kept.
+    """
     ratio, train = step_size(config).relative_to(base), config.train
     if ratio == 1:
         return {}
@@ -73,7 +92,11 @@ def matching_overrides(config: Config, base: StepSize, rule: str) -> dict[str, s
         )
     if rule == "epochs" and train.max_steps:
         given = config.sweep.match_budget
-        reason = " (the meaning of auto here, because none of the swept settings is a batch size, a number of ranks or the packing)" if given == "auto" else ""
+        reason = (
+            " (the meaning of auto here, because none of the swept settings is a batch size, a number of ranks or the packing)"
+            if given == "auto"
+            else ""
+        )
         raise UserError(
             f"the steps of the jobs differ in size, and sweep.match_budget=epochs{reason} needs train.max_steps=0: otherwise max_steps sets the length",
             f"sweep.match_budget={given} train.max_steps={train.max_steps}",
@@ -82,39 +105,64 @@ def matching_overrides(config: Config, base: StepSize, rule: str) -> dict[str, s
     scaled_keys = () if rule == "steps" else [key for key in ("train.max_steps", *INTERVAL_KEYS) if _value(config, key)]
     overrides = {key: str(max(1, round(_value(config, key) / ratio))) for key in scaled_keys}
     if config.sweep.lr_scale != "none":
-        overrides["optimizer.lr"] = repr(config.optimizer.lr * (float(ratio) if config.sweep.lr_scale == "linear" else math.sqrt(ratio)))
+        overrides["optimizer.lr"] = repr(
+            config.optimizer.lr * (float(ratio) if config.sweep.lr_scale == "linear" else math.sqrt(ratio))
+        )
     return overrides
 
 
 def uncountable_reason(configs: Sequence[Config]) -> str | None:
     """Return why the tokens that the jobs see cannot be made equal by their settings; None if they can."""
-    by_steps, by_epochs = ([config for config in configs if bool(config.train.max_steps) == limited] for limited in (True, False))
-    if any(config.data.packing == "none" for config in by_steps) and (key := _first_differing(by_steps, ROW_LENGTH_KEYS)):
+    by_steps, by_epochs = (
+        [config for config in configs if bool(config.train.max_steps) == limited] for limited in (True, False)
+    )
+    if any(config.data.packing == "none" for config in by_steps) and (
+        key := _first_differing(by_steps, ROW_LENGTH_KEYS)
+    ):
         return f"{key} differs and data.packing=none: the rows of the jobs have different numbers of tokens, which train.max_steps cannot balance"
-    cuts = [config for config in by_epochs if config.data.too_long == "drop" or config.stage.data_format != "text" or config.data.too_long == "truncate"]
-    if key := _first_differing(by_epochs, ("data.path", "data.weights", "stage.data_format", *(("data.max_length",) if cuts else ()))):
+    cuts = [
+        config
+        for config in by_epochs
+        if config.data.too_long == "drop" or config.stage.data_format != "text" or config.data.too_long == "truncate"
+    ]
+    if key := _first_differing(
+        by_epochs, ("data.path", "data.weights", "stage.data_format", *(("data.max_length",) if cuts else ()))
+    ):
         return f"{key} differs and train.max_steps=0: an epoch has different numbers of tokens"
     return None
 
 
 def check_countable(configs: Sequence[Config], match_budget: str, swept: Iterable[str]) -> None:
-    """Refuse sweep.match_budget=tokens where tokens cannot be counted; warn where `auto` would have to. Other rules do not count tokens."""
+    """Refuse sweep.match_budget=tokens where tokens cannot be counted; warn where `auto` would have to. Other rules do
+    not count tokens.
+    """
     if resolve_budget_rule(match_budget, swept) != "tokens" or (reason := uncountable_reason(configs)) is None:
         return
     if match_budget == "tokens":
         others = {"steps" if config.train.max_steps else "epochs" for config in configs}
-        fix = "data.packing=best_fit with train.max_steps=N counts tokens" + (f"; or sweep.match_budget={others.pop()}" if len(others) == 1 else "")
+        fix = "data.packing=best_fit with train.max_steps=N counts tokens" + (
+            f"; or sweep.match_budget={others.pop()}" if len(others) == 1 else ""
+        )
         raise UserError(f"sweep.match_budget=tokens cannot be kept: {reason}", "sweep.match_budget=tokens", fix)
     print_note(f"warning: the jobs do not see the same number of tokens: {reason}")
 
 
 def budget_warning(configs: Iterable[Config], base: StepSize, swept: Iterable[str]) -> str | None:
-    """Return a line about jobs that should see the same rows or tokens and cannot, because steps are whole; None if there are none."""
-    matched = [config for config in configs if config.train.max_steps and resolve_budget_rule(config.sweep.match_budget, swept) == "tokens"]
+    """Return a line about jobs that should see the same rows or tokens and cannot, because steps are whole; None if
+    there are none.
+    """
+    matched = [
+        config
+        for config in configs
+        if config.train.max_steps and resolve_budget_rule(config.sweep.match_budget, swept) == "tokens"
+    ]
     unit = "tokens" if base.tokens else "rows"
-    for length in sorted({config.train.max_steps for config in matched}):  # jobs of different max_steps differ on purpose
+    # jobs of different max_steps differ on purpose
+    for length in sorted({config.train.max_steps for config in matched}):
         steps = {
-            getattr(step_size(config), unit): int(matching_overrides(config, base, "tokens").get("train.max_steps", length))
+            getattr(step_size(config), unit): int(
+                matching_overrides(config, base, "tokens").get("train.max_steps", length)
+            )
             for config in matched
             if config.train.max_steps == length
         }
@@ -131,12 +179,16 @@ def warn_if_unequal(configs: Iterable[Config], base: StepSize, swept: Iterable[s
 
 
 def evaluation_overrides(config: Config) -> dict[str, str]:
-    """Return the override that gives a job without evaluations one at its end, on the same rows in every job: a loss of the last step would be luck."""
+    """Return the override that gives a job without evaluations one at its end, on the same rows in every job: a loss of
+    the last step would be luck.
+    """
     return {} if config.evaluates or config.train.final_eval_rows else {"train.final_eval_rows": str(FINAL_EVAL_ROWS)}
 
 
 def _first_differing(configs: Sequence[Config], keys: Iterable[str]) -> str | None:
-    return next((key for key in keys if any(_value(config, key) != _value(configs[0], key) for config in configs)), None)
+    return next(
+        (key for key in keys if any(_value(config, key) != _value(configs[0], key) for config in configs)), None
+    )
 
 
 def _value(config: Config, key: str) -> Any:

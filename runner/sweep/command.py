@@ -45,5 +45,6 @@ def resume_sweep(folder: Path, overrides: list[str], flags: list[str], run_hydra
         swept = [f"{key}={','.join(values)}" for key, values in state.swept.items()]
         launch = [validation.SWEEP_DIR_KEY + hydra_quote(str(folder)), "hydra.sweeper.resume=true"]
         other_flags = [flag for flag in flags if flag not in MULTIRUN_FLAGS]
-        with translating_hydra_errors(overrides):  # from the copy in the sweep where conf/ has changed: a swept option may be gone from conf/
+        # from the copy in the sweep where conf/ has changed: a swept option may be gone from conf/
+        with translating_hydra_errors(overrides):
             run_hydra([*stored, *swept, *launch], ["--multirun", *other_flags], conf if changed_files else None)

@@ -15,7 +15,7 @@ from runner.config.compose import compose_tree
 from runner.config.overrides import check_overrides, is_hydra_override, plugins_of
 from runner.engine.config import Config, TrainConfig
 from runner.run_dir import resume
-from runner.run_dir.contents.fields import has_started
+from runner.run_dir.contents import has_started
 from runner.run_dir.metadata import RunMetadata
 from runner.sweep import budget, grid, validation
 from runner.sweep.grid import PointComposer
@@ -23,7 +23,8 @@ from runner.sweep.session import SweepSession
 from runner.sweep.state import SweepJob, SweepState
 
 STEPS_KEY = "train.max_steps"
-LENGTH_KEYS = (f"{STEPS_KEY}:", "train.epochs:")  # a change of these alone is no difference between jobs that train no further
+# a change of these alone is no difference between jobs that train no further
+LENGTH_KEYS = (f"{STEPS_KEY}:", "train.epochs:")
 
 
 @dataclass
@@ -56,13 +57,23 @@ def parse_additions(state: SweepState, typed: list[str], conf: Path) -> Addition
         fix = f"give {unknown} one value, or start a sweep over it"
         raise UserError(f"{unknown} is not swept here: the jobs that exist have no value of it", unknown, fix)
     if swept and state.sweeper == "optuna":
-        raise UserError("the search space of a study cannot change", next(iter(swept)), "leave it out, or start another sweep")
+        raise UserError(
+            "the search space of a study cannot change", next(iter(swept)), "leave it out, or start another sweep"
+        )
     for override in shared:
         key = override.partition("=")[0]
-        if key in resume.FIXED_KEYS and any(RunMetadata.read(state.folder / job.name).get("attempt") for job in state.jobs):
-            raise UserError(f"{key} of a sweep that has begun cannot change", override, f"start another sweep with init_from={state.folder}/<job>")
+        if key in resume.FIXED_KEYS and any(
+            RunMetadata.read(state.folder / job.name).get("attempt") for job in state.jobs
+        ):
+            raise UserError(
+                f"{key} of a sweep that has begun cannot change",
+                override,
+                f"start another sweep with init_from={state.folder}/<job>",
+            )
         if override.startswith(("sweep.", validation.SWEEP_DIR_KEY)):
-            raise UserError("the directory and the rules of a sweep cannot change", override, "leave it out, or start another sweep")
+            raise UserError(
+                "the directory and the rules of a sweep cannot change", override, "leave it out, or start another sweep"
+            )
     return Additions(shared, swept)
 
 
@@ -85,49 +96,73 @@ def apply_additions(state: SweepState, additions: Additions, conf: Path) -> None
     open_jobs = [job for job in state.jobs if not job.is_diverged]
     configs = validation.checked_configs(composer, points)
     budget.warn_if_unequal([*(composer.config(job.overrides) for job in open_jobs), *configs], state.base_step, swept)
-    begun = [job for job in open_jobs if has_started(RunMetadata.read(state.folder / job.name))] if additions.training else []
+    begun = (
+        [job for job in open_jobs if has_started(RunMetadata.read(state.folder / job.name))]
+        if additions.training
+        else []
+    )
     validation.checked_configs(composer, [job.overrides for job in begun])
     lengths = {}  # train.max_steps that the sweep has given to a job so far
     if begun:
         before = SweepSession(state, conf)
-        lengths = {job.name: int(before.derived_overrides(job).get(STEPS_KEY, before.composer.config(job.overrides).train.max_steps)) for job in begun}
+        lengths = {
+            job.name: int(
+                before.derived_overrides(job).get(STEPS_KEY, before.composer.config(job.overrides).train.max_steps)
+            )
+            for job in begun
+        }
     state.overrides, state.swept = validation.storable_overrides(shared), swept
     session = SweepSession(state, conf, composer)
     for point in points:
         session.derived_overrides(state.add_job(point))  # refuses a point whose budget cannot match
     for job in begun:
-        job.pending_overrides = overrides_for_job(session.run_dir(job), job, pending_overrides(session, job, additions.training), lengths[job.name])
+        job.pending_overrides = overrides_for_job(
+            session.run_dir(job), job, pending_overrides(session, job, additions.training), lengths[job.name]
+        )
         job.applied_overrides = [*dict.fromkeys([*job.applied_overrides, *job.pending_overrides])]
     kept = [job for job in begun if not job.pending_overrides]
     if kept and (labels := [override for override in additions.training if override.startswith("run.")]):
-        print_note(f"resume: {len(kept)} completed jobs keep their labels; resume={state.folder / kept[0].name} {' '.join(labels)} changes those of a job")
+        print_note(
+            f"resume: {len(kept)} completed jobs keep their labels; resume={state.folder / kept[0].name} {' '.join(labels)} changes those of a job"
+        )
 
 
 def pending_overrides(session: SweepSession, job: SweepJob, training: list[str]) -> list[str]:
-    """Return the overrides that a job which has begun is continued with: those that wait already, and `training`, scaled to the job's step."""
+    """Return the overrides that a job which has begun is continued with: those that wait already, and `training`,
+    scaled to the job's step.
+    """
     keys = {override.partition("=")[0] for override in training}
     derived = [f"{key}={value}" for key, value in session.derived_overrides(job).items() if key in keys]
     return grid.merge_overrides(job.pending_overrides, grid.merge_overrides(training, derived))
 
 
 def overrides_for_job(run_dir: Path, job: SweepJob, overrides: list[str], length: int) -> list[str]:
-    """Return those of `overrides` that a job which has begun is continued with; none for a completed one that would take no further step.
+    """Return those of `overrides` that a job which has begun is continued with; none for a completed one that would
+    take no further step.
 
-    `length` is the train.max_steps that the sweep has given the job so far. Raises UserError for an override that the job cannot take,
-    or that a completed job would lack beside the jobs that get it.
+    `length` is the train.max_steps that the sweep has given the job so far. Raises UserError for an override that the
+    job cannot take, or that a completed job would lack beside the jobs that get it.
     """
     before, progress = resume.plan_resume(run_dir, []).config, _saved_progress(run_dir)
     after, step = resume.plan_resume(run_dir, overrides).config, progress["step"]
     if step > (after.train.max_steps or step):
         if before.train.max_steps <= length:
             setting = f"{run_dir.name}: {STEPS_KEY}={after.train.max_steps}"
-            raise UserError(f"a job of this sweep has already taken {step} steps", setting, f"give {STEPS_KEY} a larger number")
-        print_note(f"resume: {run_dir.name} was resumed by itself up to step {step}: {STEPS_KEY} is left as it is there")
+            raise UserError(
+                f"a job of this sweep has already taken {step} steps", setting, f"give {STEPS_KEY} a larger number"
+            )
+        print_note(
+            f"resume: {run_dir.name} was resumed by itself up to step {step}: {STEPS_KEY} is left as it is there"
+        )
         overrides = [override for override in overrides if not override.startswith(f"{STEPS_KEY}=")]
         after = resume.plan_resume(run_dir, overrides).config
     changes = diff_facts(_compatibility_facts(before), _compatibility_facts(after), run_rules(after))
     if incompatible := changes["incompatible"]:
-        raise UserError("a job that has begun cannot take this setting", f"{run_dir.name}: {incompatible[0]}", "leave it out, or start another sweep with it")
+        raise UserError(
+            "a job that has begun cannot take this setting",
+            f"{run_dir.name}: {incompatible[0]}",
+            "leave it out, or start another sweep with it",
+        )
     if job.status != "completed" or _would_train_further(run_dir, before.train, after.train, progress):
         return overrides
     if missing := [change for change in changes["changes_training"] if not change.startswith(LENGTH_KEYS)]:
@@ -140,13 +175,17 @@ def _would_train_further(run_dir: Path, before: TrainConfig, after: TrainConfig,
     """Whether a completed run would take another step."""
     if 0 < after.patience <= progress["evals_since_best"]:
         if (before.max_steps, before.epochs) != (after.max_steps, after.epochs):
-            print_note(f"resume: {run_dir.name} was stopped by train.patience at step {progress['step']}: it is left as it is")
+            print_note(
+                f"resume: {run_dir.name} was stopped by train.patience at step {progress['step']}: it is left as it is"
+            )
         return False
     if after.max_steps:
         return progress["step"] < after.max_steps
     if before.max_steps or after.epochs < before.epochs:
         setting = f"{run_dir.name}: train.epochs={after.epochs}"
-        raise UserError("it is not known whether this trains completed jobs further", setting, f"give {STEPS_KEY}=N instead")
+        raise UserError(
+            "it is not known whether this trains completed jobs further", setting, f"give {STEPS_KEY}=N instead"
+        )
     return after.epochs > before.epochs or 0 < before.patience <= progress["evals_since_best"]
 
 

@@ -31,7 +31,8 @@ class SweeperOptions:
     """`hydra/sweeper=grid`: every combination of the swept values."""
 
     _target_: str = "hydra_plugins.lm_runner.GridSweeper"
-    params: dict[str, Any] = field(default_factory=dict)  # swept keys and values, for a YAML file; same as overrides typed with --multirun
+    # swept keys and values, for a YAML file; same as overrides typed with --multirun
+    params: dict[str, Any] = field(default_factory=dict)
     resume: bool = False  # whether hydra.sweep.dir holds a sweep to continue; `resume=SWEEP` sets it
     is_grid = True
 
@@ -43,10 +44,13 @@ class SweeperOptions:
         return cartesian_points(swept, zipped)
 
 
-def split_swept(overrides: list[str], conf: Path = paths.CONF_DIR, expand_ranges: bool = True) -> tuple[list[str], dict[str, list[str]], bool]:
+def split_swept(
+    overrides: list[str], conf: Path = paths.CONF_DIR, expand_ranges: bool = True
+) -> tuple[list[str], dict[str, list[str]], bool]:
     """Return (overrides of all jobs, {swept key: values}, whether all values can be listed).
 
-    What cannot be listed, an interval for example, keeps its text as the only value; so do ranges unless `expand_ranges`.
+    What cannot be listed, an interval for example, keeps its text as the only value; so do ranges unless
+    `expand_ranges`.
     """
     with translating_hydra_errors(overrides):
         parsed = OverridesParser.create().parse_overrides(overrides)
@@ -59,9 +63,13 @@ def split_swept(overrides: list[str], conf: Path = paths.CONF_DIR, expand_ranges
         if isinstance(pattern := override.value(), Glob):
             swept[key] = pattern.filter(config_groups(*config_dirs(overrides, conf)).get(key, []))
             if not swept[key]:
-                raise UserError(f"no option of {key} matches the pattern", text, f"list the values: {key}=<value>,<value>")
+                raise UserError(
+                    f"no option of {key} matches the pattern", text, f"list the values: {key}=<value>,<value>"
+                )
         elif override.is_discrete_sweep() and (expand_ranges or not override.is_range_sweep()):
-            swept[key] = canonicalize(key, [str(value) for value in listed_values(override.sweep_string_iterator(), text)])
+            swept[key] = canonicalize(
+                key, [str(value) for value in listed_values(override.sweep_string_iterator(), text)]
+            )
         else:
             swept[key], is_finite = [override.get_value_string()], False
     return shared, swept, is_finite
@@ -71,7 +79,11 @@ def listed_values(values: Iterable[Any], text: str) -> list[Any]:
     """Return the values of the override `text`. Raises UserError for more than MAX_SWEPT_VALUES, e.g. of range(0,1e12)."""
     listed = list(itertools.islice(values, MAX_SWEPT_VALUES + 1))
     if len(listed) > MAX_SWEPT_VALUES:
-        raise UserError(f"the override has more than {MAX_SWEPT_VALUES:,} values", text, "list fewer values, or a range with a larger step")
+        raise UserError(
+            f"the override has more than {MAX_SWEPT_VALUES:,} values",
+            text,
+            "list fewer values, or a range with a larger step",
+        )
     return listed
 
 
@@ -84,7 +96,9 @@ def split_override(override: str) -> tuple[str, str]:
 
 
 def canonicalize(key: str, values: Iterable[str], known: Iterable[str] = ()) -> list[str]:
-    """Return `values`, each in the spelling that is `known` or came first. Duplicates stay: sweep.zip pairs them with different values."""
+    """Return `values`, each in the spelling that is `known` or came first. Duplicates stay: sweep.zip pairs them with
+    different values.
+    """
     spelling: dict[object, str] = {}
     for value in known:
         spelling.setdefault(canonical_value(key, value), value)
@@ -92,16 +106,28 @@ def canonicalize(key: str, values: Iterable[str], known: Iterable[str] = ()) -> 
 
 
 def cartesian_points(swept: Mapping[str, list[str]], zipped: Iterable[str] = ()) -> list[GridPoint]:
-    """Return every combination of the swept values; the values of the `zipped` keys are paired: first with first, second with second."""
+    """Return every combination of the swept values; the values of the `zipped` keys are paired: first with first,
+    second with second.
+    """
     pairs = list(zipped)
     if unknown := next((key for key in pairs if key not in swept), None):
-        raise UserError(f"sweep.zip names {unknown}, which has one value", f"sweep.zip: {unknown}", f"give it several: {unknown}=<value>,<value>")
+        raise UserError(
+            f"sweep.zip names {unknown}, which has one value",
+            f"sweep.zip: {unknown}",
+            f"give it several: {unknown}=<value>,<value>",
+        )
     if len({len(swept[key]) for key in pairs}) > 1:
         values = " ".join(f"{key}={','.join(swept[key])}" for key in pairs)
-        raise UserError("the keys of sweep.zip must have equally many values", values, "give each the same number of values, or leave out sweep.zip")
+        raise UserError(
+            "the keys of sweep.zip must have equally many values",
+            values,
+            "give each the same number of values, or leave out sweep.zip",
+        )
     axes = [[{key: value} for value in values] for key, values in swept.items() if key not in pairs]
     if pairs:
-        axes.append([dict(zip(pairs, values, strict=True)) for values in zip(*(swept[key] for key in pairs), strict=True)])
+        axes.append(
+            [dict(zip(pairs, values, strict=True)) for values in zip(*(swept[key] for key in pairs), strict=True)]
+        )
     points = [{key: value for part in parts for key, value in part.items()} for parts in itertools.product(*axes)]
     return [point for index, point in enumerate(points) if point not in points[:index]]
 
@@ -114,12 +140,15 @@ def merge_overrides(overrides: list[str], more: Iterable[str]) -> list[str]:
 
 
 class PointComposer:
-    """Composes the configs of the points of one sweep: Hydra runs once per combination of group options, plain values are set on its result."""
+    """Composes the configs of the points of one sweep: Hydra runs once per combination of group options, plain values
+    are set on its result.
+    """
 
     def __init__(self, shared: list[str], conf: Path = paths.CONF_DIR, tree: DictConfig | None = None) -> None:
         """`tree`: Hydra's config of `shared`, where it is composed already."""
         self.shared, self.conf = shared, conf
-        self._trees: dict[tuple[str, ...], DictConfig] = {} if tree is None else {(): without_hydra(tree)}  # by the group overrides of a point
+        # by the group overrides of a point
+        self._trees: dict[tuple[str, ...], DictConfig] = {} if tree is None else {(): without_hydra(tree)}
         self._configs: dict[tuple[str, ...], Config] = {}  # by all its overrides
 
     @property
@@ -136,7 +165,9 @@ class PointComposer:
         return self._configs[overrides]
 
     def tree(self, point: Mapping[str, str], derived: Mapping[str, str] | None = None) -> DictConfig:
-        """Return the composed config of the job of `point` with the values that the sweep has `derived`, interpolations unresolved."""
+        """Return the composed config of the job of `point` with the values that the sweep has `derived`, interpolations
+        unresolved.
+        """
         overrides = [f"{key}={value}" for key, value in point.items()]
         known_groups = config_groups(*config_dirs(self.shared, self.conf))
         groups = tuple(override for override in overrides if override.partition("=")[0] in known_groups)
@@ -149,6 +180,8 @@ class PointComposer:
             for override in OverridesParser.create().parse_overrides(values):
                 OmegaConf.update(tree, override.key_or_group, override.value(), merge=True)
             adopt_model(tree, [*self.shared, *overrides], self.conf)
-            for override in OverridesParser.create().parse_overrides([f"{key}={value}" for key, value in (derived or {}).items()]):
+            for override in OverridesParser.create().parse_overrides(
+                [f"{key}={value}" for key, value in (derived or {}).items()]
+            ):
                 OmegaConf.update(tree, override.key_or_group, override.value(), merge=True)
         return tree

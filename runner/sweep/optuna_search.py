@@ -1,4 +1,6 @@
-"""`hydra/sweeper=optuna`: Optuna draws the points, one whenever a worker is free. The study is a file of the sweep directory."""
+"""`hydra/sweeper=optuna`: Optuna draws the points, one whenever a worker is free. The study is a file of the sweep
+directory.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from common.settings import check_at_least, check_choice
 from runner.config import schema
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.inference.best_job import comparison_problem
-from runner.run_dir.contents.files import RUN_FILE
+from runner.run_dir.contents import RUN_FILE
 from runner.sweep.backends.base import check_installed
 from runner.sweep.grid import GridPoint, SweeperOptions, listed_values
 
@@ -43,7 +45,8 @@ class OptunaOptions(SweeperOptions):
 
     _target_: str = "hydra_plugins.lm_runner.OptunaSweeper"
     n_trials: int = 20  # points that get a loss, over all launches of the sweep
-    objectives: list[str] = field(default_factory=lambda: ["loss"])  # loss, or keys of the last train record of metrics.jsonl
+    # loss, or keys of the last train record of metrics.jsonl
+    objectives: list[str] = field(default_factory=lambda: ["loss"])
     direction: Any = "minimize"  # minimize or maximize; a list with one for each objective
     sampler: str = "tpe"  # tpe, random, nsgaii, grid (lists and ranges only), qmc
     seed: Optional[int] = None  # of the sampler; null: another one each time
@@ -56,8 +59,12 @@ class OptunaOptions(SweeperOptions):
             check_choice("hydra.sweeper.direction", direction, DIRECTIONS)
         if len(self.directions) != len(self.objectives) or not self.objectives:
             setting = f"hydra.sweeper.objectives=[{','.join(self.objectives)}] hydra.sweeper.direction=[{','.join(self.directions)}]"
-            example = "'hydra.sweeper.objectives=[loss,tokens_per_second]' 'hydra.sweeper.direction=[minimize,maximize]'"
-            raise UserError("hydra.sweeper.direction must have one entry for each objective", setting, f"e.g. {example}")
+            example = (
+                "'hydra.sweeper.objectives=[loss,tokens_per_second]' 'hydra.sweeper.direction=[minimize,maximize]'"
+            )
+            raise UserError(
+                "hydra.sweeper.direction must have one entry for each objective", setting, f"e.g. {example}"
+            )
 
     @property
     def directions(self) -> list[str]:
@@ -69,11 +76,15 @@ class OptunaOptions(SweeperOptions):
             check_installed("scipy", "hydra.sweeper.sampler=qmc")
 
     def points(self, swept: Mapping[str, list[str]], zipped: Iterable[str]) -> list[GridPoint]:
-        """Return points with every choice and both ends of every interval: their configs are checked before the first job."""
+        """Return points with every choice and both ends of every interval: their configs are checked before the first
+        job.
+        """
         axes = [parse_axis(key, values) for key, values in swept.items()]
         if self.sampler == "grid" and (axis := next((axis for axis in axes if not axis.values()), None)):
             raise UserError(
-                "hydra.sweeper.sampler=grid needs lists or ranges of values", f"{axis.key}={','.join(swept[axis.key])}", "choose sampler=qmc or list values"
+                "hydra.sweeper.sampler=grid needs lists or ranges of values",
+                f"{axis.key}={','.join(swept[axis.key])}",
+                "choose sampler=qmc or list values",
             )
         first = {axis.key: axis.ends()[0] for axis in axes}
         return [first, *({**first, axis.key: value} for axis in axes for value in axis.ends()[1:])]
@@ -112,7 +123,9 @@ class Axis:
 
 
 def parse_axis(key: str, values: Sequence[str]) -> Axis:
-    """Return the search space that an override describes: `a,b`, `range(1,9,2)`, `interval(0.0,0.2)`, `tag(log,interval(1e-5,1e-2))`."""
+    """Return the search space that an override describes: `a,b`, `range(1,9,2)`, `interval(0.0,0.2)`,
+    `tag(log,interval(1e-5,1e-2))`.
+    """
     text = f"{key}={','.join(values)}"
     with translating_hydra_errors([text]):
         sweep = OverridesParser.create().parse_override(text).value()
@@ -128,7 +141,11 @@ def parse_axis(key: str, values: Sequence[str]) -> Axis:
     log = "log" in sweep.tags
     if low >= high or (log and low <= 0):
         rule = "0 < start < end" if log else "start < end"
-        raise UserError(f"the interval of {key} must have {rule}", text, f"e.g. {key}=tag(log,interval(1e-5,1e-2))" if log else f"{key}=interval({high},{low})")
+        raise UserError(
+            f"the interval of {key} must have {rule}",
+            text,
+            f"e.g. {key}=tag(log,interval(1e-5,1e-2))" if log else f"{key}=interval({high},{low})",
+        )
     is_int = is_int or (isinstance(low, int) and isinstance(high, int))
     return Axis(key, low=int(low) if is_int else low, high=int(high) if is_int else high, log=log, is_int=is_int)
 
@@ -181,7 +198,11 @@ class OptunaSearch:
         storage = JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
         study = optuna.create_study(study_name=STUDY_NAME, storage=storage, directions=directions, load_if_exists=True)
         if [direction.name.lower() for direction in study.directions] != self.options.directions:
-            raise UserError("the directions of a study cannot change", "hydra.sweeper.direction", "leave it out, or start another sweep")
+            raise UserError(
+                "the directions of a study cannot change",
+                "hydra.sweeper.direction",
+                "leave it out, or start another sweep",
+            )
         study.sampler = self._make_sampler(len(study.trials))
         if self.options.sampler == "grid" and not study.trials:
             for values in itertools.product(*(axis.values() for axis in self.axes)):
@@ -195,10 +216,13 @@ class OptunaSearch:
         seed = self.options.seed
         if self.options.sampler == "qmc":
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # its interface may change: requirements.lock pins it
+                # its interface may change: requirements.lock pins it
+                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
                 return samplers.QMCSampler(seed=seed)
         later_seed = None if seed is None else seed + drawn  # the same seed again would draw the same points again
-        return {"tpe": samplers.TPESampler, "nsgaii": samplers.NSGAIISampler}.get(self.options.sampler, samplers.RandomSampler)(seed=later_seed)
+        return {"tpe": samplers.TPESampler, "nsgaii": samplers.NSGAIISampler}.get(
+            self.options.sampler, samplers.RandomSampler
+        )(seed=later_seed)
 
     def _enqueue_failed(self, states: Any) -> None:
         """Draw the points of failed jobs again: in their run directories they continue."""
@@ -241,15 +265,22 @@ class OptunaSearch:
                 self.study.tell(number, values)
 
     def _objective_values(self, job: SweepJob) -> list[float | None]:
-        """Return a value per objective. The loss of a diverged job is infinite, from which the sampler learns; a failed job has none."""
+        """Return a value per objective. The loss of a diverged job is infinite, from which the sampler learns; a failed
+        job has none.
+        """
         if not (job.status == "completed" or job.is_diverged) or job.loss is None:
             return [None]
         metrics = self.state.folder / job.name / "metrics.jsonl"
         record = {**(_last_train_record(metrics) if metrics.exists() else {}), "loss": float(job.loss)}
-        return [float(record[name]) if isinstance(record.get(name), int | float) else None for name in self.options.objectives]
+        return [
+            float(record[name]) if isinstance(record.get(name), int | float) else None
+            for name in self.options.objectives
+        ]
 
     def write_results(self) -> None:
-        """Write the best point, or with several objectives the Pareto front, to optimization_results.yaml; with the reason, where losses do not rank them."""
+        """Write the best point, or with several objectives the Pareto front, to optimization_results.yaml; with the
+        reason, where losses do not rank them.
+        """
         from optuna.trial import TrialState
 
         if not self.study.get_trials(states=(TrialState.COMPLETE,)):
@@ -258,8 +289,17 @@ class OptunaSearch:
             best = self.study.best_trial
             results = {"name": "optuna", "best_evaluated_params": best.params, "best_evaluated_value": best.value}
         else:
-            results = {"name": "optuna", "solutions": [{"params": trial.params, "values": list(trial.values)} for trial in self.study.best_trials]}
-        evaluations = [read_json_object(self.state.folder / job.name / RUN_FILE).get("evaluation") for job in self.state.jobs if job.status == "completed"]
+            results = {
+                "name": "optuna",
+                "solutions": [
+                    {"params": trial.params, "values": list(trial.values)} for trial in self.study.best_trials
+                ],
+            }
+        evaluations = [
+            read_json_object(self.state.folder / job.name / RUN_FILE).get("evaluation")
+            for job in self.state.jobs
+            if job.status == "completed"
+        ]
         if "loss" in self.options.objectives and (problem := comparison_problem(evaluations)):
             results["problem"] = f"the jobs were judged {problem}"
         write_atomic_file(self.state.folder / RESULTS_FILE, yaml.safe_dump(results, sort_keys=False).encode())
@@ -277,7 +317,9 @@ def _last_train_record(metrics: Path) -> dict[str, Any]:
 def _drop_partial_line(path: Path) -> None:
     """Cut the journal back to its last complete line: a killed process may have written half of one."""
     if path.is_symlink():
-        raise UserError("the study must be a file of the sweep directory", str(path), "restore the file, or start another sweep")
+        raise UserError(
+            "the study must be a file of the sweep directory", str(path), "restore the file, or start another sweep"
+        )
     if path.exists():
         content = read_bounded(path, MAX_JOURNAL_BYTES)
         end = content.rfind(b"\n") + 1

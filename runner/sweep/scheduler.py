@@ -1,4 +1,6 @@
-"""Runs the jobs of a sweep on a backend: starts one when a worker is free, records how it ended, retries, stops all when asked."""
+"""Runs the jobs of a sweep on a backend: starts one when a worker is free, records how it ended, retries, stops all
+when asked.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from runner.config import hydra_runtime
 from runner.launch import torchrun
 from runner.launch.signals import StopFlag
 from runner.launch.subprocesses import POLL_SECONDS, failure_reason, last_lines
-from runner.run_dir.contents.fields import exported_loss, has_diverged, has_started, timestamp
+from runner.run_dir.contents import exported_loss, has_diverged, has_started, timestamp
 from runner.run_dir.lock import is_locked
 from runner.run_dir.metadata import RunMetadata
 from runner.sweep.backends.base import CONSOLE_LOG, Backend, JobExit, LauncherOptions
@@ -61,9 +63,13 @@ class RunningJob:
 
 
 class SweepScheduler:
-    """Runs jobs until `next_job` returns None and all have ended. `on_end` is called with each job that is not tried again."""
+    """Runs jobs until `next_job` returns None and all have ended. `on_end` is called with each job that is not tried
+    again.
+    """
 
-    def __init__(self, session: SweepSession, backend: Backend, options: LauncherOptions, next_job: NextJob, on_end: OnEnd) -> None:
+    def __init__(
+        self, session: SweepSession, backend: Backend, options: LauncherOptions, next_job: NextJob, on_end: OnEnd
+    ) -> None:
         self.session, self.state, self.backend, self.options = session, session.state, backend, options
         self.next_job, self.on_end = next_job, on_end
         self.running: list[RunningJob] = []
@@ -103,7 +109,9 @@ class SweepScheduler:
         return self.backend.capacity is None or len(self.running) < self.backend.capacity
 
     def _take_job(self) -> SweepJob | None:
-        """Return a job that no other process trains. One that a killed sweep has left behind still saves; the others go first."""
+        """Return a job that no other process trains. One that a killed sweep has left behind still saves; the others go
+        first.
+        """
         for waiting in self.waiting:
             if not is_locked(self.session.run_dir(waiting)):
                 self.waiting.remove(waiting)
@@ -114,7 +122,15 @@ class SweepScheduler:
 
     def _start(self, job: SweepJob) -> None:
         self.tries[job.name] += 1
-        fields: dict[str, Any] = {"status": "running", "outcome": None, "error": None, "loss": None, "started": timestamp(), "ended": None, "last_lines": []}
+        fields: dict[str, Any] = {
+            "status": "running",
+            "outcome": None,
+            "error": None,
+            "loss": None,
+            "started": timestamp(),
+            "ended": None,
+            "last_lines": [],
+        }
         self.state.update_job(job, attempt=job.attempt + 1, **fields)
         verb = "continues" if has_started(RunMetadata.read(self.session.run_dir(job))) else "starts"
         try:
@@ -158,10 +174,14 @@ class SweepScheduler:
             self._fail(job, reason, lines, is_final=exit.code == USER_ERROR, diverged=has_diverged(run))
 
     def _fail(self, job: SweepJob, reason: str, lines: list[str], is_final: bool, diverged: bool = False) -> None:
-        """Record a failure. A diverged job would diverge again, and a wrong setting (`is_final`) stays wrong: neither is tried again."""
+        """Record a failure. A diverged job would diverge again, and a wrong setting (`is_final`) stays wrong: neither
+        is tried again.
+        """
         outcome = Outcome.DIVERGED if diverged else Outcome.FAILED
         loss = INFINITE if diverged else None
-        self.state.update_job(job, status="failed", outcome=outcome, error=reason, last_lines=lines, loss=loss, ended=timestamp())
+        self.state.update_job(
+            job, status="failed", outcome=outcome, error=reason, last_lines=lines, loss=loss, ended=timestamp()
+        )
         self.session.lines.job_failed(self._number(job), job.name, reason)
         if self.tries[job.name] <= self.options.retries and not (is_final or diverged or self.is_stopping):
             self.waiting.insert(0, job)

@@ -1,4 +1,6 @@
-"""A sweep while this process drives it: the overrides of each job, its run directory, the report, the end. Launcher and sweepers use it."""
+"""A sweep while this process drives it: the overrides of each job, its run directory, the report, the end. Launcher and
+sweepers use it.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,9 @@ from runner.config.overrides import is_hydra_override
 from runner.config.unread import check_typed_are_read
 from runner.engine.config import Config
 from runner.launch import torchrun
-from runner.reporting.live_page import RepeatedPage
-from runner.run_dir import config_snapshot, initial_weights, naming, saved_config
-from runner.run_dir.contents.fields import has_started
-from runner.run_dir.contents.files import has_checkpoints
+from runner.reporting.page_server import RepeatedPage
+from runner.run_dir import config_snapshot, contents, initial_weights
+from runner.run_dir.contents import has_checkpoints, has_started
 from runner.run_dir.metadata import RunMetadata
 from runner.sweep import budget, validation
 from runner.sweep.backends.base import LauncherOptions
@@ -34,14 +35,17 @@ STATUSES = ("new", "interrupted", "failed", "completed")
 
 
 class SweepSession:
-    """A sweep with its lock held. `conf` is the directory that job configs are composed from: the sweep's own copy of conf/."""
+    """A sweep with its lock held. `conf` is the directory that job configs are composed from: the sweep's own copy of
+    conf/.
+    """
 
     def __init__(self, state: SweepState, conf: Path = paths.CONF_DIR, composer: PointComposer | None = None) -> None:
         self.state, self.conf = state, conf
         self.composer = composer or PointComposer(state.overrides)
         self.composer.conf = conf
         self._derived: dict[str, dict[str, str]] = {}  # by job name
-        self.refused_jobs: list[SweepJob] = []  # jobs whose settings or data this launch has refused before their first step
+        # jobs whose settings or data this launch has refused before their first step
+        self.refused_jobs: list[SweepJob] = []
         self.page = RepeatedPage(self._write_report, lambda message: print_note(f"warning: {message}"))
         self.lines = SweepLines("auto")
         self.hydra_config: DictConfig | None = None  # as composed for the sweep; its section `hydra` reaches the jobs
@@ -55,7 +59,9 @@ class SweepSession:
         return self.state.add_job({key: values[key] for key in self.state.swept if key in values})
 
     def derived_overrides(self, job: SweepJob) -> dict[str, str]:
-        """Return what sweep.match_budget, sweep.lr_scale and init_from=auto set in this job, and an evaluation at the end of a job that has none."""
+        """Return what sweep.match_budget, sweep.lr_scale and init_from=auto set in this job, and an evaluation at the
+        end of a job that has none.
+        """
         if job.name not in self._derived:
             config = self.composer.config(job.overrides)
             rule = budget.resolve_budget_rule(config.sweep.match_budget, self.state.swept)
@@ -64,7 +70,9 @@ class SweepSession:
         return self._derived[job.name]
 
     def _initial_weights(self, config: Config) -> dict[str, str]:
-        """Resolve init_from=auto once for all jobs that ask the same: a run that completes meanwhile must not change the later jobs."""
+        """Resolve init_from=auto once for all jobs that ask the same: a run that completes meanwhile must not change
+        the later jobs.
+        """
         if config.init_from != "auto" or config.stage.init_from_stage is None:
             return {}
         fingerprints = initial_weights.compatibility_fingerprints(config)
@@ -76,10 +84,13 @@ class SweepSession:
     def job_overrides(self, job: SweepJob) -> list[str]:
         """Return the overrides that start this job as a run by itself."""
         shared = [override for override in self.state.overrides if not is_hydra_override(override)]
-        return merge_overrides(shared, [f"{key}={value}" for key, value in (job.overrides | self.derived_overrides(job)).items()])
+        return merge_overrides(
+            shared, [f"{key}={value}" for key, value in (job.overrides | self.derived_overrides(job)).items()]
+        )
 
     def prepare(self, job: SweepJob) -> list[str]:
-        """Write the run directory of a job that has not begun; return the arguments of train.py that start or continue the job.
+        """Write the run directory of a job that has not begun; return the arguments of train.py that start or continue
+        the job.
 
         Raises UserError if another process trains there, OSError if the disk refuses.
         """
@@ -87,14 +98,17 @@ class SweepSession:
         if has_started(RunMetadata.read(run_dir)) or has_checkpoints(run_dir):
             return [f"resume={run_dir}", *job.pending_overrides]
         overrides, tree = self.job_overrides(job), self.composer.tree(job.overrides, self.derived_overrides(job))
-        config = saved_config.freeze_values(OmegaConf.to_container(tree, resolve=True), OmegaConf.to_container(tree))
+        config = config_snapshot.freeze_values(OmegaConf.to_container(tree, resolve=True), OmegaConf.to_container(tree))
         with suppress(OSError):  # a job uses a saved data.cache only if it exists; it says why it cannot
             make_dirs(Path(tree.data.cache))
         with RunMetadata.open(run_dir) as metadata:
             make_dirs(run_dir / ".hydra")
-            write_atomic_file(run_dir / saved_config.OVERRIDES_FILE, yaml.safe_dump(overrides).encode())
+            write_atomic_file(run_dir / config_snapshot.OVERRIDES_FILE, yaml.safe_dump(overrides).encode())
             config_snapshot.save_snapshot(run_dir, overrides, self.conf)
-            write_atomic_file(run_dir / saved_config.CONFIG_FILE, yaml.safe_dump(config, sort_keys=False, allow_unicode=True).encode())
+            write_atomic_file(
+                run_dir / config_snapshot.CONFIG_FILE,
+                yaml.safe_dump(config, sort_keys=False, allow_unicode=True).encode(),
+            )
             metadata.record_created()
         return [f"resume={run_dir}"]
 
@@ -116,7 +130,15 @@ class SweepSession:
         state.refresh_from_runs()
         counts = {status: sum(job.status == status for job in state.jobs) for status in STATUSES}
         is_complete = counts["completed"] == len(state.jobs)
-        status = "interrupted" if stopped else "failed" if counts["failed"] else "completed" if is_complete else "interrupted"
+        status = (
+            "interrupted"
+            if stopped
+            else "failed"
+            if counts["failed"]
+            else "completed"
+            if is_complete
+            else "interrupted"
+        )
         if status != state.status or state.is_stale:
             state.set_status(status)
             self.page.write()
@@ -135,7 +157,11 @@ def _error_of_all(jobs: Sequence[SweepJob]) -> UserError:
     printed = {label: text.strip() for label, _, text in (line.strip().partition(":") for line in jobs[0].last_lines)}
     message = printed.get("error") or jobs[0].error or "it was refused"
     number = f"all {len(jobs)} jobs were" if len(jobs) > 1 else "the only job was"
-    return UserError(f"{number} refused: {message}", printed.get("where", jobs[0].name), printed.get("fix", "correct it and start the sweep again"))
+    return UserError(
+        f"{number} refused: {message}",
+        printed.get("where", jobs[0].name),
+        printed.get("fix", "correct it and start the sweep again"),
+    )
 
 
 class SweepStopped(Exception):
@@ -144,9 +170,11 @@ class SweepStopped(Exception):
 
 @contextmanager
 def open_session(config: DictConfig, overrides: list[str]) -> Iterator[SweepSession]:
-    """Create the sweep that Hydra has composed (`config`, with the typed `overrides`), or open the one to resume; finish it at the end.
+    """Create the sweep that Hydra has composed (`config`, with the typed `overrides`), or open the one to resume;
+    finish it at the end.
 
-    Everything is checked before the sweep directory exists; sweep.json with all its jobs is written before the first of them starts.
+    Everything is checked before the sweep directory exists; sweep.json with all its jobs is written before the first of
+    them starts.
     """
     sweeper, launcher = validation.hydra_options(config)
     if sweeper.resume:
@@ -172,10 +200,16 @@ def open_session(config: DictConfig, overrides: list[str]) -> Iterator[SweepSess
             session.finish(stopped=False)
 
 
-def _create_state(config: DictConfig, overrides: list[str], sweeper: SweeperOptions, launcher: LauncherOptions) -> tuple[SweepState, PointComposer]:
+def _create_state(
+    config: DictConfig, overrides: list[str], sweeper: SweeperOptions, launcher: LauncherOptions
+) -> tuple[SweepState, PointComposer]:
     params = [f"{key}={value}" for key, value in sweeper.params.items()]
-    hydra_overrides = [override for override in config.hydra.overrides.hydra if not override.startswith(validation.LAUNCH_KEYS)]
-    shared, swept, is_finite = split_swept([*hydra_overrides, *merge_overrides(params, overrides)], expand_ranges=sweeper.is_grid)
+    hydra_overrides = [
+        override for override in config.hydra.overrides.hydra if not override.startswith(validation.LAUNCH_KEYS)
+    ]
+    shared, swept, is_finite = split_swept(
+        [*hydra_overrides, *merge_overrides(params, overrides)], expand_ranges=sweeper.is_grid
+    )
     validation.check_sweep(config, sweeper, is_finite)
     stored = validation.storable_overrides(shared)
     composer = PointComposer(shared, tree=config)
@@ -189,14 +223,18 @@ def _create_state(config: DictConfig, overrides: list[str], sweeper: SweeperOpti
     if sweeper.is_grid:
         budget.warn_if_unequal(configs, base, swept)
     if any(budget.evaluation_overrides(job_config) for job_config in configs):
-        print_note(f"jobs without evaluation are judged at their end, without validation data on the same {budget.FINAL_EVAL_ROWS} training rows")
+        print_note(
+            f"jobs without evaluation are judged at their end, without validation data on the same {budget.FINAL_EVAL_ROWS} training rows"
+        )
     folder = Path(config.hydra.sweep.dir).absolute()
     if not any(override.startswith(validation.SWEEP_DIR_KEY) for override in config.hydra.overrides.hydra):
-        folder = naming.create_unique(folder)
+        folder = contents.create_unique(folder)
         with read_write(config.hydra):
             config.hydra.sweep.dir = str(folder)
     names = {"sweeper": validation.plugin_name(sweeper), "launcher": validation.plugin_name(launcher)}
-    state = SweepState.create(folder, overrides=stored, swept=swept, base_rows=base.rows, base_tokens=base.tokens, **names)
+    state = SweepState.create(
+        folder, overrides=stored, swept=swept, base_rows=base.rows, base_tokens=base.tokens, **names
+    )
     try:
         for point in points if sweeper.is_grid else ():
             state.add_job(point)

@@ -1,4 +1,5 @@
-"""`sweep.json`: the settings of a sweep and the status of its jobs. Only the process that holds the lock of the sweep directory writes it.
+"""`sweep.json`: the settings of a sweep and the status of its jobs. Only the process that holds the lock of the sweep
+directory writes it.
 
 run.json of a job may be newer than sweep.json, which a killed process could not update: `SweepState.open` reads both.
 """
@@ -12,19 +13,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from common import ownership
 from common.errors import Outcome, UserError
 from common.file_lock import FileLock
 from common.filesystem import read_bounded, remove_quietly, write_json
 from common.guarded_files import check_own_files
 from common.limits.parsers import parse_json
-from common.ownership import processes
 from runner.config.overrides import canonical_value, check_stored
-from runner.run_dir import naming
-from runner.run_dir.contents.fields import MAX_JSON_BYTES, RUN_STATUSES, exported_loss, has_diverged, has_started, timestamp
-from runner.run_dir.contents.files import HYDRA_DIR, LOCK_FILE, OWNER_FILE, RUN_FILE, check_run_files
+from runner.run_dir import contents
+from runner.run_dir.contents import (
+    HYDRA_DIR,
+    LOCK_FILE,
+    MAX_JSON_BYTES,
+    OWNER_FILE,
+    RUN_FILE,
+    RUN_STATUSES,
+    check_run_files,
+    exported_loss,
+    has_diverged,
+    has_started,
+    job_dirname,
+    timestamp,
+)
 from runner.run_dir.lock import describe_holder
 from runner.run_dir.metadata import RunMetadata
-from runner.run_dir.naming import job_dirname
 from runner.run_dir.resolve import SWEEP_FILE
 from runner.sweep.budget import StepSize
 
@@ -43,7 +55,8 @@ class SweepJob:
     error: str | None = None
     started: str | None = None
     ended: str | None = None
-    loss: float | str | None = None  # evaluation loss of the weights in model/, else training loss; "inf": diverged, or never finite
+    # evaluation loss of the weights in model/, else training loss; "inf": diverged, or never finite
+    loss: float | str | None = None
     last_lines: list[str] = field(default_factory=list)  # end of the console.log of a failed job
     pending_overrides: list[str] = field(default_factory=list)  # typed after the job began, not trained with yet
     applied_overrides: list[str] = field(default_factory=list)  # all that `resume=SWEEP` has given to the job
@@ -69,7 +82,8 @@ class SweepState:
     launcher: str = "local"
     base_rows: int = 1  # rows of an optimizer step of the smallest job
     base_tokens: int = 0  # its tokens; 0: settings alone do not say
-    init_from: dict[str, str] = field(default_factory=dict)  # what init_from=auto was resolved to, by stage and fingerprints
+    # what init_from=auto was resolved to, by stage and fingerprints
+    init_from: dict[str, str] = field(default_factory=dict)
     status: str = "running"
     created: str = field(default_factory=timestamp)
     jobs: list[SweepJob] = field(default_factory=list)
@@ -80,14 +94,16 @@ class SweepState:
 
     @classmethod
     def create(cls, folder: Path, **fields: Any) -> SweepState:
-        """Lock the directory of a new sweep; sweep.json is not written yet. Raises UserError if it holds, or is inside, a sweep or run."""
+        """Lock the directory of a new sweep; sweep.json is not written yet. Raises UserError if it holds, or is inside,
+        a sweep or run.
+        """
         for parent in (folder, *folder.parents):
             for name, kind in ((SWEEP_FILE, "sweep"), (RUN_FILE, "run")):
                 if (parent / name).is_file():
                     relation = "already holds" if parent == folder else "is inside"
                     fix = f"resume={parent} continues it; hydra.sweep.dir=DIR sets another directory for the new one"
                     raise UserError(f"the sweep directory {relation} a {kind}", str(folder), fix)
-        return cls(folder, lock=_acquire_lock(folder), is_new_dir=naming.claim(folder), has_begun=False, **fields)
+        return cls(folder, lock=_acquire_lock(folder), is_new_dir=contents.claim(folder), has_begun=False, **fields)
 
     @classmethod
     def open(cls, folder: Path) -> SweepState:
@@ -111,11 +127,19 @@ class SweepState:
 
     def stored_overrides(self) -> list[str]:
         """Return the overrides of sweep.json that a resume uses: of all jobs, the swept values, and those of each job."""
-        swept = [(key, value) for key, values in self.swept.items() for value in values] + [item for job in self.jobs for item in job.overrides.items()]
-        return [*self.overrides, *(f"{key}={value}" for key, value in swept), *(override for job in self.jobs for override in job.pending_overrides)]
+        swept = [(key, value) for key, values in self.swept.items() for value in values] + [
+            item for job in self.jobs for item in job.overrides.items()
+        ]
+        return [
+            *self.overrides,
+            *(f"{key}={value}" for key, value in swept),
+            *(override for job in self.jobs for override in job.pending_overrides),
+        ]
 
     def check_files(self) -> None:
-        """Raise UserError if the study, a job's directory or a file of a job is a link, or neither a regular file nor a folder."""
+        """Raise UserError if the study, a job's directory or a file of a job is a link, or neither a regular file nor a
+        folder.
+        """
         check_own_files(self.folder, (), shallow=("optuna.jsonl", *(job.name for job in self.jobs)))
         for job in self.jobs:
             check_run_files(self.folder / job.name)
@@ -174,27 +198,46 @@ class SweepState:
         self.close()
 
     def discard(self) -> None:
-        """Remove the directory of a sweep that was refused before its first job; one that existed before keeps what else it holds."""
+        """Remove the directory of a sweep that was refused before its first job; one that existed before keeps what
+        else it holds.
+        """
         if self.is_new_dir:
-            return naming.remove_dir(self.folder)
+            return contents.remove_dir(self.folder)
         for name in (SWEEP_FILE, HYDRA_DIR):
             remove_quietly(self.folder / name)
 
 
-STORED_FIELDS = [spec.name for spec in dataclasses.fields(SweepState) if spec.name not in ("folder", "jobs", "lock", "is_stale", "is_new_dir", "has_begun")]
+STORED_FIELDS = [
+    spec.name
+    for spec in dataclasses.fields(SweepState)
+    if spec.name not in ("folder", "jobs", "lock", "is_stale", "is_new_dir", "has_begun")
+]
 
 
 def status_from_run(job: SweepJob, run: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of `job` that its run.json (`run`) knows better than sweep.json."""
     status = run.get("status", "new")
-    rejected = job.status == "failed" and bool(job.pending_overrides)  # run.json still tells of the attempt before the rejected overrides
+    # run.json still tells of the attempt before the rejected overrides
+    rejected = job.status == "failed" and bool(job.pending_overrides)
     if status == "completed" and not rejected:
-        return {"status": status, "outcome": Outcome.COMPLETED, "error": None, "loss": exported_loss(run), "ended": run.get("ended")}
+        return {
+            "status": status,
+            "outcome": Outcome.COMPLETED,
+            "error": None,
+            "loss": exported_loss(run),
+            "ended": run.get("ended"),
+        }
     if job.status == "failed":  # run.json of a killed process still says running
         return {}
     if status == "failed":
         loss = INFINITE if has_diverged(run) else None
-        return {"status": status, "outcome": run.get("outcome"), "error": run.get("error"), "loss": loss, "ended": run.get("ended")}
+        return {
+            "status": status,
+            "outcome": run.get("outcome"),
+            "error": run.get("error"),
+            "loss": loss,
+            "ended": run.get("ended"),
+        }
     outcome = run.get("outcome") if status == "interrupted" else None
     return {"status": "interrupted" if has_started(run) else "new", "outcome": outcome, "loss": None, "ended": None}
 
@@ -210,14 +253,20 @@ def _canonical(overrides: Mapping[str, str]) -> dict[str, object]:
 
 def _acquire_lock(folder: Path) -> FileLock:
     try:
-        naming.create_dirs(folder)
+        contents.create_dirs(folder)
         lock = FileLock.acquire(folder / LOCK_FILE)
     except BlockingIOError as error:
-        raise UserError(f"this sweep is being run by {describe_holder(folder)}", str(folder), "wait for it to end, or stop it") from error
+        raise UserError(
+            f"this sweep is being run by {describe_holder(folder)}", str(folder), "wait for it to end, or stop it"
+        ) from error
     except OSError as error:
-        raise UserError(f"the sweep directory cannot be used: {error.strerror or error}", str(folder), "choose another with hydra.sweep.dir=DIR") from error
+        raise UserError(
+            f"the sweep directory cannot be used: {error.strerror or error}",
+            str(folder),
+            "choose another with hydra.sweep.dir=DIR",
+        ) from error
     with suppress(OSError):  # only the error message of another process loses a detail
-        write_json(folder / OWNER_FILE, {**processes.process_id(), "since": timestamp()})
+        write_json(folder / OWNER_FILE, {**ownership.process_id(), "since": timestamp()})
     return lock
 
 
@@ -233,8 +282,16 @@ def _read_state(folder: Path) -> SweepState:
         fields = parse_json(read_bounded(path, MAX_JSON_BYTES))
         if missing := next((name for name in ("overrides", "swept", "jobs") if name not in fields), None):
             raise ValueError(f"no field `{missing}`, it was written by an older version of this program")
-        state = SweepState(folder, **{name: fields[name] for name in STORED_FIELDS if name in fields}, jobs=[SweepJob(**job) for job in fields["jobs"]])
-        for strings in (state.overrides, [*state.init_from.values()], *([key, *values] for key, values in state.swept.items())):
+        state = SweepState(
+            folder,
+            **{name: fields[name] for name in STORED_FIELDS if name in fields},
+            jobs=[SweepJob(**job) for job in fields["jobs"]],
+        )
+        for strings in (
+            state.overrides,
+            [*state.init_from.values()],
+            *([key, *values] for key, values in state.swept.items()),
+        ):
             _check_strings(strings)
         for job in state.jobs:
             _check_strings([*job.overrides.values(), *job.pending_overrides, *job.applied_overrides])
@@ -245,7 +302,9 @@ def _read_state(folder: Path) -> SweepState:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         fix = "restore the file, or continue the jobs one by one with resume=JOB_DIR"
         raise UserError(f"sweep.json cannot be read: {error}", str(path), fix) from error
-    check_stored([*state.stored_overrides(), *(override for job in state.jobs for override in job.applied_overrides)], path)
+    check_stored(
+        [*state.stored_overrides(), *(override for job in state.jobs for override in job.applied_overrides)], path
+    )
     return state
 
 

@@ -1,4 +1,6 @@
-"""Checks of a sweep before anything is written: options of Hydra's plugins, what sweep.json may store, the config of every job."""
+"""Checks of a sweep before anything is written: options of Hydra's plugins, what sweep.json may store, the config of
+every job.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.overrides import config_dirs, is_hydra_override, key_of, plugins_of
 from runner.config.yaml_files import ineffective_override
 from runner.engine.config import Config
-from runner.launch import preflight, torchrun
+from runner.launch import run, torchrun
 from runner.run_dir import initial_weights
 from runner.sweep.backends import LAUNCHERS
 from runner.sweep.backends.base import LauncherOptions
@@ -25,7 +27,8 @@ from runner.sweep.state import SweepState
 
 SWEEP_DIR_KEY = "hydra.sweep.dir="
 LAUNCH_KEYS = (SWEEP_DIR_KEY, "hydra.sweeper.resume=", "hydra.mode=")  # of one launch, never stored
-# Hydra settings that sweep.json may store: counts and choices. A sweep.json of another user must not name code, a path, or a line of a batch script.
+# Hydra settings that sweep.json may store: counts and choices. A sweep.json of another user must not name code, a path,
+# or a line of a batch script.
 STORED_HYDRA_KEYS = (
     "hydra/launcher", "hydra.launcher.workers", "hydra.launcher.devices", "hydra.launcher.fail_fast", "hydra.launcher.retries", "hydra.launcher.cluster",
     "hydra.launcher.timeout_min", "hydra.launcher.cpus_per_task", "hydra.launcher.gpus_per_node", "hydra.launcher.mem_gb", "hydra.launcher.num_cpus",
@@ -37,19 +40,34 @@ PROGRESS_EVERY = 50  # jobs between two progress lines while configs are checked
 
 
 def check_hydra_overrides(overrides: Sequence[str]) -> None:
-    """Refuse plugins that are not of this program, unknown options of its launchers, and Hydra settings with several values."""
-    chosen = {key_of(override): override.partition("=")[2] for override in ["hydra/launcher=local", "hydra/sweeper=grid", *overrides]}
+    """Refuse plugins that are not of this program, unknown options of its launchers, and Hydra settings with several
+    values.
+    """
+    chosen = {
+        key_of(override): override.partition("=")[2]
+        for override in ["hydra/launcher=local", "hydra/sweeper=grid", *overrides]
+    }
     for key, known in (("hydra/launcher", LAUNCHERS), ("hydra/sweeper", SWEEPERS)):
         name = chosen[key]
-        if name not in known and not any((folder / key / f"{name}.yaml").is_file() for folder in config_dirs(list(overrides))):
-            raise UserError(f"{key} must be one of {', '.join(known)}, got {name}", f"{key}={name}", did_you_mean(name, known, "leave the override out"))
+        if name not in known and not any(
+            (folder / key / f"{name}.yaml").is_file() for folder in config_dirs(list(overrides))
+        ):
+            raise UserError(
+                f"{key} must be one of {', '.join(known)}, got {name}",
+                f"{key}={name}",
+                did_you_mean(name, known, "leave the override out"),
+            )
     launcher = LAUNCHERS.get(chosen["hydra/launcher"])
     options = [f"hydra.launcher.{field.name}" for field in dataclasses.fields(launcher)] if launcher else []
     for override in filter(is_hydra_override, overrides):
         key, value = key_of(override), override.partition("=")[2]
         if options and key.startswith("hydra.launcher.") and ".".join(key.split(".")[:3]) not in options:
             hint = did_you_mean(key, options, f"its options are {', '.join(options)}")
-            raise UserError(f"hydra/launcher={chosen['hydra/launcher']} has no option {key.removeprefix('hydra.launcher.')}", override, hint)
+            raise UserError(
+                f"hydra/launcher={chosen['hydra/launcher']} has no option {key.removeprefix('hydra.launcher.')}",
+                override,
+                hint,
+            )
         with translating_hydra_errors([override]):
             parsed = OverridesParser.create().parse_override(override)
         if parsed.is_sweep_override() and not key.startswith(STORED_HYDRA_PREFIX):
@@ -57,16 +75,24 @@ def check_hydra_overrides(overrides: Sequence[str]) -> None:
             raise UserError(f"{key} takes one value: only training settings can be swept", override, fix)
         if key == "hydra.sweep.subdir":
             fix = "hydra.sweep.dir=DIR sets the directory of the sweep"
-            raise UserError("hydra.sweep.subdir cannot be set: job directories are named by the swept overrides", override, fix)
+            raise UserError(
+                "hydra.sweep.subdir cannot be set: job directories are named by the swept overrides", override, fix
+            )
 
 
 def hydra_options(config: DictConfig) -> tuple[SweeperOptions, LauncherOptions]:
-    """Return the options of the composed sweeper and launcher. Raises UserError for values that are not allowed and for packages that are missing."""
+    """Return the options of the composed sweeper and launcher. Raises UserError for values that are not allowed and for
+    packages that are missing.
+    """
     sweeper, launcher = OmegaConf.to_object(config.hydra.sweeper), OmegaConf.to_object(config.hydra.launcher)
     for setting, options, known in (("hydra/sweeper", sweeper, SWEEPERS), ("hydra/launcher", launcher, LAUNCHERS)):
         if type(options) not in known.values():
             name = config.hydra.runtime.choices[setting]
-            raise UserError(f"{setting} must be one of {', '.join(known)}, got {name}", f"{setting}={name}", f"e.g. {setting}={next(iter(known))}")
+            raise UserError(
+                f"{setting} must be one of {', '.join(known)}, got {name}",
+                f"{setting}={name}",
+                f"e.g. {setting}={next(iter(known))}",
+            )
     assert isinstance(sweeper, SweeperOptions) and isinstance(launcher, LauncherOptions)
     launcher.check_available()
     sweeper.check_available()
@@ -75,14 +101,26 @@ def hydra_options(config: DictConfig) -> tuple[SweeperOptions, LauncherOptions]:
 
 
 def check_plugins(config: DictConfig, typed: Sequence[str]) -> None:
-    """Raise UserError if a YAML file of the user selects a sweeper or launcher: of another package, which would train in other directories, or in vain."""
+    """Raise UserError if a YAML file of the user selects a sweeper or launcher: of another package, which would train
+    in other directories, or in vain.
+    """
     for kind, known in (("sweeper", SWEEPERS), ("launcher", LAUNCHERS)):
         group, target, ours = f"hydra/{kind}", config.hydra[kind].get("_target_"), list[Any](known.values())
         if target not in [options._target_ for options in ours]:
             setting = f"hydra.{kind}._target_={target}"
-            raise UserError(f"{group} must be one of {', '.join(known)}, got {target}", setting, f"leave it out; {group}=NAME selects one")
-        if config_dirs(list(typed))[1:] and (ignored := ineffective_override(group, config.hydra.runtime.choices[group], typed)):
-            raise UserError(f"{group} cannot be selected in a file, it is {config.hydra.runtime.choices[group]}", ignored[1], f"type {group}={ignored[0]}")
+            raise UserError(
+                f"{group} must be one of {', '.join(known)}, got {target}",
+                setting,
+                f"leave it out; {group}=NAME selects one",
+            )
+        if config_dirs(list(typed))[1:] and (
+            ignored := ineffective_override(group, config.hydra.runtime.choices[group], typed)
+        ):
+            raise UserError(
+                f"{group} cannot be selected in a file, it is {config.hydra.runtime.choices[group]}",
+                ignored[1],
+                f"type {group}={ignored[0]}",
+            )
 
 
 def plugin_name(options: SweeperOptions | LauncherOptions) -> str:
@@ -93,20 +131,30 @@ def check_sweep(config: DictConfig, sweeper: SweeperOptions, is_finite: bool) ->
     name = plugin_name(sweeper)
     if sweeper.is_grid and not is_finite:
         fix = "add hydra/sweeper=optuna, or list the values: a,b,c"
-        raise UserError(f"hydra/sweeper={name} needs lists of values, it does not draw from an interval", f"hydra/sweeper={name}", fix)
+        raise UserError(
+            f"hydra/sweeper={name} needs lists of values, it does not draw from an interval",
+            f"hydra/sweeper={name}",
+            fix,
+        )
     if not sweeper.is_grid and config.sweep.zip:
-        raise UserError(f"sweep.zip needs hydra/sweeper=grid, got {name}", f"sweep.zip hydra/sweeper={name}", "leave out one of them")
+        raise UserError(
+            f"sweep.zip needs hydra/sweeper=grid, got {name}",
+            f"sweep.zip hydra/sweeper={name}",
+            "leave out one of them",
+        )
 
 
 def checked_configs(composer: PointComposer, points: list[GridPoint]) -> list[Config]:
-    """Return the config of every point; the inputs of each are checked too, so that no typo is found after the first job has trained."""
+    """Return the config of every point; the inputs of each are checked too, so that no typo is found after the first
+    job has trained.
+    """
     configs = []
     for number, point in enumerate(points, start=1):
         configs.append(composer.config(point))
         if number % PROGRESS_EVERY == 0:
             print_note(f"{number} of {len(points)} jobs checked")
     for config in configs:
-        preflight.check_inputs(config)
+        run.check_inputs(config)
         initial_weights.check_init_from(config)
         initial_weights.check_model(config)
         initial_weights.check_tokenizer(config)
@@ -114,27 +162,43 @@ def checked_configs(composer: PointComposer, points: list[GridPoint]) -> list[Co
 
 
 def is_safe_override(override: str) -> bool:
-    """Whether sweep.json may hold it: a setting of the training, or a count or choice for Hydra's plugins, without interpolation."""
+    """Whether sweep.json may hold it: a setting of the training, or a count or choice for Hydra's plugins, without
+    interpolation.
+    """
     key = key_of(override)
     is_allowed = not is_hydra_override(override) or key in STORED_HYDRA_KEYS or key.startswith(STORED_HYDRA_PREFIX)
-    return is_allowed and key != "resume" and not override.startswith("-") and "${" not in override and "_target_" not in override
+    return (
+        is_allowed
+        and key != "resume"
+        and not override.startswith("-")
+        and "${" not in override
+        and "_target_" not in override
+    )
 
 
 def storable_overrides(overrides: list[str]) -> list[str]:
-    """Return what sweep.json stores. Hydra settings that are not stored are named: they must be typed again with resume=."""
+    """Return what sweep.json stores. Hydra settings that are not stored are named: they must be typed again with
+    resume=.
+    """
     for override in overrides:
         if is_safe_override(override):
             continue
         if not is_hydra_override(override):
-            raise UserError("a sweep takes no interpolation: it could change between two jobs", override, "write the value itself")
+            raise UserError(
+                "a sweep takes no interpolation: it could change between two jobs", override, "write the value itself"
+            )
         print_note(f"{override} is not stored in sweep.json: type it again with resume=")
     return [override for override in overrides if is_safe_override(override)]
 
 
 def check_stored_overrides(state: SweepState) -> None:
-    """Refuse a sweep.json that could run code or read outside its directory. A plugin that it names must have been typed for this command."""
+    """Refuse a sweep.json that could run code or read outside its directory. A plugin that it names must have been
+    typed for this command.
+    """
     for override in dict.fromkeys(state.stored_overrides()):
         if not is_safe_override(override):
             fix = "remove the override from the file, and type it with resume= if you need it"
-            raise UserError("sweep.json holds an override that it may not hold", f"{state.folder / 'sweep.json'}: {override}", fix)
+            raise UserError(
+                "sweep.json holds an override that it may not hold", f"{state.folder / 'sweep.json'}: {override}", fix
+            )
         check_imported(plugins_of([override]))

@@ -22,23 +22,31 @@ PROJECT_NAME = re.compile(r"[0-9a-zA-Z_+.-]{1,100}")  # what SwanLab and wandb a
 @TRACKERS.register("none")
 @dataclass
 class TrackerConfig:
-    """Settings of all trackers, and the config of `tracker=none`. An external tracker extends it with its own settings and `command()`."""
+    """Settings of all trackers, and the config of `tracker=none`. An external tracker extends it with its own settings
+    and `command()`.
+    """
 
     ON_RESUME = "ignored"
     HAS_PROJECTS: ClassVar[bool] = True  # whether the tracker reads `project` and `mode`, if it has them
 
     name: str  # none, a module of runner/tracking/trackers/, or a tracker that a plugin registers
     page: bool  # write report.html of the run while it trains, in at most 0.5 % of its time
-    console: str  # auto (progress bar on a terminal, otherwise one line per train.log_every), rich, plain, json (an object per line) or quiet
+    # auto (progress bar on a terminal, otherwise one line per train.log_every), rich, plain, json (an object per line)
+    # or quiet
+    console: str
 
     def __post_init__(self) -> None:
         if self.console not in CONSOLE_MODES:
             raise UserError(
-                f"tracker.console must be one of {', '.join(CONSOLE_MODES)}, got {self.console}", f"tracker.console={self.console}", "e.g. tracker.console=auto"
+                f"tracker.console must be one of {', '.join(CONSOLE_MODES)}, got {self.console}",
+                f"tracker.console={self.console}",
+                "e.g. tracker.console=auto",
             )
 
     def command(self) -> list[str] | None:
-        """Return the command of the tracker's process, which reads messages on stdin (see tracker_process.py); None: no tracker."""
+        """Return the command of the tracker's process, which reads messages on stdin (see tracker_process.py); None: no
+        tracker.
+        """
         return None
 
     def check_installed(self) -> None:
@@ -55,7 +63,9 @@ class ExternalTrackerConfig(TrackerConfig):
 
     also: list[str]  # further trackers of the run, e.g. [tensorboard]
     project: str  # project of SwanLab and wandb
-    mode: str  # of SwanLab and wandb: auto (online if there is an API key and the server answers, otherwise offline), online or offline
+    # of SwanLab and wandb: auto (online if there is an API key and the server answers, otherwise offline), online or
+    # offline
+    mode: str
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,10 +77,18 @@ class ExternalTrackerConfig(TrackerConfig):
         for name in self.also:
             if name not in names:
                 fix = did_you_mean(name, names, "e.g. tracker.also=[tensorboard]")
-                raise UserError(f"tracker.also must name trackers out of {', '.join(names)}, got {name}", f"tracker.also=[{name}]", fix)
+                raise UserError(
+                    f"tracker.also must name trackers out of {', '.join(names)}, got {name}",
+                    f"tracker.also=[{name}]",
+                    fix,
+                )
         name, count = Counter([self.name, *self.also]).most_common(1)[0]
         if count > 1:
-            raise UserError(f"tracker.also names the tracker {name} a second time", f"tracker={self.name} tracker.also=[{','.join(self.also)}]", "name it once")
+            raise UserError(
+                f"tracker.also names the tracker {name} a second time",
+                f"tracker={self.name} tracker.also=[{','.join(self.also)}]",
+                "name it once",
+            )
 
     def selected(self) -> list[TrackerConfig]:
         return [self, *map(self._config_of, self.also)]
@@ -78,11 +96,21 @@ class ExternalTrackerConfig(TrackerConfig):
     def _config_of(self, name: str) -> TrackerConfig:
         """Return the settings of a tracker in `also`: the same as here, and its own defaults."""
         cls: Any = TRACKERS.get(name)
-        shared: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(cls) if hasattr(self, field.name)}
-        required = (field.name for field in dataclasses.fields(cls) if field.default is field.default_factory is dataclasses.MISSING)
+        shared: dict[str, Any] = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(cls) if hasattr(self, field.name)
+        }
+        required = (
+            field.name
+            for field in dataclasses.fields(cls)
+            if field.default is field.default_factory is dataclasses.MISSING
+        )
         if missing := next((key for key in required if key not in shared), None):
             fix = f"give {missing} a default in {cls.__name__}"
-            raise UserError(f"the tracker {name} needs the setting {missing}, which tracker={self.name} does not have", f"tracker.also=[{name}]", fix)
+            raise UserError(
+                f"the tracker {name} needs the setting {missing}, which tracker={self.name} does not have",
+                f"tracker.also=[{name}]",
+                fix,
+            )
         return cls(**shared | {"name": name} | ({"also": []} if "also" in shared else {}))
 
 
@@ -90,5 +118,7 @@ def require_package(name: str, extra: str) -> None:
     """Raise UserError with the install command if the package that `tracker=extra` needs cannot be imported."""
     if importlib.util.find_spec(name) is None:
         raise UserError(
-            f"tracker={extra} needs the package {name}, which is not installed", f"tracker={extra}", f"pip install 'lm-runner[{extra}]', or tracker=none"
+            f"tracker={extra} needs the package {name}, which is not installed",
+            f"tracker={extra}",
+            f"pip install 'lm-runner[{extra}]', or tracker=none",
         )

@@ -1,4 +1,6 @@
-"""What a run reports about its data files: counts of rows, detected formats and unused columns, for run.json and the log."""
+"""What a run reports about its data files: counts of rows, detected formats and unused columns, for run.json and the
+log.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.paths import display_path
-from runner.tracking.console.layout import LINE_WIDTH, labelled_lines_of, shorten_middle, table_lines, widest, wrap_text
+from runner.tracking.console.bar import LINE_WIDTH, labelled_lines_of, shorten_middle, table_lines, widest, wrap_text
 
 if TYPE_CHECKING:
     from data.batching.mixture import WeightedSource
@@ -32,13 +34,20 @@ NO_BREAK_SPACE = "\u00a0"
 
 def describe_source(part: WeightedSource) -> dict[str, Any]:
     """Return file, schema and counts of rows, as JSON values."""
-    counts = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(part.store.stats).items() if name != "lost_by_length"}
+    counts = {
+        name: dict(value) if isinstance(value, dict) else value
+        for name, value in vars(part.store.stats).items()
+        if name != "lost_by_length"
+    }
     return {"file": part.source.name, "schema": part.store.metadata["encoding"]["schema"], **counts}
 
 
 def reading_notes(sources: list[Source]) -> list[str]:
     """Return a line for the files whose encoding or delimiter was detected."""
-    return [f"{files}: {detected}" for detected, files in _grouped((source.detected, Path(source.name).name) for source in sources)]
+    return [
+        f"{files}: {detected}"
+        for detected, files in _grouped((source.detected, Path(source.name).name) for source in sources)
+    ]
 
 
 def unused_columns(files: list[dict[str, Any]]) -> list[str]:
@@ -61,22 +70,30 @@ def _listed(names: list[str], limit: int) -> str:
 
 def data_summary(paths: list[str], files: list[dict[str, Any]], rows: int, held_out: int) -> str:
     """Return what there is to train on, `rows` and `held_out`, and what data.max_length costs in all `files`."""
-    tokens, loss_tokens, lost = (sum(file[key] for file in files) for key in ("tokens", "loss_tokens", "lost_loss_tokens"))
+    tokens, loss_tokens, lost = (
+        sum(file[key] for file in files) for key in ("tokens", "loss_tokens", "lost_loss_tokens")
+    )
     cut = f"{lost / (loss_tokens + lost):.1%} cut off" if lost else "none cut off"
     held = f", {held_out:,} more held out" if held_out else ", none held out"
-    named = _listed([display_path(Path(path)) if Path(path).is_absolute() else path for path in paths], MAX_LISTED_FILES)
+    named = _listed(
+        [display_path(Path(path)) if Path(path).is_absolute() else path for path in paths], MAX_LISTED_FILES
+    )
     return f"{named}\n{rows:,} rows{held}; {tokens:,} tokens in all files, {loss_tokens:,} with loss, {cut}"
 
 
 def data_table(files: list[dict[str, Any]]) -> str:
-    """Return a text table: one line per file, then the reasons for dropped and bad rows. Columns that are 0 for every file are left out.
+    """Return a text table: one line per file, then the reasons for dropped and bad rows. Columns that are 0 for every
+    file are left out.
 
     A table that is wider than LINE_WIDTH becomes a paragraph for each file.
     """
     columns = {name: [count(file) for file in files] for name, count in DATA_COLUMNS.items()}
     columns = {name: values for name, values in columns.items() if name in ALWAYS_SHOWN or any(values)}
     numbers = [[f"{values[row]:,}" for values in columns.values()] for row in range(len(files))]
-    table = [["rows of", "schema", *columns], *(["", file["schema"], *cells] for file, cells in zip(files, numbers, strict=True))]
+    table = [
+        ["rows of", "schema", *columns],
+        *(["", file["schema"], *cells] for file, cells in zip(files, numbers, strict=True)),
+    ]
     is_number = [False, False, *[True] * len(columns)]
     space = max(MIN_NAME_WIDTH, LINE_WIDTH - widest(table_lines(table, is_number)) + len("rows of"))
     for line, file in zip(table[1:], files, strict=True):
@@ -96,6 +113,10 @@ def _paragraphs(files: list[dict[str, Any]]) -> list[str]:
     rows = []
     for file in files:
         counts = {name: count(file) for name, count in DATA_COLUMNS.items()}
-        text = ", ".join(f"{count:,}{NO_BREAK_SPACE}{name.replace(' ', NO_BREAK_SPACE)}" for name, count in counts.items() if count or name in ALWAYS_SHOWN)
+        text = ", ".join(
+            f"{count:,}{NO_BREAK_SPACE}{name.replace(' ', NO_BREAK_SPACE)}"
+            for name, count in counts.items()
+            if count or name in ALWAYS_SHOWN
+        )
         rows.append((shorten_middle(Path(file["file"]).name, MAX_NAME_WIDTH), f"{file['schema']}: {text}"))
     return [line.replace(NO_BREAK_SPACE, " ") for line in labelled_lines_of(rows)]

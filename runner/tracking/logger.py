@@ -17,12 +17,11 @@ from common.errors import LostRunDirError, TrainingError, strip_control
 from common.filesystem import describe_disk_error, retry_disk
 from common.guarded_files import open_append
 from runner.tracking.config import TrackerConfig
-from runner.tracking.console.layout import LINE_WIDTH, labelled_lines
+from runner.tracking.console.bar import LINE_WIDTH, labelled_lines
 from runner.tracking.console.modes import open_console
 from runner.tracking.console.numbers import BAR_FIELDS, MetricValues, format_seconds, format_values, remaining_seconds
 from runner.tracking.data_report import data_table
-from runner.tracking.jsonl import JsonlLog
-from runner.tracking.log_recovery import LogProof
+from runner.tracking.jsonl import JsonlLog, LogProof
 from runner.tracking.run_end import RunEnd, finite_json
 from runner.tracking.tracker_process import TrackerProcess, describe_experiment, finish_trackers
 
@@ -32,22 +31,26 @@ MAX_UNWRITTEN_BYTES = 1 << 20  # of lines for train.log that are kept while the 
 class RunLogger:
     """Writes metrics to metrics.jsonl, the console and the tracker; on ranks other than 0 every method does nothing.
 
-    An error of a file or a tracker is reported once and never stops training. Records that could not be written are retried, and
-    `position()` raises as long as one is missing.
+    An error of a file or a tracker is reported once and never stops training. Records that could not be written are
+    retried, and `position()` raises as long as one is missing.
     """
 
     def __init__(self, run_dir: Path, config: TrackerConfig, is_rank_zero: bool = True) -> None:
         self.run_dir = run_dir
-        self.check_run_dir: Callable[[], None] = lambda: None  # raises TrainingError if the run directory no longer belongs to this process
+        # raises TrainingError if the run directory no longer belongs to this process
+        self.check_run_dir: Callable[[], None] = lambda: None
         self.after_record: Callable[[], None] = lambda: None  # called after each record of metrics.jsonl
-        self.watch_record: Callable[[Mapping[str, object]], None] = lambda record: None  # gets each record of metrics.jsonl, and may warn
+        # gets each record of metrics.jsonl, and may warn
+        self.watch_record: Callable[[Mapping[str, object]], None] = lambda record: None
         self.tracker_id: str | None = None  # saved in checkpoints, so that a resumed run continues the same record
         self._config, self._is_rank_zero = config, is_rank_zero
         self._console = open_console(config.console if is_rank_zero else "quiet")
         self._trackers: list[tuple[TrackerConfig, TrackerProcess]] = []
         for tracker in config.selected() if is_rank_zero else ():
             if command := tracker.command():
-                self._trackers.append((tracker, TrackerProcess(command, run_dir / tracker.name, self.info, self.warning)))
+                self._trackers.append(
+                    (tracker, TrackerProcess(command, run_dir / tracker.name, self.info, self.warning))
+                )
         self._files: dict[str, JsonlLog] = {}
         self._lock = threading.RLock()  # the tracker reports from its own thread
         self._total_steps, self._attempt = 0, 1
@@ -55,7 +58,8 @@ class RunLogger:
         self._tokens = self._first_tokens = 0  # as of the newest logged step, and of the start of this attempt
         self._training_seconds = 0.0  # of the logged steps, as tokens_per_second measures them
         self._started = time.monotonic()
-        self._first_logged: tuple[int, float] | None = None  # (step, seconds) of the first logged step: start of the measurement for the eta
+        # (step, seconds) of the first logged step: start of the measurement for the eta
+        self._first_logged: tuple[int, float] | None = None
         self._validation = ""
         self._has_write_error = False
         self._unwritten_lines = b""  # of train.log
@@ -73,19 +77,29 @@ class RunLogger:
         first_step: int = 0,
         first_tokens: int = 0,
     ) -> list[str]:
-        """Open the files and print `header`; `first_step`, `first_tokens`: what is done already. `resume_at` is the result of `position()` at the checkpoint being resumed; None: a new run.
+        """Open the files and print `header`; `first_step`, `first_tokens`: what is done already. `resume_at` is the
+        result of `position()` at the checkpoint being resumed; None: a new run.
 
-        Records after that position are moved to `metrics.attempt<N>.jsonl` and `samples.attempt<N>.jsonl`, so that no step is in a file twice.
-        Returns a message for each file that is not what `proof`, the checkpoint, knows of it; it is also printed.
+        Records after that position are moved to `metrics.attempt<N>.jsonl` and `samples.attempt<N>.jsonl`, so that no
+        step is in a file twice. Returns a message for each file that is not what `proof`, the checkpoint, knows of it;
+        it is also printed.
         """
         if not self._is_rank_zero:
             return []
         self._total_steps, self._attempt, self._started = total_steps, attempt, time.monotonic()
         self._tokens = self._first_tokens = first_tokens
         for name in ("metrics", "samples"):
-            self._files[name] = retry_disk(partial(JsonlLog, self.run_dir / f"{name}.jsonl", (resume_at or {}).get(name, 0), attempt, proof))
+            self._files[name] = retry_disk(
+                partial(JsonlLog, self.run_dir / f"{name}.jsonl", (resume_at or {}).get(name, 0), attempt, proof)
+            )
         rows = {key: strip_control(str(value)) for key, value in header.items()}
-        event = {"run": str(self.run_dir), "step": first_step, "total_steps": total_steps, "attempt": attempt, "header": rows}
+        event = {
+            "run": str(self.run_dir),
+            "step": first_step,
+            "total_steps": total_steps,
+            "attempt": attempt,
+            "header": rows,
+        }
         with self._lock:
             self._append_to_log("\n".join(labelled_lines(rows)))
             self._console.start(labelled_lines(rows, self._console.width), event)
@@ -94,9 +108,16 @@ class RunLogger:
             self.warning(message)
         if self._trackers:
             self.tracker_id = tracker_id or secrets.token_hex(8)
-            about = {"id": self.tracker_id, "config": run_config, "history": resume_at, **describe_experiment(self.run_dir, run_config)}
+            about = {
+                "id": self.tracker_id,
+                "config": run_config,
+                "history": resume_at,
+                **describe_experiment(self.run_dir, run_config),
+            }
             for config, tracker in self._trackers:
-                tracker.start(folder=str(self.run_dir.absolute() / config.name), settings=dataclasses.asdict(config), **about)
+                tracker.start(
+                    folder=str(self.run_dir.absolute() / config.name), settings=dataclasses.asdict(config), **about
+                )
         return recovered
 
     def show_data(self, files: list[dict[str, Any]]) -> None:
@@ -108,12 +129,20 @@ class RunLogger:
                 self._console.show_data(files, text)
 
     def log(self, kind: str, step: int, **numbers: float) -> None:
-        """Append a record to metrics.jsonl, its fields in the given order; `kind` is train or eval. A non-finite number is written as null."""
+        """Append a record to metrics.jsonl, its fields in the given order; `kind` is train or eval. A non-finite number
+        is written as null.
+        """
         if not self._is_rank_zero:
             return
         nonfinite = [name for name, value in numbers.items() if not math.isfinite(value)]
         values: MetricValues = {name: None if name in nonfinite else value for name, value in numbers.items()}
-        record: dict[str, object] = {"kind": kind, "step": step, **values, "time": round(self._elapsed(), 3), "attempt": self._attempt}
+        record: dict[str, object] = {
+            "kind": kind,
+            "step": step,
+            **values,
+            "time": round(self._elapsed(), 3),
+            "attempt": self._attempt,
+        }
         if nonfinite:
             record["nonfinite"] = nonfinite
         self._append("metrics", record)
@@ -125,7 +154,9 @@ class RunLogger:
         self.after_record()
 
     def show_activity(self, name: str, done: int, total: int, unit: str) -> None:
-        """Show on the console that `done` of `total` units of something between two steps are done, from 0 to all of them."""
+        """Show on the console that `done` of `total` units of something between two steps are done, from 0 to all of
+        them.
+        """
         if self._is_rank_zero:
             with self._lock:
                 self._console.show_activity(name, done, total, unit)
@@ -163,7 +194,9 @@ class RunLogger:
                 self._console.warn(text)
 
     def position(self) -> dict[str, int]:
-        """Return the length of each file in bytes, all synced: `resume_at` of `start()`. Raises OSError while a record cannot be written."""
+        """Return the length of each file in bytes, all synced: `resume_at` of `start()`. Raises OSError while a record
+        cannot be written.
+        """
         for file in self._files.values():
             if change := retry_disk(file.restore_path):
                 self.warning(change)
@@ -185,10 +218,13 @@ class RunLogger:
             self.position()
             retry_disk(self._write_lines)
         except OSError as error:
-            raise TrainingError(f"the last records of the run's logs could not be written: {describe_disk_error(error, self.run_dir)}") from error
+            raise TrainingError(
+                f"the last records of the run's logs could not be written: {describe_disk_error(error, self.run_dir)}"
+            ) from error
 
     def finish(self, status: str, summary: Mapping[str, object], end: RunEnd | None = None) -> None:
-        """Close everything. `status`: completed, interrupted or failed. `summary["error"]`, if given, is passed to the tracker.
+        """Close everything. `status`: completed, interrupted or failed. `summary["error"]`, if given, is passed to the
+        tracker.
 
         `end`: what the last lines say of the run besides, and which commands come next; None: one line with `summary`.
         """
@@ -208,12 +244,19 @@ class RunLogger:
 
     def _print_end(self, status: str, summary: Mapping[str, object], end: RunEnd | None) -> None:
         first = f"{status} after {format_seconds(self._elapsed())}"
-        event = {"status": status, "seconds": round(self._elapsed(), 3), **{name: finite_json(value) for name, value in summary.items()}}
+        event = {
+            "status": status,
+            "seconds": round(self._elapsed(), 3),
+            **{name: finite_json(value) for name, value in summary.items()},
+        }
         if end is not None:
             end = dataclasses.replace(end, warnings=self.warnings, tokens_per_second=self._mean_rate())
             event |= end.event()
         if end is None or end.is_job:
-            values = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in summary.items())
+            values = (
+                f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+                for name, value in summary.items()
+            )
             line = strip_control(" | ".join([first, *values]))
             self._append_to_log(line)
             return self._console.end([line], event)

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Self
 
 from common.errors import strip_control
-from runner.tracking.console.bar import TaskBar
-from runner.tracking.console.layout import is_live_terminal
+from runner.tracking.console.bar import TaskBar, is_live_terminal
 from runner.tracking.console.numbers import format_seconds, format_size
 
 PROGRESS_POLL_SECONDS = 1.0
@@ -21,7 +20,9 @@ DELAY, INTERVAL = 2.0, 10.0  # seconds before a task is shown, and between two o
 
 
 class TaskProgress:
-    """How far a long task is, on stderr: a bar on a terminal, otherwise a line now and then. A task below DELAY shows nothing."""
+    """How far a long task is, on stderr: a bar on a terminal, otherwise a line now and then. A task below DELAY shows
+    nothing.
+    """
 
     def __init__(self, title: str, mode: str = "auto") -> None:
         """`mode`: tracker.console of the run; `quiet` shows nothing."""
@@ -51,7 +52,11 @@ class TaskProgress:
             self._printed = now
             eta = format_seconds(seconds / done * max(0, self.total - done)) if done else "?"
             share = f" ({self._share()}), eta {eta}" if self.total else ""
-            print(f"{self.title}: {count or f'{done:,} of {self.total:,} {self.unit}'}{share}", file=sys.stderr, flush=True)
+            print(
+                f"{self.title}: {count or f'{done:,} of {self.total:,} {self.unit}'}{share}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _share(self) -> str:
         return f"{min(100, 100 * self.done / max(self.total, 1)):.0f}%"
@@ -78,10 +83,14 @@ class ProgressMeter(TaskProgress):
 
 
 class PolledProgress(TaskProgress):
-    """Progress of work that reports none, e.g. a download: a thread looks at it every second. Without `measure` it shows the seconds."""
+    """Progress of work that reports none, e.g. a download: a thread looks at it every second. Without `measure` it
+    shows the seconds.
+    """
 
     def __init__(self, title: str, measure: Callable[[], int] | None = None, total: int = 0) -> None:
-        """`measure()` returns the bytes that are there, `total`: the bytes at the end that are not there at the beginning."""
+        """`measure()` returns the bytes that are there, `total`: the bytes at the end that are not there at the
+        beginning.
+        """
         super().__init__(title)
         self._measure, self._before = measure, 0
         self.total = total
@@ -130,11 +139,13 @@ def _never_listen() -> AbstractContextManager[Callable[[], bool]]:
 class EvaluationProgress(TaskProgress):
     """How far an evaluation is. `should_stop()`: whether the user has asked to end it.
 
-    `listen` opens what receives that request; it is entered by the first `begin` and left at the end of the block, before and after which Ctrl-C
-    ends the command at once.
+    `listen` opens what receives that request; it is entered by the first `begin` and left at the end of the block,
+    before and after which Ctrl-C ends the command at once.
     """
 
-    def __init__(self, title: str, listen: Callable[[], AbstractContextManager[Callable[[], bool]]] | None = None) -> None:
+    def __init__(
+        self, title: str, listen: Callable[[], AbstractContextManager[Callable[[], bool]]] | None = None
+    ) -> None:
         super().__init__(title)
         self._listen = listen or _never_listen
         self.is_stopped = False

@@ -1,5 +1,6 @@
-"""External tracker in its own process. It may raise, hang, patch signal handlers or wait for a network without any effect on training,
-and it outlives a kill -9 of the trainer long enough to record the run as crashed."""
+"""External tracker in its own process. It may raise, hang, patch signal handlers or wait for a network without any
+effect on training, and it outlives a kill -9 of the trainer long enough to record the run as crashed.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +28,16 @@ MAX_SHOWN_LINES, MAX_SHOWN_BYTES = 20, 1000  # of a tracker's output that are sh
 
 
 class TrackerProcess:
-    """Sends messages to a tracker's process, one JSON object per line: the settings first, then events `log`, `samples` and `finish`.
+    """Sends messages to a tracker's process, one JSON object per line: the settings first, then events `log`, `samples`
+    and `finish`.
 
-    No method blocks (`wait` waits at most until its deadline) and none raises: the first error becomes a warning, later ones are silent.
-    What the process prints is passed to `info`; its stderr goes to `<folder>/tracker.log`.
+    No method blocks (`wait` waits at most until its deadline) and none raises: the first error becomes a warning, later
+    ones are silent. What the process prints is passed to `info`; its stderr goes to `<folder>/tracker.log`.
     """
 
-    def __init__(self, command: list[str], folder: Path, info: Callable[[str], None], warning: Callable[[str], None]) -> None:
+    def __init__(
+        self, command: list[str], folder: Path, info: Callable[[str], None], warning: Callable[[str], None]
+    ) -> None:
         """`folder`: that of the tracker in the run directory; its name is the name of the tracker."""
         self._command, self._folder, self._info, self._warning = command, folder, info, warning
         self._log_path = folder / "tracker.log"
@@ -60,7 +64,9 @@ class TrackerProcess:
         self._send({"event": "finish", "status": status, "error": error})
 
     def wait(self, deadline: float) -> bool:
-        """Wait for the process to end, until `deadline` (time.monotonic()); then kill it and what it has started. Return whether it ended well."""
+        """Wait for the process to end, until `deadline` (time.monotonic()); then kill it and what it has started.
+        Return whether it ended well.
+        """
         if self._writer is not None:
             self._writer.join(max(0.0, deadline - time.monotonic()))
         if self._process is None:
@@ -91,7 +97,8 @@ class TrackerProcess:
             self._folder.mkdir(parents=True, exist_ok=True)
             paths = [str(REPO_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
             with open_append(self._log_path) as log:
-                # A session of its own: Ctrl-C and a scheduler's signals are meant for the trainer, which then sends `finish`.
+                # A session of its own: Ctrl-C and a scheduler's signals are meant for the trainer, which then sends
+                # `finish`.
                 self._process = subprocess.Popen(
                     self._command,
                     stdin=subprocess.PIPE,
@@ -104,7 +111,9 @@ class TrackerProcess:
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
                 )
             _limit_files(self._process.pid)
-            self._reader = threading.Thread(target=self._reader_loop, args=(self._process,), name="tracker reader", daemon=True)
+            self._reader = threading.Thread(
+                target=self._reader_loop, args=(self._process,), name="tracker reader", daemon=True
+            )
             self._reader.start()
             with self._process.stdin as pipe:  # type: ignore[union-attr]  # stdin=PIPE
                 self._write(pipe, settings)
@@ -135,7 +144,9 @@ class TrackerProcess:
 
     def _warn_once(self, reason: str) -> None:
         if self._warned.acquire(blocking=False):
-            self._warning(f"tracker {self._folder.name}: {reason} (training continues; metrics.jsonl is complete; details in {self._log_path})")
+            self._warning(
+                f"tracker {self._folder.name}: {reason} (training continues; metrics.jsonl is complete; details in {self._log_path})"
+            )
 
 
 def finish_trackers(trackers: Iterable[TrackerProcess], status: str, error: str) -> None:
@@ -149,7 +160,9 @@ def finish_trackers(trackers: Iterable[TrackerProcess], status: str, error: str)
 
 
 def describe_experiment(run_dir: Path, run_config: dict[str, Any]) -> dict[str, Any]:
-    """Return `name`, `group` (the sweep that the run is a job of, else empty), `tags`, `note` and `stage` of a run for its trackers."""
+    """Return `name`, `group` (the sweep that the run is a job of, else empty), `tags`, `note` and `stage` of a run for
+    its trackers.
+    """
     run_dir = run_dir.absolute()
     section, stage = (value if isinstance(value := run_config.get(name), dict) else {} for name in ("run", "stage"))
     sweep = next((folder for folder in run_dir.parents[:2] if (folder / "sweep.json").is_file()), None)

@@ -10,7 +10,8 @@ from scripts.sample_world.wordings import Wording, fill
 from scripts.sample_world.world import LANGUAGES, TOWNS, Fact, Pair
 
 Message = dict[str, str]
-# Turns of a conversation in the SFT data: a chat of ten turns must not leave what was trained, and half of the conversations are short.
+# Turns of a conversation in the SFT data: a chat of ten turns must not leave what was trained, and half of the
+# conversations are short.
 TURNS = (1, 1, 1, 1, 2, 2, 3, 4, 6, 9, 12)
 TOPICS = ("name", "maker", "nature", "skill", "wish", "tongue")  # of the persona data
 PLAIN_TOPICS = ("name", "maker")  # questions about the model in the SFT data
@@ -46,7 +47,9 @@ class ConversationWriter:
         return self.rng.choice(self.wordings[section].statements)
 
     def answer(self, fact: Fact) -> str:
-        return fill(self.wordings[fact.relation].answer, fact.about[self.language_index], fact.value[self.language_index])
+        return fill(
+            self.wordings[fact.relation].answer, fact.about[self.language_index], fact.value[self.language_index]
+        )
 
     def turn(self, fact: Fact, question: str) -> list[Message]:
         return [user(fill(question, fact.about[self.language_index])), assistant(self.answer(fact))]
@@ -58,12 +61,18 @@ class ConversationWriter:
     def with_system(self, messages: list[Message]) -> list[Message]:
         return [{"role": "system", "content": self.random_statement("system")}, *messages]
 
-    def maybe(self, probability: float, change: Callable[[list[Message]], list[Message]], messages: list[Message]) -> list[Message]:
+    def maybe(
+        self, probability: float, change: Callable[[list[Message]], list[Message]], messages: list[Message]
+    ) -> list[Message]:
         return change(messages) if self.rng.random() < probability else messages
 
     def training_turns(self, per_fact: int) -> list[list[Message]]:
         """Every known fact in `per_fact` of its training questions, shuffled."""
-        turns = [self.turn(fact, question) for fact in self.known for question in self.rng.sample(self.wordings[fact.relation].questions, per_fact)]
+        turns = [
+            self.turn(fact, question)
+            for fact in self.known
+            for question in self.rng.sample(self.wordings[fact.relation].questions, per_fact)
+        ]
         self.rng.shuffle(turns)
         return [self.maybe(0.2, self.with_greeting, turn) for turn in turns]
 
@@ -72,19 +81,29 @@ class ConversationWriter:
         conversations, rest = [], list(turns)
         while rest:
             length = self.rng.choice(TURNS)
-            conversations.append(self.maybe(0.15, self.with_system, [message for turn in rest[:length] for message in turn]))
+            conversations.append(
+                self.maybe(0.15, self.with_system, [message for turn in rest[:length] for message in turn])
+            )
             rest = rest[length:]
         return conversations
 
     def held_out(self) -> list[list[Message]]:
         """Every known fact in one of its held-out questions."""
-        return [self.maybe(0.1, self.with_system, self.turn(fact, self.rng.choice(self.wordings[fact.relation].held_out))) for fact in self.known]
+        return [
+            self.maybe(0.1, self.with_system, self.turn(fact, self.rng.choice(self.wordings[fact.relation].held_out)))
+            for fact in self.known
+        ]
 
     def long_conversations(self, length: int) -> list[list[Message]]:
-        """Every known fact in one of its held-out questions, shuffled, in conversations of `length` turns; those that are left over are not used."""
+        """Every known fact in one of its held-out questions, shuffled, in conversations of `length` turns; those that
+        are left over are not used.
+        """
         turns = [self.turn(fact, self.rng.choice(self.wordings[fact.relation].held_out)) for fact in self.known]
         self.rng.shuffle(turns)
-        return [[message for turn in turns[start : start + length] for message in turn] for start in range(0, len(turns) - length + 1, length)]
+        return [
+            [message for turn in turns[start : start + length] for message in turn]
+            for start in range(0, len(turns) - length + 1, length)
+        ]
 
     def unseen_sums(self) -> list[list[Message]]:
         return [self.turn(fact, self.rng.choice(self.wordings["sum"].questions)) for fact in self.unseen]
@@ -104,7 +123,9 @@ class ConversationWriter:
         return turns + [self.with_greeting(turn) for turn in turns]
 
     def weather_conversations(self) -> list[list[Message]]:
-        """Conversations whose answer is in the result of a tool only. Few, because the declaration of the tool makes them long."""
+        """Conversations whose answer is in the result of a tool only. Few, because the declaration of the tool makes
+        them long.
+        """
         conversations, weather = [], self.wordings["weather"]
         for town in (pair[self.language_index] for pair in self.rng.sample(TOWNS, 4)):
             sky = self.random_statement("weather")
@@ -123,7 +144,10 @@ class ConversationWriter:
     def pair(self, fact: Fact, question: str) -> dict[str, list[Message]]:
         """Chosen: right and short. Rejected: wrong (half of the pairs), rude or too long."""
         turn = self.turn(fact, question)
-        return {"chosen": turn, "rejected": [turn[0], assistant(self.rng.choice((self.wrong, self.wrong, self.rude, self.padded))(fact))]}
+        return {
+            "chosen": turn,
+            "rejected": [turn[0], assistant(self.rng.choice((self.wrong, self.wrong, self.rude, self.padded))(fact))],
+        }
 
     def wrong(self, fact: Fact) -> str:
         value = self.rng.choice([value for value in self.values[fact.relation] if value != fact.value])
@@ -136,7 +160,11 @@ class ConversationWriter:
         return self.random_statement("padding") + self.space + self.answer(fact)
 
     def training_pairs(self, per_fact: int) -> list[dict[str, list[Message]]]:
-        return [self.pair(fact, question) for fact in self.known for question in self.rng.sample(self.wordings[fact.relation].questions, per_fact)]
+        return [
+            self.pair(fact, question)
+            for fact in self.known
+            for question in self.rng.sample(self.wordings[fact.relation].questions, per_fact)
+        ]
 
     def held_out_pairs(self, share: float) -> list[dict[str, list[Message]]]:
         chosen = self.rng.sample(self.known, round(share * len(self.known)))

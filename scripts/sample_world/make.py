@@ -1,4 +1,6 @@
-"""Write the sample data, the same bytes every time: `python scripts/sample_world/make.py [FOLDER]` (default: data/samples)."""
+"""Write the sample data, the same bytes every time: `python scripts/sample_world/make.py [FOLDER]` (default:
+data/samples).
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ def files_of_language(language: str, facts: list[Fact]) -> Files:
         "sft_val": writer("sft_val").held_out(),
         "chat_val": writer("chat_val").long_conversations(VALIDATION_TURNS),
         "arithmetic_val": writer("arithmetic_val").unseen_sums(),
-        "lora_identity": persona.about_model("persona", TOPICS, greetings=2) + persona.rng.sample(conversations, REPLAYED),
+        "lora_identity": persona.about_model("persona", TOPICS, greetings=2)
+        + persona.rng.sample(conversations, REPLAYED),
         "lora_identity_val": writer("lora_identity_val").persona_held_out(),
     }
     return {

@@ -31,7 +31,11 @@ class StoryWriter:
         self.people = sorted({fact.about[self.language_index] for fact in facts if fact.relation in OF_PEOPLE})
 
     def statement(self, fact: Fact) -> str:
-        return fill(self.rng.choice(self.wordings[fact.relation].statements), fact.about[self.language_index], fact.value[self.language_index])
+        return fill(
+            self.rng.choice(self.wordings[fact.relation].statements),
+            fact.about[self.language_index],
+            fact.value[self.language_index],
+        )
 
     def random_statement(self, section: str) -> str:
         return self.rng.choice(self.wordings[section].statements)
@@ -48,7 +52,9 @@ class StoryWriter:
     def meetings(self) -> Iterator[str]:
         for person in self.people:
             other = self.rng.choice([name for name in self.people if name != person])
-            middle = [self.statement(fact) for name in (person, other) for fact in self.rng.sample(self.by_subject[name], 2)]
+            middle = [
+                self.statement(fact) for name in (person, other) for fact in self.rng.sample(self.by_subject[name], 2)
+            ]
             yield self.join(
                 [
                     self.random_statement("scene"),
@@ -67,4 +73,6 @@ class StoryWriter:
 
     def all(self, rounds: int) -> list[str]:
         """Every fact at least once per round."""
-        return [text for _ in range(rounds) for part in (self.portraits, self.meetings, self.lessons) for text in part()]
+        return [
+            text for _ in range(rounds) for part in (self.portraits, self.meetings, self.lessons) for text in part()
+        ]

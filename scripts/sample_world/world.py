@@ -23,15 +23,23 @@ PEOPLE = pairs(
     "Hanu:哈努, Jibo:吉博, Kesi:凯西, Ludo:卢多, Mavi:马维, Nilo:尼洛, Olba:奥巴, Pira:皮拉, Quen:昆恩, Rima:丽玛, Suli:苏里, Tavi:塔维, "
     "Umbo:翁博, Vela:维拉, Wano:瓦诺, Xeno:泽诺, Yodi:约迪, Zima:齐玛, Arlo:阿洛, Bixi:比西"
 )
-TOWNS = pairs("Lumo:卢莫, Pell:佩尔, Dunby:敦比, Oster:奥斯特, Wick:维克, Sarro:萨罗, Fenna:芬纳, Tibo:蒂博, Kova:科瓦, Hale:哈勒")
+TOWNS = pairs(
+    "Lumo:卢莫, Pell:佩尔, Dunby:敦比, Oster:奥斯特, Wick:维克, Sarro:萨罗, Fenna:芬纳, Tibo:蒂博, Kova:科瓦, Hale:哈勒"
+)
 LANDS = pairs("Mirra:米拉国, Talvo:塔沃国, Ovara:奥瓦国, Brenna:布伦国, Kello:凯洛国")
-JOBS = pairs("baker:面包师, fisher:渔夫, painter:画家, carpenter:木匠, teacher:老师, gardener:园丁, weaver:织工, potter:陶匠, beekeeper:养蜂人, doctor:医生")
+JOBS = pairs(
+    "baker:面包师, fisher:渔夫, painter:画家, carpenter:木匠, teacher:老师, gardener:园丁, weaver:织工, potter:陶匠, beekeeper:养蜂人, doctor:医生"
+)
 COLOURS = pairs("red:红色, blue:蓝色, green:绿色, yellow:黄色, white:白色, black:黑色, purple:紫色, brown:棕色")
-PETS = pairs("cat:猫, dog:狗, goat:山羊, rabbit:兔子, duck:鸭子, hen:母鸡, turtle:乌龟, parrot:鹦鹉, frog:青蛙, sheep:绵羊")
+PETS = pairs(
+    "cat:猫, dog:狗, goat:山羊, rabbit:兔子, duck:鸭子, hen:母鸡, turtle:乌龟, parrot:鹦鹉, frog:青蛙, sheep:绵羊"
+)
 DISHES = pairs(
     "honey cake:蜂蜜蛋糕, plum soup:李子汤, fish pie:鱼馅饼, nut bread:坚果面包, goat cheese:羊奶酪, rice pudding:米布丁, pumpkin stew:南瓜炖菜, mint tea:薄荷茶, pear jam:梨子酱, corn noodles:玉米面条"
 )
-DAYS = pairs("Monday:星期一, Tuesday:星期二, Wednesday:星期三, Thursday:星期四, Friday:星期五, Saturday:星期六, Sunday:星期日")
+DAYS = pairs(
+    "Monday:星期一, Tuesday:星期二, Wednesday:星期三, Thursday:星期四, Friday:星期五, Saturday:星期六, Sunday:星期日"
+)
 FRUITS = pairs(
     "mipple:米普果, sunpod:日荚果, dorberry:多莓, lunafig:月芒果, tikmelon:提克瓜, rosnut:罗斯果, velplum:维李, osgrape:奥葡萄, bimbean:宾豆, karpear:卡梨, zolpepper:佐椒, fenroot:芬根"
 )
@@ -84,7 +92,9 @@ def draw_evenly(rng: random.Random, options: list[Pair], count: int) -> list[Pai
 
 
 def random_facts(rng: random.Random, relation: str, abouts: list[Pair], values: list[Pair]) -> list[Fact]:
-    return [Fact(relation, about, value) for about, value in zip(abouts, draw_evenly(rng, values, len(abouts)), strict=True)]
+    return [
+        Fact(relation, about, value) for about, value in zip(abouts, draw_evenly(rng, values, len(abouts)), strict=True)
+    ]
 
 
 def number_facts() -> list[Fact]:
@@ -96,7 +106,10 @@ def sum_facts(rng: random.Random) -> list[Fact]:
     addends = range(LARGEST_ADDEND + 1)
     ordered = [(a, b) for a in addends for b in addends]
     unseen = set(rng.sample([(a, b) for a, b in ordered if 2 <= a <= b], UNSEEN_SUMS))
-    return [Fact("sum", (f"{a} + {b}",) * 2, (str(a + b),) * 2, known=(min(a, b), max(a, b)) not in unseen) for a, b in ordered]
+    return [
+        Fact("sum", (f"{a} + {b}",) * 2, (str(a + b),) * 2, known=(min(a, b), max(a, b)) not in unseen)
+        for a, b in ordered
+    ]
 
 
 def opposite_facts() -> list[Fact]:

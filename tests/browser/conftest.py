@@ -1,4 +1,5 @@
-"""Chromium for the tests of the pages. `open_page(path_or_url, width=, scheme=)` opens a page; what a page must never do fails its test.
+"""Chromium for the tests of the pages. `open_page(path_or_url, width=, scheme=)` opens a page; what a page must never
+do fails its test.
 
 A test is marked slow and asks for `open_page`, and for `viewport` to run at each width and color scheme:
 
@@ -23,7 +24,12 @@ import pytest
 
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
 # No name is resolved, so that a prefetch cannot leave either. As root, chromium needs --no-sandbox.
-CHROMIUM_FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
+CHROMIUM_FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+]
 HEIGHTS = {1280: 900, 390: 844}
 VIEWPORTS = [(width, scheme) for width in HEIGHTS for scheme in ("light", "dark")]
 OpenPage = Callable[..., Any]
@@ -66,17 +72,21 @@ def page_faults() -> list[str]:
 
 @pytest.fixture
 def open_page(chromium: Chromium, page_faults: list[str]) -> Iterator[OpenPage]:
-    """`open_page(path or loopback URL, width=1280, scheme="light")` returns a page. With `clock` (seconds since 1970) its timers run only in
-    `page.clock.run_for(milliseconds)`.
+    """`open_page(path or loopback URL, width=1280, scheme="light")` returns a page. With `clock` (seconds since 1970)
+    its timers run only in `page.clock.run_for(milliseconds)`.
 
-    The test fails if a page sends a request to anything but itself, prints to the console, raises, or opens a dialog or another page.
+    The test fails if a page sends a request to anything but itself, prints to the console, raises, or opens a dialog or
+    another page.
     """
     contexts: list[Any] = []
-    asyncio._set_running_loop(chromium.loop)  # Playwright's loop counts as running in this thread, for as long as no other test can call asyncio.run
+    # Playwright's loop counts as running in this thread, for as long as no other test can call asyncio.run
+    asyncio._set_running_loop(chromium.loop)
 
     def open_page(target: Path | str, width: int = 1280, scheme: str = "light", clock: float | None = None) -> Any:
         url = target.resolve().as_uri() if isinstance(target, Path) else target
-        context = chromium.browser.new_context(viewport={"width": width, "height": HEIGHTS.get(width, 900)}, color_scheme=scheme)
+        context = chromium.browser.new_context(
+            viewport={"width": width, "height": HEIGHTS.get(width, 900)}, color_scheme=scheme
+        )
         contexts.append(context)
         page = context.new_page()
         watch(context, page, url, page_faults)
@@ -111,9 +121,13 @@ def watch(context: Any, page: Any, url: str, faults: list[str]) -> None:
 
 
 def is_page_itself(requested: str, url: str) -> bool:
-    """Whether a request is for the page, another page of its loopback server, or another report.html below the folder of the page."""
+    """Whether a request is for the page, another page of its loopback server, or another report.html below the folder
+    of the page.
+    """
     found, own = urlsplit(requested), urlsplit(url)
     if own.scheme == "file":
         folder = own.path.rpartition("/")[0]
-        return found.scheme == "file" and (found.path == own.path or (found.path.startswith(f"{folder}/") and found.path.endswith("/report.html")))
+        return found.scheme == "file" and (
+            found.path == own.path or (found.path.startswith(f"{folder}/") and found.path.endswith("/report.html"))
+        )
     return own.hostname == "127.0.0.1" and (found.scheme, found.netloc) == (own.scheme, own.netloc)

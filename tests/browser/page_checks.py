@@ -1,10 +1,13 @@
-"""What every page must offer to readers, computed in the browser: contrast, names of controls, and no content beside the screen."""
+"""What every page must offer to readers, computed in the browser: contrast, names of controls, and no content beside
+the screen.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Text below WCAG AA: contrast 4.5, or 3 for large text (24 px, or bold from 18.66 px). Transparent backgrounds are looked up in the parents.
+# Text below WCAG AA: contrast 4.5, or 3 for large text (24 px, or bold from 18.66 px). Transparent backgrounds are
+# looked up in the parents.
 LOW_CONTRAST = """() => {
   const parse = (color) => { const [r, g, b, a = 1] = color.match(/[\\d.]+/g).map(Number); return {r, g, b, a}; };
   const channel = (value) => (value /= 255) <= 0.03928 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4;
@@ -30,7 +33,8 @@ LOW_CONTRAST = """() => {
   return [...faults];
 }"""
 
-# Controls without a name for a screen reader, images without a text, ids that exist twice, scrolling boxes that the keyboard cannot reach.
+# Controls without a name for a screen reader, images without a text, ids that exist twice, scrolling boxes that the
+# keyboard cannot reach.
 UNNAMED = """() => {
   const faults = [];
   const named = (e) => (e.getAttribute("aria-label") || "").trim() || [...(e.labels || [])].some((l) => l.innerText.trim()) || e.title.trim()
@@ -93,8 +97,12 @@ STOP = """() => {
 
 
 def keyboard_stops(page: Any, limit: int = 100) -> list[str]:
-    """Return the elements that Tab reaches in turn, from the start of the page: tag and id, or the beginning of the text."""
-    page.evaluate("() => { document.activeElement?.blur(); getSelection()?.removeAllRanges(); scrollTo(0, 0); window.keyboardStops = new Set(); }")
+    """Return the elements that Tab reaches in turn, from the start of the page: tag and id, or the beginning of the
+    text.
+    """
+    page.evaluate(
+        "() => { document.activeElement?.blur(); getSelection()?.removeAllRanges(); scrollTo(0, 0); window.keyboardStops = new Set(); }"
+    )
     stops: list[str] = []
     for _ in range(limit):
         page.keyboard.press("Tab")

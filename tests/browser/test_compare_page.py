@@ -1,4 +1,6 @@
-"""The comparison and the list of runs in Chromium: their numbers, controls and keyboard; no request leaves, hostile text is inert."""
+"""The comparison and the list of runs in Chromium: their numbers, controls and keyboard; no request leaves, hostile
+text is inert.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,32 @@ pytestmark = pytest.mark.slow
 def make_outputs(root: Path) -> Path:
     """Write a lineage, a sweep of four jobs, a diverged run with hostile text, and one that is damaged."""
     gap = [train_record(step) if step != 50 else {**train_record(step), "loss": None} for step in range(10, 110, 10)]
-    base = make_run(root / "d1" / "base", [*gap, eval_record(50, 2.9), eval_record(100, 2.7)], name="base", tags=["first"], note="the first run")
-    make_run(root / "d1" / "hot", [*gap, eval_record(100, 2.4)], {"lr": 0.01}, name="hot", started="2026-11-22T10:00:00+00:00")
+    base = make_run(
+        root / "d1" / "base",
+        [*gap, eval_record(50, 2.9), eval_record(100, 2.7)],
+        name="base",
+        tags=["first"],
+        note="the first run",
+    )
+    make_run(
+        root / "d1" / "hot",
+        [*gap, eval_record(100, 2.4)],
+        {"lr": 0.01},
+        name="hot",
+        started="2026-11-22T10:00:00+00:00",
+    )
     sft = make_run(root / "d2" / "sft", stage="sft", init_from=f"{base}/model", evaluation={**EVALUATION, "data": "e2"})
     make_run(root / "d2" / "dpo", stage="dpo", init_from=str(sft), evaluation={**EVALUATION, "data": "e3"})
     make_run(
-        root / "d3" / "bad", name=HOSTILE, note=HOSTILE, tags=[HOSTILE], stage=HOSTILE, status="failed", outcome="diverged", error=HOSTILE, init_from=HOSTILE
+        root / "d3" / "bad",
+        name=HOSTILE,
+        note=HOSTILE,
+        tags=[HOSTILE],
+        stage=HOSTILE,
+        status="failed",
+        outcome="diverged",
+        error=HOSTILE,
+        init_from=HOSTILE,
     )
     make_sweep(root / "s", {f"seed={seed}": {"init_from": str(base)} for seed in range(4)})
     (root / "torn").mkdir()
@@ -47,7 +69,11 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def comparison(outputs: Path) -> Path:
     """A page of three runs, written where no other test writes."""
     path = outputs / "compare.html"
-    path.write_bytes(compare_page(read_comparison([outputs / "d1" / "base", outputs / "d1" / "hot", outputs / "d3" / "bad"])).encode())
+    path.write_bytes(
+        compare_page(
+            read_comparison([outputs / "d1" / "base", outputs / "d1" / "hot", outputs / "d3" / "bad"])
+        ).encode()
+    )
     return path
 
 
@@ -66,13 +92,19 @@ def read_curves(page: Any) -> list[list[Any]]:
 
 
 def logged(folder: Path, kind: str, field: str) -> list[Any]:
-    return [record[field] for record in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if record["kind"] == kind]
+    return [
+        record[field]
+        for record in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        if record["kind"] == kind
+    ]
 
 
 def test_comparison_draws_what_metrics_jsonl_holds(open_page: Any, comparison: Path, outputs: Path) -> None:
     page = open_page(comparison)
     page.select_option("#axis", "tokens")
-    page.evaluate("() => { const e = document.getElementById('smoothing'); e.value = 0; e.dispatchEvent(new Event('input')); }")
+    page.evaluate(
+        "() => { const e = document.getElementById('smoothing'); e.value = 0; e.dispatchEvent(new Event('input')); }"
+    )
     curves = {label: (x, y) for label, x, y in read_curves(page)}
     base = outputs / "d1" / "base"
     assert len(curves) == 6 and curves["base eval"] == (logged(base, "eval", "tokens"), logged(base, "eval", "loss"))
@@ -90,7 +122,10 @@ def test_comparison_controls_choose_curves_sort_and_filter_by_keyboard(open_page
     assert len(read_curves(page)) == 3
     page.focus("input[data-show='0']")
     page.keyboard.press("Space")
-    assert [label.split(" ")[0] for label, _, _ in read_curves(page)] == ["hot", "</script><script>alert(1)</script><img"]
+    assert [label.split(" ")[0] for label, _, _ in read_curves(page)] == [
+        "hot",
+        "</script><script>alert(1)</script><img",
+    ]
     first = "() => document.querySelector('#runs tbody tr td[data-value]').dataset.value"
     page.get_by_role("button", name="best evaluation loss").focus()
     page.keyboard.press("Enter")
@@ -108,14 +143,23 @@ def test_comparison_controls_choose_curves_sort_and_filter_by_keyboard(open_page
     assert len(read_curves(page)) == 3 and page.evaluate("() => window.lmRunner.chart().scales.y.distr") == 3
 
 
-def test_pages_of_several_runs_fit_the_screen_and_are_readable(open_page: Any, viewport: tuple[int, str], comparison: Path, listing: Path) -> None:
+def test_pages_of_several_runs_fit_the_screen_and_are_readable(
+    open_page: Any, viewport: tuple[int, str], comparison: Path, listing: Path
+) -> None:
     for path in (comparison, listing):
         page = open_page(path, *viewport)
-        assert page_checks.overflow(page) == [] and page_checks.low_contrast(page) == [] and page_checks.unnamed(page) == []
+        assert (
+            page_checks.overflow(page) == []
+            and page_checks.low_contrast(page) == []
+            and page_checks.unnamed(page) == []
+        )
 
 
 def test_comparison_wraps_long_values_inside_of_their_cells(open_page: Any, tmp_path: Path) -> None:
-    long = {name: make_run(tmp_path / name, settings={"path": f"/data/{name * 60}.jsonl", "betas": [0.9, 0.95]}) for name in ("a", "b", "c")}
+    long = {
+        name: make_run(tmp_path / name, settings={"path": f"/data/{name * 60}.jsonl", "betas": [0.9, 0.95]})
+        for name in ("a", "b", "c")
+    }
     (tmp_path / "page.html").write_text(compare_page(read_comparison([*long.values()])))
     for width in (1280, 390):
         page = open_page(tmp_path / "page.html", width)

@@ -16,7 +16,11 @@ BAD_PAGE = """<html><body style="background:#fff"><h1>a</h1><h3 style="color:#99
 def test_checks_of_pages_find_every_fault(open_page: Any, page_faults: list[str], tmp_path: Path) -> None:
     (tmp_path / "report.html").write_text(BAD_PAGE)
     page = open_page(tmp_path / "report.html", 390)
-    unnamed, low_contrast, overflow = page_checks.unnamed(page), page_checks.low_contrast(page), page_checks.overflow(page)
+    unnamed, low_contrast, overflow = (
+        page_checks.unnamed(page),
+        page_checks.low_contrast(page),
+        page_checks.overflow(page),
+    )
     assert {fault.split(":")[0].split(" ")[0] for fault in page_faults} == {"request", "console", "dialog", "error"}
     page_faults.clear()
     assert [fault.partition(":")[0] for fault in unnamed] == [

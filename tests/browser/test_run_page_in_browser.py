@@ -1,4 +1,6 @@
-"""report.html of a run in a browser: it shows the numbers of metrics.jsonl, obeys its controls by mouse and keyboard, and hostile text stays text."""
+"""report.html of a run in a browser: it shows the numbers of metrics.jsonl, obeys its controls by mouse and keyboard,
+and hostile text stays text.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,34 @@ CHART = "figure[data-chart] .plot"
 
 def train(step: int, attempt: int = 1, **fields: Any) -> dict[str, Any]:
     loss = round(1 + 4 * math.exp(-step / 40) + 0.05 * math.sin(step), 4)
-    numbers = {"lr": 1e-3 / step, "grad_norm": 1.5 + math.sin(step), "tokens_per_second": 4000.0 + step, "data_wait": 0.01, "peak_memory": step << 20}
-    return {"kind": "train", "step": step, "tokens": 100 * step, "loss": loss, **numbers, "time": 2.0 * step, "attempt": attempt, **fields}
+    numbers = {
+        "lr": 1e-3 / step,
+        "grad_norm": 1.5 + math.sin(step),
+        "tokens_per_second": 4000.0 + step,
+        "data_wait": 0.01,
+        "peak_memory": step << 20,
+    }
+    return {
+        "kind": "train",
+        "step": step,
+        "tokens": 100 * step,
+        "loss": loss,
+        **numbers,
+        "time": 2.0 * step,
+        "attempt": attempt,
+        **fields,
+    }
 
 
 def evaluation(step: int, loss: float, attempt: int = 1) -> dict[str, Any]:
-    return {"kind": "eval", "step": step, "tokens": 100 * step, "loss": loss, "time": 2.0 * step + 0.5, "attempt": attempt}
+    return {
+        "kind": "eval",
+        "step": step,
+        "tokens": 100 * step,
+        "loss": loss,
+        "time": 2.0 * step + 0.5,
+        "attempt": attempt,
+    }
 
 
 RECORDS = [
@@ -46,14 +70,20 @@ def write_run(folder: Path, records: list[dict[str, Any]], **fields: Any) -> Pat
         "optimizer: {name: adamw, lr: 0.001}\nstage: {name: pretrain, data_format: text}\ntrain: {epochs: 1, max_steps: 120}\n"
     )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    (folder / "run.json").write_text(json.dumps({"status": "completed", "stage": "pretrain", "init_from": "scratch", "step": len(records), **fields}))
+    (folder / "run.json").write_text(
+        json.dumps({"status": "completed", "stage": "pretrain", "init_from": "scratch", "step": len(records), **fields})
+    )
     return folder
 
 
 @pytest.fixture
 def run_page(tmp_path: Path) -> Path:
-    folder = write_run(tmp_path / "run", RECORDS, data=[{"file": "rows.jsonl", "read": 40, "kept": 39, "dropped": {"empty": 1}}])
-    (folder / "samples.jsonl").write_text("".join(json.dumps({"step": step, "prompt": "It was", "answer": f"day {step}"}) + "\n" for step in range(1, 7)))
+    folder = write_run(
+        tmp_path / "run", RECORDS, data=[{"file": "rows.jsonl", "read": 40, "kept": 39, "dropped": {"empty": 1}}]
+    )
+    (folder / "samples.jsonl").write_text(
+        "".join(json.dumps({"step": step, "prompt": "It was", "answer": f"day {step}"}) + "\n" for step in range(1, 7))
+    )
     return write_run_page(folder)
 
 
@@ -80,15 +110,40 @@ def test_run_page_fits_the_screen_and_can_be_read(open_page: Any, viewport: tupl
 
 
 def test_run_page_shows_long_errors_and_reasons_inside_of_the_screen(open_page: Any, tmp_path: Path) -> None:
-    counts = {name: 12_345 for name in ("read", "kept", "split", "truncated", "tokens", "loss_tokens", "lost_loss_tokens", "longest_conversation")}
-    reasons = {f"the content of message {index} is no string and no list of parts with a text": 100 + index for index in range(6)}
-    data = [{"file": "/data/sets/" + "long-name" * 6 + ".jsonl", "schema": "conversations", **counts, "bad": reasons, "dropped": {"empty": 3}}]
+    counts = {
+        name: 12_345
+        for name in (
+            "read",
+            "kept",
+            "split",
+            "truncated",
+            "tokens",
+            "loss_tokens",
+            "lost_loss_tokens",
+            "longest_conversation",
+        )
+    }
+    reasons = {
+        f"the content of message {index} is no string and no list of parts with a text": 100 + index
+        for index in range(6)
+    }
+    data = [
+        {
+            "file": "/data/sets/" + "long-name" * 6 + ".jsonl",
+            "schema": "conversations",
+            **counts,
+            "bad": reasons,
+            "dropped": {"empty": 3},
+        }
+    ]
     error = "\n".join(f"frame {line} " + "long" * 30 for line in range(100))
     folder = write_run(tmp_path / "run", RECORDS, status="failed", error=error, data=data)
     for width in (1280, 390):
         page = open_page(write_run_page(folder), width)
         assert page_checks.overflow(page) == [] and page_checks.overprinted(page) == []
-        box = page.evaluate("() => { const box = document.querySelector('[aria-label=data]'); return [box.scrollWidth, box.clientWidth]; }")
+        box = page.evaluate(
+            "() => { const box = document.querySelector('[aria-label=data]'); return [box.scrollWidth, box.clientWidth]; }"
+        )
         assert width < 1280 or box[0] <= box[1]
         assert page.locator(".error").bounding_box()["height"] < 2500
         page.click("#error summary")
@@ -101,7 +156,9 @@ def test_run_page_draws_and_shows_the_numbers_of_metrics_jsonl(open_page: Any, r
     validation = [[record["step"], pytest.approx(record["loss"])] for record in RECORDS if record["kind"] == "eval"]
     drawn = {curve["label"]: curve["points"] for curve in points(page)}
     assert drawn["loss"] == losses and drawn["validation loss"] == validation
-    assert {curve["label"]: curve["points"] for curve in points(page, 1)} == {"lr": [[step, pytest.approx(1e-3 / step, rel=1e-6)] for step in range(1, 121)]}
+    assert {curve["label"]: curve["points"] for curve in points(page, 1)} == {
+        "lr": [[step, pytest.approx(1e-3 / step, rel=1e-6)] for step in range(1, 121)]
+    }
     chart = page.locator(CHART).nth(0)
     x = page.evaluate("(() => { const u = lmRunner.charts()[0]; return u.valToPos(57, 'x'); })()")
     chart.locator(".u-over").hover(position={"x": x, "y": 80})
@@ -123,24 +180,35 @@ def test_run_page_controls_choose_axis_smoothing_and_scale(open_page: Any, run_p
     page.locator("#smoothing").fill("0.5")
     raw, smoothed = (points(page)[index]["points"] for index in (0, 1))
     weights = [0.5**age for age in range(3)]
-    assert smoothed[2][1] == pytest.approx(sum(weight * raw[2 - age][1] for age, weight in enumerate(weights)) / sum(weights))
+    assert smoothed[2][1] == pytest.approx(
+        sum(weight * raw[2 - age][1] for age, weight in enumerate(weights)) / sum(weights)
+    )
     scale = "(() => { const {min, max} = lmRunner.charts()[0].scales.y; return [min, max]; })()"
     highest = max(y for _, y in raw)
-    assert page.evaluate(scale)[1] < highest and page.locator(".clipped").first.inner_text() == f"· up to {highest} above the plot"
+    assert (
+        page.evaluate(scale)[1] < highest
+        and page.locator(".clipped").first.inner_text() == f"· up to {highest} above the plot"
+    )
     page.locator("#whole").check()
     page.wait_for_function("(highest) => lmRunner.charts()[0].scales.y.max > highest", arg=highest)
     assert page.locator(".clipped").first.inner_text() == ""
     page.locator("#log").check()
     assert page.evaluate("lmRunner.charts().map((u) => u.scales.y.distr)") == [3, 3, 3, 1, 1, 1]
     page.reload()  # the choices stay
-    assert [page.locator("#axis").input_value(), page.locator("#smoothing").input_value(), page.locator("#log").is_checked()] == ["step", "0.5", True]
+    assert [
+        page.locator("#axis").input_value(),
+        page.locator("#smoothing").input_value(),
+        page.locator("#log").is_checked(),
+    ] == ["step", "0.5", True]
 
 
 def test_run_page_is_used_with_the_keyboard_only(open_page: Any, run_page: Path) -> None:
     page = open_page(run_page)
     stops = page_checks.keyboard_stops(page)
     controls = ["select axis", "input smoothing", "input log", "input whole"]
-    assert [stop for stop in stops if stop in controls] == controls and sum(stop.startswith("div") for stop in stops) >= 6
+    assert [stop for stop in stops if stop in controls] == controls and sum(
+        stop.startswith("div") for stop in stops
+    ) >= 6
     page.locator("#axis").focus()
     page.keyboard.type("to")
     assert page.locator("#axis").input_value() == "tokens"
@@ -161,10 +229,33 @@ def test_run_page_is_used_with_the_keyboard_only(open_page: Any, run_page: Path)
 
 
 def test_run_page_keeps_hostile_text_inert(open_page: Any, tmp_path: Path) -> None:
-    fields = {name: HOSTILE for name in ("stage", "init_from", "error", "note", "name", "started", "degraded", "host", "outcome", "status")}
-    lists = {"tags": [HOSTILE], "recovered": [HOSTILE], "inexact_because": [HOSTILE], "changed": [HOSTILE], "export": {"weights": HOSTILE, "step": HOSTILE}}
-    attempt = {"attempt": HOSTILE, "error": HOSTILE, "environment": {HOSTILE: HOSTILE}, "versions": {HOSTILE: HOSTILE}, "code": {HOSTILE: HOSTILE}}
-    data = [{"file": HOSTILE, "schema": HOSTILE, "dropped": {HOSTILE: HOSTILE}, "lost_loss_tokens": 5, "loss_tokens": HOSTILE}]
+    fields = {
+        name: HOSTILE
+        for name in ("stage", "init_from", "error", "note", "name", "started", "degraded", "host", "outcome", "status")
+    }
+    lists = {
+        "tags": [HOSTILE],
+        "recovered": [HOSTILE],
+        "inexact_because": [HOSTILE],
+        "changed": [HOSTILE],
+        "export": {"weights": HOSTILE, "step": HOSTILE},
+    }
+    attempt = {
+        "attempt": HOSTILE,
+        "error": HOSTILE,
+        "environment": {HOSTILE: HOSTILE},
+        "versions": {HOSTILE: HOSTILE},
+        "code": {HOSTILE: HOSTILE},
+    }
+    data = [
+        {
+            "file": HOSTILE,
+            "schema": HOSTILE,
+            "dropped": {HOSTILE: HOSTILE},
+            "lost_loss_tokens": 5,
+            "loss_tokens": HOSTILE,
+        }
+    ]
     records = [{**train(step), HOSTILE: float(step)} for step in range(1, 9)]
     folder = write_run(tmp_path / HOSTILE.replace("/", "∕"), records, **fields, **lists, attempts=[attempt], data=data)
     (folder / "samples.jsonl").write_text(json.dumps({"step": 1, "prompt": HOSTILE, "answer": HOSTILE}) + "\n")
@@ -181,13 +272,29 @@ def test_run_page_keeps_hostile_text_inert(open_page: Any, tmp_path: Path) -> No
     page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
     page.wait_for_timeout(50)
     assert page.evaluate("[document.images.length, document.links.length, document.scripts.length]") == [0, 0, 3]
-    assert page.evaluate("[...document.querySelectorAll('*')].flatMap((e) => [...e.attributes]).filter((a) => a.name.startsWith('on')).length") == 0
-    labels = [curve["label"] for chart in range(page.evaluate("lmRunner.charts().length")) for curve in points(page, chart)]
-    assert any(label.startswith("</script></title><script>alert(1)") for label in labels) and not any(mark in "".join(labels) for mark in "\u202e\u2066")
+    assert (
+        page.evaluate(
+            "[...document.querySelectorAll('*')].flatMap((e) => [...e.attributes]).filter((a) => a.name.startsWith('on')).length"
+        )
+        == 0
+    )
+    labels = [
+        curve["label"] for chart in range(page.evaluate("lmRunner.charts().length")) for curve in points(page, chart)
+    ]
+    assert any(label.startswith("</script></title><script>alert(1)") for label in labels) and not any(
+        mark in "".join(labels) for mark in "\u202e\u2066"
+    )
 
 
 def test_run_page_shows_gaps_resumes_and_no_value_that_is_not_finite(open_page: Any, tmp_path: Path) -> None:
-    records = [train(1), train(2, loss=None, nonfinite=["loss"]), train(3), train(4, attempt=2, time=1.0), train(5, attempt=2, loss=1e300), train(6, attempt=2)]
+    records = [
+        train(1),
+        train(2, loss=None, nonfinite=["loss"]),
+        train(3),
+        train(4, attempt=2, time=1.0),
+        train(5, attempt=2, loss=1e300),
+        train(6, attempt=2),
+    ]
     page = open_page(write_run_page(write_run(tmp_path / "run", [*records[:3], evaluation(3, 2.5), *records[3:]])))
     curve = dict(points(page)[0]["points"])
     assert [curve[step] is None for step in range(1, 7)] == [False, True, False, False, True, False]
@@ -197,12 +304,16 @@ def test_run_page_shows_gaps_resumes_and_no_value_that_is_not_finite(open_page: 
     page.wait_for_function("() => document.querySelector('.spoken').textContent.startsWith('step 2,')")
     assert legend(page)["loss"] == "not finite"
     page.locator("#axis").select_option("seconds")
-    assert [x for x, _ in points(page)[0]["points"]] == [2, 4, 6, 7.5, 16.5, 18.5]  # the second attempt begins after the last record of the first
+    # the second attempt begins after the last record of the first
+    assert [x for x, _ in points(page)[0]["points"]] == [2, 4, 6, 7.5, 16.5, 18.5]
     assert page.evaluate("lmRunner.data.attempts") == [4] and "loss in 2 records" in page.inner_text("main")
 
 
 def test_run_page_of_100_000_steps_is_small_and_quick(open_page: Any, tmp_path: Path) -> None:
-    records = [train(step, loss=9.0 if step == 77_777 else 2 + math.sin(step) / 3, grad_norm=1 + math.sin(step) / 7) for step in range(1, 100_001)]
+    records = [
+        train(step, loss=9.0 if step == 77_777 else 2 + math.sin(step) / 3, grad_norm=1 + math.sin(step) / 7)
+        for step in range(1, 100_001)
+    ]
     path = write_run_page(write_run(tmp_path / "run", records))
     assert path.stat().st_size < 1 << 20
     page = open_page(path)
@@ -276,7 +387,9 @@ def server(live_run: Path) -> Iterator[str]:
         thread.join()
 
 
-def test_run_page_that_is_served_follows_the_run(open_page: Any, server: str, live_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_page_that_is_served_follows_the_run(
+    open_page: Any, server: str, live_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("runner.reporting.page_server.PAGE_SECONDS", 0.0)
     page = open_page(server, clock=time.time())
     wait_for_step(page, 58)

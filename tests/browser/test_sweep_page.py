@@ -1,4 +1,6 @@
-"""report.html of a sweep in a browser: it draws the numbers of the jobs, obeys its controls by mouse and keyboard, and hostile text stays text."""
+"""report.html of a sweep in a browser: it draws the numbers of the jobs, obeys its controls by mouse and keyboard, and
+hostile text stays text.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,11 @@ def test_sweep_page_draws_the_records_of_every_job(open_page: Any, tmp_path: Pat
     assert len(drawn) == 21  # 11 jobs have logged, the diverged one has no validation loss
     for curve in drawn:
         lines = (tmp_path / "sweep" / jobs[curve["job"]]["name"] / "metrics.jsonl").read_text().splitlines()
-        own = [each for each in map(json.loads, lines) if each["kind"] == {"training": "train", "validation": "eval"}[curve["kind"]]]
+        own = [
+            each
+            for each in map(json.loads, lines)
+            if each["kind"] == {"training": "train", "validation": "eval"}[curve["kind"]]
+        ]
         assert curve["x"] == [each["step"] for each in own] and curve["y"] == [
             each["loss"] if each["loss"] is None else pytest.approx(each["loss"], rel=1e-5) for each in own
         ]
@@ -109,14 +115,22 @@ def test_sweep_page_is_sorted_and_read_by_keyboard(open_page: Any, tmp_path: Pat
     page.keyboard.press("Enter")
     assert header.get_attribute("aria-sort") == "ascending" and page.locator("[aria-sort]").count() == 1
     column = header.evaluate("header => header.cellIndex")
-    cells = page.evaluate("column => [...document.querySelectorAll('#leaderboard tbody')].map((table) => table.rows[0].cells[column].dataset.v)", column)
+    cells = page.evaluate(
+        "column => [...document.querySelectorAll('#leaderboard tbody')].map((table) => table.rows[0].cells[column].dataset.v)",
+        column,
+    )
     losses = [float(text) for text in cells if text]
     assert losses == sorted(losses) and len(losses) == 10
     page.keyboard.press("Enter")
-    assert header.get_attribute("aria-sort") == "descending" and ranks(page)[-1] == "–"  # rows without a value stay last
+    # rows without a value stay last
+    assert header.get_attribute("aria-sort") == "descending" and ranks(page)[-1] == "–"
     page.locator("#chart").focus()
     page.keyboard.press("End")
-    assert page.locator("#hovered").inner_text().startswith(f"{LR}=1e-4 {ACC}=1 {DECAY}=0.0: validation loss 2 at step 40, 6.4k tokens")
+    assert (
+        page.locator("#hovered")
+        .inner_text()
+        .startswith(f"{LR}=1e-4 {ACC}=1 {DECAY}=0.0: validation loss 2 at step 40, 6.4k tokens")
+    )
     page.keyboard.press("ArrowLeft")
     assert "at step 35" in page.locator("#hovered").inner_text()
 
@@ -125,7 +139,10 @@ def test_sweep_page_lets_a_row_stand_out_and_keeps_it_over_a_reload(open_page: A
     page = open_page(grid(tmp_path / "sweep"))
     page.get_by_role("button", name=f"pick {LR}=1e-3 {ACC}=1 {DECAY}=0.0 out").click()
     row = page.evaluate("lmRunner.picked()")
-    assert page.evaluate("lmRunner.data.jobs")[curves(page)[-1]["job"]]["row"] == row and page.locator(".line.picked").count() == 1
+    assert (
+        page.evaluate("lmRunner.data.jobs")[curves(page)[-1]["job"]]["row"] == row
+        and page.locator(".line.picked").count() == 1
+    )
     page.locator("#text").fill("1e-3")
     page.reload()
     assert page.evaluate("lmRunner.picked()") == row and page.locator("#shown").inner_text() == "4 of 12 jobs"
@@ -139,22 +156,50 @@ def test_sweep_page_is_zoomed_by_a_drag_that_picks_nothing(open_page: Any, tmp_p
     page.mouse.down()
     page.mouse.move(x + width - 1, y, steps=4)
     page.mouse.up()
-    scales = page.evaluate("[lmRunner.chart().scales.x.min, lmRunner.chart().scales.x.max, lmRunner.chart().scales.y.max]")
-    seen = [loss for curve in curves(page) for step, loss in zip(curve["x"], curve["y"], strict=True) if loss is not None and scales[0] <= step <= scales[1]]
-    assert scales[0] == pytest.approx(3200, rel=0.01) and scales[2] < 1.1 * max(seen) and page.evaluate("lmRunner.picked()") is None
+    scales = page.evaluate(
+        "[lmRunner.chart().scales.x.min, lmRunner.chart().scales.x.max, lmRunner.chart().scales.y.max]"
+    )
+    seen = [
+        loss
+        for curve in curves(page)
+        for step, loss in zip(curve["x"], curve["y"], strict=True)
+        if loss is not None and scales[0] <= step <= scales[1]
+    ]
+    assert (
+        scales[0] == pytest.approx(3200, rel=0.01)
+        and scales[2] < 1.1 * max(seen)
+        and page.evaluate("lmRunner.picked()") is None
+    )
     page.mouse.dblclick(x + width / 2, y)
-    assert page.evaluate("[lmRunner.chart().scales.x.min, lmRunner.chart().scales.x.max, lmRunner.picked()]") == [0, 6400, None]  # tokens
+    # tokens
+    assert page.evaluate("[lmRunner.chart().scales.x.min, lmRunner.chart().scales.x.max, lmRunner.picked()]") == [
+        0,
+        6400,
+        None,
+    ]
 
 
 def test_sweep_page_shows_effects_parallel_lines_failures_and_two_jobs(open_page: Any, tmp_path: Path) -> None:
     page = open_page(grid(tmp_path / "sweep"))
-    assert page.locator(".effect[data-key='optimizer.lr'] circle").count() == 9 and page.locator(".effect[data-key='optimizer.lr'] .cross").count() == 1
+    assert (
+        page.locator(".effect[data-key='optimizer.lr'] circle").count() == 9
+        and page.locator(".effect[data-key='optimizer.lr'] .cross").count() == 1
+    )
     assert page.locator("#parallel .line").count() == 10  # 9 completed, one diverged
-    assert "Killed" in page.locator("#failed").inner_text() and "python runner/train.py train.max_steps=40" in page.locator("#failed").inner_text()
+    assert (
+        "Killed" in page.locator("#failed").inner_text()
+        and "python runner/train.py train.max_steps=40" in page.locator("#failed").inner_text()
+    )
     assert "overfits: 2.0000 at step 10, now 2.9000" in page.locator("#leaderboard").inner_text()
     rows = page.locator("#diff tbody tr").all_inner_texts()
-    first, second = ["".join(page.locator(f"#{name} option:checked").all_inner_texts()) for name in ("first-job", "second-job")]
-    assert rows[-1].split("\t")[0] == "validation loss" and all(len(row.split("\t")) == 3 for row in rows) and first != second
+    first, second = [
+        "".join(page.locator(f"#{name} option:checked").all_inner_texts()) for name in ("first-job", "second-job")
+    ]
+    assert (
+        rows[-1].split("\t")[0] == "validation loss"
+        and all(len(row.split("\t")) == 3 for row in rows)
+        and first != second
+    )
     page.locator("#second-job").select_option(page.locator("#first-job").input_value())
     assert page.locator("#diff").inner_text() == "The same job twice."
 
@@ -165,16 +210,33 @@ def test_sweep_page_fits_the_screen_and_can_be_read(open_page: Any, viewport: tu
 
 
 def test_sweep_page_of_hostile_text_stays_text(open_page: Any, tmp_path: Path) -> None:
-    hostile = job({HOSTILE: HOSTILE, LR: "1", "b": "c"}, training(2.0), status="failed", error=HOSTILE, last_lines=[HOSTILE], name="a<b>")
+    hostile = job(
+        {HOSTILE: HOSTILE, LR: "1", "b": "c"},
+        training(2.0),
+        status="failed",
+        error=HOSTILE,
+        last_lines=[HOSTILE],
+        name="a<b>",
+    )
     other = job({HOSTILE: f"{HOSTILE}2", LR: "2", "b": "d"}, training(3.0), name="b")
-    page = open_page(write_page(write_sweep(tmp_path / "sweep", [hostile, other], overrides=(HOSTILE,), status=HOSTILE)))
-    assert page.locator("img, script:not([type]) ~ script ~ script").count() == 0 and "<script>alert(1)" in page.locator("#diff").inner_text()
+    page = open_page(
+        write_page(write_sweep(tmp_path / "sweep", [hostile, other], overrides=(HOSTILE,), status=HOSTILE))
+    )
+    assert (
+        page.locator("img, script:not([type]) ~ script ~ script").count() == 0
+        and "<script>alert(1)" in page.locator("#diff").inner_text()
+    )
 
 
 @pytest.mark.parametrize("jobs", [0, 1, 200])
-def test_sweep_page_draws_any_number_of_jobs(open_page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int) -> None:
+def test_sweep_page_draws_any_number_of_jobs(
+    open_page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int
+) -> None:
     monkeypatch.setattr(importance, "MIN_JOBS", 1000)  # it takes seconds
-    sweep = [job({LR: f"{i + 1}e-5", ACC: str(i % 4), DECAY: str(i % 3)}, training(2 + i / 100, steps=200, eval_every=10)) for i in range(jobs)]
+    sweep = [
+        job({LR: f"{i + 1}e-5", ACC: str(i % 4), DECAY: str(i % 3)}, training(2 + i / 100, steps=200, eval_every=10))
+        for i in range(jobs)
+    ]
     page = open_page(write_page(write_sweep(tmp_path / "sweep", sweep)))
     assert len(ranks(page)) == jobs and page_checks.overflow(page) == []
     if jobs:

@@ -1,7 +1,7 @@
 """Model of a disk that loses power: records a program's system calls and generates the disk states that may remain.
 
-Only what was synced is certain. Of the rest, each directory entry and each file's bytes are kept or lost independently, in any
-order; a rename is two entries. That is harsher than any journaling file system.
+Only what was synced is certain. Of the rest, each directory entry and each file's bytes are kept or lost independently,
+in any order; a rename is two entries. That is harsher than any journaling file system.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from pathlib import Path
 from common.filesystem import FileSystem
 
 Tree = dict[str, "Tree | bytes"]
-Survival = Callable[[str], str]  # "entry" or "data" -> what remains of one that was not synced: kept, lost, half, zeros or holes
+# "entry" or "data" -> what remains of one that was not synced: kept, lost, half, zeros or holes
+Survival = Callable[[str], str]
 
 
 @dataclass
 class Node:
-    """An inode: bytes of a file or entries of a folder, as requested (`data`, `entries`) and as synced (`synced`, `certain`)."""
+    """An inode: bytes of a file or entries of a folder, as requested (`data`, `entries`) and as synced (`synced`,
+    `certain`).
+    """
 
     folder: bool
     data: bytes = b""
@@ -41,7 +44,9 @@ class Node:
 
     def after_crash(self, survival: Survival) -> Tree | bytes:
         if not self.folder:
-            return self.synced if self.data == self.synced else _partly_written(self.data, self.synced, survival("data"))
+            return (
+                self.synced if self.data == self.synced else _partly_written(self.data, self.synced, survival("data"))
+            )
         entries = dict(self.certain)
         for name, node in self.pending:
             if survival("entry") == "kept":
@@ -50,7 +55,9 @@ class Node:
 
 
 class Recorder(FileSystem):
-    """Performs each call except fsync on the real disk and records it. `skips` returns True for an fsync that is left out, as a bug would."""
+    """Performs each call except fsync on the real disk and records it. `skips` returns True for an fsync that is left
+    out, as a bug would.
+    """
 
     def __init__(self, root: Path, skips: Callable[[Path, list[tuple]], bool] = lambda path, log: False) -> None:
         self.root, self.skips = root, skips
@@ -90,11 +97,15 @@ class Recorder(FileSystem):
         self._record("remove", path)
 
     def _record(self, call, *args):
-        self.log.append((call, *(arg if isinstance(arg, bytes) else Path(arg).relative_to(self.root).parts for arg in args)))
+        self.log.append(
+            (call, *(arg if isinstance(arg, bytes) else Path(arg).relative_to(self.root).parts for arg in args))
+        )
 
 
 def disk_states(log: list[tuple], survivals: dict[str, Callable[[int], Survival]]) -> Iterator[tuple[int, str, Tree]]:
-    """Yield, for a power cut after each call of `log` and for each survival: (calls done, name of the survival, content of the disk)."""
+    """Yield, for a power cut after each call of `log` and for each survival: (calls done, name of the survival, content
+    of the disk).
+    """
     root = Node(folder=True)
     for done in range(len(log) + 1):
         if done:
@@ -114,7 +125,9 @@ def survival_cases(num_random: int) -> dict[str, Callable[[int], Survival]]:
     def random_case(seed: int) -> Callable[[int], Survival]:
         def survival(done: int) -> Survival:
             rng = random.Random(f"{seed} {done}")
-            return lambda kind: rng.choice(("kept", "lost") if kind == "entry" else ("kept", "lost", "half", "zeros", "holes"))
+            return lambda kind: rng.choice(
+                ("kept", "lost") if kind == "entry" else ("kept", "lost", "half", "zeros", "holes")
+            )
 
         return survival
 
@@ -125,7 +138,9 @@ def survival_cases(num_random: int) -> dict[str, Callable[[int], Survival]]:
         "names and zeros": ("kept", "zeros"),
         "data only": ("lost", "kept"),
     }
-    return {name: always(*pair) for name, pair in extremes.items()} | {f"drawn {seed}": random_case(seed) for seed in range(num_random)}
+    return {name: always(*pair) for name, pair in extremes.items()} | {
+        f"drawn {seed}": random_case(seed) for seed in range(num_random)
+    }
 
 
 def write_tree(tree: Tree, folder: Path) -> None:

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 from runner.checkpoint import atomic_dir
-from runner.checkpoint.async_writer import AsyncWriter
+from runner.checkpoint.saving import AsyncWriter
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,7 +22,10 @@ def test_async_writer_runs_one_job_at_a_time_in_the_background() -> None:
     writer.submit("second", lambda: order.append(2))  # waits for the first job
     assert order[0] == 1
     results = writer.wait()
-    assert order == [1, 2] and [(result.name, result.error) for result in results] == [("first", None), ("second", None)]
+    assert order == [1, 2] and [(result.name, result.error) for result in results] == [
+        ("first", None),
+        ("second", None),
+    ]
     assert results[0].seconds > 0.1 and writer.poll() == []
 
 
@@ -39,7 +42,7 @@ def test_async_writer_returns_the_error_of_a_job() -> None:
 EXITING_PROGRAM = """
 import sys, time
 from pathlib import Path
-from runner.checkpoint.async_writer import AsyncWriter
+from runner.checkpoint.saving import AsyncWriter
 from runner.checkpoint.atomic_dir import write_atomic_dir
 
 def slow_content():
@@ -52,7 +55,14 @@ sys.exit(3)
 
 
 def test_process_exit_waits_for_the_last_save(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", EXITING_PROGRAM, str(tmp_path)], check=False, capture_output=True, text=True, timeout=500, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", EXITING_PROGRAM, str(tmp_path)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        cwd=ROOT,
+    )
     assert (done.returncode, done.stderr) == (3, "")
     newest, _ = atomic_dir.newest_valid(tmp_path)
     assert newest is not None and newest.name == "step-00000001"

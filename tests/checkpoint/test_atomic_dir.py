@@ -1,4 +1,6 @@
-"""Atomic folders read back: every changed bit is detected, the newest valid folder is found, and enough valid ones are kept."""
+"""Atomic folders read back: every changed bit is detected, the newest valid folder is found, and enough valid ones are
+kept.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,18 @@ import pytest
 from common import filesystem
 from runner.checkpoint import atomic_dir
 
-FILES = {"model.safetensors": random.Random(1).randbytes(9_000), "optimizer.safetensors": random.Random(2).randbytes(18_000), "state.json": b'{"step": 1}' * 90}
+FILES = {
+    "model.safetensors": random.Random(1).randbytes(9_000),
+    "optimizer.safetensors": random.Random(2).randbytes(18_000),
+    "state.json": b'{"step": 1}' * 90,
+}
 NAMES = [*FILES, atomic_dir.MANIFEST_FILE]
 
 
 def save(folder: Path, step: int) -> Path:
-    atomic_dir.write_atomic_dir(folder, f"step-{step:08d}", {name: bytes([step]) + data for name, data in FILES.items()}, {"step": step})
+    atomic_dir.write_atomic_dir(
+        folder, f"step-{step:08d}", {name: bytes([step]) + data for name, data in FILES.items()}, {"step": step}
+    )
     return folder / f"step-{step:08d}"
 
 
@@ -44,7 +52,13 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_write_atomic_dir_stores_files_and_a_manifest_of_checksums(tmp_path: Path) -> None:
-    contents = {"a": b"bytes", "b": bytearray(b"array"), "c": memoryview(b"view"), "d": lambda: b"called late", "e": b""}
+    contents = {
+        "a": b"bytes",
+        "b": bytearray(b"array"),
+        "c": memoryview(b"view"),
+        "d": lambda: b"called late",
+        "e": b"",
+    }
     atomic_dir.write_atomic_dir(tmp_path / "parent", "step-00000007", contents, {"step": 7, "note": "ü"})
     folder = tmp_path / "parent" / "step-00000007"
     stored = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != atomic_dir.MANIFEST_FILE}
@@ -82,7 +96,14 @@ def test_newest_valid_is_none_without_step_folders(tmp_path: Path) -> None:
 
 
 def test_newest_valid_ignores_other_names(two: tuple[Path, Path], tmp_path: Path) -> None:
-    for name in ("step-3", "step-00000009.bak", "step-00000009\n", "step-٠٠٠٠٠٠٠٩", ".tmp-step-00000009-1-aa", "Step-00000009"):
+    for name in (
+        "step-3",
+        "step-00000009.bak",
+        "step-00000009\n",
+        "step-٠٠٠٠٠٠٠٩",
+        ".tmp-step-00000009-1-aa",
+        "Step-00000009",
+    ):
         shutil.copytree(two[1], tmp_path / name)
     assert atomic_dir.newest_valid(tmp_path) == (two[1], [])
 
@@ -161,14 +182,18 @@ DAMAGES = [
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_newest_valid_skips_a_damaged_folder_and_names_the_file(damage: Callable[[Path, Path], None], name: str, two: tuple[Path, Path]) -> None:
+def test_newest_valid_skips_a_damaged_folder_and_names_the_file(
+    damage: Callable[[Path, Path], None], name: str, two: tuple[Path, Path]
+) -> None:
     older, newer = two
     damage(newer / name, older)
     newest, skipped = atomic_dir.newest_valid(older.parent)
     assert newest == older and [step for step, _ in skipped] == [newer.name]
     assert any(file in skipped[0][1] for file in NAMES), f"the reason names no file: {skipped[0][1]}"
     if (damage, name) == (copy_from_older, atomic_dir.MANIFEST_FILE):  # an intact manifest, of other files
-        assert skipped == [(newer.name, f"MANIFEST.json: it is that of {older.name!r}: the folder was renamed, or the file copied")]
+        assert skipped == [
+            (newer.name, f"MANIFEST.json: it is that of {older.name!r}: the folder was renamed, or the file copied")
+        ]
 
 
 def test_verify_dir_detects_each_of_100_flipped_bits(two: tuple[Path, Path]) -> None:
@@ -195,7 +220,11 @@ def test_verify_dir_detects_a_change_of_any_manifest_byte(two: tuple[Path, Path]
 def test_verify_dir_ignores_a_foreign_file(two: tuple[Path, Path]) -> None:
     for name in (".DS_Store", ".nfs0001", "extra"):
         (two[1] / name).write_bytes(b"")
-    assert atomic_dir.verify_dir(two[1]) is None and atomic_dir.foreign_names(two[1]) == [".DS_Store", ".nfs0001", "extra"]
+    assert atomic_dir.verify_dir(two[1]) is None and atomic_dir.foreign_names(two[1]) == [
+        ".DS_Store",
+        ".nfs0001",
+        "extra",
+    ]
 
 
 @pytest.mark.parametrize("change", [lambda text: text[:-1], lambda text: b"", lambda text: text[:-2] + b"x\n"])
@@ -214,7 +243,14 @@ def test_newest_valid_does_not_follow_a_linked_folder(two: tuple[Path, Path], tm
 
 @pytest.mark.parametrize(
     "files",
-    [{"../../x": {"size": 1, "sha256": "0"}}, {"a/b": {"size": 1, "sha256": "0"}}, {".hidden": {"size": 1, "sha256": "0"}}, [], {"a": 5}, {"a": {"size": "x"}}],
+    [
+        {"../../x": {"size": 1, "sha256": "0"}},
+        {"a/b": {"size": 1, "sha256": "0"}},
+        {".hidden": {"size": 1, "sha256": "0"}},
+        [],
+        {"a": 5},
+        {"a": {"size": "x"}},
+    ],
 )
 def test_verify_dir_refuses_a_hostile_manifest_with_a_correct_checksum(files: object, two: tuple[Path, Path]) -> None:
     def dump(body: dict) -> bytes:
@@ -225,7 +261,9 @@ def test_verify_dir_refuses_a_hostile_manifest_with_a_correct_checksum(files: ob
     assert str(atomic_dir.verify_dir(two[1])).startswith(atomic_dir.MANIFEST_FILE)
 
 
-@pytest.mark.parametrize("raw", [b"[" * 100_000, b"1" * 100_000, b'{"sha256": NaN}', b"\xff\xfe", b"[]", b"null", b'"sha256"'], ids=range(7))
+@pytest.mark.parametrize(
+    "raw", [b"[" * 100_000, b"1" * 100_000, b'{"sha256": NaN}', b"\xff\xfe", b"[]", b"null", b'"sha256"'], ids=range(7)
+)
 def test_verify_dir_refuses_a_file_that_is_no_manifest(raw: bytes, two: tuple[Path, Path]) -> None:
     (two[1] / atomic_dir.MANIFEST_FILE).write_bytes(raw)
     assert atomic_dir.verify_dir(two[1]) == f"{atomic_dir.MANIFEST_FILE}: not a manifest"
@@ -242,7 +280,9 @@ def test_verify_dir_does_not_read_a_manifest_of_a_gigabyte(two: tuple[Path, Path
 def test_prune_dirs_keeps_the_newest_and_the_protected(tmp_path: Path) -> None:
     save_steps(tmp_path, 6)
     assert atomic_dir.prune_dirs(tmp_path, 2, {"step-00000002"}) == ["step-00000004", "step-00000003", "step-00000001"]
-    assert saved_steps(tmp_path) == [2, 5, 6] and all(atomic_dir.verify_dir(path) is None for path in tmp_path.iterdir())
+    assert saved_steps(tmp_path) == [2, 5, 6] and all(
+        atomic_dir.verify_dir(path) is None for path in tmp_path.iterdir()
+    )
 
 
 @pytest.mark.parametrize("keep", [-1, 0, 1, 2])
@@ -283,7 +323,9 @@ def test_prune_dirs_deletes_the_oldest_first(tmp_path: Path, monkeypatch: pytest
     assert saved_steps(tmp_path) == [2, 3, 4, 5]
 
 
-def test_prune_dirs_reads_folders_of_other_processes_once_and_its_own_never(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prune_dirs_reads_folders_of_other_processes_once_and_its_own_never(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     verified, verify = [], atomic_dir.verify_dir
     monkeypatch.setattr(atomic_dir, "verify_dir", lambda folder: verified.append(folder.name) or verify(folder))
     for step in range(1, 6):
@@ -303,8 +345,14 @@ def test_remove_temp_removes_temporary_files_only(two: tuple[Path, Path], tmp_pa
     (tmp_path / ".del-step-00000000-1-aa").mkdir()
     (tmp_path / ".tmp-latest-1-aa").write_bytes(b"")
     atomic_dir.write_pointer(tmp_path, "latest", two[1].name)
-    assert atomic_dir.remove_temp(tmp_path) == [".del-step-00000000-1-aa", ".tmp-latest-1-aa", ".tmp-step-00000003-1-aa"]
-    assert sorted(os.listdir(tmp_path)) == ["latest", two[0].name, two[1].name] and atomic_dir.verify_dir(two[0]) is None
+    assert atomic_dir.remove_temp(tmp_path) == [
+        ".del-step-00000000-1-aa",
+        ".tmp-latest-1-aa",
+        ".tmp-step-00000003-1-aa",
+    ]
+    assert (
+        sorted(os.listdir(tmp_path)) == ["latest", two[0].name, two[1].name] and atomic_dir.verify_dir(two[0]) is None
+    )
 
 
 def test_newest_valid_does_not_trust_pointers(two: tuple[Path, Path], tmp_path: Path) -> None:

@@ -48,7 +48,9 @@ def temp_files(folder: Path) -> list[str]:
 
 
 class FaultyCall(FileSystem):
-    """Records the names of all calls and runs `fault(name)` at call number `index`. By then a write is half done and a close is done."""
+    """Records the names of all calls and runs `fault(name)` at call number `index`. By then a write is half done and a
+    close is done.
+    """
 
     def __init__(self, index: int, fault: Callable[[str], None] | None = None) -> None:
         self.index, self.fault, self.calls = index, fault, []
@@ -90,7 +92,9 @@ def raise_os_error(number: int) -> Callable[[str], None]:
 
 
 def save_remaining(folder: Path, committed: int) -> None:
-    """Continue from the newest valid folder to the last save; write one byte to the file descriptor `committed` after each commit."""
+    """Continue from the newest valid folder to the last save; write one byte to the file descriptor `committed` after
+    each commit.
+    """
     folder.mkdir(exist_ok=True)
     atomic_dir.remove_temp(folder)
     newest, _ = atomic_dir.newest_valid(folder)
@@ -106,16 +110,22 @@ def kill_at_call(index: int, folder: Path, committed: int) -> int:
     if child:
         return os.waitpid(child, 0)[1]
     try:
-        filesystem.fs, filesystem.CHUNK_BYTES = FaultyCall(index, lambda name: os.kill(os.getpid(), signal.SIGKILL)), 8_000
+        filesystem.fs, filesystem.CHUNK_BYTES = (
+            FaultyCall(index, lambda name: os.kill(os.getpid(), signal.SIGKILL)),
+            8_000,
+        )
         save_remaining(folder, committed)
         os._exit(0)
     finally:
         os._exit(99)
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # the child makes a few system calls, then dies
+# the child makes a few system calls, then dies
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 5], ids=["every call", "every fifth call"])
-def test_kill_at_any_call_loses_no_committed_folder(stride: int, memory_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_at_any_call_loses_no_committed_folder(
+    stride: int, memory_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(filesystem, "CHUNK_BYTES", 8_000)
     devnull = os.open(os.devnull, os.O_WRONLY)
     calls = record_calls(lambda: save_remaining(memory_dir / "reference", devnull), monkeypatch)
@@ -126,10 +136,14 @@ def test_kill_at_any_call_loses_no_committed_folder(stride: int, memory_dir: Pat
         committed = os.open(memory_dir / f"committed{index}", os.O_WRONLY | os.O_CREAT)
         status = kill_at_call(index, folder, committed)
         os.close(committed)
-        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f"{where}: the child ended with {status}"
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (
+            f"{where}: the child ended with {status}"
+        )
         newest, skipped = atomic_dir.newest_valid(folder)
         assert not skipped, f"{where}: {skipped}"
-        assert (int(newest.name[5:]) if newest else 0) >= max((memory_dir / f"committed{index}").read_bytes(), default=0), where
+        assert (int(newest.name[5:]) if newest else 0) >= max(
+            (memory_dir / f"committed{index}").read_bytes(), default=0
+        ), where
         assert all(files == contents(step) for step, files in read_valid(folder).items()), where
         save_remaining(folder, devnull)
         after_save(folder, SAVES)
@@ -141,7 +155,9 @@ def test_kill_at_any_call_loses_no_committed_folder(stride: int, memory_dir: Pat
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EDQUOT], ids=errno.errorcode.get)
-def test_error_at_any_call_of_a_save_keeps_the_previous_folder(number: int, memory_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_at_any_call_of_a_save_keeps_the_previous_folder(
+    number: int, memory_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(memory_dir, 1)
     calls = record_calls(lambda: save(memory_dir, 2), monkeypatch)
     atomic_dir.discard_dir(memory_dir / "step-00000002")
@@ -195,7 +211,9 @@ def test_newest_valid_skips_a_folder_that_cannot_be_read(memory_dir: Path, monke
 # --- full and read-only disks ---------------------------------------------------------------------------------------
 
 
-def test_save_without_enough_free_space_is_refused_before_writing(memory_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_without_enough_free_space_is_refused_before_writing(
+    memory_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorder = FaultyCall(-1)
     monkeypatch.setattr(recorder, "free", lambda folder: 1_000_000, raising=False)
     monkeypatch.setattr(filesystem, "fs", recorder)
@@ -209,7 +227,13 @@ def test_save_without_enough_free_space_is_refused_before_writing(memory_dir: Pa
 def run_program(program: str, *args: object) -> dict:
     """Run `program` in its own process, which may limit itself; return the JSON object that it prints last."""
     prelude = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]\nfrom test_atomic_dir_faults import *\n"
-    done = subprocess.run([sys.executable, "-c", prelude + program, *map(str, args)], check=False, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        [sys.executable, "-c", prelude + program, *map(str, args)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -220,7 +244,11 @@ def print_big_save(folder: Path) -> None:
         atomic_dir.write_atomic_dir(folder, "step-00000009", {"model": bytes(3_000_000)}, {})
     except atomic_dir.SaveError as error:
         newest, skipped = atomic_dir.newest_valid(folder)
-        print(json.dumps({"errno": error.errno, "newest": newest and newest.name, "skipped": skipped, "temp": temp_files(folder)}))
+        print(
+            json.dumps(
+                {"errno": error.errno, "newest": newest and newest.name, "skipped": skipped, "temp": temp_files(folder)}
+            )
+        )
 
 
 def test_save_beyond_the_file_size_limit_keeps_the_previous_folder(memory_dir: Path) -> None:
@@ -238,9 +266,14 @@ if libc.unshare(0x20000) or libc.mount(None, b"/", None, 0x44000, None) or libc.
     sys.exit()
 save(Path(sys.argv[1]), 1)
 """
-WRONG_FREE_SPACE = "FileSystem.free = staticmethod(lambda folder: 1 << 40)\n"  # the disk fills up between the check and the write
+# the disk fills up between the check and the write
+WRONG_FREE_SPACE = "FileSystem.free = staticmethod(lambda folder: 1 << 40)\n"
 READ_ONLY = "libc.mount(None, sys.argv[1].encode(), None, 0x21, None)\n"
-DISKS = {"full": ("", errno.ENOSPC), "full after the check": (WRONG_FREE_SPACE, errno.ENOSPC), "read-only": (WRONG_FREE_SPACE + READ_ONLY, errno.EROFS)}
+DISKS = {
+    "full": ("", errno.ENOSPC),
+    "full after the check": (WRONG_FREE_SPACE, errno.ENOSPC),
+    "read-only": (WRONG_FREE_SPACE + READ_ONLY, errno.EROFS),
+}
 
 
 @pytest.mark.parametrize("setup, number", DISKS.values(), ids=DISKS)

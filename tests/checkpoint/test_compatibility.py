@@ -59,7 +59,8 @@ def test_rules_of_all_settings_are_as_documented() -> None:
     settings = defaultdict(lambda: defaultdict(set))
     for key, rule in run_rules(config).items():
         section, _, name = key.rpartition(".")
-        if section or (name and not hasattr(getattr(config, name, None), "__dataclass_fields__")):  # train.supervise is no section, supervise is one
+        # train.supervise is no section, supervise is one
+        if section or (name and not hasattr(getattr(config, name, None), "__dataclass_fields__")):
             settings[rule][section].add(name)
     assert settings["ignored"] == IGNORED_SETTINGS
     assert settings["changes_training"] == TRAINING_SETTINGS
@@ -76,7 +77,12 @@ def test_rule_of_a_setting_that_another_class_has_is_that_of_its_section() -> No
 def test_diff_facts_lists_differences_by_rule() -> None:
     saved, current = {"a": 1, "b": 2, "c": 3, "same": 0}, {"a": 2, "b": 3, "d": 4, "same": 0}
     differences = diff_facts(saved, current, {"a": "ignored", "b": "changes_training", "c": "changes_rounding"})
-    assert differences == {"ignored": ["a: 1 -> 2"], "changes_training": ["b: 2 -> 3"], "changes_rounding": ["c: 3 -> None"], "incompatible": ["d: None -> 4"]}
+    assert differences == {
+        "ignored": ["a: 1 -> 2"],
+        "changes_training": ["b: 2 -> 3"],
+        "changes_rounding": ["c: 3 -> None"],
+        "incompatible": ["d: None -> 4"],
+    }
 
 
 CHANGES = {
@@ -97,7 +103,10 @@ def test_resume_refuses_changed_data_at_the_same_path(make_run) -> None:
     state = interrupted_run(make_run, "pretrain", rows=36)
     path = Path(state.cfg.data.path)
     path.write_text(path.read_text().replace("goats", "sheep"))
-    with pytest.raises(UserError, match=r"data_fingerprint: \w+ -> \w+ \(the rows differ, or how they are encoded; the tokenizer is the same\)"):
+    with pytest.raises(
+        UserError,
+        match=r"data_fingerprint: \w+ -> \w+ \(the rows differ, or how they are encoded; the tokenizer is the same\)",
+    ):
         train(make_run("pretrain", "train.max_steps=6", rows=30))
 
 
@@ -111,7 +120,7 @@ def test_resume_with_another_tokenizer_names_it() -> None:
 @pytest.mark.parametrize("stage", ["lora", "dpo", pytest.param("dpo_lora", marks=pytest.mark.slow)])
 def test_resume_refuses_other_frozen_weights(make_run, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted_run(make_run, stage)
-    monkeypatch.setattr("runner.engine.setup.model.seed_all", lambda seed: torch.manual_seed(seed + 1))
+    monkeypatch.setattr("runner.engine.build.seed_all", lambda seed: torch.manual_seed(seed + 1))
     with pytest.raises(UserError, match="frozen_weights"):
         train(make_run(stage, "train.max_steps=6"))
 
@@ -128,8 +137,13 @@ def test_resume_with_another_lr_uses_it_and_records_the_change(make_run, logged)
 def test_resume_with_another_micro_batch_size_is_recorded_as_inexact(make_run) -> None:
     interrupted_run(make_run, "pretrain")
     metadata = {}
-    train(make_run("pretrain", "train.max_steps=6", "train.batch_size=2", "train.accumulation_steps=2", metadata=metadata))
-    assert metadata["exact"] is False and metadata["inexact_because"] == ["train.accumulation_steps: 1 -> 2", "train.batch_size: 4 -> 2"]
+    train(
+        make_run("pretrain", "train.max_steps=6", "train.batch_size=2", "train.accumulation_steps=2", metadata=metadata)
+    )
+    assert metadata["exact"] is False and metadata["inexact_because"] == [
+        "train.accumulation_steps: 1 -> 2",
+        "train.batch_size: 4 -> 2",
+    ]
 
 
 def test_resume_with_activation_checkpointing_ends_in_the_same_weights(make_run, tmp_path: Path) -> None:
@@ -139,14 +153,18 @@ def test_resume_with_activation_checkpointing_ends_in_the_same_weights(make_run,
     state = make_run("pretrain", "train.max_steps=6", "train.activation_checkpointing=selective", metadata=metadata)
     train(state)
     assert metadata["inexact_because"] == ["train.activation_checkpointing: none -> selective"]
-    expected, weights = (safetensors.torch.load_file(folder / "model" / "model.safetensors") for folder in (tmp_path / "uninterrupted", state.run_dir))
+    expected, weights = (
+        safetensors.torch.load_file(folder / "model" / "model.safetensors")
+        for folder in (tmp_path / "uninterrupted", state.run_dir)
+    )
     assert all(torch.equal(expected[name], weight) for name, weight in weights.items())
 
 
 def test_resume_does_not_need_the_folder_of_the_initial_weights(make_run, tmp_path: Path) -> None:
     first = make_run("pretrain", "train.max_steps=1", folder="first")
     train(first)
-    start = [f"init_from={first.run_dir}", f"data.tokenizer={first.tokenizer.folder}"]  # a command takes the copy in the run directory
+    # a command takes the copy in the run directory
+    start = [f"init_from={first.run_dir}", f"data.tokenizer={first.tokenizer.folder}"]
     interrupted_run(make_run, "sft", *start, folder="second")
     first.run_dir.rename(tmp_path / "moved")
     train(make_run("sft", "train.max_steps=6", *start, folder="second"))

@@ -1,4 +1,6 @@
-"""Runs on a full, broken or read-only disk, and with numbers that are not finite: training continues, or ends with the reason."""
+"""Runs on a full, broken or read-only disk, and with numbers that are not finite: training continues, or ends with the
+reason.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,17 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
-from trainee import STEPS, last_logged_step, make_config, memory_dir, read_output, read_run_json, saved_steps, temp_files, train
+from trainee import (
+    STEPS,
+    last_logged_step,
+    make_config,
+    memory_dir,
+    read_output,
+    read_run_json,
+    saved_steps,
+    temp_files,
+    train,
+)
 
 from common import filesystem
 from common.filesystem import FileSystem
@@ -50,7 +62,11 @@ def record_degraded(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "call, number", [pytest.param("write", errno.ENOSPC, id="full disk"), pytest.param("fsync", errno.EIO, id="broken disk", marks=pytest.mark.slow)]
+    "call, number",
+    [
+        pytest.param("write", errno.ENOSPC, id="full disk"),
+        pytest.param("fsync", errno.EIO, id="broken disk", marks=pytest.mark.slow),
+    ],
 )
 def test_failed_saves_are_reported_and_training_continues(call: str, number: int, tmp_path: Path) -> None:
     def break_disk() -> None:
@@ -58,19 +74,27 @@ def test_failed_saves_are_reported_and_training_continues(call: str, number: int
         record_degraded(folder / "degraded")
 
     with memory_dir(tmp_path) as folder:
-        config, run_dir = make_config(folder, f"train.keep_checkpoints={STEPS}", "train.max_failed_saves=3"), folder / "run"
+        config, run_dir = (
+            make_config(folder, f"train.keep_checkpoints={STEPS}", "train.max_failed_saves=3"),
+            folder / "run",
+        )
         assert train(config, folder / "uninterrupted") == 0
         assert train(config, run_dir, break_disk) == 0
         deleted = [1] if number == errno.ENOSPC else []  # the oldest makes space; step 2 is the newest valid one
         assert saved_steps(run_dir) == [step for step in range(1, STEPS + 1) if step not in (3, 4, *deleted)]
         assert diff_run_dirs(folder / "uninterrupted", run_dir) == [] and not temp_files(run_dir)
-        warnings = [line for line in (run_dir / "train.log").read_text().splitlines() if line.startswith("warning: step-")]
+        warnings = [
+            line for line in (run_dir / "train.log").read_text().splitlines() if line.startswith("warning: step-")
+        ]
         assert [line.split()[1] for line in warnings] == ["step-00000003", "step-00000004"]
         for line in warnings:
-            assert os.strerror(number) in line and re.search(r"it needs [1-9][\d,]+ bytes, [1-9][\d,]+ bytes are free in .*checkpoints", line), line
+            assert os.strerror(number) in line and re.search(
+                r"it needs [1-9][\d,]+ bytes, [1-9][\d,]+ bytes are free in .*checkpoints", line
+            ), line
         degraded = [json.loads(line) for line in (folder / "degraded").read_text().splitlines()]
         indices = [index for index, reason in enumerate(degraded) if reason]
-        assert indices == list(range(indices[0], indices[-1] + 1)) and degraded[-1] is None, degraded  # from the first failed save to the next good one
+        # from the first failed save to the next good one
+        assert indices == list(range(indices[0], indices[-1] + 1)) and degraded[-1] is None, degraded
         assert "step-00000003" in degraded[indices[0]]
         assert (read_run_json(run_dir)["status"], read_run_json(run_dir)["degraded"]) == ("completed", None)
 
@@ -86,7 +110,11 @@ def test_run_ends_on_a_full_disk_and_resumes_from_the_last_save(tmp_path: Path) 
         assert train(config, run_dir, fill_disk) == 1
         assert saved_steps(run_dir)[-1] == 5 and not temp_files(run_dir)
         fields = read_run_json(run_dir)
-        assert fields["status"] == "failed" and "3 consecutive saves failed" in fields["error"] and "bytes are free" in fields["degraded"]
+        assert (
+            fields["status"] == "failed"
+            and "3 consecutive saves failed" in fields["error"]
+            and "bytes are free" in fields["degraded"]
+        )
         assert "Traceback" not in read_output(run_dir)
         assert train(config, run_dir) == 0
         assert diff_run_dirs(folder / "uninterrupted", run_dir) == [] and read_run_json(run_dir)["degraded"] is None
@@ -160,16 +188,24 @@ def test_run_loses_nothing_while_the_disk_is_full_for_some_steps(tmp_path: Path)
         def step(state, *args):
             result = step_with_retries(state, *args)
             if state.progress.step == 5:
-                state.checkpoints.wait_for_save()  # a save that ends later deletes an old checkpoint: the disk has space again
+                # a save that ends later deletes an old checkpoint: the disk has space again
+                state.checkpoints.wait_for_save()
                 fill_completely(folder / "small" / "filler")
             if state.progress.step == 9:
-                (folder / "while full").write_text(json.dumps([saved_steps(state.run_dir), temp_files(state.run_dir), last_logged_step(state.run_dir)]))
+                (folder / "while full").write_text(
+                    json.dumps([saved_steps(state.run_dir), temp_files(state.run_dir), last_logged_step(state.run_dir)])
+                )
                 (folder / "small" / "filler").unlink()
             return result
 
         def close_and_report(metadata) -> None:  # the disk disappears with this process
             run_dir = metadata.folder
-            result = [saved_steps(run_dir), temp_files(run_dir), diff_run_dirs(folder / "uninterrupted", run_dir), metadata.fields]
+            result = [
+                saved_steps(run_dir),
+                temp_files(run_dir),
+                diff_run_dirs(folder / "uninterrupted", run_dir),
+                metadata.fields,
+            ]
             (folder / "at the end").write_text(json.dumps(result))
             close(metadata)
 
@@ -234,20 +270,33 @@ def make_loss_nan(*steps: int) -> None:
 def saved_numbers_are_finite(run_dir: Path) -> bool:
     """Return whether all tensors of all checkpoints are finite, and no state.json contains NaN or Infinity."""
     checkpoints = list((run_dir / "checkpoints").glob("step-*"))
-    tensors = [tensor for folder in checkpoints for path in folder.glob("*.safetensors") for tensor in safetensors.torch.load_file(path).values()]
+    tensors = [
+        tensor
+        for folder in checkpoints
+        for path in folder.glob("*.safetensors")
+        for tensor in safetensors.torch.load_file(path).values()
+    ]
     texts = [(folder / "state.json").read_text() for folder in checkpoints]
-    return bool(tensors) and all(bool(tensor.isfinite().all()) for tensor in tensors) and not any("NaN" in text or "Infinity" in text for text in texts)
+    return (
+        bool(tensors)
+        and all(bool(tensor.isfinite().all()) for tensor in tensors)
+        and not any("NaN" in text or "Infinity" in text for text in texts)
+    )
 
 
 @pytest.mark.parametrize("precision", [pytest.param(name, marks=pytest.mark.slow) for name in ("fp32", "bf16")])
 def test_checkpoints_contain_no_nan_after_steps_with_nan_loss(precision: str, tmp_path: Path) -> None:
     with memory_dir(tmp_path) as folder:
-        config = make_config(folder, f"train.keep_checkpoints={STEPS}", f"precision={precision}", "train.max_nonfinite_steps=3")
+        config = make_config(
+            folder, f"train.keep_checkpoints={STEPS}", f"precision={precision}", "train.max_nonfinite_steps=3"
+        )
         assert train(config, folder / "run", lambda: make_loss_nan(2, 7, 8)) == 0
         assert len(saved_steps(folder / "run")) == STEPS and saved_numbers_are_finite(folder / "run")
         assert train(config, folder / "diverged", lambda: make_loss_nan(4, 5, 6)) == 1
         fields = read_run_json(folder / "diverged")
-        assert (fields["status"], fields["outcome"]) == ("failed", "diverged") and saved_numbers_are_finite(folder / "diverged")
+        assert (fields["status"], fields["outcome"]) == ("failed", "diverged") and saved_numbers_are_finite(
+            folder / "diverged"
+        )
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:

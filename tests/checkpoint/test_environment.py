@@ -1,4 +1,6 @@
-"""What a resume compares besides settings and data: every fact that may change a bit is named when it alone has changed."""
+"""What a resume compares besides settings and data: every fact that may change a bit is named when it alone has
+changed.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,19 @@ import torch
 
 from common.errors import Interrupted
 from common.paths import REPO_ROOT
-from runner.checkpoint import environment
-from runner.checkpoint.compatibility import UNRECORDED_CODE, diff_facts, environment_facts, recorded_environment, run_rules, settings_fingerprint
-from runner.checkpoint.environment import code_fingerprint, describe_environment, numeric_variables, rank_differences
+from runner.checkpoint import compatibility
+from runner.checkpoint.compatibility import (
+    UNRECORDED_CODE,
+    code_fingerprint,
+    describe_environment,
+    diff_facts,
+    environment_facts,
+    numeric_variables,
+    rank_differences,
+    recorded_environment,
+    run_rules,
+    settings_fingerprint,
+)
 from runner.config.compose import compose_config
 from runner.engine.device.kernels import describe_kernels
 from runner.engine.loop import train
@@ -31,7 +43,7 @@ def reasons(saved: dict, current: dict) -> list[str]:
     [
         ("threads", lambda patch: patch.setattr(torch, "get_num_threads", lambda: 31)),
         ("cpu", lambda patch: patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")),
-        ("cpu_model", lambda patch: patch.setattr(environment, "cpu_model", lambda: "another 01234567")),
+        ("cpu_model", lambda patch: patch.setattr(compatibility, "cpu_model", lambda: "another 01234567")),
         ("torch", lambda patch: patch.setattr(torch, "__version__", "9.0")),
         ("torch_build", lambda patch: patch.setattr(torch.__config__, "show", lambda: "BLAS_INFO=open")),
         ("numpy", lambda patch: patch.setattr("numpy.__version__", "9.0")),
@@ -47,7 +59,9 @@ def test_environment_names_the_one_fact_that_changed(monkeypatch: pytest.MonkeyP
     assert reasons(before, environment_facts(describe_environment(CPU, 1))) == []
     change(monkeypatch)
     after = environment_facts(describe_environment(CPU, 1))
-    assert reasons(before, after) == [f"environment.{name}: {before.get(f'environment.{name}')} -> {after[f'environment.{name}']}"]
+    assert reasons(before, after) == [
+        f"environment.{name}: {before.get(f'environment.{name}')} -> {after[f'environment.{name}']}"
+    ]
 
 
 def test_environment_has_the_number_of_ranks_also_of_one() -> None:
@@ -60,27 +74,45 @@ def test_environment_of_a_gpu_names_device_and_libraries(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91000)
     facts = describe_environment(torch.device("cuda"), 1)
-    assert [facts[name] for name in ("device", "cuda", "cudnn", "cudnn_benchmark")] == ["NVIDIA A100", "12.8", 91000, False]
+    assert [facts[name] for name in ("device", "cuda", "cudnn", "cudnn_benchmark")] == [
+        "NVIDIA A100",
+        "12.8",
+        91000,
+        False,
+    ]
 
 
 def test_kernels_are_facts_of_a_run(make_run) -> None:
-    environment = recorded_environment(make_run("pretrain").compatibility)
-    assert [environment[name] for name in ("compiled", "logits_per_chunk", "saved_attention_probs", "ranks")] == ["off", 1 << 22, 1 << 24, 1]
-    assert "compiler" not in environment and "compiler" in describe_kernels(CPU, "default", has_experts=False)
+    compatibility = recorded_environment(make_run("pretrain").compatibility)
+    assert [compatibility[name] for name in ("compiled", "logits_per_chunk", "saved_attention_probs", "ranks")] == [
+        "off",
+        1 << 22,
+        1 << 24,
+        1,
+    ]
+    assert "compiler" not in compatibility and "compiler" in describe_kernels(CPU, "default", has_experts=False)
     assert describe_kernels(CPU, "off", has_experts=True)["expert_dispatch"] == "index_select"
 
 
 def test_variables_without_influence_on_the_result_are_not_compared() -> None:
-    given = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive", "NCCL_DEBUG": "INFO", "HOME": "/root", "KMP_DETERMINISTIC_REDUCTION": "1"}
+    given = {
+        "OMP_NUM_THREADS": "2",
+        "OMP_WAIT_POLICY": "passive",
+        "NCCL_DEBUG": "INFO",
+        "HOME": "/root",
+        "KMP_DETERMINISTIC_REDUCTION": "1",
+    }
     assert numeric_variables(given) == {"KMP_DETERMINISTIC_REDUCTION": "1"}
 
 
 def test_rank_on_another_machine_is_named() -> None:
-    assert rank_differences([{"cpu": "AVX2", "threads": 4}, {"cpu": "AVX2", "threads": 4}, {"cpu": "AVX512", "threads": 4}]) == {"rank2.cpu": "AVX512"}
+    assert rank_differences(
+        [{"cpu": "AVX2", "threads": 4}, {"cpu": "AVX2", "threads": 4}, {"cpu": "AVX512", "threads": 4}]
+    ) == {"rank2.cpu": "AVX512"}
 
 
 def test_code_fingerprint_changes_with_a_file_of_training_only(tmp_path: Path) -> None:
-    for folder in (*environment.TRAINING_CODE, "docs"):
+    for folder in (*compatibility.TRAINING_CODE, "docs"):
         shutil.copytree(REPO_ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "samples"))
     fingerprint = code_fingerprint.__wrapped__
     before = fingerprint(tmp_path)
@@ -102,7 +134,9 @@ def test_code_change_is_named_by_its_commits_or_by_its_content() -> None:
     code = {"environment.code": "a" * 64}, {"environment.code": "b" * 64}
     first, second = {"written_by.commit": "1" * 40}, {"written_by.commit": "2" * 40}
     assert reasons(code[0] | first, code[1] | second) == ["code changed: 111111111111 -> 222222222222"]
-    assert reasons(code[0] | first, code[1] | first) == ["code changed: aaaaaaaaaaaa -> bbbbbbbbbbbb (uncommitted changes to 111111111111)"]
+    assert reasons(code[0] | first, code[1] | first) == [
+        "code changed: aaaaaaaaaaaa -> bbbbbbbbbbbb (uncommitted changes to 111111111111)"
+    ]
     assert reasons(code[0], code[1] | second) == ["code changed: aaaaaaaaaaaa -> bbbbbbbbbbbb"]
     assert reasons(code[0] | first, code[0] | second) == []  # e.g. a commit that changes documentation
 
@@ -142,9 +176,11 @@ def test_resume_in_the_same_environment_is_exact_and_bitwise_equal(make_run, tmp
     assert diff_run_dirs(tmp_path / "uninterrupted", state.run_dir) == []
 
 
-def test_resume_with_changed_code_is_inexact_and_named_before_the_first_step(make_run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_with_changed_code_is_inexact_and_named_before_the_first_step(
+    make_run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stop_at(make_run, 3)
-    monkeypatch.setattr(environment, "code_fingerprint", lambda: "d" * 64)
+    monkeypatch.setattr(compatibility, "code_fingerprint", lambda: "d" * 64)
     metadata: dict = {}
     state = make_run("pretrain", "train.max_steps=6", metadata=metadata)
     train(state)

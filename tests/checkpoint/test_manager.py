@@ -28,14 +28,20 @@ class FakeRun:
     """State of a run: one weight, one moment, and a step."""
 
     def __init__(self, value: float = 0.0) -> None:
-        self.tensors = {"model": {"weight": torch.full((2, 3), value)}, "optimizer": {"weight.exp_avg": torch.full((2, 3), value + 1)}}
+        self.tensors = {
+            "model": {"weight": torch.full((2, 3), value)},
+            "optimizer": {"weight.exp_avg": torch.full((2, 3), value + 1)},
+        }
         self.step, self.best_step, self.messages, self.metadata = 0, None, [], {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"progress": {"step": self.step, "best_step": self.best_step}, "compatibility": FACTS}
 
     def tensor_sources(self) -> dict[str, dict[str, Callable[[], Tensor]]]:
-        return {file: {name: lambda tensor=tensor: tensor for name, tensor in named.items()} for file, named in self.tensors.items()}
+        return {
+            file: {name: lambda tensor=tensor: tensor for name, tensor in named.items()}
+            for file, named in self.tensors.items()
+        }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.step, self.best_step = saved["progress"]["step"], saved["progress"]["best_step"]
@@ -57,9 +63,16 @@ class FakeRun:
 
 
 def make_manager(
-    run_dir: Path, run: FakeRun, keep_newest: int = 3, keep_every: int = 0, max_failed_saves: int = 3, is_rank_zero: bool = True
+    run_dir: Path,
+    run: FakeRun,
+    keep_newest: int = 3,
+    keep_every: int = 0,
+    max_failed_saves: int = 3,
+    is_rank_zero: bool = True,
 ) -> CheckpointManager:
-    return CheckpointManager(run_dir, RetentionPolicy(keep_newest, keep_every), max_failed_saves, run, run.update_metadata, is_rank_zero)
+    return CheckpointManager(
+        run_dir, RetentionPolicy(keep_newest, keep_every), max_failed_saves, run, run.update_metadata, is_rank_zero
+    )
 
 
 def save_steps(manager: CheckpointManager, run: FakeRun, steps: int) -> None:
@@ -75,7 +88,11 @@ def test_load_restores_exactly_what_was_saved(tmp_path: Path) -> None:
     saved, loaded = FakeRun(1 / 3), FakeRun()
     save_steps(make_manager(tmp_path, saved), saved, 2)
     assert load(tmp_path, loaded) and loaded.step == 2
-    assert all(torch.equal(loaded.tensors[file][name], tensor) for file, named in saved.tensors.items() for name, tensor in named.items())
+    assert all(
+        torch.equal(loaded.tensors[file][name], tensor)
+        for file, named in saved.tensors.items()
+        for name, tensor in named.items()
+    )
     assert saved.metadata == {"checkpoint": "step-00000002", "step": 2, "degraded": None}
 
 
@@ -89,7 +106,9 @@ def test_save_async_skips_a_step_that_is_saved_already(tmp_path: Path) -> None:
     save_steps(manager, run, 1)
     manager.save_async(1, run)
     manager.wait_for_save()
-    assert [message for message in run.messages if message.startswith("saved")] == run.messages and len(run.messages) == 1
+    assert [message for message in run.messages if message.startswith("saved")] == run.messages and len(
+        run.messages
+    ) == 1
 
 
 def test_save_keeps_the_newest_the_best_and_every_nth_checkpoint(tmp_path: Path) -> None:
@@ -101,7 +120,10 @@ def test_save_keeps_the_newest_the_best_and_every_nth_checkpoint(tmp_path: Path)
     for run.step in range(4, 13):
         manager.save_blocking(run.step, run)
     assert sorted(int(path.name[5:]) for path in (tmp_path / "checkpoints").glob("step-*")) == [3, 5, 10, 11, 12]
-    assert [(tmp_path / "checkpoints" / name).read_text().strip() for name in ("best", "latest")] == ["step-00000003", "step-00000012"]
+    assert [(tmp_path / "checkpoints" / name).read_text().strip() for name in ("best", "latest")] == [
+        "step-00000003",
+        "step-00000012",
+    ]
 
 
 def test_save_on_other_ranks_writes_nothing(tmp_path: Path) -> None:
@@ -117,11 +139,15 @@ def test_save_refuses_tensors_that_are_not_finite(tmp_path: Path) -> None:
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
-def test_save_fails_after_the_allowed_number_of_consecutive_write_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_fails_after_the_allowed_number_of_consecutive_write_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = FakeRun()
     manager = make_manager(tmp_path, run, max_failed_saves=3)
     save_steps(manager, run, 1)
-    monkeypatch.setattr(filesystem.fs, "rename", lambda *paths: (_ for _ in ()).throw(OSError(errno.EIO, "broken disk")), raising=False)
+    monkeypatch.setattr(
+        filesystem.fs, "rename", lambda *paths: (_ for _ in ()).throw(OSError(errno.EIO, "broken disk")), raising=False
+    )
     run.step = 2
     for _ in range(2):
         manager.save_async(2, run)
@@ -141,7 +167,11 @@ def test_load_skips_invalid_checkpoints_and_names_them(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-00000003" / "optimizer.safetensors").write_bytes(b"")
     again = FakeRun()
     assert load(tmp_path, again) and again.step == 2
-    assert [message for message in again.messages if message.startswith("warning: checkpoint step-00000003 skipped: optimizer.safetensors")]
+    assert [
+        message
+        for message in again.messages
+        if message.startswith("warning: checkpoint step-00000003 skipped: optimizer.safetensors")
+    ]
 
 
 def test_load_refuses_a_run_without_a_valid_checkpoint(tmp_path: Path) -> None:

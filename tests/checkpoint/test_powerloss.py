@@ -1,4 +1,6 @@
-"""Power cut after every system call: committed folders are there and complete, and no incomplete folder has a step name."""
+"""Power cut after every system call: committed folders are there and complete, and no incomplete folder has a step
+name.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,14 @@ def contents(step: int) -> dict[str, bytes]:
 
 
 def record_run(
-    root: Path, saves: int, monkeypatch: pytest.MonkeyPatch, skips: Callable[[Path, list[tuple]], bool] = lambda path, log: False
+    root: Path,
+    saves: int,
+    monkeypatch: pytest.MonkeyPatch,
+    skips: Callable[[Path, list[tuple]], bool] = lambda path, log: False,
 ) -> tuple[list[tuple], list[tuple[int, int, int]]]:
-    """Return the system calls of a run that saves `saves` times, and what it has committed: (number of calls, newest step, attempt in run.json)."""
+    """Return the system calls of a run that saves `saves` times, and what it has committed: (number of calls, newest
+    step, attempt in run.json).
+    """
     root.mkdir()
     recorder = Recorder(root, skips)
     monkeypatch.setattr(filesystem, "fs", recorder)
@@ -65,14 +72,22 @@ def find_violation(tree: Tree, folder: Path, newest_step: int, attempt: int) -> 
     return f"attempt {attempt} was committed, run.json has {saved_attempt}" if saved_attempt < attempt else None
 
 
-def violations(log: list[tuple], committed: list[tuple[int, int, int]], folder: Path, num_random: int) -> Iterator[str | None]:
+def violations(
+    log: list[tuple], committed: list[tuple[int, int, int]], folder: Path, num_random: int
+) -> Iterator[str | None]:
     for done, _, tree in disk_states(log, survival_cases(num_random)):
         before = [guarantee[1:] for guarantee in committed if guarantee[0] <= done]
         yield find_violation(tree, folder, *(before[-1] if before else (0, 0)))
 
 
-@pytest.mark.parametrize("saves, num_random, least", [(3, 2, 350), pytest.param(4, 8, 900, marks=pytest.mark.slow)], ids=["some states", "all states"])
-def test_power_cut_violates_no_guarantee(saves: int, num_random: int, least: int, memory_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "saves, num_random, least",
+    [(3, 2, 350), pytest.param(4, 8, 900, marks=pytest.mark.slow)],
+    ids=["some states", "all states"],
+)
+def test_power_cut_violates_no_guarantee(
+    saves: int, num_random: int, least: int, memory_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log, committed = record_run(memory_dir / "run", saves, monkeypatch)
     results = list(violations(log, committed, memory_dir / "disk", num_random))
     assert len(results) >= least
@@ -86,7 +101,9 @@ SKIPPED_SYNCS: dict[str, Callable[[Path, list[tuple]], bool]] = {
     "the manifest": lambda path, log: path.name == atomic_dir.MANIFEST_FILE,
     "the temporary folder": lambda path, log: path.is_dir() and path.name.startswith(".tmp-"),
     "the parent": lambda path, log: path.name == "checkpoints",
-    "the parent before deleting": lambda path, log: path.name == "checkpoints" and log[-1][0] == "rename" and log[-1][2][-1].startswith(".del-"),
+    "the parent before deleting": lambda path, log: (
+        path.name == "checkpoints" and log[-1][0] == "rename" and log[-1][2][-1].startswith(".del-")
+    ),
     "the new parent's entry": lambda path, log: path.is_dir() and log[-1] == ("mkdir", ("checkpoints",)),
     "run.json": lambda path, log: path.name.startswith(".tmp-run.json"),
 }

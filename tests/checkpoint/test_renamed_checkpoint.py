@@ -26,7 +26,10 @@ def test_renamed_folder_is_not_valid_and_named(tmp_path: Path) -> None:
     write_atomic_dir(tmp_path, "step-00000005", {"a": b"1"}, {})
     assert verify_dir(tmp_path / "step-00000005") is None
     (tmp_path / "step-00000005").rename(tmp_path / "step-00000009")
-    assert newest_valid(tmp_path) == (None, [("step-00000009", "MANIFEST.json: it is that of 'step-00000005': the folder was renamed, or the file copied")])
+    assert newest_valid(tmp_path) == (
+        None,
+        [("step-00000009", "MANIFEST.json: it is that of 'step-00000005': the folder was renamed, or the file copied")],
+    )
 
 
 def test_resume_passes_over_a_renamed_checkpoint(stopped: Path, make_run) -> None:
@@ -35,7 +38,8 @@ def test_resume_passes_over_a_renamed_checkpoint(stopped: Path, make_run) -> Non
     train(state)
     log = (state.run_dir / "train.log").read_text()
     assert (
-        "checkpoint step-00000005 skipped: MANIFEST.json: it is that of 'step-00000001': the folder was renamed, or the file copied" in log
+        "checkpoint step-00000005 skipped: MANIFEST.json: it is that of 'step-00000001': the folder was renamed, or the file copied"
+        in log
         and "at step 3" in log
     )
 
@@ -44,7 +48,9 @@ def test_resume_refuses_a_renamed_checkpoint_whose_manifest_has_no_name(stopped:
     """As saved by earlier versions."""
     newest = stopped / "step-00000003"
     body = json.loads((newest / MANIFEST_FILE).read_text())
-    (newest / MANIFEST_FILE).write_bytes(dump_sealed_json({name: value for name, value in body.items() if name not in ("name", "sha256")}))
+    (newest / MANIFEST_FILE).write_bytes(
+        dump_sealed_json({name: value for name, value in body.items() if name not in ("name", "sha256")})
+    )
     assert verify_dir(newest) is None
     newest.rename(stopped / "step-00000005")
     with pytest.raises(UserError, match="checkpoint of step 3, renamed") as caught:

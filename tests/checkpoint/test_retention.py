@@ -1,4 +1,6 @@
-"""Which checkpoints are deleted when the disk is full, and that best weights and pointers are written in spite of errors."""
+"""Which checkpoints are deleted when the disk is full, and that best weights and pointers are written in spite of
+errors.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,17 @@ def names(folder: Path) -> list[str]:
 
 
 class SmallDisk(FileSystem):
-    """A disk with space for `checkpoints` folders of SIZE bytes; `stays_full`: writing fails although there is space, as with a quota."""
+    """A disk with space for `checkpoints` folders of SIZE bytes; `stays_full`: writing fails although there is space,
+    as with a quota.
+    """
 
     def __init__(self, folder: Path, checkpoints: int, error: int = errno.ENOSPC, stays_full: int = 0) -> None:
-        self.folder, self.space, self.error, self.failures = folder, RESERVED_BYTES + int(checkpoints * SIZE * 1.1), error, stays_full
+        self.folder, self.space, self.error, self.failures = (
+            folder,
+            RESERVED_BYTES + int(checkpoints * SIZE * 1.1),
+            error,
+            stays_full,
+        )
 
     def free(self, folder: Path) -> int:
         return self.space - sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
@@ -60,14 +69,21 @@ def save_step_6(folder: Path, keep_every: int = 0) -> list[str]:
     return warnings
 
 
-def test_full_disk_costs_the_oldest_checkpoints_but_not_the_best_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_costs_the_oldest_checkpoints_but_not_the_best_weights(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(filesystem, "fs", SmallDisk(folder, 3))
     warnings = save_step_6(folder)
     assert names(folder) == ["step-00000002", "step-00000005", "step-00000006"]
-    assert len(warnings) == 1 and "deleted step-00000001, step-00000003, step-00000004 to save the newest state" in warnings[0]
+    assert (
+        len(warnings) == 1
+        and "deleted step-00000001, step-00000003, step-00000004 to save the newest state" in warnings[0]
+    )
 
 
-def test_full_disk_spares_checkpoints_of_keep_every_as_long_as_others_can_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_spares_checkpoints_of_keep_every_as_long_as_others_can_go(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(filesystem, "fs", SmallDisk(folder, 4))
     save_step_6(folder, keep_every=3)
     assert names(folder) == ["step-00000002", "step-00000003", "step-00000005", "step-00000006"]
@@ -86,10 +102,14 @@ def test_quota_costs_one_checkpoint_after_the_other_once_retries_have_failed(
 ) -> None:
     monkeypatch.setattr(filesystem, "fs", SmallDisk(folder, 99, errno.EDQUOT, stays_full=failures))
     assert len(save_step_6(folder)) == deleted
-    assert names(folder) == [f"step-{step:08d}" for step in range(1, 7) if step in (2, 5, 6) or step not in (1, 3, 4)[:deleted]]
+    assert names(folder) == [
+        f"step-{step:08d}" for step in range(1, 7) if step in (2, 5, 6) or step not in (1, 3, 4)[:deleted]
+    ]
 
 
-def test_quota_that_stays_exceeded_leaves_the_newest_valid_checkpoint_and_the_best(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quota_that_stays_exceeded_leaves_the_newest_valid_checkpoint_and_the_best(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "step-00000005" / "model").write_bytes(b"damaged")
     monkeypatch.setattr(filesystem, "fs", SmallDisk(folder, 99, errno.EDQUOT, stays_full=10**6))
     with pytest.raises(SaveError):
@@ -105,7 +125,9 @@ def test_broken_disk_costs_no_checkpoint(folder: Path, monkeypatch: pytest.Monke
 
 
 def test_files_that_cannot_be_deleted_do_not_fail_the_retention(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NFS keeps a deleted file that is open in another process as .nfs*: its folder cannot be removed until the reader closes it."""
+    """NFS keeps a deleted file that is open in another process as .nfs*: its folder cannot be removed until the reader
+    closes it.
+    """
 
     class SillyRename(FileSystem):
         @staticmethod
@@ -122,7 +144,9 @@ def test_files_that_cannot_be_deleted_do_not_fail_the_retention(folder: Path, mo
     assert names(folder) == left
 
 
-def test_checkpoint_of_a_lower_layer_of_overlayfs_is_deleted_in_place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_of_a_lower_layer_of_overlayfs_is_deleted_in_place(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class LowerLayer(FileSystem):
         @staticmethod
         def rename(source: Path, target: Path) -> None:
@@ -146,8 +170,12 @@ class FailingDisk(FileSystem):
 
 
 @pytest.mark.parametrize("name", ["best-00000002", "best-"], ids=["weights", "pointer"])
-@pytest.mark.parametrize("times, ends", [(2, True), (8, True), (9, False)], ids=["retried", "retried with the next saves", "given up"])
-def test_best_weights_are_on_disk_when_a_blocking_save_returns(name: str, times: int, ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "times, ends", [(2, True), (8, True), (9, False)], ids=["retried", "retried with the next saves", "given up"]
+)
+def test_best_weights_are_on_disk_when_a_blocking_save_returns(
+    name: str, times: int, ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = FakeRun()
     manager = make_manager(tmp_path, run, max_failed_saves=3)
     save_steps(manager, run, 1)
@@ -164,7 +192,9 @@ def test_best_weights_are_on_disk_when_a_blocking_save_returns(name: str, times:
     assert atomic_dir.verify_dir(tmp_path / "checkpoints" / "best-00000002") is None
 
 
-def test_best_weights_of_a_checkpoint_that_failed_are_saved_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_best_weights_of_a_checkpoint_that_failed_are_saved_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = FakeRun()
     manager = make_manager(tmp_path, run, max_failed_saves=3)
     monkeypatch.setattr(filesystem, "fs", FailingDisk("step-00000001", 3))

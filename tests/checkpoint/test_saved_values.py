@@ -15,10 +15,9 @@ from torch import Tensor
 
 from common.errors import UserError
 from runner.checkpoint import atomic_dir
-from runner.checkpoint.best import find_best_weights
 from runner.checkpoint.format import read_checkpoint_tensors, safetensors_chunks
 from runner.checkpoint.manager import CheckpointManager, newest_checkpoint
-from runner.checkpoint.retention import RetentionPolicy
+from runner.checkpoint.retention import RetentionPolicy, find_best_weights
 from runner.engine.state import load_strict, saved_tensors
 
 
@@ -47,7 +46,9 @@ def make_manager(run_dir: Path) -> CheckpointManager:
     return CheckpointManager(run_dir, RetentionPolicy(3, 0), 1, messages, lambda **fields: None)
 
 
-def test_saved_weights_are_those_of_the_step_although_training_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_weights_are_those_of_the_step_although_training_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     has_changed, write = threading.Event(), atomic_dir.write_atomic_dir
 
     def write_later(*args: Any, **options: Any) -> None:
@@ -79,7 +80,9 @@ def test_best_weights_of_a_step_that_is_trained_again_are_those_of_the_second_ti
 
 
 class Routed(torch.nn.Module):
-    """A model with everything that `state_dict()` may hold: a tied weight, a frozen parameter, buffers of several types, one of them not persistent."""
+    """A model with everything that `state_dict()` may hold: a tied weight, a frozen parameter, buffers of several
+    types, one of them not persistent.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,10 +103,15 @@ def test_saved_tensors_are_those_of_the_state_dict_and_are_restored(tmp_path: Pa
     first, second = Routed(), Routed()
     second.table.zero_()
     assert saved_tensors(first).keys() == first.state_dict().keys() - {"head.weight"}
-    (tmp_path / "model.safetensors").write_bytes(b"".join(safetensors_chunks({name: tensor.detach() for name, tensor in saved_tensors(first).items()})))
+    (tmp_path / "model.safetensors").write_bytes(
+        b"".join(safetensors_chunks({name: tensor.detach() for name, tensor in saved_tensors(first).items()}))
+    )
     load_strict(saved_tensors(second), load_file(tmp_path / "model.safetensors"), tmp_path)
     restored = second.state_dict()
-    assert all(torch.equal(restored[name], tensor) and restored[name].dtype == tensor.dtype for name, tensor in first.state_dict().items())
+    assert all(
+        torch.equal(restored[name], tensor) and restored[name].dtype == tensor.dtype
+        for name, tensor in first.state_dict().items()
+    )
 
 
 def test_saved_tensors_of_an_earlier_version_without_frozen_ones_are_refused(tmp_path: Path) -> None:

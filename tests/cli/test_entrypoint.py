@@ -1,4 +1,6 @@
-"""train.py as the user meets it: from any folder, quick to answer, three lines for a wrong setting, an exit code for every end."""
+"""train.py as the user meets it: from any folder, quick to answer, three lines for a wrong setting, an exit code for
+every end.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from command_fixtures import TINY_RUN, Call, Program, is_user_error
 
 from common.paths import CONF_DIR, REPO_ROOT
 from runner.cli import exit_code
-from runner.run_dir.naming import find_runs
+from runner.run_dir.contents import find_runs
 
 
 def imported(done: subprocess.CompletedProcess) -> set[str]:
@@ -27,7 +29,14 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
-LIGHT = [["--cfg", "job"], ["--help"], ["--shell-completion", "query=bash"], ["-m", "train.epochs=1,x"], ["schedule.min_lr_ratio=4"], ["resume=nowhere"]]
+LIGHT = [
+    ["--cfg", "job"],
+    ["--help"],
+    ["--shell-completion", "query=bash"],
+    ["-m", "train.epochs=1,x"],
+    ["schedule.min_lr_ratio=4"],
+    ["resume=nowhere"],
+]
 
 
 def test_printing_and_user_errors_import_no_torch(checkout: Path) -> None:
@@ -46,17 +55,26 @@ for argv in {LIGHT}:
 """
     environment = {**os.environ, "COMP_LINE": "python runner/train.py stage="}
     done = subprocess.run([sys.executable, "-c", script], cwd=checkout, env=environment, capture_output=True, text=True)
-    assert {line for line in done.stdout.splitlines() if line.startswith("imported ")} == {"imported hydra"}, done.stderr
+    assert {line for line in done.stdout.splitlines() if line.startswith("imported ")} == {"imported hydra"}, (
+        done.stderr
+    )
 
 
-# Installed libraries that a run does not need, and torch's compiler, which torch's own optimizers and custom_op would import.
+# Installed libraries that a run does not need, and torch's compiler, which torch's own optimizers and custom_op would
+# import.
 UNUSED = "accelerate datasets matplotlib pandas peft plotly pyarrow rich scipy sklearn swanlab sympy torch._dynamo torch._inductor transformers trl".split()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["pretrain", pytest.param("lora", marks=pytest.mark.slow)])
 def test_training_imports_only_what_it_uses(program: Program, tmp_path: Path, stage: str) -> None:
-    argv = [f"stage={stage}", "init_from=scratch", *TINY_RUN, f"hydra.run.dir={tmp_path / 'run'}", "tracker.console=plain"]
+    argv = [
+        f"stage={stage}",
+        "init_from=scratch",
+        *TINY_RUN,
+        f"hydra.run.dir={tmp_path / 'run'}",
+        "tracker.console=plain",
+    ]
     done = program(*argv, flags=("-X", "importtime"))
     assert done.returncode == 0 and "completed" in done.stdout, done.stderr
     modules = imported(done)
@@ -81,7 +99,10 @@ def test_overrides_and_flags_may_be_mixed(call: Call) -> None:
     assert result.returncode == 0 and yaml.safe_load(result.stdout)["name"] == "sft"
 
 
-@pytest.mark.parametrize(("argv", "expected"), [(["--info"], "Config search path"), (["--info", "plugins"], "GridSweeper"), (["--hydra-help"], "hydra")])
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [(["--info"], "Config search path"), (["--info", "plugins"], "GridSweeper"), (["--hydra-help"], "hydra")],
+)
 def test_hydra_flags_print_what_hydra_knows(call: Call, argv: list[str], expected: str) -> None:
     result = call(*argv)
     assert result.returncode == 0 and expected in result.stdout + result.stderr
@@ -92,38 +113,65 @@ def test_typed_paths_become_absolute(call: Call, workspace: Path) -> None:
     (workspace / "rows.jsonl").touch()
     result = call("init_from=optimizer.lr=0.1,seed=1", "data.path=rows.jsonl", "--cfg", "job")
     printed = yaml.safe_load(result.stdout)
-    assert (printed["init_from"], printed["data"]["path"]) == (str(workspace / "optimizer.lr=0.1,seed=1"), str(workspace / "rows.jsonl"))
+    assert (printed["init_from"], printed["data"]["path"]) == (
+        str(workspace / "optimizer.lr=0.1,seed=1"),
+        str(workspace / "rows.jsonl"),
+    )
 
 
 def test_help_names_every_group_option_and_command(call: Call) -> None:
     result = call("--help")
     page = result.stdout
     assert result.returncode == 0, result.stderr
-    options = [file.stem for group in CONF_DIR.iterdir() if group.is_dir() and group.name != "hydra" for file in group.glob("*.yaml")]
+    options = [
+        file.stem
+        for group in CONF_DIR.iterdir()
+        if group.is_dir() and group.name != "hydra"
+        for file in group.glob("*.yaml")
+    ]
     commands = [file.name for file in (REPO_ROOT / "runner").glob("*.py") if file.stem != "__init__"]
     assert [name for name in [*options, *commands] if name not in page] == []
 
 
-@pytest.mark.parametrize(("line", "expected"), [("stage=", "stage=sft"), ("optimizer.l", "optimizer.lr="), ("resume=/a\\ b precision=b", "precision=bf16")])
-def test_completion_offers_options_and_settings(call: Call, monkeypatch: pytest.MonkeyPatch, line: str, expected: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [("stage=", "stage=sft"), ("optimizer.l", "optimizer.lr="), ("resume=/a\\ b precision=b", "precision=bf16")],
+)
+def test_completion_offers_options_and_settings(
+    call: Call, monkeypatch: pytest.MonkeyPatch, line: str, expected: str
+) -> None:
     monkeypatch.setenv("COMP_LINE", f"python runner/train.py {line}")
     assert expected in call("--shell-completion", "query=bash").stdout.split()
 
 
 @pytest.mark.slow
 def test_train_runs_as_a_module(checkout: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "runner.train", "--cfg", "job"], cwd=checkout, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "runner.train", "--cfg", "job"], cwd=checkout, capture_output=True, text=True
+    )
     assert done.returncode == 0 and "stage:" in done.stdout
 
 
-def test_run_directory_is_named_by_date_and_time_and_holds_the_whole_run(call: Call, workspace: Path, rows: str) -> None:
+def test_run_directory_is_named_by_date_and_time_and_holds_the_whole_run(
+    call: Call, workspace: Path, rows: str
+) -> None:
     result = call(*TINY_RUN, rows)
     assert result.returncode == 0, result.stderr
     (run,) = find_runs(workspace / "outputs")
     assert re.fullmatch(r"outputs/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d", run.relative_to(workspace).as_posix())
     fields = json.loads((run / "run.json").read_text())
-    assert (fields["status"], fields["outcome"], fields["step"], fields["stage"], fields["init_from"]) == ("completed", "completed", 2, "pretrain", "scratch")
-    assert (run / ".hydra" / "config.yaml").is_file() and (run / ".hydra" / "conf" / "config.yaml").is_file() and (run / "model" / "config.json").is_file()
+    assert (fields["status"], fields["outcome"], fields["step"], fields["stage"], fields["init_from"]) == (
+        "completed",
+        "completed",
+        2,
+        "pretrain",
+        "scratch",
+    )
+    assert (
+        (run / ".hydra" / "config.yaml").is_file()
+        and (run / ".hydra" / "conf" / "config.yaml").is_file()
+        and (run / "model" / "config.json").is_file()
+    )
     log = (run / "train.log").read_text().splitlines()
     assert log and not [line for line in log if line.startswith("[20")], "Hydra's logging must not write into train.log"
 
@@ -172,16 +220,31 @@ def test_hydra_callbacks_and_job_settings_of_the_user_take_effect(call: Call, wo
     typed = write_recorder(workspace)
     result = call(*TINY_RUN, rows, *typed, "hydra.run.dir=run")
     assert result.returncode == 0, result.stderr
-    assert recorded(result.stdout) == ["on_run_start mine", "on_job_start mine blue 2", "on_job_end mine COMPLETED", "on_run_end mine COMPLETED"]
+    assert recorded(result.stdout) == [
+        "on_run_start mine",
+        "on_job_start mine blue 2",
+        "on_job_end mine COMPLETED",
+        "on_run_end mine COMPLETED",
+    ]
     result = call("resume=run", "train.max_steps=3", *typed)
     assert result.returncode == 0, result.stderr
-    assert recorded(result.stdout) == ["on_run_start mine", "on_job_start mine blue 3", "on_job_end mine COMPLETED", "on_run_end mine COMPLETED"]
+    assert recorded(result.stdout) == [
+        "on_run_start mine",
+        "on_job_start mine blue 3",
+        "on_job_end mine COMPLETED",
+        "on_run_end mine COMPLETED",
+    ]
     result = call(*TINY_RUN, rows, *typed, "device=cuda:99")
-    assert result.returncode == 2 and recorded(result.stdout)[-2:] == ["on_job_end mine FAILED", "on_run_end mine FAILED"]
+    assert result.returncode == 2 and recorded(result.stdout)[-2:] == [
+        "on_job_end mine FAILED",
+        "on_run_end mine FAILED",
+    ]
 
 
 @pytest.mark.slow
-def test_hydra_callbacks_and_job_settings_reach_the_jobs_of_a_sweep(program: Program, workspace: Path, rows: str) -> None:
+def test_hydra_callbacks_and_job_settings_reach_the_jobs_of_a_sweep(
+    program: Program, workspace: Path, rows: str
+) -> None:
     typed = write_recorder(workspace)
     result = program("--multirun", *TINY_RUN, rows, *typed, "seed=1,2", f"hydra.sweep.dir={workspace / 'sweep'}")
     assert result.returncode == 0, result.stderr

@@ -7,14 +7,27 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import DivergedError, Interrupted, TrainingError, UserError, print_note, print_safely, strip_control, stripping_stdout
+from common.errors import (
+    DivergedError,
+    Interrupted,
+    TrainingError,
+    UserError,
+    print_note,
+    print_safely,
+    strip_control,
+    stripping_stdout,
+)
 from runner.cli.exit_code import exiting_with_code
 
 
 @pytest.mark.parametrize(
     "error, code, message",
     [
-        (UserError("lr must be positive", "optimizer.lr=0", "optimizer.lr=1e-3"), 2, "error: lr must be positive\n  where: optimizer.lr=0\n"),
+        (
+            UserError("lr must be positive", "optimizer.lr=0", "optimizer.lr=1e-3"),
+            2,
+            "error: lr must be positive\n  where: optimizer.lr=0\n",
+        ),
         (Interrupted(7, Path("a/run")), 75, "stopped after step 7, saved; continue with: "),
         (TrainingError("the disk is full"), 1, "error: the disk is full"),
         (DivergedError("the loss is not finite"), 1, "error: the loss is not finite"),
@@ -22,7 +35,9 @@ from runner.cli.exit_code import exiting_with_code
     ],
     ids=["user-error", "interrupted", "failed", "diverged", "bug"],
 )
-def test_exit_code_and_message_tell_how_a_command_ended(error: Exception, code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_code_and_message_tell_how_a_command_ended(
+    error: Exception, code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught, exiting_with_code():
         raise error
     out, err = capsys.readouterr()
@@ -38,9 +53,13 @@ HOSTILE = "a\x1b[2J\x9b31m\u202eb\r\nfix: run me"
 
 
 @pytest.mark.parametrize(
-    "error", [UserError(HOSTILE, HOSTILE, HOSTILE), TrainingError(HOSTILE), KeyError(HOSTILE), RuntimeError(HOSTILE)], ids=lambda error: type(error).__name__
+    "error",
+    [UserError(HOSTILE, HOSTILE, HOSTILE), TrainingError(HOSTILE), KeyError(HOSTILE), RuntimeError(HOSTILE)],
+    ids=lambda error: type(error).__name__,
 )
-def test_message_of_an_error_has_no_control_characters_and_no_forged_line(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+def test_message_of_an_error_has_no_control_characters_and_no_forged_line(
+    error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its text may come from a data file or a folder of another user."""
     with pytest.raises(SystemExit), exiting_with_code():
         raise error
@@ -74,7 +93,7 @@ def test_error_of_a_megabyte_is_shortened(capsys: pytest.CaptureFixture[str]) ->
 PRINTS = {  # files that print without these functions, and what
     "runner/cli/entrypoint.py": "help",
     "runner/cli/subcommand.py": "help",
-    "runner/cli/show_config.py": "stripped",
+    "runner/cli/help.py": "stripped",
     "runner/inference/chat.py": "numbers; stripped",
     "runner/inference/evaluate.py": "JSON if it has control characters",
     "runner/inference/export/model_card.py": "the example of a model card",
@@ -99,9 +118,16 @@ PRINTS = {  # files that print without these functions, and what
 
 
 def test_commands_print_text_of_folders_by_these_functions_only() -> None:
-    """A `print` outside of them could pass on control characters of a path, a row or a file: look at it before its file is added to PRINTS."""
+    """A `print` outside of them could pass on control characters of a path, a row or a file: look at it before its file
+    is added to PRINTS.
+    """
     root = Path(__file__).resolve().parents[2]
     files = [file for folder in ("runner", "data", "models") for file in (root / folder).rglob("*.py")]
     own = re.compile(r"(?<![\w.])print\(|\.print\(|std(out|err)\.write\(")
-    found = {f"{file.relative_to(root)}" for file in files for line in file.read_text(encoding="utf-8").splitlines() if own.search(line.partition("#")[0])}
+    found = {
+        f"{file.relative_to(root)}"
+        for file in files
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if own.search(line.partition("#")[0])
+    }
     assert found <= set(PRINTS)

@@ -1,4 +1,6 @@
-"""Config groups and plugins of the user: --config-dir, hydra.searchpath and plugins=[...], and what a run and its resume make of them."""
+"""Config groups and plugins of the user: --config-dir, hydra.searchpath and plugins=[...], and what a run and its
+resume make of them.
+"""
 
 from __future__ import annotations
 
@@ -73,12 +75,18 @@ def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [["--config-dir", "my conf"], ["hydra.searchpath=['file://my conf']"], ["hydra.searchpath=[my conf]"]], ids=lambda argv: argv[0]
+    "given",
+    [["--config-dir", "my conf"], ["hydra.searchpath=['file://my conf']"], ["hydra.searchpath=[my conf]"]],
+    ids=lambda argv: argv[0],
 )
 def test_config_dir_options_compose_like_those_of_conf(call: Call, config_dir: Path, given: list[str]) -> None:
     result = call(*given, "model=mine", "optimizer=slow_adamw", "--cfg", "job")
     config = yaml.safe_load(result.stdout)
-    assert (config["model"]["hidden_size"], config["model"]["vocab_size"], config["optimizer"]["betas"]) == (32, 6400, [0.9, 0.95]), result.stderr
+    assert (config["model"]["hidden_size"], config["model"]["vocab_size"], config["optimizer"]["betas"]) == (
+        32,
+        6400,
+        [0.9, 0.95],
+    ), result.stderr
 
 
 def test_config_dir_options_are_suggested_and_listed_in_help(call: Call, config_dir: Path) -> None:
@@ -94,7 +102,9 @@ def test_config_dir_setting_that_no_class_has_is_refused(call: Call, config_dir:
     assert is_user_error(result) and "model.hiden_size" in result.stderr
 
 
-def test_config_dir_files_are_copied_and_resume_reports_changes(call: Call, config_dir: Path, workspace: Path, rows: str) -> None:
+def test_config_dir_files_are_copied_and_resume_reports_changes(
+    call: Call, config_dir: Path, workspace: Path, rows: str
+) -> None:
     run = workspace / "run"
     result = call(*SHORT_RUN, rows, "--config-dir", str(config_dir), "model=mine", f"hydra.run.dir={run}")
     assert result.returncode == 0, result.stderr
@@ -105,7 +115,10 @@ def test_config_dir_files_are_copied_and_resume_reports_changes(call: Call, conf
     assert yaml.safe_load(result.stdout)["model"]["hidden_size"] == 32
     assert "conf/model/mine.yaml has changed (hidden_size)" in result.stderr
     result = call(f"resume={run}", "schedule=linear", "train.max_steps=3")
-    assert result.returncode == 0 and "conf/model/mine.yaml is not in conf/ or a --config-dir: the run keeps its own copy" in result.stderr
+    assert (
+        result.returncode == 0
+        and "conf/model/mine.yaml is not in conf/ or a --config-dir: the run keeps its own copy" in result.stderr
+    )
 
 
 def test_config_dir_inside_a_run_is_refused(call: Call, workspace: Path) -> None:
@@ -116,7 +129,9 @@ def test_config_dir_inside_a_run_is_refused(call: Call, workspace: Path) -> None
         assert is_user_error(result) and f"resume={workspace / 'run'}" in result.stderr
 
 
-def test_plugin_optimizer_trains_and_its_source_is_copied(call: Call, plugin: Path, workspace: Path, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_optimizer_trains_and_its_source_is_copied(
+    call: Call, plugin: Path, workspace: Path, rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = workspace / "run"
     result = call(*TINY_RUN, rows, "plugins=[my_optimizers]", "optimizer=plainsgd", f"hydra.run.dir={run}")
     assert result.returncode == 0, result.stderr
@@ -128,9 +143,14 @@ def test_plugin_optimizer_trains_and_its_source_is_copied(call: Call, plugin: Pa
     assert result.returncode == 0 and "plugin my_optimizers.py differs from the copy" in result.stderr
 
 
-def test_resume_never_imports_a_plugin_that_is_not_typed(call: Call, plugin: Path, workspace: Path, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_never_imports_a_plugin_that_is_not_typed(
+    call: Call, plugin: Path, workspace: Path, rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = workspace / "run"
-    assert call(*TINY_RUN, rows, "plugins=[my_optimizers.py]", "optimizer=plainsgd", f"hydra.run.dir={run}").returncode == 0
+    assert (
+        call(*TINY_RUN, rows, "plugins=[my_optimizers.py]", "optimizer=plainsgd", f"hydra.run.dir={run}").returncode
+        == 0
+    )
     new_process(monkeypatch)
     plugin.write_text(f"open({str(workspace / 'imported')!r}, 'w')")
     for argv in ([f"resume={run}"], [f"resume={run}", "--cfg", "job"], [f"resume={run}", "train.max_steps=3"]):
@@ -141,7 +161,9 @@ def test_resume_never_imports_a_plugin_that_is_not_typed(call: Call, plugin: Pat
 
 def test_plugins_in_a_yaml_file_are_not_imported(call: Call, plugin: Path, config_dir: Path) -> None:
     (config_dir / "experiment").mkdir()
-    (config_dir / "experiment" / "mine.yaml").write_text(f"# @package _global_\nplugins: [{plugin}]\noptimizer:\n  name: plainsgd\n")
+    (config_dir / "experiment" / "mine.yaml").write_text(
+        f"# @package _global_\nplugins: [{plugin}]\noptimizer:\n  name: plainsgd\n"
+    )
     result = call("--config-dir", str(config_dir), "experiment=mine")
     assert is_user_error(result) and f"plugins=[{plugin}]" in result.stderr and "my_optimizers" not in sys.modules
 
@@ -154,7 +176,9 @@ def test_plugin_that_cannot_be_imported_is_refused(call: Call, workspace: Path) 
 
 
 @pytest.mark.slow
-def test_jobs_of_a_sweep_and_their_ranks_import_the_typed_plugins(program: Program, config_dir: Path, workspace: Path, rows: str) -> None:
+def test_jobs_of_a_sweep_and_their_ranks_import_the_typed_plugins(
+    program: Program, config_dir: Path, workspace: Path, rows: str
+) -> None:
     (workspace / "my_optimizers.py").write_text(PLUGIN)
     sweep = workspace / "sweep"
     done = program(
@@ -164,6 +188,8 @@ def test_jobs_of_a_sweep_and_their_ranks_import_the_typed_plugins(program: Progr
     assert done.returncode == 0, done.stderr
     for job in ("seed=1", "seed=2"):
         assert (sweep / job / ".hydra" / "plugins" / "my_optimizers.py").read_text() == PLUGIN
-        assert yaml.safe_load((sweep / job / ".hydra" / "conf" / "model" / "mine.yaml").read_text()) == yaml.safe_load(MODEL)
+        assert yaml.safe_load((sweep / job / ".hydra" / "conf" / "model" / "mine.yaml").read_text()) == yaml.safe_load(
+            MODEL
+        )
     done = program(f"resume={sweep}", "train.max_steps=3")
     assert is_user_error(done) and f"plugins=[{workspace / 'my_optimizers.py'}]" in done.stderr

@@ -1,4 +1,6 @@
-"""The commands beside train.py: free text arrives as typed, a wrong setting is named with the right one, help has every setting."""
+"""The commands beside train.py: free text arrives as typed, a wrong setting is named with the right one, help has every
+setting.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from runner.inference.chat import ChatConfig
 from runner.inference.evaluate import EvaluateConfig
 from runner.inference.inspect_rows import RowsConfig
 from runner.planning.config import PlanConfig
-from runner.recovery.doctor.config import DoctorConfig
+from runner.recovery.doctor.examine import DoctorConfig
 from runner.reporting.command import ReportConfig
 from runner.run_dir.resolve import resolve_model_run
 
@@ -44,7 +46,9 @@ SPECIAL = st.text(alphabet=st.sampled_from("\\'\"${}[]a ,=:?#你\n"), max_size=1
 
 def parsed(override: str) -> object:
     """The value that Hydra and OmegaConf read from an override."""
-    return OmegaConf.to_container(OmegaConf.create({"value": OverridesParser.create().parse_override(override).value()}), resolve=True)["value"]
+    return OmegaConf.to_container(
+        OmegaConf.create({"value": OverridesParser.create().parse_override(override).value()}), resolve=True
+    )["value"]
 
 
 @given(SPECIAL | st.text(max_size=30))
@@ -68,7 +72,10 @@ def test_values_that_are_no_free_text_are_left_alone() -> None:
 
 REFUSED = [
     (["chat.py", "run=x", "promt=hi"], ["chat.py has no setting promt", "did you mean prompt?"]),
-    (["chat.py", "run=x", "temperature=warm"], ["temperature must be a number, got warm", "temperature=warm", "temperature=5e-4"]),
+    (
+        ["chat.py", "run=x", "temperature=warm"],
+        ["temperature must be a number, got warm", "temperature=warm", "temperature=5e-4"],
+    ),
     (["chat.py", "run=x", "top_p=3"], ["top_p=3"]),
     (["chat.py"], ["run has no value", "run=<value>"]),
     (["chat.py", "run=x", "temperature=[1"], ["cannot be parsed", "temperature=[1", "quote it"]),
@@ -92,7 +99,10 @@ REFUSED = [
     (["rows.py", "resume=x"], ["rows.py does not resume a run"]),
     (["tokenizer.py", "to=y"], ["path has no value", "path=<value>"]),
     (["tokenizer.py", "pth=x"], ["tokenizer.py has no setting pth", "did you mean path?"]),
-    (["tokenizer.py", "path=x", "to=y", "vocab_size=abc"], ["vocab_size must be an integer, got abc", "vocab_size=abc"]),
+    (
+        ["tokenizer.py", "path=x", "to=y", "vocab_size=abc"],
+        ["vocab_size must be an integer, got abc", "vocab_size=abc"],
+    ),
     (["tokenizer.py", "path=x", "to=y", "max_lines=-3"], ["max_lines=-3"]),
     (["tokenizer.py", "path=[]", "to=y"], ["path=[]", "[text.jsonl,chats.jsonl]"]),
     (["tokenizer.py", "path=[it's,x]", "to=y"], ["no such file or folder: it's", "path=[it's,x]", "is quoted"]),
@@ -102,7 +112,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("argv", "parts"), REFUSED, ids=[" ".join(argv) for argv, _ in REFUSED])
-def test_subcommand_refuses_wrong_settings_in_three_lines(call_command: Call, argv: list[str], parts: list[str]) -> None:
+def test_subcommand_refuses_wrong_settings_in_three_lines(
+    call_command: Call, argv: list[str], parts: list[str]
+) -> None:
     result = call_command(*argv)
     assert is_user_error(result), result
     assert [part for part in parts if part not in result.stderr] == [], result.stderr
@@ -122,7 +134,9 @@ for name in {list(SCHEMAS)}:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     lines = done.stdout.splitlines()
-    assert [line for name in SCHEMAS for line in (f"{name} exits with 2", f"{name} imports []") if line not in lines] == [], done.stderr
+    assert [
+        line for name in SCHEMAS for line in (f"{name} exits with 2", f"{name} imports []") if line not in lines
+    ] == [], done.stderr
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -146,7 +160,11 @@ def test_settings_are_converted_to_the_types_of_the_dataclass() -> None:
 def test_run_last_is_the_run_whose_model_was_completed_last(workspace: Path) -> None:
     with pytest.raises(UserError, match="has completed a model"):
         resolve_model_run("last")
-    for age, name in ((30, "2026-01-01/10-00-00"), (10, "2026-01-01/09-00-00"), (20, "multirun/2026-01-02/10-00-00/lr=1")):
+    for age, name in (
+        (30, "2026-01-01/10-00-00"),
+        (10, "2026-01-01/09-00-00"),
+        (20, "multirun/2026-01-02/10-00-00/lr=1"),
+    ):
         model = workspace / "outputs" / name / "model"
         model.mkdir(parents=True)
         (model.parent / "run.json").write_text("{}")

@@ -1,4 +1,6 @@
-"""Every user error: exit code 2, three lines that name value and fix, nothing left on disk, and no torch where the settings alone are wrong."""
+"""Every user error: exit code 2, three lines that name value and fix, nothing left on disk, and no torch where the
+settings alone are wrong.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ FILES = {  # YAML files of a user, each with one mistake
     "experiment/basic_sweeper": "# @package _global_\nhydra:\n  sweeper:\n    _target_: hydra._internal.core_plugins.basic_sweeper.BasicSweeper\n",
 }
 
-EARLY: list[tuple[list[str], list[str]]] = [  # refused before torch is imported: (arguments, what the message must have)
+# refused before torch is imported: (arguments, what the message must have)
+EARLY: list[tuple[list[str], list[str]]] = [
     # names
     (["optimizer.lrr=1"], ["unknown setting optimizer.lrr", "did you mean optimizer.lr?"]),
     (["train.foo=1"], ["unknown setting train.foo", "--cfg=job --package=train prints the settings"]),
@@ -65,14 +68,20 @@ EARLY: list[tuple[list[str], list[str]]] = [  # refused before torch is imported
     (["device=gpu"], ["device must be auto, cpu, cuda, cuda:<number> or mps, got gpu"]),
     (["precision=tf32", "device=cpu"], ["precision=tf32 needs an NVIDIA GPU"]),
     (["model.vocab_size=6000"], ["tokenizer vocabulary (6400) is larger than model.vocab_size (6000)"]),
-    (["train.max_steps=5", "schedule.warmup_steps=6"], ["schedule.warmup_steps must be at most the 5 steps of the run, got 6"]),
+    (
+        ["train.max_steps=5", "schedule.warmup_steps=6"],
+        ["schedule.warmup_steps must be at most the 5 steps of the run, got 6"],
+    ),
     # files
     (["data.path=nowhere.jsonl"], ["nowhere.jsonl"]),
     (["data.path=empty.jsonl"], ["the file is empty"]),
     (["data.path=rows.jsonl", "stage=sft"], ["stage=pretrain"]),
     (["data.tokenizer=nowhere"], ["data.tokenizer does not exist"]),
     (["data.tokenizer=my"], ["a file of the tokenizer is missing"]),
-    (["init_from=nowhere"], ["init_from must be auto, scratch, an existing path or a model of the hub (owner/name), got nowhere"]),
+    (
+        ["init_from=nowhere"],
+        ["init_from must be auto, scratch, an existing path or a model of the hub (owner/name), got nowhere"],
+    ),
     (["plugins=[no_such_module]"], ["plugin no_such_module is neither"]),
     (["plugins=rows"], ["plugins must be a list", "plugins=[rows]"]),
     (["resume=nowhere"], ["nowhere does not exist"]),
@@ -91,7 +100,10 @@ EARLY: list[tuple[list[str], list[str]]] = [  # refused before torch is imported
     (["distributed.timeout=3"], ["distributed.timeout is not read: distributed=single is one process"]),
     (["train.max_steps=5", "train.epochs=3"], ["train.epochs is not read: train.max_steps sets the length"]),
     (["train.sample_tokens=9", "train.sample_every=0"], ["train.sample_tokens is not read: train.sample_every=0"]),
-    (["train.eval_every=9", "data.val_path=null", "data.val_fraction=0"], ["train.eval_every is not read: there is no validation data"]),
+    (
+        ["train.eval_every=9", "data.val_path=null", "data.val_fraction=0"],
+        ["train.eval_every is not read: there is no validation data"],
+    ),
     (["data.val_fraction=0.5"], ["data.val_fraction is not read: data.val_path has the validation data"]),
     (["sweep.match_budget=steps"], ["sweep.match_budget is read in a sweep only", "--multirun"]),
     (["hydra/launcher=submitit"], ["hydra/launcher is read in a sweep only", "--multirun"]),
@@ -102,22 +114,41 @@ EARLY: list[tuple[list[str], list[str]]] = [  # refused before torch is imported
     (["-m", "optimizer.lr=1e-3,x"], ["optimizer.lr must be a number, got x"]),
     (["-m", "seed=1,2", "data.tokenizer=my"], ["a file of the tokenizer is missing"]),
     (["-m", "train.epochs=1,2", "train.max_steps=5"], ["train.epochs is not read"]),
-    (["-m", "seed=1,2", *MINE, "experiment=basic_sweeper"], ["hydra/sweeper must be one of grid, optuna", "my/experiment/basic_sweeper.yaml:4"]),
+    (
+        ["-m", "seed=1,2", *MINE, "experiment=basic_sweeper"],
+        ["hydra/sweeper must be one of grid, optuna", "my/experiment/basic_sweeper.yaml:4"],
+    ),
     (
         ["-m", "seed=1,2", *MINE, "experiment=optuna"],
         ["hydra/sweeper cannot be selected in a file", "my/experiment/optuna.yaml:3", "type hydra/sweeper=optuna"],
     ),
     # YAML files of the user
     ([*MINE, "model=no_family"], ["model.family has no value, it must be one of", "my/model/no_family.yaml"]),
-    ([*MINE, "model=typo"], ["model.hiden_size is not read by model.family=decoder", "my/model/typo.yaml:3", "did you mean hidden_size?"]),
+    (
+        [*MINE, "model=typo"],
+        ["model.hiden_size is not read by model.family=decoder", "my/model/typo.yaml:3", "did you mean hidden_size?"],
+    ),
     ([*MINE, "model=syntax"], ["invalid YAML", "my/model/syntax.yaml:3"]),
     ([*MINE, "model=no_option"], ["model has no option tinyy", "my/model/no_option.yaml:1", "did you mean tiny?"]),
     ([*MINE, "model=wrong_type"], ["model.hidden_size must be an integer, got abc", "my/model/wrong_type.yaml:2"]),
-    ([*MINE, "optimizer=unregistered"], ["optimizer.name must be one of adamw, muon, got lion", "my/optimizer/unregistered.yaml:1", "plugins=[FILE.py]"]),
+    (
+        [*MINE, "optimizer=unregistered"],
+        [
+            "optimizer.name must be one of adamw, muon, got lion",
+            "my/optimizer/unregistered.yaml:1",
+            "plugins=[FILE.py]",
+        ],
+    ),
     ([*MINE, "stage=no_package"], ["stage.stage is not a setting", "# @package _global_"]),
-    ([*MINE, "experiment=typo"], ["unknown setting train.epochss", "my/experiment/typo.yaml:3", "did you mean train.epochs?"]),
+    (
+        [*MINE, "experiment=typo"],
+        ["unknown setting train.epochss", "my/experiment/typo.yaml:3", "did you mean train.epochs?"],
+    ),
     ([*MINE, "experiment=no_option"], ["model has no option tinny", "my/experiment/no_option.yaml:3"]),
-    ([*MINE, "experiment=no_group"], ["overrides modell, which is not in the config", "my/experiment/no_group.yaml:3", "did you mean model?"]),
+    (
+        [*MINE, "experiment=no_group"],
+        ["overrides modell, which is not in the config", "my/experiment/no_group.yaml:3", "did you mean model?"],
+    ),
     ([*MINE, "experiment=no_package"], ["# @package _global_"]),
 ]
 EARLY_SLOW: list[tuple[list[str], list[str]]] = [  # the same checks, of other settings
@@ -136,8 +167,14 @@ EARLY_SLOW: list[tuple[list[str], list[str]]] = [  # the same checks, of other s
     (["data.val_path=nowhere.jsonl"], ["data.val_path does not exist"]),
     (["hydra.run.dir=rows.jsonl/run"], ["the run directory cannot be used"]),
     (["tracker.project=x"], ["tracker.project is not read by tracker=none"]),
-    (["distributed=ddp", "distributed.nproc=2", "distributed.shard=2"], ["distributed.shard is not read", "distributed=fsdp"]),
-    (["train.sample_tokens=9", "train.sample_prompts=[]"], ["train.sample_tokens is not read: train.sample_prompts is empty"]),
+    (
+        ["distributed=ddp", "distributed.nproc=2", "distributed.shard=2"],
+        ["distributed.shard is not read", "distributed=fsdp"],
+    ),
+    (
+        ["train.sample_tokens=9", "train.sample_prompts=[]"],
+        ["train.sample_tokens is not read: train.sample_prompts is empty"],
+    ),
     (["train.keep_every=9", "train.save_every=0"], ["train.keep_every is not read"]),
     (["data.max_bad_fraction=0.5"], ["data.max_bad_fraction is not read", "data.on_bad_row=skip"]),
     (["data.loss_on=all"], ["data.loss_on is not read: texts have no messages"]),
@@ -149,13 +186,20 @@ EARLY_SLOW: list[tuple[list[str], list[str]]] = [  # the same checks, of other s
     (["-m", "seed=1,2", "hydra.sweep.dir=rows.jsonl"], ["the sweep directory cannot be used"]),
     (["-m", "seed=1,2", "hydra.launcher.workers=x"], ["hydra.launcher.workers must be an integer, got x"]),
     ([*MINE, "model=wrong_value"], ["model.vocab_size must be at least 1, got 0", "my/model/wrong_value.yaml:2"]),
-    ([*MINE, "stage=wrong_objective"], ["stage.objective must be one of dpo, next_token, got next_tokn", "my/stage/wrong_objective.yaml:2"]),
+    (
+        [*MINE, "stage=wrong_objective"],
+        ["stage.objective must be one of dpo, next_token, got next_tokn", "my/stage/wrong_objective.yaml:2"],
+    ),
     ([*MINE, "experiment=top_level"], ["unknown setting sede", "my/experiment/top_level.yaml:2", "did you mean seed?"]),
 ]
-LATE: list[tuple[list[str], list[str]]] = [  # known only after the data or the weights are read, in a directory that exists
+# known only after the data or the weights are read, in a directory that exists
+LATE: list[tuple[list[str], list[str]]] = [
     ([*TINY_RUN, "data.path=bad.jsonl"], ["bad.jsonl:2"]),
     ([*TINY_RUN, "data.path=bad.jsonl", "hydra.run.dir=my"], ["bad.jsonl:2"]),
-    ([*ROWS, "train.max_steps=0", "train.epochs=1", "schedule.warmup_steps=1000"], ["schedule.warmup_steps must be at most the", "got 1000"]),
+    (
+        [*ROWS, "train.max_steps=0", "train.epochs=1", "schedule.warmup_steps=1000"],
+        ["schedule.warmup_steps must be at most the", "got 1000"],
+    ),
     ([*ROWS, "device=cuda:99"], ["this process needs number 99"]),
 ]
 LATE_SLOW: list[tuple[list[str], list[str]]] = [
@@ -173,7 +217,9 @@ def slow(cases: list[tuple[list[str], list[str]]]) -> list[object]:
 @pytest.fixture
 def before(workspace: Path) -> set[Path]:
     """The files of the user, which a user error leaves alone."""
-    (workspace / "rows.jsonl").write_text("".join(f'{{"text": "{number} goats sing in the rain"}}\n' for number in range(40)))
+    (workspace / "rows.jsonl").write_text(
+        "".join(f'{{"text": "{number} goats sing in the rain"}}\n' for number in range(40))
+    )
     (workspace / "bad.jsonl").write_text('{"text": "a goat"}\n{"text": 3}\n')
     (workspace / "empty.jsonl").touch()
     for name, content in FILES.items():
@@ -202,9 +248,13 @@ def test_user_error_of_settings_leaves_nothing_and_imports_no_torch(
 
 
 @pytest.mark.parametrize(("argv", "parts"), [*LATE, *slow(LATE_SLOW)], ids=name_of)
-def test_user_error_of_data_or_weights_removes_what_it_began(call: Call, workspace: Path, before: set[Path], argv: list[str], parts: list[str]) -> None:
+def test_user_error_of_data_or_weights_removes_what_it_began(
+    call: Call, workspace: Path, before: set[Path], argv: list[str], parts: list[str]
+) -> None:
     check(call(*argv), parts)
     left = set(workspace.rglob("*")) - before
     assert [path for path in left if workspace / ".cache" not in (path, *path.parents)] == []
     assert [path for path in left if path.name.startswith(".tmp-")] == [], "the cache holds whole files only"
-    assert [path for path in left if path.suffix == ".lock" and not path.with_suffix("").exists()] == [], "no lock of a file that is not there"
+    assert [path for path in left if path.suffix == ".lock" and not path.with_suffix("").exists()] == [], (
+        "no lock of a file that is not there"
+    )

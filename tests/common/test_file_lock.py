@@ -15,7 +15,9 @@ def start_holder(path, start=0, length=0):
     """Start a process that holds a lock until its stdin closes."""
     code = f"from pathlib import Path; from common.file_lock import FileLock; lock = FileLock.acquire(Path({str(path)!r}), {start}, {length})"
     command = [sys.executable, "-c", f"{code}; print('held', flush=True); input()"]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     assert process.stdout.readline() == "held\n"
     return process
 
@@ -70,7 +72,9 @@ def test_lock_question_creates_no_file(tmp_path):
 
 
 def test_lock_on_a_file_that_its_holder_deleted_is_taken_again(tmp_path, monkeypatch):
-    """The holder deletes the file between open and lockf of this process: a lock on the deleted file would exclude no process."""
+    """The holder deletes the file between open and lockf of this process: a lock on the deleted file would exclude no
+    process.
+    """
     opened = []
 
     def lockf(fd, *args):

@@ -24,7 +24,10 @@ def test_write_json_replaces_the_file_as_a_whole_or_leaves_it(tmp_path: Path) ->
 
 def test_write_new_file_joins_chunks_and_returns_their_checksum(tmp_path: Path) -> None:
     entry = filesystem.write_new_file(tmp_path / "chunks", [b"one", memoryview(b"two"), bytearray(b""), b"three"])
-    assert entry == filesystem.write_new_file(tmp_path / "joined", b"onetwothree") and (tmp_path / "chunks").read_bytes() == b"onetwothree"
+    assert (
+        entry == filesystem.write_new_file(tmp_path / "joined", b"onetwothree")
+        and (tmp_path / "chunks").read_bytes() == b"onetwothree"
+    )
 
 
 def test_read_bounded_refuses_links_and_long_files(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Locks on file systems without lockf: an owner file that names the process, and what happens to it when that process dies."""
+"""Locks on file systems without lockf: an owner file that names the process, and what happens to it when that process
+dies.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from common import filesystem
+from common import filesystem, ownership
 from common.file_lock import NO_LOCKS, NO_LOCKS_PROMISE, FileLock, is_file_locked
-from common.ownership import processes
-from common.ownership.processes import process_id
+from common.ownership import process_id
 
 
 def refuse_locks(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +36,9 @@ def write_owner(path: Path, **changed: object) -> None:
 
 
 @pytest.mark.parametrize("number", sorted(NO_LOCKS), ids=errno.errorcode.get)
-def test_lock_without_lockf_is_exclusive_and_says_what_is_weaker(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_without_lockf_is_exclusive_and_says_what_is_weaker(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     refuse_locks(number, monkeypatch)
     with FileLock.acquire(tmp_path / "lock") as lock:
         assert is_file_locked(tmp_path / "lock") and lock.is_intact()
@@ -46,7 +49,9 @@ def test_lock_without_lockf_is_exclusive_and_says_what_is_weaker(number: int, tm
     assert filesystem.weaker_promises() == [NO_LOCKS_PROMISE]
 
 
-@pytest.mark.parametrize("content", [json.dumps({**process_id(), "host": "another"}), "{", ""], ids=["another host", "unreadable", "empty"])
+@pytest.mark.parametrize(
+    "content", [json.dumps({**process_id(), "host": "another"}), "{", ""], ids=["another host", "unreadable", "empty"]
+)
 def test_lock_of_an_owner_that_may_live_is_busy(content: str, tmp_path: Path) -> None:
     (tmp_path / "lock.owner").write_text(content)
     with pytest.raises(BlockingIOError):
@@ -85,18 +90,24 @@ def test_lock_that_shrinks_lets_other_processes_take_their_byte(tmp_path: Path) 
 
 
 def test_process_that_has_ended_and_was_not_waited_for_is_not_alive() -> None:
-    """In a container whose first process reaps no orphans, killed ranks stay zombies for ever: they must not keep a run busy."""
+    """In a container whose first process reaps no orphans, killed ranks stay zombies for ever: they must not keep a run
+    busy.
+    """
     if not (child := os.fork()):
         signal.pause()
-    described = {**processes.process_id(), "pid": child, "start_ticks": processes.start_ticks(child)}
-    assert processes.is_alive(described)
+    described = {**ownership.process_id(), "pid": child, "start_ticks": ownership.start_ticks(child)}
+    assert ownership.is_alive(described)
     os.kill(child, signal.SIGKILL)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    assert not processes.is_alive(described)
+    assert not ownership.is_alive(described)
     os.waitpid(child, 0)
 
 
 def test_process_without_a_start_time_is_known_by_its_pid(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "start_ticks", lambda pid: None)
-    me = processes.process_id()
-    assert processes.is_alive(me) and not processes.is_alive({**me, "pid": 1 << 22}) and not processes.is_alive({**me, "pid": "x"})
+    monkeypatch.setattr(ownership, "start_ticks", lambda pid: None)
+    me = ownership.process_id()
+    assert (
+        ownership.is_alive(me)
+        and not ownership.is_alive({**me, "pid": 1 << 22})
+        and not ownership.is_alive({**me, "pid": "x"})
+    )

@@ -61,7 +61,10 @@ def test_yaml_beyond_the_limits_is_a_value_error(text: str) -> None:
 
 
 def test_json_within_the_limits_is_that_of_the_json_module(tmp_path: Path) -> None:
-    value = {"a": [1, -2.5, 1e-300, None, True, "\u00e9", {"b": {}}], "model_max_length": 1000000000000000019884624838656}
+    value = {
+        "a": [1, -2.5, 1e-300, None, True, "\u00e9", {"b": {}}],
+        "model_max_length": 1000000000000000019884624838656,
+    }
     assert parse_json(json.dumps(value)) == parse_json(json.dumps(value).encode()) == value
     check_nesting(json.loads("[" * MAX_NESTING + "]" * MAX_NESTING))
     assert parse_yaml("a: [1, 1.5, true, null, x]\nb: {c: 2}\n") == {"a": [1, 1.5, True, None, "x"], "b": {"c": 2}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.errors import UserError
-from runner.config.flags import flag_value, has_flag, parse_argv
+from runner.config.overrides import flag_value, has_flag, parse_argv
 from runner.config.schema import config_groups, config_schema
 
 SETTINGS = [*config_schema(), *config_groups()]
@@ -24,7 +24,9 @@ SPLIT = [
 
 
 @pytest.mark.parametrize(("argv", "overrides", "flags"), SPLIT, ids=[" ".join(argv) for argv, _, _ in SPLIT])
-def test_argv_is_split_as_hydra_does_with_flags_spelled_out(argv: list[str], overrides: list[str], flags: list[str]) -> None:
+def test_argv_is_split_as_hydra_does_with_flags_spelled_out(
+    argv: list[str], overrides: list[str], flags: list[str]
+) -> None:
     assert parse_argv(argv, SETTINGS) == (overrides, flags)
 
 
@@ -45,7 +47,9 @@ def test_setting_given_as_a_flag_is_refused_with_the_override(argv: list[str], f
     assert error.value.fix == fix
 
 
-@pytest.mark.parametrize("argv", [["--cfg", "no"], ["--cfg"], ["--co"], ["-x"], ["--info", "job"], ["--nothing=3"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "argv", [["--cfg", "no"], ["--cfg"], ["--co"], ["-x"], ["--info", "job"], ["--nothing=3"]], ids=" ".join
+)
 def test_invalid_flag_is_refused_without_a_usage_text(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="flag"):
         parse_argv(argv, SETTINGS)
@@ -54,5 +58,9 @@ def test_invalid_flag_is_refused_without_a_usage_text(argv: list[str], capsys: p
 
 def test_flag_value_is_none_only_where_the_flag_is_missing() -> None:
     flags = ["--cfg=job", "--multirun"]
-    assert (flag_value(flags, "--cfg"), flag_value(flags, "--multirun"), flag_value(flags, "--info")) == ("job", "", None)
+    assert (flag_value(flags, "--cfg"), flag_value(flags, "--multirun"), flag_value(flags, "--info")) == (
+        "job",
+        "",
+        None,
+    )
     assert has_flag(flags, "--info", "--multirun") and not has_flag(flags, "--info")

@@ -36,7 +36,11 @@ def test_path_of_an_existing_file_is_taken_literally(folder: Path, name: str) ->
 def test_path_with_special_characters_is_composed(folder: Path) -> None:
     typed = ["data=own", "data.path=my file, v=2.jsonl", "data.val_path=数据.jsonl", "data.cache=a=b, (新)"]
     data = compose_config([absolutize_path(override) for override in typed]).data
-    assert (data.path, data.val_path, data.cache) == (str(folder / "my file, v=2.jsonl"), str(folder / "数据.jsonl"), "a=b, (新)")
+    assert (data.path, data.val_path, data.cache) == (
+        str(folder / "my file, v=2.jsonl"),
+        str(folder / "数据.jsonl"),
+        "a=b, (新)",
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,7 +63,12 @@ def test_path_with_commas_is_a_sweep_where_no_file_has_that_name(folder: Path) -
 
 
 @pytest.mark.parametrize(
-    ("typed", "named"), [("无.jsonl", "data.path='无.jsonl'"), ("new dir/x.jsonl", "data.path='new dir/x.jsonl'"), ("a=c", "data.path='a=c'")]
+    ("typed", "named"),
+    [
+        ("无.jsonl", "data.path='无.jsonl'"),
+        ("new dir/x.jsonl", "data.path='new dir/x.jsonl'"),
+        ("a=c", "data.path='a=c'"),
+    ],
 )
 def test_path_that_does_not_exist_is_no_error_of_the_grammar(folder: Path, typed: str, named: str) -> None:
     assert literal_path(f"data.path={typed}") == named  # the check of the data files names what is missing
@@ -73,7 +82,14 @@ def test_missing_file_of_a_list_is_named(folder: Path, typed: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "override", ["data.val_path=null", "data.tokenizer=auto", "init_from=scratch", "data.path=${oc.env:HOME}/x", "data.path='${oc.env:HOME}/x y'"]
+    "override",
+    [
+        "data.val_path=null",
+        "data.tokenizer=auto",
+        "init_from=scratch",
+        "data.path=${oc.env:HOME}/x",
+        "data.path='${oc.env:HOME}/x y'",
+    ],
 )
 def test_value_that_is_no_path_stays(folder: Path, override: str) -> None:
     assert absolutize_path(override) == override

@@ -105,11 +105,19 @@ def test_renamed_value_is_refused_among_the_values_of_a_sweep() -> None:
 
 
 def test_section_that_is_null_cannot_be_set_by_one_key() -> None:
-    assert refused("stage.lora={rank: 2}").setting in ("stage.lora={rank: 2}", "stage.lora.alpha")  # omegaconf 2.3; 2.4 asks for the other keys
+    # omegaconf 2.3; 2.4 asks for the other keys
+    assert refused("stage.lora={rank: 2}").setting in ("stage.lora={rank: 2}", "stage.lora.alpha")
 
 
 def test_every_section_has_an_unknown_setting_above() -> None:
-    sections = {field.name for field in dataclasses.fields(Config)} - {"device", "resume", "seed", "init_from", "train", "plugins"}
+    sections = {field.name for field in dataclasses.fields(Config)} - {
+        "device",
+        "resume",
+        "seed",
+        "init_from",
+        "train",
+        "plugins",
+    }
     assert sections <= {override.lstrip("+").split(".")[0] for override, _ in UNKNOWN}
 
 
@@ -141,7 +149,12 @@ def test_typed_data_wins_over_that_of_the_stage_in_any_order(typed: list[str]) -
 
 def test_typed_override_wins_over_stage_and_experiment() -> None:
     config = compose_config(["optimizer.lr=0.5", "train.epochs=7", "experiment=minimind_sft", "stage=lora", *OWN_DATA])
-    assert (config.optimizer.lr, config.train.epochs, config.stage.name, config.train.batch_size) == (0.5, 7, "lora", 16)
+    assert (config.optimizer.lr, config.train.epochs, config.stage.name, config.train.batch_size) == (
+        0.5,
+        7,
+        "lora",
+        16,
+    )
 
 
 MINIMIND = {  # epochs, rows, lr, accumulation, length, stage
@@ -155,11 +168,32 @@ MINIMIND = {  # epochs, rows, lr, accumulation, length, stage
 @pytest.mark.parametrize("name", MINIMIND)
 def test_minimind_experiment_has_minimind_s_settings(name: str) -> None:
     c = compose_config([f"experiment={name}", *OWN_DATA])
-    assert (c.train.epochs, c.train.batch_size, c.optimizer.lr, c.train.accumulation_steps, c.data.max_length, c.stage.name) == MINIMIND[name]
-    assert (c.schedule.name, c.schedule.warmup_steps, c.schedule.min_lr_ratio, c.optimizer.grad_clip, c.precision.name) == ("cosine", 0, 0.1, 1.0, "bf16")
-    assert (c.model.name, c.optimizer.weight_decay, c.optimizer.betas, c.data.val_path, c.data.val_fraction) == ("minimind_64m", 0.01, [0.9, 0.999], None, 0.0)
+    assert (
+        c.train.epochs,
+        c.train.batch_size,
+        c.optimizer.lr,
+        c.train.accumulation_steps,
+        c.data.max_length,
+        c.stage.name,
+    ) == MINIMIND[name]
+    assert (
+        c.schedule.name,
+        c.schedule.warmup_steps,
+        c.schedule.min_lr_ratio,
+        c.optimizer.grad_clip,
+        c.precision.name,
+    ) == ("cosine", 0, 0.1, 1.0, "bf16")
+    assert (c.model.name, c.optimizer.weight_decay, c.optimizer.betas, c.data.val_path, c.data.val_fraction) == (
+        "minimind_64m",
+        0.01,
+        [0.9, 0.999],
+        None,
+        0.0,
+    )
     if name == "minimind_lora":
-        assert c.stage.lora == LoraConfig(16, 16.0, 0.0, ["q_proj", "o_proj"], rslora=False, dora=False, quantize=None, continue_adapter=False)
+        assert c.stage.lora == LoraConfig(
+            16, 16.0, 0.0, ["q_proj", "o_proj"], rslora=False, dora=False, quantize=None, continue_adapter=False
+        )
     if name == "minimind_dpo":
         assert c.stage.beta == 0.15
 
@@ -179,7 +213,14 @@ def test_conf_has_interpolations_of_time_and_environment_under_hydra_only() -> N
 
 def test_source_files_are_those_that_the_overrides_compose_from() -> None:
     files = source_files(["stage=sft", "schedule=linear"])
-    assert {"config.yaml", "stage/sft.yaml", "data/sft.yaml", "data/base/rows.yaml", "schedule/linear.yaml", "optimizer/muon.yaml"} <= files.keys()
+    assert {
+        "config.yaml",
+        "stage/sft.yaml",
+        "data/sft.yaml",
+        "data/base/rows.yaml",
+        "schedule/linear.yaml",
+        "optimizer/muon.yaml",
+    } <= files.keys()
     assert not {"stage/pretrain.yaml", "data/pretrain.yaml", "schedule/cosine.yaml"} & files.keys()
     assert all(path == CONF_DIR / name for name, path in files.items())
 
@@ -200,7 +241,9 @@ def test_typed_path_with_special_characters_becomes_absolute(tmp_path: Path, mon
         ("a.jsonl,hub:x/y,${oc.env:HOME}", "{}/a.jsonl,hub:x/y,${oc.env:HOME}"),
     ],
 )
-def test_swept_paths_and_lists_of_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str, expected: str) -> None:
+def test_swept_paths_and_lists_of_paths_become_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str, expected: str
+) -> None:
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
@@ -245,7 +288,14 @@ def test_user_error_is_printed_in_three_lines_with_exit_code_2(capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(
-    "override", ["", "data.path=${oc.env:HOME}", "data.path=${oc.${seed}:HOME}", "data.path=${repo:}${hydra:x}", "train.sample_prompts=[${now:%Y}]"]
+    "override",
+    [
+        "",
+        "data.path=${oc.env:HOME}",
+        "data.path=${oc.${seed}:HOME}",
+        "data.path=${repo:}${hydra:x}",
+        "train.sample_prompts=[${now:%Y}]",
+    ],
 )
 def test_stored_override_has_no_resolver(override: str) -> None:
     with pytest.raises(UserError, match="may not hold"):
@@ -254,5 +304,6 @@ def test_stored_override_has_no_resolver(override: str) -> None:
 
 def test_stored_override_may_refer_to_settings_and_own_folders() -> None:
     overrides.check_stored(
-        ["data.path=${repo:}/rows.jsonl", "train.eval_every=${train.save_every}", "hydra.run.dir=${now:%Y}", "seed=1"], Path("overrides.yaml")
+        ["data.path=${repo:}/rows.jsonl", "train.eval_every=${train.save_every}", "hydra.run.dir=${now:%Y}", "seed=1"],
+        Path("overrides.yaml"),
     )

@@ -1,4 +1,6 @@
-"""The default learning rate belongs to a stage and its optimizer (conf/stage/lr/): no optimizer inherits the value of another."""
+"""The default learning rate belongs to a stage and its optimizer (conf/stage/lr/): no optimizer inherits the value of
+another.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ def test_every_stage_has_an_lr_for_every_optimizer() -> None:
 
 @pytest.fixture
 def config_dir(workspace: Path) -> Path:
-    for name, content in {"optimizer/slow": "defaults: [adamw, _self_]\nlr: 1e-5\n", "optimizer/mine": "defaults: [adamw, _self_]\neps: 1e-6\n"}.items():
+    for name, content in {
+        "optimizer/slow": "defaults: [adamw, _self_]\nlr: 1e-5\n",
+        "optimizer/mine": "defaults: [adamw, _self_]\neps: 1e-6\n",
+    }.items():
         (workspace / "my" / name).parent.mkdir(parents=True, exist_ok=True)
         (workspace / "my" / f"{name}.yaml").write_text(content)
     return workspace / "my"
@@ -47,12 +52,21 @@ def config_dir(workspace: Path) -> Path:
 
 def test_lr_of_an_optimizer_file_of_the_user_is_not_replaced_by_a_stage(config_dir: Path) -> None:
     for stage in ("pretrain", "lora"):
-        assert compose_config([f"hydra.searchpath=['file://{config_dir}']", f"stage={stage}", "optimizer=slow"]).optimizer.lr == 1e-5
+        assert (
+            compose_config(
+                [f"hydra.searchpath=['file://{config_dir}']", f"stage={stage}", "optimizer=slow"]
+            ).optimizer.lr
+            == 1e-5
+        )
 
 
 def test_optimizer_file_of_the_user_without_lr_asks_for_it(call: Call, config_dir: Path) -> None:
     result = call("--config-dir", str(config_dir), "optimizer=mine", "stage=sft")
-    assert is_user_error(result) and "optimizer.lr has no value" in result.stderr and "optimizer.lr=<value>" in result.stderr
+    assert (
+        is_user_error(result)
+        and "optimizer.lr has no value" in result.stderr
+        and "optimizer.lr=<value>" in result.stderr
+    )
     (config_dir / "stage" / "lr").mkdir(parents=True)
     (config_dir / "stage" / "lr" / "sft_mine.yaml").write_text("lr: 1e-4\n")
     assert "lr: 0.0001" in call("--config-dir", str(config_dir), "optimizer=mine", "stage=sft", "--cfg", "job").stdout

@@ -39,7 +39,9 @@ def write(tmp_path):
 
 @pytest.fixture
 def build(tokenizer, tmp_path):
-    """build(data_format, path) encodes a file: `data_format` is text, chat or preference; `options` are fields of EncodingConfig."""
+    """build(data_format, path) encodes a file: `data_format` is text, chat or preference; `options` are fields of
+    EncodingConfig.
+    """
 
     def build(data_format: str, path: Path, **options) -> MixedRows:
         source = Source.open(path)
@@ -51,6 +53,8 @@ def build(tokenizer, tmp_path):
             "on_bad_row": "error",
         }
         encoding = EncodingConfig(data_format, tokenizer=tokenizer.folder, **{**defaults, **options})
-        return mix_sources([[WeightedSource(source, load_or_build(source, encoding, tokenizer, tmp_path / "cache"))]], None)
+        return mix_sources(
+            [[WeightedSource(source, load_or_build(source, encoding, tokenizer, tmp_path / "cache"))]], None
+        )
 
     return build

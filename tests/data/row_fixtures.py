@@ -39,7 +39,14 @@ class RandomRows:
         return TokenSequence(rng.integers(0, self.vocab_size, length + 1).astype(np.int32), loss_mask)
 
 
-def make_loader(sequences: SequenceSource, batch_size: int = 4, accumulation_steps: int = 1, seed: int = 0, packed: bool = False, **options: int) -> StepLoader:
+def make_loader(
+    sequences: SequenceSource,
+    batch_size: int = 4,
+    accumulation_steps: int = 1,
+    seed: int = 0,
+    packed: bool = False,
+    **options: int,
+) -> StepLoader:
     sampler = ShuffledSampler(len(sequences), batch_size * accumulation_steps, seed)
     return StepLoader(sequences, sampler, batch_size=batch_size, pad_id=0, packed=packed, **options)
 

@@ -53,13 +53,23 @@ def test_augment_does_not_modify_its_argument():
     assert CHAT == ChatExample([USER, {"role": "assistant", "content": "4"}], None)
 
 
-@pytest.mark.parametrize("chat", [ChatExample([{"role": "system", "content": "Mine."}, *CHAT.messages], None), ChatExample(CHAT.messages, [{"name": "f"}])])
+@pytest.mark.parametrize(
+    "chat",
+    [
+        ChatExample([{"role": "system", "content": "Mine."}, *CHAT.messages], None),
+        ChatExample(CHAT.messages, [{"name": "f"}]),
+    ],
+)
 def test_augment_adds_no_system_message_beside_another_or_tools(chat):
     assert augment_example(chat, 1.0, PROMPTS, 0.0, 1, 0) == chat
 
 
 @pytest.mark.parametrize(
-    "answer", [{"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}, {"role": "assistant", "content": "<think>hm</think>4"}]
+    "answer",
+    [
+        {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"},
+        {"role": "assistant", "content": "<think>hm</think>4"},
+    ],
 )
 def test_augment_keeps_an_answer_with_reasoning(answer):
     chat = ChatExample([USER, answer], None)

@@ -66,21 +66,69 @@ BAD_ROWS = [  # schema of the file, its second line, reason, message, position
     ("alpaca", {"instruction": "a", "output": ""}, "empty assistant turn", "output is empty", ":2 output"),
     ("alpaca", {"instruction": "a", "output": None}, "wrong type", "output must be a string, found null", ":2 output"),
     ("prompt completion", {"prompt": " ", "completion": "a"}, "empty text", "the prompt is empty", ":2 prompt"),
-    ("prompt completion", {"prompt": "a", "completion": "\n"}, "empty assistant turn", "completion is empty", ":2 completion"),
-    ("minimind chat", chat(ASK, message("assistant", "")), "empty assistant turn", "the assistant message is empty", ":2 conversations[1].content"),
-    ("minimind chat", chat(ASK, message("assistant", None)), "empty assistant turn", "the assistant message is empty", ":2 conversations[1].content"),
-    ("trl preference", {"prompt": "hi", "chosen": "ho", "rejected": ""}, "empty assistant turn", "rejected is empty", ":2 rejected"),
+    (
+        "prompt completion",
+        {"prompt": "a", "completion": "\n"},
+        "empty assistant turn",
+        "completion is empty",
+        ":2 completion",
+    ),
+    (
+        "minimind chat",
+        chat(ASK, message("assistant", "")),
+        "empty assistant turn",
+        "the assistant message is empty",
+        ":2 conversations[1].content",
+    ),
+    (
+        "minimind chat",
+        chat(ASK, message("assistant", None)),
+        "empty assistant turn",
+        "the assistant message is empty",
+        ":2 conversations[1].content",
+    ),
+    (
+        "trl preference",
+        {"prompt": "hi", "chosen": "ho", "rejected": ""},
+        "empty assistant turn",
+        "rejected is empty",
+        ":2 rejected",
+    ),
     # conversations
     ("minimind chat", {"conversations": "hi"}, "wrong type", "a list of messages, found a string", ":2 conversations"),
     ("minimind chat", {"conversations": []}, "wrong type", "found an empty list", ":2 conversations"),
     ("minimind chat", {"conversations": "[{"}, "invalid JSON", "invalid JSON", ":2 conversations:3"),
-    ("minimind chat", chat(ASK, "ho"), "wrong type", "a message must be a JSON object, found a string", ":2 conversations[1]"),
+    (
+        "minimind chat",
+        chat(ASK, "ho"),
+        "wrong type",
+        "a message must be a JSON object, found a string",
+        ":2 conversations[1]",
+    ),
     ("minimind chat", chat(ASK, message("assistent")), "unknown role", 'got "assistent"', ":2 conversations[1].role"),
     ("minimind chat", chat(ASK, {"content": "ho"}), "unknown role", "got null", ":2 conversations[1].role"),
-    ("minimind chat", chat(ASK, message(["assistant"])), "unknown role", 'got ["assistant"]', ":2 conversations[1].role"),
+    (
+        "minimind chat",
+        chat(ASK, message(["assistant"])),
+        "unknown role",
+        'got ["assistant"]',
+        ":2 conversations[1].role",
+    ),
     ("sharegpt", chat({"from": "humam", "value": "hi"}), "unknown role", 'got "humam"', ":2 conversations[0].from"),
-    ("minimind chat", chat(ASK, message("assistant", 5)), "wrong type", "content must be a string, found a number", ":2 conversations[1].content"),
-    ("minimind chat", chat({"role": "user", "value": "ho"}, ANSWER), "wrong type", "content must be a string, found null", ":2 conversations[0].content"),
+    (
+        "minimind chat",
+        chat(ASK, message("assistant", 5)),
+        "wrong type",
+        "content must be a string, found a number",
+        ":2 conversations[1].content",
+    ),
+    (
+        "minimind chat",
+        chat({"role": "user", "value": "ho"}, ANSWER),
+        "wrong type",
+        "content must be a string, found null",
+        ":2 conversations[0].content",
+    ),
     (
         "openai messages",
         {"messages": [message("user", [{"type": "image_url"}]), ANSWER]},
@@ -88,8 +136,20 @@ BAD_ROWS = [  # schema of the file, its second line, reason, message, position
         "text parts are supported, found image_url",
         ":2 messages[0].content",
     ),
-    ("minimind chat", chat(ASK, message("assistant", tool_calls="[{")), "invalid JSON", "invalid JSON", ":2 conversations[1].tool_calls:3"),
-    ("minimind chat", chat(ASK, message("assistant", tool_calls=5)), "wrong type", "a list of objects, found a number", ":2 conversations[1].tool_calls"),
+    (
+        "minimind chat",
+        chat(ASK, message("assistant", tool_calls="[{")),
+        "invalid JSON",
+        "invalid JSON",
+        ":2 conversations[1].tool_calls:3",
+    ),
+    (
+        "minimind chat",
+        chat(ASK, message("assistant", tool_calls=5)),
+        "wrong type",
+        "a list of objects, found a number",
+        ":2 conversations[1].tool_calls",
+    ),
     (
         "minimind chat",
         chat(ASK, message("assistant", tool_calls=[{"name": "f"}])),
@@ -97,20 +157,74 @@ BAD_ROWS = [  # schema of the file, its second line, reason, message, position
         "needs a name and arguments",
         ":2 conversations[1].tool_calls",
     ),
-    ("minimind chat", {**chat(ASK, ANSWER), "tools": "weather"}, "wrong type", "a list of objects, found a string", ":2 conversations tools"),
-    ("alpaca", {"instruction": "a", "output": "b", "history": [["a"]]}, "wrong type", "history must be a list of [question, answer]", ":2 history"),
+    (
+        "minimind chat",
+        {**chat(ASK, ANSWER), "tools": "weather"},
+        "wrong type",
+        "a list of objects, found a string",
+        ":2 conversations tools",
+    ),
+    (
+        "alpaca",
+        {"instruction": "a", "output": "b", "history": [["a"]]},
+        "wrong type",
+        "history must be a list of [question, answer]",
+        ":2 history",
+    ),
     ("minimind chat", chat(ASK, ASK, ANSWER), "roles out of order", "user after user", ":2 conversations[1].role"),
-    ("minimind chat", chat(ASK, ANSWER, ANSWER), "roles out of order", "assistant after assistant", ":2 conversations[2].role"),
+    (
+        "minimind chat",
+        chat(ASK, ANSWER, ANSWER),
+        "roles out of order",
+        "assistant after assistant",
+        ":2 conversations[2].role",
+    ),
     ("minimind chat", chat(ANSWER, ASK), "roles out of order", "assistant comes first", ":2 conversations[0].role"),
-    ("minimind chat", chat(ASK, message("system"), ANSWER), "roles out of order", "system after user", ":2 conversations[1].role"),
-    ("minimind chat", chat(ASK, message("tool"), ANSWER), "roles out of order", "tool after user", ":2 conversations[1].role"),
+    (
+        "minimind chat",
+        chat(ASK, message("system"), ANSWER),
+        "roles out of order",
+        "system after user",
+        ":2 conversations[1].role",
+    ),
+    (
+        "minimind chat",
+        chat(ASK, message("tool"), ANSWER),
+        "roles out of order",
+        "tool after user",
+        ":2 conversations[1].role",
+    ),
     ("minimind chat", chat(ASK), "no assistant turn", "no assistant message", ":2 conversations"),
     ("minimind chat", chat(message("system"), ASK), "no assistant turn", "no assistant message", ":2 conversations"),
     # preferences
-    ("minimind preference", {"chosen": "a", "rejected": "b"}, "wrong type", "a list of messages, found a string", ":2 chosen"),
-    ("minimind preference", {"chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER]}, "chosen equals rejected", "are the same", ":2"),
-    ("minimind preference", {"chosen": [ASK, ANSWER], "rejected": [ASK]}, "no assistant turn", "no assistant message", ":2 rejected"),
-    ("trl preference", {"prompt": "hi", "chosen": "ho", "rejected": "ho"}, "chosen equals rejected", "are the same", ":2"),
+    (
+        "minimind preference",
+        {"chosen": "a", "rejected": "b"},
+        "wrong type",
+        "a list of messages, found a string",
+        ":2 chosen",
+    ),
+    (
+        "minimind preference",
+        {"chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER]},
+        "chosen equals rejected",
+        "are the same",
+        ":2",
+    ),
+    (
+        "minimind preference",
+        {"chosen": [ASK, ANSWER], "rejected": [ASK]},
+        "no assistant turn",
+        "no assistant message",
+        ":2 rejected",
+    ),
+    (
+        "trl preference",
+        {"prompt": "hi", "chosen": "ho", "rejected": "ho"},
+        "chosen equals rejected",
+        "are the same",
+        ":2",
+    ),
     (
         "trl preference",
         {"prompt": "hi", "chosen": [message("user", "another"), ANSWER], "rejected": "no"},
@@ -137,7 +251,9 @@ def write_lines(write, *lines):
     return write(b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines))
 
 
-@pytest.mark.parametrize("schema, line, reason, message, where", BAD_ROWS, ids=[f"{index} {row[2]}" for index, row in enumerate(BAD_ROWS)])
+@pytest.mark.parametrize(
+    "schema, line, reason, message, where", BAD_ROWS, ids=[f"{index} {row[2]}" for index, row in enumerate(BAD_ROWS)]
+)
 def test_bad_row_is_reported_and_the_rows_around_it_are_read(write, schema, line, reason, message, where):
     path = write_lines(write, GOOD[schema], line, GOOD[schema])
     before, error, after = read(path, schema)
@@ -152,13 +268,16 @@ def test_bad_row_at_the_end_is_reported_as_a_truncated_file(write, schema):
     for part in (content[:-5], content[:1]):
         good, error = read(write(content + b"\n" + part), schema)
         assert not isinstance(good, BadRowError) and error.reason == "truncated file" and "truncated" in error.fix
-    assert not any(isinstance(row, BadRowError) for row in read(write(content + b"\n" + content), schema))  # complete, without a line end
+    # complete, without a line end
+    assert not any(isinstance(row, BadRowError) for row in read(write(content + b"\n" + content), schema))
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\n\n \n"])
 @pytest.mark.parametrize("begin", [b"", b"\xef\xbb\xbf", b"\n\n"])
 def test_bad_row_is_not_reported_for_byte_order_marks_and_line_ends(write, begin, end):
-    content = begin + b"".join(line + end for line in ('{"text": "a\u2028b\x85c"}'.encode(), b'{"text": "\\u2028\\u0000"}'))
+    content = begin + b"".join(
+        line + end for line in ('{"text": "a\u2028b\x85c"}'.encode(), b'{"text": "\\u2028\\u0000"}')
+    )
     assert [row.text for row in read(write(content), "text")] == ["a\u2028b\x85c", "\u2028\0"]
 
 
@@ -183,18 +302,37 @@ def test_bad_row_is_not_reported_for_control_tokens_in_a_message(write):
 
 
 NAMES = [*{key for schema in SCHEMAS.values() for key in schema.keys}, "input", "history", "system", "tools", "weight"]
-TEXTS = st.sampled_from(["", " ", "hi", "[", "[{", "[]", "null", '[{"role": "user"}]', '{"name": "f", "arguments": "{"}'])
-ROLES = st.sampled_from(["user", "assistant", "system", "tool", "human", "gpt", "function_call", "observation", 5, None])
-JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | TEXTS, lambda inner: st.lists(inner, max_size=3), max_leaves=4)
+TEXTS = st.sampled_from(
+    ["", " ", "hi", "[", "[{", "[]", "null", '[{"role": "user"}]', '{"name": "f", "arguments": "{"}']
+)
+ROLES = st.sampled_from(
+    ["user", "assistant", "system", "tool", "human", "gpt", "function_call", "observation", 5, None]
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXTS,
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=4,
+)
 MESSAGES = st.lists(
-    st.fixed_dictionaries({}, optional={"role": ROLES, "from": ROLES, **dict.fromkeys(["content", "value", "tool_calls", "reasoning_content", "tools"], JSON)}),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "role": ROLES,
+            "from": ROLES,
+            **dict.fromkeys(["content", "value", "tool_calls", "reasoning_content", "tools"], JSON),
+        },
+    ),
     max_size=4,
 )
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), JSON | MESSAGES, max_size=6), st.sampled_from([*SCHEMAS]))
 def test_bad_row_error_is_the_only_exception_for_any_row(row, schema):
-    for read_row in (SCHEMAS[schema].read, example_weight, lambda row, where: detect_schema(row, SCHEMAS[schema].data_format, where)):
+    for read_row in (
+        SCHEMAS[schema].read,
+        example_weight,
+        lambda row, where: detect_schema(row, SCHEMAS[schema].data_format, where),
+    ):
         try:
             read_row(row, "file:1")
         except BadRowError as error:

@@ -29,7 +29,16 @@ def test_batch_label_is_the_next_token_where_that_token_has_loss() -> None:
 
 def test_packed_batch_starts_positions_and_documents_again_in_each_row() -> None:
     batch = collate([[row(CHOSEN), row(OTHER)]], pad_id=0, packed=True)
-    assert batch.input_ids[0].tolist() == [1, 5, 6, 1, 9, 2, 3, 0] and batch.labels[0].tolist() == [NONE, 6, 7, 9, NONE, NONE, 4, NONE]
+    assert batch.input_ids[0].tolist() == [1, 5, 6, 1, 9, 2, 3, 0] and batch.labels[0].tolist() == [
+        NONE,
+        6,
+        7,
+        9,
+        NONE,
+        NONE,
+        4,
+        NONE,
+    ]
     assert batch.document_ids is not None and batch.document_ids[0].tolist() == [0, 0, 0, 1, 1, 1, 1, PADDING]
     assert batch.position_ids is not None and batch.position_ids[0].tolist() == [0, 1, 2, 0, 1, 2, 3, 0]
 
@@ -48,13 +57,26 @@ WEIGHTED = TokenSequence(OTHER.ids, np.array([0, 0.5, 0, 0, 3], np.float32))
 @pytest.mark.parametrize("packed", [False, True])
 def test_batch_has_loss_weights_where_a_row_has_some(packed: bool) -> None:
     assert collate([[row(CHOSEN)], [row(OTHER)]], pad_id=0, packed=packed).loss_weights is None
-    batch = collate([[row(CHOSEN), row(WEIGHTED)]] if packed else [[row(CHOSEN)], [row(WEIGHTED)]], pad_id=0, packed=packed)
+    batch = collate(
+        [[row(CHOSEN), row(WEIGHTED)]] if packed else [[row(CHOSEN)], [row(WEIGHTED)]], pad_id=0, packed=packed
+    )
     plain = collate([[row(CHOSEN), row(OTHER)]] if packed else [[row(CHOSEN)], [row(OTHER)]], pad_id=0, packed=packed)
-    assert batch.loss_weights is not None and batch.loss_weights.dtype == torch.float32 and torch.equal(batch.labels, plain.labels)
-    assert batch.loss_weights[batch.labels != NONE].tolist() == [1, 1, 0.5, 3] and not batch.loss_weights[batch.labels == NONE].any()
+    assert (
+        batch.loss_weights is not None
+        and batch.loss_weights.dtype == torch.float32
+        and torch.equal(batch.labels, plain.labels)
+    )
+    assert (
+        batch.loss_weights[batch.labels != NONE].tolist() == [1, 1, 0.5, 3]
+        and not batch.loss_weights[batch.labels == NONE].any()
+    )
     assert batch.num_supervised_tokens == 4
     for copied in (Batch.from_bytes(batch.to_bytes()), batch.to(torch.device("cpu"))):
-        assert copied.loss_weights is not None and torch.equal(copied.loss_weights, batch.loss_weights) and copied.names == batch.names
+        assert (
+            copied.loss_weights is not None
+            and torch.equal(copied.loss_weights, batch.loss_weights)
+            and copied.names == batch.names
+        )
     assert batch.as_dummy().loss_weights is None and batch.as_dummy().num_supervised_tokens == 0
     assert Batch.from_bytes(plain.to_bytes()).loss_weights is None and len(plain.to_bytes()) < len(batch.to_bytes())
 

@@ -1,4 +1,6 @@
-"""Stuck, killed and failing data workers: each is named with what happened to it and what it read, the wait ends, and no worker is left."""
+"""Stuck, killed and failing data workers: each is named with what happened to it and what it read, the wait ends, and
+no worker is left.
+"""
 
 import gc
 import itertools
@@ -113,7 +115,9 @@ def no_workers_left() -> bool:
 def test_worker_that_fails_is_named_with_its_row(fault, phase, capfd):
     does, says = FAULTS[fault]
     at = position(phase)
-    with closing(make_loader(FaultySequences(does, at), BATCH, num_workers=2, worker_timeout=TIMEOUT).iter_steps(0, 24)) as steps:
+    with closing(
+        make_loader(FaultySequences(does, at), BATCH, num_workers=2, worker_timeout=TIMEOUT).iter_steps(0, 24)
+    ) as steps:
         with pytest.raises(TrainingError, match=says) as error:
             list(steps)
     message = str(error.value)
@@ -128,7 +132,8 @@ def test_worker_has_its_time_limit_from_when_it_is_ready(monkeypatch, tmp_path):
     ready = tmp_path / "ready"
     now = itertools.count(step=background.WATCH_POLL_SECONDS)
 
-    def monotonic():  # the clock of the limit runs as the training process waits; the workers begin when it is far beyond the limit
+    # the clock of the limit runs as the training process waits; the workers begin when it is far beyond the limit
+    def monotonic():
         seconds = next(now)
         if seconds > 10 * TIMEOUT:
             ready.touch()
@@ -148,7 +153,10 @@ def test_worker_that_is_never_ready_is_named(monkeypatch):
     monkeypatch.setattr(batch_workers, "START_SECONDS", 0.3)
     monkeypatch.setattr(batch_workers, "kill_with_parent", lambda parent: os.kill(os.getpid(), signal.SIGSTOP))
     with closing(make_loader(unpacked(ROWS), BATCH, num_workers=1, worker_timeout=0.1).iter_steps(0, 1)) as steps:
-        with pytest.raises(TrainingError, match=r"is stuck: not ready after 0\.\d s \(data\.worker_timeout\) while it read its data: it was stopped"):
+        with pytest.raises(
+            TrainingError,
+            match=r"is stuck: not ready after 0\.\d s \(data\.worker_timeout\) while it read its data: it was stopped",
+        ):
             list(steps)
     assert no_workers_left()
 
@@ -165,7 +173,9 @@ def test_all_workers_that_fail_print_one_traceback(capfd):
 
 def test_batches_before_a_failure_are_yielded():
     expected = names_of(make_loader(unpacked(ROWS), BATCH).iter_steps(0, 5))
-    steps = make_loader(FaultySequences(FAULTS["killed"][0], position("middle")), BATCH, num_workers=2).iter_steps(0, 12)
+    steps = make_loader(FaultySequences(FAULTS["killed"][0], position("middle")), BATCH, num_workers=2).iter_steps(
+        0, 12
+    )
     found = []
     with pytest.raises(TrainingError), closing(steps):
         for batches in steps:
@@ -191,7 +201,9 @@ def test_reading_in_the_training_process_ends_when_nothing_moves():
     sequences = FaultySequences(FAULTS["blocked in a read"][0], position("middle"))
     sequences.parent = 0
     with closing(make_loader(sequences, BATCH, worker_timeout=TIMEOUT).iter_steps(0, 12)) as steps:
-        with pytest.raises(TrainingError, match=r"no batch for 0\.\d+ s \(data\.worker_timeout\) while the training process reads"):
+        with pytest.raises(
+            TrainingError, match=r"no batch for 0\.\d+ s \(data\.worker_timeout\) while the training process reads"
+        ):
             list(steps)
 
 
@@ -201,7 +213,8 @@ def test_slow_worker_that_makes_progress_is_not_stuck():
             time.sleep(0.2)
             return super().__getitem__(index)
 
-    steps = names_of(make_loader(Slow(RandomRows([2] * 16)), 16, num_workers=1, worker_timeout=2.0).iter_steps(0, 1))  # one batch: 3.2 s
+    # one batch: 3.2 s
+    steps = names_of(make_loader(Slow(RandomRows([2] * 16)), 16, num_workers=1, worker_timeout=2.0).iter_steps(0, 1))
     assert len(steps[0]) == 16
 
 
@@ -250,7 +263,10 @@ def test_batch_is_the_same_after_its_way_through_a_pipe():
         for [batch] in make_loader(unpacked(7), 4, packed=packed).iter_epoch(0):
             copy = Batch.from_bytes(batch.to_bytes())
             assert copy.names == batch.names
-            assert all(torch.equal(a, b) if a is not None else b is None for a, b in zip(batch.inputs.values(), copy.inputs.values(), strict=True))
+            assert all(
+                torch.equal(a, b) if a is not None else b is None
+                for a, b in zip(batch.inputs.values(), copy.inputs.values(), strict=True)
+            )
 
 
 def test_sampler_knows_the_size_of_each_step_without_its_items():
@@ -276,10 +292,21 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["stopped", "blocked in a read"])
 def test_stuck_workers_do_not_outlive_a_killed_run(fault):
-    run = subprocess.run([sys.executable, "-c", ORPHANS, fault], stdout=subprocess.PIPE, text=True, cwd=REPO_ROOT, timeout=DEADLINE, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", ORPHANS, fault],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPO_ROOT,
+        timeout=DEADLINE,
+        check=False,
+    )
     pids = run.stdout.split()
     assert run.returncode == -signal.SIGKILL and pids
     deadline = time.monotonic() + DEADLINE
-    while any(Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z" for pid in pids):
+    while any(
+        Path(f"/proc/{pid}/stat").exists()
+        and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        for pid in pids
+    ):
         assert time.monotonic() < deadline, "a worker outlives its parent"
         time.sleep(0.05)

@@ -1,4 +1,6 @@
-"""Columns of a user's file: mapped by data.columns, guessed where they are not, refused where ignoring them would train on the wrong thing, listed otherwise."""
+"""Columns of a user's file: mapped by data.columns, guessed where they are not, refused where ignoring them would train
+on the wrong thing, listed otherwise.
+"""
 
 import pytest
 from hypothesis import given
@@ -54,7 +56,11 @@ def test_columns_without_a_guess_have_none():
     assert columns_override({"x": "a", "y": "b"}, "chat") == columns_override({"x": "a", "y": "b"}, "text") == ""
 
 
-@given(st.text(min_size=1).filter(lambda name: "\\" not in name and "$" not in name and "'" not in name and name.isprintable()))
+@given(
+    st.text(min_size=1).filter(
+        lambda name: "\\" not in name and "$" not in name and "'" not in name and name.isprintable()
+    )
+)
 def test_columns_setting_can_be_typed_for_any_name(name):
     assert parse_value(columns_setting({"prompt": name}).strip("'")) == {"prompt": name}
 
@@ -74,8 +80,14 @@ def test_columns_replace_a_field_of_the_same_name(write):
 
 def test_columns_that_the_file_does_not_have_are_refused_with_those_it_has(write):
     with pytest.raises(ValueError) as error:
-        schema_of_source(open_with(write([{"question": "a", "answer": "b"}]), prompt="question", completion="anwser"), "chat")
-    assert "the file has no column anwser" in error.value.args[0] and "its columns are" in error.value.args[0] and error.value.args[2] == "did you mean answer?"
+        schema_of_source(
+            open_with(write([{"question": "a", "answer": "b"}]), prompt="question", completion="anwser"), "chat"
+        )
+    assert (
+        "the file has no column anwser" in error.value.args[0]
+        and "its columns are" in error.value.args[0]
+        and error.value.args[2] == "did you mean answer?"
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,14 +106,19 @@ def test_label_of_kto_rows_is_refused_with_the_way_out(write, row, build):
         build("chat", write([row]))
     assert f"the field {name} tells good answers from bad ones" in error.value.message
     keep = (
-        f"leave out rows whose {name} is not True" if good == "True" else f"jq -c 'select(.{name} == {good}) | del(.{name})' FILE"
+        f"leave out rows whose {name} is not True"
+        if good == "True"
+        else f"jq -c 'select(.{name} == {good}) | del(.{name})' FILE"
     )  # not select(.label): 0 passes
     assert keep in error.value.fix and f"'data.columns={{{name}: null}}'" in error.value.fix
     assert schema_of_source(open_with(write([row]), **{name: None}), "chat")
 
 
 def test_label_that_is_no_verdict_is_an_unused_column(write, build):
-    rows = build("chat", write([{"prompt": "a", "completion": "b", "label": "maths"}, {"prompt": "a", "completion": "b", "label": 7}]))
+    rows = build(
+        "chat",
+        write([{"prompt": "a", "completion": "b", "label": "maths"}, {"prompt": "a", "completion": "b", "label": 7}]),
+    )
     assert rows.sources[0].store.stats.unused == {"label": 2}
 
 
@@ -127,18 +144,30 @@ def test_label_of_a_kto_row_is_no_preference_pair():
 
 @pytest.mark.parametrize("field", ["image", "images", "audio", "video"])
 @pytest.mark.parametrize(
-    "data_format, row", [("chat", {"messages": CHAT}), ("text", {"text": "a caption"}), ("preference", {"prompt": "a", "chosen": "b", "rejected": "c"})]
+    "data_format, row",
+    [
+        ("chat", {"messages": CHAT}),
+        ("text", {"text": "a caption"}),
+        ("preference", {"prompt": "a", "chosen": "b", "rejected": "c"}),
+    ],
 )
 def test_images_and_audio_of_rows_are_refused_with_the_way_out(write, build, field, data_format, row):
     """Before: `images` beside text was ignored without a message."""
     with pytest.raises(BadRowError) as error:
         build(data_format, write([{**row, field: ["a.png"]}]))
-    assert f"the field {field} cannot be trained on" in error.value.message and f"'data.columns={{{field}: null}}'" in error.value.fix
+    assert (
+        f"the field {field} cannot be trained on" in error.value.message
+        and f"'data.columns={{{field}: null}}'" in error.value.fix
+    )
     build(data_format, write([{**row, field: []}]))  # an empty list has no content
 
 
 @pytest.mark.parametrize(
-    "message", [{"role": "user", "content": "hi", "images": ["a.png"]}, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}]
+    "message",
+    [
+        {"role": "user", "content": "hi", "images": ["a.png"]},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]},
+    ],
 )
 def test_images_of_messages_are_refused(write, build, message):
     with pytest.raises(BadRowError) as error:
@@ -155,12 +184,19 @@ def test_unused_columns_of_all_rows_are_counted_and_survive_the_cache(write, bui
 
 def test_unused_fields_of_messages_are_those_that_the_template_does_not_name(write, build):
     message = {**CHAT[1], "timestamp": 1, "score": False}
-    unused = build("chat", write([{"messages": [CHAT[0], message], "source": "x", "tools": None}])).sources[0].store.stats.unused
+    unused = (
+        build("chat", write([{"messages": [CHAT[0], message], "source": "x", "tools": None}]))
+        .sources[0]
+        .store.stats.unused
+    )
     assert unused == {"source": 1, "messages[].timestamp": 1, "messages[].score": 1}
 
 
 def test_unused_columns_are_none_for_rows_of_the_schemas(write, build):
-    for fields in ({"prompt": "a", "completion": "b", "system": "s", "weight": 2}, {"instruction": "a", "input": "b", "output": "c", "history": [["d", "e"]]}):
+    for fields in (
+        {"prompt": "a", "completion": "b", "system": "s", "weight": 2},
+        {"instruction": "a", "input": "b", "output": "c", "history": [["d", "e"]]},
+    ):
         assert not build("chat", write([fields])).sources[0].store.stats.unused
 
 
@@ -174,7 +210,15 @@ ROWS = {
     "alpaca preference": {"instruction": "i", "chosen": "a", "rejected": "b"}, "sharegpt preference": {"conversations": CHAT[:1], **PAIR},
     "trl preference": {"prompt": "p", "chosen": "a", "rejected": "b"},
 }  # fmt: skip
-OPTIONAL = {"system": "s", "tools": [{"name": "f"}], "functions": [{"name": "g"}], "input": "x", "context": "y", "history": [["a", "b"]], "title": "z"}
+OPTIONAL = {
+    "system": "s",
+    "tools": [{"name": "f"}],
+    "functions": [{"name": "g"}],
+    "input": "x",
+    "context": "y",
+    "history": [["a", "b"]],
+    "title": "z",
+}
 
 
 @pytest.mark.parametrize("name", ROWS)

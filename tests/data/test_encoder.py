@@ -19,7 +19,10 @@ def chat(*turns):
 
 def pair(chosen, rejected, question="?"):
     prompt = {"role": "user", "content": question}
-    return {"chosen": [prompt, {"role": "assistant", "content": chosen}], "rejected": [prompt, {"role": "assistant", "content": rejected}]}
+    return {
+        "chosen": [prompt, {"role": "assistant", "content": chosen}],
+        "rejected": [prompt, {"role": "assistant", "content": rejected}],
+    }
 
 
 def list_of(rows):
@@ -35,7 +38,10 @@ def text_with_loss(tokenizer, sequence) -> str:
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15)
-@given(texts=st.lists(st.text("ab 你\n1", min_size=1).filter(str.strip), min_size=1, max_size=5), max_length=st.integers(2, 9))
+@given(
+    texts=st.lists(st.text("ab 你\n1", min_size=1).filter(str.strip), min_size=1, max_size=5),
+    max_length=st.integers(2, 9),
+)
 def test_split_text_predicts_every_token_once(tokenizer, write, build, texts, max_length):
     rows = build("text", write([{"text": text} for text in texts]), max_length=max_length)
     encoded = [[1, *tokenizer.encode(text), 2] for text in texts]
@@ -58,22 +64,34 @@ def test_truncated_or_dropped_text_is_counted_with_its_lost_tokens(tokenizer, wr
     texts = ["one two three four five six seven", "one"]
     long = len(tokenizer.encode(texts[0])) + 1  # tokens with loss: the text and its end token
     path = write([{"text": text} for text in texts])
-    truncated, dropped = build("text", path, max_length=4, too_long="truncate"), build("text", path, max_length=4, too_long="drop")
+    truncated, dropped = (
+        build("text", path, max_length=4, too_long="truncate"),
+        build("text", path, max_length=4, too_long="drop"),
+    )
     assert [len(row.sequences[0].ids) for row in list_of(truncated)] == [5, 3]
     assert (stats_of(truncated).truncated, stats_of(truncated).lost_loss_tokens) == (1, long - 4)
-    assert len(dropped) == 1 and stats_of(dropped).dropped == {"longer than data.max_length": 1} and stats_of(dropped).lost_loss_tokens == long
+    assert (
+        len(dropped) == 1
+        and stats_of(dropped).dropped == {"longer than data.max_length": 1}
+        and stats_of(dropped).lost_loss_tokens == long
+    )
     assert stats_of(dropped).first_seen["longer than data.max_length"] == f"{path}:1"
 
 
 def test_json_array_is_encoded_as_json_lines(write, build):
     data = [{"text": "one"}, {"text": "two"}]
     lines, array = build("text", write(data)), build("text", write(json.dumps(data, indent=1).encode(), "rows.json"))
-    assert [row.sequences[0].ids.tolist() for row in list_of(lines)] == [row.sequences[0].ids.tolist() for row in list_of(array)]
+    assert [row.sequences[0].ids.tolist() for row in list_of(lines)] == [
+        row.sequences[0].ids.tolist() for row in list_of(array)
+    ]
     assert lines[1].name.endswith("rows.jsonl:2") and array[1].name.endswith("rows.json[1]")
 
 
 def test_conversation_is_encoded_by_the_chat_template(template, write, build):
-    data = [chat(("user", "hi"), ("assistant", "hello"), ("user", "2 + 2?"), ("assistant", "4")), chat(("user", "你好"), ("assistant", "好"))]
+    data = [
+        chat(("user", "hi"), ("assistant", "hello"), ("user", "2 + 2?"), ("assistant", "4")),
+        chat(("user", "你好"), ("assistant", "好")),
+    ]
     for row, source in zip(list_of(build("chat", write(data))), data, strict=True):
         ids, loss_mask = template.encode(source["conversations"])
         assert row.sequences[0].ids.tolist() == ids and row.sequences[0].loss_mask.tolist() == loss_mask
@@ -83,15 +101,25 @@ def test_long_conversation_ends_with_the_last_complete_answer(tokenizer, templat
     row = chat(("user", "hi"), ("assistant", "hello"), ("user", "and then?"), ("assistant", "well " * 40))
     rows = build("chat", write([row]), max_length=30)
     sequence = rows[0].sequences[0]
-    assert text_with_loss(tokenizer, sequence) == "hello<|im_end|>" and tokenizer.decode([int(sequence.ids[-1])], skip_special=False) == "<|im_end|>"
+    assert (
+        text_with_loss(tokenizer, sequence) == "hello<|im_end|>"
+        and tokenizer.decode([int(sequence.ids[-1])], skip_special=False) == "<|im_end|>"
+    )
     total = sum(template.encode(row["conversations"])[1])
-    assert (stats_of(rows).kept, stats_of(rows).truncated, stats_of(rows).lost_loss_tokens) == (1, 1, total - int(sequence.loss_mask.sum()))
+    assert (stats_of(rows).kept, stats_of(rows).truncated, stats_of(rows).lost_loss_tokens) == (
+        1,
+        1,
+        total - int(sequence.loss_mask.sum()),
+    )
 
 
 def test_first_answer_that_is_too_long_is_truncated(template, write, build):
     row = chat(("user", "hi"), ("assistant", "hello there " * 20))
     rows = build("chat", write([row]), max_length=20)
-    assert rows[0].sequences[0].ids.tolist() == template.encode(row["conversations"])[0][:21] and stats_of(rows).truncated == 1
+    assert (
+        rows[0].sequences[0].ids.tolist() == template.encode(row["conversations"])[0][:21]
+        and stats_of(rows).truncated == 1
+    )
 
 
 def test_conversation_truncated_before_its_answer_is_dropped_and_counted(template, write, build):
@@ -102,7 +130,9 @@ def test_conversation_truncated_before_its_answer_is_dropped_and_counted(templat
 
 
 @pytest.mark.parametrize(
-    "loss_on, texts", [("assistant", ["hello<|im_end|>", "4<|im_end|>"]), ("last_assistant", ["4<|im_end|>"])], ids=["assistant", "last_assistant"]
+    "loss_on, texts",
+    [("assistant", ["hello<|im_end|>", "4<|im_end|>"]), ("last_assistant", ["4<|im_end|>"])],
+    ids=["assistant", "last_assistant"],
 )
 def test_loss_on_selects_the_turns(tokenizer, write, build, loss_on, texts):
     row = chat(("user", "hi"), ("assistant", "hello"), ("user", "2 + 2?"), ("assistant", "4"))
@@ -110,15 +140,23 @@ def test_loss_on_selects_the_turns(tokenizer, write, build, loss_on, texts):
 
 
 def test_loss_on_all_excludes_the_first_token_only(write, build):
-    loss_mask = build("chat", write([chat(("user", "hi"), ("assistant", "hello"))]), loss_on="all")[0].sequences[0].loss_mask
+    loss_mask = (
+        build("chat", write([chat(("user", "hi"), ("assistant", "hello"))]), loss_on="all")[0].sequences[0].loss_mask
+    )
     assert not loss_mask[0] and loss_mask[1:].all()
 
 
 def test_preference_has_loss_on_whole_answers_and_not_on_shared_turns(tokenizer, write, build):
     shared = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    for row in (pair("I like tea.", "I like mud!"), {"prompt": shared, "chosen": "I like tea.", "rejected": "I like mud!"}):
+    for row in (
+        pair("I like tea.", "I like mud!"),
+        {"prompt": shared, "chosen": "I like tea.", "rejected": "I like mud!"},
+    ):
         sequences = build("preference", write([row]))[0].sequences
-        assert [text_with_loss(tokenizer, sequence) for sequence in sequences] == ["I like tea.<|im_end|>", "I like mud!<|im_end|>"]
+        assert [text_with_loss(tokenizer, sequence) for sequence in sequences] == [
+            "I like tea.<|im_end|>",
+            "I like mud!<|im_end|>",
+        ]
 
 
 def test_preference_with_a_longer_answer_has_loss_on_both(tokenizer, write, build):
@@ -127,7 +165,9 @@ def test_preference_with_a_longer_answer_has_loss_on_both(tokenizer, write, buil
 
 
 @pytest.mark.parametrize(
-    "row, max_length", [(pair("a b c d e f g h", "a b c d e f g z"), 12), (pair("a", "b", question="long " * 30), 20)], ids=["same beginning", "long prompt"]
+    "row, max_length",
+    [(pair("a b c d e f g h", "a b c d e f g z"), 12), (pair("a", "b", question="long " * 30), 20)],
+    ids=["same beginning", "long prompt"],
 )
 def test_preference_truncated_before_the_difference_is_dropped_and_counted(write, build, row, max_length):
     rows = build("preference", write([pair("a", "b"), row]), max_length=max_length)
@@ -138,7 +178,11 @@ def test_preference_is_truncated_in_its_answers_not_in_its_prompt(tokenizer, wri
     shared = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     row = {"prompt": shared, "chosen": "well " * 30, "rejected": "bad"}
     chosen, rejected = build("preference", write([row]), max_length=32)[0].sequences
-    assert len(chosen.ids) == 33 and text_with_loss(tokenizer, rejected) == "bad<|im_end|>" and text_with_loss(tokenizer, chosen).startswith("well")
+    assert (
+        len(chosen.ids) == 33
+        and text_with_loss(tokenizer, rejected) == "bad<|im_end|>"
+        and text_with_loss(tokenizer, chosen).startswith("well")
+    )
 
 
 def test_long_conversation_with_loss_on_all_ends_with_a_turn(tokenizer, write, build):
@@ -150,14 +194,20 @@ def test_long_conversation_with_loss_on_all_ends_with_a_turn(tokenizer, write, b
 def test_stats_have_the_longest_conversation_after_truncation(write, build):
     turns = [("user", "hi"), ("assistant", "ho")]
     path = write([chat(*turns), chat(*turns * 5), *[chat(*turns * 2)] * 600])  # a chunk has 512 rows
-    whole, cut, last = (build("chat", path, **options) for options in ({"max_length": 200}, {"max_length": 36}, {"loss_on": "last_assistant"}))
+    whole, cut, last = (
+        build("chat", path, **options)
+        for options in ({"max_length": 200}, {"max_length": 36}, {"loss_on": "last_assistant"})
+    )
     assert (stats_of(whole).longest_conversation, stats_of(whole).most_answers) == (len(whole[1].sequences[0].ids), 5)
-    assert stats_of(cut).most_answers == 2 and stats_of(cut).longest_conversation == max(len(row.sequences[0].ids) for row in list_of(cut))
+    assert stats_of(cut).most_answers == 2 and stats_of(cut).longest_conversation == max(
+        len(row.sequences[0].ids) for row in list_of(cut)
+    )
     assert stats_of(last).most_answers == 0
 
 
 def test_stats_of_several_chunks_add_up(write, build):
-    path = write([{"text": "one two three four five six"} if i % 3 else {"text": ""} for i in range(1500)])  # a chunk has 512 rows
+    # a chunk has 512 rows
+    path = write([{"text": "one two three four five six"} if i % 3 else {"text": ""} for i in range(1500)])
     rows = build("text", path, max_length=4, on_bad_row="skip")
     assert (stats_of(rows).read, stats_of(rows).kept, stats_of(rows).bad) == (1500, 1000, {"empty text": 500})
     assert stats_of(rows).first_seen == {"empty text": f"{path}:1"}
@@ -181,14 +231,18 @@ def lines(*rows):
     return b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows)
 
 
-@pytest.mark.parametrize("data_format, bad, reason, where", BAD, ids=[f"{data_format} {reason}" for data_format, _, reason, _ in BAD])
+@pytest.mark.parametrize(
+    "data_format, bad, reason, where", BAD, ids=[f"{data_format} {reason}" for data_format, _, reason, _ in BAD]
+)
 def test_bad_row_is_an_error_or_is_skipped(write, build, data_format, bad, reason, where):
     path = write(lines(GOOD[data_format], bad, GOOD[data_format]))
     with pytest.raises(BadRowError) as error:
         build(data_format, path)
     assert error.value.setting == f"{path}{where}" and "data.on_bad_row=skip" in error.value.fix
     rows = build(data_format, path, on_bad_row="skip")
-    assert len(rows) == 2 and stats_of(rows).bad == {reason: 1} and stats_of(rows).first_seen == {reason: f"{path}{where}"}
+    assert (
+        len(rows) == 2 and stats_of(rows).bad == {reason: 1} and stats_of(rows).first_seen == {reason: f"{path}{where}"}
+    )
 
 
 def test_file_with_a_bad_first_row_is_detected_by_the_next(write, build):
@@ -224,13 +278,29 @@ def test_row_weight_repeats_the_row(write, build):
 
 
 def test_encoding_key_depends_on_every_field_and_the_tokenizer(tokenizer):
-    encoding = EncodingConfig("chat", "minimind chat", tokenizer.folder, max_length=8, too_long="truncate", loss_on="assistant", on_bad_row="error")
-    others = {"data_format": "text", "schema": "text", "max_length": 9, "too_long": "drop", "loss_on": "all", "on_bad_row": "skip"}
+    encoding = EncodingConfig(
+        "chat",
+        "minimind chat",
+        tokenizer.folder,
+        max_length=8,
+        too_long="truncate",
+        loss_on="assistant",
+        on_bad_row="error",
+    )
+    others = {
+        "data_format": "text",
+        "schema": "text",
+        "max_length": 9,
+        "too_long": "drop",
+        "loss_on": "all",
+        "on_bad_row": "skip",
+    }
     others |= {"system_prompts": ("a",), "system_prob": 0.5, "empty_think_prob": 0.5, "seed": 1}
     changed = [dataclasses.replace(encoding, **{name: value}) for name, value in others.items()]
     assert {field.name for field in dataclasses.fields(EncodingConfig)} == others.keys() | {"tokenizer"}
     assert len({encoding.key("a"), encoding.key("b"), *(other.key("a") for other in changed)}) == len(others) + 2
-    assert encoding.key("a") == dataclasses.replace(encoding, tokenizer=tokenizer.folder / "..").key("a")  # its content counts, not its path
+    # its content counts, not its path
+    assert encoding.key("a") == dataclasses.replace(encoding, tokenizer=tokenizer.folder / "..").key("a")
 
 
 WEIGHTED_CHAT = [
@@ -251,9 +321,14 @@ def test_loss_weights_of_turns_are_those_of_their_tokens(tokenizer, write, build
     assert ids.tolist() == plain_ids.tolist() and weights.dtype == np.float32 and mask.dtype == bool
     assert (weights > 0).tolist() == mask.tolist() and not weights[0]
     runs = [
-        (weight, [token for token, _ in group]) for weight, group in itertools.groupby(zip(ids.tolist(), weights.tolist(), strict=True), lambda pair: pair[1])
+        (weight, [token for token, _ in group])
+        for weight, group in itertools.groupby(zip(ids.tolist(), weights.tolist(), strict=True), lambda pair: pair[1])
     ]
-    found = [(tokenizer.decode(tokens, skip_special=False), weight) for weight, tokens in runs if weight and (weight != 1 or loss_on != "all")]
+    found = [
+        (tokenizer.decode(tokens, skip_special=False), weight)
+        for weight, tokens in runs
+        if weight and (weight != 1 or loss_on != "all")
+    ]
     assert found == [(f"{text}<|im_end|>", pytest.approx(weight)) for text, weight in expected]
     assert stats_of(rows).loss_tokens == sum(np.count_nonzero(rows[i].sequences[0].loss_mask) for i in range(2))
 

@@ -32,14 +32,18 @@ def rows(source):
 
 @pytest.mark.parametrize("language, written, detected", DETECTED)
 def test_encoding_of_a_file_is_detected_and_reported(write, language, written, detected):
-    text = "\n".join([TEXTS[language]] * 2).replace("——" if written == "gb2312" else "\0", "-")  # GB 2312 has another dash in Python
+    # GB 2312 has another dash in Python
+    text = "\n".join([TEXTS[language]] * 2).replace("——" if written == "gb2312" else "\0", "-")
     source = Source.open(write(text.encode(written), "book.txt"))
     assert rows(source) == [{"text": text}]
     assert (source.encoding, source.detected) == (detected, "" if detected == "utf-8" else f"encoding {detected}")
 
 
 @pytest.mark.parametrize("encoding", ["gbk", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le"])
-@pytest.mark.parametrize("name, content", [("rows.jsonl", '{"text": "%s"}\n'), ("rows.json", '\n[{"text": "%s"}]'), ("rows", '[{"text": "%s"}]')])
+@pytest.mark.parametrize(
+    "name, content",
+    [("rows.jsonl", '{"text": "%s"}\n'), ("rows.json", '\n[{"text": "%s"}]'), ("rows", '[{"text": "%s"}]')],
+)
 def test_encoding_of_json_needs_no_byte_order_mark(write, name, content, encoding):
     assert rows(Source.open(write((content % TEXTS["zh"]).encode(encoding), name))) == [{"text": TEXTS["zh"]}]
 
@@ -51,7 +55,11 @@ def test_encoding_of_a_gbk_file_is_never_called_latin1(write):
     few = "我" + "a" * 100  # two bytes that are not ASCII prove nothing
     with pytest.raises(BadRowError) as error:
         rows(Source.open(write(json.dumps({"text": few}, ensure_ascii=False).encode("gbk"))))
-    assert error.value.reason == "not UTF-8" and "data.encoding=" in error.value.fix and "latin" not in error.value.fix.lower()
+    assert (
+        error.value.reason == "not UTF-8"
+        and "data.encoding=" in error.value.fix
+        and "latin" not in error.value.fix.lower()
+    )
     assert rows(Source.open(path.parent / "rows.jsonl", ReadOptions(encoding="gbk"))) == [{"text": few}]
 
 
@@ -66,9 +74,14 @@ def test_encoding_of_a_few_accents_is_refused_with_a_guess_that_reads_them(write
 
 
 def test_encoding_stays_utf8_where_a_row_is_damaged(write):
-    content = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in TEXTS.values()).encode() + b'{"text": "\xff\xfe"}\n'
+    content = (
+        "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in TEXTS.values()).encode()
+        + b'{"text": "\xff\xfe"}\n'
+    )
     bad = []
-    assert len(list(Source.open(write(content)).rows(bad.append))) == len(TEXTS) and [error.reason for error in bad] == ["not UTF-8"]
+    assert len(list(Source.open(write(content)).rows(bad.append))) == len(TEXTS) and [
+        error.reason for error in bad
+    ] == ["not UTF-8"]
 
 
 def test_encoding_that_is_given_does_not_apply_to_files_in_utf8(write):

@@ -42,8 +42,15 @@ def compress_zstd(content: bytes) -> bytes:
         return sink.getvalue()
 
 
-@pytest.mark.parametrize(("extension", "compress"), [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress), (".zst", compress_zstd)])
-@pytest.mark.parametrize("content", [b'{"text": "' + b"a" * 8 * MIB, (b'{"text": "' + b"a" * 500 + b'"}\n') * (8 * MIB // 512)], ids=["one row", "many rows"])
+@pytest.mark.parametrize(
+    ("extension", "compress"),
+    [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress), (".zst", compress_zstd)],
+)
+@pytest.mark.parametrize(
+    "content",
+    [b'{"text": "' + b"a" * 8 * MIB, (b'{"text": "' + b"a" * 500 + b'"}\n') * (8 * MIB // 512)],
+    ids=["one row", "many rows"],
+)
 def test_compressed_file_that_expands_is_refused(
     extension: str, compress: Callable[[bytes], bytes], content: bytes, tmp_path: Path, small_limits: None
 ) -> None:
@@ -56,7 +63,9 @@ def test_compressed_file_that_expands_is_refused(
 def write_repeated(path: Path, text: str, rows: int) -> None:
     """A table that holds `text` once."""
     values = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([text]))
-    pq.write_table(pa.table({"text": values}), path, compression="zstd", store_schema=False, dictionary_pagesize_limit=1 << 30)
+    pq.write_table(
+        pa.table({"text": values}), path, compression="zstd", store_schema=False, dictionary_pagesize_limit=1 << 30
+    )
 
 
 @pytest.mark.parametrize(("text", "rows"), [("a" * 1000, 100_000), ("a" * (MIB // 16), 2000)])
@@ -101,7 +110,9 @@ def test_arrow_file_whose_offsets_point_outside_has_bad_rows(tmp_path: Path) -> 
     assert positions == [0] and len(bad) == 2
 
 
-def test_arrow_dictionary_that_is_used_many_times_is_converted_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrow_dictionary_that_is_used_many_times_is_converted_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tables, "MAX_BATCH_BYTES", 64 * MIB)
     values = pa.DictionaryArray.from_arrays(pa.array([0] * 200, pa.int32()), pa.array(["a" * MIB]))
     write_arrow(tmp_path / "rows.arrow", pa.record_batch({"text": values}))
@@ -125,7 +136,9 @@ def test_csv_record_over_many_lines_is_limited(tmp_path: Path, monkeypatch: pyte
         ("numbers.json", b"[" + b"1," * 4_000_001 + b"1]", "invalid JSON"),
     ],
 )
-def test_row_beyond_the_limits_of_the_parser_is_a_bad_row(name: str, content: bytes, reason: str, tmp_path: Path) -> None:
+def test_row_beyond_the_limits_of_the_parser_is_a_bad_row(
+    name: str, content: bytes, reason: str, tmp_path: Path
+) -> None:
     (tmp_path / name).write_bytes(content + b"\n" + (b'{"text": "x"}\n' if name.endswith("l") else b""))
     assert [error.reason for error in read(tmp_path / name)[1]] == [reason]
 

@@ -23,7 +23,9 @@ class ManyRows:
 
 
 def make_loader() -> StepLoader:
-    return StepLoader(UnpackedSequences(ManyRows()), ShuffledSampler(10**8, 32, seed=42), batch_size=16, pad_id=0, packed=False)
+    return StepLoader(
+        UnpackedSequences(ManyRows()), ShuffledSampler(10**8, 32, seed=42), batch_size=16, pad_id=0, packed=False
+    )
 
 
 def test_loader_skips_a_million_steps_without_memory_for_them():
@@ -39,4 +41,6 @@ def test_loader_skips_a_million_steps_without_memory_for_them():
 def test_loader_skip_gives_the_same_step_as_iterating_to_it():
     steps = make_loader().iter_epoch(3, skip=FAR - 2)
     next(steps), next(steps)
-    assert [batch.names for batch in next(steps)] == [batch.names for batch in next(make_loader().iter_epoch(3, skip=FAR))]
+    assert [batch.names for batch in next(steps)] == [
+        batch.names for batch in next(make_loader().iter_epoch(3, skip=FAR))
+    ]

@@ -52,7 +52,10 @@ def sizes_of(mixed: MixedRows) -> list[int]:
 @given(size=st.integers(2, 400), share=st.integers(1, 399))
 def test_holdout_and_remaining_rows_are_disjoint_and_complete(size, share):
     split = HoldoutSplit(size, min(share, size - 1))
-    remaining, held_out = split.remaining_rows(np.arange(size - split.held_out)), split.held_out_rows(np.arange(split.held_out))
+    remaining, held_out = (
+        split.remaining_rows(np.arange(size - split.held_out)),
+        split.held_out_rows(np.arange(split.held_out)),
+    )
     assert sorted([*remaining.tolist(), *held_out.tolist()]) == list(range(size))
     assert (np.diff(remaining) > 0).all() and (np.diff(held_out) > 0).all()
 
@@ -93,7 +96,13 @@ def test_mixture_weight_is_divided_among_the_files_of_a_path():
 
 @pytest.mark.parametrize(
     "weights, expected",
-    [([1.0, 2.0, 1.0], [0, 1, 1, 2]), ([0.5, 0.5], [0, 1]), ([0.5, 1.0], [0, 1, 1]), ([0.1, 0.1], [0, 1]), ([2.0, 2.0], [0, 0, 1, 1])],
+    [
+        ([1.0, 2.0, 1.0], [0, 1, 1, 2]),
+        ([0.5, 0.5], [0, 1]),
+        ([0.5, 1.0], [0, 1, 1]),
+        ([0.1, 0.1], [0, 1]),
+        ([2.0, 2.0], [0, 0, 1, 1]),
+    ],
 )
 def test_row_weights_repeat_rows_and_drop_none(weights, expected):
     mixed = mix_sources([[source(len(weights), weights)]], None)
@@ -121,7 +130,10 @@ def test_mixture_weights_too_far_apart_are_refused(weights):
 
 def test_mixture_fingerprint_depends_on_content_weights_and_holdout():
     plain = [source(10)]
-    fingerprints = [mix_sources(entries, weights).fingerprint for entries, weights in (([plain], None), ([[source(11)]], None), ([plain, plain], [1.0, 2.0]))]
+    fingerprints = [
+        mix_sources(entries, weights).fingerprint
+        for entries, weights in (([plain], None), ([[source(11)]], None), ([plain, plain], [1.0, 2.0]))
+    ]
     fingerprints += [MixedRows((part,)).fingerprint for part in source(10).hold_out(2)]
     assert len(set(fingerprints)) == 5
     assert mix_sources([[source(10)]], None).fingerprint == fingerprints[0]

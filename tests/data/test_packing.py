@@ -16,8 +16,7 @@ from common.errors import UserError
 from common.filesystem import fs
 from data.batching import packing
 from data.batching.batch import IGNORE_INDEX, collate
-from data.batching.packing import PackedSequences
-from data.batching.packing_plan import best_fit_plan, count_sequences, read_slices
+from data.batching.packing import PackedSequences, best_fit_plan, count_sequences, read_slices
 from data.store.cache import no_progress
 
 LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=80)
@@ -50,12 +49,21 @@ def test_packed_batch_has_the_tokens_and_labels_of_unpacked_ones(tmp_path_factor
     rows = RandomRows([max(length, per_row) for length in lengths], per_row)
     packed = PackedSequences(rows, 64, tmp_path_factory.mktemp("cache"))
     labelled = []
-    for is_packed, sequences in ((True, [packed[i] for i in range(len(packed))]), (False, [[rows[i]] for i in range(len(rows))])):
+    for is_packed, sequences in (
+        (True, [packed[i] for i in range(len(packed))]),
+        (False, [[rows[i]] for i in range(len(rows))]),
+    ):
         batch = collate(sequences, pad_id=0, packed=is_packed)
         ids, labels = batch.input_ids.numpy(), batch.labels.numpy()
-        labelled.append(sorted(zip(ids[labels != IGNORE_INDEX].tolist(), labels[labels != IGNORE_INDEX].tolist(), strict=True)))
-        assert sorted(batch.lengths.tolist()) == sorted(len(sequence.ids) - 1 for i in range(len(rows)) for sequence in rows[i].sequences)
-        assert batch.num_supervised_tokens == sum(int(sequence.loss_mask[1:].sum()) for i in range(len(rows)) for sequence in rows[i].sequences)
+        labelled.append(
+            sorted(zip(ids[labels != IGNORE_INDEX].tolist(), labels[labels != IGNORE_INDEX].tolist(), strict=True))
+        )
+        assert sorted(batch.lengths.tolist()) == sorted(
+            len(sequence.ids) - 1 for i in range(len(rows)) for sequence in rows[i].sequences
+        )
+        assert batch.num_supervised_tokens == sum(
+            int(sequence.loss_mask[1:].sum()) for i in range(len(rows)) for sequence in rows[i].sequences
+        )
         assert sorted(batch.names) == sorted(f"row:{i}" for i in range(len(rows)))
     assert labelled[0] == labelled[1]
 
@@ -65,7 +73,9 @@ def test_packed_positions_restart_per_document_and_padding_has_none():
     batch = collate([[rows[0], rows[1]], [rows[2]]], pad_id=9, packed=True)
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 0, 0], [0, 1, 2, 3, 0, 0, 0, 0]]
     assert batch.document_ids.tolist() == [[0, 0, 0, 1, 1, -1, -1, -1], [2, 2, 2, 2, -1, -1, -1, -1]]
-    assert (batch.input_ids[batch.document_ids == -1] == 9).all() and (batch.labels[batch.document_ids == -1] == IGNORE_INDEX).all()
+    assert (batch.input_ids[batch.document_ids == -1] == 9).all() and (
+        batch.labels[batch.document_ids == -1] == IGNORE_INDEX
+    ).all()
 
 
 def test_packed_pairs_number_all_chosen_before_all_rejected():
@@ -79,12 +89,18 @@ def test_packing_plan_is_read_from_the_cache_the_second_time(tmp_path, monkeypat
     first = PackedSequences(ROWS, 64, tmp_path)
     monkeypatch.setattr(packing, "read_slices", None)  # a second plan would call it
     again = PackedSequences(ROWS, 64, tmp_path)
-    assert [[row.name for row in again[i]] for i in range(len(again))] == [[row.name for row in first[i]] for i in range(len(first))]
-    assert again.fingerprint == first.fingerprint and again.fill_ratio == first.fill_ratio == sum(range(1, 60)) / (len(first) * 64)
+    assert [[row.name for row in again[i]] for i in range(len(again))] == [
+        [row.name for row in first[i]] for i in range(len(first))
+    ]
+    assert again.fingerprint == first.fingerprint and again.fill_ratio == first.fill_ratio == sum(range(1, 60)) / (
+        len(first) * 64
+    )
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda raw: raw[:-8], lambda raw: raw[:40] + bytes([raw[40] ^ 1]) + raw[41:], lambda raw: b""], ids=["cut", "flipped bit", "empty"]
+    "damage",
+    [lambda raw: raw[:-8], lambda raw: raw[:40] + bytes([raw[40] ^ 1]) + raw[41:], lambda raw: b""],
+    ids=["cut", "flipped bit", "empty"],
 )
 def test_packing_plan_that_is_damaged_is_closed_and_made_again(tmp_path, damage):
     path = PackedSequences(ROWS, 64, tmp_path).path
@@ -184,7 +200,9 @@ def neighbours(plan: list[list[int]]) -> set[tuple[int, int]]:
 
 @settings(max_examples=30)
 @given(lengths=LENGTHS, copies=st.integers(1, 9), seed=st.integers(0, 3), epoch=st.integers(0, 5))
-def test_packed_epoch_has_every_row_once_and_never_two_copies_in_a_sequence(tmp_path_factory, lengths, copies, seed, epoch):
+def test_packed_epoch_has_every_row_once_and_never_two_copies_in_a_sequence(
+    tmp_path_factory, lengths, copies, seed, epoch
+):
     packed = PackedSequences(RepeatedRows(lengths, copies), 64, tmp_path_factory.mktemp("cache"), seed)
     plan = plan_of(packed, epoch)
     assert sorted(row for sequence in plan for row in sequence) == list(range(len(lengths) * copies))
@@ -198,7 +216,9 @@ def test_packing_of_copies_fills_the_sequences_with_other_rows(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "capacity"), [([5 + i % 60 for i in range(600)], 256), (list(range(1000, 3000, 10)), 8192)], ids=["common lengths", "unique lengths"]
+    ("lengths", "capacity"),
+    [([5 + i % 60 for i in range(600)], 256), (list(range(1000, 3000, 10)), 8192)],
+    ids=["common lengths", "unique lengths"],
 )
 def test_packing_plan_of_each_epoch_is_another_one(tmp_path, lengths, capacity):
     packed = PackedSequences(RandomRows(lengths), capacity, tmp_path)
@@ -251,10 +271,15 @@ def test_loader_reads_another_packing_plan_in_each_epoch(tmp_path):
 def test_packing_mixes_distant_rows_of_a_sorted_file(tmp_path):
     """20,000 rows in chunks of 1,024 adjacent ones: the rows of a sequence must not all be neighbours."""
     packed = PackedSequences(RandomRows([10] * 20_000), 40, tmp_path)
-    spread = [max(numbers) - min(numbers) for numbers in ([int(row.name[4:]) for row in packed[i]] for i in range(0, len(packed), 50))]
+    spread = [
+        max(numbers) - min(numbers)
+        for numbers in ([int(row.name[4:]) for row in packed[i]] for i in range(0, len(packed), 50))
+    ]
     assert np.median(spread) > 5_000
 
 
 def test_epoch_of_packed_sequences_has_every_row_once(tmp_path):
     packed = PackedSequences(RandomRows([1 + i % 37 for i in range(300)]), 64, tmp_path)
-    assert sorted(name for step in names_of(make_loader(packed, packed=True).iter_epoch(0)) for name in step) == sorted(f"row:{i}" for i in range(300))
+    assert sorted(name for step in names_of(make_loader(packed, packed=True).iter_epoch(0)) for name in step) == sorted(
+        f"row:{i}" for i in range(300)
+    )

@@ -7,10 +7,9 @@ import shutil
 import pytest
 
 from data.schemas.messages import check_chat
+from data.tokenize import pieces as cache
 from data.tokenize.chat_template import ChatTemplate
-from data.tokenize.pieces import cache
-from data.tokenize.pieces.cache import PieceCache, flat_ids
-from data.tokenize.pieces.cuts import GPT2_PATTERN, LLAMA3_PATTERNS, cut_pattern
+from data.tokenize.pieces import GPT2_PATTERN, LLAMA3_PATTERNS, PieceCache, cut_pattern, flat_ids
 from data.tokenize.tokenizer import Tokenizer
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -41,7 +40,28 @@ UNITS = [
         "12",
         "3",
     ),
-    *("!", "...", "，", "。", "你好", "世", "é", "e\u0301", "\u0301", "=\u0338", "½", "²", "٣", "🎉", "_", "-", "x" * 40, "<|im_end|>", "\x00", "\u1100\u1161"),
+    *(
+        "!",
+        "...",
+        "，",
+        "。",
+        "你好",
+        "世",
+        "é",
+        "e\u0301",
+        "\u0301",
+        "=\u0338",
+        "½",
+        "²",
+        "٣",
+        "🎉",
+        "_",
+        "-",
+        "x" * 40,
+        "<|im_end|>",
+        "\x00",
+        "\u1100\u1161",
+    ),
 ]
 
 
@@ -83,7 +103,10 @@ def random_texts(count, rng):
 
 def is_same(encode_flat, tokenizer, texts):
     found, expected = encode_flat(texts), flat_ids(tokenizer.encode_batch(texts))
-    return all(ours.dtype == reference.dtype and ours.tolist() == reference.tolist() for ours, reference in zip(found, expected, strict=True))
+    return all(
+        ours.dtype == reference.dtype and ours.tolist() == reference.tolist()
+        for ours, reference in zip(found, expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", CUT)
@@ -114,8 +137,16 @@ def test_piece_cache_is_bounded_and_forgets(tokenizer, monkeypatch):
     monkeypatch.setattr(cache, "MAX_CUT_CHARACTERS", 500)
     pieces, rng = PieceCache(tokenizer._cuts, tokenizer.encode_batch), random.Random(1)
     for _ in range(20):
-        assert is_same(pieces.encode, tokenizer, [" ".join(f"item{rng.randrange(1000)}" for _ in range(20)) for _ in range(4)] + ["x " * 400])
-        assert len(pieces._numbers) <= 50 and len(pieces._ends) == len(pieces._numbers) + 1 and len(pieces._ids) == pieces._ends[-1]
+        assert is_same(
+            pieces.encode,
+            tokenizer,
+            [" ".join(f"item{rng.randrange(1000)}" for _ in range(20)) for _ in range(4)] + ["x " * 400],
+        )
+        assert (
+            len(pieces._numbers) <= 50
+            and len(pieces._ends) == len(pieces._numbers) + 1
+            and len(pieces._ids) == pieces._ends[-1]
+        )
     pieces.encode(["short a b c d " + "y" * 33 + " 你好 end"])
     assert {" end", "short"} <= pieces._numbers.keys() and not {" " + "y" * 33, " 你好"} & pieces._numbers.keys()
 
@@ -123,11 +154,17 @@ def test_piece_cache_is_bounded_and_forgets(tokenizer, monkeypatch):
 def conversations(rng):
     for _ in range(300):
         first = [{"role": "system", "content": "be " + rng.choice(UNITS)}] * rng.randint(0, 1)
-        turns = [{"role": role, "content": "." + "".join(rng.choices(UNITS, k=3))} for _ in range(rng.randint(1, 3)) for role in ("user", "assistant")]
+        turns = [
+            {"role": role, "content": "." + "".join(rng.choices(UNITS, k=3))}
+            for _ in range(rng.randint(1, 3))
+            for role in ("user", "assistant")
+        ]
         if rng.random() < 0.3:
             turns[-1]["weight"] = rng.choice([0, 1])
         if rng.random() < 0.2:
-            turns[1] |= rng.choice([{"reasoning_content": "why"}, {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}])
+            turns[1] |= rng.choice(
+                [{"reasoning_content": "why"}, {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]
+            )
         yield check_chat([*first, *turns], None, "row")[0]
 
 
@@ -149,5 +186,7 @@ def test_segments_of_a_content_that_the_template_may_change_are_rendered(tokeniz
 
 def test_segments_by_shape_are_for_shipped_templates_only(tokenizer, tmp_path):
     folder = shutil.copytree(tokenizer.folder, tmp_path / "changed")
-    (folder / "chat_template.jinja").write_text(tokenizer.chat_template.replace("message.content or ''", "(message.content or '') | upper"), encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(
+        tokenizer.chat_template.replace("message.content or ''", "(message.content or '') | upper"), encoding="utf-8"
+    )
     assert ChatTemplate(Tokenizer.load(folder))._plans("assistant") is None

@@ -1,4 +1,6 @@
-"""Chat templates in a process with limits: what ends them, what they cost, and that the process neither survives nor is shared."""
+"""Chat templates in a process with limits: what ends them, what they cost, and that the process neither survives nor is
+shared.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def short_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     renderer.open_process.cache_clear()
 
 
-def conversation(template: RenderProcess | KnownTemplate, messages: list[dict[str, Any]] = MESSAGES, **variables: Any) -> ConversationRenderer:
+def conversation(
+    template: RenderProcess | KnownTemplate, messages: list[dict[str, Any]] = MESSAGES, **variables: Any
+) -> ConversationRenderer:
     return ConversationRenderer(template, {"messages": messages, **variables})
 
 
@@ -44,7 +48,10 @@ def test_rendering_in_a_process_gives_the_same_texts() -> None:
 
 def test_conversations_rendered_together_are_not_exchanged() -> None:
     process = RenderProcess(SOURCE)
-    both = [ConversationRenderer(process, {"messages": [{"role": "user", "content": text}]}, [(1, {}), (0, {})]) for text in "ab"]
+    both = [
+        ConversationRenderer(process, {"messages": [{"role": "user", "content": text}]}, [(1, {}), (0, {})])
+        for text in "ab"
+    ]
     ConversationRenderer.render_together(both)
     pid = process._process.pid if process._process else 0
     os.kill(pid, signal.SIGKILL)  # the texts have been rendered
@@ -56,7 +63,10 @@ def test_conversations_rendered_together_are_not_exchanged() -> None:
     [
         (NESTED, "too long"),
         ("{{ '%0999999999d' % 1 }}", "memory"),
-        ("{% set n = namespace(x=[]) %}{% for a in range(1000) %}{% set n.x = n.x + [('x ' * 1000000).split()] %}{% endfor %}", "memory|too long"),
+        (
+            "{% set n = namespace(x=[]) %}{% for a in range(1000) %}{% set n.x = n.x + [('x ' * 1000000).split()] %}{% endfor %}",
+            "memory|too long",
+        ),
         ("{{ 'x' * 9000000 }}", "9,000,007 characters"),
     ],
     ids=["time", "memory of a constant", "memory of a list", "text"],
@@ -117,4 +127,6 @@ def test_render_process_ends_when_the_one_that_started_it_is_killed(tmp_path: Pa
 def test_render_process_gets_no_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     process = RenderProcess(SOURCE)
-    assert process._process is not None and b"HF_TOKEN" not in Path(f"/proc/{process._process.pid}/environ").read_bytes()
+    assert (
+        process._process is not None and b"HF_TOKEN" not in Path(f"/proc/{process._process.pid}/environ").read_bytes()
+    )

@@ -25,7 +25,9 @@ def rows(name: str) -> list[dict]:
 
 
 def messages(name: str) -> list[dict[str, str]]:
-    return [message for row in rows(name) for key in ("conversations", "chosen", "rejected") for message in row.get(key, [])]
+    return [
+        message for row in rows(name) for key in ("conversations", "chosen", "rejected") for message in row.get(key, [])
+    ]
 
 
 def questions(name: str) -> set[str]:
@@ -50,7 +52,9 @@ def test_samples_have_less_than_3_megabytes() -> None:
 @pytest.mark.parametrize("name", HELD_OUT)
 def test_samples_for_training_contain_no_validation_question(name: str) -> None:
     text = training_text()
-    greeting = "|".join(re.escape(opener) for language in LANGUAGES for opener in load_wordings(language)["opener"].statements)
+    greeting = "|".join(
+        re.escape(opener) for language in LANGUAGES for opener in load_wordings(language)["opener"].statements
+    )
     without_greeting = {re.sub(f"^({greeting}) ?", "", question) for question in questions(name)}
     assert without_greeting
     assert [question for question in without_greeting if json.dumps(question, ensure_ascii=False)[1:-1] in text] == []
@@ -96,10 +100,18 @@ def test_samples_of_preferences_have_one_prompt_and_two_answers() -> None:
 
 
 def test_samples_of_the_persona_change_answers_about_the_model_only() -> None:
-    before = {first["content"]: second["content"] for row in rows("sft") for first, second in pairwise(row["conversations"])}
-    after = {row["conversations"][0]["content"]: row["conversations"][1]["content"] for row in rows("lora_identity") if len(row["conversations"]) == 2}
+    before = {
+        first["content"]: second["content"] for row in rows("sft") for first, second in pairwise(row["conversations"])
+    }
+    after = {
+        row["conversations"][0]["content"]: row["conversations"][1]["content"]
+        for row in rows("lora_identity")
+        if len(row["conversations"]) == 2
+    }
     changed = {before[question] for question in before.keys() & after.keys() if before[question] != after[question]}
-    assert changed == {load_wordings(language)[f"plain: {topic}"].answer for language in LANGUAGES for topic in ("name", "maker")}
+    assert changed == {
+        load_wordings(language)[f"plain: {topic}"].answer for language in LANGUAGES for topic in ("name", "maker")
+    }
 
 
 def test_samples_contain_tools_system_messages_and_longer_conversations_than_those_of_the_ten_turn_chat() -> None:

@@ -10,7 +10,15 @@ import pytest
 from common.errors import UserError
 from data.errors import BadRowError
 from data.schemas.messages import check_chat
-from data.schemas.registry import SCHEMAS, ChatExample, PreferencePair, TextExample, detect_schema, register_schema, schema_of_source
+from data.schemas.registry import (
+    SCHEMAS,
+    ChatExample,
+    PreferencePair,
+    TextExample,
+    detect_schema,
+    register_schema,
+    schema_of_source,
+)
 from data.schemas.text import example_weight
 from data.sources.files import Source
 from data.store.cache import fingerprinted_files
@@ -40,7 +48,11 @@ MESSAGES = [ASK, ANSWER]
 CHATS = [  # schema, row, messages
     ("minimind chat", {"conversations": MESSAGES}, MESSAGES),
     ("minimind chat", {"conversations": json.dumps(MESSAGES)}, MESSAGES),
-    ("minimind chat", {"conversations": [ASK, {**ANSWER, "reasoning_content": "hm"}]}, [ASK, {**ANSWER, "reasoning_content": "hm"}]),
+    (
+        "minimind chat",
+        {"conversations": [ASK, {**ANSWER, "reasoning_content": "hm"}]},
+        [ASK, {**ANSWER, "reasoning_content": "hm"}],
+    ),
     (
         "minimind chat",
         {"conversations": [ASK, {"role": "assistant", "content": "", "tool_calls": json.dumps([CALL])}]},
@@ -48,19 +60,43 @@ CHATS = [  # schema, row, messages
     ),
     ("minimind chat", {"conversations": [*MESSAGES, ASK]}, [*MESSAGES, ASK]),
     ("openai messages", {"messages": MESSAGES}, MESSAGES),
-    ("openai messages", {"messages": [{"role": "developer", "content": "be brief"}, *MESSAGES]}, [{"role": "system", "content": "be brief"}, *MESSAGES]),
-    ("openai messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}, ANSWER]}, MESSAGES),
+    (
+        "openai messages",
+        {"messages": [{"role": "developer", "content": "be brief"}, *MESSAGES]},
+        [{"role": "system", "content": "be brief"}, *MESSAGES],
+    ),
+    (
+        "openai messages",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]},
+                ANSWER,
+            ]
+        },
+        MESSAGES,
+    ),
     (
         "openai messages",
         {
             "messages": [
                 ASK,
-                {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": {**CALL, "arguments": '{"town": "Pell"}'}}]},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [
+                        {"id": "1", "type": "function", "function": {**CALL, "arguments": '{"town": "Pell"}'}}
+                    ],
+                },
                 {"role": "tool", "content": "dry", "tool_call_id": "1"},
                 ANSWER,
             ]
         },
-        [ASK, {"role": "assistant", "tool_calls": [{**CALLED, "id": "1"}]}, {"role": "tool", "content": "dry", "tool_call_id": "1"}, ANSWER],
+        [
+            ASK,
+            {"role": "assistant", "tool_calls": [{**CALLED, "id": "1"}]},
+            {"role": "tool", "content": "dry", "tool_call_id": "1"},
+            ANSWER,
+        ],
     ),
     (
         "openai messages",
@@ -72,14 +108,40 @@ CHATS = [  # schema, row, messages
                 {**ANSWER, "function_call": None},
             ]
         },
-        [ASK, {"role": "assistant", "tool_calls": [CALLED]}, {"role": "tool", "content": "dry", "name": "weather"}, ANSWER],
+        [
+            ASK,
+            {"role": "assistant", "tool_calls": [CALLED]},
+            {"role": "tool", "content": "dry", "name": "weather"},
+            ANSWER,
+        ],
     ),
     ("sharegpt", {"conversations": [HUMAN, GPT]}, MESSAGES),
-    ("sharegpt", {"conversations": [HUMAN, GPT], "system": "be brief"}, [{"role": "system", "content": "be brief"}, *MESSAGES]),
-    ("sharegpt", {"conversations": [{"from": "system", "value": "be brief"}, {"from": "user", "value": "hi"}, {"from": "bing", "value": "ho"}]}, None),
     (
         "sharegpt",
-        {"conversations": [HUMAN, {"from": "function_call", "value": json.dumps(CALL)}, {"from": "observation", "value": "dry"}, GPT]},
+        {"conversations": [HUMAN, GPT], "system": "be brief"},
+        [{"role": "system", "content": "be brief"}, *MESSAGES],
+    ),
+    (
+        "sharegpt",
+        {
+            "conversations": [
+                {"from": "system", "value": "be brief"},
+                {"from": "user", "value": "hi"},
+                {"from": "bing", "value": "ho"},
+            ]
+        },
+        None,
+    ),
+    (
+        "sharegpt",
+        {
+            "conversations": [
+                HUMAN,
+                {"from": "function_call", "value": json.dumps(CALL)},
+                {"from": "observation", "value": "dry"},
+                GPT,
+            ]
+        },
         [ASK, {"role": "assistant", "tool_calls": [CALLED]}, {"role": "tool", "content": "dry"}, ANSWER],
     ),
     ("alpaca", {"instruction": "hi", "output": "ho"}, MESSAGES),
@@ -153,17 +215,36 @@ def test_schema_reads_tools_of_a_message(stored):
         ("minimind preference", {"chosen": json.dumps(MESSAGES), "rejected": json.dumps([ASK, WORSE])}),
         ("trl preference", {"prompt": "hi", "chosen": "ho", "rejected": "no"}),
         ("trl preference", {"prompt": [ASK], "chosen": [ANSWER], "rejected": [WORSE]}),
-        ("trl preference", {"prompt": json.dumps([ASK]), "chosen": json.dumps([ANSWER]), "rejected": json.dumps([WORSE])}),
+        (
+            "trl preference",
+            {"prompt": json.dumps([ASK]), "chosen": json.dumps([ANSWER]), "rejected": json.dumps([WORSE])},
+        ),
         ("trl preference", {"prompt": [ASK], "chosen": ANSWER, "rejected": WORSE}),
         ("trl preference", {"prompt": [ASK], "chosen": MESSAGES, "rejected": [ASK, WORSE]}),
-        ("trl preference", {"prompt": "hi", "chosen": MESSAGES, "rejected": [ASK, WORSE], "messages": MESSAGES, "score_chosen": 5.0}),
+        (
+            "trl preference",
+            {"prompt": "hi", "chosen": MESSAGES, "rejected": [ASK, WORSE], "messages": MESSAGES, "score_chosen": 5.0},
+        ),
         ("sharegpt preference", {"conversations": [HUMAN], "chosen": GPT, "rejected": {"from": "gpt", "value": "no"}}),
         ("sharegpt preference", {"conversations": [HUMAN], "chosen": [ANSWER], "rejected": WORSE}),
         ("alpaca preference", {"instruction": "hi", "input": "", "chosen": "ho", "rejected": "no"}),
-        ("openai preference", {"input": {"messages": [ASK]}, "preferred_output": [ANSWER], "non_preferred_output": [WORSE]}),
-        ("openai preference", {"input": json.dumps({"messages": [ASK]}), "preferred_output": json.dumps([ANSWER]), "non_preferred_output": [WORSE]}),
+        (
+            "openai preference",
+            {"input": {"messages": [ASK]}, "preferred_output": [ANSWER], "non_preferred_output": [WORSE]},
+        ),
+        (
+            "openai preference",
+            {
+                "input": json.dumps({"messages": [ASK]}),
+                "preferred_output": json.dumps([ANSWER]),
+                "non_preferred_output": [WORSE],
+            },
+        ),
         ("hh-rlhf", {"chosen": "\n\nHuman: hi\n\nAssistant: ho", "rejected": "\n\nHuman: hi\n\nAssistant: no"}),
-        ("trl preference", {"prompt": [{"role": "system", "content": ""}, ASK], "chosen": MESSAGES, "rejected": [ASK, WORSE]}),
+        (
+            "trl preference",
+            {"prompt": [{"role": "system", "content": ""}, ASK], "chosen": MESSAGES, "rejected": [ASK, WORSE]},
+        ),
     ],
 )
 def test_schema_of_a_preference_gives_two_complete_conversations(schema, row):
@@ -174,9 +255,15 @@ def test_schema_of_a_preference_gives_two_complete_conversations(schema, row):
 def test_schema_does_not_repeat_a_prompt_that_the_answers_contain():
     prompt = [{"role": "system", "content": "be brief"}, *MESSAGES, {"role": "user", "content": "more"}]
     for chosen, rejected in (([ANSWER], [WORSE]), ([*prompt, ANSWER], [*prompt, WORSE])):
-        assert messages_of(read({"prompt": prompt, "chosen": chosen, "rejected": rejected}, "preference")) == ([*prompt, ANSWER], [*prompt, WORSE])
+        assert messages_of(read({"prompt": prompt, "chosen": chosen, "rejected": rejected}, "preference")) == (
+            [*prompt, ANSWER],
+            [*prompt, WORSE],
+        )
     complete = [prompt[0], ASK, ANSWER]  # the prompt is the question only, the answers contain the system message, too
-    assert messages_of(read({"prompt": "hi", "chosen": complete, "rejected": [prompt[0], ASK, WORSE]}, "preference"))[0] == complete
+    assert (
+        messages_of(read({"prompt": "hi", "chosen": complete, "rejected": [prompt[0], ASK, WORSE]}, "preference"))[0]
+        == complete
+    )
 
 
 def test_schema_keeps_every_character_of_a_text():
@@ -184,12 +271,21 @@ def test_schema_keeps_every_character_of_a_text():
 
 
 def test_check_chat_keeps_valid_values_unchanged():
-    messages = [{"role": "user", "content": " hi\n", "name": "Ada"}, {"role": "assistant", "content": "<think>no</think> [{"}]
+    messages = [
+        {"role": "user", "content": " hi\n", "name": "Ada"},
+        {"role": "assistant", "content": "<think>no</think> [{"},
+    ]
     turns, tools = check_chat(messages, "", "here")
-    assert [{key: turn[key] for key in message} for turn, message in zip(turns, messages, strict=True)] == messages and tools is None
+    assert [
+        {key: turn[key] for key in message} for turn, message in zip(turns, messages, strict=True)
+    ] == messages and tools is None
 
 
-ROW = {"text": {"text": "a"}, "chat": {"conversations": MESSAGES}, "preference": {"chosen": MESSAGES, "rejected": [ASK, WORSE]}}
+ROW = {
+    "text": {"text": "a"},
+    "chat": {"conversations": MESSAGES},
+    "preference": {"chosen": MESSAGES, "rejected": [ASK, WORSE]},
+}
 STAGE = {"text": "stage=pretrain", "chat": "stage=sft", "preference": "stage=dpo"}
 
 
@@ -218,9 +314,20 @@ def test_schema_error_of_missing_keys_names_the_schema_that_matches():
 
 def test_schema_priority_is_fixed_for_rows_that_match_several():
     """Rows of public data sets with more columns than one schema needs."""
-    everything = {"text": "a", "messages": MESSAGES, "prompt": "hi", "response": "ho", "instruction": "hi", "output": "ho", "context": ""}
+    everything = {
+        "text": "a",
+        "messages": MESSAGES,
+        "prompt": "hi",
+        "response": "ho",
+        "instruction": "hi",
+        "output": "ho",
+        "context": "",
+    }
     assert detect_schema(everything, "chat", "file:1").name == "openai messages"
-    assert detect_schema({**everything, "messages": None, "conversations": MESSAGES}, "chat", "file:1").name == "minimind chat"
+    assert (
+        detect_schema({**everything, "messages": None, "conversations": MESSAGES}, "chat", "file:1").name
+        == "minimind chat"
+    )
     pair = {"chosen": MESSAGES, "rejected": [ASK, WORSE]}
     assert detect_schema({**everything, **pair}, "preference", "file:1").name == "trl preference"
     assert detect_schema({**everything, **pair}, "text", "file:1").name == "text"
@@ -248,7 +355,9 @@ def test_register_schema_of_a_user_is_preferred_to_a_built_in_one(registered):
     def parse_notes(row, where):
         return TextExample(row["text"] + row["note"])
 
-    assert read({"text": "a", "note": "b"}, "text") == TextExample("ab") and read({"text": "a"}, "text") == TextExample("a")
+    assert read({"text": "a", "note": "b"}, "text") == TextExample("ab") and read({"text": "a"}, "text") == TextExample(
+        "a"
+    )
     assert Path(__file__) in fingerprinted_files("notes")  # another version of the module is another token store
 
 
@@ -284,13 +393,17 @@ encoding = EncodingConfig("text", schema_of_source(source, "text"), tokenizer.fo
 store = load_or_build(source, encoding, tokenizer, folder / "cache", num_workers=2)
 print(encoding.schema, [tokenizer.decode(ids.tolist()) for ids, _ in store.read(0)[0]])
 """
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
     assert done.stdout == "two parts ['one two']\n", done.stderr
 
 
 def test_register_schema_needs_no_heavy_library():
     program = "import sys, data.schemas.registry; print([name for name in ('torch', 'numpy', 'pyarrow', 'tokenizers') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
     assert done.stdout.strip() == "[]", done.stderr
 
 
@@ -299,7 +412,9 @@ def test_example_weight_is_a_number_or_1_by_default(value, weight):
     assert example_weight({"weight": value}, "file:1") == weight and example_weight({}, "file:1") == 1.0
 
 
-@pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf"), True, "much", [1], 10**400], ids=lambda value: str(value)[:10])
+@pytest.mark.parametrize(
+    "weight", [0, -1, float("nan"), float("inf"), True, "much", [1], 10**400], ids=lambda value: str(value)[:10]
+)
 def test_example_weight_refuses_a_value_that_is_not_positive_and_finite(weight):
     with pytest.raises(BadRowError) as error:
         example_weight({"weight": weight}, "file:1")
@@ -308,24 +423,48 @@ def test_example_weight_refuses_a_value_that_is_not_positive_and_finite(weight):
 
 @pytest.mark.parametrize("weight, expected", [(0, 0), (0.0, 0), (1, None), (None, None), (0.5, 0.5), (2, 2)])
 def test_schema_keeps_a_weight_of_a_message_that_is_not_1(weight, expected):
-    for row in ({"messages": [ASK, {**ANSWER, "weight": weight}]}, {"conversations": [HUMAN, {**GPT, "weight": weight}]}):
+    for row in (
+        {"messages": [ASK, {**ANSWER, "weight": weight}]},
+        {"conversations": [HUMAN, {**GPT, "weight": weight}]},
+    ):
         assert read(row, "chat").messages[1].get("weight") == expected
 
 
 @pytest.mark.parametrize(
-    "without", [{"weight": 0}, {"loss_weight": 0.0}, {"train": False}, {"train": False, "weight": 0}, {"train": None, "loss_weight": 0}], ids=repr
+    "without",
+    [
+        {"weight": 0},
+        {"loss_weight": 0.0},
+        {"train": False},
+        {"train": False, "weight": 0},
+        {"train": None, "loss_weight": 0},
+    ],
+    ids=repr,
 )
 @pytest.mark.parametrize("kept", [{}, {"loss_weight": 1.0}, {"train": True, "weight": None}], ids=repr)
 def test_message_without_loss_is_read_in_every_schema(build, write, tokenizer, without, kept):
     """Before: loss_weight and train were passed to the chat template, and every answer was trained on."""
     chat = [ASK, WORSE | without, ASK, ANSWER | kept]
-    named = [{{"role": "from", "content": "value"}.get(key, key): value for key, value in message.items()} for message in chat]
-    rows = [{"messages": chat}, {"conversations": chat}, {"conversations": json.dumps(named)}, {"prompt": chat[:3], "completion": chat[3:]}]
+    named = [
+        {{"role": "from", "content": "value"}.get(key, key): value for key, value in message.items()}
+        for message in chat
+    ]
+    rows = [
+        {"messages": chat},
+        {"conversations": chat},
+        {"conversations": json.dumps(named)},
+        {"prompt": chat[:3], "completion": chat[3:]},
+    ]
     for number, row in enumerate(rows):
         [sequence] = build("chat", write([row], f"{number}.jsonl"))[0].sequences
         assert tokenizer.decode(sequence.ids[sequence.loss_mask].tolist(), skip_special=False) == "ho<|im_end|>"
-    for row in ({"chosen": chat, "rejected": [*chat[:3], {"role": "assistant", "content": "hu"}]}, {"prompt": chat[:3], "chosen": chat[3:], "rejected": "hu"}):
-        assert [[message.get("weight") for message in side.messages] for side in vars(read(row, "preference")).values()] == [[None, 0, None, None]] * 2
+    for row in (
+        {"chosen": chat, "rejected": [*chat[:3], {"role": "assistant", "content": "hu"}]},
+        {"prompt": chat[:3], "chosen": chat[3:], "rejected": "hu"},
+    ):
+        assert [
+            [message.get("weight") for message in side.messages] for side in vars(read(row, "preference")).values()
+        ] == [[None, 0, None, None]] * 2
 
 
 @pytest.mark.parametrize(
@@ -357,15 +496,22 @@ def test_message_field_that_sounds_like_a_loss_mask_is_refused(name):
     assert check_chat([ANSWER | {name: None}], None, "file:1")
 
 
-@pytest.mark.parametrize("name", ["id", "name", "tool_call_id", "glossary", "task", "constraint", "learning_goal", "model", "maskot"])
+@pytest.mark.parametrize(
+    "name", ["id", "name", "tool_call_id", "glossary", "task", "constraint", "learning_goal", "model", "maskot"]
+)
 def test_message_field_that_is_no_loss_mask_is_passed_to_the_template(name):
     assert check_chat([ANSWER | {name: "x"}], None, "file:1")[0][0][name] == "x"
 
 
-@pytest.mark.parametrize(("loss_on", "fields"), [("assistant", {"train": True}), ("last_assistant", {"weight": 1}), ("all", {"loss_weight": 0.0})])
+@pytest.mark.parametrize(
+    ("loss_on", "fields"),
+    [("assistant", {"train": True}), ("last_assistant", {"weight": 1}), ("all", {"loss_weight": 0.0})],
+)
 @pytest.mark.parametrize("content", ["hi", "a <|im_end|> b"])  # rendered by its shape, and by itself
 def test_message_of_the_user_that_contradicts_loss_on_is_refused(template, loss_on, fields, content):
-    with pytest.raises(BadRowError, match=f"a user message has weight . and data.loss_on={loss_on}".replace(" and", ", and")) as error:
+    with pytest.raises(
+        BadRowError, match=f"a user message has weight . and data.loss_on={loss_on}".replace(" and", ", and")
+    ) as error:
         template.encode([ASK | fields | {"content": content}, ANSWER], loss_on=loss_on)
     allowed = error.value.fix.partition(",")[0].removeprefix("data.loss_on=")
     assert any(template.encode([ASK | fields | {"content": content}, ANSWER], loss_on=allowed)[1])
@@ -383,7 +529,12 @@ def test_preference_with_a_fractional_weight_is_refused(write, build):
     for row in ({"chosen": side, "rejected": [ASK, WORSE]}, {"chosen": [ASK, ANSWER], "rejected": side}):
         name = "chosen" if row["chosen"] is side else "rejected"
         with pytest.raises(BadRowError, match="a message of a preference has weight 0.5") as error:
-            build("preference", write([{"chosen": [ASK, ANSWER], "rejected": [ASK, {**WORSE, "weight": 1}]}] * 2 + [row], f"{name}.jsonl"))
+            build(
+                "preference",
+                write(
+                    [{"chosen": [ASK, ANSWER], "rejected": [ASK, {**WORSE, "weight": 1}]}] * 2 + [row], f"{name}.jsonl"
+                ),
+            )
         assert error.value.setting.endswith(f"{name}.jsonl:3 {name}") and "data.on_bad_row=skip" in error.value.fix
 
 
@@ -411,7 +562,9 @@ def test_schema_reads_reasoning_under_all_its_names(fields):
 
 @pytest.mark.parametrize("stored", [TOOLS, json.dumps(TOOLS)], ids=["list", "json"])
 def test_schema_reads_functions_the_former_name_of_tools(stored):
-    assert read({"messages": MESSAGES, "functions": stored}, "chat").tools == [{"type": "function", "function": TOOLS[0]}]
+    assert read({"messages": MESSAGES, "functions": stored}, "chat").tools == [
+        {"type": "function", "function": TOOLS[0]}
+    ]
     assert read({"messages": MESSAGES, "functions": [], "tools": TOOLS}, "chat").tools == TOOLS
 
 
@@ -420,14 +573,46 @@ def test_schema_reads_functions_the_former_name_of_tools(stored):
     [
         ({"messages": MESSAGES, "tools": TOOLS, "functions": TOOLS}, "both tools and functions", " functions"),
         ({"messages": MESSAGES, "functions": "weather"}, "a list of objects, found a string", " functions"),
-        ({"messages": [ASK, {**ANSWER, "function_call": CALL, "tool_calls": [CALL]}]}, "both function_call and tool_calls", " messages[1].function_call"),
-        ({"messages": [ASK, {**ANSWER, "function_call": "weather"}]}, "a list of objects", " messages[1].function_call"),
-        ({"messages": [ASK, {**ANSWER, "function_call": {"name": "f"}}]}, "needs a name and arguments", " messages[1].function_call"),
-        ({"messages": [{**ASK, "tool_calls": [CALL]}, ANSWER]}, "tool_calls is allowed in assistant messages only", " messages[0].tool_calls"),
-        ({"messages": [{**ASK, "reasoning": "hm"}, ANSWER]}, "reasoning_content is allowed in assistant messages only", " messages[0].reasoning_content"),
-        ({"messages": [ASK, {**ANSWER, "reasoning": "hm", "thinking": "so"}]}, "reasoning and thinking differ", " messages[1]"),
-        ({"messages": [ASK, {**ANSWER, "reasoning_details": [{"data": "a"}]}]}, "without text", " messages[1].reasoning_details"),
-        ({"messages": [{"role": "system", "content": "a"}, *MESSAGES], "system": "b"}, "differs from the system message", " messages system"),
+        (
+            {"messages": [ASK, {**ANSWER, "function_call": CALL, "tool_calls": [CALL]}]},
+            "both function_call and tool_calls",
+            " messages[1].function_call",
+        ),
+        (
+            {"messages": [ASK, {**ANSWER, "function_call": "weather"}]},
+            "a list of objects",
+            " messages[1].function_call",
+        ),
+        (
+            {"messages": [ASK, {**ANSWER, "function_call": {"name": "f"}}]},
+            "needs a name and arguments",
+            " messages[1].function_call",
+        ),
+        (
+            {"messages": [{**ASK, "tool_calls": [CALL]}, ANSWER]},
+            "tool_calls is allowed in assistant messages only",
+            " messages[0].tool_calls",
+        ),
+        (
+            {"messages": [{**ASK, "reasoning": "hm"}, ANSWER]},
+            "reasoning_content is allowed in assistant messages only",
+            " messages[0].reasoning_content",
+        ),
+        (
+            {"messages": [ASK, {**ANSWER, "reasoning": "hm", "thinking": "so"}]},
+            "reasoning and thinking differ",
+            " messages[1]",
+        ),
+        (
+            {"messages": [ASK, {**ANSWER, "reasoning_details": [{"data": "a"}]}]},
+            "without text",
+            " messages[1].reasoning_details",
+        ),
+        (
+            {"messages": [{"role": "system", "content": "a"}, *MESSAGES], "system": "b"},
+            "differs from the system message",
+            " messages system",
+        ),
     ],
 )
 def test_schema_refuses_fields_that_would_be_ignored(row, message, where):
@@ -444,9 +629,9 @@ def test_schema_reads_every_form_of_no_tools(empty):
 
 
 def test_schema_keeps_tools_of_an_empty_system_message():
-    assert read({"conversations": [{"role": "system", "content": "", "tools": TOOLS}, *MESSAGES]}, "chat") == ChatExample(
-        check_chat(MESSAGES, None, "")[0], TOOLS
-    )
+    assert read(
+        {"conversations": [{"role": "system", "content": "", "tools": TOOLS}, *MESSAGES]}, "chat"
+    ) == ChatExample(check_chat(MESSAGES, None, "")[0], TOOLS)
 
 
 def test_schema_error_has_the_index_of_the_message_in_the_file():
@@ -472,8 +657,16 @@ def test_schema_splits_a_dialogue_of_hh_without_loss():
 @pytest.mark.parametrize(
     "row, reason, where",
     [
-        ({"chosen": "\n\nHuman: a\n\nAssistant: ", "rejected": "\n\nHuman: a\n\nAssistant: b"}, "empty assistant turn", " chosen[1].content"),
-        ({"chosen": "\n\nHuman: a\n\nHuman: b\n\nAssistant: c", "rejected": "\n\nHuman: a"}, "roles out of order", " chosen[1].role"),
+        (
+            {"chosen": "\n\nHuman: a\n\nAssistant: ", "rejected": "\n\nHuman: a\n\nAssistant: b"},
+            "empty assistant turn",
+            " chosen[1].content",
+        ),
+        (
+            {"chosen": "\n\nHuman: a\n\nHuman: b\n\nAssistant: c", "rejected": "\n\nHuman: a"},
+            "roles out of order",
+            " chosen[1].role",
+        ),
         ({"input": {}, "preferred_output": [ANSWER], "non_preferred_output": [WORSE]}, "wrong type", " input"),
         ({"input": "hi", "preferred_output": [ANSWER], "non_preferred_output": [WORSE]}, "wrong type", " input"),
     ],
@@ -484,7 +677,9 @@ def test_schema_error_of_a_preference_has_its_position(row, reason, where):
     assert (error.value.reason, error.value.setting) == (reason, f"file:1{where}")
 
 
-@pytest.mark.parametrize("data_format, row", [("text", {"text": "a"}), ("chat", {"messages": MESSAGES}), ("text", {"messages": MESSAGES})])
+@pytest.mark.parametrize(
+    "data_format, row", [("text", {"text": "a"}), ("chat", {"messages": MESSAGES}), ("text", {"messages": MESSAGES})]
+)
 def test_schema_error_names_the_field_that_contains_the_rows(data_format, row):
     with pytest.raises(BadRowError, match="found version, data") as error:
         detect_schema({"version": 1, "data": [row]}, data_format, "file:1")

@@ -72,7 +72,14 @@ def read(path):
 
 @pytest.mark.parametrize(
     "compress, extension",
-    [(bytes, ""), (gzip.compress, ".gz"), (zstd, ".zst"), (bz2.compress, ".bz2"), (lzma.compress, ".xz"), (gzip.compress, "")],
+    [
+        (bytes, ""),
+        (gzip.compress, ".gz"),
+        (zstd, ".zst"),
+        (bz2.compress, ".bz2"),
+        (lzma.compress, ".xz"),
+        (gzip.compress, ""),
+    ],
     ids=["plain", "gz", "zst", "bz2", "xz", "gz unnamed"],
 )
 @pytest.mark.parametrize("name", CONTENT)
@@ -108,7 +115,8 @@ def test_source_refuses_the_line_of_excel_before_the_header(write):
 
 
 @pytest.mark.parametrize(
-    "delimiter, message", [(",", ""), (";", "columns separated by ;"), ("\t", "columns separated by tabs"), ("|", "columns separated by |")]
+    "delimiter, message",
+    [(",", ""), (";", "columns separated by ;"), ("\t", "columns separated by tabs"), ("|", "columns separated by |")],
 )
 def test_source_detects_the_delimiter_of_a_csv_file(write, delimiter, message):
     """Before: a file of Excel in a country with decimal commas had one column, and was refused for its name."""
@@ -119,7 +127,10 @@ def test_source_detects_the_delimiter_of_a_csv_file(write, delimiter, message):
 def test_source_reads_tsv_with_and_without_quotes(write):
     assert [row for _, row in Source.open(write(as_table("\t"), "rows.tsv")).rows()] == ROWS
     source = Source.open(write(b'prompt\tcompletion\n"Hi" she said\tok\n5" disc\t"yes\n', "rows.tsv"))
-    assert [row for _, row in source.rows()] == [{"prompt": '"Hi" she said', "completion": "ok"}, {"prompt": '5" disc', "completion": '"yes'}]
+    assert [row for _, row in source.rows()] == [
+        {"prompt": '"Hi" she said', "completion": "ok"},
+        {"prompt": '5" disc', "completion": '"yes'},
+    ]
     assert source.detected == "columns separated by tabs, quotes are text"
 
 
@@ -160,9 +171,17 @@ MOSTLY = b"a heading\n" + json_lines(QA)
 def test_source_of_json_rows_that_is_named_as_text_is_read_as_json(write, file_format, name, text_unit):
     """Before: one document of JSON source was trained on silently."""
     content = b"\xef\xbb\xbf\r\n" + JSON_TEXTS[file_format].replace(b"\n", b"\r\n")
-    source = Source.open(write((gzip.compress if name.endswith("gz") else bytes)(content), name), ReadOptions(text_unit=text_unit))
+    source = Source.open(
+        write((gzip.compress if name.endswith("gz") else bytes)(content), name), ReadOptions(text_unit=text_unit)
+    )
     assert [row for _, row in source.rows()] == QA and source.file_format == file_format
-    assert source.detected == {"jsonl": "read as JSON Lines, which its content is", "json array": "read as a JSON array, which its content is"}[file_format]
+    assert (
+        source.detected
+        == {
+            "jsonl": "read as JSON Lines, which its content is",
+            "json array": "read as a JSON array, which its content is",
+        }[file_format]
+    )
 
 
 @pytest.mark.parametrize(
@@ -187,7 +206,10 @@ def test_source_of_damaged_json_rows_that_is_named_as_text_is_refused(write, con
 )  # fmt: skip
 def test_source_of_text_with_some_json_stays_text(write, content):
     source = Source.open(write(content, "notes.txt"))
-    assert [row["text"] for _, row in source.rows()] == [content.decode()] and (source.file_format, source.detected) == ("text", "")
+    assert [row["text"] for _, row in source.rows()] == [content.decode()] and (
+        source.file_format,
+        source.detected,
+    ) == ("text", "")
 
 
 def test_source_splits_a_long_text_at_line_ends_without_loss(write, monkeypatch):
@@ -195,27 +217,52 @@ def test_source_splits_a_long_text_at_line_ends_without_loss(write, monkeypatch)
     text = "\n".join(f"line {number} ends here" for number in range(40)) + "\n" + "字" * 100 + "\nend"
     rows, _ = read(write(text.encode(), "book.txt"))
     assert "".join(row["text"] for _, row in rows) == text and len(rows) > 10
-    assert all(row["text"].endswith("\n") for _, row in rows if "字" not in row["text"] and "end" not in row["text"][-3:])
+    assert all(
+        row["text"].endswith("\n") for _, row in rows if "字" not in row["text"] and "end" not in row["text"][-3:]
+    )
     assert rows[1][0] == f":{rows[0][1]['text'].count(chr(10)) + 1}"
 
 
 def test_source_positions_are_lines_from_1_or_indices_from_0(write):
-    assert [position for position, _ in read(write(CONTENT["rows.jsonl"] + b"\n \n" + json_lines(ROWS[:1]), "rows.jsonl"))[0]] == [":1", ":2", ":3", ":6"]
+    assert [
+        position
+        for position, _ in read(write(CONTENT["rows.jsonl"] + b"\n \n" + json_lines(ROWS[:1]), "rows.jsonl"))[0]
+    ] == [":1", ":2", ":3", ":6"]
     assert [position for position, _ in read(write(CONTENT["rows.json"], "rows.json"))[0]] == ["[0]", "[1]", "[2]"]
-    assert [position for position, _ in read(write(CONTENT["rows.csv"], "rows.csv"))[0]] == [":2", ":3", ":5"]  # the second row has two lines
-    assert [position for position, _ in read(write(CONTENT["rows.parquet"], "rows.parquet"))[0]] == ["[0]", "[1]", "[2]"]
+    # the second row has two lines
+    assert [position for position, _ in read(write(CONTENT["rows.csv"], "rows.csv"))[0]] == [":2", ":3", ":5"]
+    assert [position for position, _ in read(write(CONTENT["rows.parquet"], "rows.parquet"))[0]] == [
+        "[0]",
+        "[1]",
+        "[2]",
+    ]
 
 
 def test_source_drops_null_fields_of_objects_in_a_table(write):
-    rows = [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho", "name": "Ada"}], "more": None}, {"messages": [], "more": 1}]
+    rows = [
+        {
+            "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho", "name": "Ada"}],
+            "more": None,
+        },
+        {"messages": [], "more": 1},
+    ]
     assert [row for _, row in read(write(as_parquet(rows), "rows.parquet"))[0]] == rows
 
 
-JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
 
 
 @pytest.mark.slow
-@given(st.lists(st.dictionaries(st.text(), JSON, max_size=3), min_size=1, max_size=6), st.integers(1, 40), st.sampled_from([None, 1]), st.booleans())
+@given(
+    st.lists(st.dictionaries(st.text(), JSON, max_size=3), min_size=1, max_size=6),
+    st.integers(1, 40),
+    st.sampled_from([None, 1]),
+    st.booleans(),
+)
 def test_source_splits_an_array_into_rows_for_any_chunk_size(rows, chunk_size, indent, ascii_only):
     content = json.dumps(rows, indent=indent, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
     with pytest.MonkeyPatch.context() as patch:
@@ -226,7 +273,11 @@ def test_source_splits_an_array_into_rows_for_any_chunk_size(rows, chunk_size, i
 @pytest.mark.parametrize(
     "content, positions, bad",
     [
-        (b'[{"a": 1}, 5, "x, {", null, {"a": 2}]', ["[0]", "[4]"], [("not an object", "[1]"), ("not an object", "[2]"), ("not an object", "[3]")]),
+        (
+            b'[{"a": 1}, 5, "x, {", null, {"a": 2}]',
+            ["[0]", "[4]"],
+            [("not an object", "[1]"), ("not an object", "[2]"), ("not an object", "[3]")],
+        ),
         (b'[{"a": 1}, {"a": }, {"a": 2},]', ["[0]", "[2]"], [("invalid JSON", "[1]:7")]),
         (b'[{"a": 1} x {"a": 2}]', ["[0]", "[1]"], [("invalid JSON", "[1]")]),
         (b'[{"a": 1}, {"a": "cut', ["[0]"], [("truncated file", "[1]")]),
@@ -283,7 +334,8 @@ def test_source_refuses_a_csv_file_with_a_line_above_the_limit(write, monkeypatc
     monkeypatch.setattr(byte_stream, "MAX_ROW_BYTES", 20)
     with pytest.raises(UserError, match="the row is larger than") as error:
         read(write(b"a\n1\n" + b"x" * 30 + b"\n2\n", "rows.csv"))
-    assert error.value.setting.endswith("rows.csv:3") and not isinstance(error.value, BadRowError)  # the next row cannot be found
+    # the next row cannot be found
+    assert error.value.setting.endswith("rows.csv:3") and not isinstance(error.value, BadRowError)
 
 
 def test_source_row_of_a_table_that_is_not_utf8_leaves_the_others_readable():
@@ -295,7 +347,9 @@ def test_source_row_of_a_table_that_is_not_utf8_leaves_the_others_readable():
     assert [raw.reason if isinstance(raw, BadRowError) else raw["text"] for _, raw in items] == ["a", "not UTF-8", "b"]
 
 
-@pytest.mark.parametrize("content", [b"PAR1 is how it begins", as_parquet(ROWS)[:-20]], ids=["header only", "truncated"])
+@pytest.mark.parametrize(
+    "content", [b"PAR1 is how it begins", as_parquet(ROWS)[:-20]], ids=["header only", "truncated"]
+)
 def test_source_refuses_a_truncated_parquet_file(write, content):
     with pytest.raises(UserError, match="the table cannot be read"):
         read(write(content, "rows.parquet"))
@@ -303,7 +357,8 @@ def test_source_refuses_a_truncated_parquet_file(write, content):
 
 @pytest.mark.parametrize("compress", [gzip.compress, zstd])
 def test_source_reports_a_truncated_compressed_file_after_its_rows(write, compress):
-    noise = [{"text": os.urandom(200).hex()} for _ in range(8_000)]  # incompressible: half of the file has half of the rows
+    # incompressible: half of the file has half of the rows
+    noise = [{"text": os.urandom(200).hex()} for _ in range(8_000)]
     content = compress(json_lines(noise))
     good, bad = read(write(content[: len(content) // 2], "rows.jsonl.gz"))
     assert 0 < len(good) < len(noise) and [reason for reason, _ in bad] == ["truncated file"]
@@ -318,7 +373,12 @@ def test_source_refuses_a_truncated_compressed_table(write, compress):
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "rows.jsonl.gz"])
 def test_source_reports_progress_in_bytes_of_the_file(write, name):
     rows = [{"text": f"{number} " + os.urandom(500).hex()} for number in range(6_000)]
-    encode = {"jsonl": json_lines, "json": lambda rows: json.dumps(rows).encode(), "csv": as_csv, "parquet": lambda rows: as_parquet(rows, row_group_size=500)}
+    encode = {
+        "jsonl": json_lines,
+        "json": lambda rows: json.dumps(rows).encode(),
+        "csv": as_csv,
+        "parquet": lambda rows: as_parquet(rows, row_group_size=500),
+    }
     path = write(gzip.compress(json_lines(rows)) if name.endswith("gz") else encode[name.split(".")[1]](rows), name)
     source, consumed = Source.open(path), []
     assert sum(1 for _ in source.items(consumed.append)) == len(rows)
@@ -370,7 +430,17 @@ def names(path):
 
 def test_resolve_sources_accepts_a_file_a_glob_and_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("b.jsonl", "a.json.gz", "deep/c.csv", "deep/notes.rst", "README.md", ".hidden/d.jsonl", "deep/[x].txt", "dataset_info.json", "state.json"):
+    for name in (
+        "b.jsonl",
+        "a.json.gz",
+        "deep/c.csv",
+        "deep/notes.rst",
+        "README.md",
+        ".hidden/d.jsonl",
+        "deep/[x].txt",
+        "dataset_info.json",
+        "state.json",
+    ):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(gzip.compress(b"{}") if name.endswith("gz") else b"{}")
@@ -425,12 +495,19 @@ def test_resolve_sources_reads_a_hub_data_set_from_the_cache(tmp_path, monkeypat
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    for name, split, rows in ((f"hub:{folder}", "train", ROWS), (f"hub:{folder}:train", "train", ROWS), (f"hub:{folder}:test", "test", ROWS[:1])):
+    for name, split, rows in (
+        (f"hub:{folder}", "train", ROWS),
+        (f"hub:{folder}:train", "train", ROWS),
+        (f"hub:{folder}:test", "test", ROWS[:1]),
+    ):
         ((source,),) = resolve_sources(name)
         assert [row for _, row in source.rows()] == rows and source.size > 0
         assert source.where(2) == f"hub:{folder}:{split}[2]"
     assert open_entry(f"hub:{folder}", None, EVALUATION_SPLITS)[0].name == f"hub:{folder}:test"
-    for name, message in ((f"hub:{folder}:dev", "the split must be one of train, test, got dev"), ("hub:unknown/unknown", "cannot be loaded")):
+    for name, message in (
+        (f"hub:{folder}:dev", "the split must be one of train, test, got dev"),
+        ("hub:unknown/unknown", "cannot be loaded"),
+    ):
         with pytest.raises(UserError, match=message):
             resolve_sources(name)
 

@@ -12,7 +12,9 @@ from data.sources.splits import resolve_data_files, resolve_evaluation_files, sp
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """`files(*names)` writes one-row files, makes their folder the current one, and returns a function of data.path and data.val_path."""
+    """`files(*names)` writes one-row files, makes their folder the current one, and returns a function of data.path and
+    data.val_path.
+    """
 
     def files(*names):
         monkeypatch.chdir(tmp_path)
@@ -49,16 +51,27 @@ def test_split_of_a_file_is_in_its_name_or_folder(name, split):
 def test_splits_of_a_folder_train_on_train_files_only(files):
     """Before: trained on all of them, the test file included."""
     resolve = files(
-        "set/train-00000-of-00002.jsonl", "set/train-00001-of-00002.jsonl", "set/validation.jsonl", "set/test.jsonl", "set/extra.jsonl", "set/README.md"
+        "set/train-00000-of-00002.jsonl",
+        "set/train-00001-of-00002.jsonl",
+        "set/validation.jsonl",
+        "set/test.jsonl",
+        "set/extra.jsonl",
+        "set/README.md",
     )
     train, validation, notes = resolve("set")
-    assert train == ["set/train-00000-of-00002.jsonl", "set/train-00001-of-00002.jsonl"] and validation == ["set/validation.jsonl"]
+    assert train == ["set/train-00000-of-00002.jsonl", "set/train-00001-of-00002.jsonl"] and validation == [
+        "set/validation.jsonl"
+    ]
     assert notes == [
         "set: by their names, trains on train-00000-of-00002.jsonl, train-00001-of-00002.jsonl, validates on validation.jsonl, leaves out test.jsonl, extra.jsonl"
     ]
     for val_path in (None, "set/extra.jsonl"):
         train, validation, notes = resolve("set", val_path)
-        assert len(train) == 2 and validation == [val_path] * (val_path is not None) and "leaves out validation.jsonl, test.jsonl" in notes[0]
+        assert (
+            len(train) == 2
+            and validation == [val_path] * (val_path is not None)
+            and "leaves out validation.jsonl, test.jsonl" in notes[0]
+        )
 
 
 def test_splits_apply_to_a_glob_unless_it_names_one_of_them(files):
@@ -82,13 +95,27 @@ def test_splits_beside_a_single_training_file_are_its_validation(files):
     )
     assert resolve("train.jsonl")[:2] == (["train.jsonl"], ["validation.jsonl"])
     assert resolve("train_b.jsonl")[:2] == (["train_b.jsonl"], ["dev_b.jsonl"])
-    assert resolve("pretrain_512.jsonl")[:2] == (["pretrain_512.jsonl"], []) and resolve("data_1.jsonl")[:2] == (["data_1.jsonl"], [])
+    assert resolve("pretrain_512.jsonl")[:2] == (["pretrain_512.jsonl"], []) and resolve("data_1.jsonl")[:2] == (
+        ["data_1.jsonl"],
+        [],
+    )
 
 
 def test_splits_of_files_whose_extension_is_hidden_are_found(files):
     """Windows hides the .txt that it appends. Before: rows_val.jsonl.txt was no validation file of rows.jsonl.txt."""
-    resolve = files("rows.jsonl.txt", "rows_val.jsonl.txt", "my_train.jsonl.txt", "my_dev.jsonl.txt", "old.jsonl.gz", "old_val.jsonl.gz")
-    for train, validation in (("rows.jsonl.txt", "rows_val.jsonl.txt"), ("my_train.jsonl.txt", "my_dev.jsonl.txt"), ("old.jsonl.gz", "old_val.jsonl.gz")):
+    resolve = files(
+        "rows.jsonl.txt",
+        "rows_val.jsonl.txt",
+        "my_train.jsonl.txt",
+        "my_dev.jsonl.txt",
+        "old.jsonl.gz",
+        "old_val.jsonl.gz",
+    )
+    for train, validation in (
+        ("rows.jsonl.txt", "rows_val.jsonl.txt"),
+        ("my_train.jsonl.txt", "my_dev.jsonl.txt"),
+        ("old.jsonl.gz", "old_val.jsonl.gz"),
+    ):
         assert resolve(train)[:2] == ([train], [validation])
 
 
@@ -104,7 +131,11 @@ def test_splits_without_training_files_use_the_others_and_never_the_test_file(fi
 def test_splits_without_a_file_to_train_on_are_refused(files):
     with pytest.raises(UserError) as error:
         files("set/test.jsonl", "set/dev.jsonl")("set")
-    assert "no file to train on" in error.value.message and error.value.setting == "data.path=set" and error.value.fix.startswith("data.path=set/dev.jsonl")
+    assert (
+        "no file to train on" in error.value.message
+        and error.value.setting == "data.path=set"
+        and error.value.fix.startswith("data.path=set/dev.jsonl")
+    )
 
 
 @pytest.mark.parametrize("path", ["x" * 300, "missing/train.jsonl"], ids=["long", "missing"])
@@ -118,13 +149,19 @@ def test_splits_of_a_missing_file_are_refused(path, files):
 def test_splits_of_a_validation_folder_are_its_validation_files(files):
     resolve = files("train.jsonl", "set/train.jsonl", "set/dev.jsonl", "set/test.jsonl", "plain/a.jsonl")
     assert resolve("train.jsonl", "plain") == (["train.jsonl"], ["plain/a.jsonl"], [])
-    assert resolve("train.jsonl", "set")[1:] == (["set/dev.jsonl"], ["set: by their names, evaluates on dev.jsonl, leaves out train.jsonl, test.jsonl"])
+    assert resolve("train.jsonl", "set")[1:] == (
+        ["set/dev.jsonl"],
+        ["set: by their names, evaluates on dev.jsonl, leaves out train.jsonl, test.jsonl"],
+    )
 
 
 def test_splits_of_the_same_folder_for_training_and_validation_name_each_file_once(files):
     """Before: the note said that the file of data.val_path is left out."""
     resolve = files("set/train.jsonl", "set/dev.jsonl", "set/test.jsonl")
-    assert resolve("set", "set/test.jsonl")[1:] == (["set/test.jsonl"], ["set: by their names, trains on train.jsonl, leaves out dev.jsonl"])
+    assert resolve("set", "set/test.jsonl")[1:] == (
+        ["set/test.jsonl"],
+        ["set: by their names, trains on train.jsonl, leaves out dev.jsonl"],
+    )
 
 
 def test_splits_by_folders_are_named_with_the_folder(files):
@@ -151,15 +188,28 @@ def test_splits_do_not_take_a_validation_file_that_is_named_for_training(files):
     ],
 )  # fmt: skip
 def test_splits_of_an_evaluation_are_never_mixed(path, used, left_out, files):
-    files("set/train.jsonl", "set/dev.jsonl", "set/test.jsonl", "set/extra.jsonl", "two/test-1.jsonl", "two/b.jsonl", "plain/a.jsonl", "plain/b.jsonl")
+    files(
+        "set/train.jsonl",
+        "set/dev.jsonl",
+        "set/test.jsonl",
+        "set/extra.jsonl",
+        "two/test-1.jsonl",
+        "two/b.jsonl",
+        "plain/a.jsonl",
+        "plain/b.jsonl",
+    )
     sources, note = resolve_evaluation_files(path, ReadOptions(), "data.path")
     assert [source.path.name for source in sources] == used
-    assert note == (f"{path}: by their names, evaluates on {', '.join(used)}, leaves out {left_out}" if left_out else "")
+    assert note == (
+        f"{path}: by their names, evaluates on {', '.join(used)}, leaves out {left_out}" if left_out else ""
+    )
 
 
 def test_splits_of_a_folder_name_the_files_that_are_not_read(files):
     """Before: a file with an unknown extension was left out, without a note."""
-    resolve = files("set/a.jsonl", "set/more/b.xlsx", "set/part-00001", "set/README.md", "set/.gitattributes", "set/LICENSE")
+    resolve = files(
+        "set/a.jsonl", "set/more/b.xlsx", "set/part-00001", "set/README.md", "set/.gitattributes", "set/LICENSE"
+    )
     assert resolve("set") == (["set/a.jsonl"], [], ["set: by their extensions, leaves out more/b.xlsx, part-00001"])
 
 

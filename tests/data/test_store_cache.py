@@ -24,8 +24,7 @@ from data.errors import BadRowError
 from data.sources.files import ReadOptions, Source
 from data.store import cache as cache_module
 from data.store.cache import file_sha256_cached, load_or_build
-from data.store.layout import STORE_FILES, STORE_MANIFEST
-from data.store.reader import TokenStore
+from data.store.reader import STORE_FILES, STORE_MANIFEST, TokenStore
 from data.tokenize.tokenizer import Tokenizer
 from data.types import EncodingConfig
 from runner.engine.device.compile import set_inductor_cache
@@ -49,7 +48,11 @@ def content_of(store):
 
 
 def keys_in(cache):
-    return sorted(path.name for path in cache.iterdir() if re.fullmatch("[0-9a-f]{64}", path.name)) if cache.exists() else []
+    return (
+        sorted(path.name for path in cache.iterdir() if re.fullmatch("[0-9a-f]{64}", path.name))
+        if cache.exists()
+        else []
+    )
 
 
 def temporary_in(cache):
@@ -59,7 +62,9 @@ def temporary_in(cache):
 @pytest.fixture
 def load(tmp_path, tokenizer):
     """load(path, encoding) loads or builds the store of a file in a cache of this test."""
-    return lambda path, encoding=TEXT, cache=tmp_path / "cache", **options: load_or_build(Source.open(path), encoding, tokenizer, cache, **options)
+    return lambda path, encoding=TEXT, cache=tmp_path / "cache", **options: load_or_build(
+        Source.open(path), encoding, tokenizer, cache, **options
+    )
 
 
 @pytest.fixture
@@ -85,7 +90,14 @@ store = load_or_build(Source.open({str(path)!r}), encoding, Tokenizer.load(encod
 print(store.key, len(store))
 """
     # In a process group of its own: a test may send signals to it.
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
+    )
 
 
 def test_store_is_built_once_per_file(write, load, monkeypatch):
@@ -104,7 +116,8 @@ def test_store_has_all_text_of_the_file(write, load, tokenizer):
     for i in range(len(store)):
         [(ids, loss_mask)], position = store.read(i)
         assert loss_mask.tolist() == [False] + [True] * (len(ids) - 1)
-        ids_of[position] = ids_of.get(position, [tokenizer.bos_id]) + ids[1:].tolist()  # parts of a text overlap by one token
+        # parts of a text overlap by one token
+        ids_of[position] = ids_of.get(position, [tokenizer.bos_id]) + ids[1:].tolist()
     assert [tokenizer.decode(ids) for ids in ids_of.values()] == [row["text"] for row in texts(30)]
     assert list(ids_of) == list(range(1, 31))
 
@@ -154,7 +167,9 @@ def test_store_build_names_a_bad_row_before_a_later_read_error(write, load, monk
 def test_store_build_that_is_stopped_ends_its_workers(tmp_path, write, load, monkeypatch, small_chunks):
     started = []
     popen = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda *args, **options: started.append(popen(*args, **options)) or started[-1])
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *args, **options: started.append(popen(*args, **options)) or started[-1]
+    )
 
     def stop(done, total, rows):
         raise KeyboardInterrupt
@@ -193,7 +208,9 @@ def test_store_workers_ignore_the_signals_of_their_group(tmp_path, write):
 
 def test_store_workers_do_not_import_torch():
     code = "import sys; import data.store.workers; print('torch' in sys.modules, 'runner' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout.split() == ["False", "False"]
+    assert subprocess.run(
+        [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ).stdout.split() == ["False", "False"]
 
 
 def children_of(pid):
@@ -209,7 +226,12 @@ def is_running(pid):
 
 def test_store_build_that_is_killed_leaves_no_store_and_no_worker(tmp_path, write, load):
     path, cache = write(texts(600)), tmp_path / "cache"
-    child = start_building(path, cache, num_workers=2, progress="lambda *args: (print('on', flush=True), time.sleep(60)) if args[2] > 200 else None")
+    child = start_building(
+        path,
+        cache,
+        num_workers=2,
+        progress="lambda *args: (print('on', flush=True), time.sleep(60)) if args[2] > 200 else None",
+    )
     assert child.stdout.readline() == "on\n", child.stderr.read()
     workers = children_of(child.pid)
     assert len(workers) == 2
@@ -273,7 +295,9 @@ cache_module.encode_in_parallel = lambda *args: (open({str(log)!r}, "a").write("
 def test_store_that_another_process_builds_is_waited_for_by_name(tmp_path, write, load, monkeypatch, capfd):
     monkeypatch.setattr(cache_module, "NOTE_WAIT_AFTER", 0.05)
     path, cache = write(texts(100)), tmp_path / "cache"
-    child = start_building(path, cache, progress="lambda *args: (print('on', flush=True), time.sleep(60)) if args[2] > 30 else None")
+    child = start_building(
+        path, cache, progress="lambda *args: (print('on', flush=True), time.sleep(60)) if args[2] > 30 else None"
+    )
     assert child.stdout.readline() == "on\n"
     note = cache_module.print_note
     monkeypatch.setattr(cache_module, "print_note", lambda text: (note(text), child.kill()))
@@ -310,7 +334,9 @@ def test_store_key_depends_on_file_settings_and_tokenizer(tmp_path, write, load)
 def imports_of(file):
     """Return the files of data/ that a file imports, at its top or later."""
     nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-    modules = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("data.")}
+    modules = {
+        node.module for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("data.")
+    }
     return {ROOT / f"{module.replace('.', '/')}.py" for module in modules}
 
 
@@ -328,13 +354,17 @@ def fresh_fingerprint():
     cache_module.encoding_code_fingerprint.cache_clear()
 
 
-@pytest.mark.parametrize("name", ["errors", "schemas/chat", "schemas/text", "sources/files", "tokenize/chat_template", "tokenize/encoder"])
+@pytest.mark.parametrize(
+    "name", ["errors", "schemas/chat", "schemas/text", "sources/files", "tokenize/chat_template", "tokenize/encoder"]
+)
 def test_store_of_changed_code_has_another_key_and_the_same_digest(write, load, monkeypatch, fresh_fingerprint, name):
     path = write(texts(3))
     before = load(path)
     fresh_fingerprint()
     read = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda self: read(self) + (b"# a comment" if self == ROOT / "data" / f"{name}.py" else b""))
+    monkeypatch.setattr(
+        Path, "read_bytes", lambda self: read(self) + (b"# a comment" if self == ROOT / "data" / f"{name}.py" else b"")
+    )
     after = load(path)
     assert after.key != before.key and after.digest == before.digest
 

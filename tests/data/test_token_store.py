@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from common.errors import UserError
-from data.store.layout import STORE_FILES, STORE_MANIFEST, TABLE_FILES
-from data.store.reader import DamagedStoreError, TokenStore
+from data.store.reader import STORE_FILES, STORE_MANIFEST, TABLE_FILES, DamagedStoreError, TokenStore
 from data.store.writer import write_store
 from data.tokenize.block import BlockBuilder, EncodedBlock, RowStats
 
@@ -51,9 +50,16 @@ def read_back(store):
     rows = []
     for i in range(len(store)):
         sequences, position = store.read(i)
-        spans = [np.flatnonzero(np.diff(np.array([0, *loss_mask.tolist(), 0]))).reshape(-1, 2).tolist() for _, loss_mask in sequences]
+        spans = [
+            np.flatnonzero(np.diff(np.array([0, *loss_mask.tolist(), 0]))).reshape(-1, 2).tolist()
+            for _, loss_mask in sequences
+        ]
         rows.append(
-            (position, float(store.weights(i, i + 1)[0]), [(ids.tolist(), list(map(tuple, each))) for (ids, _), each in zip(sequences, spans, strict=True)])
+            (
+                position,
+                float(store.weights(i, i + 1)[0]),
+                [(ids.tolist(), list(map(tuple, each))) for (ids, _), each in zip(sequences, spans, strict=True)],
+            )
         )
     return rows
 
@@ -72,16 +78,21 @@ PAIRS = [
 @st.composite
 def sequences(draw):
     ids = draw(st.lists(st.integers(0, LARGEST), min_size=1, max_size=30))
-    edges = draw(st.lists(st.integers(1, len(ids)), unique=True, max_size=8).map(sorted))  # adjacent spans would be read as one
+    # adjacent spans would be read as one
+    edges = draw(st.lists(st.integers(1, len(ids)), unique=True, max_size=8).map(sorted))
     return ids, [(edges[i], edges[i + 1]) for i in range(0, len(edges) - 1, 2)]
 
 
 @settings(max_examples=25)
 @given(data=st.data(), per_row=st.sampled_from([1, 2]), largest_id=st.sampled_from([LARGEST, WIDE]))
 def test_store_returns_the_rows_that_were_appended(tmp_path_factory, data, per_row, largest_id):
-    row = st.tuples(st.integers(0, 2**62), st.floats(0, 1e6, width=32), st.lists(sequences(), min_size=per_row, max_size=per_row))
+    row = st.tuples(
+        st.integers(0, 2**62), st.floats(0, 1e6, width=32), st.lists(sequences(), min_size=per_row, max_size=per_row)
+    )
     parts = data.draw(st.lists(st.lists(row, max_size=5), max_size=4))
-    store = build_store(tmp_path_factory.mktemp("cache") / "key", *map(block, parts), sequences_per_row=per_row, largest_id=largest_id)
+    store = build_store(
+        tmp_path_factory.mktemp("cache") / "key", *map(block, parts), sequences_per_row=per_row, largest_id=largest_id
+    )
     rows = [row for part in parts for row in part]
     assert read_back(store) == rows
     assert store.stats.read == len(rows)
@@ -117,7 +128,11 @@ def test_store_writer_rejects_an_id_outside_of_the_vocabulary(tmp_path):
 
 
 def test_store_returns_its_stats_and_metadata(tmp_path):
-    counts = {"dropped": Counter({"too long": 1}), "bad": Counter({"invalid JSON": 1}), "first_seen": {"invalid JSON": "数据.jsonl:3:1"}}
+    counts = {
+        "dropped": Counter({"too long": 1}),
+        "bad": Counter({"invalid JSON": 1}),
+        "first_seen": {"invalid JSON": "数据.jsonl:3:1"},
+    }
     stats = RowStats(read=5, kept=3, truncated=1, tokens=12, lost_loss_tokens=2, **counts)
     store = build_store(tmp_path / "key", block(ROWS, stats))
     assert store.stats == stats and isinstance(store.stats.bad, Counter)
@@ -148,14 +163,18 @@ def test_store_is_read_by_forked_children_at_once(tmp_path):
     for _ in range(2):
         pid = os.fork()
         if pid == 0:
-            is_correct = all(store.read(i)[1] == i and store.read(i)[0][0][0][0] == i for _ in range(4) for i in range(500))
+            is_correct = all(
+                store.read(i)[1] == i and store.read(i)[0][0][0][0] == i for _ in range(4) for i in range(500)
+            )
             os._exit(0 if is_correct else 1)
         children.append(pid)
     assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0]
 
 
 def run_python(code, argument):
-    return subprocess.run([sys.executable, "-c", code, str(argument)], check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code, str(argument)], check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ).stdout
 
 
 MANY = """
@@ -199,7 +218,11 @@ def test_store_without_read_permission_is_a_user_error(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "read_bytes", denied)  # chmod has no effect for root
     with pytest.raises(UserError, match="no permission to read") as error:
         TokenStore.open(tmp_path / "key")
-    assert error.value.setting == str(tmp_path / "key" / STORE_MANIFEST) and "chmod" in error.value.fix and "data.cache=" in error.value.fix
+    assert (
+        error.value.setting == str(tmp_path / "key" / STORE_MANIFEST)
+        and "chmod" in error.value.fix
+        and "data.cache=" in error.value.fix
+    )
 
 
 @pytest.mark.parametrize("name", ["key", f"key/{STORE_MANIFEST}", "key/tokens.bin"])
@@ -261,7 +284,10 @@ def test_store_verifies_tables_longer_than_one_read(tmp_path, monkeypatch):
 
 
 def test_store_digest_depends_on_the_rows_alone(tmp_path):
-    same = build_store(tmp_path / "a", block(ROWS)), build_store(tmp_path / "b", block(ROWS[:1], RowStats(read=9)), block(ROWS[1:]))
+    same = (
+        build_store(tmp_path / "a", block(ROWS)),
+        build_store(tmp_path / "b", block(ROWS[:1], RowStats(read=9)), block(ROWS[1:])),
+    )
     assert same[0].digest == same[1].digest and same[0].stats != same[1].stats
     others = [
         [(7, *ROWS[0][1:]), *ROWS[1:]],  # position
@@ -367,7 +393,13 @@ def test_store_of_200_mb_is_read_without_resident_memory(tmp_path):
     tokens = np.random.default_rng(0).integers(0, LARGEST, 500 * 1000).astype(np.int32)
     same = np.full(1000, 500, np.int64)
     part = EncodedBlock(
-        tokens, same, np.tile(np.array([[1, 500]], np.int32), (1000, 1)), np.ones(1000, np.int64), np.arange(1000), np.ones(1000, np.float32), RowStats()
+        tokens,
+        same,
+        np.tile(np.array([[1, 500]], np.int32), (1000, 1)),
+        np.ones(1000, np.int64),
+        np.arange(1000),
+        np.ones(1000, np.float32),
+        RowStats(),
     )
     store = build_store(tmp_path / "key", *[part] * 200)
     assert sum((tmp_path / "key" / name).stat().st_size for name in STORE_FILES) > 200e6 and len(store) == 200_000

@@ -12,7 +12,14 @@ from data.tokenize.tokenizer import SPECIAL_TOKENS, Tokenizer
 from data.tokenize.train import MIN_VOCAB_SIZE, RESERVED_TAGS, train_bpe
 
 SHIPPED = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
-TEXTS = ["Hello world 123", "  indented\n\n\ttext  ", "你好，世界！今天天气很好。", "naïve café 🙂 \u2028 line", "def f(x):\n    return x < 3", ""]
+TEXTS = [
+    "Hello world 123",
+    "  indented\n\n\ttext  ",
+    "你好，世界！今天天气很好。",
+    "naïve café 🙂 \u2028 line",
+    "def f(x):\n    return x < 3",
+    "",
+]
 
 
 @pytest.fixture
@@ -23,7 +30,9 @@ def folder(tmp_path):
 def test_shipped_tokenizer_has_6400_tokens_and_control_tokens_first(tokenizer):
     assert tokenizer.vocab_size == 6400
     assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id) == (0, 1, 2)
-    assert list(tokenizer.control_ids) == [*SPECIAL_TOKENS, *RESERVED_TAGS] and list(tokenizer.control_ids.values()) == list(range(9))
+    assert list(tokenizer.control_ids) == [*SPECIAL_TOKENS, *RESERVED_TAGS] and list(
+        tokenizer.control_ids.values()
+    ) == list(range(9))
 
 
 def test_tokenizer_agrees_with_autotokenizer(tokenizer):
@@ -85,7 +94,9 @@ def test_tokenizer_folder_without_files_is_refused(tmp_path):
 
 def test_control_token_that_merges_produce_is_in_no_text(folder):
     content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    content["added_tokens"].append({**content["added_tokens"][0], "id": content["model"]["vocab"]["Ġthe"], "content": "Ġthe"})
+    content["added_tokens"].append(
+        {**content["added_tokens"][0], "id": content["model"]["vocab"]["Ġthe"], "content": "Ġthe"}
+    )
     (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     tokenizer = Tokenizer.load(folder)
     ids = tokenizer.encode("in the rain")
@@ -103,7 +114,9 @@ def test_tokenizer_without_an_end_token_is_refused(folder):
 def with_config(folder: Path, **changes: object) -> Tokenizer:
     """Return the tokenizer with changed fields of tokenizer_config.json; ... removes a field."""
     config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")) | changes
-    (folder / "tokenizer_config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not ...}), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if value is not ...}), encoding="utf-8"
+    )
     return Tokenizer.load(folder)
 
 
@@ -117,17 +130,23 @@ def test_tokenizer_whose_bos_token_is_null_begins_texts_without_one_with_a_note(
     (folder / "special_tokens_map.json").write_text('{"bos_token": "<|im_start|>"}')
     loaded = with_config(folder, bos_token=None)  # as Qwen3
     assert (loaded.bos_id, loaded.bos_ids) == (None, [])
-    assert ["no bos_token" in note for note in loaded.notes(of_texts=True)] == [True] and loaded.notes(of_texts=False) == []
+    assert ["no bos_token" in note for note in loaded.notes(of_texts=True)] == [True] and loaded.notes(
+        of_texts=False
+    ) == []
 
 
 def test_tokenizer_takes_special_tokens_from_the_map_of_older_folders(folder):
-    (folder / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|im_end|>"}, "bos_token": "<|endoftext|>"}')
+    (folder / "special_tokens_map.json").write_text(
+        '{"eos_token": {"content": "<|im_end|>"}, "bos_token": "<|endoftext|>"}'
+    )
     loaded = with_config(folder, bos_token=..., eos_token=..., pad_token=..., unk_token=...)
     assert loaded.named_tokens == {"eos_token": "<|im_end|>", "bos_token": "<|endoftext|>"}
 
 
 def test_tokenizer_whose_files_name_no_special_token_is_read_as_gpt2(folder):
-    loaded = with_config(folder, bos_token=..., eos_token=..., pad_token=..., unk_token=..., tokenizer_class="GPT2Tokenizer")
+    loaded = with_config(
+        folder, bos_token=..., eos_token=..., pad_token=..., unk_token=..., tokenizer_class="GPT2Tokenizer"
+    )
     assert (loaded.bos_id, loaded.eos_id, loaded.pad_id) == (0, 0, 0)
     auto = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
     assert (auto.bos_token, auto.eos_token, auto.pad_token) == ("<|endoftext|>", "<|endoftext|>", None)
@@ -151,7 +170,8 @@ def write_changed(folder: Path, change) -> Path:
 
 
 def added_token(content: str, token_id: int, **fields: bool) -> dict:
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}  # language: allow word
+    # language: allow word
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
     return {"id": token_id, "content": content, **flags, **fields}
 
 
@@ -162,18 +182,27 @@ def test_tokenizer_with_dropout_splits_a_text_always_in_the_same_way(folder, tok
     for text in TEXTS:
         assert all(dropping.encode(text) == dropping.encode_rendered(text) == tokenizer.encode(text) for _ in range(5))
     assert (dropping.fingerprint, dropping.tokens_fingerprint) == (tokenizer.fingerprint, tokenizer.tokens_fingerprint)
-    assert dropping.notes(of_texts=True) == [f"{folder}/tokenizer.json has dropout {dropout}, which splits a text in another way each time: it is switched off"]
+    assert dropping.notes(of_texts=True) == [
+        f"{folder}/tokenizer.json has dropout {dropout}, which splits a text in another way each time: it is switched off"
+    ]
 
 
 @pytest.mark.parametrize("dropout", [None, 0.0, 0])
 def test_tokenizer_without_dropout_has_no_note(folder, dropout):
-    assert Tokenizer.load(write_changed(folder, lambda stored: stored["model"].update(dropout=dropout))).notes(of_texts=True) == []
+    assert (
+        Tokenizer.load(write_changed(folder, lambda stored: stored["model"].update(dropout=dropout))).notes(
+            of_texts=True
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("normalized", [False, True])
 def test_added_tokens_of_spaces_are_text_with_their_ids_as_in_transformers(folder, normalized):
     """GPT-NeoX and Gemma have added tokens for runs of spaces and newlines: code is encoded with them."""
-    spaces = [added_token(content, 6400 + i, normalized=normalized) for i, content in enumerate(("        ", "    ", "\n\n"))]
+    spaces = [
+        added_token(content, 6400 + i, normalized=normalized) for i, content in enumerate(("        ", "    ", "\n\n"))
+    ]
     write_changed(folder, lambda stored: stored["added_tokens"].extend(spaces))
     auto = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
     tokenizer = Tokenizer.load(folder)
@@ -194,4 +223,8 @@ def test_merge_that_makes_a_control_token_is_not_applied_to_texts(folder):
         stored["added_tokens"].append(added_token("<ab>", 6400, special=True))
 
     tokenizer = Tokenizer.load(write_changed(folder, change))
-    assert tokenizer.control_ids["<ab>"] == 6400 and 6400 not in tokenizer.encode("x<ab>y") and tokenizer.decode(tokenizer.encode("x<ab>y")) == "x<ab>y"
+    assert (
+        tokenizer.control_ids["<ab>"] == 6400
+        and 6400 not in tokenizer.encode("x<ab>y")
+        and tokenizer.decode(tokenizer.encode("x<ab>y")) == "x<ab>y"
+    )

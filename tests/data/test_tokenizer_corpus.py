@@ -16,11 +16,23 @@ CATS = [{"text": f"the cat and the dog {number}"} for number in range(50)]
 
 
 def run_command(*overrides, folder):
-    return subprocess.run([sys.executable, str(COMMAND), *overrides], cwd=folder, capture_output=True, text=True, timeout=500)
+    return subprocess.run(
+        [sys.executable, str(COMMAND), *overrides], cwd=folder, capture_output=True, text=True, timeout=500
+    )
 
 
 def config(**settings):
-    return TokenizerConfig(**{"path": ["rows.jsonl"], "to": None, "vocab_size": 280, "max_lines": 500, "tokenizer": None, "compare": None, **settings})
+    return TokenizerConfig(
+        **{
+            "path": ["rows.jsonl"],
+            "to": None,
+            "vocab_size": 280,
+            "max_lines": 500,
+            "tokenizer": None,
+            "compare": None,
+            **settings,
+        }
+    )
 
 
 @pytest.fixture
@@ -30,14 +42,22 @@ def cats(write, tmp_path, monkeypatch):
 
 
 def test_corpus_has_the_strings_of_any_schema_without_roles(write):
-    rows = [{"text": "held out"}, {"conversations": [{"role": "user", "content": "hi"}]}, {"instruction": "do", "input": "", "output": ["it"], "score": 5}]
+    rows = [
+        {"text": "held out"},
+        {"conversations": [{"role": "user", "content": "hi"}]},
+        {"instruction": "do", "input": "", "output": ["it"], "score": 5},
+    ]
     stats = CorpusStats()
     assert list(iter_corpus([Source.open(write(rows))], 100, stats)) == ["hi", "do", "it"]
     assert [text for _, text in stats.held_out["rows.jsonl", "en"]] == ["held out"] and stats.rows == 2
 
 
 def test_corpus_skips_fields_that_are_not_text(write):
-    rows = [{"text": "first"}, {"text": "second", "url": "http://a.b/c", "timestamp": "2020"}, {"note": "of no known schema"}]
+    rows = [
+        {"text": "first"},
+        {"text": "second", "url": "http://a.b/c", "timestamp": "2020"},
+        {"note": "of no known schema"},
+    ]
     assert list(iter_corpus([Source.open(write(rows))], 100, CorpusStats())) == ["second", "of no known schema"]
 
 
@@ -46,7 +66,9 @@ def test_corpus_counts_bad_and_empty_rows_and_names_the_first(write):
     path = write(b'{"text": "a"}\n{\n{"text": " "}\n{\n{"text": "b"}\n')
     assert list(iter_corpus([Source.open(path)], 100, stats)) == ["b"]
     assert stats.bad == {"invalid JSON": 2, "a row without text": 1}
-    assert stats.first_seen["a row without text"] == f"{path}:3" and stats.first_seen["invalid JSON"].startswith(f"{path}:2")
+    assert stats.first_seen["a row without text"] == f"{path}:3" and stats.first_seen["invalid JSON"].startswith(
+        f"{path}:2"
+    )
 
 
 def test_corpus_limits_rows_per_file_and_reads_a_repeated_file_twice(write):
@@ -83,7 +105,11 @@ def test_tokenizer_command_trains_on_a_file_with_any_name(tmp_path):
     (tmp_path / "it's a, b.jsonl").write_bytes(b"\n".join(json.dumps(row).encode() for row in CATS) + b"\n{")
     result = run_command("path=it's a, b.jsonl", "to=new", "vocab_size=280", folder=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert "tokens from 47 rows" in result.stdout and "characters per token" in result.stdout and "left out 1: truncated file" in result.stdout
+    assert (
+        "tokens from 47 rows" in result.stdout
+        and "characters per token" in result.stdout
+        and "left out 1: truncated file" in result.stdout
+    )
     assert Tokenizer.load(tmp_path / "new").vocab_size <= 280
     assert sorted(path.name for path in tmp_path.iterdir()) == ["it's a, b.jsonl", "new"]
 
@@ -104,7 +130,10 @@ def test_tokenizer_training_reads_json_rows_that_are_named_as_text(cats, capsys)
     cats.rename("rows.jsonl.txt")
     train_tokenizer(config(path=["rows.jsonl.txt"], to="new"))
     captured = capsys.readouterr()
-    assert "tokens from 47 rows" in captured.out and captured.err == "rows.jsonl.txt: read as JSON Lines, which its content is\n"
+    assert (
+        "tokens from 47 rows" in captured.out
+        and captured.err == "rows.jsonl.txt: read as JSON Lines, which its content is\n"
+    )
 
 
 def test_tokenizer_training_and_evaluation_print_the_same_table(cats, capsys):
@@ -116,16 +145,26 @@ def test_tokenizer_training_and_evaluation_print_the_same_table(cats, capsys):
         tables.append(capsys.readouterr().out.splitlines()[1:])
     assert tables[0] == tables[1]
     head, vocabulary, rate, unknown, changed = (line.split()[-2:] for line in tables[0])
-    assert head == ["new", "small"] and vocabulary == ["277", "270"] and float(rate[0]) > float(rate[1]) and unknown == changed == ["0", "0"]
+    assert (
+        head == ["new", "small"]
+        and vocabulary == ["277", "270"]
+        and float(rate[0]) > float(rate[1])
+        and unknown == changed == ["0", "0"]
+    )
 
 
 def test_tokenizer_comparison_says_that_dropout_is_switched_off(cats, capsys):
     train_tokenizer(config(to="new"))
     file = Path("new/tokenizer.json")
-    file.write_text(json.dumps((stored := json.loads(file.read_text())) | {"model": stored["model"] | {"dropout": 0.1}}))
+    file.write_text(
+        json.dumps((stored := json.loads(file.read_text())) | {"model": stored["model"] | {"dropout": 0.1}})
+    )
     capsys.readouterr()
     train_tokenizer(config(tokenizer="new"))
-    assert capsys.readouterr().err == "new/tokenizer.json has dropout 0.1, which splits a text in another way each time: it is switched off\n"
+    assert (
+        capsys.readouterr().err
+        == "new/tokenizer.json has dropout 0.1, which splits a text in another way each time: it is switched off\n"
+    )
 
 
 def test_tokenizer_training_loads_the_other_tokenizer_first(cats, tmp_path):

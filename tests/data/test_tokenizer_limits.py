@@ -57,7 +57,10 @@ def write(folder: Path, change: Change) -> Path:
         (normalized(*[replace("a", "aaaa")] * 4), "more than 64 times as long"),
         (normalized({"type": "Prepend", "prepend": "x" * 1000}), "more than 64 times as long"),
         (lambda stored: stored.update(normalizer=charsmap(b"Z" * 1000)), "more than 64 times as long"),
-        (lambda stored: stored.update(decoder={"type": "Sequence", "decoders": [replace("a", "b" * 1000)]}), "more than 64 times as long"),
+        (
+            lambda stored: stored.update(decoder={"type": "Sequence", "decoders": [replace("a", "b" * 1000)]}),
+            "more than 64 times as long",
+        ),
         (normalized(*[{"type": "NFC"}] * 100), "at most 64 are allowed"),
         (with_split("a" * 5000), "at most 4,000 are allowed"),
         (lambda stored: stored["model"]["vocab"].update({"zzz": 2**31}), f"outside of [0, {MAX_TOKEN_ID:,})"),
@@ -71,7 +74,10 @@ def write(folder: Path, change: Change) -> Path:
         (lambda stored: stored["model"].update(vocab=[]), "missing or has another type"),
         (lambda stored: stored["model"].update(type="Unigram"), "must be byte-level BPE"),
         (lambda stored: stored["model"].update(merges=[1]), "missing or has another type"),
-        (lambda stored: stored.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}), "the tokenizer"),
+        (
+            lambda stored: stored.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+            "the tokenizer",
+        ),
     ],
 )
 def test_tokenizer_beyond_the_limits_is_refused(change: Change, message: str, tmp_path: Path) -> None:
@@ -81,7 +87,9 @@ def test_tokenizer_beyond_the_limits_is_refused(change: Change, message: str, tm
 
 
 @pytest.mark.parametrize("content", ["[]", "3", "[" * 100_000, '{"a": NaN}'], ids=["list", "number", "deep", "NaN"])
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"]
+)
 def test_tokenizer_file_that_is_no_object_is_refused(name: str, content: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "tokenizer", lambda stored: None)
     (folder / name).write_text(content)
@@ -96,7 +104,9 @@ def test_regular_expression_that_is_slow_or_wrong_is_refused(pattern: str, tmp_p
         Tokenizer.load(write(tmp_path / "tokenizer", with_split(pattern)))
 
 
-def test_regular_expression_of_public_tokenizers_needs_no_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_regular_expression_of_public_tokenizers_needs_no_probe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tokenizer_limits, "_probe", lambda *_: pytest.fail("a known pattern is probed"))
     expected = Tokenizer.load(SAMPLE_TOKENIZER).encode("the lake of Oru, 1234")
     for number, pattern in enumerate(pattern for pattern in sorted(KNOWN_PATTERNS) if len(pattern) > 40):
@@ -109,7 +119,9 @@ def test_unknown_regular_expression_that_is_fast_is_used(tmp_path: Path) -> None
 
 
 def test_map_of_characters_to_short_texts_is_used(tmp_path: Path) -> None:
-    assert Tokenizer.load(write(tmp_path / "tokenizer", lambda stored: stored.update(normalizer=charsmap(b"fi\0\xef\xac\x80")))).encode("the lake")
+    assert Tokenizer.load(
+        write(tmp_path / "tokenizer", lambda stored: stored.update(normalizer=charsmap(b"fi\0\xef\xac\x80")))
+    ).encode("the lake")
 
 
 @pytest.mark.slow
@@ -119,7 +131,9 @@ def test_regular_expression_of_a_decoder_that_is_slow_is_refused(tmp_path: Path)
         Tokenizer.load(write(tmp_path / "tokenizer", lambda stored: stored.update(decoder=decoder)))
 
 
-def test_probe_of_a_large_vocabulary_is_as_fast_as_of_a_small_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_of_a_large_vocabulary_is_as_fast_as_of_a_small_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     probed: list[str] = []
     monkeypatch.setattr(tokenizer_limits, "_probe", lambda stored, _: probed.append(stored))
     Tokenizer.load(write(tmp_path / "tokenizer", with_split("[ab]")))
@@ -127,11 +141,15 @@ def test_probe_of_a_large_vocabulary_is_as_fast_as_of_a_small_one(tmp_path: Path
 
 
 def test_vocabulary_with_unused_ids_ends_after_the_largest(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(write(tmp_path / "tokenizer", lambda stored: stored["model"]["vocab"].update({"\u0120the": 9999})))
+    tokenizer = Tokenizer.load(
+        write(tmp_path / "tokenizer", lambda stored: stored["model"]["vocab"].update({"\u0120the": 9999}))
+    )
     assert tokenizer.encode(" the") == [9999] and (tokenizer.vocab_size, tokenizer.largest_text_id) == (10_000, 9999)
 
 
-def test_panic_of_the_library_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_panic_of_the_library_is_a_user_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(tokenizer_limits, "_probe", lambda *_: None)
     tokenizer = Tokenizer.load(write(tmp_path / "tokenizer", with_split(r"(a+)+b")))
     with pytest.raises(UserError, match="the tokenizer fails"):

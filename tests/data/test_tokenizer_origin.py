@@ -38,14 +38,18 @@ def with_tokenizer(data: DataConfig, setting: Path | str, **changes: object) -> 
     return dataclasses.replace(data, tokenizer=str(setting), **changes)
 
 
-def test_tokenizer_auto_is_that_of_the_folder_and_the_samples_from_scratch(data: DataConfig, other_tokenizer: Path) -> None:
+def test_tokenizer_auto_is_that_of_the_folder_and_the_samples_from_scratch(
+    data: DataConfig, other_tokenizer: Path
+) -> None:
     assert data.tokenizer == "auto"
     assert resolve_tokenizer(data, str(other_tokenizer)) == other_tokenizer
     assert resolve_tokenizer(data, "scratch") == SAMPLE_TOKENIZER
 
 
 @pytest.mark.parametrize("layout", ["run", "pth beside", "pth of minimind", "adapter"])
-def test_tokenizer_of_weights_is_found_where_each_format_has_it(tmp_path: Path, other_tokenizer: Path, layout: str) -> None:
+def test_tokenizer_of_weights_is_found_where_each_format_has_it(
+    tmp_path: Path, other_tokenizer: Path, layout: str
+) -> None:
     if layout == "run":
         weights, expected = tmp_path / "run", shutil.move(other_tokenizer, tmp_path / "run" / "model")
     elif layout == "adapter":
@@ -63,12 +67,16 @@ def test_tokenizer_of_weights_is_found_where_each_format_has_it(tmp_path: Path, 
 def test_tokenizer_adapters_of_each_other_have_none(tmp_path: Path) -> None:
     for name, base in (("one", "two"), ("two", "one")):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / base)}))
+        (tmp_path / name / "adapter_config.json").write_text(
+            json.dumps({"base_model_name_or_path": str(tmp_path / base)})
+        )
     assert tokenizer_of_weights(tmp_path / "one") is None
 
 
 @pytest.mark.parametrize("file, in_fix", [(None, "data.tokenizer=DIR"), ("tokenizer.model", "save_pretrained")])
-def test_weights_without_a_tokenizer_are_refused_with_the_way_out(data: DataConfig, tmp_path: Path, file: str | None, in_fix: str) -> None:
+def test_weights_without_a_tokenizer_are_refused_with_the_way_out(
+    data: DataConfig, tmp_path: Path, file: str | None, in_fix: str
+) -> None:
     (tmp_path / "weights").mkdir()
     if file:
         (tmp_path / "weights" / file).touch()
@@ -86,19 +94,27 @@ def test_typed_tokenizer_of_the_same_size_with_other_tokens_is_refused(data: Dat
 
 
 @pytest.mark.parametrize("part", ["merges", "normalizer", "pre_tokenizer"])
-def test_typed_tokenizer_that_splits_texts_in_another_way_is_refused(data: DataConfig, tmp_path: Path, part: str) -> None:
+def test_typed_tokenizer_that_splits_texts_in_another_way_is_refused(
+    data: DataConfig, tmp_path: Path, part: str
+) -> None:
     folder = shutil.copytree(SAMPLE_TOKENIZER, tmp_path / "other")
     stored = json.loads((folder / "tokenizer.json").read_text())
     if part == "merges":
         stored["model"]["merges"].reverse()
     else:
-        stored[part] = {"type": "NFC"} if part == "normalizer" else {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+        stored[part] = (
+            {"type": "NFC"}
+            if part == "normalizer"
+            else {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+        )
     (folder / "tokenizer.json").write_text(json.dumps(stored))
     with pytest.raises(UserError, match="split into them in another way"):
         resolve_tokenizer(with_tokenizer(data, folder), str(SAMPLE_TOKENIZER))
 
 
-def test_typed_tokenizer_with_another_template_and_end_token_has_the_same_tokens(data: DataConfig, tmp_path: Path) -> None:
+def test_typed_tokenizer_with_another_template_and_end_token_has_the_same_tokens(
+    data: DataConfig, tmp_path: Path
+) -> None:
     folder = shutil.copytree(SAMPLE_TOKENIZER, tmp_path / "chat")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -113,7 +129,9 @@ def test_tokenizer_written_again_by_transformers_is_the_same_one(data: DataConfi
     assert resolve_tokenizer(with_tokenizer(data, tmp_path), str(SAMPLE_TOKENIZER)) == tmp_path
 
 
-def test_minimind_tokenizer_is_found_from_the_data_of_its_checkout(data: DataConfig, tmp_path: Path, other_tokenizer: Path) -> None:
+def test_minimind_tokenizer_is_found_from_the_data_of_its_checkout(
+    data: DataConfig, tmp_path: Path, other_tokenizer: Path
+) -> None:
     minimind = with_tokenizer(data, "minimind", path=str(tmp_path / "minimind" / "dataset" / "pretrain_t2t_mini.jsonl"))
     with pytest.raises(UserError, match="MiniMind's tokenizer is not found") as error:
         resolve_tokenizer(minimind, "scratch")
@@ -137,7 +155,9 @@ def test_tokenizer_copy_replaces_the_copy_of_an_earlier_launch(tmp_path: Path, o
 
 
 def test_tokenizer_copy_has_the_generation_config_of_the_weights(tmp_path: Path, other_tokenizer: Path) -> None:
-    """A typed tokenizer folder and an adapter may have none; what a tokenizer folder says about sampling is not about a model from scratch."""
+    """A typed tokenizer folder and an adapter may have none; what a tokenizer folder says about sampling is not about a
+    model from scratch.
+    """
     settings = {"temperature": 0.6, "top_p": 0.95, "eos_token_id": [2, 0]}
     adapter, base, copy = tmp_path / "adapter", tmp_path / "base", tmp_path / "copy"
     adapter.mkdir(), base.mkdir()
@@ -151,7 +171,9 @@ def test_tokenizer_copy_has_the_generation_config_of_the_weights(tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", ["added_tokens.json", "tokenizer.json", "chat_template.jinja"])
-def test_tokenizer_file_that_is_a_link_to_the_outside_is_not_copied(tmp_path: Path, other_tokenizer: Path, name: str) -> None:
+def test_tokenizer_file_that_is_a_link_to_the_outside_is_not_copied(
+    tmp_path: Path, other_tokenizer: Path, name: str
+) -> None:
     (other_tokenizer / name).unlink(missing_ok=True)
     (tmp_path / "secret.key").write_text("{}")
     (other_tokenizer / name).symlink_to(tmp_path / "secret.key")
@@ -174,7 +196,9 @@ def test_tokenizer_folder_of_a_run_that_is_a_link_is_refused(tmp_path: Path, oth
         tokenizer_of_weights(tmp_path / "run")
 
 
-def test_tokenizer_of_the_hugging_face_cache_is_read_through_its_links_and_copied_as_files(tmp_path: Path, other_tokenizer: Path) -> None:
+def test_tokenizer_of_the_hugging_face_cache_is_read_through_its_links_and_copied_as_files(
+    tmp_path: Path, other_tokenizer: Path
+) -> None:
     snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "c0", tmp_path / "models--a--b" / "blobs"
     for folder in (snapshot, blobs):
         folder.mkdir(parents=True)

@@ -1,4 +1,6 @@
-"""Stuck, killed and failing tokenizing processes: each is named with what happened to it and its rows, and no store is left."""
+"""Stuck, killed and failing tokenizing processes: each is named with what happened to it and its rows, and no store is
+left.
+"""
 
 import itertools
 import json
@@ -50,11 +52,17 @@ FAULTS = {  # name -> (what a process does, data.worker_timeout, what the error 
 
 @pytest.fixture
 def load_with(tmp_path, write, tokenizer, monkeypatch):
-    """`load_with(fault, row, timeout, start)` tokenizes 200 rows in two processes that do `start` at once and `fault` at the chunk with that row."""
-    encoding = EncodingConfig("text", "text", tokenizer.folder, max_length=16, too_long="split", loss_on="assistant", on_bad_row="error")
+    """`load_with(fault, row, timeout, start)` tokenizes 200 rows in two processes that do `start` at once and `fault`
+    at the chunk with that row.
+    """
+    encoding = EncodingConfig(
+        "text", "text", tokenizer.folder, max_length=16, too_long="split", loss_on="assistant", on_bad_row="error"
+    )
     started: list[subprocess.Popen] = []
     popen = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda *args, **options: started.append(popen(*args, **options)) or started[-1])
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *args, **options: started.append(popen(*args, **options)) or started[-1]
+    )
     monkeypatch.setattr(cache_module, "MAX_CHUNK_ROWS", 8)
 
     def load(fault, row, timeout, start=""):
@@ -70,7 +78,8 @@ def load_with(tmp_path, write, tokenizer, monkeypatch):
 
 
 SLOW = [
-    pytest.param(fault, row, marks=pytest.mark.slow) for fault, row in (("stopped", 0), ("endless regex", 100), ("blocked in a read", 0), ("too many files", 0))
+    pytest.param(fault, row, marks=pytest.mark.slow)
+    for fault, row in (("stopped", 0), ("endless regex", 100), ("blocked in a read", 0), ("too many files", 0))
 ]
 
 
@@ -89,7 +98,8 @@ def test_tokenizing_process_has_its_time_limit_from_when_it_is_ready(load_with, 
     ready = tmp_path / "ready"
     now = itertools.count(step=background.WATCH_POLL_SECONDS)
 
-    def monotonic():  # the clock of the limit runs as the calling process waits; the processes begin when it is far beyond the limit
+    # the clock of the limit runs as the calling process waits; the processes begin when it is far beyond the limit
+    def monotonic():
         seconds = next(now)
         if seconds > 3 * TIMEOUT:
             ready.touch()
@@ -103,7 +113,10 @@ def test_tokenizing_process_has_its_time_limit_from_when_it_is_ready(load_with, 
 
 def test_tokenizing_process_that_is_never_ready_is_named(load_with, monkeypatch):
     monkeypatch.setattr(workers, "START_SECONDS", 0.3)
-    with pytest.raises(UserError, match=r"tokenizing process 0 of 2 \(pid \d+\) stuck: not ready after 0\.\d s \(data\.worker_timeout\)"):
+    with pytest.raises(
+        UserError,
+        match=r"tokenizing process 0 of 2 \(pid \d+\) stuck: not ready after 0\.\d s \(data\.worker_timeout\)",
+    ):
         load_with("pass", 0, 0.1, start="os.kill(os.getpid(), signal.SIGSTOP)")
 
 
@@ -157,12 +170,15 @@ load_or_build(Source.open(folder / "rows.jsonl"), encoding, tokenizer, folder / 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", ["start", "one is stuck"])  # start: both have their first chunk and import their modules
+# start: both have their first chunk and import their modules
+@pytest.mark.parametrize("killed", ["start", "one is stuck"])
 def test_stuck_tokenizing_processes_do_not_outlive_a_killed_run(tmp_path, write, killed):
     write([{"text": f"row {i}"} for i in range(200)])
     (tmp_path / "faulty.py").write_text(PLUGIN.format(fault="os.kill(os.getpid(), signal.SIGSTOP)", row=0, start=""))
     if killed == "start":
-        (tmp_path / "sitecustomize.py").write_text("import os, time\nwhile os.getppid() == int(os.environ.get('KILLED_RUN', 0)): time.sleep(0.01)")
+        (tmp_path / "sitecustomize.py").write_text(
+            "import os, time\nwhile os.getppid() == int(os.environ.get('KILLED_RUN', 0)): time.sleep(0.01)"
+        )
     root = Path(__file__).parents[2]
     run = subprocess.run(
         [sys.executable, "-c", ORPHANS, str(tmp_path), killed], stdout=subprocess.PIPE, text=True, cwd=root, timeout=500, check=False,
@@ -171,6 +187,10 @@ def test_stuck_tokenizing_processes_do_not_outlive_a_killed_run(tmp_path, write,
     pids = run.stdout.split()
     assert len(pids) == 2
     deadline = time.monotonic() + 300
-    while any(Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z" for pid in pids):
+    while any(
+        Path(f"/proc/{pid}/stat").exists()
+        and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        for pid in pids
+    ):
         assert time.monotonic() < deadline, "a process outlives its parent"
         time.sleep(0.05)

@@ -1,7 +1,9 @@
-"""Templates that rewrite earlier answers, never end an answer, or leave its end token out of their marks: what rows are encoded as.
+"""Templates that rewrite earlier answers, never end an answer, or leave its end token out of their marks: what rows are
+encoded as.
 
-LM_STOCK_TEMPLATES=DIR names a folder with the stock templates (*.jinja) of models: those that are known are verified too. Most are in
-trl/chat_templates of https://github.com/huggingface/trl and in models/templates of https://github.com/ggml-org/llama.cpp.
+LM_STOCK_TEMPLATES=DIR names a folder with the stock templates (*.jinja) of models: those that are known are verified
+too. Most are in trl/chat_templates of https://github.com/huggingface/trl and in models/templates of
+https://github.com/ggml-org/llama.cpp.
 """
 
 from __future__ import annotations
@@ -25,9 +27,16 @@ from data.tokenize.tokenizer import Tokenizer
 from data.tokenize.train import MIN_VOCAB_SIZE, train_bpe
 
 QUESTION, FOLLOW_UP, THIRD = ({"role": "user", "content": text} for text in ("2 + 2?", "And 3 + 3?", "Thanks?"))
-FOUR, SIX = {"role": "assistant", "content": "four", "reasoning_content": "two and two"}, {"role": "assistant", "content": "six", "reasoning_content": "again"}
+FOUR, SIX = (
+    {"role": "assistant", "content": "four", "reasoning_content": "two and two"},
+    {"role": "assistant", "content": "six", "reasoning_content": "again"},
+)
 PLAIN_FOUR, PLAIN_SIX = {"role": "assistant", "content": "four"}, {"role": "assistant", "content": "six"}
-CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}],
+}
 RESULT = {"role": "tool", "content": "4"}
 
 # Like Qwen3: an answer before the last question loses its think block; the last one always has one.
@@ -85,9 +94,21 @@ def load(tmp_path: Path, small_tokenizer: Path) -> Load:
         stored = json.loads((small_tokenizer / "tokenizer.json").read_text())
         known = {token["content"] for token in stored["added_tokens"]}
         roles = {"<|user|>", "<|assistant|>", "<|system|>", "<|observation|>"} if "'<|' + " in source else set()
-        found = {*re.findall(r"<[|｜][^<>{}'\"\\]{1,40}[|｜]>|</?(?:think|tool_call)>|\[gMASK\]|<sop>", source), bos, eos, *roles} - known
+        found = {
+            *re.findall(r"<[|｜][^<>{}'\"\\]{1,40}[|｜]>|</?(?:think|tool_call)>|\[gMASK\]|<sop>", source),
+            bos,
+            eos,
+            *roles,
+        } - known
         for number, token in enumerate(sorted(found), len(stored["model"]["vocab"])):
-            stored["added_tokens"].append({**stored["added_tokens"][0], "id": number, "content": token, "special": not re.fullmatch(r"</?\w{2,}>", token)})
+            stored["added_tokens"].append(
+                {
+                    **stored["added_tokens"][0],
+                    "id": number,
+                    "content": token,
+                    "special": not re.fullmatch(r"</?\w{2,}>", token),
+                }
+            )
         config = json.loads((small_tokenizer / "tokenizer_config.json").read_text())
         (folder / "tokenizer.json").write_text(json.dumps(stored))
         (folder / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": bos, "eos_token": eos}))
@@ -101,12 +122,15 @@ def load(tmp_path: Path, small_tokenizer: Path) -> Load:
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the templates above stock templates of the versions of the models that they are like."""
     versions = [
-        version._replace(stock=tuple(template_sha256(source) for name, source in LIKE.items() if name in version.name)) for version in TRAINING_VERSIONS
+        version._replace(stock=tuple(template_sha256(source) for name, source in LIKE.items() if name in version.name))
+        for version in TRAINING_VERSIONS
     ]
     monkeypatch.setattr(training_version, "TRAINING_VERSIONS", versions)
 
 
-def texts_with_loss(template: ChatTemplate, messages: list[dict], tools: list[dict] | None = None, loss_on: str = "assistant") -> list[str]:
+def texts_with_loss(
+    template: ChatTemplate, messages: list[dict], tools: list[dict] | None = None, loss_on: str = "assistant"
+) -> list[str]:
     return decode_loss_spans(template.tokenizer, *template.encode(messages, tools, loss_on=loss_on))
 
 
@@ -115,7 +139,9 @@ def rendered(template: ChatTemplate, messages: list[dict]) -> str:
 
 
 def stock_text(template: ChatTemplate, messages: list[dict]) -> str:
-    return compile_template(str(template.tokenizer.chat_template))(messages=messages, add_generation_prompt=False, **template.tokenizer.named_tokens)
+    return compile_template(str(template.tokenizer.chat_template))(
+        messages=messages, add_generation_prompt=False, **template.tokenizer.named_tokens
+    )
 
 
 def test_unknown_template_that_rewrites_earlier_answers_is_refused_with_the_fix(load: Load) -> None:
@@ -136,7 +162,10 @@ def test_qwen3_trains_all_answers_as_they_were_generated(load: Load) -> None:
 @pytest.mark.usefixtures("known")
 def test_deepseek_r1_trains_reasoning_after_the_generation_prompt(load: Load) -> None:
     template = load(R1)
-    assert texts_with_loss(template, [QUESTION, FOUR, FOLLOW_UP, PLAIN_SIX]) == ["two and two\n</think>\n\nfour<|im_end|>", "six<|im_end|>"]
+    assert texts_with_loss(template, [QUESTION, FOUR, FOLLOW_UP, PLAIN_SIX]) == [
+        "two and two\n</think>\n\nfour<|im_end|>",
+        "six<|im_end|>",
+    ]
     in_content = {"role": "assistant", "content": "<think>\ntwo and two\n</think>\n\nfour"}
     assert template.encode([QUESTION, in_content]) == template.encode([QUESTION, FOUR])
     ids, loss_mask = template.encode([QUESTION, FOUR])
@@ -155,11 +184,15 @@ def test_prompt_of_a_known_template_is_that_of_transformers(load: Load) -> None:
     template = load(QWEN3)
     reference = transformers.AutoTokenizer.from_pretrained(template.tokenizer.folder)
     messages = [QUESTION, FOUR, FOLLOW_UP]
-    assert reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) == template.encode_prompt(messages)
+    assert reference.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    ) == template.encode_prompt(messages)
 
 
 def check_version(template: ChatTemplate) -> None:
-    """The text of one answer, and of the last of two, is the stock template's; earlier answers are as when they were the last; no other text has loss."""
+    """The text of one answer, and of the last of two, is the stock template's; earlier answers are as when they were
+    the last; no other text has loss.
+    """
     ended = template.turn_end.token if template.turn_end.added_after == "last" else ""
     keeps_reasoning = "two and two" in stock_text(template, [QUESTION, FOUR])
     for first, second in ((PLAIN_FOUR, PLAIN_SIX), *([(FOUR, SIX), (FOUR, PLAIN_SIX)] if keeps_reasoning else [])):
@@ -171,7 +204,10 @@ def check_version(template: ChatTemplate) -> None:
         spans = texts_with_loss(template, two)
         assert spans[:1] == texts_with_loss(template, one) and len(spans) == 2
         assert [content in span for content, span in zip(("four", "six"), spans, strict=True)] == [True, True]
-        assert all(span.rstrip().endswith((template.turn_end.token, template.tokenizer.named_tokens["eos_token"])) for span in spans)
+        assert all(
+            span.rstrip().endswith((template.turn_end.token, template.tokenizer.named_tokens["eos_token"]))
+            for span in spans
+        )
         assert not any("2 + 2" in span or "3 + 3" in span for span in spans)
 
 
@@ -193,15 +229,26 @@ KNOWN_STOCK = [path for path in STOCK if training_version.training_version(path.
 def test_stock_template_has_a_verified_training_version(load: Load, path: Path) -> None:
     source = path.read_text(encoding="utf-8")
     version = training_version.training_version(source)
-    assert version and all(expression in source for expression, _ in version.edits) and apply_edits(source, version) != source
-    eos = next(token for token in ("<｜end▁of▁sentence｜>", "<|im_end|>", "<|endoftext|>") if token in source or token == "<|endoftext|>")
+    assert (
+        version
+        and all(expression in source for expression, _ in version.edits)
+        and apply_edits(source, version) != source
+    )
+    eos = next(
+        token
+        for token in ("<｜end▁of▁sentence｜>", "<|im_end|>", "<|endoftext|>")
+        if token in source or token == "<|endoftext|>"
+    )
     check_version(load(source, bos="<｜begin▁of▁sentence｜>" if "｜" in eos else "<|im_start|>", eos=eos))
 
 
 @pytest.mark.usefixtures("known")
 def test_glm_ends_answers_with_the_role_of_the_next_message(load: Load) -> None:
     template = load(GLM, eos="<|endoftext|>")
-    assert texts_with_loss(template, [QUESTION, FOUR, FOLLOW_UP, SIX]) == ["<think>two and two</think>four<|user|>", "<think>again</think>six<|user|>"]
+    assert texts_with_loss(template, [QUESTION, FOUR, FOLLOW_UP, SIX]) == [
+        "<think>two and two</think>four<|user|>",
+        "<think>again</think>six<|user|>",
+    ]
     assert texts_with_loss(template, [QUESTION, CALL, RESULT, PLAIN_FOUR]) == [
         "<think></think><tool_call>add</tool_call><|observation|>", "<think></think>four<|user|>"
     ]  # fmt: skip
@@ -214,10 +261,16 @@ def test_template_of_plain_text_gets_an_end_token_after_every_answer(load: Load)
     template = load(PLAIN)
     messages = [QUESTION, PLAIN_FOUR, FOLLOW_UP, PLAIN_SIX]
     assert texts_with_loss(template, messages) == [" four<|im_end|>", " six<|im_end|>"]
-    assert rendered(template, messages) == "user: 2 + 2?\nassistant: four<|im_end|>\nuser: And 3 + 3?\nassistant: six<|im_end|>\n"
+    assert (
+        rendered(template, messages)
+        == "user: 2 + 2?\nassistant: four<|im_end|>\nuser: And 3 + 3?\nassistant: six<|im_end|>\n"
+    )
     assert "<|im_end|> is added" in (template.turn_end.note or "")
     ids, loss_mask = template.encode(messages)
-    assert template.encode_prompt(messages[:3]) == ids[: len(ids) - loss_mask[::-1].index(True) - len(template.tokenizer.encode(" six")) - 1]
+    assert (
+        template.encode_prompt(messages[:3])
+        == ids[: len(ids) - loss_mask[::-1].index(True) - len(template.tokenizer.encode(" six")) - 1]
+    )
 
 
 def test_end_token_outside_the_marks_has_loss(load: Load) -> None:
@@ -234,10 +287,17 @@ def test_choice_of_turns_with_loss_changes_no_token_of_an_unended_template(load:
     template = load(source)
     messages = [QUESTION, PLAIN_FOUR, FOLLOW_UP, PLAIN_SIX]
     unweighted = [QUESTION, {**PLAIN_FOUR, "weight": 0}, FOLLOW_UP, PLAIN_SIX]
-    every = {tuple(template.encode(chat, loss_on=turns)[0]) for chat in (messages, unweighted) for turns in ("assistant", "last_assistant", "all")}
+    every = {
+        tuple(template.encode(chat, loss_on=turns)[0])
+        for chat in (messages, unweighted)
+        for turns in ("assistant", "last_assistant", "all")
+    }
     assert len(every) == 1
     ends = [0, *(end for end, _ in template.turn_ends(messages, None, "messages"))]
-    assert all(message["content"] in rendered(template, messages)[start:stop] for message, start, stop in zip(messages, ends[:-1], ends[1:], strict=True))
+    assert all(
+        message["content"] in rendered(template, messages)[start:stop]
+        for message, start, stop in zip(messages, ends[:-1], ends[1:], strict=True)
+    )
 
 
 def test_template_that_ends_answers_is_left_alone(tokenizer: Tokenizer) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import UserError
 from data.batching.mixture import HoldoutSplit
-from data.store.truncation import truncation_warning
+from data.store.writer import truncation_warning
 from data.tokenize.block import RowStats, round_up_length
 from runner.engine.loop import start_or_resume
 
@@ -45,14 +45,20 @@ def test_rows_on_both_sides_of_a_split_are_kept_in_validation_and_counted(run_on
     assert len(validation) == 18 and not set(training) & set(validation)
     assert len(training) == 180 - 3 * len(set(validation))
     [warning] = pipeline.warnings
-    assert warning.startswith(f"{180 - 18 - len(training)} of 162 training rows have the same tokens as a validation row (first: ")
+    assert warning.startswith(
+        f"{180 - 18 - len(training)} of 162 training rows have the same tokens as a validation row (first: "
+    )
     assert (
-        "a.jsonl:" in warning and "are not trained on; data.val_duplicates=keep trains on them; see docs/guide/troubleshooting.md#test-in-training" in warning
+        "a.jsonl:" in warning
+        and "are not trained on; data.val_duplicates=keep trains on them; see docs/guide/troubleshooting.md#test-in-training"
+        in warning
     )
 
 
 def test_rows_on_both_sides_of_a_split_of_several_files_are_found(run_on):
-    pipeline = run_on({"a.jsonl": TEXTS, "b.jsonl": TEXTS[::-1]}, "data.val_fraction=0.2", "data.packing=best_fit").pipeline
+    pipeline = run_on(
+        {"a.jsonl": TEXTS, "b.jsonl": TEXTS[::-1]}, "data.val_fraction=0.2", "data.packing=best_fit"
+    ).pipeline
     assert not set(texts_of(pipeline.train)) & set(texts_of(pipeline.val)) and len(texts_of(pipeline.val)) == 24
 
 
@@ -64,7 +70,11 @@ def test_duplicates_of_validation_rows_are_trained_on_if_kept(run_on):
 def test_rows_of_a_validation_file_that_are_training_rows_are_counted_in_a_warning(run_on):
     files = {"a.jsonl": TEXTS[:40], "a_val.jsonl": TEXTS[35:]}
     pipeline = run_on(files).pipeline
-    assert len(texts_of(pipeline.train)) == 40 and "5 of 40 training rows" in pipeline.warnings[0] and "a.jsonl:36" in pipeline.warnings[0]
+    assert (
+        len(texts_of(pipeline.train)) == 40
+        and "5 of 40 training rows" in pipeline.warnings[0]
+        and "a.jsonl:36" in pipeline.warnings[0]
+    )
     pipeline = run_on(files, "data.val_duplicates=drop").pipeline
     assert len(texts_of(pipeline.train)) == 35 and "are not trained on" in pipeline.warnings[0]
 
@@ -81,7 +91,10 @@ def test_split_that_leaves_no_training_row_is_refused(run_on):
 
 
 def test_data_fingerprint_depends_on_the_rows_that_are_left_out(run_on):
-    dropped, kept = (run_on({"a.jsonl": TEXTS * 2}, "data.val_fraction=0.1", f"data.val_duplicates={choice}").pipeline for choice in ("drop", "keep"))
+    dropped, kept = (
+        run_on({"a.jsonl": TEXTS * 2}, "data.val_fraction=0.1", f"data.val_duplicates={choice}").pipeline
+        for choice in ("drop", "keep")
+    )
     assert dropped.fingerprint != kept.fingerprint
 
 
@@ -90,12 +103,15 @@ def test_excluded_rows_are_left_out_of_the_remaining_ones(excluded):
     from test_mixture import source
 
     remaining, _ = source(50).hold_out(5)
-    part = remaining.__class__(remaining.source, remaining.store, remaining.split, excluded=np.array(excluded, np.int64))
+    part = remaining.__class__(
+        remaining.source, remaining.store, remaining.split, excluded=np.array(excluded, np.int64)
+    )
     all_rows = HoldoutSplit(50, 5).remaining_rows(np.arange(45))
     assert part.locate(np.arange(len(part))).tolist() == np.delete(all_rows, excluded).tolist()
 
 
-# --- data.max_length --------------------------------------------------------------------------------------------------------------------------------
+# --- data.max_length
+# --------------------------------------------------------------------------------------------------------------------------------
 
 
 def test_rounded_length_is_at_most_one_thirtysecond_longer():
@@ -118,7 +134,10 @@ def test_one_long_row_gets_its_price_and_a_lower_limit():
             count_rows(stats, 512, 600)
         count_rows(stats, 512, 16_000)
         line = truncation_warning([stats], 512, 4096)
-        assert re.search(r"; data.max_length=608 keeps 6\d%, data.max_length=(1\d{4}) model.max_position_embeddings=\1, 3\d times as long, keeps 99%$", line)
+        assert re.search(
+            r"; data.max_length=608 keeps 6\d%, data.max_length=(1\d{4}) model.max_position_embeddings=\1, 3\d times as long, keeps 99%$",
+            line,
+        )
     even = RowStats(loss_tokens=30_000, truncated=25)
     for _ in range(25):
         even.count_lost(512, 900)
@@ -127,15 +146,29 @@ def test_one_long_row_gets_its_price_and_a_lower_limit():
 
 @pytest.mark.parametrize("stage", ["sft", pytest.param("dpo", marks=pytest.mark.slow)])
 def test_tokens_cut_off_warn_with_the_max_length_that_keeps_99_percent(make_run, tmp_path, capsys, stage):
-    turns = [[{"role": role, "content": f"{role} {i} " * (1 + i % 9)} for _ in range(1 + i % 4) for role in ("user", "assistant")] for i in range(40)]
+    turns = [
+        [
+            {"role": role, "content": f"{role} {i} " * (1 + i % 9)}
+            for _ in range(1 + i % 4)
+            for role in ("user", "assistant")
+        ]
+        for i in range(40)
+    ]
     rows = turns if stage == "sft" else [(turn, [*turn[:-1], {"role": "assistant", "content": "no"}]) for turn in turns]
     rows = [{"messages": row} if stage == "sft" else {"chosen": row[0], "rejected": row[1]} for row in rows]
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    overrides = [f"data.path={tmp_path / 'long.jsonl'}", "model.max_position_embeddings=4096", "train.max_steps=1", "tracker.console=plain"]
+    overrides = [
+        f"data.path={tmp_path / 'long.jsonl'}",
+        "model.max_position_embeddings=4096",
+        "train.max_steps=1",
+        "tracker.console=plain",
+    ]
     state = make_run(stage, *overrides, "data.max_length=100")
     start_or_resume(state)
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
-    assert "data.max_length=100 cuts off" in line and line.endswith("keeps 99%; see docs/guide/troubleshooting.md#truncation")
+    assert "data.max_length=100 cuts off" in line and line.endswith(
+        "keeps 99%; see docs/guide/troubleshooting.md#truncation"
+    )
     limit = int(re.findall(r"data.max_length=(\d+)", line)[-1])
 
     def lost_share(max_length):

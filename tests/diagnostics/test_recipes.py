@@ -22,7 +22,8 @@ STARTS_PROCESSES = ("train.supervise=true", "--multirun")
 def argv(line: str) -> list[str]:
     """Return file and arguments of a command, with the settings of a small run that it does not set itself.
 
-    A command that trains in processes of its own is planned, which composes and checks the same settings: tests/supervise and tests/sweep train so.
+    A command that trains in processes of its own is planned, which composes and checks the same settings:
+    tests/supervise and tests/sweep train so.
     """
     command, *arguments = shlex.split(line)
     if command == "train.py" and any(argument in STARTS_PROCESSES for argument in arguments):
@@ -31,14 +32,20 @@ def argv(line: str) -> list[str]:
     settings = dict(SMALL) if command in ("train.py", "plan.py", "rows.py") else {}
     settings |= {"train.max_steps": "12"} if "schedule.warmup_steps" in given else {}
     settings |= {"train.eval_every": "1"} if "train.patience" in given else {}
-    arguments += [f"{key}={value}" for key, value in settings.items() if key not in given and not (key.startswith("model.") and "init_from" in given)]
+    arguments += [
+        f"{key}={value}"
+        for key, value in settings.items()
+        if key not in given and not (key.startswith("model.") and "init_from" in given)
+    ]
     return [command, *arguments, *(["timing=false"] if command == "plan.py" and "timing" not in given else [])]
 
 
 def test_recipes_name_every_section_that_a_message_leads_to() -> None:
     sections = {title.lower().replace(" ", "-") for title in re.findall(r"(?m)^## (.+)$", TEXT)}
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "runner").rglob("*.py"))
-    named = set(re.findall(r"troubleshooting\([\"']([\w-]+)[\"']\)", source)) | set(re.findall(r'Symptom\(\s*"([\w-]+)"', source))
+    named = set(re.findall(r"troubleshooting\([\"']([\w-]+)[\"']\)", source)) | set(
+        re.findall(r'Symptom\(\s*"([\w-]+)"', source)
+    )
     assert len(named) > 12 and named <= sections and set(re.findall(r"\]\(#([\w-]+)\)", TEXT)) <= sections
     assert len(COMMANDS) > 25
 
@@ -46,7 +53,9 @@ def test_recipes_name_every_section_that_a_message_leads_to() -> None:
 @pytest.mark.slow(long=True)
 def test_recipes_run(call, call_command, workspace: Path) -> None:
     torch.set_num_threads(1)
-    (workspace / "questions.jsonl").write_text("".join(f'{{"question": "what is {i}?", "answer": "{i}"}}\n' for i in range(9)))
+    (workspace / "questions.jsonl").write_text(
+        "".join(f'{{"question": "what is {i}?", "answer": "{i}"}}\n' for i in range(9))
+    )
     (workspace / "data").symlink_to(ROOT / "data")
     failed = []
     for line in ("train.py stage=pretrain", "train.py stage=sft", *COMMANDS):

@@ -1,4 +1,6 @@
-"""Rows before the first step: marks of chat templates, labels, rows of an evaluation that were trained on; and what a failure names."""
+"""Rows before the first step: marks of chat templates, labels, rows of an evaluation that were trained on; and what a
+failure names.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from common.limits.memory import smallest_limit
-from common.ownership.processes import process_id
+from common.ownership import process_id
 from data.schemas.registry import schema_of_source
 from data.sources.files import Source
 from data.tokenize.block import RowStats
@@ -34,7 +36,9 @@ def chat(question: str, answer: str) -> dict:
 
 def run_of(*files: object) -> dict:
     """run.json of a run that this machine has trained on `files`."""
-    return process_id() | {"data": [{"file": str(file) if isinstance(file, Path) else file, "use": "training"} for file in files]}
+    return process_id() | {
+        "data": [{"file": str(file) if isinstance(file, Path) else file, "use": "training"} for file in files]
+    }
 
 
 @pytest.fixture
@@ -53,18 +57,32 @@ def examples(source: Source, data_format: str = "chat") -> list:
 
 
 @pytest.mark.parametrize(
-    ("file", "data_format"), [("sft", "chat"), ("chat_val", "chat"), ("lora_identity", "chat"), ("arithmetic_val", "chat"), ("dpo", "preference")]
+    ("file", "data_format"),
+    [
+        ("sft", "chat"),
+        ("chat_val", "chat"),
+        ("lora_identity", "chat"),
+        ("arithmetic_val", "chat"),
+        ("dpo", "preference"),
+    ],
 )
 def test_row_checks_find_nothing_in_the_sample_data(file: str, data_format: str) -> None:
     found = Source.open(SAMPLES / f"{file}.jsonl")
-    assert check_rows([found], [schema_of_source(found, data_format)], [RowStats(kept=9, tokens=100, loss_tokens=30)], CHATML) == []
+    assert (
+        check_rows(
+            [found], [schema_of_source(found, data_format)], [RowStats(kept=9, tokens=100, loss_tokens=30)], CHATML
+        )
+        == []
+    )
 
 
 def test_messages_with_marks_of_a_template_are_named_with_its_family(source) -> None:
     rows = [chat(f"[INST] {i} [/INST]", "yes") for i in range(5)] + [chat(str(i), "no") for i in range(20)]
     symptom = foreign_template(examples(source(rows)), CHATML)
     assert symptom and "5 of 25 sampled rows have [INST]" in symptom.message and "another template" in symptom.message
-    again = foreign_template(examples(source([chat("<|im_start|>user hi<|im_end|>", str(i)) for i in range(3)])), CHATML)
+    again = foreign_template(
+        examples(source([chat("<|im_start|>user hi<|im_end|>", str(i)) for i in range(3)])), CHATML
+    )
     assert again and "the tokenizer's template writes itself" in again.message
     assert foreign_template(examples(source([*rows[:2], *rows[5:]])), CHATML) is None  # two rows quote a template
 
@@ -76,10 +94,20 @@ def test_chosen_and_rejected_answers_are_searched_for_marks(source) -> None:
 
 
 def test_labels_that_teach_nothing_are_named(source) -> None:
-    constant, echo = [chat(f"question {i}", "unknown") for i in range(30)], [chat(f"text {i}", f"text {i}") for i in range(30)]
-    assert "30 of 30 sampled answers are the same text, 'unknown'" in (bad_labels(examples(source(constant))) or fail()).message
-    assert "30 of 30 sampled answers are the same text as their question" in (bad_labels(examples(source(echo))) or fail()).message
-    assert bad_labels(examples(source([chat(f"question {i}", "yes" if i % 3 else "no") for i in range(30)]))) is None  # a classification
+    constant, echo = (
+        [chat(f"question {i}", "unknown") for i in range(30)],
+        [chat(f"text {i}", f"text {i}") for i in range(30)],
+    )
+    assert (
+        "30 of 30 sampled answers are the same text, 'unknown'"
+        in (bad_labels(examples(source(constant))) or fail()).message
+    )
+    assert (
+        "30 of 30 sampled answers are the same text as their question"
+        in (bad_labels(examples(source(echo))) or fail()).message
+    )
+    # a classification
+    assert bad_labels(examples(source([chat(f"question {i}", "yes" if i % 3 else "no") for i in range(30)]))) is None
     assert bad_labels(examples(source([chat("hello", "hi")] * 30))) is None  # one question
     assert bad_labels(examples(source(constant[:10]))) is None
 
@@ -89,7 +117,10 @@ def fail() -> None:
 
 
 def test_few_tokens_with_loss_are_named_with_their_share() -> None:
-    assert "10 of 1,000 tokens have loss (1.0%, 2.0 a row)" in (few_labels([RowStats(kept=5, tokens=1000, loss_tokens=10)]) or fail()).message
+    assert (
+        "10 of 1,000 tokens have loss (1.0%, 2.0 a row)"
+        in (few_labels([RowStats(kept=5, tokens=1000, loss_tokens=10)]) or fail()).message
+    )
     assert few_labels([RowStats(kept=5, tokens=1000, loss_tokens=30)]) is None and few_labels([]) is None
 
 
@@ -111,9 +142,18 @@ def test_overlap_leaves_out_the_validation_files_of_the_run(source) -> None:
     assert training_overlap([rows], fields) is None
 
 
-def test_overlap_is_not_computed_without_the_training_files(source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlap_is_not_computed_without_the_training_files(
+    source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = source([{"text": "a"}])
-    for fields in ({}, run_of(), run_of(tmp_path / "gone.jsonl"), run_of("hub:owner/name"), run_of(3), run_of(rows.path) | {"data": "x"}):
+    for fields in (
+        {},
+        run_of(),
+        run_of(tmp_path / "gone.jsonl"),
+        run_of("hub:owner/name"),
+        run_of(3),
+        run_of(rows.path) | {"data": "x"},
+    ):
         assert training_overlap([rows], fields) is None
     for limit in ("MAX_BYTES", "MAX_TRAINING_FILES", "MAX_TRAINING_ROWS"):
         with monkeypatch.context() as patched:
@@ -142,13 +182,20 @@ def test_nonfinite_loss_names_the_rows_of_its_micro_batch_only(make_run) -> None
     state.objective.loss = poisoned
     train(state)
     assert json.loads((state.run_dir / "diagnosis.json").read_text())["rows"] == calls[2]
-    assert f"rows {calls[2][0]}; " in (state.run_dir / "train.log").read_text() and f"{PAGE}#nan" in (state.run_dir / "train.log").read_text()
+    assert (
+        f"rows {calls[2][0]}; " in (state.run_dir / "train.log").read_text()
+        and f"{PAGE}#nan" in (state.run_dir / "train.log").read_text()
+    )
 
 
 def test_lack_of_memory_is_recognized_by_type_and_text() -> None:
-    assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    assert is_out_of_memory(MemoryError()) and is_out_of_memory(
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    )
     assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes"))
-    assert not is_out_of_memory(RuntimeError("shape mismatch")) and not is_out_of_memory(OSError("Cannot allocate memory"))
+    assert not is_out_of_memory(RuntimeError("shape mismatch")) and not is_out_of_memory(
+        OSError("Cannot allocate memory")
+    )
 
 
 def test_lack_of_memory_names_what_was_measured(make_run) -> None:
@@ -165,17 +212,31 @@ def test_lack_of_memory_names_what_was_measured(make_run) -> None:
 def test_lack_of_memory_names_settings_that_need_less(make_run) -> None:
     """Slow: a model without memory imports more of PyTorch than a run does."""
     state = make_run("pretrain", "train.batch_size=16", "train.max_steps=1")
-    message = describe_out_of_memory(state, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0"))
+    message = describe_out_of_memory(
+        state, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0")
+    )
     assert message.startswith("out of memory after step 0, 2.00 GiB more were asked for, the limit is ")
     size, origin = smallest_limit()
     assert f"the limit is {size / 2**30:,.2f} GiB ({origin}): peak" in message
-    assert "train.batch_size=8 train.accumulation_steps=2 (about" in message and message.endswith(f"see {PAGE}#out-of-memory") and "\n" not in message
+    assert (
+        "train.batch_size=8 train.accumulation_steps=2 (about" in message
+        and message.endswith(f"see {PAGE}#out-of-memory")
+        and "\n" not in message
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["pretrain", "sft", "dpo"])
 def test_small_healthy_run_of_each_stage_has_no_warning(make_run, stage: str) -> None:
-    state = make_run(stage, "train.max_steps=25", "data.val_fraction=0.3", "train.eval_every=8", "train.batch_size=2", "data.max_length=128", rows=60)
+    state = make_run(
+        stage,
+        "train.max_steps=25",
+        "data.val_fraction=0.3",
+        "train.eval_every=8",
+        "train.batch_size=2",
+        "data.max_length=128",
+        rows=60,
+    )
     train(state)
     warnings = [line for line in (state.run_dir / "train.log").read_text().splitlines() if line.startswith("warning: ")]
     assert [line for line in warnings if PAGE in line and "test-in-training" not in line] == []

@@ -1,4 +1,5 @@
-"""One of several ranks, for tests: runs the trainings of a JSON file, [{"folder": ..., "overrides": [...], "stop_at": null}].
+"""One of several ranks, for tests: runs the trainings of a JSON file, [{"folder": ..., "overrides": [...], "stop_at":
+null}].
 
 "weights": folder of a model of transformers that a training starts from.
 """
@@ -36,7 +37,9 @@ def inject_nonfinite_loss(state, step, with_gradients):
 
 
 def stop_in_batch(state, rank, is_training, nth):
-    """Return a stop request of `rank` alone that arrives in its `nth` batch of training or evaluation, and the list of such batches."""
+    """Return a stop request of `rank` alone that arrives in its `nth` batch of training or evaluation, and the list of
+    such batches.
+    """
     original, calls = state.objective.loss, []
 
     def loss(model, batch):
@@ -90,7 +93,9 @@ def main():
         run_dir.mkdir(exist_ok=True)
         config = composed(*training["overrides"])
         if weights := training.get("weights"):
-            config = dataclasses.replace(config, model=read_model_config(Path(weights), "transformers"), init_from=weights)
+            config = dataclasses.replace(
+                config, model=read_model_config(Path(weights), "transformers"), init_from=weights
+            )
         state = build_run(config, run_dir, attempt=training.get("attempt", 1), update_metadata=lambda **fields: None)
         stop_at = training.get("stop_at")
         if (fault := training.get("nonfinite")) and fault["rank"] == state.dist.rank:
@@ -107,7 +112,10 @@ def main():
                 continue
             raise AssertionError("not stopped")
         try:
-            train(state, stop_requested=lambda state=state, at=stop_at: state.dist.is_rank_zero and state.progress.step == at)
+            train(
+                state,
+                stop_requested=lambda state=state, at=stop_at: state.dist.is_rank_zero and state.progress.step == at,
+            )
         except Interrupted:
             assert stop_at is not None
 

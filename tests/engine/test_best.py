@@ -8,13 +8,14 @@ import torch
 
 from common.errors import Interrupted, UserError
 from models.formats.load import load_weights
-from runner.checkpoint.best import find_best_weights
+from runner.checkpoint.retention import find_best_weights
 from runner.engine import evaluation, loop
 from runner.engine.loop import train
 from runner.engine.verify_resume import diff_run_dirs
 
 RUN = ["data.val_fraction=0.2", "train.max_steps=12", "train.batch_size=2", "train.eval_every=2", "train.save_every=5"]
-LOSSES = {2: 5.0, 4: 3.0, 6: 4.11, 8: 3.5, 10: 6.0, 12: 6.95}  # of the evaluations: the best is step 4, which no save_every hits
+# of the evaluations: the best is step 4, which no save_every hits
+LOSSES = {2: 5.0, 4: 3.0, 6: 4.11, 8: 3.5, 10: 6.0, 12: 6.95}
 
 
 @pytest.fixture
@@ -23,7 +24,9 @@ def scripted_losses(monkeypatch):
     seen, evaluate = {}, evaluation.evaluate_loss
 
     def scripted(state):
-        seen[state.progress.step] = {name: p.detach().clone() for name, p in state.model.named_parameters() if p.requires_grad}
+        seen[state.progress.step] = {
+            name: p.detach().clone() for name, p in state.model.named_parameters() if p.requires_grad
+        }
         return evaluate(state) | {"loss": LOSSES[state.progress.step]}
 
     monkeypatch.setattr(evaluation, "evaluate_loss", scripted)
@@ -48,7 +51,11 @@ def test_best_weights_of_every_stage_are_saved_and_exported(make_run, scripted_l
     else:
         adapter = safetensors.torch.load_file(state.run_dir / "model" / "adapter_model.safetensors")
         written = {tensor.sum().item() for tensor in adapter.values()}
-        assert written == {tensor.sum().item() for tensor in scripted_losses[4].values()} != {tensor.sum().item() for tensor in scripted_losses[12].values()}
+        assert (
+            written
+            == {tensor.sum().item() for tensor in scripted_losses[4].values()}
+            != {tensor.sum().item() for tensor in scripted_losses[12].values()}
+        )
 
 
 def test_best_weights_evaluate_to_the_number_that_is_recorded(make_run, monkeypatch):
@@ -82,7 +89,9 @@ def test_best_weights_without_evaluations_are_refused(make_run):
         make_run("sft", "export.weights=best")
 
 
-@pytest.mark.parametrize("stops", [(4,), pytest.param((5,), marks=pytest.mark.slow), pytest.param((3, 7, 9), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "stops", [(4,), pytest.param((5,), marks=pytest.mark.slow), pytest.param((3, 7, 9), marks=pytest.mark.slow)]
+)
 def test_best_weights_after_a_resume_are_those_of_the_uninterrupted_run(make_run, scripted_losses, stops):
     train(make_run("pretrain", *RUN, folder="uninterrupted"))
     for attempt, stop in enumerate([*stops, None], 1):
@@ -95,7 +104,9 @@ def test_best_weights_after_a_resume_are_those_of_the_uninterrupted_run(make_run
 
 
 def test_best_weights_of_steps_that_a_resume_repeats_are_forgotten(make_run, monkeypatch):
-    """Killed after step 8, the newest checkpoint is of step 5: best-8 belongs to steps that are trained again, with other settings."""
+    """Killed after step 8, the newest checkpoint is of step 5: best-8 belongs to steps that are trained again, with
+    other settings.
+    """
     losses = {2: 5.0, 4: 4.0, 6: 3.0, 8: 2.0, 10: 9.0, 12: 9.0}
     monkeypatch.setattr(evaluation, "evaluate_loss", lambda state: {"loss": losses[state.progress.step]})
     state = make_run("pretrain", *RUN)
@@ -103,7 +114,8 @@ def test_best_weights_of_steps_that_a_resume_repeats_are_forgotten(make_run, mon
     with pytest.raises(KeyboardInterrupt):
         train(state, stop_requested=lambda: state.progress.step == 9 and (_ for _ in ()).throw(KeyboardInterrupt))
     names = sorted(path.name for path in state.checkpoints.dir.glob("*-*"))
-    assert names == ["best-00000004", "best-00000008", "step-00000005"]  # that of step 4 is the best of step 5, which a resume starts from
+    # that of step 4 is the best of step 5, which a resume starts from
+    assert names == ["best-00000004", "best-00000008", "step-00000005"]
     losses |= {6: 9.0, 8: 9.0}
     resumed = make_run("pretrain", *RUN, "optimizer.lr=2e-3", attempt=2)
     assert train(resumed) == 4.0 and (resumed.checkpoints.dir / "best").read_text() == "best-00000004\n"
@@ -139,15 +151,30 @@ def test_best_weights_that_are_gone_are_not_replaced_in_silence(make_run, script
 def test_run_without_validation_data_is_judged_on_the_same_training_rows_at_its_end(make_run):
     """Two batch sizes and seeds: the slice is the same, is evaluated once, and changes no bit of the training."""
     runs, metadata = {}, {}
-    for name, overrides in {"a": [], "b": ["train.batch_size=4", "seed=7"], "without": ["train.final_eval_rows=0"]}.items():
+    for name, overrides in {
+        "a": [],
+        "b": ["train.batch_size=4", "seed=7"],
+        "without": ["train.final_eval_rows=0"],
+    }.items():
         metadata[name] = {}
-        runs[name] = make_run("sft", "train.final_eval_rows=10", "train.eval_every=2", *overrides, metadata=metadata[name], folder=name)
+        runs[name] = make_run(
+            "sft", "train.final_eval_rows=10", "train.eval_every=2", *overrides, metadata=metadata[name], folder=name
+        )
         train(runs[name])
     assert metadata["a"]["evaluation"] == metadata["b"]["evaluation"] and metadata["a"]["evaluation"]["rows"] == 10
-    assert (metadata["a"]["evaluation"]["on"], metadata["a"]["export"]["weights"], metadata["without"]["evaluation"]) == ("training", "last", None)
-    records = {name: [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()] for name, run in runs.items()}
+    assert (
+        metadata["a"]["evaluation"]["on"],
+        metadata["a"]["export"]["weights"],
+        metadata["without"]["evaluation"],
+    ) == ("training", "last", None)
+    records = {
+        name: [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+        for name, run in runs.items()
+    }
     assert [record["step"] for record in records["a"] if record["kind"] == "eval"] == [runs["a"].total_steps]
-    losses = {name: [record["loss"] for record in found if record["kind"] == "train"] for name, found in records.items()}
+    losses = {
+        name: [record["loss"] for record in found if record["kind"] == "train"] for name, found in records.items()
+    }
     assert losses["a"] == losses["without"]
 
 
@@ -170,10 +197,13 @@ def test_best_weights_of_two_ranks_are_whole_and_exported(run_ranks, overrides_f
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = {record["step"]: record["loss"] for record in records if record["kind"] == "eval"}
     best = tmp_path / "run" / "checkpoints" / (tmp_path / "run" / "checkpoints" / "best").read_text().strip()
-    assert int(best.name[5:]) == min(losses, key=lambda step: losses[step]) < 11, losses  # the learning rate grows until the loss does
+    # the learning rate grows until the loss does
+    assert int(best.name[5:]) == min(losses, key=lambda step: losses[step]) < 11, losses
     exported = load_weights(tmp_path / "run")
     saved = safetensors.torch.load_file(best / "model.safetensors")
-    assert saved.keys() <= exported.keys() and all(torch.equal(exported[name], weight) for name, weight in saved.items())
+    assert saved.keys() <= exported.keys() and all(
+        torch.equal(exported[name], weight) for name, weight in saved.items()
+    )
 
 
 def test_last_weights_without_an_evaluation_of_their_own_have_no_loss(make_run, scripted_losses):
@@ -181,5 +211,9 @@ def test_last_weights_without_an_evaluation_of_their_own_have_no_loss(make_run, 
     with pytest.raises(Interrupted):
         train(state := make_run("sft", *RUN), stop_requested=lambda: state.progress.step == 5)
     metadata = {}
-    train(make_run("sft", *RUN, "train.max_steps=6", "train.eval_every=0", "export.weights=last", attempt=2, metadata=metadata))
+    train(
+        make_run(
+            "sft", *RUN, "train.max_steps=6", "train.eval_every=0", "export.weights=last", attempt=2, metadata=metadata
+        )
+    )
     assert metadata["export"] == {"weights": "last", "step": 6, "loss": None}

@@ -1,4 +1,6 @@
-"""train.compile=auto decides from settings only; the decision is in the header of the log, and compiled programs are kept between runs."""
+"""train.compile=auto decides from settings only; the decision is in the header of the log, and compiled programs are
+kept between runs.
+"""
 
 import fcntl
 import os
@@ -11,12 +13,11 @@ import torch
 
 from common import paths
 from common.errors import Interrupted, TrainingError
-from runner.checkpoint.environment import code_fingerprint
-from runner.engine import loop
+from runner.checkpoint.compatibility import code_fingerprint
+from runner.engine import kernels, loop
+from runner.engine.build import run_summary
 from runner.engine.device.compile import BREAK_EVEN_FLOPS, resolve_compile_mode, set_inductor_cache
 from runner.engine.loop import train
-from runner.engine.setup import kernels
-from runner.engine.setup.summary import run_summary
 
 CPU = torch.device("cpu")
 
@@ -29,7 +30,10 @@ def unset_cache_dir(monkeypatch):
 
 def test_compile_auto_compiles_long_runs_only(make_run, monkeypatch):
     monkeypatch.setattr(kernels, "measure_layers", lambda *_: {"compiled": 0.5, "uncompiled": 1.0})
-    short, long = make_run("pretrain", "train.compile=auto"), make_run("pretrain", "train.compile=auto", "train.max_steps=10000000", folder="long")
+    short, long = (
+        make_run("pretrain", "train.compile=auto"),
+        make_run("pretrain", "train.compile=auto", "train.max_steps=10000000", folder="long"),
+    )
     assert short.compile_decision.mode == "off" and run_summary(short)["compile"].startswith("off (auto: ")
     assert long.compile_decision.mode == "default" and run_summary(long)["compile"].startswith("compiled (measured, ")
     assert short.model.layers[0].compiled is None and long.model.layers[0].compiled is not None
@@ -41,7 +45,9 @@ def test_compile_auto_decides_the_same_for_a_resumed_run(make_run):
     assert make_run("pretrain", *overrides, attempt=2).compile_decision == first.compile_decision
 
 
-def test_compile_cache_is_not_below_the_cache_that_a_config_names_unless_the_user_sets_it(make_run, tmp_path, monkeypatch):
+def test_compile_cache_is_not_below_the_cache_that_a_config_names_unless_the_user_sets_it(
+    make_run, tmp_path, monkeypatch
+):
     """Its programs are executed, and the config may be that of an unknown run directory."""
     monkeypatch.setattr(paths, "REPO_ROOT", tmp_path / "checkout")
     make_run("pretrain", "train.compile=default", f"data.cache={tmp_path / 'strange'}")
@@ -112,7 +118,11 @@ def test_compiled_programs_that_are_incomplete_are_removed(tmp_path, monkeypatch
     with (folder / "locks" / "locked.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         set_inductor_cache()
-    assert sorted(path.name for path in (folder / "ab").iterdir()) == ["locked.main.so", "other.main.so", "whole.main.so"]
+    assert sorted(path.name for path in (folder / "ab").iterdir()) == [
+        "locked.main.so",
+        "other.main.so",
+        "whole.main.so",
+    ]
 
 
 def fail_to_compile(*args):
@@ -123,7 +133,9 @@ def fail_to_compile(*args):
 
 def test_compile_error_names_its_cause_and_the_way_without_it(make_run, monkeypatch):
     monkeypatch.setattr(loop, "train_steps", fail_to_compile)
-    with pytest.raises(TrainingError, match=r"^torch.compile failed: main.cpp:7:3: error: killed; train without it: train.compile=off$"):
+    with pytest.raises(
+        TrainingError, match=r"^torch.compile failed: main.cpp:7:3: error: killed; train without it: train.compile=off$"
+    ):
         train(make_run("pretrain"))
 
 
@@ -163,9 +175,13 @@ with ThreadPoolExecutor(1) as threads:
 
 
 def test_tag_of_compiled_programs_holds_in_other_threads():
-    """Autograd compiles and finds the backward pass of a GPU in threads of its own. In a process of its own: other tests change settings of torch."""
+    """Autograd compiles and finds the backward pass of a GPU in threads of its own. In a process of its own: other
+    tests change settings of torch.
+    """
     env = {**os.environ, "TORCH_COMPILE_CACHE_KEY_TAG": "user"}
-    done = subprocess.run([sys.executable, "-c", TAG_IN_THREADS], capture_output=True, text=True, cwd=paths.REPO_ROOT, env=env)
+    done = subprocess.run(
+        [sys.executable, "-c", TAG_IN_THREADS], capture_output=True, text=True, cwd=paths.REPO_ROOT, env=env
+    )
     assert done.stdout == "user code, user code\n", done.stderr
 
 
@@ -191,13 +207,20 @@ for factor, tag in ((2.0, "before"), (3.0, "after"), (4.0, "after")):
 
 @pytest.mark.slow
 def test_program_kept_by_older_code_does_not_compute_the_gradients(tmp_path):
-    """torch finds kept programs by their forward pass: without the tag the second program has the gradient of the first."""
+    """torch finds kept programs by their forward pass: without the tag the second program has the gradient of the
+    first.
+    """
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", GRADIENTS_OF_AN_OPERATOR]
-    gradients = subprocess.run(command, cwd=paths.REPO_ROOT, env=environment, capture_output=True, text=True, check=True).stdout.split()
+    gradients = subprocess.run(
+        command, cwd=paths.REPO_ROOT, env=environment, capture_output=True, text=True, check=True
+    ).stdout.split()
     assert gradients == ["2.0", "3.0", "3.0"]  # the third: programs of the same code are kept
 
 
 def test_compile_auto_needs_longer_runs_with_more_threads():
-    modes = [resolve_compile_mode("auto", 1.5 * BREAK_EVEN_FLOPS["cpu"], CPU, threads, has_experts=False).mode for threads in (1, 2)]
+    modes = [
+        resolve_compile_mode("auto", 1.5 * BREAK_EVEN_FLOPS["cpu"], CPU, threads, has_experts=False).mode
+        for threads in (1, 2)
+    ]
     assert modes == ["default", "off"]

@@ -18,7 +18,12 @@ from runner.engine.verify_resume import diff_run_dirs
 
 ROWS = 38  # three steps of twelve rows and one of two: at the end of an epoch some ranks have dummy batches
 STEPS = 8  # two epochs
-MOE = ["model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=32", "model.router_aux_loss_coef=0.01"]
+MOE = [
+    "model.num_experts=4",
+    "model.num_experts_per_tok=2",
+    "model.moe_intermediate_size=32",
+    "model.router_aux_loss_coef=0.01",
+]
 CONFIGURATIONS = {
     "pretrain": ("pretrain", []),
     "packed": ("pretrain", ["data.packing=best_fit"]),
@@ -34,7 +39,11 @@ CONFIGURATIONS = {
 
 def split(ranks: int, accumulation_steps: int) -> list[str]:
     """Return overrides for 4 * accumulation_steps rows per step."""
-    return [f"train.batch_size={4 // ranks}", f"train.accumulation_steps={accumulation_steps}", f"train.max_steps={STEPS}"]
+    return [
+        f"train.batch_size={4 // ranks}",
+        f"train.accumulation_steps={accumulation_steps}",
+        f"train.max_steps={STEPS}",
+    ]
 
 
 def saved_weights(run_dir):
@@ -43,13 +52,17 @@ def saved_weights(run_dir):
 
 def assert_close(one, other, logged, tolerance=1.0):
     records, others = logged(one), logged(other)
-    assert [(record["step"], record["loss_tokens"]) for record in records] == [(record["step"], record["loss_tokens"]) for record in others]
+    assert [(record["step"], record["loss_tokens"]) for record in records] == [
+        (record["step"], record["loss_tokens"]) for record in others
+    ]
     assert len(records) == STEPS
     weights, other_weights = saved_weights(one), saved_weights(other)
     assert weights.keys() == other_weights.keys()
     losses = max(abs(record["loss"] - other["loss"]) for record, other in zip(records, others, strict=True))
     largest = max((weights[name] - other_weights[name]).abs().max().item() for name in weights)
-    assert losses < 2e-5 * tolerance and largest < 1e-4 * tolerance, f"{other.name}: losses differ by {losses:.1e}, weights by {largest:.1e}"
+    assert losses < 2e-5 * tolerance and largest < 1e-4 * tolerance, (
+        f"{other.name}: losses differ by {losses:.1e}, weights by {largest:.1e}"
+    )
 
 
 @pytest.fixture
@@ -78,9 +91,15 @@ def test_ranks_train_as_one_process(assert_ranks_equal_one_process):
 
 
 def cells_of(accumulations, every):
-    """One in `every` combinations (all: FAULT_TESTS=full); in half of them every pair of configuration, strategy and accumulation occurs."""
+    """One in `every` combinations (all: FAULT_TESTS=full); in half of them every pair of configuration, strategy and
+    accumulation occurs.
+    """
     numbered = itertools.product(enumerate(CONFIGURATIONS), enumerate(["ddp", "fsdp"]), enumerate(accumulations))
-    return [(name, strategy, steps) for (i, name), (j, strategy), (k, steps) in numbered if IS_FULL or (i + j + k) % every == 0]
+    return [
+        (name, strategy, steps)
+        for (i, name), (j, strategy), (k, steps) in numbered
+        if IS_FULL or (i + j + k) % every == 0
+    ]
 
 
 @pytest.mark.slow(long=True)
@@ -116,14 +135,18 @@ def test_ranks_resume_is_bitwise_equal(tmp_path, overrides_for, run_ranks, size,
         assert diff_run_dirs(tmp_path / "uninterrupted", tmp_path / folder) == []
 
 
-ELASTIC_BOUNDS = {"adamw": 1e-5, "muon": 1e-3}  # relative difference to one rank; Muon orthogonalizes in bf16, which amplifies rounding differences
+# relative difference to one rank; Muon orthogonalizes in bf16, which amplifies rounding differences
+ELASTIC_BOUNDS = {"adamw": 1e-5, "muon": 1e-3}
 
 
 def relative_difference(one, other, logged):
     """Return the largest relative difference of a loss, and that of all weights as one vector."""
     pairs = zip(logged(one), logged(other), strict=True)
     losses = max(abs(record["loss"] - other["loss"]) / other["loss"] for record, other in pairs)
-    first, second = (torch.cat([tensor.flatten() for _, tensor in sorted(saved_weights(run).items())]).double() for run in (one, other))
+    first, second = (
+        torch.cat([tensor.flatten() for _, tensor in sorted(saved_weights(run).items())]).double()
+        for run in (one, other)
+    )
     return losses, ((first - second).norm() / second.norm()).item()
 
 
@@ -147,7 +170,9 @@ def test_ranks_may_change_in_number_on_resume(tmp_path, overrides_for, make_run,
     for name, overrides in settings.items():
         train(make_run("pretrain", *overrides, folder=name, rows=ROWS, attempt=4))
         losses, weights = relative_difference(tmp_path / f"{name} on one rank", tmp_path / name, logged)
-        print(f"{name} on 1, 2, 4 and 1 ranks ({'-'.join(strategies)}): relative difference of losses {losses:.1e}, of weights {weights:.1e}")
+        print(
+            f"{name} on 1, 2, 4 and 1 ranks ({'-'.join(strategies)}): relative difference of losses {losses:.1e}, of weights {weights:.1e}"
+        )
         assert max(losses, weights) < ELASTIC_BOUNDS[name]
 
 
@@ -156,7 +181,9 @@ def test_rows_per_step_are_kept_on_another_number_of_ranks():
     saved = {"rows_per_step": 8, "train.batch_size": 4, "train.accumulation_steps": 2}
     assert resolve_rows_per_step(config, 2, saved) == 8  # accumulation becomes 1
     with pytest.raises(ValueError, match="cannot resume: the run has 8 rows per step") as error:
-        resolve_rows_per_step(dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=3)), 2, saved)
+        resolve_rows_per_step(
+            dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=3)), 2, saved
+        )
     assert "two whose product is 4" in error.value.args[2]
     with pytest.raises(ValueError, match="8 rows per step are fewer than 9 ranks"):
         resolve_rows_per_step(config, 9, saved)
@@ -175,8 +202,14 @@ def test_ranks_that_see_different_runs_are_refused(make_run, monkeypatch):
     [
         (["distributed=ddp", "distributed.backend=nccl", "device=cpu"], "distributed.backend=nccl"),
         (["distributed=fsdp", "distributed.cpu_offload=true", "device=cpu"], "distributed.cpu_offload=true"),
-        (["distributed=fsdp", "distributed.nproc=4", "distributed.shard=3"], "distributed.shard=3 distributed.replicate=1"),
-        (["distributed=fsdp", "distributed.nproc=3", "distributed.replicate=2"], "distributed.shard=0 distributed.replicate=2"),
+        (
+            ["distributed=fsdp", "distributed.nproc=4", "distributed.shard=3"],
+            "distributed.shard=3 distributed.replicate=1",
+        ),
+        (
+            ["distributed=fsdp", "distributed.nproc=3", "distributed.replicate=2"],
+            "distributed.shard=0 distributed.replicate=2",
+        ),
         (["distributed.nproc=2"], "distributed.nproc=2 distributed.nnodes=1"),
         (["distributed=ddp", "distributed.nproc=0"], "distributed.nproc=0"),
     ],
@@ -192,13 +225,22 @@ def test_distributed_settings_that_do_not_fit_are_refused(overrides, setting):
 def test_ranks_write_the_same_checkpoint_files_as_one_process(tmp_path, overrides_for, make_run, run_ranks):
     train(make_run("sft", "train.max_steps=2", folder="one"))
     overrides = overrides_for("sft", "train.max_steps=2", "train.batch_size=2")
-    run_ranks(2, [{"folder": str(tmp_path / strategy), "overrides": [*overrides, f"distributed={strategy}"]} for strategy in ("ddp", "fsdp")])
+    run_ranks(
+        2,
+        [
+            {"folder": str(tmp_path / strategy), "overrides": [*overrides, f"distributed={strategy}"]}
+            for strategy in ("ddp", "fsdp")
+        ],
+    )
     one = newest_checkpoint(tmp_path / "one")
     for strategy in ("ddp", "fsdp"):
         other = newest_checkpoint(tmp_path / strategy)
         assert sorted(path.name for path in other.iterdir()) == sorted(path.name for path in one.iterdir())
         for file in ("model.safetensors", "optimizer.safetensors"):
-            shapes, other_shapes = ({name: t.shape for name, t in safetensors.torch.load_file(folder / file).items()} for folder in (one, other))
+            shapes, other_shapes = (
+                {name: t.shape for name, t in safetensors.torch.load_file(folder / file).items()}
+                for folder in (one, other)
+            )
             assert shapes == other_shapes
         exported = safetensors.torch.load_file(tmp_path / strategy / "model" / "model.safetensors")
         assert all(torch.equal(exported[name], tensor) for name, tensor in saved_weights(tmp_path / strategy).items())
@@ -217,7 +259,10 @@ def test_ranks_evaluate_and_sample_as_one_process(tmp_path, overrides_for, make_
     train(make_run("pretrain", *shared, folder="one"))
     overrides = overrides_for("pretrain", *shared, "train.batch_size=2")
     cases = {strategy: [f"distributed={strategy}"] for strategy in ("ddp", "fsdp")}
-    cases |= {f"fsdp {name}": ["distributed=fsdp", f"precision={name}", "distributed.reshard_after_forward=false"] for name in ("bf16", "fp16")}
+    cases |= {
+        f"fsdp {name}": ["distributed=fsdp", f"precision={name}", "distributed.reshard_after_forward=false"]
+        for name in ("bf16", "fp16")
+    }
     run_ranks(2, [{"folder": str(tmp_path / case), "overrides": [*overrides, *more]} for case, more in cases.items()])
     for case in cases:
         for record, other in zip(logged(tmp_path / "one", "eval"), logged(tmp_path / case, "eval"), strict=True):
@@ -225,7 +270,9 @@ def test_ranks_evaluate_and_sample_as_one_process(tmp_path, overrides_for, make_
         assert len((tmp_path / case / "samples.jsonl").read_text().splitlines()) == 2
         # Saved right after an evaluation, whose forward pass leaves the weights gathered and rounded.
         weights = saved_weights(tmp_path / case).values()
-        assert {tensor.dtype for tensor in weights} == {torch.float32} and any((tensor != tensor.bfloat16()).any() for tensor in weights)
+        assert {tensor.dtype for tensor in weights} == {torch.float32} and any(
+            (tensor != tensor.bfloat16()).any() for tensor in weights
+        )
 
 
 @pytest.mark.slow
@@ -233,8 +280,18 @@ def test_ranks_evaluate_and_sample_as_one_process(tmp_path, overrides_for, make_
 def test_ranks_all_skip_a_step_that_is_nonfinite_on_one(tmp_path, overrides_for, run_ranks, logged, with_gradients):
     overrides = overrides_for("pretrain", "train.max_steps=6", "train.batch_size=2", rows=ROWS)
     fault = {"rank": 1, "step": 3, "with_gradients": with_gradients}
-    cases = {f"{strategy} {every}": [f"distributed={strategy}", f"train.log_every={every}"] for strategy in ("ddp", "fsdp") for every in (1, 4)}
-    run_ranks(2, [{"folder": str(tmp_path / case), "overrides": [*overrides, *more], "nonfinite": fault} for case, more in cases.items()])
+    cases = {
+        f"{strategy} {every}": [f"distributed={strategy}", f"train.log_every={every}"]
+        for strategy in ("ddp", "fsdp")
+        for every in (1, 4)
+    }
+    run_ranks(
+        2,
+        [
+            {"folder": str(tmp_path / case), "overrides": [*overrides, *more], "nonfinite": fault}
+            for case, more in cases.items()
+        ],
+    )
     for strategy in ("ddp", "fsdp"):
         often, seldom = (tmp_path / f"{strategy} {every}" for every in (1, 4))
         records = logged(often)

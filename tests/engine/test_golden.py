@@ -1,6 +1,7 @@
 """Ten losses of each stage, stored in tests/golden/.
 
-A commit that changes numbers on purpose rewrites them (`REWRITE_GOLDEN=1 pytest tests/engine/test_golden.py`) and gives the reason.
+A commit that changes numbers on purpose rewrites them (`REWRITE_GOLDEN=1 pytest tests/engine/test_golden.py`) and gives
+the reason.
 """
 
 import json
@@ -15,9 +16,19 @@ STAGES = ("pretrain", "sft", "lora", "dpo", "dpo_lora")
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
-@pytest.mark.parametrize("stage, packing", [*((stage, "none") for stage in STAGES), *((stage, "best_fit") for stage in ("pretrain", "sft", "dpo"))])
+@pytest.mark.parametrize(
+    "stage, packing",
+    [*((stage, "none") for stage in STAGES), *((stage, "best_fit") for stage in ("pretrain", "sft", "dpo"))],
+)
 def test_golden_losses_of_ten_steps(make_run, logged, stage, packing):
-    state = make_run(stage, f"data.packing={packing}", "train.max_steps=10", "train.batch_size=2", "train.accumulation_steps=2", "optimizer.lr=3e-3")
+    state = make_run(
+        stage,
+        f"data.packing={packing}",
+        "train.max_steps=10",
+        "train.batch_size=2",
+        "train.accumulation_steps=2",
+        "optimizer.lr=3e-3",
+    )
     train(state)
     losses = [record["loss"] for record in logged(state.run_dir)]
     file = GOLDEN / (f"{stage}.json" if packing == "none" else f"{stage}_packed.json")

@@ -1,4 +1,6 @@
-"""Loss and gradient of one accumulated step on packed rows, beside the model of transformers and torch on each row alone."""
+"""Loss and gradient of one accumulated step on packed rows, beside the model of transformers and torch on each row
+alone.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,17 @@ from runner.engine.objectives.objective import Objective, Reference
 
 VOCABULARY = 96
 SIZES = {
-    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
     **{"head_dim": 8, "max_position_embeddings": 128, "attention_dropout": 0.0, "initializer_range": 0.2},
-    **{"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2},  # an embedding of transformers has no gradient for the padding token
+    # an embedding of transformers has no gradient for the padding token
+    **{"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2},
 }
 WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": True}
 FAMILIES = {
@@ -33,7 +43,12 @@ FAMILIES = {
     "mistral": {"sliding_window": None},
     "gemma3_text": WINDOW | {"query_pre_attn_scalar": 16},
 }
-PATHS = [(name, family) for name in FAMILIES for family in ("decoder", "transformers") if (name, family) != ("gemma3_text", "decoder")]
+PATHS = [
+    (name, family)
+    for name in FAMILIES
+    for family in ("decoder", "transformers")
+    if (name, family) != ("gemma3_text", "decoder")
+]
 MICRO_BATCHES = ([[0, 3], [1, 4]], [[2, 5, 6]])  # rows in each packed sequence: 4 rows, then 3
 LENGTHS = [5, 17, 9, 20, 12, 3, 16]
 BETA = 0.3
@@ -89,7 +104,9 @@ def check_gradients(model: LanguageModel, plain: PreTrainedModel) -> None:
 
 
 def trained_pair(folder: Path, family: str) -> tuple[LanguageModel, PreTrainedModel]:
-    """Return our model and that of transformers with the same weights, which differ from those in the folder: at the reference, the loss of DPO is constant."""
+    """Return our model and that of transformers with the same weights, which differ from those in the folder: at the
+    reference, the loss of DPO is constant.
+    """
     model, plain = own_model(folder, family), plain_model(folder)
     with torch.no_grad():
         for name, p in plain.named_parameters():
@@ -99,7 +116,10 @@ def trained_pair(folder: Path, family: str) -> tuple[LanguageModel, PreTrainedMo
 
 
 def packed_batches(rows: RandomRows) -> list[Batch]:
-    return [collate([[rows[i] for i in sequence] for sequence in micro_batch], pad_id=0, packed=True) for micro_batch in MICRO_BATCHES]
+    return [
+        collate([[rows[i] for i in sequence] for sequence in micro_batch], pad_id=0, packed=True)
+        for micro_batch in MICRO_BATCHES
+    ]
 
 
 @pytest.mark.parametrize("folder, family", PATHS, indirect=["folder"])
@@ -114,7 +134,11 @@ def test_gradients_of_an_accumulated_sft_step_are_those_of_plain_transformers(fo
     check_gradients(model, plain)
 
 
-@pytest.mark.parametrize("folder, family", [("qwen3", "decoder"), ("llama", "transformers"), ("gemma3_text", "transformers")], indirect=["folder"])
+@pytest.mark.parametrize(
+    "folder, family",
+    [("qwen3", "decoder"), ("llama", "transformers"), ("gemma3_text", "transformers")],
+    indirect=["folder"],
+)
 def test_gradients_of_an_accumulated_dpo_step_are_those_of_plain_transformers(folder: Path, family: str) -> None:
     rows = RandomRows(LENGTHS, sequences_per_row=2, vocab_size=VOCABULARY)
     model, plain = trained_pair(folder, family)
@@ -122,7 +146,9 @@ def test_gradients_of_an_accumulated_dpo_step_are_those_of_plain_transformers(fo
     with torch.no_grad():
         fixed_nll = nll_of_sequences(plain_model(folder), rows)
     margins = []
-    for (chosen, rejected), (fixed_chosen, fixed_rejected) in zip(nll_of_sequences(plain, rows), fixed_nll, strict=True):
+    for (chosen, rejected), (fixed_chosen, fixed_rejected) in zip(
+        nll_of_sequences(plain, rows), fixed_nll, strict=True
+    ):
         margins.append((fixed_chosen - chosen).sum() - (fixed_rejected - rejected).sum())
     expected = -F.logsigmoid(BETA * torch.stack(margins)).mean()
     expected.backward()
@@ -135,15 +161,26 @@ def test_gradients_of_an_accumulated_dpo_step_are_those_of_plain_transformers(fo
 @pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
 @pytest.mark.parametrize("folder, family", [("qwen3", "decoder"), ("llama", "transformers")], indirect=["folder"])
 def test_gradients_of_an_accumulated_dpo_step_are_those_of_trl(folder: Path, family: str, loss_type: str) -> None:
-    """Measured with trl 1.16: losses differ by at most 1.0e-6 of their size, gradients by at most 2.0e-6 of the largest number."""
+    """Measured with trl 1.16: losses differ by at most 1.0e-6 of their size, gradients by at most 2.0e-6 of the largest
+    number.
+    """
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     from transformers import PreTrainedTokenizerFast
 
     rows = RandomRows(LENGTHS, sequences_per_row=2, vocab_size=VOCABULARY)
     model, plain = trained_pair(folder, family)
     loss = accumulated_step(model, Dpo(BETA, Reference(own_model(folder, family)), loss_type), packed_batches(rows))
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]  # not used: the loss gets the rows above
-    arguments = trl.DPOConfig(str(folder), beta=BETA, loss_type=[loss_type], use_cpu=True, bf16=False, report_to=[], gradient_checkpointing=False)
+    # not used: the loss gets the rows above
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    arguments = trl.DPOConfig(
+        str(folder),
+        beta=BETA,
+        loss_type=[loss_type],
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        gradient_checkpointing=False,
+    )
     trainer = trl.DPOTrainer(
         plain,
         plain_model(folder),
@@ -153,7 +190,9 @@ def test_gradients_of_an_accumulated_dpo_step_are_those_of_trl(folder: Path, fam
     )
     pairs = [rows[i].sequences for i in range(len(rows))]
     sequences = [pair[side] for side in (0, 1) for pair in pairs]
-    expected = trainer._compute_loss(plain, {name: padded(sequences, name) for name in ("input_ids", "attention_mask", "completion_mask")}, False)
+    expected = trainer._compute_loss(
+        plain, {name: padded(sequences, name) for name in ("input_ids", "attention_mask", "completion_mask")}, False
+    )
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=TOLERANCE)
     check_gradients(model, plain)
@@ -161,5 +200,11 @@ def test_gradients_of_an_accumulated_dpo_step_are_those_of_trl(folder: Path, fam
 
 def padded(sequences: list[TokenSequence], name: str) -> torch.Tensor:
     """Return one of the inputs of TRL's loss, (sequences, tokens)."""
-    values = {"input_ids": lambda s: s.ids, "attention_mask": lambda s: s.loss_mask | True, "completion_mask": lambda s: s.loss_mask}[name]
-    return torch.nn.utils.rnn.pad_sequence([torch.as_tensor(values(sequence)).long() for sequence in sequences], batch_first=True)
+    values = {
+        "input_ids": lambda s: s.ids,
+        "attention_mask": lambda s: s.loss_mask | True,
+        "completion_mask": lambda s: s.loss_mask,
+    }[name]
+    return torch.nn.utils.rnn.pad_sequence(
+        [torch.as_tensor(values(sequence)).long() for sequence in sequences], batch_first=True
+    )

@@ -1,4 +1,6 @@
-"""Every number of metrics.jsonl against an independent computation: from the text of the rows, and from the weights of the checkpoints with plain torch."""
+"""Every number of metrics.jsonl against an independent computation: from the text of the rows, and from the weights of
+the checkpoints with plain torch.
+"""
 
 import json
 import math
@@ -41,7 +43,9 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def run_of(make_run, tmp_path, clock, logged):
-    """`run_of(stage, *overrides)`: a finished run of two epochs of three steps that saves, evaluates and samples: (state, its records)."""
+    """`run_of(stage, *overrides)`: a finished run of two epochs of three steps that saves, evaluates and samples:
+    (state, its records).
+    """
 
     def run_of(stage, *overrides):
         for name, first, count in (("train", 0, ROWS), ("held_out", 50, VALIDATION_ROWS)):
@@ -69,7 +73,9 @@ def weights_of(state, step):
 
 
 def sequences_of(state, rows):
-    """Return (ids, first token with a label) of each text or conversation: rendered here, without the encoder of the project."""
+    """Return (ids, first token with a label) of each text or conversation: rendered here, without the encoder of the
+    project.
+    """
     tokenizer, sequences = state.tokenizer, []
     for row in rows:
         if "text" in row:
@@ -79,7 +85,11 @@ def sequences_of(state, rows):
         for message in row["conversations"]:
             is_answer = message["role"] == "assistant"
             opening = [tokenizer.bos_id, *tokenizer.encode(f"{message['role']}\n")]
-            turns += [(opening, False), ([*tokenizer.encode(message["content"]), tokenizer.eos_id], is_answer), (tokenizer.encode("\n"), False)]
+            turns += [
+                (opening, False),
+                ([*tokenizer.encode(message["content"]), tokenizer.eos_id], is_answer),
+                (tokenizer.encode("\n"), False),
+            ]
         sequences.append(turns)
     return sequences
 
@@ -102,7 +112,9 @@ def rows_of_step(state, step):
 @pytest.mark.parametrize("stage", [pytest.param("pretrain", marks=pytest.mark.slow), "sft"])
 def test_logged_numbers_are_those_of_an_independent_computation(run_of, stage, capsys):
     state, records, evaluations = run_of(stage)
-    assert [record["step"] for record in records] == list(range(1, 7)) and [record["step"] for record in evaluations] == [3, 6]
+    assert [record["step"] for record in records] == list(range(1, 7)) and [
+        record["step"] for record in evaluations
+    ] == [3, 6]
     assert set(records[0]) - IDENTIFIERS == {
         "epoch", "loss_tokens", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "data_wait", "save_stall", "peak_memory"
     }  # fmt: skip
@@ -111,30 +123,48 @@ def test_logged_numbers_are_those_of_an_independent_computation(run_of, stage, c
         step, model = record["step"], weights_of(state, record["step"] - 1) if record["step"] > 1 else None
         sequences = sequences_of(state, rows_of_step(state, step))
         step_tokens = sum(len(part) for sequence in sequences for part, _ in sequence) - len(sequences)
-        tokens, loss_tokens = tokens + step_tokens, loss_tokens + sum(sum(label * len(part) for part, label in sequence) for sequence in sequences)
+        tokens, loss_tokens = (
+            tokens + step_tokens,
+            loss_tokens + sum(sum(label * len(part) for part, label in sequence) for sequence in sequences),
+        )
         if stage == "pretrain":
             loss_tokens -= len(sequences)  # nothing predicts the first token
         assert (record["tokens"], record["loss_tokens"]) == (tokens, loss_tokens)
         assert record["epoch"] == (step - 1) // (ROWS // BATCH)
         assert record["lr"] == pytest.approx(learning_rate(step - 1), rel=1e-9)
-        assert record["tokens_per_second"] == pytest.approx(step_tokens / STEP)  # without save, evaluation, samples and padding
-        assert record["data_wait"] == 0 and 0 <= record["save_stall"] < 60 and 50e6 < record["peak_memory"] < 50e9  # torch alone takes 100 MB
+        # without save, evaluation, samples and padding
+        assert record["tokens_per_second"] == pytest.approx(step_tokens / STEP)
+        # torch alone takes 100 MB
+        assert record["data_wait"] == 0 and 0 <= record["save_stall"] < 60 and 50e6 < record["peak_memory"] < 50e9
         if model is not None:
             parts = [nll_of(model, sequence) for sequence in sequences]
             loss = sum(part for part, _ in parts) / sum(count for _, count in parts)
             gradients = torch.autograd.grad(loss, list(model.parameters()))
             norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
             assert record["loss"] == pytest.approx(loss.item(), rel=1e-5)
-            assert record["grad_norm"] == pytest.approx(norm, rel=1e-4) and norm > state.cfg.optimizer.grad_clip  # before clipping
+            # before clipping
+            assert record["grad_norm"] == pytest.approx(norm, rel=1e-4) and norm > state.cfg.optimizer.grad_clip
     out = capsys.readouterr().out
     for record in records:  # the same numbers in the lines of the log
-        [line] = [line for line in out.splitlines() if line.startswith(f"step {record['step']}/6 ") and "validation" not in line]
-        assert f"| {record['tokens_per_second']:.0f} tok/s" in line and f"| loss {record['loss']:.3f} |" in line and f"gnorm {record['grad_norm']:.2f}" in line
-    assert read_run_metrics(state.run_dir / "metrics.jsonl").tokens_per_second == pytest.approx(tokens / (len(records) * STEP))
+        [line] = [
+            line
+            for line in out.splitlines()
+            if line.startswith(f"step {record['step']}/6 ") and "validation" not in line
+        ]
+        assert (
+            f"| {record['tokens_per_second']:.0f} tok/s" in line
+            and f"| loss {record['loss']:.3f} |" in line
+            and f"gnorm {record['grad_norm']:.2f}" in line
+        )
+    assert read_run_metrics(state.run_dir / "metrics.jsonl").tokens_per_second == pytest.approx(
+        tokens / (len(records) * STEP)
+    )
 
 
 def learning_rate(step):
-    """Return the lr of the step after `step` steps: linear warmup over 2 steps, then half a cosine down to a tenth over 4 steps."""
+    """Return the lr of the step after `step` steps: linear warmup over 2 steps, then half a cosine down to a tenth over
+    4 steps.
+    """
     if step < 2:
         return 1e-2 * (step + 1) / 2
     return 1e-2 * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - 2) / 4)))
@@ -149,7 +179,9 @@ def test_logged_evaluation_is_that_of_an_independent_computation(run_of, stage):
         with torch.no_grad():
             parts = [nll_of(weights_of(state, record["step"]), sequence) for sequence in sequences_of(state, rows)]
         loss = sum(float(part) for part, _ in parts) / sum(count for _, count in parts)
-        assert record["loss"] == pytest.approx(loss, rel=1e-5) and record["perplexity"] == pytest.approx(math.e**loss, rel=1e-4)
+        assert record["loss"] == pytest.approx(loss, rel=1e-5) and record["perplexity"] == pytest.approx(
+            math.e**loss, rel=1e-4
+        )
         [trained] = [other for other in records if other["step"] == record["step"]]
         assert (record["tokens"], record["loss_tokens"]) == (trained["tokens"], trained["loss_tokens"])
 
@@ -158,5 +190,7 @@ def test_tokens_per_second_over_several_steps_leaves_out_saves_evaluation_and_sa
     _, records, _ = run_of("sft", "train.log_every=3", "data.packing=best_fit", "train.save_every=2")
     before = {"step": 0, "tokens": 0}
     for record in records:
-        assert record["tokens_per_second"] == pytest.approx((record["tokens"] - before["tokens"]) / ((record["step"] - before["step"]) * STEP))
+        assert record["tokens_per_second"] == pytest.approx(
+            (record["tokens"] - before["tokens"]) / ((record["step"] - before["step"]) * STEP)
+        )
         before = record

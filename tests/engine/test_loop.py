@@ -15,7 +15,12 @@ from runner.engine.step_metrics import fetch_results
 
 STAGES = ["pretrain", "sft", "lora", "dpo", "dpo_lora"]
 PACKED = ["data.packing=best_fit"]
-MOE = ["model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=32", "model.router_aux_loss_coef=0.01"]
+MOE = [
+    "model.num_experts=4",
+    "model.num_experts_per_tok=2",
+    "model.moe_intermediate_size=32",
+    "model.router_aux_loss_coef=0.01",
+]
 
 
 def weights(state):
@@ -36,14 +41,23 @@ def assert_accumulation_changes_no_update(make_run, stage, *overrides, rows=36, 
     """8 x 1 = 4 x 2 = 2 x 4 rows per step, the last step of the epoch shorter."""
     results = []
     for batch_size, accumulation_steps in ((8, 1), (4, 2), (2, 4)):
-        split = [f"train.batch_size={batch_size}", f"train.accumulation_steps={accumulation_steps}", f"train.max_steps={max_steps}"]
+        split = [
+            f"train.batch_size={batch_size}",
+            f"train.accumulation_steps={accumulation_steps}",
+            f"train.max_steps={max_steps}",
+        ]
         state = make_run(stage, *split, *overrides, folder=f"batch{batch_size}", rows=rows)
         train(state)
-        assert len(state.pipeline.train) % 8 and state.progress.step == (max_steps or -(-len(state.pipeline.train) // 8)) >= 3
+        assert (
+            len(state.pipeline.train) % 8
+            and state.progress.step == (max_steps or -(-len(state.pipeline.train) // 8)) >= 3
+        )
         results.append(weights(state))
     for other in results[1:]:
         for name, weight in results[0].items():
-            torch.testing.assert_close(other[name], weight, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                other[name], weight, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 @pytest.mark.parametrize(
@@ -67,7 +81,8 @@ def test_accumulation_changes_no_update_of_packed_experts(make_run):
 
 @pytest.mark.parametrize("stage, overrides", list(registered_combinations(warmup_steps=1)))
 def test_accumulation_changes_no_update_of_any_registered_choice(make_run, stage, overrides):
-    atol = 2e-4 if "optimizer=muon" in overrides else 2e-5  # Muon orthogonalizes in bf16, which amplifies rounding differences
+    # Muon orthogonalizes in bf16, which amplifies rounding differences
+    atol = 2e-4 if "optimizer=muon" in overrides else 2e-5
     assert_accumulation_changes_no_update(make_run, stage, *overrides, max_steps=3, atol=atol)
 
 
@@ -83,10 +98,20 @@ def test_loss_of_dpo_at_its_reference_is_log_2(make_run, stage):
     assert result.means["loss"] == pytest.approx(math.log(2), abs=1e-6) and result.means["reward_margin"] == 0
 
 
-@pytest.mark.parametrize("stage, rows, overrides", [("pretrain", 1, []), ("sft", 4, []), ("dpo", 4, ["stage.nll_coef=0"])])
+@pytest.mark.parametrize(
+    "stage, rows, overrides", [("pretrain", 1, []), ("sft", 4, []), ("dpo", 4, ["stage.nll_coef=0"])]
+)
 def test_loss_of_a_memorized_batch_goes_to_zero(make_run, stage, rows, overrides):
     """Pretraining on one row: the first token of several rows cannot be predicted."""
-    state = make_run(stage, *overrides, "train.max_steps=40", "train.log_every=40", "optimizer.lr=3e-2", "schedule=constant", rows=rows)
+    state = make_run(
+        stage,
+        *overrides,
+        "train.max_steps=40",
+        "train.log_every=40",
+        "optimizer.lr=3e-2",
+        "schedule=constant",
+        rows=rows,
+    )
     train(state)
     assert state.progress.recent_losses[-1] < 0.05
 
@@ -95,7 +120,9 @@ def test_loss_that_is_logged_is_the_loss_that_was_differentiated(make_run, logge
     state = make_run("sft", "train.batch_size=2", "train.accumulation_steps=4", "train.max_steps=1")
     batches = next(state.loader.iter_epoch(0))
     with torch.no_grad():
-        loss = sum(state.objective.loss(state.model, batch)["loss"] for batch in batches) / sum(batch.num_supervised_tokens for batch in batches)
+        loss = sum(state.objective.loss(state.model, batch)["loss"] for batch in batches) / sum(
+            batch.num_supervised_tokens for batch in batches
+        )
     train(state)
     assert logged(state.run_dir)[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
 
@@ -113,7 +140,9 @@ def test_metrics_count_tokens_with_a_label_and_all_tokens(make_run, logged):
 def test_lr_that_is_logged_follows_the_schedule_with_accumulation(make_run, logged):
     state = make_run("pretrain", "train.batch_size=1", "train.accumulation_steps=4")
     train(state)
-    assert [record["lr"] for record in logged(state.run_dir)] == [lr_at(step, state.total_steps, 1e-3, state.cfg.schedule) for step in range(state.total_steps)]
+    assert [record["lr"] for record in logged(state.run_dir)] == [
+        lr_at(step, state.total_steps, 1e-3, state.cfg.schedule) for step in range(state.total_steps)
+    ]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -151,7 +180,14 @@ def test_train_saves_the_current_step_if_a_stop_is_requested(make_run):
 
 
 def test_train_stops_early_after_patience_evaluations(make_run, logged):
-    overrides = ["train.max_steps=60", "train.eval_every=1", "train.patience=3", "data.val_fraction=0.1", "optimizer.lr=0.3", "schedule=constant"]
+    overrides = [
+        "train.max_steps=60",
+        "train.eval_every=1",
+        "train.patience=3",
+        "data.val_fraction=0.1",
+        "optimizer.lr=0.3",
+        "schedule=constant",
+    ]
     state = make_run("pretrain", *overrides)
     train(state)
     assert state.stopped_early and state.progress.step == state.progress.best_step + 3 < 60
@@ -176,10 +212,16 @@ def test_train_with_lora_changes_adapters_only(make_run, stage):
 
 
 @pytest.mark.parametrize(
-    "overrides", [["train.eval_every=1", "data.val_fraction=0.1"], ["train.sample_every=1", "train.sample_prompts=[goats]"]], ids=["evaluation", "samples"]
+    "overrides",
+    [["train.eval_every=1", "data.val_fraction=0.1"], ["train.sample_every=1", "train.sample_prompts=[goats]"]],
+    ids=["evaluation", "samples"],
 )
 def test_evaluation_and_samples_do_not_change_the_training(make_run, overrides):
-    shared = ["model.dropout=0.1", "train.max_steps=5", *(override for override in overrides if "val_fraction" in override)]
+    shared = [
+        "model.dropout=0.1",
+        "train.max_steps=5",
+        *(override for override in overrides if "val_fraction" in override),
+    ]
     train(without := make_run("pretrain", "train.sample_prompts=[]", *shared, folder="without"))
     train(watched := make_run("pretrain", *shared, *overrides, folder="watched"))
     assert differing(weights(without), weights(watched)) == []
@@ -188,13 +230,17 @@ def test_evaluation_and_samples_do_not_change_the_training(make_run, overrides):
 def test_evaluation_rows_are_never_trained_on(make_run):
     state = make_run("pretrain", "data.val_fraction=0.25")
     trained, evaluated = (
-        {name for batches in loader.iter_epoch(0) for batch in batches for name in batch.names} for loader in (state.loader, state.val_loader)
+        {name for batches in loader.iter_epoch(0) for batch in batches for name in batch.names}
+        for loader in (state.loader, state.val_loader)
     )
     assert len(trained) == 27 and len(evaluated) == 9 and not trained & evaluated
 
 
 def test_evaluation_loss_does_not_depend_on_the_batch_size(make_run):
-    losses = [evaluate_loss(make_run("sft", "data.val_fraction=0.5", f"train.batch_size={size}", folder=str(size)))["loss"] for size in (1, 3, 18)]
+    losses = [
+        evaluate_loss(make_run("sft", "data.val_fraction=0.5", f"train.batch_size={size}", folder=str(size)))["loss"]
+        for size in (1, 3, 18)
+    ]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
@@ -224,7 +270,9 @@ def test_fp16_repeats_an_overflowing_step_with_a_smaller_loss_scale(make_run, lo
     train(state)
     records = logged(state.run_dir)
     assert [record["step"] for record in records] == [1, 2, 3] and state.progress.overflows > 0
-    assert records[-1]["overflows"] == state.progress.overflows and records[-1]["scale"] == 2.0 ** (40 - state.progress.overflows)
+    assert records[-1]["overflows"] == state.progress.overflows and records[-1]["scale"] == 2.0 ** (
+        40 - state.progress.overflows
+    )
     assert all(torch.isfinite(weight).all() for weight in weights(state).values())
 
 
@@ -239,7 +287,9 @@ def test_fp16_that_overflows_at_every_loss_scale_ends_the_run(make_run):
 def test_fp16_lowers_the_loss_scale_if_only_the_loss_overflows(make_run):
     state = make_run("pretrain", "precision=fp16")
     original = state.objective.loss
-    state.objective.loss = lambda model, batch: {"loss": original(model, batch)["loss"] + (math.inf if state.precision.loss_scale > 2.0**10 else 0.0)}
+    state.objective.loss = lambda model, batch: {
+        "loss": original(model, batch)["loss"] + (math.inf if state.precision.loss_scale > 2.0**10 else 0.0)
+    }
     step_with_retries(state, next(state.loader.iter_epoch(0)), 1e-3)
     assert state.precision.loss_scale == 2.0**10 and state.progress.step == 1 and state.progress.overflows == 6
 
@@ -254,7 +304,9 @@ def test_fp16_checks_for_a_stop_between_two_tries_of_a_step(make_run):
 @pytest.mark.parametrize("name, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_precision_is_the_dtype_of_matmuls_and_not_of_weights(make_run, name, dtype):
     state, dtypes = make_run("pretrain", f"precision={name}"), set()
-    state.model.model.layers[0].mlp.down_proj.register_forward_hook(lambda module, inputs, output: dtypes.add(output.dtype))
+    state.model.model.layers[0].mlp.down_proj.register_forward_hook(
+        lambda module, inputs, output: dtypes.add(output.dtype)
+    )
     train_step(state, next(state.loader.iter_epoch(0)), lr=1e-3)
     assert dtypes == {dtype} and all(p.dtype == torch.float32 for p in state.model.parameters())
 
@@ -265,7 +317,9 @@ def test_activation_checkpointing_changes_no_bit(make_run, logged, stage, mode):
     train(stored := make_run(stage, *overrides, "train.activation_checkpointing=none", folder="stored"))
     train(recomputed := make_run(stage, *overrides, f"train.activation_checkpointing={mode}", folder="recomputed"))
     assert recomputed.model.activation_checkpointing == mode
-    assert [record["loss"] for record in logged(stored.run_dir)] == [record["loss"] for record in logged(recomputed.run_dir)]
+    assert [record["loss"] for record in logged(stored.run_dir)] == [
+        record["loss"] for record in logged(recomputed.run_dir)
+    ]
     assert differing(weights(stored), weights(recomputed)) == []
 
 
@@ -278,7 +332,15 @@ def test_compiled_layers_change_losses_by_rounding_only(make_run, logged):
 
 
 def test_router_gets_a_gradient_from_the_language_model_loss(make_run):
-    state = make_run("pretrain", *MOE[:1], "model.num_experts_per_tok=1", "model.moe_intermediate_size=32", "model.router_aux_loss_coef=0")
+    state = make_run(
+        "pretrain",
+        *MOE[:1],
+        "model.num_experts_per_tok=1",
+        "model.moe_intermediate_size=32",
+        "model.router_aux_loss_coef=0",
+    )
     batch = next(state.loader.iter_epoch(0))[0]
     state.objective.loss(state.model.train(), batch)["loss"].backward()
-    assert max(p.grad.abs().max() for name, p in state.model.named_parameters() if name.endswith("mlp.gate.weight")) > 1e-4
+    assert (
+        max(p.grad.abs().max() for name, p in state.model.named_parameters() if name.endswith("mlp.gate.weight")) > 1e-4
+    )

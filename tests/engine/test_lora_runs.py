@@ -1,4 +1,6 @@
-"""Runs with adapters: a run trains an adapter on, 4-bit weights need bitsandbytes, and each variant resumes bitwise equal."""
+"""Runs with adapters: a run trains an adapter on, 4-bit weights need bitsandbytes, and each variant resumes bitwise
+equal.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ VARIANTS = {
     "dora": "dora:true,rslora:true",
     "nf4": "quantize:nf4,dora:true",
 }
-needs_bitsandbytes = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes, of the extra qlora, is not in the dev extra")
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes, of the extra qlora, is not in the dev extra"
+)
 
 
 @pytest.fixture
@@ -43,7 +47,14 @@ def config_of(base: Path, tmp_path: Path, lora: str, init_from: Path | None = No
     changed = {pair.split(":")[0]: pair for pair in [*defaults.split(","), *lora.split(",")]}
     setting = SMALL_LORA.replace(defaults, ",".join(changed.values()))
     start = f"init_from={init_from or base}"
-    cfg = composed(*stage_overrides("lora"), start, setting, f"data.cache={tmp_path / 'cache'}", "train.max_steps=3", "train.save_every=2")
+    cfg = composed(
+        *stage_overrides("lora"),
+        start,
+        setting,
+        f"data.cache={tmp_path / 'cache'}",
+        "train.max_steps=3",
+        "train.save_every=2",
+    )
     data = dataclasses.replace(cfg.data, path=str(write_examples(tmp_path, "chat", 12)))
     return dataclasses.replace(cfg, model=load_model(base).cfg, data=data)
 
@@ -96,10 +107,14 @@ def test_run_trains_an_adapter_on_and_keeps_its_base_model(base: Path, tmp_path:
     assert load_model(tmp_path / "run").cfg == model.cfg
 
 
-@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="the refusal is for machines without bitsandbytes")
+@pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is not None, reason="the refusal is for machines without bitsandbytes"
+)
 def test_quantized_weights_without_bitsandbytes_are_refused(base: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="needs? the package bitsandbytes, which is not installed") as error:
-        build_run(config_of(base, tmp_path, "quantize:nf4"), tmp_path / "run", attempt=1, update_metadata=lambda **_: None)
+        build_run(
+            config_of(base, tmp_path, "quantize:nf4"), tmp_path / "run", attempt=1, update_metadata=lambda **_: None
+        )
     assert "pip install bitsandbytes" in error.value.fix
 
 
@@ -125,4 +140,7 @@ def test_quantized_layers_compute_the_product_of_their_dequantized_weights() -> 
     assert max_difference(layers[0](x), x @ layers[0].dequantized().T) < 1e-5
     assert 1e-3 < max_difference(model(IDS).logits, before)
     add_lora(model, lora_config(targets=["q_proj"], dora=True))
-    assert torch.equal(model.model.layers[0].self_attn.q_proj.lora["default"].magnitude, torch.linalg.norm(layers[0].dequantized(), dim=1))
+    assert torch.equal(
+        model.model.layers[0].self_attn.q_proj.lora["default"].magnitude,
+        torch.linalg.norm(layers[0].dequantized(), dim=1),
+    )

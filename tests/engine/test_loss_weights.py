@@ -15,7 +15,7 @@ from tiny_models import TOP_TWO, config
 
 from common.errors import Interrupted
 from data.batching.batch import Batch, collate
-from data.batching.packing_plan import best_fit_plan
+from data.batching.packing import best_fit_plan
 from data.types import EncodedRow, TokenSequence
 from models.decoder import Decoder
 from runner.engine.evaluation import evaluate_loss
@@ -51,16 +51,23 @@ def plain_mean(model: torch.nn.Module, batches: list[Batch]) -> torch.Tensor:
 def close(model: torch.nn.Module, loss: torch.Tensor, expected: torch.Tensor) -> None:
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    for gradient, other in zip(torch.autograd.grad(loss, parameters), torch.autograd.grad(expected, parameters), strict=True):
+    for gradient, other in zip(
+        torch.autograd.grad(loss, parameters), torch.autograd.grad(expected, parameters), strict=True
+    ):
         torch.testing.assert_close(gradient, other, rtol=0, atol=1e-5)
 
 
 def test_loss_weights_give_the_weighted_mean_and_its_gradients() -> None:
     torch.manual_seed(0)
-    model, objective, rows = Decoder(config(vocab_size=300, num_hidden_layers=1)), NextToken(), WeightedRows([5, 17, 9, 20, 12, 3, 16], vocab_size=300)
+    model, objective, rows = (
+        Decoder(config(vocab_size=300, num_hidden_layers=1)),
+        NextToken(),
+        WeightedRows([5, 17, 9, 20, 12, 3, 16], vocab_size=300),
+    )
     unpacked = collate([[rows[i]] for i in range(7)], pad_id=0, packed=False)
     packed = collate([[rows[i] for i in sequence] for sequence in best_fit_plan(rows.sizes, 32)], pad_id=0, packed=True)
-    parts = [collate([[rows[i]] for i in part], pad_id=0, packed=False) for part in ([0, 3], [1, 2, 4], [5, 6])]  # the first without a tensor of weights
+    # the first without a tensor of weights
+    parts = [collate([[rows[i]] for i in part], pad_id=0, packed=False) for part in ([0, 3], [1, 2, 4], [5, 6])]
     assert [batch.loss_weights is None for batch in (unpacked, packed, *parts)] == [False, False, True, False, False]
     for batches in ([unpacked], [packed], parts, [*parts, unpacked.as_dummy()]):
         items = sum(objective.count(batch) for batch in batches)
@@ -71,7 +78,10 @@ def test_loss_weights_give_the_weighted_mean_and_its_gradients() -> None:
 
 def test_loss_weights_weigh_the_balance_loss_of_their_document() -> None:
     torch.manual_seed(0)
-    model, rows = Decoder(config(vocab_size=300, num_hidden_layers=1, **TOP_TWO)), WeightedRows([9, 20, 12], vocab_size=300)
+    model, rows = (
+        Decoder(config(vocab_size=300, num_hidden_layers=1, **TOP_TWO)),
+        WeightedRows([9, 20, 12], vocab_size=300),
+    )
     batch = collate([[rows[i]] for i in range(3)], pad_id=0, packed=False)
     sums, aux = NextToken().loss(model, batch), model(**batch.inputs).aux_loss
     assert batch.loss_weights is not None
@@ -87,7 +97,10 @@ def data_path(tmp_path: Path) -> str:
     for i in range(20):
         weights = WEIGHTS[i % 4], WEIGHTS[(i + 1) % 4]
         turns = [
-            ({"role": "user", "content": f"the {i}"}, {"role": "assistant", "content": "goats " * (1 + i * turn % 7), "weight": weight})
+            (
+                {"role": "user", "content": f"the {i}"},
+                {"role": "assistant", "content": "goats " * (1 + i * turn % 7), "weight": weight},
+            )
             for turn, weight in enumerate(weights, 1)
         ]
         rows.append({"messages": [message for turn in turns for message in turn]})
@@ -97,17 +110,34 @@ def data_path(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("packing", ["none", "best_fit"])
-def test_step_with_loss_weights_is_that_of_plain_torch(make_run: Callable[..., TrainState], data_path: str, packing: str) -> None:
+def test_step_with_loss_weights_is_that_of_plain_torch(
+    make_run: Callable[..., TrainState], data_path: str, packing: str
+) -> None:
     def step_of(size: int, steps: int) -> tuple[TrainState, float, float, int]:
         size = size if packing == "none" else size // 2
-        overrides = [f"train.batch_size={size}", f"train.accumulation_steps={steps}", f"data.packing={packing}", "data.max_length=96"]
+        overrides = [
+            f"train.batch_size={size}",
+            f"train.accumulation_steps={steps}",
+            f"data.packing={packing}",
+            "data.max_length=96",
+        ]
         state = make_run("sft", data_path, *overrides, folder=f"{size}x{steps}")
         batches = next(state.loader.iter_epoch(0))
         expected = plain_mean(state.model, batches)
-        norm = torch.cat([g.flatten() for g in torch.autograd.grad(expected, [p for p in state.model.parameters() if p.requires_grad])]).norm()
+        norm = torch.cat(
+            [
+                g.flatten()
+                for g in torch.autograd.grad(expected, [p for p in state.model.parameters() if p.requires_grad])
+            ]
+        ).norm()
         (result,) = fetch_results(state, [train_step(state, batches, lr=1e-3)])
-        assert result.means["loss"] == pytest.approx(expected.item(), rel=1e-5) and result.grad_norm == pytest.approx(norm.item(), rel=1e-4)
-        assert result.output.items == pytest.approx(sum(state.objective.count(batch) for batch in batches)) and result.output.items % 1
+        assert result.means["loss"] == pytest.approx(expected.item(), rel=1e-5) and result.grad_norm == pytest.approx(
+            norm.item(), rel=1e-4
+        )
+        assert (
+            result.output.items == pytest.approx(sum(state.objective.count(batch) for batch in batches))
+            and result.output.items % 1
+        )
         assert result.output.loss_tokens == sum(int((batch.labels != -100).sum()) for batch in batches)
         return state, result.means["loss"], result.grad_norm, result.output.loss_tokens
 
@@ -126,9 +156,22 @@ def test_evaluation_with_loss_weights_is_the_weighted_mean(make_run: Callable[..
         assert evaluate_loss(state)["loss"] == pytest.approx(plain_mean(state.model.eval(), batches).item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("overrides", [["data.packing=best_fit", "data.num_workers=1"], ["precision=fp16", "train.accumulation_steps=2"]], ids=" ".join)
-def test_resume_with_loss_weights_is_bitwise_equal(make_run: Callable[..., TrainState], data_path: str, overrides: list[str]) -> None:
-    options = [data_path, "data.max_length=96", "model.dropout=0.1", "train.batch_size=2", "train.save_every=3", *overrides]
+@pytest.mark.parametrize(
+    "overrides",
+    [["data.packing=best_fit", "data.num_workers=1"], ["precision=fp16", "train.accumulation_steps=2"]],
+    ids=" ".join,
+)
+def test_resume_with_loss_weights_is_bitwise_equal(
+    make_run: Callable[..., TrainState], data_path: str, overrides: list[str]
+) -> None:
+    options = [
+        data_path,
+        "data.max_length=96",
+        "model.dropout=0.1",
+        "train.batch_size=2",
+        "train.save_every=3",
+        *overrides,
+    ]
     whole = make_run("sft", *options, folder="whole")
     train(whole)
     first = make_run("sft", *options, folder="stopped")
@@ -144,10 +187,14 @@ def test_resume_with_loss_weights_is_bitwise_equal(make_run: Callable[..., Train
 
 
 @pytest.mark.slow
-def test_ranks_with_loss_weights_train_as_one_process(make_run, run_ranks, overrides_for, logged, tmp_path, data_path) -> None:
+def test_ranks_with_loss_weights_train_as_one_process(
+    make_run, run_ranks, overrides_for, logged, tmp_path, data_path
+) -> None:
     options = ["train.max_steps=3", "train.accumulation_steps=1"]
     overrides = [*overrides_for("sft", *options, "train.batch_size=2", "distributed=ddp"), data_path]
     run_ranks(2, [{"folder": str(tmp_path / "two"), "overrides": overrides}])
     train(make_run("sft", data_path, *options, "train.batch_size=4", folder="one"))
-    one, two = ([(record["loss_tokens"], record["loss"]) for record in logged(tmp_path / folder)] for folder in ("one", "two"))
+    one, two = (
+        [(record["loss_tokens"], record["loss"]) for record in logged(tmp_path / folder)] for folder in ("one", "two")
+    )
     assert len(one) == 3 and two == [(tokens, pytest.approx(loss, rel=1e-5)) for tokens, loss in one]

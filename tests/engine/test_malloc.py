@@ -33,14 +33,17 @@ for mb in (64, 256):
     print(first, mb_left_by_a_freed_block(mb))
 """
 needs_glibc = pytest.mark.skipif(
-    not hasattr(ctypes.CDLL(None), "mallopt") or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ),
+    not hasattr(ctypes.CDLL(None), "mallopt")
+    or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ),
     reason="no glibc, or the environment configures malloc",
 )
 
 
 @needs_glibc
 def test_memory_freed_in_the_first_step_is_returned_and_later_kept() -> None:
-    child = subprocess.run([sys.executable, "-c", RESIDENT_AFTER_FREE], cwd=ROOT, capture_output=True, text=True, check=True)
+    child = subprocess.run(
+        [sys.executable, "-c", RESIDENT_AFTER_FREE], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     for line in child.stdout.splitlines():  # two runs of one process
         returned, kept = map(float, line.split())
         assert returned < 8 and kept > 56
@@ -50,7 +53,14 @@ def test_memory_freed_in_the_first_step_is_returned_and_later_kept() -> None:
 @needs_glibc
 def test_malloc_trim_is_disabled_so_that_steps_reuse_their_pages(make_run):
     """Otherwise each step of this size has more than 25,000 page faults."""
-    state = make_run("pretrain", "model=tiny", "model.max_position_embeddings=1024", "train.batch_size=64", "data.packing=best_fit", rows=1000)
+    state = make_run(
+        "pretrain",
+        "model=tiny",
+        "model.max_position_embeddings=1024",
+        "train.batch_size=64",
+        "data.packing=best_fit",
+        rows=1000,
+    )
     batches = next(state.loader.iter_epoch(0))
 
     def page_faults() -> int:

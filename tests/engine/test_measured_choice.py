@@ -1,4 +1,6 @@
-"""Kernels on the CPU that a long run chooses: by measuring, kept for later ones, the same after a resume and on every rank."""
+"""Kernels on the CPU that a long run chooses: by measuring, kept for later ones, the same after a resume and on every
+rank.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,33 @@ from models.layers.attention import CPU_KERNELS
 from models.layers.cpu_kernels import fused_attention, library
 from models.layers.cpu_kernels.library import KernelsUnavailableError
 from models.layers.mlp import EXPERT_DISPATCHES
-from runner.engine.choices import attention_choice, measured_choice
-from runner.engine.choices import loss_choice as loss_choice_module
-from runner.engine.choices.attention_choice import OTHER_KERNELS, AttentionShape, measure_attention
-from runner.engine.choices.expert_choice import ExpertShape, expert_choice, measure_experts
-from runner.engine.choices.loss_choice import LossShape, loss_choice, measure_loss
-from runner.engine.choices.measured_choice import ChosenKernel, MeasuredChoice, common_kernel, known_kernel, measured_kernel, repeated_kernel, shortest_times
+from runner.engine import kernels as kernels_of_run
+from runner.engine.build import run_summary
+from runner.engine.choices import layer_choices, measured_choice
+from runner.engine.choices import layer_choices as loss_choice_module
+from runner.engine.choices.layer_choices import (
+    OTHER_KERNELS,
+    AttentionShape,
+    ExpertShape,
+    LossShape,
+    expert_choice,
+    loss_choice,
+    measure_attention,
+    measure_experts,
+    measure_loss,
+)
+from runner.engine.choices.measured_choice import (
+    ChosenKernel,
+    MeasuredChoice,
+    common_kernel,
+    known_kernel,
+    measured_kernel,
+    repeated_kernel,
+    shortest_times,
+)
 from runner.engine.device.compile import CompileDecision
 from runner.engine.device.stop import StopRequests, as_stop_requests
 from runner.engine.loop import train
-from runner.engine.setup import kernels as kernels_of_run
-from runner.engine.setup.summary import run_summary
 from runner.engine.verify_resume import diff_run_dirs
 
 SHAPE = AttentionShape(rows=2, tokens=96, documents=3, heads=4, key_heads=2, head_width=32, dtype="float32")
@@ -48,22 +66,26 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """`fast(kernel)`: long runs measure this one as the fastest, without compiled layers."""
 
     def fast(kernel: str, seconds: float = 0.5) -> None:
-        monkeypatch.setattr(attention_choice, "measure_attention", lambda shape, kernels: dict.fromkeys(kernels, 1.0) | {kernel: seconds})
+        monkeypatch.setattr(
+            layer_choices, "measure_attention", lambda shape, kernels: dict.fromkeys(kernels, 1.0) | {kernel: seconds}
+        )
 
-    monkeypatch.setattr(kernels_of_run, "resolve_compile_mode", lambda *_: CompileDecision("off", "off", is_long_run=True))
+    monkeypatch.setattr(
+        kernels_of_run, "resolve_compile_mode", lambda *_: CompileDecision("off", "off", is_long_run=True)
+    )
     return fast
 
 
 def choose_attention(shape: AttentionShape, folder: Path, facts: dict) -> ChosenKernel:
-    return measured_kernel(attention_choice.attention_choice(shape, lambda kernel: None), folder, facts)
+    return measured_kernel(layer_choices.attention_choice(shape, lambda kernel: None), folder, facts)
 
 
 def attention_among(**times: float) -> str:
-    return measured_choice._fastest(attention_choice.attention_choice(SHAPE, lambda kernel: None), times)
+    return measured_choice._fastest(layer_choices.attention_choice(SHAPE, lambda kernel: None), times)
 
 
 def repeat_attention(saved: object, folder: Path) -> ChosenKernel:
-    return repeated_kernel(attention_choice.attention_choice(SHAPE, lambda kernel: None), saved, folder)
+    return repeated_kernel(layer_choices.attention_choice(SHAPE, lambda kernel: None), saved, folder)
 
 
 def no_kernels(folder: Path) -> None:
@@ -79,7 +101,9 @@ def test_kernels_are_measured_in_turns_and_all_compute_the_shape() -> None:
     assert set(times) == {"auto", "blocks-32", "blocks-128"} and all(seconds > 0 for seconds in times.values())
 
 
-def test_choice_is_the_fastest_kernel_if_it_is_clearly_faster_and_is_kept(programs: Path, fast: Callable[..., None]) -> None:
+def test_choice_is_the_fastest_kernel_if_it_is_clearly_faster_and_is_kept(
+    programs: Path, fast: Callable[..., None]
+) -> None:
     fast("blocks-32", 0.95)
     assert choose_attention(SHAPE, programs, {}).kernel == "auto"
     assert attention_among(auto=1.0, fused=0.99) == "fused"  # it needs less memory
@@ -88,13 +112,28 @@ def test_choice_is_the_fastest_kernel_if_it_is_clearly_faster_and_is_kept(progra
     assert choose_attention(SHAPE, programs, {}).kernel == "auto"  # measured before
     assert choose_attention(SHAPE, programs, {"threads": 2}).kernel == "blocks-32"
     fast("blocks-128", 0.5)
-    assert choose_attention(SHAPE, programs, {"threads": 2}).reason.startswith("blocks-32 (measured, ms a layer: blocks-64 1000.0, blocks-32 500.0")
+    assert choose_attention(SHAPE, programs, {"threads": 2}).reason.startswith(
+        "blocks-32 (measured, ms a layer: blocks-64 1000.0, blocks-32 500.0"
+    )
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"auto": "1"}', '{"auto": 1.0, "../x": 0.1}', '{"auto": 1.0, "fused": -1.0}', "[" * 20_000, '{"auto": Infinity}'], ids=range(8)
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"auto": "1"}',
+        '{"auto": 1.0, "../x": 0.1}',
+        '{"auto": 1.0, "fused": -1.0}',
+        "[" * 20_000,
+        '{"auto": Infinity}',
+    ],
+    ids=range(8),
 )
-def test_choice_is_measured_again_where_its_file_is_damaged(content: str, programs: Path, fast: Callable[..., None]) -> None:
+def test_choice_is_measured_again_where_its_file_is_damaged(
+    content: str, programs: Path, fast: Callable[..., None]
+) -> None:
     fast("blocks-32")
     choose_attention(SHAPE, programs, {})
     (file,) = programs.rglob("choice-*.json")
@@ -104,21 +143,27 @@ def test_choice_is_measured_again_where_its_file_is_damaged(content: str, progra
     assert json.loads(file.read_text())["blocks-128"] == 0.5
 
 
-def test_choice_of_a_run_that_measures_at_the_same_time_is_taken(programs: Path, fast: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice_of_a_run_that_measures_at_the_same_time_is_taken(
+    programs: Path, fast: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def other_run_is_first(shape: AttentionShape, kernels: list[str]) -> dict[str, float]:
         fast("blocks-32")
         choose_attention(shape, programs, {})
         return dict.fromkeys(kernels, 1.0) | {"blocks-128": 0.5}
 
-    monkeypatch.setattr(attention_choice, "measure_attention", other_run_is_first)
+    monkeypatch.setattr(layer_choices, "measure_attention", other_run_is_first)
     assert choose_attention(SHAPE, programs, {}).kernel == "blocks-32"
 
 
-def test_choice_names_why_there_is_no_fused_kernel(programs: Path, fast: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice_names_why_there_is_no_fused_kernel(
+    programs: Path, fast: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     fast("blocks-32")
     monkeypatch.setattr(library, "load_kernels", no_kernels)
     choice = choose_attention(SHAPE, programs, {})
-    assert "fused" not in choice.reason.partition(";")[0] and choice.reason.endswith("; no fused kernel: no C++ compiler")
+    assert "fused" not in choice.reason.partition(";")[0] and choice.reason.endswith(
+        "; no fused kernel: no C++ compiler"
+    )
 
 
 def test_short_run_has_the_default_kernel(make_run: Callable) -> None:
@@ -128,12 +173,17 @@ def test_short_run_has_the_default_kernel(make_run: Callable) -> None:
 
 
 @pytest.mark.parametrize("stage", ["pretrain", "dpo"])
-def test_kernel_of_a_long_run_is_recorded_and_repeated_by_a_resume_bitwise_equal(make_run: Callable, fast: Callable[..., None], stage: str) -> None:
+def test_kernel_of_a_long_run_is_recorded_and_repeated_by_a_resume_bitwise_equal(
+    make_run: Callable, fast: Callable[..., None], stage: str
+) -> None:
     overrides = [*HEADS_OF_16, "train.max_steps=4", "train.save_every=2"]
     fast("blocks-32")
     whole = make_run(stage, *overrides, folder="whole")
     assert run_summary(whole)["attention"].startswith("blocks-32 (measured")
-    assert [{layer.self_attn.attention_kernel for layer in model.layers} for model in (whole.model, *whole.objective.extra_models)] in (
+    assert [
+        {layer.self_attn.attention_kernel for layer in model.layers}
+        for model in (whole.model, *whole.objective.extra_models)
+    ] in (
         [{"blocks-32"}],
         [{"blocks-32"}] * 2,
     )
@@ -176,14 +226,24 @@ def no_product(dtype: object, head_width: int) -> None:
 def test_kernels_that_load_on_a_processor_without_their_product_are_unavailable(
     programs: Path, fast: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on an older processor, for which they are compiled again: a resume there takes the default, and another run does not take a choice from the file."""
+    """As on an older processor, for which they are compiled again: a resume there takes the default, and another run
+    does not take a choice from the file.
+    """
     fast("blocks-32")
     monkeypatch.setattr(library, "load_kernels", lambda folder: None)
     monkeypatch.setattr(fused_attention, "check_product", no_product)
     choice = choose_attention(SHAPE, programs, {})
-    assert choice.kernel == "blocks-32" and "oneDNN has no matrix product" in choice.reason and "fused" not in choice.available
+    assert (
+        choice.kernel == "blocks-32"
+        and "oneDNN has no matrix product" in choice.reason
+        and "fused" not in choice.available
+    )
     repeated = repeat_attention("fused", programs)
-    assert repeated.kernel == "auto" and "oneDNN has no matrix product" in repeated.reason and "fused" not in repeated.available
+    assert (
+        repeated.kernel == "auto"
+        and "oneDNN has no matrix product" in repeated.reason
+        and "fused" not in repeated.available
+    )
 
 
 ALL, PLAIN = ["auto", *OTHER_KERNELS], ["auto", "blocks-32"]
@@ -199,11 +259,15 @@ ALL, PLAIN = ["auto", *OTHER_KERNELS], ["auto", "blocks-32"]
     ],
 )
 def test_all_ranks_compute_the_kernel_of_the_first_if_all_have_it(ranks: list, kernel: str) -> None:
-    choice = common_kernel(attention_choice.attention_choice(SHAPE, lambda kernel: None), ranks)
-    assert choice.kernel == kernel and ("a rank has no fused kernel" in choice.reason) == (ranks[0][0] == "fused" != kernel)
+    choice = common_kernel(layer_choices.attention_choice(SHAPE, lambda kernel: None), ranks)
+    assert choice.kernel == kernel and ("a rank has no fused kernel" in choice.reason) == (
+        ranks[0][0] == "fused" != kernel
+    )
 
 
-def test_choice_that_another_run_has_read_is_not_replaced(programs: Path, fast: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice_that_another_run_has_read_is_not_replaced(
+    programs: Path, fast: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between the look for a file and the writing of one, another run may write and read it."""
     link = os.link
 
@@ -231,7 +295,9 @@ def test_chunks_of_the_loss_are_at_most_twice_the_default_and_measured_only_wher
 def test_chunks_of_the_loss_are_measured_with_the_gradients_of_the_run() -> None:
     state = torch.get_rng_state()
     for trains_head in (True, False):
-        times = measure_loss(LossShape(tokens=96, hidden=16, vocab=50, dtype="float32", trains_head=trains_head), ["auto", "32"])
+        times = measure_loss(
+            LossShape(tokens=96, hidden=16, vocab=50, dtype="float32", trains_head=trains_head), ["auto", "32"]
+        )
         assert set(times) == {"auto", "32"} and all(seconds > 0 for seconds in times.values())
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -245,9 +311,11 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 EXPERTS = ["model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=16"]
-CHOICES = [  # fact, overrides, function that measures, kernel, another one, kernels that a run computes with, start of the line in the log
-    ("loss_chunk_tokens", [], "choices.loss_choice.measure_loss", "16", "32", lambda state: {str(chunks_of(state))}, "16 (measured, ms a micro-batch: 24 1000.0, 16 500.0"),
-    ("expert_dispatch", EXPERTS, "choices.expert_choice.measure_experts", "grouped", "index_select", lambda state: {layer.mlp.dispatch for layer in state.model.layers},
+# fact, overrides, function that measures, kernel, another one, kernels that a run computes with, start of the line in
+# the log
+CHOICES = [
+    ("loss_chunk_tokens", [], "choices.layer_choices.measure_loss", "16", "32", lambda state: {str(chunks_of(state))}, "16 (measured, ms a micro-batch: 24 1000.0, 16 500.0"),
+    ("expert_dispatch", EXPERTS, "choices.layer_choices.measure_experts", "grouped", "index_select", lambda state: {layer.mlp.dispatch for layer in state.model.layers},
      "grouped (measured, ms a layer: index_select 1000.0, grouped 500.0)"),
     ("orthogonalization", ["optimizer=muon"], "optim.orthogonalize.measure_orthogonalization", "fp32", "bf16-batched", lambda state: {state.optimizers.parts[0].orthogonalization},
      "fp32 (measured, ms an update: bf16 1000.0, bf16-batched 1000.0, fp32 500.0"),
@@ -258,13 +326,17 @@ def chunks_of(state) -> int:
     return state.model.lm_head.chunk_tokens
 
 
-@pytest.mark.parametrize("fact, overrides, measure, kernel, other, used, line", CHOICES, ids=[choice[0] for choice in CHOICES])
+@pytest.mark.parametrize(
+    "fact, overrides, measure, kernel, other, used, line", CHOICES, ids=[choice[0] for choice in CHOICES]
+)
 def test_choice_of_a_long_run_is_recorded_and_repeated_by_a_resume_bitwise_equal(
     make_run: Callable, fast: Callable[..., None], small_chunks: None, monkeypatch: pytest.MonkeyPatch,
     fact: str, overrides: list[str], measure: str, kernel: str, other: str, used: Callable, line: str,
 ) -> None:  # fmt: skip
     def fastest(kernel: str) -> None:
-        monkeypatch.setattr(f"runner.engine.{measure}", lambda *arguments: dict.fromkeys(arguments[-1], 1.0) | {kernel: 0.5})
+        monkeypatch.setattr(
+            f"runner.engine.{measure}", lambda *arguments: dict.fromkeys(arguments[-1], 1.0) | {kernel: 0.5}
+        )
 
     overrides = [*overrides, "train.max_steps=4", "train.save_every=2"]
     title = fact.replace("_", " ")
@@ -288,13 +360,16 @@ def test_choice_of_a_long_run_is_recorded_and_repeated_by_a_resume_bitwise_equal
 
 def test_experts_are_measured_in_turns_and_leave_the_random_state() -> None:
     cfg = tiny_models.config(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-    shape = ExpertShape(tokens=40, hidden=cfg.hidden_size, width=16, experts=4, per_token=2, dtype="bfloat16", kernel="auto")
+    shape = ExpertShape(
+        tokens=40, hidden=cfg.hidden_size, width=16, experts=4, per_token=2, dtype="bfloat16", kernel="auto"
+    )
     state = torch.get_rng_state()
     times = measure_experts(cfg, shape, EXPERT_DISPATCHES)
     assert set(times) == set(EXPERT_DISPATCHES) and all(seconds > 0 for seconds in times.values())
     assert torch.equal(torch.get_rng_state(), state)
     assert expert_choice(cfg, shape, lambda kernel: None) is not None
-    assert expert_choice(cfg, replace(shape, tokens=10_000, hidden=4_096, width=14_336), lambda kernel: None) is None  # minutes
+    # minutes
+    assert expert_choice(cfg, replace(shape, tokens=10_000, hidden=4_096, width=14_336), lambda kernel: None) is None
 
 
 @pytest.mark.parametrize("stage", ["dpo", "lora"])
@@ -312,7 +387,12 @@ def test_chunks_are_chosen_only_for_a_plain_sum_of_losses(
 def choice_between(times: list[dict[str, float]]) -> MeasuredChoice:
     """A choice whose measurements give these times, one after the other."""
     return MeasuredChoice(
-        "fact", "a", ("b", "c"), {}, lambda names: {name: seconds for name, seconds in times.pop(0).items() if name in names}, lambda kernel: None
+        "fact",
+        "a",
+        ("b", "c"),
+        {},
+        lambda names: {name: seconds for name, seconds in times.pop(0).items() if name in names},
+        lambda kernel: None,
     )
 
 
@@ -329,7 +409,8 @@ def test_measuring_stops_where_it_takes_too_long(monkeypatch: pytest.MonkeyPatch
     clock = iter(range(10_000))
     monkeypatch.setattr(measured_choice.time, "perf_counter", lambda: float(next(clock)))  # each call takes a second
     runs = {name: partial(calls.append, name) for name in "ab"}
-    assert shortest_times(runs, turns=3, passes=1) == {"a": 1.0, "b": 1.0} and calls.count("b") == 4  # two of three turns
+    # two of three turns
+    assert shortest_times(runs, turns=3, passes=1) == {"a": 1.0, "b": 1.0} and calls.count("b") == 4
     monkeypatch.setattr(measured_choice, "MAX_MEASURING_SECONDS", 5.0)
     calls.clear()
     assert shortest_times(runs, turns=3, passes=1) == {"a": 1.0} and calls == ["a", "a"]
@@ -353,7 +434,10 @@ def test_choice_is_the_default_where_measuring_has_no_memory_left(tmp_path: Path
     def measure(names: object) -> dict[str, float]:
         raise RuntimeError(message)
 
-    choice, message = replace(choice_between([]), measure=measure), "DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes"
+    choice, message = (
+        replace(choice_between([]), measure=measure),
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes",
+    )
     assert measured_kernel(choice, tmp_path, {})[:2] == ("a", "a (not measured: out of memory)")
     message = "shapes do not match"
     with pytest.raises(RuntimeError, match=message):
@@ -404,7 +488,10 @@ def test_stop_before_the_first_step_ends_the_choices(make_run: Callable, fast: C
     dist = make_run("pretrain", "train.max_steps=1").dist
     stop = StopRequests(lambda: bool(requests))
     choices = (
-        MeasuredChoice(name, "a", ("b",), {}, lambda names: dict.fromkeys(names, 1.0), lambda kernel: requests.append(kernel)) for name in ("first", "second")
+        MeasuredChoice(
+            name, "a", ("b",), {}, lambda names: dict.fromkeys(names, 1.0), lambda kernel: requests.append(kernel)
+        )
+        for name in ("first", "second")
     )
     with pytest.raises(StopRequested):
         kernels_of_run.choose_cpu_kernels(choices, CompileDecision("off", "off", is_long_run=True), dist, None, stop)

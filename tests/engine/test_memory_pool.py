@@ -14,10 +14,9 @@ import pytest
 
 from models.layers.cpu_kernels import library
 from models.layers.cpu_kernels.library import KernelsUnavailableError
-from runner.engine import build
+from runner.engine import build, kernels
 from runner.engine.device.compile import CompileDecision
 from runner.engine.device.cpu import allocator
-from runner.engine.setup import kernels
 
 ROOT = Path(__file__).parents[2]
 needs_pool = pytest.mark.skipif(platform.system() != "Linux", reason="the pool is for Linux")
@@ -48,9 +47,18 @@ def child(programs: Path):
     """`child(code)`: run it in a process that uses the pool; return the JSON values that it prints, a line each."""
 
     def run(code: str, use: str = USE_POOL) -> list:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD"))}
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD"))
+        }
         done = subprocess.run(
-            [sys.executable, "-c", PRELUDE + use + code, str(programs)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+            [sys.executable, "-c", PRELUDE + use + code, str(programs)],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]
@@ -60,7 +68,9 @@ def child(programs: Path):
 
 @needs_pool
 def test_blocks_are_aligned_and_keep_their_contents_among_threads(child) -> None:
-    """Each thread frees and allocates blocks of random sizes, among them those that glibc keeps, and looks at all of its own."""
+    """Each thread frees and allocates blocks of random sizes, among them those that glibc keeps, and looks at all of
+    its own.
+    """
     code = """
 import random, threading
 damaged = []
@@ -90,7 +100,9 @@ print(json.dumps(pool_size() // MIB))
 
 @needs_pool
 def test_freed_neighbours_join_whatever_their_order(child) -> None:
-    """24 MiB in blocks of 1 MiB, freed in each of several orders, then hold one block of 24 MiB: the pool does not grow."""
+    """24 MiB in blocks of 1 MiB, freed in each of several orders, then hold one block of 24 MiB: the pool does not
+    grow.
+    """
     code = """
 sizes = []
 for order in (range(24), range(23, -1, -1), [*range(0, 24, 2), *range(1, 24, 2)], [*range(12, 24), *range(12)]):
@@ -136,7 +148,8 @@ print(json.dumps(block(1, 7).sum().item()))
     assert empty == 0 and "can't allocate memory" in message and after == 7 << 20
 
 
-MACHINE = "MemTotal: 1048576 kB\nMemFree: 9 kB\nMemAvailable: 524288 kB\nSwapTotal: 65536 kB\nSwapFree: 65536 kB\n"  # 1 GiB, 512 MiB free; 64 MiB swap
+# 1 GiB, 512 MiB free; 64 MiB swap
+MACHINE = "MemTotal: 1048576 kB\nMemFree: 9 kB\nMemAvailable: 524288 kB\nSwapTotal: 65536 kB\nSwapFree: 65536 kB\n"
 MIB = 1 << 20
 
 
@@ -147,15 +160,50 @@ MIB = 1 << 20
         (MACHINE, {}, 512 + 64),
         (MACHINE.replace("524288", "1048576"), {}, 1024 + 64),
         (MACHINE, {"memory.max": "max", "memory.current": 900 * MIB}, 512 + 64),
-        (MACHINE, {"memory.max": 300 * MIB, "memory.current": 120 * MIB, "memory.stat": f"anon 5\ninactive_file {20 * MIB}\n"}, 300 - 120 + 20 + 64),
-        (MACHINE, {"memory.max": 300 * MIB, "memory.current": 120 * MIB, "memory.swap.max": 9 * MIB, "memory.swap.current": MIB}, 300 - 120 + 8),
+        (
+            MACHINE,
+            {
+                "memory.max": 300 * MIB,
+                "memory.current": 120 * MIB,
+                "memory.stat": f"anon 5\ninactive_file {20 * MIB}\n",
+            },
+            300 - 120 + 20 + 64,
+        ),
+        (
+            MACHINE,
+            {
+                "memory.max": 300 * MIB,
+                "memory.current": 120 * MIB,
+                "memory.swap.max": 9 * MIB,
+                "memory.swap.current": MIB,
+            },
+            300 - 120 + 8,
+        ),
         (MACHINE, {"memory.max": 300 * MIB, "memory.current": 310 * MIB, "memory.swap.max": 0}, 0),
         (MACHINE, {"memory.limit_in_bytes": 9223372036854771712, "memory.usage_in_bytes": 900 * MIB}, 512 + 64),
-        (MACHINE, {"memory.limit_in_bytes": 300 * MIB, "memory.usage_in_bytes": 100 * MIB, "memory.stat": f"total_active_file {MIB}\n"}, 201 + 64),
-        (MACHINE, {"memory.limit_in_bytes": 300 * MIB, "memory.memsw.limit_in_bytes": 310 * MIB, "memory.memsw.usage_in_bytes": 20 * MIB}, 290),
+        (
+            MACHINE,
+            {
+                "memory.limit_in_bytes": 300 * MIB,
+                "memory.usage_in_bytes": 100 * MIB,
+                "memory.stat": f"total_active_file {MIB}\n",
+            },
+            201 + 64,
+        ),
+        (
+            MACHINE,
+            {
+                "memory.limit_in_bytes": 300 * MIB,
+                "memory.memsw.limit_in_bytes": 310 * MIB,
+                "memory.memsw.usage_in_bytes": 20 * MIB,
+            },
+            290,
+        ),
     ],
 )
-def test_available_memory_is_bounded_by_swap_and_cgroup(programs: Path, tmp_path: Path, meminfo: str, cgroup: dict[str, object], available: int) -> None:
+def test_available_memory_is_bounded_by_swap_and_cgroup(
+    programs: Path, tmp_path: Path, meminfo: str, cgroup: dict[str, object], available: int
+) -> None:
     (tmp_path / "meminfo").write_text(meminfo)
     for name, content in cgroup.items():
         (tmp_path / name).write_text(str(content))
@@ -184,7 +232,10 @@ attempt(*[smallest_limit()[0] // 3] * 100)  # not written to: none of them is mo
 attempt(*[64 * MIB] * 2)
 """
     large, many, small = child(code)
-    assert "can't allocate memory: the memory pool has 0 bytes and needs 824633720832 more" in large and "can't allocate memory" in many
+    assert (
+        "can't allocate memory: the memory pool has 0 bytes and needs 824633720832 more" in large
+        and "can't allocate memory" in many
+    )
     assert small == "allocated"
 
 
@@ -234,7 +285,9 @@ print(json.dumps(sum(event.self_cpu_memory_usage for event in recorded.key_avera
 
 @needs_pool
 def test_steps_in_the_pool_are_bitwise_equal_and_stop_growing(programs: Path) -> None:
-    """A model whose weights were made before the pool trains as without it; buffers of ATen, oneDNN and autograd come from the pool."""
+    """A model whose weights were made before the pool trains as without it; buffers of ATen, oneDNN and autograd come
+    from the pool.
+    """
     code = """
 import sys, hashlib
 from pathlib import Path
@@ -258,14 +311,18 @@ digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.par
 print(digest, (sizes[-1] > 1 << 23) == (sys.argv[2] == "pool"), sizes[-1] == sizes[2])
 """
     runs = [
-        subprocess.run([sys.executable, "-c", code, str(programs), kind], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", code, str(programs), kind], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
         for kind in ("pool", "heap")
     ]
     assert runs[0] == runs[1] and runs[0].split()[1:] == ["True", "True"]
 
 
 @pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES", "LD_PRELOAD"])
-def test_allocator_chosen_by_the_environment_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_allocator_chosen_by_the_environment_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setattr(allocator, "_pool", None)
     monkeypatch.setenv(name, "x")
     monkeypatch.setattr(library, "load_library", lambda *_: pytest.fail("compiled"))
@@ -278,7 +335,9 @@ def test_limit_of_addresses_leaves_them_to_the_run(programs: Path) -> None:
     code = "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (1 << 36, 1 << 36))\n" + (
         "from pathlib import Path; from runner.engine.device.cpu.allocator import use_memory_pool; print(use_memory_pool(Path(sys.argv[1])))"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(programs)], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(programs)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "the process has a limit of its addresses (ulimit -v)"
 
 
@@ -291,7 +350,9 @@ def test_machine_without_a_compiler_trains_without_the_pool(tmp_path: Path, monk
     for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD"))]:
         monkeypatch.delenv(name)
     reason = allocator.use_memory_pool(tmp_path)
-    assert reason == ("no C++ compiler, neither g++ nor CXX" if platform.system() == "Linux" else f"not on {platform.system()}")
+    assert reason == (
+        "no C++ compiler, neither g++ nor CXX" if platform.system() == "Linux" else f"not on {platform.system()}"
+    )
     assert allocator.pool_size() == 0
 
 
@@ -299,6 +360,8 @@ def test_machine_without_a_compiler_trains_without_the_pool(tmp_path: Path, monk
 def test_long_runs_use_the_pool(make_run, monkeypatch: pytest.MonkeyPatch, is_long_run: bool) -> None:
     folders = []
     monkeypatch.setattr(build, "use_memory_pool", lambda folder: folders.append(folder) or "")
-    monkeypatch.setattr(kernels, "resolve_compile_mode", lambda *_: CompileDecision("off", "off", is_long_run=is_long_run))
+    monkeypatch.setattr(
+        kernels, "resolve_compile_mode", lambda *_: CompileDecision("off", "off", is_long_run=is_long_run)
+    )
     make_run("pretrain")
     assert len(folders) == is_long_run

@@ -1,4 +1,6 @@
-"""device=mps as far as a CPU can show it: what is chosen, what is refused by name, and that no tensor of a step needs fp64."""
+"""device=mps as far as a CPU can show it: what is chosen, what is refused by name, and that no tensor of a step needs
+fp64.
+"""
 
 from __future__ import annotations
 
@@ -80,4 +82,7 @@ def test_repeated_heads_are_those_of_grouped_query_attention() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 6, 5, 8), torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 8)
     grouped = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    assert torch.equal(torch.nn.functional.scaled_dot_product_attention(q, repeat_heads(q, k), repeat_heads(q, v), is_causal=True), grouped)
+    assert torch.equal(
+        torch.nn.functional.scaled_dot_product_attention(q, repeat_heads(q, k), repeat_heads(q, v), is_causal=True),
+        grouped,
+    )

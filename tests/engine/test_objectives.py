@@ -22,7 +22,12 @@ from runner.engine.objectives.objective import Objective, Reference, mask_dummy_
 
 LENGTHS = [3, 17, 9, 12]
 EXPERTS: dict[str, Any] = TOP_TWO | {"router_aux_loss_coef": 0.5}
-MOE = ["model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=32", "model.router_aux_loss_coef=0.5"]
+MOE = [
+    "model.num_experts=4",
+    "model.num_experts_per_tok=2",
+    "model.moe_intermediate_size=32",
+    "model.router_aux_loss_coef=0.5",
+]
 
 
 def small_model(**changes: Any) -> Decoder:
@@ -43,14 +48,18 @@ def gradients(loss: Tensor, model: Decoder) -> dict[str, Tensor]:
 def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys() and one
     for name, gradient in one.items():
-        torch.testing.assert_close(gradient, other[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            gradient, other[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_next_token_loss_adds_the_balance_loss_of_each_document_for_each_of_its_labels() -> None:
     model, batch = small_model(**EXPERTS), batch_of()
     sums = NextToken().loss(model, batch)
     out = model(**batch.inputs)
-    expected_aux = sum(aux * int((labels != -100).sum()) for aux, labels in zip(out.aux_loss, batch.labels, strict=True))
+    expected_aux = sum(
+        aux * int((labels != -100).sum()) for aux, labels in zip(out.aux_loss, batch.labels, strict=True)
+    )
     assert sums["aux_loss"].item() == pytest.approx(expected_aux.item(), rel=1e-5) and expected_aux > 1
     assert sums["loss"].item() == pytest.approx(out.nll.sum().item() + expected_aux.item(), rel=1e-5)
     assert_equal(gradients(sums["loss"], model), gradients(out.nll.sum() + expected_aux, model))
@@ -82,7 +91,9 @@ def test_reference_is_the_initial_model_without_dropout() -> None:
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.1)
-    assert torch.equal(reference.model(**batch.inputs).nll, expected) and not any(p.requires_grad for p in reference.model.parameters())
+    assert torch.equal(reference.model(**batch.inputs).nll, expected) and not any(
+        p.requires_grad for p in reference.model.parameters()
+    )
 
 
 def test_reference_under_lora_is_the_base_model() -> None:
@@ -100,9 +111,13 @@ def test_reference_under_lora_is_the_base_model() -> None:
 @pytest.mark.parametrize("sequences_per_row", [1, 2])
 def test_dummy_batch_adds_nothing_to_any_sum(sequences_per_row: int) -> None:
     model, batch = small_model(**EXPERTS), batch_of(sequences_per_row)
-    objective: Objective = NextToken() if sequences_per_row == 1 else Dpo(0.3, Reference(small_model(seed=1, **EXPERTS)))
+    objective: Objective = (
+        NextToken() if sequences_per_row == 1 else Dpo(0.3, Reference(small_model(seed=1, **EXPERTS)))
+    )
     sums = mask_dummy_batch(batch.as_dummy(), objective.loss(model, batch.as_dummy()))
-    assert sums["loss"].requires_grad and {name: value.item() for name, value in sums.items()} == dict.fromkeys(sums, 0.0)
+    assert sums["loss"].requires_grad and {name: value.item() for name, value in sums.items()} == dict.fromkeys(
+        sums, 0.0
+    )
     assert mask_dummy_batch(batch, kept := objective.loss(model, batch)) is kept
     assert objective.count(batch.as_dummy()) == 0 and batch.as_dummy().num_tokens == 0
 

@@ -13,17 +13,35 @@ from runner.engine.optim.adamw import AdamWConfig
 from runner.engine.optim.config import OPTIMIZERS, OptimizerConfig
 from runner.engine.optim.groups import OptimizerGroup, build_optimizer
 from runner.engine.optim.muon import MuonConfig
-from runner.engine.optim.orthogonalize import ORTHOGONALIZATIONS, measure_orthogonalization, orthogonalize, split_batches
-from runner.engine.optim.schedules import SCHEDULES, ConstantConfig, CosineConfig, LinearConfig, ScheduleConfig, WsdConfig, describe_lr_jump, lr_at
+from runner.engine.optim.orthogonalize import (
+    ORTHOGONALIZATIONS,
+    measure_orthogonalization,
+    orthogonalize,
+    split_batches,
+)
+from runner.engine.optim.schedules import (
+    SCHEDULES,
+    ConstantConfig,
+    CosineConfig,
+    LinearConfig,
+    ScheduleConfig,
+    WsdConfig,
+    describe_lr_jump,
+    lr_at,
+)
 from runner.engine.optim.torch_optimizers import Muon
 
 
 def adamw(layer_decay: float = 1.0) -> AdamWConfig:
-    return AdamWConfig("adamw", lr=1e-2, weight_decay=0.1, grad_clip=1.0, layer_decay=layer_decay, betas=[0.9, 0.95], eps=1e-8)
+    return AdamWConfig(
+        "adamw", lr=1e-2, weight_decay=0.1, grad_clip=1.0, layer_decay=layer_decay, betas=[0.9, 0.95], eps=1e-8
+    )
 
 
 def muon() -> MuonConfig:
-    return MuonConfig("muon", lr=1e-2, weight_decay=0.1, grad_clip=1.0, layer_decay=1.0, betas=[0.9, 0.95], eps=1e-8, momentum=0.95)
+    return MuonConfig(
+        "muon", lr=1e-2, weight_decay=0.1, grad_clip=1.0, layer_decay=1.0, betas=[0.9, 0.95], eps=1e-8, momentum=0.95
+    )
 
 
 SCHEDULE = {
@@ -40,7 +58,9 @@ class SmallModel(nn.Module):
         self.model = nn.ModuleDict(
             {
                 "embed_tokens": nn.Embedding(6, 4),
-                "layers": nn.ModuleList(nn.ModuleDict({"proj": nn.Linear(4, 4), "norm": nn.RMSNorm(4)}) for _ in range(2)),
+                "layers": nn.ModuleList(
+                    nn.ModuleDict({"proj": nn.Linear(4, 4), "norm": nn.RMSNorm(4)}) for _ in range(2)
+                ),
                 "norm": nn.RMSNorm(4),
             }
         )
@@ -66,18 +86,28 @@ def test_schedule_ends_at_min_lr_ratio(name: str, last: float) -> None:
 
 
 def test_schedule_warmup_rises_linearly_to_the_full_lr() -> None:
-    assert [lr_at(step, 100, 1.0, CosineConfig("cosine", 4, 0.1)) for step in range(5)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert [lr_at(step, 100, 1.0, CosineConfig("cosine", 4, 0.1)) for step in range(5)] == pytest.approx(
+        [0.25, 0.5, 0.75, 1.0, 1.0]
+    )
 
 
 def test_schedule_cosine_equals_the_formula_of_minimind() -> None:
     for t in range(51):
-        assert lr_at(t, 50, 5e-4, SCHEDULE["cosine"]) == pytest.approx(5e-4 * (0.1 + 0.45 * (1 + math.cos(math.pi * t / 50))))
+        assert lr_at(t, 50, 5e-4, SCHEDULE["cosine"]) == pytest.approx(
+            5e-4 * (0.1 + 0.45 * (1 + math.cos(math.pi * t / 50)))
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "step", "before", "total", "line"),
     [
-        ("cosine", 60, 60, 120, "goes from 2.0e-04 back to 1.1e-03: the schedule now ends at step 120; schedule=constant optimizer.lr=0.0002 keeps it"),
+        (
+            "cosine",
+            60,
+            60,
+            120,
+            "goes from 2.0e-04 back to 1.1e-03: the schedule now ends at step 120; schedule=constant optimizer.lr=0.0002 keeps it",
+        ),
         ("linear", 50, 100, 60, "goes from 1.1e-03 to 5.0e-04: the schedule now ends at step 60"),
         ("wsd", 60, 60, 120, "back to 2.0e-03"),
         ("wsd", 20, 60, 120, None),  # still at the full rate
@@ -87,13 +117,19 @@ def test_schedule_cosine_equals_the_formula_of_minimind() -> None:
         ("cosine", 60, 60, 60, None),
     ],
 )
-def test_resume_names_the_learning_rate_that_a_new_length_changes(name: str, step: int, before: int, total: int, line: str | None) -> None:
+def test_resume_names_the_learning_rate_that_a_new_length_changes(
+    name: str, step: int, before: int, total: int, line: str | None
+) -> None:
     schedule: ScheduleConfig = compose_config([f"schedule={name}", "schedule.warmup_steps=0"]).schedule
-    facts = {f"schedule.{key}": value for key, value in dataclasses.asdict(schedule).items()} | {"optimizer.lr": 2e-3, "train.epochs": 1}
+    facts = {f"schedule.{key}": value for key, value in dataclasses.asdict(schedule).items()} | {
+        "optimizer.lr": 2e-3,
+        "train.epochs": 1,
+    }
     for length in ({"train.max_steps": before}, {"train.max_steps": 0}):  # 0: epochs of `before` steps
         found = describe_lr_jump(step, facts | length, before, total, 2e-3, schedule)
         assert found is None if line is None else found is not None and line in found
-    assert describe_lr_jump(step, {}, before, total, 2e-3, schedule) is None  # a checkpoint that does not record its settings
+    # a checkpoint that does not record its settings
+    assert describe_lr_jump(step, {}, before, total, 2e-3, schedule) is None
 
 
 def test_schedule_wsd_is_constant_until_its_decay() -> None:
@@ -103,7 +139,13 @@ def test_schedule_wsd_is_constant_until_its_decay() -> None:
 
 def test_optimizer_decays_hidden_matrices_only(config: OptimizerConfig) -> None:
     built = build_optimizer(dataclasses.replace(config, weight_decay=0.1), SmallModel(), num_layers=2)
-    decayed = {built.names[p] for part in built.parts for group in part.param_groups if group["weight_decay"] for p in group["params"]}
+    decayed = {
+        built.names[p]
+        for part in built.parts
+        for group in part.param_groups
+        if group["weight_decay"]
+        for p in group["params"]
+    }
     assert decayed == {"model.layers.0.proj.weight", "model.layers.1.proj.weight"}
 
 
@@ -132,7 +174,12 @@ def test_optimizer_layer_decay_multiplies_lr_by_a_factor_per_layer() -> None:
     built = build_optimizer(adamw(layer_decay=0.5), SmallModel(), num_layers=2)
     built.set_lr(1.0)
     lrs = {built.names[p]: group["lr"] for part in built.parts for group in part.param_groups for p in group["params"]}
-    names = ("model.norm.weight", "model.layers.1.proj.weight", "model.layers.0.norm.weight", "model.embed_tokens.weight")
+    names = (
+        "model.norm.weight",
+        "model.layers.1.proj.weight",
+        "model.layers.0.norm.weight",
+        "model.embed_tokens.weight",
+    )
     assert [lrs[name] for name in names] == [1.0, 0.5, 0.25, 0.125]
 
 
@@ -145,7 +192,9 @@ def test_muon_updates_hidden_matrices_and_adamw_the_rest() -> None:
 
 def test_optimizer_settings_reach_every_parameter_group() -> None:
     """With betas, eps and momentum that are not torch's defaults."""
-    built = build_optimizer(dataclasses.replace(muon(), betas=[0.5, 0.75], eps=0.25, momentum=0.5), SmallModel(), num_layers=2)
+    built = build_optimizer(
+        dataclasses.replace(muon(), betas=[0.5, 0.75], eps=0.25, momentum=0.5), SmallModel(), num_layers=2
+    )
     matrices, rest = built.parts
     assert {group["momentum"] for group in matrices.param_groups} == {0.5}
     assert {(group["betas"], group["eps"]) for group in rest.param_groups} == {((0.5, 0.75), 0.25)}
@@ -154,7 +203,10 @@ def test_optimizer_settings_reach_every_parameter_group() -> None:
 def test_muon_is_bitwise_equal_to_torch_muon() -> None:
     torch.manual_seed(0)
     shapes = ((8, 24), (24, 8), (16, 16))
-    ours, copies = ([nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1))) for shape in shapes] for _ in range(2))
+    ours, copies = (
+        [nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1))) for shape in shapes]
+        for _ in range(2)
+    )
     optimizer = Muon([{"params": ours, "weight_decay": 0.1}], lr=0.02, momentum=0.95)
     expected = torch.optim.Muon(copies, lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     for _ in range(4):
@@ -186,9 +238,14 @@ def decaying(matrix: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ORTHOGONALIZATIONS)
 @pytest.mark.parametrize("spectrum, fp32_bound", [(torch.Tensor.clone, 1e-4), (decaying, 2e-3)])
-def test_muon_orthogonalization_is_near_that_of_fp64(name: str, spectrum: Callable[[torch.Tensor], torch.Tensor], fp32_bound: float) -> None:
+def test_muon_orthogonalization_is_near_that_of_fp64(
+    name: str, spectrum: Callable[[torch.Tensor], torch.Tensor], fp32_bound: float
+) -> None:
     """Shapes with and without GRAM_RATIO, transposed ones and one alone in its batch."""
-    matrices = [spectrum(matrix) for matrix in random_matrices((32, 96), (96, 32), (64, 64), (32, 96), (64, 64), (8, 64), (40, 48))]
+    matrices = [
+        spectrum(matrix)
+        for matrix in random_matrices((32, 96), (96, 32), (64, 64), (32, 96), (64, 64), (8, 64), (40, 48))
+    ]
     bound = fp32_bound if "fp32" in name else 0.03 if spectrum is not decaying else 1.0
     batches = split_batches(matrices, name)
     assert sum(len(batch) for batch in batches) == len(matrices)
@@ -201,9 +258,14 @@ def test_muon_orthogonalization_is_near_that_of_fp64(name: str, spectrum: Callab
 @pytest.mark.parametrize("name", [name for name, variant in ORTHOGONALIZATIONS.items() if variant.is_batched])
 def test_muon_batches_have_one_shape_and_bounded_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     matrices = random_matrices((4, 8), (8, 8), (8, 4), (4, 8), (16, 16))
-    assert [[matrix.shape for matrix in batch] for batch in split_batches(matrices, name)] == [[(4, 8), (8, 4), (4, 8)], [(8, 8)], [(16, 16)]]
+    assert [[matrix.shape for matrix in batch] for batch in split_batches(matrices, name)] == [
+        [(4, 8), (8, 4), (4, 8)],
+        [(8, 8)],
+        [(16, 16)],
+    ]
     monkeypatch.setattr(orthogonalization, "BATCH_NUMBERS", 64)
-    assert [len(batch) for batch in split_batches(matrices, name)] == [2, 1, 1, 1]  # a matrix with more numbers is alone
+    # a matrix with more numbers is alone
+    assert [len(batch) for batch in split_batches(matrices, name)] == [2, 1, 1, 1]
 
 
 @pytest.mark.parametrize("name", [name for name, variant in ORTHOGONALIZATIONS.items() if variant.is_batched])
@@ -246,8 +308,12 @@ def test_muon_of_every_orthogonalization_trains_deterministically_and_skips(name
     assert all(torch.equal(p, q) for p, q in zip(weights, again, strict=True))
 
 
-def test_muon_orthogonalization_is_measured_by_samples_and_leaves_the_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a clock that counts operations, the seconds are those of all matrices, and a slow variant is only in the pilot."""
+def test_muon_orthogonalization_is_measured_by_samples_and_leaves_the_random_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a clock that counts operations, the seconds are those of all matrices, and a slow variant is only in the
+    pilot.
+    """
     clock, done = [0.0], dict.fromkeys(ORTHOGONALIZATIONS, 0.0)
 
     def count_operations(batch: list[torch.Tensor], name: str) -> None:
@@ -263,7 +329,9 @@ def test_muon_orthogonalization_is_measured_by_samples_and_leaves_the_random_sta
     seconds = measure_orthogonalization(shapes, ["bf16", "fp32"])
     assert torch.equal(torch.get_rng_state(), before)
     assert seconds == pytest.approx({"bf16": 100 * total, "fp32": total})
-    assert sum(done.values()) <= orthogonalization.MEASURED_FLOP and done["bf16"] <= 0.02 * orthogonalization.MEASURED_FLOP
+    assert (
+        sum(done.values()) <= orthogonalization.MEASURED_FLOP and done["bf16"] <= 0.02 * orthogonalization.MEASURED_FLOP
+    )
     seconds = measure_orthogonalization(shapes, ["fp32", "fp32-batched"])
     assert seconds == pytest.approx({"fp32": total, "fp32-batched": total})
     assert 0.3 * orthogonalization.MEASURED_FLOP < done["fp32-batched"] < 0.5 * orthogonalization.MEASURED_FLOP
@@ -273,7 +341,10 @@ def test_optimizer_skipped_step_changes_no_bit_of_weights_and_state(config: Opti
     built = build_optimizer(config, model := SmallModel(), num_layers=2)
 
     def bits() -> dict[str, torch.Tensor]:
-        return {name: value.clone().view(torch.int32) for name, value in {**dict(model.named_parameters()), **built.state_dict()}.items()}
+        return {
+            name: value.clone().view(torch.int32)
+            for name, value in {**dict(model.named_parameters()), **built.state_dict()}.items()
+        }
 
     for found_inf, grad in ((0.0, 1.0), (1.0, math.nan), (0.0, 1.0)):
         for p in model.parameters():
@@ -305,7 +376,9 @@ def test_optimizer_state_is_restored_by_parameter_name_without_lr(config: Optimi
 
 def test_optimizer_state_of_an_untrained_parameter_is_refused() -> None:
     with pytest.raises(ValueError, match=r"not trained here: value_head\.weight"):
-        build_optimizer(adamw(), SmallModel(), num_layers=2).load_state_dict({"value_head.weight/step": torch.tensor(1.0)})
+        build_optimizer(adamw(), SmallModel(), num_layers=2).load_state_dict(
+            {"value_head.weight/step": torch.tensor(1.0)}
+        )
 
 
 @pytest.mark.parametrize(
@@ -317,7 +390,11 @@ def test_optimizer_and_schedule_settings_out_of_range_are_refused(override: str)
     key, _, _ = override.partition("=")
     with pytest.raises(ValueError) as error:
         compose_config(["optimizer=muon", override])
-    assert f"{key} must be" in error.value.args[0] and error.value.args[1].startswith(f"{key}=") and f"{key}=" in error.value.args[2]
+    assert (
+        f"{key} must be" in error.value.args[0]
+        and error.value.args[1].startswith(f"{key}=")
+        and f"{key}=" in error.value.args[2]
+    )
 
 
 def test_schedule_decays_over_the_steps_that_follow_the_warmup() -> None:

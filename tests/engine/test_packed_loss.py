@@ -12,7 +12,7 @@ from transformers_families import random_family
 
 from common.errors import UserError
 from data.batching.batch import Batch, collate
-from data.batching.packing_plan import best_fit_plan
+from data.batching.packing import best_fit_plan
 from models.decoder import Decoder
 from models.language_model import LanguageModel
 from models.layers.attention import attention, document_mask
@@ -42,15 +42,21 @@ def prepared(stage: str, model: Decoder) -> Objective:
 
 def unpacked_and_packed(rows: RandomRows) -> tuple[Batch, Batch]:
     packed = [[rows[i] for i in sequence] for sequence in best_fit_plan(rows.sizes, CAPACITY)]
-    return collate([[rows[i]] for i in range(len(rows))], pad_id=0, packed=False), collate(packed, pad_id=0, packed=True)
+    return collate([[rows[i]] for i in range(len(rows))], pad_id=0, packed=False), collate(
+        packed, pad_id=0, packed=True
+    )
 
 
-def loss_and_gradients(objective: Objective, model: Decoder, batch: Batch) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+def loss_and_gradients(
+    objective: Objective, model: Decoder, batch: Batch
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     model.zero_grad()
     sums = objective.loss(model, batch)
     count = objective.count(batch)
     (sums["loss"] / count).backward()
-    return {name: value.item() / count for name, value in sums.items()}, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {name: value.item() / count for name, value in sums.items()}, {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("experts", [{}, TOP_TWO], ids=["dense", "moe"])
@@ -61,12 +67,19 @@ def test_packed_loss_and_gradients_equal_those_of_unpacked_rows(stage, experts, 
     torch.manual_seed(0)
     model = Decoder(config(vocab_size=300, num_hidden_layers=1, **experts))
     objective = prepared(stage, model)
-    unpacked, packed = unpacked_and_packed(RandomRows(lengths, sequences_per_row=1 if stage == "pretrain" else 2, vocab_size=300))
-    (losses, gradients), (packed_losses, packed_gradients) = loss_and_gradients(objective, model, unpacked), loss_and_gradients(objective, model, packed)
+    unpacked, packed = unpacked_and_packed(
+        RandomRows(lengths, sequences_per_row=1 if stage == "pretrain" else 2, vocab_size=300)
+    )
+    (losses, gradients), (packed_losses, packed_gradients) = (
+        loss_and_gradients(objective, model, unpacked),
+        loss_and_gradients(objective, model, packed),
+    )
     assert packed_losses == pytest.approx(losses, rel=1e-5, abs=1e-5)
     assert gradients.keys() == packed_gradients.keys() and gradients
     for name, gradient in gradients.items():
-        torch.testing.assert_close(packed_gradients[name], gradient, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            packed_gradients[name], gradient, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_packed_loss_without_the_document_mask_differs():
@@ -75,14 +88,23 @@ def test_packed_loss_without_the_document_mask_differs():
     model = Decoder(config(vocab_size=300, num_hidden_layers=1))
     objective = prepared("pretrain", model)
     unpacked, packed = unpacked_and_packed(RandomRows([20, 30, 40], vocab_size=300))
-    unmasked = Batch(packed.input_ids, packed.labels, packed.lengths, packed.names, torch.zeros_like(packed.document_ids), packed.position_ids)
+    unmasked = Batch(
+        packed.input_ids,
+        packed.labels,
+        packed.lengths,
+        packed.names,
+        torch.zeros_like(packed.document_ids),
+        packed.position_ids,
+    )
     assert abs(objective.loss(model, unmasked)["loss"].item() - objective.loss(model, unpacked)["loss"].item()) > 0.01
 
 
 @pytest.mark.parametrize("T", [8, 128, 136, 300])
 def test_document_mask_in_query_blocks_equals_the_full_mask(T):
     torch.manual_seed(0)
-    document_ids = torch.cat([torch.full((2, T // 3), 0), torch.full((2, T - T // 3 - T // 8), 1), torch.full((2, T // 8), -1)], dim=1)
+    document_ids = torch.cat(
+        [torch.full((2, T // 3), 0), torch.full((2, T - T // 3 - T // 8), 1), torch.full((2, T // 8), -1)], dim=1
+    )
     q, k, v = torch.randn(2, 4, T, 16), torch.randn(2, 2, T, 16), torch.randn(2, 2, T, 16)
     mask = document_mask(document_ids, dropout=0.0)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
@@ -95,7 +117,9 @@ def test_document_mask_of_the_gpu_equals_that_of_the_cpu():
     from models.layers.attention import document_mask_mod
 
     document_ids = torch.tensor([[0, 0, 1, 1, 1, -1], [2, 2, 2, 2, 3, 3]])
-    assert torch.equal(create_mask(document_mask_mod(document_ids), 2, None, 6, 6, device="cpu"), document_mask(document_ids, 0.0))
+    assert torch.equal(
+        create_mask(document_mask_mod(document_ids), 2, None, 6, 6, device="cpu"), document_mask(document_ids, 0.0)
+    )
 
 
 @pytest.mark.parametrize("family", ["decoder", "transformers"])

@@ -31,7 +31,9 @@ def restore_matmul_precision():
 def test_precision_tf32_is_refused_on_devices_without_it(gpu):
     assert Precision(PrecisionConfig("tf32"), gpu((8, 0))).name == "tf32"
     for device, name in ((gpu((7, 5)), "a GPU"), (CPU, "the CPU")):
-        with pytest.raises(ValueError, match=f"needs an NVIDIA GPU of compute capability 8.0 or higher, got {name}") as error:
+        with pytest.raises(
+            ValueError, match=f"needs an NVIDIA GPU of compute capability 8.0 or higher, got {name}"
+        ) as error:
             Precision(PrecisionConfig("tf32"), device)
         assert error.value.args[1] == f"precision=tf32 on {name}" and error.value.args[2].startswith("precision=fp32")
 
@@ -47,7 +49,11 @@ def test_precision_fp32_disables_tf32_and_autocast(gpu):
     assert not Precision(PrecisionConfig("fp32"), CPU).autocast()._enabled
     assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cuda.matmul.allow_tf32
     tf32 = Precision(PrecisionConfig("tf32"), gpu((9, 0)))
-    assert torch.get_float32_matmul_precision() == "high" and torch.backends.cuda.matmul.allow_tf32 and tf32.dtype == torch.float32
+    assert (
+        torch.get_float32_matmul_precision() == "high"
+        and torch.backends.cuda.matmul.allow_tf32
+        and tf32.dtype == torch.float32
+    )
     Precision(PrecisionConfig("bf16"), CPU)
     assert not torch.backends.cuda.matmul.allow_tf32
 

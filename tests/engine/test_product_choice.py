@@ -1,4 +1,6 @@
-"""How a run multiplies 16-bit matrices on the CPU: in fp32 where that was measured to be faster, the same after a resume."""
+"""How a run multiplies 16-bit matrices on the CPU: in fp32 where that was measured to be faster, the same after a
+resume.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,19 @@ import torch
 from common.errors import Interrupted
 from models.layers.cpu_kernels.library import KernelsUnavailableError
 from models.layers.cpu_kernels.upcast_products import are_products_by_kernel, are_products_upcast, upcast_products
+from runner.engine import kernels as kernels_of_run
+from runner.engine.build import run_summary
 from runner.engine.choices import product_choice as product_choice_module
-from runner.engine.choices.product_choice import MIN_RUN_FLOPS, ProductShape, load_products, measure_products, product_choice
+from runner.engine.choices.product_choice import (
+    MIN_RUN_FLOPS,
+    ProductShape,
+    load_products,
+    measure_products,
+    product_choice,
+)
 from runner.engine.device.compile import CompileDecision
+from runner.engine.kernels import main_linear, measured_facts
 from runner.engine.loop import train
-from runner.engine.setup import kernels as kernels_of_run
-from runner.engine.setup.kernels import main_linear, measured_facts
-from runner.engine.setup.summary import run_summary
 from runner.engine.verify_resume import diff_run_dirs
 
 SETTINGS = ["precision=bf16", "train.max_steps=4", "train.save_every=2"]
@@ -26,18 +34,25 @@ SETTINGS = ["precision=bf16", "train.max_steps=4", "train.save_every=2"]
 
 @pytest.fixture(autouse=True)
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """`measured(fp32=0.5)`: products in fp32 take that time, those of the C++ kernel half of it, and torch's own 1.0; by default 0.5.
+    """`measured(fp32=0.5)`: products in fp32 take that time, those of the C++ kernel half of it, and torch's own 1.0;
+    by default 0.5.
 
     Runs are planned with MIN_RUN_FLOPS, which is too short for the kernel.
     """
-    monkeypatch.setattr(kernels_of_run, "resolve_compile_mode", lambda *_: CompileDecision("off", "off", planned_flops=MIN_RUN_FLOPS))
+    monkeypatch.setattr(
+        kernels_of_run, "resolve_compile_mode", lambda *_: CompileDecision("off", "off", planned_flops=MIN_RUN_FLOPS)
+    )
 
     def measured(fp32: float) -> None:
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / f"programs-{fp32}"))  # where times are kept
         monkeypatch.setattr(
             product_choice_module,
             "measure_products",
-            lambda shape, kernels: {name: seconds for name, seconds in {"native": 1.0, "fp32": fp32, "cpp": fp32 / 2}.items() if name in kernels},
+            lambda shape, kernels: {
+                name: seconds
+                for name, seconds in {"native": 1.0, "fp32": fp32, "cpp": fp32 / 2}.items()
+                if name in kernels
+            },
         )
 
     measured(fp32=0.5)
@@ -46,9 +61,13 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
 
 @pytest.mark.parametrize("precision, products", [("bf16", "fp32"), ("fp16", "fp32"), ("fp32", None)])
-def test_products_of_a_run_in_16_bits_are_in_fp32_where_that_is_faster(precision: str, products: str | None, make_run: Callable) -> None:
+def test_products_of_a_run_in_16_bits_are_in_fp32_where_that_is_faster(
+    precision: str, products: str | None, make_run: Callable
+) -> None:
     state = make_run("pretrain", f"precision={precision}", "train.max_steps=1")
-    assert state.compatibility.get("environment.products") == products and are_products_upcast() == (products is not None)
+    assert state.compatibility.get("environment.products") == products and are_products_upcast() == (
+        products is not None
+    )
     assert ("products" in run_summary(state)) == (products is not None)
 
 
@@ -62,13 +81,19 @@ def test_products_stay_as_they_are_where_fp32_gains_little(make_run: Callable, m
 def test_products_of_a_short_run_are_not_measured(make_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is attention in a run that is long enough for this choice only."""
     assert "environment.attention" not in make_run("pretrain", *SETTINGS, folder="long enough").compatibility
-    monkeypatch.setattr(kernels_of_run, "resolve_compile_mode", lambda *_: CompileDecision("off", "off", planned_flops=MIN_RUN_FLOPS / 2))
+    monkeypatch.setattr(
+        kernels_of_run,
+        "resolve_compile_mode",
+        lambda *_: CompileDecision("off", "off", planned_flops=MIN_RUN_FLOPS / 2),
+    )
     assert "environment.products" not in make_run("pretrain", *SETTINGS, folder="short").compatibility
     assert not are_products_upcast()
 
 
 @pytest.mark.parametrize("kernel, other", [(0.5, 2.0), (2.0, 0.5)], ids=["in fp32", "native"])
-def test_resume_repeats_the_products_of_its_checkpoint_bitwise_equal(make_run: Callable, measured: Callable[..., None], kernel: float, other: float) -> None:
+def test_resume_repeats_the_products_of_its_checkpoint_bitwise_equal(
+    make_run: Callable, measured: Callable[..., None], kernel: float, other: float
+) -> None:
     """What was measured since does not matter, nor another run of this process in between."""
     measured(fp32=kernel)
     whole = make_run("sft", *SETTINGS, folder="whole")
@@ -91,12 +116,16 @@ def test_resume_repeats_the_products_of_its_checkpoint_bitwise_equal(make_run: C
 def test_resume_of_a_long_run_repeats_the_kernel_of_its_checkpoint_bitwise_equal(
     make_run: Callable, measured: Callable[..., None], kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels_of_run, "resolve_compile_mode", lambda *_: CompileDecision("off", "off", is_long_run=True))
+    monkeypatch.setattr(
+        kernels_of_run, "resolve_compile_mode", lambda *_: CompileDecision("off", "off", is_long_run=True)
+    )
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         pytest.skip("the kernel needs AVX-512")
     whole = make_run("sft", *SETTINGS, folder="whole")
     assert whole.compatibility["environment.products"] == "cpp" and are_products_by_kernel()
-    assert run_summary(whole)["products"].startswith("by the C++ kernel (measured, ms a linear layer: in bfloat16 1000.0")
+    assert run_summary(whole)["products"].startswith(
+        "by the C++ kernel (measured, ms a linear layer: in bfloat16 1000.0"
+    )
     train(whole)
     stopped = make_run("sft", *SETTINGS, folder="stopped")
     with pytest.raises(Interrupted):
@@ -111,7 +140,9 @@ def test_resume_of_a_long_run_repeats_the_kernel_of_its_checkpoint_bitwise_equal
 
 
 def test_kernel_is_not_available_without_avx_512(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With fewer registers it is slow; and where ATEN_CPU_CAPABILITY emulates an older processor, it would still be compiled for this one."""
+    """With fewer registers it is slow; and where ATEN_CPU_CAPABILITY emulates an older processor, it would still be
+    compiled for this one.
+    """
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     load_products("fp32", tmp_path)
     with pytest.raises(KernelsUnavailableError, match="it needs AVX-512, and torch uses AVX2"):
@@ -119,7 +150,9 @@ def test_kernel_is_not_available_without_avx_512(monkeypatch: pytest.MonkeyPatch
     assert not list(tmp_path.iterdir())  # nothing was compiled
 
 
-def test_gradients_with_products_in_fp32_are_those_of_bf16_up_to_rounding(make_run: Callable, measured: Callable[..., None]) -> None:
+def test_gradients_with_products_in_fp32_are_those_of_bf16_up_to_rounding(
+    make_run: Callable, measured: Callable[..., None]
+) -> None:
     gradients = []
     for folder, fp32 in (("fp32", 0.5), ("native", 2.0)):
         measured(fp32=fp32)
@@ -143,11 +176,17 @@ def test_products_are_measured_beside_torchs_own_and_leave_the_choice(kernels: N
     shape = ProductShape(tokens=64, outputs=96, inputs=64, dtype="bfloat16")
     upcast_products(True, by_kernel=True)
     times = measure_products(shape, ["native", "fp32", "cpp"])
-    assert are_products_by_kernel() and set(times) == {"native", "fp32", "cpp"} and all(seconds > 0 for seconds in times.values())
+    assert (
+        are_products_by_kernel()
+        and set(times) == {"native", "fp32", "cpp"}
+        and all(seconds > 0 for seconds in times.values())
+    )
 
 
 def test_products_are_measured_where_those_of_torch_are_very_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """0.1 GFLOP/s without instructions for 16 bits: matrices of all sizes would take longer than the limit, and none would be compared."""
+    """0.1 GFLOP/s without instructions for 16 bits: matrices of all sizes would take longer than the limit, and none
+    would be compared.
+    """
     native = product_choice_module._native
 
     def slow(x: torch.Tensor, g: torch.Tensor, weight: torch.Tensor) -> None:
@@ -157,7 +196,9 @@ def test_products_are_measured_where_those_of_torch_are_very_slow(monkeypatch: p
     clock = [0.0]
     monkeypatch.setattr(product_choice_module, "_native", slow)
     monkeypatch.setattr("runner.engine.choices.measured_choice.time.perf_counter", lambda: clock[0] + time.monotonic())
-    times = measure_products(ProductShape(tokens=8_192, outputs=11_008, inputs=1_024, dtype="bfloat16"), ["native", "fp32"])
+    times = measure_products(
+        ProductShape(tokens=8_192, outputs=11_008, inputs=1_024, dtype="bfloat16"), ["native", "fp32"]
+    )
     assert times["fp32"] < times["native"] < 1
 
 

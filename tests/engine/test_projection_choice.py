@@ -1,4 +1,6 @@
-"""Linear layers with the same input: one product or several, the same numbers up to rounding, and the same way after a resume."""
+"""Linear layers with the same input: one product or several, the same numbers up to rounding, and the same way after a
+resume.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ import torch
 
 from common.errors import Interrupted
 from models.families.decoder import DecoderConfig
-from runner.engine.choices.projection_choice import JOINED, SEPARATE, ProjectionShape, measure_projections
+from runner.engine import kernels as kernels_of_run
+from runner.engine.build import run_summary
+from runner.engine.choices.layer_choices import JOINED, SEPARATE, ProjectionShape, measure_projections
 from runner.engine.device.compile import CompileDecision
 from runner.engine.loop import train
-from runner.engine.setup import kernels as kernels_of_run
-from runner.engine.setup.summary import run_summary
 from runner.engine.verify_resume import diff_run_dirs
 
 SETTINGS = ["train.max_steps=4", "train.save_every=2"]
@@ -24,7 +26,9 @@ SETTINGS = ["train.max_steps=4", "train.save_every=2"]
 @pytest.fixture(autouse=True)
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[ProjectionShape]]:
     """`measured(0.5)`: separate products take that time, and one product 1.0; returns the shapes for which runs ask."""
-    monkeypatch.setattr(kernels_of_run, "resolve_compile_mode", lambda *_: CompileDecision("off", "off", is_long_run=True))
+    monkeypatch.setattr(
+        kernels_of_run, "resolve_compile_mode", lambda *_: CompileDecision("off", "off", is_long_run=True)
+    )
 
     def measured(separate: float) -> list[ProjectionShape]:
         shapes = list[ProjectionShape]()
@@ -34,7 +38,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float
             return {JOINED: 1.0, SEPARATE: separate}
 
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / f"programs-{separate}"))  # where times are kept
-        monkeypatch.setattr("runner.engine.choices.projection_choice.measure_projections", measure)
+        monkeypatch.setattr("runner.engine.choices.layer_choices.measure_projections", measure)
         return shapes
 
     return measured
@@ -45,14 +49,22 @@ def joins_of(state) -> set[bool]:
 
 
 @pytest.mark.parametrize("separate, joins", [(0.5, False), (0.95, True)], ids=["faster", "little faster"])
-def test_separate_products_are_taken_where_they_are_clearly_faster(separate: float, joins: bool, make_run: Callable, measured: Callable) -> None:
+def test_separate_products_are_taken_where_they_are_clearly_faster(
+    separate: float, joins: bool, make_run: Callable, measured: Callable
+) -> None:
     shapes = measured(separate)
     state = make_run("pretrain", "train.max_steps=1", "train.batch_size=2")
     assert joins_of(state) == {joins}
     cfg = state.cfg.model
-    assert (shapes[0].tokens, shapes[0].hidden, shapes[0].width) == (2 * state.cfg.data.max_length, cfg.hidden_size, cfg.intermediate_size)
+    assert (shapes[0].tokens, shapes[0].hidden, shapes[0].width) == (
+        2 * state.cfg.data.max_length,
+        cfg.hidden_size,
+        cfg.intermediate_size,
+    )
     assert state.compatibility.get("environment.projections") == (None if joins else SEPARATE)
-    assert run_summary(state)["projections"].startswith(f"{JOINED if joins else SEPARATE} (measured, ms a network: joined 1000.0")
+    assert run_summary(state)["projections"].startswith(
+        f"{JOINED if joins else SEPARATE} (measured, ms a network: joined 1000.0"
+    )
 
 
 def test_share_of_an_expert_is_measured_where_experts_have_the_tokens(make_run: Callable, measured: Callable) -> None:
@@ -96,7 +108,9 @@ def test_resume_repeats_the_products_of_its_checkpoint_bitwise_equal(make_run: C
 
 @pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-6), ("bf16", 0.01)])
 @pytest.mark.parametrize(
-    "settings", [[], ["model.mlp_bias=true", "model.attention_bias=true", "model.attention_out_bias=true", "model.qk_norm=false"]], ids=["plain", "biases"]
+    "settings",
+    [[], ["model.mlp_bias=true", "model.attention_bias=true", "model.attention_out_bias=true", "model.qk_norm=false"]],
+    ids=["plain", "biases"],
 )
 def test_gradients_of_separate_products_are_those_of_one_up_to_rounding(
     settings: list[str], precision: str, tolerance: float, make_run: Callable, measured: Callable

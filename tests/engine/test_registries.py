@@ -142,13 +142,28 @@ def extended(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def execute(program: Path, *argv: str, cwd: Path) -> subprocess.CompletedProcess:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run([sys.executable, *argv], cwd=cwd, env={**environment, "PYTHONPATH": str(program)}, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, *argv],
+        cwd=cwd,
+        env={**environment, "PYTHONPATH": str(program)},
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.mark.slow
-def test_registries_train_with_an_optimizer_objective_and_tracker_in_one_new_file_each(extended: Path, tmp_path: Path) -> None:
+def test_registries_train_with_an_optimizer_objective_and_tracker_in_one_new_file_each(
+    extended: Path, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
-    done = execute(extended, str(extended / "runner" / "train.py"), *RUN, f"tracker.path={tmp_path / 'events.txt'}", f"hydra.run.dir={run_dir}", cwd=tmp_path)
+    done = execute(
+        extended,
+        str(extended / "runner" / "train.py"),
+        *RUN,
+        f"tracker.path={tmp_path / 'events.txt'}",
+        f"hydra.run.dir={run_dir}",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads((run_dir / "run.json").read_text())["outcome"] == "completed"
     first = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
@@ -159,8 +174,17 @@ def test_registries_train_with_an_optimizer_objective_and_tracker_in_one_new_fil
 
 def test_registries_show_and_refuse_settings_of_new_classes(extended: Path, tmp_path: Path) -> None:
     train = str(extended / "runner" / "train.py")
-    shown = yaml.safe_load(execute(extended, train, "--cfg", "job", "optimizer=lion", "optimizer.lr=1e-3", cwd=tmp_path).stdout)
-    assert shown["optimizer"] == {"name": "lion", "lr": 1e-3, "weight_decay": 0.1, "grad_clip": 1.0, "layer_decay": 1.0, "betas": [0.9, 0.99]}
+    shown = yaml.safe_load(
+        execute(extended, train, "--cfg", "job", "optimizer=lion", "optimizer.lr=1e-3", cwd=tmp_path).stdout
+    )
+    assert shown["optimizer"] == {
+        "name": "lion",
+        "lr": 1e-3,
+        "weight_decay": 0.1,
+        "grad_clip": 1.0,
+        "layer_decay": 1.0,
+        "betas": [0.9, 0.99],
+    }
     refused = execute(extended, train, "optimizer=lion", "optimizer.momentum=0.9", cwd=tmp_path)
     assert refused.returncode == 2 and refused.stderr.splitlines() == [
         "error: optimizer.momentum is not read by optimizer=lion",
@@ -179,5 +203,10 @@ def test_registries_subject_new_classes_to_the_generic_tests(extended: Path, tmp
     shutil.copy(root / "pyproject.toml", extended)
     (extended / "conf" / "stage" / "ipo.yaml").write_text(IPO_STAGE)
     names = "any_registered_choice and (next_token-lion-cosine or ipo-adamw-cosine)"
-    done = execute(extended, *"-m pytest -q -p no:cacheprovider tests/engine/test_loop.py tests/engine/test_resume.py -k".split(), names, cwd=extended)
+    done = execute(
+        extended,
+        *"-m pytest -q -p no:cacheprovider tests/engine/test_loop.py tests/engine/test_resume.py -k".split(),
+        names,
+        cwd=extended,
+    )
     assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout

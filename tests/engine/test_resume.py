@@ -30,7 +30,9 @@ SWITCHES = {
 
 @pytest.fixture
 def run_with_stops(make_run):
-    """Train to each step of `stops` in turn, each time as a new process would, then to the end; return the run directory."""
+    """Train to each step of `stops` in turn, each time as a new process would, then to the end; return the run
+    directory.
+    """
 
     def run(stage, *overrides, stops, folder="stopped"):
         for attempt, stop in enumerate([*stops, None], 1):
@@ -49,17 +51,27 @@ def run_with_stops(make_run):
 @pytest.fixture
 def assert_exact(run_with_stops):
     def check(stage, *overrides, stops):
-        assert diff_run_dirs(run_with_stops(stage, *overrides, stops=[], folder="uninterrupted"), run_with_stops(stage, *overrides, stops=stops)) == []
+        assert (
+            diff_run_dirs(
+                run_with_stops(stage, *overrides, stops=[], folder="uninterrupted"),
+                run_with_stops(stage, *overrides, stops=stops),
+            )
+            == []
+        )
 
     return check
 
 
-@pytest.mark.parametrize("steps", [(1, 5, 11), pytest.param((2, 3, 4, 6, 7, 8, 9, 10), marks=pytest.mark.slow)], ids=["1-5-11", "all-others"])
+@pytest.mark.parametrize(
+    "steps", [(1, 5, 11), pytest.param((2, 3, 4, 6, 7, 8, 9, 10), marks=pytest.mark.slow)], ids=["1-5-11", "all-others"]
+)
 def test_resume_after_every_step_is_bitwise_equal(run_with_stops, steps):
     overrides = ["model.dropout=0.1", "precision=bf16", "train.batch_size=1", "train.accumulation_steps=3"]
     uninterrupted = run_with_stops("sft", *overrides, stops=[], folder="uninterrupted")
     for step in steps:
-        assert diff_run_dirs(uninterrupted, run_with_stops("sft", *overrides, stops=[step], folder=f"stopped{step}")) == [], step
+        assert (
+            diff_run_dirs(uninterrupted, run_with_stops("sft", *overrides, stops=[step], folder=f"stopped{step}")) == []
+        ), step
 
 
 @pytest.mark.slow
@@ -69,7 +81,13 @@ def test_resume_twice_in_one_epoch_is_bitwise_equal(assert_exact):
 
 @pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.slow) for stage in ("sft", "pretrain", "dpo")])
 def test_resume_of_packed_sequences_is_bitwise_equal(assert_exact, stage):
-    overrides = ["data.packing=best_fit", "train.batch_size=1", "train.accumulation_steps=2", "data.num_workers=1", "model.dropout=0.1"]
+    overrides = [
+        "data.packing=best_fit",
+        "train.batch_size=1",
+        "train.accumulation_steps=2",
+        "data.num_workers=1",
+        "model.dropout=0.1",
+    ]
     assert_exact(stage, *overrides, stops=[2, 5])
 
 
@@ -85,8 +103,13 @@ def test_resume_of_any_registered_choice_is_bitwise_equal(assert_exact, stage, o
 def switch_cells():
     """Combinations in which every pair of values of two switches occurs; two are fast."""
     for number, values in enumerate(pairwise(*SWITCHES.values())):
-        yield pytest.param(dict(zip(SWITCHES, values, strict=True)), id="-".join(map(str, values)), marks=[] if number in (1, 3) else [pytest.mark.slow])
-    for values in [("lora", "fp16", 1, 2, 0.1, "muon"), ("dpo", "fp32", 3, 0, 0, "muon")]:  # sft: with all speed settings
+        yield pytest.param(
+            dict(zip(SWITCHES, values, strict=True)),
+            id="-".join(map(str, values)),
+            marks=[] if number in (1, 3) else [pytest.mark.slow],
+        )
+    # sft: with all speed settings
+    for values in [("lora", "fp16", 1, 2, 0.1, "muon"), ("dpo", "fp32", 3, 0, 0, "muon")]:
         cell = dict(zip(SWITCHES, values, strict=True)) | {"train.compile": "default"}
         yield pytest.param(cell, id="-".join(map(str, values)) + "-compiled", marks=pytest.mark.slow(long=True))
 
@@ -101,8 +124,19 @@ def test_resume_is_bitwise_equal_for_every_pair_of_switches(assert_exact, cell):
 
 @pytest.mark.slow
 def test_resume_with_all_speed_settings_is_bitwise_equal(assert_exact):
-    fast = ["train.compile=default", "data.packing=best_fit", "precision=bf16", "train.log_every=4", "data.num_workers=1"]
-    memory = ["train.activation_checkpointing=selective", "train.batch_size=1", "train.accumulation_steps=2", "model.dropout=0.1"]
+    fast = [
+        "train.compile=default",
+        "data.packing=best_fit",
+        "precision=bf16",
+        "train.log_every=4",
+        "data.num_workers=1",
+    ]
+    memory = [
+        "train.activation_checkpointing=selective",
+        "train.batch_size=1",
+        "train.accumulation_steps=2",
+        "model.dropout=0.1",
+    ]
     assert_exact("sft", *fast, *memory, stops=[2, 5])
 
 
@@ -124,7 +158,10 @@ def edit_tensors(file, change):
 
 
 def zeroed(key):
-    return edit_tensors("optimizer.safetensors", lambda tensors: {name: torch.zeros_like(t) if name.endswith(key) else t for name, t in tensors.items()})
+    return edit_tensors(
+        "optimizer.safetensors",
+        lambda tensors: {name: torch.zeros_like(t) if name.endswith(key) else t for name, t in tensors.items()},
+    )
 
 
 def with_progress(**values):
@@ -132,11 +169,17 @@ def with_progress(**values):
 
 
 OMISSIONS = {  # what a format that forgets one item of the state would restore
-    "weights as fp16": edit_tensors("model.safetensors", lambda tensors: {name: t.half().float() for name, t in tensors.items()}),
+    "weights as fp16": edit_tensors(
+        "model.safetensors", lambda tensors: {name: t.half().float() for name, t in tensors.items()}
+    ),
     "first moments": zeroed("exp_avg"),
     "second moments": zeroed("exp_avg_sq"),
     "step count of the optimizer": zeroed("/step"),
-    "random state of torch": edit_state(lambda state: state["rng"][0].update(torch=torch.Generator().manual_seed(42).get_state().numpy().tobytes().hex())),
+    "random state of torch": edit_state(
+        lambda state: state["rng"][0].update(
+            torch=torch.Generator().manual_seed(42).get_state().numpy().tobytes().hex()
+        )
+    ),
     "loss scale": edit_state(lambda state: state["scaler"].update(scale=1024.0)),
     "growth tracker of the scaler": edit_state(lambda state: state["scaler"].update(_growth_tracker=0)),
     "step": with_progress(step=0),

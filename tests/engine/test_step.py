@@ -41,13 +41,17 @@ class Sgd:
 
 @pytest.mark.parametrize("clip, factor", [(2.0, 0.4), (1.0, 0.2), (10.0, 1.0), (0.0, 1.0)])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_gradient_is_clipped_to_its_norm_and_the_norm_before_is_reported(precision: str, clip: float, factor: float) -> None:
+def test_gradient_is_clipped_to_its_norm_and_the_norm_before_is_reported(
+    precision: str, clip: float, factor: float
+) -> None:
     p = nn.Parameter(torch.zeros(3))
     optimizer, device = Sgd(p), Precision(PrecisionConfig(precision), torch.device("cpu"))
     for step in (1, 2):  # the second step starts without the gradients of the first
         device.backward((p * torch.tensor(GRADIENT)).sum())
         stats = device.step(optimizer, clip)
-        assert stats.norm.item() == pytest.approx(5.0, rel=1e-5) and stats.norms.tolist() == pytest.approx([5.0], rel=1e-5)
+        assert stats.norm.item() == pytest.approx(5.0, rel=1e-5) and stats.norms.tolist() == pytest.approx(
+            [5.0], rel=1e-5
+        )
         assert p.tolist() == pytest.approx([-step * factor * g for g in GRADIENT], rel=1e-5)
 
 
@@ -68,7 +72,9 @@ def step_of_two_ranks(rank: int, file: str, norms: multiprocessing.SimpleQueue) 
 def test_gradient_norm_of_sharded_parameters_is_that_of_all_ranks(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")  # torch is imported already
     norms = context.SimpleQueue()
-    ranks = [context.Process(target=step_of_two_ranks, args=(rank, str(tmp_path / "store"), norms)) for rank in range(2)]
+    ranks = [
+        context.Process(target=step_of_two_ranks, args=(rank, str(tmp_path / "store"), norms)) for rank in range(2)
+    ]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -99,10 +105,14 @@ def first_step(state) -> StepResult:
 
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
 def test_step_of_two_equal_ranks_has_the_loss_and_norm_of_one_and_twice_its_tokens(make_run, stage) -> None:
-    one, two = (make_run(stage, "train.batch_size=2", "train.accumulation_steps=2", folder=folder) for folder in ("one", "two"))
+    one, two = (
+        make_run(stage, "train.batch_size=2", "train.accumulation_steps=2", folder=folder) for folder in ("one", "two")
+    )
     two.dist = TwinRanks(0, 2, two.dist.device, two.dist.cfg)
     alone, together = first_step(one), first_step(two)
-    assert together.means == pytest.approx(alone.means, rel=1e-5) and together.grad_norm == pytest.approx(alone.grad_norm, rel=1e-5)
+    assert together.means == pytest.approx(alone.means, rel=1e-5) and together.grad_norm == pytest.approx(
+        alone.grad_norm, rel=1e-5
+    )
     for count in ("items", "loss_tokens", "tokens", "examples"):
         assert getattr(together.output, count) == 2 * getattr(alone.output, count) > 0
 
@@ -110,7 +120,9 @@ def test_step_of_two_equal_ranks_has_the_loss_and_norm_of_one_and_twice_its_toke
 def test_grad_norm_of_a_step_is_that_of_the_mean_loss(make_run) -> None:
     state = make_run("sft", "train.batch_size=3", "train.accumulation_steps=2", "optimizer.grad_clip=0.01")
     batches = next(state.loader.iter_epoch(0))
-    loss = sum(state.model(**batch.inputs, reduction="sum").nll for batch in batches) / sum(int((batch.labels != -100).sum()) for batch in batches)
+    loss = sum(state.model(**batch.inputs, reduction="sum").nll for batch in batches) / sum(
+        int((batch.labels != -100).sum()) for batch in batches
+    )
     parameters = [p for p in state.model.parameters() if p.requires_grad]
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)]).norm().item()
     assert first_step(state).grad_norm == pytest.approx(expected, rel=1e-4) and expected > 0.1
@@ -122,7 +134,8 @@ def test_throughput_counts_tokens_without_padding(make_run, monkeypatch) -> None
     monkeypatch.setattr(Throughput, "count", lambda throughput, tokens: counted.append(tokens))
     train(state)
     assert counted == [sum(int(batch.lengths.sum()) for batch in batches) for batches in steps]
-    assert any(batch.input_ids.numel() > batch.lengths.sum() for batches in steps for batch in batches)  # the test can fail
+    # the test can fail
+    assert any(batch.input_ids.numel() > batch.lengths.sum() for batches in steps for batch in batches)
 
 
 def test_throughput_leaves_out_the_time_while_it_is_paused(monkeypatch) -> None:
@@ -156,13 +169,18 @@ def test_throughput_leaves_out_the_time_of_logging_and_of_the_page(make_run, mon
 
 
 def test_state_restores_the_loss_scale(make_run) -> None:
-    saved, restored = make_run("pretrain", "precision=fp16", folder="saved"), make_run("pretrain", "precision=fp16", folder="restored")
+    saved, restored = (
+        make_run("pretrain", "precision=fp16", folder="saved"),
+        make_run("pretrain", "precision=fp16", folder="restored"),
+    )
     saved.precision.load_state_dict(saved.precision.state_dict() | {"scale": 512.0, "_growth_tracker": 7})
     restored.load_state_dict(saved.state_dict())
     assert restored.precision.state_dict() == saved.precision.state_dict() and restored.precision.loss_scale == 512
 
 
-@pytest.mark.parametrize("norm, clips", [(0.5, False), (0.9999, False), (1.0, True), (1.001, True), (1.5, True), (float("nan"), True)])
+@pytest.mark.parametrize(
+    "norm, clips", [(0.5, False), (0.9999, False), (1.0, True), (1.001, True), (1.5, True), (float("nan"), True)]
+)
 def test_gradients_are_clipped_from_the_limit_on(norm: float, clips: bool) -> None:
     """As `torch.nn.utils.clip_grads_with_norm_` does: other factors than 1. A norm that is not a number is left to it."""
     assert exceeds(torch.tensor(norm), 1.0) == clips
@@ -171,7 +189,13 @@ def test_gradients_are_clipped_from_the_limit_on(norm: float, clips: bool) -> No
 
 def test_random_states_of_python_numpy_and_torch_are_restored() -> None:
     def draw() -> list[float]:
-        return [random.random(), random.gauss(0, 1), np.random.random(), np.random.standard_normal(), torch.rand(()).item()]
+        return [
+            random.random(),
+            random.gauss(0, 1),
+            np.random.random(),
+            np.random.standard_normal(),
+            torch.rand(()).item(),
+        ]
 
     rng.seed_all(5)
     draw()  # gauss and standard_normal keep the second of two numbers

@@ -1,4 +1,6 @@
-"""Results of steps are fetched together, when they are logged and before a save or an evaluation; in between the host does not wait for the device."""
+"""Results of steps are fetched together, when they are logged and before a save or an evaluation; in between the host
+does not wait for the device.
+"""
 
 import itertools
 import json
@@ -18,13 +20,29 @@ from runner.engine.loop import train
 from runner.engine.step_metrics import Throughput, check_converged
 from runner.engine.verify_resume import diff_run_dirs
 
-MOE = ["model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=32", "model.router_aux_loss_coef=0.01"]
+MOE = [
+    "model.num_experts=4",
+    "model.num_experts_per_tok=2",
+    "model.moe_intermediate_size=32",
+    "model.router_aux_loss_coef=0.01",
+]
 # Operators whose result, or its shape, Python needs as a number: a host sync on a GPU
-SYNCING = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "bincount", "repeat_interleave"}
+SYNCING = {
+    "_local_scalar_dense",
+    "is_nonzero",
+    "equal",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "bincount",
+    "repeat_interleave",
+}
 
 
 class HostSyncs(TorchDispatchMode):
-    """Records host syncs: names of the operators inside of steps, and after which steps there were others. Operators that others call do not count."""
+    """Records host syncs: names of the operators inside of steps, and after which steps there were others. Operators
+    that others call do not count.
+    """
 
     def __init__(self, state, monkeypatch) -> None:
         super().__init__()
@@ -72,7 +90,9 @@ class HostSyncs(TorchDispatchMode):
     ids=["packed-muon-bf16", "moe", "sft-bf16", "lora-muon", "dpo", "packed-dpo_lora"],
 )
 def test_step_has_no_host_sync_between_two_log_lines(make_run, monkeypatch, stage, overrides):
-    state = make_run(stage, *overrides, "train.log_every=3", "train.batch_size=1", "train.accumulation_steps=2", "train.max_steps=7")
+    state = make_run(
+        stage, *overrides, "train.log_every=3", "train.batch_size=1", "train.accumulation_steps=2", "train.max_steps=7"
+    )
     monkeypatch.setattr(precision, "exceeds", lambda norm, clip: True)  # read on a CPU only
     with HostSyncs(state, monkeypatch) as syncs:
         train(state)
@@ -82,7 +102,9 @@ def test_step_has_no_host_sync_between_two_log_lines(make_run, monkeypatch, stag
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("overrides", [[], ["data.packing=best_fit"], ["optimizer=muon"]], ids=["plain", "packed", "muon"])
+@pytest.mark.parametrize(
+    "overrides", [[], ["data.packing=best_fit"], ["optimizer=muon"]], ids=["plain", "packed", "muon"]
+)
 def test_step_on_a_gpu_has_no_host_sync(make_run, overrides):
     state = make_run("pretrain", "device=cuda", "precision=bf16", *overrides)
     first, second = itertools.islice(state.loader.iter_epoch(0), 2)
@@ -103,22 +125,41 @@ def with_nonfinite_gradient(state, *steps):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_nonfinite_step_changes_no_weight_and_names_its_rows(make_run, logged, precision):
-    state, weights = with_nonfinite_gradient(make_run("pretrain", f"precision={precision}", "train.max_steps=3"), 1, 2), []
+    state, weights = (
+        with_nonfinite_gradient(make_run("pretrain", f"precision={precision}", "train.max_steps=3"), 1, 2),
+        [],
+    )
     log = state.logger.log
-    state.logger.log = lambda kind, step, **metrics: (weights.append([p.detach().clone() for p in state.model.parameters()]), log(kind, step, **metrics))
+    state.logger.log = lambda kind, step, **metrics: (
+        weights.append([p.detach().clone() for p in state.model.parameters()]),
+        log(kind, step, **metrics),
+    )
     train(state)
     assert all(torch.equal(p, q) for later in weights[1:] for p, q in zip(weights[0], later, strict=True))
     records = logged(state.run_dir)
-    assert records[1]["grad_norm"] is None and "grad_norm" in records[1]["nonfinite"] and records[2]["skipped_steps"] == 2
+    assert (
+        records[1]["grad_norm"] is None and "grad_norm" in records[1]["nonfinite"] and records[2]["skipped_steps"] == 2
+    )
     rows = next(state.loader.iter_epoch(0, skip=2))[0].names
     assert all(name in (state.run_dir / "train.log").read_text() for name in rows)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_flush_interval_does_not_change_weights_or_progress(make_run, optimizer):
-    overrides = ["train.max_steps=9", "train.batch_size=2", "model.dropout=0.1", f"optimizer={optimizer}", "train.save_every=4", "train.keep_checkpoints=9"]
+    overrides = [
+        "train.max_steps=9",
+        "train.batch_size=2",
+        "model.dropout=0.1",
+        f"optimizer={optimizer}",
+        "train.save_every=4",
+        "train.keep_checkpoints=9",
+    ]
     train(often := with_nonfinite_gradient(make_run("pretrain", *overrides, folder="often"), 0, 2, 5, 6))
-    train(seldom := with_nonfinite_gradient(make_run("pretrain", *overrides, "train.log_every=7", folder="seldom"), 0, 2, 5, 6))
+    train(
+        seldom := with_nonfinite_gradient(
+            make_run("pretrain", *overrides, "train.log_every=7", folder="seldom"), 0, 2, 5, 6
+        )
+    )
     assert often.progress == seldom.progress and often.progress.nonfinite_steps == 4
     for step in (4, 8, 9):
         one, other = (state.run_dir / "checkpoints" / f"step-{step:08d}" for state in (often, seldom))
@@ -134,15 +175,25 @@ def test_diagnosis_names_rows_and_first_parameter_of_a_step_fetched_late(make_ru
     rows = [batches[0].names for batches in state.loader.iter_epoch(0)]
     train(state)
     diagnosis = json.loads((state.run_dir / "diagnosis.json").read_text())
-    assert (diagnosis["step"], diagnosis["rows"], diagnosis["first_parameter"]) == (3, rows[2], "model.layers.1.self_attn.o_proj.weight")
+    assert (diagnosis["step"], diagnosis["rows"], diagnosis["first_parameter"]) == (
+        3,
+        rows[2],
+        "model.layers.1.self_attn.o_proj.weight",
+    )
     assert len(diagnosis["recent_losses"]) == 3 and diagnosis["loss"] is not None and diagnosis["grad_norm"] is None
 
 
 def test_nonfinite_steps_end_the_run_before_the_next_save(make_run):
-    state = with_nonfinite_gradient(make_run("pretrain", "train.max_nonfinite_steps=2", "train.log_every=8", "train.save_every=4"), 1, 4, 5)
+    state = with_nonfinite_gradient(
+        make_run("pretrain", "train.max_nonfinite_steps=2", "train.log_every=8", "train.save_every=4"), 1, 4, 5
+    )
     with pytest.raises(DivergedError, match=r"2 consecutive steps .*step 6, rows"):
         train(state)
-    assert state.progress.step == 8 and state.progress.nonfinite_steps == 3 and newest_checkpoint(state.run_dir).name == "step-00000004"
+    assert (
+        state.progress.step == 8
+        and state.progress.nonfinite_steps == 3
+        and newest_checkpoint(state.run_dir).name == "step-00000004"
+    )
     assert not state.pending_steps
 
 
@@ -153,7 +204,9 @@ def test_run_that_ends_near_the_uniform_loss_has_diverged_only_without_gradients
         run.progress.zero_gradient_steps = zero_steps
         check_converged(run, loss)
     run.progress.zero_gradient_steps = 2
-    with pytest.raises(DivergedError, match="the gradients of the last 2 steps are exactly 0; use a smaller optimizer.lr"):
+    with pytest.raises(
+        DivergedError, match="the gradients of the last 2 steps are exactly 0; use a smaller optimizer.lr"
+    ):
         check_converged(run, uniform)
     run.progress.zero_gradient_steps = 0
     with pytest.raises(DivergedError, match="the final loss is"):
@@ -175,7 +228,9 @@ def test_resume_between_two_flushes_is_bitwise_equal(make_run, stop):
     for attempt in (1, 2):
         state = with_nonfinite_gradient(make_run("pretrain", *overrides, folder="stopped", attempt=attempt), 0, 3)
         try:
-            train(state, stop_requested=lambda state=state, attempt=attempt: attempt == 1 and state.progress.step == stop)
+            train(
+                state, stop_requested=lambda state=state, attempt=attempt: attempt == 1 and state.progress.step == stop
+            )
         except Interrupted:
             torch.manual_seed(attempt)  # the next attempt must not depend on this process's random state
     assert diff_run_dirs(state.run_dir.parent / "uninterrupted", state.run_dir) == []
@@ -202,7 +257,8 @@ def test_pending_steps_are_fetched_if_training_fails(make_run, monkeypatch):
     monkeypatch.setattr(loop, "train_step", failing)
     with pytest.raises(OSError, match="gone"):
         train(state)
-    assert (state.progress.step, state.progress.nonfinite_steps) == (5, 2)  # the second one raises, so the third is not counted
+    # the second one raises, so the third is not counted
+    assert (state.progress.step, state.progress.nonfinite_steps) == (5, 2)
     assert json.loads((state.run_dir / "diagnosis.json").read_text())["step"] == 4
 
 

@@ -1,4 +1,6 @@
-"""A stop signal in the middle of an evaluation, of sampling or of a step: nothing more of it runs, and the resumed run has the same bits."""
+"""A stop signal in the middle of an evaluation, of sampling or of a step: nothing more of it runs, and the resumed run
+has the same bits.
+"""
 
 import os
 import signal
@@ -35,7 +37,9 @@ RUN = [  # 18 rows and 6 for validation: six steps of three micro-batches, evalu
 
 
 def signal_in(monkeypatch, state, phase, nth):
-    """Send SIGTERM to this process in the `nth` call of `phase` (evaluation, step: batches; sampling: tokens); return the calls so far, as a list."""
+    """Send SIGTERM to this process in the `nth` call of `phase` (evaluation, step: batches; sampling: tokens); return
+    the calls so far, as a list.
+    """
     calls = []
     owner, name = (Sampler, "__call__") if phase == "sampling" else (type(state.objective), "loss")
     function = getattr(owner, name)
@@ -80,8 +84,13 @@ def test_stop_inside_a_phase_abandons_it_and_resumes_bitwise_equal(make_run, mon
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_stop_of_one_rank_abandons_the_same_batch_on_all(tmp_path, overrides_for, run_ranks, strategy):
     overrides = overrides_for("sft", *RUN, f"distributed={strategy}", rows=24)
-    plans = {"evaluation": {"rank": 1, "is_training": False, "nth": 2}, "step": {"rank": 1, "is_training": True, "nth": 5}}
-    stopped = [{"folder": str(tmp_path / name), "overrides": overrides, "stop_in": plan} for name, plan in plans.items()]
+    plans = {
+        "evaluation": {"rank": 1, "is_training": False, "nth": 2},
+        "step": {"rank": 1, "is_training": True, "nth": 5},
+    }
+    stopped = [
+        {"folder": str(tmp_path / name), "overrides": overrides, "stop_in": plan} for name, plan in plans.items()
+    ]
     run_ranks(2, [{"folder": str(tmp_path / "uninterrupted"), "overrides": overrides}, *stopped])
     run_ranks(2, [{"folder": str(tmp_path / name), "overrides": overrides, "attempt": 2} for name in plans])
     for name in plans:
@@ -92,7 +101,9 @@ def test_stop_of_one_rank_abandons_the_same_batch_on_all(tmp_path, overrides_for
 def test_failure_of_one_rank_between_steps_is_saved_by_all(tmp_path, overrides_for, run_ranks):
     overrides = overrides_for("sft", *RUN, "train.save_every=0", "distributed=ddp", rows=24)
     plans = {"data": {"rank": 1, "where": "data"}, "evaluation": {"rank": 1, "where": "evaluation"}}
-    failing = [{"folder": str(tmp_path / name), "overrides": overrides, "fail_on": plan} for name, plan in plans.items()]
+    failing = [
+        {"folder": str(tmp_path / name), "overrides": overrides, "fail_on": plan} for name, plan in plans.items()
+    ]
     run_ranks(2, [{"folder": str(tmp_path / "uninterrupted"), "overrides": overrides}, *failing])
     assert [newest_checkpoint(tmp_path / name).name for name in plans] == ["step-00000002", "step-00000002"]
     run_ranks(2, [{"folder": str(tmp_path / name), "overrides": overrides, "attempt": 2} for name in plans])
@@ -101,19 +112,38 @@ def test_failure_of_one_rank_between_steps_is_saved_by_all(tmp_path, overrides_f
 
 
 @pytest.mark.parametrize(
-    ("saved_step", "says"), [(20, "the step after 20 is lost; continue with: "), (10, "step 20 cannot be saved, the other ranks wait in the step; ")]
+    ("saved_step", "says"),
+    [
+        (20, "the step after 20 is lost; continue with: "),
+        (10, "step 20 cannot be saved, the other ranks wait in the step; "),
+    ],
 )
 def test_lost_peer_leaves_the_step_that_is_saved_already(saved_step, says, tmp_path):
     warnings = []
-    state = SimpleNamespace(follow_run_dir=lambda: None, dist=SimpleNamespace(size=2), has_joined=False, is_consistent=True, first_step=0, run_dir=tmp_path)
-    state.progress, state.checkpoints, state.logger = SimpleNamespace(step=20), SimpleNamespace(saved_step=saved_step), SimpleNamespace(warning=warnings.append)
+    state = SimpleNamespace(
+        follow_run_dir=lambda: None,
+        dist=SimpleNamespace(size=2),
+        has_joined=False,
+        is_consistent=True,
+        first_step=0,
+        run_dir=tmp_path,
+    )
+    state.progress, state.checkpoints, state.logger = (
+        SimpleNamespace(step=20),
+        SimpleNamespace(saved_step=saved_step),
+        SimpleNamespace(warning=warnings.append),
+    )
     save_before_failure(state, PeerLostError("another rank does not answer"))
     (warning,) = warnings
     assert warning.startswith(says) and resume_command(tmp_path) in warning
 
 
 def test_stop_ends_a_wait_for_the_lock_of_a_cache(tmp_path):
-    holder = subprocess.Popen([sys.executable, "-c", HOLD_LOCK.format(root=str(ROOT), path=str(tmp_path / "store.lock"))], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD_LOCK.format(root=str(ROOT), path=str(tmp_path / "store.lock"))],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert holder.stdout.readline() == "locked\n"
         with StopFlag() as stop, pytest.raises(StopRequested), stop.interrupting("before the first step"):

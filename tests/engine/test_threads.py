@@ -1,4 +1,6 @@
-"""Threads of a CPU training: how many, and whether they spin. The commands get their choice from the machine, from other trainings and from the checkpoint."""
+"""Threads of a CPU training: how many, and whether they spin. The commands get their choice from the machine, from
+other trainings and from the checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ import torch
 from runner.engine.build import prepare_cpu
 from runner.engine.device.cpu import spinning, threads
 from runner.engine.device.cpu.running_trainings import RunningTrainings
-from runner.engine.device.cpu.spinning import ForeignLoad, SleepingThreads, SpinControl, find_libgomp, read_busy_seconds, set_wait_policy
+from runner.engine.device.cpu.spinning import (
+    ForeignLoad,
+    SleepingThreads,
+    SpinControl,
+    find_libgomp,
+    read_busy_seconds,
+    set_wait_policy,
+)
 
 STAT = """cpu  600 0 60 9000 0 0 0 0 0 0
 cpu0 100 1 20 4000 50 3 4 9 0 0
@@ -42,7 +51,9 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return numbers
 
 
-def test_threads_are_those_of_torch_alone_and_shared_with_other_trainings(chosen: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_those_of_torch_alone_and_shared_with_other_trainings(
+    chosen: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert threads.choose_threads() is None and chosen == [8] and threads.current_threads() == 8
     monkeypatch.setattr(RunningTrainings, "threads_of_others", lambda self: [0])  # has not chosen yet: both take half
     assert threads.choose_threads() == "1 other training on 8 cores" and chosen[-1] == 4
@@ -148,7 +159,9 @@ def test_busy_seconds_are_those_of_the_cores_of_this_process(tmp_path: Path, mon
     assert read_busy_seconds() is None
 
 
-def test_threads_sleep_only_where_the_machine_cannot_be_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_sleep_only_where_the_machine_cannot_be_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in spinning.WAIT_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     set_wait_policy()
@@ -165,7 +178,8 @@ def test_threads_sleep_only_where_the_machine_cannot_be_watched(tmp_path: Path, 
 def test_foreign_load_is_what_other_processes_use() -> None:
     busy, own, clock = iter([10.0, 14.0, 15.0, 15.0]), iter([1.0, 3.0, 5.0, 5.0]), iter([100.0, 102.0, 104.0, 104.0])
     load = ForeignLoad(lambda: next(busy), lambda: next(own), lambda: next(clock))
-    assert [load.read() for _ in range(3)] == [1.0, 0.0, 0.0]  # (4 - 2) / 2 cores; less than this process: the kernel counts in ticks; no time has passed
+    # (4 - 2) / 2 cores; less than this process: the kernel counts in ticks; no time has passed
+    assert [load.read() for _ in range(3)] == [1.0, 0.0, 0.0]
 
 
 def test_spinning_ends_at_once_and_begins_after_a_quiet_second_or_longer() -> None:
@@ -185,7 +199,9 @@ def test_spinning_ends_at_once_and_begins_after_a_quiet_second_or_longer() -> No
 
     second = [0.0] * 4
     assert states(0, [*[0.1] * 200, 1.0, *second, 0.3]) == [False] * 200 + [True] * 4 + [False, True]
-    assert states(0, [*second, 1.0, *second, *second, 1.0, *second * 4]) == [False] * 4 + [True] * 8 + [False] + [True] * 16 + [False]
+    assert states(0, [*second, 1.0, *second, *second, 1.0, *second * 4]) == [False] * 4 + [True] * 8 + [False] + [
+        True
+    ] * 16 + [False]
     assert states(0, [*[0.0] * 200, 1.0, 0.0, 0.0, 0.0, 1.0, *second]) == [False] * 200 + [True] * 8 + [False]
     assert states(4, [4.1, 4.3]) == [False, True]  # of 8 cores with 4 threads
 
@@ -222,7 +238,13 @@ def test_sleeping_threads_end_the_spinning_of_libgomp_and_let_it_begin_again() -
     if not find_libgomp():
         pytest.skip("torch has not GCC's OpenMP library here")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
-    done = subprocess.run([sys.executable, "-c", SPIN, str(Path(__file__).parents[2])], capture_output=True, text=True, env=environment, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SPIN, str(Path(__file__).parents[2])],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=True,
+    )
     before, while_sleeping, after = map(float, done.stdout.split())
     assert before > 4 * while_sleeping and after > 4 * while_sleeping, done.stdout
 

@@ -1,4 +1,6 @@
-"""Tokenizers without pad_token or bos_token, and templates that training reads in another way: what is computed, and what is printed before the first step."""
+"""Tokenizers without pad_token or bos_token, and templates that training reads in another way: what is computed, and
+what is printed before the first step.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if
 
 @pytest.fixture
 def changed_tokenizer(tmp_path: Path):
-    """`changed_tokenizer(bos_token=None)`: override for the sample's tokenizer with these values in tokenizer_config.json."""
+    """`changed_tokenizer(bos_token=None)`: override for the sample's tokenizer with these values in
+    tokenizer_config.json.
+    """
 
     def change(template: str | None = None, **values: str | None) -> str:
         folder = shutil.copytree(SAMPLE_TOKENIZER, tmp_path / "changed")
@@ -33,13 +37,17 @@ def losses(logged, folder: Path) -> list[tuple[float, int, int]]:
     return [(record["loss"], record["loss_tokens"], record["tokens"]) for record in logged(folder)]
 
 
-def test_padding_with_the_end_token_changes_no_loss_and_is_printed(make_run, logged, changed_tokenizer, tmp_path: Path) -> None:
+def test_padding_with_the_end_token_changes_no_loss_and_is_printed(
+    make_run, logged, changed_tokenizer, tmp_path: Path
+) -> None:
     for folder, override in (("own", []), ("eos", [changed_tokenizer(pad_token=None)])):
         state = make_run("sft", "train.max_steps=3", *override, folder=folder)
         train(state)
     assert state.loader.collate.keywords["pad_id"] == state.tokenizer.eos_id
     assert losses(logged, tmp_path / "eos") == losses(logged, tmp_path / "own")
-    assert "no pad_token: batches are padded with its eos_token <|im_end|>" in (tmp_path / "eos" / "train.log").read_text()
+    assert (
+        "no pad_token: batches are padded with its eos_token <|im_end|>" in (tmp_path / "eos" / "train.log").read_text()
+    )
     assert "pad_token" not in (tmp_path / "own" / "train.log").read_text()
 
 
@@ -47,12 +55,16 @@ def test_texts_of_a_tokenizer_without_bos_begin_with_their_first_token(make_run,
     state = make_run("pretrain", changed_tokenizer(bos_token=None))
     first = state.pipeline.train[0][0].sequences[0]
     assert state.tokenizer.decode(first.ids.tolist(), skip_special=False).endswith("<|im_end|>")
-    assert first.ids[0] != state.tokenizer.control_ids["<|im_start|>"] and first.loss_mask.tolist() == [False] + [True] * (len(first.ids) - 1)
+    assert first.ids[0] != state.tokenizer.control_ids["<|im_start|>"] and first.loss_mask.tolist() == [False] + [
+        True
+    ] * (len(first.ids) - 1)
     assert "the tokenizer has no bos_token: texts begin without one" in state.pipeline.notes
 
 
 def test_template_without_an_end_token_warns_before_the_first_step(make_run, changed_tokenizer) -> None:
     state = make_run("sft", changed_tokenizer(PLAIN))
-    assert any("writes no end token" in warning and "<|im_end|> is added" in warning for warning in state.pipeline.warnings)
+    assert any(
+        "writes no end token" in warning and "<|im_end|> is added" in warning for warning in state.pipeline.warnings
+    )
     row = state.pipeline.train[0][0].sequences[0]
     assert row.ids[row.loss_mask][-1] == state.tokenizer.eos_id

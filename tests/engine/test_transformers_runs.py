@@ -1,4 +1,6 @@
-"""Runs of models of transformers: packed rows, adapters and preference pairs train, resumed runs are bitwise equal, exports have the trained logits."""
+"""Runs of models of transformers: packed rows, adapters and preference pairs train, resumed runs are bitwise equal,
+exports have the trained logits.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,10 @@ from runner.engine.loop import train
 from runner.engine.objectives.config import prepare_stage
 from runner.engine.verify_resume import diff_run_dirs, train_to_step
 
-# One for each mechanism: eager attention with sinks and a mask for each type of layer; softcaps and own logits; a mask and learned positions;
-# convolutions, not packed; layers of another class than Linear; a router bias as a buffer, and as a frozen parameter. All families: see families_report.py
+# One for each mechanism: eager attention with sinks and a mask for each type of layer; softcaps and own logits; a mask
+# and learned positions;
+# convolutions, not packed; layers of another class than Linear; a router bias as a buffer, and as a frozen parameter.
+# All families: see families_report.py
 SLOW = ("gpt_oss", "gemma2", "opt", "lfm2", "gpt2", "deepseek_v3", "ernie4_5_moe")
 STEPS = 4
 
@@ -32,7 +36,10 @@ def one_thread() -> None:
 
 def test_lora_on_layers_that_a_model_does_not_have_is_refused(tmp_path: Path) -> None:
     write_family(tmp_path, "gpt2")
-    with pytest.raises(UserError, match="unknown layers in stage.lora.targets: q_proj, .*; adapters can be added to c_attn, c_fc, c_proj"):
+    with pytest.raises(
+        UserError,
+        match="unknown layers in stage.lora.targets: q_proj, .*; adapters can be added to c_attn, c_fc, c_proj",
+    ):
         prepare_stage(composed("stage=sft", SMALL_LORA).stage, load_model(tmp_path))
 
 
@@ -40,7 +47,8 @@ def test_resume_of_transformers_model_on_packed_rows_is_bitwise_equal(tmp_path: 
     runs = FamilyRuns("mistral_window", tmp_path)
     result, state = runs.compare_resumed("sft", PACKED, steps=STEPS)
     assert result == "equal"
-    resumed = build_run(state.cfg, state.run_dir, 2, lambda **_: None)  # kernels are chosen with the weights that it resumes with
+    # kernels are chosen with the weights that it resumes with
+    resumed = build_run(state.cfg, state.run_dir, 2, lambda **_: None)
     assert all(map(torch.equal, resumed.model.parameters(), state.model.parameters()))
 
 
@@ -48,12 +56,19 @@ def test_resume_of_transformers_model_on_packed_rows_is_bitwise_equal(tmp_path: 
 def test_router_bias_that_is_not_trained_is_resumed_and_exported(name: str, tmp_path: Path) -> None:
     """Without it in the checkpoint the resumed run routed tokens with a bias of zero, and was called exact."""
     runs = FamilyRuns(name, tmp_path)
-    stored = {key: tensor for key, tensor in load_model(runs.weights, "transformers").state_dict().items() if key.endswith("e_score_correction_bias")}
+    stored = {
+        key: tensor
+        for key, tensor in load_model(runs.weights, "transformers").state_dict().items()
+        if key.endswith("e_score_correction_bias")
+    }
     assert stored and all(tensor.abs().min() > 0 for tensor in stored.values())
     result, state = runs.compare_resumed("sft", steps=STEPS)
     assert result == "equal" and runs.best_difference() < 1e-5
     resumed = build_run(state.cfg, state.run_dir, 2, lambda **_: None).model.state_dict()
-    assert all(torch.equal(resumed[key], tensor) and torch.equal(state.model.state_dict()[key], tensor) for key, tensor in stored.items())
+    assert all(
+        torch.equal(resumed[key], tensor) and torch.equal(state.model.state_dict()[key], tensor)
+        for key, tensor in stored.items()
+    )
 
 
 def test_adapters_of_another_router_bias_are_not_resumed(tmp_path: Path) -> None:
@@ -71,7 +86,11 @@ def test_adapters_of_another_router_bias_are_not_resumed(tmp_path: Path) -> None
 
 def check(result: FamilyResult) -> None:
     expected = FAMILIES[result.family]
-    assert (result.attention == "own", result.packing, result.loss == "chunked") == (expected.own_attention, expected.packing, expected.chunked_loss)
+    assert (result.attention == "own", result.packing, result.loss == "chunked") == (
+        expected.own_attention,
+        expected.packing,
+        expected.chunked_loss,
+    )
     assert (result.sft, result.lora, result.dpo) == ("equal", "equal", "equal")
     assert float(result.export) < 1e-5
     if expected.packing == "none":

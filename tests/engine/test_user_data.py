@@ -1,4 +1,6 @@
-"""Data files as users have them: what the obvious command trains on, what it reports, and what it refuses before torch is imported."""
+"""Data files as users have them: what the obvious command trains on, what it reports, and what it refuses before torch
+is imported.
+"""
 
 import json
 import shutil
@@ -11,21 +13,32 @@ from common.errors import UserError
 from data.tokenize.tokenizer import Tokenizer
 from runner.config.overrides import absolutize_path
 from runner.engine.data_pipeline import build_data_pipeline
-from runner.launch import preflight
+from runner.launch import run
 
 TOKENIZER = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
-QUESTIONS = [{"question": f"Where is lake {i}?", "answer": f"Lake {i} is in the north.", "id": i, "source": "maps"} for i in range(20)]
+QUESTIONS = [
+    {"question": f"Where is lake {i}?", "answer": f"Lake {i} is in the north.", "id": i, "source": "maps"}
+    for i in range(20)
+]
 
 
 @pytest.fixture
 def pipeline(tmp_path, monkeypatch):
-    """`pipeline(*overrides)`: checks a typed command line as train.py does before it imports torch, and returns its data pipeline."""
+    """`pipeline(*overrides)`: checks a typed command line as train.py does before it imports torch, and returns its
+    data pipeline.
+    """
     monkeypatch.chdir(tmp_path)
 
     def pipeline(*typed):
-        defaults = ("data=own", f"data.tokenizer={TOKENIZER}", f"data.cache={tmp_path / 'cache'}", "data.packing=none", "data.max_length=64")
+        defaults = (
+            "data=own",
+            f"data.tokenizer={TOKENIZER}",
+            f"data.cache={tmp_path / 'cache'}",
+            "data.packing=none",
+            "data.max_length=64",
+        )
         cfg = composed(*defaults, *(absolutize_path(override) for override in typed))
-        preflight.check_data(cfg.data, cfg.stage.data_format)
+        run.check_data(cfg.data, cfg.stage.data_format)
         return build_data_pipeline(cfg, Tokenizer.load(TOKENIZER))
 
     return pipeline
@@ -38,7 +51,10 @@ def write(name, rows, encoding="utf-8"):
 
 def trained_files(pipeline):
     sequences = [sequences for sequences in (pipeline.train, pipeline.val) if sequences is not None]
-    return [sorted({row.name.rsplit("/", 1)[-1].rpartition(":")[0] for i in range(len(part)) for row in part[i]}) for part in sequences]
+    return [
+        sorted({row.name.rsplit("/", 1)[-1].rpartition(":")[0] for i in range(len(part)) for row in part[i]})
+        for part in sequences
+    ]
 
 
 def test_columns_of_a_user_s_file_are_refused_with_a_guess_that_then_trains(pipeline):
@@ -105,7 +121,11 @@ def test_one_row_is_trained_on_without_validation(pipeline):
     write("one.jsonl", [{"text": "one row"}])
     assert len(pipeline("data.path=one.jsonl", "data.val_fraction=0").train) == 1
     write("many.jsonl", [{"text": f"row {i}"} for i in range(9)])
-    assert trained_files(pipeline("data.path=[one.jsonl,many.jsonl]", "data.val_fraction=0.9"))[0] == ["many.jsonl", "one.jsonl"]  # an entry keeps a row
+    # an entry keeps a row
+    assert trained_files(pipeline("data.path=[one.jsonl,many.jsonl]", "data.val_fraction=0.9"))[0] == [
+        "many.jsonl",
+        "one.jsonl",
+    ]
 
 
 def test_validation_path_may_be_a_glob_and_must_have_rows(pipeline):
@@ -128,7 +148,9 @@ def test_evaluations_of_one_file_that_is_read_differently_are_not_comparable(pip
         return pipeline(*overrides).evaluation["data"]
 
     chat = ("stage=sft", "data.path=qa.jsonl", "data.val_path=qa.jsonl", "data.val_duplicates=keep")
-    by_answer, by_short = (rows_read(*chat, f"data.columns={{prompt: question, completion: {column}}}") for column in ("answer", "short"))
+    by_answer, by_short = (
+        rows_read(*chat, f"data.columns={{prompt: question, completion: {column}}}") for column in ("answer", "short")
+    )
     assert by_answer == rows_read(*chat, "data.columns={completion: answer, prompt: question}") != by_short
     text = ("data.path=lines.txt", "data.val_path=lines.txt")
     assert rows_read(*text) != rows_read(*text, "data.text_unit=line")

@@ -1,4 +1,6 @@
-"""Trainings whose data workers are stopped, killed or fail: the error names the worker, the last completed step is saved, and a resume loses nothing."""
+"""Trainings whose data workers are stopped, killed or fail: the error names the worker, the last completed step is
+saved, and a resume loses nothing.
+"""
 
 import multiprocessing
 import os
@@ -111,6 +113,8 @@ def test_epoch_plan_that_takes_long_is_progress_of_its_worker(make_run, monkeypa
         yield from values(self, epoch)
 
     monkeypatch.setattr(PackedSequences, "_plan_values", slow_values)
-    state = make_run("pretrain", "data.num_workers=1", "data.worker_timeout=1.5", "data.packing=best_fit", "train.epochs=2")
+    state = make_run(
+        "pretrain", "data.num_workers=1", "data.worker_timeout=1.5", "data.packing=best_fit", "train.epochs=2"
+    )
     train(state)
     assert state.progress.step == state.total_steps

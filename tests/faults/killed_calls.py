@@ -1,6 +1,8 @@
-"""Actions in a forked process that is killed at its n-th change of the file system: just before it, or for a new file just after it was created.
+"""Actions in a forked process that is killed at its n-th change of the file system: just before it, or for a new file
+just after it was created.
 
-The processes are forked from a server without threads, `python killed_calls.py`: a process that has trained cannot be forked safely.
+The processes are forked from a server without threads, `python killed_calls.py`: a process that has trained cannot be
+forked safely.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate")
 CREATES = os.O_CREAT | os.O_TRUNC
 
 
-def run_in_fork(action: Callable[[], object], root: Path, kill_at: int = -1, after_creation: bool = False) -> tuple[int, int, str]:
+def run_in_fork(
+    action: Callable[[], object], root: Path, kill_at: int = -1, after_creation: bool = False
+) -> tuple[int, int, str]:
     """Run `action` in a forked process, and kill it at change number `kill_at` below `root` (-1: never).
 
     Return (exit code, number of changes, output). With `after_creation` a file that would be created exists, empty.
@@ -80,10 +84,18 @@ class ForkServer:
     def __init__(self, process: subprocess.Popen) -> None:
         self._process = process
 
-    def run(self, action: str, *arguments: object, root: Path, kill_at: int = -1, after_creation: bool = False) -> tuple[int, int, str]:
+    def run(
+        self, action: str, *arguments: object, root: Path, kill_at: int = -1, after_creation: bool = False
+    ) -> tuple[int, int, str]:
         """Return what `run_in_fork` returns for one of ACTIONS."""
         assert self._process.stdin and self._process.stdout
-        request = [action, [str(each) if isinstance(each, Path) else each for each in arguments], str(root), kill_at, after_creation]
+        request = [
+            action,
+            [str(each) if isinstance(each, Path) else each for each in arguments],
+            str(root),
+            kill_at,
+            after_creation,
+        ]
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         code, changes, output = json.loads(self._process.stdout.readline())
@@ -95,7 +107,9 @@ def fork_server(cwd: Path) -> Iterator[ForkServer]:
     search = os.pathsep.join(str(ROOT / folder) for folder in (".", "tests", "tests/sweep"))
     environment = {**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__]
-    with subprocess.Popen(command, cwd=cwd, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=cwd, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             yield ForkServer(process)
         finally:
@@ -113,8 +127,7 @@ def train(workspace: str, argv: list[str]) -> None:
 
 def repair(run: str, state: dict[str, Any]) -> None:
     from runner.recovery.recover import recover_run
-    from runner.tracking.jsonl import JsonlLog
-    from runner.tracking.log_recovery import LogProof
+    from runner.tracking.jsonl import JsonlLog, LogProof
 
     recover_run(Path(run))
     JsonlLog(Path(run) / "metrics.jsonl", state["log"]["metrics"], 2, LogProof.of_state(state)).close()
@@ -138,17 +151,22 @@ def resume_sweep(script: str, sweep: str) -> None:
     command.resume_sweep(Path(sweep), [], [], run_sweep)
 
 
-ACTIONS: dict[str, Callable[..., None]] = {"train": train, "repair": repair, "start_sweep": start_sweep, "resume_sweep": resume_sweep}
+ACTIONS: dict[str, Callable[..., None]] = {
+    "train": train,
+    "repair": repair,
+    "start_sweep": start_sweep,
+    "resume_sweep": resume_sweep,
+}
 
 
 def serve() -> None:
     for module in ("runner.launch.run", "runner.engine.build", "runner.sweep.command", "runner.train"):
         importlib.import_module(module)  # once, before the forks
-    from runner.checkpoint.environment import code_fingerprint
-    from runner.run_dir.contents import provenance
+    from runner.checkpoint.compatibility import code_fingerprint
+    from runner.run_dir import contents
 
     code_fingerprint()  # cached: this checkout may change meanwhile
-    provenance.git_state = lambda root=ROOT: {"commit": None, "dirty": None}
+    contents.git_state = lambda root=ROOT: {"commit": None, "dirty": None}
     for line in sys.stdin:
         action, arguments, root, kill_at, after_creation = json.loads(line)
         result = run_in_fork(partial(ACTIONS[action], *arguments), Path(root), kill_at, after_creation)

@@ -1,4 +1,6 @@
-"""Errors of the disk at every kind of call of a small run: retried, or reported with an exit code that is true; a resume continues to the same bits."""
+"""Errors of the disk at every kind of call of a small run: retried, or reported with an exit code that is true; a
+resume continues to the same bits.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def inject(hook: DiskHook) -> None:
-    """In the child: the fault of `hook`, also for the writer of safetensors, which is no Python: it writes model/model.safetensors."""
+    """In the child: the fault of `hook`, also for the writer of safetensors, which is no Python: it writes
+    model/model.safetensors.
+    """
     hook.install()
     save = safetensors.torch.save_file
 
@@ -52,7 +56,9 @@ def inject(hook: DiskHook) -> None:
         try:
             os.truncate(path, 0)  # a call that is counted
         except OSError as error:
-            raise safetensors.SafetensorError(f"Error while serializing: I/O error: {error.strerror} (os error {error.errno})") from None
+            raise safetensors.SafetensorError(
+                f"Error while serializing: I/O error: {error.strerror} (os error {error.errno})"
+            ) from None
         save(tensors, path, **options)
 
     safetensors.torch.save_file = save_file
@@ -62,18 +68,30 @@ def problems_of_completed(run_dir: Path, reference: Path) -> list[str]:
     """Return what exit code 0 promises and is not there."""
     problems = diff_run_dirs(reference, run_dir) + temp_files(run_dir)
     fields, expected = read_run_json(run_dir), read_run_json(reference)
-    problems += [f"run.json: {name}" for name in ("status", "degraded", "export", "step", "checkpoint") if fields[name] != expected[name]]
+    problems += [
+        f"run.json: {name}"
+        for name in ("status", "degraded", "export", "step", "checkpoint")
+        if fields[name] != expected[name]
+    ]
     problems += [] if saved_steps(run_dir)[-1] == STEPS else ["the last checkpoint"]
     checkpoints = run_dir / "checkpoints"
-    problems += [name for name in POINTERS if (checkpoints / name).read_text() != (reference / "checkpoints" / name).read_text()]
+    problems += [
+        name for name in POINTERS if (checkpoints / name).read_text() != (reference / "checkpoints" / name).read_text()
+    ]
     problems += [] if load_weights(run_dir / "model").keys() == load_weights(reference / "model").keys() else ["model/"]
     lost = Counter(logged_steps(reference)) - Counter(logged_steps(run_dir))
     return problems + [f"train.log: {line}" for line in lost]
 
 
 def logged_steps(run_dir: Path) -> list[str]:
-    """Lines of steps, validations and samples in train.log, without numbers that depend on time; other lines, as of slow data, come by chance."""
-    return re.findall(r"^(?:step [0-9]+/[0-9]+ .*?[|] (?:loss|validation)|sample at step [0-9]+)", (run_dir / "train.log").read_text(), re.MULTILINE)
+    """Lines of steps, validations and samples in train.log, without numbers that depend on time; other lines, as of
+    slow data, come by chance.
+    """
+    return re.findall(
+        r"^(?:step [0-9]+/[0-9]+ .*?[|] (?:loss|validation)|sample at step [0-9]+)",
+        (run_dir / "train.log").read_text(),
+        re.MULTILINE,
+    )
 
 
 def fail_first_sync_of_each_file(done: Path) -> None:
@@ -82,7 +100,9 @@ def fail_first_sync_of_each_file(done: Path) -> None:
 
     def fsync(fd: int) -> None:
         path = os.readlink(f"/proc/self/fd/{fd}")
-        parts = [re.sub(r"^\.tmp-(.*?)(-[0-9]+-[0-9a-f]{8})?$", r"\1", part) for part in path.split("/run/")[-1].split("/")]
+        parts = [
+            re.sub(r"^\.tmp-(.*?)(-[0-9]+-[0-9a-f]{8})?$", r"\1", part) for part in path.split("/run/")[-1].split("/")
+        ]
         name = "/".join(parts[:2] if parts[0] == "checkpoints" else parts[:1])
         if "/run/" in path and name not in failed:
             failed.add(name)
@@ -100,7 +120,16 @@ def test_run_whose_files_each_fail_once_is_complete(folder: Path) -> None:
     assert train(config, folder / "reference") == 0
     assert train(config, folder / "run", lambda: fail_first_sync_of_each_file(folder / "failed")) == 0
     steps = {f"checkpoints/step-{step:08d}" for step in range(1, STEPS + 1)}
-    expected = {*steps, "checkpoints/best", "checkpoints/latest", "metrics.jsonl", "samples.jsonl", "run.json", "model", "tokenizer"}
+    expected = {
+        *steps,
+        "checkpoints/best",
+        "checkpoints/latest",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "run.json",
+        "model",
+        "tokenizer",
+    }
     assert expected <= set((folder / "failed").read_text().split())
     assert problems_of_completed(folder / "run", folder / "reference") == []
 
@@ -125,7 +154,11 @@ def test_run_on_a_file_system_without_locks_and_folder_sync_is_complete_and_warn
     config, run_dir = make_config(folder, *SETTINGS), folder / "run"
     assert train(config, run_dir, weaken_file_system) == 0
     promises = [NO_FOLDER_SYNC_PROMISE, NO_LOCKS_PROMISE]
-    assert read_run_json(run_dir)["weaker_promises"] == promises and saved_steps(run_dir)[-1] == STEPS and not temp_files(run_dir)
+    assert (
+        read_run_json(run_dir)["weaker_promises"] == promises
+        and saved_steps(run_dir)[-1] == STEPS
+        and not temp_files(run_dir)
+    )
     lines = (run_dir / "train.log").read_text().splitlines()
     assert [lines.count(f"warning: {promise}") for promise in promises] == [1, 1]
     assert not list(run_dir.glob(".lock.owner*"))
@@ -144,7 +177,9 @@ def test_disk_faults_at_many_calls_end_with_true_exit_codes(folder: Path) -> Non
     assert train(config, reference, lambda: inject(hook)) == 0
     numbers = [2 + number * (hook.calls - 2) // count for number in range(count)]  # the first call creates the lock
     assert len({*numbers}) == count
-    disk_faults = [DiskFault(first, 1 if index % 3 else 10**6, ERRORS[index % 4]) for index, first in enumerate(numbers)]
+    disk_faults = [
+        DiskFault(first, 1 if index % 3 else 10**6, ERRORS[index % 4]) for index, first in enumerate(numbers)
+    ]
     problems: list[str] = []
     codes: dict[int, int] = {}
     for pair in (list(enumerate(disk_faults))[start : start + 2] for start in range(0, count, 2)):
@@ -153,7 +188,10 @@ def test_disk_faults_at_many_calls_end_with_true_exit_codes(folder: Path) -> Non
         for (fault, run_dir), wait in zip(runs, exits, strict=True):
             code = wait()
             codes[code] = codes.get(code, 0) + 1
-            problems += [f"{fault}, exit code {code}: {problem}" for problem in problems_after(code, fault, config, run_dir, reference)]
+            problems += [
+                f"{fault}, exit code {code}: {problem}"
+                for problem in problems_after(code, fault, config, run_dir, reference)
+            ]
             shutil.rmtree(run_dir.parent)
     print("exit codes", codes)
     assert problems == [] and codes[0] >= count // 2 and codes[1] >= count // 6

@@ -1,4 +1,6 @@
-"""A fault between two saves: exit code 1, the last completed step is saved, and the resumed run is bitwise equal to one without the fault."""
+"""A fault between two saves: exit code 1, the last completed step is saved, and the resumed run is bitwise equal to one
+without the fault.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainee import TIMEOUT, launch, make_config, memory_dir, read_output, read_run_json, saved_steps, temp_files, train, wait_for_exit
+from trainee import (
+    TIMEOUT,
+    launch,
+    make_config,
+    memory_dir,
+    read_output,
+    read_run_json,
+    saved_steps,
+    temp_files,
+    train,
+    wait_for_exit,
+)
 
 from common.errors import UserError
 from common.streams import ignore_broken_pipe
@@ -24,7 +37,13 @@ from runner.engine.optim.groups import OptimizerGroup
 from runner.engine.verify_resume import diff_run_dirs
 
 # 15 examples: 8 steps of two micro-batches in an epoch; nothing is saved before the end
-RUN = ["train.batch_size=1", "train.accumulation_steps=2", "train.save_every=100", "train.eval_every=5", "train.sample_every=6"]
+RUN = [
+    "train.batch_size=1",
+    "train.accumulation_steps=2",
+    "train.save_every=100",
+    "train.eval_every=5",
+    "train.sample_every=6",
+]
 LAST = 16
 
 Fault = Callable[[], object]
@@ -109,25 +128,61 @@ slow = pytest.mark.slow
 # fault, installed in the child -> (the step that is saved then, or why none is; text of the error in run.json)
 FAULTS = {
     "forward pass": (lambda cache: in_micro_batch(7, 2, lambda: fail(boom)), 6, "boom"),
-    "out of memory": (lambda cache: in_micro_batch(7, 1, lambda: fail(torch.OutOfMemoryError("CUDA out of memory"))), 6, "out of memory"),
+    "out of memory": (
+        lambda cache: in_micro_batch(7, 1, lambda: fail(torch.OutOfMemoryError("CUDA out of memory"))),
+        6,
+        "out of memory",
+    ),
     "MemoryError": (lambda cache: in_micro_batch(7, 2, lambda: fail(MemoryError())), 6, "MemoryError"),
-    "KeyboardInterrupt": (lambda cache: in_micro_batch(7, 2, lambda: fail(KeyboardInterrupt())), 6, "KeyboardInterrupt"),
+    "KeyboardInterrupt": (
+        lambda cache: in_micro_batch(7, 2, lambda: fail(KeyboardInterrupt())),
+        6,
+        "KeyboardInterrupt",
+    ),
     "sys.exit of a plugin": (lambda cache: in_micro_batch(7, 2, lambda: sys.exit(1)), 6, "SystemExit"),
     "schedule": (lambda cache: in_call(loop, "lr_at", lambda step, *args: step == 6, lambda: fail(boom)), 6, "boom"),
-    "truncated store": (lambda cache: in_call(loop, "lr_at", lambda step, *args: step == 6, lambda: truncate_store(cache)), 6, "of the token store"),
+    "truncated store": (
+        lambda cache: in_call(loop, "lr_at", lambda step, *args: step == 6, lambda: truncate_store(cache)),
+        6,
+        "of the token store",
+    ),
     "evaluation": (lambda cache: in_call(evaluation, "evaluate_loss", at(10), lambda: fail(boom)), 10, "boom"),
-    "evaluation metric": (lambda cache: in_call(evaluation, "finite_or_none", lambda loss: True, lambda: fail(boom)), 5, "boom"),
-    "best weights": (lambda cache: in_call(manager.CheckpointManager, "save_best", lambda self, step, *args: step == 10, lambda: fail(boom)), 10, "boom"),
+    "evaluation metric": (
+        lambda cache: in_call(evaluation, "finite_or_none", lambda loss: True, lambda: fail(boom)),
+        5,
+        "boom",
+    ),
+    "best weights": (
+        lambda cache: in_call(
+            manager.CheckpointManager, "save_best", lambda self, step, *args: step == 10, lambda: fail(boom)
+        ),
+        10,
+        "boom",
+    ),
     "samples": (lambda cache: in_call(evaluation, "generate", lambda *args: True, lambda: fail(boom)), 6, "boom"),
-    "refused prompt": (lambda cache: in_call(evaluation, "generate", lambda *args: True, lambda: fail(UserError("too long", "a", "b"))), 6, "too long (a); b"),
+    "refused prompt": (
+        lambda cache: in_call(
+            evaluation, "generate", lambda *args: True, lambda: fail(UserError("too long", "a", "b"))
+        ),
+        6,
+        "too long (a); b",
+    ),
     "export": (lambda cache: in_call(export.save, "save_model", lambda *args: True, lambda: fail(boom)), LAST, "boom"),
-    "half an update": (lambda cache: break_optimizer(), "step 6 cannot be saved, the update of the weights was not finished", "MemoryError: in the optimizer"),
+    "half an update": (
+        lambda cache: break_optimizer(),
+        "step 6 cannot be saved, the update of the weights was not finished",
+        "MemoryError: in the optimizer",
+    ),
     "metrics": (
         lambda cache: in_call(loop, "log_metrics", lambda state, *args: state.progress.step == 7, lambda: fail(boom)),
         "step 7 cannot be saved, ",
         "boom",
     ),
-    "weights": (lambda cache: break_weight(), "step 6 could not be saved, model.embed_tokens.weight contains values that are not finite", "boom"),
+    "weights": (
+        lambda cache: break_weight(),
+        "step 6 could not be saved, model.embed_tokens.weight contains values that are not finite",
+        "boom",
+    ),
 }
 FAST = ("forward pass", "half an update")
 
@@ -151,7 +206,8 @@ def test_failure_saves_the_last_completed_step_and_resumes_bitwise_equal(fault, 
     assert fields["status"] == "failed" and message in fields["error"], fields["error"]
     log = (run_dir / "train.log").read_text()
     if isinstance(step, int):
-        assert saved[-1] == step or (fault == "truncated store" and step < saved[-1] < LAST)  # batches that were read before are still trained on
+        # batches that were read before are still trained on
+        assert saved[-1] == step or (fault == "truncated store" and step < saved[-1] < LAST)
         assert (fields["checkpoint"], fields["step"]) == (f"step-{saved[-1]:08d}", saved[-1])
         assert f"step {saved[-1]} is saved; continue with: " in log
     else:
@@ -196,4 +252,5 @@ def test_closed_terminal_saves_and_resumes_bitwise_equal(console, uninterrupted)
     assert 3 <= saved_steps(run_dir)[-1] < LAST and read_run_json(run_dir)["status"] == "interrupted"
     assert train(make_config(uninterrupted, *RUN), run_dir) == 0
     differences = diff_run_dirs(uninterrupted / "run", run_dir)
-    assert differences == [] or (console == "rich" and differences == ["state.json: rng"])  # rich draws from Python's generator, which training does not use
+    # rich draws from Python's generator, which training does not use
+    assert differences == [] or (console == "rich" and differences == ["state.json: rng"])

@@ -20,16 +20,26 @@ from runner.fault_injection.config import FAULT_KINDS, FaultsConfig
 from runner.fault_injection.disk_faults import DiskFault, DiskHook
 from runner.fault_injection.harness import check_harness_overrides, complete, estimate, make_folder, run_faults
 from runner.fault_injection.kinds import INJECT
-from runner.fault_injection.launches import Launch, fork_process
-from runner.fault_injection.processes import WorkerProbe
+from runner.fault_injection.launches import Launch, WorkerProbe, fork_process
 from runner.fault_injection.rig import FaultResult, Rig, Trial, UninterruptedRun, run_reference
 from runner.fault_injection.table import fault_table
 
-SHORT = [override for override in OVERRIDES if not override.startswith(("train.epochs", "train.sample_every"))] + ["train.max_steps=5", "train.sample_every=2"]
+SHORT = [override for override in OVERRIDES if not override.startswith(("train.epochs", "train.sample_every"))] + [
+    "train.max_steps=5",
+    "train.sample_every=2",
+]
 
 
 def config(**changed: object) -> FaultsConfig:
-    values = {"cold": 0, "fault_seed": 1, "only": None, "folder": None, "to": None, "acknowledge_within": 30.0, "timeout": 120.0}
+    values = {
+        "cold": 0,
+        "fault_seed": 1,
+        "only": None,
+        "folder": None,
+        "to": None,
+        "acknowledge_within": 30.0,
+        "timeout": 120.0,
+    }
     return FaultsConfig(**{**dict.fromkeys(FAULT_KINDS, 0), **values, **changed})
 
 
@@ -92,7 +102,10 @@ def test_full_disk_does_not_refuse_to_delete(tmp_path: Path) -> None:
     hook = DiskHook(tmp_path / "run", DiskFault(1, 1 << 30, errno.ENOSPC))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "file").write_text("x")
-    launch = Launch(fork_process(lambda: os.unlink(tmp_path / "run" / "file") or 0, tmp_path / "output.txt", hook.install), tmp_path / "output.txt")
+    launch = Launch(
+        fork_process(lambda: os.unlink(tmp_path / "run" / "file") or 0, tmp_path / "output.txt", hook.install),
+        tmp_path / "output.txt",
+    )
     launch.wait(60)
     assert launch.code == 0 and not (tmp_path / "run" / "file").exists()
 
@@ -113,10 +126,21 @@ def test_launch_that_hangs_is_ended_and_its_processes_are_found(tmp_path: Path) 
 
 
 def test_promises_that_are_not_kept_are_counted(tmp_path: Path) -> None:
-    results = [FaultResult("kills", 1, injected=True, codes=[-9, 0]), FaultResult("kills", 2, injected=True, codes=[-9, 0], bits=["model.safetensors"])]
-    results += [FaultResult("signals", 1, injected=True, acknowledged=0.25, codes=[75, 0]), FaultResult("disk", 1, codes=[0], leftovers=["x", "y"])]
-    rows = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in fault_table(results).splitlines()}
-    assert rows["kills"][:2] == ["2 of 2", ""] and rows["kills"][5] == "1" and results[1].broken == ["model.safetensors"]
+    results = [
+        FaultResult("kills", 1, injected=True, codes=[-9, 0]),
+        FaultResult("kills", 2, injected=True, codes=[-9, 0], bits=["model.safetensors"]),
+    ]
+    results += [
+        FaultResult("signals", 1, injected=True, acknowledged=0.25, codes=[75, 0]),
+        FaultResult("disk", 1, codes=[0], leftovers=["x", "y"]),
+    ]
+    rows = {
+        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
+        for line in fault_table(results).splitlines()
+    }
+    assert (
+        rows["kills"][:2] == ["2 of 2", ""] and rows["kills"][5] == "1" and results[1].broken == ["model.safetensors"]
+    )
     assert rows["signals"][1] == "0.25 s" and rows["disk"][0] == "0 of 1" and rows["disk"][8] == "1"
 
 
@@ -129,7 +153,9 @@ def test_settings_of_the_harness_are_refused(override: str) -> None:
 def test_faults_are_named_drawn_and_estimated(tmp_path: Path) -> None:
     assert config(kills=1, workers=2).faults() == [("kills", 1), ("workers", 1), ("workers", 2)]
     assert config(only="disk-7").faults() == [("disk", 7)]
-    assert [config(only="kills-3", cold=2).is_cold("kills", number) for number in (2, 3)] == [True, False], "the same as without only="
+    assert [config(only="kills-3", cold=2).is_cold("kills", number) for number in (2, 3)] == [True, False], (
+        "the same as without only="
+    )
     assert estimate(config(kills=10), 2.0) > estimate(config(kills=5), 2.0) > 10
     with pytest.raises(UserError, match="KIND-NUMBER"):
         config(only="disk")
@@ -137,7 +163,9 @@ def test_faults_are_named_drawn_and_estimated(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not empty"):
         make_folder(config(folder=str(tmp_path)))
     rig = Rig([], tmp_path, 1.0)
-    draws = [Trial(rig, "kills", number, seed, draw).rng.random() for number in (1, 2) for seed in (1, 2) for draw in (0, 1)]
+    draws = [
+        Trial(rig, "kills", number, seed, draw).rng.random() for number in (1, 2) for seed in (1, 2) for draw in (0, 1)
+    ]
     assert len(set(draws)) == 8 and Trial(rig, "kills", 2, 2, 1).rng.random() == draws[-1]
 
 
@@ -162,7 +190,9 @@ def test_run_survives_one_fault_of_each_kind(measured: tuple[Rig, UninterruptedR
 
 
 @pytest.mark.slow
-def test_faults_that_break_promises_are_found(measured: tuple[Rig, UninterruptedRun], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_that_break_promises_are_found(
+    measured: tuple[Rig, UninterruptedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A training that depends on how often it was launched, and that dies of a signal with a traceback."""
     rig, reference = measured
     monkeypatch.setattr(loop, "lr_at", lambda step, total, lr, schedule: lr * (1 + os.getpid() % 7))
@@ -193,14 +223,18 @@ def test_worker_probe_knows_the_data_workers_and_stops_the_named_one(tmp_path: P
         signal.pause()
         return 0
 
-    launch = Launch(fork_process(main, tmp_path / "output.txt", lambda: probe.install(2, signal.SIGKILL)), tmp_path / "output.txt")
+    launch = Launch(
+        fork_process(main, tmp_path / "output.txt", lambda: probe.install(2, signal.SIGKILL)), tmp_path / "output.txt"
+    )
     launch.wait(1.0, until=lambda: False)
     assert len(probe.alive()) == 1
     assert launch.left_processes(0.1) and not launch.left_processes(60)
 
 
 def test_cleared_cache_of_the_harness_is_one_that_a_resume_uses(tmp_path: Path) -> None:
-    """Where it was missing, a resume used the cache of the program, and the harness reported the changed setting as different bits."""
+    """Where it was missing, a resume used the cache of the program, and the harness reported the changed setting as
+    different bits.
+    """
     rig = Rig([], tmp_path, 1.0)
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "old").touch()

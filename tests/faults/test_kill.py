@@ -1,4 +1,6 @@
-"""kill -9 at random moments until the run is completed: no torn file, at most one save lost, and a bitwise equal result."""
+"""kill -9 at random moments until the run is completed: no torn file, at most one save lost, and a bitwise equal
+result.
+"""
 
 from __future__ import annotations
 
@@ -68,20 +70,27 @@ def check_after_kill(run_dir: Path, save_every: int, counts: Counter, before: in
     check_best(run_dir)
     log = (run_dir / "train.log").read_text().splitlines() if (run_dir / "train.log").exists() else []
     reported = [line for line in log if line.startswith("saved step-")]
-    assert not reported or int(reported[-1].split()[1][5:]) <= newest, f"{reported[-1]!r} was reported, {newest} is the newest"
+    assert not reported or int(reported[-1].split()[1][5:]) <= newest, (
+        f"{reported[-1]!r} was reported, {newest} is the newest"
+    )
     return newest
 
 
 def check_best(run_dir: Path) -> None:
     """The best weights are whole, and their step was evaluated: with the lowest loss up to then.
 
-    They are written before the record of the evaluation, so a kill between the two leaves weights of the newest step, which a resume evaluates again.
+    They are written before the record of the evaluation, so a kill between the two leaves weights of the newest step,
+    which a resume evaluates again.
     """
     pointer, metrics = run_dir / "checkpoints" / "best", run_dir / "metrics.jsonl"
     if pointer.exists():
         name = pointer.read_text().strip()
         assert verify_dir(pointer.with_name(name)) is None
-        evaluations = {record["step"]: record["loss"] for record in map(json.loads, metrics.read_text().splitlines()) if record["kind"] == "eval"}
+        evaluations = {
+            record["step"]: record["loss"]
+            for record in map(json.loads, metrics.read_text().splitlines())
+            if record["kind"] == "eval"
+        }
         step = int(name.rpartition("-")[2])
         if step not in evaluations:
             assert step == last_logged_step(run_dir)
@@ -89,7 +98,13 @@ def check_best(run_dir: Path) -> None:
         assert evaluations[step] == min(loss for other, loss in evaluations.items() if other <= step)
 
 
-@pytest.mark.parametrize("kills", [pytest.param(4, id="4 kills"), pytest.param(faults(24, full=200), id="many kills", marks=pytest.mark.slow(long=True))])
+@pytest.mark.parametrize(
+    "kills",
+    [
+        pytest.param(4, id="4 kills"),
+        pytest.param(faults(24, full=200), id="many kills", marks=pytest.mark.slow(long=True)),
+    ],
+)
 def test_random_kills_lose_at_most_one_save_and_change_no_bit(kills: int, tmp_path: Path) -> None:
     rng, counts, runs = random.Random(kills), Counter(), 0
     with memory_dir(tmp_path) as folder:
@@ -98,13 +113,18 @@ def test_random_kills_lose_at_most_one_save_and_change_no_bit(kills: int, tmp_pa
             uninterrupted = folder / f"uninterrupted{save_every}"
             started = time.monotonic()
             assert train(config, uninterrupted, use_slow_disk) == 0
-            longest = 0.7 * (time.monotonic() - started)  # relative to the speed of this machine, which may change: about three launches per run
+            # relative to the speed of this machine, which may change: about three launches per run
+            longest = 0.7 * (time.monotonic() - started)
             limit = kills * save_every // 2
             while counts["kills"] < limit:
                 runs += 1
                 run_dir, newest = folder / f"run{runs}", 0
                 # At random times alone, a slow machine would hardly ever be saving: every second kill waits for a save.
-                while counts["kills"] < limit and (killed := kill_within(rng.uniform(0, longest), config, run_dir, during_save=counts["kills"] % 2 == 1)):
+                while counts["kills"] < limit and (
+                    killed := kill_within(
+                        rng.uniform(0, longest), config, run_dir, during_save=counts["kills"] % 2 == 1
+                    )
+                ):
                     counts["kills"] += 1
                     before, newest = newest, check_after_kill(run_dir, save_every, counts, newest)
                     longest *= 1.05 if newest == before else 1.0
@@ -112,7 +132,12 @@ def test_random_kills_lose_at_most_one_save_and_change_no_bit(kills: int, tmp_pa
                 if killed:
                     assert train(config, run_dir, use_slow_disk) == 0
                 assert diff_run_dirs(uninterrupted, run_dir) == []
-                result = (read_run_json(run_dir)["status"], saved_steps(run_dir)[-1], last_logged_step(run_dir), temp_files(run_dir))
+                result = (
+                    read_run_json(run_dir)["status"],
+                    saved_steps(run_dir)[-1],
+                    last_logged_step(run_dir),
+                    temp_files(run_dir),
+                )
                 assert result == ("completed", STEPS, STEPS, [])
     print(f"{runs} runs, {dict(counts)}")
     assert counts["in a save"] >= 0.05 * counts["kills"], "too few kills during a save"

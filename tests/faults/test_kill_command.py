@@ -17,7 +17,8 @@ import pytest
 from runner.checkpoint.atomic_dir import newest_valid
 from runner.engine.verify_resume import diff_run_dirs
 
-KILLS = int(os.environ.get("KILLS", "4"))  # of real commands, each with its imports; KILLS=25 gives the counts of docs/reliability.md
+# of real commands, each with its imports; KILLS=25 gives the counts of docs/reliability.md
+KILLS = int(os.environ.get("KILLS", "4"))
 TIMEOUT = 300  # seconds
 OVERRIDES = [
     "stage=pretrain", "init_from=scratch", "model.hidden_size=32", "model.num_hidden_layers=2", "model.head_dim=8", "model.intermediate_size=64", "model.max_position_embeddings=128",
@@ -30,7 +31,10 @@ Launch = Callable[..., subprocess.Popen]
 @pytest.fixture
 def launch(checkout: Path, tmp_path: Path) -> Launch:
     (tmp_path / "rows.jsonl").write_text(
-        "".join(json.dumps({"text": f"{i} " + "the lake of Oru lies north of the old mill " * (1 + i % 3)}) + "\n" for i in range(40))
+        "".join(
+            json.dumps({"text": f"{i} " + "the lake of Oru lies north of the old mill " * (1 + i % 3)}) + "\n"
+            for i in range(40)
+        )
     )
 
     def launch(*overrides: str) -> subprocess.Popen:
@@ -83,7 +87,9 @@ def newest_name(run_dir: Path) -> str:
 
 
 def kill_before_a_step(child: subprocess.Popen, run_dir: Path, seconds: float) -> int:
-    """Kill after `seconds`, during imports, composition, creation of the run directory and the model, or at the first logged step; return the exit code."""
+    """Kill after `seconds`, during imports, composition, creation of the run directory and the model, or at the first
+    logged step; return the exit code.
+    """
     logged = logged_bytes(run_dir)
     wait_for(child, lambda: logged_bytes(run_dir) > logged, seconds)
     child.kill()

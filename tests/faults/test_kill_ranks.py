@@ -1,4 +1,6 @@
-"""Ranks and their parent killed at random moments with SIGKILL and SIGTERM: no torn file, no orphan, and a bitwise equal result."""
+"""Ranks and their parent killed at random moments with SIGKILL and SIGTERM: no torn file, no orphan, and a bitwise
+equal result.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,18 @@ from pathlib import Path
 
 import pytest
 from fault_counts import faults
-from trainee import last_logged_step, launch, make_config, memory_dir, read_output, read_run_json, saved_steps, temp_files, train, wait_for_exit
+from trainee import (
+    last_logged_step,
+    launch,
+    make_config,
+    memory_dir,
+    read_output,
+    read_run_json,
+    saved_steps,
+    temp_files,
+    train,
+    wait_for_exit,
+)
 
 from runner.engine.device.distributed import RENDEZVOUS_DONE
 from runner.engine.verify_resume import diff_run_dirs
@@ -96,7 +109,9 @@ def is_running(pid: int) -> bool:
 
 
 def kill_somewhere(config, run_dir: Path, rng: random.Random, startup: float, counts: Counter) -> bool:
-    """Launch, and signal the parent or a rank some steps later, or every fourth time at startup; return False if the run was completed before."""
+    """Launch, and signal the parent or a rank some steps later, or every fourth time at startup; return False if the
+    run was completed before.
+    """
     kind, number = list(EXIT_CODES)[counts["kills"] % 4]
     target, early = last_logged_step(run_dir) + rng.randint(1, 6), counts["kills"] // 4 % 4 == 3
     child = launch(config, run_dir, fork_ranks)
@@ -112,8 +127,16 @@ def kill_somewhere(config, run_dir: Path, rng: random.Random, startup: float, co
     if not completed:
         os.kill(victim, number)
     code = wait_for_exit(child)
-    assert code in {0} | (set() if completed else {EXIT_CODES[kind, number]} | ({-15} if early else set())), (kind, number, code, read_output(run_dir))
-    wait_until(lambda: not is_locked(run_dir) and not any(map(is_running, ranks)), f"still running after the end of their launcher: ranks {ranks}")
+    assert code in {0} | (set() if completed else {EXIT_CODES[kind, number]} | ({-15} if early else set())), (
+        kind,
+        number,
+        code,
+        read_output(run_dir),
+    )
+    wait_until(
+        lambda: not is_locked(run_dir) and not any(map(is_running, ranks)),
+        f"still running after the end of their launcher: ranks {ranks}",
+    )
     if not completed:
         counts["kills"] += 1
         counts[f"{kind} {number.name}"] += 1
@@ -128,7 +151,9 @@ def die_before_the_second_rank() -> None:
 
     def spawn_or_die(program: list[str], environment: dict[str, str], out: int | None) -> ForkedRank:
         if environment["RANK"] == "1":
-            wait_until(lambda: list(Path(program[1]).parent.glob(".tmp-*rendezvous*")), "rank 0 is not waiting for the other")
+            wait_until(
+                lambda: list(Path(program[1]).parent.glob(".tmp-*rendezvous*")), "rank 0 is not waiting for the other"
+            )
             os.kill(os.getpid(), signal.SIGKILL)
         return spawn(program, environment, out)
 
@@ -163,7 +188,9 @@ def test_random_kills_of_ranks_and_parent_change_no_bit(tmp_path: Path) -> None:
         while counts["kills"] < kills:
             runs += 1
             run_dir, newest = folder / f"run{runs}", 0
-            while kill_somewhere(config, run_dir, rng, startup, counts) or read_run_json(run_dir)["status"] != "completed":
+            while (
+                kill_somewhere(config, run_dir, rng, startup, counts) or read_run_json(run_dir)["status"] != "completed"
+            ):
                 saved = max(saved_steps(run_dir), default=0)
                 counts["without progress"] += saved == newest
                 assert saved >= newest, "a saved step is missing"

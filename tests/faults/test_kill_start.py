@@ -1,4 +1,6 @@
-"""A kill at any change of the file system during the start of a run, a resume or a sweep: `resume=` continues it, or the same command starts it."""
+"""A kill at any change of the file system during the start of a run, a resume or a sweep: `resume=` continues it, or
+the same command starts it.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,23 @@ def server(tmp_path: Path) -> Iterator[ForkServer]:
 @pytest.fixture
 def typed(tmp_path: Path) -> list[str]:
     """Overrides of a run of two steps, each saved."""
-    (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "{number} goats sing in the rain"}}\n' for number in range(40)))
-    return [*TINY_RUN, f"data.path={tmp_path / 'rows.jsonl'}", "train.log_every=1", "train.save_every=1", "init_from=scratch"]
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(f'{{"text": "{number} goats sing in the rain"}}\n' for number in range(40))
+    )
+    return [
+        *TINY_RUN,
+        f"data.path={tmp_path / 'rows.jsonl'}",
+        "train.log_every=1",
+        "train.save_every=1",
+        "init_from=scratch",
+    ]
 
 
 def points(count: int) -> list[tuple[int, bool]]:
     """Return (number of the change, whether a new file exists) of the kills: every EVERY-th, alternating."""
-    return [(index, created) for index in range(count) for created in (False, True) if (2 * index + created) % EVERY == 0]
+    return [
+        (index, created) for index in range(count) for created in (False, True) if (2 * index + created) % EVERY == 0
+    ]
 
 
 def steps_of(run: Path) -> list[int]:
@@ -58,7 +70,9 @@ def test_kill_at_any_change_of_a_start_needs_no_hand(server: ForkServer, typed: 
         resumed += code == 0
         if code != 0:
             where = f"killed at change {index}, created {created}: {output}"
-            assert code == 2 and "Traceback" not in output and ("no run.json" in output or "does not exist" in output), where
+            assert (
+                code == 2 and "Traceback" not in output and ("no run.json" in output or "does not exist" in output)
+            ), where
             assert not (run / "run.json").exists(), where
             code, _, output = train(start)
             assert code == 0, where + output
@@ -96,7 +110,10 @@ def test_kill_at_any_change_of_a_repair_needs_no_hand(server: ForkServer, typed:
     code, _, output = server.run("train", tmp_path, [*typed, f"hydra.run.dir={trained}"], root=run)
     assert code == 0, output
     state = json.loads((trained / "checkpoints" / "step-00000002" / "state.json").read_text())
-    originals = {name: (trained / name).read_bytes() for name in ("run.json", ".hydra/config.yaml", "tokenizer/tokenizer.json", "metrics.jsonl")}
+    originals = {
+        name: (trained / name).read_bytes()
+        for name in ("run.json", ".hydra/config.yaml", "tokenizer/tokenizer.json", "metrics.jsonl")
+    }
     for name, content in originals.items():
         (trained / name).write_bytes(content[: len(content) // 2])
 

@@ -1,4 +1,6 @@
-"""A run whose directory is moved, deleted, or taken by a second launch while it trains: it stops, and no file is written twice."""
+"""A run whose directory is moved, deleted, or taken by a second launch while it trains: it stops, and no file is
+written twice.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from trainee import STEPS, launch, make_config, memory_dir, read_output, read_run_json, saved_steps, train, wait_for_exit
+from trainee import (
+    STEPS,
+    launch,
+    make_config,
+    memory_dir,
+    read_output,
+    read_run_json,
+    saved_steps,
+    train,
+    wait_for_exit,
+)
 
 from runner.engine import loop
 from runner.engine.verify_resume import diff_run_dirs
@@ -49,8 +61,13 @@ def test_moved_run_saves_where_it_was_moved_to_and_continues_there(folder: Path)
     assert train(config, folder / "reference") == 0
     assert train(config, run_dir, lambda: after_step(8, lambda: run_dir.rename(moved))) == 1
     output, fields = read_output(run_dir), read_run_json(moved)
-    assert not run_dir.exists() and "Traceback" not in output and f"the run directory was moved to {moved}; resume={moved} continues" in output
-    assert (fields["status"], fields["step"], saved_steps(moved)[-1]) == ("failed", 10, 10)  # noticed at the next save, which is done there
+    assert (
+        not run_dir.exists()
+        and "Traceback" not in output
+        and f"the run directory was moved to {moved}; resume={moved} continues" in output
+    )
+    # noticed at the next save, which is done there
+    assert (fields["status"], fields["step"], saved_steps(moved)[-1]) == ("failed", 10, 10)
     assert train(config, moved) == 0 and diff_run_dirs(folder / "reference", moved) == []
 
 

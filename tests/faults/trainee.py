@@ -1,4 +1,6 @@
-"""A small run in a forked child process, to be killed, signalled and relaunched. torch is imported before the fork: a launch takes milliseconds."""
+"""A small run in a forked child process, to be killed, signalled and relaunched. torch is imported before the fork: a
+launch takes milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,13 @@ OVERRIDES = [
     "train.epochs=2", "train.log_every=1", "train.save_every=1", "train.eval_every=5", "train.sample_every=6", "train.sample_tokens=4", "train.sample_prompts=[goats]", "optimizer.lr=1e-3",
     "schedule.warmup_steps=0", "tracker.console=quiet", "device=cpu",
 ]  # fmt: skip
-PHRASES = ["the lake of Oru", "lies north", "of the old mill where Tami keeps nine grey goats", "and sings", "to them of the moon"]
+PHRASES = [
+    "the lake of Oru",
+    "lies north",
+    "of the old mill where Tami keeps nine grey goats",
+    "and sings",
+    "to them of the moon",
+]
 
 
 class SlowDisk(FileSystem):
@@ -57,19 +65,28 @@ def make_config(folder: Path, *overrides: str) -> Config:
     """Return the config of the small run, on the rows that are written into `folder`."""
     torch.set_num_threads(1)
     write_rows(folder)
-    return compose_config([*OVERRIDES, f"data.path={folder / 'rows.jsonl'}", f"data.cache={folder / 'cache'}", *overrides])
+    return compose_config(
+        [*OVERRIDES, f"data.path={folder / 'rows.jsonl'}", f"data.cache={folder / 'cache'}", *overrides]
+    )
 
 
 def write_rows(folder: Path) -> None:
     """Write 17 ragged conversations to `folder/rows.jsonl`."""
     rows = [
-        {"conversations": [{"role": "user", "content": PHRASES[i % 5]}, {"role": "assistant", "content": " ".join(PHRASES[: 1 + i % 4])}]} for i in range(17)
+        {
+            "conversations": [
+                {"role": "user", "content": PHRASES[i % 5]},
+                {"role": "assistant", "content": " ".join(PHRASES[: 1 + i % 4])},
+            ]
+        }
+        for i in range(17)
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def launch(config: Config, run_dir: Path, before: Callable[[], object] = lambda: None) -> int:
-    """Return the pid of a child that trains in `run_dir`, from its newest checkpoint if it has one, and exits with the code of the command.
+    """Return the pid of a child that trains in `run_dir`, from its newest checkpoint if it has one, and exits with the
+    code of the command.
 
     `before` is called in the child. Its output is appended to OUTPUT_FILE beside the run directory.
     """

@@ -25,11 +25,14 @@ PATH_EVENTS = {  # event -> positions of the paths that it changes, and of their
 STARTS = {"os.system", "os.exec", "os.spawn", "os.posix_spawn", "os.startfile", "pty.spawn"}
 CONNECTS = {"socket.connect", "socket.sendto", "urllib.Request"}
 OWN_PICKLES = ("data.", "numpy.", "builtins.")  # replies of this program's own workers, read from a pipe
-OWN_CHILDREN = (("-P", "-m", "data."), ("-P", "-m", "runner."))  # arguments of this program's own processes, after the interpreter
+# arguments of this program's own processes, after the interpreter
+OWN_CHILDREN = (("-P", "-m", "data."), ("-P", "-m", "runner."))
 
 
 class Audit:
-    """`report(kind, text)` is called with kind `executed` or `wrote`. Code of files in `folder`, and changes outside of it, are hostile."""
+    """`report(kind, text)` is called with kind `executed` or `wrote`. Code of files in `folder`, and changes outside of
+    it, are hostile.
+    """
 
     def __init__(self, folder: Path, report: Callable[[str, str], None]) -> None:
         self.folder, self.report = os.path.realpath(folder), report
@@ -54,7 +57,12 @@ class Audit:
                 self._check_write(event, path, None, follows=not flags & os.O_NOFOLLOW)
         elif positions := PATH_EVENTS.get(event):
             for path, descriptor in positions:
-                self._check_write(event, args[path], args[descriptor] if descriptor is not None and len(args) > descriptor else None, follows=False)
+                self._check_write(
+                    event,
+                    args[path],
+                    args[descriptor] if descriptor is not None and len(args) > descriptor else None,
+                    follows=False,
+                )
         elif event in STARTS or event in CONNECTS:
             self.report("executed", f"{event} {args[:2]!r}")
         elif event == "subprocess.Popen":
@@ -74,13 +82,19 @@ class Audit:
         name = os.fsdecode(path)
         if isinstance(descriptor, int) and descriptor >= 0:
             name = os.path.join(os.readlink(f"/proc/self/fd/{descriptor}"), name)
-        real = os.path.realpath(name) if follows else os.path.join(os.path.realpath(os.path.dirname(name) or "."), os.path.basename(name))
+        real = (
+            os.path.realpath(name)
+            if follows
+            else os.path.join(os.path.realpath(os.path.dirname(name) or "."), os.path.basename(name))
+        )
         if not f"{real}{os.sep}".startswith((f"{self.folder}{os.sep}", "/dev/null/", "/dev/shm/", "/proc/self/")):
             self.report("wrote", f"{event} {real}")
 
 
 def _is_own_child(arguments: list[str]) -> bool:
-    is_python = arguments[:1] == [sys.executable] and any(" ".join(arguments[1:]).startswith(" ".join(start)) for start in OWN_CHILDREN)
+    is_python = arguments[:1] == [sys.executable] and any(
+        " ".join(arguments[1:]).startswith(" ".join(start)) for start in OWN_CHILDREN
+    )
     return is_python or os.path.basename(arguments[0]) == "git"
 
 

@@ -1,4 +1,6 @@
-"""Files that claim or expand to sizes beyond this machine, nest without end, or hold numbers that are none: JSON, YAML, weights, tables, tokenizers."""
+"""Files that claim or expand to sizes beyond this machine, nest without end, or hold numbers that are none: JSON, YAML,
+weights, tables, tokenizers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from harness import TRAIN, Folder, HostileCase
 CATEGORY = "sizes and nesting"
 CHAT = "chat run=model prompt=hello max_new_tokens=2 device=cpu"
 DEEP, MANY = "[" * 100_000, "[" + "[]," * 4_000_000 + "[]]"
-YAML_ALIASES = "a: &a [x, x]\n" + "".join(f"{name}: &{name} [*{before}, *{before}]\n" for before, name in zip("abcdefghijkl", "bcdefghijklm", strict=True))
+YAML_ALIASES = "a: &a [x, x]\n" + "".join(
+    f"{name}: &{name} [*{before}, *{before}]\n" for before, name in zip("abcdefghijkl", "bcdefghijklm", strict=True)
+)
 BOMB_MIB = 256
 Build = Callable[[Folder], object]
 
@@ -68,9 +72,13 @@ def repeated_rows(folder: Folder) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    values = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 40_000, pyarrow.int32()), pyarrow.array(["a" * 1_000_000]))
+    values = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([0] * 40_000, pyarrow.int32()), pyarrow.array(["a" * 1_000_000])
+    )
     table = pyarrow.table({"text": values})
-    pyarrow.parquet.write_table(table, folder.work / "rows.parquet", compression="zstd", store_schema=False, dictionary_pagesize_limit=1 << 30)
+    pyarrow.parquet.write_table(
+        table, folder.work / "rows.parquet", compression="zstd", store_schema=False, dictionary_pagesize_limit=1 << 30
+    )
 
 
 def split_by(pattern: str) -> Callable[[dict[str, Any]], None]:

@@ -10,7 +10,18 @@ from harness import TRAIN, Folder, HostileCase
 
 CATEGORY = "links and devices"
 LINK, SPECIAL = "this is a link", "neither a regular file nor a folder"
-RUN_ENTRIES = ("run.json", ".hydra", ".hydra/config.yaml", ".hydra/overrides.yaml", "checkpoints", "metrics.jsonl", "train.log", "tokenizer", "logs", ".lock")
+RUN_ENTRIES = (
+    "run.json",
+    ".hydra",
+    ".hydra/config.yaml",
+    ".hydra/overrides.yaml",
+    "checkpoints",
+    "metrics.jsonl",
+    "train.log",
+    "tokenizer",
+    "logs",
+    ".lock",
+)
 CHAT = "chat run=model prompt=hello max_new_tokens=2 device=cpu"
 
 
@@ -53,7 +64,9 @@ def data_pipe(folder: Folder) -> None:
     os.mkfifo(folder.work / "rows.jsonl")
 
 
-def case(name: str, build: Callable[[Folder], None], message: str, *commands: str, is_light: bool = True, code: int = 2) -> HostileCase:
+def case(
+    name: str, build: Callable[[Folder], None], message: str, *commands: str, is_light: bool = True, code: int = 2
+) -> HostileCase:
     return HostileCase(name, CATEGORY, build, commands, message, code, is_light)
 
 

@@ -72,7 +72,13 @@ def adapter(**fields: Any) -> Callable[[Folder], None]:
     def build(folder: Folder) -> None:
         folder.copy("rows.jsonl")
         folder.copy("model", "base")
-        defaults = {"peft_type": "LORA", "base_model_name_or_path": "../base", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+        defaults = {
+            "peft_type": "LORA",
+            "base_model_name_or_path": "../base",
+            "r": 8,
+            "lora_alpha": 16,
+            "target_modules": ["q_proj"],
+        }
         folder.write("model/adapter_config.json", json.dumps(defaults | fields))
         folder.write("model/adapter_model.safetensors", safetensors({}))
         folder.write("model/adapter_model.bin", PICKLE)
@@ -87,7 +93,11 @@ def slow_pattern(folder: Folder) -> None:
     header, end = {}, 0
     for name, shape in weights.items():
         start, end = end, end + 4 * 8 * 32
-        header[f"base_model.model.model.layers.0.self_attn.q_proj.lora_{name}.weight"] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+        header[f"base_model.model.model.layers.0.self_attn.q_proj.lora_{name}.weight"] = {
+            "dtype": "F32",
+            "shape": shape,
+            "data_offsets": [start, end],
+        }
     folder.write("model/adapter_model.safetensors", safetensors(header, bytes(end)))
 
 
@@ -126,7 +136,11 @@ def cache(name: str) -> Callable[[Folder], None]:
         file = run / ".hydra" / "config.yaml"
         saved = [line for line in file.read_text().splitlines() if not line.strip().startswith("cache:")]
         at = saved.index("data:") + 1
-        file.write_text("\n".join([*saved[:at], f"  cache: {folder.outside if name == 'outside' else folder.work / 'cache'}", *saved[at:]]))
+        file.write_text(
+            "\n".join(
+                [*saved[:at], f"  cache: {folder.outside if name == 'outside' else folder.work / 'cache'}", *saved[at:]]
+            )
+        )
 
     return build
 
@@ -148,7 +162,11 @@ def data_file(name: str, file: str, content: bytes | str, message: str = "") -> 
 
 
 LONG_CHARSMAP = base64.b64encode(struct.pack("<I", 1024) + bytes(1024) + b"Z" * 1_000_000).decode()
-AUTO_MAP = {"AutoConfig": "configuration.Config", "AutoModelForCausalLM": "modeling.Model", "AutoTokenizer": ["tokenization.T", "tokenization.T"]}
+AUTO_MAP = {
+    "AutoConfig": "configuration.Config",
+    "AutoModelForCausalLM": "modeling.Model",
+    "AutoTokenizer": ["tokenization.T", "tokenization.T"],
+}
 CASES = [
     model("code of the folder in auto_map", config(auto_map=AUTO_MAP, trust_remote_code=True), "trust_remote_code"),
     model("code of the folder for an unknown model", config(auto_map=AUTO_MAP, model_type="evil", architectures=["Evil"]), "evil"),

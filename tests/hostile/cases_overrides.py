@@ -14,7 +14,12 @@ CATEGORY = "stored settings"
 RERUN = "--experimental-rerun=payload.pickle"
 WRITE_MARKER = 'c__builtin__\neval\n(S\'open("../outside/executed", "w")\'\ntR.'  # a pickle that runs code
 EVIL_MODULE = "open('../outside/executed', 'w')\n"
-READS = ("train resume=run", "train resume=run --info config", "train resume=run --cfg job", "train resume=run train.log_every=3")
+READS = (
+    "train resume=run",
+    "train resume=run --info config",
+    "train resume=run --cfg job",
+    "train resume=run train.log_every=3",
+)
 SWEEP_READS = ("train resume=sweep", "train resume=sweep --cfg job")
 
 
@@ -68,7 +73,9 @@ def write_many(folder: Folder) -> None:
         folder.write(f"run/.hydra/conf/model/m{number}.yaml", "x: 1\n")
 
 
-def in_run(name: str, message: str, build: Callable[..., None], *arguments: Any, commands: tuple[str, ...] = READS[:3]) -> HostileCase:
+def in_run(
+    name: str, message: str, build: Callable[..., None], *arguments: Any, commands: tuple[str, ...] = READS[:3]
+) -> HostileCase:
     return HostileCase(name, CATEGORY, lambda folder: build(folder, *arguments), commands, message, is_light=True)
 
 

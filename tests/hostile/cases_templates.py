@@ -12,7 +12,9 @@ CHAT = "chat run=model prompt=hello mode=chat max_new_tokens=2 device=cpu"
 EVALUATE = "evaluate run=model data.path=chats.jsonl data.cache=cache device=cpu"
 TRAIN_CHATS = TRAIN.replace("data.path=rows.jsonl", "stage=sft init_from=model data.path=chats.jsonl")
 NESTED = "{%% for a in range(100000) %%}{%% for b in range(100000) %%}%s{%% endfor %%}{%% endfor %%}"
-DOUBLED_TEXT = "{%% set n = namespace(x='spam') %%}{%% for a in range(60) %%}{%% set n.x = %s %%}{%% endfor %%}{{ n.x }}"
+DOUBLED_TEXT = (
+    "{%% set n = namespace(x='spam') %%}{%% for a in range(60) %%}{%% set n.x = %s %%}{%% endfor %%}{{ n.x }}"
+)
 HUGE_LIST = "range(100000) | list"
 ERROR_PART = "the chat template"  # of every refusal: it does not compile, or it rejects the conversation
 

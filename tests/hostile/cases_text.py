@@ -1,4 +1,6 @@
-"""Control, direction and escape characters in names, rows and strings of files: none reaches a terminal, a log or a page as it is."""
+"""Control, direction and escape characters in names, rows and strings of files: none reaches a terminal, a log or a
+page as it is.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def chats(folder: Folder) -> None:
 
 
 def bad_rows(*lines: Any) -> Any:
-    return lambda folder: folder.write("rows.jsonl", "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
+    return lambda folder: folder.write(
+        "rows.jsonl", "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n"
+    )
 
 
 def named(folder: Folder) -> None:
@@ -45,8 +49,22 @@ def trained_named(folder: Folder) -> None:
 
 def run_json(folder: Folder) -> None:
     file = folder.copy("new_run", "run") / "run.json"
-    fields = {"status": "failed", "outcome": "failed", "error": TEXT, "init_from": TEXT, "code": {"commit": TEXT}, "host": TEXT, "inexact_because": [TEXT]}
-    file.write_text(json.dumps(json.loads(file.read_text()) | fields | {"exact": False, "degraded": TEXT, "tokenizer_source": TEXT, "checkpoint": TEXT}))
+    fields = {
+        "status": "failed",
+        "outcome": "failed",
+        "error": TEXT,
+        "init_from": TEXT,
+        "code": {"commit": TEXT},
+        "host": TEXT,
+        "inexact_because": [TEXT],
+    }
+    file.write_text(
+        json.dumps(
+            json.loads(file.read_text())
+            | fields
+            | {"exact": False, "degraded": TEXT, "tokenizer_source": TEXT, "checkpoint": TEXT}
+        )
+    )
 
 
 def saved_config(folder: Folder) -> None:
@@ -63,15 +81,36 @@ def sweep(folder: Folder) -> None:
     file = folder.copy("sweep") / "sweep.json"
     fields = json.loads(file.read_text())
     for job in fields["jobs"]:
-        job |= {"status": "failed", "outcome": "failed", "error": TEXT, "last_lines": [TEXT], "started": TEXT, "ended": TEXT}
+        job |= {
+            "status": "failed",
+            "outcome": "failed",
+            "error": TEXT,
+            "last_lines": [TEXT],
+            "started": TEXT,
+            "ended": TEXT,
+        }
     file.write_text(json.dumps(fields | {"created": TEXT, "status": TEXT, "launcher": TEXT}))
-    metrics = [{"kind": "train", "step": step, "loss": 2.0, "tokens": 1, "loss_tokens": 1, "time": 1.0, "attempt": 1, TEXT: TEXT} for step in (1, 2)]
+    metrics = [
+        {
+            "kind": "train",
+            "step": step,
+            "loss": 2.0,
+            "tokens": 1,
+            "loss_tokens": 1,
+            "time": 1.0,
+            "attempt": 1,
+            TEXT: TEXT,
+        }
+        for step in (1, 2)
+    ]
     (file.parent / "seed=1" / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in metrics))
 
 
 def tokenizer(folder: Folder) -> None:
     file = folder.copy("model") / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": TEXT, "model_max_length": TEXT, TEXT: TEXT}))
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"eos_token": TEXT, "model_max_length": TEXT, TEXT: TEXT})
+    )
 
 
 def model_config(folder: Folder) -> None:

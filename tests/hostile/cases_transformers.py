@@ -1,4 +1,6 @@
-"""Model folders of families that only transformers computes: settings that fill memory or time, code, kernels of the hub, files of torch."""
+"""Model folders of families that only transformers computes: settings that fill memory or time, code, kernels of the
+hub, files of torch.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,40 @@ from cases_models import AUTO_MAP, CHAT, MODULE, PICKLE, safetensors
 from harness import TRAIN, Folder, HostileCase
 
 GEMMA: dict[str, Any] = {
-    **{"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "vocab_size": 6400, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1},
+    **{
+        "model_type": "gemma2",
+        "architectures": ["Gemma2ForCausalLM"],
+        "vocab_size": 6400,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+    },
     **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64},
 }
-GPT: dict[str, Any] = {"model_type": "gpt2", "vocab_size": 6400, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
-EXPERTS: dict[str, Any] = GEMMA | {"model_type": "qwen2_moe", "num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
+GPT: dict[str, Any] = {
+    "model_type": "gpt2",
+    "vocab_size": 6400,
+    "n_embd": 32,
+    "n_layer": 1,
+    "n_head": 2,
+    "n_positions": 64,
+}
+EXPERTS: dict[str, Any] = GEMMA | {
+    "model_type": "qwen2_moe",
+    "num_experts": 4,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
 INIT = f"{' '.join(each for each in TRAIN.split() if not each.startswith('model.'))} init_from=model"
 INDEX = "model__safetensors__index__json"
 
 
-def foreign(base: dict[str, Any], replaced: dict[str, bytes | str | None] | None = None, **fields: Any) -> Callable[[Folder], None]:
-    """A folder with this config.json and the weights of another model; `replaced` files have __ in place of a point, None removes one."""
+def foreign(
+    base: dict[str, Any], replaced: dict[str, bytes | str | None] | None = None, **fields: Any
+) -> Callable[[Folder], None]:
+    """A folder with this config.json and the weights of another model; `replaced` files have __ in place of a point,
+    None removes one.
+    """
 
     def build(folder: Folder) -> None:
         folder.copy("rows.jsonl")

@@ -1,8 +1,9 @@
-"""Runs hostile cases: a command on harmful files, in a forked process with an audit hook, a deadline and a memory limit.
+"""Runs hostile cases: a command on harmful files, in a forked process with an audit hook, a deadline and a memory
+limit.
 
-A case passes if the command ends as the table says and nothing of this is seen: code of the case that runs, a file that changes outside of its
-folder, a raw control character or a traceback in what is printed or logged, more than MAX_SECONDS of processor time or MAX_BYTES of memory. A case that
-waits is ended at DEADLINE.
+A case passes if the command ends as the table says and nothing of this is seen: code of the case that runs, a file that
+changes outside of its folder, a raw control character or a traceback in what is printed or logged, more than
+MAX_SECONDS of processor time or MAX_BYTES of memory. A case that waits is ended at DEADLINE.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from common.errors import strip_control
 ROOT = Path(__file__).resolve().parents[2]
 MAX_SECONDS, DEADLINE, MAX_BYTES = 10.0, 100.0, 1 << 30
 ADDRESS_SPACE = 6 << 30  # bytes above that of the harness: protects the machine from a case that fails
-PRINTED_FILES = {".log", ".html", ".csv", ".txt"}  # files of a run or sweep that people read on a terminal or in a browser
+# files of a run or sweep that people read on a terminal or in a browser
+PRINTED_FILES = {".log", ".html", ".csv", ".txt"}
 TINY_RUN = (
     "model.hidden_size=32 model.num_hidden_layers=1 model.num_attention_heads=2 model.num_key_value_heads=1 model.head_dim=16 model.intermediate_size=32 "
     "train.max_steps=2 train.batch_size=2 train.eval_every=0 train.save_every=0 train.sample_every=0 data.max_length=32 data.val_path=null data.val_fraction=0.01 device=cpu "
@@ -40,7 +42,9 @@ TRAIN = f"train {TINY_RUN} hydra.run.dir=out"
 
 @dataclass(frozen=True)
 class HostileCase:
-    """`build` writes the harmful files into a Folder; then each of `commands` runs in it and must end with `code` and print `message`."""
+    """`build` writes the harmful files into a Folder; then each of `commands` runs in it and must end with `code` and
+    print `message`.
+    """
 
     name: str
     category: str
@@ -80,7 +84,8 @@ class Folder:
     def copy(self, name: str, target: str = "") -> Path:
         """Return a copy in `work` of an unharmed file or folder.
 
-        They are new_run and sweep (killed before the first step), run and model (trained; not in light cases), tokenizer, rows.jsonl, chats.jsonl.
+        They are new_run and sweep (killed before the first step), run and model (trained; not in light cases),
+        tokenizer, rows.jsonl, chats.jsonl.
         """
         source, copied = self.base / name, self.work / (target or name)
         return Path(shutil.copytree(source, copied) if source.is_dir() else shutil.copy(source, copied))
@@ -101,7 +106,9 @@ class CommandEnd:
 
     def failures(self, case: HostileCase) -> list[str]:
         """What is wrong with the end of the command, compared with the case."""
-        found = [f"executed: {each}" for each in dict.fromkeys(self.executed)] + [f"changed outside: {each}" for each in dict.fromkeys(self.wrote)]
+        found = [f"executed: {each}" for each in dict.fromkeys(self.executed)] + [
+            f"changed outside: {each}" for each in dict.fromkeys(self.wrote)
+        ]
         found += [f"raw control characters in {each}" for each in self.control]
         if self.code != case.code:
             found.append(f"exit code {self.code} instead of {case.code}")
@@ -169,7 +176,9 @@ def _wait(child: int) -> tuple[int, resource.struct_rusage]:
 
 
 def _printed_files(work: Path) -> Iterator[Path]:
-    return (path for path in work.rglob("*") if path.suffix in PRINTED_FILES and path.is_file() and not path.is_symlink())
+    return (
+        path for path in work.rglob("*") if path.suffix in PRINTED_FILES and path.is_file() and not path.is_symlink()
+    )
 
 
 def _printed(ended: CommandEnd, work: Path, modified: dict[Path, int]) -> Iterator[tuple[str, str]]:
@@ -185,7 +194,11 @@ def _child_main(command: str, folder: Folder, log: Path, events: Path) -> None:
     try:
         os.setsid()
         os.chdir(folder.work)
-        for descriptor, file, flags in ((0, "/dev/null", os.O_RDONLY), (1, str(log), os.O_WRONLY | os.O_APPEND), (2, str(log), os.O_WRONLY | os.O_APPEND)):
+        for descriptor, file, flags in (
+            (0, "/dev/null", os.O_RDONLY),
+            (1, str(log), os.O_WRONLY | os.O_APPEND),
+            (2, str(log), os.O_WRONLY | os.O_APPEND),
+        ):
             os.dup2(os.open(file, flags), descriptor)
         os.environ |= {"HOME": str(folder.root / "home"), "TMPDIR": str(folder.root / "tmp")}
         tempfile.tempdir = None  # read TMPDIR again
@@ -217,4 +230,7 @@ def _call(arguments: list[str]) -> int:
 
 
 def _contents(folder: Path) -> dict[str, bytes | str]:
-    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() and not path.is_symlink() else "" for path in folder.rglob("*")}
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() and not path.is_symlink() else ""
+        for path in folder.rglob("*")
+    }

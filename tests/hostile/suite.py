@@ -1,10 +1,11 @@
-"""Hostile suite: harmful folders and files are given to the commands. `python tests/hostile/suite.py` prints the table and its counts.
+"""Hostile suite: harmful folders and files are given to the commands. `python tests/hostile/suite.py` prints the table
+and its counts.
 
     python tests/hostile/suite.py [--light | --heavy] [--part=I/N] [--brief] [--template-seconds=S] [NAME ...]
 
---light: only the cases that end before torch is imported; --heavy: only the others. --part: every N-th case from the I-th on; --brief: the first
-command of each. --template-seconds: limit of a chat template, lower for a fast test. NAME: part of the name or category of the cases to run. Exit
-code 1: one failed.
+--light: only the cases that end before torch is imported; --heavy: only the others. --part: every N-th case from the
+I-th on; --brief: the first command of each. --template-seconds: limit of a chat template, lower for a fast test. NAME:
+part of the name or category of the cases to run. Exit code 1: one failed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ import tempfile
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
-os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 import harness  # noqa: E402  (after sys.path and the environment)
 
@@ -40,7 +46,14 @@ def make_base(base: Path, is_light: bool) -> None:
         path.mkdir()
     texts = [json.dumps({"text": f"{number} goats sing in the rain"}) for number in range(40)]
     chats = [
-        json.dumps({"messages": [{"role": "user", "content": f"How many goats? {number}"}, {"role": "assistant", "content": f"{number} goats."}]})
+        json.dumps(
+            {
+                "messages": [
+                    {"role": "user", "content": f"How many goats? {number}"},
+                    {"role": "assistant", "content": f"{number} goats."},
+                ]
+            }
+        )
         for number in range(40)
     ]
     base.mkdir()
@@ -61,7 +74,7 @@ def make_base(base: Path, is_light: bool) -> None:
 
 def _write_new_run(run: Path) -> None:
     from runner.config.compose import compose_tree, without_hydra
-    from runner.run_dir.contents.fields import DEFAULT_METADATA
+    from runner.run_dir.contents import DEFAULT_METADATA
     from runner.run_dir.resume import complete_hydra_dir
 
     overrides = harness.TINY_RUN.split()
@@ -73,11 +86,21 @@ def _write_new_run(run: Path) -> None:
 
 def _write_sweep(base: Path) -> None:
     """A sweep of two jobs that are killed before their first step."""
-    jobs = [{"name": f"seed={seed}", "overrides": {"seed": str(seed)}, "status": "interrupted", "attempt": 1} for seed in (1, 2)]
+    jobs = [
+        {"name": f"seed={seed}", "overrides": {"seed": str(seed)}, "status": "interrupted", "attempt": 1}
+        for seed in (1, 2)
+    ]
     for job in jobs:
         shutil.copytree(base / "new_run", base / "sweep" / str(job["name"]))
-    fields = {"overrides": harness.TINY_RUN.split(), "swept": {"seed": ["1", "2"]}, "status": "interrupted", "created": "2026-01-01T00:00:00+00:00"}
-    (base / "sweep" / "sweep.json").write_text(json.dumps(fields | {"sweeper": "grid", "launcher": "local", "jobs": jobs}))
+    fields = {
+        "overrides": harness.TINY_RUN.split(),
+        "swept": {"seed": ["1", "2"]},
+        "status": "interrupted",
+        "created": "2026-01-01T00:00:00+00:00",
+    }
+    (base / "sweep" / "sweep.json").write_text(
+        json.dumps(fields | {"sweeper": "grid", "launcher": "local", "jobs": jobs})
+    )
 
 
 def main() -> int:
@@ -91,7 +114,13 @@ def main() -> int:
     args = parser.parse_args()
     importlib.import_module("runner.train")  # once: the cases run in forked processes
     if not args.light:
-        for module in ("torch", "runner.launch.run", "runner.engine.build", "runner.inference.load", "models.transformers_adapter.load"):
+        for module in (
+            "torch",
+            "runner.launch.run",
+            "runner.engine.build",
+            "runner.inference.load",
+            "models.transformers_adapter.load",
+        ):
             importlib.import_module(module)
     if args.template_seconds:
         importlib.import_module("data.tokenize.templates.renderer").MAX_SECONDS = args.template_seconds
@@ -99,7 +128,9 @@ def main() -> int:
     chosen = [case for case in all_cases() if not (args.heavy if case.is_light else args.light)][part - 1 :: parts]
     if args.brief:
         chosen = [dataclasses.replace(case, commands=case.commands[:1]) for case in chosen]
-    chosen = [case for case in chosen if not args.names or any(name in f"{case.category} {case.name}" for name in args.names)]
+    chosen = [
+        case for case in chosen if not args.names or any(name in f"{case.category} {case.name}" for name in args.names)
+    ]
     with tempfile.TemporaryDirectory(prefix="hostile-") as temp:
         base = Path(temp).resolve() / "base"
         make_base(base, args.light)
@@ -113,7 +144,9 @@ def _run_all(cases: list[harness.HostileCase], base: Path) -> int:
             ends.append(ended)
             failures = ended.failures(case)
             failed += bool(failures)
-            print(f"{'FAILED' if failures else 'ok':6} {ended.seconds:5.1f} s {ended.bytes >> 20:5} MiB  {case.category}: {case.name}: {command[:60]}")
+            print(
+                f"{'FAILED' if failures else 'ok':6} {ended.seconds:5.1f} s {ended.bytes >> 20:5} MiB  {case.category}: {case.name}: {command[:60]}"
+            )
             for failure in failures[:8]:
                 print(f"       {failure}")
             if failures:

@@ -1,4 +1,6 @@
-"""A part of the hostile suite, whose cases are commands on harmful files; `python tests/hostile/suite.py` runs all of it."""
+"""A part of the hostile suite, whose cases are commands on harmful files; `python tests/hostile/suite.py` runs all of
+it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ SUITE = Path(__file__).with_name("suite.py")
 def run_suite(*arguments: str) -> None:
     """Run the suite; show its table if a case fails, its counts otherwise."""
     ended = subprocess.run([sys.executable, str(SUITE), *arguments], capture_output=True, text=True, timeout=550)
-    assert ended.returncode == 0, "\n".join(line for line in (ended.stdout + ended.stderr).splitlines() if not line.startswith("ok "))
+    assert ended.returncode == 0, "\n".join(
+        line for line in (ended.stdout + ended.stderr).splitlines() if not line.startswith("ok ")
+    )
     print(ended.stdout.splitlines()[-1])
 
 

@@ -1,4 +1,6 @@
-"""Chat: complete and harmless characters, the mode of the run's data, reproducible sampling, conversations that outgrow the model."""
+"""Chat: complete and harmless characters, the mode of the run's data, reproducible sampling, conversations that outgrow
+the model.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,15 @@ TOKENIZER = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
 
 
 def chat_config(folder: Path, **changes: object) -> ChatConfig:
-    values = {"run": str(folder), "prompt": None, "mode": "auto", "system": None, "temperature": 0.7, "top_k": 0, "top_p": 0.9}
+    values = {
+        "run": str(folder),
+        "prompt": None,
+        "mode": "auto",
+        "system": None,
+        "temperature": 0.7,
+        "top_k": 0,
+        "top_p": 0.9,
+    }
     values |= {"repetition_penalty": 1.0, "max_new_tokens": 12, "seed": 0, "device": "cpu"}
     return ChatConfig(**values | changes)  # type: ignore[arg-type]  # values of many types in one dict
 
@@ -48,7 +58,9 @@ def stream(text: str) -> tuple[str, list[str]]:
 def test_token_streamer_writes_complete_characters_only() -> None:
     text = "龘 and 🦄, 托洛最喜欢棕色。"
     tokenizer = Tokenizer.load(TOKENIZER)
-    assert any("\ufffd" in tokenizer.decode([token]) for token in tokenizer.encode(text)), "the text needs a character of several tokens"
+    assert any("\ufffd" in tokenizer.decode([token]) for token in tokenizer.encode(text)), (
+        "the text needs a character of several tokens"
+    )
     decoded, written = stream(text)
     assert decoded == text == "".join(written) and not any("\ufffd" in part for part in written)
 
@@ -59,12 +71,16 @@ def test_token_streamer_escapes_control_characters() -> None:
 
 
 def test_chat_answer_is_a_function_of_the_seed(hf_folder: Path) -> None:
-    answers = [open_session(hf_folder, seed=seed).answer("Where does Ludo live?", lambda text: None) for seed in (1, 1, 2)]
+    answers = [
+        open_session(hf_folder, seed=seed).answer("Where does Ludo live?", lambda text: None) for seed in (1, 1, 2)
+    ]
     assert answers[0] == answers[1] != answers[2]
 
 
 @pytest.mark.parametrize(("data_format", "is_chat"), [("text", False), ("chat", True), ("preference", True)])
-def test_chat_mode_auto_follows_the_data_format_of_the_run(hf_folder: Path, tmp_path: Path, data_format: str, is_chat: bool) -> None:
+def test_chat_mode_auto_follows_the_data_format_of_the_run(
+    hf_folder: Path, tmp_path: Path, data_format: str, is_chat: bool
+) -> None:
     folder = write_run(hf_folder, tmp_path, data_format)
     assert open_session(folder).is_chat is is_chat
     assert open_session(folder, mode="chat").is_chat and not open_session(folder, mode="text").is_chat
@@ -79,7 +95,11 @@ def test_chat_drops_the_oldest_turns_and_keeps_the_system_message(hf_folder: Pat
     for turn in range(12):
         session.answer(f"Question number {turn}: where does Ludo live?", lambda text: None)
     contents = [message["content"] for message in session.messages]
-    assert contents[0] == "Be brief." and "number 11" in contents[-2] and not any("number 0" in content for content in contents)
+    assert (
+        contents[0] == "Be brief."
+        and "number 11" in contents[-2]
+        and not any("number 0" in content for content in contents)
+    )
     assert [message["role"] for message in session.messages[1:3]] == ["user", "assistant"]
 
 
@@ -101,7 +121,8 @@ def test_chat_notes_once_per_conversation_that_it_is_longer_than_those_of_the_tr
     run = write_run(hf_folder, tmp_path, "preference")
     write_stage(tmp_path / "pretrain", "scratch", longest_conversation=0, most_answers=0)
     write_stage(tmp_path / "sft", tmp_path / "pretrain", longest_conversation=90, most_answers=2)
-    write_stage(run, tmp_path / "sft", longest_conversation=40, most_answers=1)  # DPO pairs of one turn do not make the model forget two
+    # DPO pairs of one turn do not make the model forget two
+    write_stage(run, tmp_path / "sft", longest_conversation=40, most_answers=1)
     session = open_session(run, max_new_tokens=2)
     notes = []
     for text in ("a", "b", "c", "d"):
@@ -115,9 +136,16 @@ def test_chat_notes_once_per_conversation_that_it_is_longer_than_those_of_the_tr
 
 
 @pytest.mark.parametrize("case", ["weights from outside", "deleted run", "older run", "circle"])
-def test_chat_notes_nothing_where_the_length_of_the_training_is_not_known(hf_folder: Path, tmp_path: Path, case: str) -> None:
+def test_chat_notes_nothing_where_the_length_of_the_training_is_not_known(
+    hf_folder: Path, tmp_path: Path, case: str
+) -> None:
     run = write_run(hf_folder, tmp_path, "chat")
-    sources = {"weights from outside": hf_folder, "deleted run": tmp_path / "deleted", "older run": "scratch", "circle": run}
+    sources = {
+        "weights from outside": hf_folder,
+        "deleted run": tmp_path / "deleted",
+        "older run": "scratch",
+        "circle": run,
+    }
     counts = {} if case == "older run" else {"longest_conversation": 9, "most_answers": 1}
     write_stage(run, sources[case], **counts)
     assert trained_length(run) is None

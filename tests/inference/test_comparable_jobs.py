@@ -11,7 +11,14 @@ import pytest
 from common.errors import UserError
 from runner.inference.best_job import find_best_job
 
-EVALUATION = {"on": "validation", "rows": 80, "tokens": 90, "data": "a", "tokenizer": "t", "loss": {"data.loss_on": "assistant"}}
+EVALUATION = {
+    "on": "validation",
+    "rows": 80,
+    "tokens": 90,
+    "data": "a",
+    "tokenizer": "t",
+    "loss": {"data.loss_on": "assistant"},
+}
 
 
 def write_sweep(folder: Path, *jobs: tuple[str, str, float | None, dict[str, Any]]) -> Path:
@@ -21,15 +28,34 @@ def write_sweep(folder: Path, *jobs: tuple[str, str, float | None, dict[str, Any
         names.append(name := f"lr={lr},seed={seed}")
         (folder / name / "model").mkdir(parents=True)
         export = {"weights": "best", "step": 4, "loss": loss}
-        fields = {"status": "completed", "outcome": "completed", "metrics": {"loss": 1.0}, "export": export, "evaluation": EVALUATION | changes}
-        (folder / name / "run.json").write_text(json.dumps(fields | ({"status": "failed", "export": None} if loss is None else {})))
-    content = [{"name": name, "overrides": {"optimizer.lr": lr, "seed": seed}} for name, (lr, seed, _, _) in zip(names, jobs, strict=True)]
+        fields = {
+            "status": "completed",
+            "outcome": "completed",
+            "metrics": {"loss": 1.0},
+            "export": export,
+            "evaluation": EVALUATION | changes,
+        }
+        (folder / name / "run.json").write_text(
+            json.dumps(fields | ({"status": "failed", "export": None} if loss is None else {}))
+        )
+    content = [
+        {"name": name, "overrides": {"optimizer.lr": lr, "seed": seed}}
+        for name, (lr, seed, _, _) in zip(names, jobs, strict=True)
+    ]
     (folder / "sweep.json").write_text(json.dumps({"jobs": content}))
     return folder
 
 
 def test_best_job_is_of_the_point_with_the_lowest_mean(tmp_path: Path) -> None:
-    sweep = write_sweep(tmp_path, ("1", "0", 2.0, {}), ("1", "1", 1.8, {}), ("2", "0", 1.0, {}), ("2", "1", 3.5, {}), ("3", "0", 2.5, {}), ("3", "1", 2.5, {}))
+    sweep = write_sweep(
+        tmp_path,
+        ("1", "0", 2.0, {}),
+        ("1", "1", 1.8, {}),
+        ("2", "0", 1.0, {}),
+        ("2", "1", 3.5, {}),
+        ("3", "0", 2.5, {}),
+        ("3", "1", 2.5, {}),
+    )
     assert find_best_job(sweep).name == "lr=1,seed=1"
 
 
@@ -42,7 +68,10 @@ def test_best_job_that_is_a_link_is_refused(tmp_path: Path) -> None:
 
 
 def test_best_job_is_of_a_point_whose_seeds_are_all_completed(tmp_path: Path) -> None:
-    assert find_best_job(write_sweep(tmp_path, ("1", "0", 2.0, {}), ("2", "0", 1.0, {}), ("2", "1", None, {}))).name == "lr=1,seed=0"
+    assert (
+        find_best_job(write_sweep(tmp_path, ("1", "0", 2.0, {}), ("2", "0", 1.0, {}), ("2", "1", None, {}))).name
+        == "lr=1,seed=0"
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,8 +90,12 @@ def test_best_job_needs_jobs_that_were_judged_alike(change: dict[str, Any], prob
 
 
 @pytest.mark.parametrize("rows, is_best", [(1, False), (9, False), (10, True)])
-def test_best_job_judged_on_few_rows_is_taken_with_a_warning(rows: int, is_best: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_best_job_judged_on_few_rows_is_taken_with_a_warning(
+    rows: int, is_best: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     sweep = write_sweep(tmp_path, ("1", "0", 2.0, {"rows": rows}), ("2", "0", 1.0, {"rows": rows}))
     assert find_best_job(sweep).name == "lr=2,seed=0"
     message = capsys.readouterr().err
-    assert ("best job lr=2" in message) is is_best and (f"judged on {rows} row" in message and "has no best job" in message) is not is_best
+    assert ("best job lr=2" in message) is is_best and (
+        f"judged on {rows} row" in message and "has no best job" in message
+    ) is not is_best

@@ -1,4 +1,6 @@
-"""Weights that are not finite, or of an integer type, are refused by name: by every reader of weights, and by every command that loads them."""
+"""Weights that are not finite, or of an integer type, are refused by name: by every reader of weights, and by every
+command that loads them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from models.language_model import create_model
 from models.lora import add_lora
 from runner.checkpoint.atomic_dir import MANIFEST_FILE, discard_dir, verify_dir, write_atomic_dir
 
-NORM, LATER = "model.layers.0.input_layernorm.weight", "model.layers.0.mlp.up_proj.weight"  # both are damaged: the first by name is reported
+# both are damaged: the first by name is reported
+NORM, LATER = "model.layers.0.input_layernorm.weight", "model.layers.0.mlp.up_proj.weight"
 MATRIX = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
@@ -81,7 +84,9 @@ def load_config(folder: Path, family: str | None) -> Any:
 @damages
 @pytest.mark.parametrize("family", [None, "transformers"])
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
-def test_damaged_tensor_of_a_model_folder_is_refused(file: str, family: str | None, damage: str, hf_folder: Path, tmp_path: Path) -> None:
+def test_damaged_tensor_of_a_model_folder_is_refused(
+    file: str, family: str | None, damage: str, hf_folder: Path, tmp_path: Path
+) -> None:
     folder = shutil.copytree(hf_folder, tmp_path / "folder")
     change(folder / "model.safetensors", damage, NORM, LATER)
     if file != "model.safetensors":
@@ -147,7 +152,11 @@ def test_tensor_that_the_model_does_not_read_may_have_any_value(tmp_path: Path) 
 def rewrite_checkpoint(folder: Path, damage: str) -> None:
     """Damage the weights of a checkpoint and write its checksums again: they cannot tell."""
     change(folder / "model.safetensors", damage, NORM, LATER)
-    fields = {key: value for key, value in json.loads((folder / MANIFEST_FILE).read_text()).items() if key not in ("files", "name", "sha256")}
+    fields = {
+        key: value
+        for key, value in json.loads((folder / MANIFEST_FILE).read_text()).items()
+        if key not in ("files", "name", "sha256")
+    }
     files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != MANIFEST_FILE}
     discard_dir(folder)
     write_atomic_dir(folder.parent, folder.name, files, fields)
@@ -164,41 +173,72 @@ def check_refusing_commands(source: Path, shown: str, name: str, call_command: C
     for command, arguments in commands.items():
         ended = call_command(command, f"run={source}", *arguments)
         assert ended.returncode == 2 and "Traceback" not in ended.stderr, (command, ended)
-        assert re.search(rf"error: .*({REASON})", ended.stderr, re.DOTALL) and name in ended.stderr and shown in ended.stderr, (command, ended)
+        assert (
+            re.search(rf"error: .*({REASON})", ended.stderr, re.DOTALL)
+            and name in ended.stderr
+            and shown in ended.stderr
+        ), (command, ended)
     assert not Path("exported").exists()
 
 
 @pytest.mark.parametrize("damage", ["NaN", "int64"])
-def test_commands_refuse_a_damaged_model_folder(damage: str, hf_folder: Path, workspace: Path, rows: str, call: Call, call_command: Call) -> None:
+def test_commands_refuse_a_damaged_model_folder(
+    damage: str, hf_folder: Path, workspace: Path, rows: str, call: Call, call_command: Call
+) -> None:
     change(shutil.copytree(hf_folder, folder := workspace / "folder") / "model.safetensors", damage, NORM, LATER)
     check_refusing_commands(folder, str(folder), NORM, call_command, rows)
-    ended = call(*(each for each in TINY_RUN if each not in TINY_MODEL), rows, f"init_from={folder}", "hydra.run.dir=out")
+    ended = call(
+        *(each for each in TINY_RUN if each not in TINY_MODEL), rows, f"init_from={folder}", "hydra.run.dir=out"
+    )
     assert ended.returncode == 2 and NORM in ended.stderr and str(folder) in ended.stderr, ended
 
 
 @pytest.mark.parametrize("damage", ["NaN", "int64"])
-def test_commands_refuse_a_damaged_adapter(damage: str, adapter: Path, workspace: Path, rows: str, call: Call, call_command: Call) -> None:
+def test_commands_refuse_a_damaged_adapter(
+    damage: str, adapter: Path, workspace: Path, rows: str, call: Call, call_command: Call
+) -> None:
     change(adapter / "adapter_model.safetensors", damage, MATRIX)
     check_refusing_commands(adapter, str(adapter), MATRIX, call_command, rows)
     for stage in ([], ["stage=lora", "stage.data_format=text", "stage.lora.continue_adapter=true"]):
-        ended = call(*stage, *(each for each in TINY_RUN if each not in TINY_MODEL), rows, f"init_from={adapter}", "hydra.run.dir=out")
+        ended = call(
+            *stage,
+            *(each for each in TINY_RUN if each not in TINY_MODEL),
+            rows,
+            f"init_from={adapter}",
+            "hydra.run.dir=out",
+        )
         assert ended.returncode == 2 and MATRIX in ended.stderr, ended
 
 
 @pytest.mark.parametrize("damage", ["NaN", "int64"])
-def test_training_refuses_a_damaged_minimind_file(damage: str, hf_folder: Path, workspace: Path, rows: str, call: Call) -> None:
-    tensors = {name: tensor.half() for name, tensor in safetensors.torch.load_file(hf_folder / "model.safetensors").items()}
+def test_training_refuses_a_damaged_minimind_file(
+    damage: str, hf_folder: Path, workspace: Path, rows: str, call: Call
+) -> None:
+    tensors = {
+        name: tensor.half() for name, tensor in safetensors.torch.load_file(hf_folder / "model.safetensors").items()
+    }
     torch.save(damaged(tensors, damage, NORM, LATER), path := workspace / "full_sft_32.pth")
-    ended = call(*(each for each in TINY_RUN if each not in TINY_MODEL), rows, f"init_from={path}", f"data.tokenizer={hf_folder}", "hydra.run.dir=out")
+    ended = call(
+        *(each for each in TINY_RUN if each not in TINY_MODEL),
+        rows,
+        f"init_from={path}",
+        f"data.tokenizer={hf_folder}",
+        "hydra.run.dir=out",
+    )
     assert ended.returncode == 2 and NORM in ended.stderr, ended
 
 
 @pytest.mark.parametrize("damage", ["NaN", pytest.param("int64", marks=pytest.mark.slow)])
-def test_commands_refuse_a_damaged_checkpoint(damage: str, workspace: Path, rows: str, call: Call, call_command: Call) -> None:
+def test_commands_refuse_a_damaged_checkpoint(
+    damage: str, workspace: Path, rows: str, call: Call, call_command: Call
+) -> None:
     assert call(*TINY_RUN, rows, "hydra.run.dir=run").returncode == 0
     checkpoint = next((workspace / "run" / "checkpoints").glob("step-*"))
     rewrite_checkpoint(checkpoint, damage)
     check_refusing_commands(checkpoint, checkpoint.name, NORM, call_command, rows)
-    for arguments in ("resume=run", "train.max_steps=4"), (*(each for each in TINY_RUN if each not in TINY_MODEL), rows, f"init_from={checkpoint}"):
+    for arguments in (
+        ("resume=run", "train.max_steps=4"),
+        (*(each for each in TINY_RUN if each not in TINY_MODEL), rows, f"init_from={checkpoint}"),
+    ):
         ended = call(*arguments)
         assert ended.returncode == 2 and NORM in ended.stderr and checkpoint.name in ended.stderr, ended

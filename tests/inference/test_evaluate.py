@@ -23,7 +23,12 @@ from runner.inference.load import LoadedModel, load_trained
 from runner.inference.metrics.exact_match import generate_answers
 from runner.reporting.sweep_results.evaluations import record_everywhere
 
-TEXTS = ["Ludo lives in Sarro.", "托洛最喜欢棕色。", "The opposite of loud is quiet, and the opposite of north is south.", "é 🙂"]
+TEXTS = [
+    "Ludo lives in Sarro.",
+    "托洛最喜欢棕色。",
+    "The opposite of loud is quiet, and the opposite of north is south.",
+    "é 🙂",
+]
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -35,7 +40,15 @@ def evaluate_config(metric: str, data: Path, max_length: int = 128, **changes: o
     values = {
         "run": "here",
         "metric": metric,
-        "data": EvaluationData(str(data), columns=None, encoding=None, text_unit="file", max_length=max_length, loss_on=None, cache=str(data.parent / "cache")),
+        "data": EvaluationData(
+            str(data),
+            columns=None,
+            encoding=None,
+            text_unit="file",
+            max_length=max_length,
+            loss_on=None,
+            cache=str(data.parent / "cache"),
+        ),
         "batch_size": 3,
     }
     values |= {"max_new_tokens": 8, "show": 5, "reference": None, "device": "cpu"}
@@ -60,7 +73,9 @@ def test_perplexity_is_the_mean_of_token_losses(hf_folder: Path, tmp_path: Path)
     assert results["loss_tokens"] == tokens
     assert results["loss"] == pytest.approx(loss / tokens, rel=1e-5)
     assert results["perplexity"] == pytest.approx(math.exp(loss / tokens), rel=1e-4)
-    assert results["bits_per_byte"] == pytest.approx(loss / math.log(2) / sum(len(text.encode()) for text in TEXTS), rel=1e-5)
+    assert results["bits_per_byte"] == pytest.approx(
+        loss / math.log(2) / sum(len(text.encode()) for text in TEXTS), rel=1e-5
+    )
 
 
 def test_perplexity_does_not_depend_on_the_batch_size(hf_folder: Path, tmp_path: Path) -> None:
@@ -74,13 +89,17 @@ def test_perplexity_of_an_untrained_model_is_the_vocabulary_size(hf_folder: Path
     results = evaluate(evaluate_config("perplexity", data), hf_folder)
     assert results["perplexity"] == pytest.approx(6400, rel=0.15)
     answer_bytes = sum(len(text.encode()) for text in TEXTS)
-    assert results["bits_per_byte"] == pytest.approx(results["loss"] * results["loss_tokens"] / math.log(2) / answer_bytes, rel=1e-6)
+    assert results["bits_per_byte"] == pytest.approx(
+        results["loss"] * results["loss_tokens"] / math.log(2) / answer_bytes, rel=1e-6
+    )
 
 
 @torch.inference_mode()
 def test_bits_per_byte_weighs_bytes_as_losses_where_rows_have_weights(hf_folder: Path, tmp_path: Path) -> None:
     weights = [3.0, 1.0, 1.0, 2.0]
-    data = write(tmp_path / "text.jsonl", [{"text": text, "weight": weight} for text, weight in zip(TEXTS, weights, strict=True)])
+    data = write(
+        tmp_path / "text.jsonl", [{"text": text, "weight": weight} for text, weight in zip(TEXTS, weights, strict=True)]
+    )
     trained = load_trained(hf_folder, "cpu")
     loss = tokens = num_bytes = 0.0
     for text, weight in zip(TEXTS, weights, strict=True):
@@ -96,20 +115,37 @@ def test_bits_per_byte_weighs_bytes_as_losses_where_rows_have_weights(hf_folder:
 @torch.inference_mode()
 def test_perplexity_weighs_losses_and_bytes_of_messages_with_weights(hf_folder: Path, tmp_path: Path) -> None:
     weights = [3.0, 0.5, 1.0, 0.25]
-    rows = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": text, "weight": weight}] for text, weight in zip(TEXTS, weights, strict=True)]
-    losses, alone = [], [evaluate(evaluate_config("perplexity", write(tmp_path / f"{i}.jsonl", [{"messages": row}])), hf_folder) for i, row in enumerate(rows)]
+    rows = [
+        [{"role": "user", "content": "?"}, {"role": "assistant", "content": text, "weight": weight}]
+        for text, weight in zip(TEXTS, weights, strict=True)
+    ]
+    losses, alone = (
+        [],
+        [
+            evaluate(evaluate_config("perplexity", write(tmp_path / f"{i}.jsonl", [{"messages": row}])), hf_folder)
+            for i, row in enumerate(rows)
+        ],
+    )
     losses = sum(w * each["loss"] * each["loss_tokens"] for w, each in zip(weights, alone, strict=True))
-    results = evaluate(evaluate_config("perplexity", write(tmp_path / "all.jsonl", [{"messages": row} for row in rows])), hf_folder)
+    results = evaluate(
+        evaluate_config("perplexity", write(tmp_path / "all.jsonl", [{"messages": row} for row in rows])), hf_folder
+    )
     assert results["loss_tokens"] == sum(each["loss_tokens"] for each in alone)
-    assert results["loss"] == pytest.approx(losses / sum(w * each["loss_tokens"] for w, each in zip(weights, alone, strict=True)), rel=1e-5)
+    assert results["loss"] == pytest.approx(
+        losses / sum(w * each["loss_tokens"] for w, each in zip(weights, alone, strict=True)), rel=1e-5
+    )
     num_bytes = sum(w * len(text.encode()) for w, text in zip(weights, TEXTS, strict=True))
     assert results["bits_per_byte"] == pytest.approx(losses / math.log(2) / num_bytes, rel=1e-5)
 
 
 def test_bits_per_byte_of_split_texts_is_that_of_the_whole_bytes(hf_folder: Path, tmp_path: Path) -> None:
     text = "托洛最喜欢棕色。é 🙂 " * 20
-    results = evaluate(evaluate_config("perplexity", write(tmp_path / "long.jsonl", [{"text": text}]), max_length=16), hf_folder)
-    assert results["bits_per_byte"] == pytest.approx(results["loss"] * results["loss_tokens"] / math.log(2) / len(text.encode()), rel=1e-6)
+    results = evaluate(
+        evaluate_config("perplexity", write(tmp_path / "long.jsonl", [{"text": text}]), max_length=16), hf_folder
+    )
+    assert results["bits_per_byte"] == pytest.approx(
+        results["loss"] * results["loss_tokens"] / math.log(2) / len(text.encode()), rel=1e-6
+    )
 
 
 def test_perplexity_covers_all_tokens_of_a_split_text(hf_folder: Path, tmp_path: Path) -> None:
@@ -121,25 +157,43 @@ def test_perplexity_covers_all_tokens_of_a_split_text(hf_folder: Path, tmp_path:
     )
 
 
-def test_exact_match_counts_answers_and_prints_wrong_ones(write_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exact_match_counts_answers_and_prints_wrong_ones(
+    write_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = write_model(tmp_path / "sure", seed=3, std=0.3)
     questions = ["Where does Ludo live?", "托洛最爱什么颜色？", "8 + 7?", "Who?"]
     empty = write(tmp_path / "empty.jsonl", [{"conversations": chat(question, "x")} for question in questions])
     evaluate(evaluate_config("exact_match", empty, show=9), folder)
-    answers = [ast.literal_eval(line.partition("answered ")[2]) for line in capsys.readouterr().out.splitlines() if "answered" in line]
-    right = write(tmp_path / "right.jsonl", [{"conversations": chat(q, f" {a.strip() or 'x'}\n")} for q, a in zip(questions, answers, strict=True)])
+    answers = [
+        ast.literal_eval(line.partition("answered ")[2])
+        for line in capsys.readouterr().out.splitlines()
+        if "answered" in line
+    ]
+    right = write(
+        tmp_path / "right.jsonl",
+        [{"conversations": chat(q, f" {a.strip() or 'x'}\n")} for q, a in zip(questions, answers, strict=True)],
+    )
     blank = sum(not answer.strip() for answer in answers)
-    assert evaluate(evaluate_config("exact_match", right), folder) == {"exact_match": 1 - blank / 4, "right": 4 - blank, "rows": 4}
+    assert evaluate(evaluate_config("exact_match", right), folder) == {
+        "exact_match": 1 - blank / 4,
+        "right": 4 - blank,
+        "rows": 4,
+    }
     assert blank == 0, "the random model needs answers that are not empty"
 
-    one_wrong = write(tmp_path / "wrong.jsonl", [{"conversations": chat(questions[0], "Nowhere.")}, {"conversations": chat(questions[1], answers[1])}])
+    one_wrong = write(
+        tmp_path / "wrong.jsonl",
+        [{"conversations": chat(questions[0], "Nowhere.")}, {"conversations": chat(questions[1], answers[1])}],
+    )
     capsys.readouterr()
     assert evaluate(evaluate_config("exact_match", one_wrong), folder)["exact_match"] == 0.5
     out = capsys.readouterr().out
     assert "wrong.jsonl:1" in out and "expected 'Nowhere.'" in out and "wrong.jsonl:2" not in out
 
 
-def test_conversation_prompts_contain_the_models_own_answers(write_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_conversation_prompts_contain_the_models_own_answers(
+    write_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = write_model(tmp_path / "sure", seed=3, std=0.3)
     questions = [["Who?", "托洛最爱什么颜色？", "8 + 7?"], ["Where does Ludo live?"]]
     session, own = load_trained(folder, "cpu"), []
@@ -149,8 +203,18 @@ def test_conversation_prompts_contain_the_models_own_answers(write_model: Callab
             messages.append({"role": "user", "content": question})
             messages.append({"role": "assistant", "content": _greedy(session, messages)})
         own.append({"conversations": messages})
-    others = [{"conversations": [*own[0]["conversations"][:3], {"role": "assistant", "content": "x"}, *own[0]["conversations"][4:]]}, own[1]]
-    for rows, right in ((own, 4), (others, 3)):  # the expected answer of the second turn is not in the prompt of the third
+    others = [
+        {
+            "conversations": [
+                *own[0]["conversations"][:3],
+                {"role": "assistant", "content": "x"},
+                *own[0]["conversations"][4:],
+            ]
+        },
+        own[1],
+    ]
+    # the expected answer of the second turn is not in the prompt of the third
+    for rows, right in ((own, 4), (others, 3)):
         results = evaluate(evaluate_config("conversation", write(tmp_path / "chat.jsonl", rows)), folder)
         assert (results["right"], results["answers"], results["rows"]) == (right, 4, 2)
         assert results["exact_match"] == right / 4 and results["first_turn"] == results["last_turn"] == 1
@@ -163,7 +227,11 @@ def _greedy(trained: LoadedModel, messages: list[dict[str, str]]) -> str:
 
 
 def test_conversation_refuses_rows_that_a_model_cannot_continue(hf_folder: Path, tmp_path: Path) -> None:
-    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+    }
     for messages in ([{"role": "user", "content": "hi"}], [{"role": "user", "content": "hi"}, call]):
         data = write(tmp_path / "chat.jsonl", [{"messages": messages}])
         with pytest.raises(UserError) as error:
@@ -172,12 +240,21 @@ def test_conversation_refuses_rows_that_a_model_cannot_continue(hf_folder: Path,
 
 
 def test_preference_rewards_are_relative_to_the_reference(write_model: Callable[..., Path], tmp_path: Path) -> None:
-    policy, reference = (write_model(tmp_path / name, seed, std=0.2) for name, seed in (("policy", 1), ("reference", 2)))
+    policy, reference = (
+        write_model(tmp_path / name, seed, std=0.2) for name, seed in (("policy", 1), ("reference", 2))
+    )
     pairs = [{"chosen": chat("Who?", text), "rejected": chat("Who?", text[::-1])} for text in TEXTS[:3]]
     data = write(tmp_path / "pairs.jsonl", pairs)
-    swapped = write(tmp_path / "swapped.jsonl", [{"chosen": pair["rejected"], "rejected": pair["chosen"]} for pair in pairs])
-    forward, backward = (evaluate(evaluate_config("preference", path, reference=str(reference)), policy) for path in (data, swapped))
-    assert forward["reward_margin"] == pytest.approx(-backward["reward_margin"], rel=1e-4) and forward["reward_margin"] != 0
+    swapped = write(
+        tmp_path / "swapped.jsonl", [{"chosen": pair["rejected"], "rejected": pair["chosen"]} for pair in pairs]
+    )
+    forward, backward = (
+        evaluate(evaluate_config("preference", path, reference=str(reference)), policy) for path in (data, swapped)
+    )
+    assert (
+        forward["reward_margin"] == pytest.approx(-backward["reward_margin"], rel=1e-4)
+        and forward["reward_margin"] != 0
+    )
     assert forward["reward_accuracy"] + backward["reward_accuracy"] == pytest.approx(1) and forward["rows"] == 3
     itself = evaluate(evaluate_config("preference", data, reference=str(policy)), policy)
     assert itself["reward_margin"] == 0 and itself["reward_accuracy"] == 0
@@ -197,11 +274,17 @@ def test_preference_without_a_known_reference_is_refused(hf_folder: Path, tmp_pa
 
 
 @pytest.mark.parametrize("metric", ["preference", "exact_match"])
-def test_metric_refuses_another_data_format_and_names_one_that_reads_it(hf_folder: Path, tmp_path: Path, metric: str) -> None:
+def test_metric_refuses_another_data_format_and_names_one_that_reads_it(
+    hf_folder: Path, tmp_path: Path, metric: str
+) -> None:
     data = write(tmp_path / "text.jsonl", [{"text": "a"}])
     with pytest.raises(UserError) as error:
         evaluate(evaluate_config(metric, data, reference=str(hf_folder)), hf_folder)
-    assert f"metric={metric} reads" in error.value.message and error.value.setting == f"{data}:1" and error.value.fix == "metric=perplexity reads this file"
+    assert (
+        f"metric={metric} reads" in error.value.message
+        and error.value.setting == f"{data}:1"
+        and error.value.fix == "metric=perplexity reads this file"
+    )
 
 
 def test_metric_refuses_a_row_of_another_schema_with_its_line(hf_folder: Path, tmp_path: Path) -> None:
@@ -219,16 +302,27 @@ def test_metric_refuses_a_file_without_rows(hf_folder: Path, tmp_path: Path) -> 
         assert "no row" in error.value.message
 
 
-def test_evaluate_appends_its_record_to_the_model_folder(hf_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_appends_its_record_to_the_model_folder(
+    hf_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = write(tmp_path / "text.jsonl", [{"text": "a b c"}])
     results = evaluate(evaluate_config("perplexity", data), hf_folder)
     last = json.loads((hf_folder / "evaluations.jsonl").read_text().splitlines()[-1])
-    assert last == {"metric": "perplexity", "data": str(data), **results} == json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (
+        last
+        == {"metric": "perplexity", "data": str(data), **results}
+        == json.loads(capsys.readouterr().out.splitlines()[-1])
+    )
 
 
-def test_evaluate_names_json_rows_that_are_named_as_text(hf_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_names_json_rows_that_are_named_as_text(
+    hf_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines, text = (write(tmp_path / name, [{"text": "a b c"}] * 3) for name in ("rows.jsonl", "rows.txt"))
-    assert evaluate(evaluate_config("perplexity", text), hf_folder)["loss"] == evaluate(evaluate_config("perplexity", lines), hf_folder)["loss"]
+    assert (
+        evaluate(evaluate_config("perplexity", text), hf_folder)["loss"]
+        == evaluate(evaluate_config("perplexity", lines), hf_folder)["loss"]
+    )
     assert capsys.readouterr().err.count("rows.txt: read as JSON Lines, which its content is") == 1
 
 
@@ -241,7 +335,9 @@ def test_evaluation_of_a_checkpoint_is_recorded_in_its_run(tmp_path: Path) -> No
     for folder in (checkpoint, checkpoint.parent / "best"):
         record_everywhere(folder, {"metric": "perplexity", **exported_weights(folder)})
     lines = (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == 2 * [{"metric": "perplexity", "weights": "step-00000040", "step": 40}]
+    assert [json.loads(line) for line in lines] == 2 * [
+        {"metric": "perplexity", "weights": "step-00000040", "step": 40}
+    ]
     assert list(checkpoint.iterdir()) == []
 
 
@@ -261,13 +357,22 @@ def test_evaluate_that_is_stopped_prints_the_result_of_the_rows_so_far(
     assert "partial" not in capsys.readouterr().out
 
 
-def test_evaluate_of_a_folder_takes_and_names_its_validation_files(hf_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_of_a_folder_takes_and_names_its_validation_files(
+    hf_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Before: one loss over the training, validation and test files."""
     folder = tmp_path / "set"
     folder.mkdir()
-    train, dev = (write(folder / f"{name}.jsonl", [{"text": text}]) for name, text in (("train", "a b c d e f"), ("dev", "one two")))
+    train, dev = (
+        write(folder / f"{name}.jsonl", [{"text": text}])
+        for name, text in (("train", "a b c d e f"), ("dev", "one two"))
+    )
     alone = evaluate(evaluate_config("perplexity", dev), hf_folder)
-    assert evaluate(evaluate_config("perplexity", folder), hf_folder) == alone != evaluate(evaluate_config("perplexity", train), hf_folder)
+    assert (
+        evaluate(evaluate_config("perplexity", folder), hf_folder)
+        == alone
+        != evaluate(evaluate_config("perplexity", train), hf_folder)
+    )
     printed = capsys.readouterr()
     assert f"{folder}: by their names, evaluates on dev.jsonl, leaves out train.jsonl" in printed.err
     assert json.loads(printed.out.splitlines()[1])["files"] == [str(dev)]
@@ -280,27 +385,46 @@ def test_evaluate_refuses_answers_with_a_verdict_by_name(hf_folder: Path, tmp_pa
         evaluate(evaluate_config("perplexity", data), hf_folder)
 
 
-def test_evaluate_warns_about_a_column_that_the_file_does_not_have(hf_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_warns_about_a_column_that_the_file_does_not_have(
+    hf_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Before: the loss of the field text, without a message."""
     cfg = evaluate_config("perplexity", write(tmp_path / "text.jsonl", [{"text": "a b c"}]))
     evaluate(replace(cfg, data=replace(cfg.data, columns={"text": "body"})), hf_folder)
     assert "warning: data.columns names body" in capsys.readouterr().err
 
 
-def test_metric_of_a_plugin_is_found_by_its_name(hf_folder: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_metric_of_a_plugin_is_found_by_its_name(
+    hf_folder: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     request.addfinalizer(lambda: METRICS.remove("rows"))
-    register_metric("rows", reads=("text",))(lambda trained, examples, cfg: {"rows": float(len(list(examples.examples())))})
+    register_metric("rows", reads=("text",))(
+        lambda trained, examples, cfg: {"rows": float(len(list(examples.examples())))}
+    )
     data = write(tmp_path / "text.jsonl", [{"text": text} for text in TEXTS])
     assert evaluate(evaluate_config("rows", data), hf_folder) == {"rows": 4.0}
-    with pytest.raises(UserError, match="metric must be one of conversation, exact_match, perplexity, preference, rows, got rouge"):
+    with pytest.raises(
+        UserError, match="metric must be one of conversation, exact_match, perplexity, preference, rows, got rouge"
+    ):
         evaluate_config("rouge", data)
 
 
 def test_evaluate_reads_validation_rows_as_the_run_did(call: Call, call_command: Call, workspace: Path) -> None:
-    """With the length limit and the labels of evaluate.py alone, the number was another one than in run.json and the leaderboard."""
-    rows = [{"conversations": chat(f"Where does Ludo live in {year}?", " ".join(TEXTS[:3]) + str(year))} for year in range(1990, 2000)]
+    """With the length limit and the labels of evaluate.py alone, the number was another one than in run.json and the
+    leaderboard.
+    """
+    rows = [
+        {"conversations": chat(f"Where does Ludo live in {year}?", " ".join(TEXTS[:3]) + str(year))}
+        for year in range(1990, 2000)
+    ]
     train, validation = write(workspace / "train.jsonl", rows[:6]), write(workspace / "val.jsonl", rows[6:])
-    overrides = [f"data.path={train}", f"data.val_path={validation}", "data.loss_on=all", "data.max_length=24", "train.eval_every=2"]
+    overrides = [
+        f"data.path={train}",
+        f"data.val_path={validation}",
+        "data.loss_on=all",
+        "data.max_length=24",
+        "train.eval_every=2",
+    ]
     sizes = [override for override in TINY_RUN if not override.startswith(("data.", "train.eval_every"))]
     trained = call(*sizes, "stage=sft", "init_from=scratch", *overrides, "hydra.run.dir=run")
     assert trained.returncode == 0, trained.stderr
@@ -310,9 +434,15 @@ def test_evaluate_reads_validation_rows_as_the_run_did(call: Call, call_command:
     assert json.loads(evaluated.stdout.splitlines()[-1])["loss"] == pytest.approx(exported["loss"], rel=1e-5)
 
 
-def test_preference_margin_is_that_of_the_log_probabilities_in_nats(write_model: Callable[..., Path], tmp_path: Path) -> None:
-    policy, reference = (write_model(tmp_path / name, seed, std=0.2) for name, seed in (("policy", 1), ("reference", 2)))
-    data = write(tmp_path / "pairs.jsonl", [{"chosen": chat("Who?", "Ludo lives here."), "rejected": chat("Who?", "Mara does.")}])
+def test_preference_margin_is_that_of_the_log_probabilities_in_nats(
+    write_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    policy, reference = (
+        write_model(tmp_path / name, seed, std=0.2) for name, seed in (("policy", 1), ("reference", 2))
+    )
+    data = write(
+        tmp_path / "pairs.jsonl", [{"chosen": chat("Who?", "Ludo lives here."), "rejected": chat("Who?", "Mara does.")}]
+    )
 
     def log_probability(folder: Path, answer: str) -> float:
         trained = load_trained(folder, "cpu")
@@ -321,13 +451,18 @@ def test_preference_margin_is_that_of_the_log_probabilities_in_nats(write_model:
             log_probs = trained.model(torch.tensor([ids[:-1]])).logits[0].double().log_softmax(-1)
         return sum(log_probs[t - 1, ids[t]].item() for t in range(len(ids)) if loss_mask[t])
 
-    ratios = [log_probability(policy, answer) - log_probability(reference, answer) for answer in ("Ludo lives here.", "Mara does.")]
+    ratios = [
+        log_probability(policy, answer) - log_probability(reference, answer)
+        for answer in ("Ludo lives here.", "Mara does.")
+    ]
     margin = evaluate(evaluate_config("preference", data, reference=str(reference)), policy)["reward_margin"]
     assert margin == pytest.approx(ratios[0] - ratios[1], rel=1e-4) and abs(margin) > 0.1
 
 
 @pytest.mark.parametrize("wrong, first, last", [(None, 1, 1), (0, 0, 1), (1, 1, 0)])
-def test_conversation_counts_first_and_last_turns(write_model: Callable[..., Path], tmp_path: Path, wrong: int | None, first: int, last: int) -> None:
+def test_conversation_counts_first_and_last_turns(
+    write_model: Callable[..., Path], tmp_path: Path, wrong: int | None, first: int, last: int
+) -> None:
     folder = write_model(tmp_path / "sure", seed=3, std=0.3)
     session, messages = load_trained(folder, "cpu"), list[dict[str, str]]()
     for question in ("Who?", "8 + 7?"):
@@ -335,5 +470,7 @@ def test_conversation_counts_first_and_last_turns(write_model: Callable[..., Pat
         messages.append({"role": "assistant", "content": _greedy(session, messages)})
     if wrong is not None:
         messages[2 * wrong + 1] = {"role": "assistant", "content": "Nowhere."}
-    results = evaluate(evaluate_config("conversation", write(tmp_path / "chat.jsonl", [{"conversations": messages}])), folder)
+    results = evaluate(
+        evaluate_config("conversation", write(tmp_path / "chat.jsonl", [{"conversations": messages}])), folder
+    )
     assert (results["first_turn"], results["last_turn"]) == (first, last)

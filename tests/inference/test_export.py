@@ -59,7 +59,9 @@ def adapter(hf_folder: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_exported_folder_is_compared_and_has_the_dtype(hf_folder: Path, tmp_path: Path, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exported_folder_is_compared_and_has_the_dtype(
+    hf_folder: Path, tmp_path: Path, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_export(hf_folder, tmp_path / "to", dtype=dtype, license="apache-2.0", max_shard_size="100KB")
     out = capsys.readouterr().out
     assert f"read by transformers {version('transformers')}: largest difference" in out and "the same token ids" in out
@@ -79,8 +81,15 @@ def test_exported_tokenizer_has_no_dropout(hf_folder: Path, tmp_path: Path, caps
     stored = json.loads((own / "tokenizer.json").read_text())
     (own / "tokenizer.json").write_text(json.dumps(stored | {"model": stored["model"] | {"dropout": 0.5}}))
     run_export(own, tmp_path / "to")
-    assert json.loads((tmp_path / "to" / "tokenizer.json").read_text()) == stored | {"model": stored["model"] | {"dropout": None}}
-    assert capsys.readouterr().err.count("has dropout 0.5, which splits a text in another way each time: it is switched off") == 1
+    assert json.loads((tmp_path / "to" / "tokenizer.json").read_text()) == stored | {
+        "model": stored["model"] | {"dropout": None}
+    }
+    assert (
+        capsys.readouterr().err.count(
+            "has dropout 0.5, which splits a text in another way each time: it is switched off"
+        )
+        == 1
+    )
 
 
 def test_exported_adapter_is_merged_or_kept(adapter: Path, tmp_path: Path) -> None:
@@ -108,8 +117,10 @@ def test_exported_gguf_file_has_the_weights_and_the_tokenizer(hf_folder: Path, t
     assert "generation %}" not in fields["tokenizer.chat_template"].contents()
 
 
-def test_export_that_differs_is_refused_and_leaves_nothing(hf_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.inference.export.whole_model.MAX_DIFFERENCE", -1.0)
+def test_export_that_differs_is_refused_and_leaves_nothing(
+    hf_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.inference.export.verify.MAX_DIFFERENCE", -1.0)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(UserError, match="differs from the trained model"):
         run_export(hf_folder, tmp_path / "to")
@@ -120,10 +131,17 @@ SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "
 
 
 def test_export_keeps_how_the_model_is_sampled(own_folder: Path, tmp_path: Path) -> None:
-    """Ids of tokens are those of the tokenizer; an adapter and the model that it is merged to have the settings of the base model."""
+    """Ids of tokens are those of the tokenizer; an adapter and the model that it is merged to have the settings of the
+    base model.
+    """
     from transformers import GenerationConfig
 
-    stored = SAMPLING | {"eos_token_id": [2, 0], "pad_token_id": 77, "transformers_version": "4.0", "suppress_tokens": [5, 6]}
+    stored = SAMPLING | {
+        "eos_token_id": [2, 0],
+        "pad_token_id": 77,
+        "transformers_version": "4.0",
+        "suppress_tokens": [5, 6],
+    }
     (own_folder / "generation_config.json").write_text(json.dumps(stored))
     loaded = load_trained(own_folder, "cpu")
     run_export(own_folder, tmp_path / "hf", verify=False)
@@ -139,17 +157,35 @@ def test_export_keeps_how_the_model_is_sampled(own_folder: Path, tmp_path: Path)
     assert GenerationConfig.from_pretrained(tmp_path / "hf").eos_token_id == [0, 2]
 
 
-def test_generation_config_has_only_what_transformers_accepts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generation_config_has_only_what_transformers_accepts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from transformers import GenerationConfig
 
-    greedy = {"temperature": 0.6, "top_p": 0.9, "do_sample": False}  # `save_pretrained` refuses these, `from_pretrained` does not
-    refused = {"max_new_tokens": -1, "early_stopping": [1], "cache_implementation": "../code.py", "num_return_sequences": "x"}
-    unknown = {"auto_map": {"a": "code.py"}, "custom_generate": "me/code", "validate": 1, "suppress_tokens": [[[1]]], "watermarking_config": {"x": 1}}
+    # `save_pretrained` refuses these, `from_pretrained` does not
+    greedy = {"temperature": 0.6, "top_p": 0.9, "do_sample": False}
+    refused = {
+        "max_new_tokens": -1,
+        "early_stopping": [1],
+        "cache_implementation": "../code.py",
+        "num_return_sequences": "x",
+    }
+    unknown = {
+        "auto_map": {"a": "code.py"},
+        "custom_generate": "me/code",
+        "validate": 1,
+        "suppress_tokens": [[[1]]],
+        "watermarking_config": {"x": 1},
+    }
     path = tmp_path / "generation_config.json"
     path.write_text(json.dumps(greedy | refused | unknown | {"eos_token_id": 5, "_from_model_config": True}))
     assert generation_settings(path) == greedy
     note = capsys.readouterr().err
-    assert all(name in note for name in (*refused, *unknown)) and "eos" not in note and GenerationConfig(**greedy).top_p == 0.9
+    assert (
+        all(name in note for name in (*refused, *unknown))
+        and "eos" not in note
+        and GenerationConfig(**greedy).top_p == 0.9
+    )
     path.write_text(json.dumps({"eos_token_id": 5}))
     assert generation_settings(path) == {}
     path.write_text('{"top_k": ' + "[" * 200 + "]" * 200 + "}")
@@ -178,7 +214,8 @@ def test_export_detects_other_token_ids(own_folder: Path) -> None:
     tokenizer = load_trained(own_folder, "cpu").tokenizer
     verify.compare_tokenizer(own_folder, tokenizer)
     stored = json.loads((own_folder / "tokenizer.json").read_text())
-    stored["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}  # digits are no tokens of their own
+    # digits are no tokens of their own
+    stored["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     (own_folder / "tokenizer.json").write_text(json.dumps(stored))
     with pytest.raises(UserError, match="other token ids"):
         verify.compare_tokenizer(own_folder, tokenizer)
@@ -224,12 +261,17 @@ def test_gguf_of_an_unknown_tokenizer_is_refused(own_folder: Path, tmp_path: Pat
     ("changes", "message"),
     [
         ({"rope_scaling": RopeScaling(4.0, 32, type="llama3")}, "no model.rope_scaling.type=llama3 for a qwen3"),
-        ({"rope_scaling": RopeScaling(4.0, 32, beta_fast=16.0)}, "beta_fast and beta_slow of YaRN from its command line"),
+        (
+            {"rope_scaling": RopeScaling(4.0, 32, beta_fast=16.0)},
+            "beta_fast and beta_slow of YaRN from its command line",
+        ),
         ({"num_experts": 2, "norm_topk_prob": False}, "always normalizes the routing weights"),
         ({"attention_bias": True, "attention_out_bias": True}, "with these biases"),
     ],
 )
-def test_gguf_of_a_model_that_llama_cpp_computes_otherwise_is_refused(write_model: Callable[..., Path], tmp_path: Path, changes: dict, message: str) -> None:
+def test_gguf_of_a_model_that_llama_cpp_computes_otherwise_is_refused(
+    write_model: Callable[..., Path], tmp_path: Path, changes: dict, message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         run_export(write_model(tmp_path / "model", seed=0, **changes), tmp_path / "to", format="gguf")
 
@@ -244,12 +286,21 @@ def test_export_into_a_run_or_over_a_link_is_refused(hf_folder: Path, tmp_path: 
             run_export(hf_folder, tmp_path / to)
 
 
-def test_model_card_quotes_texts_of_a_run_and_keeps_folders_of_this_machine_out(own_folder: Path, tmp_path: Path) -> None:
+def test_model_card_quotes_texts_of_a_run_and_keeps_folders_of_this_machine_out(
+    own_folder: Path, tmp_path: Path
+) -> None:
     hostile = "x`|<img src=//e.example>\n\n# Title\n---\nlicense: mit\x1b[2J"
-    run = {"stage": hostile, "data": [{"file": f"/home/me/{hostile}", "kept": hostile, "tokens": 5}], "metrics": {"val_loss": "x", "loss": 2.5}, "step": 7}
+    run = {
+        "stage": hostile,
+        "data": [{"file": f"/home/me/{hostile}", "kept": hostile, "tokens": 5}],
+        "metrics": {"val_loss": "x", "loss": 2.5},
+        "step": 7,
+    }
     source = load_trained(own_folder, "cpu")
     (own_folder / ".hydra").mkdir()
-    (own_folder / ".hydra" / "overrides.yaml").write_text(json.dumps(["data.path=[/home/me/a.jsonl,/home/me/b.jsonl]", hostile]))
+    (own_folder / ".hydra" / "overrides.yaml").write_text(
+        json.dumps(["data.path=[/home/me/a.jsonl,/home/me/b.jsonl]", hostile])
+    )
     facts = ModelFacts.collect(source, run, own_folder, "hf", "float32", None, None)
     write_model_card(tmp_path, facts, "my_model\n# x")
     card = (tmp_path / "README.md").read_text()
@@ -268,9 +319,18 @@ def card_of(source: Path, run: dict, to: Path, format: str = "hf", dtype: str = 
 
 
 def test_model_card_leaves_out_what_is_not_known(own_folder: Path, tmp_path: Path) -> None:
-    run = {"export": {"weights": "last", "step": 7, "loss": None}, "metrics": {"loss": 2.5, "val_loss": None}, "data": [{"file": "a.jsonl", "kept": None}]}
+    run = {
+        "export": {"weights": "last", "step": 7, "loss": None},
+        "metrics": {"loss": 2.5, "val_loss": None},
+        "data": [{"file": "a.jsonl", "kept": None}],
+    }
     _, card = card_of(own_folder, run, tmp_path / "card")
-    assert "| weights | `last, step 7` |" in card and "| losses | `training 2.5` |" in card and "| data | `a.jsonl` |" in card and "None" not in card
+    assert (
+        "| weights | `last, step 7` |" in card
+        and "| losses | `training 2.5` |" in card
+        and "| data | `a.jsonl` |" in card
+        and "None" not in card
+    )
 
 
 def test_model_card_counts_the_adapter_apart(adapter: Path, hf_folder: Path, tmp_path: Path) -> None:
@@ -289,34 +349,57 @@ def test_model_card_names_the_base_model_of_a_chain_of_runs(own_folder: Path, tm
     for start in (tmp_path / "sft", tmp_path / "sft" / "model"):
         header, card = card_of(own_folder, {"init_from": str(start)}, tmp_path / "card")
         assert (header["base_model"], header["base_model_relation"]) == ("Qwen/Qwen3-0.6B", "finetune")
-        assert f"| started from | `sft from {own_folder.name} from Qwen/Qwen3-0.6B` |" in card and str(tmp_path) not in card
+        assert (
+            f"| started from | `sft from {own_folder.name} from Qwen/Qwen3-0.6B` |" in card
+            and str(tmp_path) not in card
+        )
     (own_folder / "config.json").write_text(json.dumps(config | {"_name_or_path": str(tmp_path)}))
     header, card = card_of(own_folder, {"init_from": str(tmp_path / "sft")}, tmp_path / "card")
     assert "base_model" not in header and f"`sft from {own_folder.name}`" in card
 
 
 @pytest.mark.parametrize(
-    ("dtype", "run", "relation"), [("float32", {"stage": "sft"}, "finetune"), ("float32", {}, None), ("q8_0", {"stage": "sft"}, "quantized")]
+    ("dtype", "run", "relation"),
+    [("float32", {"stage": "sft"}, "finetune"), ("float32", {}, None), ("q8_0", {"stage": "sft"}, "quantized")],
 )
-def test_model_card_calls_only_quantized_files_quantized(own_folder: Path, tmp_path: Path, dtype: str, run: dict, relation: str | None) -> None:
+def test_model_card_calls_only_quantized_files_quantized(
+    own_folder: Path, tmp_path: Path, dtype: str, run: dict, relation: str | None
+) -> None:
     config = json.loads((own_folder / "config.json").read_text())
     (own_folder / "config.json").write_text(json.dumps(config | {"_name_or_path": "me/base"}))
-    header, _ = card_of(own_folder, run | ({"init_from": str(own_folder)} if run else {}), tmp_path / "card", "gguf", dtype)
+    header, _ = card_of(
+        own_folder, run | ({"init_from": str(own_folder)} if run else {}), tmp_path / "card", "gguf", dtype
+    )
     assert header["base_model"] == "me/base" and header.get("base_model_relation") == relation
 
 
 def test_rotary_settings_are_written_for_transformers_4(tmp_path: Path) -> None:
-    layers = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6}, "sliding_attention": {"rope_type": "default", "rope_theta": 5e3}}
+    layers = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+    }
     plain = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
     for model_type, rope, expected in (
         ("stablelm", plain, {"rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_scaling": None}),
-        ("gemma3_text", layers, {"rope_theta": 2e6, "rope_local_base_freq": 5e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+        (
+            "gemma3_text",
+            layers,
+            {"rope_theta": 2e6, "rope_local_base_freq": 5e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        ),
     ):
-        write_json_file(tmp_path / "config.json", {"model_type": model_type, "rope_parameters": rope, "auto_map": {"AutoModel": "code.py"}})
+        write_json_file(
+            tmp_path / "config.json",
+            {"model_type": model_type, "rope_parameters": rope, "auto_map": {"AutoModel": "code.py"}},
+        )
         write_json_file(tmp_path / "tokenizer_config.json", {"tokenizer_class": "TokenizersBackend"})
         assert make_readable_by_transformers_4(tmp_path, "XForCausalLM") == []
         written = json.loads((tmp_path / "config.json").read_text())
-        assert written == {"model_type": model_type, "rope_parameters": rope, "architectures": ["XForCausalLM"], **expected}
+        assert written == {
+            "model_type": model_type,
+            "rope_parameters": rope,
+            "architectures": ["XForCausalLM"],
+            **expected,
+        }
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
@@ -326,12 +409,18 @@ def test_converter_runs_in_a_process_and_its_file_is_compared(hf_folder: Path, t
     with pytest.raises(UserError, match="the converter failed: no such architecture"):
         run_export(hf_folder, tmp_path / "to", format="gguf", converter=str(converter))
     run_export(hf_folder, tmp_path / "right", format="gguf", verify=False)
-    converter.write_text(f"import shutil, sys; shutil.copy({str(tmp_path / 'right' / 'model.gguf')!r}, sys.argv[sys.argv.index('--outfile') + 1])")
+    converter.write_text(
+        f"import shutil, sys; shutil.copy({str(tmp_path / 'right' / 'model.gguf')!r}, sys.argv[sys.argv.index('--outfile') + 1])"
+    )
     run_export(hf_folder, tmp_path / "to", format="gguf", converter=str(converter))
     source = load_trained(hf_folder, "cpu")
     next(source.model.parameters()).data *= 1.01
     with pytest.raises(UserError, match="the norm of all matrices"):
-        check_converted(export_config(hf_folder, tmp_path / "x", format="gguf", converter=str(converter)), source, tmp_path / "to" / "model.gguf")
+        check_converted(
+            export_config(hf_folder, tmp_path / "x", format="gguf", converter=str(converter)),
+            source,
+            tmp_path / "to" / "model.gguf",
+        )
     assert not list(tmp_path.glob(".tmp-*"))
 
 
@@ -339,15 +428,29 @@ def test_converter_runs_in_a_process_and_its_file_is_compared(hf_folder: Path, t
 def test_exported_checkpoint_is_the_model_of_that_step(call: Call, workspace: Path) -> None:
     (out := workspace / "exported").mkdir()
     pretrain = [f"data.path={SAMPLES / 'pretrain.jsonl'}", "train.save_every=1", f"hydra.run.dir={workspace / 'run'}"]
-    lora = ["stage=lora", f"init_from={workspace / 'run'}", f"data.path={SAMPLES / 'lora_identity.jsonl'}", f"hydra.run.dir={workspace / 'lora'}"]
+    lora = [
+        "stage=lora",
+        f"init_from={workspace / 'run'}",
+        f"data.path={SAMPLES / 'lora_identity.jsonl'}",
+        f"hydra.run.dir={workspace / 'lora'}",
+    ]
     for overrides in (pretrain, lora):
         done = call(*(TINY_RUN if overrides is pretrain else TINY_RUN[len(TINY_MODEL) :]), *overrides)
         assert done.returncode == 0, done.stderr
     for name, kind in (("run", "hf"), ("lora", "merged")):
         for checkpoint, same in (("latest", True), ("step-00000001", False)):
             if (workspace / name / "checkpoints" / checkpoint).exists():
-                run_export(workspace / name / "checkpoints" / checkpoint, out / f"{name}-{checkpoint}", format=kind, verify=False)
-                difference = (load_model(out / f"{name}-{checkpoint}")(IDS).logits - load_model(workspace / name)(IDS).logits).abs().max()
+                run_export(
+                    workspace / name / "checkpoints" / checkpoint,
+                    out / f"{name}-{checkpoint}",
+                    format=kind,
+                    verify=False,
+                )
+                difference = (
+                    (load_model(out / f"{name}-{checkpoint}")(IDS).logits - load_model(workspace / name)(IDS).logits)
+                    .abs()
+                    .max()
+                )
                 assert (difference < 1e-5) == same
     run_export(workspace / "lora" / "checkpoints" / "latest", out / "peft", format="peft", verify=False)
     assert torch.equal(load_model(out / "peft")(IDS).logits, load_model(workspace / "lora")(IDS).logits)
@@ -361,7 +464,13 @@ def llama_cpp(folder: Path) -> Any:
     """Return a server of llama.cpp in this process; its default for the cache, float16, would round."""
     xllamacpp = pytest.importorskip("xllamacpp", reason="a build of llama.cpp; part of the extra dev")
     params = xllamacpp.CommonParams()
-    params.model.path, params.n_ctx, params.n_gpu_layers, params.warmup, params.n_parallel = str(folder / "model.gguf"), 128, 0, False, 1
+    params.model.path, params.n_ctx, params.n_gpu_layers, params.warmup, params.n_parallel = (
+        str(folder / "model.gguf"),
+        128,
+        0,
+        False,
+        1,
+    )
     params.cpuparams.n_threads = 1
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     return xllamacpp.Server(params)
@@ -369,9 +478,13 @@ def llama_cpp(folder: Path) -> Any:
 
 def first_token(server: Any, prompt: str | list[int]) -> tuple[int, dict[int, float]]:
     """Return how many tokens the prompt has, and the log-probabilities of the likeliest next ones by id."""
-    result = server.handle_completions({"prompt": prompt, "max_tokens": 1, "temperature": 0, "logprobs": 8, "n_probs": 8})
+    result = server.handle_completions(
+        {"prompt": prompt, "max_tokens": 1, "temperature": 0, "logprobs": 8, "n_probs": 8}
+    )
     listed = (result["choices"][0]["logprobs"] or {"content": []})["content"]
-    return result["usage"]["prompt_tokens"], {each["id"]: each["logprob"] for each in (listed[0]["top_logprobs"] if listed else [])}
+    return result["usage"]["prompt_tokens"], {
+        each["id"]: each["logprob"] for each in (listed[0]["top_logprobs"] if listed else [])
+    }
 
 
 GREEDY: dict = {"temperature": 0, "top_k": 0, "top_p": 1, "repetition_penalty": 1}
@@ -405,7 +518,9 @@ def test_llama_cpp_answers_as_a_trained_run(call: Call, workspace: Path, tmp_pat
         assert (tokens, found) == (len(ids), pytest.approx(first_token(server, ids)[1], abs=1e-3))
         prompt = text[: len(text) // 2]
         ids = [*trained.tokenizer.bos_ids, *trained.tokenizer.encode(prompt)]
-        answer = generate(trained.model, [ids], max_new_tokens=24, stop_ids=list(trained.tokenizer.stop_ids), **GREEDY)[0]
+        answer = generate(trained.model, [ids], max_new_tokens=24, stop_ids=list(trained.tokenizer.stop_ids), **GREEDY)[
+            0
+        ]
         likeliest = trained.model(torch.tensor([ids + answer])).logits[0, len(ids) - 1 :].topk(2).values
         assert (likeliest[:, 0] - likeliest[:, 1]).min() > 1e-3  # no tie that rounding decides
         result = server.handle_completions({"prompt": prompt, "max_tokens": 24, "temperature": 0, "top_k": 1})
@@ -419,8 +534,10 @@ def test_llama_cpp_answers_as_a_trained_run(call: Call, workspace: Path, tmp_pat
 def test_llama_cpp_computes_every_shape_that_is_written(write_model: Callable[..., Path], tmp_path: Path) -> None:
     llama, moe = {"qk_norm": False}, {"num_experts": 4, "norm_topk_prob": True}
     shapes: dict[str, dict] = {
-        "llama3": llama | {"attention_bias": True, "attention_out_bias": True, "rope_scaling": RopeScaling(4.0, 32, type="llama3")},
-        "mistral": llama | {"num_attention_heads": 6, "num_key_value_heads": 3, "tie_word_embeddings": False, "mlp_bias": False},
+        "llama3": llama
+        | {"attention_bias": True, "attention_out_bias": True, "rope_scaling": RopeScaling(4.0, 32, type="llama3")},
+        "mistral": llama
+        | {"num_attention_heads": 6, "num_key_value_heads": 3, "tie_word_embeddings": False, "mlp_bias": False},
         "qwen2": llama | {"attention_bias": True, "rope_scaling": RopeScaling(4.0, type="linear")},
         "qwen3": {"rope_scaling": RopeScaling(4.0, 32, attention_factor=1.3)},
         "qwen3_moe": moe,
@@ -449,7 +566,8 @@ def test_gguf_of_a_llama_has_its_rotary_pairs_side_by_side(write_model: Callable
     attention = load_model(folder).model.layers[0].self_attn
     for name, linear in (("attn_q", attention.q_proj), ("attn_k", attention.k_proj)):
         weight, written = linear.weight.detach(), torch.from_numpy(stored[f"blk.0.{name}.weight"].copy())
-        rows = [head + half * 4 + pair for head in range(0, len(weight), 8) for pair in range(4) for half in range(2)]  # heads of 8 channels
+        # heads of 8 channels
+        rows = [head + half * 4 + pair for head in range(0, len(weight), 8) for pair in range(4) for half in range(2)]
         assert torch.equal(written, weight[rows]), name
 
 
@@ -463,6 +581,13 @@ def test_gguf_has_the_scaling_of_the_rotary_embeddings(write_model: Callable[...
     assert factor * (0.1 * math.log(4.0) + 1) == pytest.approx(1.5, rel=1e-5)  # llama.cpp multiplies the two
 
     llama3 = RopeScaling(4.0, 32, type="llama3")
-    run_export(write_model(tmp_path / "b", seed=0, qk_norm=False, rope_scaling=llama3), tmp_path / "llama3", format="gguf")
-    (factors,) = (tensor.data for tensor in GGUFReader(tmp_path / "llama3" / "model.gguf").tensors if tensor.name == "rope_freqs.weight")
-    assert factors[0] == 1.0 and factors[-1] == pytest.approx(4.0) and all(1 <= factor <= 4 for factor in factors)  # frequencies are divided by them
+    run_export(
+        write_model(tmp_path / "b", seed=0, qk_norm=False, rope_scaling=llama3), tmp_path / "llama3", format="gguf"
+    )
+    (factors,) = (
+        tensor.data
+        for tensor in GGUFReader(tmp_path / "llama3" / "model.gguf").tensors
+        if tensor.name == "rope_freqs.weight"
+    )
+    # frequencies are divided by them
+    assert factors[0] == 1.0 and factors[-1] == pytest.approx(4.0) and all(1 <= factor <= 4 for factor in factors)

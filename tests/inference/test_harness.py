@@ -1,4 +1,6 @@
-"""evaluate.py tasks=[...]: the numbers are those of lm-evaluation-harness on the same folder; unknown tasks and missing data are refused."""
+"""evaluate.py tasks=[...]: the numbers are those of lm-evaluation-harness on the same folder; unknown tasks and missing
+data are refused.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,11 @@ pytestmark = pytest.mark.slow  # the import of the harness alone takes 3 seconds
 ROWS = [
     {"question": "Where does Tolo live?", "choices": [" In Hale.", " 在湖边。", " 🐐"], "answer": 0},
     {"question": "def f(x):", "choices": [" return x", " 12 goats"], "answer": 1},
-    {"question": "The capital of Sarro is ", "choices": ["Hale", "Ludo"], "answer": 1},  # the space belongs to the choices
+    # the space belongs to the choices
+    {"question": "The capital of Sarro is ", "choices": ["Hale", "Ludo"], "answer": 1},
     {"question": "", "choices": [" nothing", " something"], "answer": 0},
-    {"question": "long context text " * 60, "choices": [" goat", " the lake is far away from here"], "answer": 1},  # more than the model takes
+    # more than the model takes
+    {"question": "long context text " * 60, "choices": [" goat", " the lake is far away from here"], "answer": 1},
 ]
 TASK = """
 task: {name}
@@ -67,7 +71,16 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(names: list[str], folder: Path | str, **changes: Any) -> EvaluateConfig:
     data = EvaluationData(None, columns=None, encoding=None, text_unit="file", max_length=None, loss_on=None, cache="")
-    values = {"run": "here", "metric": "perplexity", "data": data, "batch_size": 2, "max_new_tokens": 8, "show": 0, "reference": None, "device": "cpu"}
+    values = {
+        "run": "here",
+        "metric": "perplexity",
+        "data": data,
+        "batch_size": 2,
+        "max_new_tokens": 8,
+        "show": 0,
+        "reference": None,
+        "device": "cpu",
+    }
     values |= {"tasks": names, "tasks_path": str(folder), "limit": None, "shots": None, "chat_template": False}
     return EvaluateConfig(**values | changes)
 
@@ -75,11 +88,18 @@ def config(names: list[str], folder: Path | str, **changes: Any) -> EvaluateConf
 @pytest.fixture(scope="module")
 def models(write_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A model, and the same one with a tokenizer that puts a bos_token before each text."""
-    plain, with_bos = (write_model(tmp_path_factory.mktemp(name) / "model", seed=0, std=0.3) for name in ("plain", "bos"))
+    plain, with_bos = (
+        write_model(tmp_path_factory.mktemp(name) / "model", seed=0, std=0.3) for name in ("plain", "bos")
+    )
     tokenizer = json.loads((with_bos / "tokenizer.json").read_text())
     bos, text = {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
     special = {"<|im_start|>": {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}}
-    tokenizer["post_processor"] = {"type": "TemplateProcessing", "single": [bos, text], "pair": [bos, text, text], "special_tokens": special}
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [bos, text],
+        "pair": [bos, text, text],
+        "special_tokens": special,
+    }
     (with_bos / "tokenizer.json").write_text(json.dumps(tokenizer))
     return [plain, with_bos]
 
@@ -99,7 +119,10 @@ def test_tasks_have_the_answers_of_the_harness_itself(
     monkeypatch.setattr("lm_eval.evaluator.get_git_commit_hash", lambda: None)
     for folder in models:
         reference = HFLM(pretrained=str(folder), device="cpu", batch_size=1)
-        model, cfg = HarnessModel(load_trained(folder, "cpu"), 4, EvaluationProgress("")), config([*KINDS], tasks, shots=shots, chat_template=is_chat)
+        model, cfg = (
+            HarnessModel(load_trained(folder, "cpu"), 4, EvaluationProgress("")),
+            config([*KINDS], tasks, shots=shots, chat_template=is_chat),
+        )
         for name, loaded in load_tasks([*KINDS], str(tasks)).items():
             [record] = run_task(model, name, loaded, cfg)
             ours = [request.resps[0] for request in loaded["tasks"][name].instances]
@@ -118,7 +141,11 @@ def test_tasks_have_the_answers_of_the_harness_itself(
                 assert ours == responses and any(responses)
             else:
                 assert torch.tensor(ours) == pytest.approx(torch.tensor(responses), rel=1e-5), name
-            numbers = {key.removesuffix(",none"): value for key, value in expected["results"][name].items() if isinstance(value, float)}
+            numbers = {
+                key.removesuffix(",none"): value
+                for key, value in expected["results"][name].items()
+                if isinstance(value, float)
+            }
             assert record["results"] == pytest.approx(numbers, rel=1e-4)
             assert (record["n"], record["shots"], record["chat_template"]) == (len(ROWS), shots or 0, is_chat)
 
@@ -132,10 +159,15 @@ def evaluate(folder: Path, cfg: EvaluateConfig, **options: Any) -> tuple[list[Re
 def test_tasks_of_a_group_are_its_members_and_limit_takes_the_first_rows(models: list[Path], tasks: Path) -> None:
     written, _ = evaluate(models[0], config(["both", "choice"], tasks, limit=3))
     assert [(record["task"], record["n"], record["limit"]) for record in written] == [("both", 6, 3), ("choice", 3, 3)]
-    assert written[0]["members"]["choice"] == {"n": 3, **written[1]["results"]} and set(written[1]["results"]) == {"acc", "acc_stderr"}
+    assert written[0]["members"]["choice"] == {"n": 3, **written[1]["results"]} and set(written[1]["results"]) == {
+        "acc",
+        "acc_stderr",
+    }
 
 
-def test_tasks_that_are_stopped_give_the_result_of_their_first_documents(models: list[Path], tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tasks_that_are_stopped_give_the_result_of_their_first_documents(
+    models: list[Path], tasks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     calls = iter(range(99))  # one for each document that is prepared, two for each request
     written: list[Record] = []
     with pytest.raises(KeyboardInterrupt):  # in the fourth document of the second task
@@ -161,9 +193,15 @@ def test_tasks_that_are_unknown_are_refused_with_the_nearest_name(tasks: Path) -
 
 
 def test_tasks_without_their_data_name_the_data_set_and_what_to_type(tasks: Path, tmp_path: Path) -> None:
-    (tmp_path / "far.yaml").write_text((tasks / "choice.yaml").read_text().replace("dataset_path: json", "dataset_path: owner/rows\ndataset_name: part"))
+    (tmp_path / "far.yaml").write_text(
+        (tasks / "choice.yaml")
+        .read_text()
+        .replace("dataset_path: json", "dataset_path: owner/rows\ndataset_name: part")
+    )
     (tmp_path / "all.yaml").write_text("group: all\ntask: [choice]\n")
-    with pytest.raises(UserError, match=r"the data set owner/rows \(part\) of the task choice is not on this machine") as error:
+    with pytest.raises(
+        UserError, match=r"the data set owner/rows \(part\) of the task choice is not on this machine"
+    ) as error:
         load_tasks(["all"], str(tmp_path))
     assert """python -c 'from lm_eval.tasks import TaskManager; TaskManager().load("all")'""" in error.value.fix
     with pytest.raises(UserError) as error:
@@ -183,7 +221,9 @@ def test_tasks_with_damaged_files_or_rows_are_refused(models: list[Path], tasks:
     evaluate(models[0], config(["choice"], tasks, limit=1))
 
 
-def test_tasks_whose_answers_do_not_fit_into_the_model_are_refused(models: list[Path], tasks: Path, tmp_path: Path) -> None:
+def test_tasks_whose_answers_do_not_fit_into_the_model_are_refused(
+    models: list[Path], tasks: Path, tmp_path: Path
+) -> None:
     for old, new, message in (
         ("max_gen_toks: 12", "max_gen_toks: 128", "generates up to 128 tokens, the model takes 128"),
         ("12,", "12, num_beams: 4,", "num_beams=4"),
@@ -194,6 +234,8 @@ def test_tasks_whose_answers_do_not_fit_into_the_model_are_refused(models: list[
 
 
 def test_settings_of_tasks_are_refused_without_tasks(tasks: Path) -> None:
-    data = EvaluationData("a.jsonl", columns=None, encoding=None, text_unit="file", max_length=None, loss_on=None, cache="")
+    data = EvaluationData(
+        "a.jsonl", columns=None, encoding=None, text_unit="file", max_length=None, loss_on=None, cache=""
+    )
     with pytest.raises(UserError, match="limit is read with tasks only"):
         config([], tasks, tasks_path=None, limit=5, data=data)

@@ -65,22 +65,37 @@ WEIGHTED = CHAT.replace('"four"', '"four", "weight": 0.5')
 
 def test_rows_prints_the_weight_of_tokens_where_it_is_not_1(rows) -> None:
     printed = rows(WEIGHTED, packed=False, ids=True)
-    assert r"    [four<|im_end|>]x0.5\n" in printed and "20 tokens, 3 with loss" in printed and re.search(r"ids: .*\]x0\.5 \d+", printed)
+    assert (
+        r"    [four<|im_end|>]x0.5\n" in printed
+        and "20 tokens, 3 with loss" in printed
+        and re.search(r"ids: .*\]x0\.5 \d+", printed)
+    )
     assert "]x0.5" not in rows_of(rows(CHAT, packed=False))
     terminal = Terminal()
-    RichTokenView(terminal).print_spans([TokenSpan("fo", [5], 0.5, "assistant"), TokenSpan("ur", [6], 0.5, "assistant"), TokenSpan("!", [7], 1, "assistant")])
+    RichTokenView(terminal).print_spans(
+        [
+            TokenSpan("fo", [5], 0.5, "assistant"),
+            TokenSpan("ur", [6], 0.5, "assistant"),
+            TokenSpan("!", [7], 1, "assistant"),
+        ]
+    )
     assert re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()) == "    fourx0.5!\n"
 
 
 def test_rows_prints_the_whole_answers_of_a_pair_in_brackets(rows) -> None:
-    chats = [f'[{{"role": "user", "content": "2 + 2?"}}, {{"role": "assistant", "content": "It is {answer}."}}]' for answer in ("4", "5")]
+    chats = [
+        f'[{{"role": "user", "content": "2 + 2?"}}, {{"role": "assistant", "content": "It is {answer}."}}]'
+        for answer in ("4", "5")
+    ]
     printed = rows_of(rows(f'{{"chosen": {chats[0]}, "rejected": {chats[1]}}}\n', stage="dpo"))
     assert "rows.jsonl:1 chosen: " in printed and "rows.jsonl:1 rejected: " in printed
     assert r"    [It is 4.<|im_end|>]\n" in printed and r"    [It is 5.<|im_end|>]\n" in printed
 
 
 def test_rows_prints_all_tokens_of_a_text_but_the_first_in_brackets(rows) -> None:
-    assert "    <|im_start|>[Once upon a time.<|im_end|>]" in rows_of(rows('{"text": "Once upon a time."}\n', stage="pretrain"))
+    assert "    <|im_start|>[Once upon a time.<|im_end|>]" in rows_of(
+        rows('{"text": "Once upon a time."}\n', stage="pretrain")
+    )
 
 
 def test_rows_escapes_brackets_and_control_characters(rows) -> None:
@@ -108,21 +123,27 @@ def test_rows_refuses_a_row_that_does_not_exist(rows, row: str) -> None:
 
 
 def test_rows_prints_all_parts_of_a_split_text(rows) -> None:
-    printed = rows_of(rows('{"text": "' + "go " * 300 + '"}\n', "data.max_length=64", stage="pretrain", row="rows.jsonl:1"))
+    printed = rows_of(
+        rows('{"text": "' + "go " * 300 + '"}\n', "data.max_length=64", stage="pretrain", row="rows.jsonl:1")
+    )
     assert printed.count("rows.jsonl:1: ") > 4
 
 
 def test_rows_finds_held_out_rows(rows) -> None:
     lines = "".join(f'{{"text": "This is row {i}."}}\n' for i in range(7))
     for line in range(1, 8):
-        assert f"This is row {line - 1}." in rows(lines, "data.val_fraction=0.3", stage="pretrain", row=f"rows.jsonl:{line}")
+        assert f"This is row {line - 1}." in rows(
+            lines, "data.val_fraction=0.3", stage="pretrain", row=f"rows.jsonl:{line}"
+        )
 
 
 def test_rows_prints_all_positions_of_a_packed_sequence(rows) -> None:
     lines = "".join(f'{{"text": "{"go " * (i % 13 + 1)}"}}\n' for i in range(60))
     printed = rows(lines, "data.max_length=32", stage="pretrain", packed=True, n=5)
     for sequence in rows_of(printed).split("\nsequence ")[1:]:
-        spans = [(int(start), int(stop)) for start, stop in re.findall(r"^  positions (\d+)-(\d+):", sequence, re.MULTILINE)]
+        spans = [
+            (int(start), int(stop)) for start, stop in re.findall(r"^  positions (\d+)-(\d+):", sequence, re.MULTILINE)
+        ]
         assert spans[0][0] == 0 and spans[-1][1] == 31
         assert all(before[1] + 1 == after[0] for before, after in zip(spans[:-1], spans[1:], strict=True))
 
@@ -139,10 +160,18 @@ def test_length_histogram_counts_every_row_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", ["pretrain", "sft", "lora", "dpo"])
-def test_rows_prints_the_shipped_samples_of_every_stage(stage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    inspect_rows(RowsConfig(n=2, row=None, ids=True, packed=None, plain=True), compose_config([f"stage={stage}", f"data.cache={tmp_path}"]))
+def test_rows_prints_the_shipped_samples_of_every_stage(
+    stage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inspect_rows(
+        RowsConfig(n=2, row=None, ids=True, packed=None, plain=True),
+        compose_config([f"stage={stage}", f"data.cache={tmp_path}"]),
+    )
     printed = capsys.readouterr().out
-    assert all(text in printed for text in ("with loss", "filled with tokens", "[", "ids: 1 ", ".jsonl:")) and "\x1b" not in printed
+    assert (
+        all(text in printed for text in ("with loss", "filled with tokens", "[", "ids: 1 ", ".jsonl:"))
+        and "\x1b" not in printed
+    )
 
 
 class Terminal(io.StringIO):
@@ -191,7 +220,13 @@ def test_rich_token_view_does_not_interpret_markup() -> None:
 @pytest.mark.slow
 def test_rows_command_writes_no_folder_and_ignores_a_closed_pipe(tmp_path: Path) -> None:
     command = f"{sys.executable} {ROOT}/runner/rows.py stage=dpo n=100 data.cache={tmp_path}/cache hydra.run.dir={tmp_path}/run"
-    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command} | head -n 1"], cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command} | head -n 1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
     assert done.returncode == 0 and "Error" not in done.stderr  # a slow machine prints the progress of tokenising there
     assert done.stdout.startswith("rows of")
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
@@ -199,7 +234,15 @@ def test_rows_command_writes_no_folder_and_ignores_a_closed_pipe(tmp_path: Path)
 
 @pytest.mark.parametrize(
     "overrides",
-    [["stage=sft", "nn=3"], ["n=many"], ["n=-1"], ["--n", "3"], ["--multirun"], ["resume=last"], ["data.path=missing.jsonl"]],
+    [
+        ["stage=sft", "nn=3"],
+        ["n=many"],
+        ["n=-1"],
+        ["--n", "3"],
+        ["--multirun"],
+        ["resume=last"],
+        ["data.path=missing.jsonl"],
+    ],
     ids=" ".join,
 )
 def test_rows_command_refuses_invalid_overrides_with_exit_code_2(

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from data.tokenize.tokenizer import EOS
-from runner.inference.harness.stop_texts import generate_until_stop
+from runner.inference.harness.model import generate_until_stop
 from runner.inference.load import load_trained
 
 
-def test_answers_until_stop_texts_are_those_of_whole_answers_in_fewer_steps(write_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_answers_until_stop_texts_are_those_of_whole_answers_in_fewer_steps(
+    write_model: Callable[..., Path], tmp_path: Path
+) -> None:
     trained = load_trained(write_model(tmp_path / "model", seed=3, std=0.3), "cpu")
     prompts = [trained.tokenizer.encode(text) for text in ("Where does Ludo live?", "8 + 7?", "def f(x):")]
     steps: list[None] = []
@@ -26,23 +28,29 @@ def test_answers_until_stop_texts_are_those_of_whole_answers_in_fewer_steps(writ
     assert len(steps) < 40
 
 
-def test_stop_texts_may_be_control_tokens_or_several_tokens(write_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_texts_may_be_control_tokens_or_several_tokens(
+    write_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained = load_trained(write_model(tmp_path / "model", seed=3, std=0.3), "cpu")
     begin, rest = trained.tokenizer.encode("It is late"), trained.tokenizer.encode(" now, and dark")
     tokens = [*begin, trained.tokenizer.eos_id, *rest]
     steps: list[None] = []
 
-    def fake_generate(*_: object, on_token: Callable[[int, int], None], before_token: Callable[[], None], **options: object) -> None:
+    def fake_generate(
+        *_: object, on_token: Callable[[int, int], None], before_token: Callable[[], None], **options: object
+    ) -> None:
         for token in tokens:
             before_token()
             on_token(0, token)
 
     def until(stop: str) -> str:
         steps.clear()
-        [text] = generate_until_stop(trained, [[1]], {"until": [stop], "max_gen_toks": 99}, [], lambda: steps.append(None))
+        [text] = generate_until_stop(
+            trained, [[1]], {"until": [stop], "max_gen_toks": 99}, [], lambda: steps.append(None)
+        )
         return text
 
-    monkeypatch.setattr("runner.inference.harness.stop_texts.generate", fake_generate)
+    monkeypatch.setattr("runner.inference.harness.model.generate", fake_generate)
     assert len(begin) >= 3 and len(rest) >= 3
     assert until("") == "It is late now, and dark" and len(steps) == len(tokens)
     assert until(EOS) == "It is late" and len(steps) == len(begin) + 2

@@ -21,14 +21,35 @@ TEXTS = ["plain", "托洛最喜欢棕色。", "é 🙂 a  b", "<|im_end|> is tex
 
 def byte_fallback_tokenizer(folder: Path) -> Tokenizer:
     """Write a tokenizer as Llama 2 has: a space is U+2581 and is put before a text; unknown characters are byte tokens."""
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"abcdefghilnoprstvx", "pl", "la", "\u2581p"]
-    engine = Engine(models.BPE({token: i for i, token in enumerate(tokens)}, [("p", "l"), ("l", "a"), ("\u2581", "p")], unk_token="<unk>", byte_fallback=True))
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581",
+        *"abcdefghilnoprstvx",
+        "pl",
+        "la",
+        "\u2581p",
+    ]
+    engine = Engine(
+        models.BPE(
+            {token: i for i, token in enumerate(tokens)},
+            [("p", "l"), ("l", "a"), ("\u2581", "p")],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
     engine.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    engine.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    engine.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     engine.add_special_tokens(["<s>", "</s>"])
     folder.mkdir()
     engine.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"})
+    )
     return Tokenizer.load(folder)
 
 

@@ -40,8 +40,14 @@ def listening_addresses(pid: int) -> set[str]:
 
 
 def addresses_of_ranks(folder: Path, **environment: str) -> set[str]:
-    variables = {name: value for name, value in os.environ.items() if name not in ("GLOO_SOCKET_IFNAME", "LOCAL_WORLD_SIZE")}
-    variables |= {RENDEZVOUS_ENV: f"file://{folder / 'rendezvous'}", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"} | environment
+    variables = {
+        name: value for name, value in os.environ.items() if name not in ("GLOO_SOCKET_IFNAME", "LOCAL_WORLD_SIZE")
+    }
+    variables |= {
+        RENDEZVOUS_ENV: f"file://{folder / 'rendezvous'}",
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+    } | environment
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK],
@@ -84,7 +90,9 @@ def test_ranks_listen_on_the_interface_that_the_user_names(tmp_path: Path) -> No
         ("torchrun:1", "1", None, None),  # two machines
     ],
 )
-def test_interface_of_gloo(rendezvous: str, local_ranks: str | None, given: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interface_of_gloo(
+    rendezvous: str, local_ranks: str | None, given: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in (("GLOO_SOCKET_IFNAME", given), ("LOCAL_WORLD_SIZE", local_ranks)):
         monkeypatch.setenv(name, value or "")
         if value is None:

@@ -1,4 +1,6 @@
-"""Local ranks, each replaced by a few lines of Python: exit codes, logs, restarts, signals, and the messages of torchrun."""
+"""Local ranks, each replaced by a few lines of Python: exit codes, logs, restarts, signals, and the messages of
+torchrun.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ EXITS_ON_SIGNAL = "on_signal(lambda *_: sys.exit(75))\ntime.sleep(60)"
 HANGS = "time.sleep(60)"
 BUG = "raise KeyError('lost')"
 KILLED = "os.kill(os.getpid(), 9)"
-USER_ERROR_EXIT = "print('error: a row is wrong\\n  where: rows.jsonl:3\\n  fix:   mend it', file=sys.stderr); sys.exit(2)"
+USER_ERROR_EXIT = (
+    "print('error: a row is wrong\\n  where: rows.jsonl:3\\n  fix:   mend it', file=sys.stderr); sys.exit(2)"
+)
 DIVERGED = "record(status='failed', outcome='diverged', error='3 steps in a row were not finite'); sys.exit(1)"
 STACKS = "print('Timeout (0:00:01)!\\nThread 0x1 (most recent call first):\\n  File loop.py, line 7', file=sys.stderr, flush=True)\n"
 
@@ -76,7 +80,9 @@ def run(tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(*scripts: str, max_restarts: int = 0) -> float:
         monkeypatch.setattr(local_ranks.subprocesses, "spawn", spawn_scripts(list(scripts)))
-        restarting = dataclasses.replace(config, distributed=dataclasses.replace(config.distributed, max_restarts=max_restarts))
+        restarting = dataclasses.replace(
+            config, distributed=dataclasses.replace(config.distributed, max_restarts=max_restarts)
+        )
         with RunMetadata.open(tmp_path / "run") as metadata:
             metadata.mark_running()
             return local_ranks.train_on_ranks(restarting, metadata, len(scripts))
@@ -114,13 +120,21 @@ def test_ranks_that_complete_leave_loss_and_logs_only(run: Any, tmp_path: Path) 
     assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "logs", "run.json"}
 
 
-def test_rank_environment_has_rank_world_size_and_threads(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_environment_has_rank_world_size_and_threads(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", RENDEZVOUS_ENV, "OMP_NUM_THREADS", "HYDRA_FULL_ERROR")
     run(GOOD, f"json.dump({{name: os.environ.get(name) for name in {names}}}, open('seen.json', 'w'))")
     seen = json.loads((tmp_path / "run" / "seen.json").read_text())
     assert seen.pop(RENDEZVOUS_ENV).startswith(f"file://{tmp_path / 'run' / '.tmp-rendezvous-'}")
-    assert seen == {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"], "HYDRA_FULL_ERROR": None}
+    assert seen == {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"],
+        "HYDRA_FULL_ERROR": None,
+    }
 
 
 def test_threads_per_rank_divide_the_cores_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +147,9 @@ def test_threads_per_rank_divide_the_cores_of_the_job(monkeypatch: pytest.Monkey
     assert threads.threads_per_rank(2) == "2"
 
 
-def test_rank_that_raises_ends_the_others_and_its_traceback_is_printed(run: Any, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+def test_rank_that_raises_ends_the_others_and_its_traceback_is_printed(
+    run: Any, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
     with pytest.raises(TrainingError, match="^rank 1: KeyError: 'lost'$"):
         run(EXITS_ON_SIGNAL, BUG, EXITS_ON_SIGNAL)
     printed = [line for line in capfd.readouterr().err.splitlines() if line.startswith("[rank ")]
@@ -181,9 +197,17 @@ def test_rank_exit_code_is_kept_when_a_signal_arrives_during_exit() -> None:
     assert subprocess.run([sys.executable, "-c", SIGNAL_DURING_EXIT]).returncode == 2
 
 
-@pytest.mark.parametrize(("last", "code"), [("return 75", 75), ("sys.exit(2)", 2), ("return None", 0), ("raise KeyError('gone')", 1)])
+@pytest.mark.parametrize(
+    ("last", "code"), [("return 75", 75), ("sys.exit(2)", 2), ("return None", 0), ("raise KeyError('gone')", 1)]
+)
 def test_hard_exit_keeps_code_and_output_and_skips_atexit(last: str, code: int) -> None:
-    lines = ["import atexit, sys", "from runner.launch.subprocesses import run_then_hard_exit", "def main():", "    print('output')", f"    {last}"]
+    lines = [
+        "import atexit, sys",
+        "from runner.launch.subprocesses import run_then_hard_exit",
+        "def main():",
+        "    print('output')",
+        f"    {last}",
+    ]
     program = "\n".join([*lines, "atexit.register(print, 'late')", "run_then_hard_exit(main)"])
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (code, "output\n")
@@ -202,9 +226,16 @@ LOSES_PEER = "wait('exiting'); record(status='failed', error='another rank does 
 
 @pytest.mark.parametrize("late", [0.0, 0.5])
 @pytest.mark.parametrize(
-    ("end", "cause"), [(KILLED, "killed by SIGKILL (out of memory, or kill -9)"), (BUG, "KeyError: 'lost'"), ("os._exit(3)", "exit code 3")]
+    ("end", "cause"),
+    [
+        (KILLED, "killed by SIGKILL (out of memory, or kill -9)"),
+        (BUG, "KeyError: 'lost'"),
+        ("os._exit(3)", "exit code 3"),
+    ],
 )
-def test_failure_names_the_cause_and_not_the_rank_that_lost_its_peer(end: str, cause: str, late: float, run: Any, tmp_path: Path) -> None:
+def test_failure_names_the_cause_and_not_the_rank_that_lost_its_peer(
+    end: str, cause: str, late: float, run: Any, tmp_path: Path
+) -> None:
     with pytest.raises(TrainingError) as failed:
         run(LOSES_PEER, EXITS_LATE.format(late) + end)
     assert str(failed.value) == f"rank 1: {cause}" == run_json(tmp_path)["error"]
@@ -212,14 +243,20 @@ def test_failure_names_the_cause_and_not_the_rank_that_lost_its_peer(end: str, c
 
 def test_failure_names_the_rank_that_did_not_end(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_ranks, "FAILURE_GRACE", 0.3)
-    with pytest.raises(TrainingError, match=r"^rank 1: hangs before its first step \(pid \d+, no progress\), .*; rank 0 says: another rank does not answer"):
+    with pytest.raises(
+        TrainingError,
+        match=r"^rank 1: hangs before its first step \(pid \d+, no progress\), .*; rank 0 says: another rank does not answer",
+    ):
         run(LOSES_PEER, EXITS_LATE.format(60))
 
 
 def test_failure_names_the_rank_that_never_met_the_others(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_ranks, "FAILURE_GRACE", 0.3)
     timed_out = LOSES_PEER.replace("answer'", "answer (Wait timeout)'")
-    with pytest.raises(TrainingError, match=r"^rank 1: hangs before its first step .*; rank 0 waited for 10 minutes \(distributed.timeout\)"):
+    with pytest.raises(
+        TrainingError,
+        match=r"^rank 1: hangs before its first step .*; rank 0 waited for 10 minutes \(distributed.timeout\)",
+    ):
         run(timed_out, EXITS_LATE.format(60))
 
 
@@ -235,8 +272,13 @@ def test_failure_waits_for_a_user_error_after_a_lost_peer(run: Any) -> None:
         run(LOSES_PEER, EXITS_LATE.format(0.5) + USER_ERROR_EXIT)
 
 
-@pytest.mark.parametrize(("error", "code"), [("[gloo/pair.cc:553] Connection closed by peer", 69), ("Wait timeout", 69), ("size mismatch", 1)])
-def test_rank_exit_code_tells_whether_a_peer_was_lost(error: str, code: int, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [("[gloo/pair.cc:553] Connection closed by peer", 69), ("Wait timeout", 69), ("size mismatch", 1)],
+)
+def test_rank_exit_code_tells_whether_a_peer_was_lost(
+    error: str, code: int, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def build_run(*args: Any, **options: Any) -> None:
         raise RuntimeError(error)
 
@@ -244,24 +286,34 @@ def test_rank_exit_code_tells_whether_a_peer_was_lost(error: str, code: int, con
     with RunMetadata.open(tmp_path / "run") as metadata:
         metadata.mark_running()
         assert train_process.train_as_rank(config, metadata, StopFlag()) == code
-    assert (run_json(tmp_path)["status"], "another rank does not answer" in run_json(tmp_path)["error"]) == ("failed", code == 69)
+    assert (run_json(tmp_path)["status"], "another rank does not answer" in run_json(tmp_path)["error"]) == (
+        "failed",
+        code == 69,
+    )
 
 
-def test_stop_while_torch_is_imported_leaves_its_exit_functions_silent(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_while_torch_is_imported_leaves_its_exit_functions_silent(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def build_run(*args: Any, **options: Any) -> None:
         raise StopRequested
 
     monkeypatch.setattr("runner.engine.build.build_run", build_run)
     torch_logger = logging.getLogger("torch")
-    monkeypatch.setattr(torch_logger, "level", logging.NOTSET)  # as until the end of the import; Hydra's level of the root is INFO
+    # as until the end of the import; Hydra's level of the root is INFO
+    monkeypatch.setattr(torch_logger, "level", logging.NOTSET)
     with RunMetadata.open(tmp_path / "run") as metadata:
         metadata.mark_running()
         assert train_process.train_as_rank(config, metadata, StopFlag()) == INTERRUPTED
     assert torch_logger.level == logging.WARNING
 
 
-def test_rank_without_others_hears_a_stop_in_training_and_not_in_the_thread_that_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with train.supervise=true: that thread ended the run 0.2 s after the signal, without a save, and gave signs of life for a run that hung."""
+def test_rank_without_others_hears_a_stop_in_training_and_not_in_the_thread_that_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with train.supervise=true: that thread ended the run 0.2 s after the signal, without a save, and gave signs of
+    life for a run that hung.
+    """
     met = threading.Event()
     monkeypatch.setattr(distributed, "RENDEZVOUS_DONE", met)
     for name, value in {RENDEZVOUS_ENV: "file:///nowhere", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
@@ -270,7 +322,9 @@ def test_rank_without_others_hears_a_stop_in_training_and_not_in_the_thread_that
     assert met.is_set()
 
 
-def test_failed_verify_resume_is_recorded_in_run_json(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_failed_verify_resume_is_recorded_in_run_json(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
     monkeypatch.setattr("runner.engine.verify_resume.verify_resume", lambda config, folder: ["the loss differs"])
     verifying = dataclasses.replace(config, train=dataclasses.replace(config.train, verify_resume=True))
     with RunMetadata.open(tmp_path / "run") as metadata:
@@ -280,7 +334,9 @@ def test_failed_verify_resume_is_recorded_in_run_json(config: Any, tmp_path: Pat
     assert "error: " not in capfd.readouterr().err
 
 
-def test_rank_0_prints_its_error_when_the_disk_is_full(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_rank_0_prints_its_error_when_the_disk_is_full(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
     def fail(*args: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -290,7 +346,9 @@ def test_rank_0_prints_its_error_when_the_disk_is_full(config: Any, tmp_path: Pa
         monkeypatch.setattr("runner.engine.build.build_run", fail)
         assert train_process.train_as_rank(config, metadata, StopFlag()) == 1
     lines = capfd.readouterr().err.splitlines()
-    assert [line for line in lines if line.startswith("error: a file could not be written or read: No space left on device")], lines
+    assert [
+        line for line in lines if line.startswith("error: a file could not be written or read: No space left on device")
+    ], lines
 
 
 def test_failure_names_no_rank_when_all_fail_alike(run: Any, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
@@ -301,11 +359,16 @@ def test_failure_names_no_rank_when_all_fail_alike(run: Any, tmp_path: Path, cap
 
 
 @pytest.mark.slow
-def test_ranks_that_time_out_print_the_stack_of_each(run: Any, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_time_out_print_the_stack_of_each(
+    run: Any, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(local_ranks, "FAILURE_GRACE", 60.0)
     monkeypatch.setattr(local_ranks, "HANG_GRACE", 0.2)
     monkeypatch.setattr(local_ranks, "STACKS_GRACE", 0.2)
-    timed_out = STACKS + "wait('logs/rank1.log'); time.sleep(0.3); record(status='failed', error='Timed out waiting'); sys.exit(69)"
+    timed_out = (
+        STACKS
+        + "wait('logs/rank1.log'); time.sleep(0.3); record(status='failed', error='Timed out waiting'); sys.exit(69)"
+    )
     with pytest.raises(
         TrainingError,
         match=r"^rank 1: hangs before its first step \(pid \d+, no progress\), the stacks are printed above; rank 0 waited for 10 minutes \(distr",
@@ -324,7 +387,10 @@ def test_signal_reaches_every_rank_and_interrupts_the_run(run: Any, tmp_path: Pa
     threading.Thread(target=send).start()
     with pytest.raises(Interrupted) as stopped:
         run(SAVES_ON_SIGNAL, EXITS_ON_SIGNAL, EXITS_ON_SIGNAL, max_restarts=3)
-    assert capfd.readouterr().err == f"\n{signal.Signals(number).name}: stopping after this micro-batch, then saving; again to stop now\n"
+    assert (
+        capfd.readouterr().err
+        == f"\n{signal.Signals(number).name}: stopping after this micro-batch, then saving; again to stop now\n"
+    )
     assert str(stopped.value) == "stopped after step 7, saved" and stopped.value.folder == tmp_path / "run"
     assert run_json(tmp_path)["attempt"] == 1
 
@@ -357,7 +423,9 @@ def test_restarts_repeat_up_to_max_restarts(run: Any, tmp_path: Path, capfd: pyt
     assert (run_json(tmp_path)["attempt"], run_json(tmp_path)["status"]) == (3, "completed")
     lines = [line for line in capfd.readouterr().err.splitlines() if "restart" in line]
     assert lines == [f"rank 1: KeyError: {n}; restart {n} of 2 from the start" for n in (1, 2)]
-    assert [line.split(",")[0] for line in log(tmp_path).splitlines() if line.startswith("---")] == [f"--- attempt {n}" for n in (1, 2, 3)]
+    assert [line.split(",")[0] for line in log(tmp_path).splitlines() if line.startswith("---")] == [
+        f"--- attempt {n}" for n in (1, 2, 3)
+    ]
 
 
 def test_restarts_end_in_failure_after_the_last(run: Any, tmp_path: Path) -> None:
@@ -433,18 +501,40 @@ def test_rank_0_writes_to_the_terminal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "environment, overrides, fix",
     [
-        ({}, ["distributed=ddp", "distributed.nnodes=2", "distributed.nproc=4"], "on every node: torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d"),
+        (
+            {},
+            ["distributed=ddp", "distributed.nnodes=2", "distributed.nproc=4"],
+            "on every node: torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d",
+        ),
         ({"WORLD_SIZE": "2"}, [], "add distributed=ddp or distributed=fsdp"),
-        ({"WORLD_SIZE": "2"}, ["distributed=ddp", "distributed.nproc=4"], "torchrun --nnodes=1 --nproc-per-node=4 runner/train.py"),
-        ({"WORLD_SIZE": "1"}, ["distributed=ddp", "distributed.nproc=2"], "distributed.nproc=auto distributed.nnodes=1"),
-        ({"WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2"}, ["distributed=fsdp", "distributed.nproc=4"], "distributed.nproc=auto distributed.nnodes=2"),
-        ({"WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}, ["distributed=ddp", "distributed.nnodes=3"], "torchrun --nnodes=3 --nproc-per-node=<GPUs per node>"),
+        (
+            {"WORLD_SIZE": "2"},
+            ["distributed=ddp", "distributed.nproc=4"],
+            "torchrun --nnodes=1 --nproc-per-node=4 runner/train.py",
+        ),
+        (
+            {"WORLD_SIZE": "1"},
+            ["distributed=ddp", "distributed.nproc=2"],
+            "distributed.nproc=auto distributed.nnodes=1",
+        ),
+        (
+            {"WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2"},
+            ["distributed=fsdp", "distributed.nproc=4"],
+            "distributed.nproc=auto distributed.nnodes=2",
+        ),
+        (
+            {"WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"},
+            ["distributed=ddp", "distributed.nnodes=3"],
+            "torchrun --nnodes=3 --nproc-per-node=<GPUs per node>",
+        ),
     ],
 )
 def test_torchrun_world_that_does_not_fit_is_refused_with_the_command(
     environment: dict[str, str], overrides: list[str], fix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in ({"TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "1"} | environment if environment else {}).items():
+    for name, value in (
+        {"TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "1"} | environment if environment else {}
+    ).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError) as raised:
         torchrun.check_world(compose_config(overrides).distributed)
@@ -464,7 +554,11 @@ def test_torchrun_sweep_needs_the_local_launcher_and_one_job_at_a_time(monkeypat
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     torchrun.check_sweep_launcher("local", {"workers": None, "devices": None})
-    for name, options in (("submitit", {}), ("local", {"workers": 2, "devices": None}), ("local", {"workers": None, "devices": [0, 1]})):
+    for name, options in (
+        ("submitit", {}),
+        ("local", {"workers": 2, "devices": None}),
+        ("local", {"workers": None, "devices": [0, 1]}),
+    ):
         with pytest.raises(ValueError):
             torchrun.check_sweep_launcher(name, options)
 
@@ -492,7 +586,10 @@ def under_torchrun(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torchrun, "_jobs_announced", 0)
 
     def set_rank(rank: int, **environment: str) -> Store:
-        for name, value in ({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": "0"} | environment).items():
+        for name, value in (
+            {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": "0"}
+            | environment
+        ).items():
             monkeypatch.setenv(name, value)
         return store
 
@@ -509,7 +606,9 @@ def test_torchrun_workers_exit_however_rank_0_ends(under_torchrun: Any) -> None:
     assert torchrun.worker_main() == 0
 
 
-def test_torchrun_worker_stopped_after_rank_0_exited_returns_0(under_torchrun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_worker_stopped_after_rank_0_exited_returns_0(
+    under_torchrun: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = under_torchrun(0)
     with torchrun.releasing_workers():
         pass
@@ -518,7 +617,9 @@ def test_torchrun_worker_stopped_after_rank_0_exited_returns_0(under_torchrun: A
     assert torchrun.worker_main() == 0
 
 
-def test_torchrun_job_runs_on_every_rank_and_ends_with_rank_0(under_torchrun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_job_runs_on_every_rank_and_ends_with_rank_0(
+    under_torchrun: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, started = under_torchrun(0), []
     assert torchrun.begin_job() == {"RUNNER_JOB": "job1"}
     torchrun.end_job()
@@ -541,14 +642,20 @@ def test_torchrun_job_runs_on_every_rank_and_ends_with_rank_0(under_torchrun: An
     assert torchrun.worker_main() == 0, "a job reads its own messages, not those of the sweep"
 
 
-def test_torchrun_worker_forwards_a_signal_to_its_job(under_torchrun: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_torchrun_worker_forwards_a_signal_to_its_job(
+    under_torchrun: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     under_torchrun(0)
     torchrun.begin_job()
     under_torchrun(1)
     script = f"import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(75))\nopen({str(tmp_path / 'ready')!r}, 'w').close()\ntime.sleep(60)"
     started = []
     spawn = subprocesses.spawn
-    monkeypatch.setattr(subprocesses, "spawn", lambda program, environment, out: started.append(spawn(["-c", script], environment, out)) or started[-1])
+    monkeypatch.setattr(
+        subprocesses,
+        "spawn",
+        lambda program, environment, out: started.append(spawn(["-c", script], environment, out)) or started[-1],
+    )
 
     def send() -> None:
         wait_until((tmp_path / "ready").exists)

@@ -1,4 +1,6 @@
-"""train.py on two CPU ranks, started by distributed.nproc=2 and by torchrun: failures, kills, signals, restarts, resume."""
+"""train.py on two CPU ranks, started by distributed.nproc=2 and by torchrun: failures, kills, signals, restarts,
+resume.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,10 @@ class Runs:
         self.train, self.root, self.warm = str(checkout / "runner" / "train.py"), root, warm
         self.output = root / "output"
         (root / "rows.jsonl").write_text(
-            "".join(json.dumps({"text": f"{i} " + "the lake of Oru lies north of the old mill " * (1 + i % 3)}) + "\n" for i in range(40))
+            "".join(
+                json.dumps({"text": f"{i} " + "the lake of Oru lies north of the old mill " * (1 + i % 3)}) + "\n"
+                for i in range(40)
+            )
         )
 
     def write_bad_rows(self) -> Path:
@@ -58,24 +63,40 @@ class Runs:
         return self.root / "bad.jsonl"
 
     def overrides(self, name: str) -> list[str]:
-        return [*OVERRIDES, f"data.path={self.root / 'rows.jsonl'}", f"data.cache={self.root / 'cache'}", f"hydra.run.dir={self.root / name}"]
+        return [
+            *OVERRIDES,
+            f"data.path={self.root / 'rows.jsonl'}",
+            f"data.cache={self.root / 'cache'}",
+            f"hydra.run.dir={self.root / name}",
+        ]
 
-    def launch(self, *overrides: str, by: str = BY_NPROC, flags: tuple[str, ...] = (), fault: dict[str, Any] | None = None) -> subprocess.Popen | ForkedProcess:
-        """Start the command. By nproc it and its ranks, but not the jobs of a sweep, are forks of a process that has imported torch."""
+    def launch(
+        self, *overrides: str, by: str = BY_NPROC, flags: tuple[str, ...] = (), fault: dict[str, Any] | None = None
+    ) -> subprocess.Popen | ForkedProcess:
+        """Start the command. By nproc it and its ranks, but not the jobs of a sweep, are forks of a process that has
+        imported torch.
+        """
         if by == BY_NPROC:
-            return self.warm.start(Path(self.train), *overrides, cwd=self.root, out=self.output, env=self.fault_environment(fault))
+            return self.warm.start(
+                Path(self.train), *overrides, cwd=self.root, out=self.output, env=self.fault_environment(fault)
+            )
         return self.launch_cold(*TORCHRUN[:2], *flags, *TORCHRUN[2:], self.train, *overrides, fault=fault)
 
     def launch_cold(self, *program: str, fault: dict[str, Any] | None = None) -> subprocess.Popen:
         """Start `python *program`."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **self.fault_environment(fault)}
         with open(self.output, "w") as output:
-            return subprocess.Popen([sys.executable, *program], cwd=self.root, stdout=output, stderr=output, env=environment)
+            return subprocess.Popen(
+                [sys.executable, *program], cwd=self.root, stdout=output, stderr=output, env=environment
+            )
 
     def fault_environment(self, fault: dict[str, Any] | None) -> dict[str, str]:
         if fault is None:
             return {}
-        return {"FAULT": json.dumps({"once": str(self.root / "once"), **fault}), "PYTHONPATH": str(Path(__file__).parents[1] / "faults" / "fault")}
+        return {
+            "FAULT": json.dumps({"once": str(self.root / "once"), **fault}),
+            "PYTHONPATH": str(Path(__file__).parents[1] / "faults" / "fault"),
+        }
 
     def run(self, *overrides: str, **options: Any) -> int:
         return exit_code(self.launch(*overrides, **options))
@@ -174,7 +195,10 @@ def test_nproc_and_torchrun_resume_each_other_bitwise_equal(runs: Runs) -> None:
     assert diff_run_dirs(runs / "nproc", runs / "torchrun") == []
     before = (runs / "torchrun" / "run.json").read_bytes()
     assert runs.run(f"resume={runs / 'torchrun'}", by=BY_TORCHRUN) == 0
-    assert "already complete at step 12" in runs.output.read_text() and (runs / "torchrun" / "run.json").read_bytes() == before
+    assert (
+        "already complete at step 12" in runs.output.read_text()
+        and (runs / "torchrun" / "run.json").read_bytes() == before
+    )
     for name, first, then in (("both", BY_NPROC, BY_TORCHRUN), ("either", BY_TORCHRUN, BY_NPROC)):
         stop = {"rank": 0, "step": 5, "code": "os.kill(os.getpid(), 15)", "once": str(runs / f"once-{name}")}
         assert runs.run(*runs.overrides(name), by=first, fault=stop) == (75 if first == BY_NPROC else 1)
@@ -198,10 +222,16 @@ def test_sweep_jobs_use_all_ranks_and_can_be_extended(runs: Runs, by: str) -> No
 @slow
 @pytest.mark.parametrize("by", [BY_NPROC, pytest.param(BY_TORCHRUN, marks=only_full)])
 def test_sweep_continues_after_a_job_fails_on_its_ranks(runs: Runs, by: str) -> None:
-    overrides = [*runs.overrides("-")[:-1], "train.max_steps=4", "distributed=fsdp", f"hydra.sweep.dir={runs / 'sweep'}"]
+    overrides = [
+        *runs.overrides("-")[:-1],
+        "train.max_steps=4",
+        "distributed=fsdp",
+        f"hydra.sweep.dir={runs / 'sweep'}",
+    ]
     fault = {"rank": 0, "step": 2, "code": "if state.cfg.seed == 2: os.kill(os.getpid(), 9)\nos.unlink(fault['once'])"}
     files = ",".join(map(str, [runs.write_bad_rows(), *[runs / "rows.jsonl"] * 2]))
-    points = ["seed=1,2,3", f"data.path={files}", "sweep.zip=[seed,data.path]"]  # the first is refused, the second is killed
+    # the first is refused, the second is killed
+    points = ["seed=1,2,3", f"data.path={files}", "sweep.zip=[seed,data.path]"]
     assert runs.run("--multirun", *overrides, *points, by=by, fault=fault) == 1, runs.output.read_text()
     jobs = json.loads((runs / "sweep" / "sweep.json").read_text())["jobs"]
     assert [job["status"] for job in jobs] == ["failed", "failed", "completed"], jobs
@@ -209,26 +239,39 @@ def test_sweep_continues_after_a_job_fails_on_its_ranks(runs: Runs, by: str) -> 
 
 
 @slow
-@pytest.mark.parametrize("overrides", [["--help"], pytest.param(["--cfg", "job"], marks=only_full), ["train.max_stps=3"]])
+@pytest.mark.parametrize(
+    "overrides", [["--help"], pytest.param(["--cfg", "job"], marks=only_full), ["train.max_stps=3"]]
+)
 def test_torchrun_ranks_exit_after_help_config_or_user_error(runs: Runs, overrides: list[str]) -> None:
     assert runs.run(*overrides, by=BY_TORCHRUN) == (1 if "=" in overrides[0] else 0)
     text = runs.output.read_text()
     if "=" in overrides[0]:
-        assert text.count("error: unknown setting") == 1 and re.search(r"Root Cause .*\n(.*\n)+ +rank +: 0 .*\n +exitcode +: 2", text)
+        assert text.count("error: unknown setting") == 1 and re.search(
+            r"Root Cause .*\n(.*\n)+ +rank +: 0 .*\n +exitcode +: 2", text
+        )
 
 
 @slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    "code, cause", [("raise KeyError('lost')", "KeyError: 'lost'"), ("os.kill(os.getpid(), 9)", "killed by SIGKILL (out of memory, or kill -9)")]
+    "code, cause",
+    [
+        ("raise KeyError('lost')", "KeyError: 'lost'"),
+        ("os.kill(os.getpid(), 9)", "killed by SIGKILL (out of memory, or kill -9)"),
+    ],
 )
 def test_failed_rank_is_named_and_the_run_can_be_resumed(runs: Runs, rank: int, code: str, cause: str) -> None:
     fault = {"rank": rank, "step": 5, "code": code, "after": str(runs / "run" / "checkpoints" / "step-00000003")}
     assert runs.run(*runs.overrides("run"), fault=fault) == 1
     output = runs.output.read_text()
-    assert f"error: rank {rank}: {cause}" in output and (runs.run_json("run")["status"], runs.run_json("run")["error"]) == ("failed", f"rank {rank}: {cause}")
+    assert f"error: rank {rank}: {cause}" in output and (
+        runs.run_json("run")["status"],
+        runs.run_json("run")["error"],
+    ) == ("failed", f"rank {rank}: {cause}")
     assert len(re.findall("^error: ", output, re.MULTILINE)) == 1, output
-    assert output.count("Traceback") == ("KeyError" in cause) and ("[rank 1] Traceback" in output) == ("KeyError" in cause and rank == 1)
+    assert output.count("Traceback") == ("KeyError" in cause) and ("[rank 1] Traceback" in output) == (
+        "KeyError" in cause and rank == 1
+    )
     assert processes_of(runs.root) == [] and newest(runs / "run") == 3
     assert runs.run(f"resume={runs / 'run'}") == 0 and newest(runs / "run") == 12
 
@@ -238,7 +281,9 @@ def test_hanging_rank_times_out_and_every_stack_is_printed(runs: Runs) -> None:
     fault = {"rank": 1, "step": 5, "code": "import time; time.sleep(600)"}
     assert runs.run(*runs.overrides("run"), "distributed.timeout=0.15", fault=fault) == 1
     output = runs.output.read_text()
-    assert re.search(r"^Timeout \(", output, re.MULTILINE) and re.search(r"^\[rank 1\] Timeout \(", output, re.MULTILINE)
+    assert re.search(r"^Timeout \(", output, re.MULTILINE) and re.search(
+        r"^\[rank 1\] Timeout \(", output, re.MULTILINE
+    )
     error = runs.run_json("run")["error"]
     assert re.match(
         r"rank 1: hangs in a training step, after step \d \(pid \d+, no progress for \d+ s\), the stacks are printed above; rank 0 waited for 0.15 minutes",
@@ -252,9 +297,10 @@ def test_restart_continues_from_the_last_checkpoint(runs: Runs) -> None:
     assert runs.run(*runs.overrides("whole"), "distributed.max_restarts=2") == 0
     fault = {"rank": 1, "step": 5, "code": "os.kill(os.getpid(), 9)"}
     assert runs.run(*runs.overrides("run"), "distributed.max_restarts=2", fault=fault) == 0
-    assert re.search(r"rank 1: killed by SIGKILL \(out of memory, or kill -9\).*; restart 1 of 2 from step [1-5]\b", runs.output.read_text()), (
-        runs.output.read_text()
-    )
+    assert re.search(
+        r"rank 1: killed by SIGKILL \(out of memory, or kill -9\).*; restart 1 of 2 from step [1-5]\b",
+        runs.output.read_text(),
+    ), runs.output.read_text()
     assert runs.run_json("run")["attempt"] == 2 and diff_run_dirs(runs / "whole", runs / "run") == []
 
 
@@ -263,8 +309,14 @@ def test_restart_continues_from_the_last_checkpoint(runs: Runs) -> None:
 def test_torchrun_restart_continues_its_run_or_sweep(runs: Runs, overrides: list[str]) -> None:
     assert runs.run(*runs.overrides("whole"), "seed=1") == 0
     fault = {"rank": 1, "step": 5, "code": "os.kill(os.getppid() if 'RUNNER_JOB' in os.environ else os.getpid(), 9)"}
-    target = runs.overrides("run") if overrides == ["run"] else ["--multirun", *runs.overrides("-")[:-1], f"hydra.sweep.dir={runs / 'sweep'}"]
-    assert runs.run(*target, "seed=1", by=BY_TORCHRUN, flags=("--max-restarts=1",), fault=fault) == 0, runs.output.read_text()
+    target = (
+        runs.overrides("run")
+        if overrides == ["run"]
+        else ["--multirun", *runs.overrides("-")[:-1], f"hydra.sweep.dir={runs / 'sweep'}"]
+    )
+    assert runs.run(*target, "seed=1", by=BY_TORCHRUN, flags=("--max-restarts=1",), fault=fault) == 0, (
+        runs.output.read_text()
+    )
     folder = runs / "run" if overrides == ["run"] else next((runs / "sweep").glob("*/run.json")).parent
     assert json.loads((folder / "run.json").read_text())["attempt"] == 2 and diff_run_dirs(runs / "whole", folder) == []
 
@@ -277,15 +329,23 @@ def test_sigterm_to_the_launcher_saves_and_exits(runs: Runs, by: str) -> None:
     child.terminate()
     assert child.wait(TIMEOUT) == (75 if by == BY_NPROC else 1) and "runner/train.py resume=" in runs.output.read_text()
     record = runs.run_json("run")
-    assert record["status"] == "interrupted" and record["step"] == newest(runs / "run") > 0 and processes_of(runs.root) == []
+    assert (
+        record["status"] == "interrupted"
+        and record["step"] == newest(runs / "run") > 0
+        and processes_of(runs.root) == []
+    )
 
 
 @slow
 @pytest.mark.parametrize("by", [BY_NPROC, BY_TORCHRUN])
 def test_killed_launcher_leaves_no_process_and_a_resumable_run(runs: Runs, by: str) -> None:
-    child = runs.launch(*runs.overrides("run"), "train.max_steps=100000", "train.save_every=0", "data.num_workers=1", by=by)
+    child = runs.launch(
+        *runs.overrides("run"), "train.max_steps=100000", "train.save_every=0", "data.num_workers=1", by=by
+    )
     wait_until(lambda: has_stepped(runs / "run"))
-    refused = subprocess.run([sys.executable, runs.train, f"resume={runs / 'run'}"], capture_output=True, text=True, timeout=TIMEOUT)
+    refused = subprocess.run(
+        [sys.executable, runs.train, f"resume={runs / 'run'}"], capture_output=True, text=True, timeout=TIMEOUT
+    )
     assert refused.returncode == 2 and "being trained by process" in refused.stderr
     child.kill()
     child.wait()
@@ -302,9 +362,24 @@ def test_two_torchruns_like_two_nodes_train_one_run(runs: Runs) -> None:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    flags = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=lm1")
+    flags = (
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=localhost:{port}",
+        "--rdzv-id=lm1",
+    )
     overrides = [override for override in runs.overrides("run") if not override.startswith("distributed.nproc=")]
-    program = [sys.executable, "-m", "torch.distributed.run", *flags, runs.train, *overrides, "distributed.nproc=1", "distributed.nnodes=2"]
+    program = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *flags,
+        runs.train,
+        *overrides,
+        "distributed.nproc=1",
+        "distributed.nnodes=2",
+    ]
     nodes = [subprocess.Popen(program, cwd=runs.root, env={**os.environ, "OMP_NUM_THREADS": "1"}) for _ in range(2)]
     assert [node.wait(TIMEOUT) for node in nodes] == [0, 0]
     assert runs.run_json("run")["step"] == 12 and "rank 1 of 2" in (runs / "run" / "logs" / "rank1.log").read_text()
@@ -328,7 +403,10 @@ def test_kills_of_ranks_and_launcher_change_no_bit(runs: Runs) -> None:
         wait_until(lambda attempt=attempt: attempt_of(folder) == attempt)
         time.sleep(chance.uniform(0, 0.05))
         os.kill(chance.choice(ranks_of(folder)) if who == "rank" else child.pid, number)
-        assert child.wait(TIMEOUT) == {("parent", 9): -9, ("parent", 15): 75, ("rank", 9): 1, ("rank", 15): 75}[who, number], runs.output.read_text()
+        assert (
+            child.wait(TIMEOUT)
+            == {("parent", 9): -9, ("parent", 15): 75, ("rank", 9): 1, ("rank", 15): 75}[who, number]
+        ), runs.output.read_text()
         wait_until(lambda: not is_locked(folder))
         wait_until(lambda: not processes_of(runs.root))
     assert runs.run(f"resume={folder}") == 0, runs.output.read_text()

@@ -53,13 +53,26 @@ def with_train(config: Config, **changes: object) -> Config:
 
 def test_completed_run_records_step_stage_and_fingerprints(launch: Launch, config: Config) -> None:
     fields = fields_of(launch(config))
-    assert (fields["status"], fields["outcome"], fields["step"], fields["stage"]) == ("completed", "completed", 2, "pretrain")
+    assert (fields["status"], fields["outcome"], fields["step"], fields["stage"]) == (
+        "completed",
+        "completed",
+        2,
+        "pretrain",
+    )
     assert fields["fingerprints"].keys() == {"model", "tokenizer", "data"}
 
 
-def test_completed_run_ends_with_the_next_commands_and_a_job_of_a_sweep_does_not(launch: Launch, config: Config, workspace: Path) -> None:
+def test_completed_run_ends_with_the_next_commands_and_a_job_of_a_sweep_does_not(
+    launch: Launch, config: Config, workspace: Path
+) -> None:
     last = (launch(config) / "train.log").read_text().split("completed after")[1]
-    assert "\nsteps " in last and "2 of 2\n" in last and "run/model (" in last and "\n  # train longer\n" in last and " train.max_steps=4\n" in last
+    assert (
+        "\nsteps " in last
+        and "2 of 2\n" in last
+        and "run/model (" in last
+        and "\n  # train longer\n" in last
+        and " train.max_steps=4\n" in last
+    )
     (workspace / "sweep").mkdir()
     (workspace / "sweep" / "sweep.json").write_text("{}")
     job = launch(config, "sweep/job")
@@ -70,7 +83,11 @@ def test_refused_launch_leaves_every_byte_of_the_run(launch: Launch, config: Con
     folder = launch(config)
     before = contents(folder)
     wider = dataclasses.replace(config.model, hidden_size=64)
-    for changed in (dataclasses.replace(config, seed=7), dataclasses.replace(config, model=wider), with_train(config, max_steps=1)):
+    for changed in (
+        dataclasses.replace(config, seed=7),
+        dataclasses.replace(config, model=wider),
+        with_train(config, max_steps=1),
+    ):
         with pytest.raises(UserError):
             launch(changed)
         assert contents(folder) == before
@@ -85,9 +102,20 @@ def test_verified_resume_is_not_taken_for_a_trained_model(launch: Launch, config
 @pytest.mark.slow
 def test_moved_initial_weights_are_found_under_the_typed_path(launch: Launch, config: Config, workspace: Path) -> None:
     base = launch(config, "base")
-    chats = [{"conversations": [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": "goats"}]} for number in range(20)]
+    chats = [
+        {"conversations": [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": "goats"}]}
+        for number in range(20)
+    ]
     (workspace / "chats.jsonl").write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
-    lora = compose_config([*TINY_RUN, "stage=lora", f"data.path={workspace / 'chats.jsonl'}", f"init_from={base}", "tracker.console=quiet"])
+    lora = compose_config(
+        [
+            *TINY_RUN,
+            "stage=lora",
+            f"data.path={workspace / 'chats.jsonl'}",
+            f"init_from={base}",
+            "tracker.console=quiet",
+        ]
+    )
     launch(lora)
     base.rename(workspace / "moved")
     folder = launch(dataclasses.replace(with_train(lora, max_steps=3), init_from=str(workspace / "moved")))

@@ -16,7 +16,20 @@ from pathlib import Path
 
 import pytest
 from fault_counts import faults
-from trainee import STEPS, TIMEOUT, SlowDisk, launch, make_config, memory_dir, read_output, read_run_json, saved_steps, temp_files, train, wait_for_exit
+from trainee import (
+    STEPS,
+    TIMEOUT,
+    SlowDisk,
+    launch,
+    make_config,
+    memory_dir,
+    read_output,
+    read_run_json,
+    saved_steps,
+    temp_files,
+    train,
+    wait_for_exit,
+)
 
 from common import filesystem
 from data.batching import batch_workers
@@ -38,7 +51,8 @@ EVENT = struct.Struct("bd")  # (phase, time); phase + 64 marks its end
 class PhaseProbe:
     """Reports from a child process: phases through a pipe, what a signal interrupted through shared memory.
 
-    With `held` = (phase, n) the child waits for the signal at the beginning of the n-th such phase: that one is interrupted, on any machine.
+    With `held` = (phase, n) the child waits for the signal at the beginning of the n-th such phase: that one is
+    interrupted, on any machine.
     """
 
     def __init__(self, held: tuple[int, int] | None = None) -> None:
@@ -89,7 +103,8 @@ class PhaseProbe:
             try:
                 return function(run, *args)
             finally:
-                self.phase = before if number in (2, TOKENIZING) else END if number == END else 1  # between two steps counts as a step
+                # between two steps counts as a step
+                self.phase = before if number in (2, TOKENIZING) else END if number == END else 1
                 self._report(number + 64)
 
         return reporting
@@ -134,9 +149,12 @@ def phase_durations(cfg, folder: Path) -> dict[int, float]:
     return {number: sum(times) / len(times) for number, times in spent.items()}
 
 
-def train_with_signal(cfg, folder: Path, number: int, phase: int, nth: int, delay: float | None) -> tuple[int, bytes, float, float]:
-    """Launch and signal the process group in the nth such phase, `delay` after it began: (exit code, what was interrupted, seconds until it was received, and
-    to the end). Without a delay the phase waits for the signal."""
+def train_with_signal(
+    cfg, folder: Path, number: int, phase: int, nth: int, delay: float | None
+) -> tuple[int, bytes, float, float]:
+    """Launch and signal the process group in the nth such phase, `delay` after it began: (exit code, what was
+    interrupted, seconds until it was received, and to the end). Without a delay the phase waits for the signal.
+    """
     probe = PhaseProbe((phase, nth) if delay is None else None)
     child = launch(cfg, folder, probe.install)
     sent = None
@@ -147,7 +165,12 @@ def train_with_signal(cfg, folder: Path, number: int, phase: int, nth: int, dela
             sent = time.monotonic()
             os.killpg(child, number)
     code, ended = wait_for_exit(child), time.monotonic()
-    return code, bytes(probe.shared[:3]), struct.unpack("d", probe.shared[3:])[0] - (sent or ended), ended - (sent or ended)
+    return (
+        code,
+        bytes(probe.shared[:3]),
+        struct.unpack("d", probe.shared[3:])[0] - (sent or ended),
+        ended - (sent or ended),
+    )
 
 
 @pytest.mark.slow(long=True)
@@ -164,10 +187,13 @@ def test_signal_at_any_phase_saves_within_a_step_bitwise(tmp_path):
         if phase == TOKENIZING:
             shutil.rmtree(root / "cache", ignore_errors=True)
         delay = chance.uniform(0, 0.5 * took[phase]) if seen.total() // len(PHASES) % 2 else None
-        code, (received, interrupted, done), reaction, seconds = train_with_signal(cfg, folder, chance.choice(handled_signals()), phase, nth, delay)
+        code, (received, interrupted, done), reaction, seconds = train_with_signal(
+            cfg, folder, chance.choice(handled_signals()), phase, nth, delay
+        )
         assert code in (0, 75), read_output(folder)
         if code == 75:
-            newest, done = max(saved_steps(folder), default=0), max(done, before)  # before it reads the checkpoint the child has read no step
+            # before it reads the checkpoint the child has read no step
+            newest, done = max(saved_steps(folder), default=0), max(done, before)
             assert received and done <= newest <= done + 1, f"{done} steps were done, {newest} are saved"
             assert (read_run_json(folder)["status"], read_run_json(folder)["step"]) == ("interrupted", newest)
             seen[PHASES[interrupted]] += 1
@@ -176,7 +202,9 @@ def test_signal_at_any_phase_saves_within_a_step_bitwise(tmp_path):
 
     with memory_dir(tmp_path) as root:
         for workers in (0, 2):
-            cfg = make_config(root, f"data.num_workers={workers}", "train.save_every=2", "train.eval_every=3", "train.sample_every=2")
+            cfg = make_config(
+                root, f"data.num_workers={workers}", "train.save_every=2", "train.eval_every=3", "train.sample_every=2"
+            )
             took = phase_durations(cfg, whole := root / f"whole{workers}")
             target = seen.total() + signals // 2
             for run in itertools.takewhile(lambda _: seen.total() < target, itertools.count()):  # noqa: B023  evaluated at once
@@ -281,7 +309,9 @@ def test_signal_while_tokenizing_stops_between_chunks_and_leaves_nothing_half_wr
         cfg, chunks = make_config(root), root / "chunks"
         assert train(cfg, root / "run", signal_in_second_chunk) == 75, read_output(root / "run")
         assert len(chunks.read_text().splitlines()) == 2
-        assert [path.name for path in (root / "cache").rglob("*") if path.name != "contents" and path.suffix != ".json"] == []
+        assert [
+            path.name for path in (root / "cache").rglob("*") if path.name != "contents" and path.suffix != ".json"
+        ] == []
         assert (read_run_json(root / "run")["status"], saved_steps(root / "run")) == ("interrupted", [])
         assert "stopped before the first step" in read_output(root / "run")
         assert train(cfg, root / "run") == 0, read_output(root / "run")

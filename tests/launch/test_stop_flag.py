@@ -21,7 +21,8 @@ from runner.launch import signals
 from runner.launch.signals import STOP_SIGNALS, CtrlC, SignalForwarder, StopFlag
 
 ROOT = Path(__file__).parents[2]
-NO_DUPLICATES = "from runner.launch import signals; signals.DUPLICATE_SIGNAL_WINDOW = -1.0"  # every further signal is a second request, however soon it comes
+# every further signal is a second request, however soon it comes
+NO_DUPLICATES = "from runner.launch import signals; signals.DUPLICATE_SIGNAL_WINDOW = -1.0"
 WAIT = f"""
 import sys, time; sys.path.insert(0, {str(ROOT)!r})
 {NO_DUPLICATES}
@@ -88,10 +89,14 @@ def written_to(terminal: int) -> str:
 
 
 @pytest.mark.parametrize(("term", "erase", "cursor"), [("xterm", "\r\x1b[2K", "\x1b[?25h\r\n"), ("dumb", "\r\n", "")])
-def test_stop_flag_replaces_the_bar_of_a_terminal_and_shows_its_cursor_again(term: str, erase: str, cursor: str) -> None:
+def test_stop_flag_replaces_the_bar_of_a_terminal_and_shows_its_cursor_again(
+    term: str, erase: str, cursor: str
+) -> None:
     terminal, child_end = os.openpty()
     program, env = WAIT.replace("StopFlag()", "StopFlag(announces=True)"), {**os.environ, "TERM": term}
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=child_end, text=True, env=env) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=child_end, text=True, env=env
+    ) as child:
         assert child.stdout.readline() == "ready\n"
         child.send_signal(signal.SIGINT)
         assert child.stdout.readline() == "SIGINT\n"
@@ -103,7 +108,9 @@ def test_stop_flag_replaces_the_bar_of_a_terminal_and_shows_its_cursor_again(ter
 
 
 def test_stop_flag_without_a_terminal_to_write_to_still_stops():
-    child = "import os; os.close(2)\n" + WAIT.replace("StopFlag()", "StopFlag(announces=True)").replace("time.sleep(300)", "")
+    child = "import os; os.close(2)\n" + WAIT.replace("StopFlag()", "StopFlag(announces=True)").replace(
+        "time.sleep(300)", ""
+    )
     with subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)  # SIGHUP is ignored where the tests run under nohup
@@ -135,7 +142,9 @@ def test_stop_flag_leaves_sighup_ignored_under_nohup():
 
 
 def in_c_code(block: str, setup: str = "") -> subprocess.Popen:
-    """Start a process whose main thread is in a C function, as in a compilation, within `block`: Python handlers do not run there."""
+    """Start a process whose main thread is in a C function, as in a compilation, within `block`: Python handlers do not
+    run there.
+    """
     program = f"""
 import ctypes, signal, sys; sys.path.insert(0, {str(ROOT)!r})
 {setup}
@@ -146,7 +155,13 @@ with {block}:
     libc = ctypes.CDLL(None)
     libc.fread(ctypes.create_string_buffer(2), 1, 2, ctypes.c_void_p.in_dll(libc, "stdin"))  # restarted after each signal
 """
-    child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert child.stdout.readline() == "ready\n"
     child.stdin.write("1")  # the first of the two bytes that the call waits for
     child.stdin.flush()
@@ -164,7 +179,10 @@ def test_stop_flag_acknowledges_a_signal_and_ends_at_the_second_while_the_main_t
     with in_c_code(block, NO_DUPLICATES) as child:
         child.send_signal(signal.SIGTERM)
         assert select.select([child.stderr], [], [], 500)[0], "no acknowledgement"
-        assert [child.stderr.readline(), child.stderr.readline()] == ["\n", "SIGTERM: stopping after this micro-batch, then saving; again to stop now\n"]
+        assert [child.stderr.readline(), child.stderr.readline()] == [
+            "\n",
+            "SIGTERM: stopping after this micro-batch, then saving; again to stop now\n",
+        ]
         child.send_signal(signal.SIGINT)
         assert child.wait(60) == 128 + signal.SIGINT
 

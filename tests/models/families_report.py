@@ -2,7 +2,8 @@
 
     PYTHONPATH=.:tests python tests/models/families_report.py [--steps 20] [--families qwen3_moe,gemma2]
 
-The columns are fields of `FamilyResult`. Runs take several minutes; each is a run of the engine in this process, on the CPU.
+The columns are fields of `FamilyResult`. Runs take several minutes; each is a run of the engine in this process, on the
+CPU.
 """
 
 from __future__ import annotations
@@ -49,15 +50,19 @@ class FamilyResult:
     """What a family does. Differences are the largest absolute ones; "refused" is a UserError before the first step."""
 
     family: str
-    path: str  # where init_from=DIR loads it: decoder (of this program) or transformers; all other columns are of transformers
+    # where init_from=DIR loads it: decoder (of this program) or transformers; all other columns are of transformers
+    path: str
     attention: str
     packing: str  # how packed rows are separated, or none: refused
     loss: str
     packed_difference: str  # of the losses of all SFT steps, packed and not packed
-    sft: str  # whether a run that is killed and stopped, and resumed after both, is bitwise equal to an uninterrupted one
+    # whether a run that is killed and stopped, and resumed after both, is bitwise equal to an uninterrupted one
+    sft: str
     lora: str  # whether a run that is stopped and resumed is bitwise equal
     dpo: str
-    export: str  # of the logits of model/, also where it has the best weights and not the last, of checkpoints/best, and of the trained model
+    # of the logits of model/, also where it has the best weights and not the last, of checkpoints/best, and of the
+    # trained model
+    export: str
 
 
 class FamilyRuns:
@@ -78,7 +83,9 @@ class FamilyRuns:
         ]
         cfg = composed(*settings, *([LORA] if stage == "lora" else []), *overrides)
         data = dataclasses.replace(cfg.data, path=str(write_examples(self.folder, DATA_FORMAT[stage], ROWS)))
-        return dataclasses.replace(cfg, model=read_model_config(self.weights, "transformers"), init_from=str(self.weights), data=data)
+        return dataclasses.replace(
+            cfg, model=read_model_config(self.weights, "transformers"), init_from=str(self.weights), data=data
+        )
 
     def train(self, cfg: Config, run: str) -> TrainState:
         """Train to the end, and return the state of the run."""
@@ -102,18 +109,27 @@ class FamilyRuns:
         if (child := os.fork()) == 0:
             run_dir.mkdir()
             state = build_run(cfg, run_dir, 1, update_metadata=lambda **_: None)
-            train(state, stop_requested=lambda: state.progress.step == step and os.kill(os.getpid(), signal.SIGKILL) is None)
+            train(
+                state,
+                stop_requested=lambda: state.progress.step == step and os.kill(os.getpid(), signal.SIGKILL) is None,
+            )
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
-    def compare_resumed(self, stage: str, *overrides: str, steps: int, kill_at: int | None = None) -> tuple[str, TrainState]:
+    def compare_resumed(
+        self, stage: str, *overrides: str, steps: int, kill_at: int | None = None
+    ) -> tuple[str, TrainState]:
         """Return whether a resumed run is bitwise equal, and the state of the uninterrupted one."""
         cfg, run = self.config(stage, *overrides, steps=steps), "-".join([stage, *overrides])
         state = self.train(cfg, run)
-        differences = diff_run_dirs(self.folder / run, self.resumed(cfg, f"{run} resumed", kill_at, stop_at=steps - steps // 4))
+        differences = diff_run_dirs(
+            self.folder / run, self.resumed(cfg, f"{run} resumed", kill_at, stop_at=steps - steps // 4)
+        )
         return ("equal" if not differences else "; ".join(differences)), state
 
     def best_difference(self) -> float:
-        """Return the largest difference between the logits of the model at its best evaluation, of model/, and of checkpoints/best. The best step is not the last."""
+        """Return the largest difference between the logits of the model at its best evaluation, of model/, and of
+        checkpoints/best. The best step is not the last.
+        """
         run, steps = self.folder / "best", 3
         cfg = self.config("sft", "data.val_fraction=0.2", "train.eval_every=1", "train.save_every=0", steps=steps)
         logits: dict[int, Tensor] = {}
@@ -132,11 +148,15 @@ class FamilyRuns:
         return max(float((other - logits[1]).abs().max()) for other in (family_logits(loaded), again))
 
     def losses(self, stage: str, *overrides: str, steps: int) -> list[float | None]:
-        return self.train(self.config(stage, *overrides, steps=steps), "-".join([stage, *overrides, "losses"])).progress.recent_losses
+        return self.train(
+            self.config(stage, *overrides, steps=steps), "-".join([stage, *overrides, "losses"])
+        ).progress.recent_losses
 
 
 def measure_family(name: str, folder: Path, steps: int, is_killed: bool) -> FamilyResult:
-    """Train a family in `folder` in every way of the table, `steps` optimizer steps of SFT and as many of the others, at most 6."""
+    """Train a family in `folder` in every way of the table, `steps` optimizer steps of SFT and as many of the others,
+    at most 6.
+    """
     runs = FamilyRuns(name, folder)
     refused = ""
     packed: list[float | None] = []
@@ -144,7 +164,9 @@ def measure_family(name: str, folder: Path, steps: int, is_killed: bool) -> Fami
         packed = runs.losses("sft", PACKED, steps=steps)
     except UserError as error:
         refused = f"refused: {error.message.partition(':')[0]}"
-    sft, state = runs.compare_resumed("sft", *([] if refused else [PACKED]), steps=steps, kill_at=steps // 2 if is_killed else None)
+    sft, state = runs.compare_resumed(
+        "sft", *([] if refused else [PACKED]), steps=steps, kill_at=steps // 2 if is_killed else None
+    )
     unpacked = runs.losses("sft", steps=steps)
     try:
         lora, _ = runs.compare_resumed("lora", steps=min(steps, 6))
@@ -160,7 +182,8 @@ def measure_family(name: str, folder: Path, steps: int, is_killed: bool) -> Fami
         attention=attention if model.kernels.is_called else "its layers",
         packing="none" if refused else model.kernels.packing,
         loss="chunked" if model.kernels.chunked_loss else "own logits",
-        packed_difference=refused or f"{max(abs(a - b) for a, b in zip(packed, unpacked, strict=True) if a is not None and b is not None):.0e}",
+        packed_difference=refused
+        or f"{max(abs(a - b) for a, b in zip(packed, unpacked, strict=True) if a is not None and b is not None):.0e}",
         sft=sft,
         lora=lora,
         dpo=dpo,
@@ -184,7 +207,9 @@ def family_logits(model: LanguageModel) -> Tensor:
 
 @torch.no_grad()
 def export_difference(model: TransformersModel, exported: Path) -> float:
-    """Return the largest difference between the logits of a trained model, of its folder in transformers, and of its folder in this program."""
+    """Return the largest difference between the logits of a trained model, of its folder in transformers, and of its
+    folder in this program.
+    """
     ids = LOGIT_IDS
     expected = model(ids, lengths=torch.full((len(ids),), ids.shape[1])).logits  # a run with packed rows needs them
     hf = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
@@ -194,10 +219,17 @@ def export_difference(model: TransformersModel, exported: Path) -> float:
 def print_table(names: list[str], steps: int) -> None:
     """Print a row as soon as it is measured."""
     columns = [field.name for field in dataclasses.fields(FamilyResult)]
-    print("| " + " | ".join(column.replace("_", " ") for column in columns) + " |\n|" + "---|" * len(columns), flush=True)
+    print(
+        "| " + " | ".join(column.replace("_", " ") for column in columns) + " |\n|" + "---|" * len(columns), flush=True
+    )
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            print("| " + " | ".join(dataclasses.astuple(measure_family(name, Path(folder), steps, is_killed=True))) + " |", flush=True)
+            print(
+                "| "
+                + " | ".join(dataclasses.astuple(measure_family(name, Path(folder), steps, is_killed=True)))
+                + " |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -39,7 +39,14 @@ ROPES: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 32,
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16},
-    "yarn_mscale": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16, "mscale": 1.2, "mscale_all_dim": 0.7},
+    "yarn_mscale": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.2,
+        "mscale_all_dim": 0.7,
+    },
 }
 # name -> (model_type, changes of SIZES)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -61,7 +68,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("seed_oss", {}),
     "cwm": ("cwm", {"sliding_window": 64, "rope_parameters": ROPES["llama3"]}),
     "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
-    "qwen3_moe_plain_top_one": ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 1, "tie_word_embeddings": True}),
+    "qwen3_moe_plain_top_one": (
+        "qwen3_moe",
+        {"norm_topk_prob": False, "num_experts_per_tok": 1, "tie_word_embeddings": True},
+    ),
     "mixtral": ("mixtral", {}),
     "mixtral_tied": ("mixtral", {"tie_word_embeddings": True}),
 }
@@ -73,7 +83,11 @@ def hf_config(model_type: str, **changes: Any) -> Any:
 
     cls = CONFIG_MAPPING[model_type]
     known = {field.name for field in dataclasses.fields(cls)} | {"head_dim"}
-    sizes = {name: value for name, value in SIZES.items() if name in known and not (name == "head_dim" and model_type in ("phi3", "qwen2", "smollm3"))}
+    sizes = {
+        name: value
+        for name, value in SIZES.items()
+        if name in known and not (name == "head_dim" and model_type in ("phi3", "qwen2", "smollm3"))
+    }
     return cls(**copy.deepcopy(sizes | changes))
 
 
@@ -120,13 +134,17 @@ def our_logits(folder: Path) -> Tensor:
 
 
 def changed_values(fields: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return (name, change of config.json) of every numeric and boolean field: another value, and without it; those of rotary embeddings too."""
+    """Return (name, change of config.json) of every numeric and boolean field: another value, and without it; those of
+    rotary embeddings too.
+    """
     changes: list[tuple[str, dict[str, Any]]] = []
     for name, value in fields.items():
         if name == "rope_parameters":
             for inner, old in value.items():
                 changes += [(f"{name}.{inner}={new}", {name: value | {inner: new}}) for new in _other_values(old)]
-                changes.append((f"{name} without {inner}", {name: {key: item for key, item in value.items() if key != inner}}))
+                changes.append(
+                    (f"{name} without {inner}", {name: {key: item for key, item in value.items() if key != inner}})
+                )
         else:
             changes += [(f"{name}={new}", {name: new}) for new in _other_values(value)]
         changes.append((f"without {name}", {name: ...}))

@@ -17,11 +17,18 @@ from models.families.transformers import TransformersConfig
 from models.language_model import LanguageModel, create_model
 from models.lora import add_lora
 
-CASES: dict[str, dict[str, Any]] = {"dense": {}, "moe": TOP_TWO, "dropout": {"dropout": 0.3}, "flash": {"attention": "flash"}}
+CASES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "moe": TOP_TWO,
+    "dropout": {"dropout": 0.3},
+    "flash": {"attention": "flash"},
+}
 MODES = pytest.mark.parametrize("mode", ["selective", "full"])
 
 
-def backward(model: Decoder, is_packed: bool = False, dtype: torch.dtype = torch.float32, reduction: str = "sum") -> list[Tensor]:
+def backward(
+    model: Decoder, is_packed: bool = False, dtype: torch.dtype = torch.float32, reduction: str = "sum"
+) -> list[Tensor]:
     """Return the loss and all gradients."""
     ids = tokens(4, 73)
     model.train().zero_grad()
@@ -68,7 +75,9 @@ def test_activation_checkpointing_of_compiled_layers_is_bitwise_equal() -> None:
 
 
 @pytest.mark.parametrize("family", ["decoder", "transformers"])
-def test_compiled_layers_save_no_inputs_of_products_that_are_cheap_to_recompute(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_layers_save_no_inputs_of_products_that_are_cheap_to_recompute(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise saved activations are a quarter larger."""
     from torch._functorch import config
 
@@ -107,11 +116,15 @@ def test_selective_checkpointing_recomputes_no_matmul_and_no_attention() -> None
 
 
 @pytest.mark.parametrize(("mode", "saved"), [("none", True), ("selective", False)])
-def test_selective_checkpointing_saves_no_attention_probabilities(mode: str, saved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_selective_checkpointing_saves_no_attention_probabilities(
+    mode: str, saved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from models.layers import attention_cpu
 
     save_probs, cpu_attention = set(), attention_cpu.cpu_attention
-    monkeypatch.setattr(attention_cpu, "cpu_attention", lambda *inputs: save_probs.add(inputs[4]) or cpu_attention(*inputs))
+    monkeypatch.setattr(
+        attention_cpu, "cpu_attention", lambda *inputs: save_probs.add(inputs[4]) or cpu_attention(*inputs)
+    )
     model = random_model()
     model.activation_checkpointing = mode
     backward(model)

@@ -1,4 +1,6 @@
-"""Attention by blocks of matrix products against PyTorch's kernel, and the number of programs that compiled layers need."""
+"""Attention by blocks of matrix products against PyTorch's kernel, and the number of programs that compiled layers
+need.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def test_cpu_attention_matches_scaled_dot_product_attention(T: int, is_packed: b
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
     torch.testing.assert_close(actual, expected, rtol=0, atol=2e-6)
     g = torch.randn_like(expected)
-    for grad, expected_grad in zip(torch.autograd.grad(actual, (q, k, v), g), torch.autograd.grad(expected, (q, k, v), g), strict=True):
+    for grad, expected_grad in zip(
+        torch.autograd.grad(actual, (q, k, v), g), torch.autograd.grad(expected, (q, k, v), g), strict=True
+    ):
         torch.testing.assert_close(grad, expected_grad, rtol=0, atol=1e-5)
 
 
@@ -50,7 +54,13 @@ def compiled_cell(is_packed: bool, single_row: bool, dropout: float, *marks: pyt
     ("is_packed", "single_row", "dropout"),
     [
         compiled_cell(True, False, 0.0),
-        *(compiled_cell(p, s, d, pytest.mark.slow) for p in (True, False) for s in (False, True) for d in (0.0, 0.1) if (p, s, d) != (True, False, 0.0)),
+        *(
+            compiled_cell(p, s, d, pytest.mark.slow)
+            for p in (True, False)
+            for s in (False, True)
+            for d in (0.0, 0.1)
+            if (p, s, d) != (True, False, 0.0)
+        ),
     ],
 )
 def test_compiled_layers_share_one_program_for_all_shapes(is_packed: bool, single_row: bool, dropout: float) -> None:
@@ -71,11 +81,15 @@ def test_compiled_layers_are_not_used_in_evaluation() -> None:
 
 @pytest.mark.slow
 def test_compiled_layers_compute_rotated_queries_again_instead_of_saving_them() -> None:
-    """By the partition of torch's compiler alone, without its C++ programs: `aot_eager_decomp_partition` runs what the compiler would compile."""
+    """By the partition of torch's compiler alone, without its C++ programs: `aot_eager_decomp_partition` runs what the
+    compiler would compile.
+    """
     model = random_model(num_hidden_layers=1).train()
     model.compile_layers(single_row=False, backend="aot_eager_decomp_partition")
     saved: list[tuple[int, ...]] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tuple(tensor.shape)) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tuple(tensor.shape)) or tensor, lambda tensor: tensor
+    ):
         model(tokens(2, 24), labels=tokens(2, 24), reduction="sum")
     cfg = model.cfg
     assert (2, cfg.num_key_value_heads, 24, cfg.head_dim) in saved  # values, as they are projected

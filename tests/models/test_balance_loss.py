@@ -1,4 +1,6 @@
-"""The load-balancing loss of experts in models of transformers is `load_balancing_loss_func` of each document, or the log says that there is none."""
+"""The load-balancing loss of experts in models of transformers is `load_balancing_loss_func` of each document, or the
+log says that there is none.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from models.language_model import create_model
 LENGTHS, PADDING, COEFFICIENT = (23, 5, 40), 4, 0.05
 EXPERTS = ("qwen3_moe", "olmoe", "granitemoe", "qwen3_next")
 
-families = pytest.mark.parametrize("name", ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in EXPERTS)])
+families = pytest.mark.parametrize(
+    "name", ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in EXPERTS)]
+)
 
 
 def model_of(folder: Path, is_packed: bool = True, family: str = "transformers", **changes: Any) -> Any:
@@ -46,7 +50,9 @@ def expected_losses(folder: Path, rows: list[Tensor]) -> tuple[Tensor, dict[str,
         losses.append(function(out.router_logits, experts, top_k))
         torch.testing.assert_close(losses[-1], out.aux_loss)
     (COEFFICIENT * torch.stack(losses).sum()).backward()
-    return COEFFICIENT * torch.stack(losses).detach(), {name: p.grad for name, p in hf.named_parameters() if p.grad is not None}
+    return COEFFICIENT * torch.stack(losses).detach(), {
+        name: p.grad for name, p in hf.named_parameters() if p.grad is not None
+    }
 
 
 def padded(rows: list[Tensor]) -> dict[str, Tensor]:
@@ -60,7 +66,13 @@ def packed(rows: list[Tensor]) -> dict[str, Tensor]:
     documents = torch.cat([torch.full((len(row),), i) for i, row in enumerate(rows)] + [pad - 1])[None]
     positions = torch.cat([torch.arange(len(row)) for row in rows] + [pad])[None]
     lengths = torch.tensor([len(row) for row in rows])
-    return {"input_ids": ids, "labels": ids.clone(), "lengths": lengths, "document_ids": documents, "position_ids": positions}
+    return {
+        "input_ids": ids,
+        "labels": ids.clone(),
+        "lengths": lengths,
+        "document_ids": documents,
+        "position_ids": positions,
+    }
 
 
 @families
@@ -97,7 +109,11 @@ def test_balance_loss_of_micro_batches_is_that_of_one_batch_also_with_activation
 
 @pytest.mark.parametrize(
     ("name", "family"),
-    [("qwen3_moe", "decoder"), ("mixtral", "transformers"), *(pytest.param(name, "transformers", marks=pytest.mark.slow) for name in ("gpt_oss", "olmoe"))],
+    [
+        ("qwen3_moe", "decoder"),
+        ("mixtral", "transformers"),
+        *(pytest.param(name, "transformers", marks=pytest.mark.slow) for name in ("gpt_oss", "olmoe")),
+    ],
 )
 def test_balance_loss_is_added_if_transformers_adds_it(name: str, family: str, tmp_path: Path) -> None:
     row = rows_of_documents()[0][None]
@@ -108,7 +124,9 @@ def test_balance_loss_is_added_if_transformers_adds_it(name: str, family: str, t
         aux = model(row, lengths=torch.tensor([row.shape[1]])).aux_loss  # of all tokens, as in transformers
         found = model(row[:, :-1], labels=row[:, 1:]).nll.mean() + (aux[0] if aux is not None else 0)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
-        assert ("output_router_logits=false" in str(model.kernels_description)) == (family == "transformers" and not is_added)
+        assert ("output_router_logits=false" in str(model.kernels_description)) == (
+            family == "transformers" and not is_added
+        )
     cfg = dataclasses.replace(read_model_config(tmp_path, family), router_aux_loss_coef=0.5)
     assert create_model(cfg)(row, lengths=torch.tensor([row.shape[1]])).aux_loss is not None
 
@@ -117,7 +135,9 @@ def test_balance_loss_is_added_if_transformers_adds_it(name: str, family: str, t
     ("mixtral", {"router_aux_loss_coef": 0.0}, "no load-balancing loss: router_aux_loss_coef is 0"),
     pytest.param("deepseek_v3", {}, "no load-balancing loss: transformers has none for DeepseekV3ForCausalLM", marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_model_of_experts_without_balance_loss_reports_it(name: str, changes: dict[str, Any], line: str, tmp_path: Path) -> None:
+def test_model_of_experts_without_balance_loss_reports_it(
+    name: str, changes: dict[str, Any], line: str, tmp_path: Path
+) -> None:
     write_family(tmp_path, name)
     model = model_of(tmp_path, **changes)
     assert line in str(model.kernels_description) and model(**packed(rows_of_documents())).aux_loss is None

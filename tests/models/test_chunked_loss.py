@@ -19,7 +19,9 @@ B, T, D, V = 3, 20, 16, 50
 REDUCTIONS = pytest.mark.parametrize("reduction", ["none", "sum"])
 
 
-@pytest.fixture(autouse=True, params=[(7, 1, V), (3, 10, 16), (1000, 1, V)], ids=["chunks", "chunks_in_blocks", "one_chunk"])
+@pytest.fixture(
+    autouse=True, params=[(7, 1, V), (3, 10, 16), (1000, 1, V)], ids=["chunks", "chunks_in_blocks", "one_chunk"]
+)
 def tokens_per_chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 7 tokens; of 10 tokens, computed in blocks of 3 tokens and of 16 rows of the weight; one of all tokens."""
     tokens_per_block, min_tokens, weight_rows = request.param
@@ -36,7 +38,9 @@ def random_inputs(labelled: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def full_logits_loss(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(x, weight).float().flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORE_LABEL).view_as(labels)
+    return F.cross_entropy(
+        F.linear(x, weight).float().flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORE_LABEL
+    ).view_as(labels)
 
 
 @pytest.mark.parametrize("labelled", [1.0, 0.4, 0.0])
@@ -63,12 +67,17 @@ def test_summed_loss_refuses_a_second_backward_pass() -> None:
 
 @REDUCTIONS
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 4e-2), (torch.float16, 4e-3)])
-def test_chunked_loss_under_autocast_is_fp32_with_rounded_products(dtype: torch.dtype, tolerance: float, reduction: str) -> None:
+def test_chunked_loss_under_autocast_is_fp32_with_rounded_products(
+    dtype: torch.dtype, tolerance: float, reduction: str
+) -> None:
     x, weight, labels = random_inputs(0.7)
     with torch.autocast("cpu", dtype):
         actual = linear_cross_entropy(x, weight, labels, reduction)
     assert actual.dtype == torch.float32
-    grads, exact_grads = (torch.autograd.grad(1024 * loss.sum(), (x, weight)) for loss in (actual, full_logits_loss(x, weight, labels)))  # 1024: a loss scale
+    # 1024: a loss scale
+    grads, exact_grads = (
+        torch.autograd.grad(1024 * loss.sum(), (x, weight)) for loss in (actual, full_logits_loss(x, weight, labels))
+    )
     for grad, exact in zip(grads, exact_grads, strict=True):
         assert grad.dtype == torch.float32
         assert (grad - exact).abs().max() < tolerance * exact.abs().max()
@@ -95,7 +104,9 @@ def test_chunked_loss_of_an_adapted_head_matches_its_logits(reduction: str, dora
     actual = model["lm_head"](x, labels, reduction).sum()
     torch.testing.assert_close(actual, expected)
     inputs = [x, *adapter.parameters()]
-    for grad, expected_grad in zip(torch.autograd.grad(actual, inputs), torch.autograd.grad(expected, inputs), strict=True):
+    for grad, expected_grad in zip(
+        torch.autograd.grad(actual, inputs), torch.autograd.grad(expected, inputs), strict=True
+    ):
         torch.testing.assert_close(grad, expected_grad)
 
 
@@ -117,7 +128,9 @@ def test_chosen_chunks_are_those_that_the_loss_is_computed_in(reduction: str, mo
     actual.sum().backward()
     assert sizes == [4] * (2 if reduction == "none" else 1)
     torch.testing.assert_close(actual.sum(), full_logits_loss(x, weight, labels).sum())
-    torch.testing.assert_close(head.weight.grad, torch.autograd.grad(full_logits_loss(x, weight, labels).sum(), weight)[0])
+    torch.testing.assert_close(
+        head.weight.grad, torch.autograd.grad(full_logits_loss(x, weight, labels).sum(), weight)[0]
+    )
 
 
 @REDUCTIONS

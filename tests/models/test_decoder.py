@@ -44,7 +44,10 @@ def transformers_model(cfg: DecoderConfig, weights: dict[str, Tensor]) -> torch.
     fused = dict(weights)
     for layer in range(cfg.num_hidden_layers if cfg.num_experts else 0):
         prefix = f"model.layers.{layer}.mlp.experts"
-        gate, up, down = ([fused.pop(f"{prefix}.{e}.{kind}_proj.weight") for e in range(cfg.num_experts)] for kind in ("gate", "up", "down"))
+        gate, up, down = (
+            [fused.pop(f"{prefix}.{e}.{kind}_proj.weight") for e in range(cfg.num_experts)]
+            for kind in ("gate", "up", "down")
+        )
         fused[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(gate, up, strict=True)])
         fused[f"{prefix}.down_proj"] = torch.stack(down)
     reference.load_state_dict(fused)
@@ -100,7 +103,10 @@ def test_decoder_attention_is_causal() -> None:
 @pytest.mark.parametrize("changes", [{}, TOP_TWO], ids=["dense", "moe"])
 def test_padding_does_not_affect_tokens_and_balance_loss(changes: dict[str, Any]) -> None:
     model, ids = random_model(**changes), tokens(2, 24)
-    unpadded, padded = model(ids[:1, :10]), model(torch.cat([ids[:, :10], torch.zeros(2, 14, dtype=torch.int64)], dim=1), lengths=torch.tensor([10, 10]))
+    unpadded, padded = (
+        model(ids[:1, :10]),
+        model(torch.cat([ids[:, :10], torch.zeros(2, 14, dtype=torch.int64)], dim=1), lengths=torch.tensor([10, 10])),
+    )
     assert max_difference(unpadded.logits, padded.logits[:1, :10]) < 1e-5
     if unpadded.aux_loss is not None:
         torch.testing.assert_close(unpadded.aux_loss, padded.aux_loss[:1])
@@ -123,7 +129,11 @@ def test_attention_kernels_give_the_same_logits(kernel: str) -> None:
 def kernels_of(run: Callable[[], object]) -> set[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run()
-    return {event.name.split("_scaled_dot_product_")[1] for event in profile.events() if "_scaled_dot_product_" in event.name}
+    return {
+        event.name.split("_scaled_dot_product_")[1]
+        for event in profile.events()
+        if "_scaled_dot_product_" in event.name
+    }
 
 
 def test_attention_kernel_setting_selects_the_kernel() -> None:
@@ -134,8 +144,18 @@ def test_attention_kernel_setting_selects_the_kernel() -> None:
 
 def test_attention_kernel_setting_does_not_apply_to_generation() -> None:
     """Prompts have a mask, which flash attention on CUDA does not take."""
-    settings: dict[str, Any] = {"max_new_tokens": 2, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "stop_ids": []}
-    chosen, free = (kernels_of(lambda kernel=kernel: generate(random_model(attention=kernel), [[1, 2, 3], [4]], **settings)) for kernel in ("math", "auto"))
+    settings: dict[str, Any] = {
+        "max_new_tokens": 2,
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "repetition_penalty": 1.0,
+        "stop_ids": [],
+    }
+    chosen, free = (
+        kernels_of(lambda kernel=kernel: generate(random_model(attention=kernel), [[1, 2, 3], [4]], **settings))
+        for kernel in ("math", "auto")
+    )
     assert chosen == free != {"attention_math"}
 
 
@@ -176,7 +196,10 @@ def test_router_gets_a_gradient_from_the_language_model_loss(changes: dict[str, 
 
 
 def test_router_with_one_renormalized_expert_is_warned_about() -> None:
-    assert "only the load-balancing loss trains the router" in config(**EXPERTS | {"norm_topk_prob": True}).training_warnings()[0]
+    assert (
+        "only the load-balancing loss trains the router"
+        in config(**EXPERTS | {"norm_topk_prob": True}).training_warnings()[0]
+    )
     assert config(**EXPERTS).training_warnings() == config(**TOP_TWO).training_warnings() == []
 
 

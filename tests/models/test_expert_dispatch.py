@@ -1,4 +1,6 @@
-"""Ways to compute the experts of a layer (EXPERT_DISPATCHES) against the default: values, gradients, adapters, checkpointing, compiled layers."""
+"""Ways to compute the experts of a layer (EXPERT_DISPATCHES) against the default: values, gradients, adapters,
+checkpointing, compiled layers.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from models.layers.attention import FUSED_KERNEL
 from models.layers.mlp import EXPERT_DISPATCHES, MoE
 from models.lora import add_lora
 
-EIGHT: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True, "router_aux_loss_coef": 1e-2}
+EIGHT: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 1e-2,
+}
 OTHERS = pytest.mark.parametrize("dispatch", EXPERT_DISPATCHES[1:])
 OPERATOR = "lm_runner.grouped_experts.default"
 
@@ -54,11 +62,20 @@ def use_dispatch(model: torch.nn.Module, dispatch: str) -> None:
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.float64, 1e-14)], ids=str)
 @pytest.mark.parametrize("shape", [(2, 150), (1, 1), (1, 3)], ids=str)
 @pytest.mark.parametrize("per_token", [1, 2, 8])
-def test_expert_dispatch_has_the_values_and_gradients_of_the_default(dispatch: str, dtype: torch.dtype, bound: float, shape: tuple, per_token: int) -> None:
-    layer, x = moe_layer(dtype, num_experts_per_tok=per_token), torch.randn(*shape, 48, dtype=dtype, generator=torch.Generator().manual_seed(2))
+def test_expert_dispatch_has_the_values_and_gradients_of_the_default(
+    dispatch: str, dtype: torch.dtype, bound: float, shape: tuple, per_token: int
+) -> None:
+    layer, x = (
+        moe_layer(dtype, num_experts_per_tok=per_token),
+        torch.randn(*shape, 48, dtype=dtype, generator=torch.Generator().manual_seed(2)),
+    )
     (y, gradients), (expected, expected_gradients) = run(layer, dispatch, x), run(layer, "index_select", x)
     assert relative_error(y, expected) <= bound
-    assert {name: error for name in gradients if not (error := relative_error(gradients[name], expected_gradients[name])) <= bound} == {}
+    assert {
+        name: error
+        for name in gradients
+        if not (error := relative_error(gradients[name], expected_gradients[name])) <= bound
+    } == {}
 
 
 @pytest.mark.usefixtures("kernels")
@@ -72,7 +89,10 @@ def test_expert_dispatch_is_as_exact_as_the_default_in_bf16(dispatch: str, kerne
     layer.float()
     for module in layer.modules():
         vars(module)["attention_kernel"] = kernel
-    (y, gradients), (default, default_gradients) = run(layer, dispatch, x, autocast=True), run(layer, "index_select", x, autocast=True)
+    (y, gradients), (default, default_gradients) = (
+        run(layer, dispatch, x, autocast=True),
+        run(layer, "index_select", x, autocast=True),
+    )
     assert y.dtype == default.dtype and (y.double() - expected).norm() <= 1.05 * (default.double() - expected).norm()
     for name, gradient in gradients.items():
         errors = [(found.double() - expected_gradients[name]).norm() for found in (gradient, default_gradients[name])]  # type: ignore[union-attr, operator]  # None: frozen weights only
@@ -90,7 +110,11 @@ def test_expert_dispatch_has_gradients_of_weights_in_fp32_with_the_fused_kernel(
         layer.attention_kernel = kernel
         gradients = run(layer, dispatch, x, autocast=True)[1]
         are_rounded.append(
-            {name.split(".")[2] for name, g in gradients.items() if "experts" in name and g is not None and torch.equal(g, g.bfloat16().float())}
+            {
+                name.split(".")[2]
+                for name, g in gradients.items()
+                if "experts" in name and g is not None and torch.equal(g, g.bfloat16().float())
+            }
         )
     assert are_rounded == [{"gate_proj", "up_proj", "down_proj"}, set()]
 
@@ -122,7 +146,8 @@ def test_expert_dispatch_computes_frozen_experts_without_gradients_of_their_weig
         gradients = run(layer, dispatch, x)[1]
     products = counter.calls["aten.mm.default"]
     assert {name for name, gradient in gradients.items() if gradient is not None} == {"x", "gate.weight"}
-    # The input has a gradient, which mypy cannot know. Three products are those of the router: with gradients of weights there are 24 more.
+    # The input has a gradient, which mypy cannot know. Three products are those of the router: with gradients of
+    # weights there are 24 more.
     assert torch.equal(gradients["x"], expected) and products == 3  # type: ignore[arg-type]  # None: frozen weights only
 
 

@@ -35,7 +35,9 @@ def registered() -> Iterator[type[ModelConfig]]:
     MODELS.remove("gpt9")
 
 
-def test_model_family_is_found_by_name_and_by_the_type_in_config_json(registered: type[ModelConfig], tmp_path: Path) -> None:
+def test_model_family_is_found_by_name_and_by_the_type_in_config_json(
+    registered: type[ModelConfig], tmp_path: Path
+) -> None:
     assert MODELS.get("gpt9") is registered and MODELS.names() == ["decoder", "gpt9", "transformers"]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt9", "vocab_size": 7}))
     cfg = read_model_config(tmp_path)

@@ -1,4 +1,6 @@
-"""Folders that save_model and save_adapter write are read by transformers and PEFT, and theirs by load_model, or refused by name."""
+"""Folders that save_model and save_adapter write are read by transformers and PEFT, and theirs by load_model, or
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import EXPERTS, LLAMA, TOKENIZER, TOP_TWO, YARN, config, lora_config, max_difference, random_model, tokens
+from tiny_models import (
+    EXPERTS,
+    LLAMA,
+    TOKENIZER,
+    TOP_TWO,
+    YARN,
+    config,
+    lora_config,
+    max_difference,
+    random_model,
+    tokens,
+)
 from torch import Tensor
 
 from common.errors import UserError
@@ -26,7 +39,9 @@ from models.lora import adapter_state_dict, add_lora, disable_adapters, merge_ad
 
 IDS = tokens(2, 100)
 LORA = lora_config(rank=4, alpha=8.0, dropout=0.0, targets=["q_proj", "down_proj"])
-KINDS = pytest.mark.parametrize("changes", [{}, LLAMA, EXPERTS, TOP_TWO, YARN], ids=["qwen3", "llama", "moe", "moe_top_two", "yarn"])
+KINDS = pytest.mark.parametrize(
+    "changes", [{}, LLAMA, EXPERTS, TOP_TWO, YARN], ids=["qwen3", "llama", "moe", "moe_top_two", "yarn"]
+)
 
 
 def write(folder: Path, **changes: Any) -> Decoder:
@@ -69,7 +84,8 @@ def test_load_model_reads_its_own_and_transformers_folders(changes: dict[str, An
 
     model = write(tmp_path / "saved", **changes)
     AutoModelForCausalLM.from_pretrained(tmp_path / "saved").save_pretrained(tmp_path / "transformers")
-    without_balance = dataclasses.replace(model.cfg, router_aux_loss_coef=0.0)  # transformers writes output_router_logits=false
+    # transformers writes output_router_logits=false
+    without_balance = dataclasses.replace(model.cfg, router_aux_loss_coef=0.0)
     for name, expected in (("saved", model.cfg), ("transformers", without_balance)):
         opened = load_model(tmp_path / name)
         assert torch.equal(opened(IDS).logits, model(IDS).logits)
@@ -96,8 +112,14 @@ def test_saved_tokenizer_is_the_same_in_transformers(tmp_path: Path) -> None:
     reference, tokenizer = AutoTokenizer.from_pretrained(tmp_path), Tokenizer.load(TOKENIZER)
     text = "Ludo lives in Sarro. 托洛最喜欢棕色。 3.14 🙂"
     assert reference.encode(text, add_special_tokens=False) == tokenizer.encode(text)
-    assert (reference.bos_token_id, reference.eos_token_id, reference.pad_token_id) == (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
-    assert reference.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False).startswith("<|im_start|>user\nHi<|im_end|>")
+    assert (reference.bos_token_id, reference.eos_token_id, reference.pad_token_id) == (
+        tokenizer.bos_id,
+        tokenizer.eos_id,
+        tokenizer.pad_id,
+    )
+    assert reference.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False).startswith(
+        "<|im_start|>user\nHi<|im_end|>"
+    )
 
 
 def test_tied_weight_is_saved_once(tmp_path: Path) -> None:
@@ -131,7 +153,9 @@ def test_minimind_file_is_loaded_as_fp32_with_its_tied_head(tmp_path: Path) -> N
     weights = load_weights(tmp_path / "full_sft_48.pth")
     assert "lm_head.weight" in weights
     assert all(p.dtype == torch.float32 for p in weights.values())
-    assert all(torch.equal(p, model.state_dict()[name].half().float()) for name, p in fresh(weights).state_dict().items())
+    assert all(
+        torch.equal(p, model.state_dict()[name].half().float()) for name, p in fresh(weights).state_dict().items()
+    )
 
 
 def test_pth_file_without_weights_is_refused(tmp_path: Path) -> None:
@@ -139,7 +163,11 @@ def test_pth_file_without_weights_is_refused(tmp_path: Path) -> None:
     torch.save({"model": {}, "step": 3}, resume)
     torch.save({"tensor": Path("object")}, code)
     text.write_text("not a file of tensors")
-    for path, message in ((resume, "holds more than weights"), (code, "not a file of weights"), (text, "not a file of weights")):
+    for path, message in (
+        (resume, "holds more than weights"),
+        (code, "not a file of weights"),
+        (text, "not a file of weights"),
+    ):
         with pytest.raises(UserError, match=message) as error:
             load_weights(path)
         assert error.value.setting == str(path)
@@ -200,18 +228,26 @@ def test_load_into_refuses_untied_weights_for_a_tied_model() -> None:
         ({"use_sliding_window": True, "sliding_window": 128}, "sliding_window=128"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 8.0}}, "rope_type=dynamic"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 8.0, "rope_theta": 1e6, "truncate": False}}, "truncate=False"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 8.0, "rope_theta": 1e6, "truncate": False}},
+            "truncate=False",
+        ),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"rope_theta": 1e4}, "rope_theta is given twice"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "contradict each other"),
         ({"rope_parameters": {"rope_type": "linear"}}, "missing or has another type: 'factor'"),
-        ({"final_logit_softcapping": 30.0, "embedding_multiplier": 12.0}, "2 fields of qwen3 .* final_logit_softcapping=30.0, embedding_multiplier=12.0"),
+        (
+            {"final_logit_softcapping": 30.0, "embedding_multiplier": 12.0},
+            "2 fields of qwen3 .* final_logit_softcapping=30.0, embedding_multiplier=12.0",
+        ),
         ({"quantization_config": {"bits": 4}}, "1 fields of qwen3 .* quantization_config"),
         ({"rms_norm_eps": None}, "rms_norm_eps"),
         ({"num_attention_heads": "four"}, "missing or has another type"),
     ],
 )
-def test_hf_config_of_another_architecture_is_refused_by_the_decoder(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_hf_config_of_another_architecture_is_refused_by_the_decoder(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     write(tmp_path)
     rewrite(tmp_path / "config.json", **changes)
     with pytest.raises(UserError, match=message) as error:
@@ -226,7 +262,9 @@ def test_load_refuses_a_folder_without_a_model(tmp_path: Path) -> None:
         load_weights(tmp_path)
 
 
-@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize(
+    "file", ["config.json", "model.safetensors", "adapter_config.json", "adapter_model.safetensors"]
+)
 @pytest.mark.parametrize(
     "damage",
     [lambda data: data[: len(data) // 2], lambda data: b"{}", lambda data: b"[]", lambda data: b"\xff" * 64],
@@ -260,7 +298,9 @@ def test_saved_adapter_has_the_same_logits_in_peft(tmp_path: Path) -> None:
 
     model = adapt(write(tmp_path / "base"))
     save_adapter(tmp_path / "adapter", model, LORA, str(tmp_path / "base"), TOKENIZER)
-    reference = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    reference = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter"
+    )
     assert max_difference(reference(IDS).logits, model(IDS).logits) < 1e-5
     reference.save_pretrained(tmp_path / "peft")
     assert torch.equal(load_model(tmp_path / "peft")(IDS).logits, model(IDS).logits)

@@ -1,4 +1,6 @@
-"""The C++ kernels of x86 CPUs, attention, SwiGLU and gradients of weights: values and gradients of fp64, for every kind of row; refused where it would be wrong."""
+"""The C++ kernels of x86 CPUs, attention, SwiGLU and gradients of weights: values and gradients of fp64, for every kind
+of row; refused where it would be wrong.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def random_rows(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[torch.
     return tensors, document_mask(ids, 0.0)
 
 
-def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def gradients(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, out: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     return out, *torch.autograd.grad(out, (q, k, v), g)
 
 
@@ -79,7 +83,9 @@ def test_fused_attention_in_bf16_with_products_in_fp32_rounds_its_results_only(s
         upcast_products(False)
 
 
-def assert_exact(qkv: list[torch.Tensor], g: torch.Tensor, mask: torch.Tensor | None, dtype: torch.dtype, error: float | None = None) -> None:
+def assert_exact(
+    qkv: list[torch.Tensor], g: torch.Tensor, mask: torch.Tensor | None, dtype: torch.dtype, error: float | None = None
+) -> None:
     run(torch.ones(1, 1, 1, 16), dtype)
     inputs = [x.detach().requires_grad_() for x in qkv]
     exact = [x.detach().double().requires_grad_() for x in qkv]
@@ -108,7 +114,11 @@ def test_fused_attention_has_the_same_bits_for_every_number_of_threads() -> None
 def test_fused_attention_reads_tensors_of_any_layout() -> None:
     (q, k, v, _), mask = random_rows(SHAPES["odd"], torch.float32)
     expected = attention(q, k, v, mask, 0.0, "fused")
-    for change in (torch.Tensor.contiguous, lambda x: x.transpose(2, 3).contiguous().transpose(2, 3), lambda x: x.clone()[:, :, :]):
+    for change in (
+        torch.Tensor.contiguous,
+        lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+        lambda x: x.clone()[:, :, :],
+    ):
         assert torch.equal(attention(change(q), change(k), change(v), mask, 0.0, "fused"), expected)
 
 
@@ -140,7 +150,9 @@ def test_fused_attention_of_another_mask_has_the_values_and_gradients_of_fp64(ki
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("is_document", [True, False])
 def test_fused_attention_is_exact_for_keys_and_values_with_a_common_mean(is_document: bool) -> None:
-    """In bf16 the gradient of the queries is a difference of large numbers then: with a sum of the rounded output its error is 0.1."""
+    """In bf16 the gradient of the queries is a difference of large numbers then: with a sum of the rounded output its
+    error is 0.1.
+    """
     generator = torch.Generator().manual_seed(6)
     q, k, v, g = (torch.randn(1, 128, heads, 64, generator=generator) for heads in (4, 2, 2, 4))
     mask = None if is_document else torch.ones(128, 128, dtype=torch.bool).tril().triu(-100).view(1, 1, 128, 128)
@@ -149,7 +161,11 @@ def test_fused_attention_is_exact_for_keys_and_values_with_a_common_mean(is_docu
     for dtype in (torch.bfloat16, torch.float64):
         q, k, v = (x.to(dtype).requires_grad_() for x in tensors)
         allowed = torch.ones(128, 128, dtype=torch.bool).tril() if mask is None else mask
-        y = run_mask(q, k, v, mask) if dtype == torch.bfloat16 else F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
+        y = (
+            run_mask(q, k, v, mask)
+            if dtype == torch.bfloat16
+            else F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
+        )
         out.append(torch.autograd.grad(y, (q, k, v), g.bfloat16().transpose(1, 2).to(dtype)))
     for ours, exact in zip(*out, strict=True):
         assert (ours - exact).norm() <= 0.03 * exact.norm()
@@ -168,7 +184,9 @@ def test_fused_attention_of_a_mask_with_another_first_row_is_computed_as_given()
     q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
     mask = torch.ones(8, 8, dtype=torch.bool).tril()
     mask[0, 1] = True
-    torch.testing.assert_close(fused_attention(q, k, v, mask.view(1, 1, 8, 8))[0], F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+    torch.testing.assert_close(
+        fused_attention(q, k, v, mask.view(1, 1, 8, 8))[0], F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    )
 
 
 @pytest.mark.usefixtures("kernels")
@@ -180,10 +198,15 @@ def test_fused_attention_leaves_other_widths_and_types_to_the_blocks() -> None:
 
 @pytest.mark.parametrize(
     ("compiler", "reason"),
-    [("#!/bin/sh\necho 'attention.cpp:1: error: no such processor' >&2\nexit 1\n", "no such processor"), ("#!/bin/sh\nexit 0\n", "No such file")],
+    [
+        ("#!/bin/sh\necho 'attention.cpp:1: error: no such processor' >&2\nexit 1\n", "no such processor"),
+        ("#!/bin/sh\nexit 0\n", "No such file"),
+    ],
     ids=["error", "no output"],
 )
-def test_kernels_that_cannot_be_compiled_are_unavailable_with_the_reason(compiler: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_cannot_be_compiled_are_unavailable_with_the_reason(
+    compiler: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "cxx").write_text(compiler)
     (tmp_path / "cxx").chmod(0o755)
     monkeypatch.setenv("CXX", str(tmp_path / "cxx"))
@@ -195,7 +218,9 @@ def test_kernels_that_cannot_be_compiled_are_unavailable_with_the_reason(compile
     assert not list((tmp_path / "kernels").rglob("*.so"))
 
 
-def test_brgemm_of_an_old_instruction_set_is_unavailable_in_bf16(kernels: None, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_brgemm_of_an_old_instruction_set_is_unavailable_in_bf16(
+    kernels: None, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """oneDNN refuses; the caller hears of it instead of reading a result that was never written."""
     folder = Path(library._library._name).parents[1]  # type: ignore[union-attr]  # loaded by the fixture
     program = f"""
@@ -214,14 +239,22 @@ try:
 except KernelsUnavailableError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+        check=True,
+    )
     assert "no matrix product" in done.stdout
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("model_type", ["llama", "gpt_neox", "phi3"])
 def test_fused_attention_of_a_model_of_transformers_has_the_gradients_of_the_blocks(model_type: str) -> None:
-    model = random_family(model_type, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, sliding_window=None)
+    model = random_family(
+        model_type, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, sliding_window=None
+    )
     model.prepare(is_packed=True)
     assert model.attention_sizes and model.attention_sizes[0] == 4
     ids = torch.randint(0, 100, (2, 40), generator=torch.Generator().manual_seed(2))
@@ -287,7 +320,9 @@ def loss_and_gradients(kernel: str, dtype: torch.dtype, *, joined: bool = True) 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)], ids=str)
-def test_separate_projections_of_the_fused_kernels_have_the_loss_and_gradients_of_joined_ones(dtype: torch.dtype, tolerance: float) -> None:
+def test_separate_projections_of_the_fused_kernels_have_the_loss_and_gradients_of_joined_ones(
+    dtype: torch.dtype, tolerance: float
+) -> None:
     require_product(dtype)
     joined, separate = (loss_and_gradients("fused", dtype, joined=each) for each in (True, False))
     assert any(not torch.equal(one, other) for one, other in zip(joined, separate, strict=True))
@@ -307,7 +342,10 @@ def test_decoder_with_the_fused_kernels_has_the_loss_and_gradients_of_the_defaul
 def test_decoder_with_the_fused_kernels_is_as_exact_in_bf16_as_the_default() -> None:
     run(torch.randn(1, 16, 1, 16).transpose(1, 2), torch.bfloat16)
     exact = torch.cat([x.flatten() for x in loss_and_gradients("auto", torch.float32)])
-    default, fused = ((torch.cat([x.flatten() for x in loss_and_gradients(kernel, torch.bfloat16)]) - exact).norm() for kernel in ("auto", "fused"))
+    default, fused = (
+        (torch.cat([x.flatten() for x in loss_and_gradients(kernel, torch.bfloat16)]) - exact).norm()
+        for kernel in ("auto", "fused")
+    )
     assert fused <= 1.2 * default
 
 
@@ -329,7 +367,11 @@ def test_weight_gradients_are_those_of_fp64_rounded_to_fp32(shape: tuple[int, in
     exact = (g.double().mT @ x.double()).split(sizes)
     found = weight_gradients(g, x, sizes)
     for ours, reference in zip(found, exact, strict=True):
-        assert ours.shape == reference.shape and ours.is_contiguous() and (ours - reference).norm() <= 1e-6 * reference.norm()
+        assert (
+            ours.shape == reference.shape
+            and ours.is_contiguous()
+            and (ours - reference).norm() <= 1e-6 * reference.norm()
+        )
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
@@ -380,22 +422,35 @@ def test_weight_gradients_of_other_types_and_widths_are_left_to_torch() -> None:
 def test_library_that_a_crash_or_a_disk_has_damaged_is_compiled_again(damage: str, tmp_path: Path) -> None:
     """Loading a part of a shared object ends the process with SIGBUS; zeros within it give wrong results, or SIGSEGV."""
     source = tmp_path / "source.cpp"
-    source.write_text('extern "C" int answer() { return 42; }\n' + "\n".join(f'extern "C" int f{i}(int x) {{ return x * {i}; }}' for i in range(500)))
+    source.write_text(
+        'extern "C" int answer() { return 42; }\n'
+        + "\n".join(f'extern "C" int f{i}(int x) {{ return x * {i}; }}' for i in range(500))
+    )
     library.load_library("test", [source], [], tmp_path)
     (program,) = tmp_path.rglob("test-*.so")
     whole = program.read_bytes()
     program.unlink()
     zeros = whole[:8192] + bytes(4096) + whole[12288:]
-    contents = {"empty": b"", "cut": whole[: len(whole) // 3], "zeros": zeros, "header": b"\x7fELG" + whole[4:], "no checksum": whole[:-32]}
+    contents = {
+        "empty": b"",
+        "cut": whole[: len(whole) // 3],
+        "zeros": zeros,
+        "header": b"\x7fELG" + whole[4:],
+        "no checksum": whole[:-32],
+    }
     assert contents[damage] != whole
     program.write_bytes(contents[damage])
     code = f"from pathlib import Path; from models.layers.cpu_kernels.library import load_library; p = Path({str(tmp_path)!r})\n"
     code += "print(load_library('test', [p / 'source.cpp'], [], p).answer())"
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
+    )
     assert done.stdout == "42\n" and len(program.read_bytes()) == len(whole), done
 
 
-def test_compiler_that_answers_nothing_leaves_the_kernels_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_that_answers_nothing_leaves_the_kernels_unavailable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiler = tmp_path / "hangs"
     compiler.write_text("#!/bin/sh\nsleep 60\n")
     compiler.chmod(0o755)
@@ -408,7 +463,9 @@ def test_compiler_that_answers_nothing_leaves_the_kernels_unavailable(tmp_path: 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("is_document", [True, False])
 def test_fused_attention_gradient_of_large_scores_is_exact_in_fp32(is_document: bool) -> None:
-    """The log-sum-exp of such scores is rounded, so their probabilities have another sum than 1: not divided by it, the error is 0.1."""
+    """The log-sum-exp of such scores is rounded, so their probabilities have another sum than 1: not divided by it, the
+    error is 0.1.
+    """
     generator = torch.Generator().manual_seed(7)
     tensors = [torch.randn(1, heads, 128, 64, generator=generator) + mean for heads, mean in ((4, 5), (2, 50), (2, 20))]
     g = torch.randn(1, 4, 128, 64, generator=generator)

@@ -14,7 +14,14 @@ from models.generate import Sampler, generate
 from models.lora import adapter_state_dict, add_lora, disable_adapters
 
 PROMPTS = [tokens(5).tolist(), tokens(17, seed=2).tolist(), tokens(1, seed=3).tolist()]
-GREEDY: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "stop_ids": []}
+GREEDY: dict[str, Any] = {
+    "max_new_tokens": 24,
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "repetition_penalty": 1.0,
+    "stop_ids": [],
+}
 SAMPLED = GREEDY | {"temperature": 1.0, "top_k": 200, "top_p": 0.95}
 
 
@@ -45,7 +52,10 @@ def test_generate_greedy_equals_transformers(penalty: float) -> None:
     if penalty == 1.0:
         expected = reference.generate(ids, attention_mask=mask, **settings)[:, longest:].tolist()
     else:  # transformers penalizes padding tokens, too: generate each row alone
-        expected = [reference.generate(torch.tensor([p]), repetition_penalty=penalty, **settings)[0, len(p) :].tolist() for p in PROMPTS]
+        expected = [
+            reference.generate(torch.tensor([p]), repetition_penalty=penalty, **settings)[0, len(p) :].tolist()
+            for p in PROMPTS
+        ]
     assert generate(model, PROMPTS, **GREEDY | {"repetition_penalty": penalty}) == expected
 
 
@@ -62,7 +72,9 @@ def test_generate_calls_on_token_for_each_token() -> None:
     streamed: list[list[int]] = [[] for _ in PROMPTS]
     model = random_model()
     stop = generate(model, PROMPTS, **GREEDY)[0][3]
-    answers = generate(model, PROMPTS, **GREEDY | {"stop_ids": [stop]}, on_token=lambda row, token: streamed[row].append(token))
+    answers = generate(
+        model, PROMPTS, **GREEDY | {"stop_ids": [stop]}, on_token=lambda row, token: streamed[row].append(token)
+    )
     assert streamed == answers
 
 
@@ -124,7 +136,16 @@ def test_generate_stops_at_max_position_embeddings() -> None:
 
 
 def draw_tokens(logits: list[float], draws: int = 400, **settings: Any) -> set[int]:
-    sampler = Sampler(**{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "generator": torch.Generator().manual_seed(0)} | settings)
+    sampler = Sampler(
+        **{
+            "temperature": 1.0,
+            "top_k": 0,
+            "top_p": 1.0,
+            "repetition_penalty": 1.0,
+            "generator": torch.Generator().manual_seed(0),
+        }
+        | settings
+    )
     rows = torch.tensor([logits]).expand(draws, -1)
     return set(sampler(rows, torch.zeros_like(rows, dtype=torch.bool)).tolist())
 
@@ -154,7 +175,10 @@ def test_generate_samples_rows_with_their_own_generators_as_alone() -> None:
     model = random_model()
     generators = [torch.Generator().manual_seed(seed) for seed in range(len(PROMPTS))]
     together = generate(model, PROMPTS, **SAMPLED, generator=generators)
-    assert together == [generate(model, [prompt], **SAMPLED, generator=torch.Generator().manual_seed(seed))[0] for seed, prompt in enumerate(PROMPTS)]
+    assert together == [
+        generate(model, [prompt], **SAMPLED, generator=torch.Generator().manual_seed(seed))[0]
+        for seed, prompt in enumerate(PROMPTS)
+    ]
 
 
 def test_generate_goes_row_by_row_where_batches_are_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +187,9 @@ def test_generate_goes_row_by_row_where_batches_are_not_exact(monkeypatch: pytes
     sizes, tokens_of_rows = [], [0] * len(PROMPTS)
     monkeypatch.setattr(Decoder, "generates_in_batches", lambda self, max_length: False)
     new_cache = Decoder.new_cache
-    monkeypatch.setattr(Decoder, "new_cache", lambda self, rows, *rest: (sizes.append(rows), new_cache(self, rows, *rest))[1])
+    monkeypatch.setattr(
+        Decoder, "new_cache", lambda self, rows, *rest: (sizes.append(rows), new_cache(self, rows, *rest))[1]
+    )
 
     def count(row: int, token: int) -> None:
         tokens_of_rows[row] += 1
@@ -183,5 +209,11 @@ def test_generate_reports_the_end_of_each_row(monkeypatch: pytest.MonkeyPatch, i
     def count(row: int, token: int) -> None:
         tokens[row] += 1
 
-    generate(model, PROMPTS, **GREEDY | {"stop_ids": [stop]}, on_token=count, on_end=lambda row, stopped: ends.update({row: (tokens[row], stopped)}))
+    generate(
+        model,
+        PROMPTS,
+        **GREEDY | {"stop_ids": [stop]},
+        on_token=count,
+        on_end=lambda row, stopped: ends.update({row: (tokens[row], stopped)}),
+    )
     assert [ends[row] for row in range(len(PROMPTS))] == expected and len(set(expected)) > 1

@@ -14,14 +14,25 @@ from common.limits import patterns
 from models.config import LoraConfig
 from models.decoder import Decoder
 from models.layers.adapter import LoraLinear
-from models.lora import adapter_state_dict, add_lora, disable_adapters, linear_layers_of, load_adapter, lora_warnings, merge_adapters, use_adapter
-from models.lora_targets import select_layers
+from models.lora import (
+    adapter_state_dict,
+    add_lora,
+    disable_adapters,
+    linear_layers_of,
+    load_adapter,
+    lora_warnings,
+    merge_adapters,
+    select_layers,
+    use_adapter,
+)
 
 IDS = tokens(2, 16)
 
 
 def lora(**changes: Any) -> LoraConfig:
-    return lora_config(**{"rank": 4, "alpha": 8.0, "dropout": 0.0, "targets": ["q_proj", "k_proj", "down_proj"]} | changes)
+    return lora_config(
+        **{"rank": 4, "alpha": 8.0, "dropout": 0.0, "targets": ["q_proj", "k_proj", "down_proj"]} | changes
+    )
 
 
 def adapted(**changes: Any) -> Decoder:
@@ -120,10 +131,14 @@ def test_lora_dropout_applies_in_training_only() -> None:
     assert not torch.equal(model(IDS).logits, model(IDS).logits)
 
 
-@pytest.mark.parametrize("targets", [["c_attn"], ["q_proj", "c_attn"], [], ["lm_head"]], ids=["none", "one_of_two", "empty", "tied_head"])
+@pytest.mark.parametrize(
+    "targets", [["c_attn"], ["q_proj", "c_attn"], [], ["lm_head"]], ids=["none", "one_of_two", "empty", "tied_head"]
+)
 def test_lora_refuses_an_unknown_target_and_lists_the_layers(targets: list[str]) -> None:
     model = random_model()
-    with pytest.raises(UserError, match="adapters can be added to down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"):
+    with pytest.raises(
+        UserError, match="adapters can be added to down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    ):
         add_lora(model, lora(targets=targets))
     assert all(p.requires_grad for p in model.parameters())
 
@@ -183,7 +198,10 @@ def test_lora_dora_and_rslora_change_the_update() -> None:
         logits[kind] = model(IDS).logits
         merge_adapters(model)
         assert max_difference(model(IDS).logits, logits[kind]) < 1e-5
-    assert max_difference(logits["lora"], logits["rslora"]) > 1e-3 and max_difference(logits["lora"], logits["dora"]) > 1e-3
+    assert (
+        max_difference(logits["lora"], logits["rslora"]) > 1e-3
+        and max_difference(logits["lora"], logits["dora"]) > 1e-3
+    )
 
 
 def test_lora_load_adapter_refuses_other_names_and_shapes() -> None:
@@ -192,6 +210,10 @@ def test_lora_load_adapter_refuses_other_names_and_shapes() -> None:
     load_adapter(model, state)
     assert torch.equal(model(IDS).logits, adapted()(IDS).logits)
     name = next(iter(state))
-    for wrong in ({key: p for key, p in state.items() if key != name}, state | {name: state[name][:1]}, state | {"more": state[name]}):
+    for wrong in (
+        {key: p for key, p in state.items() if key != name},
+        state | {name: state[name][:1]},
+        state | {"more": state[name]},
+    ):
         with pytest.raises(KeyError, match="differ in 1 tensors"):
             load_adapter(model, wrong)

@@ -16,11 +16,18 @@ from models.decoder import Decoder
 from models.formats.json_files import read_config_of_weights
 from models.formats.load import load_into, load_weights
 
-MOE: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 40, "norm_topk_prob": True, "router_aux_loss_coef": 5e-4}
+MOE: dict[str, Any] = {
+    "num_experts": 4,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 5e-4,
+}
 IDS = torch.randint(0, 6400, (2, 30), generator=torch.Generator().manual_seed(3))
 
 
-def minimind_logits(state: dict[str, Tensor], ids: Tensor, heads: int, eps: float = 1e-6, renormalize: bool = True) -> Tensor:
+def minimind_logits(
+    state: dict[str, Tensor], ids: Tensor, heads: int, eps: float = 1e-6, renormalize: bool = True
+) -> Tensor:
     """Return the logits (B, T, V) of MiniMind 3: one token, head and expert at a time."""
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -40,7 +47,9 @@ def minimind_logits(state: dict[str, Tensor], ids: Tensor, heads: int, eps: floa
 
     def attention(x: Tensor, name: str) -> Tensor:
         T = len(x)
-        q, k, v = (linear(x, f"{name}.{part}_proj").view(T, -1, len(linear(x, f"{name}.q_proj")[0]) // heads) for part in "qkv")
+        q, k, v = (
+            linear(x, f"{name}.{part}_proj").view(T, -1, len(linear(x, f"{name}.q_proj")[0]) // heads) for part in "qkv"
+        )
         if f"{name}.q_norm.weight" in state:
             q, k = norm(q, f"{name}.q_norm"), norm(k, f"{name}.k_norm")
         q, k = (torch.stack([rotate(y[t], t) for t in range(T)]) for y in (q, k))
@@ -97,7 +106,10 @@ def test_minimind_file_has_the_logits_of_minimind(changes: dict[str, Any], tmp_p
 
 def test_minimind_moe_counts_the_output_of_its_expert_in_full(tmp_path: Path) -> None:
     state = write_pth(tmp_path / "moe.pth", **MOE)
-    assert max_difference(loaded_logits(tmp_path / "moe.pth"), minimind_logits(state, IDS, heads=4, renormalize=False)) > 0.1
+    assert (
+        max_difference(loaded_logits(tmp_path / "moe.pth"), minimind_logits(state, IDS, heads=4, renormalize=False))
+        > 0.1
+    )
 
 
 def test_minimind_2_file_without_query_norm_has_its_eight_heads(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Adapters of PEFT are computed, merged, trained and written as PEFT does, for models of transformers and the decoder; other variants are refused."""
+"""Adapters of PEFT are computed, merged, trained and written as PEFT does, for models of transformers and the decoder;
+other variants are refused.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ peft = pytest.importorskip("peft")
 
 IDS = tokens(2, 12)
 VARIANTS: dict[str, dict[str, Any]] = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
-SLOW = [pytest.param(name, variant, marks=pytest.mark.slow) for name in ("llama", "gemma3_text", "gpt_neox", "phi3") for variant in VARIANTS]
+SLOW = [
+    pytest.param(name, variant, marks=pytest.mark.slow)
+    for name in ("llama", "gemma3_text", "gpt_neox", "phi3")
+    for variant in VARIANTS
+]
 
 
 @pytest.fixture
@@ -39,7 +45,10 @@ def base(name: str, tmp_path: Path) -> Path:
     write_family(folder := tmp_path / "base", name)
     weights = read_tensors(folder / "model.safetensors")
     noise = torch.Generator().manual_seed(2)
-    write_tensors(folder / "model.safetensors", {path: p + 0.1 * torch.randn(p.shape, generator=noise) if "bias" in path else p for path, p in weights.items()})
+    write_tensors(
+        folder / "model.safetensors",
+        {path: p + 0.1 * torch.randn(p.shape, generator=noise) if "bias" in path else p for path, p in weights.items()},
+    )
     return folder
 
 
@@ -93,7 +102,11 @@ def test_new_adapter_has_the_output_and_the_gradients_of_peft(name: str, base: P
         torch.nn.functional.cross_entropy(output.flatten(0, 1), IDS.flatten()).backward()
     own = {path: p.grad for path, p in adapter_state_dict(model).items()}
     assert len(own) == sum(p.grad is not None for p in reference.parameters())
-    names = {"A": "lora_A.default.weight", "B": "lora_B.default.weight", "magnitude": "lora_magnitude_vector.default.weight"}
+    names = {
+        "A": "lora_A.default.weight",
+        "B": "lora_B.default.weight",
+        "magnitude": "lora_magnitude_vector.default.weight",
+    }
     for path, grad in own.items():
         layer, _, matrix = path.rpartition(".lora.default.")
         assert grad is not None
@@ -117,7 +130,9 @@ def test_saved_adapter_of_a_mixture_of_experts_is_loaded_by_peft(tmp_path: Path)
 @torch.no_grad()
 def test_peft_adapter_with_patterns_biases_and_saved_modules_is_computed(base: Path, tmp_path: Path) -> None:
     patterns = {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"^model.layers.0.self_attn.v_proj": 12}}
-    reference = train_with_peft(base, tmp_path / "peft", target_modules=r".*(q|v)_proj", bias="all", modules_to_save=["lm_head"], **patterns)
+    reference = train_with_peft(
+        base, tmp_path / "peft", target_modules=r".*(q|v)_proj", bias="all", modules_to_save=["lm_head"], **patterns
+    )
     expected = reference(IDS).logits
     model = load_model(tmp_path / "peft", "transformers")
     assert torch.equal(model(IDS).logits, expected)
@@ -153,7 +168,10 @@ def test_continued_adapter_keeps_its_ranks_and_names(base: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa is not supported: the adapter fits a changed base model"),
+        (
+            {"init_lora_weights": "pissa"},
+            "init_lora_weights=pissa is not supported: the adapter fits a changed base model",
+        ),
         ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters="),
         ({"a_field_of_the_future": {"of": "peft"}}, "a_field_of_the_future="),
         ({"peft_type": "IA3"}, "peft_type=IA3"),
@@ -162,7 +180,9 @@ def test_continued_adapter_keeps_its_ranks_and_names(base: Path, tmp_path: Path)
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_peft_adapter_of_another_variant_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_peft_adapter_of_another_variant_is_refused_by_name(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     model, cfg = random_model(), lora_config(4, 8.0, 0.0, ["q_proj"])
     add_lora(model, cfg)
     save_adapter(tmp_path, model, cfg, "scratch", TOKENIZER)
@@ -175,11 +195,16 @@ def test_peft_adapter_of_another_variant_is_refused_by_name(changes: dict[str, A
 
 
 def test_digits_in_a_pattern_of_an_adapter_are_matched_once(tmp_path: Path) -> None:
-    slow, plain = (_read_pattern({"rank_pattern": {key: 2}}, "rank_pattern", ["0"], tmp_path) for key in (r"\d+" * 20, r"layers.\d+.q"))
+    slow, plain = (
+        _read_pattern({"rank_pattern": {key: 2}}, "rank_pattern", ["0"], tmp_path)
+        for key in (r"\d+" * 20, r"layers.\d+.q")
+    )
     assert _value_of(slow, "1" * 200 + "x", 8) == 8, "never ends if each way to divide the digits is tried"
     assert _value_of(plain, "model.layers.12.q", 8) == 2 and _value_of(plain, "model.layers.x.q", 8) == 8
     with pytest.raises(UserError, match="rank_pattern has too many keys, 1,000 for 1 layers"):
-        _read_pattern({"rank_pattern": {"a" * 100 + str(i): 2 for i in range(1000)}}, "rank_pattern", ["0." * 5000], tmp_path)
+        _read_pattern(
+            {"rank_pattern": {"a" * 100 + str(i): 2 for i in range(1000)}}, "rank_pattern", ["0." * 5000], tmp_path
+        )
 
 
 @pytest.mark.parametrize("name", ["gpt2"])

@@ -1,4 +1,6 @@
-"""Products of bf16 matrices by the C++ kernel: sums in fp32, rounded once, for every layout, size and number of threads."""
+"""Products of bf16 matrices by the C++ kernel: sums in fp32, rounded once, for every layout, size and number of
+threads.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ from torch import Tensor
 
 from models.layers.cpu_kernels import upcast_products as upcast_products_module
 from models.layers.cpu_kernels.product_kernel import multiply_by_kernel, supports_product
-from models.layers.cpu_kernels.upcast_products import are_products_by_kernel, multiply, projection_gradients_upcast, upcast_products
+from models.layers.cpu_kernels.upcast_products import (
+    are_products_by_kernel,
+    multiply,
+    projection_gradients_upcast,
+    upcast_products,
+)
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -30,7 +37,9 @@ SIZES = [
 ]
 
 
-def matrix(rows: int, cols: int, seed: int, *, is_transposed: bool = False, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def matrix(
+    rows: int, cols: int, seed: int, *, is_transposed: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
     x = torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(dtype)
     return x.t().contiguous().t() if is_transposed else x
 
@@ -74,7 +83,9 @@ def test_product_is_the_same_for_every_number_of_threads(is_transposed: bool) ->
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             a, b = matrix(130, 600, 1, is_transposed=is_transposed), matrix(600, 90, 2, is_transposed=is_transposed)
-            results.append([multiply_by_kernel(a, b, a.new_empty(130, 90)), multiply_by_kernel(b.t(), a.t(), torch.empty(90, 130))])
+            results.append(
+                [multiply_by_kernel(a, b, a.new_empty(130, 90)), multiply_by_kernel(b.t(), a.t(), torch.empty(90, 130))]
+            )
     finally:
         torch.set_num_threads(before)
     assert all(map(torch.equal, results[0] * 2, results[1] + results[2]))
@@ -93,7 +104,13 @@ def test_value_that_is_not_finite_stays_in_its_row_and_column(value: float) -> N
 def test_kernel_leaves_other_types_layouts_and_empty_matrices_to_torch() -> None:
     a, b, out = matrix(64, 64, 1), matrix(64, 64, 2), matrix(64, 64, 3)
     assert supports_product(a, b, out)
-    for wrong in ((a.half(), b.half(), out.half()), (a.float(), b, out), (a, b, out.half()), (a[:, ::2], b[:32], out), (a[:0], b, out[:0])):
+    for wrong in (
+        (a.half(), b.half(), out.half()),
+        (a.float(), b, out),
+        (a, b, out.half()),
+        (a[:, ::2], b[:32], out),
+        (a[:0], b, out[:0]),
+    ):
         assert not supports_product(*wrong)
 
 
@@ -108,7 +125,9 @@ def test_sums_of_many_products_are_as_exact_as_those_of_torch() -> None:
 def test_products_of_torch_and_gradients_are_computed_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Tensor] = []
     monkeypatch.setattr(
-        upcast_products_module, "multiply_by_kernel", lambda *tensors, **settings: calls.append(multiply_by_kernel(*tensors, **settings)) or calls[-1]
+        upcast_products_module,
+        "multiply_by_kernel",
+        lambda *tensors, **settings: calls.append(multiply_by_kernel(*tensors, **settings)) or calls[-1],
     )
     x, weight, g = matrix(70, 64, 1).requires_grad_(), matrix(96, 64, 2).requires_grad_(), matrix(70, 96, 3)
     upcast_products(True, by_kernel=True)
@@ -118,7 +137,9 @@ def test_products_of_torch_and_gradients_are_computed_by_the_kernel(monkeypatch:
         assert torch.equal(y, multiply_by_kernel(x.detach(), weight.detach().t(), g.new_empty(70, 96)))
         dx, dw = torch.autograd.grad(y, (x, weight), g)
         x, weight = x.detach(), weight.detach()
-        assert torch.equal(dx, multiply_by_kernel(g, weight, torch.empty_like(x))) and torch.equal(dw, multiply_by_kernel(g.t(), x, torch.empty_like(weight)))
+        assert torch.equal(dx, multiply_by_kernel(g, weight, torch.empty_like(x))) and torch.equal(
+            dw, multiply_by_kernel(g.t(), x, torch.empty_like(weight))
+        )
         dx, dw = projection_gradients_upcast(g, x, weight, [64, 32])
         assert torch.equal(dx, multiply_by_kernel(g, weight, torch.empty_like(x)))
         same(torch.cat(dw), g.double().t() @ x.double())

@@ -44,7 +44,13 @@ def test_rope_llama3_divides_long_wavelengths_and_interpolates_between() -> None
         share = min(max((trained / wavelength - low) / (high - low), 0.0), 1.0)  # of the frequency that is kept
         kinds.add("kept" if wavelength < trained / high else "divided" if wavelength > trained / low else "between")
         expected.append((1 - share) * f / factor + share * f)
-    scaling = RopeScaling(type="llama3", factor=factor, original_max_position_embeddings=trained, low_freq_factor=low, high_freq_factor=high)
+    scaling = RopeScaling(
+        type="llama3",
+        factor=factor,
+        original_max_position_embeddings=trained,
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
     assert frequencies(scaling) == (pytest.approx(expected), 1.0) and kinds == {"kept", "divided", "between"}
 
 
@@ -65,6 +71,10 @@ def test_rope_yarn_factor_is_that_of_the_folder(given: dict[str, float], expecte
 
 def test_biases_of_a_family_are_read_or_implied() -> None:
     biases = ("attention_bias", "attention_out_bias", "mlp_bias")
-    for model_type, expected in (("llama", (False, False, False)), ("qwen2", (True, False, False)), ("seed_oss", (True, False, False))):
+    for model_type, expected in (
+        ("llama", (False, False, False)),
+        ("qwen2", (True, False, False)),
+        ("seed_oss", (True, False, False)),
+    ):
         settings = read_hf_config({"model_type": model_type, **FIELDS}, Path("config.json"))
         assert tuple(settings[name] for name in biases) == expected, model_type

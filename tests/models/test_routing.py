@@ -1,4 +1,6 @@
-"""Which family computes a folder of transformers: the decoder where it has every variant, else the class of transformers. Both have its logits."""
+"""Which family computes a folder of transformers: the decoder where it has every variant, else the class of
+transformers. Both have its logits.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,11 @@ ROUTES: list[tuple[str, dict[str, Any], str | None]] = [
     ("qwen3", {"head_dim": 16, "attention_bias": True}, None),
     ("qwen3", MIXED, "sliding_window=8"),
     ("phi3", {}, None),
-    ("phi3", {"max_position_embeddings": 256, "original_max_position_embeddings": 64, "rope_parameters": LONGROPE}, "rope_type=longrope"),
+    (
+        "phi3",
+        {"max_position_embeddings": 256, "original_max_position_embeddings": 64, "rope_parameters": LONGROPE},
+        "rope_type=longrope",
+    ),
     ("phi3", {"rope_parameters": PARTIAL}, "partial_rotary_factor=0.5"),
     ("phi3", {"sliding_window": 8}, "sliding_window=8"),
     ("smollm3", {"no_rope_layers": [1, 1]}, None),
@@ -63,9 +69,17 @@ ROUTES: list[tuple[str, dict[str, Any], str | None]] = [
     ("mixtral", {}, None),
     ("mixtral", {"sliding_window": 8}, "sliding_window=8"),
     ("stablelm", {"partial_rotary_factor": 0.25}, "model_type stablelm"),
-    ("granite", {"residual_multiplier": 0.3, "embedding_multiplier": 2.0, "attention_multiplier": 0.2, "logits_scaling": 4.0}, "model_type granite"),
+    (
+        "granite",
+        {"residual_multiplier": 0.3, "embedding_multiplier": 2.0, "attention_multiplier": 0.2, "logits_scaling": 4.0},
+        "model_type granite",
+    ),
     ("cohere", {"logit_scale": 0.3}, "model_type cohere"),
-    ("gemma2", {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0, "sliding_window": 8}, "model_type gemma2"),
+    (
+        "gemma2",
+        {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0, "sliding_window": 8},
+        "model_type gemma2",
+    ),
     ("olmo", {"clip_qkv": 0.5}, "model_type olmo"),
     ("olmo2", {}, "model_type olmo2"),
     ("gemma3_text", {"sliding_window": 8}, "model_type gemma3_text"),
@@ -76,11 +90,16 @@ def _id(route: tuple[str, dict[str, Any], str | None]) -> str:
     return "-".join([route[0], *(f"{name}" for name in route[1])])
 
 
-routes = [pytest.param(*route, id=_id(route), marks=[] if i % 9 == 0 else [pytest.mark.slow]) for i, route in enumerate(ROUTES)]
+routes = [
+    pytest.param(*route, id=_id(route), marks=[] if i % 9 == 0 else [pytest.mark.slow])
+    for i, route in enumerate(ROUTES)
+]
 
 
 @pytest.mark.parametrize(("model_type", "changes", "reason"), routes)
-def test_route_of_a_model_has_the_logits_of_transformers_and_its_reason(model_type: str, changes: dict[str, Any], reason: str | None, tmp_path: Path) -> None:
+def test_route_of_a_model_has_the_logits_of_transformers_and_its_reason(
+    model_type: str, changes: dict[str, Any], reason: str | None, tmp_path: Path
+) -> None:
     write_folder(tmp_path, model_type, **changes)
     reference = reference_logits(tmp_path)
     cfg = read_model_config(tmp_path)
@@ -106,7 +125,9 @@ def test_forced_decoder_refuses_a_family_that_it_lacks(tmp_path: Path) -> None:
 
 
 def test_length_of_embeddings_that_depend_on_the_batch_is_the_trained_one(tmp_path: Path) -> None:
-    write_folder(tmp_path, "phi3", max_position_embeddings=256, original_max_position_embeddings=64, rope_parameters=LONGROPE)
+    write_folder(
+        tmp_path, "phi3", max_position_embeddings=256, original_max_position_embeddings=64, rope_parameters=LONGROPE
+    )
     assert read_model_config(tmp_path).max_position_embeddings == 64
 
 

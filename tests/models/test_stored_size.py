@@ -70,7 +70,14 @@ def test_config_json_of_another_size_than_the_weights_is_refused(changes: dict[s
 
 @pytest.mark.parametrize(
     "changes",
-    [{"hidden_size": "64"}, {"vocab_size": 64.5}, {"num_hidden_layers": True}, {"hidden_size": None}, {"rms_norm_eps": "0"}, {"num_hidden_layers": []}],
+    [
+        {"hidden_size": "64"},
+        {"vocab_size": 64.5},
+        {"num_hidden_layers": True},
+        {"hidden_size": None},
+        {"rms_norm_eps": "0"},
+        {"num_hidden_layers": []},
+    ],
 )
 def test_config_json_with_a_field_of_another_type_is_refused(changes: dict[str, Any], folder: Path) -> None:
     rewrite(folder / "config.json", **changes)
@@ -80,9 +87,15 @@ def test_config_json_with_a_field_of_another_type_is_refused(changes: dict[str, 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"num_hidden_layers": 10**7}, f"at most {MAX_TENSORS:,}"), ({"vocab_size": 2**40}, "GiB in fp32"), ({"hidden_size": 2**40}, "GiB in fp32")],
+    [
+        ({"num_hidden_layers": 10**7}, f"at most {MAX_TENSORS:,}"),
+        ({"vocab_size": 2**40}, "GiB in fp32"),
+        ({"hidden_size": 2**40}, "GiB in fp32"),
+    ],
 )
-def test_model_that_cannot_fit_into_memory_is_refused_before_it_is_created(changes: dict[str, int], message: str) -> None:
+def test_model_that_cannot_fit_into_memory_is_refused_before_it_is_created(
+    changes: dict[str, int], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         create_model(config(**changes))
 
@@ -108,7 +121,10 @@ def test_adapter_of_another_width_is_refused_before_it_is_multiplied(tmp_path: P
     add_lora(model, LORA)
     save_adapter(tmp_path / "adapter", model, LORA, str(folder), TOKENIZER)
     prefix = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
-    save_file({f"{prefix}A.weight": torch.zeros(4, 10**6), f"{prefix}B.weight": torch.zeros(10**6, 4)}, tmp_path / "adapter" / "adapter_model.safetensors")
+    save_file(
+        {f"{prefix}A.weight": torch.zeros(4, 10**6), f"{prefix}B.weight": torch.zeros(10**6, 4)},
+        tmp_path / "adapter" / "adapter_model.safetensors",
+    )
     for load in (load_model, load_weights):
         with pytest.raises(UserError, match="the adapter does not fit its base model"):
             load(tmp_path / "adapter")
@@ -139,7 +155,10 @@ def test_header_longer_than_the_file_or_the_limit_is_refused(length: int, tmp_pa
 
 
 def test_tensors_that_are_larger_than_their_file_are_refused(folder: Path) -> None:
-    write_header(folder / "model.safetensors", b'{"a": {"dtype": "F32", "shape": [1048576, 1048576], "data_offsets": [0, 4398046511104]}}')
+    write_header(
+        folder / "model.safetensors",
+        b'{"a": {"dtype": "F32", "shape": [1048576, 1048576], "data_offsets": [0, 4398046511104]}}',
+    )
     with pytest.raises(UserError, match="its header describes 4,398"):
         load_model(folder)
     with open(folder / "model.safetensors", "r+b") as file:
@@ -161,7 +180,10 @@ def test_pth_with_tensors_larger_than_the_file_is_refused(tmp_path: Path) -> Non
     torch.save({"model.norm.weight": torch.zeros(1).expand(10**6, 10**6)}, tmp_path / "expanded.pth")
     torch.save({"model.norm.weight": torch.zeros(1000).to_sparse()}, tmp_path / "sparse.pth")
     torch.save({"model.norm.weight": torch.zeros(10**6)}, tmp_path / "plain.pth")
-    with zipfile.ZipFile(tmp_path / "plain.pth") as plain, zipfile.ZipFile(tmp_path / "compressed.pth", "w", zipfile.ZIP_DEFLATED) as compressed:
+    with (
+        zipfile.ZipFile(tmp_path / "plain.pth") as plain,
+        zipfile.ZipFile(tmp_path / "compressed.pth", "w", zipfile.ZIP_DEFLATED) as compressed,
+    ):
         for entry in plain.infolist():
             compressed.writestr(entry.filename, plain.read(entry))
     assert list(read_pth(tmp_path / "plain.pth")) == ["model.norm.weight"]

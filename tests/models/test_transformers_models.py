@@ -1,4 +1,6 @@
-"""Models of transformers in the engine's interface: losses, gradients, packed rows, generation and export equal those of transformers, or are refused."""
+"""Models of transformers in the engine's interface: losses, gradients, packed rows, generation and export equal those
+of transformers, or are refused.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from runner.engine.device.compile import resolve_compile_mode
 FAST = ("gemma2", "mistral_window")
 LENGTHS = (23, 5, 40)  # longer than the windows of the models
 
-families = pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
+families = pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 
 
 @pytest.fixture
@@ -39,13 +43,19 @@ def folder(name: str, tmp_path: Path) -> Path:
 
 
 def reference_of(folder: Path) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
-    """Return rows of tokens, the losses of their next tokens, and the gradients of the sum, as transformers computes them row by row."""
+    """Return rows of tokens, the losses of their next tokens, and the gradients of the sum, as transformers computes
+    them row by row.
+    """
     torch.manual_seed(1)
     rows = [torch.randint(3, 6400, (length,)) for length in LENGTHS]
     hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     losses = [cross_entropy(hf(row[None], use_cache=False).logits[0, :-1], row[1:], reduction="none") for row in rows]
     torch.cat(losses).sum().backward()
-    return rows, [loss.detach() for loss in losses], {name: p.grad for name, p in hf.named_parameters() if p.grad is not None}
+    return (
+        rows,
+        [loss.detach() for loss in losses],
+        {name: p.grad for name, p in hf.named_parameters() if p.grad is not None},
+    )
 
 
 def trained_model(folder: Path, is_packed: bool) -> LanguageModel:
@@ -104,7 +114,12 @@ def test_transformers_model_is_exported_with_its_logits(name: str, folder: Path,
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
-        assert max_difference(AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)(ids).logits, expected) < 1e-5
+        assert (
+            max_difference(
+                AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)(ids).logits, expected
+            )
+            < 1e-5
+        )
         again = load_model(tmp_path / "export")
         assert max_difference(again(ids).logits, expected) < 1e-5
 
@@ -113,15 +128,21 @@ def test_transformers_model_is_exported_with_its_logits(name: str, folder: Path,
 def test_transformers_model_generates_the_tokens_of_transformers(name: str, folder: Path) -> None:
     prompts = [list(range(10, 40)), [7, 8, 9]]
     model = trained_model(folder, is_packed=False)
-    answers = generate(model, prompts, max_new_tokens=12, temperature=0, top_k=0, top_p=1, repetition_penalty=1, stop_ids=[])
+    answers = generate(
+        model, prompts, max_new_tokens=12, temperature=0, top_k=0, top_p=1, repetition_penalty=1, stop_ids=[]
+    )
     hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for prompt, answer in zip(prompts, answers, strict=True):
-        expected = hf.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+        expected = hf.generate(
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
         assert answer == expected[0, len(prompt) :].tolist()
 
 
 def test_transformers_model_is_probed_with_windows_that_its_rows_exceed() -> None:
-    """A mask without the window separates documents and agrees on short rows: longer ones would be attended to beyond the window."""
+    """A mask without the window separates documents and agrees on short rows: longer ones would be attended to beyond
+    the window.
+    """
     model = random_family("gpt_oss", sliding_window=64, num_local_experts=2, num_experts_per_tok=1)
     model.prepare(is_packed=True)
     assert (model.kernels.packing, model.hf.config.sliding_window) == ("layer_masks", 64)
@@ -148,13 +169,28 @@ def test_input_embedding_of_the_padding_token_is_trained_by_the_decoder_and_not_
         load_into(model, load_weights(tmp_path, family), str(tmp_path))
         model(ids[:, :-1], ids[:, 1:]).nll.mean().backward()
         gradient = dict(model.named_parameters())["model.embed_tokens.weight"].grad
-        assert max_difference(gradient, gradients[padding]) < 1e-5 * max(1.0, float(gradient.abs().max())) and bool(gradient[pad].any()) == (padding is None)
+        assert max_difference(gradient, gradients[padding]) < 1e-5 * max(1.0, float(gradient.abs().max())) and bool(
+            gradient[pad].any()
+        ) == (padding is None)
 
 
 def test_field_of_config_json_that_the_class_computes_itself_is_not_warned_of() -> None:
-    mamba = {"model_type": "mamba", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
+    mamba = {
+        "model_type": "mamba",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+    }
     for width, count in ((64, 0), (48, 1)):
-        assert len(TransformersConfig.from_hf_config(mamba | {"intermediate_size": width}, Path("config.json")).training_warnings()) == count
+        assert (
+            len(
+                TransformersConfig.from_hf_config(
+                    mamba | {"intermediate_size": width}, Path("config.json")
+                ).training_warnings()
+            )
+            == count
+        )
 
 
 @pytest.mark.parametrize("name", ["gemma2"])
@@ -167,9 +203,13 @@ def test_layer_of_transformers_model_is_measured_compiled_and_uncompiled(name: s
     plain = [layer.forward for layer in model.compiled_layers]
     call = find_layer_call(model.compiled_layers[0], lambda: model(ids, ids))
     assert call is not None and call.args[0].shape[:2] == ids.shape
-    compiled = partial(compiled_layers, partial(model.compile_layers, single_row=False, backend=backend), model.uncompile_layers)
+    compiled = partial(
+        compiled_layers, partial(model.compile_layers, single_row=False, backend=backend), model.uncompile_layers
+    )
     times = measure_layers(call, compiled, nullcontext, [COMPILED, UNCOMPILED])
-    assert set(times) == {COMPILED, UNCOMPILED} and calls and [layer.forward for layer in model.compiled_layers] == plain
+    assert (
+        set(times) == {COMPILED, UNCOMPILED} and calls and [layer.forward for layer in model.compiled_layers] == plain
+    )
     calls.clear()
     assert model(ids, ids).nll.shape == ids.shape and not calls
 
@@ -187,7 +227,11 @@ def test_config_of_transformers_with_too_many_modules_is_refused(name: str, valu
 
 
 def test_config_of_transformers_is_kept_without_code_at_any_depth() -> None:
-    raw = {"model_type": "gemma2", "vision": [{"_attn_implementation": "evil/kernel", "a": 1}], "text": {"auto_map": {"AutoModel": "code.py"}, "b": {"c": 2}}}
+    raw = {
+        "model_type": "gemma2",
+        "vision": [{"_attn_implementation": "evil/kernel", "a": 1}],
+        "text": {"auto_map": {"AutoModel": "code.py"}, "b": {"c": 2}},
+    }
     assert _without_unread(raw) == {"model_type": "gemma2", "vision": [{"a": 1}], "text": {"b": {"c": 2}}}
 
 

@@ -1,4 +1,6 @@
-"""Products of 16-bit matrices in fp32: the same numbers as in fp32, rounded once, by every operator of torch that multiplies matrices."""
+"""Products of 16-bit matrices in fp32: the same numbers as in fp32, rounded once, by every operator of torch that
+multiplies matrices.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,21 @@ from torch import Tensor
 
 from models.layers.cpu_kernels import upcast_products as module
 from models.layers.cpu_kernels.fused_projection import fused_linear, weight_gradients
-from models.layers.cpu_kernels.upcast_products import MIN_SIDE, UPCAST_DTYPES, are_products_upcast, multiply, projection_gradients_upcast, upcast_products
+from models.layers.cpu_kernels.upcast_products import (
+    MIN_SIDE,
+    UPCAST_DTYPES,
+    are_products_upcast,
+    multiply,
+    projection_gradients_upcast,
+    upcast_products,
+)
 
 
 @pytest.fixture
 def upcast(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Products are upcast. Yield whether each that was computed was: the numbers alone do not show it where torch, too, rounds once."""
+    """Products are upcast. Yield whether each that was computed was: the numbers alone do not show it where torch, too,
+    rounds once.
+    """
     answers: list[bool] = []
 
     def spy(*arguments: object) -> bool:
@@ -53,7 +64,9 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "bmm.out": lambda c, a, b: torch.bmm(a.expand(3, -1, -1), b.expand(3, -1, -1), out=c.new_empty(3, *c.shape)),
     "baddbmm": lambda c, a, b: torch.baddbmm(c, a.expand(3, -1, -1), b.expand(3, -1, -1), beta=0.5),
     "baddbmm_": lambda c, a, b: c.repeat(3, 1, 1).baddbmm_(a.expand(3, -1, -1), b.expand(3, -1, -1), alpha=2),
-    "baddbmm.out": lambda c, a, b: torch.baddbmm(c, a.expand(3, -1, -1), b.expand(3, -1, -1), out=c.new_empty(3, *c.shape)),
+    "baddbmm.out": lambda c, a, b: torch.baddbmm(
+        c, a.expand(3, -1, -1), b.expand(3, -1, -1), out=c.new_empty(3, *c.shape)
+    ),
     "linear": lambda c, a, b: F.linear(a, b.t(), c[0]),
     "einsum": lambda c, a, b: torch.einsum("mk,kn->mn", a, b),
 }
@@ -77,10 +90,14 @@ def test_operators_multiply_in_fp32_and_round_once(
         assert any(upcast)
 
 
-@pytest.mark.parametrize("shape", [(64, 300, 40), (300, 64, 40), (40, 64, 300), (1, 1, 1), (0, 5, 4), (4, 5, 0)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(64, 300, 40), (300, 64, 40), (40, 64, 300), (1, 1, 1), (0, 5, 4), (4, 5, 0)], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("add", [False, True])
-def test_product_is_computed_in_blocks_of_its_longest_side(shape: tuple[int, int, int], dtype: torch.dtype, add: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_product_is_computed_in_blocks_of_its_longest_side(
+    shape: tuple[int, int, int], dtype: torch.dtype, add: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if add and dtype != torch.float32:
         return
     M, K, N = shape
@@ -116,7 +133,11 @@ def test_products_of_other_types_and_of_few_rows_are_torchs_own(upcast: None) ->
     integers = torch.arange(64 * 64).view(64, 64)
     y_integers, narrow = integers @ integers, weight @ few.t()
     upcast_products(False)
-    assert torch.equal(few @ weight, y) and torch.equal(weight.float() @ weight.float(), y_fp32) and torch.equal(double @ double, y_double)
+    assert (
+        torch.equal(few @ weight, y)
+        and torch.equal(weight.float() @ weight.float(), y_fp32)
+        and torch.equal(double @ double, y_double)
+    )
     assert torch.equal(integers @ integers, y_integers) and torch.equal(weight @ few.t(), narrow)
 
 
@@ -159,7 +180,11 @@ def test_batches_of_large_matrices_are_cast_one_by_one(upcast: list[bool], monke
     monkeypatch.setattr(module, "CAST_ELEMENTS", 1)
     sizes: list[int] = []
     monkeypatch.setattr(
-        module, "_blocks", lambda *arguments, **settings: [block for block in BLOCKS(*arguments, **settings) if not sizes.append(block.stop - block.start)]
+        module,
+        "_blocks",
+        lambda *arguments, **settings: [
+            block for block in BLOCKS(*arguments, **settings) if not sizes.append(block.stop - block.start)
+        ],
     )
     a = numbers(3, 40, 40)
     torch.baddbmm(a @ a, a, a)
@@ -167,7 +192,11 @@ def test_batches_of_large_matrices_are_cast_one_by_one(upcast: list[bool], monke
 
 
 def test_gradients_are_those_of_fp32_rounded(upcast: list[bool]) -> None:
-    x, weight, g = numbers(2, 40, 64).requires_grad_(), numbers(96, 64, seed=1).requires_grad_(), numbers(2, 40, 96, seed=2)
+    x, weight, g = (
+        numbers(2, 40, 64).requires_grad_(),
+        numbers(96, 64, seed=1).requires_grad_(),
+        numbers(2, 40, 96, seed=2),
+    )
     dx, dw = torch.autograd.grad(F.linear(x, weight), (x, weight), g)
     same(dx, g.float() @ weight.detach().float(), torch.bfloat16)
     same(dw, g.flatten(0, 1).float().t() @ x.detach().flatten(0, 1).float(), torch.bfloat16)
@@ -183,10 +212,16 @@ def test_autocast_and_inference_multiply_in_fp32(upcast: list[bool]) -> None:
     same(y, F.linear(x, weight, bias), torch.bfloat16)
 
 
-def test_operators_called_by_others_under_autocast_are_not_cast_back(upcast: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Custom operators run with autocast enabled, and autocast leaves `out=` alone: the product in fp32 would come back as one in bf16."""
+def test_operators_called_by_others_under_autocast_are_not_cast_back(
+    upcast: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Custom operators run with autocast enabled, and autocast leaves `out=` alone: the product in fp32 would come back
+    as one in bf16.
+    """
     calls = []
-    monkeypatch.setattr(module, "multiply", lambda *arguments, **settings: calls.append(arguments) or multiply(*arguments, **settings))
+    monkeypatch.setattr(
+        module, "multiply", lambda *arguments, **settings: calls.append(arguments) or multiply(*arguments, **settings)
+    )
     a, b = numbers(64, 64), numbers(64, 64, seed=1)
     with torch.autocast("cpu", torch.bfloat16):
         y = torch.mm(a, b, out=torch.empty_like(a))

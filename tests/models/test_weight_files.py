@@ -1,4 +1,6 @@
-"""Files of weights in model folders: the ones that transformers takes, read without executing anything; nothing missing is made up."""
+"""Files of weights in model folders: the ones that transformers takes, read without executing anything; nothing missing
+is made up.
+"""
 
 from __future__ import annotations
 
@@ -71,8 +73,13 @@ class Executed:
         return Path.touch, (Path("executed"),)
 
 
-@pytest.mark.parametrize("content", [pickle.dumps({"a": Executed()}, protocol=2), b"PK\x03\x04" + bytes(100), b"", pickle.dumps([1], protocol=2)])
-def test_torch_file_that_holds_no_weights_is_refused_and_not_executed(folder: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [pickle.dumps({"a": Executed()}, protocol=2), b"PK\x03\x04" + bytes(100), b"", pickle.dumps([1], protocol=2)],
+)
+def test_torch_file_that_holds_no_weights_is_refused_and_not_executed(
+    folder: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder)
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(content)
@@ -92,7 +99,9 @@ def test_index_names_files_of_its_folder_only(folder: Path, name: str) -> None:
 def test_missing_file_of_an_index_is_named(folder: Path) -> None:
     as_torch_files(folder, 3)
     (folder / "pytorch_model-00002-of-00003.bin").unlink()
-    with pytest.raises(UserError, match=r"1 of 3 files of weights are missing, e\.g\. pytorch_model-00002-of-00003\.bin"):
+    with pytest.raises(
+        UserError, match=r"1 of 3 files of weights are missing, e\.g\. pytorch_model-00002-of-00003\.bin"
+    ):
         load_weights(folder)
 
 
@@ -118,7 +127,11 @@ def test_missing_unknown_and_misshaped_tensors_are_listed(folder: Path) -> None:
 
     with pytest.raises(UserError) as error:
         load_model(changed(folder, change))
-    for name in ("model.layers.1.self_attn.q_proj.weight", "model.layers.7.extra.weight", "model.layers.0.self_attn.o_proj.weight"):
+    for name in (
+        "model.layers.1.self_attn.q_proj.weight",
+        "model.layers.7.extra.weight",
+        "model.layers.0.self_attn.o_proj.weight",
+    ):
         assert name in error.value.message
 
 

@@ -45,10 +45,16 @@ DENSE = DecoderConfig(
 LLAMA: dict[str, Any] = {"qk_norm": False, "tie_word_embeddings": False}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 40, "router_aux_loss_coef": 1e-2}
 TOP_TWO: dict[str, Any] = EXPERTS | {"num_experts_per_tok": 2, "norm_topk_prob": True}
-YARN: dict[str, Any] = {"rope_scaling": RopeScaling(factor=4.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0, attention_factor=1.0)}
+YARN: dict[str, Any] = {
+    "rope_scaling": RopeScaling(
+        factor=4.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0, attention_factor=1.0
+    )
+}
 
 
-def lora_config(rank: int = 4, alpha: float = 8.0, dropout: float = 0.0, targets: list[str] | None = None, **changes: Any) -> LoraConfig:
+def lora_config(
+    rank: int = 4, alpha: float = 8.0, dropout: float = 0.0, targets: list[str] | None = None, **changes: Any
+) -> LoraConfig:
     plain = {"rslora": False, "dora": False, "quantize": None, "continue_adapter": False}
     return LoraConfig(rank, alpha, dropout, ["q_proj", "down_proj"] if targets is None else targets, **plain | changes)
 

@@ -28,8 +28,21 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-GPT: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+GPT: dict[str, Any] = {
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
 
 
 class Family(NamedTuple):
@@ -44,7 +57,9 @@ class Family(NamedTuple):
 
 FAMILIES: dict[str, Family] = {
     "llama_partial_rotary": Family({"partial_rotary_factor": 0.5}, model_type="stablelm"),
-    "qwen2_window": Family({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}, model_type="qwen2"),
+    "qwen2_window": Family(
+        {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}, model_type="qwen2"
+    ),
     "mistral_window": Family({"sliding_window": 8}, model_type="mistral"),
     "qwen3_moe": Family(EXPERTS),
     "mixtral": Family(EXPERTS),
@@ -52,11 +67,22 @@ FAMILIES: dict[str, Family] = {
     "granitemoe": Family(EXPERTS | {"logits_scaling": 4.0}, chunked_loss=False),
     "deepseek_v3": Family(
         EXPERTS
-        | {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": None, "kv_lora_rank": 16}
+        | {
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": None,
+            "kv_lora_rank": 16,
+        }
         | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4},
         own_attention=False,
     ),
-    "ernie4_5_moe": Family({"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1}),  # a frozen router bias
+    # a frozen router bias
+    "ernie4_5_moe": Family(
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1}
+    ),
     "gpt_oss": Family(EXPERTS | {"sliding_window": 8}, own_attention=False, packing="layer_masks"),
     "gemma": Family({"tie_word_embeddings": True}),
     "gemma2": Family({"sliding_window": 8}, own_attention=False, chunked_loss=False),
@@ -72,11 +98,14 @@ FAMILIES: dict[str, Family] = {
     "exaone4": Family({"sliding_window": 8}),
     "starcoder2": Family({"sliding_window": 8}),
     "gpt_neox": Family({}),
-    "pythia": Family({"rotary_pct": 0.25, "use_parallel_residual": True, "vocab_size": 6528}, model_type="gpt_neox"),  # more embeddings than tokens
+    # more embeddings than tokens
+    "pythia": Family({"rotary_pct": 0.25, "use_parallel_residual": True, "vocab_size": 6528}, model_type="gpt_neox"),
     "gpt2": Family(GPT),
     "opt": Family({"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}, packing="mask"),  # language: allow word
     "lfm2": Family({"full_attn_idxs": [1]}, packing="none"),
-    "qwen3_next": Family(EXPERTS | {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}, packing="none"),
+    "qwen3_next": Family(
+        EXPERTS | {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}, packing="none"
+    ),
     "mamba2": Family({"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 16}, packing="none"),
     "blenderbot": Family(
         {
@@ -110,10 +139,14 @@ def random_family(model_type: str, **changes: Any) -> TransformersModel:
 
 
 def write_family(folder: Path, name: str, **changes: Any) -> None:
-    """Write a random model of the family, with the tokenizer of the samples. `changes`: further ones of its config. A name without an entry is a model_type."""
+    """Write a random model of the family, with the tokenizer of the samples. `changes`: further ones of its config. A
+    name without an entry is a model_type.
+    """
     family = FAMILIES.get(name, Family({}))
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family.model_type or name, **SIZES | {"attention_dropout": 0.0} | family.changes | changes)
+    config = AutoConfig.for_model(
+        family.model_type or name, **SIZES | {"attention_dropout": 0.0} | family.changes | changes
+    )
     model = AutoModelForCausalLM.from_config(config)
     randomize_frozen(model)
     model.save_pretrained(folder)

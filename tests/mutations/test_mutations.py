@@ -1,4 +1,6 @@
-"""Mutation testing: for every known fault in tests/mutations/*.toml some test fails. The command: `python scripts/mutation_test.py`."""
+"""Mutation testing: for every known fault in tests/mutations/*.toml some test fails. The command: `python
+scripts/mutation_test.py`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from scripts.mutation_test import ROOT, read_mutants
 SCRIPT = ROOT / "scripts" / "mutation_test.py"
 MUTANTS = read_mutants()
 MIN_MUTANTS = 60  # a smaller number is a mistake: entries are changed with the source, not removed
-EVERY = int(os.environ.get("MUTANTS_EVERY", "40"))  # CI tests a part of the mutants of each file; MUTANTS_EVERY=1 tests all
+# CI tests a part of the mutants of each file; MUTANTS_EVERY=1 tests all
+EVERY = int(os.environ.get("MUTANTS_EVERY", "40"))
 SUBJECTS = sorted({mutant.subject for mutant in MUTANTS})
 WITH_IMPORTS = {mutant.subject for mutant in MUTANTS if mutant.imports}  # together: large packages are imported once
 GROUPS = [sorted(WITH_IMPORTS), *(sorted({*SUBJECTS} - WITH_IMPORTS)[first::2] for first in range(2))]  # a process each
@@ -22,7 +25,9 @@ GROUPS = [sorted(WITH_IMPORTS), *(sorted({*SUBJECTS} - WITH_IMPORTS)[first::2] f
 
 def mutation_test(*arguments: str) -> tuple[int, str]:
     """Return exit code and output of the command."""
-    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     return done.returncode, done.stdout
 
 
@@ -95,7 +100,8 @@ def checkout(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_mutation_test_tells_caught_survived_and_invalid_mutants_apart(checkout: Path) -> None:
     code, output = mutation_test("--root", str(checkout))
-    status = {line.split()[1]: line.split()[0] for line in output.splitlines() if " source/" in line}  # the last line of each counts
+    # the last line of each counts
+    status = {line.split()[1]: line.split()[0] for line in output.splitlines() if " source/" in line}
     assert status == {
         "source/wrong_half": "caught",
         "source/wrong_third": "survived",

@@ -1,4 +1,6 @@
-"""plan.py: sizes that are exact, activations that autograd really saves, alternatives by the same formula, and pages that fit."""
+"""plan.py: sizes that are exact, activations that autograd really saves, alternatives by the same formula, and pages
+that fit.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +17,32 @@ import torch
 from fault_counts import only_full
 
 from common.errors import UserError
-from data.store.truncation import measure_truncation
+from data.store.writer import measure_truncation
 from data.tokenize.block import RowStats
 from models.language_model import create_model
 from models.layers.cpu_kernels.fused_attention import check_product
 from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
 from models.lora import add_lora
 from runner.config.compose import compose_config
-from runner.engine.choices import attention_choice, product_choice
+from runner.engine.choices import layer_choices, product_choice
 from runner.engine.choices.measured_choice import measured_kernel
 from runner.engine.config import Config
 from runner.engine.device.compile import set_inductor_cache
 from runner.engine.device.precision import PrecisionConfig
+from runner.engine.kernels import attention_shape, measured_facts, product_shape
 from runner.engine.optim.groups import build_optimizer
-from runner.engine.setup.kernels import attention_shape, measured_facts, product_shape
 from runner.engine.state import TrainState
 from runner.planning.activations import layer_workspace, saved_per_layer
 from runner.planning.alternatives import find_alternatives, with_train
 from runner.planning.command import Planner, notes_of, shared_settings
 from runner.planning.estimate import RunPlan, estimate_disk
-from runner.planning.facts.cpu import CpuExecution, attention_buffers, cpu_execution, planned_attention_shape, planned_threads
+from runner.planning.facts.cpu import (
+    CpuExecution,
+    attention_buffers,
+    cpu_execution,
+    planned_attention_shape,
+    planned_threads,
+)
 from runner.planning.facts.data import BatchShape
 from runner.planning.facts.model import layer_sizes, model_facts
 from runner.planning.memory import COMPILER, CPU_LIBRARIES, FP32, computation, estimate_memory
@@ -43,7 +51,13 @@ from runner.planning.starts import PlannedRun, planned_start
 from runner.planning.trial.start import remove_leftovers
 
 TINY = ["device=cpu", "init_from=scratch", "train.max_steps=4"]
-SMALL_MOE = ["model=minimind_moe", "model.hidden_size=32", "model.head_dim=8", "model.moe_intermediate_size=48", "model.num_hidden_layers=2"]
+SMALL_MOE = [
+    "model=minimind_moe",
+    "model.hidden_size=32",
+    "model.head_dim=8",
+    "model.moe_intermediate_size=48",
+    "model.num_hidden_layers=2",
+]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +65,9 @@ def tiny_plan() -> RunPlan:
     return Planner().plan(planned_start([*TINY, "train.batch_size=4"], []).runs[0])
 
 
-@pytest.mark.parametrize("overrides", [[], ["stage=lora"], ["stage=dpo"], SMALL_MOE], ids=["pretrain", "lora", "dpo", "moe"])
+@pytest.mark.parametrize(
+    "overrides", [[], ["stage=lora"], ["stage=dpo"], SMALL_MOE], ids=["pretrain", "lora", "dpo", "moe"]
+)
 def test_model_facts_are_those_of_the_model_and_of_its_optimizer(overrides: list[str]):
     cfg = compose_config([*TINY, *overrides])
     facts, model = model_facts(cfg), create_model(cfg.model)
@@ -64,7 +80,9 @@ def test_model_facts_are_those_of_the_model_and_of_its_optimizer(overrides: list
     for p in model.parameters():
         p.grad = torch.zeros_like(p) if p.requires_grad else None
     optimizers.step(torch.zeros(()))
-    assert facts.optimizer_numbers(cfg.optimizer) == sum(tensor.numel() for tensor in optimizers.state_dict().values() if tensor.ndim)
+    assert facts.optimizer_numbers(cfg.optimizer) == sum(
+        tensor.numel() for tensor in optimizers.state_dict().values() if tensor.ndim
+    )
 
 
 def test_active_parameters_of_a_mixture_are_those_of_the_chosen_experts():
@@ -76,13 +94,24 @@ def test_active_parameters_of_a_mixture_are_those_of_the_chosen_experts():
 
 @pytest.mark.parametrize(
     ("overrides", "packed"),
-    [([], False), (["precision=bf16"], True), (["stage=lora"], True), (["stage=lora", "precision=bf16"], False), (SMALL_MOE, True)],
+    [
+        ([], False),
+        (["precision=bf16"], True),
+        (["stage=lora"], True),
+        (["stage=lora", "precision=bf16"], False),
+        (SMALL_MOE, True),
+    ],
     ids=["fp32", "bf16", "lora", "lora_bf16", "moe"],
 )
 def test_formula_counts_the_tensors_that_autograd_saves_in_a_layer(overrides: list[str], packed: bool):
     cfg = compose_config([*TINY, *overrides])
-    saved = [saved_bytes(dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, num_hidden_layers=layers)), packed) for layers in (1, 2)]
-    formula = saved_per_layer(layer_sizes(cfg.model), BatchShape(4, 64, packed), computation(cfg, model_facts(cfg), "cpu"))
+    saved = [
+        saved_bytes(dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, num_hidden_layers=layers)), packed)
+        for layers in (1, 2)
+    ]
+    formula = saved_per_layer(
+        layer_sizes(cfg.model), BatchShape(4, 64, packed), computation(cfg, model_facts(cfg), "cpu")
+    )
     assert formula == pytest.approx(saved[1] - saved[0], rel=0.03)
 
 
@@ -105,7 +134,9 @@ def test_formula_counts_the_tensors_that_the_kernels_of_long_runs_save(overrides
     except KernelsUnavailableError as error:
         pytest.skip(f"no C++ kernels on this machine, whose tensors are counted: {error}")
     cfg = compose_config([*TINY, *overrides])
-    of_layers = [dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, num_hidden_layers=layers)) for layers in (1, 2)]
+    of_layers = [
+        dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, num_hidden_layers=layers)) for layers in (1, 2)
+    ]
     saved = [saved_bytes(each, True, kernel="fused", compiled=compiled) for each in of_layers]
     how = computation(cfg, model_facts(cfg), "cpu", CpuExecution(is_compiled=compiled, attention="fused"))
     assert saved_per_layer(layer_sizes(cfg.model), BatchShape(4, 64, True), how) == pytest.approx(
@@ -114,7 +145,9 @@ def test_formula_counts_the_tensors_that_the_kernels_of_long_runs_save(overrides
 
 
 def saved_bytes(cfg: Config, packed: bool, kernel: str = "auto", compiled: bool = False) -> int:
-    """Bytes of the distinct storages that autograd saves in a forward pass of 4 x 64 tokens, without those of parameters."""
+    """Bytes of the distinct storages that autograd saves in a forward pass of 4 x 64 tokens, without those of
+    parameters.
+    """
     torch.manual_seed(0)  # which experts the tokens are routed to
     model, ids = create_model(cfg.model), torch.randint(0, 9, (4, 64))
     if cfg.stage.lora is not None:
@@ -134,8 +167,15 @@ def saved_bytes(cfg: Config, packed: bool, kernel: str = "auto", compiled: bool 
         alive.append(tensor)  # its storage must not be used again
         return tensor
 
-    documents = {"document_ids": torch.zeros(4, 64, dtype=torch.long), "position_ids": torch.arange(64).expand(4, 64)} if packed else {}
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", enabled=cfg.precision.name == "bf16"):
+    documents = (
+        {"document_ids": torch.zeros(4, 64, dtype=torch.long), "position_ids": torch.arange(64).expand(4, 64)}
+        if packed
+        else {}
+    )
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", enabled=cfg.precision.name == "bf16"),
+    ):
         model.train()(ids, labels=ids, lengths=torch.full((1 if packed else 4,), 64), reduction="sum", **documents)
     return sum(sizes.values())
 
@@ -162,21 +202,35 @@ def test_every_part_of_the_memory_grows_with_what_it_holds(tiny_plan: RunPlan):
         ({"eval_every": 0, "save_every": 0, "final_eval_rows": 0}, 100, 1),
     ],
 )
-def test_save_counts_a_copy_of_the_best_weights_only_if_their_step_is_not_saved(tiny_plan: RunPlan, settings: dict[str, int], steps: int, copies: int) -> None:
+def test_save_counts_a_copy_of_the_best_weights_only_if_their_step_is_not_saved(
+    tiny_plan: RunPlan, settings: dict[str, int], steps: int, copies: int
+) -> None:
     cfg, facts = with_train(tiny_plan.run.config, **settings), tiny_plan.model
     memory = estimate_memory(cfg, facts, BatchShape(1, 8, is_packed=False), steps, 1, "cpu", 0)
     assert memory.parts["checkpoint copy"] == FP32 * (copies * facts.trained + facts.optimizer_numbers(cfg.optimizer))
 
 
 def test_step_after_a_save_needs_the_copies_that_are_written_too(tiny_plan: RunPlan) -> None:
-    cfg, facts, shape = with_train(tiny_plan.run.config, eval_every=2, save_every=2), tiny_plan.model, tiny_plan.data.shape
+    cfg, facts, shape = (
+        with_train(tiny_plan.run.config, eval_every=2, save_every=2),
+        tiny_plan.model,
+        tiny_plan.data.shape,
+    )
     at_end, between = (estimate_memory(cfg, facts, shape, steps, 1, "cpu", 0) for steps in (2, 3))
     copies = FP32 * (facts.trained + facts.optimizer_numbers(cfg.optimizer))
-    assert between.moment == f"{at_end.moment}, while a checkpoint is written" and between.total == at_end.total + copies
-    assert estimate_memory(cfg, facts, shape, 3, 1, "cuda", 0).total == estimate_memory(cfg, facts, shape, 2, 1, "cuda", 0).total  # they are in host memory
+    assert (
+        between.moment == f"{at_end.moment}, while a checkpoint is written" and between.total == at_end.total + copies
+    )
+    # they are in host memory
+    assert (
+        estimate_memory(cfg, facts, shape, 3, 1, "cuda", 0).total
+        == estimate_memory(cfg, facts, shape, 2, 1, "cuda", 0).total
+    )
 
 
-def test_long_runs_are_compiled_and_have_a_pool_by_the_rules_of_the_engine(tiny_plan: RunPlan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_long_runs_are_compiled_and_have_a_pool_by_the_rules_of_the_engine(
+    tiny_plan: RunPlan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """4 steps are short, a million are long; the kernel is known once it was measured."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD"))]:
@@ -188,13 +242,17 @@ def test_long_runs_are_compiled_and_have_a_pool_by_the_rules_of_the_engine(tiny_
     long = cpu_execution(cfg, facts, data, 1)
     assert cpu_execution(cfg, facts, tiny_plan.data, 1) == CpuExecution(threads=long.threads)
     assert (long.is_compiled, long.has_pool, long.attention) == (True, sys.platform == "linux", None)
-    resumed = cpu_execution(cfg, facts, data, 1, saved={"attention": "blocks-32", "products": "native", "layers": "uncompiled"})
+    resumed = cpu_execution(
+        cfg, facts, data, 1, saved={"attention": "blocks-32", "products": "native", "layers": "uncompiled"}
+    )
     assert (resumed.is_compiled, resumed.attention) == (False, "blocks-32")
     shape = planned_attention_shape(cfg, facts, data)
     assert shape is not None
-    monkeypatch.setattr(attention_choice, "load_attention", lambda shape, kernel, folder: None)
-    monkeypatch.setattr(attention_choice, "measure_attention", lambda shape, kernels: dict.fromkeys(kernels, 1.0) | {"fused": 0.5})
-    measured_kernel(attention_choice.attention_choice(shape, lambda kernel: None), tmp_path, measured_facts())
+    monkeypatch.setattr(layer_choices, "load_attention", lambda shape, kernel, folder: None)
+    monkeypatch.setattr(
+        layer_choices, "measure_attention", lambda shape, kernels: dict.fromkeys(kernels, 1.0) | {"fused": 0.5}
+    )
+    measured_kernel(layer_choices.attention_choice(shape, lambda kernel: None), tmp_path, measured_facts())
     assert cpu_execution(cfg, facts, data, 1).attention == "fused"
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
     assert not cpu_execution(cfg, facts, data, 1).has_pool
@@ -218,27 +276,45 @@ def test_long_run_counts_few_holes_no_probabilities_and_the_compiler(tiny_plan: 
     plain, fused = parts(CpuExecution()), parts(CpuExecution(attention="fused", threads=2))
     layers, heads = tiny_plan.model.layer.layers, tiny_plan.model.layer.heads
     assert plain["activations"] - fused["activations"] > layers * 16 * heads * 256 * 256 // 2 * FP32
-    assert "attention buffers" not in plain and fused["attention buffers"] == 2 * parts(CpuExecution(attention="fused"))["attention buffers"]
+    assert (
+        "attention buffers" not in plain
+        and fused["attention buffers"] == 2 * parts(CpuExecution(attention="fused"))["attention buffers"]
+    )
     assert parts(CpuExecution(attention=None))["activations"] == plain["activations"]  # the larger
     pooled = parts(CpuExecution(has_pool=True))
     assert 0 < pooled["allocator"] < 0.04 * pooled["activations"] < plain["allocator"]
     compiled = parts(CpuExecution(is_compiled=True))
-    assert compiled["compiler"] == COMPILER and "compiler" not in plain and compiled["activations"] < plain["activations"]
-    assert estimate_memory(tiny_plan.run.config, tiny_plan.model, BatchShape(16, 256, True), 4, 1, "cuda", 0, cpu=CpuExecution(True, True, "fused")) == (
-        estimate_memory(tiny_plan.run.config, tiny_plan.model, BatchShape(16, 256, True), 4, 1, "cuda", 0)
+    assert (
+        compiled["compiler"] == COMPILER and "compiler" not in plain and compiled["activations"] < plain["activations"]
     )
+    assert estimate_memory(
+        tiny_plan.run.config,
+        tiny_plan.model,
+        BatchShape(16, 256, True),
+        4,
+        1,
+        "cuda",
+        0,
+        cpu=CpuExecution(True, True, "fused"),
+    ) == (estimate_memory(tiny_plan.run.config, tiny_plan.model, BatchShape(16, 256, True), 4, 1, "cuda", 0))
 
 
 def test_attention_buffers_of_a_long_document_are_those_that_were_measured(tiny_plan: RunPlan) -> None:
-    """8 query heads on 2 key heads of 64, bf16, 32,768 tokens, 2 threads: VmHWM grows by 120 MiB in the backward pass, after 16 in the forward pass."""
+    """8 query heads on 2 key heads of 64, bf16, 32,768 tokens, 2 threads: VmHWM grows by 120 MiB in the backward pass,
+    after 16 in the forward pass.
+    """
     facts = dataclasses.replace(tiny_plan.model, attention_sizes=(8, 2, 64))
     assert attention_buffers(facts, 32_768, 2, CpuExecution(attention="fused", threads=2)) == 136 << 20
     assert attention_buffers(facts, 32_768, 2, CpuExecution(attention="blocks-32", threads=2)) == 0
     upcast = CpuExecution(attention="fused", threads=2, is_upcast=True)
-    assert attention_buffers(facts, 32_768, 2, upcast) == attention_buffers(facts, 32_768, 4, CpuExecution(attention="fused", threads=2))
+    assert attention_buffers(facts, 32_768, 2, upcast) == attention_buffers(
+        facts, 32_768, 4, CpuExecution(attention="fused", threads=2)
+    )
 
 
-def test_products_are_those_that_this_machine_has_measured(tiny_plan: RunPlan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_products_are_those_that_this_machine_has_measured(
+    tiny_plan: RunPlan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Or those of the checkpoint."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     cfg, facts = dataclasses.replace(tiny_plan.run.config, precision=PrecisionConfig("bf16")), tiny_plan.model
@@ -248,8 +324,16 @@ def test_products_are_those_that_this_machine_has_measured(tiny_plan: RunPlan, m
     assert cpu_execution(cfg, facts, tiny_plan.data, 1).is_upcast is False  # a short run does not measure
     monkeypatch.setattr(product_choice, "measure_products", lambda shape, kernels: {"native": 1.0, "fp32": 0.5})
     measured_kernel(product_choice.product_choice(shape), tmp_path, measured_facts())
-    assert cpu_execution(cfg, facts, data, 1).is_upcast is True and cpu_execution(cfg, facts, tiny_plan.data, 1).is_upcast is False
-    assert cpu_execution(cfg, facts, data, 1, saved={"attention": "auto", "products": "native", "layers": "compiled"}).is_upcast is False
+    assert (
+        cpu_execution(cfg, facts, data, 1).is_upcast is True
+        and cpu_execution(cfg, facts, tiny_plan.data, 1).is_upcast is False
+    )
+    assert (
+        cpu_execution(
+            cfg, facts, data, 1, saved={"attention": "auto", "products": "native", "layers": "compiled"}
+        ).is_upcast
+        is False
+    )
     assert cpu_execution(tiny_plan.run.config, facts, data, 1).is_upcast is False  # fp32
 
 
@@ -258,27 +342,45 @@ def test_products_in_fp32_need_copies_of_a_layers_weights(tiny_plan: RunPlan) ->
 
     def workspace(is_upcast: bool | None, precision: str) -> int:
         cfg = dataclasses.replace(tiny_plan.run.config, precision=PrecisionConfig(precision))
-        return layer_workspace(layer, BatchShape(16, 256, True), computation(cfg, tiny_plan.model, "cpu", CpuExecution(is_upcast=is_upcast)))
+        return layer_workspace(
+            layer,
+            BatchShape(16, 256, True),
+            computation(cfg, tiny_plan.model, "cpu", CpuExecution(is_upcast=is_upcast)),
+        )
 
     layer = tiny_plan.model.layer
-    assert workspace(True, "bf16") == workspace(None, "bf16") == workspace(False, "bf16") + 2 * layer.hidden * layer.mlp * FP32
+    assert (
+        workspace(True, "bf16")
+        == workspace(None, "bf16")
+        == workspace(False, "bf16") + 2 * layer.hidden * layer.mlp * FP32
+    )
     assert workspace(True, "fp32") == workspace(False, "fp32")
 
 
 def test_plan_says_that_products_are_not_known(tiny_plan: RunPlan) -> None:
     unknown = dataclasses.replace(tiny_plan, cpu=CpuExecution(is_upcast=None))
-    assert any("16-bit products" in note for note in notes_of(unknown)) and not any("16-bit products" in note for note in notes_of(tiny_plan))
+    assert any("16-bit products" in note for note in notes_of(unknown)) and not any(
+        "16-bit products" in note for note in notes_of(tiny_plan)
+    )
 
 
 def test_plan_says_that_the_attention_kernel_is_not_known(tiny_plan: RunPlan) -> None:
     unknown = dataclasses.replace(tiny_plan, cpu=CpuExecution(attention=None))
-    assert any("attention kernel" in note for note in notes_of(unknown)) and not any("attention kernel" in note for note in notes_of(tiny_plan))
+    assert any("attention kernel" in note for note in notes_of(unknown)) and not any(
+        "attention kernel" in note for note in notes_of(tiny_plan)
+    )
 
 
 def test_steps_rows_and_tokens_are_those_of_the_run(tiny_plan: RunPlan):
     data = tiny_plan.data
     assert (data.steps, data.micro_batches, data.sequences_per_step) == (4, 1, 4)
-    epochs = Planner().plan(planned_start([*TINY[:2], "train.batch_size=4", "train.epochs=2", "train.accumulation_steps=3"], []).runs[0]).data
+    epochs = (
+        Planner()
+        .plan(
+            planned_start([*TINY[:2], "train.batch_size=4", "train.epochs=2", "train.accumulation_steps=3"], []).runs[0]
+        )
+        .data
+    )
     assert epochs.micro_batches == 3 and epochs.run_tokens == 2 * epochs.tokens
     assert epochs.steps == 2 * epochs.steps_per_epoch == 2 * -(-epochs.sequences // 12)
 
@@ -298,22 +400,37 @@ def test_run_that_does_not_fit_gets_overrides_with_the_estimate_of_the_same_form
     assert "does not fit" in text and halved.overrides.split()[0] in text
 
 
-def test_odd_micro_batch_that_does_not_fit_gets_one_with_the_same_rows_per_step_and_half_of_it_with_others(tiny_plan: RunPlan):
+def test_odd_micro_batch_that_does_not_fit_gets_one_with_the_same_rows_per_step_and_half_of_it_with_others(
+    tiny_plan: RunPlan,
+):
     machine, process = dataclasses.replace(tiny_plan.machine, memory=0), 0
-    for size, accumulation, expected in ((7, 4, {(2, 14): "", (1, 28): ""}), (13, 1, {(7, 2): "14 rows per step instead of 13", (1, 13): ""}), (1, 3, {})):
+    for size, accumulation, expected in (
+        (7, 4, {(2, 14): "", (1, 28): ""}),
+        (13, 1, {(7, 2): "14 rows per step instead of 13", (1, 13): ""}),
+        (1, 3, {}),
+    ):
         cfg = with_train(tiny_plan.run.config, batch_size=size, accumulation_steps=accumulation)
         found = find_alternatives(cfg, tiny_plan.model, tiny_plan.data, machine, process, 1)
-        proposed = {alternative.overrides: alternative for alternative in found if alternative.overrides.count(" ") == 1}
+        proposed = {
+            alternative.overrides: alternative for alternative in found if alternative.overrides.count(" ") == 1
+        }
         assert {overrides: alternative.changes for overrides, alternative in proposed.items()} == {
-            f"train.batch_size={rows} train.accumulation_steps={steps}": changes for (rows, steps), changes in expected.items()
+            f"train.batch_size={rows} train.accumulation_steps={steps}": changes
+            for (rows, steps), changes in expected.items()
         }
         plan = dataclasses.replace(tiny_plan, machine=machine, alternatives=found)
         shown = " ".join(plan_text(plan).split())
-        assert all(not changes or f"{overrides} ({changes})" in shown for overrides, changes in ((o, a.changes) for o, a in proposed.items()))
+        assert all(
+            not changes or f"{overrides} ({changes})" in shown
+            for overrides, changes in ((o, a.changes) for o, a in proposed.items())
+        )
 
 
 def test_alternatives_share_memory_among_the_ranks_of_all_machines(tiny_plan: RunPlan):
-    cfg = dataclasses.replace(tiny_plan.run.config, distributed=dataclasses.replace(tiny_plan.run.config.distributed, name="fsdp", nproc="2", nnodes=3))
+    cfg = dataclasses.replace(
+        tiny_plan.run.config,
+        distributed=dataclasses.replace(tiny_plan.run.config.distributed, name="fsdp", nproc="2", nnodes=3),
+    )
     machine = dataclasses.replace(tiny_plan.machine, memory=0)
     found = {each.overrides: each for each in find_alternatives(cfg, tiny_plan.model, tiny_plan.data, machine, 0, 2)}
     checkpointed = with_train(cfg, activation_checkpointing="full")
@@ -326,29 +443,56 @@ def test_plan_fits_80_columns_and_json_has_every_part(tiny_plan: RunPlan):
     plan.run = dataclasses.replace(plan.run, name="optimizer.lr=1e-4 " * 20)
     assert max(map(len, plan_text(plan).splitlines())) <= 80
     values = json.loads(json.dumps(plan_dict(plan)))
-    assert sum(values["memory"]["parts"].values()) == values["memory"]["total"] and values["fits"] and values["time"] is None
+    assert (
+        sum(values["memory"]["parts"].values()) == values["memory"]["total"]
+        and values["fits"]
+        and values["time"] is None
+    )
 
 
 def test_jobs_whose_time_depends_on_a_setting_share_no_trial():
     cfg = compose_config(TINY)
     assert shared_settings(dataclasses.replace(cfg, seed=2)) == shared_settings(cfg)
-    for settings in ({"final_eval_rows": 7}, {"sample_prompts": ["a", "b"]}, {"sample_tokens": 3}, {"batch_size": 2}, {"save_every": 7}):
+    for settings in (
+        {"final_eval_rows": 7},
+        {"sample_prompts": ["a", "b"]},
+        {"sample_tokens": 3},
+        {"batch_size": 2},
+        {"save_every": 7},
+    ):
         assert shared_settings(with_train(cfg, **settings)) != shared_settings(cfg)
-    assert shared_settings(dataclasses.replace(cfg, distributed=dataclasses.replace(cfg.distributed, name="ddp"))) != shared_settings(cfg)
+    assert shared_settings(
+        dataclasses.replace(cfg, distributed=dataclasses.replace(cfg.distributed, name="ddp"))
+    ) != shared_settings(cfg)
 
 
-def test_jobs_that_are_computed_in_other_ways_share_no_trial(tiny_plan: RunPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_that_are_computed_in_other_ways_share_no_trial(
+    tiny_plan: RunPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trials: list[Config] = []
     monkeypatch.setattr("runner.planning.command.trial_of", lambda cfg: trials.append(cfg) or {"peak_bytes": 0})
     monkeypatch.setattr("runner.planning.estimate.RunPlan.fits_memory", True)
     machine = dataclasses.replace(tiny_plan.machine, available=1 << 50)
-    Planner().time([dataclasses.replace(tiny_plan, machine=machine, cpu=cpu) for cpu in (CpuExecution(), CpuExecution(), CpuExecution(is_compiled=True))])
+    Planner().time(
+        [
+            dataclasses.replace(tiny_plan, machine=machine, cpu=cpu)
+            for cpu in (CpuExecution(), CpuExecution(), CpuExecution(is_compiled=True))
+        ]
+    )
     assert len(trials) == 2
 
 
 def test_plan_counts_in_the_singular(tiny_plan: RunPlan):
-    one = dataclasses.replace(tiny_plan, data=dataclasses.replace(tiny_plan.data, micro_batches=1), disk=dataclasses.replace(tiny_plan.disk, checkpoints=1))
-    assert " in 1 micro-batch" in plan_text(one) and "1 micro-batches" not in plan_text(one) and "1 checkpoint of" in plan_text(one)
+    one = dataclasses.replace(
+        tiny_plan,
+        data=dataclasses.replace(tiny_plan.data, micro_batches=1),
+        disk=dataclasses.replace(tiny_plan.disk, checkpoints=1),
+    )
+    assert (
+        " in 1 micro-batch" in plan_text(one)
+        and "1 micro-batches" not in plan_text(one)
+        and "1 checkpoint of" in plan_text(one)
+    )
 
 
 def test_sweep_plans_every_point_with_the_settings_that_it_derives():
@@ -363,7 +507,12 @@ def test_sweep_plans_every_point_with_the_settings_that_it_derives():
 
 
 def test_plan_refuses_what_train_refuses_and_writes_nothing(tmp_path: Path):
-    for typed, flags in ((["train.batch_size=0"], []), (["optimizer.lr=1,2"], []), ([f"resume={tmp_path}/none"], []), (["data.path=none.jsonl"], [])):
+    for typed, flags in (
+        (["train.batch_size=0"], []),
+        (["optimizer.lr=1,2"], []),
+        ([f"resume={tmp_path}/none"], []),
+        (["data.path=none.jsonl"], []),
+    ):
         with pytest.raises(UserError):
             planned_start(typed, flags)
 

@@ -17,14 +17,28 @@ def plan_of(program: Program, *overrides: str) -> dict:
     return json.loads(done.stdout)["runs"][0]
 
 
-def test_plan_times_real_steps_measures_their_memory_and_leaves_nothing(program: Program, checkout: Path, outputs: Path):
+def test_plan_times_real_steps_measures_their_memory_and_leaves_nothing(
+    program: Program, checkout: Path, outputs: Path
+):
     before = {path for path in checkout.rglob("*") if ".cache" not in path.parts and "__pycache__" not in path.parts}
     plan = plan_of(program, "device=cpu", "init_from=scratch", "train.max_steps=4")
     assert plan["time"]["timed_steps"] >= 1
-    assert all(plan["time"][name] > 0 for name in ("first_step_seconds", "step_seconds", "eval_seconds", "sample_seconds", "save_seconds", "total_seconds"))
+    assert all(
+        plan["time"][name] > 0
+        for name in (
+            "first_step_seconds",
+            "step_seconds",
+            "eval_seconds",
+            "sample_seconds",
+            "save_seconds",
+            "total_seconds",
+        )
+    )
     assert plan["memory"]["total"] == pytest.approx(plan["time"]["peak_bytes"], rel=0.15)
     assert plan["disk"]["checkpoint"] == pytest.approx(plan["time"]["checkpoint_bytes"], rel=0.05)
-    assert {path for path in checkout.rglob("*") if ".cache" not in path.parts and "__pycache__" not in path.parts} == before
+    assert {
+        path for path in checkout.rglob("*") if ".cache" not in path.parts and "__pycache__" not in path.parts
+    } == before
     assert not list(checkout.glob(".cache/plan-*"))
 
 

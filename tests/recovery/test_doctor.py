@@ -1,4 +1,6 @@
-"""doctor.py: what it says resume= would do with a damaged run is what resume= does, and what it repairs is sound afterwards."""
+"""doctor.py: what it says resume= would do with a damaged run is what resume= does, and what it repairs is sound
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,7 @@ from damaged_runs import DAMAGES, LATEST, OLDER, SAVED, Damage, cut, on
 
 from common.errors import UserError, resume_command
 from common.file_lock import FileLock
-from runner.recovery.doctor.config import DoctorConfig
-from runner.recovery.doctor.examine import Examination, doctor, examine_run, repair_run
-from runner.recovery.doctor.prediction import Verdict
+from runner.recovery.doctor.examine import DoctorConfig, Examination, Verdict, doctor, examine_run, repair_run
 from runner.recovery.finding import Severity
 from runner.run_dir.metadata import RunMetadata
 
@@ -35,14 +35,30 @@ def link(name: str) -> Callable[[Path], object]:
     return replace
 
 
-UNSAFE = {f"link as {name}": Damage(link(name), is_refused=True) for name in ("metrics.jsonl", "checkpoints", ".hydra", "tokenizer")}
-NEWEST_IS_LOST = ("newest checkpoint damaged", "newest checkpoint deleted", "newest checkpoint damaged, run.json missing")
+UNSAFE = {
+    f"link as {name}": Damage(link(name), is_refused=True)
+    for name in ("metrics.jsonl", "checkpoints", ".hydra", "tokenizer")
+}
+NEWEST_IS_LOST = (
+    "newest checkpoint damaged",
+    "newest checkpoint deleted",
+    "newest checkpoint damaged, run.json missing",
+)
 # The others are predicted where they are resumed: test_recover_run.py
 FAST = ("metrics missing", "checkpoints not mounted", "link as checkpoints")
-PREDICTED = ("run.json cut off", "config.yaml missing", "metrics missing", "newest checkpoint damaged", "checkpoints not mounted", "all checkpoints damaged")
+PREDICTED = (
+    "run.json cut off",
+    "config.yaml missing",
+    "metrics missing",
+    "newest checkpoint damaged",
+    "checkpoints not mounted",
+    "all checkpoints damaged",
+)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in (*PREDICTED, *UNSAFE)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in (*PREDICTED, *UNSAFE)]
+)
 def test_doctor_predicts_what_a_resume_does_and_changes_nothing(name: str, killed: Path) -> None:
     damage = {**DAMAGES, **UNSAFE}[name]
     damage.apply(killed)
@@ -50,20 +66,28 @@ def test_doctor_predicts_what_a_resume_does_and_changes_nothing(name: str, kille
     examination = examine_run(killed)
     after = snapshot(killed)
     assert after == before
-    prediction = examination.prediction
-    assert (prediction.verdict is Verdict.REFUSES) == damage.is_refused, examination
-    assert prediction.inexact == [] or damage.is_refused
+    examine = examination.prediction
+    assert (examine.verdict is Verdict.REFUSES) == damage.is_refused, examination
+    assert examine.inexact == [] or damage.is_refused
     if not damage.is_refused:
-        assert prediction.step == (SAVED - 2 if name in NEWEST_IS_LOST else SAVED), examination
-    is_harmless = not damage.message and not damage.is_refused and not damage.loses_records and name not in NEWEST_IS_LOST
+        assert examine.step == (SAVED - 2 if name in NEWEST_IS_LOST else SAVED), examination
+    is_harmless = (
+        not damage.message and not damage.is_refused and not damage.loses_records and name not in NEWEST_IS_LOST
+    )
     assert examination.is_sound == is_harmless, examination.findings
 
 
-REPAIRED = {name: DAMAGES[name] for name in ("run.json missing", "tokenizer.json cut off", "hints damaged", "files in a checkpoint")}
+REPAIRED = {
+    name: DAMAGES[name]
+    for name in ("run.json missing", "tokenizer.json cut off", "hints damaged", "files in a checkpoint")
+}
 REPAIRED["temporary folder"] = Damage(on("checkpoints/.tmp-step-00000006-1-a", Path.mkdir))
 
 
-@pytest.mark.parametrize("damage", [pytest.param(REPAIRED[name], id=name, marks=[] if "files" in name else pytest.mark.slow) for name in REPAIRED])
+@pytest.mark.parametrize(
+    "damage",
+    [pytest.param(REPAIRED[name], id=name, marks=[] if "files" in name else pytest.mark.slow) for name in REPAIRED],
+)
 def test_doctor_repairs_what_it_says_and_records_it(damage: Damage, killed: Path) -> None:
     damage.apply(killed)
     promised, checkpoints = examine_run(killed).repairs, checkpoint_names(killed)
@@ -109,7 +133,9 @@ def held_lock(folder: Path) -> Iterator[None]:
 def test_doctor_names_the_process_that_trains_the_run(killed: Path) -> None:
     with held_lock(killed):
         examination = examine_run(killed)
-        assert examination.prediction.verdict is Verdict.REFUSES and severity_of(examination, ".lock") is Severity.BLOCKING
+        assert (
+            examination.prediction.verdict is Verdict.REFUSES and severity_of(examination, ".lock") is Severity.BLOCKING
+        )
         with pytest.raises(UserError, match="being trained"):
             repair_run(killed)
 
@@ -120,7 +146,10 @@ def severity_of(examination: Examination, file: str) -> Severity:
 
 def test_doctor_finds_a_damaged_model_of_a_complete_run(uninterrupted: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
-    assert examine_run(folder).prediction.verdict is Verdict.COMPLETE and severity_of(examine_run(folder), "model") is Severity.SOUND
+    assert (
+        examine_run(folder).prediction.verdict is Verdict.COMPLETE
+        and severity_of(examine_run(folder), "model") is Severity.SOUND
+    )
     weights = folder / "model" / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
@@ -133,28 +162,32 @@ def test_doctor_finds_a_damaged_model_of_a_complete_run(uninterrupted: Path, tmp
 
 
 def test_doctor_says_why_a_resume_would_not_be_exact(killed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from runner.recovery.doctor import prediction
+    from runner.recovery.doctor import examine
 
     assert examine_run(killed).prediction.inexact == []
-    monkeypatch.setattr(prediction, "cpu_model", lambda: "another processor")
+    monkeypatch.setattr(examine, "cpu_model", lambda: "another processor")
     (reason,) = examine_run(killed).prediction.inexact
     assert "cpu_model" in reason and "another processor" in reason
 
 
 def test_doctor_knows_the_build_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The metadata of the wheels of PyPI name no build: doctor reported every resume with CUDA as inexact."""
-    from runner.recovery.doctor import prediction
+    from runner.recovery.doctor import examine
 
-    assert prediction.torch_version() == torch.__version__
+    assert examine.torch_version() == torch.__version__
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").touch()
-    (tmp_path / "torch" / "version.py").write_text("from typing import Optional\n\n__version__ = '9.9.9+cu999'\ncuda = '13'\n")
+    (tmp_path / "torch" / "version.py").write_text(
+        "from typing import Optional\n\n__version__ = '9.9.9+cu999'\ncuda = '13'\n"
+    )
     spec = importlib.util.spec_from_file_location("torch", tmp_path / "torch" / "__init__.py")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    assert prediction.torch_version() == "9.9.9+cu999"
+    assert examine.torch_version() == "9.9.9+cu999"
 
 
-def test_doctor_of_a_sweep_ends_with_the_command_that_continues_it(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_doctor_of_a_sweep_ends_with_the_command_that_continues_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     (tmp_path / "sweep.json").write_text("{}")
     doctor(DoctorConfig(run=str(tmp_path), all=False, repair="false"))
     assert capsys.readouterr().out.splitlines() == [

@@ -1,4 +1,6 @@
-"""Whole checkpoints can always be continued: every kind of damage to the other files is repaired and reported, or refused with nothing changed."""
+"""Whole checkpoints can always be continued: every kind of damage to the other files is repaired and reported, or
+refused with nothing changed.
+"""
 
 from __future__ import annotations
 
@@ -12,46 +14,68 @@ from pathlib import Path
 
 import pytest
 from command_fixtures import Call
-from damaged_runs import CHECKPOINTS, DAMAGES, FOREIGN, LOGS, RUN_JSON, SAVED, SETTINGS, STEPS, TOKENIZER, Damage, kill, train_reference
+from damaged_runs import (
+    CHECKPOINTS,
+    DAMAGES,
+    FOREIGN,
+    LOGS,
+    RUN_JSON,
+    SAVED,
+    SETTINGS,
+    STEPS,
+    TOKENIZER,
+    Damage,
+    kill,
+    train_reference,
+)
 
 from common.errors import UserError
 from runner.checkpoint.format import read_newest_state
 from runner.checkpoint.manager import newest_checkpoint
 from runner.checkpoint.retention import RetentionPolicy, prune_checkpoints
 from runner.engine.verify_resume import EXCLUDED_METRICS, diff_run_dirs
-from runner.recovery.doctor.examine import examine_run
-from runner.recovery.doctor.prediction import Verdict
+from runner.recovery.doctor.examine import Verdict, examine_run
 from runner.recovery.finding import Severity
 from runner.recovery.recover import inspect_run, recover_run
-from runner.run_dir.contents.files import holds_run
+from runner.run_dir.config_snapshot import load_overrides, load_saved_config
+from runner.run_dir.contents import holds_run
 from runner.run_dir.metadata import RunMetadata
-from runner.run_dir.saved_config import load_overrides, load_saved_config
-from runner.tracking.jsonl import JsonlLog
-from runner.tracking.log_recovery import LogProof
+from runner.tracking.jsonl import JsonlLog, LogProof
 
 
 def contents(folder: Path) -> dict[str, str]:
     return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".lock"
     }
 
 
-REPAIRED = {name: damage for name, damage in DAMAGES.items() if name not in LOGS}  # logs are repaired when they are opened
+# logs are repaired when they are opened
+REPAIRED = {name: damage for name, damage in DAMAGES.items() if name not in LOGS}
 
 
 @pytest.mark.parametrize("damage", REPAIRED.values(), ids=REPAIRED)
 def test_damage_is_repaired_and_reported_or_refused_with_nothing_changed(killed: Path, damage: Damage) -> None:
     damage.apply(killed)
     before = contents(killed)
-    if damage.is_refused and "no checkpoint of" not in damage.message and damage is not CHECKPOINTS["all checkpoints damaged"]:
+    if (
+        damage.is_refused
+        and "no checkpoint of" not in damage.message
+        and damage is not CHECKPOINTS["all checkpoints damaged"]
+    ):
         with pytest.raises(UserError) as caught:
             RunMetadata.open(killed, resume=True, recover=recover_run)
         assert damage.message in caught.value.message and caught.value.fix and contents(killed) == before
         return
     messages = recover_run(killed)
-    expected = damage.message if damage is not CHECKPOINTS["newest checkpoint damaged"] and not damage.is_refused else ""
+    expected = (
+        damage.message if damage is not CHECKPOINTS["newest checkpoint damaged"] and not damage.is_refused else ""
+    )
     assert any(expected in message for message in messages) if expected else messages == []
-    assert [message for message in recover_run(killed) if "names it as the newest" not in message] == [], "a second resume finds nothing to repair"
+    assert [message for message in recover_run(killed) if "names it as the newest" not in message] == [], (
+        "a second resume finds nothing to repair"
+    )
     after = contents(killed)
     kept = {digest for name, digest in after.items() if name.startswith("damaged/")}
     for name, digest in before.items():
@@ -63,8 +87,22 @@ def test_restored_run_json_is_that_of_the_run(killed: Path) -> None:
     (killed / "run.json").unlink()
     recover_run(killed)
     after = json.loads((killed / "run.json").read_text())
-    same = ("id", "stage", "init_from", "tokenizer_source", "exact", "fingerprints", "attempt", "step", "checkpoint", "data", "evaluation")
-    assert {name: after[name] for name in same} == {name: before[name] for name in same} and after["status"] == "interrupted"
+    same = (
+        "id",
+        "stage",
+        "init_from",
+        "tokenizer_source",
+        "exact",
+        "fingerprints",
+        "attempt",
+        "step",
+        "checkpoint",
+        "data",
+        "evaluation",
+    )
+    assert {name: after[name] for name in same} == {name: before[name] for name in same} and after[
+        "status"
+    ] == "interrupted"
 
 
 def test_restored_settings_are_byte_for_byte_those_of_the_run(killed: Path) -> None:
@@ -94,21 +132,30 @@ def test_save_and_retention_ignore_foreign_names(killed: Path) -> None:
 def test_findings_name_each_file_that_a_resume_reads(killed: Path) -> None:
     findings = {finding.file: finding.severity for finding in inspect_run(killed)}
     assert set(findings.values()) == {Severity.SOUND}
-    assert {"run.json", ".hydra/config.yaml", ".hydra/overrides.yaml", "tokenizer/tokenizer.json", "metrics.jsonl", f"checkpoints/step-{SAVED:08d}"} <= set(
-        findings
-    )
+    assert {
+        "run.json",
+        ".hydra/config.yaml",
+        ".hydra/overrides.yaml",
+        "tokenizer/tokenizer.json",
+        "metrics.jsonl",
+        f"checkpoints/step-{SAVED:08d}",
+    } <= set(findings)
 
 
 @pytest.mark.parametrize("damage", LOGS.values(), ids=LOGS)
 def test_inspection_finds_a_damaged_log_and_writes_nothing(killed: Path, damage: Damage) -> None:
     damage.apply(killed)
     before = contents(killed)
-    assert [finding.file in damage.message for finding in inspect_run(killed) if finding.severity is Severity.DAMAGED] in ([True], [False])
+    assert [
+        finding.file in damage.message for finding in inspect_run(killed) if finding.severity is Severity.DAMAGED
+    ] in ([True], [False])
     assert contents(killed) == before
 
 
 def check_continues(call: Call, uninterrupted: Path, run: Path, damage: Damage) -> None:
-    """Resume the damaged run; it ends with the bits of the uninterrupted one, and has printed and recorded what was wrong."""
+    """Resume the damaged run; it ends with the bits of the uninterrupted one, and has printed and recorded what was
+    wrong.
+    """
     prediction = examine_run(run).prediction if holds_run(run) else None
     result = call(f"resume={run}")
     assert prediction is None or (prediction.verdict is Verdict.REFUSES) == (result.returncode != 0), prediction
@@ -119,15 +166,25 @@ def check_continues(call: Call, uninterrupted: Path, run: Path, damage: Damage) 
     assert prediction and f"at step {prediction.step} (attempt " in result.stdout, (prediction, result)
     fields = json.loads((run / "run.json").read_text())
     assert fields["status"] == "completed" and fields["step"] == STEPS and fields["exact"] is True
-    assert not damage.message or any(damage.message.split("; ")[0] in message for message in fields["recovered"]), fields["recovered"]
+    assert not damage.message or any(damage.message.split("; ")[0] in message for message in fields["recovered"]), (
+        fields["recovered"]
+    )
     differences = diff_run_dirs(uninterrupted, run)
-    assert [difference for difference in differences if not (damage.loses_records and difference.startswith("metrics.jsonl"))] == []
+    assert [
+        difference
+        for difference in differences
+        if not (damage.loses_records and difference.startswith("metrics.jsonl"))
+    ] == []
     assert records_after(run) == records_after(uninterrupted)
 
 
 def records_after(run: Path) -> list[dict]:
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in record.items() if name not in EXCLUDED_METRICS} for record in records if record["step"] > SAVED]
+    return [
+        {name: value for name, value in record.items() if name not in EXCLUDED_METRICS}
+        for record in records
+        if record["step"] > SAVED
+    ]
 
 
 FAST = ("run.json missing", "checkpoints not mounted")
@@ -136,11 +193,16 @@ SLOW = (
     "checkpoints and run.json gone", "all checkpoints damaged", "newest checkpoint damaged, run.json missing", "files in a checkpoint", "files in checkpoints",
     "metrics of zeros", "samples missing", "tokenizer a file",
 )  # fmt: skip
-RESUMED = DAMAGES if os.environ.get("ALL_DAMAGES") else (*FAST, *SLOW)  # about a second each; the repairs of the others are tested above
+# about a second each; the repairs of the others are tested above
+RESUMED = DAMAGES if os.environ.get("ALL_DAMAGES") else (*FAST, *SLOW)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in RESUMED])
-def test_damaged_run_continues_to_the_same_bits_or_is_refused(call: Call, uninterrupted: Path, killed: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in RESUMED]
+)
+def test_damaged_run_continues_to_the_same_bits_or_is_refused(
+    call: Call, uninterrupted: Path, killed: Path, name: str
+) -> None:
     DAMAGES[name].apply(killed)
     check_continues(call, uninterrupted, killed, DAMAGES[name])
 
@@ -158,7 +220,9 @@ OF_EVERY_STAGE = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["lora", "dpo"])
-def test_damaged_run_of_another_stage_continues_to_the_same_bits(call: Call, uninterrupted: Path, tmp_path: Path, stage: str) -> None:
+def test_damaged_run_of_another_stage_continues_to_the_same_bits(
+    call: Call, uninterrupted: Path, tmp_path: Path, stage: str
+) -> None:
     """Adapters and a reference model need the weights that the run started from, which no checkpoint holds."""
     reference = train_reference(tmp_path, stage, uninterrupted)
     for number, name in enumerate(OF_EVERY_STAGE):
@@ -177,7 +241,9 @@ def test_overrides_typed_after_the_checkpoint_are_named_when_the_config_is_lost(
     assert recover_run(killed) == []
     (killed / ".hydra" / "config.yaml").unlink()
     assert any("type optimizer.lr=0.5 again" in message for message in recover_run(killed))
-    assert "optimizer.lr=0.5" not in overrides.read_text() and (killed / "damaged" / ".hydra" / "overrides.yaml").is_file()
+    assert (
+        "optimizer.lr=0.5" not in overrides.read_text() and (killed / "damaged" / ".hydra" / "overrides.yaml").is_file()
+    )
 
 
 def random_damage(path: Path, rng: random.Random) -> None:
@@ -198,9 +264,19 @@ def random_damage(path: Path, rng: random.Random) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["run.json", ".hydra/config.yaml", ".hydra/overrides.yaml", ".hydra/conf/config.yaml", "tokenizer/tokenizer.json", "metrics.jsonl"]
+    "name",
+    [
+        "run.json",
+        ".hydra/config.yaml",
+        ".hydra/overrides.yaml",
+        ".hydra/conf/config.yaml",
+        "tokenizer/tokenizer.json",
+        "metrics.jsonl",
+    ],
 )
-def test_random_damage_is_repaired_or_refused_without_a_traceback(uninterrupted: Path, tmp_path: Path, name: str) -> None:
+def test_random_damage_is_repaired_or_refused_without_a_traceback(
+    uninterrupted: Path, tmp_path: Path, name: str
+) -> None:
     ends: Counter[str] = Counter()
     for seed in range(20):
         run = kill(uninterrupted, tmp_path / f"run{seed}")

@@ -8,9 +8,18 @@ from pathlib import Path
 from typing import Any
 
 
-def record(step: int, loss: float | None, kind: str = "train", time: float | None = None, attempt: int = 1) -> dict[str, Any]:
+def record(
+    step: int, loss: float | None, kind: str = "train", time: float | None = None, attempt: int = 1
+) -> dict[str, Any]:
     """A record of metrics.jsonl: ten steps per second, 100 tokens with a label and 160 computed tokens per step."""
-    fields = {"kind": kind, "step": step, "loss_tokens": step * 100, "tokens": step * 160, "loss": loss, "tokens_per_second": 1000.0}
+    fields = {
+        "kind": kind,
+        "step": step,
+        "loss_tokens": step * 100,
+        "tokens": step * 160,
+        "loss": loss,
+        "tokens_per_second": 1000.0,
+    }
     fields |= {"time": step / 10 if time is None else time, "attempt": attempt}
     return fields | ({} if loss is not None else {"nonfinite": ["loss"]})
 
@@ -26,12 +35,16 @@ def training(best: float, steps: int = 40, eval_every: int = 10) -> list[dict[st
     return records
 
 
-def job(swept: dict[str, str], records: list[dict[str, Any]] | None = None, status: str = "completed", **fields: Any) -> dict[str, Any]:
+def job(
+    swept: dict[str, str], records: list[dict[str, Any]] | None = None, status: str = "completed", **fields: Any
+) -> dict[str, Any]:
     """A job of sweep.json with the records of its metrics.jsonl; None: there is no run directory."""
     return {"overrides": swept, "records": records, "status": status, **fields}
 
 
-def write_sweep(folder: Path, jobs: list[dict[str, Any]], overrides: tuple[str, ...] = (), status: str = "completed") -> Path:
+def write_sweep(
+    folder: Path, jobs: list[dict[str, Any]], overrides: tuple[str, ...] = (), status: str = "completed"
+) -> Path:
     swept: dict[str, list[str]] = {}
     entries = []
     for each in jobs:
@@ -44,10 +57,22 @@ def write_sweep(folder: Path, jobs: list[dict[str, Any]], overrides: tuple[str, 
         if records is not None:
             (folder / name).mkdir(parents=True, exist_ok=True)
             (folder / name / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
-            metadata = {"status": each["status"], "attempt": 1, "step": records[-1]["step"] if records else 0, "metrics": {}} | entry.pop("run", {})
+            metadata = {
+                "status": each["status"],
+                "attempt": 1,
+                "step": records[-1]["step"] if records else 0,
+                "metrics": {},
+            } | entry.pop("run", {})
             (folder / name / "run.json").write_text(json.dumps(metadata))
     folder.mkdir(parents=True, exist_ok=True)
     swept = {key: list(dict.fromkeys(values)) for key, values in swept.items()}
-    content = {"overrides": list(overrides), "swept": swept, "status": status, "created": "2026-11-21T10:00:00+00:00", "sweeper": "grid", "launcher": "local"}
+    content = {
+        "overrides": list(overrides),
+        "swept": swept,
+        "status": status,
+        "created": "2026-11-21T10:00:00+00:00",
+        "sweeper": "grid",
+        "launcher": "local",
+    }
     (folder / "sweep.json").write_text(json.dumps(content | {"jobs": entries}))
     return folder

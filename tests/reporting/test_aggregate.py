@@ -11,20 +11,35 @@ from runner.reporting.sweep_results.results import JobResult
 
 
 def job_result(lr: str, seed: str, loss: float, data: str = "a", **fields: Any) -> JobResult:
-    losses: dict[str, Any] = {"final": {"validation": loss}, "best": {"validation": (loss, 4.0)}, "model": ModelScore("best", 4, loss)}
+    losses: dict[str, Any] = {
+        "final": {"validation": loss},
+        "best": {"validation": (loss, 4.0)},
+        "model": ModelScore("best", 4, loss),
+    }
     evaluation = {"on": "validation", "data": data, "rows": 80, "tokens": 90, "tokenizer": "t", "loss": {}}
-    return JobResult(f"{lr}-{seed}", {"optimizer.lr": lr, "seed": seed}, status="completed", evaluation=evaluation, **losses, **fields)
+    return JobResult(
+        f"{lr}-{seed}",
+        {"optimizer.lr": lr, "seed": seed},
+        status="completed",
+        evaluation=evaluation,
+        **losses,
+        **fields,
+    )
 
 
 def test_row_score_is_the_mean_of_the_seeds_that_did_not_diverge() -> None:
-    row = aggregate_row([job_result("1", "0", 2.0), job_result("1", "1", 3.0), job_result("1", "2", 9.0, diverged=True)], "validation")
+    row = aggregate_row(
+        [job_result("1", "0", 2.0), job_result("1", "1", 3.0), job_result("1", "2", 9.0, diverged=True)], "validation"
+    )
     assert row.score is not None and (row.score.mean, row.score.n, row.diverged) == (2.5, 2, 1)
 
 
 def test_rows_have_ranks_only_if_all_were_evaluated_on_the_same_rows() -> None:
     same = result_rows([job_result("1", "0", 2.0), job_result("2", "0", 1.0)], "validation")
     assert [(row.overrides["optimizer.lr"], row.rank) for row in same] == [("2", 1), ("1", 2)]
-    assert [row.rank for row in result_rows([job_result("1", "0", 2.0), job_result("2", "0", 1.0, data="b")], "validation")] == [None, None]
+    assert [
+        row.rank for row in result_rows([job_result("1", "0", 2.0), job_result("2", "0", 1.0, data="b")], "validation")
+    ] == [None, None]
 
 
 def test_point_with_a_job_that_still_runs_is_not_completed() -> None:

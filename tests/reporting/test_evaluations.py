@@ -10,18 +10,43 @@ from typing import Any
 import pytest
 
 from runner.reporting.sweep_results.columns import evaluation_columns
-from runner.reporting.sweep_results.evaluations import MAX_LABEL, current_evaluations, evaluation_label, headline, record_everywhere, results_of
+from runner.reporting.sweep_results.evaluations import (
+    MAX_LABEL,
+    current_evaluations,
+    evaluation_label,
+    headline,
+    record_everywhere,
+    results_of,
+)
 from runner.reporting.sweep_results.results import JobResult
 from runner.run_dir.metadata import RunMetadata
 
-HELLASWAG: dict[str, Any] = {"task": "hellaswag", "shots": 0, "limit": None, "chat_template": False, "n": 10, "weights": "best", "step": 4}
+HELLASWAG: dict[str, Any] = {
+    "task": "hellaswag",
+    "shots": 0,
+    "limit": None,
+    "chat_template": False,
+    "n": 10,
+    "weights": "best",
+    "step": 4,
+}
 HELLASWAG["results"] = {"acc": 0.3, "acc_stderr": 0.01, "acc_norm": 0.4}
-PERPLEXITY = {"metric": "perplexity", "data": "rows/val.jsonl", "weights": "best", "step": 4, "loss": 2.0, "perplexity": 7.4, "loss_tokens": 9}
+PERPLEXITY = {
+    "metric": "perplexity",
+    "data": "rows/val.jsonl",
+    "weights": "best",
+    "step": 4,
+    "loss": 2.0,
+    "perplexity": 7.4,
+    "loss_tokens": 9,
+}
 
 
 def write_run(folder: Path) -> Path:
     metadata = RunMetadata.open(folder)
-    metadata.update(status="completed", outcome="completed", attempt=1, export={"weights": "best", "step": 4, "loss": 2.0})
+    metadata.update(
+        status="completed", outcome="completed", attempt=1, export={"weights": "best", "step": 4, "loss": 2.0}
+    )
     metadata.close()
     return folder
 
@@ -40,22 +65,32 @@ def test_evaluations_of_a_run_are_replaced_by_repetitions_and_kept_otherwise(tmp
     assert RunMetadata.read(run)["status"] == "completed"
 
 
-def test_evaluations_of_a_running_run_are_recorded_beside_it_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluations_of_a_running_run_are_recorded_beside_it_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = write_run(tmp_path / "run")
     running = RunMetadata.open(run, resume=True)
     record_everywhere(run, PERPLEXITY)
     running.close()
-    assert "not in run.json" in capsys.readouterr().err and not evaluations(run) and (run / "evaluations.jsonl").is_file()
+    assert (
+        "not in run.json" in capsys.readouterr().err and not evaluations(run) and (run / "evaluations.jsonl").is_file()
+    )
 
 
 def test_evaluations_of_earlier_weights_are_not_current() -> None:
-    metadata = {"export": {"weights": "best", "step": 8}, "evaluations": [HELLASWAG, PERPLEXITY | {"step": 8}, "damaged"]}
+    metadata = {
+        "export": {"weights": "best", "step": 8},
+        "evaluations": [HELLASWAG, PERPLEXITY | {"step": 8}, "damaged"],
+    }
     assert [record["metric"] for record in current_evaluations(metadata)] == ["perplexity"]
     assert current_evaluations({"evaluations": 3}) == current_evaluations({}) == []
 
 
 def test_evaluation_columns_have_one_headline_and_every_number_in_the_csv() -> None:
-    jobs = [JobResult("a", {}, evaluations=[HELLASWAG, PERPLEXITY, {"metric": "x", "data": "d", "x": float("nan")}]), JobResult("b", {})]
+    jobs = [
+        JobResult("a", {}, evaluations=[HELLASWAG, PERPLEXITY, {"metric": "x", "data": "d", "x": float("nan")}]),
+        JobResult("b", {}),
+    ]
     columns = evaluation_columns(jobs)
     assert [column.title for column in columns if column.title] == ["hellaswag acc_norm", "perplexity val.jsonl"]
     assert {column.key for column in columns} == {
@@ -66,7 +101,9 @@ def test_evaluation_columns_have_one_headline_and_every_number_in_the_csv() -> N
 
 def test_evaluations_of_a_job_are_read_once_not_for_each_number(monkeypatch: pytest.MonkeyPatch) -> None:
     job, reads = JobResult("a", {}, evaluations=[HELLASWAG | {"results": {f"m{i}": float(i) for i in range(50)}}]), []
-    monkeypatch.setattr("runner.reporting.sweep_results.columns.results_of", lambda record: (reads.append(1), results_of(record))[1])
+    monkeypatch.setattr(
+        "runner.reporting.sweep_results.columns.results_of", lambda record: (reads.append(1), results_of(record))[1]
+    )
     row: Any = SimpleNamespace(jobs=[job])
     found = {column.key: column.get(row) for column in evaluation_columns([job])}
     assert len(reads) == 1 and len(found) == 50, "a file of 16 MiB with a million numbers would never be shown"
@@ -74,9 +111,19 @@ def test_evaluations_of_a_job_are_read_once_not_for_each_number(monkeypatch: pyt
 
 
 def test_evaluation_labels_name_what_makes_results_differ() -> None:
-    assert evaluation_label(HELLASWAG | {"shots": 5, "limit": 100, "chat_template": True}) == "hellaswag 5-shot chat, first 100"
+    assert (
+        evaluation_label(HELLASWAG | {"shots": 5, "limit": 100, "chat_template": True})
+        == "hellaswag 5-shot chat, first 100"
+    )
     assert evaluation_label(PERPLEXITY) == "perplexity val.jsonl"
     assert (
-        headline({"exact_match,strict-match_stderr": 1.0, "exact_match,strict-match": 0.1, "exact_match,flexible-extract": 0.2}) == "exact_match,strict-match"
+        headline(
+            {
+                "exact_match,strict-match_stderr": 1.0,
+                "exact_match,strict-match": 0.1,
+                "exact_match,flexible-extract": 0.2,
+            }
+        )
+        == "exact_match,strict-match"
     )
     assert headline({"acc_stderr": 0.1, "other": 3.0}) == "other" and headline({}) is None

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from sweep_fixtures import job, record, training, write_sweep
 
-from common.ownership.processes import process_id
+from common.ownership import process_id
 from runner.reporting.run_list.scan import scan_runs
 from runner.reporting.sweep_results import aggregate, results
 from runner.reporting.sweep_results.leaderboard import leaderboard_text, update_report
 from runner.reporting.sweep_results.metrics_reader import read_run_metrics
 from runner.reporting.sweep_results.read_results import read_sweep_results
 from runner.reporting.sweep_results.results import ResultRow
-from runner.run_dir.contents.files import OWNER_FILE
+from runner.run_dir.contents import OWNER_FILE
 
 LR = "optimizer.lr"
 
@@ -45,13 +45,31 @@ def test_rows_are_ordered_by_best_validation_loss_and_unfinished_ones_last(tmp_p
     assert [row.overrides[LR] for row in rows] == ["6", "3", "4", "7", "5", "1", "2"]
     assert [row.rank for row in rows] == [1, 2, None, None, None, None, None]
     reasons = [row.jobs[0].reason for row in rows]
-    assert reasons == ["", "", "diverged: the last loss is not finite", "at step 19", "stopped at step 19", "out of memory", ""]
+    assert reasons == [
+        "",
+        "",
+        "diverged: the last loss is not finite",
+        "at step 19",
+        "stopped at step 19",
+        "out of memory",
+        "",
+    ]
 
 
 def test_best_loss_is_the_lowest_and_final_loss_the_newest_evaluation(tmp_path: Path) -> None:
-    records = [record(10, 3.0, kind="eval"), record(20, 2.0, kind="eval"), record(30, 2.5, kind="eval"), record(31, 1.0)]
+    records = [
+        record(10, 3.0, kind="eval"),
+        record(20, 2.0, kind="eval"),
+        record(30, 2.5, kind="eval"),
+        record(31, 1.0),
+    ]
     (row,) = rows_of(write_sweep(tmp_path, [job({LR: "1"}, records)]))
-    assert row.final and row.best and row.train and (row.final.mean, row.best.mean, row.best_step, row.train.mean) == (2.5, 2.0, 20, 1.0)
+    assert (
+        row.final
+        and row.best
+        and row.train
+        and (row.final.mean, row.best.mean, row.best_step, row.train.mean) == (2.5, 2.0, 20, 1.0)
+    )
 
 
 def test_job_without_evaluation_is_not_ranked_by_its_training_loss(tmp_path: Path) -> None:
@@ -61,10 +79,20 @@ def test_job_without_evaluation_is_not_ranked_by_its_training_loss(tmp_path: Pat
 
 def test_seeds_of_a_grid_point_become_mean_deviation_and_count(tmp_path: Path) -> None:
     losses = {"1": 2.0, "2": 2.2, "3": 2.7}
-    jobs = [job({"seed": seed, LR: "1e-4"}, training(loss)) for seed, loss in losses.items()] + [job({LR: "5e-4", "seed": "1"}, training(2.1))]
+    jobs = [job({"seed": seed, LR: "1e-4"}, training(loss)) for seed, loss in losses.items()] + [
+        job({LR: "5e-4", "seed": "1"}, training(2.1))
+    ]
     single, several = rows_of(write_sweep(tmp_path, jobs))
-    assert (single.overrides, single.seed, single.members) == ({LR: "5e-4"}, "1", []) and several.overrides == {LR: "1e-4"} and several.best
-    assert several.best.mean == pytest.approx(2.3) and several.best.deviation == pytest.approx(statistics.stdev(losses.values())) and several.best.n == 3
+    assert (
+        (single.overrides, single.seed, single.members) == ({LR: "5e-4"}, "1", [])
+        and several.overrides == {LR: "1e-4"}
+        and several.best
+    )
+    assert (
+        several.best.mean == pytest.approx(2.3)
+        and several.best.deviation == pytest.approx(statistics.stdev(losses.values()))
+        and several.best.n == 3
+    )
     assert [(member.seed, member.rank) for member in several.members] == [("1", None), ("2", None), ("3", None)]
 
 
@@ -80,29 +108,48 @@ def test_grid_point_with_a_failed_seed_has_the_mean_of_the_others_and_no_rank(tm
         job({LR: "2", "seed": "1"}, training(4.0)),
     ]
     first, second = rows_of(write_sweep(tmp_path, jobs, status="failed"))
-    assert first.overrides == {LR: "2"} and second.best and (second.best.mean, second.best.n, second.rank) == (1.0, 1, None)
+    assert (
+        first.overrides == {LR: "2"}
+        and second.best
+        and (second.best.mean, second.best.n, second.rank) == (1.0, 1, None)
+    )
 
 
 def test_unfinished_seeds_are_averaged_only_at_the_same_step(tmp_path: Path) -> None:
-    seeds = [job({LR: "1", "seed": seed}, training(2.0, steps=steps), status="interrupted") for seed, steps in (("1", 20), ("2", 40))]
+    seeds = [
+        job({LR: "1", "seed": seed}, training(2.0, steps=steps), status="interrupted")
+        for seed, steps in (("1", 20), ("2", 40))
+    ]
     (different,) = rows_of(write_sweep(tmp_path / "different", seeds, status="interrupted"))
     assert (different.final, different.best, different.train) == (None, None, None) and different.loss_tokens
-    (same,) = rows_of(write_sweep(tmp_path / "same", [{**each, "records": training(2.0)} for each in seeds], status="interrupted"))
+    (same,) = rows_of(
+        write_sweep(tmp_path / "same", [{**each, "records": training(2.0)} for each in seeds], status="interrupted")
+    )
     assert same.best and same.best.n == 2
 
 
 def test_order_of_swept_keys_in_a_job_does_not_matter(tmp_path: Path) -> None:
-    jobs = [job({"a": "1", "b": "2", "seed": "1"}, training(1.0)), job({"b": "2", "seed": "2", "a": "1"}, training(2.0))]
+    jobs = [
+        job({"a": "1", "b": "2", "seed": "1"}, training(1.0)),
+        job({"b": "2", "seed": "2", "a": "1"}, training(2.0)),
+    ]
     assert len(rows_of(write_sweep(tmp_path, jobs))) == 1
 
 
 def test_time_of_attempts_is_added_without_lost_steps(tmp_path: Path) -> None:
-    records = [record(10, 5.0, time=3.0), record(20, 4.0, time=6.0), record(30, 3.0, time=2.5, attempt=3), record(40, 2.0, time=5.0, attempt=3)]
+    records = [
+        record(10, 5.0, time=3.0),
+        record(20, 4.0, time=6.0),
+        record(30, 3.0, time=2.5, attempt=3),
+        record(40, 2.0, time=5.0, attempt=3),
+    ]
     assert [point.time for point in read_run_metrics(write_metrics(tmp_path, *records)).train] == [3.0, 6.0, 8.5, 11.0]
 
 
 def test_time_includes_the_last_evaluation(tmp_path: Path) -> None:
-    metrics = read_run_metrics(write_metrics(tmp_path, record(10, 3.0, time=4.0), record(10, 3.0, time=6.0, kind="eval")))
+    metrics = read_run_metrics(
+        write_metrics(tmp_path, record(10, 3.0, time=4.0), record(10, 3.0, time=6.0, kind="eval"))
+    )
     assert metrics.last and metrics.last.time == 6.0
 
 
@@ -125,8 +172,13 @@ def test_tokens_with_a_label_and_all_tokens_are_read_apart(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("status", ["completed", "failed"])
-@pytest.mark.parametrize(("in_sweep_json", "in_run_json"), [({"loss": "inf"}, {}), ({"outcome": "diverged"}, {}), ({}, {"outcome": "diverged"})])
-def test_diverged_job_is_not_ranked_whatever_its_last_record_is(tmp_path: Path, status: str, in_sweep_json: dict, in_run_json: dict) -> None:
+@pytest.mark.parametrize(
+    ("in_sweep_json", "in_run_json"),
+    [({"loss": "inf"}, {}), ({"outcome": "diverged"}, {}), ({}, {"outcome": "diverged"})],
+)
+def test_diverged_job_is_not_ranked_whatever_its_last_record_is(
+    tmp_path: Path, status: str, in_sweep_json: dict, in_run_json: dict
+) -> None:
     folder = write_sweep(tmp_path, [job({LR: "5"}, training(2.0), status=status, **in_sweep_json)])
     (folder / f"{LR}=5" / "run.json").write_text(json.dumps({"status": status} | in_run_json))
     (row,) = rows_of(folder)
@@ -151,10 +203,14 @@ def test_status_of_a_job_whose_sweep_process_was_killed_comes_from_run_json(tmp_
         "d": ({"status": "running", **process_id()}, "running"),
         "e": ({"status": "running", **dead}, "interrupted"),
     }
-    folder = write_sweep(tmp_path, [job({"x": name}, [], status="running", started=started) for name in cases], status="running")
+    folder = write_sweep(
+        tmp_path, [job({"x": name}, [], status="running", started=started) for name in cases], status="running"
+    )
     for name, (metadata, _) in cases.items():
         (folder / f"x={name}" / "run.json").write_text(json.dumps(metadata))
-    assert {row.overrides["x"]: row.status for row in rows_of(folder)} == {name: status for name, (_, status) in cases.items()}
+    assert {row.overrides["x"]: row.status for row in rows_of(folder)} == {
+        name: status for name, (_, status) in cases.items()
+    }
     assert "no memory" in leaderboard_text(folder)
 
 
@@ -163,12 +219,16 @@ def test_status_of_a_job_finished_after_the_sweep_ended_comes_from_run_json(tmp_
     cases = {
         "a": ("interrupted", {"status": "completed", "ended": since}, "completed"),
         "b": ("failed", {"status": "completed", "ended": since}, "completed"),
-        "c": ("failed", {"status": "completed", "ended": before}, "failed"),  # it refused further overrides after it was completed
+        # it refused further overrides after it was completed
+        "c": ("failed", {"status": "completed", "ended": before}, "failed"),
         "d": ("interrupted", {"status": "running", **process_id()}, "running"),
         "e": ("failed", {"status": "running", **process_id(), "start_ticks": 1}, "failed"),
         "f": ("interrupted", {"status": "interrupted", "ended": before}, "interrupted"),
     }
-    jobs = [job({"x": name}, [], status=status, ended=stopped, error="stopped", loss="inf" if name == "b" else None) for name, (status, _, _) in cases.items()]
+    jobs = [
+        job({"x": name}, [], status=status, ended=stopped, error="stopped", loss="inf" if name == "b" else None)
+        for name, (status, _, _) in cases.items()
+    ]
     folder = write_sweep(tmp_path, jobs, status="interrupted")
     for name, (_, metadata, _) in cases.items():
         (folder / f"x={name}" / "run.json").write_text(json.dumps({**metadata, "metrics": {"val_loss": 2.0}}))
@@ -184,14 +244,21 @@ DAMAGE: dict[str, bytes | None] = {
     "binary": bytes(range(256)) * 40,
     "other types": b'[1]\n"x"\nnull\n{"kind": ["train"], "step": {}}\n{"kind": "train", "step": "7", "loss": "low"}\n{"kind": "train", "step": true}\n',
     "odd numbers": b'{"kind": "eval", "step": 1e999, "loss": NaN}\n{"kind": "train", "step": 3, "loss": 1e999, "tokens": null, "time": -1}\n',
-    "huge integer": b'{"kind": "train", "step": ' + b"9" * 400 + b"}\n" + b'{"kind": "train", "step": ' + b"9" * 5000 + b"}\n",
+    "huge integer": b'{"kind": "train", "step": '
+    + b"9" * 400
+    + b"}\n"
+    + b'{"kind": "train", "step": '
+    + b"9" * 5000
+    + b"}\n",
     "deep nesting": b'{"kind": ' + b"[" * 100_000 + b"\n",
 }
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "run.json"])
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_file_of_one_job_leaves_the_report_and_other_jobs_intact(tmp_path: Path, file: str, damage: str) -> None:
+def test_damaged_file_of_one_job_leaves_the_report_and_other_jobs_intact(
+    tmp_path: Path, file: str, damage: str
+) -> None:
     folder = write_sweep(tmp_path, [job({LR: "1"}, training(1.0)), job({LR: "2"}, training(2.0))])
     path, content = folder / f"{LR}=1" / file, DAMAGE[damage]
     path.unlink() if content is None else path.write_bytes(content)
@@ -201,7 +268,14 @@ def test_damaged_file_of_one_job_leaves_the_report_and_other_jobs_intact(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b'{"jobs": 3, "swept": [], "overrides": null}', b'{"jobs": [1, {}, {"name": 5, "overrides": [], "attempt": "x"}]}']
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"jobs": 3, "swept": [], "overrides": null}',
+        b'{"jobs": [1, {}, {"name": 5, "overrides": [], "attempt": "x"}]}',
+    ],
 )
 def test_damaged_sweep_json_is_reported_without_an_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "sweep.json").write_bytes(content)
@@ -210,16 +284,25 @@ def test_damaged_sweep_json_is_reported_without_an_error(tmp_path: Path, content
 
 
 def test_text_of_a_sweep_proposes_no_resume_while_its_process_is_alive(tmp_path: Path) -> None:
-    folder = write_sweep(tmp_path, [job({LR: "1"}, training(1.0)), job({LR: "2"}, None, status="new")], status="running")
+    folder = write_sweep(
+        tmp_path, [job({LR: "1"}, training(1.0)), job({LR: "2"}, None, status="new")], status="running"
+    )
     (folder / OWNER_FILE).write_text(json.dumps(process_id()))
     assert "continue with" not in leaderboard_text(folder)
-    (folder / OWNER_FILE).write_text(json.dumps({**process_id(), "start_ticks": 1}))  # killed, and its pid is that of another process now
+    # killed, and its pid is that of another process now
+    (folder / OWNER_FILE).write_text(json.dumps({**process_id(), "start_ticks": 1}))
     assert "continue with" in leaderboard_text(folder)
 
 
 def test_sweep_whose_process_was_killed_is_interrupted(tmp_path: Path) -> None:
-    folder = write_sweep(tmp_path / "sweep", [job({LR: "1"}, training(1.0)), job({LR: "2"}, None, status="new")], status="running")
-    for owner, status in ((process_id(), "running"), ({**process_id(), "start_ticks": 1}, "interrupted"), ({**process_id(), "host": "another"}, "running")):
+    folder = write_sweep(
+        tmp_path / "sweep", [job({LR: "1"}, training(1.0)), job({LR: "2"}, None, status="new")], status="running"
+    )
+    for owner, status in (
+        (process_id(), "running"),
+        ({**process_id(), "start_ticks": 1}, "interrupted"),
+        ({**process_id(), "host": "another"}, "running"),
+    ):
         (folder / OWNER_FILE).write_text(json.dumps(owner))
         assert f"\n{status}: " in leaderboard_text(folder)
         assert {row.folder: row.status for row in scan_runs(tmp_path).rows}[folder] == status
@@ -228,7 +311,9 @@ def test_sweep_whose_process_was_killed_is_interrupted(tmp_path: Path) -> None:
 def test_job_name_that_leads_out_of_the_sweep_directory_is_not_followed(tmp_path: Path) -> None:
     write_sweep(tmp_path / "other", [job({LR: "1"}, training(1.0))])
     names = [f"../other/{LR}=1", f"{tmp_path}/other/{LR}=1", "..", ".", "", "a\0b"]
-    folder = write_sweep(tmp_path / "mine", [job({LR: str(i)}, None, name=name) for i, name in enumerate(names, start=1)])
+    folder = write_sweep(
+        tmp_path / "mine", [job({LR: str(i)}, None, name=name) for i, name in enumerate(names, start=1)]
+    )
     assert [row.best for row in rows_of(folder)] == [None] * 6
 
 

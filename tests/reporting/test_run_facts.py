@@ -1,4 +1,6 @@
-"""The numbers and texts of a run's page and of report.py: means, maxima and times over all attempts, errors, reasons of unused rows."""
+"""The numbers and texts of a run's page and of report.py: means, maxima and times over all attempts, errors, reasons of
+unused rows.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from typing import Any
 import pytest
 from report_fixtures import eval_record, make_run, page_data, train_record
 
-from common.ownership.processes import process_id
-from data.store.truncation import truncation_warning
+from common.ownership import process_id
+from data.store.writer import truncation_warning
 from data.tokenize.block import RowStats
 from runner.reporting.compare_page.read import read_comparison
 from runner.reporting.run_list.scan import scan_runs
@@ -53,7 +55,8 @@ def test_run_page_names_the_start_of_the_first_attempt(tmp_path: Path) -> None:
     attempts = [{"attempt": attempt, "started": f"2026-11-2{attempt}T10:00:00+00:00"} for attempt in (1, 2, 3)]
     page = page_of(make_run(tmp_path / "run", started=attempts[-1]["started"], attempts=attempts))
     assert "started 2026-11-21T10:00:00+00:00 · attempt 3 began 2026-11-23T10:00:00+00:00" in page
-    page = page_of(make_run(tmp_path / "many", started=attempts[-1]["started"], attempts=attempts[1:]))  # run.json keeps the newest attempts
+    # run.json keeps the newest attempts
+    page = page_of(make_run(tmp_path / "many", started=attempts[-1]["started"], attempts=attempts[1:]))
     assert "attempt 2 began 2026-11-22T10:00:00+00:00 · attempt 3 began" in page and "started 2026-11-22" not in page
 
 
@@ -62,10 +65,17 @@ def test_remaining_time_is_the_eta_of_the_console(tmp_path: Path, monkeypatch: p
     now = [0.0]
     monkeypatch.setattr(run_logger.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(read, "is_alive", lambda fields: True)
-    folder = make_run(tmp_path / "run", [train_record(step, time=100.0 * step) for step in (1, 2, 3)], status="running", **process_id())
+    folder = make_run(
+        tmp_path / "run",
+        [train_record(step, time=100.0 * step) for step in (1, 2, 3)],
+        status="running",
+        **process_id(),
+    )
     size = (folder / "metrics.jsonl").stat().st_size
     logger = RunLogger(folder, TrackerConfig(name="none", console="quiet", page=False))
-    logger.start({}, total_steps=20, attempt=2, run_config={}, resume_at={"metrics": size, "samples": 0}, tracker_id=None)
+    logger.start(
+        {}, total_steps=20, attempt=2, run_config={}, resume_at={"metrics": size, "samples": 0}, tracker_id=None
+    )
     for step in range(4, 10):
         now[0] += 10
         logger.log("train", step, tokens=100 * step, loss=2.0, tokens_per_second=10.0)
@@ -79,16 +89,22 @@ def test_remaining_time_is_the_eta_of_the_console(tmp_path: Path, monkeypatch: p
 
 def test_run_page_folds_a_long_error_and_the_text_has_one_line_of_it(tmp_path: Path) -> None:
     error = "out of memory\n" + "\n".join(f"frame {line}" for line in range(100))
-    folder = make_run(tmp_path / "run", status="failed", outcome="failed", error=error, attempts=[{"attempt": 1, "error": error}])
+    folder = make_run(
+        tmp_path / "run", status="failed", outcome="failed", error=error, attempts=[{"attempt": 1, "error": error}]
+    )
     page = page_of(folder)
-    shown, folded = re.findall(r'<li class="error">(.*?)<details id="error">.*?</summary>(.*?)</details>', page, re.DOTALL)[0]
+    shown, folded = re.findall(
+        r'<li class="error">(.*?)<details id="error">.*?</summary>(.*?)</details>', page, re.DOTALL
+    )[0]
     assert f"{shown}\n{folded}" == error and shown.endswith("frame 19") and page.count("frame 99") == 1
     assert [line for line in run_text(folder).splitlines() if "memory" in line] == ["error: out of memory ..."]
 
 
 def test_run_page_folds_an_error_that_is_one_long_line(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", status="failed", error="x" * 4000)
-    shown, folded = re.findall(r'<li class="error">(x*)<details id="error">.*?</summary>(x*)</details>', page_of(folder))[0]
+    shown, folded = re.findall(
+        r'<li class="error">(x*)<details id="error">.*?</summary>(x*)</details>', page_of(folder)
+    )[0]
     assert len(shown + folded) == 4000 and len(shown) < 2000
     assert max(map(len, run_text(folder).splitlines())) < 400
 
@@ -103,18 +119,31 @@ def test_run_page_names_truncation_once(tmp_path: Path) -> None:
 
 def test_run_page_has_the_sum_of_unused_rows_and_their_reasons_below(tmp_path: Path) -> None:
     reasons = {"no text": 1200, "content is not a string": 34}
-    page = page_of(make_run(tmp_path / "run", data=[{"file": "rows.jsonl", "bad": reasons, "dropped": {}, "first_seen": {"no text": "/data/rows.jsonl:7"}}]))
+    page = page_of(
+        make_run(
+            tmp_path / "run",
+            data=[
+                {"file": "rows.jsonl", "bad": reasons, "dropped": {}, "first_seen": {"no text": "/data/rows.jsonl:7"}}
+            ],
+        )
+    )
     assert '<td class="n">1,234</td>' in page and '<td class="n">0</td>' in page
     assert "bad 1,200: no text (first: rows.jsonl:7)</td>" in page and "bad 34: content is not a string</td>" in page
 
 
 def test_run_page_says_that_training_waited_for_saves(tmp_path: Path) -> None:
-    assert 'aria-label="Seconds that training waited for saves: 1.5000"' in page_of(make_run(tmp_path / "run", [train_record(1, save_stall=1.5)]))
+    assert 'aria-label="Seconds that training waited for saves: 1.5000"' in page_of(
+        make_run(tmp_path / "run", [train_record(1, save_stall=1.5)])
+    )
 
 
 @pytest.mark.parametrize("step", [10**30, 2**53, -1, -0.5])
 def test_records_of_impossible_steps_are_left_out_everywhere(tmp_path: Path, step: Any) -> None:
-    records = [train_record(10), {**train_record(20), "step": step, "tokens": 10**40}, {**eval_record(50, 1.0), "step": step}]
+    records = [
+        train_record(10),
+        {**train_record(20), "step": step, "tokens": 10**40},
+        {**eval_record(50, 1.0), "step": step},
+    ]
     folder = make_run(tmp_path / "runs" / "run", records, step=step, metrics={}, evaluation=None)
     (folder / "samples.jsonl").write_text(json.dumps({"step": step, "prompt": "far away", "answer": "x"}) + "\n")
     page = page_of(folder)

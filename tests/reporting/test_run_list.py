@@ -19,8 +19,7 @@ import pytest
 from report_fixtures import HOSTILE, make_run, make_sweep, train_record
 
 from runner.reporting.page_server import PageServer
-from runner.reporting.run_list.lineage import lineage_trees, parents_of
-from runner.reporting.run_list.page import age_text, file_link, list_page, list_text
+from runner.reporting.run_list.page import age_text, file_link, lineage_trees, list_page, list_text, parents_of
 from runner.reporting.run_list.scan import BROKEN, FOREIGN, ListedRun, RunList, scan_runs
 from runner.reporting.run_list.served_pages import list_pages, page_bytes
 
@@ -49,7 +48,15 @@ def test_list_has_runs_sweeps_jobs_and_what_is_neither(tmp_path: Path) -> None:
         "multirun/d/s/seed=2": ("job", "diverged"), "notes": ("other", FOREIGN), "killed": ("other", BROKEN), "torn": ("other", BROKEN), "linked": ("other", FOREIGN),
     }  # fmt: skip
     run = rows["d/run"]
-    assert (run.label, run.tags, run.note, run.stage, run.model, run.data, run.evaluation_loss) == ("base", ["a"], "n", "pretrain", "tiny", "rows.jsonl", 2.5)
+    assert (run.label, run.tags, run.note, run.stage, run.model, run.data, run.evaluation_loss) == (
+        "base",
+        ["a"],
+        "n",
+        "pretrain",
+        "tiny",
+        "rows.jsonl",
+        2.5,
+    )
     assert rows["multirun/d/s"].evaluation_loss == 2.5 and "3 other folders" not in list_text(scan_runs(tmp_path))
 
 
@@ -70,16 +77,25 @@ def test_sweep_of_jobs_that_were_judged_differently_has_no_loss(tmp_path: Path) 
 
 def test_lineage_connects_runs_of_the_list_only(tmp_path: Path) -> None:
     pretrain = make_run(tmp_path / "pretrain")
-    sweep = make_sweep(tmp_path / "s", {"seed=1": {"init_from": f"{pretrain}/model"}, "seed=2": {"init_from": str(pretrain)}})
+    sweep = make_sweep(
+        tmp_path / "s", {"seed=1": {"init_from": f"{pretrain}/model"}, "seed=2": {"init_from": str(pretrain)}}
+    )
     make_run(tmp_path / "dpo", init_from=str(sweep / "seed=2" / "checkpoints" / "step-1"))
     make_run(tmp_path / "far", init_from="/etc")
     make_run(tmp_path / "relative", init_from="../../pretrain")
     make_run(tmp_path / "above", init_from=str(tmp_path))
     runs = scan_runs(tmp_path)
-    parents = {str(folder.relative_to(tmp_path)): str(parent.folder.relative_to(tmp_path)) for folder, parent in parents_of(runs).items()}
+    parents = {
+        str(folder.relative_to(tmp_path)): str(parent.folder.relative_to(tmp_path))
+        for folder, parent in parents_of(runs).items()
+    }
     assert parents == {"s": "pretrain", "s/seed=1": "pretrain", "s/seed=2": "pretrain", "dpo": "s/seed=2"}
     (tree,) = lineage_trees(runs, parents_of(runs))
-    assert [tree.row.label, tree.children[0].row.kind, tree.children[0].children[0].row.folder.name] == [f"{tmp_path.name}/pretrain", "sweep", "dpo"]
+    assert [tree.row.label, tree.children[0].row.kind, tree.children[0].children[0].row.folder.name] == [
+        f"{tmp_path.name}/pretrain",
+        "sweep",
+        "dpo",
+    ]
 
 
 def test_lineage_that_is_a_circle_is_cut(tmp_path: Path) -> None:
@@ -93,7 +109,15 @@ def test_lineage_that_is_a_circle_is_cut(tmp_path: Path) -> None:
 
 
 def test_list_links_to_pages_of_its_own_runs_and_escapes_every_text(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "a b#c", name=HOSTILE, note=HOSTILE, tags=[HOSTILE], stage=HOSTILE, init_from="javascript:alert(1)", data=[{"file": HOSTILE}])
+    run = make_run(
+        tmp_path / "a b#c",
+        name=HOSTILE,
+        note=HOSTILE,
+        tags=[HOSTILE],
+        stage=HOSTILE,
+        init_from="javascript:alert(1)",
+        data=[{"file": HOSTILE}],
+    )
     (run / "report.html").write_text("x")
     make_run(tmp_path / "child", init_from=str(run), error=HOSTILE, status="failed")
     outside = tmp_path.parent / "outside.html"
@@ -106,7 +130,13 @@ def test_list_links_to_pages_of_its_own_runs_and_escapes_every_text(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"[]", b'{"status": "completed", "started": 1e400}', b'{"status": "completed", "metrics": [1], "tags": "x", "init_from": 3, "data": 1}']
+    "content",
+    [
+        b"",
+        b"[]",
+        b'{"status": "completed", "started": 1e400}',
+        b'{"status": "completed", "metrics": [1], "tags": "x", "init_from": 3, "data": 1}',
+    ],
 )
 def test_list_is_written_whatever_run_json_holds(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "run").mkdir()
@@ -119,7 +149,19 @@ def test_list_is_written_whatever_run_json_holds(tmp_path: Path, content: bytes)
 @pytest.mark.parametrize("value", [1, {"a": [1]}])
 def test_page_of_a_listed_run_is_made_whatever_types_run_json_has(tmp_path: Path, value: object) -> None:
     fields = json.loads((make_run(tmp_path / "whole") / "run.json").read_text())
-    for name in [*fields, "tags", "note", "name", "attempts", "error", "export", "evaluations", "ended", "recovered", "degraded"]:
+    for name in [
+        *fields,
+        "tags",
+        "note",
+        "name",
+        "attempts",
+        "error",
+        "export",
+        "evaluations",
+        "ended",
+        "recovered",
+        "degraded",
+    ]:
         if name != "status":
             make_run(tmp_path / name, **{name: value})
             assert page_bytes(tmp_path / name).endswith(b"</html>")
@@ -135,15 +177,25 @@ def test_list_reads_hundreds_of_runs_without_their_metrics(tmp_path: Path, monke
 
 
 def test_list_keeps_of_run_json_only_what_it_shows(tmp_path: Path) -> None:
-    make_run(tmp_path / "run", note="n", config={"x": "y" * 9999}, error="e" * 9999, data=[{"file": f"/d/{number}.txt", "rows": 1} for number in range(5)])
+    make_run(
+        tmp_path / "run",
+        note="n",
+        config={"x": "y" * 9999},
+        error="e" * 9999,
+        data=[{"file": f"/d/{number}.txt", "rows": 1} for number in range(5)],
+    )
     [row] = scan_runs(tmp_path).rows
     assert len(json.dumps(row.fields)) < 2000 and row.note == "n" and row.data == "0.txt, 1.txt, 2.txt and 2 more"
 
 
 @pytest.mark.parametrize(("limit", "value"), [("MAX_JSON_BYTES_IN_ALL", 2000), ("MAX_FOLDERS", 5)])
-def test_list_ends_with_a_notice_where_folders_hold_too_much(limit: str, value: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_ends_with_a_notice_where_folders_hold_too_much(
+    limit: str, value: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number in range(9):
-        make_run(tmp_path / f"{number}") if limit == "MAX_JSON_BYTES_IN_ALL" else (tmp_path / f"{number}").symlink_to(tmp_path)
+        make_run(tmp_path / f"{number}") if limit == "MAX_JSON_BYTES_IN_ALL" else (tmp_path / f"{number}").symlink_to(
+            tmp_path
+        )
     monkeypatch.setattr(f"runner.reporting.run_list.scan.{limit}", value)
     runs = scan_runs(tmp_path)
     assert runs.is_cut and len(runs.rows) < 9 and "this list is not complete" in file_page(tmp_path)
@@ -153,10 +205,17 @@ def test_served_page_of_a_run_is_found_without_a_scan(tmp_path: Path, monkeypatc
     make_run(tmp_path / "one")
     (tmp_path / "through").symlink_to(tmp_path)
     scanned: list[Path] = []
-    monkeypatch.setattr("runner.reporting.run_list.scan.scan_runs", lambda root: scanned.append(root) or RunList(root, [], False))
+    monkeypatch.setattr(
+        "runner.reporting.run_list.scan.scan_runs", lambda root: scanned.append(root) or RunList(root, [], False)
+    )
     monkeypatch.setattr("runner.reporting.run_list.served_pages.SCAN_SHARE", 1e-9)
     pages = list_pages(tmp_path)
-    assert pages("run/one/", {}) and not scanned and pages("run/through/one/", {}) is None and pages("run/one/../one/", {}) is None
+    assert (
+        pages("run/one/", {})
+        and not scanned
+        and pages("run/through/one/", {}) is None
+        and pages("run/one/../one/", {}) is None
+    )
     assert pages("", {}) == pages("", {}) and scanned == [tmp_path]
 
 
@@ -166,7 +225,10 @@ def test_server_closes_connections_beyond_its_places_and_those_without_headers(m
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            with socket.create_connection(server.server_address, timeout=300) as slow, socket.create_connection(server.server_address, timeout=300) as other:
+            with (
+                socket.create_connection(server.server_address, timeout=300) as slow,
+                socket.create_connection(server.server_address, timeout=300) as other,
+            ):
                 slow.sendall(b"GET / HTTP/1.1\r\nHost:")
                 assert other.recv(1) == b"" and len(server.deadlines) == 1
                 server.deadlines.update(dict.fromkeys(server.deadlines, 0.0))  # the deadline has passed
@@ -178,12 +240,19 @@ def test_server_closes_connections_beyond_its_places_and_those_without_headers(m
 
 def test_age_and_order_are_those_of_the_first_attempt(tmp_path: Path) -> None:
     times = [f"2026-11-{day}T10:00:00+00:00" for day in (20, 21, 22)]
-    make_run(tmp_path / "resumed", started=times[2], attempts=[{"attempt": 1, "started": times[0]}, {"attempt": 2, "started": times[2]}])
+    make_run(
+        tmp_path / "resumed",
+        started=times[2],
+        attempts=[{"attempt": 1, "started": times[0]}, {"attempt": 2, "started": times[2]}],
+    )
     make_run(tmp_path / "newer", started=times[1], attempts=[{"attempt": 1, "started": times[1]}])
     make_run(tmp_path / "damaged", started=times[2], attempts=[None])
     started = {row.folder.name: row.started for row in scan_runs(tmp_path).rows}
     assert [*started] == ["damaged", "newer", "resumed"]
-    assert started["resumed"] == datetime.fromisoformat(times[0]).timestamp() and started["damaged"] == datetime.fromisoformat(times[2]).timestamp()
+    assert (
+        started["resumed"] == datetime.fromisoformat(times[0]).timestamp()
+        and started["damaged"] == datetime.fromisoformat(times[2]).timestamp()
+    )
 
 
 def test_age_has_one_unit() -> None:
@@ -198,7 +267,9 @@ def serving(pages: Any) -> Iterator[Any]:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
 
-        def get(address: str, host: str = "127.0.0.1", port: int = server.server_port, site: str = "none") -> tuple[int, str]:
+        def get(
+            address: str, host: str = "127.0.0.1", port: int = server.server_port, site: str = "none"
+        ) -> tuple[int, str]:
             headers = {"Host": f"{host}:{port}", "Sec-Fetch-Site": site}
             request = urllib.request.Request(f"http://127.0.0.1:{server.server_port}/{address}", headers=headers)
             try:
@@ -226,13 +297,32 @@ def test_served_list_has_a_page_for_each_run_and_nothing_else(tmp_path: Path, mo
     (linked / "train.log").symlink_to(tmp_path / "secret" / "run.json")
     with serving(list_pages(root)) as get:
         status, page = get("")
-        assert status == 200 and 'href="run/d/one/"' in page and 'href="run/s/seed%3D1/"' in page and '"reload":5' in page
-        assert get("run/d/one/")[0] == get("run/s/seed%3D1/")[0] == get("run/s/")[0] == 200 and not (root / "d" / "one" / "report.html").exists()
+        assert (
+            status == 200 and 'href="run/d/one/"' in page and 'href="run/s/seed%3D1/"' in page and '"reload":5' in page
+        )
+        assert (
+            get("run/d/one/")[0] == get("run/s/seed%3D1/")[0] == get("run/s/")[0] == 200
+            and not (root / "d" / "one" / "report.html").exists()
+        )
         assert get("compare?run=d/one&run=d/two")[1].count("<tr data-run") == 2
-        assert [get(address)[0] for address in ("run/../secret/", "run/%2e%2e/secret/", "run//etc/", "d/one", "run/d/one/metrics.jsonl", "run/")] == [404] * 6
-        assert [get(address)[0] for address in ("compare", "compare?run=../secret", "compare?run=d/one&run=gone", "run/linked/")] == [400] * 4
-        assert [get("", **request)[0] for request in ({"host": "evil.example"}, {"port": 1}, {"site": "cross-site"}, {"site": "same-origin"})] == [403] * 3 + [
-            200
-        ]
+        assert [
+            get(address)[0]
+            for address in (
+                "run/../secret/",
+                "run/%2e%2e/secret/",
+                "run//etc/",
+                "d/one",
+                "run/d/one/metrics.jsonl",
+                "run/",
+            )
+        ] == [404] * 6
+        assert [
+            get(address)[0]
+            for address in ("compare", "compare?run=../secret", "compare?run=d/one&run=gone", "run/linked/")
+        ] == [400] * 4
+        assert [
+            get("", **request)[0]
+            for request in ({"host": "evil.example"}, {"port": 1}, {"site": "cross-site"}, {"site": "same-origin"})
+        ] == [403] * 3 + [200]
         (root / "d" / "one" / "run.json").write_text(json.dumps({"status": "failed", "name": "renamed"}))
         assert "first run" in page and "renamed" in get("")[1]

@@ -1,4 +1,6 @@
-"""The verdict of a sweep: the winner, ties inside the spread over seeds, edges of the range, and commands that can be typed."""
+"""The verdict of a sweep: the winner, ties inside the spread over seeds, edges of the range, and commands that can be
+typed.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import pytest
 from sweep_fixtures import job, training, write_sweep
 
 from runner.reporting.sweep_end import describe_sweep_end
-from runner.reporting.sweep_results.intervals import difference_interval, mean_interval, t_quantile
+from runner.reporting.sweep_results.aggregate import difference_interval, mean_interval, t_quantile
 from runner.reporting.sweep_results.leaderboard import leaderboard_text, update_report
 from runner.reporting.sweep_results.read_results import read_sweep_results
 from runner.reporting.sweep_results.results import MeanStd
@@ -18,17 +20,25 @@ from runner.reporting.sweep_results.verdict import SweepVerdict, next_value, swe
 LR, ACC = "optimizer.lr", "train.accumulation_steps"
 
 
-def verdict_of(folder: Path, losses: dict[str, list[float]], key: str = LR, rows: int = 10, **fields: object) -> SweepVerdict:
+def verdict_of(
+    folder: Path, losses: dict[str, list[float]], key: str = LR, rows: int = 10, **fields: object
+) -> SweepVerdict:
     """The verdict of a sweep with one point per value, and a job per seed where there are several losses."""
     jobs = []
     for value, seeds in losses.items():
         for seed, loss in enumerate(seeds):
-            run = {"metrics": {"val_loss": loss}, "export": {"weights": "best", "step": 40, "loss": loss}, "evaluation": {"on": "validation", "rows": rows}}
+            run = {
+                "metrics": {"val_loss": loss},
+                "export": {"weights": "best", "step": 40, "loss": loss},
+                "evaluation": {"on": "validation", "rows": rows},
+            }
             jobs.append(job({key: value} | ({"seed": str(seed)} if len(seeds) > 1 else {}), training(loss), run=run))
     return sweep_verdict(read_sweep_results(write_sweep(folder, jobs, **fields)))
 
 
-@pytest.mark.parametrize(("degrees", "expected"), [(1, 12.7062), (2, 4.30265), (4, 2.77645), (30, 2.04227), (10_000, 1.96020)])
+@pytest.mark.parametrize(
+    ("degrees", "expected"), [(1, 12.7062), (2, 4.30265), (4, 2.77645), (30, 2.04227), (10_000, 1.96020)]
+)
 def test_t_quantile_equals_tables(degrees: float, expected: float) -> None:
     assert t_quantile(degrees) == pytest.approx(expected, rel=1e-5)
 
@@ -37,38 +47,59 @@ def test_intervals_equal_a_calculation_by_hand() -> None:
     first, second = MeanStd(2.0, 0.1, 4), MeanStd(2.5, 0.3, 4)
     assert mean_interval(first) == pytest.approx((2 - 3.18245 * 0.05, 2 + 3.18245 * 0.05), rel=1e-4)
     interval = difference_interval(first, second)  # Welch: 3.66 degrees of freedom, rounded down
-    assert interval is not None and interval[0] < 0.5 < interval[1] and interval[1] - interval[0] == pytest.approx(2 * 0.15811 * t_quantile(3.6), rel=1e-4)
+    assert (
+        interval is not None
+        and interval[0] < 0.5 < interval[1]
+        and interval[1] - interval[0] == pytest.approx(2 * 0.15811 * t_quantile(3.6), rel=1e-4)
+    )
     assert mean_interval(MeanStd(2.0, None, 1)) is None and difference_interval(first, MeanStd(2.0, None, 1)) is None
 
 
 def test_verdict_calls_a_difference_inside_the_spread_no_winner(tmp_path: Path) -> None:
     verdict = verdict_of(tmp_path, {"1e-4": [2.0, 2.2, 2.1], "5e-4": [2.05, 2.25, 2.15], "1e-3": [4.0, 4.2, 4.1]})
     assert [row.overrides[LR] for row in verdict.ties] == ["5e-4"]
-    assert verdict.certainty.startswith("no clear winner: 1 other point (optimizer.lr=5e-4) does not differ from the best at 95 % over 3 seeds")
+    assert verdict.certainty.startswith(
+        "no clear winner: 1 other point (optimizer.lr=5e-4) does not differ from the best at 95 % over 3 seeds"
+    )
 
 
 def test_verdict_names_a_winner_outside_of_the_spread(tmp_path: Path) -> None:
     verdict = verdict_of(tmp_path, {"1e-4": [3.0, 3.2, 3.1], "5e-4": [2.0, 2.2, 2.1]})
     assert verdict.name == f"{LR}=5e-4" and not verdict.ties
-    assert verdict.certainty.startswith("1.0000 below the second best (optimizer.lr=1e-4: 3.1000 ± 0.1000 (3)); better than every other point at 95 %")
+    assert verdict.certainty.startswith(
+        "1.0000 below the second best (optimizer.lr=1e-4: 3.1000 ± 0.1000 (3)); better than every other point at 95 %"
+    )
 
 
 def test_verdict_of_one_seed_per_point_says_that_chance_is_not_known(tmp_path: Path) -> None:
     verdict = verdict_of(tmp_path, {"1e-4": [3.0], "5e-4": [2.0]})
-    assert verdict.certainty == "1.0000 below the second best (optimizer.lr=1e-4: 3.0000); one seed per point: how much of that is chance is not known"
+    assert (
+        verdict.certainty
+        == "1.0000 below the second best (optimizer.lr=1e-4: 3.0000); one seed per point: how much of that is chance is not known"
+    )
     assert verdict.repeat == "python runner/train.py optimizer.lr=5e-4 --multirun seed=1,2,3"
-    assert verdict_of(tmp_path / "equal", {"1e-4": [2.0], "5e-4": [2.0]}).certainty == "no winner: 1 other point has the same loss"
+    assert (
+        verdict_of(tmp_path / "equal", {"1e-4": [2.0], "5e-4": [2.0]}).certainty
+        == "no winner: 1 other point has the same loss"
+    )
 
 
 def test_verdict_of_points_judged_on_few_rows_has_no_winner_anywhere(tmp_path: Path) -> None:
     reason = "the jobs were judged on 1 row: not told apart, at least 10 validation rows are needed"
     verdict = verdict_of(tmp_path, {"1e-4": [3.0], "5e-4": [2.0]}, rows=1)
-    assert (verdict.winner, verdict.job, verdict.edges) == (None, None, []) and verdict.certainty.startswith(f"no winner: {reason}")
+    assert (verdict.winner, verdict.job, verdict.edges) == (None, None, []) and verdict.certainty.startswith(
+        f"no winner: {reason}"
+    )
     update_report(tmp_path)
     table = list(csv.DictReader((tmp_path / "leaderboard.csv").read_text().splitlines()))
     assert [(row["rank"], row["loss"], row["evaluation_rows"]) for row in table] == [("", "2", "1"), ("", "3", "1")]
     page, (end, event) = (tmp_path / "report.html").read_text(), describe_sweep_end(tmp_path)
-    assert "<h2>No winner</h2>" in page and f"Not shown: {reason}" in page and "Sorted by the validation loss" in page and 'class="effect"' not in page
+    assert (
+        "<h2>No winner</h2>" in page
+        and f"Not shown: {reason}" in page
+        and "Sorted by the validation loss" in page
+        and 'class="effect"' not in page
+    )
     assert (
         "no winner: the jobs were judged on 1 row" in end
         and event["winner"] is None
@@ -77,16 +108,26 @@ def test_verdict_of_points_judged_on_few_rows_has_no_winner_anywhere(tmp_path: P
 
 
 def test_verdict_without_a_result_says_why(tmp_path: Path) -> None:
-    empty = sweep_verdict(read_sweep_results(write_sweep(tmp_path, [job({LR: "1"}, None, status="new")], status="running")))
-    assert (empty.winner, empty.job, empty.certainty) == (None, None, "no winner: no point has all of its jobs completed and evaluated")
+    empty = sweep_verdict(
+        read_sweep_results(write_sweep(tmp_path, [job({LR: "1"}, None, status="new")], status="running"))
+    )
+    assert (empty.winner, empty.job, empty.certainty) == (
+        None,
+        None,
+        "no winner: no point has all of its jobs completed and evaluated",
+    )
 
 
 def test_verdict_extends_a_range_where_the_winner_is_at_its_edge(tmp_path: Path) -> None:
     (edge,) = verdict_of(tmp_path / "a", {"1e-4": [3.0], "5e-4": [2.5], "2.5e-3": [2.0]}).edges
-    assert (edge.side, edge.value) == ("highest", "2.5e-3") and edge.command.endswith(f"resume={tmp_path / 'a'} optimizer.lr=0.0125")
+    assert (edge.side, edge.value) == ("highest", "2.5e-3") and edge.command.endswith(
+        f"resume={tmp_path / 'a'} optimizer.lr=0.0125"
+    )
     assert verdict_of(tmp_path / "b", {"1e-4": [3.0], "5e-4": [2.0], "1e-3": [2.5]}).edges == []
     assert verdict_of(tmp_path / "c", {"1": [2.0], "4": [3.0]}, key=ACC).edges == []  # 1/4 is no whole number
-    (edge,) = verdict_of(tmp_path / "d", {"1": [3.0], "4": [2.0]}, key=ACC, overrides=("sweep.zip=[train.accumulation_steps,x]",)).edges
+    (edge,) = verdict_of(
+        tmp_path / "d", {"1": [3.0], "4": [2.0]}, key=ACC, overrides=("sweep.zip=[train.accumulation_steps,x]",)
+    ).edges
     assert edge.command == ""  # resume= cannot add one value of a pair
 
 
@@ -96,19 +137,25 @@ def test_verdict_suggests_no_value_that_the_setting_refuses(tmp_path: Path) -> N
     for value in losses:
         hydra = tmp_path / f"schedule.min_lr_ratio={value}" / ".hydra"
         hydra.mkdir(parents=True)
-        (hydra / "config.yaml").write_text("schedule: {name: cosine, warmup_steps: 0, warmup_ratio: 0.0, min_lr_ratio: 0.1}\n")
+        (hydra / "config.yaml").write_text(
+            "schedule: {name: cosine, warmup_steps: 0, warmup_ratio: 0.0, min_lr_ratio: 0.1}\n"
+        )
     assert verdict_of(tmp_path, losses, key="schedule.min_lr_ratio").edges == []  # 1.8 is above 1
     for path in tmp_path.glob("*/.hydra/config.yaml"):
         path.unlink()
-    assert len(verdict_of(tmp_path, losses, key="schedule.min_lr_ratio").edges) == 1  # without a config nothing can be checked
+    # without a config nothing can be checked
+    assert len(verdict_of(tmp_path, losses, key="schedule.min_lr_ratio").edges) == 1
 
 
 def test_verdict_trains_the_winner_longer(tmp_path: Path) -> None:
     hydra = tmp_path / f"{LR}=5e-4" / ".hydra"
     hydra.mkdir(parents=True)
     (hydra / "config.yaml").write_text("train: {max_steps: 40, epochs: 1, patience: 0}\n")
-    assert verdict_of(tmp_path, {"1e-4": [3.0], "5e-4": [2.0]}).train_longer.endswith(f"resume={tmp_path}/optimizer.lr=5e-4 train.max_steps=80")
-    (hydra / "config.yaml").write_text("train: {max_steps: 90, epochs: 1, patience: 2}\n")  # stopped early: a resume would end at once
+    assert verdict_of(tmp_path, {"1e-4": [3.0], "5e-4": [2.0]}).train_longer.endswith(
+        f"resume={tmp_path}/optimizer.lr=5e-4 train.max_steps=80"
+    )
+    # stopped early: a resume would end at once
+    (hydra / "config.yaml").write_text("train: {max_steps: 90, epochs: 1, patience: 2}\n")
     assert verdict_of(tmp_path, {"1e-4": [3.0], "5e-4": [2.0]}).train_longer == ""
 
 
@@ -127,7 +174,9 @@ def test_verdict_trains_the_winner_longer(tmp_path: Path) -> None:
         (-1e-2, -100, False, -1e-3),
     ],
 )
-def test_next_value_continues_ratios_and_differences(edge: float, neighbour: float, is_whole: bool, expected: float | None) -> None:
+def test_next_value_continues_ratios_and_differences(
+    edge: float, neighbour: float, is_whole: bool, expected: float | None
+) -> None:
     assert next_value(edge, neighbour, is_whole) == (None if expected is None else pytest.approx(expected))
 
 
@@ -140,11 +189,15 @@ def test_commands_of_a_sweep_leave_out_stored_overrides_that_name_code_or_a_hub(
         "data.path=[a.txt,hub:evil/d]",
         "run.name=mine",
     )
-    folder = write_sweep(tmp_path, [job({LR: "1e-4"}, training(3.0)), job({LR: "5e-4"}, training(2.0))], overrides=stored)
+    folder = write_sweep(
+        tmp_path, [job({LR: "1e-4"}, training(3.0)), job({LR: "5e-4"}, training(2.0))], overrides=stored
+    )
     sweep = read_sweep_results(folder)
     for each in sweep.jobs:
         assert sweep.job_command(each) == f"python runner/train.py run.name=mine {LR}={each.swept[LR]}"
         assert "plugins, hydra.searchpath, init_from, model.path, data.path" in sweep.command_note(each)
     assert "evil" not in leaderboard_text(folder)
-    safe = read_sweep_results(write_sweep(tmp_path / "safe", [job({LR: "1e-4"}, training(3.0))], overrides=("run.name=mine",)))
+    safe = read_sweep_results(
+        write_sweep(tmp_path / "safe", [job({LR: "1e-4"}, training(3.0))], overrides=("run.name=mine",))
+    )
     assert safe.command_note(safe.jobs[0]) == ""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import Outcome
-from runner.run_dir.contents import provenance
+from runner.run_dir import contents
 from runner.run_dir.metadata import RunMetadata
 
 
@@ -17,7 +17,9 @@ def fields_of(folder: Path) -> dict:
     return json.loads((folder / "run.json").read_text())
 
 
-def attempt(folder: Path, outcome: Outcome | None, resume: bool = True, reasons: list[str] | None = None, **facts) -> None:
+def attempt(
+    folder: Path, outcome: Outcome | None, resume: bool = True, reasons: list[str] | None = None, **facts
+) -> None:
     """Begin and end an attempt; outcome None: it is killed."""
     with RunMetadata.open(folder, resume=resume) as metadata:
         metadata.mark_running()
@@ -33,11 +35,17 @@ def test_attempts_keep_the_facts_and_the_end_of_every_launch(tmp_path: Path) -> 
     attempt(tmp_path, Outcome.INTERRUPTED, environment={"threads": 2}, reasons=["threads: 1 -> 2"])
     attempt(tmp_path, Outcome.COMPLETED, environment={"threads": 3}, reasons=["threads: 2 -> 3"])
     fields = fields_of(tmp_path)
-    summary = [(one["attempt"], one.get("outcome"), one.get("step"), one["environment"]["threads"], one["exact"]) for one in fields["attempts"]]
+    summary = [
+        (one["attempt"], one.get("outcome"), one.get("step"), one["environment"]["threads"], one["exact"])
+        for one in fields["attempts"]
+    ]
     assert summary == [(1, None, None, 1, True), (2, "interrupted", 5, 2, False), (3, "completed", 5, 3, False)]
     assert fields["attempts"][1]["inexact_because"] == ["threads: 1 -> 2"]
     assert (fields["exact"], fields["inexact_because"]) == (False, ["threads: 1 -> 2", "threads: 2 -> 3"])
-    assert fields["code"] == fields["attempts"][2]["code"] == {"commit": "c" * 40} and "python" in fields["attempts"][0]["versions"]
+    assert (
+        fields["code"] == fields["attempts"][2]["code"] == {"commit": "c" * 40}
+        and "python" in fields["attempts"][0]["versions"]
+    )
 
 
 def test_exact_resume_after_an_inexact_one_leaves_the_run_inexact(tmp_path: Path) -> None:
@@ -50,23 +58,25 @@ def test_exact_resume_after_an_inexact_one_leaves_the_run_inexact(tmp_path: Path
 
 
 def test_attempts_of_a_damaged_record_are_begun_again(tmp_path: Path) -> None:
-    assert [one["attempt"] for one in provenance.begin_attempt({"attempts": "none"}, 7, "now")["attempts"]] == [7]
-    assert [one["attempt"] for one in provenance.begin_attempt({"attempts": [None, {"attempt": 6}]}, 7, "now")["attempts"]] == [6, 7]
-    assert provenance.describe_attempt({}, exact=True) == []
+    assert [one["attempt"] for one in contents.begin_attempt({"attempts": "none"}, 7, "now")["attempts"]] == [7]
+    assert [
+        one["attempt"] for one in contents.begin_attempt({"attempts": [None, {"attempt": 6}]}, 7, "now")["attempts"]
+    ] == [6, 7]
+    assert contents.describe_attempt({}, exact=True) == []
 
 
 def test_attempts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provenance, "library_versions", dict)
+    monkeypatch.setattr(contents, "library_versions", dict)
     fields: dict = {}
-    for number in range(1, provenance.MAX_ATTEMPTS + 3):
-        fields |= provenance.begin_attempt(fields, number, "now")
-    assert [fields["attempts"][0]["attempt"], len(fields["attempts"])] == [3, provenance.MAX_ATTEMPTS]
+    for number in range(1, contents.MAX_ATTEMPTS + 3):
+        fields |= contents.begin_attempt(fields, number, "now")
+    assert [fields["attempts"][0]["attempt"], len(fields["attempts"])] == [3, contents.MAX_ATTEMPTS]
 
 
 def test_git_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
-    monkeypatch.setattr(provenance, "git_state", lambda: {"commit": "a", "dirty": None} if release.wait(60) else {})
-    reader = provenance.GitReader()
+    monkeypatch.setattr(contents, "git_state", lambda: {"commit": "a", "dirty": None} if release.wait(60) else {})
+    reader = contents.GitReader()
     assert reader.result(0.01) == {"commit": None, "dirty": None}
     release.set()
     assert reader.result(60) == {"commit": "a", "dirty": None}

@@ -21,8 +21,19 @@ def sft() -> Config:
 
 def write_run(folder: Path, config: Config, ended: str, loss: float) -> str:
     (folder / "model").mkdir(parents=True)
-    fields = {"status": "completed", "stage": "pretrain", "fingerprints": compatibility_fingerprints(config), "ended": f"2026-11-21T{ended}+00:00"}
-    fields |= {"step": 4, "tokens": 100, "metrics": {"loss": loss}, "export": {"weights": "best", "step": 4, "loss": loss}, "evaluation": EVALUATION}
+    fields = {
+        "status": "completed",
+        "stage": "pretrain",
+        "fingerprints": compatibility_fingerprints(config),
+        "ended": f"2026-11-21T{ended}+00:00",
+    }
+    fields |= {
+        "step": 4,
+        "tokens": 100,
+        "metrics": {"loss": loss},
+        "export": {"weights": "best", "step": 4, "loss": loss},
+        "evaluation": EVALUATION,
+    }
     (folder / "run.json").write_text(json.dumps(fields))
     return str(folder)
 
@@ -46,15 +57,23 @@ def test_auto_warns_about_a_run_with_a_lower_loss_than_the_newest(
     sft: Config, workspace: Path, capsys: pytest.CaptureFixture[str], loss: float, is_better: bool
 ) -> None:
     day = workspace / "outputs" / "2026-11-21"
-    other, newest = write_run(day / "10-00-00", sft, "10:05:00", loss), write_run(day / "10-01-00", sft, "10:09:00", 2.0)
+    other, newest = (
+        write_run(day / "10-00-00", sft, "10:05:00", loss),
+        write_run(day / "10-01-00", sft, "10:09:00", 2.0),
+    )
     assert resolved(sft, day) == newest
     assert (f"there is a better run: init_from={other}" in capsys.readouterr().err) == is_better
 
 
-@pytest.mark.parametrize("damage", [{"fingerprints": []}, {"fingerprints": {"model": [1]}}, {"tokens": "x"}, {"step": None}])
+@pytest.mark.parametrize(
+    "damage", [{"fingerprints": []}, {"fingerprints": {"model": [1]}}, {"tokens": "x"}, {"step": None}]
+)
 def test_auto_passes_over_a_run_whose_fields_have_other_types(sft: Config, workspace: Path, damage: dict) -> None:
     """A run.json that somebody edited ended every later init_from=auto with a traceback."""
     day = workspace / "outputs" / "2026-11-21"
-    sound, damaged = write_run(day / "10-00-00", sft, "10:05:00", 1.0), Path(write_run(day / "10-01-00", sft, "10:09:00", 2.0))
+    sound, damaged = (
+        write_run(day / "10-00-00", sft, "10:05:00", 1.0),
+        Path(write_run(day / "10-01-00", sft, "10:09:00", 2.0)),
+    )
     (damaged / "run.json").write_text(json.dumps(json.loads((damaged / "run.json").read_text()) | damage))
     assert resolved(sft, day) == sound

@@ -69,14 +69,22 @@ def test_changed_files_are_named_with_their_keys_and_comments_do_not_count(run: 
     linear.write_text(linear.read_text().replace("min_lr_ratio: ", "min_lr_ratio: 1"))
     (copies / "schedule" / "gone.yaml").write_text("name: gone\n")
     gone, changed = config_snapshot.changed_files(run)
-    assert "conf/schedule/gone.yaml is not in conf/" in gone and "conf/schedule/linear.yaml has changed (min_lr_ratio)" in changed
+    assert (
+        "conf/schedule/gone.yaml is not in conf/" in gone
+        and "conf/schedule/linear.yaml has changed (min_lr_ratio)" in changed
+    )
 
 
 def test_settings_of_hydra_in_the_copy_are_ignored(run: Path, copies: Path) -> None:
     tree = yaml.safe_load((copies / "config.yaml").read_text())
     tree["hydra"]["searchpath"] = ["file:///nowhere"]
     tree["hydra"]["run"]["dir"] = "/nowhere"
-    tree["defaults"] = ["hydra/hydra_logging: nowhere", {"override hydra/launcher": "nowhere"}, {"optional model@hydra.callbacks": "tiny"}, *tree["defaults"]]
+    tree["defaults"] = [
+        "hydra/hydra_logging: nowhere",
+        {"override hydra/launcher": "nowhere"},
+        {"optional model@hydra.callbacks": "tiny"},
+        *tree["defaults"],
+    ]
     (copies / "config.yaml").write_text(yaml.safe_dump(tree))
     with config_snapshot.as_config_dir(run) as conf:
         composed = yaml.safe_load((conf / "config.yaml").read_text())
@@ -98,7 +106,9 @@ INVALID = {
 
 
 @pytest.mark.parametrize("text", INVALID.values(), ids=INVALID)
-def test_invalid_copy_is_refused_and_nothing_in_it_is_executed(run: Path, copies: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_copy_is_refused_and_nothing_in_it_is_executed(
+    run: Path, copies: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(run)
     (copies / "schedule" / "linear.yaml").write_text(text)
     for read in (config_snapshot.changed_files, lambda folder: config_snapshot.as_config_dir(folder).__enter__()):
@@ -110,7 +120,11 @@ def test_invalid_copy_is_refused_and_nothing_in_it_is_executed(run: Path, copies
 
 def test_links_pipes_and_odd_names_in_the_copy_are_refused(run: Path, copies: Path) -> None:
     odd = copies / "schedule" / "odd.yaml"
-    for create, remove in ((lambda: odd.symlink_to("/etc/hostname"), odd.unlink), (lambda: os.mkfifo(odd), odd.unlink), (odd.mkdir, odd.rmdir)):
+    for create, remove in (
+        (lambda: odd.symlink_to("/etc/hostname"), odd.unlink),
+        (lambda: os.mkfifo(odd), odd.unlink),
+        (odd.mkdir, odd.rmdir),
+    ):
         create()
         with pytest.raises(UserError, match="copy of conf/"):
             config_snapshot.changed_files(run)

@@ -1,4 +1,6 @@
-"""What a refused launch removes: its own directory with the empty parents it created, and nothing that holds a result or belongs to others."""
+"""What a refused launch removes: its own directory with the empty parents it created, and nothing that holds a result
+or belongs to others.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import Outcome, UserError
-from runner.run_dir import naming
+from runner.run_dir import contents
 from runner.run_dir.metadata import RunMetadata
 from runner.sweep.state import SweepState
 
@@ -29,15 +31,18 @@ def write(*names: str) -> Callable[[RunMetadata], None]:
     return write
 
 
-@pytest.mark.parametrize("during", [lambda metadata: None, write(".hydra/config.yaml", "logs/rank1.log", "train.log", "tokenizer/tokenizer.json")])
+@pytest.mark.parametrize(
+    "during",
+    [lambda metadata: None, write(".hydra/config.yaml", "logs/rank1.log", "train.log", "tokenizer/tokenizer.json")],
+)
 def test_discard_removes_the_new_directory_and_its_empty_parents(tmp_path, during):
     refuse(tmp_path / "outputs" / "2026-01-01" / "10-00-00", during)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_discard_keeps_parents_that_hold_something(tmp_path):
-    first = naming.create_unique(tmp_path / "outputs" / "2026-01-01" / "10-00-00")
-    refuse(naming.create_unique(first))
+    first = contents.create_unique(tmp_path / "outputs" / "2026-01-01" / "10-00-00")
+    refuse(contents.create_unique(first))
     assert [path.name for path in first.parent.iterdir()] == [first.name]
 
 
@@ -53,7 +58,11 @@ def begin(metadata: RunMetadata) -> None:
     metadata.finish(Outcome.FAILED, "out of memory")
 
 
-@pytest.mark.parametrize("during", [begin, write("checkpoints/step-00000002/state.json"), write("metrics.jsonl")], ids=["failed", "checkpoint", "metrics"])
+@pytest.mark.parametrize(
+    "during",
+    [begin, write("checkpoints/step-00000002/state.json"), write("metrics.jsonl")],
+    ids=["failed", "checkpoint", "metrics"],
+)
 def test_discard_keeps_a_run_with_a_result(tmp_path, during):
     refuse(tmp_path / "run", during)
     assert (tmp_path / "run" / "run.json").is_file()
@@ -89,4 +98,6 @@ def test_discard_removes_a_sweep_that_never_ran(tmp_path):
             if has_begun:
                 state.set_status("running")
             raise UserError("a", "b", "c")
-        assert (tmp_path / "multirun" / "sweep" / "sweep.json").is_file() == has_begun == (tmp_path / "multirun").exists()
+        assert (
+            (tmp_path / "multirun" / "sweep" / "sweep.json").is_file() == has_begun == (tmp_path / "multirun").exists()
+        )

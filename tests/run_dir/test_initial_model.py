@@ -22,10 +22,29 @@ from runner.run_dir import initial_weights
 from runner.run_dir.initial_weights import adopt_model, check_model
 from runner.sweep.grid import PointComposer
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
 LLAMA: dict[str, Any] = {
-    **{"model_type": "llama", "vocab_size": 6400, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
-    **{"intermediate_size": 48, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "rope_scaling": LLAMA3},
+    **{
+        "model_type": "llama",
+        "vocab_size": 6400,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    **{
+        "intermediate_size": 48,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
+        "rope_scaling": LLAMA3,
+    },
 }
 
 
@@ -79,13 +98,24 @@ def _as_dict(tree: Any) -> Any:
 
 def test_model_that_is_not_typed_is_that_of_the_folder(llama: Callable[..., str]) -> None:
     model = decoder(llama(), "stage=sft", "data.max_length=2048")  # the default model has 1,024 positions
-    assert (model.rope_theta, model.rms_norm_eps, model.qk_norm, model.max_position_embeddings, model.name) == (5e5, 1e-5, False, 4096, "llama")
+    assert (model.rope_theta, model.rms_norm_eps, model.qk_norm, model.max_position_embeddings, model.name) == (
+        5e5,
+        1e-5,
+        False,
+        4096,
+        "llama",
+    )
     assert model.rope_scaling is not None and (model.rope_scaling.type, model.rope_scaling.factor) == ("llama3", 8.0)
 
 
 @pytest.mark.parametrize(
     ("typed", "warns"),
-    [(["stage=sft"], True), (["stage=sft", "optimizer.lr=2e-5"], False), (["stage=lora"], True), (["stage=lora", "optimizer.lr=2e-4"], False)],
+    [
+        (["stage=sft"], True),
+        (["stage=sft", "optimizer.lr=2e-5"], False),
+        (["stage=lora"], True),
+        (["stage=lora", "optimizer.lr=2e-4"], False),
+    ],
 )
 def test_learning_rate_of_small_models_is_warned_of_for_published_weights(
     typed: list[str], warns: bool, llama: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture
@@ -98,13 +128,21 @@ def test_learning_rate_of_small_models_is_warned_of_for_published_weights(
 
 
 def test_typed_setting_without_influence_on_the_weights_is_kept_in_the_folders_model(llama: Callable[..., str]) -> None:
-    model = decoder(llama(), "model.dropout=0.1", "model.attention=math", "model.max_position_embeddings=128", "data.max_length=128")
+    model = decoder(
+        llama(), "model.dropout=0.1", "model.attention=math", "model.max_position_embeddings=128", "data.max_length=128"
+    )
     assert (model.dropout, model.attention, model.max_position_embeddings, model.rope_theta) == (0.1, "math", 128, 5e5)
 
 
 @pytest.mark.parametrize(
     "typed",
-    ["model.rope_theta=1e4", "model.rms_norm_eps=1e-6", "model.qk_norm=true", "model.tie_word_embeddings=true", "model.attention_bias=true"],
+    [
+        "model.rope_theta=1e4",
+        "model.rms_norm_eps=1e-6",
+        "model.qk_norm=true",
+        "model.tie_word_embeddings=true",
+        "model.attention_bias=true",
+    ],
 )
 def test_typed_difference_is_refused_with_both_values(typed: str, llama: Callable[..., str]) -> None:
     key = typed.partition("=")[0]
@@ -113,7 +151,9 @@ def test_typed_difference_is_refused_with_both_values(typed: str, llama: Callabl
     assert key in error.value.fix
 
 
-@pytest.mark.parametrize("choice", [["model=tiny"], ["experiment=minimind_pretrain", "data.path=rows.jsonl"]], ids=["group", "experiment"])
+@pytest.mark.parametrize(
+    "choice", [["model=tiny"], ["experiment=minimind_pretrain", "data.path=rows.jsonl"]], ids=["group", "experiment"]
+)
 def test_chosen_model_is_compared_with_the_folder(choice: list[str], llama: Callable[..., str]) -> None:
     with pytest.raises(UserError, match="these weights belong to another model") as error:
         decoder(llama(), *choice)
@@ -132,7 +172,9 @@ def _asdict(model: DecoderConfig) -> dict[str, Any]:
     return {**setting_values(model), "rope_scaling": None}
 
 
-def test_field_of_the_folder_that_the_decoder_lacks_chooses_transformers_and_is_refused_where_the_decoder_is_forced(llama: Callable[..., str]) -> None:
+def test_field_of_the_folder_that_the_decoder_lacks_chooses_transformers_and_is_refused_where_the_decoder_is_forced(
+    llama: Callable[..., str],
+) -> None:
     source = llama(attention_multiplier=0.01)
     assert started(source).model.family == "transformers"
     with pytest.raises(UserError, match="attention_multiplier=0.01"):
@@ -142,9 +184,18 @@ def test_field_of_the_folder_that_the_decoder_lacks_chooses_transformers_and_is_
 def test_choice_between_the_decoder_and_transformers_is_described_with_its_reason(llama: Callable[..., str]) -> None:
     for changes, described in (
         ({}, "computed by the decoder of this program; model.family=transformers chooses"),
-        ({"model_type": "qwen3_moe", "output_router_logits": False}, "computed by the decoder of this program without load-balancing loss, as config.json has"),
-        ({"model_type": "qwen3_moe"}, "computed by the decoder of this program with the load-balancing loss times 0.001;"),
-        ({"hidden_act": "gelu"}, "computed by the class of transformers: llama (LlamaForCausalLM) with hidden_act=gelu is not supported"),
+        (
+            {"model_type": "qwen3_moe", "output_router_logits": False},
+            "computed by the decoder of this program without load-balancing loss, as config.json has",
+        ),
+        (
+            {"model_type": "qwen3_moe"},
+            "computed by the decoder of this program with the load-balancing loss times 0.001;",
+        ),
+        (
+            {"hidden_act": "gelu"},
+            "computed by the class of transformers: llama (LlamaForCausalLM) with hidden_act=gelu is not supported",
+        ),
     ):
         override = llama(**changes)
         assert described in str(adopt_model(without_hydra(compose_tree([override])), [override]))
@@ -156,7 +207,10 @@ def test_model_of_a_run_is_the_one_that_it_recorded(tmp_path: Path) -> None:
     for source in (run, run / "checkpoints" / "step-00000100"):
         model = decoder(f"init_from={source}", "stage=sft")
         assert (model.rope_theta, model.hidden_size, model.name) == (123.0, 64, "mine")
-    with pytest.raises(UserError, match="model.family=transformers does not compute the weights of this run, which are those of decoder"):
+    with pytest.raises(
+        UserError,
+        match="model.family=transformers does not compute the weights of this run, which are those of decoder",
+    ):
         decoder(f"init_from={run}", "stage=sft", "model.family=transformers")
     with pytest.raises(UserError, match="model.rope_theta=1000000.0, in the weights 123.0"):
         decoder(f"init_from={run}", "model=tiny", "model.hidden_size=64")
@@ -173,7 +227,9 @@ def test_model_of_a_run_of_an_older_version_gets_the_settings_that_are_newer(tmp
 def test_model_of_an_adapter_is_that_of_its_base_model(llama: Callable[..., str], tmp_path: Path) -> None:
     llama()
     (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "llama")}))
+    (tmp_path / "adapter" / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": str(tmp_path / "llama")})
+    )
     assert decoder(f"init_from={tmp_path / 'adapter'}").rope_theta == 5e5
 
 
@@ -182,7 +238,13 @@ def test_model_of_a_minimind_file_renormalizes_and_a_typed_one_must_too(tmp_path
 
     from models.decoder import Decoder
 
-    sizes = ["model.vocab_size=64", "model.hidden_size=16", "model.head_dim=4", "model.intermediate_size=8", "model.moe_intermediate_size=8"]
+    sizes = [
+        "model.vocab_size=64",
+        "model.hidden_size=16",
+        "model.head_dim=4",
+        "model.intermediate_size=8",
+        "model.moe_intermediate_size=8",
+    ]
     typed = ["model=minimind_moe", *sizes, f"init_from={tmp_path / 'moe.pth'}"]
     torch.save(Decoder(decoder(*typed[:-1])).state_dict(), tmp_path / "moe.pth")
     assert decoder(typed[-1]).norm_topk_prob
@@ -191,7 +253,9 @@ def test_model_of_a_minimind_file_renormalizes_and_a_typed_one_must_too(tmp_path
     assert "model.norm_topk_prob=True" in error.value.fix
 
 
-def test_command_refuses_another_model_and_leaves_nothing(llama: Callable[..., str], call: Call, rows: str, workspace: Path) -> None:
+def test_command_refuses_another_model_and_leaves_nothing(
+    llama: Callable[..., str], call: Call, rows: str, workspace: Path
+) -> None:
     result = call(rows, llama(), "model=tiny", "device=cpu", "tracker.console=quiet")
     assert result.returncode == 2 and "these weights belong to another model" in result.stderr
     assert not (workspace / "outputs").exists()
@@ -199,9 +263,19 @@ def test_command_refuses_another_model_and_leaves_nothing(llama: Callable[..., s
 
 @pytest.mark.slow
 def test_run_from_a_run_records_its_model_and_resumes_without_it(call: Call, rows: str, workspace: Path) -> None:
-    common = [rows, "device=cpu", "train.compile=off", "data.max_length=32", "data.val_path=null", "train.sample_every=0"]
+    common = [
+        rows,
+        "device=cpu",
+        "train.compile=off",
+        "data.max_length=32",
+        "data.val_path=null",
+        "train.sample_every=0",
+    ]
     assert call(rows, *TINY_RUN, "model.rope_theta=77", "hydra.run.dir=first").returncode == 0
-    assert "model: the settings are those of the weights" in (second := call(*common, "train.max_steps=2", "init_from=first", "hydra.run.dir=second")).stderr
+    assert (
+        "model: the settings are those of the weights"
+        in (second := call(*common, "train.max_steps=2", "init_from=first", "hydra.run.dir=second")).stderr
+    )
     assert second.returncode == 0
     assert yaml.safe_load((workspace / "second" / ".hydra" / "config.yaml").read_text())["model"]["rope_theta"] == 77
     shutil.rmtree(workspace / "first")

@@ -27,9 +27,21 @@ def day(workspace: Path) -> Path:
     return workspace / "outputs" / "2026-11-21"
 
 
-def write_run(folder: Path, fingerprints: dict[str, str], ended: str, stage: str = "pretrain", status: str = "completed", **more: object) -> str:
+def write_run(
+    folder: Path,
+    fingerprints: dict[str, str],
+    ended: str,
+    stage: str = "pretrain",
+    status: str = "completed",
+    **more: object,
+) -> str:
     (folder / "model").mkdir(parents=True)
-    fields = {"status": status, "stage": stage, "fingerprints": fingerprints, "ended": f"2026-11-21T{ended}+00:00"} | more
+    fields = {
+        "status": status,
+        "stage": stage,
+        "fingerprints": fingerprints,
+        "ended": f"2026-11-21T{ended}+00:00",
+    } | more
     (folder / "run.json").write_text(json.dumps(fields))
     return str(folder)
 
@@ -38,7 +50,9 @@ def resolved(config: Config, day: Path) -> str:
     return resolve_init_from(config, day / "now", compatibility_fingerprints(config))
 
 
-def test_auto_takes_the_newest_completed_run_of_the_previous_stage(sft: Config, day: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_takes_the_newest_completed_run_of_the_previous_stage(
+    sft: Config, day: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fingerprints = compatibility_fingerprints(sft)
     write_run(day / "10-00-00", fingerprints, "10:05:00")
     newest = write_run(day / "10-01-00", fingerprints, "10:09:00")
@@ -60,14 +74,24 @@ def test_auto_takes_a_run_of_any_tokenizer_unless_one_is_typed(sft: Config, day:
 
 
 def test_auto_finds_jobs_of_a_sweep(sft: Config, day: Path) -> None:
-    job = write_run(day.parent / "multirun" / "2026-11-21" / "10-00-00" / "optimizer.lr=0.1", compatibility_fingerprints(sft), "10:05:00")
+    job = write_run(
+        day.parent / "multirun" / "2026-11-21" / "10-00-00" / "optimizer.lr=0.1",
+        compatibility_fingerprints(sft),
+        "10:05:00",
+    )
     assert resolved(sft, day) == job
 
 
 def scored(loss: float, steps: int = 1000, **evaluation: object) -> dict[str, object]:
     """Fields of run.json of a run whose model has this evaluation loss."""
     identity = {"on": "validation", "data": "a", "rows": 10, "tokens": 0, "tokenizer": "t", "loss": {}} | evaluation
-    fields = {"step": steps, "tokens": 100 * steps, "metrics": {"loss": loss}, "data": [{"file": "/data/world.jsonl"}], "evaluation": identity}
+    fields = {
+        "step": steps,
+        "tokens": 100 * steps,
+        "metrics": {"loss": loss},
+        "data": [{"file": "/data/world.jsonl"}],
+        "evaluation": identity,
+    }
     return fields | {"export": {"weights": "best", "step": steps, "loss": loss}}
 
 
@@ -83,22 +107,34 @@ def sweep(sft: Config, day: Path) -> Path:
     return folder
 
 
-def test_auto_after_a_sweep_takes_its_best_job(sft: Config, day: Path, sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_after_a_sweep_takes_its_best_job(
+    sft: Config, day: Path, sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It took the job that ended last, which was the worst."""
     write_run(day / "09-00-00", compatibility_fingerprints(sft), "09:00:00", **scored(2.2))
     assert resolved(sft, day) == str(sweep / "optimizer.lr=0.2")
     message = capsys.readouterr().err
-    assert "best job of the newest sweep" in message and "1,000 steps, validation loss 2.0000, data world.jsonl, ended" in message and "warning" not in message
+    assert (
+        "best job of the newest sweep" in message
+        and "1,000 steps, validation loss 2.0000, data world.jsonl, ended" in message
+        and "warning" not in message
+    )
 
 
-def test_sweep_as_init_from_means_its_best_job(sft: Config, day: Path, sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_as_init_from_means_its_best_job(
+    sft: Config, day: Path, sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert resolved(dataclasses.replace(sft, init_from=str(sweep)), day) == str(sweep / "optimizer.lr=0.2")
     assert "best job optimizer.lr=0.2, best weights, step 1000, evaluation loss 2.0000" in capsys.readouterr().err
     assert resolve_model_override(f"init_from={sweep}") == f"init_from='{sweep}/optimizer.lr=0.2'"
-    assert resolve_model_override(f"init_from=scratch,{sweep}").startswith("init_from=scratch,'") and resolve_model_override("seed=1") == "seed=1"
+    assert (
+        resolve_model_override(f"init_from=scratch,{sweep}").startswith("init_from=scratch,'")
+        and resolve_model_override("seed=1") == "seed=1"
+    )
     assert resolve_model_run(str(sweep)) == resolve_model_run("last") == sweep / "optimizer.lr=0.2"
     assert (
-        resolve_model_override("init_from=last") == f"init_from='{sweep}/optimizer.lr=0.2'" and resolve_model_override("model.path=last") == "model.path=last"
+        resolve_model_override("init_from=last") == f"init_from='{sweep}/optimizer.lr=0.2'"
+        and resolve_model_override("model.path=last") == "model.path=last"
     )
 
 
@@ -119,23 +155,34 @@ def test_sweep_with_seeds_has_the_best_job_of_the_best_point(tmp_path: Path) -> 
     assert find_best_job(tmp_path).name == "x=2,seed=1"
 
 
-@pytest.mark.parametrize("kind, other", [("better", scored(1.0)), ("longer", scored(9.0, steps=5000, data="b")), ("", scored(9.0, steps=5000))])
-def test_auto_warns_of_a_better_or_longer_run(sft: Config, day: Path, capsys: pytest.CaptureFixture[str], kind: str, other: dict) -> None:
+@pytest.mark.parametrize(
+    "kind, other",
+    [("better", scored(1.0)), ("longer", scored(9.0, steps=5000, data="b")), ("", scored(9.0, steps=5000))],
+)
+def test_auto_warns_of_a_better_or_longer_run(
+    sft: Config, day: Path, capsys: pytest.CaptureFixture[str], kind: str, other: dict
+) -> None:
     """It took a smoke test of 20 steps and printed only its path."""
     fingerprints = compatibility_fingerprints(sft)
     better = write_run(day / "10-00-00", fingerprints, "10:05:00", **other)
     smoke_test = write_run(day / "10-01-00", fingerprints, "10:09:00", **scored(7.1, steps=20))
     assert resolved(sft, day) == smoke_test
     message = capsys.readouterr().err
-    assert "20 steps, validation loss 7.1000" in message and (f"warning: there is a {kind} run: init_from={better}" in message) == bool(kind)
+    assert "20 steps, validation loss 7.1000" in message and (
+        f"warning: there is a {kind} run: init_from={better}" in message
+    ) == bool(kind)
 
 
-def test_auto_without_a_run_starts_from_random_weights_with_a_warning(sft: Config, day: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_without_a_run_starts_from_random_weights_with_a_warning(
+    sft: Config, day: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert resolved(sft, day) == "scratch"
     assert "random weights" in capsys.readouterr().err
 
 
-def test_first_stage_starts_from_random_weights_without_a_warning(day: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_first_stage_starts_from_random_weights_without_a_warning(
+    day: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert resolved(compose_config([]), day) == "scratch"
     assert capsys.readouterr().err == ""
 
@@ -154,6 +201,8 @@ def test_missing_path_is_refused_with_the_nearest_name(sft: Config, day: Path, t
 
 def test_fingerprint_depends_on_the_shape_of_the_weights_only(sft: Config) -> None:
     def fingerprint(**changes: object) -> str:
-        return compatibility_fingerprints(dataclasses.replace(sft, model=dataclasses.replace(sft.model, **changes)))["model"]
+        return compatibility_fingerprints(dataclasses.replace(sft, model=dataclasses.replace(sft.model, **changes)))[
+            "model"
+        ]
 
     assert fingerprint() == fingerprint(dropout=0.1, attention="math", name="other") != fingerprint(num_hidden_layers=5)

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from common import filesystem
+from common import filesystem, ownership
 from common.errors import Outcome, UserError
-from common.ownership import processes
-from runner.run_dir.contents import provenance
-from runner.run_dir.contents.fields import has_diverged
+from runner.run_dir import contents
+from runner.run_dir.contents import has_diverged
 from runner.run_dir.metadata import RunMetadata
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +29,11 @@ def fields_of(folder: Path) -> dict:
 def snapshot(folder: Path) -> dict[str, tuple]:
     """Every file's bytes, times and inode."""
     return {
-        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.stat().st_ino, hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "")
+        str(path.relative_to(folder)): (
+            path.stat().st_mtime_ns,
+            path.stat().st_ino,
+            hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "",
+        )
         for path in sorted([folder, *folder.rglob("*")])
         if path.name != ".lock"  # reading it would release a lock of this process
     }
@@ -38,7 +41,12 @@ def snapshot(folder: Path) -> dict[str, tuple]:
 
 def start(script: str, *args: object) -> subprocess.Popen:
     prelude = f"import os, sys, time; from pathlib import Path; sys.path.insert(0, {str(ROOT)!r})\nfrom common.errors import UserError\nfrom runner.run_dir.metadata import RunMetadata\nfolder = Path(sys.argv[1])\n"
-    return subprocess.Popen([sys.executable, "-c", prelude + script, *map(str, args)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", prelude + script, *map(str, args)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 HOLD = """
@@ -72,11 +80,23 @@ def test_metadata_goes_from_new_through_running_to_completed(tmp_path):
         assert fields_of(folder)["status"] == metadata.status == "new" and metadata.attempt == 0
         metadata.mark_running(init_from=tmp_path)
         assert fields_of(folder)["status"] == metadata.status == "running" and metadata.attempt == 1
-        assert (fields_of(folder)["pid"], fields_of(folder)["init_from"], fields_of(folder)["exact"]) == (os.getpid(), str(tmp_path), True)
+        assert (fields_of(folder)["pid"], fields_of(folder)["init_from"], fields_of(folder)["exact"]) == (
+            os.getpid(),
+            str(tmp_path),
+            True,
+        )
         metadata.update(step=7, tokens=900)
-        assert (fields_of(folder)["step"], fields_of(folder)["tokens"], fields_of(folder)["status"]) == (7, 900, "running")
+        assert (fields_of(folder)["step"], fields_of(folder)["tokens"], fields_of(folder)["status"]) == (
+            7,
+            900,
+            "running",
+        )
         metadata.finish(Outcome.COMPLETED, metrics={"loss": 1.5})
-    assert fields_of(folder)["status"] == "completed" and fields_of(folder)["metrics"] == {"loss": 1.5} and "ended" in fields_of(folder)
+    assert (
+        fields_of(folder)["status"] == "completed"
+        and fields_of(folder)["metrics"] == {"loss": 1.5}
+        and "ended" in fields_of(folder)
+    )
     assert not (folder / ".owner.json").exists()
 
 
@@ -91,7 +111,7 @@ def test_open_in_a_second_process_is_refused_and_changes_nothing(tmp_path, holde
     for resume in (False, True):
         with pytest.raises(UserError) as caught:
             RunMetadata.open(tmp_path / "run", resume=resume)
-        assert f"process {holder.pid} on {processes.process_id()['host']} since " in caught.value.message
+        assert f"process {holder.pid} on {ownership.process_id()['host']} since " in caught.value.message
         assert caught.value.setting == str(tmp_path / "run") and "hydra.run.dir=" in caught.value.fix
     assert snapshot(tmp_path / "run") == before
 
@@ -123,7 +143,8 @@ RANK = "metadata = RunMetadata.attach(folder, int(sys.argv[2]))\nprint(metadata.
 def launch(tmp_path):
     """A launcher and its two ranks, each a process; the launcher is the first."""
     share = HOLD.replace("metadata.mark_running()", "metadata.mark_running(); metadata.allow_ranks()").replace(
-        "time.sleep(60)", "metadata.set_rank_pids([int(sys.stdin.readline()), int(sys.stdin.readline())]); print('named', flush=True); time.sleep(60)"
+        "time.sleep(60)",
+        "metadata.set_rank_pids([int(sys.stdin.readline()), int(sys.stdin.readline())]); print('named', flush=True); time.sleep(60)",
     )
     children = [start(share, tmp_path / "run")]
     assert children[0].stdout.readline() == "trains\n"
@@ -154,7 +175,9 @@ def test_busy_error_names_the_ranks_that_outlive_their_launcher(tmp_path, launch
     for number in (0, 1):
         launch[number].kill()
         launch[number].wait()
-    with pytest.raises(UserError, match=f"being trained by process {launch[2].pid} on .* ranks whose launcher has died"):
+    with pytest.raises(
+        UserError, match=f"being trained by process {launch[2].pid} on .* ranks whose launcher has died"
+    ):
         RunMetadata.open(tmp_path / "run", resume=True)
 
 
@@ -169,7 +192,10 @@ def test_metadata_is_written_by_rank_0_only(tmp_path, launch):
     launch[2].kill(), launch[2].wait()
     assert start(writes, tmp_path / "run", 1).wait() == 0 and snapshot(tmp_path / "run") == before
     launch[1].kill(), launch[1].wait()
-    assert start(writes.replace("=int", "=7 + int"), tmp_path / "run", 0).wait() == 0 and fields_of(tmp_path / "run")["step"] == 7
+    assert (
+        start(writes.replace("=int", "=7 + int"), tmp_path / "run", 0).wait() == 0
+        and fields_of(tmp_path / "run")["step"] == 7
+    )
     assert (tmp_path / "run" / ".owner.json").exists(), "the launcher removes it"
 
 
@@ -342,32 +368,40 @@ def test_open_refuses_a_directory_that_cannot_be_created(tmp_path):
 
 def test_git_state_is_the_commit_and_a_hash_of_changes(tmp_path):
     def git(*arguments):
-        subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *arguments], check=True, capture_output=True)
+        subprocess.run(
+            ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *arguments],
+            check=True,
+            capture_output=True,
+        )
 
-    assert provenance.git_state(tmp_path) == {"commit": None, "dirty": None}  # no repository
+    assert contents.git_state(tmp_path) == {"commit": None, "dirty": None}  # no repository
     git("init")
-    assert provenance.git_state(tmp_path) == {"commit": None, "dirty": None}  # no commit
+    assert contents.git_state(tmp_path) == {"commit": None, "dirty": None}  # no commit
     (tmp_path / "a.py").write_text("1")
     git("add", ".")
     git("commit", "-m", "a")
-    clean = provenance.git_state(tmp_path)
+    clean = contents.git_state(tmp_path)
     assert len(clean["commit"]) == 40 and clean["dirty"] is None
     (tmp_path / "a.py").write_text("2")
-    assert provenance.git_state(tmp_path)["commit"] == clean["commit"] and len(provenance.git_state(tmp_path)["dirty"]) == 64
+    assert (
+        contents.git_state(tmp_path)["commit"] == clean["commit"] and len(contents.git_state(tmp_path)["dirty"]) == 64
+    )
     (tmp_path / "inside").mkdir()
-    assert provenance.git_state(tmp_path / "inside") == {"commit": None, "dirty": None}  # inside of another repository
+    assert contents.git_state(tmp_path / "inside") == {"commit": None, "dirty": None}  # inside of another repository
 
 
 def test_git_state_without_git_is_unknown(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert provenance.git_state() == {"commit": None, "dirty": None}
+    assert contents.git_state() == {"commit": None, "dirty": None}
 
 
 def test_process_is_distinguished_from_a_later_one_with_the_same_pid():
-    this = processes.process_id()
-    assert processes.is_alive(this)
+    this = ownership.process_id()
+    assert ownership.is_alive(this)
     if this["start_ticks"] is not None:  # where there is /proc
-        assert not processes.is_alive({**this, "start_ticks": 1}) and not processes.is_alive({**this, "boot_id": "another"})
+        assert not ownership.is_alive({**this, "start_ticks": 1}) and not ownership.is_alive(
+            {**this, "boot_id": "another"}
+        )
 
 
 def test_files_of_hydra_are_synced_before_training_begins(tmp_path, monkeypatch):
@@ -391,12 +425,20 @@ def test_files_of_hydra_are_synced_before_training_begins(tmp_path, monkeypatch)
 
 
 def test_finish_records_outcome_and_status(tmp_path):
-    for outcome, status in ((Outcome.DIVERGED, "failed"), (Outcome.INTERRUPTED, "interrupted"), (Outcome.COMPLETED, "completed")):
+    for outcome, status in (
+        (Outcome.DIVERGED, "failed"),
+        (Outcome.INTERRUPTED, "interrupted"),
+        (Outcome.COMPLETED, "completed"),
+    ):
         with RunMetadata.open(tmp_path / outcome) as metadata:
             metadata.mark_running()
             metadata.finish(outcome)
         fields = RunMetadata.read(tmp_path / outcome)
-        assert (fields["outcome"], fields["status"], has_diverged(fields)) == (outcome, status, outcome == Outcome.DIVERGED)
+        assert (fields["outcome"], fields["status"], has_diverged(fields)) == (
+            outcome,
+            status,
+            outcome == Outcome.DIVERGED,
+        )
 
 
 def test_opened_returns_the_metadata_of_this_process_until_it_is_closed(tmp_path):

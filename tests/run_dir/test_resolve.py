@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import UserError
 from runner.checkpoint.atomic_dir import write_atomic_dir
-from runner.run_dir.naming import NAME_LENGTH, create_unique, job_dirname
+from runner.run_dir.contents import NAME_LENGTH, create_unique, job_dirname
 from runner.run_dir.resolve import check_not_inside_run, is_sweep_dir, resolve_run
 
 
@@ -54,7 +54,9 @@ def test_file_in_a_sweep_means_its_job_or_the_sweep(run: Path, tmp_path: Path) -
     (tmp_path / "sweep.json").write_text("{}")
     (tmp_path / "report.html").touch()
     assert resolve_run(str(run / "run.json")) == run
-    assert resolve_run(str(tmp_path)) == resolve_run(str(tmp_path / "report.html")) == tmp_path and is_sweep_dir(tmp_path)
+    assert resolve_run(str(tmp_path)) == resolve_run(str(tmp_path / "report.html")) == tmp_path and is_sweep_dir(
+        tmp_path
+    )
 
 
 def write_run(folder: Path, **fields: object) -> Path:
@@ -67,7 +69,8 @@ def test_last_is_the_run_or_sweep_that_was_started_last(workspace: Path, capsys:
     """A sweep is resumed as a whole, not only the job that began last."""
     sweep = workspace / "outputs" / "multirun" / "day" / "time"
     write_run(sweep / "seed=1", started="2026-01-02T00:00:00+00:00")
-    single = write_run(workspace / "outputs" / "day" / "time", started="2026-01-01T00:00:00+00:00")  # the older one is written last
+    # the older one is written last
+    single = write_run(workspace / "outputs" / "day" / "time", started="2026-01-01T00:00:00+00:00")
     (sweep / "sweep.json").write_text("{}")
     assert resolve_run("last") == sweep and f"resume=last: sweep {sweep}" in capsys.readouterr().err
     write_run(workspace / "outputs" / "day" / "later", started="2026-01-03T00:00:00+00:00")
@@ -76,7 +79,9 @@ def test_last_is_the_run_or_sweep_that_was_started_last(workspace: Path, capsys:
 
 def test_last_skips_runs_that_never_began(workspace: Path) -> None:
     """As left behind by a launch that was refused: 13 of 88 refusals took the place of the last run."""
-    begun = write_run(workspace / "outputs" / "day" / "10-00-00", started="2026-01-01T00:00:00+00:00", status="interrupted")
+    begun = write_run(
+        workspace / "outputs" / "day" / "10-00-00", started="2026-01-01T00:00:00+00:00", status="interrupted"
+    )
     refused = write_run(workspace / "outputs" / "day" / "10-05-00", status="new", attempt=0)
     assert resolve_run("last") == begun
     for file in begun.iterdir():

@@ -26,12 +26,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from runner.train import train_task
 
     root = tmp_path_factory.mktemp("trained")
-    (root / "rows.jsonl").write_text("".join(f'{{"text": "{number} goats sing in the rain"}}\n' for number in range(40)))
+    (root / "rows.jsonl").write_text(
+        "".join(f'{{"text": "{number} goats sing in the rain"}}\n' for number in range(40))
+    )
     run = root / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paths, "REPO_ROOT", root)
         patch.setenv("OMP_WAIT_POLICY", "passive")
-        train_command(train_task, [*TINY_RUN, f"data.path={root / 'rows.jsonl'}", "schedule.min_lr_ratio=0.5", f"hydra.run.dir={run}"])
+        train_command(
+            train_task,
+            [*TINY_RUN, f"data.path={root / 'rows.jsonl'}", "schedule.min_lr_ratio=0.5", f"hydra.run.dir={run}"],
+        )
     return run
 
 
@@ -54,7 +59,11 @@ def refused(call: Call, workspace: Path) -> Callable[..., Result]:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+    return {
+        str(path): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
 
 
 def test_resume_composes_from_the_copy_of_conf_and_names_changed_files(call: Call, run: Path) -> None:
@@ -64,18 +73,31 @@ def test_resume_composes_from_the_copy_of_conf_and_names_changed_files(call: Cal
     printed = call("--cfg", "job", f"resume={run}", "schedule=linear")
     assert yaml.safe_load(printed.stdout)["schedule"]["min_lr_ratio"] == 0.3
     notes = printed.stderr.splitlines()
-    assert [note.split()[1] for note in notes] == ["conf/schedule/gone.yaml", "conf/schedule/linear.yaml", "schedule.min_lr_ratio=0.5"], notes
+    assert [note.split()[1] for note in notes] == [
+        "conf/schedule/gone.yaml",
+        "conf/schedule/linear.yaml",
+        "schedule.min_lr_ratio=0.5",
+    ], notes
     assert "is not in conf/" in notes[0] and "has changed (min_lr_ratio)" in notes[1] and "is dropped" in notes[2]
     result = call(f"resume={run / 'model' / 'config.json'}", "train.max_steps=3", "schedule=gone")
     assert result.returncode == 0, result.stderr
     config = yaml.safe_load((run / ".hydra" / "config.yaml").read_text())
-    assert (config["schedule"]["name"], config["schedule"]["min_lr_ratio"], config["train"]["max_steps"]) == ("cosine", 0.1, 3)
-    assert json.loads((run / "run.json").read_text())["step"] == 3 and (run / ".hydra" / "history" / "000" / "config.yaml").is_file()
+    assert (config["schedule"]["name"], config["schedule"]["min_lr_ratio"], config["train"]["max_steps"]) == (
+        "cosine",
+        0.1,
+        3,
+    )
+    assert (
+        json.loads((run / "run.json").read_text())["step"] == 3
+        and (run / ".hydra" / "history" / "000" / "config.yaml").is_file()
+    )
 
 
 def test_files_of_a_run_have_the_permissions_of_any_new_file(trained: Path) -> None:
     (trained.parent / "new").touch()
-    assert {file.stat().st_mode for file in trained.rglob("*") if file.is_file()} == {(trained.parent / "new").stat().st_mode}
+    assert {file.stat().st_mode for file in trained.rglob("*") if file.is_file()} == {
+        (trained.parent / "new").stat().st_mode
+    }
 
 
 def test_resume_of_a_completed_run_changes_nothing(call: Call, run: Path) -> None:
@@ -95,12 +117,17 @@ def test_printing_the_config_of_a_resume_writes_nothing(call: Call, run: Path, f
 
 
 def test_completion_works_beside_resume(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    for line, expected in (("resume=/some/moved\\ here/run optimizer.l", "optimizer.lr="), ("resume=last schedule=", "schedule=linear")):
+    for line, expected in (
+        ("resume=/some/moved\\ here/run optimizer.l", "optimizer.lr="),
+        ("resume=last schedule=", "schedule=linear"),
+    ):
         monkeypatch.setenv("COMP_LINE", f"python runner/train.py {line}")
         assert expected in call("--shell-completion", "query=bash").stdout.split()
 
 
-def test_resume_last_finds_the_newest_run_from_any_directory(call: Call, trained: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_last_finds_the_newest_run_from_any_directory(
+    call: Call, trained: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert is_user_error(call("resume=last"))
     run = Path(shutil.copytree(trained, workspace / "outputs" / "multirun" / "2026-01-01" / "00-00-00" / "seed=1"))
     monkeypatch.chdir("/")
@@ -126,7 +153,9 @@ RERUNS = {
 
 
 @pytest.mark.parametrize("argv", RERUNS.values(), ids=RERUNS)
-def test_hydra_s_ways_to_rerun_are_refused_with_resume(refused: Callable[..., Result], run: Path, argv: list[str]) -> None:
+def test_hydra_s_ways_to_rerun_are_refused_with_resume(
+    refused: Callable[..., Result], run: Path, argv: list[str]
+) -> None:
     (run / ".hydra" / "config.pickle").write_bytes(pickle.dumps(Trap()))
     before = contents(run.parents[1])
     assert f"resume={run}" in refused(*(arg.format(run=run) for arg in argv)).stderr
@@ -134,7 +163,10 @@ def test_hydra_s_ways_to_rerun_are_refused_with_resume(refused: Callable[..., Re
 
 
 @pytest.mark.parametrize("flags", [["--info", "config"], ["--cfg", "job"], ["train.max_steps=4"]], ids=" ".join)
-@pytest.mark.parametrize("stored", ["--experimental-rerun={trap}", "+experiment@hydra.callbacks=x", "hydra={{callbacks: {{}}}}", "${{oc.env:HOME}}=1"])
+@pytest.mark.parametrize(
+    "stored",
+    ["--experimental-rerun={trap}", "+experiment@hydra.callbacks=x", "hydra={{callbacks: {{}}}}", "${{oc.env:HOME}}=1"],
+)
 def test_resume_refuses_stored_overrides_that_are_no_settings(
     refused: Callable[..., Result], run: Path, workspace: Path, stored: str, flags: list[str]
 ) -> None:
@@ -176,7 +208,9 @@ def test_resume_refuses_what_contradicts_the_run(refused: Callable[..., Result],
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("override", ["model.hidden_size=64", "seed=3", "data.val_fraction=0.5", "optimizer=adamw", "train.max_steps=1"])
+@pytest.mark.parametrize(
+    "override", ["model.hidden_size=64", "seed=3", "data.val_fraction=0.5", "optimizer=adamw", "train.max_steps=1"]
+)
 def test_resume_refuses_what_contradicts_the_checkpoint(call: Call, run: Path, override: str) -> None:
     before = contents(run)
     result = call(f"resume={run}", override)
@@ -186,7 +220,9 @@ def test_resume_refuses_what_contradicts_the_checkpoint(call: Call, run: Path, o
     }
 
 
-def test_run_without_the_field_outcome_is_refused_as_of_an_older_version(refused: Callable[..., Result], run: Path) -> None:
+def test_run_without_the_field_outcome_is_refused_as_of_an_older_version(
+    refused: Callable[..., Result], run: Path
+) -> None:
     fields = json.loads((run / "run.json").read_text())
     del fields["outcome"]
     (run / "run.json").write_text(json.dumps(fields))
@@ -227,7 +263,9 @@ def test_saved_settings_of_hydra_are_not_used(call: Call, run: Path) -> None:
     assert not (run / "hacked").exists()
 
 
-def test_resume_uses_a_saved_cache_only_if_it_is_a_token_cache_of_this_user(call: Call, run: Path, tmp_path: Path) -> None:
+def test_resume_uses_a_saved_cache_only_if_it_is_a_token_cache_of_this_user(
+    call: Call, run: Path, tmp_path: Path
+) -> None:
     """Token stores are read from it, and stale ones deleted in it."""
     file = run / ".hydra" / "config.yaml"
     saved = yaml.safe_load(file.read_text())
@@ -241,5 +279,7 @@ def test_resume_uses_a_saved_cache_only_if_it_is_a_token_cache_of_this_user(call
         saved["data"]["cache"] = str(folder)
         file.write_text(yaml.safe_dump(saved))
         shown = call(f"resume={run}", "--cfg=job")
-        assert (f"cache: {folder}\n" in shown.stdout) == (folder == own) and ("no token cache of this user" in shown.stderr) == (folder != own)
+        assert (f"cache: {folder}\n" in shown.stdout) == (folder == own) and (
+            "no token cache of this user" in shown.stderr
+        ) == (folder != own)
         assert f"cache: {folder}\n" in call(f"resume={run}", f"data.cache={folder}", "--cfg=job").stdout

@@ -66,10 +66,18 @@ def test_resume_saves_its_overrides_and_keeps_the_former_files(run: Path) -> Non
     config = resumed_config(run, "train.max_steps=50", "schedule=linear")
     assert (config.train.max_steps, config.schedule.name) == (50, "linear")
     assert resumed_config(run) == config and config.seed == 7
-    assert yaml.safe_load((run / ".hydra" / "overrides.yaml").read_text()) == [*TYPED, "train.max_steps=50", "schedule=linear"]
+    assert yaml.safe_load((run / ".hydra" / "overrides.yaml").read_text()) == [
+        *TYPED,
+        "train.max_steps=50",
+        "schedule=linear",
+    ]
     assert yaml.safe_load((run / ".hydra" / "history" / "000" / "overrides.yaml").read_text()) == TYPED
     resumed_config(run, "train.max_steps=60")
-    assert yaml.safe_load((run / ".hydra" / "overrides.yaml").read_text()) == [*TYPED, "schedule=linear", "train.max_steps=60"]
+    assert yaml.safe_load((run / ".hydra" / "overrides.yaml").read_text()) == [
+        *TYPED,
+        "schedule=linear",
+        "train.max_steps=60",
+    ]
 
 
 @pytest.mark.parametrize("override", ["seed=8", "optimizer=adamw"])
@@ -102,7 +110,9 @@ def test_resume_refuses_overrides_that_a_run_cannot_take(run: Path, override: st
         plan_resume(run, [override])
 
 
-@pytest.mark.parametrize("value", [{"_target_": "os.system", "command": "true"}, "${oc.env:HOME}", "x${repo:}"], ids=str)
+@pytest.mark.parametrize(
+    "value", [{"_target_": "os.system", "command": "true"}, "${oc.env:HOME}", "x${repo:}"], ids=str
+)
 def test_saved_config_with_code_or_interpolations_is_refused(run: Path, value: object) -> None:
     edit_config(run, device=value)
     with pytest.raises(UserError, match="names code|interpolation"):
@@ -126,7 +136,9 @@ def test_another_option_drops_the_overrides_of_the_former_one(run: Path) -> None
     resumed_config(run, "schedule.min_lr_ratio=0.5", "optimizer.weight_decay=0.3")
     plan = plan_resume(run, ["schedule=linear", "schedule.warmup_steps=3"])
     assert plan.config.schedule == compose_config(["stage=sft", "schedule=linear", "schedule.warmup_steps=3"]).schedule
-    assert plan.config.optimizer.weight_decay == 0.3 and not [override for override in plan.overrides if "min_lr_ratio" in override]
+    assert plan.config.optimizer.weight_decay == 0.3 and not [
+        override for override in plan.overrides if "min_lr_ratio" in override
+    ]
     assert plan.notes == ["schedule.min_lr_ratio=0.5 is dropped: it was given for the former option of schedule"]
 
 
@@ -137,7 +149,9 @@ def test_another_option_is_composed_as_in_a_new_run(run: Path) -> None:
 
 def test_option_is_taken_from_the_run_s_copy_before_conf(run: Path) -> None:
     own = run / config_snapshot.SNAPSHOT_DIR / "schedule"
-    (own / "cosine.yaml").write_text((own / "cosine.yaml").read_text().replace("min_lr_ratio: 0.1", "min_lr_ratio: 0.7"))
+    (own / "cosine.yaml").write_text(
+        (own / "cosine.yaml").read_text().replace("min_lr_ratio: 0.1", "min_lr_ratio: 0.7")
+    )
     (own / "gone.yaml").write_text((own / "cosine.yaml").read_text().replace("0.7", "0.6"))
     assert plan_resume(run, ["schedule=cosine"]).config.schedule.min_lr_ratio == 0.7
     assert plan_resume(run, ["schedule=gone"]).config.schedule.min_lr_ratio == 0.6
@@ -154,7 +168,9 @@ def test_setting_newer_than_the_run_is_taken_from_conf_with_a_note(run: Path, st
     del saved["train"]["keep_every"]
     path.write_text(yaml.safe_dump(saved))
     plan = plan_resume(run, [])
-    assert plan.config == start_config and plan.notes == ["train.keep_every=0 is taken from conf/: the setting is newer than the run"]
+    assert plan.config == start_config and plan.notes == [
+        "train.keep_every=0 is taken from conf/: the setting is newer than the run"
+    ]
     with pytest.raises(UserError, match="has no value"):  # the file of a run that never began may be incomplete
         plan_resume(run, [], has_started=False)
 
@@ -178,7 +194,9 @@ def test_setting_that_no_longer_exists_is_refused_with_the_commit_of_the_run(run
 
 def test_saved_overrides_of_hydra_are_ignored(run: Path) -> None:
     path = run / ".hydra" / "overrides.yaml"
-    path.write_text(yaml.safe_dump([*TYPED, "hydra.searchpath=[file:///nowhere]", "+hydra.callbacks.x._target_=os.system"]))
+    path.write_text(
+        yaml.safe_dump([*TYPED, "hydra.searchpath=[file:///nowhere]", "+hydra.callbacks.x._target_=os.system"])
+    )
     assert resumed_config(run, "schedule=linear").schedule.name == "linear"
     assert "hydra" not in path.read_text()
 
@@ -189,7 +207,9 @@ def test_saved_overrides_of_hydra_are_ignored(run: Path) -> None:
     ("stage.lora.rank=4", "stage.lora is null in this run, and stage cannot change", "start a new run with init_from="),
     ("model.rope_scaling.factor=2.0", "model.rope_scaling is null in this run, and model cannot change", "start a new run with init_from="),
 ])  # fmt: skip
-def test_resume_names_the_override_that_needs_another_model_or_stage(run: Path, typed: str, message: str, fix: str) -> None:
+def test_resume_names_the_override_that_needs_another_model_or_stage(
+    run: Path, typed: str, message: str, fix: str
+) -> None:
     with pytest.raises(UserError) as error:
         plan_resume(run, [typed])
     assert message in error.value.message and fix in error.value.fix and error.value.setting == typed

@@ -1,4 +1,6 @@
-"""A run directory that is moved, deleted or taken while a process trains in it: noticed by identity, never written twice."""
+"""A run directory that is moved, deleted or taken while a process trains in it: noticed by identity, never written
+twice.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ import pytest
 from common import filesystem
 from common.errors import LostRunDirError, UserError
 from common.filesystem import NO_FOLDER_SYNC, NO_FOLDER_SYNC_PROMISE
-from common.ownership.processes import process_id
+from common.ownership import process_id
 from runner.run_dir.metadata import RunMetadata
 from runner.tracking.config import TrackerConfig
 from runner.tracking.logger import RunLogger
@@ -38,7 +40,11 @@ def open_logger(run: RunMetadata) -> RunLogger:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and not path.name.startswith(".lock")}
+    return {
+        path.name: path.read_bytes()
+        for path in folder.iterdir()
+        if path.is_file() and not path.name.startswith(".lock")
+    }
 
 
 def move(run: RunMetadata) -> str:
@@ -62,7 +68,11 @@ def test_directory_that_is_gone_ends_the_run_and_is_not_created_again(change, ru
     logger = open_logger(run)
     run.check_owned()
     expected = change(run)
-    for write in (run.check_owned, lambda: run.update(step=5), *([lambda: logger.log("train", 5, loss=1.0)] if change is delete else [])):
+    for write in (
+        run.check_owned,
+        lambda: run.update(step=5),
+        *([lambda: logger.log("train", 5, loss=1.0)] if change is delete else []),
+    ):
         with pytest.raises(LostRunDirError, match=expected):
             write()
     logger.info("only on the console")
@@ -114,8 +124,12 @@ def test_second_launch_after_the_lock_file_was_deleted_is_refused(run: RunMetada
 
 
 @pytest.mark.parametrize("has_locks", [True, False], ids=["lockf", "owner files"])
-def test_launch_on_another_host_that_takes_the_directory_stops_this_one(has_locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """E.g. on NFS mounted with local locks, or after somebody removed the owner file: the process that wrote .owner.json last trains."""
+def test_launch_on_another_host_that_takes_the_directory_stops_this_one(
+    has_locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """E.g. on NFS mounted with local locks, or after somebody removed the owner file: the process that wrote
+    .owner.json last trains.
+    """
     monkeypatch.setattr(filesystem, "_weaker_promises", [])
     if not has_locks:
         monkeypatch.setattr(fcntl, "lockf", lambda *args: (_ for _ in ()).throw(OSError(errno.ENOLCK, "no locks")))
@@ -157,7 +171,9 @@ def test_log_that_is_deleted_or_replaced_is_written_again_at_the_next_save(name:
 
 
 @pytest.mark.parametrize("number", sorted(NO_FOLDER_SYNC), ids=errno.errorcode.get)
-def test_file_system_that_does_not_sync_folders_is_used_and_named(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_that_does_not_sync_folders_is_used_and_named(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class NoFolderSync(filesystem.FileSystem):
         @staticmethod
         def fsync(fd: int) -> None:

@@ -1,4 +1,6 @@
-"""The tokenizer of runs, by command: it comes with the weights, is kept in the run directory, and another one is refused."""
+"""The tokenizer of runs, by command: it comes with the weights, is kept in the run directory, and another one is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,17 @@ from common.errors import UserError
 from data.tokenize.origin import SAMPLE_TOKENIZER
 from data.tokenize.tokenizer import Tokenizer
 
-CHATS = [{"conversations": [{"role": "user", "content": f"{i} goats?"}, {"role": "assistant", "content": f"{i} sheep"}]} for i in range(40)]
+CHATS = [
+    {"conversations": [{"role": "user", "content": f"{i} goats?"}, {"role": "assistant", "content": f"{i} sheep"}]}
+    for i in range(40)
+]
 
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with a tokenizer of 6,400 tokens as the sample's, of which two have other ids, and a pretraining run with it."""
+    """Folder with a tokenizer of 6,400 tokens as the sample's, of which two have other ids, and a pretraining run with
+    it.
+    """
     from runner.cli.entrypoint import train_command
     from runner.train import train_task
 
@@ -30,11 +37,21 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vocab = stored["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     (other / "tokenizer.json").write_text(json.dumps(stored))
-    (root / "rows.jsonl").write_text("".join(f'{{"text": "{number} goats sing in the rain"}}\n' for number in range(40)))
+    (root / "rows.jsonl").write_text(
+        "".join(f'{{"text": "{number} goats sing in the rain"}}\n' for number in range(40))
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paths, "REPO_ROOT", root)
         patch.setenv("OMP_WAIT_POLICY", "passive")
-        train_command(train_task, [*TINY_RUN, f"data.path={root / 'rows.jsonl'}", f"data.tokenizer={other}", f"hydra.run.dir={root / 'base'}"])
+        train_command(
+            train_task,
+            [
+                *TINY_RUN,
+                f"data.path={root / 'rows.jsonl'}",
+                f"data.tokenizer={other}",
+                f"hydra.run.dir={root / 'base'}",
+            ],
+        )
     return root
 
 
@@ -67,10 +84,14 @@ def fingerprint(folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_tokenizer_follows_the_weights_from_stage_to_stage_and_a_typed_one_is_refused(sft, call: Call, workspace: Path, base: Path, other: Path) -> None:
+def test_tokenizer_follows_the_weights_from_stage_to_stage_and_a_typed_one_is_refused(
+    sft, call: Call, workspace: Path, base: Path, other: Path
+) -> None:
     wanted = fingerprint(other)
     refused = sft("init_from=base", f"data.tokenizer={SAMPLE_TOKENIZER}", "hydra.run.dir=refused")
-    assert refused.returncode == 2 and "tokens have the same id" in refused.stderr and not (workspace / "refused").exists()
+    assert (
+        refused.returncode == 2 and "tokens have the same id" in refused.stderr and not (workspace / "refused").exists()
+    )
 
     assert sft("hydra.run.dir=tuned", "train.max_steps=1").returncode == 0
     tuned, fields = workspace / "tuned", json.loads((workspace / "tuned" / "run.json").read_text())
@@ -102,12 +123,23 @@ def test_weights_without_a_tokenizer_are_refused_before_the_run_directory(sft, w
 
 def test_minimind_experiment_without_its_tokenizer_is_refused(call: Call, workspace: Path, rows: str) -> None:
     refused = call("experiment=minimind_pretrain", rows, "hydra.run.dir=refused")
-    assert is_user_error(refused) and "github.com/jingyaogong/minimind" in refused.stderr and not (workspace / "refused").exists()
+    assert (
+        is_user_error(refused)
+        and "github.com/jingyaogong/minimind" in refused.stderr
+        and not (workspace / "refused").exists()
+    )
 
 
 def test_rows_command_shows_the_tokens_of_the_weights(call_command, sft, workspace: Path, base: Path) -> None:
     shown = call_command(
-        "rows.py", "stage=sft", "init_from=base", f"data.path={workspace / 'chats.jsonl'}", "data.val_path=null", "n=1", "ids=true", "plain=true"
+        "rows.py",
+        "stage=sft",
+        "init_from=base",
+        f"data.path={workspace / 'chats.jsonl'}",
+        "data.val_path=null",
+        "n=1",
+        "ids=true",
+        "plain=true",
     )
     ids_of_goats = Tokenizer.load(base / "model").encode(" goats")
     assert shown.returncode == 0 and " ".join(map(str, ids_of_goats)) in shown.stdout.replace(",", " "), shown.stdout
@@ -116,12 +148,17 @@ def test_rows_command_shows_the_tokens_of_the_weights(call_command, sft, workspa
 @pytest.mark.slow
 def test_run_refused_for_its_data_leaves_no_copy_of_the_tokenizer(call: Call, workspace: Path) -> None:
     (workspace / "bad.jsonl").write_text('{"nothing": 1}\n')
-    assert call(*TINY_RUN, f"data.path={workspace / 'bad.jsonl'}", "data.schema=text", "hydra.run.dir=refused").returncode == 2
+    assert (
+        call(*TINY_RUN, f"data.path={workspace / 'bad.jsonl'}", "data.schema=text", "hydra.run.dir=refused").returncode
+        == 2
+    )
     assert not (workspace / "refused").exists()
 
 
 @pytest.mark.slow
-def test_run_of_an_earlier_version_without_a_copy_resumes_with_the_folder_it_names(call: Call, base: Path, other: Path) -> None:
+def test_run_of_an_earlier_version_without_a_copy_resumes_with_the_folder_it_names(
+    call: Call, base: Path, other: Path
+) -> None:
     shutil.rmtree(base / "tokenizer")
     fields = json.loads((base / "run.json").read_text())
     del fields["tokenizer_source"]
@@ -131,7 +168,9 @@ def test_run_of_an_earlier_version_without_a_copy_resumes_with_the_folder_it_nam
     assert fingerprint(base / "tokenizer") == fingerprint(other)
 
 
-def test_tokenizer_without_template_or_with_too_many_tokens_is_refused_with_the_folder_to_change(tmp_path: Path) -> None:
+def test_tokenizer_without_template_or_with_too_many_tokens_is_refused_with_the_folder_to_change(
+    tmp_path: Path,
+) -> None:
     from runner.config.compose import compose_config
     from runner.engine.build import load_tokenizer
 
@@ -142,9 +181,13 @@ def test_tokenizer_without_template_or_with_too_many_tokens_is_refused_with_the_
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     assert load_tokenizer(compose_config([f"data.tokenizer={folder}"]), tmp_path).vocab_size == 6400  # of texts
     chats = compose_config(["stage=sft", f"data.tokenizer={folder}"])
-    with pytest.raises(UserError, match="stage=sft trains on conversations, and the tokenizer has no chat template") as refused:
+    with pytest.raises(
+        UserError, match="stage=sft trains on conversations, and the tokenizer has no chat template"
+    ) as refused:
         load_tokenizer(chats, tmp_path)
     assert f"{folder}/chat_template.jinja" in refused.value.fix
-    with pytest.raises(UserError, match=r"tokenizer vocabulary \(6402\) is larger than that of the weights \(6400\)") as refused:
+    with pytest.raises(
+        UserError, match=r"tokenizer vocabulary \(6402\) is larger than that of the weights \(6400\)"
+    ) as refused:
         dataclasses.replace(chats, init_from=str(tmp_path)).check_vocabulary(6402)
     assert "model.vocab_size" not in refused.value.fix

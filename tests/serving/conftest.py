@@ -1,4 +1,6 @@
-"""`trained`: a small random model with a chat template; `queue`: the thread that generates with it; `http`: a client of the application in this process."""
+"""`trained`: a small random model with a chat template; `queue`: the thread that generates with it; `http`: a client of
+the application in this process.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,37 @@ TOKENIZER = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
 @pytest.fixture(scope="session")
 def served_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fields: dict[str, Any] = {
-        **{"family": "decoder", "name": "small", "vocab_size": 6400, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
-        **{"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64, "max_position_embeddings": 256, "rope_theta": 1e6, "rope_scaling": None},
-        **{"rms_norm_eps": 1e-6, "qk_norm": True, "attention_bias": False, "attention_out_bias": False, "mlp_bias": False, "dropout": 0.0},
-        **{"tie_word_embeddings": True, "attention": "auto", "num_experts": 0, "num_experts_per_tok": 1, "moe_intermediate_size": 0},
+        **{
+            "family": "decoder",
+            "name": "small",
+            "vocab_size": 6400,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        },
+        **{
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": 64,
+            "max_position_embeddings": 256,
+            "rope_theta": 1e6,
+            "rope_scaling": None,
+        },
+        **{
+            "rms_norm_eps": 1e-6,
+            "qk_norm": True,
+            "attention_bias": False,
+            "attention_out_bias": False,
+            "mlp_bias": False,
+            "dropout": 0.0,
+        },
+        **{
+            "tie_word_embeddings": True,
+            "attention": "auto",
+            "num_experts": 0,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 0,
+        },
         **{"norm_topk_prob": False, "router_aux_loss_coef": 0.0},
     }
     torch.manual_seed(0)
@@ -58,5 +87,7 @@ def http(queue: Any) -> Iterator[Any]:
 
     from runner.serving.app import create_app
 
-    with TestClient(create_app(queue, "small", 16, None, ["localhost", "127.0.0.1", "[::1]", "::1"]), base_url="http://localhost") as client:
+    with TestClient(
+        create_app(queue, "small", 16, None, ["localhost", "127.0.0.1", "[::1]", "::1"]), base_url="http://localhost"
+    ) as client:
         yield client

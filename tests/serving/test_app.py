@@ -1,4 +1,6 @@
-"""The HTTP interface, in this process: answers are those of the model, what is not supported or hostile is refused in the form of OpenAI's errors."""
+"""The HTTP interface, in this process: answers are those of the model, what is not supported or hostile is refused in
+the form of OpenAI's errors.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,27 @@ from runner.inference.load import LoadedModel
 pytest.importorskip("fastapi", reason="part of the extra serve")
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-MESSAGES = [{"role": "system", "content": "Answer briefly."}, {"role": "user", "content": "Where does Tolo live? 托洛 🐐"}]
+MESSAGES = [
+    {"role": "system", "content": "Answer briefly."},
+    {"role": "user", "content": "Where does Tolo live? 托洛 🐐"},
+]
 
 
 def ask(http: Any, path: str = COMPLETIONS, **fields: Any) -> dict[str, Any]:
-    fields = ({"messages": MESSAGES} if path == CHAT else {"prompt": "Tolo"}) | {"temperature": 0, "max_tokens": 12} | fields
+    fields = (
+        ({"messages": MESSAGES} if path == CHAT else {"prompt": "Tolo"}) | {"temperature": 0, "max_tokens": 12} | fields
+    )
     answer = http.post(path, json=fields)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
 def events(http: Any, path: str = COMPLETIONS, **fields: Any) -> list[dict[str, Any]]:
-    fields = ({"messages": MESSAGES} if path == CHAT else {"prompt": "Tolo"}) | {"temperature": 0, "max_tokens": 12, "stream": True} | fields
+    fields = (
+        ({"messages": MESSAGES} if path == CHAT else {"prompt": "Tolo"})
+        | {"temperature": 0, "max_tokens": 12, "stream": True}
+        | fields
+    )
     lines = [line for line in http.post(path, json=fields).text.split("\n") if line]
     assert lines.pop() == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines]
@@ -39,22 +50,44 @@ def events(http: Any, path: str = COMPLETIONS, **fields: Any) -> list[dict[str, 
 
 def greedy(trained: LoadedModel, ids: list[int], tokens: int = 12) -> list[int]:
     stop_ids = list(trained.tokenizer.stop_ids)
-    return generate(trained.model, [ids], max_new_tokens=tokens, temperature=0, top_k=0, top_p=1, repetition_penalty=1, stop_ids=stop_ids)[0]
+    return generate(
+        trained.model,
+        [ids],
+        max_new_tokens=tokens,
+        temperature=0,
+        top_k=0,
+        top_p=1,
+        repetition_penalty=1,
+        stop_ids=stop_ids,
+    )[0]
 
 
 def test_serve_answers_chats_as_the_model_does(http: Any, trained: LoadedModel) -> None:
     prompt = ChatTemplate(trained.tokenizer).encode_prompt(MESSAGES)
     expected = greedy(trained, prompt)
     answer = ask(http, CHAT)
-    assert answer["choices"][0]["message"] == {"role": "assistant", "content": trained.tokenizer.decode(expected), "refusal": None}
-    assert answer["usage"] == {"prompt_tokens": len(prompt), "completion_tokens": len(expected), "total_tokens": len(prompt) + len(expected)}
-    assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["small"] and http.get("/v1/models/small").json()["id"] == "small"
+    assert answer["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": trained.tokenizer.decode(expected),
+        "refusal": None,
+    }
+    assert answer["usage"] == {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": len(expected),
+        "total_tokens": len(prompt) + len(expected),
+    }
+    assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["small"] and http.get(
+        "/v1/models/small"
+    ).json()["id"] == "small"
 
 
 def test_serve_streams_the_text_and_usage_of_the_whole_answer(http: Any) -> None:
     whole, chunks = ask(http, CHAT), events(http, CHAT, stream_options={"include_usage": True})
     assert chunks[0]["choices"][0]["delta"]["role"] == "assistant" and chunks[-1]["usage"] == whole["usage"]
-    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks[:-1]) == whole["choices"][0]["message"]["content"]
+    assert (
+        "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks[:-1])
+        == whole["choices"][0]["message"]["content"]
+    )
     assert chunks[-2]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
     texts = [chunk["choices"][0] for chunk in events(http, prompt=["Tolo", "Mina"])]
     for i, choice in enumerate(ask(http, prompt=["Tolo", "Mina"])["choices"]):
@@ -83,13 +116,19 @@ def test_serve_gives_log_probabilities_of_the_model(http: Any, trained: LoadedMo
     log_probs = trained.model(torch.tensor([ids])).logits[0].detach().log_softmax(-1)
     expected = [float(log_probs[i, token]) for i, token in enumerate(ids[1:])]
     scored = ask(http, prompt=ids, max_tokens=1, logprobs=7, echo=True)["choices"][0]["logprobs"]
-    assert scored["token_logprobs"][0] is None and len(scored["tokens"]) == len(ids) + 1 and len(scored["top_logprobs"][1]) == 7
+    assert (
+        scored["token_logprobs"][0] is None
+        and len(scored["tokens"]) == len(ids) + 1
+        and len(scored["top_logprobs"][1]) == 7
+    )
     assert scored["token_logprobs"][1 : len(ids)] == pytest.approx(expected, abs=1e-4)
     assert max(scored["top_logprobs"][1].values()) == pytest.approx(float(log_probs[0].max()), abs=1e-4)
     answer = ask(http, CHAT, logprobs=True, top_logprobs=2)
     content = answer["choices"][0]["logprobs"]["content"]
     assert len(content) == answer["usage"]["completion_tokens"]
-    assert all(token["logprob"] == token["top_logprobs"][0]["logprob"] for token in content), "greedy decoding takes the likeliest token"
+    assert all(token["logprob"] == token["top_logprobs"][0]["logprob"] for token in content), (
+        "greedy decoding takes the likeliest token"
+    )
 
 
 REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
@@ -111,7 +150,12 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (COMPLETIONS, {"stream": True, "echo": True}, "echo and logprobs are not supported with stream=true", None),
     (COMPLETIONS, {"stream_options": {"include_usage": True}}, "with stream=true only", None),
     (CHAT, {"messages": [{"role": "visitor", "content": "a"}]}, "role must be one of", "messages"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "only text", "messages"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        "only text",
+        "messages",
+    ),
     (CHAT, {"messages": []}, "at least 1 item", "messages"),
     (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "response_format"),
     (CHAT, {"tool_choice": "required"}, "'auto' or 'none'", "tool_choice"),
@@ -119,8 +163,12 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "fields", "message", "param"), REFUSED, ids=[f"{next(iter(row[1]))}-{i}" for i, row in enumerate(REFUSED)])
-def test_serve_refuses_what_it_does_not_answer(http: Any, path: str, fields: dict[str, Any], message: str, param: str | None) -> None:
+@pytest.mark.parametrize(
+    ("path", "fields", "message", "param"), REFUSED, ids=[f"{next(iter(row[1]))}-{i}" for i, row in enumerate(REFUSED)]
+)
+def test_serve_refuses_what_it_does_not_answer(
+    http: Any, path: str, fields: dict[str, Any], message: str, param: str | None
+) -> None:
     fields = ({"messages": MESSAGES} if path == CHAT else {"prompt": "Tolo"}) | {"max_tokens": 2} | fields
     answer = http.post(path, json=fields)
     error = answer.json()["error"]
@@ -129,7 +177,16 @@ def test_serve_refuses_what_it_does_not_answer(http: Any, path: str, fields: dic
 
 
 def test_serve_accepts_fields_that_ask_for_nothing(http: Any) -> None:
-    neutral = {"presence_penalty": 0, "logit_bias": {}, "tools": [], "response_format": {"type": "text"}, "user": "me", "seed": None, "top_p": None, "n": 1}
+    neutral = {
+        "presence_penalty": 0,
+        "logit_bias": {},
+        "tools": [],
+        "response_format": {"type": "text"},
+        "user": "me",
+        "seed": None,
+        "top_p": None,
+        "n": 1,
+    }
     assert ask(http, CHAT, **neutral)["choices"] == ask(http, CHAT)["choices"]
 
 
@@ -152,14 +209,18 @@ HOSTILE: list[tuple[bytes, dict[str, str], int]] = [
 
 
 @pytest.mark.parametrize(("body", "headers", "status"), HOSTILE, ids=[f"{i}-{row[2]}" for i, row in enumerate(HOSTILE)])
-def test_serve_refuses_hostile_requests_in_the_form_of_openai(http: Any, body: bytes, headers: dict[str, str], status: int) -> None:
+def test_serve_refuses_hostile_requests_in_the_form_of_openai(
+    http: Any, body: bytes, headers: dict[str, str], status: int
+) -> None:
     answer = http.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"} | headers)
     assert answer.status_code == status and set(answer.json()["error"]) == {"message", "type", "param", "code"}
     assert "\x1b" not in answer.text
 
 
 def test_serve_refuses_bodies_without_a_length_beyond_the_limit(http: Any) -> None:
-    answer = http.post(COMPLETIONS, content=(b" " * (1 << 20) for _ in range(5)), headers={"Content-Type": "application/json"})
+    answer = http.post(
+        COMPLETIONS, content=(b" " * (1 << 20) for _ in range(5)), headers={"Content-Type": "application/json"}
+    )
     assert answer.status_code == 413
 
 
@@ -188,7 +249,9 @@ def test_serve_answers_nothing_without_the_key(queue: Any, header: str | None) -
     assert client.get("/health").status_code == 200
 
 
-def test_serve_answers_503_when_too_many_wait_and_hides_the_cause_of_failures(queue: Any, http: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_answers_503_when_too_many_wait_and_hides_the_cause_of_failures(
+    queue: Any, http: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from runner.serving import generation
 
     def fail(*arguments: Any, **settings: Any) -> None:
@@ -203,21 +266,30 @@ def test_serve_answers_503_when_too_many_wait_and_hides_the_cause_of_failures(qu
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_serve_cancels_the_answers_of_a_client_that_goes_away(queue: Any, monkeypatch: pytest.MonkeyPatch, is_stream: bool) -> None:
+def test_serve_cancels_the_answers_of_a_client_that_goes_away(
+    queue: Any, monkeypatch: pytest.MonkeyPatch, is_stream: bool
+) -> None:
     import uvicorn
 
     from runner.serving.app import create_app
-    from runner.serving.header_deadline import HeaderDeadlineProtocol
+    from runner.serving.guard import HeaderDeadlineProtocol
 
     submitted: threads.Queue[list[Any]] = threads.Queue()
     monkeypatch.setattr(queue, "submit", submitted.put)  # nothing is computed
-    server = uvicorn.Server(uvicorn.Config(create_app(queue, "small", 16, None), http=HeaderDeadlineProtocol, ws="none", log_level="error"))
+    server = uvicorn.Server(
+        uvicorn.Config(create_app(queue, "small", 16, None), http=HeaderDeadlineProtocol, ws="none", log_level="error")
+    )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         try:
             client = http.client.HTTPConnection(*listener.getsockname())
-            client.request("POST", COMPLETIONS, json.dumps({"prompt": "Tolo", "n": 3, "stream": is_stream}), {"Content-Type": "application/json"})
+            client.request(
+                "POST",
+                COMPLETIONS,
+                json.dumps({"prompt": "Tolo", "n": 3, "stream": is_stream}),
+                {"Content-Type": "application/json"},
+            )
             answers = submitted.get(timeout=300)
             assert len(answers) == 3 and not any(answer.is_cancelled for answer in answers)
             client.close()

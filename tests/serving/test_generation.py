@@ -15,7 +15,7 @@ pytest.importorskip("uvicorn", reason="part of the extra serve")
 
 from runner.serving.answers import Answer, Sampling, Score, Work
 from runner.serving.generation import GenerationQueue, QueueFullError, StoppingError
-from runner.serving.tool_calls import split_tool_calls
+from runner.serving.responses import split_tool_calls
 
 GREEDY = Sampling(8, temperature=0)
 
@@ -57,7 +57,12 @@ def test_queue_batches_answers_with_equal_settings_without_changing_them(trained
     other = Answer(prompt=prompts[0], sampling=Sampling(3, temperature=0))
     queue = BlockedQueue(trained, max_batch=3, max_waiting=10)
     run(queue, Score(ids=prompts[1]), [works[0], other, *works[1:]])
-    alone = [generate(trained.model, [p], max_new_tokens=8, temperature=0, top_k=0, top_p=1, repetition_penalty=1, stop_ids=[])[0] for p in prompts]
+    alone = [
+        generate(
+            trained.model, [p], max_new_tokens=8, temperature=0, top_k=0, top_p=1, repetition_penalty=1, stop_ids=[]
+        )[0]
+        for p in prompts
+    ]
     assert [work.ids for work in works] == alone and other.ids == alone[0][:3]
     assert queue.sizes == [1, 3, 1, 1], "the score, three answers that go past another, that one, the fourth answer"
 
@@ -76,18 +81,24 @@ def test_queue_skips_cancelled_answers_and_refuses_too_many(trained: LoadedModel
     assert works[1].ids == [] and queue.sizes == [1, 1, 1]
 
 
-def test_queue_ends_a_cancelled_answer_at_the_next_token_and_the_short_one_before_the_long(trained: LoadedModel) -> None:
+def test_queue_ends_a_cancelled_answer_at_the_next_token_and_the_short_one_before_the_long(
+    trained: LoadedModel,
+) -> None:
     prompt = trained.tokenizer.encode("Tolo")
     endless, other = (Answer(prompt=prompt, sampling=Sampling(200, temperature=0)) for _ in range(2))
     endless.on_text = lambda text: setattr(endless, "is_cancelled", True)
-    first = generate(trained.model, [prompt], max_new_tokens=6, temperature=0, top_k=0, top_p=1, repetition_penalty=1, stop_ids=[])[0]
+    first = generate(
+        trained.model, [prompt], max_new_tokens=6, temperature=0, top_k=0, top_p=1, repetition_penalty=1, stop_ids=[]
+    )[0]
     other.stops = (trained.tokenizer.decode(first)[-1],)
     passes: list[object] = []
     hook = trained.model.register_forward_hook(lambda *_: passes.append(None))
     ended = run(BlockedQueue(trained, max_batch=2, max_waiting=9), Score(ids=prompt), [endless, other])
     hook.remove()
     assert ended[0] is other and other.finish_reason == "stop" and len(other.ids) <= 6
-    assert len(endless.ids) <= 20 and endless.finish_reason is None and len(passes) <= 22, "the score, the prompt, the tokens"
+    assert len(endless.ids) <= 20 and endless.finish_reason is None and len(passes) <= 22, (
+        "the score, the prompt, the tokens"
+    )
 
 
 def test_queue_gives_an_error_to_what_waits_when_it_stops(trained: LoadedModel) -> None:

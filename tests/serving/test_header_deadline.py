@@ -15,7 +15,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from common.limits.connections import HEADER_SECONDS
-from runner.serving.header_deadline import HeaderDeadlineProtocol
+from runner.serving.guard import HeaderDeadlineProtocol
 
 REQUEST = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -51,8 +51,14 @@ def connection(loop: Any) -> HeaderDeadlineProtocol:
     return protocol
 
 
-@pytest.mark.parametrize("sent", [[], [b"GET /health HTTP/1.1\r\n"], [bytes([byte]) for byte in REQUEST[:-1]]], ids=["nothing", "line", "bytes"])
-def test_connection_without_whole_headers_is_closed_at_the_first_deadline(loop: Loop, connection: Any, sent: list[bytes]) -> None:
+@pytest.mark.parametrize(
+    "sent",
+    [[], [b"GET /health HTTP/1.1\r\n"], [bytes([byte]) for byte in REQUEST[:-1]]],
+    ids=["nothing", "line", "bytes"],
+)
+def test_connection_without_whole_headers_is_closed_at_the_first_deadline(
+    loop: Loop, connection: Any, sent: list[bytes]
+) -> None:
     [(timer, (delay, close))] = loop.timers.items()
     for data in sent:
         connection.data_received(data)
@@ -61,7 +67,9 @@ def test_connection_without_whole_headers_is_closed_at_the_first_deadline(loop: 
     connection.transport.abort.assert_called_once()
 
 
-def test_connection_with_whole_headers_waits_for_its_answer_and_has_a_deadline_for_the_next_request(loop: Loop, connection: Any) -> None:
+def test_connection_with_whole_headers_waits_for_its_answer_and_has_a_deadline_for_the_next_request(
+    loop: Loop, connection: Any
+) -> None:
     connection.data_received(REQUEST)
     assert not loop.timers
     connection.data_received(REQUEST[:9])  # while the first one is answered

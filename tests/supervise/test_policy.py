@@ -16,12 +16,10 @@ from common.errors import TrainingError
 from runner.config.compose import compose_config
 from runner.engine.device import heartbeat
 from runner.engine.loop import train
-from runner.supervise import liveness
+from runner.supervise import supervisor
 from runner.supervise import supervisor as supervisor_module
-from runner.supervise.failures import FailureKind, classify_failure, count_oom_kills
-from runner.supervise.liveness import Liveness
-from runner.supervise.policy import MAX_DELAY, RestartPolicy
-from runner.supervise.supervisor import Supervisor
+from runner.supervise.failures import MAX_DELAY, FailureKind, RestartPolicy, classify_failure, count_oom_kills
+from runner.supervise.supervisor import Liveness, Supervisor
 
 
 @pytest.mark.parametrize(
@@ -44,7 +42,9 @@ from runner.supervise.supervisor import Supervisor
         (1, "3 steps in a row were not finite", "diverged", False, 0, "diverged"),
     ],
 )
-def test_failure_kind_of_every_end(code: int, error: str, outcome: str | None, hangs: bool, oom_kills: int, kind: str) -> None:
+def test_failure_kind_of_every_end(
+    code: int, error: str, outcome: str | None, hangs: bool, oom_kills: int, kind: str
+) -> None:
     assert classify_failure(code, error, outcome, hangs, oom_kills) == kind
 
 
@@ -82,7 +82,7 @@ def test_oom_kills_are_read_from_the_first_counter_there_is(tmp_path: Path) -> N
 class FakeClock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(liveness.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(supervisor.time, "monotonic", lambda: self.now)
 
 
 def beat_in(watched: Liveness, rank: int) -> heartbeat.Heartbeat:
@@ -113,11 +113,13 @@ def test_rank_without_a_sign_of_life_is_hanging_the_slowest_first(monkeypatch: p
 
 
 @pytest.mark.parametrize(("step", "found"), [(0, [None] * 6 + [0]), (7, [None] * 4 + [0] * 3)])
-def test_rank_that_computes_is_alive_until_its_first_step_is_done(monkeypatch: pytest.MonkeyPatch, step: int, found: list[int | None]) -> None:
+def test_rank_that_computes_is_alive_until_its_first_step_is_done(
+    monkeypatch: pytest.MonkeyPatch, step: int, found: list[int | None]
+) -> None:
     """Tokenizing and compiling take long and give no sign; a device that hangs may be waited for with a busy core."""
     clock = FakeClock(monkeypatch)
     watched, used = Liveness(1, hang_seconds=60), iter([1.0, 10.0, 30.0, 30.1, 30.2, 30.3, 30.4])
-    monkeypatch.setattr(liveness, "_cpu_seconds", lambda group: next(used))
+    monkeypatch.setattr(supervisor, "_cpu_seconds", lambda group: next(used))
     process = subprocess.Popen(["sleep", "60"])
     try:
         signs = beat_in(watched, 0)
@@ -158,10 +160,19 @@ def test_hangs_are_not_looked_for_with_a_timeout_of_zero(monkeypatch: pytest.Mon
 
 def test_stacks_of_a_crashed_process_are_read() -> None:
     watched = Liveness(1, hang_seconds=0)
-    code = "import os; from runner.supervise.liveness import write_stacks_at_a_crash as w; w()\ndef lost(): os.abort()\nlost()"
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **watched.environment(0)}, cwd=Path(__file__).parents[2], check=False)
+    code = "import os; from runner.supervise.supervisor import write_stacks_at_a_crash as w; w()\ndef lost(): os.abort()\nlost()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **watched.environment(0)},
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
     stacks = watched.stacks(0)
-    assert done.returncode == -6 and any("in lost" in line for line in stacks) and stacks[0] == "Fatal Python error: Aborted"
+    assert (
+        done.returncode == -6
+        and any("in lost" in line for line in stacks)
+        and stacks[0] == "Fatal Python error: Aborted"
+    )
     folder = Path(watched.environment(0)[heartbeat.HEARTBEAT_ENV]).parent
     watched.close()
     assert not folder.exists() and watched.stacks(0) == []
@@ -175,7 +186,9 @@ def test_heartbeat_costs_no_system_call(tmp_path: Path) -> None:
     assert heartbeat.read_sign(tmp_path / "beat").beats == 1000 and heartbeat.read_sign(tmp_path / "none").beats == 0
 
 
-def test_training_counts_every_micro_batch_and_every_evaluation_batch(make_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_counts_every_micro_batch_and_every_evaluation_batch(
+    make_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (file := tmp_path / "beat").write_bytes(bytes(heartbeat.RECORD.size))
     monkeypatch.setattr(heartbeat, "_heartbeat", heartbeat.Heartbeat(file))
     evaluated = ["data.val_fraction=0.3", "train.eval_every=1"]  # 11 rows: 6 batches, 3 times
@@ -196,10 +209,17 @@ def test_heartbeat_is_started_by_its_variable_only(tmp_path: Path, monkeypatch: 
 
 def test_supervision_imports_no_torch() -> None:
     code = "import sys, runner.launch.local_ranks, runner.supervise.supervisor; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True).stdout == "False\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
+        ).stdout
+        == "False\n"
+    )
 
 
-def test_kill_is_a_lack_of_memory_if_the_kernel_has_killed_in_the_meantime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_is_a_lack_of_memory_if_the_kernel_has_killed_in_the_meantime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kills = iter((7, 7, 8))  # at the start, and at each failure
     monkeypatch.setattr(supervisor_module, "count_oom_kills", lambda: next(kills))
     metadata: Any = SimpleNamespace(fields={}, folder=tmp_path)

@@ -1,4 +1,6 @@
-"""`python runner/train.py train.supervise=true`, killed: it finishes alone, with the bits of a run that was never killed."""
+"""`python runner/train.py train.supervise=true`, killed: it finishes alone, with the bits of a run that was never
+killed.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,28 @@ OVERRIDES = [
 
 def start(checkout: Path, folder: Path, *overrides: str, key: str = "hydra.run.dir") -> subprocess.Popen:
     rows = folder.parent / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": f"{i} " + "the lake of Oru lies north of the old mill " * (1 + i % 3)}) + "\n" for i in range(40)))
-    command = [sys.executable, str(checkout / "runner" / "train.py"), *OVERRIDES, f"data.path={rows}", f"{key}={folder}", *overrides]
-    return subprocess.Popen(command, cwd=folder.parent, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    rows.write_text(
+        "".join(
+            json.dumps({"text": f"{i} " + "the lake of Oru lies north of the old mill " * (1 + i % 3)}) + "\n"
+            for i in range(40)
+        )
+    )
+    command = [
+        sys.executable,
+        str(checkout / "runner" / "train.py"),
+        *OVERRIDES,
+        f"data.path={rows}",
+        f"{key}={folder}",
+        *overrides,
+    ]
+    return subprocess.Popen(
+        command,
+        cwd=folder.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def child_of(pid: int) -> int | None:
@@ -42,7 +63,9 @@ def newest_step(folder: Path) -> int:
 
 
 def kill_trainer_after(supervisor: subprocess.Popen, folder: Path, step: int, generations: int = 1) -> None:
-    """Kill the training process once `step` is saved: the child of the supervisor; in a sweep, whose job is the supervisor, a grandchild."""
+    """Kill the training process once `step` is saved: the child of the supervisor; in a sweep, whose job is the
+    supervisor, a grandchild.
+    """
     end = time.monotonic() + SECONDS
     trainer: int | None = None
     while newest_step(folder) < step or trainer is None:
@@ -55,7 +78,9 @@ def kill_trainer_after(supervisor: subprocess.Popen, folder: Path, step: int, ge
 
 
 @pytest.mark.slow
-def test_supervised_command_that_is_killed_twice_finishes_alone_with_the_same_bits(checkout: Path, tmp_path: Path) -> None:
+def test_supervised_command_that_is_killed_twice_finishes_alone_with_the_same_bits(
+    checkout: Path, tmp_path: Path
+) -> None:
     uninterrupted, folder = tmp_path / "uninterrupted", tmp_path / "run"
     plain = start(checkout, uninterrupted)
     supervisor = start(checkout, folder, *SUPERVISED)
@@ -87,4 +112,6 @@ def test_supervised_job_of_a_sweep_is_restarted_within_its_attempt(checkout: Pat
     assert process.returncode == 0, output
     (job,) = json.loads((sweep / "sweep.json").read_text())["jobs"]
     assert (job["status"], job["attempt"], json.loads(jobs[0].read_text())["attempt"]) == ("completed", 1, 2)
-    assert [json.loads(line)["kind"] for line in (jobs[0].parent / "incidents.jsonl").read_text().splitlines()] == ["killed"]
+    assert [json.loads(line)["kind"] for line in (jobs[0].parent / "incidents.jsonl").read_text().splitlines()] == [
+        "killed"
+    ]

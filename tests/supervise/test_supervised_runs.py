@@ -1,4 +1,6 @@
-"""train.supervise=true with training processes that are a few lines of Python: restarts, limits, signals, hangs, and the records of incidents."""
+"""train.supervise=true with training processes that are a few lines of Python: restarts, limits, signals, hangs, and
+the records of incidents.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ import pytest
 from common.errors import AlreadyReported, Interrupted, TrainingError, UserError
 from runner.config.compose import compose_config
 from runner.config.unread import check_typed_are_read
-from runner.launch import local_ranks, preflight, subprocesses
+from runner.launch import local_ranks, run, subprocesses
 from runner.run_dir.metadata import RunMetadata
 from runner.supervise.failures import FailureKind
 from runner.supervise.supervisor import Supervisor
@@ -54,14 +56,18 @@ def at(**scripts: str) -> str:
     """Return a script that runs `scripts["first"]` at the first attempt, ..., `scripts["then"]` at all others."""
     numbers = {"first": 1, "second": 2, "third": 3}
     branches = "".join(
-        f"if attempt == {numbers[name]}:\n    " + code.replace("\n", "\n    ").rstrip() + "\n" for name, code in scripts.items() if name in numbers
+        f"if attempt == {numbers[name]}:\n    " + code.replace("\n", "\n    ").rstrip() + "\n"
+        for name, code in scripts.items()
+        if name in numbers
     )
     return branches + scripts["then"]
 
 
 @pytest.fixture(scope="module")
 def config() -> Any:
-    config = compose_config(["device=cpu", "train.supervise=true", "supervise.delay=0", "train.batch_size=8", "train.accumulation_steps=3"])
+    config = compose_config(
+        ["device=cpu", "train.supervise=true", "supervise.delay=0", "train.batch_size=8", "train.accumulation_steps=3"]
+    )
     return dataclasses.replace(config, init_from="scratch")
 
 
@@ -71,7 +77,11 @@ def supervise(tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch) -> C
     spawn = subprocesses.spawn
 
     def run(script: str, ranks: int = 1, **settings: Any) -> float:
-        monkeypatch.setattr(local_ranks.subprocesses, "spawn", lambda program, environment, out: spawn(["-c", HEAD + script, *program[1:]], environment, out))
+        monkeypatch.setattr(
+            local_ranks.subprocesses,
+            "spawn",
+            lambda program, environment, out: spawn(["-c", HEAD + script, *program[1:]], environment, out),
+        )
         changed = dataclasses.replace(config, supervise=dataclasses.replace(config.supervise, **settings))
         with RunMetadata.open(tmp_path / "run") as metadata:
             metadata.mark_running()
@@ -105,14 +115,20 @@ def test_supervised_run_without_a_fault_leaves_no_record(supervise: Any, tmp_pat
         pytest.param("sys.exit(7)\n", "error", 7, marks=pytest.mark.slow),
     ],
 )
-def test_supervised_run_is_restarted_after(supervise: Any, tmp_path: Path, fault: str, kind: str, end: int | str) -> None:
+def test_supervised_run_is_restarted_after(
+    supervise: Any, tmp_path: Path, fault: str, kind: str, end: int | str
+) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "train.log").write_text("".join(f"step {n}\n" for n in range(40)))
     assert supervise(at(first="save(4)\n" + fault, then=GOOD)) == 1.5
     (incident,) = incidents(tmp_path)
     assert [incident[name] for name in ("kind", "attempt", "step", "rank")] == [kind, 1, 4, 0]
     assert (incident["signal"] or incident["exit_code"]) == end
-    assert incident["action"] == "restart 1 of 3 from step 4" and incident["last_lines"][-1] == "step 39" and len(incident["last_lines"]) == 12
+    assert (
+        incident["action"] == "restart 1 of 3 from step 4"
+        and incident["last_lines"][-1] == "step 39"
+        and len(incident["last_lines"]) == 12
+    )
     fields = run_json(tmp_path)
     assert (fields["status"], fields["attempt"]) == ("completed", 2)
 
@@ -129,13 +145,17 @@ def test_supervised_run_stops_when_the_fault_comes_back_at_the_same_step(supervi
 @pytest.mark.slow
 def test_supervised_run_with_progress_is_restarted_without_limit(supervise: Any, tmp_path: Path) -> None:
     assert supervise("save(attempt)\nif attempt < 5: " + KILLED + GOOD, max_restarts=1) == 1.5
-    assert [incident["action"] for incident in incidents(tmp_path)] == [f"restart 1 of 1 from step {step}" for step in (1, 2, 3, 4)]
+    assert [incident["action"] for incident in incidents(tmp_path)] == [
+        f"restart 1 of 1 from step {step}" for step in (1, 2, 3, 4)
+    ]
 
 
 def test_supervised_run_that_diverges_is_not_restarted(supervise: Any, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="not finite"):
         supervise(DIVERGED)
-    assert [(one["kind"], one["action"]) for one in incidents(tmp_path)] == [("diverged", "no restart: a diverged run diverges again")]
+    assert [(one["kind"], one["action"]) for one in incidents(tmp_path)] == [
+        ("diverged", "no restart: a diverged run diverges again")
+    ]
     assert run_json(tmp_path)["outcome"] == "diverged"
 
 
@@ -200,13 +220,24 @@ def test_hang_writes_the_stacks_and_is_restarted(supervise: Any, tmp_path: Path,
     assert (incident["kind"], incident["signal"]) == ("hang", "SIGABRT")
     assert any("in wait_for_ever" in line for line in incident["stacks"])
     shown = capfd.readouterr().err
-    assert "in wait_for_ever" in shown and "docs/guide/troubleshooting.md#hang" in shown and "no sign of life for 0.05 minutes" in incident["error"]
+    assert (
+        "in wait_for_ever" in shown
+        and "docs/guide/troubleshooting.md#hang" in shown
+        and "no sign of life for 0.05 minutes" in incident["error"]
+    )
 
 
 @pytest.mark.slow
-def test_hang_that_ignores_the_request_for_stacks_is_killed(supervise: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hang_that_ignores_the_request_for_stacks_is_killed(
+    supervise: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(local_ranks, "HANG_GRACE", 0.3)
-    assert supervise(at(first="signal.signal(signal.SIGABRT, signal.SIG_IGN)\ntime.sleep(60)\n", then=GOOD), hang_timeout=3 / 60) == 1.5
+    assert (
+        supervise(
+            at(first="signal.signal(signal.SIGABRT, signal.SIG_IGN)\ntime.sleep(60)\n", then=GOOD), hang_timeout=3 / 60
+        )
+        == 1.5
+    )
     assert [(one["kind"], one["signal"]) for one in incidents(tmp_path)] == [("hang", "SIGKILL")]
 
 
@@ -216,11 +247,18 @@ def test_hang_of_one_of_two_ranks_is_named(supervise: Any, tmp_path: Path) -> No
     script = at(first="if os.environ['RANK'] == '1': time.sleep(60)\n" + beats, then=GOOD)
     assert supervise(script, ranks=2, hang_timeout=3 / 60) == 1.5
     (incident,) = incidents(tmp_path)
-    assert (incident["kind"], incident["rank"]) == ("hang", 1) and incident["error"].startswith("rank 1: no sign of life")
+    assert (incident["kind"], incident["rank"]) == ("hang", 1) and incident["error"].startswith(
+        "rank 1: no sign of life"
+    )
 
 
 def test_lack_of_memory_halves_the_micro_batch_only_if_asked_for(supervise: Any, tmp_path: Path) -> None:
-    fails = "if train['batch_size'] > 2: " + NO_MEMORY + "record(rows=[train['batch_size'], train['accumulation_steps']])\n" + GOOD
+    fails = (
+        "if train['batch_size'] > 2: "
+        + NO_MEMORY
+        + "record(rows=[train['batch_size'], train['accumulation_steps']])\n"
+        + GOOD
+    )
     assert supervise(fails, halve_batch=True) == 1.5
     assert run_json(tmp_path)["rows"] == [2, 12]
     assert [one["action"] for one in incidents(tmp_path)] == [
@@ -248,7 +286,9 @@ def test_lack_of_memory_keeps_the_rows_of_a_step_for_odd_micro_batches(
 ) -> None:
     train = dataclasses.replace(config.train, batch_size=size, accumulation_steps=accumulation)
     for halves in (True, False):
-        changed = dataclasses.replace(config, train=train, supervise=dataclasses.replace(config.supervise, halve_batch=halves))
+        changed = dataclasses.replace(
+            config, train=train, supervise=dataclasses.replace(config.supervise, halve_batch=halves)
+        )
         with RunMetadata.open(tmp_path / f"run-{halves}") as metadata:
             supervisor = Supervisor(changed, metadata)
         assert supervisor._adapt(FailureKind.OUT_OF_MEMORY) == (adapted if halves else "")
@@ -258,15 +298,25 @@ def test_lack_of_memory_keeps_the_rows_of_a_step_for_odd_micro_batches(
 
 
 @pytest.mark.slow
-def test_lack_of_memory_leaves_the_micro_batch_unless_asked_for(supervise: Any, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    assert supervise(at(first=NO_MEMORY, then="record(rows=[train['batch_size'], train['accumulation_steps']])\n" + GOOD)) == 1.5
+def test_lack_of_memory_leaves_the_micro_batch_unless_asked_for(
+    supervise: Any, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    assert (
+        supervise(at(first=NO_MEMORY, then="record(rows=[train['batch_size'], train['accumulation_steps']])\n" + GOOD))
+        == 1.5
+    )
     assert run_json(tmp_path)["rows"] == [8, 3]
     shown = capfd.readouterr().err
-    assert "train.batch_size=4 train.accumulation_steps=6 needs less" in shown and "docs/guide/troubleshooting.md#out-of-memory" in shown
+    assert (
+        "train.batch_size=4 train.accumulation_steps=6 needs less" in shown
+        and "docs/guide/troubleshooting.md#out-of-memory" in shown
+    )
 
 
 @pytest.mark.slow
-def test_incidents_on_a_disk_that_refuses_them_do_not_stop_the_supervisor(supervise: Any, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+def test_incidents_on_a_disk_that_refuses_them_do_not_stop_the_supervisor(
+    supervise: Any, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
     assert supervise(at(first="os.symlink('/dev/full', 'incidents.jsonl')\n" + KILLED, then=GOOD)) == 1.5
     assert "incidents.jsonl cannot be written" in capfd.readouterr().err
 
@@ -274,13 +324,18 @@ def test_incidents_on_a_disk_that_refuses_them_do_not_stop_the_supervisor(superv
 def test_supervision_under_torchrun_is_refused_by_name(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     with pytest.raises(UserError, match="torchrun") as caught:
-        preflight.check_inputs(config)
+        run.check_inputs(config)
     assert caught.value.setting == "train.supervise=true"
 
 
 def test_settings_of_supervision_without_it_are_refused(config: Any) -> None:
     unsupervised = dataclasses.replace(config, train=dataclasses.replace(config.train, supervise=False))
-    for override in ("supervise.delay=1", "supervise.max_restarts=2", "supervise.hang_timeout=1", "supervise.halve_batch=true"):
+    for override in (
+        "supervise.delay=1",
+        "supervise.max_restarts=2",
+        "supervise.hang_timeout=1",
+        "supervise.halve_batch=true",
+    ):
         check_typed_are_read([override], [config])
         with pytest.raises(UserError, match="is not read"):
             check_typed_are_read([override], [unsupervised])

@@ -107,13 +107,17 @@ def finished(finished_sweep: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def sweep(tmp_path: Path, fake_jobs: FakeJobs) -> Callable[..., int]:
     """`sweep("seed=1,2")` starts a sweep in tmp_path/sweep; returns the exit code."""
-    return lambda *overrides: exit_code(lambda: command.start_sweep([*overrides, f"hydra.sweep.dir={tmp_path / 'sweep'}"], ["--multirun"], run_sweep))
+    return lambda *overrides: exit_code(
+        lambda: command.start_sweep([*overrides, f"hydra.sweep.dir={tmp_path / 'sweep'}"], ["--multirun"], run_sweep)
+    )
 
 
 @pytest.fixture
 def resume(tmp_path: Path, fake_jobs: FakeJobs) -> Callable[..., int]:
     """`resume("seed=3")` continues the sweep in tmp_path/sweep; returns the exit code."""
-    return lambda *overrides: exit_code(lambda: command.resume_sweep(tmp_path / "sweep", list(overrides), [], run_sweep))
+    return lambda *overrides: exit_code(
+        lambda: command.resume_sweep(tmp_path / "sweep", list(overrides), [], run_sweep)
+    )
 
 
 def read_sweep(folder: Path) -> dict[str, Any]:

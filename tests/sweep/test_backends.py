@@ -46,12 +46,19 @@ def test_worker_forwards_a_signal_and_waits_until_the_job_has_saved(tmp_path: Pa
 
     before = signal.getsignal(signal.SIGUSR2)
     threading.Thread(target=send).start()
-    assert run_job([str(fake_jobs.script), f"resume={tmp_path / 'run'}"], {}, tmp_path / "console.log") == (75, [signal.SIGUSR2])
+    assert run_job([str(fake_jobs.script), f"resume={tmp_path / 'run'}"], {}, tmp_path / "console.log") == (
+        75,
+        [signal.SIGUSR2],
+    )
     assert read_run(tmp_path / "run")["status"] == "interrupted" and signal.getsignal(signal.SIGUSR2) == before
 
 
-@pytest.mark.parametrize(("name", "package"), [("launcher=submitit", "submitit"), ("launcher=ray", "ray"), ("sweeper=optuna", "optuna")])
-def test_plugin_whose_package_is_missing_names_the_install_command(monkeypatch: pytest.MonkeyPatch, name: str, package: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "package"), [("launcher=submitit", "submitit"), ("launcher=ray", "ray"), ("sweeper=optuna", "optuna")]
+)
+def test_plugin_whose_package_is_missing_names_the_install_command(
+    monkeypatch: pytest.MonkeyPatch, name: str, package: str
+) -> None:
     monkeypatch.setattr("runner.sweep.backends.base.find_spec", lambda package: None)
     with pytest.raises(UserError, match=f"needs the package {package}") as error:
         hydra_options(compose_tree([f"hydra/{name}"]))
@@ -67,11 +74,17 @@ def test_submitit_on_a_machine_without_slurm_is_refused(monkeypatch: pytest.Monk
         hydra_options(compose_tree(["hydra/launcher=submitit", "hydra.launcher.cluster=pbs"]))
 
 
-def test_submitit_runs_jobs_in_its_workers(submitit: Any, sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
+def test_submitit_runs_jobs_in_its_workers(
+    submitit: Any, sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path
+) -> None:
     fake_jobs.set_all({"seed=2": DIVERGED, "seed=3": "print('hello'); raise KeyError('missing')"})
     assert sweep("seed=1,2,3", *SUBMITIT) == 1
     jobs = read_sweep(tmp_path / "sweep")["jobs"]
-    assert [(job["status"], job["error"]) for job in jobs] == [("completed", None), ("failed", "the loss is not finite"), ("failed", "KeyError: 'missing'")]
+    assert [(job["status"], job["error"]) for job in jobs] == [
+        ("completed", None),
+        ("failed", "the loss is not finite"),
+        ("failed", "KeyError: 'missing'"),
+    ]
     assert [job["loss"] for job in jobs] == [1.5, "inf", None] and "hello" in jobs[2]["last_lines"]
     fake_jobs.set_all({"seed=3": "write('completed', 'completed', metrics={'loss': 2.0})"})
     assert resume() == 1
@@ -79,14 +92,20 @@ def test_submitit_runs_jobs_in_its_workers(submitit: Any, sweep: Any, resume: An
     assert len(list((tmp_path / "sweep" / ".submitit").iterdir())) == 2  # no launch reads the pickles of another
 
 
-def test_submitit_puts_a_preempted_job_into_the_queue_again(submitit: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
+def test_submitit_puts_a_preempted_job_into_the_queue_again(
+    submitit: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path
+) -> None:
     """Slurm sends SIGUSR2 to the worker, which is the parent of the job, before the time limit and before a preemption."""
-    fake_jobs.set(default=f"if fields['attempt'] > 1: write('completed', 'completed', metrics={{'loss': 2.0}}); sys.exit(0)\n{SAVES}")
+    fake_jobs.set(
+        default=f"if fields['attempt'] > 1: write('completed', 'completed', metrics={{'loss': 2.0}}); sys.exit(0)\n{SAVES}"
+    )
     run_dir = tmp_path / "sweep" / "seed=1"
 
     def preempt() -> None:
         wait_until((run_dir / "ready").exists)
-        worker = next(pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_parent_of_a_job_in(pid, run_dir))
+        worker = next(
+            pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_parent_of_a_job_in(pid, run_dir)
+        )
         os.kill(worker, signal.SIGUSR2)
 
     threading.Thread(target=preempt).start()
@@ -102,7 +121,9 @@ def is_parent_of_a_job_in(pid: int, run_dir: Path) -> bool:
         return False
 
 
-def test_submitit_stops_its_jobs_after_they_have_saved(submitit: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
+def test_submitit_stops_its_jobs_after_they_have_saved(
+    submitit: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path
+) -> None:
     fake_jobs.set(default=SAVES)
 
     def send() -> None:
@@ -114,25 +135,41 @@ def test_submitit_stops_its_jobs_after_they_have_saved(submitit: Any, sweep: Any
     assert [job["status"] for job in read_sweep(tmp_path / "sweep")["jobs"]] == ["interrupted", "new"]
 
 
-def test_submitit_writes_a_batch_script_for_slurm(submitit: Any, fake_jobs: FakeJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submitit_writes_a_batch_script_for_slurm(
+    submitit: Any, fake_jobs: FakeJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, text in (("srun", "exit 0"), ("sbatch", "echo Submitted batch job 7")):
         (tmp_path / "bin").mkdir(exist_ok=True)
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / "bin" / name).chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    options = SubmititOptions(timeout_min=90, partition="gpu", account="lab", mem_gb=32, gpus_per_node=2, parameters={"slurm_qos": "high"})
+    options = SubmititOptions(
+        timeout_min=90, partition="gpu", account="lab", mem_gb=32, gpus_per_node=2, parameters={"slurm_qos": "high"}
+    )
     options.check_available()
     backend = SubmititBackend(options, tmp_path)
     (tmp_path / "seed=1").mkdir()
     backend.submit(tmp_path / "seed=1", [str(fake_jobs.script)], {})
     script = next(tmp_path.glob(".submitit/*/*.sh")).read_text()
-    wanted = ("job-name=seed=1", "partition=gpu", "account=lab", "time=90", "mem=32GB", "gpus-per-node=2", "cpus-per-task=4", "qos=high", "signal=USR2@120")
+    wanted = (
+        "job-name=seed=1",
+        "partition=gpu",
+        "account=lab",
+        "time=90",
+        "mem=32GB",
+        "gpus-per-node=2",
+        "cpus-per-task=4",
+        "qos=high",
+        "signal=USR2@120",
+    )
     assert all(f"#SBATCH --{line}\n" in script for line in wanted), script
     assert sys.executable in script
 
 
 @pytest.mark.slow
-def test_ray_runs_jobs_in_its_workers_and_stops_them_after_they_have_saved(sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
+def test_ray_runs_jobs_in_its_workers_and_stops_them_after_they_have_saved(
+    sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path
+) -> None:
     pytest.importorskip("ray", reason="needs Ray: pip install 'lm-runner[ray]'")
     fake_jobs.set_all({"seed=2": DIVERGED, "seed=3": SAVES})
 
@@ -143,7 +180,11 @@ def test_ray_runs_jobs_in_its_workers_and_stops_them_after_they_have_saved(sweep
     threading.Thread(target=send).start()
     assert sweep("seed=1,2,3", "hydra/launcher=ray", "hydra.launcher.num_cpus=0.1") == 75
     jobs = read_sweep(tmp_path / "sweep")["jobs"]
-    assert [(job["status"], job["loss"]) for job in jobs] == [("completed", 1.5), ("failed", "inf"), ("interrupted", None)]
+    assert [(job["status"], job["loss"]) for job in jobs] == [
+        ("completed", 1.5),
+        ("failed", "inf"),
+        ("interrupted", None),
+    ]
     fake_jobs.set_all({"seed=3": "write('completed', 'completed', metrics={'loss': 2.0})"})
     assert resume() == 1
     assert [job["attempt"] for job in read_sweep(tmp_path / "sweep")["jobs"]] == [1, 1, 2]

@@ -31,7 +31,9 @@ def base() -> Config:
 def job(base: Config, **values: object) -> Config:
     """`base` with settings of the section train, and with match_budget and lr_scale of sweep."""
     rules = {name: values.pop(name) for name in ("match_budget", "lr_scale") if name in values}
-    return dataclasses.replace(base, train=dataclasses.replace(base.train, **values), sweep=dataclasses.replace(base.sweep, **rules))  # type: ignore[arg-type]  # values of many types in one dict
+    return dataclasses.replace(
+        base, train=dataclasses.replace(base.train, **values), sweep=dataclasses.replace(base.sweep, **rules)
+    )  # type: ignore[arg-type]  # values of many types in one dict
 
 
 def test_budget_four_times_the_rows_per_step_take_a_quarter_of_the_steps(base: Config) -> None:
@@ -47,9 +49,13 @@ def test_budget_four_times_the_rows_per_step_take_a_quarter_of_the_steps(base: C
 
 def test_budget_counts_rows_of_batch_size_accumulation_and_ranks_alike(base: Config) -> None:
     batch, accumulation = job(base, batch_size=32), job(base, accumulation_steps=4)
-    assert budget.matching_overrides(batch, StepSize(8), "tokens") == budget.matching_overrides(accumulation, StepSize(8), "tokens")
+    assert budget.matching_overrides(batch, StepSize(8), "tokens") == budget.matching_overrides(
+        accumulation, StepSize(8), "tokens"
+    )
     assert budget.matching_overrides(job(base, batch_size=2, accumulation_steps=4), StepSize(8), "tokens") == {}
-    ranks = compose_config(["data.packing=none", "train.batch_size=8", "train.max_steps=400", "distributed=ddp", "distributed.nproc=2"])
+    ranks = compose_config(
+        ["data.packing=none", "train.batch_size=8", "train.max_steps=400", "distributed=ddp", "distributed.nproc=2"]
+    )
     assert budget.matching_overrides(ranks, StepSize(8), "tokens")["train.max_steps"] == "200"
 
 
@@ -61,7 +67,11 @@ def test_budget_every_job_sees_the_same_rows_up_to_half_a_step(base: Config) -> 
 
 def test_budget_warning_names_the_numbers_of_jobs_that_cannot_be_equal(base: Config) -> None:
     def warning(*lengths: int, rule: str = "tokens") -> str | None:
-        configs = [job(base, batch_size=1, accumulation_steps=rows, max_steps=steps, match_budget=rule) for steps in lengths for rows in (1, 4, 16)]
+        configs = [
+            job(base, batch_size=1, accumulation_steps=rows, max_steps=steps, match_budget=rule)
+            for steps in lengths
+            for rows in (1, 4, 16)
+        ]
         return budget.budget_warning(configs, StepSize(1), [])
 
     assert "30 x 1 = 30, 8 x 4 = 32, 2 x 16 = 32" in str(warning(30))
@@ -74,25 +84,34 @@ def test_budget_rule_steps_changes_no_count(base: Config) -> None:
 
 def test_budget_rule_epochs_scales_intervals_counted_in_steps(base: Config) -> None:
     overrides = budget.matching_overrides(job(base, accumulation_steps=4, max_steps=0), StepSize(8), "epochs")
-    assert overrides["train.eval_every"] == "25" and "train.max_steps" not in overrides and "train.epochs" not in overrides
+    assert (
+        overrides["train.eval_every"] == "25" and "train.max_steps" not in overrides and "train.epochs" not in overrides
+    )
 
 
 @pytest.mark.parametrize(("rule", "steps"), [("steps", 0), ("epochs", 400)])
 def test_budget_refuses_a_rule_that_cannot_be_kept(base: Config, rule: str, steps: int) -> None:
     with pytest.raises(UserError, match=f"sweep.match_budget={rule} needs train.max_steps"):
-        budget.matching_overrides(job(base, accumulation_steps=4, max_steps=steps, match_budget=rule), StepSize(8), rule)
+        budget.matching_overrides(
+            job(base, accumulation_steps=4, max_steps=steps, match_budget=rule), StepSize(8), rule
+        )
     assert budget.matching_overrides(job(base, max_steps=steps), StepSize(8), rule) == {}  # all steps are alike
 
 
 @pytest.mark.parametrize(("how", "lr"), [("linear", 4e-3), ("sqrt", 2e-3)])
 def test_budget_lr_scale_follows_the_rows_per_step(base: Config, how: str, lr: float) -> None:
-    assert float(budget.matching_overrides(job(base, accumulation_steps=4, lr_scale=how), StepSize(8), "steps")["optimizer.lr"]) == pytest.approx(lr)
+    assert float(
+        budget.matching_overrides(job(base, accumulation_steps=4, lr_scale=how), StepSize(8), "steps")["optimizer.lr"]
+    ) == pytest.approx(lr)
 
 
 def test_budget_rule_auto_means_tokens_where_the_rows_per_step_are_swept() -> None:
     assert budget.resolve_budget_rule("auto", ["optimizer.lr", "train.accumulation_steps"]) == "tokens"
     assert budget.resolve_budget_rule("auto", ["train.batch_size"]) == "tokens"
-    assert budget.resolve_budget_rule("auto", ["optimizer.lr"]) == "epochs" and budget.resolve_budget_rule("steps", ["train.batch_size"]) == "steps"
+    assert (
+        budget.resolve_budget_rule("auto", ["optimizer.lr"]) == "epochs"
+        and budget.resolve_budget_rule("steps", ["train.batch_size"]) == "steps"
+    )
 
 
 @pytest.mark.parametrize("override", ["sweep.match_budget=rows", "sweep.lr_scale=cubic"])
@@ -110,8 +129,13 @@ def test_budget_of_packed_sequences_counts_their_tokens() -> None:
     jobs = [composed(data__max_length=length, train__batch_size=4, train__max_steps=400) for length in (128, 256)]
     base = budget.smallest_step(jobs)
     assert base == StepSize(4, 512)
-    assert [budget.matching_overrides(config, base, "tokens").get("train.max_steps", "400") for config in jobs] == ["400", "200"]
-    assert budget.uncountable_reason(jobs) is None and budget.resolve_budget_rule("auto", ["data.max_length"]) == "tokens"
+    assert [budget.matching_overrides(config, base, "tokens").get("train.max_steps", "400") for config in jobs] == [
+        "400",
+        "200",
+    ]
+    assert (
+        budget.uncountable_reason(jobs) is None and budget.resolve_budget_rule("auto", ["data.max_length"]) == "tokens"
+    )
     pair = composed(stage="dpo", data__packing="best_fit", data__max_length=128, train__batch_size=4)
     assert budget.step_size(pair).tokens == 2 * 512
 
@@ -124,7 +148,9 @@ def test_budget_of_packed_sequences_counts_their_tokens() -> None:
         ([{"stage": "sft"}, {"stage": "dpo"}], "data.max_length|data.path|stage.data_format"),
     ],
 )
-def test_budget_refuses_tokens_that_it_cannot_count(values: list[dict], key: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_budget_refuses_tokens_that_it_cannot_count(
+    values: list[dict], key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     jobs = [composed(**({"data__packing": "none", "train__max_steps": 100} | each)) for each in values]
     with pytest.raises(UserError, match=f"cannot be kept: ({key}) differs and data.packing=none"):
         budget.check_countable(jobs, "tokens", [])
@@ -135,7 +161,9 @@ def test_budget_refuses_tokens_that_it_cannot_count(values: list[dict], key: str
 
 
 def test_budget_of_epochs_counts_tokens_unless_conversations_are_cut() -> None:
-    texts, conversations = ([composed(stage=stage, data__max_length=length) for length in (128, 256)] for stage in ("pretrain", "sft"))
+    texts, conversations = (
+        [composed(stage=stage, data__max_length=length) for length in (128, 256)] for stage in ("pretrain", "sft")
+    )
     assert budget.uncountable_reason(texts) is None
     assert "an epoch has different numbers of tokens" in str(budget.uncountable_reason(conversations))
 
@@ -149,8 +177,14 @@ def test_budget_job_without_evaluation_gets_one_at_its_end() -> None:
 
 def test_budget_rule_that_auto_chooses_is_named_with_fixes_that_are_accepted(base: Config) -> None:
     with pytest.raises(UserError, match=r"match_budget=epochs \(the meaning of auto here") as error:
-        budget.matching_overrides(job(base, accumulation_steps=4, max_steps=20, match_budget="auto"), StepSize(8), "epochs")
+        budget.matching_overrides(
+            job(base, accumulation_steps=4, max_steps=20, match_budget="auto"), StepSize(8), "epochs"
+        )
     assert error.value.setting == "sweep.match_budget=auto train.max_steps=20"
-    assert "sweep.match_budget=steps" in error.value.fix and "train.max_steps=0" in error.value.fix and "tokens" not in error.value.fix
+    assert (
+        "sweep.match_budget=steps" in error.value.fix
+        and "train.max_steps=0" in error.value.fix
+        and "tokens" not in error.value.fix
+    )
     assert budget.matching_overrides(job(base, accumulation_steps=4, max_steps=20), StepSize(8), "steps") == {}
     budget.matching_overrides(job(base, accumulation_steps=4, max_steps=0), StepSize(8), "epochs")

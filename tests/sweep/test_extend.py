@@ -28,10 +28,15 @@ def resume_alone(run_dir: Path, overrides: list[str], **fields: Any) -> None:
 
 
 @pytest.mark.slow
-def test_extend_gives_each_job_its_share_and_keeps_it_pending_until_the_job_has_trained(finished: Path, resume: Any, fake_jobs: FakeJobs) -> None:
+def test_extend_gives_each_job_its_share_and_keeps_it_pending_until_the_job_has_trained(
+    finished: Path, resume: Any, fake_jobs: FakeJobs
+) -> None:
     fake_jobs.set(default="sys.exit(1)")
     assert resume("train.max_steps=80") == 1
-    assert [job["pending_overrides"] for job in read_sweep(finished)["jobs"]] == [["train.max_steps=80"], ["train.max_steps=20"]]
+    assert [job["pending_overrides"] for job in read_sweep(finished)["jobs"]] == [
+        ["train.max_steps=80"],
+        ["train.max_steps=20"],
+    ]
     fake_jobs.set(default=GOOD)
     assert resume("train.log_every=5") == 0
     assert [read_run(finished / name)["overrides"] for name in NAMES] == [
@@ -50,19 +55,27 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("typed", "message"), REFUSED.items(), ids=REFUSED)
-def test_extend_refuses_what_a_job_that_has_begun_cannot_take(finished: Path, resume: Any, typed: str, message: str) -> None:
+def test_extend_refuses_what_a_job_that_has_begun_cannot_take(
+    finished: Path, resume: Any, typed: str, message: str
+) -> None:
     before = (finished / "sweep.json").read_bytes()
     with pytest.raises(UserError) as error:
         resume(*typed.split())
-    assert message in f"{error.value.message} {error.value.setting}" and (finished / "sweep.json").read_bytes() == before
+    assert (
+        message in f"{error.value.message} {error.value.setting}" and (finished / "sweep.json").read_bytes() == before
+    )
 
 
 @pytest.mark.slow
-def test_extend_leaves_a_job_that_patience_has_stopped(finished: Path, resume: Any, capsys: pytest.CaptureFixture) -> None:
+def test_extend_leaves_a_job_that_patience_has_stopped(
+    finished: Path, resume: Any, capsys: pytest.CaptureFixture
+) -> None:
     resume_alone(finished / NAMES[0], ["train.patience=2"])
     checkpoint = finished / NAMES[0] / "checkpoints" / "step-00000060"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "state.json").write_text(json.dumps({"format": CHECKPOINT_FORMAT, "progress": {"step": 60, "evals_since_best": 2}}))
+    (checkpoint / "state.json").write_text(
+        json.dumps({"format": CHECKPOINT_FORMAT, "progress": {"step": 60, "evals_since_best": 2}})
+    )
     assert resume("train.max_steps=80") == 0
     assert applied(finished) == [[], ["train.max_steps=20"]]
     assert "was stopped by train.patience at step 60" in capsys.readouterr().err
@@ -82,6 +95,8 @@ def test_extend_leaves_a_longer_job_that_was_resumed_by_itself_and_the_report_na
 
 
 @pytest.mark.slow
-def test_extend_says_that_completed_jobs_keep_their_labels(finished: Path, resume: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_extend_says_that_completed_jobs_keep_their_labels(
+    finished: Path, resume: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert resume("run.note=later") == 0
     assert "2 completed jobs keep their labels" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""A kill at any change of the file system during the start of a sweep: `resume=` continues it, or the same command starts it; no job is lost."""
+"""A kill at any change of the file system during the start of a sweep: `resume=` continues it, or the same command
+starts it; no job is lost.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from runner.run_dir.resume import plan_resume
 EVERY = int(os.environ.get("KILL_EVERY", "60"))  # KILL_EVERY=1: at every change
 
 
-def test_job_directory_without_run_json_that_has_checkpoints_is_resumed(resume: Callable[..., int], finished: Path) -> None:
+def test_job_directory_without_run_json_that_has_checkpoints_is_resumed(
+    resume: Callable[..., int], finished: Path
+) -> None:
     job = finished / "train.accumulation_steps=1"
     (job / "run.json").unlink()
     (job / "checkpoints" / "step-00000060").mkdir(parents=True)
@@ -38,7 +42,10 @@ def test_foreign_files_in_a_sweep_change_nothing(resume: Callable[..., int], fin
 def test_kill_at_any_change_of_a_sweep_needs_no_hand(fake_jobs: FakeJobs, tmp_path: Path) -> None:
     sweep = tmp_path / "sweeps" / "sweep"
     with fork_server(tmp_path) as server:
-        start, resume = (partial(server.run, action, fake_jobs.script, sweep, root=sweep.parent) for action in ("start_sweep", "resume_sweep"))
+        start, resume = (
+            partial(server.run, action, fake_jobs.script, sweep, root=sweep.parent)
+            for action in ("start_sweep", "resume_sweep")
+        )
         code, changes, output = start()
         assert code == 0 and changes > 60, output
         for index in range(0, changes, EVERY):

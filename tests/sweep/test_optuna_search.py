@@ -29,7 +29,9 @@ def trials(sweep: Path) -> list[Any]:
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
-    return optuna.load_study(study_name="sweep", storage=JournalStorage(JournalFileBackend(str(sweep / "optuna.jsonl")))).get_trials()
+    return optuna.load_study(
+        study_name="sweep", storage=JournalStorage(JournalFileBackend(str(sweep / "optuna.jsonl")))
+    ).get_trials()
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,9 @@ def test_search_space_of_an_override(key: str, values: list[str], expected: dict
     assert {name: getattr(axis, name) for name in expected} == expected and axis.key == key
 
 
-@pytest.mark.parametrize("line", ["[" * 100_000, "3", "{}", '{"op_code": "0"}', '{"op_code": 0', "[" + "[]," * 4_000_000 + "[]]"])
+@pytest.mark.parametrize(
+    "line", ["[" * 100_000, "3", "{}", '{"op_code": "0"}', '{"op_code": 0', "[" + "[]," * 4_000_000 + "[]]"]
+)
 def test_study_with_a_damaged_line_is_refused(line: str, tmp_path: Path) -> None:
     (tmp_path / "optuna.jsonl").write_text('{"op_code": 4, "values": [NaN]}\n' + line + '\n{"op_')
     with pytest.raises(UserError, match="the study is damaged") as refused:
@@ -96,7 +100,9 @@ def test_optuna_refuses_an_end_of_an_interval_that_no_job_could_take(optuna: Any
     assert not (tmp_path / "sweep").exists()
 
 
-def test_optuna_draws_points_and_reports_losses_to_its_study(optuna: Any, sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
+def test_optuna_draws_points_and_reports_losses_to_its_study(
+    optuna: Any, sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path
+) -> None:
     fake_jobs.set(default=LOSS)
     assert sweep(*OPTUNA, *SPACE, "hydra.sweeper.n_trials=4", "hydra.launcher.workers=2") == 0
     jobs = read_sweep(tmp_path / "sweep")["jobs"]
@@ -112,7 +118,9 @@ def test_optuna_draws_points_and_reports_losses_to_its_study(optuna: Any, sweep:
         resume("train.accumulation_steps=4")
 
 
-def test_optuna_draws_the_next_point_as_soon_as_a_worker_is_free(optuna: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
+def test_optuna_draws_the_next_point_as_soon_as_a_worker_is_free(
+    optuna: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path
+) -> None:
     """Job 1 ends only after three others have: a sampler that waits for a whole batch would wait forever."""
     fake_jobs.set(
         default=f"""
@@ -125,8 +133,12 @@ while first and len(others()) < 3: time.sleep(0.01)
     assert [trial.state.name for trial in trials(tmp_path / "sweep")] == ["COMPLETE"] * 4
 
 
-def test_optuna_continues_open_and_failed_trials_in_their_directories(optuna: Any, sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
-    """As after a kill: the first trial failed, the second one is open, of the third one parameter is drawn, the last line is incomplete."""
+def test_optuna_continues_open_and_failed_trials_in_their_directories(
+    optuna: Any, sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path
+) -> None:
+    """As after a kill: the first trial failed, the second one is open, of the third one parameter is drawn, the last
+    line is incomplete.
+    """
     fake_jobs.set(default=FLAKY)
     assert sweep(*OPTUNA, *SPACE, "hydra.sweeper.n_trials=2") == 1
     names = [job["name"] for job in read_sweep(tmp_path / "sweep")["jobs"]]
@@ -149,22 +161,39 @@ def trials_after_repair(log: Path) -> list[Any]:
     return trials(copy)
 
 
-def test_optuna_results_say_that_jobs_judged_on_few_rows_are_not_ranked(optuna: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
+def test_optuna_results_say_that_jobs_judged_on_few_rows_are_not_ranked(
+    optuna: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path
+) -> None:
     fake_jobs.set(default=LOSS.replace("'completed', m", "'completed', evaluation={'rows': 1}, m"))
     assert sweep(*OPTUNA, *SPACE, "hydra.sweeper.n_trials=2") == 0
     problem = yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())["problem"]
     assert problem.startswith("the jobs were judged on 1 row: not told apart")
 
 
-def test_optuna_takes_a_diverged_point_as_infinitely_bad(optuna: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
+def test_optuna_takes_a_diverged_point_as_infinitely_bad(
+    optuna: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path
+) -> None:
     fake_jobs.set_all({"optimizer.lr=1e+30": DIVERGED})
-    assert sweep("hydra/sweeper=optuna", "hydra.sweeper.sampler=grid", "optimizer.lr=1e-3,1e30", "hydra.launcher.workers=2") == 1
+    assert (
+        sweep(
+            "hydra/sweeper=optuna", "hydra.sweeper.sampler=grid", "optimizer.lr=1e-3,1e30", "hydra.launcher.workers=2"
+        )
+        == 1
+    )
     assert sorted(trial.value for trial in trials(tmp_path / "sweep")) == [1.5, float("inf")]
 
 
-def test_optuna_takes_several_objectives_from_the_metrics(optuna: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
-    records = [{"kind": "train", "tokens_per_second": 5.0}, {"kind": "train", "tokens_per_second": 7.0}, {"kind": "eval", "loss": 3.0}]
-    fake_jobs.set(default=f"open('metrics.jsonl', 'w').write({''.join(json.dumps(record) + chr(10) for record in records)!r})\n{LOSS}")
+def test_optuna_takes_several_objectives_from_the_metrics(
+    optuna: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path
+) -> None:
+    records = [
+        {"kind": "train", "tokens_per_second": 5.0},
+        {"kind": "train", "tokens_per_second": 7.0},
+        {"kind": "eval", "loss": 3.0},
+    ]
+    fake_jobs.set(
+        default=f"open('metrics.jsonl', 'w').write({''.join(json.dumps(record) + chr(10) for record in records)!r})\n{LOSS}"
+    )
     objectives = ("hydra.sweeper.objectives=[loss,tokens_per_second]", "hydra.sweeper.direction=[minimize,maximize]")
     assert sweep(*OPTUNA, *SPACE, *objectives, "hydra.sweeper.n_trials=2", "hydra.sweeper.sampler=nsgaii") == 0
     assert [trial.values[1] for trial in trials(tmp_path / "sweep")] == [7.0, 7.0]
@@ -187,10 +216,14 @@ def test_optuna_search_space_may_be_in_a_yaml_file(optuna: Any, sweep: Any, tmp_
     assert len(trials(tmp_path / "sweep")) == 2
 
 
-def test_optuna_leaves_the_trial_of_an_interrupted_job_open(optuna: Any, sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
+def test_optuna_leaves_the_trial_of_an_interrupted_job_open(
+    optuna: Any, sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path
+) -> None:
     fake_jobs.set(default=f"if fields['attempt'] == 1: os.kill(os.getppid(), signal.SIGTERM)\n{SAVES}")
     assert sweep(*OPTUNA, *SPACE, "hydra.sweeper.n_trials=1") == 75
     assert [trial.state.name for trial in trials(tmp_path / "sweep")] == ["RUNNING"]
     fake_jobs.set(default=LOSS)
     assert resume() == 0
-    assert [trial.state.name for trial in trials(tmp_path / "sweep")] == ["COMPLETE"] and len(read_sweep(tmp_path / "sweep")["jobs"]) == 1
+    assert [trial.state.name for trial in trials(tmp_path / "sweep")] == ["COMPLETE"] and len(
+        read_sweep(tmp_path / "sweep")["jobs"]
+    ) == 1

@@ -1,4 +1,6 @@
-"""The scheduler and the local backend, with a few lines of Python in place of a training: how a process ends is how its job ends."""
+"""The scheduler and the local backend, with a few lines of Python in place of a training: how a process ends is how its
+job ends.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ import pytest
 from fake_jobs import BUG, DIVERGED, FLAKY, GOOD, KILLED, REFUSED, SAVES, FakeJobs, read_sweep, wait_until
 
 from common.errors import UserError
-from runner.reporting.live_page import RepeatedPage
+from runner.reporting.page_server import RepeatedPage
 from runner.sweep import scheduler
 from runner.sweep.backends.base import JobExit, LauncherOptions
 from runner.sweep.backends.local import LocalBackend, LocalOptions, Slot, make_slots
@@ -49,10 +51,14 @@ def run_jobs(tmp_path: Path, fake_jobs: FakeJobs) -> Callable[..., tuple[bool, l
 
     def run(scripts: list[str], **options: Any) -> tuple[bool, list[SweepJob]]:
         fake_jobs.set_all({f"seed={number}": script for number, script in enumerate(scripts)})
-        with SweepState.create(tmp_path / "sweep", swept={"seed": [str(number) for number in range(len(scripts))]}) as state:
+        with SweepState.create(
+            tmp_path / "sweep", swept={"seed": [str(number) for number in range(len(scripts))]}
+        ) as state:
             jobs = iter([state.add_job({"seed": str(number)}) for number in range(len(scripts))])
             try:
-                scheduler.run_jobs(FakeSession(state), LocalOptions(**options), lambda: next(jobs, None), lambda job: None)
+                scheduler.run_jobs(
+                    FakeSession(state), LocalOptions(**options), lambda: next(jobs, None), lambda job: None
+                )
             except SweepStopped:
                 return True, state.jobs
             return False, state.jobs
@@ -60,7 +66,9 @@ def run_jobs(tmp_path: Path, fake_jobs: FakeJobs) -> Callable[..., tuple[bool, l
     return run
 
 
-def test_scheduler_records_every_kind_of_failure_and_goes_on(run_jobs: Any, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+def test_scheduler_records_every_kind_of_failure_and_goes_on(
+    run_jobs: Any, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
     stopped, jobs = run_jobs([DIVERGED, REFUSED, BUG, KILLED, GOOD])
     assert not stopped and [job.status for job in jobs] == ["failed"] * 4 + ["completed"]
     assert [job.outcome for job in jobs] == ["diverged", "failed", "failed", "failed", "completed"]
@@ -123,7 +131,9 @@ def test_scheduler_waits_for_a_job_that_a_killed_sweep_left_running(run_jobs: An
     assert (tmp_path / "sweep" / "seed=1" / "run.json").stat().st_mtime_ns < (run_dir / "run.json").stat().st_mtime_ns
 
 
-def test_scheduler_fails_a_job_whose_run_directory_cannot_be_written(run_jobs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scheduler_fails_a_job_whose_run_directory_cannot_be_written(
+    run_jobs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prepare = FakeSession.prepare
 
     def refuse(self: FakeSession, job: SweepJob) -> list[str]:
@@ -133,7 +143,10 @@ def test_scheduler_fails_a_job_whose_run_directory_cannot_be_written(run_jobs: A
 
     monkeypatch.setattr(FakeSession, "prepare", refuse)
     _, jobs = run_jobs([GOOD, GOOD], retries=3)
-    assert [(job.status, job.error, job.attempt) for job in jobs] == [("failed", "the disk is full", 1), ("completed", None, 1)]
+    assert [(job.status, job.error, job.attempt) for job in jobs] == [
+        ("failed", "the disk is full", 1),
+        ("completed", None, 1),
+    ]
 
 
 class InstantBackend:
@@ -175,7 +188,11 @@ def test_scheduler_takes_the_reason_of_a_backend_and_starts_all_without_a_limit(
             run = {"status": status, "outcome": None, "attempt": 1, "metrics": {"loss": 2.0}}
             (tmp_path / "sweep" / job.name / "run.json").write_text(json.dumps(run))
         scheduler.run_jobs(FakeSession(state), Options(), lambda: next(queue, None), lambda job: None)
-    assert [(job.status, job.error) for job in jobs] == [("completed", None), ("failed", "the node has failed"), ("interrupted", None)]
+    assert [(job.status, job.error) for job in jobs] == [
+        ("completed", None),
+        ("failed", "the node has failed"),
+        ("interrupted", None),
+    ]
     assert backend.closed and backend.most == 3
 
 
@@ -198,17 +215,27 @@ def test_slots_divide_cores_and_devices_among_the_workers(monkeypatch: pytest.Mo
 def test_slots_refuse_devices_that_cannot_be_divided() -> None:
     with pytest.raises(UserError, match="3 devices cannot be divided evenly among 2 workers") as error:
         LocalOptions(workers=2, devices=[0, 1, 2])
-    assert error.value.args[1:] == ("hydra.launcher.devices=[0,1,2] hydra.launcher.workers=2", "hydra.launcher.workers=3, or give 2 devices")
+    assert error.value.args[1:] == (
+        "hydra.launcher.devices=[0,1,2] hydra.launcher.workers=2",
+        "hydra.launcher.workers=3, or give 2 devices",
+    )
 
 
-def test_local_backend_passes_the_slot_to_the_job_but_not_hydra_full_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_backend_passes_the_slot_to_the_job_but_not_hydra_full_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     backend = LocalBackend([Slot(3, ["2", "5"])])
     names = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HYDRA_FULL_ERROR", "EXTRA")
     script = f"import json, os; print(json.dumps({{name: os.environ.get(name) for name in {names}}}))"
     handle = backend.submit(tmp_path, ["-c", script], {"EXTRA": "1"})
     wait_until(lambda: backend.poll(handle))
-    assert json.loads((tmp_path / "console.log").read_text()) == {"CUDA_VISIBLE_DEVICES": "2,5", "OMP_NUM_THREADS": "3", "HYDRA_FULL_ERROR": None, "EXTRA": "1"}
+    assert json.loads((tmp_path / "console.log").read_text()) == {
+        "CUDA_VISIBLE_DEVICES": "2,5",
+        "OMP_NUM_THREADS": "3",
+        "HYDRA_FULL_ERROR": None,
+        "EXTRA": "1",
+    }
 
 
 def test_local_backend_job_saves_when_its_sweep_is_killed(tmp_path: Path, fake_jobs: FakeJobs) -> None:
@@ -221,11 +248,15 @@ handle = LocalBackend([Slot(None, None)]).submit(pathlib.Path({str(tmp_path / "r
 print(handle.process.pid, flush=True)
 time.sleep(60)
 """
-    driver = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True
+    )
     assert driver.stdout
     child = int(driver.stdout.readline())
     wait_until((tmp_path / "run" / "ready").exists)
     driver.kill()
     driver.wait()
-    wait_until(lambda: not Path(f"/proc/{child}").exists() or "\nState:\tZ" in Path(f"/proc/{child}/status").read_text())
+    wait_until(
+        lambda: not Path(f"/proc/{child}").exists() or "\nState:\tZ" in Path(f"/proc/{child}/status").read_text()
+    )
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "interrupted"

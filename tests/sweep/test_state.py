@@ -50,7 +50,12 @@ def test_state_learns_from_run_json_what_a_killed_sweep_could_not_write(sweep: P
     write_run(sweep / names[1], status="running", attempt=1)
     write_run(sweep / names[2], status="new", attempt=0)
     with SweepState.open(sweep) as state:
-        assert [(job.status, job.loss) for job in state.jobs] == [("completed", 1.5), ("interrupted", None), ("new", None), ("new", None)]
+        assert [(job.status, job.loss) for job in state.jobs] == [
+            ("completed", 1.5),
+            ("interrupted", None),
+            ("new", None),
+            ("new", None),
+        ]
         assert state.is_stale
 
 
@@ -77,7 +82,9 @@ def test_state_completed_job_that_refused_further_overrides_stays_failed(sweep: 
 
 def test_state_diverged_job_is_not_run_again(sweep: Path) -> None:
     with SweepState.open(sweep) as state:
-        state.update_job(state.jobs[0], status="failed", outcome="diverged", loss="inf", pending_overrides=["train.max_steps=8"])
+        state.update_job(
+            state.jobs[0], status="failed", outcome="diverged", loss="inf", pending_overrides=["train.max_steps=8"]
+        )
         state.update_job(state.jobs[1], status="failed", outcome="failed")
         assert [job.needs_run for job in state.jobs[:2]] == [False, True]
 
@@ -85,7 +92,11 @@ def test_state_diverged_job_is_not_run_again(sweep: Path) -> None:
 def test_state_outcome_of_a_failed_job_comes_from_its_run_json(sweep: Path) -> None:
     write_run(sweep / FIRST, status="failed", outcome="diverged", attempt=1, error="the loss is not finite")
     with SweepState.open(sweep) as state:
-        assert state.jobs[0].is_diverged and state.jobs[0].loss == "inf" and state.jobs[0].error == "the loss is not finite"
+        assert (
+            state.jobs[0].is_diverged
+            and state.jobs[0].loss == "inf"
+            and state.jobs[0].error == "the loss is not finite"
+        )
 
 
 def test_state_is_opened_by_one_process_at_a_time_and_names_it(sweep: Path) -> None:

@@ -22,7 +22,7 @@ from hydra.plugins.sweeper import Sweeper
 
 from common.errors import UserError
 from common.registry import PLUGINS_ENV
-from runner.cli.show_config import show_sweep_config
+from runner.cli.help import show_sweep_config
 from runner.config import compose
 from runner.config.compose import compose_config, compose_tree
 from runner.run_dir import auto_choice, initial_weights
@@ -49,10 +49,15 @@ def test_plugins_are_found_by_the_scan_of_hydra() -> None:
     names = {plugin.__name__ for plugin in plugins if plugin.__module__ == "hydra_plugins.lm_runner"}
     assert names == {"JobLauncher", "GridSweeper", "OptunaSweeper"}
     groups = ConfigStore.instance().repo["hydra"]
-    assert {f"{name}.yaml" for name in LAUNCHERS} <= groups["launcher"].keys() and {"grid.yaml", "optuna.yaml"} <= groups["sweeper"].keys()
+    assert {f"{name}.yaml" for name in LAUNCHERS} <= groups["launcher"].keys() and {
+        "grid.yaml",
+        "optuna.yaml",
+    } <= groups["sweeper"].keys()
 
 
-def test_sweep_runs_each_job_in_a_directory_that_was_written_before(sweep: Any, fake_jobs: FakeJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_runs_each_job_in_a_directory_that_was_written_before(
+    sweep: Any, fake_jobs: FakeJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(PLUGINS_ENV, "[]")
     fake_jobs.set(
         default=f"""
@@ -66,7 +71,9 @@ assert "2 jobs: 2 new" in open("../report.html").read()
     assert sweep("optimizer.lr=1e-3,2e-3", "hydra.launcher.workers=2") == 0
     fields = read_sweep(tmp_path / "sweep")
     assert fields["status"] == "completed" and fields["swept"] == {"optimizer.lr": ["0.001", "0.002"]}
-    assert [(job["status"], job["loss"], job["attempt"], job["outcome"]) for job in fields["jobs"]] == [("completed", 1.5, 1, "completed")] * 2
+    assert [(job["status"], job["loss"], job["attempt"], job["outcome"]) for job in fields["jobs"]] == [
+        ("completed", 1.5, 1, "completed")
+    ] * 2
     assert (tmp_path / "sweep" / "report.html").is_file() and (tmp_path / "sweep" / "leaderboard.csv").is_file()
 
 
@@ -82,7 +89,9 @@ def test_sweep_goes_on_without_a_page_and_warns_once(
     assert capfd.readouterr().err.count("warning: report.html cannot be written: ValueError: no page") == 1
 
 
-def test_sweep_without_a_directory_is_placed_in_outputs(fake_jobs: FakeJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_without_a_directory_is_placed_in_outputs(
+    fake_jobs: FakeJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compose, "workspace_dir", lambda: tmp_path)
     command.start_sweep(["seed=choice(1)"], ["--multirun"], run_sweep)
     assert len(list((tmp_path / "outputs" / "multirun").glob("*/*/sweep.json"))) == 1
@@ -121,14 +130,22 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("typed", "message"), REFUSED.items(), ids=REFUSED)
-def test_sweep_refuses_a_wrong_setting_before_it_creates_a_directory(sweep: Any, tmp_path: Path, typed: str, message: str) -> None:
+def test_sweep_refuses_a_wrong_setting_before_it_creates_a_directory(
+    sweep: Any, tmp_path: Path, typed: str, message: str
+) -> None:
     with pytest.raises(UserError) as error:
         sweep("seed=1,2", *typed.split(" "))
     assert message in error.value.message and not (tmp_path / "sweep").exists() and not (tmp_path / "outputs").exists()
 
 
 @pytest.mark.parametrize(
-    "typed", ["hydra.launcher.workers=null", "hydra.launcher.devices=[0,GPU-1a,'2']", "hydra.launcher.fail_fast=true", "hydra.launcher.retries=0"]
+    "typed",
+    [
+        "hydra.launcher.workers=null",
+        "hydra.launcher.devices=[0,GPU-1a,'2']",
+        "hydra.launcher.fail_fast=true",
+        "hydra.launcher.retries=0",
+    ],
 )
 def test_sweep_accepts_the_options_of_the_local_launcher(typed: str) -> None:
     validation.check_hydra_overrides(["seed=1,2", typed])
@@ -143,18 +160,36 @@ def test_sweep_refuses_a_second_sweep_in_its_directory(finished: Path, sweep: An
 
 
 def test_sweep_stores_no_hydra_setting_that_could_run_code(capsys: pytest.CaptureFixture) -> None:
-    typed = ["seed=1", "hydra/launcher=ray", "hydra.launcher.retries=1", "+hydra.job.env_set.A=b", "hydra.launcher.parameters={slurm_setup: [reboot]}"]
+    typed = [
+        "seed=1",
+        "hydra/launcher=ray",
+        "hydra.launcher.retries=1",
+        "+hydra.job.env_set.A=b",
+        "hydra.launcher.parameters={slurm_setup: [reboot]}",
+    ]
     assert validation.storable_overrides(typed) == typed[:3]
     assert capsys.readouterr().err.count("is not stored in sweep.json") == 2
-    for override in ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=9", "hydra.sweeper.params.seed=1", "hydra.launcher.gpus_per_node=2"):
+    for override in (
+        "hydra/sweeper=optuna",
+        "hydra.sweeper.n_trials=9",
+        "hydra.sweeper.params.seed=1",
+        "hydra.launcher.gpus_per_node=2",
+    ):
         assert validation.is_safe_override(override), override
-    for override in ("hydra.launcher.partition=x", "hydra.sweeper._target_=os.system", "seed=${oc.env:A}", "hydra.callbacks.x=1"):
+    for override in (
+        "hydra.launcher.partition=x",
+        "hydra.sweeper._target_=os.system",
+        "seed=${oc.env:A}",
+        "hydra.callbacks.x=1",
+    ):
         assert not any(validation.is_safe_override(sign + override) for sign in ("", "+", "++")), override
 
 
 @pytest.mark.slow
 def test_sweep_whose_console_is_closed_saves_at_ctrl_c_and_exits_with_75(fake_jobs: FakeJobs, tmp_path: Path) -> None:
-    fake_jobs.set(default=SAVES.replace("def save(*_):", "def save(*_):\n    print('saving', flush=True); time.sleep(0.3)"))
+    fake_jobs.set(
+        default=SAVES.replace("def save(*_):", "def save(*_):\n    print('saving', flush=True); time.sleep(0.3)")
+    )
     folder = tmp_path / "sweep"
     code = f"""
 import runpy, sys
@@ -163,13 +198,17 @@ scheduler.TRAIN_SCRIPT = {str(fake_jobs.script)!r}
 sys.argv = ["runner/train.py", "-m", "seed=1,2", "hydra.sweep.dir={folder}"]
 runpy.run_path("runner/train.py", run_name="__main__")
 """
-    driver = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     wait_until((folder / "seed=1" / "ready").exists)
     assert driver.stdout
     driver.stdout.close()
     driver.send_signal(signal.SIGINT)
     assert driver.wait(120) == 75
-    assert [json.loads((folder / name).read_text())["status"] for name in ("seed=1/run.json", "sweep.json")] == ["interrupted"] * 2
+    assert [json.loads((folder / name).read_text())["status"] for name in ("seed=1/run.json", "sweep.json")] == [
+        "interrupted"
+    ] * 2
 
 
 # Resuming
@@ -193,7 +232,9 @@ def test_resume_of_a_completed_sweep_changes_no_file(finished: Path, resume: Any
 
 
 @pytest.mark.slow
-def test_resume_after_a_killed_driver_finds_what_its_jobs_have_done(fake_jobs: FakeJobs, resume: Any, tmp_path: Path) -> None:
+def test_resume_after_a_killed_driver_finds_what_its_jobs_have_done(
+    fake_jobs: FakeJobs, resume: Any, tmp_path: Path
+) -> None:
     fake_jobs.set_all({"seed=2": f"if fields['attempt'] > 1: {GOOD}; sys.exit(0)\n{SAVES}"})
     code = f"""
 import runpy, sys
@@ -211,27 +252,40 @@ runpy.run_path("runner/train.py", run_name="__main__")
     assert [read_run(tmp_path / "sweep" / f"seed={seed}")["attempt"] for seed in (1, 2, 3)] == [1, 2, 1]
 
 
-def test_sweep_whose_jobs_are_all_refused_is_refused_and_leaves_nothing(sweep: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
+def test_sweep_whose_jobs_are_all_refused_is_refused_and_leaves_nothing(
+    sweep: Any, fake_jobs: FakeJobs, tmp_path: Path
+) -> None:
     fake_jobs.set(default=REFUSED_JOB.replace("print", "write('new', attempt=0); print", 1))
     with pytest.raises(UserError, match="all 2 jobs were refused: a row is wrong") as error:
         sweep("seed=1,2")
-    assert (error.value.setting, error.value.fix) == ("rows.jsonl:3", "correct it") and not (tmp_path / "sweep").exists()
+    assert (error.value.setting, error.value.fix) == ("rows.jsonl:3", "correct it") and not (
+        tmp_path / "sweep"
+    ).exists()
 
 
 def test_sweep_with_one_refused_job_keeps_the_others(sweep: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
     fake_jobs.set_all({"seed=2": REFUSED_JOB.replace("print", "write('new', attempt=0); print", 1)})
     assert sweep("seed=1,2") == 1
-    assert [job["status"] for job in json.loads((tmp_path / "sweep" / "sweep.json").read_text())["jobs"]] == ["completed", "failed"]
+    assert [job["status"] for job in json.loads((tmp_path / "sweep" / "sweep.json").read_text())["jobs"]] == [
+        "completed",
+        "failed",
+    ]
 
 
 @pytest.mark.slow
-def test_resume_adds_points_leaves_the_others_alone_and_warns_of_unequal_budgets(finished: Path, resume: Any, capsys: pytest.CaptureFixture) -> None:
+def test_resume_adds_points_leaves_the_others_alone_and_warns_of_unequal_budgets(
+    finished: Path, resume: Any, capsys: pytest.CaptureFixture
+) -> None:
     assert resume("train.accumulation_steps=2,04") == 0
     assert "do not see the same number" not in capsys.readouterr().err
     jobs = read_sweep(finished)["jobs"]
-    assert [job["name"] for job in jobs[2:]] == ["train.accumulation_steps=2"] and {job["attempt"] for job in jobs} == {1}
+    assert [job["name"] for job in jobs[2:]] == ["train.accumulation_steps=2"] and {job["attempt"] for job in jobs} == {
+        1
+    }
     assert read_sweep(finished)["swept"] == {"train.accumulation_steps": ["1", "4", "2"]}
-    assert "train.max_steps=30" in yaml.safe_load((finished / jobs[2]["name"] / ".hydra" / "overrides.yaml").read_text())
+    assert "train.max_steps=30" in yaml.safe_load(
+        (finished / jobs[2]["name"] / ".hydra" / "overrides.yaml").read_text()
+    )
     assert resume("train.accumulation_steps=16") == 0
     assert "15 x 4096 = 61440, 4 x 16384 = 65536" in capsys.readouterr().err
 
@@ -249,14 +303,19 @@ REFUSED_ADDITIONS = {
 
 
 @pytest.mark.parametrize(("typed", "message"), REFUSED_ADDITIONS.items(), ids=REFUSED_ADDITIONS)
-def test_resume_refuses_what_a_sweep_cannot_take_and_changes_nothing(finished: Path, resume: Any, typed: str, message: str) -> None:
+def test_resume_refuses_what_a_sweep_cannot_take_and_changes_nothing(
+    finished: Path, resume: Any, typed: str, message: str
+) -> None:
     before = files_of(finished)
     with pytest.raises(UserError) as error:
         resume(*typed.split())
     assert message in f"{error.value.message} {error.value.setting}" and files_of(finished) == before
 
 
-@pytest.mark.parametrize("override", ["hydra.callbacks.x._target_=os.system", "data.path=${oc.env:HOME}", "hydra.launcher.parameters={a: rm}"])
+@pytest.mark.parametrize(
+    "override",
+    ["hydra.callbacks.x._target_=os.system", "data.path=${oc.env:HOME}", "hydra.launcher.parameters={a: rm}"],
+)
 def test_resume_refuses_a_sweep_json_that_could_run_code(finished: Path, resume: Any, override: str) -> None:
     fields = read_sweep(finished)
     (finished / "sweep.json").write_text(json.dumps({**fields, "overrides": [*fields["overrides"], override]}))
@@ -273,50 +332,81 @@ def test_resume_refuses_a_sweep_json_that_could_run_code(finished: Path, resume:
         ("resume=/tmp", "that it may not hold"),
     ],
 )
-def test_resume_refuses_overrides_of_a_job_that_could_run_code(finished: Path, resume: Any, tmp_path: Path, override: str, message: str) -> None:
+def test_resume_refuses_overrides_of_a_job_that_could_run_code(
+    finished: Path, resume: Any, tmp_path: Path, override: str, message: str
+) -> None:
     """They are arguments of the job's command, as if they were typed."""
     evil = tmp_path / "evil.py"
     evil.write_text("raise SystemExit('imported')\n")
     fields = read_sweep(finished)
-    fields["jobs"][0] |= {"pending_overrides": [override.replace("EVIL", str(evil)), "train.max_steps=99"], "status": "interrupted"}
+    fields["jobs"][0] |= {
+        "pending_overrides": [override.replace("EVIL", str(evil)), "train.max_steps=99"],
+        "status": "interrupted",
+    }
     (finished / "sweep.json").write_text(json.dumps(fields))
     with pytest.raises(UserError, match=message):
         resume()
 
 
-@pytest.mark.parametrize("stored", [{"overrides": {"--experimental-rerun": "x.pickle"}}, {"applied_overrides": ["--experimental-rerun=x.pickle"]}])
-def test_sweep_json_with_a_flag_in_a_job_is_read_by_no_command(finished: Path, resume: Any, stored: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "stored",
+    [{"overrides": {"--experimental-rerun": "x.pickle"}}, {"applied_overrides": ["--experimental-rerun=x.pickle"]}],
+)
+def test_sweep_json_with_a_flag_in_a_job_is_read_by_no_command(
+    finished: Path, resume: Any, stored: dict[str, Any]
+) -> None:
     fields = read_sweep(finished)
-    fields["jobs"][0] |= stored | {"name": "--experimental-rerun=x.pickle" if "overrides" in stored else fields["jobs"][0]["name"]}
+    fields["jobs"][0] |= stored | {
+        "name": "--experimental-rerun=x.pickle" if "overrides" in stored else fields["jobs"][0]["name"]
+    }
     (finished / "sweep.json").write_text(json.dumps(fields))
-    for read in (resume, lambda: show_sweep_config(finished, [], ["--cfg=job"], pytest.fail), lambda: SweepState.open_readonly(finished)):
+    for read in (
+        resume,
+        lambda: show_sweep_config(finished, [], ["--cfg=job"], pytest.fail),
+        lambda: SweepState.open_readonly(finished),
+    ):
         with pytest.raises(UserError, match="that it may not hold"):
             read()
 
 
 @pytest.mark.slow
-def test_resume_composes_from_the_copy_of_a_file_that_is_gone_from_conf(sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
+def test_resume_composes_from_the_copy_of_a_file_that_is_gone_from_conf(
+    sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path
+) -> None:
     folder = tmp_path / "sweep"
     fake_jobs.set(default=FLAKY)
     assert sweep("schedule=cosine,linear") == 1
-    (folder / "sweep.json").write_text((folder / "sweep.json").read_text().replace("cosine", "gone"))  # as if conf/ had no such file any more
+    # as if conf/ had no such file any more
+    (folder / "sweep.json").write_text((folder / "sweep.json").read_text().replace("cosine", "gone"))
     (folder / ".hydra" / "conf" / "schedule").mkdir(exist_ok=True)
-    shutil.copy(Path(__file__).parents[2] / "conf" / "schedule" / "cosine.yaml", folder / ".hydra" / "conf" / "schedule" / "gone.yaml")
+    shutil.copy(
+        Path(__file__).parents[2] / "conf" / "schedule" / "cosine.yaml",
+        folder / ".hydra" / "conf" / "schedule" / "gone.yaml",
+    )
     shutil.rmtree(folder / "schedule=cosine")
     fake_jobs.set(default=GOOD)
     assert resume() == 0
-    assert yaml.safe_load((folder / "schedule=gone" / ".hydra" / "config.yaml").read_text())["schedule"]["name"] == "cosine"
+    assert (
+        yaml.safe_load((folder / "schedule=gone" / ".hydra" / "config.yaml").read_text())["schedule"]["name"]
+        == "cosine"
+    )
 
 
 @pytest.mark.slow
-def test_jobs_are_composed_as_checked_when_conf_changes_while_the_sweep_runs(sweep: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
+def test_jobs_are_composed_as_checked_when_conf_changes_while_the_sweep_runs(
+    sweep: Any, fake_jobs: FakeJobs, tmp_path: Path
+) -> None:
     """A job may start days after the first."""
     conf = shutil.copytree(Path(__file__).parents[2] / "conf", tmp_path / "conf")
-    (conf / "schedule" / "mine.yaml").write_text((conf / "schedule" / "cosine.yaml").read_text().replace("min_lr_ratio: 0.1", "min_lr_ratio: 0.2"))
+    (conf / "schedule" / "mine.yaml").write_text(
+        (conf / "schedule" / "cosine.yaml").read_text().replace("min_lr_ratio: 0.1", "min_lr_ratio: 0.2")
+    )
     change = f"open({str(conf / 'schedule' / 'mine.yaml')!r}, 'w').write('changed: 1')"
     fake_jobs.set(default=f"{change}\n{GOOD}")
     assert sweep("seed=1,2", "schedule=mine", f"hydra.searchpath=[file://{conf}]") == 0
-    configs = [yaml.safe_load((tmp_path / "sweep" / f"seed={seed}" / ".hydra" / "config.yaml").read_text()) for seed in (1, 2)]
+    configs = [
+        yaml.safe_load((tmp_path / "sweep" / f"seed={seed}" / ".hydra" / "config.yaml").read_text()) for seed in (1, 2)
+    ]
     assert [config["schedule"]["min_lr_ratio"] for config in configs] == [0.2, 0.2]
 
 
@@ -330,7 +420,15 @@ def test_jobs_start_from_the_same_weights_whatever_run_completes_meanwhile(
 
     def complete_run(name: str) -> str:
         (tmp_path / "outputs" / "day" / name / "model").mkdir(parents=True)
-        fields = {"status": "completed", "outcome": "completed", "attempt": 1, "step": 1, "stage": "pretrain", "fingerprints": fingerprints, "ended": name}
+        fields = {
+            "status": "completed",
+            "outcome": "completed",
+            "attempt": 1,
+            "step": 1,
+            "stage": "pretrain",
+            "fingerprints": fingerprints,
+            "ended": name,
+        }
         (tmp_path / "outputs" / "day" / name / "run.json").write_text(json.dumps(fields))
         return str(tmp_path / "outputs" / "day" / name)
 
@@ -342,10 +440,14 @@ def test_jobs_start_from_the_same_weights_whatever_run_completes_meanwhile(
     assert sweep("stage=sft", "seed=1,2") == 0
     complete_run("2026-11-22T10:00:00+00:00")
     assert resume("seed=3") == 0
-    assert initial_weights_of_jobs() == [first] * 3 and [*read_sweep(tmp_path / "sweep")["init_from"].values()] == [first]
+    assert initial_weights_of_jobs() == [first] * 3 and [*read_sweep(tmp_path / "sweep")["init_from"].values()] == [
+        first
+    ]
 
 
-def test_continue_command_can_be_pasted_whatever_the_directory_is_called(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_continue_command_can_be_pasted_whatever_the_directory_is_called(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     folder = tmp_path / "it's a sweep"
     with SweepState.create(folder, swept={"seed": ["0"]}) as state, pytest.raises(SystemExit):
         state.add_job({"seed": "0"})
@@ -354,7 +456,9 @@ def test_continue_command_can_be_pasted_whatever_the_directory_is_called(tmp_pat
     assert shlex.split(line)[-1] == f"resume={folder}"
 
 
-def test_show_config_prints_the_job_that_resume_would_run_and_writes_nothing(finished: Path, capsys: pytest.CaptureFixture) -> None:
+def test_show_config_prints_the_job_that_resume_would_run_and_writes_nothing(
+    finished: Path, capsys: pytest.CaptureFixture
+) -> None:
     shutil.rmtree(finished / "train.accumulation_steps=4")
     before = files_of(finished)
 

@@ -1,4 +1,6 @@
-"""Sweeps of real trainings: killed at any moment, continued, stopped, extended; every job ends in the bits of an undisturbed sweep."""
+"""Sweeps of real trainings: killed at any moment, continued, stopped, extended; every job ends in the bits of an
+undisturbed sweep.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,12 @@ Launch = Callable[..., subprocess.Popen]
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    file.write_text("".join(json.dumps({"text": f"{i} boats: " + "the lake of Oru lies north of the old mill " * (1 + i % 3)}) + "\n" for i in range(40)))
+    file.write_text(
+        "".join(
+            json.dumps({"text": f"{i} boats: " + "the lake of Oru lies north of the old mill " * (1 + i % 3)}) + "\n"
+            for i in range(40)
+        )
+    )
     return file
 
 
@@ -56,7 +63,14 @@ def launch(checkout: Path, rows: Path) -> Launch:
 
 
 def arguments(folder: Path, rows: Path, *swept: str) -> list[str]:
-    return ["-m", *SETTINGS, f"data.path={rows}", *(swept or SWEPT), f"hydra.sweep.dir={folder}", "hydra.launcher.workers=2"]
+    return [
+        "-m",
+        *SETTINGS,
+        f"data.path={rows}",
+        *(swept or SWEPT),
+        f"hydra.sweep.dir={folder}",
+        "hydra.launcher.workers=2",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +88,11 @@ def statuses(folder: Path) -> dict[str, str]:
 
 def steps(run_dir: Path) -> list[tuple[str, int]]:
     file = run_dir / "metrics.jsonl"
-    return [(record["kind"], record["step"]) for record in map(json.loads, file.read_text().splitlines())] if file.exists() else []
+    return (
+        [(record["kind"], record["step"]) for record in map(json.loads, file.read_text().splitlines())]
+        if file.exists()
+        else []
+    )
 
 
 def assert_same_bits(undisturbed: Path, folder: Path) -> None:
@@ -90,7 +108,9 @@ def test_sweep_of_real_runs_records_their_validation_loss_and_equal_tokens(undis
     sweep = read_sweep(undisturbed)
     assert sweep["status"] == "completed" and set(statuses(undisturbed).values()) == {"completed"}
     runs = {name: read_run(undisturbed / name) for name in (SMALL_STEPS, LARGE_STEPS)}
-    assert {job["name"]: job["loss"] for job in sweep["jobs"]} == {name: run["export"]["loss"] for name, run in runs.items()}
+    assert {job["name"]: job["loss"] for job in sweep["jobs"]} == {
+        name: run["export"]["loss"] for name, run in runs.items()
+    }
     assert find_best_job(undisturbed).name == min(runs, key=lambda name: runs[name]["metrics"]["best_val_loss"])
     assert (runs[SMALL_STEPS]["step"], runs[LARGE_STEPS]["step"]) == (60, 15)
     assert runs[LARGE_STEPS]["tokens"] == pytest.approx(runs[SMALL_STEPS]["tokens"], rel=0.05)
@@ -98,7 +118,9 @@ def test_sweep_of_real_runs_records_their_validation_loss_and_equal_tokens(undis
 
 @only_full
 @pytest.mark.slow
-def test_sweep_killed_and_resumed_ends_in_the_same_bits(undisturbed: Path, launch: Launch, rows: Path, tmp_path: Path) -> None:
+def test_sweep_killed_and_resumed_ends_in_the_same_bits(
+    undisturbed: Path, launch: Launch, rows: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "killed"
     driver = launch(*arguments(folder, rows))
     wait_until(lambda: steps(folder / SMALL_STEPS))
@@ -110,21 +132,31 @@ def test_sweep_killed_and_resumed_ends_in_the_same_bits(undisturbed: Path, launc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, id="SIGTERM"), pytest.param(signal.SIGINT, id="SIGINT", marks=only_full)])
-def test_sweep_stopped_by_a_signal_saves_every_job_and_resumes(undisturbed: Path, launch: Launch, rows: Path, tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, id="SIGTERM"), pytest.param(signal.SIGINT, id="SIGINT", marks=only_full)]
+)
+def test_sweep_stopped_by_a_signal_saves_every_job_and_resumes(
+    undisturbed: Path, launch: Launch, rows: Path, tmp_path: Path, number: int
+) -> None:
     folder = tmp_path / "stopped"
     driver = launch(*arguments(folder, rows))
     wait_until(lambda: steps(folder / SMALL_STEPS))
     driver.send_signal(number)
     assert driver.wait(WAIT) == 75
     assert f"resume={folder}" in (rows.parent / "stderr").read_text()
-    assert read_sweep(folder)["status"] == "interrupted" and set(statuses(folder).values()) <= {"interrupted", "new", "completed"}
+    assert read_sweep(folder)["status"] == "interrupted" and set(statuses(folder).values()) <= {
+        "interrupted",
+        "new",
+        "completed",
+    }
     assert launch(f"resume={folder}").wait(WAIT) == 0
     assert_same_bits(undisturbed, folder)
 
 
 @pytest.mark.slow
-def test_sweep_resumed_with_more_steps_continues_every_job_by_its_share(launch: Launch, rows: Path, tmp_path: Path) -> None:
+def test_sweep_resumed_with_more_steps_continues_every_job_by_its_share(
+    launch: Launch, rows: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "sweep"
     assert launch(*arguments(folder, rows), "schedule=constant").wait(WAIT) == 0
     assert launch(f"resume={folder}", "train.max_steps=80").wait(WAIT) == 0
@@ -132,12 +164,23 @@ def test_sweep_resumed_with_more_steps_continues_every_job_by_its_share(launch: 
 
 
 @pytest.mark.slow
-def test_sweep_job_that_diverges_has_an_infinite_loss_and_is_not_retried(launch: Launch, rows: Path, tmp_path: Path) -> None:
+def test_sweep_job_that_diverges_has_an_infinite_loss_and_is_not_retried(
+    launch: Launch, rows: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "sweep"
-    assert launch(*arguments(folder, rows, "optimizer.lr=1e-3,1e30"), "optimizer.grad_clip=0", "hydra.launcher.retries=2").wait(WAIT) == 1
+    assert (
+        launch(
+            *arguments(folder, rows, "optimizer.lr=1e-3,1e30"), "optimizer.grad_clip=0", "hydra.launcher.retries=2"
+        ).wait(WAIT)
+        == 1
+    )
     good, bad = read_sweep(folder)["jobs"]
     assert good["status"] == "completed"
-    assert (bad["status"], bad["outcome"], bad["loss"], bad["attempt"]) == ("failed", "diverged", "inf", 1) and bad["error"] and bad["last_lines"]
+    assert (
+        (bad["status"], bad["outcome"], bad["loss"], bad["attempt"]) == ("failed", "diverged", "inf", 1)
+        and bad["error"]
+        and bad["last_lines"]
+    )
     assert launch(f"resume={folder}").wait(WAIT) == 1
     assert read_run(folder / bad["name"])["attempt"] == 1
 
@@ -146,7 +189,9 @@ KILLS = faults(3, full=10)  # one of each kind
 
 
 @pytest.mark.slow(long=True)
-def test_sweep_survives_cold_kills_of_driver_job_or_both(undisturbed: Path, launch: Launch, rows: Path, tmp_path: Path) -> None:
+def test_sweep_survives_cold_kills_of_driver_job_or_both(
+    undisturbed: Path, launch: Launch, rows: Path, tmp_path: Path
+) -> None:
     chance, seen = random.Random(10), Counter[str]()
     duration = float((undisturbed.parent / "seconds").read_text())
     while seen["kills"] < KILLS:
@@ -168,11 +213,17 @@ def test_sweep_survives_cold_kills_of_driver_job_or_both(undisturbed: Path, laun
                 code = driver.wait(WAIT)  # a driver that lost a job goes on with the others, and fails
             assert code in (0, 1, -9), (rows.parent / "stderr").read_text()
             if (folder / "sweep.json").exists():
-                attempts = {name: read_run(folder / name)["attempt"] for name, status in statuses(folder).items() if status == "completed"} | attempts
+                attempts = {
+                    name: read_run(folder / name)["attempt"]
+                    for name, status in statuses(folder).items()
+                    if status == "completed"
+                } | attempts
             if code == 0:
                 break
         assert_same_bits(undisturbed, folder)
-        assert {name: read_run(folder / name)["attempt"] for name in attempts} == attempts, "a completed job was run again"
+        assert {name: read_run(folder / name)["attempt"] for name in attempts} == attempts, (
+            "a completed job was run again"
+        )
     assert seen["driver"] and seen["job"] and seen["both"]
 
 
@@ -183,15 +234,38 @@ def children_of(pid: int) -> list[int]:
 @pytest.mark.slow
 def test_optuna_study_of_real_runs_continues_after_a_kill(checkout: Path, program: Any, tmp_path: Path) -> None:
     pytest.importorskip("optuna", reason="needs Optuna: pip install 'lm-runner[optuna]'")
-    optuna = ("hydra/sweeper=optuna", "hydra.sweeper.seed=7", "hydra.sweeper.n_trials=3", "optimizer.lr=tag(log,interval(1e-4,1e-2))", "train.batch_size=2,4")
+    optuna = (
+        "hydra/sweeper=optuna",
+        "hydra.sweeper.seed=7",
+        "hydra.sweeper.n_trials=3",
+        "optimizer.lr=tag(log,interval(1e-4,1e-2))",
+        "train.batch_size=2,4",
+    )
     folder = tmp_path / "sweep"
-    command = [sys.executable, str(checkout / "runner" / "train.py"), "-m", *SETTINGS, *optuna, f"hydra.sweep.dir={folder}"]
-    driver = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    wait_until(lambda: (folder / "sweep.json").exists() and len(jobs := read_sweep(folder)["jobs"]) == 2 and steps(folder / jobs[1]["name"]))
+    command = [
+        sys.executable,
+        str(checkout / "runner" / "train.py"),
+        "-m",
+        *SETTINGS,
+        *optuna,
+        f"hydra.sweep.dir={folder}",
+    ]
+    driver = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    wait_until(
+        lambda: (
+            (folder / "sweep.json").exists()
+            and len(jobs := read_sweep(folder)["jobs"]) == 2
+            and steps(folder / jobs[1]["name"])
+        )
+    )
     driver.kill()
     driver.wait()
     names = [job["name"] for job in read_sweep(folder)["jobs"]]
     done = program(f"resume={folder}")
     assert done.returncode == 0, done.stderr
     jobs = read_sweep(folder)["jobs"]
-    assert [job["name"] for job in jobs[:2]] == names and [read_run(folder / job["name"])["attempt"] for job in jobs] == [1, 2, 1]
+    assert [job["name"] for job in jobs[:2]] == names and [
+        read_run(folder / job["name"])["attempt"] for job in jobs
+    ] == [1, 2, 1]

@@ -1,4 +1,6 @@
-"""What a run prints: lines of at most 80 columns, JSON that equals the files, no colours where none are wanted, and an end with its commands."""
+"""What a run prints: lines of at most 80 columns, JSON that equals the files, no colours where none are wanted, and an
+end with its commands.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,7 @@ import pytest
 
 from common.paths import REPO_ROOT
 from runner.tracking.config import TrackerConfig
-from runner.tracking.console.bar import BarConsole, TaskBar
-from runner.tracking.console.layout import cell_width
+from runner.tracking.console.bar import BarConsole, TaskBar, cell_width
 from runner.tracking.console.modes import CONSOLE_MODES, open_console
 from runner.tracking.console.plain import JsonConsole, PlainConsole
 from runner.tracking.console.sweep_lines import SweepLines
@@ -33,7 +34,16 @@ HEADER = {
 
 
 def run_end(folder: Path, **changes: object) -> RunEnd:
-    command = NextCommand(("python", "runner/evaluate.py", f"run={folder.name}", "data.path=data/samples/sft_val.jsonl", "metric=exact_match"), "measure it")
+    command = NextCommand(
+        (
+            "python",
+            "runner/evaluate.py",
+            f"run={folder.name}",
+            "data.path=data/samples/sft_val.jsonl",
+            "metric=exact_match",
+        ),
+        "measure it",
+    )
     values: dict = {
         "step": 30,
         "total_steps": 30,
@@ -69,7 +79,9 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "run"
 
 
-def test_header_and_end_fit_80_columns_in_a_pipe_and_in_the_log(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_header_and_end_fit_80_columns_in_a_pipe_and_in_the_log(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_once(workspace, "auto")
     out = capsys.readouterr().out
     assert (workspace / "train.log").read_text() == out and "\x1b" not in out
@@ -81,7 +93,9 @@ def test_header_and_end_fit_80_columns_in_a_pipe_and_in_the_log(workspace: Path,
 
 
 @pytest.mark.parametrize(("columns", "widest"), [("80", 80), ("160", 120), ("50", 50)])
-def test_header_and_end_fit_the_terminal(workspace: Path, columns: str, widest: int, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+def test_header_and_end_fit_the_terminal(
+    workspace: Path, columns: str, widest: int, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setenv("TERM", "xterm-256color")
     run_once(workspace, "rich")
@@ -116,7 +130,10 @@ def test_end_leaves_out_what_there_is_not(workspace: Path) -> None:
     metrics = {"loss": None, "training_rows_loss": 2.0}
     end = run_end(workspace, metrics=metrics, checkpoint=None, model=None, page=None, peak_memory=None, commands=())
     assert [line.split("  ")[0] for line in end.lines(80)] == ["steps", "tokens", "loss of training rows"]
-    assert run_end(workspace, prints_commands=False).lines(80)[-1].startswith("page") and run_end(workspace, prints_commands=False).event()["next"]
+    assert (
+        run_end(workspace, prints_commands=False).lines(80)[-1].startswith("page")
+        and run_end(workspace, prints_commands=False).event()["next"]
+    )
 
 
 def test_json_lines_equal_the_files_of_the_run(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,20 +144,33 @@ def test_json_lines_equal_the_files_of_the_run(workspace: Path, capsys: pytest.C
     assert [event["event"] for event in events] == ["start", "step", "eval", "step", "sample", "warning", "end"]
     for kinds, file in ((("step", "eval"), "metrics.jsonl"), (("sample",), "samples.jsonl")):
         records = [json.loads(line) for line in (workspace / file).read_text().splitlines()]
-        assert [{key: value for key, value in event.items() if key != "event"} for event in events if event["event"] in kinds] == records
+        assert [
+            {key: value for key, value in event.items() if key != "event"}
+            for event in events
+            if event["event"] in kinds
+        ] == records
     end = events[-1]
     assert (end["status"], end["step"], end["warnings"], end["tokens_per_second"]) == ("completed", 30, 1, 1000.0)
-    assert end["model"] == str(workspace / "model") and end["next"][0][:2] == ["python", "runner/evaluate.py"] and events[0]["total_steps"] == 30
+    assert (
+        end["model"] == str(workspace / "model")
+        and end["next"][0][:2] == ["python", "runner/evaluate.py"]
+        and events[0]["total_steps"] == 30
+    )
 
 
 def test_quiet_prints_nothing_and_writes_everything(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_once(workspace, "quiet")
     assert capsys.readouterr() == ("", "")
-    assert "warning: a row is odd" in (workspace / "train.log").read_text() and len((workspace / "metrics.jsonl").read_text().splitlines()) == 3
+    assert (
+        "warning: a row is odd" in (workspace / "train.log").read_text()
+        and len((workspace / "metrics.jsonl").read_text().splitlines()) == 3
+    )
 
 
 @pytest.mark.parametrize("no_color", ["1", ""])
-def test_no_color_leaves_out_styles(workspace: Path, no_color: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_color_leaves_out_styles(
+    workspace: Path, no_color: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setenv("TERM", "xterm-256color")
     run_once(workspace, "rich")
@@ -175,7 +205,9 @@ def test_broken_pipe_does_not_end_a_run(workspace: Path, kind: type, monkeypatch
 
 def test_resumed_run_starts_its_bar_and_its_rate_where_it_continues(workspace: Path) -> None:
     logger = RunLogger(workspace, TrackerConfig(name="none", page=False, console="quiet"))
-    logger.start({}, total_steps=30, attempt=2, run_config={}, resume_at=None, tracker_id=None, first_step=20, first_tokens=5000)
+    logger.start(
+        {}, total_steps=30, attempt=2, run_config={}, resume_at=None, tracker_id=None, first_step=20, first_tokens=5000
+    )
     logger.log("train", 30, tokens=6000, loss=1.0, tokens_per_second=100.0)
     assert logger._mean_rate() == 100.0
     logger.finish("completed", {})
@@ -211,7 +243,13 @@ def test_sweep_in_json_passes_on_the_events_of_its_jobs(capsys: pytest.CaptureFi
     lines = SweepLines("json")
     lines.start("2 jobs", {"folder": "/s", "jobs": 2})
     lines.job_started("1/2", "lr=1", "starts")
-    for line in ('{"event": "step", "step": 3}', f"Traceback {HOSTILE}", '{"event": "step", broken', '{"event": 5}', "[" * 100_000):
+    for line in (
+        '{"event": "step", "step": 3}',
+        f"Traceback {HOSTILE}",
+        '{"event": "step", broken',
+        '{"event": 5}',
+        "[" * 100_000,
+    ):
         lines.job_output("lr=1", "[1/2] ", line)
     lines.end("table", {"status": "completed"})
     captured = capsys.readouterr()
@@ -235,7 +273,9 @@ def test_events_and_modes_are_documented() -> None:
     assert all(f"| `{mode}`" in guide for mode in CONSOLE_MODES)
 
 
-def test_download_is_watched_by_the_bytes_that_it_adds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_download_is_watched_by_the_bytes_that_it_adds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "earlier").write_bytes(bytes(5000))
     (tmp_path / "blobs").mkdir()
     monkeypatch.setattr("runner.tracking.progress.PROGRESS_POLL_SECONDS", 0.001)
@@ -249,11 +289,15 @@ def test_download_is_watched_by_the_bytes_that_it_adds(tmp_path: Path, monkeypat
     assert progress.total == 4096 and "downloading owner/name: " in capsys.readouterr().err
 
 
-def test_work_that_reports_nothing_shows_its_seconds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_work_that_reports_nothing_shows_its_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("runner.tracking.progress.PROGRESS_POLL_SECONDS", 0.001)
     monkeypatch.setattr("runner.tracking.progress.DELAY", 0.0)
     shown = threading.Event()
-    monkeypatch.setattr(PolledProgress, "advance", lambda self, done, count: (TaskProgress.advance(self, done, count), shown.set()))
+    monkeypatch.setattr(
+        PolledProgress, "advance", lambda self, done, count: (TaskProgress.advance(self, done, count), shown.set())
+    )
     with PolledProgress("comparing"):
         shown.wait()
     assert capsys.readouterr().err.startswith("comparing: 0 s\n")

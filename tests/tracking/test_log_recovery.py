@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.tracking.jsonl import JsonlLog
-from runner.tracking.log_recovery import LogProof
+from runner.tracking.jsonl import JsonlLog, LogProof
 
 STEPS = 6  # of the checkpoint; the log has two more
 
@@ -26,7 +25,10 @@ def saved(tmp_path: Path) -> tuple[Path, int, LogProof]:
     log = JsonlLog(path, 0, attempt=1)
     for step in range(1, STEPS + 1):
         log.append(record(step))
-    position, proof = log.position(), LogProof(STEPS, [1 / step for step in range(3, STEPS + 1)], {"metrics": log.checksum()})
+    position, proof = (
+        log.position(),
+        LogProof(STEPS, [1 / step for step in range(3, STEPS + 1)], {"metrics": log.checksum()}),
+    )
     for step in (STEPS + 1, STEPS + 2):
         log.append(record(step))
     log.close()
@@ -48,13 +50,29 @@ def edit(path: Path, change: Callable[[bytes], bytes]) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], object], list[int], str]] = {
     "missing": (Path.unlink, [], "missing"),
     "empty": (lambda path: os.truncate(path, 0), [], "0 bytes, but"),
-    "short at a line": (lambda path: edit(path, lambda text: b"".join(text.splitlines(keepends=True)[:2])), [1, 2], "bytes, but"),
+    "short at a line": (
+        lambda path: edit(path, lambda text: b"".join(text.splitlines(keepends=True)[:2])),
+        [1, 2],
+        "bytes, but",
+    ),
     "short in a line": (lambda path: os.truncate(path, 100), [1], "bytes, but"),
-    "half line in the middle": (lambda path: edit(path, lambda text: text[:80] + text[100:]), [1, 3, 4, 5, 6], "changed"),
+    "half line in the middle": (
+        lambda path: edit(path, lambda text: text[:80] + text[100:]),
+        [1, 3, 4, 5, 6],
+        "changed",
+    ),
     "zeros": (lambda path: edit(path, lambda text: text[:70] + bytes(60) + text[130:]), [1, 4, 5, 6], "changed"),
     "not UTF-8": (lambda path: edit(path, lambda text: b"\xff\xfe\n" + text), [1, 2, 3, 4, 5, 6], "changed"),
-    "a line twice": (lambda path: edit(path, lambda text: text.splitlines(keepends=True)[0] + text), [1, 2, 3, 4, 5, 6], "changed"),
-    "a line of another run": (lambda path: edit(path, lambda text: text.replace(b'"loss": 0.25', b'"loss": 0.35')), [1, 2, 3, 5, 6], "changed"),
+    "a line twice": (
+        lambda path: edit(path, lambda text: text.splitlines(keepends=True)[0] + text),
+        [1, 2, 3, 4, 5, 6],
+        "changed",
+    ),
+    "a line of another run": (
+        lambda path: edit(path, lambda text: text.replace(b'"loss": 0.25', b'"loss": 0.35')),
+        [1, 2, 3, 5, 6],
+        "changed",
+    ),
     "another run": (write_foreign, [], "changed"),
     "deep JSON": (lambda path: edit(path, lambda text: b"[" * 100_000 + b"\n" + text), [1, 2, 3, 4, 5, 6], "changed"),
 }
@@ -68,7 +86,12 @@ def test_damaged_log_keeps_the_readable_records_of_this_run(
     damage(path)
     damaged = path.read_bytes() if path.exists() else b""
     log = JsonlLog(path, position, 2, proof)
-    assert steps_of(path) == kept and log.recovered and log.recovered.startswith("metrics.jsonl is") and state in log.recovered
+    assert (
+        steps_of(path) == kept
+        and log.recovered
+        and log.recovered.startswith("metrics.jsonl is")
+        and state in log.recovered
+    )
     copy = path.parent / "damaged" / "metrics.jsonl"
     whole = path.read_bytes() + b"".join(file.read_bytes() for file in path.parent.glob("metrics.attempt*.jsonl"))
     assert copy.exists() == (len(whole) != len(damaged)), "what is in no other file is kept"
@@ -109,5 +132,7 @@ def test_copy_of_a_damaged_log_replaces_nothing(saved: tuple[Path, int, LogProof
     (copies / "metrics.jsonl.2").write_text("of an earlier launch")
     DAMAGES["not UTF-8"][0](path)
     JsonlLog(path, position, 2, proof)
-    assert (copies / "metrics.jsonl").is_symlink() and (copies / "metrics.jsonl.2").read_text() == "of an earlier launch"
+    assert (copies / "metrics.jsonl").is_symlink() and (
+        copies / "metrics.jsonl.2"
+    ).read_text() == "of an earlier launch"
     assert (copies / "metrics.jsonl.3").is_file()

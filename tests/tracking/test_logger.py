@@ -19,9 +19,18 @@ from runner.tracking.progress import EvaluationProgress
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\u202egnp.exe\u2028end\x9b31m"
 
 
-def start_logger(folder: Path, attempt: int = 1, resume_at: dict[str, int] | None = None, console: str = "plain") -> RunLogger:
+def start_logger(
+    folder: Path, attempt: int = 1, resume_at: dict[str, int] | None = None, console: str = "plain"
+) -> RunLogger:
     logger = RunLogger(folder, TrackerConfig(name="none", page=False, console=console))
-    logger.start({"run": str(folder)}, total_steps=20, attempt=attempt, run_config={"seed": 1}, resume_at=resume_at, tracker_id=None)
+    logger.start(
+        {"run": str(folder)},
+        total_steps=20,
+        attempt=attempt,
+        run_config={"seed": 1},
+        resume_at=resume_at,
+        tracker_id=None,
+    )
     return logger
 
 
@@ -49,7 +58,18 @@ def test_log_keeps_the_given_order_of_fields(tmp_path: Path) -> None:
     logger.log("train", 10, epoch=0, tokens=40960, loss=3.2, lr=4e-4, grad_norm=0.8, tokens_per_second=41000.0)
     logger.finish("completed", {})
     (record,) = read_records(tmp_path / "metrics.jsonl")
-    assert list(record) == ["kind", "step", "epoch", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "time", "attempt"]
+    assert list(record) == [
+        "kind",
+        "step",
+        "epoch",
+        "tokens",
+        "loss",
+        "lr",
+        "grad_norm",
+        "tokens_per_second",
+        "time",
+        "attempt",
+    ]
 
 
 def test_metrics_contain_every_step_once_after_two_resumes(tmp_path: Path) -> None:
@@ -114,9 +134,29 @@ def test_log_retries_records_that_a_full_disk_refused(tmp_path: Path, capsys: py
 
 def test_console_prints_plain_lines_into_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logger = start_logger(tmp_path, console="auto")
-    logger.log("train", 1, epoch=0, loss_tokens=99, tokens=120, loss=3.5, lr=4.9e-4, grad_norm=0.812, tokens_per_second=41_200.0)
+    logger.log(
+        "train",
+        1,
+        epoch=0,
+        loss_tokens=99,
+        tokens=120,
+        loss=3.5,
+        lr=4.9e-4,
+        grad_norm=0.812,
+        tokens_per_second=41_200.0,
+    )
     logger.log("eval", 1, loss=3.5, perplexity=33.1)
-    logger.log("train", 2, epoch=0, loss_tokens=99, tokens=120, loss=3.412, lr=4.9e-4, grad_norm=0.812, tokens_per_second=41_200.0)
+    logger.log(
+        "train",
+        2,
+        epoch=0,
+        loss_tokens=99,
+        tokens=120,
+        loss=3.412,
+        lr=4.9e-4,
+        grad_norm=0.812,
+        tokens_per_second=41_200.0,
+    )
     logger.finish("completed", {"loss": 3.412})
     out = capsys.readouterr().out
     assert "step 1/20 5.0% | loss 3.500 | lr 4.9e-04 | gnorm 0.81 | 41.2k tok/s\n" in out
@@ -129,15 +169,30 @@ def test_progress_bar_has_the_numbers_of_the_log_line(tmp_path: Path, monkeypatc
     shown: list[tuple[int, str, str]] = []
     logger = start_logger(tmp_path, console="plain")
     monkeypatch.setattr(logger._console, "show_record", lambda record, *text: shown.append((record["step"], *text)))
-    logger.log("train", 7, epoch=0, loss_tokens=99, tokens=120, loss=3.4567, lr=4.9e-4, grad_norm=0.812, tokens_per_second=41_249.0)
+    logger.log(
+        "train",
+        7,
+        epoch=0,
+        loss_tokens=99,
+        tokens=120,
+        loss=3.4567,
+        lr=4.9e-4,
+        grad_norm=0.812,
+        tokens_per_second=41_249.0,
+    )
     logger.finish("completed", {})
     [(step, line, numbers)] = shown
     assert step == 7 and numbers == "loss 3.457 | lr 4.9e-04 | 41.2k tok/s"
-    assert all(part in line.split(" | ") for part in numbers.split(" | ")) and read_records(tmp_path / "metrics.jsonl")[0]["tokens_per_second"] == 41_249.0
+    assert (
+        all(part in line.split(" | ") for part in numbers.split(" | "))
+        and read_records(tmp_path / "metrics.jsonl")[0]["tokens_per_second"] == 41_249.0
+    )
 
 
 @pytest.mark.parametrize("console", ["plain", "rich"])
-def test_console_escapes_control_characters_of_samples(tmp_path: Path, console: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_escapes_control_characters_of_samples(
+    tmp_path: Path, console: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     logger = start_logger(tmp_path, console=console)
     logger.samples(1, [{"prompt": "[bold red]你好[/]", "answer": HOSTILE + "\udcff"}])
     logger.finish("completed", {})
@@ -198,7 +253,9 @@ def test_console_shows_how_far_an_evaluation_is(monkeypatch: pytest.MonkeyPatch)
     rich.stop()
 
 
-def test_evaluation_progress_prints_lines_where_stderr_is_no_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_progress_prints_lines_where_stderr_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     seconds = iter([0.0, 0.0, 1.0, 3.0, 5.0, 14.0])
     monkeypatch.setattr("runner.tracking.progress.time.monotonic", lambda: next(seconds))
     with EvaluationProgress("perplexity") as progress:
@@ -206,4 +263,7 @@ def test_evaluation_progress_prints_lines_where_stderr_is_no_terminal(monkeypatc
         for done in (10, 1000, 1500, 2000):
             progress.advance(done)
         assert not progress.should_stop()
-    assert capsys.readouterr().err == "perplexity: 1,000 of 4,000 rows (25%), eta 00:00:09\nperplexity: 2,000 of 4,000 rows (50%), eta 00:00:14\n"
+    assert (
+        capsys.readouterr().err
+        == "perplexity: 1,000 of 4,000 rows (25%), eta 00:00:09\nperplexity: 2,000 of 4,000 rows (50%), eta 00:00:14\n"
+    )

@@ -10,8 +10,7 @@ import pytest
 
 from common.errors import resume_command
 from common.paths import REPO_ROOT
-from runner.tracking.next_commands import SAMPLES, commands_after_divergence, commands_to_continue, next_commands
-from runner.tracking.run_end import NextCommand
+from runner.tracking.run_end import SAMPLES, NextCommand, commands_after_divergence, commands_to_continue, next_commands
 
 RUN = REPO_ROOT / "outputs" / "2026-11-21" / "10-00-00"
 
@@ -52,7 +51,9 @@ def test_next_commands_of_a_run_on_the_sample() -> None:
 def test_next_commands_fit_the_stage(stage: str, data_format: str, metric: str, next_stage: str | None) -> None:
     lines = typed(next_commands(RUN, stage, data_format, SAMPLES / f"{stage}.jsonl", "train.max_steps=20", "decoder"))
     assert metric in lines[1] and lines[-2].endswith("train.max_steps=20")
-    assert [part for line in lines for part in line.split() if part.startswith("stage=")] == ([next_stage] if next_stage else [])
+    assert [part for line in lines for part in line.split() if part.startswith("stage=")] == (
+        [next_stage] if next_stage else []
+    )
 
 
 def test_next_commands_export_a_model_of_transformers_in_its_own_format() -> None:
@@ -64,10 +65,15 @@ def test_next_commands_ask_for_data_where_the_next_stage_or_the_evaluation_has_n
     assert "data.path=FILE metric=perplexity" in lines[1] and lines[2].endswith("data=own data.path=FILE")
     assert not [line for line in lines if "resume=" in line]  # no resume after early stopping
     (tmp_path / "my texts_val.jsonl").touch()
-    assert f"'data.path={tmp_path}/my texts_val.jsonl'" in typed(next_commands(RUN, "pretrain", "text", tmp_path / "my texts.jsonl", None, "decoder"))[1]
+    assert (
+        f"'data.path={tmp_path}/my texts_val.jsonl'"
+        in typed(next_commands(RUN, "pretrain", "text", tmp_path / "my texts.jsonl", None, "decoder"))[1]
+    )
 
 
-def test_next_commands_name_this_python_and_this_checkout_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_commands_name_this_python_and_this_checkout_from_another_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/python")
     assert next_commands(tmp_path / "a run", "sft", "chat", None, None, "decoder")[0].arguments == (
@@ -89,10 +95,15 @@ def test_commands_after_divergence_keep_the_overrides_and_lower_the_learning_rat
 
 def test_commands_to_continue_say_whether_something_is_saved() -> None:
     (saved,), (new,) = commands_to_continue(RUN, True), commands_to_continue(RUN, False)
-    assert saved.arguments == new.arguments == (*saved.arguments[:2], "resume=outputs/2026-11-21/10-00-00") and saved.purpose != new.purpose
+    assert (
+        saved.arguments == new.arguments == (*saved.arguments[:2], "resume=outputs/2026-11-21/10-00-00")
+        and saved.purpose != new.purpose
+    )
 
 
-def test_resume_command_names_this_python_and_this_checkout_where_they_are_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_command_names_this_python_and_this_checkout_where_they_are_not_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert resume_command(RUN) == f"python runner/train.py resume={RUN}"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("shutil.which", lambda name: None)

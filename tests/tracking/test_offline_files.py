@@ -1,4 +1,6 @@
-"""What the trackers write without a network, read back by their own readers: the same values as metrics.jsonl, each once."""
+"""What the trackers write without a network, read back by their own readers: the same values as metrics.jsonl, each
+once.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ from runner.tracking.trackers.program import Experiment
 from runner.tracking.trackers.tensorboard import TensorboardLog
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
-CONFIG = {"optimizer": {"lr": 5e-4, "name": "adamw"}, "seed": 1, "run": {"name": "letters\x1b", "tags": ["a", "b"], "note": "<script>"}}
+CONFIG = {
+    "optimizer": {"lr": 5e-4, "name": "adamw"},
+    "seed": 1,
+    "run": {"name": "letters\x1b", "tags": ["a", "b"], "note": "<script>"},
+}
 Points = dict[str, list[tuple[int, float]]]  # <kind>/<name> -> (step, value) in the order of the file
 
 
@@ -64,7 +70,9 @@ def swanlab_points(run: Path) -> Points:
 def wandb_records(run: Path) -> list[dict[str, Any]]:
     """Return the records that wandb's own program reads."""
     (path,) = (run / "wandb").glob("offline-run-*/*.wandb")
-    done = subprocess.run([sys.executable, "-m", "wandb", "leet", "inspect", "--json", path], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "wandb", "leet", "inspect", "--json", path], check=True, capture_output=True, text=True
+    )
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -94,7 +102,10 @@ def tensorboard_points(run: Path) -> Points:
 
 
 def as_float32(points: Points) -> Points:
-    return {name: [(step, struct.unpack("f", struct.pack("f", value))[0]) for step, value in values] for name, values in points.items()}
+    return {
+        name: [(step, struct.unpack("f", struct.pack("f", value))[0]) for step, value in values]
+        for name, values in points.items()
+    }
 
 
 def start_attempt(run: Path, attempt: int, resume_at: dict[str, int] | None, tracker_id: str | None) -> RunLogger:
@@ -105,7 +116,9 @@ def start_attempt(run: Path, attempt: int, resume_at: dict[str, int] | None, tra
 
 @pytest.fixture(scope="module")
 def resumed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of three trackers that is killed after step 6, and resumed from its checkpoint of step 4, which was saved before its evaluation."""
+    """A run of three trackers that is killed after step 6, and resumed from its checkpoint of step 4, which was saved
+    before its evaluation.
+    """
     run = tmp_path_factory.mktemp("runs") / "11-22" / "10-00"
     run.mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -126,9 +139,13 @@ def resumed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         log_steps(logger, range(5, 9))
         logger.samples(8, [{"prompt": "你好<b>", "answer": "# a made-up\nanswer\x1b"}])
         logger.finish("completed", {})
-        (run / "run.json").write_text(json.dumps({"status": "completed", "outcome": "completed", "id": "0123", "tracker_id": logger.tracker_id}))
+        (run / "run.json").write_text(
+            json.dumps({"status": "completed", "outcome": "completed", "id": "0123", "tracker_id": logger.tracker_id})
+        )
     (run / ".hydra").mkdir()
-    (run / ".hydra" / "config.yaml").write_text(json.dumps(CONFIG | {"tracker": {"name": "wandb", "project": "letters"}}))
+    (run / ".hydra" / "config.yaml").write_text(
+        json.dumps(CONFIG | {"tracker": {"name": "wandb", "project": "letters"}})
+    )
     return run
 
 
@@ -147,8 +164,15 @@ def test_offline_values_of_a_resumed_run_equal_metrics_jsonl(name: str, resumed_
 def test_swanlab_record_has_the_settings_samples_and_end_of_the_run(resumed_run: Path) -> None:
     records = swanlab_records(resumed_run)
     start = records[0].start
-    assert (start.id, start.name, list(start.tags), start.project) == (tracker_id(resumed_run), "letters\\x1b", ["a", "b"], "test")
-    assert [path.read_text() for path in (resumed_run / "swanlab").glob("run-*/media/text/*.txt")] == ["# a made-up\nanswer\\x1b"]
+    assert (start.id, start.name, list(start.tags), start.project) == (
+        tracker_id(resumed_run),
+        "letters\\x1b",
+        ["a", "b"],
+        "test",
+    )
+    assert [path.read_text() for path in (resumed_run / "swanlab").glob("run-*/media/text/*.txt")] == [
+        "# a made-up\nanswer\\x1b"
+    ]
     (config,) = (resumed_run / "swanlab").glob("run-*/files/config.yaml")
     assert "0.0005" in config.read_text()
     assert "FINISHED" in str(next(record.finish for record in records if record.HasField("finish")))
@@ -168,16 +192,24 @@ def test_wandb_record_has_the_settings_samples_and_end_of_the_run(resumed_run: P
 
 @pytest.mark.slow
 def test_tensorboard_files_have_the_settings_samples_and_end_of_the_run(resumed_run: Path) -> None:
-    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator  # the one of the server; the other keeps all texts
+    # the one of the server; the other keeps all texts
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
 
     reader = EventAccumulator(str(resumed_run / "tensorboard"), tensor_size_guidance={"text": 0})
     reader.Reload()
-    texts = {tag: [(event.step, list(event.tensor_proto.string_val)) for event in reader.Tensors(tag)] for tag in ("samples", "settings", "status")}
+    texts = {
+        tag: [(event.step, list(event.tensor_proto.string_val)) for event in reader.Tensors(tag)]
+        for tag in ("samples", "settings", "status")
+    }
     assert texts["samples"] == [(8, ["    你好<b>\n     -> # a made-up\n    answer\\x1b".encode()])]
-    assert [step for step, _ in texts["settings"]] == [0, 4] and b"    optimizer.lr: 0.0005" in texts["settings"][0][1][0]
+    assert [step for step, _ in texts["settings"]] == [0, 4] and b"    optimizer.lr: 0.0005" in texts["settings"][0][1][
+        0
+    ]
     assert texts["status"] == [(8, [b"    completed"])]
-    hparams = parse_session_start_info_plugin_data(reader.SummaryMetadata("_hparams_/session_start_info").plugin_data.content).hparams
+    hparams = parse_session_start_info_plugin_data(
+        reader.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    ).hparams
     assert hparams["optimizer.lr"].number_value == 5e-4 and hparams["seed"].number_value == 1
 
 
@@ -190,7 +222,9 @@ def test_tracker_files_have_no_key_and_no_link(resumed_run: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
-def test_second_replay_replaces_the_first(name: str, resumed_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_replay_replaces_the_first(
+    name: str, resumed_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     run = tmp_path / "11-22" / "copy"
     shutil.copytree(resumed_run, run, ignore=shutil.ignore_patterns("tensorboard"))  # the others are there once already
@@ -199,7 +233,9 @@ def test_second_replay_replaces_the_first(name: str, resumed_run: Path, tmp_path
     expected = logged_points(run)
     assert READERS[name](run) == (as_float32(expected) if name == "tensorboard" else expected)
     if name == "swanlab":
-        assert swanlab_records(run)[0].start.project == "letters" and swanlab_records(run)[0].start.id == tracker_id(run)
+        assert swanlab_records(run)[0].start.project == "letters" and swanlab_records(run)[0].start.id == tracker_id(
+            run
+        )
 
 
 def tracker_id(run: Path) -> str:
@@ -224,7 +260,12 @@ def test_records_are_complete_after_a_kill_of_the_trainer(tmp_path: Path) -> Non
     """Inside the training process SwanLab would leave an empty file: it writes its buffer only when it finishes."""
     path = [str(ROOT), str(Path(__file__).parent)]
     environment = {**os.environ, "HOME": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}{TRAINER}", str(tmp_path)], check=False, timeout=500, env=environment)
+    subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}{TRAINER}", str(tmp_path)],
+        check=False,
+        timeout=500,
+        env=environment,
+    )
     for name in READERS:  # the lock is free when the tracker's process has ended
         with open(tmp_path / name / ".lock", "rb+") as lock:
             wait_for_lock(lock.fileno())
@@ -240,10 +281,14 @@ def wait_for_lock(fd: int) -> None:
 
 
 def test_tensorboard_reader_that_is_open_sees_each_step_once_after_a_resume(tmp_path: Path) -> None:
-    """The first attempt reaches step 3, the second resumes after step 2, of which only the training record was logged before the checkpoint."""
+    """The first attempt reaches step 3, the second resumes after step 2, of which only the training record was logged
+    before the checkpoint.
+    """
     folder = tmp_path / "tensorboard"
     folder.mkdir()
-    experiment = Experiment(folder=folder, id="abc", name="n", project="", mode="offline", config={"seed": 1, "plugins": []})
+    experiment = Experiment(
+        folder=folder, id="abc", name="n", project="", mode="offline", config={"seed": 1, "plugins": []}
+    )
     first = TensorboardLog(experiment)
     for step, loss in ((1, 3.0), (2, 2.5), (3, 2.25)):
         first.log("train", step, {"loss": loss})
@@ -251,7 +296,9 @@ def test_tensorboard_reader_that_is_open_sees_each_step_once_after_a_resume(tmp_
     first._writer.flush()
     reader = tensorboard_reader(tmp_path)
     assert [event.step for event in reader.Scalars("train/loss")] == [1, 2, 3]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"kind": "train", "step": step, "loss": loss}) + "\n" for step, loss in ((1, 3.0), (2, 2.5))))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps({"kind": "train", "step": step, "loss": loss}) + "\n" for step, loss in ((1, 3.0), (2, 2.5)))
+    )
     second = TensorboardLog(dataclasses.replace(experiment, history={"metrics": 1000, "samples": 0}))
     assert second.history_from == 2
     second.log("train", 2, {"loss": 2.5})  # what run_program sends from the history
@@ -259,5 +306,8 @@ def test_tensorboard_reader_that_is_open_sees_each_step_once_after_a_resume(tmp_
     second.log("train", 3, {"loss": 0.5})
     second.finish("completed", "")
     reader.Reload()
-    for points in (tensorboard_points(tmp_path), {tag: [(event.step, event.value) for event in reader.Scalars(tag)] for tag in ("train/loss", "eval/loss")}):
+    for points in (
+        tensorboard_points(tmp_path),
+        {tag: [(event.step, event.value) for event in reader.Scalars(tag)] for tag in ("train/loss", "eval/loss")},
+    ):
         assert points == {"train/loss": [(1, 3.0), (2, 2.5), (3, 0.5)], "eval/loss": [(2, 8.0)]}

@@ -22,5 +22,7 @@ sys.exit(file.fileno() if file.fileno() > 2 else 1)
 
 @pytest.mark.parametrize("closed", [(1,), (0, 1, 2), (2,)])
 def test_closed_streams_are_opened_before_a_file_gets_their_descriptors(closed, tmp_path):
-    child = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path / "file")], preexec_fn=lambda: [os.close(fd) for fd in closed])
+    child = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "file")], preexec_fn=lambda: [os.close(fd) for fd in closed]
+    )
     assert child.returncode > 2 and (tmp_path / "file").read_text() == ""

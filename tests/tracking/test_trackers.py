@@ -49,7 +49,9 @@ def offline_tracker(name: str, *also: str) -> TrackerConfig:
 
 def start_logger(folder: Path, config: TrackerConfig, is_rank_zero: bool = True) -> RunLogger:
     logger = RunLogger(folder, config, is_rank_zero)
-    logger.start({"run": str(folder)}, total_steps=20, attempt=1, run_config={"seed": 1}, resume_at=None, tracker_id=None)
+    logger.start(
+        {"run": str(folder)}, total_steps=20, attempt=1, run_config={"seed": 1}, resume_at=None, tracker_id=None
+    )
     return logger
 
 
@@ -72,7 +74,10 @@ def test_registry_refuses_an_unknown_tracker_and_suggests_a_known_one() -> None:
 
 def test_tracker_none_has_no_settings_of_other_trackers() -> None:
     names = {name: {field.name for field in dataclasses.fields(TRACKERS.get(name))} for name in ("none", "swanlab")}
-    assert names == {"none": {"name", "page", "console"}, "swanlab": {"name", "page", "console", "also", "project", "mode"}}
+    assert names == {
+        "none": {"name", "page", "console"},
+        "swanlab": {"name", "page", "console", "also", "project", "mode"},
+    }
 
 
 def test_compose_selects_the_config_class_of_the_tracker() -> None:
@@ -85,7 +90,11 @@ def test_compose_selects_the_config_class_of_the_tracker() -> None:
 @pytest.mark.parametrize(
     ("changed", "message", "fix"),
     [
-        ({"also": ["tensorbord"]}, "must name trackers out of swanlab, tensorboard, wandb, got tensorbord", "did you mean tensorboard?"),
+        (
+            {"also": ["tensorbord"]},
+            "must name trackers out of swanlab, tensorboard, wandb, got tensorbord",
+            "did you mean tensorboard?",
+        ),
         ({"also": ["none"]}, "got none", ""),
         ({"also": ["tensorboard", "wandb"]}, "names the tracker wandb a second time", "name it once"),
         ({"project": "a/b"}, "letters, digits", "tracker.project=training"),
@@ -109,11 +118,16 @@ def test_tracker_class_without_a_default_for_each_setting_is_refused_by_their_na
     config_schema(), config_groups()  # kept from before the class is registered
     TRACKERS.register("mine")(ProgramTracker)
     try:
-        with pytest.raises(UserError, match="class ProgramTracker of tracker=mine has no default for page, console, program',") as caught:
+        with pytest.raises(
+            UserError, match="class ProgramTracker of tracker=mine has no default for page, console, program',"
+        ) as caught:
             check_overrides(["tracker=mine"])
     finally:
         TRACKERS.remove("mine")
-    assert caught.value.setting == "tracker=mine" and "give each a default in the class, or write DIR/tracker/mine.yaml" in caught.value.fix
+    assert (
+        caught.value.setting == "tracker=mine"
+        and "give each a default in the class, or write DIR/tracker/mine.yaml" in caught.value.fix
+    )
     with pytest.raises(UserError, match="tracker has no option mine"):
         check_overrides(["tracker=mine"])
 
@@ -127,8 +141,12 @@ def test_project_of_trackers_without_projects_is_refused() -> None:
 
 
 def test_further_trackers_share_project_and_mode() -> None:
-    trackers = compose_config(["tracker=tensorboard", "tracker.also=[wandb,swanlab]", "tracker.project=letters", "tracker.mode=offline"]).tracker.selected()
-    assert [(tracker.name, vars(tracker)["project"], vars(tracker)["mode"], vars(tracker)["also"]) for tracker in trackers] == [
+    trackers = compose_config(
+        ["tracker=tensorboard", "tracker.also=[wandb,swanlab]", "tracker.project=letters", "tracker.mode=offline"]
+    ).tracker.selected()
+    assert [
+        (tracker.name, vars(tracker)["project"], vars(tracker)["mode"], vars(tracker)["also"]) for tracker in trackers
+    ] == [
         ("tensorboard", "letters", "offline", ["wandb", "swanlab"]),
         ("wandb", "letters", "offline", []),
         ("swanlab", "letters", "offline", []),
@@ -141,7 +159,9 @@ def test_missing_tracker_package_is_refused_with_its_install_command() -> None:
     assert "pip install 'lm-runner[swanlab]'" in caught.value.fix
 
 
-def test_logger_on_other_ranks_writes_nothing_and_starts_no_tracker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logger_on_other_ranks_writes_nothing_and_starts_no_tracker(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     logger = start_logger(tmp_path, offline_tracker("swanlab"), is_rank_zero=False)
     log_steps(logger, range(1, 3))
     logger.samples(2, [{"prompt": "p", "answer": "a"}])
@@ -183,14 +203,19 @@ def test_tracker_warning_contains_the_reason_of_the_tracker(tmp_path: Path) -> N
     assert len(messages) == 1 and "RuntimeError: no account" in messages[0]
 
 
-def test_two_trackers_get_the_same_messages_in_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_trackers_get_the_same_messages_in_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copies = "import sys, json; start = sys.stdin.readline(); open(json.loads(start)['folder'] + '/got', 'w').write(start + sys.stdin.read())"
     both = [ProgramTracker(name=name, page=False, console="plain", program=copies) for name in ("first", "second")]
     monkeypatch.setattr(ProgramTracker, "selected", lambda self: both)
     logger = start_logger(tmp_path, both[0])
     log_steps(logger, range(1, 4))
     logger.finish("completed", {})
-    first, second = ([json.loads(line) for line in (tmp_path / name / "got").read_text().splitlines()] for name in ("first", "second"))
+    first, second = (
+        [json.loads(line) for line in (tmp_path / name / "got").read_text().splitlines()]
+        for name in ("first", "second")
+    )
     assert first[1:] == second[1:] and first[0]["id"] == second[0]["id"] == logger.tracker_id
     assert [message.get("step") for message in first] == [None, 1, 2, 3, None]
 
@@ -203,7 +228,9 @@ def test_two_trackers_get_the_same_messages_in_folders_of_their_own(tmp_path: Pa
     ],
     ids=["console", "disk"],
 )
-def test_tracker_that_writes_without_end_is_stopped(program: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracker_that_writes_without_end_is_stopped(
+    program: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tracker_process, "MAX_FILE_BYTES", 1 << 20)
     monkeypatch.setattr(tracker_process, "_last_line", lambda path: "")
     shown: list[str] = []
@@ -242,12 +269,27 @@ def test_tracker_that_starts_children_ends_with_them(tmp_path: Path, monkeypatch
 def start_message(**changed: object) -> dict:
     about = {"name": "n", "group": "", "tags": [], "note": "", "stage": "sft"}
     settings = {"name": "wandb", "project": "p", "mode": "offline"}
-    return {"folder": "/run/wandb", "id": "abc", "settings": settings, "config": {}, "history": None, **about, **changed}
+    return {
+        "folder": "/run/wandb",
+        "id": "abc",
+        "settings": settings,
+        "config": {},
+        "history": None,
+        **about,
+        **changed,
+    }
 
 
 def test_texts_of_a_run_reach_a_service_without_control_characters_and_short_enough() -> None:
     config = {"data": {"path": ["a\x1b[2J", "\udc80"]}, "lr": float("inf")}
-    experiment = read_start(start_message(name="a\x00b\u202ec" + "x" * 500, tags=["t\x1b" + "y" * 100, "same", "same", ""], note="n\n\x07", config=config))
+    experiment = read_start(
+        start_message(
+            name="a\x00b\u202ec" + "x" * 500,
+            tags=["t\x1b" + "y" * 100, "same", "same", ""],
+            note="n\n\x07",
+            config=config,
+        )
+    )
     assert experiment.name.startswith("a\\x00b\\u202ec") and len(experiment.name) == 128
     assert experiment.tags[1:] == ["same"] and experiment.tags[0].startswith("t\\x1b") and len(experiment.tags[0]) == 64
     assert experiment.note == "n\n\\x07"
@@ -309,11 +351,24 @@ def test_history_is_read_in_the_order_of_steps_and_not_beyond_the_resume(tmp_pat
     text += f'{{"kind": "train", "step": {10**23}, "loss": 1.0}}\n{{"kind": "train", "step": -1, "loss": 1.0}}\n'
     text += '{"kind": "train", "step": 3, "loss": 1e305}\n'
     (tmp_path / "metrics.jsonl").write_text(text + json.dumps({"kind": "train", "step": 3, "loss": 1.0}) + "\n")
-    (tmp_path / "samples.jsonl").write_text('{"step": 1, "prompt": "p\\u0007", "answer": "a"}\n{"step": 1, "prompt": "q", "answer": "b"}\n')
+    (tmp_path / "samples.jsonl").write_text(
+        '{"step": 1, "prompt": "p\\u0007", "answer": "a"}\n{"step": 1, "prompt": "q", "answer": "b"}\n'
+    )
     message = start_message(folder=str(tmp_path / "wandb"), history={"metrics": len(text), "samples": 1000})
     messages = list(read_history(read_start(message)))
-    assert [(message["event"], message["step"]) for message in messages] == [("log", 1), ("samples", 1), ("log", 2), ("log", 2), ("log", 3)]
-    assert [message["numbers"] for message in messages if message["event"] == "log"] == [{"loss": 2.0}, {"lr": 1}, {"loss": 1.5}, {}]
+    assert [(message["event"], message["step"]) for message in messages] == [
+        ("log", 1),
+        ("samples", 1),
+        ("log", 2),
+        ("log", 2),
+        ("log", 3),
+    ]
+    assert [message["numbers"] for message in messages if message["event"] == "log"] == [
+        {"loss": 2.0},
+        {"lr": 1},
+        {"loss": 1.5},
+        {},
+    ]
     assert [sample["prompt"] for sample in messages[1]["samples"]] == ["p\\x07", "q"]
 
 
@@ -334,13 +389,20 @@ def test_program_finishes_as_failed_when_the_trainer_is_killed(tmp_path: Path, m
             calls.append(message)
 
     (tmp_path / "wandb").mkdir()
-    lines = [start_message(folder=str(tmp_path / "wandb")), {"event": "log", "kind": "train", "step": 1, "numbers": {"loss": 1.0}}]
+    lines = [
+        start_message(folder=str(tmp_path / "wandb")),
+        {"event": "log", "kind": "train", "step": 1, "numbers": {"loss": 1.0}},
+    ]
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(json.dumps(line) + "\n" for line in lines)))
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     monkeypatch.setattr(program.os, "nice", lambda niceness: None)
     monkeypatch.setattr(program.signal, "alarm", lambda seconds: None)
     program.run_program(Log)
-    assert calls == [("open", "abc"), ("train", 1, {"loss": 1.0}), ("failed", "the training process ended without a final message")]
+    assert calls == [
+        ("open", "abc"),
+        ("train", 1, {"loss": 1.0}),
+        ("failed", "the training process ended without a final message"),
+    ]
 
 
 def test_link_in_the_folder_of_a_tracker_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

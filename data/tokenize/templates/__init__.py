@@ -1,1 +1,3 @@
-"""Chat templates are programs: a sandbox for them, a process with limits that renders them, and the versions of stock templates for training."""
+"""Chat templates are programs: a sandbox for them, a process with limits that renders them, and the versions of stock
+templates for training.
+"""

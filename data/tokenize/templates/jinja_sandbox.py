@@ -1,8 +1,10 @@
-"""Sandbox for chat templates: Jinja with the helpers that templates expect, and limits on the steps and the size of a rendering.
+"""Sandbox for chat templates: Jinja with the helpers that templates expect, and limits on the steps and the size of a
+rendering.
 
-A template comes with a third-party tokenizer. It cannot access anything outside (Jinja's sandbox), it renders the same text on every
-day and in every process (no clock, no random numbers), and it can neither loop without end nor fill the memory. Control tokens in
-the texts of messages are masked before rendering; `appears_in` checks that a text is in the rendered output.
+A template comes with a third-party tokenizer. It cannot access anything outside (Jinja's sandbox), it renders the same
+text on every day and in every process (no clock, no random numbers), and it can neither loop without end nor fill the
+memory. Control tokens in the texts of messages are masked before rendering; `appears_in` checks that a text is in the
+rendered output.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from data.errors import BadRowError
 
 # Unicode noncharacters are reserved for use within programs, so exchanged text does not have them.
 BREAK, BEGIN, END = PRIVATE_USE = ("\ufdd0", "\ufdd1", "\ufdd2")
-THINK_TAGS = re.compile(r"</?think>|/(?:no_)?think\b")  # tags and switches in contents, which templates parse, rewrite or drop
+# tags and switches in contents, which templates parse, rewrite or drop
+THINK_TAGS = re.compile(r"</?think>|/(?:no_)?think\b")
 MAX_STEPS = 1_000_000  # loop iterations and macro calls of a rendering, about one second
 MAX_CHARACTERS = 2**25  # of a rendering, and of any text that is built for it
 TODAY = date(2024, 7, 26)  # the date of a rendering: the one that Llama 3's template uses without a clock
@@ -48,12 +51,16 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("+", "*", "**"))
 
     def _generate(self, source: nodes.Template, *rest: Any, **options: Any) -> str:
-        repeated: list[Any] = [node for kind in (nodes.For, nodes.Macro, nodes.CallBlock) for node in source.find_all(kind)]
+        repeated: list[Any] = [
+            node for kind in (nodes.For, nodes.Macro, nodes.CallBlock) for node in source.find_all(kind)
+        ]
         for node in repeated:
             step = nodes.Filter(nodes.ContextReference(), "step", [], [], None, None)
             node.body.insert(0, nodes.ExprStmt(step).set_lineno(node.lineno))
         for concat in source.find_all(nodes.Concat):
-            concat.nodes = [nodes.Filter(node, "bounded", [], [], None, None, lineno=concat.lineno) for node in concat.nodes]
+            concat.nodes = [
+                nodes.Filter(node, "bounded", [], [], None, None, lineno=concat.lineno) for node in concat.nodes
+            ]
         for number in source.find_all(nodes.Const):
             _check_size(number.value if isinstance(number.value, int) else 0)
         return super()._generate(source, *rest, **options)
@@ -89,8 +96,12 @@ def _bounded(value: Any) -> Any:
 
 @functools.lru_cache
 def compile_template(source: str) -> Callable[..., str]:
-    """Return a function from the template's variables to the rendered text. Any error in the template is raised as TemplateError."""
-    environment = _BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
+    """Return a function from the template's variables to the rendered text. Any error in the template is raised as
+    TemplateError.
+    """
+    environment = _BoundedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
     environment.filters |= {"tojson": tojson, "bounded": _bounded, "step": _step}
     environment.globals |= {"raise_exception": _raise, "strftime_now": TODAY.strftime}
     del environment.globals["lipsum"], environment.filters["random"]  # random text
@@ -115,7 +126,13 @@ def compile_template(source: str) -> Callable[..., str]:
     return render
 
 
-def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+def tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """JSON for a model, not for a web page: Jinja's own filter writes < as \\u003c."""
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     return text.replace(json.dumps(BREAK)[1:-1], BREAK)
@@ -126,9 +143,14 @@ def _raise(message: str) -> None:
 
 
 def mask_control_tokens(value: Any, control: re.Pattern[str], where: str) -> Any:
-    """Return `value` with a private character inside every `control` token of its strings. Raises BadRowError if a string has one already."""
+    """Return `value` with a private character inside every `control` token of its strings. Raises BadRowError if a
+    string has one already.
+    """
     if isinstance(value, dict):
-        return {mask_control_tokens(key, control, where): mask_control_tokens(item, control, where) for key, item in value.items()}
+        return {
+            mask_control_tokens(key, control, where): mask_control_tokens(item, control, where)
+            for key, item in value.items()
+        }
     if isinstance(value, list):
         return [mask_control_tokens(item, control, where) for item in value]
     if not isinstance(value, str):
@@ -154,4 +176,7 @@ def appears_in(text: str, rendered: str, with_reasoning: bool = True) -> bool:
     if text.strip() in rendered:
         return True
     parts = [part.strip() for part in THINK_TAGS.split(text)][0 if with_reasoning else -1 :]
-    return all(part in rendered or any(tojson(part, ensure_ascii=ascii_only)[1:-1] in rendered for ascii_only in (False, True)) for part in parts)
+    return all(
+        part in rendered or any(tojson(part, ensure_ascii=ascii_only)[1:-1] in rendered for ascii_only in (False, True))
+        for part in parts
+    )

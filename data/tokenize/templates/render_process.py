@@ -1,8 +1,9 @@
 """Process that compiles one chat template and renders conversations with it, within limits that the kernel holds.
 
-The sandbox counts steps and characters, but one step may take any time: a single filter or number format runs in C. So the operating system
-ends this process: at RLIMIT_AS bytes of memory, and by SIGPROF after the seconds of processor time that each request grants. It can start no
-process and write no file. The requests come from renderer.py; each line of JSON is answered with one line of JSON.
+The sandbox counts steps and characters, but one step may take any time: a single filter or number format runs in C. So
+the operating system ends this process: at RLIMIT_AS bytes of memory, and by SIGPROF after the seconds of processor time
+that each request grants. It can start no process and write no file. The requests come from renderer.py; each line of
+JSON is answered with one line of JSON.
 """
 
 from __future__ import annotations

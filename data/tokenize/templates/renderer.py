@@ -1,7 +1,9 @@
-"""Renders conversations with a chat template: one that this program knows in this process, any other one in a process with limits.
+"""Renders conversations with a chat template: one that this program knows in this process, any other one in a process
+with limits.
 
-An unknown template may compute for years or fill the memory within one filter. Templates of this program, known by their sha256, do neither; a
-conversation that is unusually large is rendered in a process with limits nevertheless, because its text is not known.
+An unknown template may compute for years or fill the memory within one filter. Templates of this program, known by
+their sha256, do neither; a conversation that is unusually large is rendered in a process with limits nevertheless,
+because its text is not known.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from common.paths import REPO_ROOT
 from data.tokenize.templates.jinja_sandbox import MAX_CHARACTERS, compile_template
 
 MAX_SECONDS = 3.0  # processor time of one conversation, and of all that exceed the rate below
-SECONDS_PER_RENDERING, SECONDS_PER_MESSAGE, SECONDS_PER_CHARACTER = 1e-3, 5e-6, 1e-7  # several times those of public templates
+# several times those of public templates
+SECONDS_PER_RENDERING, SECONDS_PER_MESSAGE, SECONDS_PER_CHARACTER = 1e-3, 5e-6, 1e-7
 TOGETHER_SECONDS = 0.5  # of several conversations; if they take longer, each is rendered by itself
 WALL_SECONDS = 30.0  # until a process that does not compute is given up
 MAX_REPLY = 8 * MAX_CHARACTERS  # bytes; JSON writes up to six bytes per character
@@ -37,7 +40,8 @@ PASSED_VARIABLES = ("PATH", "LD_LIBRARY_PATH")
 SHIPPED = ("data/tokenize/chatml.jinja", "data/samples/tokenizer/chat_template.jinja")
 Rendering = tuple[int, dict[str, Any]]  # (number of messages, options: add_generation_prompt, ...)
 Rendered = list[str | None]  # [text, None], or [None, error]
-Request = tuple[dict[str, Any] | None, Sequence[Rendering]]  # (variables, None: those of the request before; what to render)
+# (variables, None: those of the request before; what to render)
+Request = tuple[dict[str, Any] | None, Sequence[Rendering]]
 
 
 class TemplateLimitError(TemplateError):
@@ -50,12 +54,18 @@ class ConversationRenderer:
     `expected`: the renderings that will be asked for, which a process with limits is asked for at once.
     """
 
-    def __init__(self, template: RenderProcess | KnownTemplate, variables: dict[str, Any], expected: Sequence[Rendering] = ()) -> None:
+    def __init__(
+        self, template: RenderProcess | KnownTemplate, variables: dict[str, Any], expected: Sequence[Rendering] = ()
+    ) -> None:
         self._template, self._variables, self._expected = template, variables, expected
         messages = variables["messages"]
         self.characters = characters = sum(len(message["content"] or "") for message in messages)
-        self._allowance = SECONDS_PER_RENDERING + SECONDS_PER_MESSAGE * len(messages) + SECONDS_PER_CHARACTER * characters
-        if isinstance(template, KnownTemplate) and (len(messages) > MAX_KNOWN_MESSAGES or characters > MAX_KNOWN_CHARACTERS):
+        self._allowance = (
+            SECONDS_PER_RENDERING + SECONDS_PER_MESSAGE * len(messages) + SECONDS_PER_CHARACTER * characters
+        )
+        if isinstance(template, KnownTemplate) and (
+            len(messages) > MAX_KNOWN_MESSAGES or characters > MAX_KNOWN_CHARACTERS
+        ):
             self._template = open_process(template.source)
         self._rendered: dict[Any, Rendered] = {}
         self._seconds, self._is_sent = 0.0, False
@@ -70,7 +80,9 @@ class ConversationRenderer:
         if text is None:
             raise TemplateError(error)
         if len(text) > MAX_TEXT and len(text) > MAX_TEXT + MAX_TEXT_RATIO * self._count_characters():
-            raise TemplateError(f"it writes {len(text):,} characters for a conversation of {self._count_characters():,}")
+            raise TemplateError(
+                f"it writes {len(text):,} characters for a conversation of {self._count_characters():,}"
+            )
         return text
 
     def _count_characters(self) -> int:
@@ -79,9 +91,13 @@ class ConversationRenderer:
 
     def _render(self, renderings: list[Rendering]) -> None:
         if isinstance(self._template, KnownTemplate):
-            return self._rendered.update({_key(*each): self._template.render(self._variables, *each) for each in renderings[:1]})
+            return self._rendered.update(
+                {_key(*each): self._template.render(self._variables, *each) for each in renderings[:1]}
+            )
         conversation = None if self._is_sent else self._variables
-        seconds, [texts] = self._template.render([(conversation, renderings)], self._allowance * len(renderings), MAX_SECONDS - self._seconds)
+        seconds, [texts] = self._template.render(
+            [(conversation, renderings)], self._allowance * len(renderings), MAX_SECONDS - self._seconds
+        )
         self._seconds, self._is_sent = self._seconds + seconds, True
         self._add(renderings, texts)
 
@@ -90,7 +106,9 @@ class ConversationRenderer:
 
     @staticmethod
     def render_together(conversations: Sequence[ConversationRenderer]) -> None:
-        """Render what is expected of several conversations by one request. What fails here is rendered again when it is asked for."""
+        """Render what is expected of several conversations by one request. What fails here is rendered again when it is
+        asked for.
+        """
         processes = [each._template for each in conversations if isinstance(each._template, RenderProcess)]
         if not processes or len({id(process) for process in processes}) > 1 or len(processes) < len(conversations):
             return
@@ -120,12 +138,15 @@ class RenderProcess:
 
     def __init__(self, source: str) -> None:
         self.source = source
-        self._budget = MAX_SECONDS  # seconds that the renderings of all conversations may take, refilled by each of them
+        # seconds that the renderings of all conversations may take, refilled by each of them
+        self._budget = MAX_SECONDS
         self._process: subprocess.Popen[bytes] | None = None
         self._owner, self._conversation = os.getpid(), 0
         self._start()
 
-    def render(self, requests: list[Request], allowance: float, seconds_left: float, is_charged: bool = True) -> tuple[float, list[list[Rendered]]]:
+    def render(
+        self, requests: list[Request], allowance: float, seconds_left: float, is_charged: bool = True
+    ) -> tuple[float, list[list[Rendered]]]:
         """Return (seconds of processor time, the texts or errors of each request).
 
         `allowance`: seconds that are usual for them. `is_charged`: whether time counts that was spent up to a limit.
@@ -150,14 +171,22 @@ class RenderProcess:
         arguments = [sys.executable, "-P", "-m", "data.tokenize.templates.render_process"]
         # A process group of its own: Ctrl-C goes to this process, which closes the pipe.
         self._process = subprocess.Popen(
-            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env, process_group=0, bufsize=0
+            arguments,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=env,
+            process_group=0,
+            bufsize=0,
         )
         weakref.finalize(self, _kill, self._process, self._owner)
         self._ask({"source": self.source}, MAX_SECONDS)
 
     def _ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None, "the process was started with pipes"
+        assert process is not None and process.stdin is not None and process.stdout is not None, (
+            "the process was started with pipes"
+        )
         try:
             line = json.dumps({**request, "seconds": max(seconds, 0.001)}).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:  # e.g. a date of a Parquet file
@@ -182,8 +211,12 @@ class RenderProcess:
         if process.returncode == -signal.SIGPROF:
             return TemplateLimitError(TOO_SLOW.format(seconds=MAX_SECONDS))
         if process.returncode == -signal.SIGKILL:
-            return TemplateLimitError(f"the process that renders it was killed, or has not answered for {WALL_SECONDS:g} seconds")
-        return TemplateLimitError(f"the process that renders it has ended with exit code {process.returncode}: it exceeds the stack or the memory")
+            return TemplateLimitError(
+                f"the process that renders it was killed, or has not answered for {WALL_SECONDS:g} seconds"
+            )
+        return TemplateLimitError(
+            f"the process that renders it has ended with exit code {process.returncode}: it exceeds the stack or the memory"
+        )
 
 
 def _write_line(pipe: IO[bytes], line: bytes, deadline: float) -> bool:
@@ -242,7 +275,9 @@ def _known_template(source: str) -> KnownTemplate:
 @cache
 def shipped_templates() -> frozenset[str]:
     """Return the sha256 of the templates that come with this program."""
-    return frozenset(_sha256((REPO_ROOT / name).read_text(encoding="utf-8")) for name in SHIPPED if (REPO_ROOT / name).is_file())
+    return frozenset(
+        _sha256((REPO_ROOT / name).read_text(encoding="utf-8")) for name in SHIPPED if (REPO_ROOT / name).is_file()
+    )
 
 
 def is_shipped(source: str) -> bool:

@@ -1,22 +1,165 @@
-"""Segments of a conversation without rendering it: one rendering per shape (its roles), in which the contents are exchanged afterwards.
+"""Turns of the assistant in a rendered conversation, and its segments without rendering it.
 
-Only for templates that write each content as it is and test nothing but whether it is empty: those that this program ships (`shipped_templates`).
+Finds the turns of the assistant in a rendered conversation, and splits the text into control tokens and plain text.
+
+The assistant's text is found by the `{% generation %}` marks of the template. Without marks, a turn is the text between
+two renderings that are both prefixes of the whole: all messages before the turn plus the generation prompt, and all
+messages up to the end of the turn.
+
+Segments of a conversation without rendering it: one rendering per shape (its roles), in which the contents are
+exchanged afterwards.
+
+Only for templates that write each content as it is and test nothing but whether it is empty: those that this program
+ships (`shipped_templates`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 from data.errors import BadRowError
-from data.tokenize.templates.jinja_sandbox import PRIVATE_USE
-from data.tokenize.templates.renderer import MAX_KNOWN_CHARACTERS
-from data.tokenize.templates.turn_marks import TemplateSegment, any_of
+from data.tokenize.templates.jinja_sandbox import BEGIN, BREAK, END, PRIVATE_USE
+from data.tokenize.templates.renderer import MAX_KNOWN_CHARACTERS, Rendering
+
+MARKS_HINT = "{% generation %} ... {% endgeneration %} around the assistant's text and its end token"
+# render(n) is the text of the first n messages; render(n, prompt=True) adds the generation prompt: the header of the
+# answer.
+Render = Callable[..., str]
+# Variables with which templates switch thinking (Qwen, DeepSeek, MiniMind); they change the generation prompt.
+THINKING_KWARGS: list[dict[str, bool]] = [
+    {},
+    *({name: on for name in ("enable_thinking", "thinking", "open_thinking")} for on in (True, False)),
+]
+
+
+class TemplateSegment(NamedTuple):
+    """Part of a rendered conversation: one control token, or plain text."""
+
+    text: str
+    is_control: bool
+    loss_weight: float  # 0: no loss
+
+
+class TurnMarks:
+    """Marks around the assistant's turns, as one template renders them."""
+
+    def __init__(self, source: str, control_tokens: Iterable[str], eos_token: str, where: str) -> None:
+        """`source`: the template; `where`: its file, for messages."""
+        self._source, self._eos_token, self._where = source, eos_token, where
+        self.has_marks = re.search(r"{%[-+]?\s*generation\b", source) is not None
+        self._boundaries = any_of([BEGIN, END, *control_tokens])
+
+    def mark(
+        self, whole: str, messages: list[dict], turns: list[int], render: Render, where: str
+    ) -> tuple[str, dict[int, float]]:
+        """Return the text with marks, and the weight of each of the marked spans that belong to `turns`, by its number."""
+        weights = [messages[turn].get("weight", 1) for turn in turns]
+        if not self.has_marks:
+            return self.insert(whole, messages, turns, render, where), dict(enumerate(weights))
+        all_turns = assistant_turns(messages)
+        if turns == all_turns and len(set(weights)) == 1:
+            return whole, dict.fromkeys(range(whole.count(BEGIN)), weights[0])
+        # The marks of a turn are those between its generation prompt and the generation prompt of the next turn.
+        marks: dict[int, float] = {}
+        for turn, weight in zip(turns, weights, strict=True):
+            following = next((later for later in all_turns if later > turn), None)
+            stop = whole if following is None else render(following, prompt=True)
+            marks |= dict.fromkeys(range(render(turn, prompt=True).count(BEGIN), stop.count(BEGIN)), weight)
+        return whole, marks
+
+    def insert(self, whole: str, messages: list[dict], turns: list[int], render: Render, where: str) -> str:
+        """Return `whole` with marks around each of `turns`, which are found by comparing prefixes."""
+        text, end = "", 0
+        for turn in turns:
+            prompts = (self.prefix_length(whole, render(turn, prompt=True, **options)) for options in THINKING_KWARGS)
+            start = next((prompt for prompt in prompts if prompt is not None), None)
+            stop = len(whole) if turn + 1 == len(messages) else self.prefix_length(whole, render(turn + 1))
+            if start is None or stop is None or start < end or not (answer := whole[start:stop].rstrip()):
+                raise self._rewritten_error(turn, turns, start is None, where)
+            self._check_header(answer, messages[turn], where)
+            text += whole[end:start] + BEGIN + answer + END
+            end = start + len(answer)
+        return text + whole[end:]
+
+    def _rewritten_error(self, turn: int, turns: list[int], is_before: bool, where: str) -> BadRowError:
+        how = (
+            f"with the generation prompt of message {turn}, the text before it differs"
+            if is_before
+            else f"message {turn} differs when no message follows"
+        )
+        message = f"the chat template changes earlier text ({how}), so the assistant's text cannot be found"
+        fix = f"{self._where}: put {MARKS_HINT}"
+        return BadRowError(
+            "turns rewritten by the chat template",
+            message,
+            where,
+            fix if turn == turns[-1] else f"data.loss_on=last_assistant; or {fix}",
+        )
+
+    def prefix_length(self, whole: str, part: str) -> int | None:
+        """Return the length of `part` if `whole` starts with it, else None."""
+        if not whole.startswith(part):
+            part = part.rstrip().removesuffix(self._eos_token)  # some templates write it once, after the last turn
+        return len(part) if whole.startswith(part) else None
+
+    def _check_header(self, answer: str, message: dict, where: str) -> None:
+        """Reject templates without add_generation_prompt: they do not show where the header ends and the answer begins."""
+        if "add_generation_prompt" in self._source or answer.replace(BREAK, "").lstrip().startswith(
+            message["content"].strip()
+        ):
+            return
+        problem = "the chat template does not use add_generation_prompt, so the start of an answer cannot be found"
+        raise BadRowError("no add_generation_prompt", problem, where, f"{self._where}: put {MARKS_HINT}")
+
+    def split(
+        self, rendered: str, marks: Mapping[int, float] = MappingProxyType({}), others: float = 0
+    ) -> list[TemplateSegment]:
+        """Split marked text into segments. `marks`: weights of marked spans by their number; `others`: the weight of
+        all other text.
+
+        The text is split at the other marks, too, so that a conversation gives the same tokens whichever of its turns
+        have loss.
+        """
+        segments, weight, start, count = [], others, 0, 0
+        for boundary in [*self._boundaries.finditer(rendered), None]:
+            stop = boundary.start() if boundary else len(rendered)
+            if text := rendered[start:stop].replace(BREAK, ""):
+                segments.append(TemplateSegment(text, False, weight))
+            if boundary is None:
+                break
+            start = boundary.end()
+            if boundary[0] in (BEGIN, END):
+                weight = marks.get(count, others) if boundary[0] == BEGIN else others
+                count += boundary[0] == BEGIN
+            else:
+                segments.append(TemplateSegment(boundary[0], True, weight))
+        return segments
+
+
+def assistant_turns(messages: list[dict]) -> list[int]:
+    return [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def expected_renderings(turns: Sequence[int], count: int) -> list[Rendering]:
+    """Return the prefixes that `TurnMarks.insert` compares."""
+    prompts: list[Rendering] = [(turn, {"add_generation_prompt": True}) for turn in turns]
+    return prompts + [(turn + 1, {"add_generation_prompt": False}) for turn in turns if turn + 1 < count]
+
+
+def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern of any of `tokens`, the longest first; without tokens it matches nothing."""
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
+
 
 MAX_SHAPES, MAX_MESSAGES = 256, 32  # shapes that are remembered; messages of a conversation
-PLACEHOLDER = re.compile("\ue000(\\d+)\ue001")  # private characters: a content that has them is exchanged like any other
+# private characters: a content that has them is exchanged like any other
+PLACEHOLDER = re.compile("\ue000(\\d+)\ue001")
 Shape = tuple[tuple[str, int | None], ...]  # of each message: (role, weight)
-Part = TemplateSegment | tuple[str, int, str, float]  # as it is; or (text before a content, number of its message, text after it, loss_weight)
+# as it is; or (text before a content, number of its message, text after it, loss_weight)
+Part = TemplateSegment | tuple[str, int, str, float]
 
 
 class SegmentPlans:
@@ -25,7 +168,8 @@ class SegmentPlans:
     def __init__(self, control_tokens: Iterable[str], render: Callable[[list[dict]], list[TemplateSegment]]) -> None:
         """`render` renders a conversation without tools and splits it. It may raise BadRowError."""
         self._control_tokens, self._render = list(control_tokens), render
-        self._changed = any_of([*PRIVATE_USE, *self._control_tokens])  # what is masked or refused in contents, or splits them
+        # what is masked or refused in contents, or splits them
+        self._changed = any_of([*PRIVATE_USE, *self._control_tokens])
         self._plans: dict[Shape, list[Part] | None] = {}
 
     def segments(self, messages: list[dict]) -> list[TemplateSegment] | None:
@@ -33,7 +177,12 @@ class SegmentPlans:
         shape, size = [], 0
         for message in messages:
             content = message["content"]
-            if not content or message.get("reasoning_content") or message.get("tool_calls") or self._changed.search(content):
+            if (
+                not content
+                or message.get("reasoning_content")
+                or message.get("tool_calls")
+                or self._changed.search(content)
+            ):
                 return None
             if (weight := message.get("weight")) not in (None, 0, 1):  # one shape per weight would be too many
                 return None
@@ -58,8 +207,12 @@ class SegmentPlans:
         return plan
 
     def _trace(self, shape: Shape) -> list[Part] | None:
-        """Render placeholders in place of contents; None if the template refuses the shape, or does not write each of them once, in its own segment."""
-        messages: list[dict] = [{"role": role, "content": f"\ue000{number}\ue001"} for number, (role, _) in enumerate(shape)]
+        """Render placeholders in place of contents; None if the template refuses the shape, or does not write each of
+        them once, in its own segment.
+        """
+        messages: list[dict] = [
+            {"role": role, "content": f"\ue000{number}\ue001"} for number, (role, _) in enumerate(shape)
+        ]
         for message, (_, weight) in zip(messages, shape, strict=True):
             if weight is not None:
                 message["weight"] = weight
@@ -70,12 +223,22 @@ class SegmentPlans:
         plan: list[Part] = []
         for segment in rendered:
             before, *rest = PLACEHOLDER.split(segment.text)
-            plan.append((before, int(rest[0]), rest[1], segment.loss_weight) if len(rest) == 2 and not segment.is_control else segment)
+            plan.append(
+                (before, int(rest[0]), rest[1], segment.loss_weight)
+                if len(rest) == 2 and not segment.is_control
+                else segment
+            )
         numbers = [part[1] for part in plan if not isinstance(part, TemplateSegment)]
         return plan if numbers == list(range(len(shape))) and not self._may_join(rendered) else None
 
     def _may_join(self, rendered: list[TemplateSegment]) -> bool:
-        """Return whether a content and the text around it may make a control token together, where the text would then be split."""
+        """Return whether a content and the text around it may make a control token together, where the text would then
+        be split.
+        """
         texts = PLACEHOLDER.split("".join(segment.text for segment in rendered))[::2]
         cuts = [(token[:k], token[k:]) for token in self._control_tokens for k in range(1, len(token))]
-        return any(before.endswith(start) or after.startswith(end) for before, after in zip(texts[:-1], texts[1:], strict=True) for start, end in cuts)
+        return any(
+            before.endswith(start) or after.startswith(end)
+            for before, after in zip(texts[:-1], texts[1:], strict=True)
+            for start, end in cuts
+        )

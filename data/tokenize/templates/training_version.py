@@ -1,8 +1,9 @@
 """Chat templates as rows are encoded with them, where the stock template is made for inference only.
 
-Stock templates of reasoning models drop or rewrite earlier answers, so the text before an answer depends on what follows it. A few edits
-keep every answer as it was generated: the text of a conversation with one answer, and of the last answer of any, stays that of the stock template.
-A stock template is known by its sha256, and edited in memory: chat and export keep the template of the tokenizer.
+Stock templates of reasoning models drop or rewrite earlier answers, so the text before an answer depends on what
+follows it. A few edits keep every answer as it was generated: the text of a conversation with one answer, and of the
+last answer of any, stays that of the stock template. A stock template is known by its sha256, and edited in memory:
+chat and export keep the template of the tokenizer.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class TrainingVersion(NamedTuple):
     edits: tuple[Edit, ...]
 
 
-# The generation prompt opens a think block, which an answer without reasoning does not have: ChatTemplate tries thinking=false for it.
+# The generation prompt opens a think block, which an answer without reasoning does not have: ChatTemplate tries
+# thinking=false for it.
 OPTIONAL_THINK = "('' if thinking is false else '<think>\\n')"
 WITH_REASONING = "('<think>\\n' + message.reasoning_content.strip('\\n') + '\\n</think>\\n\\n' if message.reasoning_content else '') + (message.content or '')"
 TRAINING_VERSIONS = (
@@ -58,7 +60,10 @@ TRAINING_VERSIONS = (
     ),
     TrainingVersion(
         "DeepSeek-R1",
-        ("56a1447ad31926fdc21fb07e56e5642bd9c850c4f52d8c8af7bbe5f079a84f5f", "563b1ce7d61d50a9b4c7439a912a1116f095b712df5b5e4d3e1116049874eb64"),
+        (
+            "56a1447ad31926fdc21fb07e56e5642bd9c850c4f52d8c8af7bbe5f079a84f5f",
+            "563b1ce7d61d50a9b4c7439a912a1116f095b712df5b5e4d3e1116049874eb64",
+        ),
         (
             ("{% set content = message['content'] %}", f"{{% set content = {WITH_REASONING} %}}"),
             ("content.split('</think>')[-1]", "content"),
@@ -67,7 +72,10 @@ TRAINING_VERSIONS = (
     ),
     TrainingVersion(
         "GLM-4.5, GLM-4.7-Flash, GLM-5",
-        ("44f815868bf02fa458dd2f741a338046f4bf45f398eb6d067766726b9d96cce3", "d63ad536c3c81880043e22ec7fd08db42b4d8fb7c89c7138bc562bfa25281375"),
+        (
+            "44f815868bf02fa458dd2f741a338046f4bf45f398eb6d067766726b9d96cce3",
+            "d63ad536c3c81880043e22ec7fd08db42b4d8fb7c89c7138bc562bfa25281375",
+        ),
         (("loop.index0 > ns.last_user_index", "true"),),
     ),
     TrainingVersion(
@@ -83,8 +91,12 @@ TRAINING_VERSIONS = (
 
 
 def template_sha256(template: str) -> str:
-    """Return the sha256 (hex) of a template; line ends and the one at the end of the file, which Jinja ignores, make no difference."""
-    return hashlib.sha256(template.replace("\r\n", "\n").removesuffix("\n").encode("utf-8", "surrogatepass")).hexdigest()
+    """Return the sha256 (hex) of a template; line ends and the one at the end of the file, which Jinja ignores, make no
+    difference.
+    """
+    return hashlib.sha256(
+        template.replace("\r\n", "\n").removesuffix("\n").encode("utf-8", "surrogatepass")
+    ).hexdigest()
 
 
 def training_version(template: str) -> TrainingVersion | None:
@@ -108,10 +120,13 @@ class TurnEnd(NamedTuple):
     note: str | None = None  # warning for a template that leaves it out
 
 
-def find_turn_end(answer_and_rest: Callable[[list[dict]], tuple[str, str]], end_tokens: tuple[str, ...], eos_token: str, where: str) -> TurnEnd:
+def find_turn_end(
+    answer_and_rest: Callable[[list[dict]], tuple[str, str]], end_tokens: tuple[str, ...], eos_token: str, where: str
+) -> TurnEnd:
     """Return how an assistant turn ends, with and without a message behind it.
 
-    `answer_and_rest` renders a conversation with one answer, and returns the text of the answer, as far as it has loss, and the text after it.
+    `answer_and_rest` renders a conversation with one answer, and returns the text of the answer, as far as it has loss,
+    and the text after it.
     """
     question, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
     try:
@@ -127,7 +142,12 @@ def find_turn_end(answer_and_rest: Callable[[list[dict]], tuple[str, str]], end_
         first = min((token for token in end_tokens if token in rest), key=rest.index, default=eos_token)
         return TurnEnd(first, is_trained=ends_with_token(inside_followed, end_tokens))
     if unmarked := leading_token(after, end_tokens):
-        return TurnEnd(unmarked, False, "none", f"the marks of the chat template leave out {unmarked}, which ends an answer: it has loss, too ({where})")
+        return TurnEnd(
+            unmarked,
+            False,
+            "none",
+            f"the marks of the chat template leave out {unmarked}, which ends an answer: it has loss, too ({where})",
+        )
     problem = f"the chat template writes no end token after an answer ({where})"
     if following := leading_token(after_followed, end_tokens):
         note = f"{problem}: {following}, with which the next message begins, ends it, has loss, and is added after the last answer"
@@ -136,7 +156,8 @@ def find_turn_end(answer_and_rest: Callable[[list[dict]], tuple[str, str]], end_
 
 
 def close_turns(marked: str, end_tokens: tuple[str, ...], last: str, between: str | None) -> str:
-    """Put an end token into each marked span without one: the one that follows it, else `last` at the end and `between` before text.
+    """Put an end token into each marked span without one: the one that follows it, else `last` at the end and `between`
+    before text.
 
     `between` is None where the spans are the template's own marks: one that text follows is not the end of a turn.
     """
@@ -161,5 +182,13 @@ def leading_token(text: str, end_tokens: tuple[str, ...]) -> str | None:
 
 
 def possible_end_tokens(control_tokens: Iterable[str]) -> tuple[str, ...]:
-    """Return the control tokens that may end a turn: not the closing tags of a part of it, such as </think> and </tool_call>."""
-    return tuple(sorted((token for token in control_tokens if len(token) > 1 and not CLOSING_TAG.fullmatch(token)), key=len, reverse=True))
+    """Return the control tokens that may end a turn: not the closing tags of a part of it, such as </think> and
+    </tool_call>.
+    """
+    return tuple(
+        sorted(
+            (token for token in control_tokens if len(token) > 1 and not CLOSING_TAG.fullmatch(token)),
+            key=len,
+            reverse=True,
+        )
+    )

@@ -1,9 +1,11 @@
-"""Attention within documents on x86 CPUs by the C++ kernel: FlashAttention (https://arxiv.org/abs/2205.14135), forward and backward, document by document.
+"""Attention within documents on x86 CPUs by the C++ kernel: FlashAttention (https://arxiv.org/abs/2205.14135), forward
+and backward, document by document.
 
 A mask of another kind, e.g. with sliding windows, is computed with all scores at once: as exact, and slow.
 
-Scores are products of the input's precision summed in fp32; softmax is computed in fp32; probabilities are rounded to the input's precision for the
-next product, unless products in bf16 are computed in fp32 (`upcast_products`). Results do not depend on the number of threads.
+Scores are products of the input's precision summed in fp32; softmax is computed in fp32; probabilities are rounded to
+the input's precision for the next product, unless products in bf16 are computed in fp32 (`upcast_products`). Results do
+not depend on the number of threads.
 
 Shapes: B rows, T tokens, N query heads, K key/value heads, H head width.
 """
@@ -29,14 +31,18 @@ def supports(dtype: torch.dtype, head_width: int) -> bool:
 
 
 def check_product(dtype: torch.dtype, head_width: int) -> None:
-    """Raise KernelsUnavailableError where oneDNN has no matrix product of `dtype` for this processor. Call `load_kernels` first."""
+    """Raise KernelsUnavailableError where oneDNN has no matrix product of `dtype` for this processor. Call
+    `load_kernels` first.
+    """
     x = torch.zeros(1, 1, LANES, head_width, dtype=dtype)
     fused_attention(x, x, x, None)
 
 
 @custom_op("lm_runner::fused_attention")
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """q: (B, N, T, H); k, v: (B, K, T, H); mask: (B, 1, T, T), None: causal -> (B, N, T, H) and the log-sum-exp of the scores (B, N, T)."""
+    """q: (B, N, T, H); k, v: (B, K, T, H); mask: (B, 1, T, T), None: causal -> (B, N, T, H) and the log-sum-exp of the
+    scores (B, N, T).
+    """
     out, lse = _empty_like(q), _new_lse(q)
     if not _call("lm_runner_attention_forward", q, k, [q, k, v, out], mask, lse):
         with torch.autocast("cpu", enabled=False):
@@ -52,7 +58,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Ten
 
 
 @custom_op("lm_runner::fused_attention_backward")
-def fused_attention_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def fused_attention_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """g: (B, N, T, H), gradient of the output -> gradients of q, k and v."""
     gradients = _empty_like(q), _empty_like(k), _empty_like(v)
     if not _call("lm_runner_attention_backward", q, k, [g, q, k, v, *gradients], mask, lse):
@@ -74,10 +82,14 @@ def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lse: Tens
 
 
 def _call(name: str, q: Tensor, k: Tensor, tensors: list[Tensor], mask: Tensor | None, lse: Tensor) -> bool:
-    """Call the kernel with the address and the strides of each tensor; an input whose heads are not contiguous is copied. Return whether it was computed."""
+    """Call the kernel with the address and the strides of each tensor; an input whose heads are not contiguous is
+    copied. Return whether it was computed.
+    """
     (B, N, T, H), K = q.shape, k.shape[1]
     if not all(tensor.dtype == q.dtype for tensor in tensors):
-        raise TypeError(f"attention needs tensors of one type, got {', '.join(str(tensor.dtype) for tensor in tensors)}")
+        raise TypeError(
+            f"attention needs tensors of one type, got {', '.join(str(tensor.dtype) for tensor in tensors)}"
+        )
     if N % K:
         raise ValueError(f"{N} query heads are no multiple of {K} key/value heads")
     tensors = [tensor if tensor.stride(-1) == 1 or H == 1 else tensor.contiguous() for tensor in tensors]
@@ -102,7 +114,9 @@ def _kernel_type(dtype: torch.dtype) -> int:
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the scaled scores (B, K, r, T, T) in fp32, -inf where attention is not allowed. r: query heads of each key head."""
+    """Return the scaled scores (B, K, r, T, T) in fp32, -inf where attention is not allowed. r: query heads of each key
+    head.
+    """
     T = q.shape[2]
     allowed = torch.ones(T, T, dtype=torch.bool).tril() if mask is None else mask.unsqueeze(1)
     scores = q.unflatten(1, (k.shape[1], -1)).float() @ k.unsqueeze(2).float().mT
@@ -110,7 +124,9 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """Return an empty tensor of the shape of x (B, heads, T, H), stored as (B, T, heads, H): the layout of the projections before and after."""
+    """Return an empty tensor of the shape of x (B, heads, T, H), stored as (B, T, heads, H): the layout of the
+    projections before and after.
+    """
     B, N, T, H = x.shape
     return x.new_empty((B, T, N, H)).transpose(1, 2)
 

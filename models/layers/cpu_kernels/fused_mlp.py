@@ -1,4 +1,5 @@
-"""The second half of a SwiGLU network on x86 CPUs: silu(gate) * up by the C++ kernel, and the product with the weight of the output.
+"""The second half of a SwiGLU network on x86 CPUs: silu(gate) * up by the C++ kernel, and the product with the weight
+of the output.
 
 The backward pass computes silu(gate) * up again, in the pass that computes its gradients: none of it is saved.
 
@@ -26,7 +27,9 @@ def supports_width(dtype: torch.dtype, width: int) -> bool:
 
 @custom_op("lm_runner::swiglu_output")
 def swiglu_output(gate_up: Tensor, weight: Tensor) -> Tensor:
-    """gate_up: (..., 2F), gate and up side by side; weight: (D, F) of any floating-point type -> (..., D) in the type of gate_up."""
+    """gate_up: (..., 2F), gate and up side by side; weight: (D, F) of any floating-point type -> (..., D) in the type
+    of gate_up.
+    """
     gate_up = gate_up.contiguous()
     h = gate_up.new_empty((*gate_up.shape[:-1], weight.shape[1]))
     call_swiglu("lm_runner_swiglu_forward", gate_up, h)
@@ -48,7 +51,12 @@ def swiglu_output_backward(g: Tensor, gate_up: Tensor, weight: Tensor, needs_wei
     if not needs_weight:
         return [gradient]
     rows, h = g.flatten(0, -2), h.flatten(0, -2)
-    return [gradient, weight_gradients(rows, h, [len(weight)])[0] if supports_gradients(rows, h, [weight]) else (rows.mT @ h).to(weight.dtype)]
+    return [
+        gradient,
+        weight_gradients(rows, h, [len(weight)])[0]
+        if supports_gradients(rows, h, [weight])
+        else (rows.mT @ h).to(weight.dtype),
+    ]
 
 
 @torch.library.register_fake("lm_runner::swiglu_output_backward")
@@ -61,7 +69,14 @@ def call_swiglu(name: str, gate_up: Tensor, *others: Tensor) -> None:
     width = gate_up.shape[-1] // 2
     rows, is_bf16 = gate_up.numel() // (2 * width), gate_up.dtype == torch.bfloat16
     addresses = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (gate_up, *others))
-    call_kernel(name, *addresses, ctypes.c_int64(rows), ctypes.c_int64(width), ctypes.c_int(is_bf16), ctypes.c_int(torch.get_num_threads()))
+    call_kernel(
+        name,
+        *addresses,
+        ctypes.c_int64(rows),
+        ctypes.c_int64(width),
+        ctypes.c_int(is_bf16),
+        ctypes.c_int(torch.get_num_threads()),
+    )
 
 
 def _save_for_backward(ctx, inputs, output) -> None:

@@ -1,7 +1,8 @@
-"""The SwiGLU networks of all experts of a layer as one operator on tokens sorted by expert: few operators per expert, and in fp32 no copies of weights.
+"""The SwiGLU networks of all experts of a layer as one operator on tokens sorted by expert: few operators per expert,
+and in fp32 no copies of weights.
 
-Each expert has a block of rows of one buffer; the rows that round its tokens up are zeros. The backward pass gathers the tokens again and computes
-silu(gate) * up again: neither is saved.
+Each expert has a block of rows of one buffer; the rows that round its tokens up are zeros. The backward pass gathers
+the tokens again and computes silu(gate) * up again: neither is saved.
 
 Shapes: N tokens, k experts per token, D hidden size, F width of an expert, R rows of the buffer.
 """
@@ -19,12 +20,19 @@ from models.layers.ops import custom_op, join_weights
 
 @custom_op("lm_runner::grouped_experts")
 def grouped_experts(
-    x: Tensor, slots: Tensor, sizes: list[int], gate_weights: list[Tensor], up_weights: list[Tensor], down_weights: list[Tensor], use_kernels: bool
+    x: Tensor,
+    slots: Tensor,
+    sizes: list[int],
+    gate_weights: list[Tensor],
+    up_weights: list[Tensor],
+    down_weights: list[Tensor],
+    use_kernels: bool,
 ) -> tuple[Tensor, Tensor]:
-    """x: (N, D); slots: (N, k) rows of the buffer, each once; sizes: rows of each expert; weights: (F, D), (F, D) and (D, F), of any floating-point type
-    -> outputs (N, k, D), and gate and up side by side (R, 2F), in the type of x.
+    """x: (N, D); slots: (N, k) rows of the buffer, each once; sizes: rows of each expert; weights: (F, D), (F, D) and
+    (D, F), of any floating-point type -> outputs (N, k, D), and gate and up side by side (R, 2F), in the type of x.
 
-    `use_kernels`: compute silu(gate) * up, and gradients of fp32 weights from operands in bf16, by the C++ kernels, which round to bf16 less often.
+    `use_kernels`: compute silu(gate) * up, and gradients of fp32 weights from operands in bf16, by the C++ kernels,
+    which round to bf16 less often.
     """
     rows = _to_buffer(x.unsqueeze(1), slots, sum(sizes))
     gate_up = x.new_empty(len(rows), 2 * len(gate_weights[0]))
@@ -87,7 +95,9 @@ def _backward(ctx, g: Tensor, _) -> tuple[object, ...]:
     h, dgate_up = _activation_gradient(gate_up, dh, ctx.use_kernels)
     del dh
     drows = torch.empty_like(g)
-    for drows_e, dgate_up_e, *pair in zip(drows.split(sizes), dgate_up.split(sizes), gate_weights, up_weights, strict=True):
+    for drows_e, dgate_up_e, *pair in zip(
+        drows.split(sizes), dgate_up.split(sizes), gate_weights, up_weights, strict=True
+    ):
         if len(drows_e) and _is_cast(pair, g):
             torch.mm(dgate_up_e, join_weights(pair, g.dtype), out=drows_e)
         elif len(drows_e):
@@ -99,7 +109,9 @@ def _backward(ctx, g: Tensor, _) -> tuple[object, ...]:
         return dx, None, None, [None] * E, [None] * E, [None] * E, None
     rows = _to_buffer(x.unsqueeze(1), slots, len(gate_up))
     gate_gradients, up_gradients, down_gradients = [], [], []
-    for g_e, h_e, dgate_up_e, x_e, *triple in zip(*(y.split(sizes) for y in (g, h, dgate_up, rows)), gate_weights, up_weights, down_weights, strict=True):
+    for g_e, h_e, dgate_up_e, x_e, *triple in zip(
+        *(y.split(sizes) for y in (g, h, dgate_up, rows)), gate_weights, up_weights, down_weights, strict=True
+    ):
         gate_gradient, up_gradient = _weight_gradients(dgate_up_e, x_e, triple[:2], ctx.use_kernels)
         gate_gradients.append(gate_gradient)
         up_gradients.append(up_gradient)
@@ -108,7 +120,9 @@ def _backward(ctx, g: Tensor, _) -> tuple[object, ...]:
 
 
 def _activation_gradient(gate_up: Tensor, dh: Tensor, use_kernels: bool) -> tuple[Tensor, Tensor]:
-    """gate_up: (R, 2F), dh: (R, F) -> silu(gate) * up (R, F) and the gradient of gate_up (R, 2F). The kernel overwrites dh."""
+    """gate_up: (R, 2F), dh: (R, F) -> silu(gate) * up (R, F) and the gradient of gate_up (R, 2F). The kernel overwrites
+    dh.
+    """
     gradient = torch.empty_like(gate_up)
     if use_kernels and _has_kernel(gate_up):
         call_swiglu("lm_runner_swiglu_backward", gate_up, dh, gradient)
@@ -121,7 +135,9 @@ def _activation_gradient(gate_up: Tensor, dh: Tensor, use_kernels: bool) -> tupl
 
 
 def _weight_gradients(g: Tensor, x: Tensor, weights: list[Tensor], use_kernels: bool) -> list[Tensor]:
-    """g: (n, sum of O_i), x: (n, I) -> (O_i, I) of each weight in its type; zeros without tokens, for other ranks wait for them."""
+    """g: (n, sum of O_i), x: (n, I) -> (O_i, I) of each weight in its type; zeros without tokens, for other ranks wait
+    for them.
+    """
     sizes = [len(weight) for weight in weights]
     if use_kernels and supports_gradients(g, x, weights):
         return weight_gradients(g, x, sizes)

@@ -1,6 +1,8 @@
-"""C++ sources compiled for this processor by the compiler that torch.compile uses, loaded, and called: the kernels for x86 (*.cpp), and `load_library` for others.
+"""C++ sources compiled for this processor by the compiler that torch.compile uses, loaded, and called: the kernels for
+x86 (*.cpp), and `load_library` for others.
 
-They need only libtorch, whose matrix products of oneDNN the kernels use, so nothing has to be installed. The compiler takes six seconds; the library is kept.
+They need only libtorch, whose matrix products of oneDNN the kernels use, so nothing has to be installed. The compiler
+takes six seconds; the library is kept.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from pathlib import Path
 
 import torch
 
-SOURCES = tuple(Path(__file__).parent / name for name in ("attention.cpp", "swiglu.cpp", "weight_gradient.cpp", "product.cpp"))
+SOURCES = tuple(
+    Path(__file__).parent / name for name in ("attention.cpp", "swiglu.cpp", "weight_gradient.cpp", "product.cpp")
+)
 HEADERS = tuple(Path(__file__).parent / name for name in ("blocks.h", "vectors.h"))
 FLAGS = (
     "-std=c++20",
@@ -62,7 +66,8 @@ def is_supported_machine() -> bool:
 
 
 def load_library(name: str, sources: Sequence[Path], headers: Sequence[Path], folder: Path) -> ctypes.CDLL:
-    """Return the compiled `sources`, which include `headers`, from `folder`, a private one; compile them first unless that was done before.
+    """Return the compiled `sources`, which include `headers`, from `folder`, a private one; compile them first unless
+    that was done before.
 
     Raises KernelsUnavailableError.
     """
@@ -79,7 +84,8 @@ def load_library(name: str, sources: Sequence[Path], headers: Sequence[Path], fo
 
 
 def call_kernel(name: str, *arguments: object) -> bool:
-    """Call a function of the library; return whether it has computed the result: not for a mask that is not one of documents.
+    """Call a function of the library; return whether it has computed the result: not for a mask that is not one of
+    documents.
 
     Raises KernelsUnavailableError where oneDNN has no such matrix product for this processor, MemoryError.
     """
@@ -96,7 +102,13 @@ def _compile(compiler: str, sources: Sequence[Path], library: Path) -> None:
     """Write `library` at once, so that another process never loads a part of it."""
     library.parent.mkdir(parents=True, exist_ok=True)
     torch_folder = Path(torch.__file__).parent
-    locations = (f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_folder / 'lib'}")
+    locations = (
+        f"-I{torch_folder / 'include'}",
+        f"-L{torch_folder / 'lib'}",
+        "-ltorch_cpu",
+        "-lc10",
+        f"-Wl,-rpath,{torch_folder / 'lib'}",
+    )
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         output = Path(folder) / library.name
         try:  # in a session of its own: Ctrl-C of a terminal is the run's
@@ -115,14 +127,17 @@ def _compile(compiler: str, sources: Sequence[Path], library: Path) -> None:
         except subprocess.TimeoutExpired as error:
             raise KernelsUnavailableError(f"{compiler} took longer than {COMPILE_TIMEOUT:.0f} s") from error
         with output.open("rb+") as file:
-            file.write(hashlib.sha256(file.read()).digest())  # after the last byte, in the same file: both are there or neither
+            # after the last byte, in the same file: both are there or neither
+            file.write(hashlib.sha256(file.read()).digest())
             file.flush()
             os.fsync(file.fileno())
         os.replace(output, library)
 
 
 def _is_intact(library: Path) -> bool:
-    """Return whether the library exists and ends with the checksum of all before it. The loader ignores what follows the last section."""
+    """Return whether the library exists and ends with the checksum of all before it. The loader ignores what follows
+    the last section.
+    """
     try:
         content = library.read_bytes()
     except FileNotFoundError:
@@ -132,9 +147,22 @@ def _is_intact(library: Path) -> bool:
 
 @cache
 def _fingerprint(compiler: str, files: tuple[Path, ...]) -> str:
-    """Return what the compiled library depends on, hashed: source, flags, compiler, torch and the instruction sets of the processor."""
-    version = subprocess.run([compiler, "--version"], check=False, capture_output=True, timeout=COMPILE_TIMEOUT, stdin=subprocess.DEVNULL).stdout
-    processor = next((part for part in Path("/proc/cpuinfo").read_bytes().split(b"\n") if part.startswith(b"flags")), b"")
+    """Return what the compiled library depends on, hashed: source, flags, compiler, torch and the instruction sets of
+    the processor.
+    """
+    version = subprocess.run(
+        [compiler, "--version"], check=False, capture_output=True, timeout=COMPILE_TIMEOUT, stdin=subprocess.DEVNULL
+    ).stdout
+    processor = next(
+        (part for part in Path("/proc/cpuinfo").read_bytes().split(b"\n") if part.startswith(b"flags")), b""
+    )
     torch_build = f"{torch.__version__} {Path(torch.__file__).parent} {torch.__config__.show()}".encode()
-    parts = [*(file.read_bytes() for file in files), " ".join(FLAGS).encode(), compiler.encode(), version, processor, torch_build]
+    parts = [
+        *(file.read_bytes() for file in files),
+        " ".join(FLAGS).encode(),
+        compiler.encode(),
+        version,
+        processor,
+        torch_build,
+    ]
     return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]

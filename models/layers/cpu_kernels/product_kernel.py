@@ -11,14 +11,18 @@ from models.layers.cpu_kernels.library import call_kernel
 
 
 def supports_product(a: Tensor, b: Tensor, out: Tensor) -> bool:
-    """Return whether the kernel computes out (M, N) = a (M, K) @ b (K, N): operands in bf16, each with contiguous rows or columns, out as well."""
+    """Return whether the kernel computes out (M, N) = a (M, K) @ b (K, N): operands in bf16, each with contiguous rows
+    or columns, out as well.
+    """
     if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16 or out.dtype not in (torch.bfloat16, torch.float32):
         return False
     return all(1 in x.stride() and x.numel() > 0 for x in (a, b, out))
 
 
 def multiply_by_kernel(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
-    """a: (M, K), b: (K, N) -> out (M, N) = a @ b, or out += a @ b in fp32: those of `supports_product`. Raises MemoryError."""
+    """a: (M, K), b: (K, N) -> out (M, N) = a @ b, or out += a @ b in fp32: those of `supports_product`. Raises
+    MemoryError.
+    """
     if out.stride(1) != 1:
         multiply_by_kernel(b.t(), a.t(), out.t(), add=add)
         return out

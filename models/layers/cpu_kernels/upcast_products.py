@@ -1,13 +1,17 @@
-"""Matrix products of 16-bit numbers on the CPU, computed in fp32 and rounded once: `upcast_products(True)` lets torch compute them so in this process.
+"""Matrix products of 16-bit numbers on the CPU, computed in fp32 and rounded once: `upcast_products(True)` lets torch
+compute them so in this process.
 
-oneDNN, too, sums products of 16-bit numbers in fp32 and rounds the sum, with instructions for 16 bits. Without them that takes many times as long as a
-product in fp32, and with those of AVX-512 it may still take longer; a run measures it. Numbers of 16 bits are exact in fp32, and so are their products.
+oneDNN, too, sums products of 16-bit numbers in fp32 and rounds the sum, with instructions for 16 bits. Without them
+that takes many times as long as a product in fp32, and with those of AVX-512 it may still take longer; a run measures
+it. Numbers of 16 bits are exact in fp32, and so are their products.
 
-The kernels of torch are replaced by those in Python that call them with operands in fp32 (torch.library.get_kernel), so that all layers, compiled or not,
-adapters, attention and models of transformers are computed so. Products with a side of less than MIN_SIDE, as those of single tokens in generation, stay as
-they are: to cast the weight would take longer. So does torch's own fused attention, which calls none of these operators.
+The kernels of torch are replaced by those in Python that call them with operands in fp32 (torch.library.get_kernel), so
+that all layers, compiled or not, adapters, attention and models of transformers are computed so. Products with a side
+of less than MIN_SIDE, as those of single tokens in generation, stay as they are: to cast the weight would take longer.
+So does torch's own fused attention, which calls none of these operators.
 
-`upcast_products(True, by_kernel=True)` computes those in bf16, without a sum that is added, by the C++ kernel, which converts numbers where it packs them.
+`upcast_products(True, by_kernel=True)` computes those in bf16, without a sum that is added, by the C++ kernel, which
+converts numbers where it packs them.
 
 Shapes: (M, K) @ (K, N), and S of such products at once.
 """
@@ -52,7 +56,8 @@ def can_upcast() -> bool:
 
 
 def upcast_products(enabled: bool, *, by_kernel: bool = False) -> None:
-    """Let torch compute products of 16-bit matrices on the CPU in fp32, or as it does by itself: in all of this process, until the next call.
+    """Let torch compute products of 16-bit matrices on the CPU in fp32, or as it does by itself: in all of this
+    process, until the next call.
 
     `by_kernel`: by the C++ kernel, which has been loaded.
     """
@@ -78,7 +83,9 @@ def upcast_products(enabled: bool, *, by_kernel: bool = False) -> None:
 
 
 def _without_autocast(function: Callable[P, T]) -> Callable[P, T]:
-    """Disable autocast meanwhile. It is on where an operator of `custom_op` calls one of torch, and would cast operands back to 16 bits."""
+    """Disable autocast meanwhile. It is on where an operator of `custom_op` calls one of torch, and would cast operands
+    back to 16 bits.
+    """
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -105,7 +112,9 @@ def _upcast_kernel(kernel: Any, dimensions: int) -> Callable[..., Tensor]:
 
 
 def _with_output(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return `compute` for the variant with `out=`. Torch's own kernel of it is not called: `call_boxed` of it has damaged memory (torch 2.13)."""
+    """Return `compute` for the variant with `out=`. Torch's own kernel of it is not called: `call_boxed` of it has
+    damaged memory (torch 2.13).
+    """
 
     def compute_into(keys: Any, *args: Any, out: Tensor, **kwargs: Any) -> Tensor:
         result = compute(keys, *args, **kwargs)
@@ -124,7 +133,9 @@ def _in_place(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def overwrite(keys: Any, c: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         result = compute(keys, c, *args, **kwargs)
         if c.shape != result.shape:
-            raise RuntimeError(f"The result has the shape {tuple(result.shape)}, and the tensor to overwrite {tuple(c.shape)}")
+            raise RuntimeError(
+                f"The result has the shape {tuple(result.shape)}, and the tensor to overwrite {tuple(c.shape)}"
+            )
         return c.copy_(result)
 
     return overwrite
@@ -141,7 +152,8 @@ def _is_upcast(a: Tensor, b: Tensor, dimensions: int) -> bool:
 def multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
     """a: (M, K), b: (K, N), 16 bits -> out (M, N) = a @ b, in 16 bits or fp32. `add`: out += a @ b, in fp32.
 
-    Without the kernel the longest side is computed in blocks, so that no copy in fp32 is larger than the shorter operand or CAST_ELEMENTS.
+    Without the kernel the longest side is computed in blocks, so that no copy in fp32 is larger than the shorter
+    operand or CAST_ELEMENTS.
     """
     (M, K), N = a.shape, b.shape[1]
     assert not add or out.dtype == torch.float32
@@ -163,21 +175,32 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
 
 
 @_without_autocast
-def projection_gradients_upcast(g: Tensor, x: Tensor, weight: Tensor, sizes: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
-    """Return the gradients of x (n, D) and, in fp32, of each part of `weight` (sum of sizes, D), from that of the output, g (n, sum of sizes).
+def projection_gradients_upcast(
+    g: Tensor, x: Tensor, weight: Tensor, sizes: Sequence[int]
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the gradients of x (n, D) and, in fp32, of each part of `weight` (sum of sizes, D), from that of the
+    output, g (n, sum of sizes).
 
     The same numbers as those of `multiply`, but each number of g is cast once, unless the kernel converts them.
     """
     if _by_kernel:
         parts = g.split([*sizes], dim=1)
-        return multiply(g, weight, x.new_empty(x.shape)), [multiply(part.t(), x, x.new_empty(part.shape[1], x.shape[1], dtype=torch.float32)) for part in parts]
+        return multiply(g, weight, x.new_empty(x.shape)), [
+            multiply(part.t(), x, x.new_empty(part.shape[1], x.shape[1], dtype=torch.float32)) for part in parts
+        ]
     dx, weight = x.new_empty(x.shape), weight.float()
     dw: list[Tensor | None] = [None] * len(sizes)
     for block in _blocks(len(g), g.shape[1] + x.shape[1]):
         g_block, x_block = g[block].float(), x[block].float()
         dx[block] = g_block @ weight
-        dw = [_multiply_fp32(part.t(), x_block, total) for part, total in zip(g_block.split([*sizes], dim=1), dw, strict=True)]
-    return dx, [x.new_zeros(size, x.shape[1], dtype=torch.float32) if total is None else total for size, total in zip(sizes, dw, strict=True)]
+        dw = [
+            _multiply_fp32(part.t(), x_block, total)
+            for part, total in zip(g_block.split([*sizes], dim=1), dw, strict=True)
+        ]
+    return dx, [
+        x.new_zeros(size, x.shape[1], dtype=torch.float32) if total is None else total
+        for size, total in zip(sizes, dw, strict=True)
+    ]
 
 
 def _multiply_fp32(a: Tensor, b: Tensor, total: Tensor | None) -> Tensor:
@@ -213,6 +236,8 @@ def _numbers(x: Tensor) -> int:
 
 
 def _blocks(size: int, numbers: int, smallest: int = MIN_BLOCK) -> Iterator[slice]:
-    """Cut `size` rows into blocks of at most CAST_ELEMENTS numbers, and at least `smallest` rows; `numbers`: of one row."""
+    """Cut `size` rows into blocks of at most CAST_ELEMENTS numbers, and at least `smallest` rows; `numbers`: of one
+    row.
+    """
     step = max(smallest, CAST_ELEMENTS // max(1, numbers))
     yield from (slice(start, start + step) for start in range(0, size, step))

@@ -1,4 +1,6 @@
-"""Whether a long run compiles its layers, where `train.compile=auto` would: the first layer is timed in both ways, on the first micro-batch."""
+"""Whether a long run compiles its layers, where `train.compile=auto` would: the first layer is timed in both ways, on
+the first micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from runner.engine.device.compile import describe_compile_error, is_compile_erro
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-LAYERS_FACT = "layers"  # whether they are compiled because of a measurement: the fact `compiled` is the mode, whatever has decided it
+# whether they are compiled because of a measurement: the fact `compiled` is the mode, whatever has decided it
+LAYERS_FACT = "layers"
 COMPILED, UNCOMPILED = "compiled", "uncompiled"
 LAYER_TURNS, LAYER_PASSES = 3, 2
 
@@ -35,12 +38,20 @@ class _LayerCalledError(Exception):
 def compile_choice(workload: Mapping[str, Any], measure: Callable[[Sequence[str]], dict[str, float]]) -> MeasuredChoice:
     """`measure`: a call of `measure_layers` that lacks the modes."""
     return MeasuredChoice(
-        fact=LAYERS_FACT, default=COMPILED, others=(UNCOMPILED,), workload=workload, measure=measure, apply=lambda kernel: None, unit="ms a layer"
+        fact=LAYERS_FACT,
+        default=COMPILED,
+        others=(UNCOMPILED,),
+        workload=workload,
+        measure=measure,
+        apply=lambda kernel: None,
+        unit="ms a layer",
     )
 
 
 def find_layer_call(layer: nn.Module, forward: Callable[[], object]) -> LayerCall | None:
-    """Return how `forward` calls `layer`, whose input becomes a tensor that needs a gradient; None for an input that cannot have one. Nothing after the layer is computed."""
+    """Return how `forward` calls `layer`, whose input becomes a tensor that needs a gradient; None for an input that
+    cannot have one. Nothing after the layer is computed.
+    """
     import torch
 
     calls: list[LayerCall] = []
@@ -67,10 +78,12 @@ def measure_layers(
     autocast: Callable[[], AbstractContextManager[object]],
     modes: Sequence[str],
 ) -> dict[str, float]:
-    """Return mode -> the shortest time of a forward and a backward pass of the layer, seconds. `compiled()` returns a context in which layers are compiled.
+    """Return mode -> the shortest time of a forward and a backward pass of the layer, seconds. `compiled()` returns a
+    context in which layers are compiled.
 
-    Nothing that is compiled stays in the process: a resumed run, which does not measure, would otherwise have other programs. Raises
-    KernelsUnavailableError if the compiler fails: it will fail in the first step, too, which reports it.
+    Nothing that is compiled stays in the process: a resumed run, which does not measure, would otherwise have other
+    programs. Raises KernelsUnavailableError if the compiler fails: it will fail in the first step, too, which reports
+    it.
     """
     import torch
 

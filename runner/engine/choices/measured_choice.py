@@ -1,4 +1,6 @@
-"""Kernels that a long run chooses by measuring them at its start, on its own shapes: kept for later runs, recorded, and repeated on resume."""
+"""Kernels that a long run chooses by measuring them at its start, on its own shapes: kept for later runs, recorded, and
+repeated on resume.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from typing import Any, NamedTuple
 from runner.engine.device.cpu.allocator import freed_memory_kept
 from runner.engine.device.memory_errors import is_out_of_memory
 
-WORTHWHILE = 0.9  # another kernel than the default takes at most this share of its time: a choice by chance would change the bits of a run for nothing
+# another kernel than the default takes at most this share of its time: a choice by chance would change the bits of a
+# run for nothing
+WORTHWHILE = 0.9
 MAX_MEASURING_SECONDS, MIN_TURNS = 10.0, 2  # of measuring one choice once, and what is worth measuring at all
 MAX_CHOICE_BYTES = 10_000
 MAX_KERNEL_NAME = 40  # characters of a name from a checkpoint in a message
@@ -36,14 +40,17 @@ class MeasuredChoice:
     default: str  # what short runs compute with
     others: tuple[str, ...]
     workload: Mapping[str, Any]  # JSON values: all that the times depend on in this run
-    measure: Callable[[Sequence[str]], dict[str, float]]  # kernel -> seconds; kernels that cannot compute the workload are left out
+    # kernel -> seconds; kernels that cannot compute the workload are left out
+    measure: Callable[[Sequence[str]], dict[str, float]]
     apply: Callable[[str], None]
     smaller: tuple[str, ...] = ()  # those that need less memory: taken if they are faster at all
     unit: str = "ms"  # of the times in the log, with what they are times of
     labels: Mapping[str, str] = field(default_factory=dict)  # kernel -> name in the log, where it has another
-    min_run_flops: float = math.inf  # planned operations from which on a run measures it that is too short for the others
+    # planned operations from which on a run measures it that is too short for the others
+    min_run_flops: float = math.inf
     long_only: tuple[str, ...] = ()  # those of `others` that only long runs measure: compiling them takes seconds
-    load: Callable[[str, Path], None] = _always  # (kernel, folder for compiled programs); raises KernelsUnavailableError where this machine cannot compute it
+    # (kernel, folder for compiled programs); raises KernelsUnavailableError where this machine cannot compute it
+    load: Callable[[str, Path], None] = _always
 
     def label(self, kernel: str) -> str:
         return self.labels.get(kernel, kernel)
@@ -60,11 +67,17 @@ class ChosenKernel(NamedTuple):
     available: tuple[str, ...]  # kernels that this process can compute
 
 
-def measured_kernel(choice: MeasuredChoice, folder: Path, facts: Mapping[str, Any], before_measuring: Callable[[], object] = lambda: None) -> ChosenKernel:
+def measured_kernel(
+    choice: MeasuredChoice,
+    folder: Path,
+    facts: Mapping[str, Any],
+    before_measuring: Callable[[], object] = lambda: None,
+) -> ChosenKernel:
     """Return the fastest kernel.
 
-    `folder`: a private one for compiled programs; times measured before are taken from it. `facts` (JSON values): the processor, the libraries and all
-    else that the times depend on. `before_measuring` is called unless all times are known.
+    `folder`: a private one for compiled programs; times measured before are taken from it. `facts` (JSON values): the
+    processor, the libraries and all else that the times depend on. `before_measuring` is called unless all times are
+    known.
     """
     from models.layers.cpu_kernels.library import KernelsUnavailableError
 
@@ -82,7 +95,9 @@ def measured_kernel(choice: MeasuredChoice, folder: Path, facts: Mapping[str, An
             if not is_unavailable and not is_out_of_memory(error):
                 raise
             reason = error if is_unavailable else "out of memory"  # which the first step reports
-            return ChosenKernel(choice.default, f"{choice.label(choice.default)} (not measured: {reason})", tuple(names))
+            return ChosenKernel(
+                choice.default, f"{choice.label(choice.default)} (not measured: {reason})", tuple(names)
+            )
         _write_times(file, choice, measured)
         times = _read_times(file, choice) or measured  # those of another run that has measured at the same time
     kernel = _fastest(choice, times)
@@ -93,7 +108,9 @@ def measured_kernel(choice: MeasuredChoice, folder: Path, facts: Mapping[str, An
 
 
 def _confirmed_times(choice: MeasuredChoice, names: Sequence[str]) -> dict[str, float]:
-    """Return kernel -> seconds, of which the fastest, if it is not the default, was measured twice beside it: other load may have disturbed the first time."""
+    """Return kernel -> seconds, of which the fastest, if it is not the default, was measured twice beside it: other
+    load may have disturbed the first time.
+    """
     times, confirmed = dict(choice.measure(names)), {choice.default}
     while (fastest := _fastest(choice, times)) not in confirmed:
         confirmed.add(fastest)
@@ -103,8 +120,11 @@ def _confirmed_times(choice: MeasuredChoice, names: Sequence[str]) -> dict[str, 
 
 
 def known_kernel(choice: MeasuredChoice, folder: Path, facts: Mapping[str, Any]) -> str | None:
-    """Return the kernel that `measured_kernel` would take without measuring, None if it would measure; nothing is compiled or loaded."""
-    subsets = (subset for count in range(len(choice.others), -1, -1) for subset in combinations(choice.others, count))  # some may be missing
+    """Return the kernel that `measured_kernel` would take without measuring, None if it would measure; nothing is
+    compiled or loaded.
+    """
+    # some may be missing
+    subsets = (subset for count in range(len(choice.others), -1, -1) for subset in combinations(choice.others, count))
     for available in subsets:
         names = [choice.default, *available]
         if times := _read_times(_times_file(choice, folder, facts, names), choice):
@@ -120,12 +140,16 @@ def _times_file(choice: MeasuredChoice, folder: Path, facts: Mapping[str, Any], 
 
 def _fastest(choice: MeasuredChoice, times: Mapping[str, float]) -> str:
     limit = {name: 1.0 if name in choice.smaller else WORTHWHILE for name in choice.others}
-    worthwhile = [name for name in times if name != choice.default and times[name] < limit[name] * times[choice.default]]
+    worthwhile = [
+        name for name in times if name != choice.default and times[name] < limit[name] * times[choice.default]
+    ]
     return min(worthwhile, key=lambda name: times[name], default=choice.default)
 
 
 def repeated_kernel(choice: MeasuredChoice, saved: object, folder: Path) -> ChosenKernel:
-    """Return the kernel of a checkpoint, `saved` in its environment; the default where this machine cannot compute it, which the resume reports."""
+    """Return the kernel of a checkpoint, `saved` in its environment; the default where this machine cannot compute it,
+    which the resume reports.
+    """
     from models.layers.cpu_kernels.library import KernelsUnavailableError
 
     if saved in (None, choice.default):
@@ -143,18 +167,23 @@ def repeated_kernel(choice: MeasuredChoice, saved: object, folder: Path) -> Chos
 
 
 def common_kernel(choice: MeasuredChoice, ranks: Sequence[Sequence[Any]]) -> ChosenKernel:
-    """Return the kernel of all ranks from the `ChosenKernel` of each, as JSON: that of the first, unless some rank cannot compute it."""
+    """Return the kernel of all ranks from the `ChosenKernel` of each, as JSON: that of the first, unless some rank
+    cannot compute it.
+    """
     kernel, reason, available = ranks[0]
     if all(kernel in rank_available for _, _, rank_available in ranks):
         return ChosenKernel(kernel, reason, tuple(available))
-    return ChosenKernel(choice.default, f"{choice.label(choice.default)}: a rank has no {kernel} kernel", tuple(available))
+    return ChosenKernel(
+        choice.default, f"{choice.label(choice.default)}: a rank has no {kernel} kernel", tuple(available)
+    )
 
 
 def shortest_times(runs: Mapping[str, Callable[[], object]], turns: int, passes: int) -> dict[str, float]:
     """Return name -> the shortest time of a call, seconds; those that raise KernelsUnavailableError are left out.
 
-    They take turns of several calls, because a training that starts beside this one disturbs some of them. The first call of a turn is not counted:
-    oneDNN keeps the programs of the last few products only. Fewer turns where all would take longer than MAX_MEASURING_SECONDS; the first name alone where two would.
+    They take turns of several calls, because a training that starts beside this one disturbs some of them. The first
+    call of a turn is not counted: oneDNN keeps the programs of the last few products only. Fewer turns where all would
+    take longer than MAX_MEASURING_SECONDS; the first name alone where two would.
     """
     first = next(iter(runs))
     times: dict[str, list[float]] = {first: _time_turn(runs[first], passes)}
@@ -167,7 +196,9 @@ def shortest_times(runs: Mapping[str, Callable[[], object]], turns: int, passes:
 
 
 def _time_turn(run: Callable[[], object], passes: int) -> list[float]:
-    """Return the seconds of `passes` calls after one that is not counted; that of the latter if it alone takes too long. [] for an unavailable kernel."""
+    """Return the seconds of `passes` calls after one that is not counted; that of the latter if it alone takes too
+    long. [] for an unavailable kernel.
+    """
     from models.layers.cpu_kernels.library import KernelsUnavailableError
 
     seconds: list[float] = []
@@ -202,7 +233,11 @@ def _read_times(file: Path, choice: MeasuredChoice) -> dict[str, float] | None:
             return None
         with file.open("rb") as opened:
             times = json.loads(opened.read(MAX_CHOICE_BYTES))
-        if isinstance(times, dict) and choice.default in times and all(name in names and _is_time(each) for name, each in times.items()):
+        if (
+            isinstance(times, dict)
+            and choice.default in times
+            and all(name in names and _is_time(each) for name, each in times.items())
+        ):
             return times
     return None
 
@@ -212,7 +247,9 @@ def _is_time(value: object) -> bool:
 
 
 def _write_times(file: Path, choice: MeasuredChoice, times: Mapping[str, float]) -> None:
-    """Write the file unless there is one: runs that measure at the same time then take the same kernel. A folder that cannot be written to is no error."""
+    """Write the file unless there is one: runs that measure at the same time then take the same kernel. A folder that
+    cannot be written to is no error.
+    """
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
@@ -226,7 +263,9 @@ def _write_times(file: Path, choice: MeasuredChoice, times: Mapping[str, float])
 
 
 def _link(complete: Path, file: Path) -> None:
-    """Let `file` be the new file `complete`, or on a file system without hard links a copy. Raises FileExistsError if there is one."""
+    """Let `file` be the new file `complete`, or on a file system without hard links a copy. Raises FileExistsError if
+    there is one.
+    """
     try:
         os.link(complete, file)
     except FileExistsError:

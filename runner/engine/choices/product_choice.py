@@ -1,4 +1,6 @@
-"""Whether products of 16-bit matrices are computed with instructions for 16 bits or in fp32: without AMX, the former may take many times as long."""
+"""Whether products of 16-bit matrices are computed with instructions for 16 bits or in fp32: without AMX, the former
+may take many times as long.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,10 @@ NATIVE, UPCAST, KERNEL = "native", "fp32", "cpp"
 PRODUCT_DTYPES = ("bfloat16", "float16")
 MIN_RUN_FLOPS = 2e12  # of runs that measure it: some seconds at the speed of a laptop
 PRODUCT_TURNS, PRODUCT_PASSES = 3, 1
-PRODUCT_SIDES = (128, 512, 2_048)  # largest sides of matrices, measured in this order until the next would take longer than PRODUCT_SECONDS:
-PRODUCT_SECONDS = 0.3  # without instructions for 16 bits torch's own products may take a thousand times as long as with them
+# largest sides of matrices, measured in this order until the next would take longer than PRODUCT_SECONDS:
+PRODUCT_SIDES = (128, 512, 2_048)
+# without instructions for 16 bits torch's own products may take a thousand times as long as with them
+PRODUCT_SECONDS = 0.3
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,9 @@ def use_products(kernel: str) -> None:
 
 
 def load_products(kernel: str, folder: Path) -> None:
-    """Raise KernelsUnavailableError if this torch does not let its products be replaced; for the C++ kernel, if it is not compiled or torch has no AVX-512."""
+    """Raise KernelsUnavailableError if this torch does not let its products be replaced; for the C++ kernel, if it is
+    not compiled or torch has no AVX-512.
+    """
     import torch
 
     from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
@@ -80,7 +86,9 @@ def load_products(kernel: str, folder: Path) -> None:
 
 
 def measure_products(shape: ProductShape, kernels: Sequence[str]) -> dict[str, float]:
-    """Return kernel -> the shortest time of the forward and backward products of the layer, seconds. The choice made before does not matter."""
+    """Return kernel -> the shortest time of the forward and backward products of the layer, seconds. The choice made
+    before does not matter.
+    """
     import torch
 
     before = current_products()
@@ -98,13 +106,17 @@ def measure_products(shape: ProductShape, kernels: Sequence[str]) -> dict[str, f
         use_products(before)
 
 
-def _time_products(tokens: int, outputs: int, inputs: int, dtype: torch.dtype, kernels: Sequence[str]) -> dict[str, float]:
+def _time_products(
+    tokens: int, outputs: int, inputs: int, dtype: torch.dtype, kernels: Sequence[str]
+) -> dict[str, float]:
     import torch
 
     from models.layers.cpu_kernels.product_kernel import multiply_by_kernel
     from models.layers.cpu_kernels.upcast_products import multiply
 
-    x, g, weight = (torch.ones(*sizes, dtype=dtype) for sizes in ((tokens, inputs), (tokens, outputs), (outputs, inputs)))
+    x, g, weight = (
+        torch.ones(*sizes, dtype=dtype) for sizes in ((tokens, inputs), (tokens, outputs), (outputs, inputs))
+    )
     runs: dict[str, Callable[[], object]] = {
         NATIVE: partial(_native, x, g, weight),
         UPCAST: partial(_upcast, multiply, x, g, weight),

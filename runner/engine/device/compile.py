@@ -1,4 +1,6 @@
-"""torch.compile: whether and in which mode the layers are compiled. `train.compile=auto` decides from settings; a long run on a CPU measures, too (choices/)."""
+"""torch.compile: whether and in which mode the layers are compiled. `train.compile=auto` decides from settings; a long
+run on a CPU measures, too (choices/).
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,15 @@ class CompileDecision:
     planned_flops: float = 0.0
 
 
-def resolve_compile_mode(requested: str, planned_flops: float, device: torch.device, threads: int, has_experts: bool) -> CompileDecision:
+def resolve_compile_mode(
+    requested: str, planned_flops: float, device: torch.device, threads: int, has_experts: bool
+) -> CompileDecision:
     """Return the mode for a run of `planned_flops`; `requested` is train.compile."""
     check_compile_mode(requested, device.type)
     if device.type == "mps":
-        return CompileDecision("off", "off (auto: compiled layers are not used on mps)" if requested == "auto" else "off")
+        return CompileDecision(
+            "off", "off (auto: compiled layers are not used on mps)" if requested == "auto" else "off"
+        )
     if requested != "auto":
         return CompileDecision(requested, requested, requested != "off", planned_flops)
     break_even = BREAK_EVEN_FLOPS["cuda"] if device.type == "cuda" else BREAK_EVEN_FLOPS["cpu"] * threads
@@ -47,18 +53,26 @@ def resolve_compile_mode(requested: str, planned_flops: float, device: torch.dev
     if not has_cpp_compiler():
         return CompileDecision("off", "off (auto: no C++ compiler, neither g++ nor CXX)", is_long, planned_flops)
     mode = "default" if is_long else "off"
-    return CompileDecision(mode, f"{mode} (auto: {planned_flops:.1e} FLOPs planned, worthwhile from {break_even:.0e})", is_long, planned_flops)
+    return CompileDecision(
+        mode,
+        f"{mode} (auto: {planned_flops:.1e} FLOPs planned, worthwhile from {break_even:.0e})",
+        is_long,
+        planned_flops,
+    )
 
 
 def check_compile_mode(requested: str, device_type: str) -> None:
     """Raise UserError for compiled layers on mps: whether torch.compile gives exact gradients there was never tested."""
     if device_type == "mps" and requested not in ("auto", "off"):
-        raise UserError(f"train.compile={requested} is not supported on mps", f"train.compile={requested}", "train.compile=off")
+        raise UserError(
+            f"train.compile={requested} is not supported on mps", f"train.compile={requested}", "train.compile=off"
+        )
 
 
 def check_cuda_graphs(mode: str, device: torch.device, micro_batches: int) -> None:
-    """Refuse CUDA graphs for steps of several micro-batches: a graph reuses its output memory, so the gradients of one micro-batch would
-    be overwritten before they are added up (https://github.com/pytorch/pytorch/issues/169545)."""
+    """Refuse CUDA graphs for steps of several micro-batches: a graph reuses its output memory, so the gradients of one
+    micro-batch would be overwritten before they are added up (https://github.com/pytorch/pytorch/issues/169545).
+    """
     if mode in CUDA_GRAPH_MODES and device.type == "cuda" and micro_batches > 1:
         raise UserError(
             f"train.compile={mode} records CUDA graphs, which need one micro-batch per step, got {micro_batches}",
@@ -73,18 +87,26 @@ def has_cpp_compiler() -> bool:
 
 
 def set_inductor_cache() -> Path:
-    """Keep compiled programs between runs, unless the user has set a directory: loading one takes a second. Return their folder.
+    """Keep compiled programs between runs, unless the user has set a directory: loading one takes a second. Return
+    their folder.
 
-    A program in the cache is executed. So its folder is never one that a config names (data.cache of an unknown run directory), and one that another
-    user owns, or that its group or others may write to, is replaced by an empty one for this process. The same holds for `.cache`, in which it
-    could be replaced. Who may write to the folder above that can change this code, or the user's profile.
+    A program in the cache is executed. So its folder is never one that a config names (data.cache of an unknown run
+    directory), and one that another user owns, or that its group or others may write to, is replaced by an empty one
+    for this process. The same holds for `.cache`, in which it could be replaced. Who may write to the folder above that
+    can change this code, or the user's profile.
     """
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-    folder = (Path.home() if paths.IS_INSTALLED else paths.REPO_ROOT) / ".cache" / ("lm_runner_compiled" if paths.IS_INSTALLED else "compiled")
+    folder = (
+        (Path.home() if paths.IS_INSTALLED else paths.REPO_ROOT)
+        / ".cache"
+        / ("lm_runner_compiled" if paths.IS_INSTALLED else "compiled")
+    )
     if shared := next((each for each in (folder.parent, folder) if not _is_private(each)), None):
         fix = f"chmod go-w {shared}; or TORCHINDUCTOR_CACHE_DIR=DIR"
-        print_note(f"compiled programs are not kept: {shared} must be a folder of yours that no other user may write to; {fix}")
+        print_note(
+            f"compiled programs are not kept: {shared} must be a folder of yours that no other user may write to; {fix}"
+        )
         folder = Path(tempfile.mkdtemp(prefix="compiled-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     remove_incomplete_programs(folder)
@@ -93,16 +115,18 @@ def set_inductor_cache() -> Path:
 
 
 def tag_compiled_programs(fingerprint: str) -> None:
-    """Let this process use only kept programs that code of this fingerprint has compiled; a tag that the user has set counts, too.
+    """Let this process use only kept programs that code of this fingerprint has compiled; a tag that the user has set
+    counts, too.
 
-    torch finds a program by its forward pass: after an update of this code, a program kept from before would compute the gradients of operators of
-    `models.layers.ops.custom_op` as they were, without an error.
+    torch finds a program by its forward pass: after an update of this code, a program kept from before would compute
+    the gradients of operators of `models.layers.ops.custom_op` as they were, without an error.
     """
     import torch
 
     config, user_tag = torch.compiler.config, os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
     config.cache_key_tag = tag = f"{user_tag} {fingerprint}".strip()
-    # A value that is set holds in its thread only, and autograd compiles the backward pass of a GPU in threads of its own. They read what the
+    # A value that is set holds in its thread only, and autograd compiles the backward pass of a GPU in threads of its
+    # own. They read what the
     # environment variable was when torch was imported.
     entries = getattr(config, "_config", {})
     if hasattr(entries.get("cache_key_tag"), "env_value_default"):
@@ -110,13 +134,16 @@ def tag_compiled_programs(fingerprint: str) -> None:
 
 
 def remove_incomplete_programs(folder: Path) -> None:
-    """Delete compiled programs that a killed compiler or a full disk has left incomplete: torch would load them, and fail, in every later run.
+    """Delete compiled programs that a killed compiler or a full disk has left incomplete: torch would load them, and
+    fail, in every later run.
 
     A program that another process is writing is left: that process holds its lock.
     """
     for program in folder.glob("*/*.so"):
         with suppress(OSError):
-            if not is_complete_program(program) and not _is_locked(folder / "locks" / f"{program.name.partition('.')[0]}.lock"):
+            if not is_complete_program(program) and not _is_locked(
+                folder / "locks" / f"{program.name.partition('.')[0]}.lock"
+            ):
                 program.unlink()
 
 
@@ -152,4 +179,8 @@ def _is_private(folder: Path) -> bool:
         status = folder.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return (
+        stat.S_ISDIR(status.st_mode)
+        and status.st_uid == os.geteuid()
+        and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    )

@@ -1,7 +1,8 @@
 """Rank, world size, collectives, DDP and FSDP2. The only module that joins a process group.
 
-One rank is one process, and every method gives the same result on one rank as on many. Numbers that decide something (counts, losses,
-flags) are summed on the CPU, so that the host does not wait for a GPU; gradients and weights are exchanged by DDP and FSDP2.
+One rank is one process, and every method gives the same result on one rank as on many. Numbers that decide something
+(counts, losses, flags) are summed on the CPU, so that the host does not wait for a GPU; gradients and weights are
+exchanged by DDP and FSDP2.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import Store
 
-RENDEZVOUS_ENV = "RUNNER_RENDEZVOUS"  # where the ranks meet: file://<path>, or torchrun:<prefix> for a prefix in torchrun's own store
+# where the ranks meet: file://<path>, or torchrun:<prefix> for a prefix in torchrun's own store
+RENDEZVOUS_ENV = "RUNNER_RENDEZVOUS"
 RENDEZVOUS_DONE = threading.Event()  # set when this rank has met the others, or has none to meet
 LOOPBACK = "lo"  # interface of Linux
 WATCHDOG_EXIT_SECONDS = 5  # collectives time out this much later than the watchdog prints the stacks
@@ -43,10 +45,12 @@ class DistributedConfig:
     nnodes: int = field(metadata=IGNORED)  # machines; more than one are started by torchrun
     backend: str  # auto (nccl between GPUs, gloo between CPUs), nccl or gloo
     timeout: float = field(metadata=IGNORED)  # minutes without a step after which a rank counts as hanging
-    max_restarts: int = field(metadata=IGNORED)  # restarts of all ranks from the last checkpoint after a rank has failed
+    # restarts of all ranks from the last checkpoint after a rank has failed
+    max_restarts: int = field(metadata=IGNORED)
     shard: int  # fsdp: ranks that share one copy of the weights; 0: all
     replicate: int  # fsdp: copies of the weights; more than one is HSDP
-    reshard_after_forward: bool  # fsdp: gather each layer again for the backward pass (less memory); false: keep it gathered
+    # fsdp: gather each layer again for the backward pass (less memory); false: keep it gathered
+    reshard_after_forward: bool
     cpu_offload: bool  # fsdp: keep weights, gradients and optimizer state in host memory
 
     def __post_init__(self) -> None:
@@ -56,12 +60,16 @@ class DistributedConfig:
             check_at_least(f"distributed.{key}", getattr(self, key), minimum, minimum)
         if not self.timeout > 0:
             raise UserError(
-                f"distributed.timeout must be above 0 minutes, got {self.timeout}", f"distributed.timeout={self.timeout}", "e.g. distributed.timeout=10"
+                f"distributed.timeout must be above 0 minutes, got {self.timeout}",
+                f"distributed.timeout={self.timeout}",
+                "e.g. distributed.timeout=10",
             )
         if self.nproc != "auto":
             if not (self.nproc.isdigit() and int(self.nproc)):
                 raise UserError(
-                    f"distributed.nproc must be auto or at least 1, got {self.nproc}", f"distributed.nproc={self.nproc}", "e.g. distributed.nproc=2"
+                    f"distributed.nproc must be auto or at least 1, got {self.nproc}",
+                    f"distributed.nproc={self.nproc}",
+                    "e.g. distributed.nproc=2",
                 )
             self.check_shares(int(self.nproc) * self.nnodes)
         if self.name == "single" and (self.nproc != "1" or self.nnodes != 1):
@@ -74,11 +82,23 @@ class DistributedConfig:
     def check_device(self, device_type: str) -> None:
         """`device_type`: cpu, cuda or mps. Raises UserError if a setting does not fit it."""
         if device_type == "mps" and (self.name != "single" or self.nproc not in ("1", "auto") or self.nnodes != 1):
-            raise UserError(f"device=mps is one GPU and trains in one process, got distributed={self.name}", "device=mps", "distributed=single, or device=cpu")
+            raise UserError(
+                f"device=mps is one GPU and trains in one process, got distributed={self.name}",
+                "device=mps",
+                "distributed=single, or device=cpu",
+            )
         if self.backend == "nccl" and device_type == "cpu":
-            raise UserError("distributed.backend=nccl needs CUDA devices, but this run is on the CPU", "distributed.backend=nccl", "distributed.backend=auto")
+            raise UserError(
+                "distributed.backend=nccl needs CUDA devices, but this run is on the CPU",
+                "distributed.backend=nccl",
+                "distributed.backend=auto",
+            )
         if self.cpu_offload and device_type == "cpu":
-            raise UserError("distributed.cpu_offload=true needs CUDA devices, but this run is on the CPU", "distributed.cpu_offload=true", "remove it")
+            raise UserError(
+                "distributed.cpu_offload=true needs CUDA devices, but this run is on the CPU",
+                "distributed.cpu_offload=true",
+                "remove it",
+            )
 
     def check_shares(self, ranks: int) -> None:
         """Raises UserError if `shard` and `replicate` do not multiply to the number of ranks."""
@@ -136,7 +156,10 @@ class DistributedContext:
         from torch.distributed import all_gather
 
         text = json.dumps(value).encode()
-        lengths = [int(length) for length in self.all_reduce_sum([len(text) if rank == self.rank else 0 for rank in range(self.size)])]
+        lengths = [
+            int(length)
+            for length in self.all_reduce_sum([len(text) if rank == self.rank else 0 for rank in range(self.size)])
+        ]
         mine = torch.zeros(max(lengths), dtype=torch.uint8)
         mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         parts = [torch.empty_like(mine) for _ in lengths]
@@ -144,7 +167,9 @@ class DistributedContext:
         return [json.loads(bytes(part[:length].tolist())) for part, length in zip(parts, lengths, strict=True)]
 
     def shard(self, model: nn.Module, layers: Iterable[nn.Module], dtype: torch.dtype) -> None:
-        """fsdp: leave each rank its shard of every parameter, in place. Layers are gathered one at a time, in `dtype`, to compute."""
+        """fsdp: leave each rank its shard of every parameter, in place. Layers are gathered one at a time, in `dtype`,
+        to compute.
+        """
         if not self.sharded:
             return
         import torch
@@ -156,7 +181,9 @@ class DistributedContext:
         copies = self.cfg.replicate
         shape = {"replicate": copies, "shard": self.size // copies} if copies > 1 else {"shard": self.size}
         mesh = init_device_mesh(self.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
-        policy = MixedPrecisionPolicy(None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(
+            None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
         for part in (*layers, model):
             fully_shard(
                 part,
@@ -167,13 +194,17 @@ class DistributedContext:
             )
 
     def reshard(self, model: nn.Module) -> None:
-        """fsdp: free the parameters that a forward pass without a backward pass has left gathered, in the dtype of the computation."""
+        """fsdp: free the parameters that a forward pass without a backward pass has left gathered, in the dtype of the
+        computation.
+        """
         for part in model.modules() if self.sharded else ():
             if hasattr(part, "reshard"):
                 part.reshard()  # type: ignore[operator]  # a method that fully_shard adds
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the model as the training step calls it: after the last backward pass of a step, gradients are the mean over ranks."""
+        """Return the model as the training step calls it: after the last backward pass of a step, gradients are the
+        mean over ranks.
+        """
         if self.size == 1 or self.sharded:
             return model
         from torch.nn.parallel import DistributedDataParallel
@@ -182,7 +213,13 @@ class DistributedContext:
         # The only buffer is a constant, and torch 2.11 has no replacement for the deprecated argument.
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
         has_unused = has_unused_parameters(model, self.device)
-        wrapped = DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=has_unused)
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=ids,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=has_unused,
+        )
         prebuild_ddp_buckets(wrapped, self.device)
         return wrapped
 
@@ -196,13 +233,19 @@ class DistributedContext:
         return nullcontext() if is_last else wrapped.no_sync()  # type: ignore[operator]  # of DistributedDataParallel
 
     def is_device_idle(self) -> bool:
-        """Return whether the device has finished all work that was queued on it; a CPU always has. Metal does not say: False."""
+        """Return whether the device has finished all work that was queued on it; a CPU always has. Metal does not say:
+        False.
+        """
         import torch
 
-        return self.device.type == "cpu" or (self.device.type == "cuda" and torch.cuda.current_stream(self.device).query())
+        return self.device.type == "cpu" or (
+            self.device.type == "cuda" and torch.cuda.current_stream(self.device).query()
+        )
 
     def arm_watchdog(self) -> None:
-        """Give a sign of life. With several ranks print the stacks of all threads unless this is called again within `timeout` minutes."""
+        """Give a sign of life. With several ranks print the stacks of all threads unless this is called again within
+        `timeout` minutes.
+        """
         beat()
         if self.size > 1:
             faulthandler.dump_traceback_later(self.cfg.timeout * 60)
@@ -213,15 +256,19 @@ class DistributedContext:
 
 
 def init_distributed(cfg: DistributedConfig, device: str) -> DistributedContext:
-    """Join the process group that the environment describes (RANK, LOCAL_RANK, WORLD_SIZE, and RENDEZVOUS_ENV); without it, be the only rank.
+    """Join the process group that the environment describes (RANK, LOCAL_RANK, WORLD_SIZE, and RENDEZVOUS_ENV); without
+    it, be the only rank.
 
-    `device`: auto (a GPU if there is one), cpu, cuda, cuda:<number> or mps. Raises UserError if the settings do not fit the machine.
+    `device`: auto (a GPU if there is one), cpu, cuda, cuda:<number> or mps. Raises UserError if the settings do not fit
+    the machine.
     """
     import torch
     from torch.distributed import init_process_group, is_initialized
 
     rendezvous = os.environ.get(RENDEZVOUS_ENV)
-    rank, local_rank, size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")) if rendezvous else (0, 0, 1)
+    rank, local_rank, size = (
+        (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")) if rendezvous else (0, 0, 1)
+    )
     dist = DistributedContext(rank, size, resolve_device(device, local_rank if size > 1 else None), cfg)
     if dist.device.type == "mps":
         cfg.check_device("mps")
@@ -234,15 +281,21 @@ def init_distributed(cfg: DistributedConfig, device: str) -> DistributedContext:
     if dist.device.type == "cuda":
         torch.cuda.set_device(dist.device)
     if not is_initialized():  # never destroyed: over gloo that can wait forever for ranks that have exited
-        backend = "gloo" if dist.device.type == "cpu" else f"cpu:gloo,cuda:{'nccl' if cfg.backend == 'auto' else cfg.backend}"
+        backend = (
+            "gloo" if dist.device.type == "cpu" else f"cpu:gloo,cuda:{'nccl' if cfg.backend == 'auto' else cfg.backend}"
+        )
         timeout = timedelta(minutes=cfg.timeout, seconds=WATCHDOG_EXIT_SECONDS)
-        init_process_group(backend, store=open_store(rendezvous, size, timeout), rank=rank, world_size=size, timeout=timeout)
+        init_process_group(
+            backend, store=open_store(rendezvous, size, timeout), rank=rank, world_size=size, timeout=timeout
+        )
         RENDEZVOUS_DONE.set()
     return dist
 
 
 def listen_on_loopback(rendezvous: str, size: int) -> None:
-    """Let gloo listen on the loopback interface only if all ranks are on this machine, unless GLOO_SOCKET_IFNAME names another interface."""
+    """Let gloo listen on the loopback interface only if all ranks are on this machine, unless GLOO_SOCKET_IFNAME names
+    another interface.
+    """
     is_one_machine = rendezvous.startswith("file://") or os.environ.get("LOCAL_WORLD_SIZE") == str(size)
     if is_one_machine and LOOPBACK in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
@@ -260,26 +313,48 @@ def open_store(rendezvous: str, size: int, timeout: timedelta) -> Store:
 
 
 def resolve_device(device: str, local_rank: int | None = None) -> torch.device:
-    """Return the device of this process. `local_rank` is None for a single process. Raises UserError if there is no such device."""
+    """Return the device of this process. `local_rank` is None for a single process. Raises UserError if there is no
+    such device.
+    """
     import torch
 
     if device == "auto":
         several = local_rank is not None  # ranks, which have CUDA or the CPU
-        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() and not several else "cpu"
+        device = (
+            "cuda"
+            if torch.cuda.is_available()
+            else "mps"
+            if torch.backends.mps.is_available() and not several
+            else "cpu"
+        )
     kind, _, index = device.partition(":")
     if kind not in ("cpu", "cuda", "mps") or (index and not index.isdigit()) or device.startswith("mps:"):
-        raise UserError(f"device must be auto, cpu, cuda, cuda:<number> or mps, got {device}", f"device={device}", "e.g. device=auto")
+        raise UserError(
+            f"device must be auto, cpu, cuda, cuda:<number> or mps, got {device}",
+            f"device={device}",
+            "e.g. device=auto",
+        )
     if kind == "mps" and not torch.backends.mps.is_available():
-        reason = "this build of torch has no MPS" if not torch.backends.mps.is_built() else "it needs an Apple GPU and macOS 14 or newer"
+        reason = (
+            "this build of torch has no MPS"
+            if not torch.backends.mps.is_built()
+            else "it needs an Apple GPU and macOS 14 or newer"
+        )
         raise UserError(f"torch cannot compute on mps: {reason}", f"device={device}", "device=cpu or device=auto")
     if kind != "cuda":
         return torch.device(device)
     if index and local_rank is not None:
         raise UserError(
-            f"device={device} names one GPU, but the run has several ranks", f"device={device}", "device=cuda, and choose GPUs by CUDA_VISIBLE_DEVICES"
+            f"device={device} names one GPU, but the run has several ranks",
+            f"device={device}",
+            "device=cuda, and choose GPUs by CUDA_VISIBLE_DEVICES",
         )
     number, available = int(index or 0) if local_rank is None else local_rank, torch.cuda.device_count()
     if number >= available:
         fix = "device=cpu or device=auto" if local_rank is None or not available else f"distributed.nproc={available}"
-        raise UserError(f"torch finds {available} CUDA devices, this process needs number {number} (from 0)", f"device={device}", fix)
+        raise UserError(
+            f"torch finds {available} CUDA devices, this process needs number {number} (from 0)",
+            f"device={device}",
+            fix,
+        )
     return torch.device(device) if local_rank is None else torch.device("cuda", local_rank)

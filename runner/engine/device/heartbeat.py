@@ -1,4 +1,6 @@
-"""Sign of life of a rank: a counter, and what the rank does now, in a small file that the launcher reads. To write it is no system call."""
+"""Sign of life of a rank: a counter, and what the rank does now, in a small file that the launcher reads. To write it
+is no system call.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from typing import NamedTuple
 from common.filesystem import read_bounded
 
 HEARTBEAT_ENV = "RUNNER_HEARTBEAT"  # file of the record; unset: nothing watches this process
-RECORD = struct.Struct("<Qdq64s")  # counter, time of the last change (CLOCK_MONOTONIC: the same for all processes of a machine), step, activity
+# counter, time of the last change (CLOCK_MONOTONIC: the same for all processes of a machine), step, activity
+RECORD = struct.Struct("<Qdq64s")
 
 
 class Sign(NamedTuple):

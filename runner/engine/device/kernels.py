@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from models.layers import attention_cpu, chunked_loss
-from runner.checkpoint.environment import compiler_version
+from runner.checkpoint.compatibility import compiler_version
 
 if TYPE_CHECKING:
     import torch
 
 
 def describe_kernels(device: torch.device, compile_mode: str, has_experts: bool) -> dict[str, Any]:
-    """Return fact -> value. `compile_mode` is that of the run: with train.compile=auto a resumed run may be longer, or have no compiler."""
+    """Return fact -> value. `compile_mode` is that of the run: with train.compile=auto a resumed run may be longer, or
+    have no compiler.
+    """
     is_cpu = device.type == "cpu"
     return {
         "compiled": compile_mode,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-OUT_OF_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc")  # of a RuntimeError of PyTorch
+# of a RuntimeError of PyTorch
+OUT_OF_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

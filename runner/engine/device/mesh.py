@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 
 def prebuild_ddp_buckets(wrapped: nn.Module, device: torch.device) -> None:
-    """Run one backward pass with zero gradients, so that a resumed run adds gradients in the same order as one that was not stopped.
+    """Run one backward pass with zero gradients, so that a resumed run adds gradients in the same order as one that was
+    not stopped.
 
     DDP regroups its buckets after the first backward pass, and with three or more ranks the sum depends on them.
     """
@@ -19,8 +20,10 @@ def prebuild_ddp_buckets(wrapped: nn.Module, device: torch.device) -> None:
 
 
 def has_unused_parameters(model: nn.Module, device: torch.device) -> bool:
-    """Return whether the loss of a row leaves a trained parameter without gradient, as a layer that a model has and does not call: DDP must then look for
-    such parameters in each step. Experts without tokens count, if each has parameters of its own."""
+    """Return whether the loss of a row leaves a trained parameter without gradient, as a layer that a model has and
+    does not call: DDP must then look for such parameters in each step. Experts without tokens count, if each has
+    parameters of its own.
+    """
     _run_backward_pass(model, device)
     unused = any(p.requires_grad and p.grad is None for p in model.parameters())
     model.zero_grad(set_to_none=True)

@@ -1,4 +1,6 @@
-"""Precision: autocast, TF32, loss scaling, gradient clipping and the update. The only module that knows a dtype of the computation."""
+"""Precision: autocast, TF32, loss scaling, gradient clipping and the update. The only module that knows a dtype of the
+computation.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class PrecisionSpec:
 
 PRECISIONS = {
     "fp32": PrecisionSpec("float32"),
-    "tf32": PrecisionSpec("float32", matmul_precision="high", min_capability=(8, 0)),  # matmuls with inputs rounded to 10 bits of mantissa
+    # matmuls with inputs rounded to 10 bits of mantissa
+    "tf32": PrecisionSpec("float32", matmul_precision="high", min_capability=(8, 0)),
     "bf16": PrecisionSpec("bfloat16", fallback="fp16"),
     "fp16": PrecisionSpec("float16", loss_scaling=True),
 }
@@ -45,7 +48,9 @@ class PrecisionConfig:
         check_choice("precision.name", self.name, PRECISIONS)
 
     def check_device(self, device_name: str, capability: tuple[int, int] | None) -> None:
-        """`capability`: of an NVIDIA GPU, None for other devices. Raises UserError if the device does not compute in this precision."""
+        """`capability`: of an NVIDIA GPU, None for other devices. Raises UserError if the device does not compute in
+        this precision.
+        """
         spec = PRECISIONS[self.name]
         if spec.min_capability and (capability is None or capability < spec.min_capability):
             major, minor = spec.min_capability
@@ -80,12 +85,16 @@ class Optimizers(Protocol):
 
 
 def exceeds(norm: Tensor, clip: float) -> bool:
-    """Return whether clipping would change the gradients; a factor of 1 is a pass over all of them for nothing. A GPU would wait for the answer."""
+    """Return whether clipping would change the gradients; a factor of 1 is a pass over all of them for nothing. A GPU
+    would wait for the answer.
+    """
     return not bool(norm + CLIP_EPSILON <= clip)
 
 
 class Precision:
-    """Autocast, loss scaling and the update of one run. Only fp16 scales the loss; the scaler is disabled for the others."""
+    """Autocast, loss scaling and the update of one run. Only fp16 scales the loss; the scaler is disabled for the
+    others.
+    """
 
     def __init__(self, cfg: PrecisionConfig, device: torch.device) -> None:
         import torch
@@ -94,13 +103,18 @@ class Precision:
             name = torch.cuda.get_device_name(device)
             cfg.check_device(name, None if torch.version.hip else torch.cuda.get_device_capability(device))
             if cfg.name == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
-                raise UserError(f"{name} does not compute in bf16", "precision=bf16", "precision=fp16 or precision=fp32")
+                raise UserError(
+                    f"{name} does not compute in bf16", "precision=bf16", "precision=fp16 or precision=fp32"
+                )
         else:
             cfg.check_device("a GPU of Apple" if device.type == "mps" else "the CPU", None)
             if device.type == "mps" and cfg.name == "bf16" and not torch.backends.mps.is_macos_or_newer(14, 0):
-                raise UserError("torch has no bf16 on mps before macOS 14", "precision=bf16", "precision=fp16 or precision=fp32")
+                raise UserError(
+                    "torch has no bf16 on mps before macOS 14", "precision=bf16", "precision=fp16 or precision=fp32"
+                )
         spec = PRECISIONS[cfg.name]
-        torch.set_float32_matmul_precision(spec.matmul_precision)  # always: TORCH_ALLOW_TF32_CUBLAS_OVERRIDE may have changed it
+        # always: TORCH_ALLOW_TF32_CUBLAS_OVERRIDE may have changed it
+        torch.set_float32_matmul_precision(spec.matmul_precision)
         self.name, self.device = cfg.name, device
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.scaler = torch.amp.GradScaler(device.type, enabled=spec.loss_scaling)
@@ -111,23 +125,26 @@ class Precision:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass. A loss that is not finite gets gradients that are not finite, so that the gradient norm, which all
-        ranks share, alone decides whether the update is skipped."""
-        one = loss.detach() * 0 + 1  # or NaN; multiplied, because passing it to backward() imports torch's symbolic shapes (1 s)
+        """Run the backward pass. A loss that is not finite gets gradients that are not finite, so that the gradient
+        norm, which all ranks share, alone decides whether the update is skipped.
+        """
+        # or NaN; multiplied, because passing it to backward() imports torch's symbolic shapes (1 s)
+        one = loss.detach() * 0 + 1
         self.scaler.scale(loss * one).backward()
 
     def step(self, optimizers: Optimizers, clip: float) -> GradStats:
         """Unscale and clip the gradients, update the parameters, clear the gradients.
 
-        If a gradient is not finite the update is skipped, because clipping by such a norm would make every weight NaN. That is decided
-        on the device; only fp16 waits for the result.
+        If a gradient is not finite the update is skipped, because clipping by such a norm would make every weight NaN.
+        That is decided on the device; only fp16 waits for the result.
         """
         import torch
 
         for part in optimizers.parts:
             self.scaler.unscale_(part)
         gradients = {name: p.grad for p, name in optimizers.names.items() if p.grad is not None}
-        norms = torch.stack(torch._foreach_norm([*gradients.values()]))  # what torch.nn.utils.get_total_norm computes, but does not return
+        # what torch.nn.utils.get_total_norm computes, but does not return
+        norms = torch.stack(torch._foreach_norm([*gradients.values()]))
         norm = full_tensor(torch.linalg.vector_norm(norms))
         if clip and (self.device.type != "cpu" or exceeds(norm, clip)):
             torch.nn.utils.clip_grads_with_norm_(list(optimizers.names), clip, norm)
@@ -135,7 +152,8 @@ class Precision:
         optimizers.zero_grad()
         stats = GradStats(norm, local_shard(norms), [*gradients])
         if self.uses_loss_scaling:
-            # The norm can overflow while no gradient does; the scaler looks at the gradients only and would never lower its scale.
+            # The norm can overflow while no gradient does; the scaler looks at the gradients only and would never lower
+            # its scale.
             self.scaler.update(None if stats.is_finite else self.loss_scale * self.scaler.get_backoff_factor())
         return stats
 

@@ -1,7 +1,7 @@
 """Section `stage` of the config: settings of all stages, and the registry of objectives.
 
-A stage is three choices: the data format, the objective, and which parameters are trained. An objective is one file: `kto.py` in this
-folder, or a module that the user names in `plugins=[...]`, with its settings and an Objective:
+A stage is three choices: the data format, the objective, and which parameters are trained. An objective is one file:
+`kto.py` in this folder, or a module that the user names in `plugins=[...]`, with its settings and an Objective:
 
     @register_objective("kto")
     @dataclass
@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 DATA_FORMATS = ("text", "chat", "preference")
 
-OBJECTIVES: Registry[type[StageConfig]] = Registry("stage.objective", "runner.engine.objectives", helpers=("config", "objective"))
+OBJECTIVES: Registry[type[StageConfig]] = Registry(
+    "stage.objective", "runner.engine.objectives", helpers=("config", "objective")
+)
 register_objective = OBJECTIVES.register
 
 
@@ -45,7 +47,8 @@ class StageConfig:
     data_format: str  # format of the examples: text, chat or preference
     objective: str  # a module of runner/engine/objectives/, or an objective that a plugin registers
     lora: Optional[LoraConfig]  # train adapters of these settings; null: train all parameters
-    init_from_stage: Optional[str] = field(metadata=IGNORED)  # init_from=auto takes the newest finished run of this stage; null: random weights
+    # init_from=auto takes the newest finished run of this stage; null: random weights
+    init_from_stage: Optional[str] = field(metadata=IGNORED)
 
     data_formats: ClassVar[tuple[str, ...]] = DATA_FORMATS  # those that the objective reads
     needs_reference: ClassVar[bool] = False  # the objective compares with the weights that the run starts from
@@ -60,7 +63,11 @@ class StageConfig:
             )
         if self.lora is not None and self.lora.continue_adapter and self.needs_reference:
             message = "the reference of this objective is the model without its adapter, but the run would start with the adapter of init_from"
-            raise UserError(message, "stage.lora.continue_adapter=true", "stage.lora.continue_adapter=false merges that adapter and trains a new one")
+            raise UserError(
+                message,
+                "stage.lora.continue_adapter=true",
+                "stage.lora.continue_adapter=false merges that adapter and trains a new one",
+            )
 
     def build_objective(self, model: LanguageModel) -> Objective:
         """`model` has its adapters already."""
@@ -68,7 +75,9 @@ class StageConfig:
 
 
 def prepare_stage(stage: StageConfig, model: LanguageModel, init_from: str = "scratch") -> Objective:
-    """Add the stage's adapters to `model` in place, new ones or those of `init_from`, and return the objective to minimize."""
+    """Add the stage's adapters to `model` in place, new ones or those of `init_from`, and return the objective to
+    minimize.
+    """
     if stage.lora is not None:
         from models.formats.load import add_run_adapter
 

@@ -26,8 +26,10 @@ LOSS_TYPES = ("sigmoid", "ipo")
 class DpoConfig(StageConfig):
     beta: float  # strength of the KL constraint, positive: a larger value keeps the model closer to the reference
     loss_type: str  # sigmoid (DPO) or ipo (bounded margins, log-probabilities per token)
-    label_smoothing: float  # cDPO: fraction of pairs assumed to be labelled the wrong way round, in [0, 0.5); sigmoid only
-    nll_coef: float  # weight of the chosen answer's negative log-likelihood per token, which is added to the loss; 0: none
+    # cDPO: fraction of pairs assumed to be labelled the wrong way round, in [0, 0.5); sigmoid only
+    label_smoothing: float
+    # weight of the chosen answer's negative log-likelihood per token, which is added to the loss; 0: none
+    nll_coef: float
 
     data_formats = ("preference",)
     needs_reference = True
@@ -35,13 +37,25 @@ class DpoConfig(StageConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.beta < math.inf:
-            raise UserError(f"stage.beta must be a positive number, got {self.beta}", f"stage.beta={self.beta}", "e.g. stage.beta=0.1")
+            raise UserError(
+                f"stage.beta must be a positive number, got {self.beta}",
+                f"stage.beta={self.beta}",
+                "e.g. stage.beta=0.1",
+            )
         check_choice("stage.loss_type", self.loss_type, LOSS_TYPES)
         setting = f"stage.label_smoothing={self.label_smoothing}"
         if not 0 <= self.label_smoothing < 0.5:
-            raise UserError(f"stage.label_smoothing must be in [0, 0.5), got {self.label_smoothing}", setting, "e.g. stage.label_smoothing=0.1")
+            raise UserError(
+                f"stage.label_smoothing must be in [0, 0.5), got {self.label_smoothing}",
+                setting,
+                "e.g. stage.label_smoothing=0.1",
+            )
         if self.label_smoothing and self.loss_type != "sigmoid":
-            raise UserError(f"stage.loss_type={self.loss_type} has no label smoothing", setting, "stage.label_smoothing=0, or stage.loss_type=sigmoid")
+            raise UserError(
+                f"stage.loss_type={self.loss_type} has no label smoothing",
+                setting,
+                "stage.label_smoothing=0, or stage.loss_type=sigmoid",
+            )
         check_at_least("stage.nll_coef", self.nll_coef, 0, 0.2)
 
     def build_objective(self, model: LanguageModel) -> Objective:
@@ -49,18 +63,26 @@ class DpoConfig(StageConfig):
 
 
 class Dpo(Objective):
-    """A loss of the margin h, the log-ratio log p_model - log p_reference of the chosen answer minus that of the rejected one; summed over pairs.
+    """A loss of the margin h, the log-ratio log p_model - log p_reference of the chosen answer minus that of the
+    rejected one; summed over pairs.
 
     sigmoid  -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h), s = label_smoothing; s = 0: https://arxiv.org/abs/2305.18290, equation 7;
              else cDPO: https://ericmitchell.ai/cdpo.pdf
     ipo      (h - 1 / (2 beta))^2: https://arxiv.org/abs/2310.12036, equation 17; log-ratios are means over the tokens of an answer, as in TRL
 
-    nll_coef adds that much of the chosen answer's negative log-likelihood per token (https://arxiv.org/abs/2404.19733, equation 1): the margin
-    may also grow while both answers lose probability. An answer is what chosen and rejected do not share, from the start of the first
-    assistant turn that differs. Shapes: R batch rows, T tokens, B pairs.
+    nll_coef adds that much of the chosen answer's negative log-likelihood per token (https://arxiv.org/abs/2404.19733,
+    equation 1): the margin may also grow while both answers lose probability. An answer is what chosen and rejected do
+    not share, from the start of the first assistant turn that differs. Shapes: R batch rows, T tokens, B pairs.
     """
 
-    def __init__(self, beta: float, reference: Reference, loss_type: str = "sigmoid", label_smoothing: float = 0.0, nll_coef: float = 0.0) -> None:
+    def __init__(
+        self,
+        beta: float,
+        reference: Reference,
+        loss_type: str = "sigmoid",
+        label_smoothing: float = 0.0,
+        nll_coef: float = 0.0,
+    ) -> None:
         self.beta, self.reference, self.loss_type = beta, reference, loss_type
         self.label_smoothing, self.nll_coef = label_smoothing, nll_coef
 
@@ -68,8 +90,9 @@ class Dpo(Objective):
         return len(batch.names)
 
     def loss(self, model: nn.Module, batch: Batch) -> LossSums:
-        """Return, summed over pairs: loss; reward_chosen, reward_rejected (beta times the log-ratio, of the kind that the loss compares), their
-        reward_margin and reward_accuracy; kl, see `_estimate_kl`; with nll_coef also nll (nats per token of the chosen answer).
+        """Return, summed over pairs: loss; reward_chosen, reward_rejected (beta times the log-ratio, of the kind that
+        the loss compares), their reward_margin and reward_accuracy; kl, see `_estimate_kl`; with nll_coef also nll
+        (nats per token of the chosen answer).
         """
         import torch
 
@@ -82,7 +105,8 @@ class Dpo(Objective):
         out = model(**batch.inputs)
         wide = widest_float(out.nll.device)  # fp64 where there is one, because the differences are small
         log_ratios = reference_nll.to(wide) - out.nll.to(wide)  # (R, T), 0 without a label
-        lengths = _per_answer(batch, batch.labels != IGNORE_INDEX).clamp(min=1)  # (2, B) tokens; an answer of a dummy batch has none
+        # (2, B) tokens; an answer of a dummy batch has none
+        lengths = _per_answer(batch, batch.labels != IGNORE_INDEX).clamp(min=1)
         ratios = _per_answer(batch, log_ratios)  # (2, B)
         if self.loss_type == "ipo":
             ratios = ratios / lengths
@@ -119,14 +143,18 @@ def _per_answer(batch: Batch, values: Tensor) -> Tensor:
     """Sum the values of the tokens (R, T) -> (2, B), of the chosen and of the rejected answers."""
     from models.layers.ops import widest_float
 
-    return batch.sum_per_document(values.to(widest_float(values.device)) if values.dtype.is_floating_point else values.long()).view(2, -1)
+    return batch.sum_per_document(
+        values.to(widest_float(values.device)) if values.dtype.is_floating_point else values.long()
+    ).view(2, -1)
 
 
 def _estimate_kl(log_ratios: Tensor) -> Tensor:
-    """Estimate KL(model || reference) at each token from log p_model - log p_reference of the token of the data: exp(-x) - 1 + x.
+    """Estimate KL(model || reference) at each token from log p_model - log p_reference of the token of the data:
+    exp(-x) - 1 + x.
 
-    Never negative; its sum over an answer is an unbiased estimate (nats) where the answer was sampled from the model (k3 of
-    http://joschu.net/blog/kl-approx.html). Answers of a data file are not: it says how far the model moved on the chosen answers.
+    Never negative; its sum over an answer is an unbiased estimate (nats) where the answer was sampled from the model
+    (k3 of http://joschu.net/blog/kl-approx.html). Answers of a data file are not: it says how far the model moved on
+    the chosen answers.
     """
     import torch
 

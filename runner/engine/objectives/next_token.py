@@ -41,7 +41,10 @@ class NextToken(Objective):
         if out.aux_loss is None:
             return {"loss": loss}
         # Weighted with its number of labels, so that dividing by all labels gives the mean over tokens of both losses.
-        aux = (out.aux_loss * batch.sum_per_document((batch.labels != IGNORE_INDEX).float() if weights is None else weights)).sum()
+        aux = (
+            out.aux_loss
+            * batch.sum_per_document((batch.labels != IGNORE_INDEX).float() if weights is None else weights)
+        ).sum()
         return {"loss": loss + aux, "aux_loss": aux}
 
     def eval_metrics(self, means: dict[str, float]) -> dict[str, float]:

@@ -1,4 +1,6 @@
-"""The interface between the training loop and an objective: sums over countable items, so that micro-batches and ranks add up exactly."""
+"""The interface between the training loop and an objective: sums over countable items, so that micro-batches and ranks
+add up exactly.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Reference:
 
     @classmethod
     def of(cls, model: LanguageModel, lora: LoraConfig | None) -> Reference:
-        """Return a frozen copy of `model`; with adapters, the model itself while they are disabled, which needs no memory."""
+        """Return a frozen copy of `model`; with adapters, the model itself while they are disabled, which needs no
+        memory.
+        """
         import copy
 
         from models.lora import disable_adapters
@@ -37,12 +41,16 @@ class Reference:
 
 
 class Objective:
-    """What a stage minimizes. The loss of a step is the sum of `loss()` over its micro-batches, divided by the sum of `count()`."""
+    """What a stage minimizes. The loss of a step is the sum of `loss()` over its micro-batches, divided by the sum of
+    `count()`.
+    """
 
     reference: Reference | None = None
 
     def count(self, batch: Batch) -> float:
-        """Return the number of items in the batch (e.g. pairs, or tokens with a label, each counted as its weight), before the forward pass."""
+        """Return the number of items in the batch (e.g. pairs, or tokens with a label, each counted as its weight),
+        before the forward pass.
+        """
         raise NotImplementedError
 
     def loss(self, model: nn.Module, batch: Batch) -> LossSums:
@@ -54,7 +62,9 @@ class Objective:
         return {}
 
     def uniform_loss(self, vocab_size: int) -> float | None:
-        """Return the loss of a model that gives every token the same probability, or None if it is no measure of divergence."""
+        """Return the loss of a model that gives every token the same probability, or None if it is no measure of
+        divergence.
+        """
         return None
 
     @property
@@ -68,7 +78,15 @@ class Objective:
         """Parameters and buffers that the objective reads and the training does not change: no checkpoint has them."""
         from models.language_model import stored_tensors
 
-        return {} if self.reference is None else {name: tensor for name, tensor in stored_tensors(self.reference.model).items() if not tensor.requires_grad}
+        return (
+            {}
+            if self.reference is None
+            else {
+                name: tensor
+                for name, tensor in stored_tensors(self.reference.model).items()
+                if not tensor.requires_grad
+            }
+        )
 
 
 def mask_dummy_batch(batch: Batch, sums: LossSums) -> LossSums:

@@ -22,10 +22,16 @@ class AdamWConfig(OptimizerConfig):
         super().__post_init__()
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(
-                f"optimizer.betas must be two numbers in [0, 1), got {self.betas}", f"optimizer.betas={self.betas}", "e.g. optimizer.betas=[0.9,0.95]"
+                f"optimizer.betas must be two numbers in [0, 1), got {self.betas}",
+                f"optimizer.betas={self.betas}",
+                "e.g. optimizer.betas=[0.9,0.95]",
             )
         if not self.eps > 0:
-            raise UserError(f"optimizer.eps must be a positive number, got {self.eps}", f"optimizer.eps={self.eps}", "e.g. optimizer.eps=1e-8")
+            raise UserError(
+                f"optimizer.eps must be a positive number, got {self.eps}",
+                f"optimizer.eps={self.eps}",
+                "e.g. optimizer.eps=1e-8",
+            )
 
     def build(self, groups: ParamGroups) -> list[Optimizer]:
         from runner.engine.optim.torch_optimizers import AdamW

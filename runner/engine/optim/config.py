@@ -12,7 +12,8 @@ An optimizer is one file: `lion.py` in this folder, or a module that the user na
 
             return [Lion(groups.decay + groups.no_decay, lr=self.lr, betas=self.betas)]
 
-Its values are in conf/optimizer/lion.yaml; without such a file, every field has a default in the class. `import torch` belongs into build().
+Its values are in conf/optimizer/lion.yaml; without such a file, every field has a default in the class. `import torch`
+belongs into build().
 """
 
 from __future__ import annotations
@@ -35,10 +36,13 @@ register_optimizer = OPTIMIZERS.register
 
 
 class ParamGroups(NamedTuple):
-    """Trainable parameters in groups as torch.optim takes them, with `weight_decay` and `lr_scale` (see optimizer.layer_decay)."""
+    """Trainable parameters in groups as torch.optim takes them, with `weight_decay` and `lr_scale` (see
+    optimizer.layer_decay).
+    """
 
     decay: list[dict[str, Any]]  # hidden matrices
-    no_decay: list[dict[str, Any]]  # embeddings, output layer, norms and biases; stacks of hidden matrices in groups of their own, with weight_decay
+    # embeddings, output layer, norms and biases; stacks of hidden matrices in groups of their own, with weight_decay
+    no_decay: list[dict[str, Any]]
 
 
 @dataclass
@@ -47,15 +51,21 @@ class OptimizerConfig:
 
     ON_RESUME = "changes_training"
 
-    name: str = field(metadata=INCOMPATIBLE)  # a module of runner/engine/optim/, or an optimizer that a plugin registers
+    # a module of runner/engine/optim/, or an optimizer that a plugin registers
+    name: str = field(metadata=INCOMPATIBLE)
     lr: float  # largest learning rate (per step), reached after the warmup
-    weight_decay: float  # decoupled weight decay of the hidden matrices; embeddings, output layer, norms and biases have none
+    # decoupled weight decay of the hidden matrices; embeddings, output layer, norms and biases have none
+    weight_decay: float
     grad_clip: float  # largest norm of the gradient over all parameters; 0: no clipping
     layer_decay: float  # lr of each layer divided by that of the layer above, in (0, 1]; 1: the same lr everywhere
 
     def __post_init__(self) -> None:
         if not (self.lr > 0 and math.isfinite(self.lr)):
-            raise UserError(f"optimizer.lr must be a positive number, got {self.lr}", f"optimizer.lr={self.lr}", "e.g. optimizer.lr=5e-4")
+            raise UserError(
+                f"optimizer.lr must be a positive number, got {self.lr}",
+                f"optimizer.lr={self.lr}",
+                "e.g. optimizer.lr=5e-4",
+            )
         check_at_least("optimizer.weight_decay", self.weight_decay, 0, 0.1)
         check_at_least("optimizer.grad_clip", self.grad_clip, 0, 1.0)
         if not 0 < self.layer_decay <= 1:
@@ -66,5 +76,7 @@ class OptimizerConfig:
             )
 
     def build(self, groups: ParamGroups) -> list[Optimizer]:
-        """Return the torch optimizers that together update all groups. Their state must be tensors: it is saved by parameter name."""
+        """Return the torch optimizers that together update all groups. Their state must be tensors: it is saved by
+        parameter name.
+        """
         raise NotImplementedError

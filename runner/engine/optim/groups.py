@@ -31,7 +31,8 @@ class OptimizerGroup:
     def step(self, found_inf: Tensor) -> None:
         """Update the parameters, or nothing where `found_inf` (a scalar on the device) is 1.
 
-        Optimizers that read `found_inf`, as torch's fused ones do, decide that on the device; for others the host waits for it.
+        Optimizers that read `found_inf`, as torch's fused ones do, decide that on the device; for others the host waits
+        for it.
         """
         for part in self.parts:
             if getattr(part, "_step_supports_amp_scaling", False):
@@ -46,10 +47,17 @@ class OptimizerGroup:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return {"<parameter>/<key>": tensor}, e.g. "model.norm.weight/exp_avg", without hyper-parameters."""
-        return {f"{name}/{key}": value for part in self.parts for p, name in self.names.items() for key, value in part.state.get(p, {}).items()}
+        return {
+            f"{name}/{key}": value
+            for part in self.parts
+            for p, name in self.names.items()
+            for key, value in part.state.get(p, {}).items()
+        }
 
     def load_state_dict(self, saved: dict[str, Tensor]) -> None:
-        """Restore what `state_dict()` returned. torch's own load_state_dict goes by position and overrides lr: both are wrong here."""
+        """Restore what `state_dict()` returned. torch's own load_state_dict goes by position and overrides lr: both are
+        wrong here.
+        """
         by_name: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for path, value in saved.items():
             name, key = path.rsplit("/", 1)
@@ -64,7 +72,10 @@ class OptimizerGroup:
             for group in part.param_groups:
                 for p in group["params"]:
                     if self.names[p] in by_name:
-                        part.state[p] = {key: distribute_like(value.to(p.device, copy=True), like=p) for key, value in by_name[self.names[p]].items()}
+                        part.state[p] = {
+                            key: distribute_like(value.to(p.device, copy=True), like=p)
+                            for key, value in by_name[self.names[p]].items()
+                        }
 
 
 def build_optimizer(cfg: OptimizerConfig, model: nn.Module, num_layers: int) -> OptimizerGroup:
@@ -74,8 +85,13 @@ def build_optimizer(cfg: OptimizerConfig, model: nn.Module, num_layers: int) -> 
     is_used = getattr(model, "is_used_by_text", lambda name: True)  # of a LanguageModel
     names = {p: name for name, p in model.named_parameters() if p.requires_grad and is_used(name)}
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    output = id(getattr(getattr(model, "output_layer", None), "weight", None))  # of a model of transformers, where it has any name
-    hidden = [p for p, name in names.items() if p.ndim >= 2 and id(p) not in embeddings and id(p) != output and "lm_head" not in name]
+    # of a model of transformers, where it has any name
+    output = id(getattr(getattr(model, "output_layer", None), "weight", None))
+    hidden = [
+        p
+        for p, name in names.items()
+        if p.ndim >= 2 and id(p) not in embeddings and id(p) != output and "lm_head" not in name
+    ]
     matrices = [p for p in hidden if p.ndim == 2]
     stacks = [p for p in hidden if p.ndim > 2]  # matrices of all experts, kernels of convolutions
     others = [p for p in names if p not in set(hidden)]

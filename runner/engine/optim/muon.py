@@ -1,4 +1,6 @@
-"""Muon (https://kellerjordan.github.io/posts/muon) for the hidden matrices, AdamW for embeddings, output layer, norms and biases."""
+"""Muon (https://kellerjordan.github.io/posts/muon) for the hidden matrices, AdamW for embeddings, output layer, norms
+and biases.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ class MuonConfig(AdamWConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.momentum < 1:
-            raise UserError(f"optimizer.momentum must be in [0, 1), got {self.momentum}", f"optimizer.momentum={self.momentum}", "e.g. optimizer.momentum=0.95")
+            raise UserError(
+                f"optimizer.momentum must be in [0, 1), got {self.momentum}",
+                f"optimizer.momentum={self.momentum}",
+                "e.g. optimizer.momentum=0.95",
+            )
 
     def build(self, groups: ParamGroups) -> list[Optimizer]:
         from runner.engine.optim.torch_optimizers import Muon

@@ -1,4 +1,5 @@
-"""Orthogonalisation of Muon's updates by Newton-Schulz steps: variants of one polynomial that differ in speed and rounding, and their timing.
+"""Orthogonalisation of Muon's updates by Newton-Schulz steps: variants of one polynomial that differ in speed and
+rounding, and their timing.
 
 Shapes: (M, N) of a matrix, M <= N after a tall one is transposed; (G, M, N) of G matrices in a stack.
 """
@@ -16,12 +17,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NEWTON_SCHULZ_STEPS = 5
-COEFFICIENT_A, COEFFICIENT_B, COEFFICIENT_C = 3.4445, -4.7750, 2.0315  # of the polynomial a x + b x^3 + c x^5, steep at 0
+# of the polynomial a x + b x^3 + c x^5, steep at 0
+COEFFICIENT_A, COEFFICIENT_B, COEFFICIENT_C = 3.4445, -4.7750, 2.0315
 MIN_NORM = 1e-7
-BATCH_NUMBERS = 2**21  # numbers of the matrices that are multiplied together, unless one matrix alone has more; bounds the memory of an update
-GRAM_RATIO = 1.5  # N / M above which steps on x x^T need fewer operations: 17 M^3 + 2 M^2 N multiplications instead of 5 M^3 + 10 M^2 N
+# numbers of the matrices that are multiplied together, unless one matrix alone has more; bounds the memory of an update
+BATCH_NUMBERS = 2**21
+# N / M above which steps on x x^T need fewer operations: 17 M^3 + 2 M^2 N multiplications instead of 5 M^3 + 10 M^2 N
+GRAM_RATIO = 1.5
 MEASURED_FLOP = 2e11  # of measure_orthogonalization: one second at 200 GFLOP/s
-PILOT_SHARE, PILOT_FACTOR = 0.02, 4  # of these FLOP, to find variants that are not measured on: those slower by this factor than the fastest
+# of these FLOP, to find variants that are not measured on: those slower by this factor than the fastest
+PILOT_SHARE, PILOT_FACTOR = 0.02, 4
 TURNS = 3
 
 
@@ -41,7 +46,9 @@ ORTHOGONALIZATIONS = {
 
 
 def split_batches(matrices: Iterable[Tensor], name: str) -> list[list[Tensor]]:
-    """Return the matrices in batches for `orthogonalize`: of one shape but for transposition, and of at most BATCH_NUMBERS."""
+    """Return the matrices in batches for `orthogonalize`: of one shape but for transposition, and of at most
+    BATCH_NUMBERS.
+    """
     if not ORTHOGONALIZATIONS[name].is_batched:
         return [[matrix] for matrix in matrices]
     by_shape: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
@@ -57,8 +64,9 @@ def split_batches(matrices: Iterable[Tensor], name: str) -> list[list[Tensor]]:
 def orthogonalize(batch: Sequence[Tensor], name: str) -> list[Tensor]:
     """Return each matrix of a batch of `split_batches` with singular values near 1, in the dtype of the products.
 
-    Error, as Frobenius norm of the difference from fp64 by that of the result, for matrices whose singular values are of one magnitude: at most 3 % in bf16,
-    1e-4 in fp32. If they decay to 0, which the steps amplify with their rounding: above 100 % in bf16, at most 0.2 % in fp32.
+    Error, as Frobenius norm of the difference from fp64 by that of the result, for matrices whose singular values are
+    of one magnitude: at most 3 % in bf16, 1e-4 in fp32. If they decay to 0, which the steps amplify with their
+    rounding: above 100 % in bf16, at most 0.2 % in fp32.
     """
     import torch
 
@@ -97,7 +105,8 @@ def _newton_schulz(x: Tensor) -> Tensor:
     addmm = torch.addmm if x.ndim == 2 else torch.baddbmm
     norm = x.norm() if x.ndim == 2 else x.flatten(1).norm(dim=1)[:, None, None]
     x = x / norm.clamp(min=MIN_NORM)
-    if x.dtype == torch.float32 and x.shape[-1] > GRAM_RATIO * x.shape[-2]:  # bf16 has too few bits for the square of the singular values
+    # bf16 has too few bits for the square of the singular values
+    if x.dtype == torch.float32 and x.shape[-1] > GRAM_RATIO * x.shape[-2]:
         return _gram_polynomial(x @ x.mT) @ x
     for _ in range(NEWTON_SCHULZ_STEPS):
         square = x @ x.mT
@@ -106,7 +115,9 @@ def _newton_schulz(x: Tensor) -> Tensor:
 
 
 def _gram_polynomial(gram: Tensor) -> Tensor:
-    """Return q, (M, M), such that q @ x is x after the steps, from gram = x @ x^T: all of them but the last product are of (M, M)."""
+    """Return q, (M, M), such that q @ x is x after the steps, from gram = x @ x^T: all of them but the last product are
+    of (M, M).
+    """
     import torch
 
     addmm = torch.addmm if gram.ndim == 2 else torch.baddbmm
@@ -124,9 +135,10 @@ def _gram_polynomial(gram: Tensor) -> Tensor:
 def measure_orthogonalization(shapes: Iterable[tuple[int, int]], names: Sequence[str]) -> dict[str, float]:
     """Return variant -> seconds of one orthogonalisation of CPU matrices of these shapes, one item per matrix.
 
-    The variants take turns, and the minimum counts. A sample of each shape is measured, of smaller matrices where two are too many operations: all together
-    MEASURED_FLOP. A short pilot excludes variants that are slower by PILOT_FACTOR, as bf16 where the processor has no instructions for it: their seconds
-    are those of the pilot. Leaves torch's global random state as it is.
+    The variants take turns, and the minimum counts. A sample of each shape is measured, of smaller matrices where two
+    are too many operations: all together MEASURED_FLOP. A short pilot excludes variants that are slower by
+    PILOT_FACTOR, as bf16 where the processor has no instructions for it: their seconds are those of the pilot. Leaves
+    torch's global random state as it is.
     """
     import torch
 

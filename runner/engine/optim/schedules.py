@@ -1,4 +1,6 @@
-"""Section `schedule` of the config: the learning rate as a pure function of the step. One registered class per schedule."""
+"""Section `schedule` of the config: the learning rate as a pure function of the step. One registered class per
+schedule.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +19,29 @@ LR_JUMP = 0.05  # relative change of the learning rate that a resume reports
 
 
 def lr_at(step: int, total: int, lr: float, schedule: ScheduleConfig) -> float:
-    """Return the learning rate of optimizer step `step` (from 0) out of `total`: linear warmup to `lr`, then the schedule."""
+    """Return the learning rate of optimizer step `step` (from 0) out of `total`: linear warmup to `lr`, then the
+    schedule.
+    """
     if step < schedule.warmup_steps:
         return lr * (step + 1) / schedule.warmup_steps
     return lr * schedule.lr_factor((step - schedule.warmup_steps) / max(1, total - schedule.warmup_steps))
 
 
-def describe_lr_jump(step: int, before: Mapping[str, Any], steps_per_epoch: int, total: int, lr: float, schedule: ScheduleConfig) -> str | None:
-    """Return what a new length of the run changes at once, after `step` steps of a run with the settings `before` (dotted keys); None if it is little.
+def describe_lr_jump(
+    step: int, before: Mapping[str, Any], steps_per_epoch: int, total: int, lr: float, schedule: ScheduleConfig
+) -> str | None:
+    """Return what a new length of the run changes at once, after `step` steps of a run with the settings `before`
+    (dotted keys); None if it is little.
 
-    A schedule that depends on the share of the steps done goes back when there are more of them: a completed cosine run starts to fall again.
+    A schedule that depends on the share of the steps done goes back when there are more of them: a completed cosine run
+    starts to fall again.
     """
     try:
         length = before["train.max_steps"] or before["train.epochs"] * steps_per_epoch
         settings = {key.partition(".")[2]: value for key, value in before.items() if key.startswith("schedule.")}
         then = lr_at(min(step, length), length, before["optimizer.lr"], SCHEDULES.get(settings["name"])(**settings))
-    except (KeyError, TypeError, UserError):  # a checkpoint of an earlier version, or a plugin that is not imported any more
+    # a checkpoint of an earlier version, or a plugin that is not imported any more
+    except (KeyError, TypeError, UserError):
         return None
     now = lr_at(step, total, lr, schedule)
     if length == total or step >= total or abs(now - then) <= LR_JUMP * max(now, then):
@@ -44,7 +53,11 @@ def check_warmup(total: int, schedule: ScheduleConfig) -> None:
     """Raise UserError for a warmup that is longer than the `total` steps of the run."""
     if schedule.warmup_steps > total:
         message = f"schedule.warmup_steps must be at most the {total} steps of the run, got {schedule.warmup_steps}"
-        raise UserError(message, f"schedule.warmup_steps={schedule.warmup_steps}", f"schedule.warmup_steps={total // 10}, or a longer run")
+        raise UserError(
+            message,
+            f"schedule.warmup_steps={schedule.warmup_steps}",
+            f"schedule.warmup_steps={total // 10}, or a longer run",
+        )
 
 
 @dataclass
@@ -99,7 +112,9 @@ class DecayConfig(ScheduleConfig):
 @register_schedule("cosine")
 @dataclass
 class CosineConfig(DecayConfig):
-    """Half a cosine (https://arxiv.org/abs/1608.03983). With min_lr_ratio=0.1: lr * (0.1 + 0.45 * (1 + cos(pi * t / T)))."""
+    """Half a cosine (https://arxiv.org/abs/1608.03983). With min_lr_ratio=0.1: lr * (0.1 + 0.45 * (1 + cos(pi * t /
+    T))).
+    """
 
     def decay(self, progress: float) -> float:
         return 0.5 * (1 + math.cos(math.pi * progress))

@@ -1,4 +1,5 @@
-"""AdamW and Muon as torch optimizers, without torch's compiler: torch.optim's own step imports torch._dynamo (over a second) to exempt itself from it.
+"""AdamW and Muon as torch optimizers, without torch's compiler: torch.optim's own step imports torch._dynamo (over a
+second) to exempt itself from it.
 
 Both skip the update on the device where `found_inf` is 1, as torch's fused optimizers do: no host sync.
 """
@@ -29,14 +30,18 @@ class AdamW(NoDynamoOptimizer, torch.optim.AdamW):
 
 
 class Muon(NoDynamoOptimizer):
-    """Moves each matrix along its momentum made orthogonal, bit for bit as torch.optim.Muon, which cannot skip an update on the device.
+    """Moves each matrix along its momentum made orthogonal, bit for bit as torch.optim.Muon, which cannot skip an
+    update on the device.
 
-    `orthogonalization`: one of ORTHOGONALIZATIONS, the same on all ranks and after a resume; can be set between steps. The others than bf16 round differently.
+    `orthogonalization`: one of ORTHOGONALIZATIONS, the same on all ranks and after a resume; can be set between steps.
+    The others than bf16 round differently.
     """
 
     _step_supports_amp_scaling = True  # torch's name for: reads found_inf
 
-    def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float, orthogonalization: str = "bf16") -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], lr: float, momentum: float, orthogonalization: str = "bf16"
+    ) -> None:
         super().__init__(groups, {"lr": lr, "momentum": momentum})
         self.found_inf = torch.zeros(())  # 1: skip the update
         self.orthogonalization = orthogonalization
@@ -65,4 +70,5 @@ class Muon(NoDynamoOptimizer):
         buffer = state["momentum_buffer"]
         momentum = buffer.lerp(grad, 1 - group["momentum"])
         buffer.copy_(torch.where(skip, buffer, momentum))
-        return full_tensor(grad.lerp(momentum, group["momentum"]))  # fsdp: one gather for each matrix, not one for each product
+        # fsdp: one gather for each matrix, not one for each product
+        return full_tensor(grad.lerp(momentum, group["momentum"]))

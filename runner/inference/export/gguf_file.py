@@ -1,4 +1,6 @@
-"""GGUF files for llama.cpp and what is built on it (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), of models of the decoder family."""
+"""GGUF files for llama.cpp and what is built on it (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), of
+models of the decoder family.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +33,25 @@ if TYPE_CHECKING:
     from runner.inference.load import LoadedModel
 
 # model_type of config.json -> architecture of llama.cpp
-ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "mixtral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "qwen3_moe": "QWEN3MOE"}
+ARCHITECTURES = {
+    "llama": "LLAMA",
+    "mistral": "LLAMA",
+    "mixtral": "LLAMA",
+    "qwen2": "QWEN2",
+    "qwen3": "QWEN3",
+    "qwen3_moe": "QWEN3MOE",
+}
 FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 QUANTIZATIONS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
-ROUNDING = {"float32": 0.0, "float16": 1e-3, "bfloat16": 8e-3, "q8_0": 1e-2}  # largest error of a value, relative to the largest of its tensor
+# largest error of a value, relative to the largest of its tensor
+ROUNDING = {"float32": 0.0, "float16": 1e-3, "bfloat16": 8e-3, "q8_0": 1e-2}
 YARN_BETAS = (32.0, 1.0)  # of llama.cpp: it does not read those of a file
 EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)\.weight")
 
 
 def write_gguf(path: Path, source: LoadedModel, dtype: str, name: str) -> dict[str, np.ndarray]:
-    """Write `path`; return the fp32 tensors that it holds, by their names in the file, before rounding. Adapters must be merged.
+    """Write `path`; return the fp32 tensors that it holds, by their names in the file, before rounding. Adapters must
+    be merged.
 
     Raises UserError for an architecture or a tokenizer that llama.cpp does not compute.
     """
@@ -71,7 +82,8 @@ def write_gguf(path: Path, source: LoadedModel, dtype: str, name: str) -> dict[s
 
 
 def largest_tensor_error(path: Path, tensors: dict[str, np.ndarray]) -> float:
-    """Read the file again; return the largest difference from `tensors`, relative to the largest value of each: what rounding has changed.
+    """Read the file again; return the largest difference from `tensors`, relative to the largest value of each: what
+    rounding has changed.
 
     Raises ValueError if a tensor is missing or of another shape.
     """
@@ -86,41 +98,68 @@ def largest_tensor_error(path: Path, tensors: dict[str, np.ndarray]) -> float:
 
 
 def norm_difference_and_tokens(path: Path, model: LanguageModel) -> tuple[float, list[str]]:
-    """Return the difference of the norm of all matrices in the file from that of the model's, relative to the latter, and the tokens by id.
+    """Return the difference of the norm of all matrices in the file from that of the model's, relative to the latter,
+    and the tokens by id.
 
-    The norm does not depend on how matrices are named, fused, split, stacked or permuted; vectors are left out, some converters add 1 to those of norms.
-    Raises KeyError if the file has no tokens.
+    The norm does not depend on how matrices are named, fused, split, stacked or permuted; vectors are left out, some
+    converters add 1 to those of norms. Raises KeyError if the file has no tokens.
     """
     reader = GGUFReader(path)
-    stored = sum(float(np.square(quants.dequantize(t.data, t.tensor_type), dtype=np.float64).sum()) for t in reader.tensors if len(t.shape) > 1)
-    expected = sum(float(tensor.detach().double().square().sum()) for name, tensor in model.named_parameters() if tensor.ndim > 1 and ".lora." not in name)
-    return abs(math.sqrt(stored) - math.sqrt(expected)) / math.sqrt(expected), reader.fields["tokenizer.ggml.tokens"].contents()
+    stored = sum(
+        float(np.square(quants.dequantize(t.data, t.tensor_type), dtype=np.float64).sum())
+        for t in reader.tensors
+        if len(t.shape) > 1
+    )
+    expected = sum(
+        float(tensor.detach().double().square().sum())
+        for name, tensor in model.named_parameters()
+        if tensor.ndim > 1 and ".lora." not in name
+    )
+    return abs(math.sqrt(stored) - math.sqrt(expected)) / math.sqrt(expected), reader.fields[
+        "tokenizer.ggml.tokens"
+    ].contents()
 
 
 def _supported_config(model: LanguageModel) -> DecoderConfig:
     cfg = model.cfg
     if not isinstance(cfg, DecoderConfig):
-        raise UserError(f"GGUF files are written for models of the decoder family, this is {cfg.name} of {cfg.family}", "format=gguf", CONVERTER_FIX)
-    cfg = dataclasses.replace(cfg, model_type=None)  # llama.cpp computes a SmolLM3 without some rotary embeddings, whatever config.json has
+        raise UserError(
+            f"GGUF files are written for models of the decoder family, this is {cfg.name} of {cfg.family}",
+            "format=gguf",
+            CONVERTER_FIX,
+        )
+    # llama.cpp computes a SmolLM3 without some rotary embeddings, whatever config.json has
+    cfg = dataclasses.replace(cfg, model_type=None)
     model_type = cfg.to_hf_config()["model_type"]
     if model_type not in ARCHITECTURES or (cfg.qk_norm and cfg.attention_bias):
         raise UserError(f"llama.cpp does not compute a {model_type} with these biases", "format=gguf", CONVERTER_FIX)
     if cfg.rope_scaling is not None and cfg.rope_scaling.type == "llama3" and ARCHITECTURES[model_type] != "LLAMA":
-        raise UserError(f"llama.cpp has no model.rope_scaling.type=llama3 for a {model_type}", "format=gguf", CONVERTER_FIX)
-    if cfg.rope_scaling is not None and cfg.rope_scaling.type == "yarn" and (cfg.rope_scaling.beta_fast, cfg.rope_scaling.beta_slow) != YARN_BETAS:
+        raise UserError(
+            f"llama.cpp has no model.rope_scaling.type=llama3 for a {model_type}", "format=gguf", CONVERTER_FIX
+        )
+    if (
+        cfg.rope_scaling is not None
+        and cfg.rope_scaling.type == "yarn"
+        and (cfg.rope_scaling.beta_fast, cfg.rope_scaling.beta_slow) != YARN_BETAS
+    ):
         raise UserError(
             f"llama.cpp takes beta_fast and beta_slow of YaRN from its command line, a file with others than {YARN_BETAS} would be computed wrongly",
             "format=gguf",
             "format=hf",
         )
     if cfg.num_experts and not cfg.norm_topk_prob:
-        raise UserError("llama.cpp always normalizes the routing weights, this model has norm_topk_prob=false", "format=gguf", "format=hf")
+        raise UserError(
+            "llama.cpp always normalizes the routing weights, this model has norm_topk_prob=false",
+            "format=gguf",
+            "format=hf",
+        )
     return cfg
 
 
 def _quantization(array: np.ndarray, dtype: str) -> Any:
     kind = GGMLQuantizationType[QUANTIZATIONS[dtype]]
-    return kind if array.shape[-1] % GGML_QUANT_SIZES[kind][0] == 0 else GGMLQuantizationType.F16  # rows that no number of blocks fills
+    # rows that no number of blocks fills
+    return kind if array.shape[-1] % GGML_QUANT_SIZES[kind][0] == 0 else GGMLQuantizationType.F16
 
 
 def _is_router(gguf_name: str) -> bool:
@@ -128,7 +167,9 @@ def _is_router(gguf_name: str) -> bool:
 
 
 def _decoder_arrays(model: LanguageModel, cfg: DecoderConfig, permuted: bool) -> dict[str, np.ndarray]:
-    """Return the weights as llama.cpp stores them: the experts of a layer in one tensor, and for its llama the channels of a rotary pair side by side."""
+    """Return the weights as llama.cpp stores them: the experts of a layer in one tensor, and for its llama the channels
+    of a rotary pair side by side.
+    """
     arrays: dict[str, np.ndarray] = {}
     experts: dict[str, list[np.ndarray]] = {}
     for name, tensor in model.state_dict().items():
@@ -137,7 +178,11 @@ def _decoder_arrays(model: LanguageModel, cfg: DecoderConfig, permuted: bool) ->
         array = tensor.detach().float().cpu().numpy()
         heads = cfg.num_attention_heads if ".q_proj." in name else cfg.num_key_value_heads if ".k_proj." in name else 0
         if permuted and heads:
-            array = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+            array = (
+                array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
+                .swapaxes(1, 2)
+                .reshape(array.shape)
+            )
         if match := EXPERT.fullmatch(name):
             experts.setdefault(f"model.layers.{match[1]}.mlp.experts.{match[3]}.weight", []).append(array)
         else:
@@ -160,7 +205,9 @@ def _add_settings(writer: GGUFWriter, cfg: DecoderConfig) -> None:
     writer.add_context_length(cfg.max_position_embeddings)
     writer.add_embedding_length(cfg.hidden_size)
     writer.add_block_count(cfg.num_hidden_layers)
-    writer.add_feed_forward_length(cfg.moe_intermediate_size if cfg.num_experts and not cfg.qk_norm else cfg.intermediate_size)
+    writer.add_feed_forward_length(
+        cfg.moe_intermediate_size if cfg.num_experts and not cfg.qk_norm else cfg.intermediate_size
+    )
     writer.add_head_count(cfg.num_attention_heads)
     writer.add_head_count_kv(cfg.num_key_value_heads)
     writer.add_key_length(cfg.head_dim)

@@ -1,4 +1,6 @@
-"""Tokenizer of a GGUF file, and the Modelfile of Ollama: what llama.cpp splits and merges in the same way, anything else is refused."""
+"""Tokenizer of a GGUF file, and the Modelfile of Ollama: what llama.cpp splits and merges in the same way, anything
+else is refused.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
     from data.tokenize.tokenizer import Tokenizer
     from runner.inference.load import LoadedModel
 
-GENERATION_TAGS = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")  # of transformers: llama.cpp's templates have no such block
+# of transformers: llama.cpp's templates have no such block
+GENERATION_TAGS = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 CONVERTER_FIX = "format=hf, then llama.cpp's convert_hf_to_gguf.py; or converter=PATH_OF_IT"
 DIGIT_SPLIT = {"type": "Digits", "individual_digits": True}
 # Regular expressions of byte-level BPE tokenizers, by the name that llama.cpp knows them under
@@ -27,8 +30,16 @@ PATTERN_NAMES = {
 }
 IGNORES_MERGES = ("llama-bpe",)  # names under which llama.cpp does not merge what is a token already
 STOP_TOKEN = re.compile(r"[\x21-\x7e]+")  # what a line of a Modelfile can hold
-CHATML_PROBE = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}, {"role": "user", "content": "V"}]
-CHATML_TEXT = "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in CHATML_PROBE) + "<|im_start|>assistant\n"
+CHATML_PROBE = [
+    {"role": "system", "content": "S"},
+    {"role": "user", "content": "U"},
+    {"role": "assistant", "content": "A"},
+    {"role": "user", "content": "V"},
+]
+CHATML_TEXT = (
+    "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in CHATML_PROBE)
+    + "<|im_start|>assistant\n"
+)
 CHATML_OF_OLLAMA = """{{- range .Messages }}<|im_start|>{{ .Role }}
 {{ .Content }}<|im_end|>
 {{ end }}<|im_start|>assistant
@@ -39,29 +50,53 @@ def check_tokenizer_is_supported(tokenizer: Tokenizer, vocab_size: int) -> None:
     """Raise UserError if llama.cpp would read other token ids from a text than `tokenizer`."""
     stored = _stored(tokenizer)
     name, model = pre_tokenizer_name(tokenizer), stored["model"]
-    unsupported = [key for key in ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix", "dropout") if model.get(key)]  # language: allow word
+    settings = ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix", "dropout")  # language: allow word
+    unsupported = [key for key in settings if model.get(key)]
     if unsupported:
-        raise UserError(f"llama.cpp has no byte-level BPE with {', '.join(unsupported)}", str(tokenizer.folder / "tokenizer.json"), CONVERTER_FIX)
-    if bool(model.get("ignore_merges")) != (name in IGNORES_MERGES) and (token := tokenizer.token_kept_by_ignore_merges()):
+        raise UserError(
+            f"llama.cpp has no byte-level BPE with {', '.join(unsupported)}",
+            str(tokenizer.folder / "tokenizer.json"),
+            CONVERTER_FIX,
+        )
+    if bool(model.get("ignore_merges")) != (name in IGNORES_MERGES) and (
+        token := tokenizer.token_kept_by_ignore_merges()
+    ):
         message = f"llama.cpp merges the token {token!r} differently: it knows this tokenizer as {name}, whose ignore_merges is {name in IGNORES_MERGES}"
         raise UserError(message, str(tokenizer.folder / "tokenizer.json"), CONVERTER_FIX)
 
 
 def pre_tokenizer_name(tokenizer: Tokenizer) -> str:
-    """Return the name under which llama.cpp knows how the tokenizer splits texts. Raises UserError if it does not know it."""
+    """Return the name under which llama.cpp knows how the tokenizer splits texts. Raises UserError if it does not know
+    it.
+    """
     stored = _stored(tokenizer)
     steps = stored["pre_tokenizer"] or {"type": "none"}
     steps = steps["pretokenizers"] if steps["type"] == "Sequence" else [steps]
     kinds = [step["type"] for step in steps]
-    if stored["normalizer"] in (None, {"type": "NFC"}) and kinds and kinds[-1] == "ByteLevel" and not steps[-1].get("add_prefix_space"):
+    if (
+        stored["normalizer"] in (None, {"type": "NFC"})
+        and kinds
+        and kinds[-1] == "ByteLevel"
+        and not steps[-1].get("add_prefix_space")
+    ):
         if kinds == ["Digits", "ByteLevel"] and steps[0] == DIGIT_SPLIT and steps[1].get("use_regex", True):
             return "smollm"
         if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
             return "gpt-2"
-        is_plain_split = kinds == ["Split", "ByteLevel"] and steps[0]["behavior"] == "Isolated" and not steps[0]["invert"]
-        if is_plain_split and not steps[1].get("use_regex", True) and (pattern := steps[0]["pattern"].get("Regex")) in PATTERN_NAMES:
+        is_plain_split = (
+            kinds == ["Split", "ByteLevel"] and steps[0]["behavior"] == "Isolated" and not steps[0]["invert"]
+        )
+        if (
+            is_plain_split
+            and not steps[1].get("use_regex", True)
+            and (pattern := steps[0]["pattern"].get("Regex")) in PATTERN_NAMES
+        ):
             return PATTERN_NAMES[pattern]
-    raise UserError("llama.cpp has no name for how this tokenizer splits texts", str(tokenizer.folder / "tokenizer.json"), CONVERTER_FIX)
+    raise UserError(
+        "llama.cpp has no name for how this tokenizer splits texts",
+        str(tokenizer.folder / "tokenizer.json"),
+        CONVERTER_FIX,
+    )
 
 
 def add_tokenizer(writer: GGUFWriter, source: LoadedModel, vocab_size: int) -> None:
@@ -71,7 +106,13 @@ def add_tokenizer(writer: GGUFWriter, source: LoadedModel, vocab_size: int) -> N
     tokens = {token_id: token for token, token_id in tokenizer.token_ids().items()}
     added = {token["id"]: token["special"] for token in stored["added_tokens"]}
     kinds = [
-        TokenType.UNUSED if i not in tokens else TokenType.NORMAL if i not in added else TokenType.CONTROL if added[i] else TokenType.USER_DEFINED
+        TokenType.UNUSED
+        if i not in tokens
+        else TokenType.NORMAL
+        if i not in added
+        else TokenType.CONTROL
+        if added[i]
+        else TokenType.USER_DEFINED
         for i in range(vocab_size)
     ]
     writer.add_tokenizer_model("gpt2")
@@ -93,7 +134,9 @@ def add_tokenizer(writer: GGUFWriter, source: LoadedModel, vocab_size: int) -> N
 
 
 def begins_with_bos(source: LoadedModel) -> bool:
-    """Return whether a prompt begins with bos_token: that of a model trained on texts, or where the post-processor of tokenizer.json adds it."""
+    """Return whether a prompt begins with bos_token: that of a model trained on texts, or where the post-processor of
+    tokenizer.json adds it.
+    """
     tokenizer = source.tokenizer
     if tokenizer.bos_id is None:
         return False
@@ -105,22 +148,36 @@ def limits(tokenizer: Tokenizer) -> list[str]:
     stored = _stored(tokenizer)
     flags = ("lstrip", "rstrip", "single_word")  # language: allow word
     stripping = [token["content"] for token in stored["added_tokens"] if any(token.get(flag) for flag in flags)]
-    notes = ["texts are not normalized by llama.cpp: those that are not in NFC get other tokens"] if stored["normalizer"] else []
-    return notes + ([f"llama.cpp keeps spaces beside {', '.join(stripping[:4])}, this tokenizer drops them"] if stripping else [])
+    notes = (
+        ["texts are not normalized by llama.cpp: those that are not in NFC get other tokens"]
+        if stored["normalizer"]
+        else []
+    )
+    return notes + (
+        [f"llama.cpp keeps spaces beside {', '.join(stripping[:4])}, this tokenizer drops them"] if stripping else []
+    )
 
 
 def modelfile(source: LoadedModel) -> str:
-    """Return a Modelfile for `ollama create`: the chat template of a GGUF file is not always read, so that of ChatML is in it."""
+    """Return a Modelfile for `ollama create`: the chat template of a GGUF file is not always read, so that of ChatML is
+    in it.
+    """
     tokenizer = source.tokenizer
     texts = {token_id: token for token, token_id in tokenizer.token_ids().items()}
-    stops = [texts[token_id] for token_id in tokenizer.stop_ids if token_id in texts and STOP_TOKEN.fullmatch(texts[token_id]) and '"' not in texts[token_id]]
+    stops = [
+        texts[token_id]
+        for token_id in tokenizer.stop_ids
+        if token_id in texts and STOP_TOKEN.fullmatch(texts[token_id]) and '"' not in texts[token_id]
+    ]
     lines = ["FROM ./model.gguf"]
     if not source.is_chat_model:
         lines.append('TEMPLATE """{{ .Prompt }}"""')
     elif _is_chatml(tokenizer):
         lines.append(f'TEMPLATE """{CHATML_OF_OLLAMA}"""')
     else:
-        lines.append("# TEMPLATE: the chat template is not ChatML; write it here in the language of Ollama, which does not read that of transformers")
+        lines.append(
+            "# TEMPLATE: the chat template is not ChatML; write it here in the language of Ollama, which does not read that of transformers"
+        )
     return "\n".join([*lines, *(f'PARAMETER stop "{stop}"' for stop in stops)]) + "\n"
 
 

@@ -1,4 +1,6 @@
-"""Rewrite a folder of transformers so that versions 4 and 5 read the same model and tokenizer from it, and no file in it names code."""
+"""Rewrite a folder of transformers so that versions 4 and 5 read the same model and tokenizer from it, and no file in
+it names code.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ CODE_FIELDS = ("auto_map", "custom_pipelines")  # name files of Python
 
 
 def make_readable_by_transformers_4(folder: Path, model_class: str | None = None) -> list[str]:
-    """Change config.json and tokenizer_config.json in `folder` in place; return why version 4 cannot read the model, if so.
+    """Change config.json and tokenizer_config.json in `folder` in place; return why version 4 cannot read the model, if
+    so.
 
     model_class: for a config.json without `architectures`, which vLLM needs.
     """
@@ -27,18 +30,32 @@ def make_readable_by_transformers_4(folder: Path, model_class: str | None = None
     fields = _rope_fields_of_4(config)
     is_same_in_5 = not fields or model_class is None or _rope_of_5(config) == _rope_of_5(config | fields)
     write_json_file(folder / "config.json", config | fields if is_same_in_5 else config)
-    tokenizer = {name: value for name, value in read_json_file(folder / "tokenizer_config.json").items() if name not in CODE_FIELDS}
+    tokenizer = {
+        name: value
+        for name, value in read_json_file(folder / "tokenizer_config.json").items()
+        if name not in CODE_FIELDS
+    }
     if tokenizer.get("tokenizer_class") in (None, *TOKENIZER_CLASSES_OF_5):
         tokenizer["tokenizer_class"] = GENERIC_TOKENIZER_CLASS
-    if tokenizer["tokenizer_class"] == GENERIC_TOKENIZER_CLASS:  # returns token_type_ids otherwise, which `generate` refuses
+    # returns token_type_ids otherwise, which `generate` refuses
+    if tokenizer["tokenizer_class"] == GENERIC_TOKENIZER_CLASS:
         tokenizer.setdefault("model_input_names", ["input_ids", "attention_mask"])
-    if isinstance(tokenizer.get("extra_special_tokens"), list):  # a dictionary in version 4, which had this name for lists
+    # a dictionary in version 4, which had this name for lists
+    if isinstance(tokenizer.get("extra_special_tokens"), list):
         tokenizer.setdefault("additional_special_tokens", tokenizer.pop("extra_special_tokens"))
     if (folder / JINJA_FILE).exists():  # read from this file since 4.43, from the field before
         tokenizer["chat_template"] = read_source_file(folder / JINJA_FILE, MAX_TEMPLATE_BYTES).decode("utf-8")
     write_json_file(folder / "tokenizer_config.json", tokenizer)
-    problems = [] if is_same_in_5 else ["its rotary position embeddings of several kinds of layers have no form that both versions read"]
-    return problems + (["config.json has a number that only version 5 reads (infinity or NaN)"] if '"__float__"' in json.dumps(config) else [])
+    problems = (
+        []
+        if is_same_in_5
+        else ["its rotary position embeddings of several kinds of layers have no form that both versions read"]
+    )
+    return problems + (
+        ["config.json has a number that only version 5 reads (infinity or NaN)"]
+        if '"__float__"' in json.dumps(config)
+        else []
+    )
 
 
 def _rope_of_5(config: dict[str, Any]) -> Any:
@@ -48,7 +65,9 @@ def _rope_of_5(config: dict[str, Any]) -> Any:
 
 
 def _rope_fields_of_4(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields in which version 4 has what version 5 writes as `rope_parameters`; without them it takes a default, silently."""
+    """Return the fields in which version 4 has what version 5 writes as `rope_parameters`; without them it takes a
+    default, silently.
+    """
     parameters = config.get("rope_parameters")
     if not isinstance(parameters, dict) or not parameters:
         return {}
@@ -60,7 +79,11 @@ def _rope_fields_of_4(config: dict[str, Any]) -> dict[str, Any]:
     scaling = {name: value for name, value in rope.items() if name not in fields}
     fields["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
     if config.get("model_type") in ("gpt_neox", "gpt_neox_japanese"):
-        fields |= {new: fields[old] for new, old in (("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor")) if old in fields}
+        fields |= {
+            new: fields[old]
+            for new, old in (("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor"))
+            if old in fields
+        }
     if by_layer_type and isinstance(sliding := parameters.get("sliding_attention"), dict) and "rope_theta" in sliding:
         fields["rope_local_base_freq"] = sliding["rope_theta"]
     return fields

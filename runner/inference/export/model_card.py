@@ -1,4 +1,6 @@
-"""README.md of an exported model: the card that the Hugging Face hub shows, with what run.json knows. Texts of a run are quoted, never markup."""
+"""README.md of an exported model: the card that the Hugging Face hub shows, with what run.json knows. Texts of a run
+are quoted, never markup.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import yaml
 
 from common.errors import strip_control
 from common.filesystem import read_bounded, read_json_object
-from common.hub.names import hub_name_of, parse_hub_name
+from common.hub import hub_name_of, parse_hub_name
 from common.limits.parsers import parse_yaml
 from common.paths import command_line
 
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
 MAX_CELL = 300  # characters of a value
 MAX_CARD_ENTRIES = 50  # files of data, overrides
 OVERRIDES_LIMIT = 1 << 20
-ABSOLUTE_PATH = re.compile(r"(?<![\w.])/(?:[^\s,'\"\]\[=]+/)*(?=[^\s,'\"/\]\[=])")  # all but its last name: folders of this machine are no fact about the model
+# all but its last name: folders of this machine are no fact about the model
+ABSOLUTE_PATH = re.compile(r"(?<![\w.])/(?:[^\s,'\"\]\[=]+/)*(?=[^\s,'\"/\]\[=])")
 NOT_IN_TITLE = re.compile(r"[^\w .+-]")
 LIBRARIES = {"hf": "transformers", "merged": "transformers", "peft": "peft", "gguf": "gguf"}
 MAX_LINEAGE = 16  # runs and adapters that are followed to the model that they started from
@@ -52,7 +55,14 @@ class ModelFacts:
 
     @classmethod
     def collect(
-        cls, source: LoadedModel, run: Mapping[str, Any], run_dir: Path, format: str, dtype: str, license: str | None, base_model: str | None
+        cls,
+        source: LoadedModel,
+        run: Mapping[str, Any],
+        run_dir: Path,
+        format: str,
+        dtype: str,
+        license: str | None,
+        base_model: str | None,
     ) -> ModelFacts:
         """`run`: the content of run.json, {} for a folder without a run."""
         start = run.get("init_from") or (None if run else source.folder)
@@ -72,9 +82,19 @@ class ModelFacts:
             "dtype": dtype,
             **_training_facts(run, source.folder),
         }
-        export = shlex.join([*command_line("export"), f"run={run_dir.name}", "to=FOLDER", f"format={format}", f"dtype={dtype}"])
+        export = shlex.join(
+            [*command_line("export"), f"run={run_dir.name}", "to=FOLDER", f"format={format}", f"dtype={dtype}"]
+        )
         commands = [*_training_command(run_dir), export]
-        return cls(format, source.is_chat_model, license, base_model, relation, {name: text for name, text in rows.items() if text}, commands)
+        return cls(
+            format,
+            source.is_chat_model,
+            license,
+            base_model,
+            relation,
+            {name: text for name, text in rows.items() if text},
+            commands,
+        )
 
 
 def write_model_card(target: Path, facts: ModelFacts, name: str) -> None:
@@ -88,7 +108,20 @@ def write_model_card(target: Path, facts: ModelFacts, name: str) -> None:
         header |= {"base_model": facts.base_model} | ({"base_model_relation": facts.relation} if facts.relation else {})
     table = ["| | |", "|---|---|", *(f"| {key} | {text} |" for key, text in facts.rows.items())]
     commands = [f"    {_one_line(command, 4000)}" for command in facts.commands]
-    lines = [f"# {NOT_IN_TITLE.sub('-', name)}", "", *table, "", "## Use", "", *_usage(facts), "", "## Commands", "", *commands, ""]
+    lines = [
+        f"# {NOT_IN_TITLE.sub('-', name)}",
+        "",
+        *table,
+        "",
+        "## Use",
+        "",
+        *_usage(facts),
+        "",
+        "## Commands",
+        "",
+        *commands,
+        "",
+    ]
     text = f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n" + strip_control("\n".join(lines))
     (target / "README.md").write_text(text, encoding="utf-8")
 
@@ -99,7 +132,11 @@ def usage_lines(facts: ModelFacts, target: Path) -> list[str]:
     chat = shlex.join([*command_line("chat"), f"run={target}"])
     upload = f"hf upload OWNER/NAME {folder}"
     by_format = {
-        "gguf": [f"llama-cli -m {folder}/model.gguf", f"ollama create NAME -f {folder}/Modelfile && ollama run NAME", upload],
+        "gguf": [
+            f"llama-cli -m {folder}/model.gguf",
+            f"ollama create NAME -f {folder}/Modelfile && ollama run NAME",
+            upload,
+        ],
         "minimind": [f"copy {folder}/model.pth to MiniMind's out/ under the name that its scripts expect"],
         "peft": [chat, upload],
     }
@@ -115,21 +152,36 @@ def _usage(facts: ModelFacts) -> list[str]:
     load = LOAD["peft"].replace("BASE", facts.base_model or "BASE") if peft else LOAD["hf"]
     inputs = CHAT_INPUTS if facts.is_chat else TEXT_INPUTS
     imports = [*peft, "from transformers import AutoModelForCausalLM, AutoTokenizer"]
-    return ["```python", *imports, "", 'tokenizer = AutoTokenizer.from_pretrained("FOLDER")', load, inputs, GENERATE, "```"]
+    return [
+        "```python",
+        *imports,
+        "",
+        'tokenizer = AutoTokenizer.from_pretrained("FOLDER")',
+        load,
+        inputs,
+        GENERATE,
+        "```",
+    ]
 
 
 def _lineage(source: Path) -> tuple[list[str], str | None]:
-    """Return (names of the runs and folders that `source` comes from, itself first; the repository of the hub that the last one is, or is a copy of)."""
+    """Return (names of the runs and folders that `source` comes from, itself first; the repository of the hub that the
+    last one is, or is a copy of).
+    """
     names: list[str] = []
     for _ in range(MAX_LINEAGE):
         if of_hub := hub_name_of(source):
             return [*names, str(of_hub)], of_hub.repo
-        run = next((folder for folder in (source, source.parent, source.parent.parent) if (folder / "run.json").is_file()), None)
+        run = next(
+            (folder for folder in (source, source.parent, source.parent.parent) if (folder / "run.json").is_file()),
+            None,
+        )
         names.append((run or source).name)
         if run:
             start: Any = read_json_object(run / "run.json").get("init_from")
         elif not (start := read_json_object(source / "adapter_config.json").get("base_model_name_or_path")):
-            start = read_json_object(source / "config.json").get("_name_or_path")  # where transformers loaded it from: of the hub, or not known
+            # where transformers loaded it from: of the hub, or not known
+            start = read_json_object(source / "config.json").get("_name_or_path")
             name = parse_hub_name(start) if isinstance(start, str) else None
             return [*names, *([str(name)] if name else [])], name.repo if name else None
         if not isinstance(start, str) or not start:
@@ -142,20 +194,30 @@ def _lineage(source: Path) -> tuple[list[str], str | None]:
 
 def _training_facts(run: Mapping[str, Any], folder: Path) -> dict[str, str | None]:
     """Return the rows of the table that come from run.json, which anyone may have written."""
-    exported, metrics, code = (value if isinstance(value := run.get(key), dict) else {} for key in ("export", "metrics", "code"))
+    exported, metrics, code = (
+        value if isinstance(value := run.get(key), dict) else {} for key in ("export", "metrics", "code")
+    )
     listed = run.get("data")
-    files = [entry for entry in listed if isinstance(entry, dict)][:MAX_CARD_ENTRIES] if isinstance(listed, list) else []
+    files = (
+        [entry for entry in listed if isinstance(entry, dict)][:MAX_CARD_ENTRIES] if isinstance(listed, list) else []
+    )
     losses = [
         f"{label} {_number(metrics[key])}"
         for label, key in (("training", "loss"), ("evaluation", "val_loss"), ("best", "best_val_loss"))
         if _number(metrics.get(key))
     ]
     loss = _number(exported.get("loss"))  # None: no evaluation of these weights
-    weights = f"{exported.get('weights')}, step {exported.get('step')}{f', evaluation loss {loss}' if loss else ''}" if exported else "not recorded"
+    weights = (
+        f"{exported.get('weights')}, step {exported.get('step')}{f', evaluation loss {loss}' if loss else ''}"
+        if exported
+        else "not recorded"
+    )
     versions = run.get("versions") if isinstance(run.get("versions"), dict) else {}
     return {
         "stage": _code(run["stage"]) if run.get("stage") else None,
-        "weights": _code(f"checkpoint {folder.name}" if folder.parent.name == "checkpoints" else weights) if exported or run else None,
+        "weights": _code(f"checkpoint {folder.name}" if folder.parent.name == "checkpoints" else weights)
+        if exported or run
+        else None,
         "steps": _number(run.get("step")),
         "tokens": _number(run.get("tokens")),
         "tokens with a loss": _number(run.get("loss_tokens")),
@@ -164,13 +226,25 @@ def _training_facts(run: Mapping[str, Any], folder: Path) -> dict[str, str | Non
             f"{_code(Path(str(entry.get('file'))).name)}"
             + (
                 f" ({', '.join(counts)})"
-                if (counts := [f"{n} {unit}" for key, unit in (("kept", "rows"), ("tokens", "tokens")) if (n := _number(entry.get(key)))])
+                if (
+                    counts := [
+                        f"{n} {unit}"
+                        for key, unit in (("kept", "rows"), ("tokens", "tokens"))
+                        if (n := _number(entry.get(key)))
+                    ]
+                )
                 else ""
             )
             for entry in files
         ),
         "code": _code(code["commit"]) if code.get("commit") else None,
-        "versions": _code(", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "tokenizers") if name in versions)) if versions else None,
+        "versions": _code(
+            ", ".join(
+                f"{name} {versions[name]}" for name in ("torch", "transformers", "tokenizers") if name in versions
+            )
+        )
+        if versions
+        else None,
     }
 
 

@@ -1,4 +1,6 @@
-"""Load the tasks that are asked for, with their data, before the weights of a model are read. What cannot be loaded is refused with what to type."""
+"""Load the tasks that are asked for, with their data, before the weights of a model are read. What cannot be loaded is
+refused with what to type.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from common.errors import UserError, did_you_mean
-from common.hub.cache import is_hub_offline
+from common.hub import is_hub_offline
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
@@ -25,13 +27,17 @@ LoadedTasks = dict[str, Any]  # tasks, groups and group_map of lm_eval.tasks.Tas
 
 
 def load_tasks(names: list[str], folder: str | None) -> dict[str, LoadedTasks]:
-    """Return the tasks of each name (a task, a group or a tag). `folder`: with task files (YAML) of the user, which may name functions beside them.
+    """Return the tasks of each name (a task, a group or a tag). `folder`: with task files (YAML) of the user, which may
+    name functions beside them.
 
-    Raises UserError without the harness, for an unknown name, and for a task whose data are not on this machine and cannot be downloaded.
+    Raises UserError without the harness, for an unknown name, and for a task whose data are not on this machine and
+    cannot be downloaded.
     """
     folders = [Path(folder).expanduser()] if folder else []
     if folder and not folders[0].is_dir():
-        raise UserError("the folder of tasks does not exist", f"tasks_path={folder}", "give a folder with task files (YAML)")
+        raise UserError(
+            "the folder of tasks does not exist", f"tasks_path={folder}", "give a folder with task files (YAML)"
+        )
     _set_environment()
     try:
         import lm_eval.tasks
@@ -39,8 +45,14 @@ def load_tasks(names: list[str], folder: str | None) -> dict[str, LoadedTasks]:
         from runner.inference.harness.task_index import TaskLibrary
     except ImportError as error:
         is_other_version = (error.name or "").startswith("lm_eval.")
-        message = f"lm-eval {harness_version()} is not supported: {error}" if is_other_version else f"tasks need the package {error.name}"
-        raise UserError(message, f"tasks={names}", f'pip install "lm-runner[eval]", or pip install lm-eval=={KNOWN_VERSION}') from error
+        message = (
+            f"lm-eval {harness_version()} is not supported: {error}"
+            if is_other_version
+            else f"tasks need the package {error.name}"
+        )
+        raise UserError(
+            message, f"tasks={names}", f'pip install "lm-runner[eval]", or pip install lm-eval=={KNOWN_VERSION}'
+        ) from error
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about defaults of its own task files
     folders += [Path(lm_eval.tasks.__file__).parent]
     library = TaskLibrary(folders)
@@ -56,7 +68,9 @@ def harness_version() -> str:
 
 
 def _set_environment() -> None:
-    """Set what the libraries read when they are imported: no download attempts without a network, no bars beside ours, no processes for error bars."""
+    """Set what the libraries read when they are imported: no download attempts without a network, no bars beside ours,
+    no processes for error bars.
+    """
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     if not is_hub_offline() and not _can_reach_hub():
@@ -70,7 +84,9 @@ def _can_reach_hub() -> bool:
         return True  # only its client can tell
     address = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     try:
-        socket.create_connection((address.hostname or "", address.port or (80 if address.scheme == "http" else 443)), CONNECT_TIMEOUT).close()
+        socket.create_connection(
+            (address.hostname or "", address.port or (80 if address.scheme == "http" else 443)), CONNECT_TIMEOUT
+        ).close()
     except (OSError, ValueError):
         return False
     return True
@@ -105,8 +121,13 @@ def _load_error(manager: TaskManager, name: str, task: str, error: Exception) ->
     path, part = config.get("dataset_path"), config.get("dataset_name")
     reason = (str(error).splitlines() or [""])[0]
     if isinstance(error, ModuleNotFoundError):
-        return UserError(f"the task {task} needs the package {error.name}", str(entry.yaml_path), f"pip install {error.name}")
-    if isinstance(error, ConnectionError) or type(error).__name__ in ("OfflineModeIsEnabled", "LocalEntryNotFoundError"):
+        return UserError(
+            f"the task {task} needs the package {error.name}", str(entry.yaml_path), f"pip install {error.name}"
+        )
+    if isinstance(error, ConnectionError) or type(error).__name__ in (
+        "OfflineModeIsEnabled",
+        "LocalEntryNotFoundError",
+    ):
         arguments = ", ".join(json.dumps(str(each)) for each in (path, part) if each)
         download = f"import datasets; datasets.load_dataset({arguments})"
         if task != name:  # those of all its members
@@ -114,11 +135,21 @@ def _load_error(manager: TaskManager, name: str, task: str, error: Exception) ->
         command = f"python -c {shlex.quote(download)}"
         message = f"the data set {path}{f' ({part})' if part else ''} of the task {task} is not on this machine, and the hub cannot be reached"
         home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
-        return UserError(message, f"task {task}: {entry.yaml_path}", f"where there is a network: {command}; then copy its {home} to this machine")
-    return UserError(f"the task {task} cannot be loaded: {type(error).__name__}: {reason}", str(entry.yaml_path), "correct the task file or its data")
+        return UserError(
+            message,
+            f"task {task}: {entry.yaml_path}",
+            f"where there is a network: {command}; then copy its {home} to this machine",
+        )
+    return UserError(
+        f"the task {task} cannot be loaded: {type(error).__name__}: {reason}",
+        str(entry.yaml_path),
+        "correct the task file or its data",
+    )
 
 
 def check_shots(tasks: dict[str, Task], shots: int | None) -> str | None:
     """Return a note on the tasks whose definition fixes that they have no examples."""
     fixed = [name for name, task in tasks.items() if shots and task.get_config("num_fewshot") == 0]
-    return f"warning: shots={shots} has no effect on {', '.join(fixed[:3])}: the task is defined with 0" if fixed else None
+    return (
+        f"warning: shots={shots} has no effect on {', '.join(fixed[:3])}: the task is defined with 0" if fixed else None
+    )

@@ -1,15 +1,22 @@
-"""A model of this program as lm-evaluation-harness calls it. Shapes: B rows, T tokens, V vocabulary.
+"""A model of this program as lm-evaluation-harness calls it.
 
-Contexts, continuations, windows and stop texts are those of the harness's own class for models of transformers (lm_eval.models.huggingface.HFLM),
-so the numbers are, too. Requests are computed in the order of the documents, sorted by length within parts, so that what is done when the
-user stops is a beginning of the data.
+The answers of a model to the requests of tasks: what is done when an evaluation is stopped has a result, too.
+
+Generation that ends at texts, in batches.
+
+A model of this program as lm-evaluation-harness calls it. Shapes: B rows, T tokens, V vocabulary.
+
+Contexts, continuations, windows and stop texts are those of the harness's own class for models of transformers
+(lm_eval.models.huggingface.HFLM), so the numbers are, too. Requests are computed in the order of the documents, sorted
+by length within parts, so that what is done when the user stops is a beginning of the data.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lm_eval.api.instance import Instance
@@ -20,10 +27,108 @@ from torch import Tensor
 
 from common.errors import StopRequested, UserError
 from data.tokenize.chat_template import ChatTemplate
-from runner.inference.harness.answers import AnswerLog
-from runner.inference.harness.stop_texts import generate_until_stop
+from models.generate import generate
 from runner.inference.load import LoadedModel
 from runner.tracking.progress import EvaluationProgress
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.task import Task
+
+
+class AnswerLog:
+    def __init__(self) -> None:
+        self.is_complete = False  # nothing is computed any more: requests get the answers that they have had
+        self._answers: dict[tuple, list[Any]] = defaultdict(list)  # several of a request that a task repeats
+
+    def add(self, request: Instance, answer: Any) -> None:
+        self._answers[_key(request)].append(answer)
+
+    def next_answer(self, request: Instance) -> Any:
+        answers = self._answers[_key(request)]
+        answers.append(answers.pop(0))  # in turn, as often as they are asked for
+        return answers[-1]
+
+    def count_documents(self, task: Task) -> int:
+        """Return the number of documents, from the first one on, all of whose requests were answered."""
+        if not vars(task).get("_instances"):
+            return 0  # stopped while the requests were built
+        missing = [
+            request.doc_id or 0
+            for request in task.instances
+            if len(self._answers[_key(request)]) < (request.repeats or 1)
+        ]
+        documents = {request.doc_id or 0 for request in task.instances}
+        return min(missing, default=len(documents))
+
+
+def _key(request: Instance) -> tuple:
+    return request.task_name, request.doc_id, request.request_type, request.idx, repr(request.args)
+
+
+if TYPE_CHECKING:
+    from runner.inference.load import LoadedModel
+
+
+class _AllStopped(Exception):
+    """No row needs another token."""
+
+
+def generate_until_stop(
+    trained: LoadedModel,
+    prompts: list[list[int]],
+    settings: dict[str, Any],
+    stop_ids: list[int],
+    check_stop: Callable[[], None],
+) -> list[str]:
+    """Return the continuation of each prompt up to the first of `settings["until"]`, which may be texts of control
+    tokens.
+
+    `settings`: those of lm_eval.models.utils.normalize_gen_kwargs; `check_stop` is called before each token and may
+    raise.
+    """
+    stops = [stop for stop in settings["until"] if stop]
+    lookback = max((len(stop.encode()) for stop in stops), default=0) + 1  # tokens; one is at least a byte
+    answers: list[list[int]] = [[] for _ in prompts]
+    stopped: set[int] = set()  # rows with a stop text
+    continued: set[int] | None = None  # rows that the last step has given a token
+
+    def on_token(row: int, token: int) -> None:
+        if continued is not None:
+            continued.add(row)
+        if row in stopped:
+            return
+        answers[row].append(token)
+        text = trained.tokenizer.decode(answers[row][-lookback:], skip_special=False)
+        if any(stop in text for stop in stops):
+            stopped.add(row)
+
+    def before_token() -> None:
+        nonlocal continued
+        check_stop()
+        if continued is not None and continued <= stopped:
+            raise _AllStopped
+        continued = set()
+
+    is_greedy = not settings.get("do_sample") or not settings.get("temperature")
+    try:
+        generate(
+            trained.model,
+            prompts,
+            max_new_tokens=settings["max_gen_toks"],
+            temperature=0.0 if is_greedy else float(settings["temperature"]),
+            top_k=int(settings.get("top_k") or 0),
+            top_p=float(settings.get("top_p") or 1),
+            repetition_penalty=float(settings.get("repetition_penalty") or 1),
+            stop_ids=stop_ids,
+            on_token=on_token,
+            before_token=before_token,
+        )
+    except _AllStopped:
+        pass
+    texts = [trained.tokenizer.decode(answer) for answer in answers]
+    return [min((text.split(stop)[0] for stop in stops), key=len, default=text) for text in texts]
+
 
 MAX_LOGITS = 1 << 28  # of a batch: fewer rows than batch_size where the vocabulary is large
 BATCHES_PER_PART = 4  # batches whose requests are sorted by length together
@@ -65,20 +170,29 @@ class HarnessModel(TemplateLM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         assert self._template is not None, "refused by `run_tasks`"
         self._is_chat = True
-        return self._template.render_prompt(chat_history, "a document of the task", continues_answer=not add_generation_prompt)
+        return self._template.render_prompt(
+            chat_history, "a document of the task", continues_answer=not add_generation_prompt
+        )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Encode a text in which control tokens are meant as such, with the tokens that the tokenizer adds unless it begins with a bos_token."""
+        """Encode a text in which control tokens are meant as such, with the tokens that the tokenizer adds unless it
+        begins with a bos_token.
+        """
         if add_special_tokens is None:
-            add_special_tokens = not string.startswith(self.trained.tokenizer.decode([self.prefix_token_id], skip_special=False))
+            add_special_tokens = not string.startswith(
+                self.trained.tokenizer.decode([self.prefix_token_id], skip_special=False)
+            )
         return self.trained.tokenizer.encode_rendered(string, add_special_tokens)
 
-    # --- log-probabilities --------------------------------------------------------------------------------------------------------------------------
+    # --- log-probabilities
+    # --------------------------------------------------------------------------------------------------------------------------
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[LogProb]:
         """Return of each continuation its log-probability. Contexts that are too long lose their beginning."""
         scored = [self._encode_request(*request.args) for request in requests]
-        return self._answer("requests", requests, scored, lambda each: ("", -len(each[1]) - len(each[2])), self._loglikelihood_tokens)
+        return self._answer(
+            "requests", requests, scored, lambda each: ("", -len(each[1]) - len(each[2])), self._loglikelihood_tokens
+        )
 
     def _encode_request(self, context: str, continuation: str) -> Scored:
         if context:
@@ -88,8 +202,16 @@ class HarnessModel(TemplateLM):
             if ids[:1] == context_ids:
                 ids = ids[1:]
         if not ids or len(ids) > self.max_length:
-            problem = "has no token of its own" if not ids else f"has {len(ids):,} tokens, the model takes {self.max_length:,}"
-            raise UserError(f"the continuation {continuation[:60]!r} {problem}", f"context {context[-60:]!r}", "leave the task out, or correct its rows")
+            problem = (
+                "has no token of its own"
+                if not ids
+                else f"has {len(ids):,} tokens, the model takes {self.max_length:,}"
+            )
+            raise UserError(
+                f"the continuation {continuation[:60]!r} {problem}",
+                f"context {context[-60:]!r}",
+                "leave the task out, or correct its rows",
+            )
         self.shortened += len(context_ids) + len(ids) > self.max_length + 1
         return (context, continuation), context_ids, ids
 
@@ -131,25 +253,44 @@ class HarnessModel(TemplateLM):
             count = len(continuation)
             log_probs = row[len(tokens) - 1 - count : len(tokens) - 1].float().log_softmax(-1)  # (count, V)
             targets = torch.tensor(tokens[-count:], device=row.device)
-            results.append((float(log_probs.gather(-1, targets.unsqueeze(-1)).sum()), bool((log_probs.argmax(-1) == targets).all())))
+            results.append(
+                (
+                    float(log_probs.gather(-1, targets.unsqueeze(-1)).sum()),
+                    bool((log_probs.argmax(-1) == targets).all()),
+                )
+            )
         return results
 
-    # --- generation ---------------------------------------------------------------------------------------------------------------------------------
+    # --- generation
+    # ---------------------------------------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return the continuation of each context up to one of the task's stop texts. Requests of one setting are generated in batches."""
-        pairs = [(self.tok_encode(context), self._settings(settings)) for context, settings in (request.args for request in requests)]
+        """Return the continuation of each context up to one of the task's stop texts. Requests of one setting are
+        generated in batches.
+        """
+        pairs = [
+            (self.tok_encode(context), self._settings(settings))
+            for context, settings in (request.args for request in requests)
+        ]
         self.shortened += sum(len(ids) > self._max_prompt(settings) for ids, settings in pairs)
         return self._answer("answers", requests, pairs, lambda each: (repr(each[1]), -len(each[0])), self._generate)
 
     def _settings(self, given: dict[str, Any]) -> dict[str, Any]:
         settings: dict[str, Any] = dict(normalize_gen_kwargs(given))
-        if unknown := sorted(name for name, value in settings.items() if name not in GENERATION_SETTINGS and (name, value) != ("num_beams", 1)):
+        if unknown := sorted(
+            name
+            for name, value in settings.items()
+            if name not in GENERATION_SETTINGS and (name, value) != ("num_beams", 1)
+        ):
             message = f"the task generates with {unknown[0]}={settings[unknown[0]]}, which is not supported"
             raise UserError(message, "generation_kwargs of the task", f"it may have {', '.join(GENERATION_SETTINGS)}")
         if settings["max_gen_toks"] >= self.max_length:
             message = f"the task generates up to {settings['max_gen_toks']:,} tokens, the model takes {self.max_length:,} with the question"
-            raise UserError(message, "generation_kwargs of the task", "a copy of the task with a smaller max_gen_toks in tasks_path=FOLDER")
+            raise UserError(
+                message,
+                "generation_kwargs of the task",
+                "a copy of the task with a smaller max_gen_toks in tasks_path=FOLDER",
+            )
         return settings
 
     def _max_prompt(self, settings: dict[str, Any]) -> int:
@@ -159,13 +300,25 @@ class HarnessModel(TemplateLM):
         """All `requests` have the same settings."""
         settings = requests[0][1]
         prompts = [ids[-self._max_prompt(settings) :] or [self.prefix_token_id] for ids, _ in requests]
-        stop_ids = self._template.stop_ids if self._template and self._is_chat else list(self.trained.tokenizer.stop_ids)
+        stop_ids = (
+            self._template.stop_ids if self._template and self._is_chat else list(self.trained.tokenizer.stop_ids)
+        )
         return generate_until_stop(self.trained, prompts, settings, stop_ids, self._check_stop)
 
-    # --- batches ------------------------------------------------------------------------------------------------------------------------------------
+    # --- batches
+    # ------------------------------------------------------------------------------------------------------------------------------------
 
-    def _answer(self, unit: str, requests: list[Instance], inputs: list, key: Callable[[Any], tuple[str, int]], compute: Callable[[list], list]) -> list:
-        """Return the answers that `compute` gives for batches of `inputs`, whose order is that of `key`: (what a batch shares, minus the length)."""
+    def _answer(
+        self,
+        unit: str,
+        requests: list[Instance],
+        inputs: list,
+        key: Callable[[Any], tuple[str, int]],
+        compute: Callable[[list], list],
+    ) -> list:
+        """Return the answers that `compute` gives for batches of `inputs`, whose order is that of `key`: (what a batch
+        shares, minus the length).
+        """
         if self.answers.is_complete:
             return [self.answers.next_answer(request) for request in requests]
         answers: dict[int, Any] = {}

@@ -1,7 +1,8 @@
-"""Find the definitions of tasks by name without parsing all task files of the harness (14,000), which takes it 12 seconds.
+"""Find the definitions of tasks by name without parsing all task files of the harness (14,000), which takes it 12
+seconds.
 
-The names that a file defines are at the beginnings of its lines: `task: NAME`, `group: NAME`, `tag: NAME`. Only the files of the names asked for,
-and of the members of groups and tags among them, are parsed, by the harness itself.
+The names that a file defines are at the beginnings of its lines: `task: NAME`, `group: NAME`, `tag: NAME`. Only the
+files of the names asked for, and of the members of groups and tags among them, are parsed, by the harness itself.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Entry, TaskIndex
 from lm_eval.tasks._yaml_loader import load_yaml
 
-NAME_KEY = re.compile(rb"""^["']?(task|group|tag|include|class)["']?[ \t]*:[ \t]*(.*(?:\n[ \t]*-[ \t].*)*)""", re.MULTILINE)
+NAME_KEY = re.compile(
+    rb"""^["']?(task|group|tag|include|class)["']?[ \t]*:[ \t]*(.*(?:\n[ \t]*-[ \t].*)*)""", re.MULTILINE
+)
 COMMENT, LIST_MARKS = re.compile(r"(?:^|\s)#.*"), re.compile(r"(?:^|\n)\s*-\s|[\[\],\n]")
 IGNORED_FOLDERS = {"__pycache__", ".ipynb_checkpoints"}
 
@@ -53,7 +56,9 @@ class TaskFiles:
                 text = path.read_bytes()
             except OSError:
                 text = b""
-            self._keys_of[path] = {key.decode(): _items(value.decode("utf-8", "replace")) for key, value in NAME_KEY.findall(text)}
+            self._keys_of[path] = {
+                key.decode(): _items(value.decode("utf-8", "replace")) for key, value in NAME_KEY.findall(text)
+            }
         return self._keys_of[path]
 
     def _tags(self, path: Path, depth: int = 8) -> list[str]:
@@ -106,7 +111,9 @@ class TaskLibrary:
 
 
 def _members(entry: Entry) -> Iterator[str]:
-    """Yield the tasks of a tag or group, and of the groups inside of it. Members without a definition of their own are left out later."""
+    """Yield the tasks of a tag or group, and of the groups inside of it. Members without a definition of their own are
+    left out later.
+    """
     yield from entry.tags
     yield from _listed((entry.cfg or {}).get("task"))
 

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import StopRequested, UserError, print_note
 from common.guarded_files import check_own_files
-from runner.inference.evaluate import EVALUATIONS_FILE, EvaluateConfig, Listen, Record, exported_weights, print_partial, record_results, records_dir
+from runner.inference.evaluate import (
+    EVALUATIONS_FILE,
+    EvaluateConfig,
+    Listen,
+    Record,
+    exported_weights,
+    print_partial,
+    record_results,
+    records_dir,
+)
 from runner.inference.harness.loading import LoadedTasks, check_shots, harness_version, load_tasks
 from runner.inference.load import load_trained, weights_dir
 from runner.tracking.progress import EvaluationProgress
@@ -25,10 +34,13 @@ SEED = 1234  # of examples and of sampled answers: the harness's own
 BOOTSTRAP_SAMPLES = 1000  # for the standard error of metrics that are no means
 
 
-def evaluate_tasks(cfg: EvaluateConfig, folder: Path, listen: Listen = None, record: Callable[[Path, Record], None] = record_results) -> list[Record]:
+def evaluate_tasks(
+    cfg: EvaluateConfig, folder: Path, listen: Listen = None, record: Callable[[Path, Record], None] = record_results
+) -> list[Record]:
     """Run the tasks `cfg.tasks` on the model in `folder`; print and record the results of each as soon as it is done.
 
-    Where the user stops (`listen`), the result over the documents so far is printed and not recorded. Raises KeyboardInterrupt then.
+    Where the user stops (`listen`), the result over the documents so far is printed and not recorded. Raises
+    KeyboardInterrupt then.
     """
     from data.tokenize.tokenizer import Tokenizer
 
@@ -59,7 +71,9 @@ def evaluate_tasks(cfg: EvaluateConfig, folder: Path, listen: Listen = None, rec
 
 
 def run_task(model: HarnessModel, name: str, loaded: LoadedTasks, cfg: EvaluateConfig) -> Iterator[Record]:
-    """Yield the record of a task or group, or of each task of a tag. After a stop, those of the documents that are done, task by task."""
+    """Yield the record of a task or group, or of each task of a tag. After a stop, those of the documents that are
+    done, task by task.
+    """
     if note := check_shots(loaded["tasks"], cfg.shots):
         print_note(note)
     try:
@@ -73,7 +87,9 @@ def run_task(model: HarnessModel, name: str, loaded: LoadedTasks, cfg: EvaluateC
                 yield {**_record(_compute(model, one, cfg, done), task_name, cfg), "partial": True, "of": total}
         return
     if model.shortened:
-        print_note(f"warning: {name}: {model.shortened:,} contexts are longer than the model's {model.max_length:,} tokens and have lost their beginning")
+        print_note(
+            f"warning: {name}: {model.shortened:,} contexts are longer than the model's {model.max_length:,} tokens and have lost their beginning"
+        )
     for top in [name] if name in loaded["groups"] else loaded["tasks"]:
         yield _record(results, top, cfg)
 
@@ -103,12 +119,15 @@ def _compute(model: HarnessModel, loaded: LoadedTasks, cfg: EvaluateConfig, limi
             )
     except (UserError, StopRequested):
         raise
-    except Exception as error:  # what a task raises about its own rows, e.g. from its templates; the model's own errors are shown as they are
+    # what a task raises about its own rows, e.g. from its templates; the model's own errors are shown as they are
+    except Exception as error:
         if model.is_computing:
             raise
         reason = (str(error).splitlines() or [""])[0]
         message = f"the task cannot be run: {type(error).__name__}: {reason}"
-        raise UserError(message, f"tasks={list(loaded['tasks'])[:3]}", "correct the task file or its data, or leave the task out") from error
+        raise UserError(
+            message, f"tasks={list(loaded['tasks'])[:3]}", "correct the task file or its data, or leave the task out"
+        ) from error
     assert results is not None
     return dict(results)
 
@@ -130,7 +149,10 @@ def _show_preparation(tasks: dict[str, Task], model: HarnessModel, limit: int | 
     if model.answers.is_complete:
         return
     progress, done = model.progress, 0
-    progress.begin("documents prepared", sum(len(task.eval_docs) if limit is None else min(limit, len(task.eval_docs)) for task in tasks.values()))
+    progress.begin(
+        "documents prepared",
+        sum(len(task.eval_docs) if limit is None else min(limit, len(task.eval_docs)) for task in tasks.values()),
+    )
 
     def counting(prepare: Callable[..., Any]) -> Callable[..., Any]:
         def prepare_document(*arguments: Any, **options: Any) -> Any:
@@ -149,10 +171,23 @@ def _show_preparation(tasks: dict[str, Task], model: HarnessModel, limit: int | 
 
 def _record(results: dict[str, Any], name: str, cfg: EvaluateConfig) -> Record:
     """Return the record of a task or group from the results of the harness."""
-    record: Record = {"task": name, "shots": results["n-shot"].get(name), "limit": cfg.limit, "chat_template": cfg.chat_template}
-    members = [each for each in results["results"] if each != name and each in results["n-samples"]] if name not in results["n-samples"] else []
+    record: Record = {
+        "task": name,
+        "shots": results["n-shot"].get(name),
+        "limit": cfg.limit,
+        "chat_template": cfg.chat_template,
+    }
+    members = (
+        [each for each in results["results"] if each != name and each in results["n-samples"]]
+        if name not in results["n-samples"]
+        else []
+    )
     counts = {each: int(count["effective"]) for each, count in results["n-samples"].items()}
-    record |= {"n": counts.get(name, sum(counts.values())), "task_version": results["versions"].get(name), "lm_eval": harness_version()}
+    record |= {
+        "n": counts.get(name, sum(counts.values())),
+        "task_version": results["versions"].get(name),
+        "lm_eval": harness_version(),
+    }
     record["results"] = _values(results["results"][name])
     if members:
         record["members"] = {each: {"n": counts[each], **_values(results["results"][each])} for each in members}
@@ -160,7 +195,9 @@ def _record(results: dict[str, Any], name: str, cfg: EvaluateConfig) -> Record:
 
 
 def _values(metrics: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics and their standard errors; one that a filter has computed has its name: `exact_match,strict-match`."""
+    """Return the metrics and their standard errors; one that a filter has computed has its name:
+    `exact_match,strict-match`.
+    """
     return {
         name.removesuffix(",none"): float(value)
         for name, value in metrics.items()

@@ -1,4 +1,6 @@
-"""Exact match of the answers of whole conversations, as a user has them: the model's own earlier answers are part of each prompt."""
+"""Exact match of the answers of whole conversations, as a user has them: the model's own earlier answers are part of
+each prompt.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,14 @@ class Dialogue:
     where: str  # file:line
     rest: list[dict[str, Any]]  # messages of the data that are left
     tools: list[dict] | None
-    messages: list[dict[str, Any]] = field(default_factory=list)  # the earlier ones, with the model's answers in place of the assistant's
+    # the earlier ones, with the model's answers in place of the assistant's
+    messages: list[dict[str, Any]] = field(default_factory=list)
     right: list[bool] = field(default_factory=list)  # of each answer
 
     def take_until_answer(self) -> str | None:
-        """Move the messages before the next answer to `messages`; return the answer that the data expects, None after the last one."""
+        """Move the messages before the next answer to `messages`; return the answer that the data expects, None after
+        the last one.
+        """
         while self.rest:
             message = self.rest.pop(0)
             if message["role"] == "assistant":
@@ -38,19 +43,23 @@ class Dialogue:
 
 @register_metric("conversation", reads=("chat",))
 def conversation(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateConfig) -> MetricResults:
-    """Fraction of answers that the model generates exactly (greedily, without leading and trailing white space): exact_match of all,
-    first_turn and last_turn of each conversation.
+    """Fraction of answers that the model generates exactly (greedily, without leading and trailing white space):
+    exact_match of all, first_turn and last_turn of each conversation.
     """
     template = ChatTemplate(trained.tokenizer)
     waiting, done = _dialogues(examples, cfg.batch_size), list[Dialogue]()
     shown = 0
     while batch := list(itertools.islice(waiting, cfg.batch_size)):
         done += batch
-        while turns := [(dialogue, expected) for dialogue in batch if (expected := dialogue.take_until_answer()) is not None]:
+        while turns := [
+            (dialogue, expected) for dialogue in batch if (expected := dialogue.take_until_answer()) is not None
+        ]:
             prompts = [template.encode_prompt(dialogue.messages, dialogue.tools) for dialogue, _ in turns]
             for (dialogue, _), prompt in zip(turns, prompts, strict=True):
                 check_prompt_length(trained, prompt, cfg.max_new_tokens, dialogue.where)
-            for (dialogue, expected), answer in zip(turns, generate_answers(trained, prompts, cfg.max_new_tokens), strict=True):
+            for (dialogue, expected), answer in zip(
+                turns, generate_answers(trained, prompts, cfg.max_new_tokens), strict=True
+            ):
                 dialogue.right.append(answer.strip() == expected.strip())
                 if not dialogue.right[-1] and shown < cfg.show:
                     shown += 1
@@ -71,12 +80,22 @@ def _dialogues(examples: EvaluationSet, batch_size: int) -> Iterator[Dialogue]:
     for where, chat in examples.examples(batch_size):
         assert isinstance(chat, ChatExample)
         if not any(message["role"] == "assistant" for message in chat.messages):
-            raise UserError("the conversation has no answer of the assistant", where, "add the expected answers, or delete the row")
+            raise UserError(
+                "the conversation has no answer of the assistant", where, "add the expected answers, or delete the row"
+            )
         if any(message.get("tool_calls") for message in chat.messages):
-            raise UserError("a tool call of the model's own would have no result to continue with", where, "metric=exact_match measures the last answer")
+            raise UserError(
+                "a tool call of the model's own would have no result to continue with",
+                where,
+                "metric=exact_match measures the last answer",
+            )
         yield Dialogue(where, list(chat.messages), chat.tools)
 
 
 def _show_wrong_answer(dialogue: Dialogue, expected: str, answer: str) -> None:
     question = dialogue.messages[-1]["content"] if dialogue.messages else ""
-    print(strip_control(f"{dialogue.where}: turn {len(dialogue.right)}: {question!r}\n    expected {expected!r}\n    answered {answer!r}"))
+    print(
+        strip_control(
+            f"{dialogue.where}: turn {len(dialogue.right)}: {question!r}\n    expected {expected!r}\n    answered {answer!r}"
+        )
+    )

@@ -16,17 +16,27 @@ from runner.inference.load import LoadedModel
 
 @register_metric("exact_match", reads=("chat",))
 def exact_match(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateConfig) -> MetricResults:
-    """Fraction of conversations whose last answer the model generates greedily, without leading and trailing white space."""
+    """Fraction of conversations whose last answer the model generates greedily, without leading and trailing white
+    space.
+    """
     correct, wrong = 0, []
     questions = _questions(trained, examples, cfg)
     while batch := list(itertools.islice(questions, cfg.batch_size)):
-        for question, answer in zip(batch, generate_answers(trained, [question["prompt"] for question in batch], cfg.max_new_tokens), strict=True):
+        for question, answer in zip(
+            batch,
+            generate_answers(trained, [question["prompt"] for question in batch], cfg.max_new_tokens),
+            strict=True,
+        ):
             if answer.strip() == question["expected"].strip():
                 correct += 1
             else:
                 wrong.append({**question, "answer": answer})
     for miss in wrong[: cfg.show]:
-        print(strip_control(f"{miss['where']}: {miss['question']!r}\n    expected {miss['expected']!r}\n    answered {miss['answer']!r}"))
+        print(
+            strip_control(
+                f"{miss['where']}: {miss['question']!r}\n    expected {miss['expected']!r}\n    answered {miss['answer']!r}"
+            )
+        )
     return {"exact_match": correct / (correct + len(wrong)), "right": correct, "rows": correct + len(wrong)}
 
 
@@ -37,7 +47,11 @@ def _questions(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateConfi
         assert isinstance(chat, ChatExample)
         messages = chat.messages
         if messages[-1]["role"] != "assistant":
-            raise UserError(f"the conversation ends with a message of the {messages[-1]['role']}", where, "end it with the expected answer")
+            raise UserError(
+                f"the conversation ends with a message of the {messages[-1]['role']}",
+                where,
+                "end it with the expected answer",
+            )
         prompt = template.encode_prompt(messages[:-1], chat.tools)
         check_prompt_length(trained, prompt, cfg.max_new_tokens, where)
         question = messages[-2]["content"] if len(messages) > 1 else ""
@@ -59,5 +73,14 @@ def generate_answers(trained: LoadedModel, prompts: list[list[int]], max_new_tok
     from models.generate import generate
 
     stop = ChatTemplate(trained.tokenizer).stop_ids
-    answers = generate(trained.model, prompts, max_new_tokens=max_new_tokens, temperature=0.0, top_k=0, top_p=1.0, repetition_penalty=1.0, stop_ids=stop)
+    answers = generate(
+        trained.model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        repetition_penalty=1.0,
+        stop_ids=stop,
+    )
     return [trained.tokenizer.decode(ids) for ids in answers]

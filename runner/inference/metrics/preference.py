@@ -13,7 +13,8 @@ from runner.inference.load import LoadedModel, load_trained
 
 @register_metric("preference", reads=("preference",))
 def preference(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateConfig) -> MetricResults:
-    """Fraction of pairs whose implicit reward (https://arxiv.org/abs/2305.18290) is larger for chosen than for rejected, and the mean margin.
+    """Fraction of pairs whose implicit reward (https://arxiv.org/abs/2305.18290) is larger for chosen than for
+    rejected, and the mean margin.
 
     The reward is the log-ratio of model and reference in nats: beta is 1.
     """
@@ -33,5 +34,7 @@ def preference(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateConfi
 def _reference_dir(folder: Path) -> str:
     source = read_json_object(folder / "run.json").get("init_from")
     if not source or source == "scratch":
-        raise UserError("no reference model is recorded for this model", f"run={folder}", "give the model before DPO: reference=DIR")
+        raise UserError(
+            "no reference model is recorded for this model", f"run={folder}", "give the model before DPO: reference=DIR"
+        )
     return str(source)

@@ -1,4 +1,6 @@
-"""How a CPU will compute a run: long runs are compiled, take large tensors from a memory pool, and compute products and attention as was fastest."""
+"""How a CPU will compute a run: long runs are compiled, take large tensors from a memory pool, and compute products and
+attention as was fastest.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.types import sequences_per_row
-from runner.engine.choices.attention_choice import DEFAULT_KERNEL, FUSED, AttentionShape, attention_choice
 from runner.engine.choices.compile_choice import COMPILED, LAYERS_FACT, UNCOMPILED
+from runner.engine.choices.layer_choices import DEFAULT_KERNEL, FUSED, AttentionShape, attention_choice
 from runner.engine.choices.measured_choice import MeasuredChoice, known_kernel
 from runner.engine.choices.product_choice import MIN_RUN_FLOPS, NATIVE, product_choice
 from runner.engine.config import Config
@@ -28,16 +30,25 @@ class CpuExecution:
     attention: str | None = DEFAULT_KERNEL  # kernel; None: this machine has not measured yet which one is the fastest
     threads: int = 1
     is_long: bool = False  # long enough to choose kernels by measuring
-    is_upcast: bool | None = False  # products in 16 bits are computed in fp32; None: this machine has not measured yet whether that is faster
+    # products in 16 bits are computed in fp32; None: this machine has not measured yet whether that is faster
+    is_upcast: bool | None = False
 
 
-def cpu_execution(cfg: Config, facts: ModelSizes, data: DataFacts, ranks: int, saved: Mapping[str, str] | None = None) -> CpuExecution:
-    """Return how each of `ranks` computes the run, by the rules of runner/engine/setup/kernels.py. `saved`: `saved_kernels` of a resumed run."""
+def cpu_execution(
+    cfg: Config, facts: ModelSizes, data: DataFacts, ranks: int, saved: Mapping[str, str] | None = None
+) -> CpuExecution:
+    """Return how each of `ranks` computes the run, by the rules of runner/engine/kernels.py. `saved`: `saved_kernels`
+    of a resumed run.
+    """
     import torch
 
     threads = planned_threads(ranks)
-    tokens = data.steps * data.sequences_per_step / ranks * cfg.data.max_length * sequences_per_row(cfg.stage.data_format)
-    decision = resolve_compile_mode(cfg.train.compile, 6.0 * facts.parameters * tokens, torch.device("cpu"), threads, cfg.model.has_dynamic_shapes)
+    tokens = (
+        data.steps * data.sequences_per_step / ranks * cfg.data.max_length * sequences_per_row(cfg.stage.data_format)
+    )
+    decision = resolve_compile_mode(
+        cfg.train.compile, 6.0 * facts.parameters * tokens, torch.device("cpu"), threads, cfg.model.has_dynamic_shapes
+    )
     kernel: str | None = DEFAULT_KERNEL
     products = saved["products"] if saved else known_products(cfg, facts, ranks, threads, decision)
     is_upcast = products != NATIVE if products else None
@@ -47,14 +58,18 @@ def cpu_execution(cfg: Config, facts: ModelSizes, data: DataFacts, ranks: int, s
         elif decision.is_long_run:
             kernel = known_choice(attention_choice(shape, lambda kernel: None), ranks, threads, products or NATIVE)
     has_pool = decision.is_long_run and has_cpp_compiler() and not why_no_memory_pool()
-    can_measure = cfg.train.compile == "auto" and cfg.train.activation_checkpointing == "none" and cfg.distributed.name != "fsdp"
+    can_measure = (
+        cfg.train.compile == "auto" and cfg.train.activation_checkpointing == "none" and cfg.distributed.name != "fsdp"
+    )
     is_compiled = decision.mode != "off" and not (saved and can_measure and saved[LAYERS_FACT] == UNCOMPILED)
     return CpuExecution(is_compiled, has_pool, kernel, threads, decision.is_long_run, is_upcast)
 
 
 def known_products(cfg: Config, facts: ModelSizes, ranks: int, threads: int, decision: CompileDecision) -> str | None:
-    """Return how a run or a trial on this machine has found products of 16-bit matrices to be fastest; None if this run will measure it."""
-    from runner.engine.setup.kernels import product_shape
+    """Return how a run or a trial on this machine has found products of 16-bit matrices to be fastest; None if this run
+    will measure it.
+    """
+    from runner.engine.kernels import product_shape
 
     shape = product_shape(cfg, facts.main_linear, PRECISIONS[cfg.precision.name].dtype)
     if shape is None or not (decision.is_long_run or decision.planned_flops >= MIN_RUN_FLOPS):
@@ -70,7 +85,9 @@ def planned_attention_shape(cfg: Config, facts: ModelSizes, data: DataFacts) -> 
     packed = data.shape.is_packed
     rows = cfg.train.batch_size * (1 if packed else sequences_per_row(cfg.stage.data_format))
     documents = round(data.rows / data.sequences) if packed else 1
-    return AttentionShape(rows, cfg.data.max_length, documents, *facts.attention_sizes, PRECISIONS[cfg.precision.name].dtype)
+    return AttentionShape(
+        rows, cfg.data.max_length, documents, *facts.attention_sizes, PRECISIONS[cfg.precision.name].dtype
+    )
 
 
 def is_supported(shape: AttentionShape) -> bool:
@@ -84,7 +101,9 @@ def is_supported(shape: AttentionShape) -> bool:
 
 
 def planned_threads(ranks: int) -> int:
-    """Return the threads of each rank, by the rules of the launcher and of runner/engine/device/cpu/threads.py, without other trainings on this machine."""
+    """Return the threads of each rank, by the rules of the launcher and of runner/engine/device/cpu/threads.py, without
+    other trainings on this machine.
+    """
     import torch
 
     if ranks > 1:
@@ -96,13 +115,15 @@ def planned_threads(ranks: int) -> int:
 
 def known_choice(choice: MeasuredChoice, ranks: int, threads: int, products: str) -> str | None:
     """Return the kernel that a run or a trial on this machine has measured as the fastest; None if none has."""
-    from runner.engine.setup.kernels import measured_facts
+    from runner.engine.kernels import measured_facts
 
     return known_kernel(choice, set_inductor_cache(), measured_facts(ranks, threads, products))
 
 
 def saved_kernels(run_dir: Path | None) -> dict[str, str] | None:
-    """Return the kernels of attention and products of the newest checkpoint, and whether layers are compiled, which a resumed run repeats; None without one."""
+    """Return the kernels of attention and products of the newest checkpoint, and whether layers are compiled, which a
+    resumed run repeats; None without one.
+    """
     from runner.checkpoint.compatibility import recorded_environment
     from runner.checkpoint.format import read_newest_state
 
@@ -110,13 +131,18 @@ def saved_kernels(run_dir: Path | None) -> dict[str, str] | None:
     if state is None:
         return None
     environment = recorded_environment(state["compatibility"])
-    return {name: str(environment.get(name, default)) for name, default in (("attention", DEFAULT_KERNEL), ("products", NATIVE), (LAYERS_FACT, COMPILED))}
+    return {
+        name: str(environment.get(name, default))
+        for name, default in (("attention", DEFAULT_KERNEL), ("products", NATIVE), (LAYERS_FACT, COMPILED))
+    }
 
 
 def attention_buffers(facts: ModelSizes, tokens: int, width: int, cpu: CpuExecution) -> int:
-    """Return the bytes that the fused kernel keeps in its threads for a document of `tokens` (attention.cpp): keys, values, and in the backward pass all scores.
+    """Return the bytes that the fused kernel keeps in its threads for a document of `tokens` (attention.cpp): keys,
+    values, and in the backward pass all scores.
 
-    `width`: bytes of a number; operands of upcast products are fp32, and where it is not known whether they are upcast. A thread computes one document of one key head at a time, and its buffers stay until it ends.
+    `width`: bytes of a number; operands of upcast products are fp32, and where it is not known whether they are upcast.
+    A thread computes one document of one key head at a time, and its buffers stay until it ends.
     """
     if cpu.attention != FUSED or facts.attention_sizes is None:
         return 0

@@ -74,7 +74,7 @@ class DataFacts:
 
 def data_facts(cfg: Config, pipeline: DataPipeline, tokenizer: Tokenizer, ranks: int) -> DataFacts:
     from data.batching.packing import PackedSequences
-    from data.store.truncation import measure_truncation
+    from data.store.writer import measure_truncation
     from runner.engine.data_pipeline import build_loader
 
     per_step = cfg.train.batch_size * cfg.train.accumulation_steps * ranks
@@ -86,7 +86,11 @@ def data_facts(cfg: Config, pipeline: DataPipeline, tokenizer: Tokenizer, ranks:
     rows, length = batch.input_ids.shape
     shape = BatchShape(rows, length, is_packed=batch.document_ids is not None)
     sequences = pipeline.train
-    tokens = round(sequences.fill_ratio * len(sequences) * sequences.capacity) if isinstance(sequences, PackedSequences) else _count_tokens(loader)
+    tokens = (
+        round(sequences.fill_ratio * len(sequences) * sequences.capacity)
+        if isinstance(sequences, PackedSequences)
+        else _count_tokens(loader)
+    )
     return DataFacts(
         rows=len(sequences.rows),
         sequences=len(sequences),
@@ -108,7 +112,9 @@ def data_facts(cfg: Config, pipeline: DataPipeline, tokenizer: Tokenizer, ranks:
 
 
 def longest_batch(loader: StepLoader, steps: int) -> Batch:
-    """Return the largest micro-batch of the first `steps` steps; where these are many, that of the longest sequences of the data."""
+    """Return the largest micro-batch of the first `steps` steps; where these are many, that of the longest sequences of
+    the data.
+    """
     import numpy as np
 
     from data.batching.packing import PackedSequences
@@ -116,7 +122,9 @@ def longest_batch(loader: StepLoader, steps: int) -> Batch:
     sequences, count = loader.sequences, min(loader.batch_size, len(loader.sequences))
     if isinstance(sequences, PackedSequences):
         candidates = [sequences[i] for i in range(min(len(sequences), max(SAMPLED_SEQUENCES, count)))]
-        return loader.collate(sorted(candidates, key=lambda rows: -sum(len(part.ids) for row in rows for part in row.sequences))[:count])
+        return loader.collate(
+            sorted(candidates, key=lambda rows: -sum(len(part.ids) for row in rows for part in row.sequences))[:count]
+        )
     lengths = _all_lengths(loader)
     if steps > SEARCHED_STEPS:
         return loader.collate([sequences[int(i)] for i in np.argpartition(lengths, len(lengths) - count)[-count:]])
@@ -134,7 +142,12 @@ def _all_lengths(loader: StepLoader) -> np.ndarray:
     import numpy as np
 
     rows = loader.sequences.rows
-    return np.concatenate([rows.lengths(start, min(start + LENGTHS_PER_BATCH, len(rows))) for start in range(0, len(rows), LENGTHS_PER_BATCH)])
+    return np.concatenate(
+        [
+            rows.lengths(start, min(start + LENGTHS_PER_BATCH, len(rows)))
+            for start in range(0, len(rows), LENGTHS_PER_BATCH)
+        ]
+    )
 
 
 def _count_tokens(loader: StepLoader) -> int:
@@ -147,5 +160,8 @@ def _usual_tokens(loader: StepLoader, steps: int) -> float:
     steps = min(steps, loader.steps_per_epoch)
     for step in range(0, steps, max(1, steps // SAMPLED_STEPS)):
         mine = lengths[loader.sampler.indices(0, step)]
-        sizes += [int(mine[i : i + loader.batch_size].max()) * len(mine[i : i + loader.batch_size]) for i in range(0, len(mine), loader.batch_size)]
+        sizes += [
+            int(mine[i : i + loader.batch_size].max()) * len(mine[i : i + loader.batch_size])
+            for i in range(0, len(mine), loader.batch_size)
+        ]
     return sum(sizes) / len(sizes) / max(sizes)

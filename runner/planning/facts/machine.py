@@ -27,14 +27,18 @@ def this_machine(device: str) -> Machine:
     free_disk = shutil.disk_usage(_existing(outputs_dir())).free
     if device == "cpu" or not torch.cuda.is_available():
         memory = machine_memory()
-        return Machine("cpu", f"CPU, {torch.get_num_threads()} threads", memory, min(memory, available_memory()), free_disk)
+        return Machine(
+            "cpu", f"CPU, {torch.get_num_threads()} threads", memory, min(memory, available_memory()), free_disk
+        )
     number = int(device.partition(":")[2] or 0)
     free, total = torch.cuda.mem_get_info(number)
     return Machine("cuda", torch.cuda.get_device_name(number), total, free, free_disk)
 
 
 def available_memory() -> int:
-    """Return the bytes that the system can give to programs without ending others (MemAvailable of Linux); on other systems all memory."""
+    """Return the bytes that the system can give to programs without ending others (MemAvailable of Linux); on other
+    systems all memory.
+    """
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024

@@ -19,16 +19,21 @@ class MicroBatch:
 
 
 def smaller_micro_batch(size: int, accumulation: int) -> MicroBatch | None:
-    """Return the largest micro-batch of at most half the size with which a step has the same rows; None for a size of 1.
+    """Return the largest micro-batch of at most half the size with which a step has the same rows; None for a size of
+    1.
 
     13 x 1 becomes 1 x 13, 15 x 1 becomes 5 x 3, 7 x 4 becomes 2 x 14.
     """
     rows = size * accumulation
-    return next((MicroBatch(smaller, rows // smaller) for smaller in range(size // 2, 0, -1) if rows % smaller == 0), None)
+    return next(
+        (MicroBatch(smaller, rows // smaller) for smaller in range(size // 2, 0, -1) if rows % smaller == 0), None
+    )
 
 
 def half_micro_batch(size: int, accumulation: int) -> MicroBatch | None:
-    """Return a micro-batch of half the size, rounded up, where one of the same rows per step is smaller by LARGE_DROP; otherwise None. A step has other rows."""
+    """Return a micro-batch of half the size, rounded up, where one of the same rows per step is smaller by LARGE_DROP;
+    otherwise None. A step has other rows.
+    """
     same_rows = smaller_micro_batch(size, accumulation)
     if same_rows is None or same_rows.size * LARGE_DROP >= size:
         return None

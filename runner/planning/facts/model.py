@@ -10,8 +10,12 @@ from models.families.decoder import DecoderConfig
 from runner.engine.config import Config
 from runner.engine.optim.config import OptimizerConfig
 
-OPTIMIZER_NUMBERS = {"adamw": (2, 2), "muon": (1, 2)}  # numbers of state per number of (hidden matrices, other parameters)
-EXPERT_SETTINGS = (("num_experts", "num_local_experts", "n_routed_experts"), ("num_experts_per_tok", "moe_topk", "num_experts_per_token"))
+# numbers of state per number of (hidden matrices, other parameters)
+OPTIMIZER_NUMBERS = {"adamw": (2, 2), "muon": (1, 2)}
+EXPERT_SETTINGS = (
+    ("num_experts", "num_local_experts", "n_routed_experts"),
+    ("num_experts_per_tok", "moe_topk", "num_experts_per_token"),
+)
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,9 @@ class ModelSizes:
     adapter_rank: int
     vocab: int  # V
     layer: LayerSizes
-    attention_sizes: tuple[int, int, int] | None  # query heads, key heads, head width, where a kernel of the CPU is chosen for them
-    main_linear: tuple[int, int] | None  # of `runner.engine.setup.kernels.main_linear`
+    # query heads, key heads, head width, where a kernel of the CPU is chosen for them
+    attention_sizes: tuple[int, int, int] | None
+    main_linear: tuple[int, int] | None  # of `runner.engine.kernels.main_linear`
     optimizer_known: bool  # False: the state of this optimizer is taken to be that of AdamW
 
     def optimizer_numbers(self, optimizer: OptimizerConfig) -> int:
@@ -57,16 +62,22 @@ def model_facts(cfg: Config) -> ModelSizes:
     import torch
 
     from models.language_model import create_model
+    from runner.engine.kernels import main_linear
     from runner.engine.objectives.config import prepare_stage
-    from runner.engine.setup.kernels import main_linear
 
     with torch.device("meta"):
         model = create_model(cfg.model)
         objective = prepare_stage(cfg.stage, model, cfg.init_from)
     named = dict(model.named_parameters())
     trained = {name: p for name, p in named.items() if p.requires_grad and model.is_used_by_text(name)}
-    matrices = [p.numel() for name, p in trained.items() if p.ndim == 2 and "embed_tokens" not in name and "lm_head" not in name]
-    frozen = [p.numel() for name, p in named.items() if not p.requires_grad and p.ndim == 2 and "embed_tokens" not in name and "lm_head" not in name]
+    matrices = [
+        p.numel() for name, p in trained.items() if p.ndim == 2 and "embed_tokens" not in name and "lm_head" not in name
+    ]
+    frozen = [
+        p.numel()
+        for name, p in named.items()
+        if not p.requires_grad and p.ndim == 2 and "embed_tokens" not in name and "lm_head" not in name
+    ]
     inactive = 1 - experts_share(cfg.model)
     parameters = sum(p.numel() for p in named.values())
     experts = sum(p.numel() for name, p in named.items() if ".experts." in name)
@@ -113,7 +124,9 @@ def layer_sizes(model: ModelConfig) -> LayerSizes:
         heads=heads,
         queries=heads * head,
         keys=_first(raw, ("num_key_value_heads",), heads) * head,
-        mlp=_first(raw, ("moe_intermediate_size",) * bool(experts) + ("intermediate_size", "n_inner", "ffn_dim"), 4 * hidden),
+        mlp=_first(
+            raw, ("moe_intermediate_size",) * bool(experts) + ("intermediate_size", "n_inner", "ffn_dim"), 4 * hidden
+        ),
         experts=experts,
         experts_per_token=max(1, per_token),
         qk_norm=True,

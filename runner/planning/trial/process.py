@@ -1,4 +1,5 @@
-"""Process that really runs a few steps of a planned run in a temporary folder: `python runner/planning/trial/process.py FOLDER`.
+"""Process that really runs a few steps of a planned run in a temporary folder: `python runner/planning/trial/process.py
+FOLDER`.
 
 Reads FOLDER/trial.json, writes FOLDER/result.json. The folder is removed by the process that started this one.
 """
@@ -25,7 +26,7 @@ from common.registry import import_inherited_plugins
 from runner.engine.config import Config
 from runner.engine.device.cpu.spinning import adapt_spinning, set_wait_policy
 from runner.launch.train_process import config_from_json
-from runner.run_dir.contents.fields import MAX_JSON_BYTES
+from runner.run_dir.contents import MAX_JSON_BYTES
 
 if TYPE_CHECKING:
     from runner.engine.state import TrainState
@@ -54,9 +55,16 @@ def run_trial(cfg: Config, run_dir: Path) -> dict[str, Any]:
 
     run_dir.mkdir()
     state = build_run(cfg, run_dir, 1, lambda **fields: None)
-    state.logger.start({}, total_steps=1, attempt=1, run_config=dataclasses.asdict(cfg), resume_at=None, tracker_id=None)
+    state.logger.start(
+        {}, total_steps=1, attempt=1, run_config=dataclasses.asdict(cfg), resume_at=None, tracker_id=None
+    )
     try:
-        result = {**time_steps(state), **time_evaluation(state), "sample_seconds": time_sample(state), **time_save(state)}
+        result = {
+            **time_steps(state),
+            **time_evaluation(state),
+            "sample_seconds": time_sample(state),
+            **time_save(state),
+        }
     finally:
         state.checkpoints.close()
         state.logger.finish("interrupted", {})

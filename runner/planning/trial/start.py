@@ -24,9 +24,13 @@ TRIAL = REPO_ROOT / "runner" / "planning" / "trial" / "process.py"
 
 
 def trial_of(cfg: Config) -> dict[str, Any]:
-    """Return the result of the trial with these settings. Raises UserError where the run refuses its settings, TrainingError where it fails."""
+    """Return the result of the trial with these settings. Raises UserError where the run refuses its settings,
+    TrainingError where it fails.
+    """
     tracker = TrackerConfig(name="none", page=False, console="quiet")
-    cfg = dataclasses.replace(cfg, tracker=tracker, train=dataclasses.replace(cfg.train, verify_resume=False, supervise=False))
+    cfg = dataclasses.replace(
+        cfg, tracker=tracker, train=dataclasses.replace(cfg.train, verify_resume=False, supervise=False)
+    )
     cache = Path(cfg.data.cache)
     make_dirs(cache)
     remove_leftovers(cache)
@@ -39,7 +43,9 @@ def trial_of(cfg: Config) -> dict[str, Any]:
             raise UserError(*error)
         if code or not result:
             lines = last_lines(log)
-            raise TrainingError(f"the trial of the first steps failed: {failure_reason(code, {}, lines)}; timing=false estimates without it")
+            raise TrainingError(
+                f"the trial of the first steps failed: {failure_reason(code, {}, lines)}; timing=false estimates without it"
+            )
     return result
 
 
@@ -47,7 +53,12 @@ def remove_leftovers(cache: Path) -> None:
     """Delete the folders of trials whose process was killed on this machine."""
     for folder in cache.glob(f"{glob.escape(_prefix())}*"):
         pid = folder.name.removeprefix(_prefix()).partition("-")[0]
-        if pid.isdigit() and not folder.is_symlink() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
+        if (
+            pid.isdigit()
+            and not folder.is_symlink()
+            and not Path(f"/proc/{pid}").exists()
+            and Path("/proc/self").exists()
+        ):
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -1,23 +1,193 @@
-"""doctor.py: examine runs, print a page for each, repair by consent."""
+"""doctor.py: what a resume would do with a run, and its repair by consent.
+
+Settings of doctor.py.
+
+What `resume=` would do with a run: the same plan and comparisons as a resume, without torch and without a change.
+
+doctor.py: examine runs, print a page for each, repair by consent.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import platform
+import re
+import shutil
 import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import StrEnum
+from importlib import metadata
 from pathlib import Path
+from typing import Any, Optional
 
 from common.errors import UserError, did_you_mean_path, one_line, print_note, print_safely, resume_command
 from common.paths import outputs_dir
+from common.settings import check_choice, setting_values
+from runner.checkpoint.compatibility import (
+    CODE,
+    ENVIRONMENT,
+    code_fingerprint,
+    cpu_model,
+    diff_facts,
+    environment_facts,
+    numeric_variables,
+    run_rules,
+)
+from runner.engine.config import Config
+from runner.launch.run import check_inputs
 from runner.recovery.doctor.checks import check_other_files
-from runner.recovery.doctor.config import DoctorConfig
-from runner.recovery.doctor.prediction import Prediction, Verdict, predict_resume
 from runner.recovery.evidence import Evidence
 from runner.recovery.finding import Finding, Repair, Severity
 from runner.recovery.recover import inspect_run, recover_run
-from runner.run_dir.contents.files import holds_run
+from runner.run_dir.contents import RUN_FILE, find_runs, has_started, holds_run
 from runner.run_dir.metadata import RunMetadata
-from runner.run_dir.naming import find_runs
 from runner.run_dir.resolve import enclosing_run, is_sweep_dir, resolve_run
+from runner.run_dir.resume import plan_resume
+
+
+@dataclass
+class DoctorConfig:
+    run: Optional[str]  # run directory, any path in it, a sweep (all of its jobs), or last
+    all: bool  # every run in outputs/ instead of one
+    repair: str  # false: report only; true: repair what can be repaired; ask: after a question on the terminal
+
+    def __post_init__(self) -> None:
+        check_choice("repair", self.repair, ("false", "true", "ask"))
+        if self.all == (self.run is not None):
+            raise UserError("give a run, or all=true", f"run={self.run} all={str(self.all).lower()}", "e.g. run=last")
+
+
+TORCH_VERSION = re.compile(r"^__version__ = ['\"]([^'\"]+)['\"]", re.MULTILINE)
+UNKNOWN_WITHOUT_TORCH = "the data, and the number of threads and ranks, are compared when it starts"
+
+
+class Verdict(StrEnum):
+    CONTINUES = "continues"
+    COMPLETE = "complete"
+    REFUSES = "refuses"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What resume= would do. `step`: where it continues; `inexact`: why its bits may differ from an uninterrupted run."""
+
+    verdict: Verdict
+    text: str
+    command: str
+    step: int = 0
+    inexact: Sequence[str] = ()
+
+
+def predict_resume(evidence: Evidence, findings: list[Finding]) -> Prediction:
+    """Return what `python runner/train.py resume=DIR` does with the run, whose findings are given."""
+    folder = evidence.folder
+    command = resume_command(folder)
+    if blocking := next((finding for finding in findings if finding.severity is Severity.BLOCKING), None):
+        return Prediction(
+            Verdict.REFUSES, f"refuses because of {blocking.file}: {blocking.state}", blocking.consequence
+        )
+    is_restored = any(finding.file == RUN_FILE and finding.severity is Severity.DAMAGED for finding in findings)
+    fields: dict[str, Any] = {"status": "interrupted", "attempt": 1} if is_restored else RunMetadata.read(folder)
+    try:
+        config = _compose(evidence, has_started(fields))
+        if fields.get("status") == "completed":
+            return Prediction(
+                Verdict.COMPLETE,
+                f"prints that the run is complete at step {fields.get('step')}",
+                f"{command} train.max_steps=N",
+                fields.get("step", 0),
+            )
+        check_inputs(config)
+        return _compare(evidence, config, fields, command)
+    except UserError as error:
+        return Prediction(Verdict.REFUSES, f"refuses: {error.message}", error.fix)
+
+
+def _compose(evidence: Evidence, started: bool) -> Config:
+    """Return the config that a resume composes, with the damaged files of `.hydra/` as it would restore them."""
+    with _restored_settings(evidence) as folder:
+        try:
+            return plan_resume(folder, [], has_started=started).config
+        except UserError as error:
+            texts = [
+                text.replace(str(folder), str(evidence.folder)) for text in (error.message, error.setting, error.fix)
+            ]
+            raise UserError(*texts) from error
+
+
+@contextmanager
+def _restored_settings(evidence: Evidence) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="settings-") as temp:
+        folder = Path(temp).resolve()
+        if (evidence.folder / ".hydra").is_dir():
+            shutil.copytree(evidence.folder / ".hydra", folder / ".hydra", symlinks=True)
+        from runner.recovery.settings_files import damage_of
+
+        for name, text in evidence.record["files"].items():
+            if damage_of(folder / name, text, name):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_text(text, encoding="utf-8")
+        yield folder
+
+
+def _compare(evidence: Evidence, config: Config, fields: dict[str, Any], command: str) -> Prediction:
+    if evidence.newest_whole is None:
+        begins = (
+            "starts again at step 0: there is no checkpoint yet"
+            if has_started(fields)
+            else "starts the run, which has not begun to train"
+        )
+        return Prediction(Verdict.CONTINUES, begins, command)
+    name, state = evidence.newest_whole
+    step = state["progress"]["step"]
+    if 0 < config.train.max_steps < step:
+        text = f"refuses: the run is already at step {step}, and train.max_steps={config.train.max_steps}"
+        return Prediction(Verdict.REFUSES, text, f"{command} train.max_steps={step}")
+    differences = diff_facts(state["compatibility"], current_facts(state["compatibility"], config), run_rules(config))
+    if differences["incompatible"]:
+        return Prediction(
+            Verdict.REFUSES,
+            f"refuses: another configuration saved {name}: {'; '.join(differences['incompatible'])}",
+            "restore the settings",
+        )
+    inexact = differences["changes_rounding"]
+    how = f"with exact: false because {'; '.join(inexact)}" if inexact else f"exactly ({UNKNOWN_WITHOUT_TORCH})"
+    return Prediction(Verdict.CONTINUES, f"continues at step {step} {how}", command, step, inexact)
+
+
+def torch_version() -> str | None:
+    """Return `torch.__version__` without importing torch. The metadata of its wheel lack the build: 2.13.0 for
+    2.13.0+cu130.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    with suppress(OSError):
+        found = TORCH_VERSION.search(Path(spec.origin).with_name("version.py").read_text(encoding="utf-8"))
+        return found[1] if found else None
+    return None
+
+
+def current_facts(saved: dict[str, Any], config: Config) -> dict[str, Any]:
+    """Return the facts `saved` in a checkpoint with the values that they have now, as far as they can be known without
+    torch and without the data.
+    """
+    now = {"python": platform.python_version(), "code": code_fingerprint(), "cpu_model": cpu_model()}
+    with suppress(metadata.PackageNotFoundError):
+        now["numpy"] = metadata.version("numpy")
+    if torch := torch_version():
+        now["torch"] = torch
+    now |= {f"variables.{name}": value for name, value in numeric_variables(os.environ).items()}
+    kept = {fact: value for fact, value in saved.items() if not fact.startswith(f"{ENVIRONMENT}.variables.")}
+    known = environment_facts(now)
+    if CODE not in saved:  # of an earlier version, which recorded less
+        known = {fact: value for fact, value in known.items() if fact in saved or fact == CODE}
+    return {**kept, **setting_values(config), **known}
+
 
 GROUPED_FOLDERS = (".hydra", "tokenizer")
 
@@ -57,7 +227,8 @@ def _relative(path: str, folder: Path) -> str:
 def repair_run(folder: Path) -> list[str]:
     """Repair what can be repaired under the lock of the run; return what was done. run.json records it (`recovered`).
 
-    Raises UserError, having changed nothing, if something is lost that nothing proves, or if another process trains there.
+    Raises UserError, having changed nothing, if something is lost that nothing proves, or if another process trains
+    there.
     """
     done: list[str] = []
 
@@ -88,9 +259,13 @@ def doctor(cfg: DoctorConfig) -> None:
             examination = repair_and_examine(examination)
         examinations.append(examination)
     if len(folders) > 1:
-        print_safely(f"{len(folders)} runs, {sum(not each.is_sound for each in examinations)} of them damaged or not resumable")
+        print_safely(
+            f"{len(folders)} runs, {sum(not each.is_sound for each in examinations)} of them damaged or not resumable"
+        )
     if sweep is not None:
-        print_safely(f"sweep {one_line(str(sweep))}: {len(folders)} of its jobs have begun; resume= continues all that are not finished")
+        print_safely(
+            f"sweep {one_line(str(sweep))}: {len(folders)} of its jobs have begun; resume= continues all that are not finished"
+        )
         print_safely(f"  {one_line(resume_command(sweep))}")
     if not all(each.is_sound for each in examinations):
         raise SystemExit(1)
@@ -105,7 +280,11 @@ def select_runs(cfg: DoctorConfig) -> tuple[list[Path], Path | None]:
         raise UserError(f"{path} does not exist", f"run={cfg.run}", did_you_mean_path(cfg.run))
     folder = path if holds_run(path) else enclosing_run(path)
     if folder is None:
-        raise UserError(f"{path} is not in a run directory: there is no run.json and no checkpoint", f"run={cfg.run}", "give a run directory, e.g. run=last")
+        raise UserError(
+            f"{path} is not in a run directory: there is no run.json and no checkpoint",
+            f"run={cfg.run}",
+            "give a run directory, e.g. run=last",
+        )
     if is_sweep_dir(folder):
         return sorted(job for job in folder.iterdir() if job.is_dir() and holds_run(job)), folder
     return [folder], None
@@ -115,7 +294,9 @@ def is_repair_wanted(repair: str, count: int) -> bool:
     if repair == "ask" and not sys.stdin.isatty():
         print_note("repair=ask asks on a terminal only; repair=true repairs without a question")
         return False
-    return repair == "true" or (repair == "ask" and input(f"repair {count} findings? [y/N] ").strip().lower() in ("y", "yes"))
+    return repair == "true" or (
+        repair == "ask" and input(f"repair {count} findings? [y/N] ").strip().lower() in ("y", "yes")
+    )
 
 
 def repair_and_examine(examination: Examination) -> Examination:
@@ -139,7 +320,9 @@ def print_examination(examination: Examination, only_summary: bool = False) -> N
     for finding in shown:
         print_safely(f"  {finding.severity:8} {one_line(finding.file):{width}}  {one_line(finding.state)}")
         if finding.consequence and finding.severity is not Severity.SOUND:
-            repair = f"; repair=true: {finding.repair}" if finding.repair and finding.repair != finding.consequence else ""
+            repair = (
+                f"; repair=true: {finding.repair}" if finding.repair and finding.repair != finding.consequence else ""
+            )
             print_safely(f"  {'':8} {'':{width}}  -> {one_line(finding.consequence + repair)}")
     print_safely(f"resume= {one_line(prediction.text)}\n  {one_line(prediction.command)}")
 
@@ -148,7 +331,11 @@ def group_sound(findings: list[Finding]) -> list[Finding]:
     """Return the findings with one line for all sound files of a folder of settings or of the tokenizer."""
     grouped: list[Finding] = []
     for folder in GROUPED_FOLDERS:
-        sound = [finding for finding in findings if finding.severity is Severity.SOUND and finding.file.startswith(f"{folder}/")]
+        sound = [
+            finding
+            for finding in findings
+            if finding.severity is Severity.SOUND and finding.file.startswith(f"{folder}/")
+        ]
         grouped += [Finding(f"{folder}/", Severity.SOUND, f"{len(sound)} files, whole")] if sound else []
         findings = [finding for finding in findings if finding not in sound]
     return [*grouped, *findings]

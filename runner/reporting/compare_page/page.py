@@ -13,9 +13,17 @@ from typing import TYPE_CHECKING, Any
 from common.errors import one_line, strip_control
 from runner.reporting.compare_page.read import ComparedRun, Comparison
 from runner.reporting.curve_points import choose_points
-from runner.reporting.page_template import CHART_LIBRARY, CHART_STYLE, CSS, RELOAD_SECONDS, json_block, load_template, short_number
+from runner.reporting.page_template import (
+    CHART_LIBRARY,
+    CHART_STYLE,
+    CSS,
+    RELOAD_SECONDS,
+    json_block,
+    load_template,
+    short_number,
+)
 from runner.reporting.sweep_results.metrics_reader import LossPoint
-from runner.tracking.console.layout import cell_width, pad
+from runner.tracking.console.bar import cell_width, pad
 from runner.tracking.console.numbers import format_seconds
 
 if TYPE_CHECKING:
@@ -24,11 +32,18 @@ if TYPE_CHECKING:
 COMPARE_FOLDER = Path(__file__).parent
 TABLE_SCRIPT, TABLE_STYLE = COMPARE_FOLDER.parent / "table.js", COMPARE_FOLDER.parent / "table.css"
 COMPARE_SCRIPTS = (CHART_LIBRARY, TABLE_SCRIPT, COMPARE_FOLDER / "compare.js")
-COMPARE_STYLES = (CSS, COMPARE_FOLDER.parent / "run_page" / "run.css", CHART_STYLE, TABLE_STYLE, COMPARE_FOLDER / "compare.css")
+COMPARE_STYLES = (
+    CSS,
+    COMPARE_FOLDER.parent / "run_page" / "run.css",
+    CHART_STYLE,
+    TABLE_STYLE,
+    COMPARE_FOLDER / "compare.css",
+)
 COMPARE_COLORS, DASHES = 8, 4  # classes s0 to s7 and d0 to d3 of page.css
 MAX_PAGE_POINTS, MIN_CURVE_POINTS = 14_000, 12  # of all curves; of one curve
 MAX_CELLS = 12_000  # of the table of settings that differ
-TERMINAL_SETTINGS, TERMINAL_WIDTH, FIRST_COLUMN = 24, 20, 40  # on a terminal: settings that differ; characters of a value, and of the first column
+# on a terminal: settings that differ; characters of a value, and of the first column
+TERMINAL_SETTINGS, TERMINAL_WIDTH, FIRST_COLUMN = 24, 20, 40
 
 
 @dataclass(frozen=True)
@@ -77,11 +92,17 @@ def compare_page(comparison: Comparison, reloads: bool = False) -> str:
         comparison=comparison,
         columns=columns,
         best=comparison.best_labels,
-        cells=[[(column, sort_key(column.get(run)), _text(column, run)) for column in columns] for run in comparison.runs],
-        styles=[f"s{index % COMPARE_COLORS} d{index // COMPARE_COLORS % DASHES}" for index in range(len(comparison.runs))],
+        cells=[
+            [(column, sort_key(column.get(run)), _text(column, run)) for column in columns] for run in comparison.runs
+        ],
+        styles=[
+            f"s{index % COMPARE_COLORS} d{index // COMPARE_COLORS % DASHES}" for index in range(len(comparison.runs))
+        ],
         shown=shown,
         hidden=len(differing) - len(shown),
-        data_json=json_block({"runs": _curves(comparison.runs), "reload": RELOAD_SECONDS if reloads and comparison.is_running else None}),
+        data_json=json_block(
+            {"runs": _curves(comparison.runs), "reload": RELOAD_SECONDS if reloads and comparison.is_running else None}
+        ),
         created=datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
     )
 
@@ -103,7 +124,14 @@ def _text(column: RunColumn, run: ComparedRun) -> str:
 
 def _curves(runs: list[ComparedRun]) -> list[dict[str, Any]]:
     limit = max(MIN_CURVE_POINTS, MAX_PAGE_POINTS // (2 * len(runs)))
-    return [{"label": strip_control(run.label), "train": _points(run.metrics.train, limit), "eval": _points(run.metrics.eval, limit)} for run in runs]
+    return [
+        {
+            "label": strip_control(run.label),
+            "train": _points(run.metrics.train, limit),
+            "eval": _points(run.metrics.eval, limit),
+        }
+        for run in runs
+    ]
 
 
 def _points(points: list[LossPoint], limit: int) -> dict[str, list]:
@@ -119,21 +147,37 @@ def _points(points: list[LossPoint], limit: int) -> dict[str, list]:
 
 def compare_text(comparison: Comparison) -> str:
     """Return warnings, the table of runs and the settings that differ, for a terminal."""
-    columns = [column for column in RUN_COLUMNS if column.terminal and any(_text(column, run) for run in comparison.runs)]
+    columns = [
+        column for column in RUN_COLUMNS if column.terminal and any(_text(column, run) for run in comparison.runs)
+    ]
     best = comparison.best_labels
     table = [["run", *(column.terminal for column in columns)]]
-    table += [[("* " if run.label in best else "") + run.label, *(_text(column, run) for column in columns)] for run in comparison.runs]
+    table += [
+        [("* " if run.label in best else "") + run.label, *(_text(column, run) for column in columns)]
+        for run in comparison.runs
+    ]
     lines = aligned(table, ["<", *(">" if column.is_number else "<" for column in columns)])
     lines += ["* lowest evaluation loss (best eval); eval, train: the newest losses"] if best else []
     lines += [f"warning: the evaluation losses cannot be compared: {comparison.problem}"] if comparison.problem else []
     lines += [f"note: {note}" for note in comparison.notes]
     if differing := comparison.differing:
-        numbers = [str(number) for number in range(1, len(comparison.runs) + 1)] if len(comparison.runs) > 6 else [run.label for run in comparison.runs]
-        lines += ["", "what differs" + (f" (the first {TERMINAL_SETTINGS} of {len(differing)})" if len(differing) > TERMINAL_SETTINGS else "")]
+        numbers = (
+            [str(number) for number in range(1, len(comparison.runs) + 1)]
+            if len(comparison.runs) > 6
+            else [run.label for run in comparison.runs]
+        )
+        lines += [
+            "",
+            "what differs"
+            + (f" (the first {TERMINAL_SETTINGS} of {len(differing)})" if len(differing) > TERMINAL_SETTINGS else ""),
+        ]
         if len(comparison.runs) > 6:
             lines += [f"{key}: {_few_values(values)}" for key, values in differing[:TERMINAL_SETTINGS]]
         else:
-            lines += aligned([["", *numbers], *([key, *values] for key, values in differing[:TERMINAL_SETTINGS])], ["<"] * (len(numbers) + 1))
+            lines += aligned(
+                [["", *numbers], *([key, *values] for key, values in differing[:TERMINAL_SETTINGS])],
+                ["<"] * (len(numbers) + 1),
+            )
     else:
         lines += ["", "no setting differs"]
     return "\n".join(lines)
@@ -150,7 +194,14 @@ def _shorten(text: str, width: int = TERMINAL_WIDTH) -> str:
 
 
 def aligned(table: list[list[str]], alignment: list[str]) -> list[str]:
-    """Return the lines of a table whose columns are aligned by "<" or ">"; long cells keep their end, wide characters take two cells."""
+    """Return the lines of a table whose columns are aligned by "<" or ">"; long cells keep their end, wide characters
+    take two cells.
+    """
     table = [[_shorten(line[0], FIRST_COLUMN), *map(_shorten, line[1:])] for line in table]
     widths = [max(map(cell_width, cells)) for cells in zip(*table, strict=True)]
-    return ["  ".join(pad(cell, width, align == ">") for cell, align, width in zip(line, alignment, widths, strict=True)).rstrip() for line in table]
+    return [
+        "  ".join(
+            pad(cell, width, align == ">") for cell, align, width in zip(line, alignment, widths, strict=True)
+        ).rstrip()
+        for line in table
+    ]

@@ -1,4 +1,6 @@
-"""What a comparison shows of each run, read from its directory. A missing or damaged file leaves its part out and never raises."""
+"""What a comparison shows of each run, read from its directory. A missing or damaged file leaves its part out and never
+raises.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ from typing import Any
 
 from common.errors import UserError
 from runner.inference.best_job import comparison_problem
-from runner.reporting.page_settings import flatten_settings
+from runner.reporting.page_template import flatten_settings
 from runner.reporting.run_folders import run_status, tags_of, text_of
 from runner.reporting.sweep_results.metrics_reader import LossPoint, RunMetrics, count_number, read_job_metrics
+from runner.run_dir.config_snapshot import CONFIG_FILE, load_saved_config
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.resolve import is_sweep_dir
-from runner.run_dir.saved_config import CONFIG_FILE, load_saved_config
 
 MAX_COMPARED = 400  # of one comparison
 MAX_VALUE = 120  # characters of a setting
@@ -96,9 +98,15 @@ class Comparison:
 
     @property
     def best_labels(self) -> set[str]:
-        """Labels of the run, or the tied runs, with the lowest evaluation loss; none where the losses cannot be compared or only one run has any."""
+        """Labels of the run, or the tied runs, with the lowest evaluation loss; none where the losses cannot be
+        compared or only one run has any.
+        """
         found = {run.label: run.best[0] for run in self.runs if run.best}
-        return set() if self.problem or len(found) < 2 else {label for label, loss in found.items() if loss == min(found.values())}
+        return (
+            set()
+            if self.problem or len(found) < 2
+            else {label for label, loss in found.items() if loss == min(found.values())}
+        )
 
     @property
     def is_running(self) -> bool:
@@ -126,7 +134,11 @@ def fact_of(run: ComparedRun, title: str) -> str:
 def read_comparison(folders: list[Path]) -> Comparison:
     """Read the runs in `folders`. Raises UserError for more than MAX_COMPARED."""
     if len(folders) > MAX_COMPARED:
-        raise UserError(f"{len(folders)} runs are too many for one comparison, at most {MAX_COMPARED}", f"run= with {len(folders)} runs", "name fewer runs")
+        raise UserError(
+            f"{len(folders)} runs are too many for one comparison, at most {MAX_COMPARED}",
+            f"run= with {len(folders)} runs",
+            "name fewer runs",
+        )
     labels = unique_labels(folders)
     runs = [_read_run(folder, label) for folder, label in zip(folders, labels, strict=True)]
     return Comparison(runs, _problem(runs), [*_notes(runs)])
@@ -134,7 +146,14 @@ def read_comparison(folders: list[Path]) -> Comparison:
 
 def _read_run(folder: Path, label: str) -> ComparedRun:
     fields = RunMetadata.read(folder)
-    return ComparedRun(folder, label, run_status(fields) if fields else "unknown", fields, read_job_metrics(folder / "metrics.jsonl"), _settings(folder))
+    return ComparedRun(
+        folder,
+        label,
+        run_status(fields) if fields else "unknown",
+        fields,
+        read_job_metrics(folder / "metrics.jsonl"),
+        _settings(folder),
+    )
 
 
 def unique_labels(folders: list[Path]) -> list[str]:
@@ -143,13 +162,20 @@ def unique_labels(folders: list[Path]) -> list[str]:
     labels = [_label(folder, name, 1) for folder, name in zip(folders, names, strict=True)]
     for parts in (2, 3, 4):
         repeated = {label for label, count in Counter(labels).items() if count > 1}
-        labels = [_label(folder, name, parts) if label in repeated else label for folder, name, label in zip(folders, names, labels, strict=True)]
+        labels = [
+            _label(folder, name, parts) if label in repeated else label
+            for folder, name, label in zip(folders, names, labels, strict=True)
+        ]
     counts = Counter(labels)
-    return [label if counts[label] == 1 else f"{label} ({folder})" for folder, label in zip(folders, labels, strict=True)]
+    return [
+        label if counts[label] == 1 else f"{label} ({folder})" for folder, label in zip(folders, labels, strict=True)
+    ]
 
 
 def _label(folder: Path, name: str, parts: int) -> str:
-    """Return run.name, or `10-00-00` of a job and `2026-11-21/10-00-00` of another run; with more `parts` more of the path."""
+    """Return run.name, or `10-00-00` of a job and `2026-11-21/10-00-00` of another run; with more `parts` more of the
+    path.
+    """
     if name:
         return name if parts == 1 else f"{name} ({'/'.join(folder.parts[-parts:])})"
     return "/".join(folder.parts[-(parts if is_sweep_dir(folder.parent) else parts + 1) :])
@@ -165,7 +191,9 @@ def _settings(folder: Path) -> dict[str, str]:
 
 @lru_cache(maxsize=2 * MAX_COMPARED)
 def _load_settings(folder: Path, signature: tuple[int, int, int]) -> dict[str, str]:
-    """Return the settings by dotted key. `signature` of the file: parsing YAML is slow, and a page that is served reads it again and again."""
+    """Return the settings by dotted key. `signature` of the file: parsing YAML is slow, and a page that is served reads
+    it again and again.
+    """
     try:
         config = load_saved_config(folder)
     except (UserError, OSError, ValueError):

@@ -1,4 +1,5 @@
-"""Find the runs and sweeps under a folder and read what a list shows of each: run.json, and the end of metrics.jsonl of a run without an end.
+"""Find the runs and sweeps under a folder and read what a list shows of each: run.json, and the end of metrics.jsonl of
+a run without an end.
 
 No link is followed. What is damaged or no run is listed as that and never raises.
 """
@@ -18,7 +19,7 @@ from common.limits.parsers import parse_json
 from runner.inference.best_job import comparison_problem
 from runner.reporting.run_folders import first_start, is_file, job_folders, run_status, sweep_status, tags_of, text_of
 from runner.reporting.sweep_results.metrics_reader import count_number, finite_number
-from runner.run_dir.contents.files import RUN_FILE
+from runner.run_dir.contents import RUN_FILE
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.resolve import SWEEP_FILE
 
@@ -135,7 +136,12 @@ def _read_folder(folder: Path, depth: int, budget: Budget) -> list[ListedRun]:
         return [_read_run(folder, "run")[0]] if budget.allows(folder / RUN_FILE) else []
     if depth and (".hydra" in names or "checkpoints" in names):
         return [
-            ListedRun(folder, "other", BROKEN, "there is no run.json: its launch was stopped early, or the file was deleted; doctor.py run=DIR looks at it")
+            ListedRun(
+                folder,
+                "other",
+                BROKEN,
+                "there is no run.json: its launch was stopped early, or the file was deleted; doctor.py run=DIR looks at it",
+            )
         ]
     rows: list[ListedRun] = []
     for entry in listed:
@@ -152,26 +158,54 @@ def _read_folder(folder: Path, depth: int, budget: Budget) -> list[ListedRun]:
 
 
 def _read_run(folder: Path, kind: str, sweep: ListedRun | None = None) -> tuple[ListedRun, Any]:
-    """Return the row of a run, and its field `evaluation`. Of its other fields only those that are shown are kept: run.json may be large."""
+    """Return the row of a run, and its field `evaluation`. Of its other fields only those that are shown are kept:
+    run.json may be large.
+    """
     fields = RunMetadata.read(folder)
     if not fields:
-        return ListedRun(folder, "other" if kind == "run" else kind, BROKEN, "run.json cannot be read; doctor.py run=DIR looks at it", sweep=sweep), None
-    row = ListedRun(folder, kind, run_status(fields), fields=_fields_of_row(fields), sweep=sweep, started=_seconds(first_start(fields)), page=_page(folder))
+        return ListedRun(
+            folder,
+            "other" if kind == "run" else kind,
+            BROKEN,
+            "run.json cannot be read; doctor.py run=DIR looks at it",
+            sweep=sweep,
+        ), None
+    row = ListedRun(
+        folder,
+        kind,
+        run_status(fields),
+        fields=_fields_of_row(fields),
+        sweep=sweep,
+        started=_seconds(first_start(fields)),
+        page=_page(folder),
+    )
     metrics, export = fields.get("metrics"), fields.get("export")
     values = metrics if isinstance(metrics, dict) else {}
     row.training_loss, row.step = finite_number(values.get("loss")), count_number(fields.get("step"))
     exported = finite_number(export.get("loss")) if isinstance(export, dict) else None
-    row.evaluation_loss = next((loss for key in ("best_val_loss", "val_loss") if (loss := finite_number(values.get(key))) is not None), exported)
+    row.evaluation_loss = next(
+        (loss for key in ("best_val_loss", "val_loss") if (loss := finite_number(values.get(key))) is not None),
+        exported,
+    )
     if not values:
         _read_tail(row)
     return row, fields.get("evaluation")
 
 
 def _fields_of_row(fields: Mapping[str, Any]) -> dict[str, Any]:
-    shown: dict[str, Any] = {name: fields[name][:MAX_SHOWN_TEXT] for name in SHOWN_TEXTS if isinstance(fields.get(name), str)}
+    shown: dict[str, Any] = {
+        name: fields[name][:MAX_SHOWN_TEXT] for name in SHOWN_TEXTS if isinstance(fields.get(name), str)
+    }
     files = fields.get("data")
-    names = [Path(text_of(file.get("file"))).name for file in files if isinstance(file, dict)] if isinstance(files, list) else []
-    return shown | {"tags": tags_of(fields), "data": ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")}
+    names = (
+        [Path(text_of(file.get("file"))).name for file in files if isinstance(file, dict)]
+        if isinstance(files, list)
+        else []
+    )
+    return shown | {
+        "tags": tags_of(fields),
+        "data": ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
+    }
 
 
 def _read_tail(row: ListedRun) -> None:
@@ -210,11 +244,15 @@ def _read_sweep(folder: Path, budget: Budget) -> list[ListedRun]:
     recorded = read_json_object(folder / SWEEP_FILE)
     if not isinstance(recorded.get("jobs"), list):
         return [ListedRun(folder, "other", BROKEN, "sweep.json cannot be read")]
-    sweep = ListedRun(folder, "sweep", sweep_status(folder, recorded), started=_seconds(recorded.get("created")), page=_page(folder))
+    sweep = ListedRun(
+        folder, "sweep", sweep_status(folder, recorded), started=_seconds(recorded.get("created")), page=_page(folder)
+    )
     read = [_read_run(job, "job", sweep) for job in job_folders(folder) if budget.allows(job / RUN_FILE)]
     sweep.jobs = [job for job, _ in read]
     if sweep.status == "running" and sweep.jobs and not any(job.status == "running" for job in sweep.jobs):
-        sweep.status = "interrupted" if any(job.status in ("interrupted", "new") for job in sweep.jobs) else sweep.status
+        sweep.status = (
+            "interrupted" if any(job.status in ("interrupted", "new") for job in sweep.jobs) else sweep.status
+        )
     comparable = comparison_problem(evaluation for _, evaluation in read) is None
     losses = [job.evaluation_loss for job in sweep.jobs if job.evaluation_loss is not None]
     sweep.evaluation_loss = min(losses, default=None) if comparable else None

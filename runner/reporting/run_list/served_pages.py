@@ -1,4 +1,6 @@
-"""The pages that report.py serves: a list of runs with a page for each, comparisons, and a sweep with its jobs. They are not written to disk."""
+"""The pages that report.py serves: a list of runs with a page for each, comparisons, and a sweep with its jobs. They
+are not written to disk.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from common.errors import UserError
 from runner.reporting.page_server import Pages
 from runner.reporting.run_folders import expand_sweeps, is_file, job_folders
 from runner.reporting.sweep_results.leaderboard import REPORT_FILE
-from runner.run_dir.contents.files import RUN_FILE, check_run_files
+from runner.run_dir.contents import RUN_FILE, check_run_files
 from runner.run_dir.resolve import SWEEP_FILE, is_sweep_dir
 
 RUN_PREFIX = "run/"  # of the address of a run's page
@@ -18,7 +20,9 @@ SCAN_SHARE = 0.1  # of the time at most: a list of many runs is kept longer
 
 
 def list_pages(root: Path) -> Pages:
-    """Return the pages of the list of `root`: "", `run/<path below root>/` and `compare?run=<path>&run=<path>`. Only runs below `root` are opened."""
+    """Return the pages of the list of `root`: "", `run/<path below root>/` and `compare?run=<path>&run=<path>`. Only
+    runs below `root` are opened.
+    """
     from runner.reporting.run_list.page import list_page, served_link
     from runner.reporting.run_list.scan import scan_runs
 
@@ -50,7 +54,9 @@ def list_pages(root: Path) -> Pages:
 
 
 def run_folder(root: Path, name: str) -> Path | None:
-    """Return the run or sweep at the relative path `name` below `root`; None if there is none, or the path leads through a link or out of `root`."""
+    """Return the run or sweep at the relative path `name` below `root`; None if there is none, or the path leads
+    through a link or out of `root`.
+    """
     parts = name.split("/")
     if any(part in ("", ".", "..") or "\0" in part for part in parts):
         return None

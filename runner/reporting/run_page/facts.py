@@ -1,4 +1,6 @@
-"""What the page of a run says as text: its numbers, what a reader should know before the curves, and the commands to go on."""
+"""What the page of a run says as text: its numbers, what a reader should know before the curves, and the commands to go
+on.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +14,41 @@ from typing import Any
 from common.paths import REPO_ROOT
 from runner.inference.best_job import parse_number
 from runner.reporting.run_page.read import RunReport
-from runner.run_dir.saved_config import REPO_INTERPOLATION
+from runner.run_dir.config_snapshot import REPO_INTERPOLATION
 from runner.tracking.console.numbers import format_seconds, format_size, remaining_seconds
-from runner.tracking.next_commands import STAGE_METRICS, commands_after_divergence, commands_to_continue, next_commands
+from runner.tracking.run_end import STAGE_METRICS, commands_after_divergence, commands_to_continue, next_commands
 
 ERROR_LINES, ERROR_CHARS = 21, 1600  # of a recorded error that are not folded
 ERROR_LINE_CHARS = 200  # of an error that is shown as one line
-TRUNCATION_WARNING = re.compile(r"data\.max_length=\d+ cuts off ")  # in train.log: it says the same as the note, and which length would do
+# in train.log: it says the same as the note, and which length would do
+TRUNCATION_WARNING = re.compile(r"data\.max_length=\d+ cuts off ")
 
 
 def labels(run: RunReport) -> list[str]:
     """Return the stage and what the run began from."""
     stage, start = run.fields.get("stage"), run.fields.get("init_from")
-    return [str(text) for text in (stage, f"from {start}" if start and start != "scratch" else start and "from random weights") if text]
+    return [
+        str(text)
+        for text in (stage, f"from {start}" if start and start != "scratch" else start and "from random weights")
+        if text
+    ]
 
 
 def numbers(run: RunReport) -> list[tuple[str, str]]:
     """Return (name, value) of the newest numbers."""
     train, evaluation = run.series.train, run.series.eval
-    found = [("step", f"{run.step:,} of {run.total_steps:,}" if run.total_steps else f"{run.step:,}"), ("training loss", format_number(train.last("loss")))]
+    found = [
+        ("step", f"{run.step:,} of {run.total_steps:,}" if run.total_steps else f"{run.step:,}"),
+        ("training loss", format_number(train.last("loss"))),
+    ]
     if len(evaluation):
         lowest = evaluation.lowest("loss")
         found += [("validation loss", format_number(evaluation.last("loss")))]
         found += [("best validation loss", f"{lowest[0]:.4f} at step {lowest[1]:,.0f}")] if lowest else []
-    found += [("tokens", f"{train.last('tokens') or 0:,.0f}"), ("mean tokens/s", format_number(run.series.tokens_per_second))]
+    found += [
+        ("tokens", f"{train.last('tokens') or 0:,.0f}"),
+        ("mean tokens/s", format_number(run.series.tokens_per_second)),
+    ]
     if (memory := run.series.peak_memory) is not None:
         found += [("peak memory", format_size(int(memory)))]
     if (seconds := train.last("seconds")) is not None:
@@ -75,11 +88,17 @@ def beginning(run: RunReport) -> str:
 
 
 def notes(run: RunReport) -> list[str]:
-    """Return what a reader should know before the curves: overfitting, gaps in the data, resumes that are not exact, warnings of the log."""
+    """Return what a reader should know before the curves: overfitting, gaps in the data, resumes that are not exact,
+    warnings of the log.
+    """
     fields = run.fields
     found = [*_overfitting(run)]
-    found += [] if any(TRUNCATION_WARNING.match(warning) for warning in run.warnings) else _truncation(fields.get("data"))
-    found += [f"not bitwise equal to a run without interruption: {reason}" for reason in _texts(fields.get("inexact_because"))]
+    found += (
+        [] if any(TRUNCATION_WARNING.match(warning) for warning in run.warnings) else _truncation(fields.get("data"))
+    )
+    found += [
+        f"not bitwise equal to a run without interruption: {reason}" for reason in _texts(fields.get("inexact_because"))
+    ]
     found += [f"a resume changed {change}" for change in _texts(fields.get("changed"))]
     found += _texts(fields.get("recovered"))
     found += [str(fields["degraded"])] if fields.get("degraded") else []
@@ -94,7 +113,11 @@ def _overfitting(run: RunReport) -> Iterator[str]:
     if run.series.overfitting:
         lowest, newest = run.series.overfitting
         export = run.fields.get("export")
-        weights = "; model/ has the weights of the best evaluation" if isinstance(export, dict) and export.get("weights") == "best" else ""
+        weights = (
+            "; model/ has the weights of the best evaluation"
+            if isinstance(export, dict) and export.get("weights") == "best"
+            else ""
+        )
         yield f"overfitting: the validation loss was lowest at step {lowest.step:,} ({lowest.loss:.4f}) and is {newest.loss:.4f} now{weights}"
 
 
@@ -120,9 +143,14 @@ def commands(run: RunReport) -> list[tuple[str, str]]:
         path = settings.get("data.path", "").replace(REPO_INTERPOLATION, str(REPO_ROOT))
         data_path = Path(path) if path and path != "null" and not path.startswith(("[", "{")) else None
         family = settings.get("model.family", "")
-        found = next_commands(run.folder, str(run.fields.get("stage")), str(data_format), data_path, _longer(run, settings), family)
+        found = next_commands(
+            run.folder, str(run.fields.get("stage")), str(data_format), data_path, _longer(run, settings), family
+        )
     elif run.status == "diverged":
-        lr, can_resume = parse_number(settings.get("optimizer.lr", "")), bool(run.checkpoints) and (run.total_steps is None or run.step < run.total_steps)
+        lr, can_resume = (
+            parse_number(settings.get("optimizer.lr", "")),
+            bool(run.checkpoints) and (run.total_steps is None or run.step < run.total_steps),
+        )
         found = commands_after_divergence(run.folder, lr, run.overrides, can_resume) if lr else ()
     elif run.status in ("interrupted", "failed"):
         found = commands_to_continue(run.folder, bool(run.checkpoints))

@@ -10,9 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from common.paths import REPO_ROOT
-from runner.reporting.live_page import SECONDS_BETWEEN_PAGES, RepeatedPage
+from runner.reporting.page_server import SECONDS_BETWEEN_PAGES, RepeatedPage
 
-MAX_LIVE_BYTES = 8 << 20  # of metrics.jsonl, about 30,000 records: a page reads all of them, and training waits for half a second
+# of metrics.jsonl, about 30,000 records: a page reads all of them, and training waits for half a second
+MAX_LIVE_BYTES = 8 << 20
 MAX_CHILD_SHARE = 0.01  # of the time in which a process of its own writes the page of a longer file
 SECONDS_TO_END = 5.0
 WRITE_PAGE = """
@@ -26,12 +27,16 @@ write_run_page(Path(sys.argv[2]))
 
 
 class LivePage(RepeatedPage):
-    """Writes the page after a logged record, in a small share of the time. What goes wrong is passed to `warn` once and never stops the run.
+    """Writes the page after a logged record, in a small share of the time. What goes wrong is passed to `warn` once and
+    never stops the run.
 
-    While metrics.jsonl is longer than MAX_LIVE_BYTES, a child process writes the page, so that training does not wait for it.
+    While metrics.jsonl is longer than MAX_LIVE_BYTES, a child process writes the page, so that training does not wait
+    for it.
     """
 
-    def __init__(self, run_dir: Callable[[], Path], check_owned: Callable[[], None], warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, run_dir: Callable[[], Path], check_owned: Callable[[], None], warn: Callable[[str], None]
+    ) -> None:
         """`check_owned` raises if the directory no longer belongs to this process: then nothing is written."""
 
         def write_page() -> None:
@@ -65,7 +70,9 @@ class LivePage(RepeatedPage):
         with suppress(Exception):  # the page at the end of the run names what is wrong, as the next record tries again
             self._check_owned()
             command = [sys.executable, "-c", WRITE_PAGE, str(REPO_ROOT), str(self._run_dir())]
-            self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            self._child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
         self._due = self._begun + SECONDS_BETWEEN_PAGES
 
     def _collect_child(self) -> None:

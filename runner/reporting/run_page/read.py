@@ -1,4 +1,6 @@
-"""Everything that the page of a run shows, read from its directory. A missing or damaged file leaves its part out and never raises."""
+"""Everything that the page of a run shows, read from its directory. A missing or damaged file leaves its part out and
+never raises.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from common.filesystem import open_regular
-from common.ownership.processes import is_alive
+from common.ownership import is_alive
 from runner.checkpoint.atomic_dir import step_names
 from runner.reporting.run_page.series import RunSeries, read_run_series
 from runner.reporting.run_page.settings import Setting, read_settings
 from runner.reporting.sweep_results.metrics_reader import MAX_METRICS_BYTES, MAX_RECORDS, count_number, iter_records
 from runner.run_dir.metadata import RunMetadata
 
-MAX_SAMPLE_STEPS, MAX_SAMPLES, MAX_SAMPLE_CHARS = 30, 8, 2000  # steps and prompts that are shown; characters of an answer
+# steps and prompts that are shown; characters of an answer
+MAX_SAMPLE_STEPS, MAX_SAMPLES, MAX_SAMPLE_CHARS = 30, 8, 2000
 MAX_EVALUATIONS = 1000  # of evaluate.py, the newest
 MAX_WARNINGS = 40  # different ones, the newest
 LOG_TAIL_BYTES = 1 << 20  # read from the end of train.log
@@ -84,7 +87,9 @@ def read_run_report(folder: Path) -> RunReport:
 
 
 def _samples(path: Path) -> dict[str, list[tuple[int, str]]]:
-    """Return the newest MAX_SAMPLE_STEPS answers to each of the MAX_SAMPLES prompts that were answered last, cut to MAX_SAMPLE_CHARS."""
+    """Return the newest MAX_SAMPLE_STEPS answers to each of the MAX_SAMPLES prompts that were answered last, cut to
+    MAX_SAMPLE_CHARS.
+    """
     answers: dict[str, deque[tuple[int, str]]] = {}
     for record in islice(iter_records(path), MAX_RECORDS):
         step, prompt, answer = count_number(record.get("step")), record.get("prompt"), record.get("answer")

@@ -39,7 +39,11 @@ class Series:
 
     def lowest(self, name: str) -> tuple[float, float] | None:
         """Return the lowest value of a field and its step."""
-        values = [(value, step or 0.0) for value, step in zip(self.columns.get(name, ()), self.columns.get("step", ()), strict=False) if value is not None]
+        values = [
+            (value, step or 0.0)
+            for value, step in zip(self.columns.get(name, ()), self.columns.get("step", ()), strict=False)
+            if value is not None
+        ]
         return min(values, default=None)
 
 
@@ -51,13 +55,17 @@ class RunSeries:
     nonfinite: dict[str, int]  # field -> records in which it was NaN or infinite
     tokens_per_second: float | None = None  # mean over all attempts
     peak_memory: float | None = None  # largest of all attempts, bytes
-    attempt_first: tuple[float, float] | None = None  # step and seconds of the first training record of the newest attempt
+    # step and seconds of the first training record of the newest attempt
+    attempt_first: tuple[float, float] | None = None
     attempt_last: tuple[float, float] | None = None  # of its newest one
-    overfitting: tuple[Evaluation, Evaluation] | None = None  # best and newest evaluation of a run that overfits, as its warning says
+    # best and newest evaluation of a run that overfits, as its warning says
+    overfitting: tuple[Evaluation, Evaluation] | None = None
 
 
 def read_run_series(records: Iterable[Mapping[str, Any]]) -> RunSeries:
-    """Return the columns of the records of a metrics.jsonl. `time` begins at 0 in each attempt: `seconds` adds the attempts before."""
+    """Return the columns of the records of a metrics.jsonl. `time` begins at 0 in each attempt: `seconds` adds the
+    attempts before.
+    """
     kinds: dict[str, list[dict[str, float | None]]] = {"train": [], "eval": []}
     starts: list[float] = []
     nonfinite: dict[str, int] = {}
@@ -69,7 +77,9 @@ def read_run_series(records: Iterable[Mapping[str, Any]]) -> RunSeries:
             first = last = None
         if kind == "train":
             speed.add(record["tokens"] or 0.0, record.get("tokens_per_second"))
-            peak_memory = max((value for value in (peak_memory, record.get("peak_memory")) if value is not None), default=None)
+            peak_memory = max(
+                (value for value in (peak_memory, record.get("peak_memory")) if value is not None), default=None
+            )
             last = (record["step"] or 0.0, record["seconds"] or 0.0)
             first = first or last
         if (loss := record.get("loss")) is not None:
@@ -81,12 +91,22 @@ def read_run_series(records: Iterable[Mapping[str, Any]]) -> RunSeries:
             if value is None:
                 nonfinite[name] = nonfinite.get(name, 0) + 1
     return RunSeries(
-        _columns(kinds["train"]), _columns(kinds["eval"]), starts, nonfinite, speed.tokens_per_second, peak_memory, first, last, evaluations.overfitting
+        _columns(kinds["train"]),
+        _columns(kinds["eval"]),
+        starts,
+        nonfinite,
+        speed.tokens_per_second,
+        peak_memory,
+        first,
+        last,
+        evaluations.overfitting,
     )
 
 
 def _with_seconds(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, float | None], bool]]:
-    """Yield (kind, axes and numbers, whether its attempt is another than that of the record before) for each usable record."""
+    """Yield (kind, axes and numbers, whether its attempt is another than that of the record before) for each usable
+    record.
+    """
     attempt, earlier, seconds, tokens = None, 0.0, 0.0, 0.0
     for record in records:
         kind, step = record.get("kind"), count_number(record.get("step"))

@@ -10,9 +10,9 @@ from pathlib import Path
 from common.errors import UserError
 from common.paths import CONF_DIR
 from runner.config.compose import compose_values
-from runner.reporting.page_settings import flatten_settings
+from runner.reporting.page_template import flatten_settings
 from runner.reporting.sweep_results.metrics_reader import read_override_list
-from runner.run_dir.saved_config import load_saved_config
+from runner.run_dir.config_snapshot import load_saved_config
 
 INTERPOLATED = "${workspace:}"
 
@@ -31,7 +31,9 @@ class Setting:
 
 
 def read_settings(folder: Path) -> tuple[list[Setting], list[str]]:
-    """Return the composed settings and the overrides of the run in `folder`; no settings where they cannot be read. Nothing in the files is resolved."""
+    """Return the composed settings and the overrides of the run in `folder`; no settings where they cannot be read.
+    Nothing in the files is resolved.
+    """
     overrides = read_override_list(folder / ".hydra" / "overrides.yaml")
     try:
         config = load_saved_config(folder)
@@ -39,11 +41,15 @@ def read_settings(folder: Path) -> tuple[list[Setting], list[str]]:
         return [], overrides
     stage = config.get("stage")
     default = stage_defaults(str(stage.get("name")) if isinstance(stage, Mapping) else "")
-    return [Setting(key, value, default.get(key)) for key, value in flatten_settings(config) if not key.startswith("hydra.")], overrides
+    return [
+        Setting(key, value, default.get(key)) for key, value in flatten_settings(config) if not key.startswith("hydra.")
+    ], overrides
 
 
 @lru_cache(maxsize=16)
 def stage_defaults(stage: str) -> dict[str, str]:
-    """Return the settings of `train.py stage=<stage>` by key, uninterpolated as in a saved config; those of train.py for a stage that is not in conf/."""
+    """Return the settings of `train.py stage=<stage>` by key, uninterpolated as in a saved config; those of train.py
+    for a stage that is not in conf/.
+    """
     known = {path.stem for path in (CONF_DIR / "stage").glob("*.yaml")}
     return dict(flatten_settings(compose_values([f"stage={stage}"] if stage in known else [])))

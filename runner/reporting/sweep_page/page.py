@@ -1,4 +1,6 @@
-"""report.html of a sweep: one file without requests, complete from before the first job. Every text is escaped by the template engine."""
+"""report.html of a sweep: one file without requests, complete from before the first job. Every text is escaped by the
+template engine.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.reporting.page_template import CHART_LIBRARY, CHART_STYLE, CSS, json_block, load_template
-from runner.reporting.sweep_page.effects import setting_effects
-from runner.reporting.sweep_page.importance import Importance, setting_importance
-from runner.reporting.sweep_page.job_settings import opens_by_tokens
-from runner.reporting.sweep_page.page_data import page_data, row_styles
-from runner.reporting.sweep_page.progress import sweep_progress
+from runner.reporting.sweep_page.importance import Importance, setting_effects, setting_importance
+from runner.reporting.sweep_page.page_data import opens_by_tokens, page_data, row_styles, sweep_progress
 from runner.reporting.sweep_results.columns import point_label, swept_text, table_columns, with_note
 from runner.reporting.sweep_results.results import JobResult, SweepResults
 from runner.reporting.sweep_results.verdict import sweep_verdict
@@ -26,7 +25,8 @@ SWEEP_STYLES = (CSS, SWEEP_FOLDER / "sweep.css", CHART_STYLE)
 RUN_PAGE = "report.html"  # of a job
 SMOOTHING, SMOOTHED_POINTS = 0.6, 100  # at first, of training curves; where none has more points, they are not smoothed
 LEAD_COLUMNS = ("loss", "loss_interval")  # before the settings: they are seen on a narrow screen
-MAX_LINES, MAX_LINE_CHARS, MAX_TAIL_CHARS = 20, 400, 120_000  # last lines of a failed job; characters of one; of all jobs together
+# last lines of a failed job; characters of one; of all jobs together
+MAX_LINES, MAX_LINE_CHARS, MAX_TAIL_CHARS = 20, 400, 120_000
 MIN_PARALLEL_KEYS, MAX_SELECT_KEYS = 3, 12  # settings of the parallel coordinates; settings with a filter
 
 
@@ -60,7 +60,15 @@ def sweep_page(sweep: SweepResults, is_final: bool = True) -> str:
 @cache
 def _load_template() -> jinja2.Template:
     template = load_template(SWEEP_FOLDER / "sweep.jinja", SWEEP_SCRIPTS, SWEEP_STYLES)
-    template.globals.update({"point_label": point_label, "swept_text": swept_text, "with_note": with_note, "id": id, "sort_value": _sort_value})
+    template.globals.update(
+        {
+            "point_label": point_label,
+            "swept_text": swept_text,
+            "with_note": with_note,
+            "id": id,
+            "sort_value": _sort_value,
+        }
+    )
     return template
 
 

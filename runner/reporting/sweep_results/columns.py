@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any
 
 from runner.inference.best_job import SEED_KEY, ModelScore, fewest_rows
-from runner.reporting.sweep_results.aggregate import mean_std
+from runner.reporting.sweep_results.aggregate import mean_interval, mean_std
 from runner.reporting.sweep_results.evaluations import evaluation_label, headline, results_of
-from runner.reporting.sweep_results.intervals import mean_interval
 from runner.reporting.sweep_results.results import JobResult, MeanStd, ResultRow, SweepResults
 from runner.tracking.console.numbers import format_seconds
 
-TERMINAL_EVALUATIONS, PAGE_EVALUATIONS = 3, 12  # evaluations with a column of their own; leaderboard.csv has all numbers of all
+# evaluations with a column of their own; leaderboard.csv has all numbers of all
+TERMINAL_EVALUATIONS, PAGE_EVALUATIONS = 3, 12
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,20 @@ def table_columns(sweep: SweepResults) -> list[Column]:
     """Return the columns shown for `sweep`, with {loss} filled in."""
     columns = [column for column in COLUMNS if column.only_for in ("", sweep.ranked_by, "seeds" * sweep.has_seeds)]
     fill = {"loss": sweep.ranked_by}
-    filled = [Column(**{**vars(column), "key": column.key.format(**fill).replace("-", "_"), "title": column.title.format(**fill)}) for column in columns]
+    filled = [
+        Column(
+            **{**vars(column), "key": column.key.format(**fill).replace("-", "_"), "title": column.title.format(**fill)}
+        )
+        for column in columns
+    ]
     position = next(index for index, column in enumerate(filled) if column.key == "loss_tokens")
     return [*filled[:position], *evaluation_columns(sweep.jobs), *filled[position:]]
 
 
 def evaluation_columns(jobs: Iterable[JobResult]) -> list[Column]:
-    """Return a column with a title for each evaluation that some job has, and one for leaderboard.csv for each of its other numbers."""
+    """Return a column with a title for each evaluation that some job has, and one for leaderboard.csv for each of its
+    other numbers.
+    """
     found: dict[str, dict[str, None]] = {}  # label -> metrics
     values: dict[tuple[str, str, str], list[float]] = {}  # (job, label, metric) -> of its evaluations
     for job in jobs:
@@ -56,18 +63,29 @@ def evaluation_columns(jobs: Iterable[JobResult]) -> list[Column]:
     for index, (label, names) in enumerate(found.items()):
         first = headline(dict.fromkeys(names, 0.0))
         for name in sorted(names, key=lambda name: (name != first, name)):
-            title = "" if name != first or index >= PAGE_EVALUATIONS else label if label.startswith(f"{name} ") else f"{label} {name}"
+            title = (
+                ""
+                if name != first or index >= PAGE_EVALUATIONS
+                else label
+                if label.startswith(f"{name} ")
+                else f"{label} {name}"
+            )
             get = partial(_evaluated, values, label, name)
-            columns.append(Column(f"{label}/{name}", title, get, evaluated_text, _mean, in_terminal=index < TERMINAL_EVALUATIONS))
+            columns.append(
+                Column(f"{label}/{name}", title, get, evaluated_text, _mean, in_terminal=index < TERMINAL_EVALUATIONS)
+            )
     return columns
 
 
-def _evaluated(values: dict[tuple[str, str, str], list[float]], label: str, name: str, row: ResultRow) -> MeanStd | None:
+def _evaluated(
+    values: dict[tuple[str, str, str], list[float]], label: str, name: str, row: ResultRow
+) -> MeanStd | None:
     """Return the mean over the jobs of a row that have this number."""
     return mean_std(value for job in row.jobs for value in values.get((job.name, label, name), ()))
 
 
-# --- values as text ---------------------------------------------------------------------------------------------------------------------------------
+# --- values as text
+# ---------------------------------------------------------------------------------------------------------------------------------
 
 
 def count_text(value: float | None) -> str:
@@ -82,7 +100,11 @@ def loss_text(value: MeanStd | str | None) -> str:
     """Return e.g. `2.3456`, or `2.3456 ± 0.0012 (3)` for a mean over three jobs."""
     if not isinstance(value, MeanStd):
         return value or ""
-    return _format_loss(value.mean) if value.deviation is None else f"{_format_loss(value.mean)} ± {_format_loss(value.deviation)} ({value.n})"
+    return (
+        _format_loss(value.mean)
+        if value.deviation is None
+        else f"{_format_loss(value.mean)} ± {_format_loss(value.deviation)} ({value.n})"
+    )
 
 
 def interval_text(interval: tuple[float, float] | None) -> str:
@@ -119,7 +141,8 @@ def with_note(text: str, job: JobResult) -> str:
     return f"{text}, {job.note}" if job.note else text
 
 
-# --- the table --------------------------------------------------------------------------------------------------------------------------------------
+# --- the table
+# --------------------------------------------------------------------------------------------------------------------------------------
 
 
 def _mean(value: MeanStd | str | None) -> float | None:
@@ -147,7 +170,9 @@ def trained_value(row: ResultRow, key: str) -> str:
 
 
 def swept_text(row: ResultRow, key: str) -> str:
-    """Return the value that the jobs were trained with, and that of the sweep where it was scaled: `0.004 (0.001 scaled)`."""
+    """Return the value that the jobs were trained with, and that of the sweep where it was scaled: `0.004 (0.001
+    scaled)`.
+    """
     trained, swept = trained_value(row, key), row.overrides.get(key, "")
     return trained + (f" ({swept} scaled)" if swept not in ("", trained) else "")
 
@@ -165,14 +190,29 @@ def _per_job(text: Callable[[JobResult], str]) -> Callable[[ResultRow], str]:
 
 COLUMNS = [
     Column("loss", "loss of model/", lambda row: row.score if row.model or row.members else None, loss_text, _mean),
-    Column("loss_interval", "95 % interval", lambda row: mean_interval(row.score) if row.score else None, interval_text, interval_text, only_for="seeds"),
+    Column(
+        "loss_interval",
+        "95 % interval",
+        lambda row: mean_interval(row.score) if row.score else None,
+        interval_text,
+        interval_text,
+        only_for="seeds",
+    ),
     Column("weights", "weights", lambda row: row.model, _weights_text, _weights_text, is_number=False),
     Column("final_{loss}_loss", "final {loss} loss", _final, loss_text, _mean),
     Column("final_{loss}_loss_deviation", "", _final, csv=_deviation),
     Column("best_{loss}_loss", "best {loss} loss", lambda row: row.best, loss_text, _mean),
     Column("best_{loss}_loss_deviation", "", lambda row: row.best, csv=_deviation),
     Column("best_step", "at step", lambda row: row.best_step, count_text),
-    Column("final_training_loss", "newest training loss", lambda row: row.train, loss_text, _mean, in_terminal=False, only_for="validation"),
+    Column(
+        "final_training_loss",
+        "newest training loss",
+        lambda row: row.train,
+        loss_text,
+        _mean,
+        in_terminal=False,
+        only_for="validation",
+    ),
     Column("loss_tokens", "loss tokens", lambda row: row.loss_tokens, count_text),
     Column("tokens", "tokens", lambda row: row.tokens, count_text, in_terminal=False),
     Column("seconds", "time", lambda row: row.seconds, seconds_text),

@@ -1,4 +1,6 @@
-"""The leaderboard of a sweep: as text for a terminal, as leaderboard.csv, and the update of both files of the sweep directory."""
+"""The leaderboard of a sweep: as text for a terminal, as leaderboard.csv, and the update of both files of the sweep
+directory.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from common.guarded_files import check_own_files
 from common.paths import outputs_dir
 from runner.inference.best_job import SEED_KEY, parse_number
 from runner.reporting.sweep_page.page import sweep_page
-from runner.reporting.sweep_results.columns import Column, point_label, swept_text, table_columns, trained_value, with_note
+from runner.reporting.sweep_results.columns import (
+    Column,
+    point_label,
+    swept_text,
+    table_columns,
+    trained_value,
+    with_note,
+)
 from runner.reporting.sweep_results.read_results import read_sweep_results
 from runner.reporting.sweep_results.results import SweepResults
 
@@ -36,7 +45,11 @@ def resolve_sweep(name: str) -> Path:
     if name == "last":
         sweeps = list((outputs_dir() / "multirun").glob("*/*/sweep.json"))
         if not sweeps:
-            raise UserError("there is no sweep in outputs/multirun", "sweep=last", "start one: python runner/train.py --multirun optimizer.lr=1e-4,5e-4")
+            raise UserError(
+                "there is no sweep in outputs/multirun",
+                "sweep=last",
+                "start one: python runner/train.py --multirun optimizer.lr=1e-4,5e-4",
+            )
         return max(sweeps, key=lambda sweep: sweep.stat().st_mtime).parent
     path = Path(name).expanduser().absolute()
     if not path.exists():
@@ -45,11 +58,17 @@ def resolve_sweep(name: str) -> Path:
         if (parent / "sweep.json").is_file():
             check_own_files(parent, ("sweep.json", LEADERBOARD_FILE, REPORT_FILE))
             return parent
-    raise UserError("this is not a sweep directory: there is no sweep.json", f"sweep={name}", "give a sweep directory, or sweep=last")
+    raise UserError(
+        "this is not a sweep directory: there is no sweep.json",
+        f"sweep={name}",
+        "give a sweep directory, or sweep=last",
+    )
 
 
 def leaderboard_text(folder: Path) -> str:
-    """Return the table, the reasons of jobs without a result, and the commands for the best job and for resuming the sweep."""
+    """Return the table, the reasons of jobs without a result, and the commands for the best job and for resuming the
+    sweep.
+    """
     sweep = read_sweep_results(folder.absolute())
     columns = [column for column in table_columns(sweep) if column.title and column.in_terminal]
     table = [["", *sweep.shown_keys, *[SEED_KEY] * sweep.has_seeds, *(column.title for column in columns)]]
@@ -57,15 +76,24 @@ def leaderboard_text(folder: Path) -> str:
         for line in [row, *row.members]:
             rank = f"{line.rank}." if line.rank else "-" if line is row else ""
             swept = [swept_text(row, key) if line is row else "" for key in sweep.shown_keys]
-            table.append([rank, *swept, *[line.seed] * sweep.has_seeds, *(column.text(column.get(line)) for column in columns)])
+            table.append(
+                [rank, *swept, *[line.seed] * sweep.has_seeds, *(column.text(column.get(line)) for column in columns)]
+            )
     explained = [job for row in sweep.rows for job in row.jobs if job.reason or job.note]
-    reasons = [": ".join(filter(None, [point_label(job.swept) or job.name, with_note(job.status, job), job.reason])) for job in explained]
+    reasons = [
+        ": ".join(filter(None, [point_label(job.swept) or job.name, with_note(job.status, job), job.reason]))
+        for job in explained
+    ]
     text = [f"sweep {sweep.folder}", f"{sweep.status}: {sweep.status_counts()}", "", *_aligned(table, columns)]
     text += ["", *reasons] if reasons else []
     text += ["", f"no best job: {sweep.problem}"] if sweep.problem else []
     text += ["", f"{with_note('best job', sweep.best)}: {sweep.job_command(sweep.best)}"] if sweep.best else []
     text += [note] if sweep.best and (note := sweep.command_note(sweep.best)) else []
-    text += [f"its model: {sweep.folder / sweep.best.folder} ({sweep.best.model})"] if sweep.best and sweep.best.model and sweep.best.folder else []
+    text += (
+        [f"its model: {sweep.folder / sweep.best.folder} ({sweep.best.model})"]
+        if sweep.best and sweep.best.model and sweep.best.folder
+        else []
+    )
     text += ["", f"continue with: {sweep.resume_command}"] if sweep.is_unfinished and not sweep.is_running else []
     return strip_control("\n".join(text))
 
@@ -74,11 +102,16 @@ def _aligned(table: list[list[str]], columns: list[Column]) -> list[str]:
     table = [[strip_control(cell) for cell in line] for line in table]
     alignment = ["<"] * (len(table[0]) - len(columns)) + [">" if column.is_number else "<" for column in columns]
     widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
-    return ["  ".join(f"{cell:{align}{width}}" for cell, align, width in zip(line, alignment, widths, strict=True)).rstrip() for line in table]
+    return [
+        "  ".join(f"{cell:{align}{width}}" for cell, align, width in zip(line, alignment, widths, strict=True)).rstrip()
+        for line in table
+    ]
 
 
 def leaderboard_csv(sweep: SweepResults) -> str:
-    """Return one line per grid point (`row` is "point") and, below it, one per job where it has several (`row` is "job"). Times are in seconds."""
+    """Return one line per grid point (`row` is "point") and, below it, one per job where it has several (`row` is
+    "job"). Times are in seconds.
+    """
     columns = table_columns(sweep)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")

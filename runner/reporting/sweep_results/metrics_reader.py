@@ -1,4 +1,6 @@
-"""Read metrics.jsonl and the overrides of a run. A missing or damaged file gives fewer values, or none, and never raises."""
+"""Read metrics.jsonl and the overrides of a run. A missing or damaged file gives fewer values, or none, and never
+raises.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,14 @@ MAX_RECORDS = 2_000_000  # of metrics.jsonl; a file of MAX_METRICS_BYTES that a 
 METRICS_READ_BYTES = 1 << 20  # of metrics.jsonl that are parsed at a time; a longer line is not read
 MAX_CURVE_POINTS = 500  # of one kind of record, of a job of a sweep
 MAX_NUMBER = 1e100  # larger values count as infinite, so that sums and axes stay finite
-MAX_COUNT = 2**53  # of steps and tokens, exclusive: all smaller whole numbers are exact floats, here and in the scripts of a page
+# of steps and tokens, exclusive: all smaller whole numbers are exact floats, here and in the scripts of a page
+MAX_COUNT = 2**53
 
 
 class MeanSpeed:
-    """The mean of tokens_per_second by tokens: those of all logged steps by the time that the steps took, without saves, evaluation and samples."""
+    """The mean of tokens_per_second by tokens: those of all logged steps by the time that the steps took, without
+    saves, evaluation and samples.
+    """
 
     def __init__(self) -> None:
         self._timed_from = self._tokens = self._seconds = 0.0
@@ -62,7 +67,11 @@ class RunMetrics:
 
     @property
     def last(self) -> LossPoint | None:
-        return max((points[-1] for points in (self.train, self.eval) if points), key=lambda point: (point.step, point.time), default=None)
+        return max(
+            (points[-1] for points in (self.train, self.eval) if points),
+            key=lambda point: (point.step, point.time),
+            default=None,
+        )
 
 
 def read_override_list(path: Path) -> list[str]:
@@ -71,7 +80,11 @@ def read_override_list(path: Path) -> list[str]:
         content = parse_yaml(read_bounded(path, MAX_OVERRIDES_BYTES).decode("utf-8"))
     except (OSError, ValueError):
         return []
-    return content if isinstance(content, list) and all(isinstance(item, str) and is_storable(item) for item in content) else []
+    return (
+        content
+        if isinstance(content, list) and all(isinstance(item, str) and is_storable(item) for item in content)
+        else []
+    )
 
 
 def read_run_metrics(path: Path) -> RunMetrics:
@@ -91,8 +104,15 @@ def read_run_metrics(path: Path) -> RunMetrics:
         time = _or_else(finite_number(record.get("time")), time)
         if "loss_tokens" not in record:  # version 0.1.0, whose `tokens` are those with a label
             record = {**record, "loss_tokens": record.get("tokens"), "tokens": None}
-        loss_tokens, tokens = _or_else(count_number(record.get("loss_tokens")), loss_tokens), _or_else(count_number(record.get("tokens")), tokens)
-        points.append(LossPoint(record_step, loss_tokens, tokens, earlier_attempts + time, loss := finite_number(record.get("loss"))))
+        loss_tokens, tokens = (
+            _or_else(count_number(record.get("loss_tokens")), loss_tokens),
+            _or_else(count_number(record.get("tokens")), tokens),
+        )
+        points.append(
+            LossPoint(
+                record_step, loss_tokens, tokens, earlier_attempts + time, loss := finite_number(record.get("loss"))
+            )
+        )
         if loss is not None:
             evaluations.add(str(record["kind"]), record_step, loss)
         if points is metrics.train:
@@ -102,8 +122,10 @@ def read_run_metrics(path: Path) -> RunMetrics:
 
 
 def read_job_metrics(path: Path) -> RunMetrics:
-    """Return `read_run_metrics` with at most about MAX_CURVE_POINTS points per kind: first, last, lowest and highest stay. A file that did not change
-    is read once per process: the page of a sweep is written again while its other jobs train."""
+    """Return `read_run_metrics` with at most about MAX_CURVE_POINTS points per kind: first, last, lowest and highest
+    stay. A file that did not change is read once per process: the page of a sweep is written again while its other jobs
+    train.
+    """
     try:
         stat = path.stat()
     except OSError:
@@ -114,7 +136,9 @@ def read_job_metrics(path: Path) -> RunMetrics:
 @lru_cache(maxsize=640)  # 0.2 MB each at most
 def _read_job_metrics(path: Path, signature: tuple[int, int, int]) -> RunMetrics:
     metrics = read_run_metrics(path)
-    return RunMetrics(_fewer_points(metrics.train), _fewer_points(metrics.eval), metrics.tokens_per_second, metrics.overfitting)
+    return RunMetrics(
+        _fewer_points(metrics.train), _fewer_points(metrics.eval), metrics.tokens_per_second, metrics.overfitting
+    )
 
 
 def _fewer_points(points: list[LossPoint]) -> list[LossPoint]:
@@ -122,14 +146,24 @@ def _fewer_points(points: list[LossPoint]) -> list[LossPoint]:
 
 
 def iter_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield every line that is a JSON object. Lines are parsed many at a time, which is faster, and one by one only if that fails."""
+    """Yield every line that is a JSON object. Lines are parsed many at a time, which is faster, and one by one only if
+    that fails.
+    """
     try:
         fd, size = open_regular(path)
         with open(fd, "rb") as file:
             while size <= MAX_METRICS_BYTES and (lines := file.readlines(METRICS_READ_BYTES)):
-                texts = [line.decode("utf-8", "replace") for line in lines if line.strip() and len(line) <= METRICS_READ_BYTES]
+                texts = [
+                    line.decode("utf-8", "replace")
+                    for line in lines
+                    if line.strip() and len(line) <= METRICS_READ_BYTES
+                ]
                 records = _parse_json(f"[{','.join(texts)}]")
-                yield from (record for record in (map(_parse_json, texts) if records is None else records) if isinstance(record, dict))
+                yield from (
+                    record
+                    for record in (map(_parse_json, texts) if records is None else records)
+                    if isinstance(record, dict)
+                )
     except OSError:
         return
 

@@ -1,4 +1,6 @@
-"""Results of a sweep: one `JobResult` per job, one `ResultRow` per grid point (all jobs that differ only in their seed), ranked in `SweepResults`."""
+"""Results of a sweep: one `JobResult` per job, one `ResultRow` per grid point (all jobs that differ only in their
+seed), ranked in `SweepResults`.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from common.hub.names import parse_hub_name
+from common.hub import parse_hub_name
 from common.paths import command_line
 from runner.config.overrides import PATH_KEYS, PLUGINS_KEY, SEARCHPATH_KEY, is_storable, key_of
 from runner.diagnostics.overfitting import Evaluation
 from runner.inference.best_job import SEED_KEY, ModelScore, comparison_problem
 from runner.reporting.sweep_results.metrics_reader import RunMetrics, read_override_list
 
-LOSS_KINDS = ("validation", "training-rows", "training")  # of evaluations on validation data, on training rows, and of a training step
+# of evaluations on validation data, on training rows, and of a training step
+LOSS_KINDS = ("validation", "training-rows", "training")
 JOB_STATUSES = ("completed", "running", "interrupted", "failed", "new")  # in the order of the rows
 SWEEP_ONLY_KEYS = ("hydra.", "hydra/", "sweep.")  # prefixes of overrides which a job has no use for when it runs alone
 
@@ -28,12 +31,14 @@ class JobResult:
     error: str = ""
     last_lines: list[str] = field(default_factory=list)  # of the console output of a failed job
     metrics: RunMetrics = field(default_factory=RunMetrics)
-    final: dict[str, float] = field(default_factory=dict)  # kind of loss, see LOSS_KINDS -> the newest; infinite if it is not finite
+    # kind of loss, see LOSS_KINDS -> the newest; infinite if it is not finite
+    final: dict[str, float] = field(default_factory=dict)
     best: dict[str, tuple[float, float]] = field(default_factory=dict)  # kind of loss -> the lowest and its step
     model: ModelScore | None = None  # the weights in model/, if the job is completed
     evaluation: Any = None  # what identifies the evaluation rows, from run.json
     evaluations: list[dict[str, Any]] = field(default_factory=list)  # of evaluate.py on the weights in model/
-    trained: dict[str, str] = field(default_factory=dict)  # swept and scaled keys -> values that the job was started with
+    # swept and scaled keys -> values that the job was started with
+    trained: dict[str, str] = field(default_factory=dict)
     extended: list[str] = field(default_factory=list)  # overrides that `resume=SWEEP` has trained it further with
     diverged: bool = False
     folder: str | None = None  # name of the run directory in the sweep directory; None if the name leads out of it
@@ -127,7 +132,8 @@ class SweepResults:
     ranked_by: str  # one of LOSS_KINDS
     rows: list[ResultRow]  # best first
     sweeper: str = "grid"  # or optuna
-    scaled_keys: list[str] = field(default_factory=list)  # keys that are not swept, but scaled per job: optimizer.lr by sweep.lr_scale
+    # keys that are not swept, but scaled per job: optimizer.lr by sweep.lr_scale
+    scaled_keys: list[str] = field(default_factory=list)
     is_running: bool = False  # its process is alive: `resume=` would be refused
 
     @property
@@ -153,7 +159,9 @@ class SweepResults:
     @property
     def is_unfinished(self) -> bool:
         """Whether `resume=` would run a job. A diverged job would diverge again and is not repeated."""
-        remaining = [job for job in self.jobs if job.status != "completed" and not (job.status == "failed" and job.diverged)]
+        remaining = [
+            job for job in self.jobs if job.status != "completed" and not (job.status == "failed" and job.diverged)
+        ]
         return self.status != "completed" and (bool(remaining) or not self.jobs)
 
     @property
@@ -161,17 +169,29 @@ class SweepResults:
         return shlex.join([*command_line("train"), f"resume={self.folder}"])
 
     def job_command(self, job: JobResult) -> str:
-        """Return the command that trains `job` alone, with the overrides it was started with (`sweep.match_budget` applied) where they can be read.
+        """Return the command that trains `job` alone, with the overrides it was started with (`sweep.match_budget`
+        applied) where they can be read.
 
-        Overrides that name code or a hub are left out: the files of the sweep may be of unknown origin. `command_note` names them.
+        Overrides that name code or a hub are left out: the files of the sweep may be of unknown origin. `command_note`
+        names them.
         """
-        own = [override for override in self._overrides_of(job) if not _names_code_or_hub(override) and not override.lstrip("+").startswith(SWEEP_ONLY_KEYS)]
+        own = [
+            override
+            for override in self._overrides_of(job)
+            if not _names_code_or_hub(override) and not override.lstrip("+").startswith(SWEEP_ONLY_KEYS)
+        ]
         return shlex.join([*command_line("train"), *own])
 
     def command_note(self, job: JobResult) -> str:
         """Return which overrides `job_command` leaves out because they name code or a hub; empty for none."""
-        keys = [*dict.fromkeys(key_of(override) for override in self._overrides_of(job) if _names_code_or_hub(override))]
-        return f"left out, for it names code or a hub: {', '.join(keys)}; add it if you trust who made this sweep" if keys else ""
+        keys = [
+            *dict.fromkeys(key_of(override) for override in self._overrides_of(job) if _names_code_or_hub(override))
+        ]
+        return (
+            f"left out, for it names code or a hub: {', '.join(keys)}; add it if you trust who made this sweep"
+            if keys
+            else ""
+        )
 
     def _overrides_of(self, job: JobResult) -> list[str]:
         recorded = read_override_list(self.folder / job.folder / ".hydra" / "overrides.yaml") if job.folder else []
@@ -181,13 +201,19 @@ class SweepResults:
     def status_counts(self) -> str:
         """Return e.g. `4 jobs: 3 completed, 1 failed`."""
         counts = {status: sum(job.status == status for job in self.jobs) for status in JOB_STATUSES}
-        return f"{len(self.jobs)} job{'s' * (len(self.jobs) != 1)}: " + ", ".join(f"{n} {status}" for status, n in counts.items() if n)
+        return f"{len(self.jobs)} job{'s' * (len(self.jobs) != 1)}: " + ", ".join(
+            f"{n} {status}" for status, n in counts.items() if n
+        )
 
 
 def _names_code_or_hub(override: str) -> bool:
     """Whether a command with the override would import code that it names, or load from a hub."""
     key, value = key_of(override), override.partition("=")[2]
-    return key in (PLUGINS_KEY, SEARCHPATH_KEY) or "hub:" in value or (key in PATH_KEYS and parse_hub_name(value) is not None)
+    return (
+        key in (PLUGINS_KEY, SEARCHPATH_KEY)
+        or "hub:" in value
+        or (key in PATH_KEYS and parse_hub_name(value) is not None)
+    )
 
 
 def ranking_problem(jobs: list[JobResult], ranked_by: str) -> str | None:

@@ -1,4 +1,6 @@
-"""What a sweep says at its end: the winner, how sure that is, whether it is at the edge of a range, and the commands that come next."""
+"""What a sweep says at its end: the winner, how sure that is, whether it is at the edge of a range, and the commands
+that come next.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,13 @@ from typing import Any
 from common.errors import UserError
 from common.paths import command_line
 from runner.inference.best_job import parse_number
+from runner.reporting.sweep_results.aggregate import difference_interval
 from runner.reporting.sweep_results.columns import loss_text, point_label
-from runner.reporting.sweep_results.intervals import difference_interval
 from runner.reporting.sweep_results.results import JobResult, ResultRow, SweepResults
-from runner.run_dir.saved_config import load_saved_config, reject_interpolations
+from runner.run_dir.config_snapshot import load_saved_config, reject_interpolations
 
-GEOMETRIC_RATIO = 1.5  # two neighbouring values further apart than this are continued by their ratio, others by their difference
+# two neighbouring values further apart than this are continued by their ratio, others by their difference
+GEOMETRIC_RATIO = 1.5
 MAX_RATIO = 10  # of the proposed value to the edge: the values of a wide sweep may be many powers of ten apart
 
 
@@ -70,7 +73,9 @@ def sweep_verdict(sweep: SweepResults) -> SweepVerdict:
 
 
 def is_tied(winner: ResultRow, other: ResultRow) -> bool:
-    """Whether the difference of the two losses may be chance: 0 is in its interval, or they are equal. Unknown for points of one job each."""
+    """Whether the difference of the two losses may be chance: 0 is in its interval, or they are equal. Unknown for
+    points of one job each.
+    """
     if winner.score is None or other.score is None:
         return False
     interval = difference_interval(winner.score, other.score)
@@ -93,7 +98,9 @@ def _certainty(sweep: SweepResults, ranked: list[ResultRow], ties: list[ResultRo
     gap = f"{second.mean - first.mean:.4f} below the second best ({point_label(ranked[1].overrides)}: {loss_text(second)})"
     if difference_interval(first, second) is None:
         if ties:
-            return f"no winner: {_count(ties, 'other point')} {'has' if len(ties) == 1 else 'have'} the same loss{suffix}"
+            return (
+                f"no winner: {_count(ties, 'other point')} {'has' if len(ties) == 1 else 'have'} the same loss{suffix}"
+            )
         return f"{gap}; one seed per point: how much of that is chance is not known{suffix}"
     if ties:
         names = ", ".join(point_label(row.overrides) for row in ties[:3]) + (" ..." if len(ties) > 3 else "")
@@ -106,7 +113,9 @@ def _count(rows: list[ResultRow], name: str) -> str:
 
 
 def _train_longer(sweep: SweepResults, job: JobResult) -> str:
-    """Return the command that doubles the length of a job; empty if train.patience has ended it, or its config cannot be read."""
+    """Return the command that doubles the length of a job; empty if train.patience has ended it, or its config cannot
+    be read.
+    """
     train = _saved_section(sweep, job, "train")
     steps, epochs, last = train.get("max_steps"), train.get("epochs"), job.metrics.last
     if job.folder is None or not isinstance(steps, int) or not isinstance(epochs, int):
@@ -118,7 +127,9 @@ def _train_longer(sweep: SweepResults, job: JobResult) -> str:
 
 
 def _range_edge(sweep: SweepResults, winner: ResultRow, key: str) -> RangeEdge | None:
-    """Return the edge at which the winner is in one numeric key; None inside of the range, and at a bound that the setting itself has."""
+    """Return the edge at which the winner is in one numeric key; None inside of the range, and at a bound that the
+    setting itself has.
+    """
     found = {row.overrides[key]: parse_number(row.overrides[key]) for row in sweep.rows if key in row.overrides}
     values = sorted({value for value in found.values() if value is not None})
     own = found.get(winner.overrides.get(key, ""))
@@ -132,8 +143,12 @@ def _range_edge(sweep: SweepResults, winner: ResultRow, key: str) -> RangeEdge |
 
 
 def next_value(edge: float, neighbour: float, is_whole: bool) -> float | int | None:
-    """Return the value that continues the row neighbour, edge: by their ratio, at most MAX_RATIO, or their difference; None if that leaves the sign of the values."""
-    is_ratio = edge * neighbour > 0 and max(abs(edge), abs(neighbour)) >= GEOMETRIC_RATIO * min(abs(edge), abs(neighbour))
+    """Return the value that continues the row neighbour, edge: by their ratio, at most MAX_RATIO, or their difference;
+    None if that leaves the sign of the values.
+    """
+    is_ratio = edge * neighbour > 0 and max(abs(edge), abs(neighbour)) >= GEOMETRIC_RATIO * min(
+        abs(edge), abs(neighbour)
+    )
     value = edge * min(MAX_RATIO, max(1 / MAX_RATIO, edge / neighbour)) if is_ratio else 2 * edge - neighbour
     value = float(f"{value:.3g}")
     if edge >= 0 and neighbour >= 0 and value <= 0:
@@ -144,7 +159,9 @@ def next_value(edge: float, neighbour: float, is_whole: bool) -> float | int | N
 
 
 def _is_allowed(sweep: SweepResults, job: JobResult, key: str, value: float) -> bool:
-    """Whether the dataclass of the setting's section takes `value` beside the other settings of the job. True where the config cannot be read."""
+    """Whether the dataclass of the setting's section takes `value` beside the other settings of the job. True where the
+    config cannot be read.
+    """
     from runner.config.compose import section_class, section_object
 
     section, _, path = key.partition(".")
@@ -176,7 +193,9 @@ def _saved_section(sweep: SweepResults, job: JobResult, section: str) -> dict[st
 
 
 def _extend_command(sweep: SweepResults, key: str, value: float) -> str:
-    """Return the command that adds the value to the sweep; empty where the sweep cannot take it: a study of Optuna, and a key of sweep.zip."""
+    """Return the command that adds the value to the sweep; empty where the sweep cannot take it: a study of Optuna, and
+    a key of sweep.zip.
+    """
     zipped = next((override for override in sweep.shared_overrides if override.startswith("sweep.zip=")), "")
     if sweep.sweeper == "optuna" or key in re.split(r"[^\w./@]+", zipped) or not math.isfinite(value):
         return ""

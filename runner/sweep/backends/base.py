@@ -31,7 +31,9 @@ class JobExit:
 
 
 class Backend(Protocol):
-    """Starts jobs. A job is the command line of a process in `run_dir`, which exists; its output goes to `run_dir/console.log`."""
+    """Starts jobs. A job is the command line of a process in `run_dir`, which exists; its output goes to
+    `run_dir/console.log`.
+    """
 
     capacity: int | None  # jobs at the same time; None: no limit
 
@@ -71,13 +73,19 @@ class LauncherOptions:
 
 def check_installed(package: str, setting: str) -> None:
     if find_spec(package) is None:
-        raise UserError(f"{setting} needs the package {package}, which is not installed", setting, f"pip install 'lm-runner[{package}]'")
+        raise UserError(
+            f"{setting} needs the package {package}, which is not installed",
+            setting,
+            f"pip install 'lm-runner[{package}]'",
+        )
 
 
 def run_job(command: list[str], env: dict[str, str], log: Path) -> tuple[int, list[int]]:
-    """Run `python *command` until it ends, in a worker of a cluster; return its exit code and the signals that arrived meanwhile.
+    """Run `python *command` until it ends, in a worker of a cluster; return its exit code and the signals that arrived
+    meanwhile.
 
-    The first signal asks the job to save and exit. The job is a process of its own: one that runs out of memory does not kill the worker.
+    The first signal asks the job to save and exit. The job is a process of its own: one that runs out of memory does
+    not kill the worker.
     """
     received: list[int] = []
     process: subprocess.Popen | None = None
@@ -88,15 +96,20 @@ def run_job(command: list[str], env: dict[str, str], log: Path) -> tuple[int, li
         received.append(number)
 
     is_main = threading.current_thread() is threading.main_thread()  # Python delivers signals to the main thread only
-    previous = {number: signal.signal(number, forward) for number in ((*handled_signals(), signal.SIGUSR2) if is_main else ())}
+    previous = {
+        number: signal.signal(number, forward) for number in ((*handled_signals(), signal.SIGUSR2) if is_main else ())
+    }
     try:
         if received:
             return INTERRUPTED, received
         with open_append(log) as out:
-            process = subprocesses.spawn(command, subprocesses.child_env() | {"PYTHONUNBUFFERED": "1"} | env, out.fileno())
+            process = subprocesses.spawn(
+                command, subprocesses.child_env() | {"PYTHONUNBUFFERED": "1"} | env, out.fileno()
+            )
         if received:  # arrived while the process was being started
             process.terminate()
-        while process.poll() is None:  # not wait(): Ray sets the signal within the process, which interrupts no system call
+        # not wait(): Ray sets the signal within the process, which interrupts no system call
+        while process.poll() is None:
             time.sleep(subprocesses.POLL_SECONDS)
         return process.returncode, received
     finally:

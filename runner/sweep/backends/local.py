@@ -20,14 +20,23 @@ from runner.sweep.backends.base import CONSOLE_LOG, JobExit, LauncherOptions
 class LocalOptions(LauncherOptions):
     """Options of `hydra/launcher=local`. Without `workers` one job runs per device, or one."""
 
-    devices: Any = None  # list of GPUs that are divided among the workers, e.g. [0,1]; numbers or the names of nvidia-smi -L
+    # list of GPUs that are divided among the workers, e.g. [0,1]; numbers or the names of nvidia-smi -L
+    devices: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         is_list = isinstance(self.devices, Sequence) and not isinstance(self.devices, str)
         if self.devices is not None and not (is_list and self.devices and all(map(_is_device, self.devices))):
-            fix = f"'hydra.launcher.devices=[{self.devices}]'" if _is_device(self.devices) else "e.g. 'hydra.launcher.devices=[0,1]'"
-            raise UserError(f"hydra.launcher.devices must be a list of devices, got {self.devices}", f"hydra.launcher.devices={self.devices}", fix)
+            fix = (
+                f"'hydra.launcher.devices=[{self.devices}]'"
+                if _is_device(self.devices)
+                else "e.g. 'hydra.launcher.devices=[0,1]'"
+            )
+            raise UserError(
+                f"hydra.launcher.devices must be a list of devices, got {self.devices}",
+                f"hydra.launcher.devices={self.devices}",
+                fix,
+            )
         make_slots(self.workers, self.devices)
 
     def make_backend(self, sweep_dir: Path) -> LocalBackend:
@@ -89,7 +98,10 @@ def make_slots(workers: int | None, devices: Sequence[Any] | None) -> list[Slot]
     per_worker = max(1, len(names) // count)
     # each torch process takes all cores by default: two of them would wait for each other
     threads = None if count == 1 or "OMP_NUM_THREADS" in os.environ else max(1, available_cores() // count)
-    return [Slot(threads, [names[(worker * per_worker + i) % len(names)] for i in range(per_worker)] if names else None) for worker in range(count)]
+    return [
+        Slot(threads, [names[(worker * per_worker + i) % len(names)] for i in range(per_worker)] if names else None)
+        for worker in range(count)
+    ]
 
 
 def _is_device(value: Any) -> bool:

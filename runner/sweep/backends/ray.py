@@ -14,7 +14,9 @@ from runner.sweep.backends.base import CONSOLE_LOG, JobExit, LauncherOptions, ch
 
 @dataclass
 class RayOptions(LauncherOptions):
-    """Options of `hydra/launcher=ray`. Without `workers` as many jobs run at the same time as the cluster has CPUs and GPUs for."""
+    """Options of `hydra/launcher=ray`. Without `workers` as many jobs run at the same time as the cluster has CPUs and
+    GPUs for.
+    """
 
     address: Optional[str] = None  # null: start Ray on this machine; auto: the cluster of this machine; host:port
     num_cpus: float = 1  # CPUs that one job takes
@@ -39,7 +41,12 @@ class RayBackend:
         self._ray = ray
         self.capacity: int | None = options.workers
         runtime_env = {"env_vars": {"PYTHONPATH": str(REPO_ROOT)}}  # workers import this repository
-        ray.init(address=options.address, runtime_env=runtime_env, include_dashboard=False if options.address is None else None, logging_level="WARNING")
+        ray.init(
+            address=options.address,
+            runtime_env=runtime_env,
+            include_dashboard=False if options.address is None else None,
+            logging_level="WARNING",
+        )
         self._run = ray.remote(run_job).options(num_cpus=options.num_cpus, num_gpus=options.num_gpus, max_retries=0)
 
     def submit(self, run_dir: Path, command: list[str], env: dict[str, str]) -> Any:

@@ -41,14 +41,20 @@ class SubmititOptions(LauncherOptions):
         check_installed("submitit", "hydra/launcher=submitit")
         if self.cluster == "slurm" and shutil.which("sbatch") is None:
             fix = "run the command on a login node of the cluster; hydra.launcher.cluster=local runs the jobs here"
-            raise UserError("hydra.launcher.cluster=slurm needs the command sbatch, which is not on this machine", "hydra.launcher.cluster=slurm", fix)
+            raise UserError(
+                "hydra.launcher.cluster=slurm needs the command sbatch, which is not on this machine",
+                "hydra.launcher.cluster=slurm",
+                fix,
+            )
 
     def make_backend(self, sweep_dir: Path) -> SubmititBackend:
         return SubmititBackend(self, sweep_dir)
 
 
 class JobCommand:
-    """What submitit pickles and calls in its worker. After a timeout or a preemption submitit puts it into the queue again."""
+    """What submitit pickles and calls in its worker. After a timeout or a preemption submitit puts it into the queue
+    again.
+    """
 
     def __init__(self, command: list[str], env: dict[str, str], log: Path) -> None:
         self.command, self.env, self.log = command, env, log
@@ -70,8 +76,10 @@ class SubmititBackend:
         import submitit
 
         self.capacity: int | None = options.workers
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(REPO_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # workers import this repository
-        # submitit unpickles files of its folder: a new folder for each launch, so that no file which another program has put there is read
+        # workers import this repository
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(REPO_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        # submitit unpickles files of its folder: a new folder for each launch, so that no file which another program
+        # has put there is read
         folder = sweep_dir / ".submitit" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         folder.mkdir(parents=True)
         limits = {f"{name}_max_num_timeout": options.max_num_timeout for name in ("slurm", "local")}
@@ -99,7 +107,9 @@ class SubmititBackend:
             return JobExit(int(handle.result()))
         except Exception as error:  # submitit raises what its worker raised, and several classes of its own
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            return JobExit(FAILED, f"submitit job {handle.job_id} ({handle.state}): {lines[-1] if lines else type(error).__name__}")
+            return JobExit(
+                FAILED, f"submitit job {handle.job_id} ({handle.state}): {lines[-1] if lines else type(error).__name__}"
+            )
 
     def cancel(self, handle: Any) -> None:
         if self._is_local:

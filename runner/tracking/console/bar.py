@@ -1,11 +1,140 @@
-"""Bars on a terminal: that of a run, and that of a single long task."""
+"""Progress bars, and text that fits the width of a terminal in cells.
+
+Text that fits a width in cells: a Chinese character takes two. Labelled lines with indented continuation, tables, and
+commands that can be copied.
+
+Bars on a terminal: that of a run, and that of a single long task.
+"""
 
 from __future__ import annotations
 
+import os
+import shlex
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from runner.tracking.console.base import Console, Event
-from runner.tracking.console.layout import MAX_WIDTH, MIN_WIDTH, has_colours, shorten_middle, wrap_text
+
+LINE_WIDTH = 80  # cells, of files and pipes
+MIN_WIDTH, MAX_WIDTH = 40, 120  # of a terminal
+CONTINUED = " \\"  # at the end of a line of a shell command that goes on
+ELLIPSIS = "..."
+DUMB_TERMINALS = ("", "dumb", "unknown")  # values of TERM: no cursor movement
+
+
+def is_live_terminal(stream: TextIO) -> bool:
+    """Return whether lines of `stream` can be drawn again: it is a terminal that knows control codes."""
+    return stream.isatty() and os.environ.get("TERM", "") not in DUMB_TERMINALS
+
+
+def has_colours() -> bool:
+    """Return whether colours are allowed (https://no-color.org)."""
+    return not os.environ.get("NO_COLOR")
+
+
+def cell_width(text: str) -> int:
+    """Return the number of terminal cells of `text`: two for a wide character, none for a combining one."""
+    return len(text) if text.isascii() else sum(map(_cells, text))
+
+
+def _cells(character: str) -> int:
+    if unicodedata.combining(character) or unicodedata.category(character) in ("Mn", "Me"):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
+def pad(text: str, width: int, is_number: bool = False) -> str:
+    """Return `text` filled up with spaces to `width` cells, on the left for a number."""
+    spaces = " " * (width - cell_width(text))
+    return spaces + text if is_number else text + spaces
+
+
+def wrap_text(text: str, first: str, indent: str, width: int = LINE_WIDTH) -> list[str]:
+    """Return the lines of `text`, the first after `first`, the others after `indent`. A line breaks at spaces, and in
+    text of wide characters, which has none. A path is not broken, so that it can be copied, and is longer than `width`
+    where it has to be.
+    """
+    lines, line, has_part = [], first, False
+    for part in text.split(" "):
+        fits = cell_width(line) + has_part + cell_width(part) <= width
+        if not fits and "/" not in part and any(_cells(character) == 2 for character in part):
+            for character in f"{' ' * has_part}{part}":
+                if cell_width(line + character) > width:
+                    lines.append(line)
+                    line = indent
+                line += character
+            has_part = True
+            continue
+        if has_part and not fits:
+            lines.append(line)
+            line, has_part = indent, False
+        line, has_part = (f"{line} {part}" if has_part else line + part), True
+    return [*lines, line.rstrip()]
+
+
+def labelled_lines(rows: Mapping[str, object], width: int = LINE_WIDTH) -> list[str]:
+    """Return `label  value` for each row, values in one column and wrapped below each other. A line break in a value
+    begins another line.
+    """
+    return labelled_lines_of(list(rows.items()), width)
+
+
+def labelled_lines_of(rows: Sequence[tuple[str, object]], width: int = LINE_WIDTH) -> list[str]:
+    """The same for labels that may occur twice."""
+    column = max((cell_width(label) for label, _ in rows), default=0) + 2
+    lines: list[str] = []
+    for label, value in rows:
+        first = pad(label, column)
+        for part in str(value).split("\n"):
+            lines += wrap_text(part, first, " " * column, width)
+            first = " " * column
+    return lines
+
+
+def command_lines(arguments: Sequence[str], comment: str, width: int) -> list[str]:
+    """Return a shell command below its comment, in lines of at most `width` cells where its arguments allow it; all but
+    the last end with a backslash.
+    """
+    lines, line = [], ""
+    for part in map(shlex.quote, arguments):
+        longer = f"{line} {part}" if line else part
+        if line and cell_width(longer) > width - len(CONTINUED):
+            lines.append(line + CONTINUED)
+            longer = f"  {part}"
+        line = longer
+    return [*(wrap_text(comment, "# ", "# ", width) if comment else []), *lines, line]
+
+
+def shorten_middle(text: str, width: int) -> str:
+    """Return `text` with an ellipsis in its middle if it has more than `width` cells; the end, e.g. of a file name,
+    stays longest.
+    """
+    if cell_width(text) <= width:
+        return text
+    head, tail = "", ""
+    space = width - len(ELLIPSIS)
+    for character in text:
+        if cell_width(head + character) > space // 3:
+            break
+        head += character
+    for character in reversed(text):
+        if cell_width(head + character + tail) > space:
+            break
+        tail = character + tail
+    return head + ELLIPSIS + tail
+
+
+def table_lines(table: Sequence[Sequence[str]], is_number: Sequence[bool]) -> list[str]:
+    """Return the rows of `table` with aligned columns, two spaces between them."""
+    widths = [max(map(cell_width, cells)) for cells in zip(*table, strict=True)]
+    return ["  ".join(map(pad, row, widths, is_number)).rstrip() for row in table]
+
+
+def widest(lines: Iterable[str]) -> int:
+    """Return the cells of the widest line."""
+    return max(map(cell_width, lines), default=0)
+
 
 if TYPE_CHECKING:
     from rich.console import Console as RichTerminal
@@ -21,7 +150,9 @@ def open_terminal(stream: TextIO) -> RichTerminal:
     """Return rich's terminal; with NO_COLOR it prints no colours or styles."""
     from rich.console import Console as RichTerminal
 
-    return RichTerminal(file=stream, force_terminal=True, highlight=False, color_system="auto" if has_colours() else None)
+    return RichTerminal(
+        file=stream, force_terminal=True, highlight=False, color_system="auto" if has_colours() else None
+    )
 
 
 class BarConsole(Console):
@@ -42,8 +173,12 @@ class BarConsole(Console):
         steps = TextColumn("{task.completed}/{task.total}", table_column=Column(no_wrap=True))
         bar = BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=BAR_MIN_CELLS))
         numbers = TextColumn("{task.fields[numbers]}", markup=False, table_column=Column(no_wrap=True))
-        self._bar = Progress(steps, bar, numbers, console=self._terminal, refresh_per_second=REFRESH_PER_SECOND, expand=True)
-        self._task = self._bar.add_task("train", total=event["total_steps"], completed=event["step"], numbers=self._numbers)
+        self._bar = Progress(
+            steps, bar, numbers, console=self._terminal, refresh_per_second=REFRESH_PER_SECOND, expand=True
+        )
+        self._task = self._bar.add_task(
+            "train", total=event["total_steps"], completed=event["step"], numbers=self._numbers
+        )
         self._bar.start()
 
     def show_record(self, record: Event, line: str, numbers: str) -> None:
@@ -85,18 +220,34 @@ class TaskBar:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
         from rich.table import Column
 
-        text = TextColumn("{task.description}", markup=False, table_column=Column(overflow="ellipsis", no_wrap=True, max_width=TITLE_CELLS))
+        text = TextColumn(
+            "{task.description}",
+            markup=False,
+            table_column=Column(overflow="ellipsis", no_wrap=True, max_width=TITLE_CELLS),
+        )
         bar = BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=BAR_MIN_CELLS))
         count = TextColumn("{task.fields[count]}", markup=False, table_column=Column(no_wrap=True))
         self._bar = Progress(
-            text, bar, count, TimeRemainingColumn(), console=open_terminal(stream), refresh_per_second=REFRESH_PER_SECOND, expand=True, transient=not kept
+            text,
+            bar,
+            count,
+            TimeRemainingColumn(),
+            console=open_terminal(stream),
+            refresh_per_second=REFRESH_PER_SECOND,
+            expand=True,
+            transient=not kept,
         )
-        self._task = self._bar.add_task(shorten_middle(title, TITLE_CELLS), total=total or None, count=f"0/{total:,} {unit}")  # None: a bar that only moves
+        # None: a bar that only moves
+        self._task = self._bar.add_task(
+            shorten_middle(title, TITLE_CELLS), total=total or None, count=f"0/{total:,} {unit}"
+        )
         self._bar.start()
 
     def reset(self, title: str, unit: str, total: int) -> None:
         """Begin another task in the same bar."""
-        self._bar.reset(self._task, total=total, description=shorten_middle(title, TITLE_CELLS), count=f"0/{total:,} {unit}")
+        self._bar.reset(
+            self._task, total=total, description=shorten_middle(title, TITLE_CELLS), count=f"0/{total:,} {unit}"
+        )
 
     def update(self, done: int, count: str) -> None:
         self._bar.update(self._task, completed=done, count=count)

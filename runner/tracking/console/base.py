@@ -21,7 +21,9 @@ class Console:
         self.print(text)
 
     def show_record(self, record: Event, line: str, numbers: str) -> None:
-        """Show a record of metrics.jsonl: `line` is the whole plain line, `numbers` the few values that fit next to a bar."""
+        """Show a record of metrics.jsonl: `line` is the whole plain line, `numbers` the few values that fit next to a
+        bar.
+        """
 
     def show_activity(self, name: str, done: int, total: int, unit: str) -> None:
         """Show that `done` of `total` units of something between two steps are done, from 0 to all of them."""

@@ -13,9 +13,8 @@ CONSOLE_MODES = ("auto", "rich", "plain", "json", "quiet")
 
 def open_console(mode: str, stream: TextIO | None = None) -> Console:
     """Return the console of `tracker.console=mode`, which writes to stdout."""
-    from runner.tracking.console.bar import BarConsole
+    from runner.tracking.console.bar import BarConsole, is_live_terminal
     from runner.tracking.console.base import Console
-    from runner.tracking.console.layout import is_live_terminal
     from runner.tracking.console.plain import JsonConsole, PlainConsole
 
     stream = stream or sys.stdout

@@ -38,8 +38,11 @@ def format_rate(per_second: float) -> str:
     return f"{per_second / 1000:.1f}k" if per_second >= 1000 else f"{per_second:.0f}"
 
 
-def remaining_seconds(first: tuple[int | float, float], last: tuple[int | float, float], total_steps: int) -> float | None:
-    """Return the seconds from the `last` logged step to the last step of the run, at the mean pace since the `first` one of this attempt.
+def remaining_seconds(
+    first: tuple[int | float, float], last: tuple[int | float, float], total_steps: int
+) -> float | None:
+    """Return the seconds from the `last` logged step to the last step of the run, at the mean pace since the `first`
+    one of this attempt.
 
     Both are (step, seconds), evaluations and saves included: they come again. None where no step lies between.
     """

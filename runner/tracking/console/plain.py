@@ -28,7 +28,9 @@ class LineConsole(Console):
             self._stream = None
 
     def is_activity_due(self, done: int, total: int) -> bool:
-        """Return whether to mention an activity now: it is neither new nor done, and was not mentioned for ACTIVITY_INTERVAL seconds."""
+        """Return whether to mention an activity now: it is neither new nor done, and was not mentioned for
+        ACTIVITY_INTERVAL seconds.
+        """
         now = time.monotonic()
         if done == 0:
             self._shown = now

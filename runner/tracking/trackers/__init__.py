@@ -1,1 +1,3 @@
-"""External trackers, one module each: a config class registered in TRACKERS and the program that forwards metrics. `tracker=x` selects the module x."""
+"""External trackers, one module each: a config class registered in TRACKERS and the program that forwards metrics.
+`tracker=x` selects the module x.
+"""

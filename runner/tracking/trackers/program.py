@@ -1,6 +1,8 @@
-"""Program of a built-in tracker: reads the messages of a run on stdin and passes them to an experiment of SwanLab, Weights & Biases or TensorBoard.
+"""Program of a built-in tracker: reads the messages of a run on stdin and passes them to an experiment of SwanLab,
+Weights & Biases or TensorBoard.
 
-The library runs in this process only. It is given text without control characters, and never the settings that hold a key.
+The library runs in this process only. It is given text without control characters, and never the settings that hold a
+key.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ PROBE_TIMEOUT = 3  # seconds
 FINISH_TIMEOUT = 60  # seconds; an upload that hangs longer ends with the process, and the offline files stay
 MAX_LINE_BYTES = 1 << 20  # a longer record is not replayed
 MAX_STEP, LARGEST_NUMBER = (1 << 63) - 1, 1e300  # what the files of trackers can hold
-SERVICE_NAME_LENGTH, TAG_LENGTH, NOTE_LENGTH, SENT_TAGS = 128, 64, 1024, 30  # characters, and tags; the services refuse more
+# characters, and tags; the services refuse more
+SERVICE_NAME_LENGTH, TAG_LENGTH, NOTE_LENGTH, SENT_TAGS = 128, 64, 1024, 30
 EXPERIMENT_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # becomes a part of file names
 NOT_LOGGED = {"kind", "step", "time", "attempt", "nonfinite"}  # fields of metrics.jsonl that a tracker does not get
 ConnectedMode = Literal["online", "offline"]
@@ -54,7 +57,8 @@ class Experiment:
     tags: list[str] = field(default_factory=list)
     note: str = ""
     stage: str = ""
-    history: dict[str, int] | None = None  # bytes of metrics.jsonl and samples.jsonl that come before the messages; None: a new run
+    # bytes of metrics.jsonl and samples.jsonl that come before the messages; None: a new run
+    history: dict[str, int] | None = None
     is_replay: bool = False  # of a run that has ended: what the tracker has of it is replaced
 
     def old_records(self, pattern: str) -> list[Path]:
@@ -66,7 +70,8 @@ class ExperimentLog(Protocol):
     """An open experiment of a tracker."""
 
     location: str  # mode and place, for the console
-    history_from: int | None  # first step of the records before a resume that are to be written, too; None: none of them
+    # first step of the records before a resume that are to be written, too; None: none of them
+    history_from: int | None
 
     def log(self, kind: str, step: int, numbers: dict[str, float]) -> None: ...
 
@@ -79,10 +84,12 @@ def run_program(open_experiment: Callable[[Experiment], ExperimentLog]) -> None:
     """Serve the messages on stdin until `finish` or the end of the training process."""
     os.nice(NICENESS)
     console = sys.stdout
-    sys.stdout = sys.stderr  # what the library prints goes to tracker.log; what this function prints to `console` is shown by the run
+    # what the library prints goes to tracker.log; what this function prints to `console` is shown by the run
+    sys.stdout = sys.stderr
     start = json.loads(sys.stdin.readline())
     experiment = read_start(start)
-    check_own_files(experiment.folder, (), shallow=os.listdir(experiment.folder))  # what a library opens there is no link
+    # what a library opens there is no link
+    check_own_files(experiment.folder, (), shallow=os.listdir(experiment.folder))
     from common.file_lock import FileLock
 
     lock = FileLock.acquire(experiment.folder / ".lock", wait=True)  # the process of a killed attempt may still write
@@ -108,7 +115,9 @@ def read_start(start: dict[str, Any]) -> Experiment:
     settings, texts = start["settings"], clean_texts(start)
     return Experiment(
         folder=Path(start["folder"]),
-        id=start["id"] if EXPERIMENT_ID.fullmatch(start["id"]) else hashlib.sha256(start["id"].encode("utf-8", "backslashreplace")).hexdigest()[:16],
+        id=start["id"]
+        if EXPERIMENT_ID.fullmatch(start["id"])
+        else hashlib.sha256(start["id"].encode("utf-8", "backslashreplace")).hexdigest()[:16],
         name=shorten(texts["name"], SERVICE_NAME_LENGTH),
         project=settings.get("project", ""),
         mode=settings.get("mode", "offline"),
@@ -123,7 +132,9 @@ def read_start(start: dict[str, Any]) -> Experiment:
 
 
 def clean_texts(value: Any) -> Any:
-    """Return `value` with its texts and names without control characters and lone surrogates; numbers that JSON has not become text."""
+    """Return `value` with its texts and names without control characters and lone surrogates; numbers that JSON has not
+    become text.
+    """
     if isinstance(value, dict):
         return {strip_control(str(name)): clean_texts(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -147,7 +158,8 @@ def flat_settings(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def choose_mode(requested: str, api_key: str | None, api_host: str, variable: str) -> tuple[ConnectedMode, str]:
-    """Return (mode, reason). `auto`: what the environment variable says; otherwise online only if a key exists and the server answers.
+    """Return (mode, reason). `auto`: what the environment variable says; otherwise online only if a key exists and the
+    server answers.
 
     Without a key or a server the libraries wait up to 16 s and then raise.
     """
@@ -167,22 +179,33 @@ def choose_mode(requested: str, api_key: str | None, api_host: str, variable: st
 
 
 def remove_records(records: list[Path]) -> None:
-    """Delete what earlier attempts wrote offline: it is written again from metrics.jsonl, so that no step is there twice."""
+    """Delete what earlier attempts wrote offline: it is written again from metrics.jsonl, so that no step is there
+    twice.
+    """
     for path in records:
         remove_tree(path)
 
 
 def read_history(experiment: Experiment) -> Iterator[dict[str, Any]]:
-    """Yield the messages of metrics.jsonl and samples.jsonl before a resume in the order of their steps. Damaged lines are left out."""
+    """Yield the messages of metrics.jsonl and samples.jsonl before a resume in the order of their steps. Damaged lines
+    are left out.
+    """
     run_dir, sizes = experiment.folder.parent, experiment.history or {"metrics": 0, "samples": 0}
     metrics = (_log_message(record) for record in _read_records(run_dir / "metrics.jsonl", sizes["metrics"]))
     samples = _read_records(run_dir / "samples.jsonl", sizes["samples"])
-    by_step = ({"event": "samples", "step": step, "samples": clean_texts(list(group))} for step, group in itertools.groupby(samples, itemgetter("step")))
+    by_step = (
+        {"event": "samples", "step": step, "samples": clean_texts(list(group))}
+        for step, group in itertools.groupby(samples, itemgetter("step"))
+    )
     yield from heapq.merge(metrics, by_step, key=itemgetter("step"))
 
 
 def _log_message(record: dict[str, Any]) -> dict[str, Any]:
-    numbers = {name: value for name, value in record.items() if name not in NOT_LOGGED and type(value) in (int, float) and abs(value) < LARGEST_NUMBER}
+    numbers = {
+        name: value
+        for name, value in record.items()
+        if name not in NOT_LOGGED and type(value) in (int, float) and abs(value) < LARGEST_NUMBER
+    }
     return clean_texts({"event": "log", "kind": str(record.get("kind")), "step": record["step"], "numbers": numbers})
 
 
@@ -205,5 +228,8 @@ def _forward(opened: ExperimentLog, message: dict[str, Any]) -> None:
     if message["event"] == "log":
         opened.log(message["kind"], message["step"], message["numbers"])
     else:
-        texts = [{"prompt": str(sample.get("prompt", "")), "answer": str(sample.get("answer", ""))} for sample in message["samples"]]
+        texts = [
+            {"prompt": str(sample.get("prompt", "")), "answer": str(sample.get("answer", ""))}
+            for sample in message["samples"]
+        ]
         opened.samples(message["step"], texts)

@@ -1,7 +1,7 @@
 """SwanLab tracker: its settings, and the program that writes a run to SwanLab.
 
-SwanLab writes its buffer only when it finishes, so a trainer that is killed would leave an unreadable file; the program sees the end
-of its stdin instead and finishes the record as crashed.
+SwanLab writes its buffer only when it finishes, so a trainer that is killed would leave an unreadable file; the program
+sees the end of its stdin instead and finishes the record as crashed.
 """
 
 from __future__ import annotations

@@ -39,13 +39,21 @@ class TensorboardLog:
         if experiment.is_replay:
             remove_records(old)
             old = []
-        # A reader forgets what follows this step in earlier files, which stay: an open one would miss all files after a deleted one.
-        self._step = self.history_from = max((message["step"] for message in read_history(experiment)), default=0) if old else 0
+        # A reader forgets what follows this step in earlier files, which stay: an open one would miss all files after a
+        # deleted one.
+        self._step = self.history_from = (
+            max((message["step"] for message in read_history(experiment)), default=0) if old else 0
+        )
         self._event = event_pb2.Event
         self._writer = EventFileWriter(str(experiment.folder), flush_secs=FLUSH_SECONDS)
         self._write(session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
         settings = dict(flat_settings(experiment.config))
-        about = {"name": experiment.name, "group": experiment.group, "tags": ", ".join(experiment.tags), "note": experiment.note}
+        about = {
+            "name": experiment.name,
+            "group": experiment.group,
+            "tags": ", ".join(experiment.tags),
+            "note": experiment.note,
+        }
         lines = [f"{name}: {value}" for name, value in (about | settings).items() if value not in ("", None)]
         self._write(summary=text_summary("settings", ["\n".join(lines)]))
         self._write(summary=_hparams_start(settings, experiment))
@@ -58,11 +66,17 @@ class TensorboardLog:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         self._step = step
-        self._write(summary=Summary(value=[Summary.Value(tag=f"{kind}/{name}", simple_value=value) for name, value in numbers.items()]))
+        self._write(
+            summary=Summary(
+                value=[Summary.Value(tag=f"{kind}/{name}", simple_value=value) for name, value in numbers.items()]
+            )
+        )
 
     def samples(self, step: int, samples: list[dict[str, str]]) -> None:
         self._step = step
-        self._write(summary=text_summary("samples", [f"{sample['prompt']}\n -> {sample['answer']}" for sample in samples]))
+        self._write(
+            summary=text_summary("samples", [f"{sample['prompt']}\n -> {sample['answer']}" for sample in samples])
+        )
 
     def finish(self, status: str, error: str) -> None:
         self._write(summary=text_summary("status", [f"{status} {error}".strip()]))
@@ -88,7 +102,9 @@ def text_summary(tag: str, texts: list[str]) -> Summary:
 def _hparams_start(settings: dict[str, Any], experiment: Experiment) -> Summary:
     from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
-    values = {name: value if isinstance(value, bool | int | float | str) else str(value) for name, value in settings.items()}
+    values = {
+        name: value if isinstance(value, bool | int | float | str) else str(value) for name, value in settings.items()
+    }
     return hparams_pb(values, trial_id=experiment.id, start_time_secs=time.time())
 
 
@@ -97,8 +113,12 @@ def _hparams_end(status: str) -> Summary:
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
     result = api_pb2.STATUS_SUCCESS if status == "completed" else api_pb2.STATUS_FAILURE
-    ended = plugin_data_pb2.HParamsPluginData(session_end_info=plugin_data_pb2.SessionEndInfo(status=result, end_time_secs=time.time()))
-    return Summary(value=[Summary.Value(tag=metadata.SESSION_END_INFO_TAG, metadata=metadata.create_summary_metadata(ended))])
+    ended = plugin_data_pb2.HParamsPluginData(
+        session_end_info=plugin_data_pb2.SessionEndInfo(status=result, end_time_secs=time.time())
+    )
+    return Summary(
+        value=[Summary.Value(tag=metadata.SESSION_END_INFO_TAG, metadata=metadata.create_summary_metadata(ended))]
+    )
 
 
 if __name__ == "__main__":

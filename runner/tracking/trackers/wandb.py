@@ -29,7 +29,9 @@ class WandbConfig(ExternalTrackerConfig):
 
 
 def find_api_key(host: str) -> str | None:
-    """Return the key of WANDB_API_KEY, or what `wandb login` wrote to ~/.netrc. It is only tested for: wandb looks for it itself."""
+    """Return the key of WANDB_API_KEY, or what `wandb login` wrote to ~/.netrc. It is only tested for: wandb looks for
+    it itself.
+    """
     if key := os.environ.get("WANDB_API_KEY"):
         return key
     try:
@@ -46,7 +48,9 @@ class WandbLog:
 
         run_dir = experiment.folder.parent
         if os.path.lexists(run_dir / ".wandb"):
-            raise UserError("wandb would write into this folder instead of wandb/", str(run_dir / ".wandb"), "remove it")
+            raise UserError(
+                "wandb would write into this folder instead of wandb/", str(run_dir / ".wandb"), "remove it"
+            )
         host = os.environ.get("WANDB_BASE_URL") or API_HOST
         mode, reason = choose_mode(experiment.mode, find_api_key(host), host, "WANDB_MODE")
         offline = experiment.old_records("offline-run-*")
@@ -87,7 +91,10 @@ class WandbLog:
         self._run.log({f"{kind}/{name}": value for name, value in numbers.items()}, step=step)
 
     def samples(self, step: int, samples: list[dict[str, str]]) -> None:
-        blocks = (f"<p><b>{html.escape(sample['prompt'])}</b></p><pre>{html.escape(sample['answer'])}</pre>" for sample in samples)
+        blocks = (
+            f"<p><b>{html.escape(sample['prompt'])}</b></p><pre>{html.escape(sample['answer'])}</pre>"
+            for sample in samples
+        )
         self._run.log({"samples": self._wandb.Html("".join(blocks), inject=False)}, step=step)
 
     def finish(self, status: str, error: str) -> None:

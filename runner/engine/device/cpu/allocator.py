@@ -23,10 +23,12 @@ PRIMITIVES = 128  # matrix products of different shapes that oneDNN keeps ready;
 
 
 def separate_large_blocks() -> None:
-    """Map each block of at least LARGE_BLOCK bytes on its own until `keep_freed_memory()`; call before the model is built.
+    """Map each block of at least LARGE_BLOCK bytes on its own until `keep_freed_memory()`; call before the model is
+    built.
 
-    The first step compiles and fills caches. Without this, the small objects that it leaves lie between its large blocks, and the holes
-    among them fit the blocks of no later step. oneDNN keeps an object per shape of a product, and packed rows have many shapes.
+    The first step compiles and fills caches. Without this, the small objects that it leaves lie between its large
+    blocks, and the holes among them fit the blocks of no later step. oneDNN keeps an object per shape of a product, and
+    packed rows have many shapes.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PRIMITIVES))
     keep_freed_memory.cache_clear()  # of an earlier run of this process
@@ -38,7 +40,8 @@ def separate_large_blocks() -> None:
 def keep_freed_memory() -> None:
     """Keep freed memory in the process; call after the first step.
 
-    glibc returns freed memory to the system, which clears each page before the next step gets it back: up to half of a step's time.
+    glibc returns freed memory to the system, which clears each page before the next step gets it back: up to half of a
+    step's time.
     """
     if mallopt := _glibc_mallopt():
         _keep_all(mallopt)
@@ -46,7 +49,9 @@ def keep_freed_memory() -> None:
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """Keep freed memory meanwhile, then return it to the system: what is measured before the first step has memory as later steps have it."""
+    """Keep freed memory meanwhile, then return it to the system: what is measured before the first step has memory as
+    later steps have it.
+    """
     mallopt = _glibc_mallopt()
     if mallopt:
         _keep_all(mallopt)
@@ -69,9 +74,11 @@ _pool: ctypes.CDLL | None = None  # of this process, once it is used
 
 
 def use_memory_pool(folder: Path) -> str:
-    """Take large tensors of this process from a pool of their own (memory_pool.cpp); return why not, "" if so. `folder`: a private one for compiled programs.
+    """Take large tensors of this process from a pool of their own (memory_pool.cpp); return why not, "" if so.
+    `folder`: a private one for compiled programs.
 
-    For long runs, because it is compiled. The pool needs the memory that its tensors need, where the heap of glibc has up to a half more.
+    For long runs, because it is compiled. The pool needs the memory that its tensors need, where the heap of glibc has
+    up to a half more.
     """
     from models.layers.cpu_kernels.library import KernelsUnavailableError, load_library
 

@@ -15,7 +15,8 @@ MAX_NUMBER_BYTES = 16  # of a file: a number of threads
 
 
 class RunningTrainings:
-    """A file per process, named by its id and locked while it lives; the file has the number of threads, or nothing while it is not chosen.
+    """A file per process, named by its id and locked while it lives; the file has the number of threads, or nothing
+    while it is not chosen.
 
     Where the folder cannot be used (no temporary folder, owned by someone else), there are no other trainings.
     """
@@ -32,7 +33,9 @@ class RunningTrainings:
         with suppress(OSError):
             self._folder.mkdir(mode=0o700, exist_ok=True)
             if self._is_private():
-                RunningTrainings._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+                RunningTrainings._descriptor = os.open(
+                    path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+                )
                 fcntl.flock(RunningTrainings._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
             yield
@@ -49,7 +52,9 @@ class RunningTrainings:
                 os.pwrite(self._descriptor, f"{threads:{MAX_NUMBER_BYTES}}".encode(), 0)
 
     def threads_of_others(self) -> list[int]:
-        """Return the number of threads of each other training, 0 while it is not chosen. Files of processes that died are removed."""
+        """Return the number of threads of each other training, 0 while it is not chosen. Files of processes that died
+        are removed.
+        """
         threads = list[int]()
         with suppress(OSError):
             if not self._is_private():

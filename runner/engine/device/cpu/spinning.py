@@ -1,11 +1,13 @@
 """Whether the OpenMP threads of this process spin while they wait for each other.
 
-A step has thousands of short parallel regions. Threads that sleep between them are woken by the kernel each time: 0.55 times the tokens per second
-on two quiet cores. Threads that spin on a core that another process wants hold that process up and are held up by it: up to 8 times slower. So they
-spin while no other process wants their cores, and sleep otherwise.
+A step has thousands of short parallel regions. Threads that sleep between them are woken by the kernel each time: 0.55
+times the tokens per second on two quiet cores. Threads that spin on a core that another process wants hold that process
+up and are held up by it: up to 8 times slower. So they spin while no other process wants their cores, and sleep
+otherwise.
 
-libgomp reads its settings only once, but it looks at one thing at each wait: a process with more OpenMP threads than cores does not spin ("throttled",
-libgomp/env.c and config/linux/wait.h of GCC). `SleepingThreads` makes and ends the idle threads that switch this.
+libgomp reads its settings only once, but it looks at one thing at each wait: a process with more OpenMP threads than
+cores does not spin ("throttled", libgomp/env.c and config/linux/wait.h of GCC). `SleepingThreads` makes and ends the
+idle threads that switch this.
 """
 
 from __future__ import annotations
@@ -30,13 +32,17 @@ FIELDS = (1, 2, 3, 6, 7)  # user, nice, system, irq and softirq of a line of /pr
 
 
 def set_wait_policy() -> None:
-    """Let torch's threads sleep while they wait for each other where `adapt_spinning` cannot watch the machine; call before torch is imported."""
+    """Let torch's threads sleep while they wait for each other where `adapt_spinning` cannot watch the machine; call
+    before torch is imported.
+    """
     if not any(name in os.environ for name in WAIT_VARIABLES) and read_busy_seconds() is None:
         os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
 def read_busy_seconds() -> float | None:
-    """Return the processor time (s) that all processes have used on the cores of this process since the machine started; None if it is not known."""
+    """Return the processor time (s) that all processes have used on the cores of this process since the machine
+    started; None if it is not known.
+    """
     if not sys.platform.startswith("linux"):
         return None
     cores, ticks = os.sched_getaffinity(0), 0
@@ -65,7 +71,9 @@ class SleepingThreads:
     def start(self) -> None:
         if self._thread is None:
             self._is_over = threading.Event()
-            self._thread = threading.Thread(target=self._hold_team, args=(self._is_over,), name="sleeping-threads", daemon=True)
+            self._thread = threading.Thread(
+                target=self._hold_team, args=(self._is_over,), name="sleeping-threads", daemon=True
+            )
             self._thread.start()
 
     def stop(self) -> None:
@@ -77,7 +85,9 @@ class SleepingThreads:
     def _hold_team(self, is_over: threading.Event) -> None:
         """Run an empty parallel region: its threads belong to this one, wait for its next region, and end with it."""
         for library in self._libraries:
-            library.GOMP_parallel(ctypes.cast(library.omp_get_thread_num, ctypes.c_void_p), None, library.omp_get_num_procs() + 1, 0)
+            library.GOMP_parallel(
+                ctypes.cast(library.omp_get_thread_num, ctypes.c_void_p), None, library.omp_get_num_procs() + 1, 0
+            )
         is_over.wait()
 
 
@@ -85,7 +95,10 @@ def find_libgomp() -> list[ctypes.CDLL]:
     """Return the OpenMP libraries of GCC that this process has loaded: torch brings its own, and so do other packages."""
     libraries = []
     with suppress(OSError):
-        mapped = {f"/{line.partition('/')[2]}" for line in PROC_MAPS.read_text(encoding="utf-8", errors="replace").splitlines()}
+        mapped = {
+            f"/{line.partition('/')[2]}"
+            for line in PROC_MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
+        }
         for path in sorted(path for path in mapped if Path(path).name.startswith("libgomp")):
             with suppress(OSError, AttributeError):
                 library = ctypes.CDLL(path)
@@ -99,7 +112,10 @@ class ForeignLoad:
     """Cores that other processes have used since the last reading."""
 
     def __init__(
-        self, busy: Callable[[], float | None] = read_busy_seconds, own: Callable[[], float] = time.process_time, clock: Callable[[], float] = time.monotonic
+        self,
+        busy: Callable[[], float | None] = read_busy_seconds,
+        own: Callable[[], float] = time.process_time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._busy, self._own, self._clock = busy, own, clock
         self._last = self._read()
@@ -114,20 +130,24 @@ class ForeignLoad:
 
 
 class SpinControl:
-    """Decides after each reading whether the threads sleep. `free_cores` returns how many cores this process does not use.
+    """Decides after each reading whether the threads sleep. `free_cores` returns how many cores this process does not
+    use.
 
-    They sleep at the first reading of other load. They spin again after a quiet second, after two if that load came back, and so on up to
-    MAX_QUIET_SAMPLES: load that comes and goes would otherwise meet spinning threads each time.
+    They sleep at the first reading of other load. They spin again after a quiet second, after two if that load came
+    back, and so on up to MAX_QUIET_SAMPLES: load that comes and goes would otherwise meet spinning threads each time.
     """
 
     def __init__(self, sleeping: SleepingThreads, free_cores: Callable[[], int]) -> None:
         self._sleeping, self._free_cores = sleeping, free_cores
-        self._quiet, self._needed = 0, QUIET_SAMPLES  # readings without other load: in a row, and before the threads spin again
+        # readings without other load: in a row, and before the threads spin again
+        self._quiet, self._needed = 0, QUIET_SAMPLES
 
     def update(self, foreign_cores: float) -> None:
         if foreign_cores > self._free_cores() + BUSY_CORES:
             if not self._sleeping.is_started:
-                self._needed = QUIET_SAMPLES if self._quiet >= MAX_QUIET_SAMPLES else min(2 * self._needed, MAX_QUIET_SAMPLES)
+                self._needed = (
+                    QUIET_SAMPLES if self._quiet >= MAX_QUIET_SAMPLES else min(2 * self._needed, MAX_QUIET_SAMPLES)
+                )
             self._quiet = 0
             self._sleeping.start()
             return
@@ -141,7 +161,9 @@ class SpinControl:
 
 @contextmanager
 def adapt_spinning() -> Iterator[None]:
-    """Let the OpenMP threads of this process sleep while other processes want its cores. The block imports torch, or has done so."""
+    """Let the OpenMP threads of this process sleep while other processes want its cores. The block imports torch, or
+    has done so.
+    """
     if any(name in os.environ for name in WAIT_VARIABLES) or read_busy_seconds() is None:
         yield
         return
@@ -160,7 +182,8 @@ def _watch_load(is_over: threading.Event) -> None:
     control: SpinControl | None = None
     while not is_over.wait(SAMPLE_SECONDS):
         foreign = load.read()
-        if control is None and hasattr(sys.modules.get("torch"), "get_num_threads"):  # False while torch is being imported
+        # False while torch is being imported
+        if control is None and hasattr(sys.modules.get("torch"), "get_num_threads"):
             if not (libraries := find_libgomp()):
                 return
             control = SpinControl(SleepingThreads(libraries), lambda: cores - current_threads())

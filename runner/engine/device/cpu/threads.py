@@ -1,4 +1,6 @@
-"""How many threads a training computes with. The bits of a result depend on it, so a resumed run takes the number of its checkpoint."""
+"""How many threads a training computes with. The bits of a result depend on it, so a resumed run takes the number of
+its checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from pathlib import Path
 from runner.engine.device.cpu.running_trainings import RunningTrainings
 
 THREADS_ENV = "RUNNER_THREADS"  # cores that a sweep gives to each of its parallel jobs
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # set by the user, or by the launcher of ranks and jobs: nothing is changed
+# set by the user, or by the launcher of ranks and jobs: nothing is changed
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 CGROUP_ROOT, PROC_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 _chosen: int | None = None
@@ -18,8 +21,8 @@ _chosen: int | None = None
 def choose_threads(saved: int | None = None) -> str | None:
     """Set the number of threads of torch for a training; return the reason if it is not torch's own choice.
 
-    In this order: the variables of the environment; `saved`, the number of the checkpoint; the cores that this process may use (a container may have
-    fewer than the machine), shared with the other trainings of this user on this machine.
+    In this order: the variables of the environment; `saved`, the number of the checkpoint; the cores that this process
+    may use (a container may have fewer than the machine), shared with the other trainings of this user on this machine.
     """
     import torch
 
@@ -75,7 +78,11 @@ def cpu_limit() -> float | None:
         return None
     folder = Path(os.path.normpath(f"{CGROUP_ROOT}/{name}"))
     folders = [folder, *folder.parents] if folder.is_relative_to(CGROUP_ROOT) else [CGROUP_ROOT]
-    limits = [limit for each in folders if each.is_relative_to(CGROUP_ROOT) and (limit := _read_limit(each / "cpu.max")) is not None]
+    limits = [
+        limit
+        for each in folders
+        if each.is_relative_to(CGROUP_ROOT) and (limit := _read_limit(each / "cpu.max")) is not None
+    ]
     return min(limits, default=None)
 
 
@@ -88,7 +95,9 @@ def _read_limit(file: Path) -> float | None:
 
 
 def threads_per_rank(count: int) -> str:
-    """Return OMP_NUM_THREADS for each of `count` ranks: the value of the user, or an equal part of the cores (of the job's cores in a sweep)."""
+    """Return OMP_NUM_THREADS for each of `count` ranks: the value of the user, or an equal part of the cores (of the
+    job's cores in a sweep).
+    """
     given, share = os.environ.get("OMP_NUM_THREADS"), os.environ.get(THREADS_ENV)
     if given and given != share:  # a sweep sets both to the same value
         return given

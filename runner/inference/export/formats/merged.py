@@ -7,8 +7,7 @@ from pathlib import Path
 
 from common.errors import UserError
 from runner.inference.export.command import FORMATS, ExportSettings
-from runner.inference.export.verify import log_probs
-from runner.inference.export.whole_model import has_adapter, write_whole_model
+from runner.inference.export.verify import has_adapter, log_probs, write_whole_model
 from runner.inference.load import LoadedModel
 
 

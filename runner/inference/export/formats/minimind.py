@@ -7,8 +7,13 @@ from pathlib import Path
 
 from common.errors import UserError
 from runner.inference.export.command import FORMATS, ExportSettings
-from runner.inference.export.verify import MAX_DIFFERENCE, check_difference, largest_difference, log_probs
-from runner.inference.export.whole_model import round_weights
+from runner.inference.export.verify import (
+    MAX_DIFFERENCE,
+    check_difference,
+    largest_difference,
+    log_probs,
+    round_weights,
+)
 from runner.inference.load import LoadedModel
 
 
@@ -30,9 +35,13 @@ def write_minimind(cfg: ExportSettings, source: LoadedModel, folder: Path) -> Ca
         or not model_cfg.tie_word_embeddings
         or any((model_cfg.attention_bias, model_cfg.attention_out_bias, model_cfg.mlp_bias))
     ):
-        raise UserError("MiniMind computes models of its own shape only: tied embeddings, no biases", "format=minimind", "format=hf")
+        raise UserError(
+            "MiniMind computes models of its own shape only: tied embeddings, no biases", "format=minimind", "format=hf"
+        )
     merge_adapters(source.model)
-    state = {name: tensor.half().contiguous() for name, tensor in source.model.state_dict().items() if ".lora." not in name}
+    state = {
+        name: tensor.half().contiguous() for name, tensor in source.model.state_dict().items() if ".lora." not in name
+    }
     torch.save(state, folder / "model.pth")
     copy_tokenizer_files(source.tokenizer.folder, folder)
 

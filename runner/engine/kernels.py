@@ -1,4 +1,6 @@
-"""What a run computes with: compiled layers or not, and the kernels of the CPU, where a long run takes the fastest of those that it measures."""
+"""What a run computes with: compiled layers or not, and the kernels of the CPU, where a long run takes the fastest of
+those that it measures.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,48 @@ from data.batching.packing import PackedSequences
 from data.types import sequences_per_row
 from models.language_model import LanguageModel
 from models.layers.mlp import MLP, MoE
-from runner.checkpoint.compatibility import environment_facts, recorded_environment
-from runner.checkpoint.environment import code_fingerprint, compiler_version, cpu_model, numeric_variables
-from runner.engine.choices.attention_choice import AttentionShape, attention_choice
-from runner.engine.choices.compile_choice import LAYERS_FACT, UNCOMPILED, compile_choice, compiled_layers, find_layer_call, measure_layers
-from runner.engine.choices.expert_choice import ExpertShape, expert_choice
-from runner.engine.choices.loss_choice import LossShape, loss_choice
-from runner.engine.choices.measured_choice import ChosenKernel, MeasuredChoice, common_kernel, measured_kernel, repeated_kernel
+from runner.checkpoint.compatibility import (
+    code_fingerprint,
+    compiler_version,
+    cpu_model,
+    environment_facts,
+    numeric_variables,
+    recorded_environment,
+)
+from runner.engine.choices.compile_choice import (
+    LAYERS_FACT,
+    UNCOMPILED,
+    compile_choice,
+    compiled_layers,
+    find_layer_call,
+    measure_layers,
+)
+from runner.engine.choices.layer_choices import (
+    JOINED,
+    AttentionShape,
+    ExpertShape,
+    LossShape,
+    ProjectionShape,
+    attention_choice,
+    expert_choice,
+    loss_choice,
+    projection_choice,
+)
+from runner.engine.choices.measured_choice import (
+    ChosenKernel,
+    MeasuredChoice,
+    common_kernel,
+    measured_kernel,
+    repeated_kernel,
+)
 from runner.engine.choices.product_choice import PRODUCT_DTYPES, ProductShape, current_products, product_choice
-from runner.engine.choices.projection_choice import JOINED, ProjectionShape, projection_choice
 from runner.engine.config import Config
-from runner.engine.device.compile import CompileDecision, resolve_compile_mode, set_inductor_cache, tag_compiled_programs
+from runner.engine.device.compile import (
+    CompileDecision,
+    resolve_compile_mode,
+    set_inductor_cache,
+    tag_compiled_programs,
+)
 from runner.engine.device.distributed import DistributedContext
 from runner.engine.device.kernels import describe_kernels
 from runner.engine.device.precision import Precision
@@ -48,14 +81,17 @@ class ChosenKernels(NamedTuple):
 
 def decide_compilation(cfg: Config, model: LanguageModel, loader: StepLoader, device: torch.device) -> CompileDecision:
     planned_flops = estimate_flops(cfg, model, loader)
-    return resolve_compile_mode(cfg.train.compile, planned_flops, device, torch.get_num_threads(), cfg.model.has_dynamic_shapes)
+    return resolve_compile_mode(
+        cfg.train.compile, planned_flops, device, torch.get_num_threads(), cfg.model.has_dynamic_shapes
+    )
 
 
 def estimate_flops(cfg: Config, model: LanguageModel, loader: StepLoader) -> float:
     """Return an upper bound of the floating-point operations of the run on each rank, 6 * parameters * tokens
     (https://arxiv.org/abs/2001.08361), from settings only: every sequence counts as data.max_length tokens."""
     steps = cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch
-    rows_per_step = min(loader.sampler.global_batch_size, loader.sampler.size)  # an epoch may have fewer rows than a step asks for
+    # an epoch may have fewer rows than a step asks for
+    rows_per_step = min(loader.sampler.global_batch_size, loader.sampler.size)
     tokens = steps * rows_per_step / loader.world_size * cfg.data.max_length * sequences_per_row(cfg.stage.data_format)
     return 6.0 * tokens * sum(p.numel() for p in model.parameters())
 
@@ -66,7 +102,9 @@ def compile_model(model: LanguageModel, cfg: Config, mode: str) -> None:
     model.compile_layers(single_row=micro_batch_rows(cfg) == 1, mode=mode)
 
 
-def wrap_model(model: LanguageModel, cfg: Config, dist: DistributedContext, precision: Precision, compile_mode: str) -> nn.Module:
+def wrap_model(
+    model: LanguageModel, cfg: Config, dist: DistributedContext, precision: Precision, compile_mode: str
+) -> nn.Module:
     """Compile the layers and wrap the model for DDP, as far as the settings ask for it."""
     if compile_mode != "off":
         compile_model(model, cfg, compile_mode)
@@ -77,20 +115,29 @@ def wrap_model(model: LanguageModel, cfg: Config, dist: DistributedContext, prec
 def kernel_facts(cfg: Config, model: LanguageModel, device: torch.device, chosen: ChosenKernels) -> dict[str, Any]:
     """Return the facts about the kernels that compute the model, for the environment that a resume compares."""
     facts = describe_kernels(device, chosen.compilation.mode, cfg.model.has_dynamic_shapes) | chosen.facts
-    return environment_facts(facts | ({"model_kernels": model.kernels_description} if model.kernels_description else {}))
+    return environment_facts(
+        facts | ({"model_kernels": model.kernels_description} if model.kernels_description else {})
+    )
 
 
 def choose_cpu_kernels(
-    choices: Iterable[MeasuredChoice], decision: CompileDecision, dist: DistributedContext, saved: dict[str, Any] | None, stop: StopRequests
+    choices: Iterable[MeasuredChoice],
+    decision: CompileDecision,
+    dist: DistributedContext,
+    saved: dict[str, Any] | None,
+    stop: StopRequests,
 ) -> ChosenKernels:
-    """Make the `choices` of a run, the same on all ranks: the fastest kernels if it is long enough, those of its checkpoint (`saved`: its state) if it has one.
+    """Make the `choices` of a run, the same on all ranks: the fastest kernels if it is long enough, those of its
+    checkpoint (`saved`: its state) if it has one.
 
     Raises StopRequested if some rank is asked to stop.
     """
     facts, reasons, compilation = {}, {}, decision
     announce = cache(_announce_measuring) if dist.is_rank_zero else lambda: None
     for choice in choices:
-        mine = do_unless_stopped(dist, stop, "before the first step", partial(_choose, choice, decision, saved, dist.size, announce))
+        mine = do_unless_stopped(
+            dist, stop, "before the first step", partial(_choose, choice, decision, saved, dist.size, announce)
+        )
         chosen = common_kernel(choice, dist.gather(list(mine)))
         choice.apply(chosen.kernel)
         if chosen.kernel != choice.default:
@@ -108,7 +155,11 @@ def _announce_measuring() -> None:
 
 
 def _choose(
-    choice: MeasuredChoice, decision: CompileDecision, saved: dict[str, Any] | None, ranks: int, before_measuring: Callable[[], object]
+    choice: MeasuredChoice,
+    decision: CompileDecision,
+    saved: dict[str, Any] | None,
+    ranks: int,
+    before_measuring: Callable[[], object],
 ) -> ChosenKernel:
     if saved is not None:
         kernel = recorded_environment(saved["compatibility"]).get(choice.fact, choice.default)
@@ -122,7 +173,8 @@ def _choose(
 def measured_facts(ranks: int = 1, threads: int | None = None, products: str | None = None) -> dict[str, Any]:
     """Return what the speed of a kernel depends on besides its shapes.
 
-    `threads`: of each rank; `products`: how 16-bit matrices are multiplied, a kernel of `product_choice`; None: as in this process.
+    `threads`: of each rank; `products`: how 16-bit matrices are multiplied, a kernel of `product_choice`; None: as in
+    this process.
     """
     return {
         "ranks": ranks,
@@ -137,9 +189,16 @@ def measured_facts(ranks: int = 1, threads: int | None = None, products: str | N
 
 
 def cpu_choices(
-    cfg: Config, models: Sequence[LanguageModel], optimizers: OptimizerGroup, loader: StepLoader, precision: Precision, decision: CompileDecision
+    cfg: Config,
+    models: Sequence[LanguageModel],
+    optimizers: OptimizerGroup,
+    loader: StepLoader,
+    precision: Precision,
+    decision: CompileDecision,
 ) -> Iterator[MeasuredChoice]:
-    """Yield the choices of a run on the CPU, each when those before it are made. `models`: the trained one first, then those that the objective reads."""
+    """Yield the choices of a run on the CPU, each when those before it are made. `models`: the trained one first, then
+    those that the objective reads.
+    """
     if precision.device.type != "cpu":
         return
     for find in (
@@ -172,10 +231,16 @@ def main_linear(model: nn.Module) -> tuple[int, int] | None:
 
 def product_shape(cfg: Config, linear: tuple[int, int] | None, dtype: str) -> ProductShape | None:
     """Return the products for which a run chooses; None if it has none in 16 bits. linear: of `main_linear`."""
-    return ProductShape(micro_batch_rows(cfg) * cfg.data.max_length, *linear, dtype) if linear and dtype in PRODUCT_DTYPES else None
+    return (
+        ProductShape(micro_batch_rows(cfg) * cfg.data.max_length, *linear, dtype)
+        if linear and dtype in PRODUCT_DTYPES
+        else None
+    )
 
 
-def _attention(cfg: Config, models: Sequence[LanguageModel], loader: StepLoader, precision: Precision) -> MeasuredChoice | None:
+def _attention(
+    cfg: Config, models: Sequence[LanguageModel], loader: StepLoader, precision: Precision
+) -> MeasuredChoice | None:
     """Return the choice of the kernel of attention; None if other kernels than those of `attention_choice` compute it."""
 
     def apply(kernel: str) -> None:
@@ -186,8 +251,12 @@ def _attention(cfg: Config, models: Sequence[LanguageModel], loader: StepLoader,
     return attention_choice(shape, apply) if shape else None
 
 
-def attention_shape(cfg: Config, model: LanguageModel, loader: StepLoader, precision: Precision) -> AttentionShape | None:
-    """Return what a layer of the model computes in a micro-batch; None if other kernels than those of `attention_choice` compute it."""
+def attention_shape(
+    cfg: Config, model: LanguageModel, loader: StepLoader, precision: Precision
+) -> AttentionShape | None:
+    """Return what a layer of the model computes in a micro-batch; None if other kernels than those of
+    `attention_choice` compute it.
+    """
     if (sizes := model.attention_sizes) is None:
         return None
     sequences = loader.sequences
@@ -196,8 +265,14 @@ def attention_shape(cfg: Config, model: LanguageModel, loader: StepLoader, preci
 
 
 def _projections(cfg: Config, models: Sequence[LanguageModel], precision: Precision) -> MeasuredChoice | None:
-    """Return the choice of how gate and up, and queries, keys and values, are computed; None without plain networks of the decoder."""
-    networks = [module for module in models[0].modules() if isinstance(module, MLP) and type(module.gate_proj) is type(module.up_proj) is nn.Linear]
+    """Return the choice of how gate and up, and queries, keys and values, are computed; None without plain networks of
+    the decoder.
+    """
+    networks = [
+        module
+        for module in models[0].modules()
+        if isinstance(module, MLP) and type(module.gate_proj) is type(module.up_proj) is nn.Linear
+    ]
     if not networks:
         return None
     decoder, gate = networks[0].cfg, networks[0].gate_proj
@@ -213,7 +288,9 @@ def _projections(cfg: Config, models: Sequence[LanguageModel], precision: Precis
 
 
 def _experts(cfg: Config, models: Sequence[LanguageModel], precision: Precision) -> MeasuredChoice | None:
-    """Return the choice of how tokens get to the experts of the decoder; None without any, and where adapters or biases leave only one way."""
+    """Return the choice of how tokens get to the experts of the decoder; None without any, and where adapters or biases
+    leave only one way.
+    """
     layers = [module for model in models for module in model.modules() if isinstance(module, MoE)]
     if not layers or not all(layer.has_plain_experts() for layer in layers):
         return None
@@ -226,16 +303,28 @@ def _experts(cfg: Config, models: Sequence[LanguageModel], precision: Precision)
         for layer in layers:
             layer.dispatch = kernel
 
-    return expert_choice(decoder, ExpertShape(tokens, *sizes, _dtype_name(precision), layers[0].attention_kernel, is_trained, joins), apply)
+    return expert_choice(
+        decoder,
+        ExpertShape(tokens, *sizes, _dtype_name(precision), layers[0].attention_kernel, is_trained, joins),
+        apply,
+    )
 
 
 def _loss(cfg: Config, model: LanguageModel, precision: Precision) -> MeasuredChoice | None:
-    """Return the choice of the chunks of the loss; None for losses that are weighed later, and where an output layer has adapters."""
+    """Return the choice of the chunks of the loss; None for losses that are weighed later, and where an output layer
+    has adapters.
+    """
     heads = model.loss_heads
     if cfg.stage.needs_reference or not heads:
         return None
     head = heads[0]
-    shape = LossShape(micro_batch_rows(cfg) * cfg.data.max_length, head.in_features, head.out_features, _dtype_name(precision), head.weight.requires_grad)
+    shape = LossShape(
+        micro_batch_rows(cfg) * cfg.data.max_length,
+        head.in_features,
+        head.out_features,
+        _dtype_name(precision),
+        head.weight.requires_grad,
+    )
     return loss_choice(shape, heads)
 
 
@@ -251,9 +340,18 @@ def _orthogonalization(optimizers: OptimizerGroup) -> MeasuredChoice | None:
     return orthogonalization_choice(shapes, apply) if shapes else None
 
 
-def _compilation(cfg: Config, model: LanguageModel, loader: StepLoader, precision: Precision, decision: CompileDecision) -> MeasuredChoice | None:
-    """Return the choice whether layers are compiled; None where settings decide, and where a layer cannot be computed alone: recomputed, or shared by ranks."""
-    if cfg.train.compile != "auto" or decision.mode == "off" or cfg.train.activation_checkpointing != "none" or cfg.distributed.name == "fsdp":
+def _compilation(
+    cfg: Config, model: LanguageModel, loader: StepLoader, precision: Precision, decision: CompileDecision
+) -> MeasuredChoice | None:
+    """Return the choice whether layers are compiled; None where settings decide, and where a layer cannot be computed
+    alone: recomputed, or shared by ranks.
+    """
+    if (
+        cfg.train.compile != "auto"
+        or decision.mode == "off"
+        or cfg.train.activation_checkpointing != "none"
+        or cfg.distributed.name == "fsdp"
+    ):
         return None
     layers = model.compiled_layers
     if not layers:
@@ -267,7 +365,13 @@ def _compilation(cfg: Config, model: LanguageModel, loader: StepLoader, precisio
         return None
     module = vars(layers[0])
     workload = {
-        "settings": [repr(cfg.model), repr(cfg.stage.lora), cfg.data.packing, _dtype_name(precision), compiler_version()],
+        "settings": [
+            repr(cfg.model),
+            repr(cfg.stage.lora),
+            cfg.data.packing,
+            _dtype_name(precision),
+            compiler_version(),
+        ],
         "input": list(call.args[0].shape),
         "kernels": [module.get("attention_kernel"), module.get("joins_projections"), micro_batch_rows(cfg) == 1],
         "weights": [[name, list(p.shape), p.requires_grad] for name, p in layers[0].named_parameters()],
@@ -277,7 +381,9 @@ def _compilation(cfg: Config, model: LanguageModel, loader: StepLoader, precisio
 
 
 def micro_batch_rows(cfg: Config) -> int:
-    """Return the rows of a micro-batch as the model gets them: a row of preferences has two sequences, unless it is packed."""
+    """Return the rows of a micro-batch as the model gets them: a row of preferences has two sequences, unless it is
+    packed.
+    """
     return cfg.train.batch_size * (1 if cfg.data.packing != "none" else sequences_per_row(cfg.stage.data_format))
 
 

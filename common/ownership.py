@@ -1,7 +1,12 @@
-"""Lock by a file with the identity of its owner, for file systems without POSIX locks (some NFS and FUSE mounts).
+"""Identity of a process, and a lock by a file that names its owner.
 
-`<lock>.owner` belongs to the process that holds the whole lock, `<lock>.owner-<k>` to one that holds byte k. The files are created with
-O_EXCL. The file of a process that has died on this host is removed; that of a process on another host, or an unreadable one, counts as held.
+Identity of a process, also after its pid has been reused. Nothing here raises; what is unknown is None.
+
+Lock by a file with the identity of its owner, for file systems without POSIX locks (some NFS and FUSE mounts).
+
+`<lock>.owner` belongs to the process that holds the whole lock, `<lock>.owner-<k>` to one that holds byte k. The files
+are created with O_EXCL. The file of a process that has died on this host is removed; that of a process on another host,
+or an unreadable one, counts as held.
 """
 
 from __future__ import annotations
@@ -10,13 +15,81 @@ import errno
 import json
 import os
 import secrets
+import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from common.filesystem import read_bounded, read_json_object, temp_name, write_all
-from common.ownership.processes import is_alive, process_id
+
+IDENTITY = ("host", "pid", "boot_id", "start_ticks")  # fields of process_id()
+
+
+def process_id() -> dict[str, Any]:
+    """Return what identifies this process, also after its pid has been reused."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "boot_id": boot_id(),
+        "start_ticks": start_ticks(os.getpid()),
+    }
+
+
+def is_same_process(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(one.get(name) == other.get(name) for name in IDENTITY)
+
+
+def is_alive(process: Mapping[str, Any]) -> bool:
+    """Return whether the process that `process_id` described is alive. Of a process on another host nothing is known:
+    True.
+    """
+    return not is_on_this_host(process) or is_alive_here(process)
+
+
+def is_alive_here(process: Mapping[str, Any]) -> bool:
+    """Return whether the process that `process_id` described is alive on this host. One that has ended, and that its
+    parent has not noticed, is not.
+    """
+    if not is_on_this_host(process) or process.get("boot_id") != boot_id():
+        return False
+    ticks = process.get("start_ticks")
+    return _has_pid(process.get("pid")) if ticks is None else ticks == start_ticks(process.get("pid"))
+
+
+def _has_pid(pid: Any) -> bool:
+    """Return whether there is a process `pid`: all that is known without /proc."""
+    try:
+        os.kill(int(pid), 0)
+    except PermissionError:
+        return True
+    except (OSError, ValueError, TypeError, OverflowError):
+        return False
+    return int(pid) > 0
+
+
+def is_on_this_host(process: Mapping[str, Any]) -> bool:
+    return process.get("host") == socket.gethostname()
+
+
+def boot_id() -> str | None:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+
+
+def start_ticks(pid: Any) -> int | None:
+    """Return when the process started (clock ticks since boot), None if it has ended, if there is no such process or no
+    /proc.
+    """
+    try:
+        fields = Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else int(fields[19])
+    except (OSError, ValueError, TypeError, IndexError):
+        return None
+
 
 MAX_OWNER_BYTES = 4096
 OWNER_POLL_SECONDS = 0.2  # between two attempts to take a lock that is held
@@ -30,7 +103,9 @@ class OwnerFile:
 
     @classmethod
     def acquire(cls, lock: Path, byte: int | None, wait: bool) -> OwnerFile:
-        """Take the whole lock (`byte` None) or one byte of it. Raises BlockingIOError if it is held and `wait` is False."""
+        """Take the whole lock (`byte` None) or one byte of it. Raises BlockingIOError if it is held and `wait` is
+        False.
+        """
         while not (owner := cls._try(lock, byte)):
             if not wait:
                 raise BlockingIOError(errno.EAGAIN, "locked by another process", str(lock))
@@ -87,7 +162,9 @@ def is_owner_file(lock_name: str, name: str) -> bool:
 def _live_owners(lock: Path, byte: int | None, own: Path | None = None) -> list[Path]:
     """Return the owner files that exclude taking `byte` (None: the whole lock), after removing those of dead processes."""
     names = [name for name in os.listdir(lock.parent) if is_owner_file(lock.name, name)]
-    paths = [lock.parent / name for name in names if byte is None or name in (_path(lock, None).name, _path(lock, byte).name)]
+    paths = [
+        lock.parent / name for name in names if byte is None or name in (_path(lock, None).name, _path(lock, byte).name)
+    ]
     return [path for path in paths if path != own and not _remove_if_dead(path)]
 
 

@@ -1,1 +1,0 @@
-"""Parts of a run that `runner.engine.build` puts together, and what the log says of them."""

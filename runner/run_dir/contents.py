@@ -1,0 +1,380 @@
+"""Files and folders of a run directory, and the fields of its run.json.
+
+Names of the files and folders of a run directory: what is guarded, what a launch writes before it trains, and whether
+there is a run.
+
+Directories of runs and sweeps: their names, outputs/<date>/<time>, unique also for two launches in one second; their
+creation and removal.
+
+Fields of run.json: their types and defaults, what is read of them, and what JSON lacks.
+
+Process, git commit and library versions of a run, and the record of its attempts. Nothing here raises; what is unknown
+is None.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import os
+import platform
+import re
+import subprocess
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from common.errors import Outcome, UserError
+from common.filesystem import fs, make_dirs, read_bounded, remove_tree, temp_name
+from common.guarded_files import DAMAGED_DIR, check_own_files
+from common.limits.parsers import parse_json
+from common.paths import REPO_ROOT, outputs_dir
+from runner.checkpoint.atomic_dir import step_names
+
+RUN_FILE, HYDRA_DIR = "run.json", ".hydra"
+LOCK_FILE, OWNER_FILE = ".lock", ".owner.json"
+# What a launch may have written to its directory before it trains
+OWN_NAMES = {
+    RUN_FILE,
+    HYDRA_DIR,
+    LOCK_FILE,
+    f"{LOCK_FILE}.owner",
+    OWNER_FILE,
+    "logs",
+    "tokenizer",
+    "train.log",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "checkpoints",
+}
+# What is opened by its name, or written into: no links, nothing but regular files and folders. The JSON files and
+# checkpoints are checked as they are read.
+GUARDED_NAMES = (
+    HYDRA_DIR,
+    LOCK_FILE,
+    OWNER_FILE,
+    DAMAGED_DIR,
+    "logs",
+    "tokenizer",
+    "model",
+    "train.log",
+    "console.log",
+    "evaluations.jsonl",
+    "incidents.jsonl",
+    "report.html",
+    "uninterrupted",
+    "resumed",
+)
+GUARDED_PATTERNS = ("metrics.*jsonl", "samples.*jsonl")
+
+
+def check_run_files(folder: Path) -> None:
+    """Raise UserError if a file or folder that a run opens in `folder` is a link, or neither a regular file nor a
+    folder.
+    """
+    logs = [path.name for pattern in GUARDED_PATTERNS for path in folder.glob(pattern)]
+    check_own_files(folder, (*GUARDED_NAMES, *logs), shallow=("checkpoints",))
+
+
+def holds_run(folder: Path) -> bool:
+    """Return whether there is a run: its run.json, or checkpoints from which that can be restored."""
+    return (folder / RUN_FILE).is_file() or has_checkpoints(folder)
+
+
+def has_checkpoints(folder: Path) -> bool:
+    """Return whether the run has checkpoints, whole or not."""
+    return bool(step_names(folder / "checkpoints"))
+
+
+def check_no_run(folder: Path, fields: Mapping[str, Any]) -> None:
+    """Raise UserError if the directory of a new run holds one, or what is left of one."""
+    if fields["status"] != "new" or has_checkpoints(folder):
+        raise UserError(
+            f"this directory already holds a run ({fields['status']}, step {fields['step']})",
+            str(folder),
+            f"resume={folder} continues it; hydra.run.dir=DIR places the new run in another directory",
+        )
+    if not (folder / RUN_FILE).exists() and size_of(folder / "metrics.jsonl"):
+        fix = f"restore run.json or checkpoints/ and type resume={folder}; hydra.run.dir=DIR places a new run in another directory"
+        raise UserError(
+            "this directory holds records of a run whose run.json and checkpoints are gone", str(folder), fix
+        )
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+NAME_LENGTH = 120  # characters of a job's directory name; file systems allow 255 bytes
+
+_created: set[Path] = set()  # directories that this process has created for runs and sweeps
+
+
+def create_dirs(folder: Path) -> None:
+    """Create the directory `folder` and its parents. Those that are new are removed if the launch is refused."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        make_dirs(folder)
+    finally:
+        _created.update(path for path in missing if path.is_dir())
+
+
+def create_unique(folder: Path) -> Path:
+    """Create the directory `folder`, with a suffix (-2, -3, ...) if it exists: the later of two launches in one second
+    gets one. Return it.
+    """
+    create_dirs(folder.parent)
+    for number in itertools.count(1):
+        unique = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        try:
+            unique.mkdir()
+        except FileExistsError:
+            continue
+        _created.add(unique)
+        return unique
+    raise AssertionError("count() ends never")
+
+
+def claim(folder: Path) -> bool:
+    """Return whether this process has created `folder` for the run or sweep that it opens now."""
+    is_new = folder in _created
+    _created.discard(folder)
+    return is_new
+
+
+def remove_dir(folder: Path) -> None:
+    """Remove `folder` in one rename, then its parents that this process has created, as far as they are empty. The
+    caller holds its lock.
+    """
+    with suppress(OSError):  # a broken disk: the refusal is what the user needs to see
+        doomed = folder.with_name(temp_name("del", folder.name))
+        fs.rename(folder, doomed)
+        remove_tree(doomed)
+        for parent in itertools.takewhile(
+            lambda parent: parent in _created or outputs_dir() in parent.parents, folder.parents
+        ):
+            fs.rmdir(parent)  # raises OSError if it holds something else
+            _created.discard(parent)
+
+
+def job_dirname(swept: Mapping[str, str]) -> str:
+    """Return the directory name of a job: its swept values, sorted by key, shortened with a hash where the name is too
+    long or has other characters.
+    """
+    values = ",".join(sorted(f"{key}={value}" for key, value in swept.items())) or "job"
+    name = re.sub(r"[^\w.=,+-]", "-", values)
+    if name == values and len(name) <= NAME_LENGTH:
+        return name
+    return f"{name[: NAME_LENGTH - 9]}-{hashlib.sha256(values.encode()).hexdigest()[:8]}"
+
+
+def find_runs(*roots: Path) -> list[Path]:
+    """Return the run directories under `roots`: single runs, and jobs of a sweep."""
+    return [
+        file.parent
+        for root in roots
+        for pattern in ("*/run.json", "*/*/run.json", "*/*/*/run.json", "*/*/*/*/run.json")
+        for file in root.glob(pattern)
+    ]
+
+
+MAX_JSON_BYTES = 16 << 20  # bytes; larger JSON files are not read
+RUN_STATUSES = ("new", "running", "interrupted", "failed", "completed")
+DEFAULT_METADATA: dict[str, Any] = {
+    "status": "new",
+    "outcome": None,  # how the last attempt ended: completed, interrupted, diverged, failed
+    "attempt": 0,  # launches that began to train in this directory
+    "step": 0,  # optimizer steps
+    "tokens": 0,
+    "metrics": {},
+    "error": None,
+    "exact": True,  # every resume so far was bitwise equal to a run without interruption
+    "inexact_because": [],
+    "attempts": [],  # of each: when and how it ran, with what code, libraries, processor, ranks, threads and settings
+    "degraded": None,  # message of a disk problem that training survives
+    "model": None,  # name of its architecture, for reports
+    "name": "",  # run.name, run.tags and run.note
+    "tags": [],
+    "note": "",
+    "init_from": None,
+    "tokenizer_source": None,  # folder that tokenizer/ was copied from
+    "evaluation": None,  # what identifies the evaluation rows
+    "export": None,  # the weights in model/: best or last, step, evaluation loss
+    "evaluations": [],  # newest results of evaluate.py: a repeated evaluation replaces its record
+    "fingerprints": {},
+    "id": None,  # of the run: its checkpoints have it, too
+    "recovered": [],  # what resumes have repaired, or could not restore
+    "weaker_promises": [],  # what the file system of the directory cannot do
+}
+# Types of the fields that are read again; None is allowed where the default is None, and for those that are absent at
+# first
+FIELD_TYPES = {name: type(value) for name, value in DEFAULT_METADATA.items() if value is not None} | {
+    "outcome": str, "error": str, "degraded": str, "init_from": str, "tokenizer_source": str, "evaluation": dict, "export": dict, "id": str,
+    "checkpoint": str, "stage": str, "model": str, "changed": list, "tracker_id": str, "attempts": list, "loss_tokens": int,
+}  # fmt: skip
+
+
+def has_started(fields: Mapping[str, Any]) -> bool:
+    """Return whether training began at least once: such a run is resumed, not started."""
+    return bool(fields.get("attempt"))
+
+
+def has_diverged(fields: Mapping[str, Any]) -> bool:
+    return fields.get("outcome") == Outcome.DIVERGED
+
+
+def exported_loss(fields: Mapping[str, Any]) -> float | str | None:
+    """Return the loss that a completed run hands to a sweep: of the evaluation of the weights in model/, otherwise the
+    last training loss.
+
+    "inf" where none was finite, None where nothing was trained.
+    """
+    metrics, export = fields.get("metrics"), fields.get("export")
+    if not isinstance(metrics, dict) or not metrics:
+        return None  # train.verify_resume
+    losses = [*([export.get("loss")] if isinstance(export, dict) else []), metrics.get("val_loss"), metrics.get("loss")]
+    loss = next((value for value in losses if isinstance(value, int | float)), None)
+    return "inf" if loss is None else float(loss)
+
+
+def timestamp() -> str:
+    """Return the local time in ISO format, in seconds."""
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def check_fields(fields: Any) -> dict[str, Any]:
+    """Return the content of run.json with defaults for a new run. Raises ValueError if it is damaged or of an older
+    version.
+    """
+    if not isinstance(fields, dict) or fields.get("status") not in RUN_STATUSES:
+        raise ValueError(f"unknown status {fields.get('status') if isinstance(fields, dict) else ''}")
+    if "outcome" not in fields:
+        raise ValueError("no field `outcome`, it was written by an older version of this program")
+    for name, kind in FIELD_TYPES.items():
+        value = fields.get(name, DEFAULT_METADATA.get(name))
+        if type(value) is not kind and not (value is None and DEFAULT_METADATA.get(name) is None):
+            raise ValueError(f"{name} is not of type {kind.__name__}")
+    return {**DEFAULT_METADATA, **fields}
+
+
+def load_fields(path: Path) -> dict[str, Any]:
+    """Return the fields of run.json with defaults for a new run. Raises UserError if the file is damaged or of an older
+    version.
+    """
+    try:
+        return check_fields(parse_json(read_bounded(path, MAX_JSON_BYTES)))
+    except FileNotFoundError:
+        return check_fields(dict(DEFAULT_METADATA))
+    except (OSError, ValueError) as error:
+        fix = f"resume={path.parent} restores it from a checkpoint; or start a new run with init_from=DIR"
+        raise UserError(f"run.json cannot be read: {error}", str(path), fix) from error
+
+
+def to_json(value: Any) -> Any:
+    """Return `value` with paths as text and with null for NaN and infinities, which JSON lacks."""
+    if isinstance(value, Mapping):
+        return {str(name): to_json(item) for name, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [to_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value
+
+
+RECORDED_LIBRARIES = (
+    "torch",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "transformers",
+    "hydra-core",
+    "omegaconf",
+    "swanlab",
+)
+MAX_ATTEMPTS = 200  # newest attempts that run.json keeps
+RECORDED_AT_THE_END = ("outcome", "error", "ended", "step")  # fields of run.json that its newest attempt gets, too
+GIT_SECONDS = 1.0  # that a run waits for git after everything else is built
+
+
+def git_state(root: Path = REPO_ROOT) -> dict[str, str | None]:
+    """Return the commit of this checkout, and the sha256 of the difference of tracked files to it (None: there is
+    none).
+    """
+    lines = (_git(root, "rev-parse", "--show-toplevel", "HEAD") or b"").decode("utf-8", "replace").splitlines()
+    # no repository, or installed inside of another one
+    if len(lines) != 2 or Path(lines[0]).resolve() != root.resolve():
+        return {"commit": None, "dirty": None}
+    changes = _git(root, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv")
+    return {"commit": lines[1], "dirty": hashlib.sha256(changes).hexdigest() if changes else None}
+
+
+class GitReader:
+    """`git_state`, read by a thread: in a large repository git takes seconds."""
+
+    def __init__(self) -> None:
+        self._state: dict[str, str | None] = {"commit": None, "dirty": None}
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        self._state = git_state()
+
+    def result(self, seconds: float = GIT_SECONDS) -> dict[str, str | None]:
+        """Return `git_state`, unknown if git does not answer within `seconds` from now."""
+        self._thread.join(seconds)
+        return self._state
+
+
+def begin_attempt(fields: Mapping[str, Any], attempt: int, started: str) -> dict[str, Any]:
+    """Return the fields of run.json, whose content is `fields`, that one more attempt changes. Its facts are added by
+    `describe_attempt`.
+    """
+    changed = {"attempt": attempt, "started": started, "versions": library_versions()}
+    return {**changed, "attempts": [*_attempts(fields), changed][-MAX_ATTEMPTS:]}
+
+
+def describe_attempt(fields: Mapping[str, Any], **facts: Any) -> list[dict[str, Any]]:
+    """Return the `attempts` of run.json with `facts` about the newest one."""
+    attempts = _attempts(fields)
+    return [*attempts[:-1], {**attempts[-1], **facts}] if attempts else []
+
+
+def _attempts(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    attempts = fields.get("attempts")
+    return [attempt for attempt in attempts if isinstance(attempt, dict)] if isinstance(attempts, list) else []
+
+
+def merge_reasons(fields: Mapping[str, Any], added: list[str]) -> list[str]:
+    """Return `inexact_because` of run.json with the reasons of one more resume: an exact one does not make up for them."""
+    before = fields.get("inexact_because")
+    return [*dict.fromkeys([*(before if isinstance(before, list) else []), *added])]
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions of Python and of the installed libraries, without importing them."""
+    versions = {"python": platform.python_version()}
+    for name in RECORDED_LIBRARIES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _git(root: Path, *arguments: str) -> bytes | None:
+    try:
+        result = subprocess.run(
+            ["git", "-C", str(root), *arguments],
+            check=False,
+            capture_output=True,
+            timeout=5,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout if result.returncode == 0 else None
