@@ -132,8 +132,7 @@ def keywords(call: ast.Call) -> dict[str, str]:
     return {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg}
 
 
-# --- layers
-# -----------------------------------------------------------------------------------------------------------------------------------------
+# --- layers -----------------------------------------------------------------------------------------------------------
 
 
 def forbidden_imports() -> list[str]:
@@ -211,8 +210,7 @@ def test_folders_describe_themselves():
     assert without_init == set()
 
 
-# --- commands
-# ---------------------------------------------------------------------------------------------------------------------------------------
+# --- commands ---------------------------------------------------------------------------------------------------------
 
 
 def test_commands_are_not_imported_and_define_no_class():
@@ -290,8 +288,7 @@ def test_config_classes_hold_no_values():
     ]
 
 
-# --- nothing that is read is executed
-# ---------------------------------------------------------------------------------------------------------------
+# --- nothing that is read is executed ---------------------------------------------------------------------------------
 
 
 def test_code_imports_no_module_that_unpickles_or_executes():

@@ -127,9 +127,11 @@ def _resume(folder: Path, extra: list[str], flags: list[str], run_hydra: RunHydr
 
     is_sweep = is_sweep_dir(folder)
     if has_flag(flags, "--cfg", "--info"):
-        from runner.cli import help
+        from runner.cli import show_config
 
-        return (help.show_sweep_config if is_sweep else help.show_run_config)(folder, extra, flags, run_hydra)
+        return (show_config.show_sweep_config if is_sweep else show_config.show_run_config)(
+            folder, extra, flags, run_hydra
+        )
     if is_sweep:
         from runner.sweep.command import resume_sweep
 

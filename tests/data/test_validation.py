@@ -110,8 +110,7 @@ def test_excluded_rows_are_left_out_of_the_remaining_ones(excluded):
     assert part.locate(np.arange(len(part))).tolist() == np.delete(all_rows, excluded).tolist()
 
 
-# --- data.max_length
-# --------------------------------------------------------------------------------------------------------------------------------
+# --- data.max_length --------------------------------------------------------------------------------------------------
 
 
 def test_rounded_length_is_at_most_one_thirtysecond_longer():

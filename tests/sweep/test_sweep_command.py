@@ -22,7 +22,7 @@ from hydra.plugins.sweeper import Sweeper
 
 from common.errors import UserError
 from common.registry import PLUGINS_ENV
-from runner.cli.help import show_sweep_config
+from runner.cli.show_config import show_sweep_config
 from runner.config import compose
 from runner.config.compose import compose_config, compose_tree
 from runner.run_dir import auto_choice, initial_weights

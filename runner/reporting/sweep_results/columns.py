@@ -84,8 +84,7 @@ def _evaluated(
     return mean_std(value for job in row.jobs for value in values.get((job.name, label, name), ()))
 
 
-# --- values as text
-# ---------------------------------------------------------------------------------------------------------------------------------
+# --- values as text ---------------------------------------------------------------------------------------------------
 
 
 def count_text(value: float | None) -> str:
@@ -141,8 +140,7 @@ def with_note(text: str, job: JobResult) -> str:
     return f"{text}, {job.note}" if job.note else text
 
 
-# --- the table
-# --------------------------------------------------------------------------------------------------------------------------------------
+# --- the table --------------------------------------------------------------------------------------------------------
 
 
 def _mean(value: MeanStd | str | None) -> float | None:
