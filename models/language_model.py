@@ -189,6 +189,12 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | {name: buffer for name, buffer in model.named_buffers() if name in names}
 
 
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that get a gradient from text, by name."""
+    is_used = getattr(model, "is_used_by_text", lambda name: True)  # of a LanguageModel
+    return {name: p for name, p in model.named_parameters() if p.requires_grad and is_used(name)}
+
+
 def create_model(cfg: ModelConfig) -> LanguageModel:
     """Return a model with random weights from torch's global generator, on torch's default device. Raises UserError if
     it is too large for the memory.

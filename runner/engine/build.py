@@ -28,7 +28,7 @@ from data.tokenize.origin import open_tokenizer
 from data.tokenize.tokenizer import Tokenizer
 from models.formats.load import load_into, load_weights, weights_under_adapter
 from models.formats.stored_size import check_size_of_weights
-from models.language_model import LanguageModel, create_model, stored_tensors
+from models.language_model import LanguageModel, create_model, stored_tensors, trained_parameters
 from models.layers.cpu_kernels.upcast_products import upcast_products
 from models.layers.quantized import check_quantization, quantize_linear_layers
 from models.lora import lora_warnings
@@ -120,9 +120,7 @@ def run_summary(state: TrainState) -> dict[str, str]:
     cfg, ranks = state.cfg, state.dist.size
     model, unused = state.model, state.model.modules_unused_by_text
     parameters = sum(p.numel() for p in model.parameters())
-    trainable = sum(
-        p.numel() for name, p in model.named_parameters() if p.requires_grad and model.is_used_by_text(name)
-    )
+    trainable = sum(p.numel() for p in trained_parameters(model).values())
     trained = (
         "all trained" if trainable == parameters else f"{trainable:,} of them trained ({trainable / parameters:.2%})"
     )

@@ -82,8 +82,9 @@ def build_optimizer(cfg: OptimizerConfig, model: nn.Module, num_layers: int) -> 
     """Sort the trainable parameters into groups and build the optimizers that `cfg` describes."""
     from torch import nn
 
-    is_used = getattr(model, "is_used_by_text", lambda name: True)  # of a LanguageModel
-    names = {p: name for name, p in model.named_parameters() if p.requires_grad and is_used(name)}
+    from models.language_model import trained_parameters
+
+    names = {p: name for name, p in trained_parameters(model).items()}
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     # of a model of transformers, where it has any name
     output = id(getattr(getattr(model, "output_layer", None), "weight", None))

@@ -61,7 +61,7 @@ def model_facts(cfg: Config) -> ModelSizes:
     """Raises UserError as training would, e.g. for weights that do not fit into the memory of this machine."""
     import torch
 
-    from models.language_model import create_model
+    from models.language_model import create_model, trained_parameters
     from runner.engine.kernels import main_linear
     from runner.engine.objectives.config import prepare_stage
 
@@ -69,7 +69,7 @@ def model_facts(cfg: Config) -> ModelSizes:
         model = create_model(cfg.model)
         objective = prepare_stage(cfg.stage, model, cfg.init_from)
     named = dict(model.named_parameters())
-    trained = {name: p for name, p in named.items() if p.requires_grad and model.is_used_by_text(name)}
+    trained = trained_parameters(model)
     matrices = [
         p.numel() for name, p in trained.items() if p.ndim == 2 and "embed_tokens" not in name and "lm_head" not in name
     ]
