@@ -183,7 +183,7 @@ def build_run(
     dist = init_distributed(cfg.distributed, cfg.device)
     saved = read_newest_state(run_dir)
     upcast_products(False)  # an earlier run in this process may have chosen otherwise
-    thread_reason = prepare_cpu(saved) if dist.device.type == "cpu" else None
+    thread_reason = configure_cpu(saved) if dist.device.type == "cpu" else None
     precision = Precision(cfg.precision, dist.device)
     check_machine(cfg, dist.device, precision)
     tokenizer = load_tokenizer(cfg, run_dir)
@@ -241,7 +241,7 @@ def build_run(
     )
 
 
-def prepare_cpu(saved: dict[str, Any] | None) -> str | None:
+def configure_cpu(saved: dict[str, Any] | None) -> str | None:
     """Set up this process for training on a CPU, as for the checkpoint `saved`; return why it has not torch's own
     number of threads.
     """

@@ -17,7 +17,7 @@ from models.layers.ops import widest_float
 from runner.diagnostics.validation_interval import tiny_validation
 from runner.engine.device.heartbeat import enter
 from runner.engine.objectives.objective import mask_dummy_batch
-from runner.engine.state import TrainState, announcing_failures, finite_or_none
+from runner.engine.state import TrainState, finite_or_none, propagate_failure
 
 SAMPLE_SEED = 0x5A3D  # samples have a generator of their own, so that the run's random state does not change
 
@@ -95,7 +95,7 @@ def sum_losses(state: TrainState) -> tuple[float, dict[str, torch.Tensor], list[
     per_batch: list[tuple[float, torch.Tensor]] = []
     total = state.val_loader.steps_per_epoch
     with closing(state.val_loader.iter_epoch(0, stop_requested=state.stop)) as steps:
-        for done, batches in enumerate(announcing_failures(steps, state.check_stop)):
+        for done, batches in enumerate(propagate_failure(steps, state.check_stop)):
             state.logger.show_activity("validation", done, total, "batches")
             for batch in batches:
                 state.check_stop()

@@ -49,10 +49,10 @@ from runner.engine.choices.layer_choices import (
 )
 from runner.engine.choices.measured_choice import (
     ChosenKernel,
-    MeasuredChoice,
-    common_kernel,
+    KernelChoice,
+    agree_on_kernel,
+    kernel_of_checkpoint,
     measured_kernel,
-    repeated_kernel,
 )
 from runner.engine.choices.product_choice import PRODUCT_DTYPES, ProductShape, current_products, product_choice
 from runner.engine.config import Config
@@ -121,7 +121,7 @@ def kernel_facts(cfg: Config, model: LanguageModel, device: torch.device, chosen
 
 
 def choose_cpu_kernels(
-    choices: Iterable[MeasuredChoice],
+    choices: Iterable[KernelChoice],
     decision: CompileDecision,
     dist: DistributedContext,
     saved: dict[str, Any] | None,
@@ -138,7 +138,7 @@ def choose_cpu_kernels(
         mine = do_unless_stopped(
             dist, stop, "before the first step", partial(_choose, choice, decision, saved, dist.size, announce)
         )
-        chosen = common_kernel(choice, dist.gather(list(mine)))
+        chosen = agree_on_kernel(choice, dist.gather(list(mine)))
         choice.apply(chosen.kernel)
         if chosen.kernel != choice.default:
             facts[choice.fact] = chosen.kernel
@@ -155,7 +155,7 @@ def _announce_measuring() -> None:
 
 
 def _choose(
-    choice: MeasuredChoice,
+    choice: KernelChoice,
     decision: CompileDecision,
     saved: dict[str, Any] | None,
     ranks: int,
@@ -163,7 +163,7 @@ def _choose(
 ) -> ChosenKernel:
     if saved is not None:
         kernel = recorded_environment(saved["compatibility"]).get(choice.fact, choice.default)
-        return repeated_kernel(choice, kernel, set_inductor_cache())
+        return kernel_of_checkpoint(choice, kernel, set_inductor_cache())
     if not decision.is_long_run and decision.planned_flops < choice.min_run_flops:
         return ChosenKernel(choice.default, "", (choice.default,))
     measured = choice if decision.is_long_run else choice.for_short_runs()
@@ -195,7 +195,7 @@ def cpu_choices(
     loader: StepLoader,
     precision: Precision,
     decision: CompileDecision,
-) -> Iterator[MeasuredChoice]:
+) -> Iterator[KernelChoice]:
     """Yield the choices of a run on the CPU, each when those before it are made. `models`: the trained one first, then
     those that the objective reads.
     """
@@ -214,7 +214,7 @@ def cpu_choices(
             yield choice
 
 
-def _products(cfg: Config, model: LanguageModel, precision: Precision) -> MeasuredChoice | None:
+def _products(cfg: Config, model: LanguageModel, precision: Precision) -> KernelChoice | None:
     """Return the choice of how 16-bit matrices are multiplied; None in other precisions."""
     shape = product_shape(cfg, main_linear(model), _dtype_name(precision))
     return product_choice(shape) if shape else None
@@ -240,7 +240,7 @@ def product_shape(cfg: Config, linear: tuple[int, int] | None, dtype: str) -> Pr
 
 def _attention(
     cfg: Config, models: Sequence[LanguageModel], loader: StepLoader, precision: Precision
-) -> MeasuredChoice | None:
+) -> KernelChoice | None:
     """Return the choice of the kernel of attention; None if other kernels than those of `attention_choice` compute it."""
 
     def apply(kernel: str) -> None:
@@ -264,7 +264,7 @@ def attention_shape(
     return AttentionShape(micro_batch_rows(cfg), cfg.data.max_length, documents, *sizes, _dtype_name(precision))
 
 
-def _projections(cfg: Config, models: Sequence[LanguageModel], precision: Precision) -> MeasuredChoice | None:
+def _projections(cfg: Config, models: Sequence[LanguageModel], precision: Precision) -> KernelChoice | None:
     """Return the choice of how gate and up, and queries, keys and values, are computed; None without plain networks of
     the decoder.
     """
@@ -287,7 +287,7 @@ def _projections(cfg: Config, models: Sequence[LanguageModel], precision: Precis
     return projection_choice(decoder, ProjectionShape(tokens, gate.in_features, gate.out_features, *kind), apply)
 
 
-def _experts(cfg: Config, models: Sequence[LanguageModel], precision: Precision) -> MeasuredChoice | None:
+def _experts(cfg: Config, models: Sequence[LanguageModel], precision: Precision) -> KernelChoice | None:
     """Return the choice of how tokens get to the experts of the decoder; None without any, and where adapters or biases
     leave only one way.
     """
@@ -310,7 +310,7 @@ def _experts(cfg: Config, models: Sequence[LanguageModel], precision: Precision)
     )
 
 
-def _loss(cfg: Config, model: LanguageModel, precision: Precision) -> MeasuredChoice | None:
+def _loss(cfg: Config, model: LanguageModel, precision: Precision) -> KernelChoice | None:
     """Return the choice of the chunks of the loss; None for losses that are weighed later, and where an output layer
     has adapters.
     """
@@ -328,7 +328,7 @@ def _loss(cfg: Config, model: LanguageModel, precision: Precision) -> MeasuredCh
     return loss_choice(shape, heads)
 
 
-def _orthogonalization(optimizers: OptimizerGroup) -> MeasuredChoice | None:
+def _orthogonalization(optimizers: OptimizerGroup) -> KernelChoice | None:
     """Return the choice of how Muon orthogonalizes its updates; None for other optimizers."""
     parts = [part for part in optimizers.parts if isinstance(part, Muon)]
     shapes = [tuple(p.shape) for part in parts for group in part.param_groups for p in group["params"]]
@@ -342,7 +342,7 @@ def _orthogonalization(optimizers: OptimizerGroup) -> MeasuredChoice | None:
 
 def _compilation(
     cfg: Config, model: LanguageModel, loader: StepLoader, precision: Precision, decision: CompileDecision
-) -> MeasuredChoice | None:
+) -> KernelChoice | None:
     """Return the choice whether layers are compiled; None where settings decide, and where a layer cannot be computed
     alone: recomputed, or shared by ranks.
     """

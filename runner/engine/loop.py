@@ -25,7 +25,7 @@ from runner.engine.evaluation import evaluate_if_due
 from runner.engine.export import choose_weights, export_model
 from runner.engine.objectives.objective import mask_dummy_batch
 from runner.engine.optim.schedules import lr_at
-from runner.engine.state import StepOutput, TrainState, announcing_failures
+from runner.engine.state import StepOutput, TrainState, propagate_failure
 from runner.engine.step_metrics import (
     StepResult,
     Throughput,
@@ -97,7 +97,7 @@ def start_or_resume(state: TrainState) -> None:
         run_config=dataclasses.asdict(state.cfg),
         resume_at=state.log_position,
         tracker_id=state.tracker_id or state.run_record().get("fields", {}).get("id"),
-        proof=state.log_proof,
+        proof=state.log_checksum,
         first_step=state.progress.step,
         first_tokens=state.progress.tokens,
     )
@@ -139,7 +139,9 @@ def train_steps(state: TrainState) -> None:
         state.stop.working_on("after this micro-batch, then saving"),
         closing(state.loader.iter_steps(progress.step, state.total_steps, state.stop)) as steps,
     ):
-        for batches in throughput.timed(announcing_failures(steps, partial(state.sum_or_end, [0.0] * STEP_TOTALS))):
+        for batches in throughput.timed(
+            propagate_failure(steps, partial(state.all_reduce_or_raise, [0.0] * STEP_TOTALS))
+        ):
             if state.finished:  # early stopping
                 break
             epoch = progress.step // state.loader.steps_per_epoch
@@ -191,7 +193,7 @@ def train_step(state: TrainState, batches: list[Batch], lr: float) -> StepOutput
             (objective.count(batch), batch.num_supervised_tokens, batch.num_tokens, len(batch.names))
             for batch in batches
         ]
-        items, *numbers = state.sum_or_end([sum(column) for column in zip(*counts, strict=True)])
+        items, *numbers = state.all_reduce_or_raise([sum(column) for column in zip(*counts, strict=True)])
         loss_tokens, tokens, examples = map(int, numbers)
         for number, batch in enumerate(batches, start=1):
             if number > 1:

@@ -21,7 +21,7 @@ from runner.engine.device.precision import GradStats, Precision
 from runner.engine.device.stop import StopRequests
 from runner.engine.optim.groups import OptimizerGroup
 from runner.engine.optim.schedules import describe_lr_jump
-from runner.tracking.jsonl import LogProof
+from runner.tracking.jsonl import LogChecksum
 from runner.tracking.logger import RunLogger
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class TrainState:
     # the newest steps, whose losses are still on the device
     pending_steps: list[StepOutput] = field(default_factory=list)
     log_position: dict[str, int] | None = None  # bytes of each log at the checkpoint that was loaded
-    log_proof: LogProof | None = None  # what that checkpoint knows of the logs
+    log_checksum: LogChecksum | None = None  # what that checkpoint knows of the logs
     # lets the last save of a run whose directory was moved go to where it is now
     follow_run_dir: Callable[[], None] = lambda: None
     # the field `run` of state.json: what the run directory is restored from
@@ -114,11 +114,13 @@ class TrainState:
 
     def check_stop(self, has_stopped: bool = False, has_failed: bool = False) -> None:
         """Raise StopRequested if some rank has received a stop signal. Every rank must call it. `has_failed`: see
-        `sum_or_end`.
+        `all_reduce_or_raise`.
         """
-        self.sum_or_end([], has_stopped, has_failed)
+        self.all_reduce_or_raise([], has_stopped, has_failed)
 
-    def sum_or_end(self, numbers: Sequence[float], has_stopped: bool = False, has_failed: bool = False) -> list[float]:
+    def all_reduce_or_raise(
+        self, numbers: Sequence[float], has_stopped: bool = False, has_failed: bool = False
+    ) -> list[float]:
         """Return the sum over all ranks of each number. Raises StopRequested if some rank has received a stop signal.
 
         `has_failed`: this rank cannot go on and will raise the error; the others raise PeerLostError.
@@ -189,7 +191,7 @@ class TrainState:
         else:  # the checkpoint was saved by fewer ranks
             rng.seed_all((self.cfg.seed + rank + self.progress.step * self.dist.size) % 2**32)
         self.log_position, self.tracker_id = saved["log"], saved["tracker_id"]
-        self.log_proof = LogProof.of_state(saved)
+        self.log_checksum = LogChecksum.of_state(saved)
 
     def best_step_so_far(self) -> int | None:
         """Return the step of the best evaluation on the rows that the run is evaluated on now."""
@@ -217,7 +219,7 @@ class TrainState:
         self.optimizers.load_state_dict(files["optimizer"])
 
 
-def announcing_failures(batches: Iterator[T], announce: Callable[[bool, bool], object]) -> Iterator[T]:
+def propagate_failure(batches: Iterator[T], announce: Callable[[bool, bool], object]) -> Iterator[T]:
     """Yield what a loader of this rank yields. Before an error of it is raised, call `announce(has_stopped,
     has_failed)`, which takes part in the collective in which the other ranks wait for this one's batch.
     """

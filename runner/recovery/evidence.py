@@ -13,7 +13,7 @@ from runner.checkpoint.format import CHECKPOINTS_DIR, read_proven_state, read_st
 from runner.recovery.run_record import recorded
 
 
-class Evidence:
+class CheckpointState:
     """The checkpoints of the run in `folder`."""
 
     def __init__(self, folder: Path) -> None:

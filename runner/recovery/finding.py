@@ -17,7 +17,7 @@ class Severity(StrEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class Problem:
     """`state` says what is wrong with `file`, `consequence` what is lost or what resume= does about it, `repair` what
     doctor.py repair=true does.
     """
@@ -33,5 +33,5 @@ class Finding:
 class Repair:
     """A finding, and what repairs the file; `apply` does nothing where there is nothing to repair."""
 
-    finding: Finding
+    finding: Problem
     apply: Callable[[], None] = lambda: None

@@ -11,25 +11,25 @@ from common.guarded_files import read_from
 from data.tokenize.origin import RUN_TOKENIZER
 from runner.checkpoint import atomic_dir
 from runner.checkpoint.format import CHECKPOINTS_DIR
-from runner.recovery.evidence import Evidence
-from runner.recovery.finding import Finding, Repair, Severity
+from runner.recovery.evidence import CheckpointState
+from runner.recovery.finding import Problem, Repair, Severity
 from runner.recovery.run_json import check_run_json
 from runner.recovery.settings_files import check_settings
 from runner.recovery.tokenizer_files import check_tokenizer_files
 from runner.run_dir.contents import HYDRA_DIR, RUN_FILE, check_run_files
 from runner.run_dir.lock import unusable_error
-from runner.tracking.jsonl import LogProof, inspect_log
+from runner.tracking.jsonl import LogChecksum, inspect_log
 
 LOGS = ("metrics", "samples")
 
 
-def inspect_run(folder: Path) -> list[Finding]:
+def inspect_run(folder: Path) -> list[Problem]:
     """Return a finding for each file of the run that a resume reads, checkpoints and logs with all their bytes. Nothing
     is written.
 
     Raises UserError if one of them is a link, a pipe or a device.
     """
-    evidence = Evidence(folder)
+    evidence = CheckpointState(folder)
     check_run_files(folder)
     return [
         repair.finding for repair in (*plan_repairs(evidence), *_check_checkpoints(evidence), *_check_logs(evidence))
@@ -43,7 +43,7 @@ def recover_run(folder: Path) -> list[str]:
     Raises UserError, having changed nothing, if something is lost that no checkpoint proves. Logs are repaired when
     they are opened.
     """
-    repairs = plan_repairs(Evidence(folder))
+    repairs = plan_repairs(CheckpointState(folder))
     for finding in (repair.finding for repair in repairs):
         if finding.severity is Severity.BLOCKING:
             raise UserError(f"{finding.file}: {finding.state}", str(folder / finding.file), finding.consequence)
@@ -59,7 +59,7 @@ def recover_run(folder: Path) -> list[str]:
     ]
 
 
-def plan_repairs(evidence: Evidence) -> list[Repair]:
+def plan_repairs(evidence: CheckpointState) -> list[Repair]:
     """Return the finding about each file that a resume restores or refuses to be without."""
     return [
         *check_run_json(evidence),
@@ -72,27 +72,27 @@ def plan_repairs(evidence: Evidence) -> list[Repair]:
 def _check_kinds(folder: Path) -> Iterator[Repair]:
     for name in (RUN_FILE, *(f"{log}.jsonl" for log in LOGS)):
         if (folder / name).is_dir():
-            yield Repair(Finding(name, Severity.BLOCKING, "a folder, not a file", "move it out of the run directory"))
+            yield Repair(Problem(name, Severity.BLOCKING, "a folder, not a file", "move it out of the run directory"))
     for name in (HYDRA_DIR, RUN_TOKENIZER, CHECKPOINTS_DIR):
         if (folder / name).is_file():
-            yield Repair(Finding(name, Severity.BLOCKING, "a file, not a folder", "move it out of the run directory"))
+            yield Repair(Problem(name, Severity.BLOCKING, "a file, not a folder", "move it out of the run directory"))
 
 
-def _check_checkpoints(evidence: Evidence) -> Iterator[Repair]:
+def _check_checkpoints(evidence: CheckpointState) -> Iterator[Repair]:
     for name in evidence.names:
         folder = evidence.folder / CHECKPOINTS_DIR / name
         reason = atomic_dir.verify_dir(folder)
         foreign = [] if reason else atomic_dir.foreign_names(folder)
         file = f"{CHECKPOINTS_DIR}/{name}"
         if reason:
-            yield Repair(Finding(file, Severity.DAMAGED, reason, "skipped: the newest whole checkpoint is used"))
+            yield Repair(Problem(file, Severity.DAMAGED, reason, "skipped: the newest whole checkpoint is used"))
         elif foreign:
-            yield Repair(Finding(file, Severity.NOTE, f"whole; not part of it and not read: {', '.join(foreign[:4])}"))
+            yield Repair(Problem(file, Severity.NOTE, f"whole; not part of it and not read: {', '.join(foreign[:4])}"))
         else:
-            yield Repair(Finding(file, Severity.SOUND, "whole"))
+            yield Repair(Problem(file, Severity.SOUND, "whole"))
     if evidence.names and evidence.newest_whole is None:
         yield Repair(
-            Finding(
+            Problem(
                 CHECKPOINTS_DIR,
                 Severity.BLOCKING,
                 "no checkpoint is whole",
@@ -101,11 +101,11 @@ def _check_checkpoints(evidence: Evidence) -> Iterator[Repair]:
         )
 
 
-def _check_logs(evidence: Evidence) -> Iterator[Repair]:
+def _check_logs(evidence: CheckpointState) -> Iterator[Repair]:
     if evidence.newest_whole is None:
         return
     _, saved = evidence.newest_whole
-    proof = LogProof.of_state(saved)
+    proof = LogChecksum.of_state(saved)
     for name in LOGS:
         path = evidence.folder / f"{name}.jsonl"
         if path.is_dir():
@@ -113,8 +113,8 @@ def _check_logs(evidence: Evidence) -> Iterator[Repair]:
         content = read_from(path, 0) if os.path.lexists(path) else None
         damage = inspect_log(name, content, saved["log"].get(name, 0), proof)
         if damage is None:
-            yield Repair(Finding(path.name, Severity.SOUND, "whole up to the checkpoint"))
+            yield Repair(Problem(path.name, Severity.SOUND, "whole up to the checkpoint"))
         else:
             yield Repair(
-                Finding(path.name, Severity.DAMAGED, damage.state, damage.consequence("damaged/"), "done by resume=")
+                Problem(path.name, Severity.DAMAGED, damage.state, damage.consequence("damaged/"), "done by resume=")
             )

@@ -10,8 +10,8 @@ from typing import Any
 from common.filesystem import read_bounded, write_json
 from common.guarded_files import keep_damaged, read_from
 from common.limits.parsers import parse_json
-from runner.recovery.evidence import Evidence
-from runner.recovery.finding import Finding, Repair, Severity
+from runner.recovery.evidence import CheckpointState
+from runner.recovery.finding import Problem, Repair, Severity
 from runner.recovery.run_record import recorded
 from runner.run_dir.contents import DEFAULT_METADATA, MAX_JSON_BYTES, RUN_FILE, check_fields
 
@@ -20,7 +20,7 @@ TAIL_BYTES = 1 << 16  # of metrics.jsonl, where its last record is
 LOST_RECORD = "run.json was lost, and the checkpoint does not know whether earlier resumes were exact"
 
 
-def check_run_json(evidence: Evidence) -> Iterator[Repair]:
+def check_run_json(evidence: CheckpointState) -> Iterator[Repair]:
     """Yield the finding about run.json, and about the checkpoint that it names."""
     folder = evidence.folder
     try:
@@ -35,7 +35,7 @@ def check_run_json(evidence: Evidence) -> Iterator[Repair]:
     if own_id and saved_id and own_id != saved_id:
         yield _restore(evidence, "of another run than the checkpoints")
         return
-    yield Repair(Finding(RUN_FILE, Severity.SOUND, f"{fields['status']}, step {fields['step']}"))
+    yield Repair(Problem(RUN_FILE, Severity.SOUND, f"{fields['status']}, step {fields['step']}"))
     yield from _check_named_checkpoint(fields.get("checkpoint"), evidence)
 
 
@@ -44,13 +44,13 @@ def read_fields(folder: Path) -> dict[str, Any]:
     return check_fields(parse_json(read_bounded(folder / RUN_FILE, MAX_JSON_BYTES)))
 
 
-def _check_named_checkpoint(named: str | None, evidence: Evidence) -> Iterator[Repair]:
+def _check_named_checkpoint(named: str | None, evidence: CheckpointState) -> Iterator[Repair]:
     if named is None or named in evidence.names or (evidence.names and named < evidence.names[0]):
         return
     if evidence.names:
         consequence = f"the run continues from {evidence.names[0]}; the steps after it are trained again"
         yield Repair(
-            Finding(
+            Problem(
                 f"checkpoints/{named}",
                 Severity.DAMAGED,
                 "missing, and run.json names it as the newest checkpoint",
@@ -60,19 +60,19 @@ def _check_named_checkpoint(named: str | None, evidence: Evidence) -> Iterator[R
         return
     state = f"there is no checkpoint, and run.json names {named}: the folder was deleted, or is on a disk that is not mounted"
     fix = f"mount or restore {evidence.folder / 'checkpoints'}, or start a new run with hydra.run.dir=DIR (init_from={_weights(evidence.folder)})"
-    yield Repair(Finding("checkpoints", Severity.BLOCKING, state, fix))
+    yield Repair(Problem("checkpoints", Severity.BLOCKING, state, fix))
 
 
 def _weights(folder: Path) -> str:
     return str(folder / "model") if (folder / "model").is_dir() else "DIR"
 
 
-def _restore(evidence: Evidence, state: str) -> Repair:
+def _restore(evidence: CheckpointState, state: str) -> Repair:
     folder, whole = evidence.folder, evidence.newest_whole
     if whole is None:
         fix = "restore it or a checkpoint from a backup, or start a new run in another directory"
         return Repair(
-            Finding(RUN_FILE, Severity.BLOCKING, f"{state}, and no whole checkpoint tells how far the run is", fix)
+            Problem(RUN_FILE, Severity.BLOCKING, f"{state}, and no whole checkpoint tells how far the run is", fix)
         )
     name, saved = whole
     try:
@@ -80,7 +80,7 @@ def _restore(evidence: Evidence, state: str) -> Repair:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         fix = "restore run.json from a backup, or start a new run in another directory"
         return Repair(
-            Finding(RUN_FILE, Severity.BLOCKING, f"{state}, and state.json of {name} has no usable value: {error}", fix)
+            Problem(RUN_FILE, Severity.BLOCKING, f"{state}, and state.json of {name} has no usable value: {error}", fix)
         )
 
     def apply() -> None:
@@ -89,7 +89,7 @@ def _restore(evidence: Evidence, state: str) -> Repair:
         write_json(folder / RUN_FILE, rebuilt)
 
     action = f"written again from {name}"
-    return Repair(Finding(RUN_FILE, Severity.DAMAGED, state, action, action), apply)
+    return Repair(Problem(RUN_FILE, Severity.DAMAGED, state, action, action), apply)
 
 
 def rebuilt_fields(folder: Path, checkpoint: str, state: dict[str, Any]) -> dict[str, Any]:

@@ -11,13 +11,13 @@ from common.errors import UserError
 from common.filesystem import make_dirs, read_bounded, write_atomic_file
 from common.guarded_files import check_own_files, keep_damaged
 from common.limits.parsers import parse_yaml
-from runner.recovery.evidence import Evidence
-from runner.recovery.finding import Finding, Repair, Severity
+from runner.recovery.evidence import CheckpointState
+from runner.recovery.finding import Problem, Repair, Severity
 from runner.run_dir import config_snapshot
 from runner.run_dir.config_snapshot import CONFIG_FILE, MAX_YAML_BYTES, OVERRIDES_FILE, load_yaml
 
 
-def check_settings(evidence: Evidence) -> Iterator[Repair]:
+def check_settings(evidence: CheckpointState) -> Iterator[Repair]:
     """Yield the findings about the saved config, the overrides, and the copies of YAML files."""
     folder, texts = evidence.folder, evidence.record["files"]
     check_own_files(folder, (".hydra",))
@@ -36,10 +36,10 @@ def check_settings(evidence: Evidence) -> Iterator[Repair]:
         ):
             state = _newer_overrides(folder, text)  # the config that they were typed for is restored as it was before
         if state is None:
-            yield Repair(Finding(name, Severity.SOUND, "whole"))
+            yield Repair(Problem(name, Severity.SOUND, "whole"))
         else:
             action = "restored from the checkpoint"
-            yield Repair(Finding(name, Severity.DAMAGED, state, action, action), partial(_restore, folder, name, text))
+            yield Repair(Problem(name, Severity.DAMAGED, state, action, action), partial(_restore, folder, name, text))
 
 
 def damage_of(path: Path, text: str, name: str) -> str | None:
@@ -88,9 +88,9 @@ def missing_settings(saved: dict[str, Any], tree: Any) -> list[str]:
 def _check_loading(folder: Path, name: str, load: Callable[[Path], object]) -> Repair:
     try:
         load(folder)
-        return Repair(Finding(name, Severity.SOUND, "whole"))
+        return Repair(Problem(name, Severity.SOUND, "whole"))
     except UserError as error:
-        return Repair(Finding(name, Severity.BLOCKING, error.message, error.fix))
+        return Repair(Problem(name, Severity.BLOCKING, error.message, error.fix))
 
 
 def _restore(folder: Path, name: str, text: str) -> None:

@@ -15,11 +15,11 @@ from common.errors import UserError
 from common.filesystem import make_dirs, read_bounded, write_atomic_file
 from common.guarded_files import GENERATION_CONFIG, MAX_TOKENIZER_BYTES, keep_damaged, read_source_file
 from data.tokenize.origin import RUN_TOKENIZER, generation_config_of_run
-from runner.recovery.evidence import Evidence
-from runner.recovery.finding import Finding, Repair, Severity
+from runner.recovery.evidence import CheckpointState
+from runner.recovery.finding import Problem, Repair, Severity
 
 
-def check_tokenizer_files(evidence: Evidence) -> Iterator[Repair]:
+def check_tokenizer_files(evidence: CheckpointState) -> Iterator[Repair]:
     """Yield the findings about the files of `tokenizer/`."""
     folder, source = evidence.folder, evidence.record["fields"].get("tokenizer_source")
     sources = [*([Path(source)] if isinstance(source, str) else []), folder / "model"]
@@ -33,13 +33,13 @@ def check_tokenizer_files(evidence: Evidence) -> Iterator[Repair]:
         if state and found is None and file == GENERATION_CONFIG:
             found = _derived_settings(evidence.record["fields"], checksum)
         if state is None:
-            yield Repair(Finding(name, Severity.SOUND, "whole"))
+            yield Repair(Problem(name, Severity.SOUND, "whole"))
         elif found is None:
             fix = f"put a file of sha256 {checksum} there: no copy of it is in {' or '.join(map(str, sources))}"
-            yield Repair(Finding(name, Severity.BLOCKING, state, fix))
+            yield Repair(Problem(name, Severity.BLOCKING, state, fix))
         else:
             action = "copied again from the tokenizer that it came from"
-            yield Repair(Finding(name, Severity.DAMAGED, state, action, action), partial(_restore, folder, name, found))
+            yield Repair(Problem(name, Severity.DAMAGED, state, action, action), partial(_restore, folder, name, found))
 
 
 def _derived_settings(fields: dict[str, Any], checksum: str) -> bytes | None:

@@ -28,7 +28,7 @@ class JsonlLog:
     there is space again.
     """
 
-    def __init__(self, path: Path, position: int, attempt: int, proof: LogProof | None = None) -> None:
+    def __init__(self, path: Path, position: int, attempt: int, proof: LogChecksum | None = None) -> None:
         """Continue `path` at byte `position`; later records are moved to `<stem>.attempt<N>.jsonl`, N being the attempt
         that wrote them.
 
@@ -39,7 +39,7 @@ class JsonlLog:
         self.recovered: str | None = None
         self._pending = b""
         content = read_from(path, 0) if os.path.lexists(path) else None
-        if damage := inspect_log(path.stem, content, position, proof or LogProof()):
+        if damage := inspect_log(path.stem, content, position, proof or LogChecksum()):
             self._file, self._hash = self._repair(damage, content or b"", attempt)
             return
         self._file = open_append(path)  # open as long as the run
@@ -133,7 +133,7 @@ RECORD_ORDER = {"train": 0, "eval": 1}  # of records in metrics.jsonl, in the or
 
 
 @dataclass(frozen=True)
-class LogProof:
+class LogChecksum:
     """What a checkpoint knows about the logs up to its step. `losses`: of the last training steps, the newest last;
     None: not finite.
     """
@@ -144,7 +144,7 @@ class LogProof:
     sha256: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of_state(cls, saved: Mapping[str, Any]) -> LogProof:
+    def of_state(cls, saved: Mapping[str, Any]) -> LogChecksum:
         """Return what a checkpoint with the state.json `saved` knows."""
         return cls(saved["progress"]["step"], saved["progress"]["recent_losses"], saved.get("log_sha256", {}))
 
@@ -169,7 +169,7 @@ class LogDamage:
         return text + (f"; {_count(self.dropped, 'damaged or foreign line')} in {copy}" if self.dropped else "")
 
 
-def inspect_log(name: str, content: bytes | None, position: int, proof: LogProof) -> LogDamage | None:
+def inspect_log(name: str, content: bytes | None, position: int, proof: LogChecksum) -> LogDamage | None:
     """Return what is wrong with the first `position` bytes of the log `name` (metrics, samples), None if nothing is.
     `content` None: no such file.
     """
@@ -190,7 +190,7 @@ def _is_intact(prefix: bytes, expected: str | None) -> bool:
     return hashlib.sha256(prefix).hexdigest() == expected if expected else not prefix or prefix.endswith(b"\n")
 
 
-def _sort_lines(name: str, content: bytes, proof: LogProof) -> tuple[list[bytes], list[bytes], list[bytes]]:
+def _sort_lines(name: str, content: bytes, proof: LogChecksum) -> tuple[list[bytes], list[bytes], list[bytes]]:
     """Divide the lines into readable records up to the checkpoint, readable ones after it, and the rest.
 
     A record whose loss is not that of the checkpoint's step is not of this run. If no loss agrees, none of the records

@@ -21,7 +21,7 @@ from runner.tracking.console.bar import LINE_WIDTH, labelled_lines
 from runner.tracking.console.modes import open_console
 from runner.tracking.console.numbers import BAR_FIELDS, MetricValues, format_seconds, format_values, remaining_seconds
 from runner.tracking.data_report import data_table
-from runner.tracking.jsonl import JsonlLog, LogProof
+from runner.tracking.jsonl import JsonlLog, LogChecksum
 from runner.tracking.run_end import RunEnd, finite_json
 from runner.tracking.tracker_process import TrackerProcess, describe_experiment, finish_trackers
 
@@ -73,7 +73,7 @@ class RunLogger:
         run_config: dict,
         resume_at: dict[str, int] | None,
         tracker_id: str | None,
-        proof: LogProof | None = None,
+        proof: LogChecksum | None = None,
         first_step: int = 0,
         first_tokens: int = 0,
     ) -> list[str]:

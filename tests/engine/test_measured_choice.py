@@ -38,11 +38,11 @@ from runner.engine.choices.layer_choices import (
 )
 from runner.engine.choices.measured_choice import (
     ChosenKernel,
-    MeasuredChoice,
-    common_kernel,
-    known_kernel,
+    KernelChoice,
+    agree_on_kernel,
+    cached_kernel,
+    kernel_of_checkpoint,
     measured_kernel,
-    repeated_kernel,
     shortest_times,
 )
 from runner.engine.device.compile import CompileDecision
@@ -85,7 +85,7 @@ def attention_among(**times: float) -> str:
 
 
 def repeat_attention(saved: object, folder: Path) -> ChosenKernel:
-    return repeated_kernel(layer_choices.attention_choice(SHAPE, lambda kernel: None), saved, folder)
+    return kernel_of_checkpoint(layer_choices.attention_choice(SHAPE, lambda kernel: None), saved, folder)
 
 
 def no_kernels(folder: Path) -> None:
@@ -259,7 +259,7 @@ ALL, PLAIN = ["auto", *OTHER_KERNELS], ["auto", "blocks-32"]
     ],
 )
 def test_all_ranks_compute_the_kernel_of_the_first_if_all_have_it(ranks: list, kernel: str) -> None:
-    choice = common_kernel(layer_choices.attention_choice(SHAPE, lambda kernel: None), ranks)
+    choice = agree_on_kernel(layer_choices.attention_choice(SHAPE, lambda kernel: None), ranks)
     assert choice.kernel == kernel and ("a rank has no fused kernel" in choice.reason) == (
         ranks[0][0] == "fused" != kernel
     )
@@ -384,9 +384,9 @@ def test_chunks_are_chosen_only_for_a_plain_sum_of_losses(
     assert chunks_of(state) == 0 and "loss chunk tokens" not in run_summary(state)
 
 
-def choice_between(times: list[dict[str, float]]) -> MeasuredChoice:
+def choice_between(times: list[dict[str, float]]) -> KernelChoice:
     """A choice whose measurements give these times, one after the other."""
-    return MeasuredChoice(
+    return KernelChoice(
         "fact",
         "a",
         ("b", "c"),
@@ -463,15 +463,15 @@ def test_measuring_is_announced_once_and_not_where_times_are_known(
 def test_known_kernel_is_the_one_that_a_run_would_take(tmp_path: Path) -> None:
     """A short run has not measured what only long runs may take; kernels that this machine lacks may be several."""
     choice = replace(choice_between([{"a": 1.0, "b": 0.5}] * 2), long_only=("c",))
-    assert known_kernel(choice, tmp_path, {}) is None
+    assert cached_kernel(choice, tmp_path, {}) is None
     assert measured_kernel(choice.for_short_runs(), tmp_path, {}).kernel == "b"
-    assert known_kernel(choice.for_short_runs(), tmp_path, {}) == "b" and known_kernel(choice, tmp_path, {}) is None
+    assert cached_kernel(choice.for_short_runs(), tmp_path, {}) == "b" and cached_kernel(choice, tmp_path, {}) is None
 
     def load(kernel: str, folder: Path) -> None:
         raise KernelsUnavailableError("no compiler")
 
     alone = replace(choice_between([{"a": 1.0}]), load=load)
-    assert measured_kernel(alone, tmp_path, {}).kernel == known_kernel(alone, tmp_path, {}) == "a"
+    assert measured_kernel(alone, tmp_path, {}).kernel == cached_kernel(alone, tmp_path, {}) == "a"
 
 
 def test_pipe_in_place_of_the_file_of_a_choice_is_no_choice(tmp_path: Path) -> None:
@@ -488,7 +488,7 @@ def test_stop_before_the_first_step_ends_the_choices(make_run: Callable, fast: C
     dist = make_run("pretrain", "train.max_steps=1").dist
     stop = StopRequests(lambda: bool(requests))
     choices = (
-        MeasuredChoice(
+        KernelChoice(
             name, "a", ("b",), {}, lambda names: dict.fromkeys(names, 1.0), lambda kernel: requests.append(kernel)
         )
         for name in ("first", "second")

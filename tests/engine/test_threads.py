@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner.engine.build import prepare_cpu
+from runner.engine.build import configure_cpu
 from runner.engine.device.cpu import spinning, threads
 from runner.engine.device.cpu.running_trainings import RunningTrainings
 from runner.engine.device.cpu.spinning import (
@@ -72,10 +72,10 @@ def test_threads_follow_the_limit_of_a_container(chosen: list[int], monkeypatch:
 
 def test_resumed_run_takes_the_threads_of_its_checkpoint(chosen: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RunningTrainings, "threads_of_others", lambda self: [8])
-    assert prepare_cpu({"compatibility": {"environment.threads": 3}}) == "as its checkpoint" and chosen == [3]
-    assert prepare_cpu({"compatibility": {"environment.threads": 8}}) is None and chosen[-1] == 8
+    assert configure_cpu({"compatibility": {"environment.threads": 3}}) == "as its checkpoint" and chosen == [3]
+    assert configure_cpu({"compatibility": {"environment.threads": 8}}) is None and chosen[-1] == 8
     for damaged in (99, 0, -1, "2", None):
-        prepare_cpu({"compatibility": {"environment.threads": damaged}})
+        configure_cpu({"compatibility": {"environment.threads": damaged}})
         assert chosen[-1] == 4  # a new choice, beside the other training
 
 

@@ -127,10 +127,10 @@ def train(workspace: str, argv: list[str]) -> None:
 
 def repair(run: str, state: dict[str, Any]) -> None:
     from runner.recovery.recover import recover_run
-    from runner.tracking.jsonl import JsonlLog, LogProof
+    from runner.tracking.jsonl import JsonlLog, LogChecksum
 
     recover_run(Path(run))
-    JsonlLog(Path(run) / "metrics.jsonl", state["log"]["metrics"], 2, LogProof.of_state(state)).close()
+    JsonlLog(Path(run) / "metrics.jsonl", state["log"]["metrics"], 2, LogChecksum.of_state(state)).close()
 
 
 def start_sweep(script: str, sweep: str) -> None:

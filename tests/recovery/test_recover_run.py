@@ -40,7 +40,7 @@ from runner.recovery.recover import inspect_run, recover_run
 from runner.run_dir.config_snapshot import load_overrides, load_saved_config
 from runner.run_dir.contents import holds_run
 from runner.run_dir.metadata import RunMetadata
-from runner.tracking.jsonl import JsonlLog, LogProof
+from runner.tracking.jsonl import JsonlLog, LogChecksum
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -290,7 +290,7 @@ def test_random_damage_is_repaired_or_refused_without_a_traceback(
             ends["refused"] += 1
         state = read_newest_state(run)
         assert state is not None
-        JsonlLog(run / "metrics.jsonl", state["log"]["metrics"], 2, LogProof.of_state(state)).close()
+        JsonlLog(run / "metrics.jsonl", state["log"]["metrics"], 2, LogChecksum.of_state(state)).close()
         shutil.rmtree(run)
     assert sum(ends.values()) == 20 and ends["refused"] < 10, ends
 

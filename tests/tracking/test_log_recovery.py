@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.tracking.jsonl import JsonlLog, LogProof
+from runner.tracking.jsonl import JsonlLog, LogChecksum
 
 STEPS = 6  # of the checkpoint; the log has two more
 
@@ -19,7 +19,7 @@ def record(step: int, loss: float | None = None, kind: str = "train", attempt: i
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> tuple[Path, int, LogProof]:
+def saved(tmp_path: Path) -> tuple[Path, int, LogChecksum]:
     """A log of eight steps, and what a checkpoint after six of them knows."""
     path = tmp_path / "metrics.jsonl"
     log = JsonlLog(path, 0, attempt=1)
@@ -27,7 +27,7 @@ def saved(tmp_path: Path) -> tuple[Path, int, LogProof]:
         log.append(record(step))
     position, proof = (
         log.position(),
-        LogProof(STEPS, [1 / step for step in range(3, STEPS + 1)], {"metrics": log.checksum()}),
+        LogChecksum(STEPS, [1 / step for step in range(3, STEPS + 1)], {"metrics": log.checksum()}),
     )
     for step in (STEPS + 1, STEPS + 2):
         log.append(record(step))
@@ -80,7 +80,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], list[int], str]] = {
 
 @pytest.mark.parametrize("damage, kept, state", DAMAGES.values(), ids=DAMAGES)
 def test_damaged_log_keeps_the_readable_records_of_this_run(
-    saved: tuple[Path, int, LogProof], damage: Callable[[Path], object], kept: list[int], state: str
+    saved: tuple[Path, int, LogChecksum], damage: Callable[[Path], object], kept: list[int], state: str
 ) -> None:
     path, position, proof = saved
     damage(path)
@@ -97,23 +97,23 @@ def test_damaged_log_keeps_the_readable_records_of_this_run(
     assert copy.exists() == (len(whole) != len(damaged)), "what is in no other file is kept"
     assert not copy.exists() or (copy.read_bytes() == damaged and "damaged/metrics.jsonl" in log.recovered)
     log.append(record(STEPS + 1, attempt=2))
-    again = log.position(), LogProof(STEPS + 1, [], {"metrics": log.checksum()})
+    again = log.position(), LogChecksum(STEPS + 1, [], {"metrics": log.checksum()})
     log.close()
     assert JsonlLog(path, again[0], 3, again[1]).recovered is None, "the next checkpoint proves the repaired log"
 
 
-def test_whole_log_is_cut_back_without_a_message(saved: tuple[Path, int, LogProof]) -> None:
+def test_whole_log_is_cut_back_without_a_message(saved: tuple[Path, int, LogChecksum]) -> None:
     path, position, proof = saved
     assert JsonlLog(path, position, 2, proof).recovered is None and steps_of(path) == [1, 2, 3, 4, 5, 6]
     assert steps_of(path.with_name("metrics.attempt1.jsonl")) == [7, 8] and not (path.parent / "damaged").exists()
 
 
-def test_log_of_an_earlier_version_without_a_checksum_is_used_as_it_is(saved: tuple[Path, int, LogProof]) -> None:
+def test_log_of_an_earlier_version_without_a_checksum_is_used_as_it_is(saved: tuple[Path, int, LogChecksum]) -> None:
     path, position, _ = saved
-    assert JsonlLog(path, position, 2, LogProof(STEPS)).recovered is None
+    assert JsonlLog(path, position, 2, LogChecksum(STEPS)).recovered is None
 
 
-def test_kill_during_the_repair_repeats_no_archive(saved: tuple[Path, int, LogProof]) -> None:
+def test_kill_during_the_repair_repeats_no_archive(saved: tuple[Path, int, LogChecksum]) -> None:
     path, position, proof = saved
     DAMAGES["zeros"][0](path)
     damaged = path.read_bytes()
@@ -124,7 +124,7 @@ def test_kill_during_the_repair_repeats_no_archive(saved: tuple[Path, int, LogPr
     assert steps_of(path.with_name("metrics.attempt1.jsonl")) == [7, 8]
 
 
-def test_copy_of_a_damaged_log_replaces_nothing(saved: tuple[Path, int, LogProof]) -> None:
+def test_copy_of_a_damaged_log_replaces_nothing(saved: tuple[Path, int, LogChecksum]) -> None:
     path, position, proof = saved
     copies = path.parent / "damaged"
     copies.mkdir()

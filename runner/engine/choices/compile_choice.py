@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from runner.engine.choices.measured_choice import MeasuredChoice, shortest_times
+from runner.engine.choices.measured_choice import KernelChoice, shortest_times
 from runner.engine.device.compile import describe_compile_error, is_compile_error
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ class _LayerCalledError(Exception):
     """Ends a forward pass when its first layer is called."""
 
 
-def compile_choice(workload: Mapping[str, Any], measure: Callable[[Sequence[str]], dict[str, float]]) -> MeasuredChoice:
+def compile_choice(workload: Mapping[str, Any], measure: Callable[[Sequence[str]], dict[str, float]]) -> KernelChoice:
     """`measure`: a call of `measure_layers` that lacks the modes."""
-    return MeasuredChoice(
+    return KernelChoice(
         fact=LAYERS_FACT,
         default=COMPILED,
         others=(UNCOMPILED,),

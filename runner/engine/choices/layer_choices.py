@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.engine.choices.measured_choice import MeasuredChoice, shortest_times
+from runner.engine.choices.measured_choice import KernelChoice, shortest_times
 
 if TYPE_CHECKING:
     import torch
@@ -45,9 +45,9 @@ class AttentionShape:
     dtype: str  # of torch: float32 or bfloat16
 
 
-def attention_choice(shape: AttentionShape, apply: Callable[[str], None]) -> MeasuredChoice:
+def attention_choice(shape: AttentionShape, apply: Callable[[str], None]) -> KernelChoice:
     """Return the choice between `models.layers.attention.CPU_KERNELS`, forward and backward."""
-    return MeasuredChoice(
+    return KernelChoice(
         fact="attention",
         default=DEFAULT_KERNEL,
         others=OTHER_KERNELS,
@@ -139,14 +139,14 @@ class ExpertShape:
     joins_projections: bool = True  # one product for gate and up of an expert, where experts are called one by one
 
 
-def expert_choice(cfg: DecoderConfig, shape: ExpertShape, apply: Callable[[str], None]) -> MeasuredChoice | None:
+def expert_choice(cfg: DecoderConfig, shape: ExpertShape, apply: Callable[[str], None]) -> KernelChoice | None:
     """Return the choice between EXPERT_DISPATCHES; None where measuring would take longer than it gains."""
     from models.layers.mlp import EXPERT_DISPATCHES
 
     default, *others = EXPERT_DISPATCHES
     if 18.0 * shape.tokens * shape.per_token * shape.hidden * shape.width > MAX_EXPERT_FLOPS:
         return None
-    return MeasuredChoice(
+    return KernelChoice(
         fact="expert_dispatch",
         default=default,
         others=tuple(others),
@@ -208,7 +208,7 @@ class LossShape:
     trains_head: bool  # the weight of the output layer gets a gradient
 
 
-def loss_choice(shape: LossShape, heads: Sequence[LMHead]) -> MeasuredChoice | None:
+def loss_choice(shape: LossShape, heads: Sequence[LMHead]) -> KernelChoice | None:
     """Return the choice between CHUNK_TOKENS for the output layers `heads`; None where there is none."""
     from models.layers.chunked_loss import default_chunk_tokens
 
@@ -227,7 +227,7 @@ def loss_choice(shape: LossShape, heads: Sequence[LMHead]) -> MeasuredChoice | N
         for head in heads:
             head.chunk_tokens = 0 if kernel == DEFAULT_CHUNK else int(kernel)
 
-    return MeasuredChoice(
+    return KernelChoice(
         fact="loss_chunk_tokens",
         default=DEFAULT_CHUNK,
         others=tuple(map(str, others)),
@@ -282,8 +282,8 @@ class ProjectionShape:
     is_trained: bool  # the weights get gradients
 
 
-def projection_choice(cfg: DecoderConfig, shape: ProjectionShape, apply: Callable[[str], None]) -> MeasuredChoice:
-    return MeasuredChoice(
+def projection_choice(cfg: DecoderConfig, shape: ProjectionShape, apply: Callable[[str], None]) -> KernelChoice:
+    return KernelChoice(
         fact="projections",
         default=JOINED,
         others=(SEPARATE,),

@@ -33,7 +33,7 @@ def _always(kernel: str, folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class MeasuredChoice:
+class KernelChoice:
     """One choice between kernels that compute the same, each exact to its documented rounding."""
 
     fact: str  # its name among the facts of a run's environment, and in the log
@@ -55,12 +55,12 @@ class MeasuredChoice:
     def label(self, kernel: str) -> str:
         return self.labels.get(kernel, kernel)
 
-    def for_short_runs(self) -> MeasuredChoice:
+    def for_short_runs(self) -> KernelChoice:
         return replace(self, others=tuple(kernel for kernel in self.others if kernel not in self.long_only))
 
 
 class ChosenKernel(NamedTuple):
-    """A kernel of a `MeasuredChoice`."""
+    """A kernel of a `KernelChoice`."""
 
     kernel: str
     reason: str  # for the header of the log; "": nothing was chosen
@@ -68,7 +68,7 @@ class ChosenKernel(NamedTuple):
 
 
 def measured_kernel(
-    choice: MeasuredChoice,
+    choice: KernelChoice,
     folder: Path,
     facts: Mapping[str, Any],
     before_measuring: Callable[[], object] = lambda: None,
@@ -107,7 +107,7 @@ def measured_kernel(
     return ChosenKernel(kernel, f"{choice.label(kernel)} (measured, {choice.unit}: {listed}){absent}", tuple(names))
 
 
-def _confirmed_times(choice: MeasuredChoice, names: Sequence[str]) -> dict[str, float]:
+def _confirmed_times(choice: KernelChoice, names: Sequence[str]) -> dict[str, float]:
     """Return kernel -> seconds, of which the fastest, if it is not the default, was measured twice beside it: other
     load may have disturbed the first time.
     """
@@ -119,7 +119,7 @@ def _confirmed_times(choice: MeasuredChoice, names: Sequence[str]) -> dict[str, 
     return times
 
 
-def known_kernel(choice: MeasuredChoice, folder: Path, facts: Mapping[str, Any]) -> str | None:
+def cached_kernel(choice: KernelChoice, folder: Path, facts: Mapping[str, Any]) -> str | None:
     """Return the kernel that `measured_kernel` would take without measuring, None if it would measure; nothing is
     compiled or loaded.
     """
@@ -132,13 +132,13 @@ def known_kernel(choice: MeasuredChoice, folder: Path, facts: Mapping[str, Any])
     return None
 
 
-def _times_file(choice: MeasuredChoice, folder: Path, facts: Mapping[str, Any], names: Sequence[str]) -> Path:
+def _times_file(choice: KernelChoice, folder: Path, facts: Mapping[str, Any], names: Sequence[str]) -> Path:
     """`names`: kernels that this machine can compute."""
     key = json.dumps([choice.fact, dict(choice.workload), dict(facts), choice.others, list(names)], sort_keys=True)
     return folder / "cpu_kernels" / f"choice-{choice.fact}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
-def _fastest(choice: MeasuredChoice, times: Mapping[str, float]) -> str:
+def _fastest(choice: KernelChoice, times: Mapping[str, float]) -> str:
     limit = {name: 1.0 if name in choice.smaller else WORTHWHILE for name in choice.others}
     worthwhile = [
         name for name in times if name != choice.default and times[name] < limit[name] * times[choice.default]
@@ -146,7 +146,7 @@ def _fastest(choice: MeasuredChoice, times: Mapping[str, float]) -> str:
     return min(worthwhile, key=lambda name: times[name], default=choice.default)
 
 
-def repeated_kernel(choice: MeasuredChoice, saved: object, folder: Path) -> ChosenKernel:
+def kernel_of_checkpoint(choice: KernelChoice, saved: object, folder: Path) -> ChosenKernel:
     """Return the kernel of a checkpoint, `saved` in its environment; the default where this machine cannot compute it,
     which the resume reports.
     """
@@ -166,7 +166,7 @@ def repeated_kernel(choice: MeasuredChoice, saved: object, folder: Path) -> Chos
     return ChosenKernel(kernel, f"{choice.label(kernel)}, as its checkpoint", (choice.default, kernel))
 
 
-def common_kernel(choice: MeasuredChoice, ranks: Sequence[Sequence[Any]]) -> ChosenKernel:
+def agree_on_kernel(choice: KernelChoice, ranks: Sequence[Sequence[Any]]) -> ChosenKernel:
     """Return the kernel of all ranks from the `ChosenKernel` of each, as JSON: that of the first, unless some rank
     cannot compute it.
     """
@@ -212,7 +212,7 @@ def _time_turn(run: Callable[[], object], passes: int) -> list[float]:
     return seconds[1:]
 
 
-def _load_all(choice: MeasuredChoice, folder: Path) -> dict[str, str]:
+def _load_all(choice: KernelChoice, folder: Path) -> dict[str, str]:
     """Return the kernels that this machine cannot compute, and why."""
     from models.layers.cpu_kernels.library import KernelsUnavailableError
 
@@ -225,7 +225,7 @@ def _load_all(choice: MeasuredChoice, folder: Path) -> dict[str, str]:
     return missing
 
 
-def _read_times(file: Path, choice: MeasuredChoice) -> dict[str, float] | None:
+def _read_times(file: Path, choice: KernelChoice) -> dict[str, float] | None:
     """Return kernel -> seconds that `_write_times` has written; None for anything else."""
     names = (choice.default, *choice.others)
     with suppress(OSError, ValueError, RecursionError):
@@ -246,7 +246,7 @@ def _is_time(value: object) -> bool:
     return isinstance(value, float) and 0 < value < math.inf
 
 
-def _write_times(file: Path, choice: MeasuredChoice, times: Mapping[str, float]) -> None:
+def _write_times(file: Path, choice: KernelChoice, times: Mapping[str, float]) -> None:
     """Write the file unless there is one: runs that measure at the same time then take the same kernel. A folder that
     cannot be written to is no error.
     """

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.engine.choices.measured_choice import MeasuredChoice, shortest_times
+from runner.engine.choices.measured_choice import KernelChoice, shortest_times
 
 if TYPE_CHECKING:
     import torch
@@ -36,9 +36,9 @@ class ProductShape:
     dtype: str  # of torch: bfloat16 or float16
 
 
-def product_choice(shape: ProductShape) -> MeasuredChoice:
+def product_choice(shape: ProductShape) -> KernelChoice:
     """Return the choice of how torch multiplies 16-bit matrices in this process."""
-    return MeasuredChoice(
+    return KernelChoice(
         fact="products",
         default=NATIVE,
         others=(UPCAST, KERNEL) if shape.dtype == "bfloat16" else (UPCAST,),

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from runner.engine.choices.measured_choice import MeasuredChoice
+from runner.engine.choices.measured_choice import KernelChoice
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,11 +79,11 @@ def orthogonalize(batch: Sequence[Tensor], name: str) -> list[Tensor]:
     return [result.T if _is_tall(matrix) else result for result, matrix in zip(results, batch, strict=True)]
 
 
-def orthogonalization_choice(shapes: Sequence[tuple[int, ...]], apply: Callable[[str], None]) -> MeasuredChoice:
+def orthogonalization_choice(shapes: Sequence[tuple[int, ...]], apply: Callable[[str], None]) -> KernelChoice:
     """Return the choice between ORTHOGONALIZATIONS for matrices of these shapes, (M, N) of each."""
     default, *others = ORTHOGONALIZATIONS
     counts = Counter(f"{rows}x{columns}" for rows, columns in shapes)
-    return MeasuredChoice(
+    return KernelChoice(
         fact="orthogonalization",
         default=default,
         others=tuple(others),

@@ -12,7 +12,7 @@ from pathlib import Path
 from data.types import sequences_per_row
 from runner.engine.choices.compile_choice import COMPILED, LAYERS_FACT, UNCOMPILED
 from runner.engine.choices.layer_choices import DEFAULT_KERNEL, FUSED, AttentionShape, attention_choice
-from runner.engine.choices.measured_choice import MeasuredChoice, known_kernel
+from runner.engine.choices.measured_choice import KernelChoice, cached_kernel
 from runner.engine.choices.product_choice import MIN_RUN_FLOPS, NATIVE, product_choice
 from runner.engine.config import Config
 from runner.engine.device.compile import CompileDecision, has_cpp_compiler, resolve_compile_mode, set_inductor_cache
@@ -113,11 +113,11 @@ def planned_threads(ranks: int) -> int:
     return threads if limit is None or is_given else max(1, min(threads, int(limit)))
 
 
-def known_choice(choice: MeasuredChoice, ranks: int, threads: int, products: str) -> str | None:
+def known_choice(choice: KernelChoice, ranks: int, threads: int, products: str) -> str | None:
     """Return the kernel that a run or a trial on this machine has measured as the fastest; None if none has."""
     from runner.engine.kernels import measured_facts
 
-    return known_kernel(choice, set_inductor_cache(), measured_facts(ranks, threads, products))
+    return cached_kernel(choice, set_inductor_cache(), measured_facts(ranks, threads, products))
 
 
 def saved_kernels(run_dir: Path | None) -> dict[str, str] | None:

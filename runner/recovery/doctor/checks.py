@@ -26,8 +26,8 @@ from models.formats.stored_size import stored_size
 from runner.checkpoint import atomic_dir
 from runner.checkpoint.format import CHECKPOINTS_DIR, TENSOR_FILES
 from runner.checkpoint.retention import BEST_DIR, BEST_POINTER, find_best_weights
-from runner.recovery.evidence import Evidence
-from runner.recovery.finding import Finding, Repair, Severity
+from runner.recovery.evidence import CheckpointState
+from runner.recovery.finding import Problem, Repair, Severity
 from runner.run_dir.contents import GUARDED_NAMES, LOCK_FILE, OWN_NAMES
 from runner.run_dir.lock import describe_holder, is_locked
 from runner.run_dir.metadata import RunMetadata
@@ -75,14 +75,14 @@ TEMPORARY = (".tmp-", ".del-")
 MAX_FOREIGN = 20  # findings about foreign files
 
 
-def check_other_files(evidence: Evidence, holds_lock: bool = False) -> Iterator[Repair]:
+def check_other_files(evidence: CheckpointState, holds_lock: bool = False) -> Iterator[Repair]:
     """Yield the findings of this module about one run. `holds_lock`: whether this process has locked it."""
     folder = evidence.folder
     is_busy = not holds_lock and is_locked(folder)
     if is_busy:
         state = f"held by {describe_holder(folder)}"
         yield Repair(
-            Finding(
+            Problem(
                 LOCK_FILE,
                 Severity.BLOCKING,
                 state,
@@ -97,7 +97,7 @@ def check_other_files(evidence: Evidence, holds_lock: bool = False) -> Iterator[
     yield from _check_space(evidence)
 
 
-def _check_pointers(evidence: Evidence) -> Iterator[Repair]:
+def _check_pointers(evidence: CheckpointState) -> Iterator[Repair]:
     """`latest` and `best` are for users; no code reads them."""
     checkpoints = evidence.folder / CHECKPOINTS_DIR
     if evidence.newest_whole is None:
@@ -110,11 +110,11 @@ def _check_pointers(evidence: Evidence) -> Iterator[Repair]:
         # of an evaluation after the save
         is_later_best = pointer == BEST_POINTER and actual is not None and _is_whole(checkpoints / actual)
         if actual == name or is_later_best:
-            yield from [Repair(Finding(file, Severity.SOUND, actual))] if actual else []
+            yield from [Repair(Problem(file, Severity.SOUND, actual))] if actual else []
         elif name is not None:
             write = partial(atomic_dir.write_pointer, checkpoints, pointer, name)
             yield Repair(
-                Finding(
+                Problem(
                     file,
                     Severity.NOTE,
                     f"{actual or 'missing'}, should be {name}",
@@ -126,7 +126,7 @@ def _check_pointers(evidence: Evidence) -> Iterator[Repair]:
     if best_step is not None and best is None:
         state_text = f"the weights of the best evaluation, step {best_step}, are not on disk"
         yield Repair(
-            Finding(
+            Problem(
                 f"{CHECKPOINTS_DIR}/{BEST_POINTER}",
                 Severity.DAMAGED,
                 state_text,
@@ -158,7 +158,7 @@ def _check_model(folder: Path) -> Iterator[Repair]:
         if fields.get("status") == "completed" and export:
             consequence = "resume= with more steps writes it again; the weights are in checkpoints/"
             yield Repair(
-                Finding("model", Severity.DAMAGED, "missing, and run.json says that it was written", consequence)
+                Problem("model", Severity.DAMAGED, "missing, and run.json says that it was written", consequence)
             )
         return
     files = sorted(model.glob("*.safetensors"))
@@ -170,7 +170,7 @@ def _check_model(folder: Path) -> Iterator[Repair]:
         problem = error.message if isinstance(error, UserError) else str(error)
     if problem:
         yield Repair(
-            Finding(
+            Problem(
                 "model",
                 Severity.DAMAGED,
                 problem,
@@ -178,7 +178,7 @@ def _check_model(folder: Path) -> Iterator[Repair]:
             )
         )
     else:
-        yield Repair(Finding("model", Severity.SOUND, f"{numbers:,} numbers{f', {text}' if text else ''}"))
+        yield Repair(Problem("model", Severity.SOUND, f"{numbers:,} numbers{f', {text}' if text else ''}"))
 
 
 def _check_temporary(folder: Path) -> Iterator[Repair]:
@@ -187,7 +187,7 @@ def _check_temporary(folder: Path) -> Iterator[Repair]:
         for name in sorted(names):
             file = str((parent / name).relative_to(folder))
             yield Repair(
-                Finding(
+                Problem(
                     file, Severity.NOTE, "left by a launch that was killed", "removed by the next resume=", "removed"
                 ),
                 partial(_remove, parent / name),
@@ -210,12 +210,12 @@ def _check_foreign(folder: Path) -> Iterator[Repair]:
         and not name.startswith(TEMPORARY)
     ]
     for name in sorted(names)[:MAX_FOREIGN]:
-        yield Repair(Finding(name, Severity.NOTE, "not a file of this program", "not read"))
+        yield Repair(Problem(name, Severity.NOTE, "not a file of this program", "not read"))
     checkpoints = folder / CHECKPOINTS_DIR
     for name in atomic_dir.valid_names(checkpoints):
         for other in atomic_dir.foreign_names(checkpoints / name)[:MAX_FOREIGN]:
             path, action = checkpoints / name / other, f"moved to {DAMAGED_DIR}/"
-            finding = Finding(
+            finding = Problem(
                 str(path.relative_to(folder)), Severity.NOTE, "not a file of this checkpoint", "not read", action
             )
             yield Repair(finding, partial(_move_aside, folder, path))
@@ -232,7 +232,7 @@ def _move_aside(folder: Path, path: Path) -> None:
         filesystem.fs.rename(path, target)
 
 
-def _check_space(evidence: Evidence) -> Iterator[Repair]:
+def _check_space(evidence: CheckpointState) -> Iterator[Repair]:
     """The next save needs as many bytes as the newest checkpoint has."""
     if evidence.newest_whole is None:
         return
@@ -241,6 +241,6 @@ def _check_space(evidence: Evidence) -> Iterator[Repair]:
     free = filesystem.fs.free(evidence.folder)
     text = f"{free:,} bytes free, the next save needs {need:,}"
     if free < need:
-        yield Repair(Finding("disk", Severity.DAMAGED, text, "saves fail until there is space"))
+        yield Repair(Problem("disk", Severity.DAMAGED, text, "saves fail until there is space"))
     else:
-        yield Repair(Finding("disk", Severity.SOUND, text))
+        yield Repair(Problem("disk", Severity.SOUND, text))

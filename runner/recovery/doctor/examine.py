@@ -40,8 +40,8 @@ from runner.checkpoint.compatibility import (
 from runner.engine.config import Config
 from runner.launch.run import check_inputs
 from runner.recovery.doctor.checks import check_other_files
-from runner.recovery.evidence import Evidence
-from runner.recovery.finding import Finding, Repair, Severity
+from runner.recovery.evidence import CheckpointState
+from runner.recovery.finding import Problem, Repair, Severity
 from runner.recovery.recover import inspect_run, recover_run
 from runner.run_dir.contents import RUN_FILE, find_runs, has_started, holds_run
 from runner.run_dir.metadata import RunMetadata
@@ -72,7 +72,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True)
-class Prediction:
+class ResumeOutcome:
     """What resume= would do. `step`: where it continues; `inexact`: why its bits may differ from an uninterrupted run."""
 
     verdict: Verdict
@@ -82,12 +82,12 @@ class Prediction:
     inexact: Sequence[str] = ()
 
 
-def predict_resume(evidence: Evidence, findings: list[Finding]) -> Prediction:
+def predict_resume(evidence: CheckpointState, findings: list[Problem]) -> ResumeOutcome:
     """Return what `python runner/train.py resume=DIR` does with the run, whose findings are given."""
     folder = evidence.folder
     command = resume_command(folder)
     if blocking := next((finding for finding in findings if finding.severity is Severity.BLOCKING), None):
-        return Prediction(
+        return ResumeOutcome(
             Verdict.REFUSES, f"refuses because of {blocking.file}: {blocking.state}", blocking.consequence
         )
     is_restored = any(finding.file == RUN_FILE and finding.severity is Severity.DAMAGED for finding in findings)
@@ -95,7 +95,7 @@ def predict_resume(evidence: Evidence, findings: list[Finding]) -> Prediction:
     try:
         config = _compose(evidence, has_started(fields))
         if fields.get("status") == "completed":
-            return Prediction(
+            return ResumeOutcome(
                 Verdict.COMPLETE,
                 f"prints that the run is complete at step {fields.get('step')}",
                 f"{command} train.max_steps=N",
@@ -104,10 +104,10 @@ def predict_resume(evidence: Evidence, findings: list[Finding]) -> Prediction:
         check_inputs(config)
         return _compare(evidence, config, fields, command)
     except UserError as error:
-        return Prediction(Verdict.REFUSES, f"refuses: {error.message}", error.fix)
+        return ResumeOutcome(Verdict.REFUSES, f"refuses: {error.message}", error.fix)
 
 
-def _compose(evidence: Evidence, started: bool) -> Config:
+def _compose(evidence: CheckpointState, started: bool) -> Config:
     """Return the config that a resume composes, with the damaged files of `.hydra/` as it would restore them."""
     with _restored_settings(evidence) as folder:
         try:
@@ -120,7 +120,7 @@ def _compose(evidence: Evidence, started: bool) -> Config:
 
 
 @contextmanager
-def _restored_settings(evidence: Evidence) -> Iterator[Path]:
+def _restored_settings(evidence: CheckpointState) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="settings-") as temp:
         folder = Path(temp).resolve()
         if (evidence.folder / ".hydra").is_dir():
@@ -134,29 +134,29 @@ def _restored_settings(evidence: Evidence) -> Iterator[Path]:
         yield folder
 
 
-def _compare(evidence: Evidence, config: Config, fields: dict[str, Any], command: str) -> Prediction:
+def _compare(evidence: CheckpointState, config: Config, fields: dict[str, Any], command: str) -> ResumeOutcome:
     if evidence.newest_whole is None:
         begins = (
             "starts again at step 0: there is no checkpoint yet"
             if has_started(fields)
             else "starts the run, which has not begun to train"
         )
-        return Prediction(Verdict.CONTINUES, begins, command)
+        return ResumeOutcome(Verdict.CONTINUES, begins, command)
     name, state = evidence.newest_whole
     step = state["progress"]["step"]
     if 0 < config.train.max_steps < step:
         text = f"refuses: the run is already at step {step}, and train.max_steps={config.train.max_steps}"
-        return Prediction(Verdict.REFUSES, text, f"{command} train.max_steps={step}")
+        return ResumeOutcome(Verdict.REFUSES, text, f"{command} train.max_steps={step}")
     differences = diff_facts(state["compatibility"], current_facts(state["compatibility"], config), run_rules(config))
     if differences["incompatible"]:
-        return Prediction(
+        return ResumeOutcome(
             Verdict.REFUSES,
             f"refuses: another configuration saved {name}: {'; '.join(differences['incompatible'])}",
             "restore the settings",
         )
     inexact = differences["changes_rounding"]
     how = f"with exact: false because {'; '.join(inexact)}" if inexact else f"exactly ({UNKNOWN_WITHOUT_TORCH})"
-    return Prediction(Verdict.CONTINUES, f"continues at step {step} {how}", command, step, inexact)
+    return ResumeOutcome(Verdict.CONTINUES, f"continues at step {step} {how}", command, step, inexact)
 
 
 def torch_version() -> str | None:
@@ -197,8 +197,8 @@ class Examination:
     """The state of one run."""
 
     folder: Path
-    findings: list[Finding]
-    prediction: Prediction
+    findings: list[Problem]
+    prediction: ResumeOutcome
 
     @property
     def is_sound(self) -> bool:
@@ -206,17 +206,17 @@ class Examination:
         return not is_damaged and self.prediction.verdict is not Verdict.REFUSES
 
     @property
-    def repairs(self) -> list[Finding]:
+    def repairs(self) -> list[Problem]:
         return [finding for finding in self.findings if finding.repair]
 
 
 def examine_run(folder: Path) -> Examination:
     """Return the findings about every file of the run, and what resume= would do. Nothing is written."""
-    evidence = Evidence(folder)
+    evidence = CheckpointState(folder)
     try:
         findings = [*inspect_run(folder), *(repair.finding for repair in check_other_files(evidence))]
     except UserError as error:  # a link, a pipe or a device: nothing further is opened
-        findings = [Finding(_relative(error.setting, folder), Severity.BLOCKING, error.message, error.fix)]
+        findings = [Problem(_relative(error.setting, folder), Severity.BLOCKING, error.message, error.fix)]
     return Examination(folder, findings, predict_resume(evidence, findings))
 
 
@@ -233,7 +233,9 @@ def repair_run(folder: Path) -> list[str]:
     done: list[str] = []
 
     def recover(run_dir: Path) -> list[str]:
-        others = [repair for repair in check_other_files(Evidence(run_dir), holds_lock=True) if repair.finding.repair]
+        others = [
+            repair for repair in check_other_files(CheckpointState(run_dir), holds_lock=True) if repair.finding.repair
+        ]
         done.extend(recover_run(run_dir))
         for repair in others:
             repair.apply()
@@ -327,15 +329,15 @@ def print_examination(examination: Examination, only_summary: bool = False) -> N
     print_safely(f"resume= {one_line(prediction.text)}\n  {one_line(prediction.command)}")
 
 
-def group_sound(findings: list[Finding]) -> list[Finding]:
+def group_sound(findings: list[Problem]) -> list[Problem]:
     """Return the findings with one line for all sound files of a folder of settings or of the tokenizer."""
-    grouped: list[Finding] = []
+    grouped: list[Problem] = []
     for folder in GROUPED_FOLDERS:
         sound = [
             finding
             for finding in findings
             if finding.severity is Severity.SOUND and finding.file.startswith(f"{folder}/")
         ]
-        grouped += [Finding(f"{folder}/", Severity.SOUND, f"{len(sound)} files, whole")] if sound else []
+        grouped += [Problem(f"{folder}/", Severity.SOUND, f"{len(sound)} files, whole")] if sound else []
         findings = [finding for finding in findings if finding not in sound]
     return [*grouped, *findings]
