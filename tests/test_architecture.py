@@ -379,6 +379,12 @@ def test_size_of_the_product_does_not_grow():
     assert code_stats.eager_modules(ROOT) <= MAX_EAGER_MODULES
 
 
+def test_names_of_tests_have_at_most_72_characters():
+    files = (ROOT / "tests").rglob("test_*.py")
+    names = {node.name for file in files for node in ast.walk(parse(file)) if isinstance(node, ast.FunctionDef)}
+    assert sorted(name for name in names if name.startswith("test_") and len(name) > 72) == []
+
+
 @pytest.mark.slow
 def test_path_of_the_first_step_does_not_grow():
     step = code_stats.traced_step(ROOT)

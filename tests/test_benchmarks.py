@@ -34,7 +34,7 @@ def run_benchmark(name: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_benchmarks_and_libraries_import_without_torch_and_state_their_command():
+def test_benchmarks_import_without_torch_and_state_their_command():
     names = [*(name.removesuffix(".py") for name in BENCHMARKS), "lib.case_process"]
     code = f"import sys, {', '.join(names)}\nprint('torch' in sys.modules, *[n for n in {names!r} if 'python' not in sys.modules[n].__doc__])"
     env = os.environ | {"PYTHONPATH": str(ROOT / "benchmarks")}
@@ -84,7 +84,7 @@ def test_gpu_benchmark_measures_a_step_on_the_cpu():
     assert "failed" not in output
 
 
-def test_benchmark_thread_settings_replace_those_of_the_user_and_leave_out_the_own(import_benchmark):
+def test_benchmark_thread_settings_replace_those_of_the_user(import_benchmark):
     environment: ModuleType = import_benchmark("lib.environment")
     own = {"PATH": "/bin", "OMP_WAIT_POLICY": "active", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     settings = environment.thread_settings(own)
@@ -119,9 +119,7 @@ def test_benchmark_takes_another_thread_setting_only_if_it_is_faster(import_benc
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the state of a process is read from /proc")
-def test_benchmark_case_gets_the_environment_of_the_user_and_is_stopped_between_its_turns(
-    import_benchmark, monkeypatch
-):
+def test_benchmark_case_has_the_users_environment_and_stops_between_turns(import_benchmark, monkeypatch):
     interleave: ModuleType = import_benchmark("lib.interleave")
     monkeypatch.setattr(interleave, "ENVIRONMENT", dict(os.environ) | {"OMP_WAIT_POLICY": "active"})
     script = "import json, os, sys\nfor line in sys.stdin: print(json.dumps({'policy': os.environ.get('OMP_WAIT_POLICY')}), flush=True)"
@@ -153,7 +151,7 @@ def speed_numbers(machine: str, other: float, best: float = 0.0, **limits: str) 
     }
 
 
-def test_benchmark_summary_starts_with_the_worst_machine_and_separates_an_emulated_one(import_benchmark):
+def test_benchmark_summary_starts_with_the_worst_machine(import_benchmark):
     results = [
         speed_numbers("A", 0.5),
         speed_numbers("Intel(R) B CPU @ 2GHz", 0.8, best=1.25),
@@ -206,9 +204,7 @@ def commit_spec(checkout: Path) -> dict:
     return spec | {"checkout": str(checkout), "record_loss": True, "variables": {"MALLOC_ARENA_MAX": "1"}}
 
 
-def test_benchmark_process_of_another_checkout_imports_its_modules_and_gets_its_variables(
-    import_benchmark, other_checkout: Path
-):
+def test_benchmark_process_of_another_checkout_imports_its_own_modules(import_benchmark, other_checkout: Path):
     case = import_benchmark("lib.interleave").CaseProcess("base", commit_spec(other_checkout))
     try:
         assert not case.failed, case.steps
@@ -239,7 +235,7 @@ def test_benchmark_process_that_imports_other_code_than_its_checkout_fails(
         case.close()
 
 
-def test_benchmark_of_commits_refuses_a_folder_without_the_engine_and_names_the_oldest_commit(
+def test_benchmark_of_commits_refuses_a_folder_without_the_engine(
     import_benchmark, other_checkout: Path, tmp_path: Path
 ):
     commits: ModuleType = import_benchmark("commits")
@@ -255,7 +251,7 @@ def test_benchmark_of_commits_refuses_a_folder_without_the_engine_and_names_the_
         commits.read_checkout(tmp_path)
 
 
-def test_benchmark_of_commits_finds_the_first_step_whose_loss_or_batch_differs(import_benchmark):
+def test_benchmark_of_commits_finds_the_first_step_that_differs(import_benchmark):
     compare = import_benchmark("commits").compare_losses
     step = {"useful": 4, "computed": 4, "loss": 2.0}
     assert compare([step, step], [step, step]) == "all 2 bitwise equal"
@@ -288,9 +284,7 @@ def test_benchmark_of_commits_finds_the_first_step_whose_loss_or_batch_differs(i
         (["## Call CompiledFxGraph f2e7 ##", "CompiledFunction"], "OTHER"),
     ],
 )
-def test_profile_kind_of_an_operator_depends_on_its_name_and_the_events_around_it(
-    import_benchmark, names: list[str], kind: str
-):
+def test_profile_kind_of_an_operator_depends_on_its_name_and_context(import_benchmark, names: list[str], kind: str):
     profile: ModuleType = import_benchmark("profile_step")
     assert profile.kind_of(names) == getattr(profile, kind)
 

@@ -107,7 +107,7 @@ def test_quota_costs_one_checkpoint_after_the_other_once_retries_have_failed(
     ]
 
 
-def test_quota_that_stays_exceeded_leaves_the_newest_valid_checkpoint_and_the_best(
+def test_quota_that_stays_exceeded_leaves_the_newest_checkpoint_and_best(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "step-00000005" / "model").write_bytes(b"damaged")

@@ -64,7 +64,7 @@ def test_saved_weights_are_those_of_the_step_although_training_continues(
     assert torch.equal(read_checkpoint_tensors(newest_checkpoint(tmp_path))["model"]["weight"], torch.full((2, 3), 1.0))
 
 
-def test_best_weights_of_a_step_that_is_trained_again_are_those_of_the_second_time(tmp_path: Path) -> None:
+def test_best_weights_of_a_step_trained_again_are_of_the_second_time(tmp_path: Path) -> None:
     """Killed after the best evaluation at step 4, the newest checkpoint is of step 2."""
     run, manager = OneWeight(), make_manager(tmp_path)
     manager.save_blocking(2, run)

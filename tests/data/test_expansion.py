@@ -110,7 +110,7 @@ def test_arrow_file_whose_offsets_point_outside_has_bad_rows(tmp_path: Path) -> 
     assert positions == [0] and len(bad) == 2
 
 
-def test_arrow_dictionary_that_is_used_many_times_is_converted_in_bounded_memory(
+def test_arrow_dictionary_used_many_times_is_converted_in_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tables, "MAX_BATCH_BYTES", 64 * MIB)

@@ -89,14 +89,14 @@ def test_slow_template_is_ended_sooner_at_each_row() -> None:
     assert process._budget < 0.1 * renderer.MAX_SECONDS
 
 
-def test_unusually_large_conversation_of_a_known_template_is_rendered_in_a_process() -> None:
+def test_large_conversation_of_a_known_template_is_rendered_in_a_process() -> None:
     known = open_template(SOURCE, is_known=True)
     assert isinstance(conversation(known, MESSAGES * 600)._template, RenderProcess)
     assert isinstance(conversation(known, [{"role": "user", "content": "x" * 2_000_000}])._template, RenderProcess)
     assert conversation(known)._template is known
 
 
-def test_render_process_ends_with_its_template_and_is_not_shared_after_a_fork() -> None:
+def test_render_process_ends_with_its_template_and_survives_no_fork() -> None:
     process = RenderProcess(SOURCE)
     child = process._process
     assert child is not None and conversation(process).render(1) == "[hello]"

@@ -54,7 +54,7 @@ def test_shuffle_of_a_few_items_gives_every_permutation_equal_chances(size, vary
 
 
 @pytest.mark.parametrize("size", range(6, 11))
-def test_shuffle_of_up_to_ten_items_gives_every_pair_of_positions_equal_chances(size):
+def test_shuffle_of_up_to_ten_items_gives_all_pairs_equal_chances(size):
     draws = np.array([shuffled_index(np.arange(size), size, seed, 0) for seed in range(3000)])
     pairs = list(itertools.permutations(range(size), 2))
     for a, b in ((0, 1), (0, size - 1), (size // 2, 1)):

@@ -61,7 +61,7 @@ def test_samples_for_training_contain_no_validation_question(name: str) -> None:
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_samples_validation_wordings_differ_from_training_wordings_in_more_than_names(language: str) -> None:
+def test_samples_validation_wordings_differ_in_more_than_names(language: str) -> None:
     sections = load_wordings(language).values()
     training = {wording for section in sections for wording in section.questions + section.statements}
     held_out = {wording for section in sections for wording in section.held_out}
@@ -78,7 +78,7 @@ def test_samples_for_training_contain_no_unseen_sum() -> None:
     assert all(any(f"{sum_}" in question for sum_ in unseen) for question in questions("arithmetic_val"))
 
 
-def test_samples_have_one_answer_per_question_and_train_every_validation_answer() -> None:
+def test_samples_have_one_answer_per_question_and_train_all_of_validation() -> None:
     trained = {message["content"] for message in messages("sft") if message["role"] == "assistant"}
     answers: dict[str, str] = {}
     for name in ("sft", "sft_val"):
@@ -114,7 +114,7 @@ def test_samples_of_the_persona_change_answers_about_the_model_only() -> None:
     }
 
 
-def test_samples_contain_tools_system_messages_and_longer_conversations_than_those_of_the_ten_turn_chat() -> None:
+def test_samples_contain_tools_system_messages_and_long_conversations() -> None:
     conversations = [[message["role"] for message in row["conversations"]] for row in rows("sft")]
     assert any("tool" in roles for roles in conversations) and any(roles[0] == "system" for roles in conversations)
     turns = [roles.count("user") for roles in conversations]

@@ -119,7 +119,7 @@ def test_splits_of_files_whose_extension_is_hidden_are_found(files):
         assert resolve(train)[:2] == ([train], [validation])
 
 
-def test_splits_without_training_files_use_the_others_and_never_the_test_file(files):
+def test_splits_without_training_files_never_use_the_test_file(files):
     resolve = files("a.jsonl", "b.jsonl", "b_val.jsonl", "test.jsonl")
     train, validation, notes = resolve(".")
     assert (train, validation) == (["a.jsonl", "b.jsonl"], ["b_val.jsonl"]) and notes == [
@@ -155,7 +155,7 @@ def test_splits_of_a_validation_folder_are_its_validation_files(files):
     )
 
 
-def test_splits_of_the_same_folder_for_training_and_validation_name_each_file_once(files):
+def test_splits_of_one_folder_for_both_name_each_file_once(files):
     """Before: the note said that the file of data.val_path is left out."""
     resolve = files("set/train.jsonl", "set/dev.jsonl", "set/test.jsonl")
     assert resolve("set", "set/test.jsonl")[1:] == (

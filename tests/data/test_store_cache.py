@@ -530,7 +530,7 @@ def test_file_that_changes_within_a_tick_of_its_clock_is_hashed_again(tmp_path, 
     assert file_sha256_cached(path, tmp_path) != first
 
 
-def test_cache_of_the_workspace_is_not_writable_for_the_group_whatever_the_umask(load, tmp_path, monkeypatch):
+def test_cache_of_the_workspace_is_not_group_writable_for_any_umask(load, tmp_path, monkeypatch):
     """Compiled programs are in the same folder: they are not used where a group may write."""
     (tmp_path / "a.jsonl").write_bytes(b"".join(lines(texts(2))))
     monkeypatch.setattr(paths, "REPO_ROOT", tmp_path)

@@ -207,7 +207,7 @@ def test_template_renders_a_system_message(load_template, name):
     assert texts_with_loss(template, messages) == TWO_TURNS[name]
 
 
-def test_template_of_mistral_moves_the_system_message_and_needs_last_assistant(load_template):
+def test_template_of_mistral_moves_the_system_message(load_template):
     messages = [{"role": "system", "content": "Be brief."}, QUESTION, answer("four"), FOLLOW_UP, answer("4")]
     with pytest.raises(BadRowError) as error:
         load_template("mistral").encode(messages)

@@ -126,7 +126,7 @@ def test_tokenizer_without_a_pad_token_pads_with_its_end_token_with_a_note(folde
     assert [note for note in loaded.notes(of_texts=True) if "no pad_token" in note and "<|im_end|>" in note]
 
 
-def test_tokenizer_whose_bos_token_is_null_begins_texts_without_one_with_a_note(folder):
+def test_tokenizer_whose_bos_token_is_null_begins_texts_without_one(folder):
     (folder / "special_tokens_map.json").write_text('{"bos_token": "<|im_start|>"}')
     loaded = with_config(folder, bos_token=None)  # as Qwen3
     assert (loaded.bos_id, loaded.bos_ids) == (None, [])

@@ -112,9 +112,7 @@ def test_typed_tokenizer_that_splits_texts_in_another_way_is_refused(
         resolve_tokenizer(with_tokenizer(data, folder), str(SAMPLE_TOKENIZER))
 
 
-def test_typed_tokenizer_with_another_template_and_end_token_has_the_same_tokens(
-    data: DataConfig, tmp_path: Path
-) -> None:
+def test_typed_tokenizer_with_another_template_has_the_same_tokens(data: DataConfig, tmp_path: Path) -> None:
     folder = shutil.copytree(SAMPLE_TOKENIZER, tmp_path / "chat")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -196,7 +194,7 @@ def test_tokenizer_folder_of_a_run_that_is_a_link_is_refused(tmp_path: Path, oth
         tokenizer_of_weights(tmp_path / "run")
 
 
-def test_tokenizer_of_the_hugging_face_cache_is_read_through_its_links_and_copied_as_files(
+def test_tokenizer_of_the_hub_cache_is_read_through_links_copied_as_files(
     tmp_path: Path, other_tokenizer: Path
 ) -> None:
     snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "c0", tmp_path / "models--a--b" / "blobs"

@@ -144,7 +144,7 @@ def stock_text(template: ChatTemplate, messages: list[dict]) -> str:
     )
 
 
-def test_unknown_template_that_rewrites_earlier_answers_is_refused_with_the_fix(load: Load) -> None:
+def test_unknown_template_that_rewrites_earlier_answers_is_refused(load: Load) -> None:
     with pytest.raises(BadRowError, match="changes earlier text") as error:
         load(QWEN3).encode([QUESTION, FOUR, FOLLOW_UP, SIX])
     assert "data.loss_on=last_assistant" in error.value.fix and "{% generation %}" in error.value.fix

@@ -67,7 +67,7 @@ def test_duplicates_of_validation_rows_are_trained_on_if_kept(run_on):
     assert len(texts_of(pipeline.train)) == 162 and "the validation loss is too low" in pipeline.warnings[0]
 
 
-def test_rows_of_a_validation_file_that_are_training_rows_are_counted_in_a_warning(run_on):
+def test_rows_of_a_validation_file_that_are_training_rows_are_counted(run_on):
     files = {"a.jsonl": TEXTS[:40], "a_val.jsonl": TEXTS[35:]}
     pipeline = run_on(files).pipeline
     assert (

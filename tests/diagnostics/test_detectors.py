@@ -190,7 +190,7 @@ def test_loss_is_not_flat_if_validation_falls_in_warmup_or_if_it_is_learnt() -> 
     assert names(flat, uniform_loss=None) == []
 
 
-def test_weights_that_begin_at_the_loss_of_a_uniform_guess_do_not_fit_the_data() -> None:
+def test_weights_that_begin_at_the_uniform_loss_do_not_fit_the_data() -> None:
     assert names([step(1, 8.7)], starts_from_weights=True) == ["high-initial-loss"]
     assert (
         names([step(1, 8.7)])
@@ -323,9 +323,7 @@ def test_tiny_validation_is_named_once_also_if_the_first_loss_was_not_finite(mon
     assert warned == [1]
 
 
-def test_symptom_of_a_run_with_long_metrics_is_not_reported_again_by_a_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_symptom_of_a_run_with_long_metrics_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.diagnostics.monitor.MAX_REPLAYED_BYTES", 2000)
     hot, shown = [step(1, 8.8), *(step(i, 30.0) for i in range(2, 40))], list[str]()
     watch = watch_records(FACTS, None, shown.append)

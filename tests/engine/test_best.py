@@ -76,7 +76,7 @@ def test_best_weights_evaluate_to_the_number_that_is_recorded(make_run, monkeypa
     assert evaluate(state)["loss"] == pytest.approx(exported["loss"], abs=1e-6)
 
 
-def test_last_weights_are_exported_where_asked_for_and_without_validation_data(make_run, scripted_losses):
+def test_last_weights_are_exported_if_asked_for_or_without_validation(make_run, scripted_losses):
     for overrides, loss in ((["export.weights=last"], 6.95), (["data.val_fraction=0"], None)):
         metadata = {}
         train(state := make_run("sft", *RUN, *overrides, metadata=metadata, folder=str(loss)))
@@ -148,7 +148,7 @@ def test_best_weights_that_are_gone_are_not_replaced_in_silence(make_run, script
     assert "weights of the best evaluation, step 4, are not on disk" in (state.run_dir / "train.log").read_text()
 
 
-def test_run_without_validation_data_is_judged_on_the_same_training_rows_at_its_end(make_run):
+def test_run_without_validation_data_is_judged_on_training_rows(make_run):
     """Two batch sizes and seeds: the slice is the same, is evaluated once, and changes no bit of the training."""
     runs, metadata = {}, {}
     for name, overrides in {

@@ -45,9 +45,7 @@ def test_compile_auto_decides_the_same_for_a_resumed_run(make_run):
     assert make_run("pretrain", *overrides, attempt=2).compile_decision == first.compile_decision
 
 
-def test_compile_cache_is_not_below_the_cache_that_a_config_names_unless_the_user_sets_it(
-    make_run, tmp_path, monkeypatch
-):
+def test_compile_cache_is_not_below_data_cache_unless_the_user_sets_it(make_run, tmp_path, monkeypatch):
     """Its programs are executed, and the config may be that of an unknown run directory."""
     monkeypatch.setattr(paths, "REPO_ROOT", tmp_path / "checkout")
     make_run("pretrain", "train.compile=default", f"data.cache={tmp_path / 'strange'}")

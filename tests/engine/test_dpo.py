@@ -114,7 +114,7 @@ def test_dpo_loss_and_logged_numbers_are_those_of_the_papers(loss_type, smoothin
         )
 
 
-def test_dpo_adds_the_load_balancing_loss_of_both_answers_and_differentiates_it():
+def test_dpo_adds_and_differentiates_the_balance_loss_of_both_answers():
     model, reference = models(**TOP_TWO)
     batch = batches()[0]
     sums = Dpo(BETA, Reference(reference)).loss(model, batch)

@@ -123,7 +123,7 @@ def packed_batches(rows: RandomRows) -> list[Batch]:
 
 
 @pytest.mark.parametrize("folder, family", PATHS, indirect=["folder"])
-def test_gradients_of_an_accumulated_sft_step_are_those_of_plain_transformers(folder: Path, family: str) -> None:
+def test_gradients_of_an_accumulated_sft_step_equal_plain_transformers(folder: Path, family: str) -> None:
     rows = RandomRows(LENGTHS, vocab_size=VOCABULARY)
     model, plain = own_model(folder, family), plain_model(folder)
     loss = accumulated_step(model, NextToken(), packed_batches(rows))
@@ -139,7 +139,7 @@ def test_gradients_of_an_accumulated_sft_step_are_those_of_plain_transformers(fo
     [("qwen3", "decoder"), ("llama", "transformers"), ("gemma3_text", "transformers")],
     indirect=["folder"],
 )
-def test_gradients_of_an_accumulated_dpo_step_are_those_of_plain_transformers(folder: Path, family: str) -> None:
+def test_gradients_of_an_accumulated_dpo_step_equal_plain_transformers(folder: Path, family: str) -> None:
     rows = RandomRows(LENGTHS, sequences_per_row=2, vocab_size=VOCABULARY)
     model, plain = trained_pair(folder, family)
     loss = accumulated_step(model, Dpo(BETA, Reference(own_model(folder, family))), packed_batches(rows))

@@ -173,7 +173,7 @@ def test_short_run_has_the_default_kernel(make_run: Callable) -> None:
 
 
 @pytest.mark.parametrize("stage", ["pretrain", "dpo"])
-def test_kernel_of_a_long_run_is_recorded_and_repeated_by_a_resume_bitwise_equal(
+def test_kernel_of_a_long_run_is_repeated_by_a_resume_bitwise_equal(
     make_run: Callable, fast: Callable[..., None], stage: str
 ) -> None:
     overrides = [*HEADS_OF_16, "train.max_steps=4", "train.save_every=2"]
@@ -200,7 +200,7 @@ def test_kernel_of_a_long_run_is_recorded_and_repeated_by_a_resume_bitwise_equal
     assert diff_run_dirs(whole.run_dir, resumed.run_dir) == []
 
 
-def test_resume_without_the_kernel_of_its_checkpoint_is_not_exact_and_says_why(
+def test_resume_without_the_kernel_of_its_checkpoint_is_inexact(
     make_run: Callable, fast: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overrides = [*HEADS_OF_16, "train.max_steps=4", "train.save_every=2"]
@@ -223,7 +223,7 @@ def no_product(dtype: object, head_width: int) -> None:
     raise KernelsUnavailableError("oneDNN has no matrix product of this type for this processor")
 
 
-def test_kernels_that_load_on_a_processor_without_their_product_are_unavailable(
+def test_kernels_on_a_processor_without_their_product_are_unavailable(
     programs: Path, fast: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on an older processor, for which they are compiled again: a resume there takes the default, and another run
@@ -285,7 +285,7 @@ def test_choice_that_another_run_has_read_is_not_replaced(
 LOSS = LossShape(tokens=2_048, hidden=512, vocab=6_400, dtype="bfloat16", trains_head=True)
 
 
-def test_chunks_of_the_loss_are_at_most_twice_the_default_and_measured_only_where_that_is_quick() -> None:
+def test_chunks_of_the_loss_are_at_most_twice_the_default() -> None:
     choice = loss_choice(LOSS, [])
     assert choice and (choice.label("auto"), choice.others) == ("655", ("256", "512", "1024"))
     assert loss_choice(replace(LOSS, vocab=151_936), []) is None  # seconds, for the memory of the logits
@@ -329,7 +329,7 @@ def chunks_of(state) -> int:
 @pytest.mark.parametrize(
     "fact, overrides, measure, kernel, other, used, line", CHOICES, ids=[choice[0] for choice in CHOICES]
 )
-def test_choice_of_a_long_run_is_recorded_and_repeated_by_a_resume_bitwise_equal(
+def test_choice_of_a_long_run_is_repeated_by_a_resume_bitwise_equal(
     make_run: Callable, fast: Callable[..., None], small_chunks: None, monkeypatch: pytest.MonkeyPatch,
     fact: str, overrides: list[str], measure: str, kernel: str, other: str, used: Callable, line: str,
 ) -> None:  # fmt: skip

@@ -133,7 +133,7 @@ print(json.dumps([addresses.index(block(mib).data_ptr()) for mib in (2, 2.5, 3.5
 
 
 @needs_pool
-def test_small_tensors_stay_in_the_heap_and_a_block_larger_than_all_memory_is_refused(child) -> None:
+def test_small_tensors_stay_in_the_heap_and_a_huge_block_is_refused(child) -> None:
     code = """
 small = torch.zeros(65535, dtype=torch.uint8)
 print(json.dumps(pool_size()))

@@ -53,7 +53,7 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         )
 
 
-def test_next_token_loss_adds_the_balance_loss_of_each_document_for_each_of_its_labels() -> None:
+def test_next_token_loss_adds_the_balance_loss_of_a_document_per_label() -> None:
     model, batch = small_model(**EXPERTS), batch_of()
     sums = NextToken().loss(model, batch)
     out = model(**batch.inputs)
@@ -129,7 +129,7 @@ def test_next_token_counts_labels_and_reports_natural_logarithms() -> None:
     assert NextToken().uniform_loss(40) == pytest.approx(math.log(40))
 
 
-def test_evaluation_loss_is_the_mean_nll_of_the_labels_without_the_balance_loss(make_run) -> None:
+def test_evaluation_loss_is_the_mean_nll_without_the_balance_loss(make_run) -> None:
     state = make_run("sft", *MOE, "data.val_fraction=0.5", "train.batch_size=3")
     nll, count = 0.0, 0
     with torch.no_grad():

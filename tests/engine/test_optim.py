@@ -149,7 +149,7 @@ def test_optimizer_decays_hidden_matrices_only(config: OptimizerConfig) -> None:
     assert decayed == {"model.layers.0.proj.weight", "model.layers.1.proj.weight"}
 
 
-def test_optimizer_finds_embeddings_layers_and_stacked_experts_under_any_name() -> None:
+def test_optimizer_finds_embeddings_layers_and_experts_under_any_name() -> None:
     class ForeignModel(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -308,7 +308,7 @@ def test_muon_of_every_orthogonalization_trains_deterministically_and_skips(name
     assert all(torch.equal(p, q) for p, q in zip(weights, again, strict=True))
 
 
-def test_muon_orthogonalization_is_measured_by_samples_and_leaves_the_random_state(
+def test_muon_orthogonalization_is_measured_without_the_random_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With a clock that counts operations, the seconds are those of all matrices, and a slow variant is only in the

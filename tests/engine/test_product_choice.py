@@ -113,7 +113,7 @@ def test_resume_repeats_the_products_of_its_checkpoint_bitwise_equal(
 
 
 @pytest.mark.slow
-def test_resume_of_a_long_run_repeats_the_kernel_of_its_checkpoint_bitwise_equal(
+def test_resume_of_a_long_run_repeats_its_kernel_bitwise_equal(
     make_run: Callable, measured: Callable[..., None], kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

@@ -152,9 +152,7 @@ def execute(program: Path, *argv: str, cwd: Path) -> subprocess.CompletedProcess
 
 
 @pytest.mark.slow
-def test_registries_train_with_an_optimizer_objective_and_tracker_in_one_new_file_each(
-    extended: Path, tmp_path: Path
-) -> None:
+def test_registries_train_with_plugins_of_one_new_file_each(extended: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     done = execute(
         extended,

@@ -104,7 +104,7 @@ def first_step(state) -> StepResult:
 
 
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
-def test_step_of_two_equal_ranks_has_the_loss_and_norm_of_one_and_twice_its_tokens(make_run, stage) -> None:
+def test_step_of_two_equal_ranks_has_the_loss_of_one_and_twice_its_tokens(make_run, stage) -> None:
     one, two = (
         make_run(stage, "train.batch_size=2", "train.accumulation_steps=2", folder=folder) for folder in ("one", "two")
     )

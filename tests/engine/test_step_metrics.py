@@ -197,7 +197,7 @@ def test_nonfinite_steps_end_the_run_before_the_next_save(make_run):
     assert not state.pending_steps
 
 
-def test_run_that_ends_near_the_uniform_loss_has_diverged_only_without_gradients(make_run):
+def test_run_near_the_uniform_loss_has_diverged_only_without_gradients(make_run):
     run = make_run("pretrain")
     uniform = run.objective.uniform_loss(run.cfg.model.vocab_size)
     for zero_steps, loss in ((0, uniform), (1, uniform), (99, 0.5 * uniform), (99, None)):

@@ -125,7 +125,7 @@ def test_compiled_layer_of_other_families_resumes_bitwise_equal(name: str, tmp_p
 
 
 @pytest.mark.slow
-def test_compiled_and_recomputed_layers_of_transformers_model_resume_bitwise_equal(tmp_path: Path) -> None:
+def test_compiled_recomputed_transformers_layers_resume_bitwise_equal(tmp_path: Path) -> None:
     runs = FamilyRuns("mistral_window", tmp_path)
     batches = [PACKED, "train.batch_size=2"]  # of different shapes, with and without a mask
     cfg = runs.config("sft", *batches, "train.compile=default", "train.activation_checkpointing=full", steps=STEPS)

@@ -75,7 +75,7 @@ def test_unused_columns_are_reported_once_and_from_the_cache_too(pipeline):
     shutil.rmtree("set")
 
 
-def test_splits_of_a_folder_are_trained_on_and_validated_on_as_they_are_named(pipeline):
+def test_splits_of_a_folder_are_used_as_they_are_named(pipeline):
     for split, count in (("train", 5), ("validation", 2), ("test", 2)):
         write(f"set/{split}-00000-of-00001.jsonl", [{"text": f"{split} {i}"} for i in range(count)])
     result = pipeline("data.path=set")
@@ -156,7 +156,7 @@ def test_evaluations_of_one_file_that_is_read_differently_are_not_comparable(pip
     assert rows_read(*text) != rows_read(*text, "data.text_unit=line")
 
 
-def test_columns_that_no_file_has_are_a_warning_where_the_field_itself_is_read(pipeline):
+def test_columns_that_no_file_has_warn_where_the_field_itself_is_read(pipeline):
     """Before: trained on the field text, without a message."""
     write("a.jsonl", [{"text": f"a {i}", "body": f"b {i}"} for i in range(4)])
     write("b.jsonl", [{"text": f"c {i}"} for i in range(4)])

@@ -150,7 +150,7 @@ def weaken_file_system() -> None:
     FileSystem.fsync = staticmethod(sync_files_only)
 
 
-def test_run_on_a_file_system_without_locks_and_folder_sync_is_complete_and_warns_once(folder: Path) -> None:
+def test_run_on_a_file_system_without_locks_completes_and_warns_once(folder: Path) -> None:
     config, run_dir = make_config(folder, *SETTINGS), folder / "run"
     assert train(config, run_dir, weaken_file_system) == 0
     promises = [NO_FOLDER_SYNC_PROMISE, NO_LOCKS_PROMISE]

@@ -115,7 +115,7 @@ def write_stage(folder: Path, init_from: object, **data: int) -> None:
     (folder / "run.json").write_text(json.dumps({"status": "completed", "init_from": str(init_from), "data": [data]}))
 
 
-def test_chat_notes_once_per_conversation_that_it_is_longer_than_those_of_the_training(
+def test_chat_notes_once_that_a_conversation_is_longer_than_in_training(
     hf_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = write_run(hf_folder, tmp_path, "preference")

@@ -286,9 +286,7 @@ def test_export_into_a_run_or_over_a_link_is_refused(hf_folder: Path, tmp_path: 
             run_export(hf_folder, tmp_path / to)
 
 
-def test_model_card_quotes_texts_of_a_run_and_keeps_folders_of_this_machine_out(
-    own_folder: Path, tmp_path: Path
-) -> None:
+def test_model_card_quotes_texts_of_a_run_but_no_folder_of_this_machine(own_folder: Path, tmp_path: Path) -> None:
     hostile = "x`|<img src=//e.example>\n\n# Title\n---\nlicense: mit\x1b[2J"
     run = {
         "stage": hostile,

@@ -308,7 +308,7 @@ def test_stop_while_torch_is_imported_leaves_its_exit_functions_silent(
     assert torch_logger.level == logging.WARNING
 
 
-def test_rank_without_others_hears_a_stop_in_training_and_not_in_the_thread_that_waits_for_them(
+def test_rank_without_others_stops_in_training_and_not_in_its_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As with train.supervise=true: that thread ended the run 0.2 s after the signal, without a save, and gave signs of

@@ -62,7 +62,7 @@ def test_completed_run_records_step_stage_and_fingerprints(launch: Launch, confi
     assert fields["fingerprints"].keys() == {"model", "tokenizer", "data"}
 
 
-def test_completed_run_ends_with_the_next_commands_and_a_job_of_a_sweep_does_not(
+def test_completed_run_ends_with_the_next_commands_but_a_job_does_not(
     launch: Launch, config: Config, workspace: Path
 ) -> None:
     last = (launch(config) / "train.log").read_text().split("completed after")[1]

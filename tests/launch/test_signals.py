@@ -291,7 +291,7 @@ def test_second_signal_exits_and_keeps_the_last_checkpoint(tmp_path):
 
 
 @pytest.mark.slow
-def test_signal_while_tokenizing_stops_between_chunks_and_leaves_nothing_half_written(tmp_path):
+def test_signal_while_tokenizing_stops_between_chunks(tmp_path):
     def signal_in_second_chunk():
         cache.MAX_CHUNK_ROWS, cache.REPORT_EVERY = 2, 0
         append = StoreWriter.append

@@ -75,7 +75,7 @@ def test_activation_checkpointing_of_compiled_layers_is_bitwise_equal() -> None:
 
 
 @pytest.mark.parametrize("family", ["decoder", "transformers"])
-def test_compiled_layers_save_no_inputs_of_products_that_are_cheap_to_recompute(
+def test_compiled_layers_save_no_inputs_that_are_cheap_to_recompute(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise saved activations are a quarter larger."""

@@ -80,7 +80,7 @@ def test_compiled_layers_are_not_used_in_evaluation() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_layers_compute_rotated_queries_again_instead_of_saving_them() -> None:
+def test_compiled_layers_recompute_rotated_queries() -> None:
     """By the partition of torch's compiler alone, without its C++ programs: `aot_eager_decomp_partition` runs what the
     compiler would compile.
     """

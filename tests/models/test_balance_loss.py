@@ -76,7 +76,7 @@ def packed(rows: list[Tensor]) -> dict[str, Tensor]:
 
 
 @families
-def test_balance_loss_is_that_of_transformers_of_each_document_without_padding(name: str, tmp_path: Path) -> None:
+def test_balance_loss_of_each_document_equals_transformers_without_padding(name: str, tmp_path: Path) -> None:
     write_family(tmp_path, name)
     rows = rows_of_documents()
     expected, gradients = expected_losses(tmp_path, rows)
@@ -93,7 +93,7 @@ def test_balance_loss_is_that_of_transformers_of_each_document_without_padding(n
             torch.testing.assert_close(gradient, gradients[key], rtol=1e-3, atol=1e-7)
 
 
-def test_balance_loss_of_micro_batches_is_that_of_one_batch_also_with_activation_checkpointing(tmp_path: Path) -> None:
+def test_balance_loss_of_micro_batches_equals_one_batch_also_recomputed(tmp_path: Path) -> None:
     write_family(tmp_path, "mixtral")
     rows, gradients = rows_of_documents(), []
     for mode, batches in (("none", [packed(rows)]), ("full", [packed(rows[:1]), packed(rows[1:])])):
@@ -143,7 +143,7 @@ def test_model_of_experts_without_balance_loss_reports_it(
     assert line in str(model.kernels_description) and model(**packed(rows_of_documents())).aux_loss is None
 
 
-def test_balance_loss_with_another_definition_than_that_of_transformers_is_switched_off(tmp_path: Path) -> None:
+def test_balance_loss_with_another_definition_is_switched_off(tmp_path: Path) -> None:
     write_family(tmp_path, "mixtral", output_router_logits=True)
     model: Any = create_model(read_model_config(tmp_path, "transformers"))
     model.balance.top_k = 1

@@ -101,7 +101,7 @@ def test_expert_dispatch_is_as_exact_as_the_default_in_bf16(dispatch: str, kerne
 
 @pytest.mark.usefixtures("kernels")
 @OTHERS
-def test_expert_dispatch_has_gradients_of_weights_in_fp32_with_the_fused_kernel(dispatch: str) -> None:
+def test_expert_dispatch_has_fp32_weight_gradients_with_the_fused_kernel(dispatch: str) -> None:
     """Those of the default are not rounded to bf16 then."""
     require_product(torch.bfloat16)
     layer, x = moe_layer(), torch.randn(2, 150, 48).bfloat16()
@@ -138,7 +138,7 @@ def test_expert_dispatch_is_deterministic(dispatch: str, autocast: bool) -> None
 
 
 @OTHERS
-def test_expert_dispatch_computes_frozen_experts_without_gradients_of_their_weights(dispatch: str) -> None:
+def test_expert_dispatch_of_frozen_experts_has_no_weight_gradients(dispatch: str) -> None:
     layer, x = moe_layer(), torch.randn(2, 30, 48)
     expected = run(layer, dispatch, x)[1]["x"]
     layer.experts.requires_grad_(False)
@@ -202,7 +202,7 @@ def test_step_of_generation_has_no_product_of_many_rows_in_bf16(dispatch: str) -
 
 
 @pytest.mark.parametrize("dispatch", EXPERT_DISPATCHES)
-def test_compiled_layers_with_experts_need_no_program_for_other_numbers_of_tokens(dispatch: str) -> None:
+def test_compiled_layers_with_experts_have_one_program_for_any_tokens(dispatch: str) -> None:
     programs: list[Any] = []
     model = random_model(**EIGHT).train()
     use_dispatch(model, dispatch)

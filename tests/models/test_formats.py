@@ -173,7 +173,7 @@ def test_pth_file_without_weights_is_refused(tmp_path: Path) -> None:
         assert error.value.setting == str(path)
 
 
-def test_error_of_a_pth_file_names_the_object_without_torch_s_advice_to_execute_the_file(tmp_path: Path) -> None:
+def test_error_of_a_pth_file_names_the_object_without_advice_to_execute_it(tmp_path: Path) -> None:
     path = tmp_path / "code.pth"
     torch.save({"tensor": Path("object")}, path)
     with pytest.raises(UserError, match=r"not a file of weights: it holds the object pathlib\.PosixPath") as error:
@@ -355,7 +355,7 @@ def test_adapter_of_another_kind_or_base_is_refused(tmp_path: Path) -> None:
                 load(tmp_path / "adapter")
 
 
-def test_model_folder_in_the_hugging_face_cache_loads_and_links_to_the_outside_are_refused(tmp_path: Path) -> None:
+def test_model_folder_of_the_hub_cache_loads_but_no_link_to_the_outside(tmp_path: Path) -> None:
     snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "c0", tmp_path / "models--a--b" / "blobs"
     model = write(snapshot)
     blobs.mkdir()

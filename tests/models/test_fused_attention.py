@@ -74,7 +74,7 @@ def test_fused_attention_has_the_values_and_gradients_of_fp64(shape: tuple[int, 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_fused_attention_in_bf16_with_products_in_fp32_rounds_its_results_only(shape: tuple[int, ...]) -> None:
+def test_fused_attention_in_bf16_with_fp32_products_rounds_results_only(shape: tuple[int, ...]) -> None:
     (q, k, v, g), mask = random_rows(shape, torch.bfloat16)
     upcast_products(True)
     try:
@@ -135,7 +135,7 @@ def test_fused_attention_keeps_nan_and_only_in_its_document() -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", ERRORS, ids=str)
 @pytest.mark.parametrize("kind", ["window", "both directions", "hole"])
-def test_fused_attention_of_another_mask_has_the_values_and_gradients_of_fp64(kind: str, dtype: torch.dtype) -> None:
+def test_fused_attention_of_another_mask_has_fp64_values_and_gradients(kind: str, dtype: torch.dtype) -> None:
     (q, k, v, g), _ = random_rows((1, 6, 2, 32, 16, 1), dtype)
     allowed = torch.ones(32, 32, dtype=torch.bool).tril()
     if kind == "window":
@@ -180,7 +180,7 @@ def run_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tens
 
 
 @pytest.mark.usefixtures("kernels")
-def test_fused_attention_of_a_mask_with_another_first_row_is_computed_as_given() -> None:
+def test_fused_attention_of_a_mask_with_another_first_row_is_as_given() -> None:
     q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
     mask = torch.ones(8, 8, dtype=torch.bool).tril()
     mask[0, 1] = True
@@ -251,7 +251,7 @@ except KernelsUnavailableError as error:
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("model_type", ["llama", "gpt_neox", "phi3"])
-def test_fused_attention_of_a_model_of_transformers_has_the_gradients_of_the_blocks(model_type: str) -> None:
+def test_fused_attention_of_transformers_has_the_gradients_of_the_blocks(model_type: str) -> None:
     model = random_family(
         model_type, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, sliding_window=None
     )
@@ -320,9 +320,7 @@ def loss_and_gradients(kernel: str, dtype: torch.dtype, *, joined: bool = True) 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)], ids=str)
-def test_separate_projections_of_the_fused_kernels_have_the_loss_and_gradients_of_joined_ones(
-    dtype: torch.dtype, tolerance: float
-) -> None:
+def test_separate_projections_have_the_loss_and_gradients_of_joined_ones(dtype: torch.dtype, tolerance: float) -> None:
     require_product(dtype)
     joined, separate = (loss_and_gradients("fused", dtype, joined=each) for each in (True, False))
     assert any(not torch.equal(one, other) for one, other in zip(joined, separate, strict=True))
@@ -331,7 +329,7 @@ def test_separate_projections_of_the_fused_kernels_have_the_loss_and_gradients_o
 
 
 @pytest.mark.usefixtures("kernels")
-def test_decoder_with_the_fused_kernels_has_the_loss_and_gradients_of_the_default() -> None:
+def test_decoder_with_fused_kernels_has_the_default_loss_and_gradients() -> None:
     results = [loss_and_gradients(kernel, torch.float32) for kernel in ("auto", "fused")]
     assert not torch.equal(results[0][1], results[1][1])
     for default, fused in zip(*results, strict=True):

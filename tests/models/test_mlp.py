@@ -54,7 +54,7 @@ class ProductRows(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_experts_in_16_bits_have_the_gradients_of_unpadded_ones_and_few_shapes(monkeypatch) -> None:
+def test_experts_in_16_bits_have_unpadded_gradients_and_few_shapes(monkeypatch) -> None:
     ids, results = tokens(2, 40), []
     for multiple in (64, 1):
         monkeypatch.setattr(ops, "ROUND_TOKENS_TO", multiple)

@@ -167,7 +167,7 @@ def test_tensors_that_are_larger_than_their_file_are_refused(folder: Path) -> No
         load_model(folder)
 
 
-def test_weights_of_another_size_than_the_model_are_refused_before_they_are_read(folder: Path) -> None:
+def test_weights_of_another_size_are_refused_before_they_are_read(folder: Path) -> None:
     header = b'{"a": {"dtype": "F32", "shape": [1048576, 1048576], "data_offsets": [0, 4398046511104]}}'
     write_header(folder / "model.safetensors", header)
     with open(folder / "model.safetensors", "r+b") as file:  # on no disk space

@@ -88,7 +88,7 @@ def test_transformers_model_has_the_losses_and_gradients_of_single_rows(name: st
 
 
 @families
-def test_transformers_model_has_the_losses_and_gradients_of_single_rows_on_packed_rows(name: str, folder: Path) -> None:
+def test_transformers_model_on_packed_rows_equals_single_rows(name: str, folder: Path) -> None:
     if FAMILIES[name].packing == "none":
         with pytest.raises(UserError, match="packed rows of .* would not be exact"):
             trained_model(folder, is_packed=True)
@@ -153,7 +153,7 @@ def test_transformers_model_reports_which_attention_is_really_called() -> None:
         assert line in str(random_family(name, **FAMILIES[name].changes).prepare(is_packed=False))
 
 
-def test_input_embedding_of_the_padding_token_is_trained_by_the_decoder_and_not_by_transformers(tmp_path: Path) -> None:
+def test_input_embedding_of_the_padding_token_is_trained_by_the_decoder(tmp_path: Path) -> None:
     """Documented in models.md: it matters where pad_token_id is a token of the texts, e.g. the end of a message."""
     pad = 7
     write_family(tmp_path, "llama", pad_token_id=pad)
@@ -174,7 +174,7 @@ def test_input_embedding_of_the_padding_token_is_trained_by_the_decoder_and_not_
         ) == (padding is None)
 
 
-def test_field_of_config_json_that_the_class_computes_itself_is_not_warned_of() -> None:
+def test_field_of_config_json_that_the_class_computes_has_no_warning() -> None:
     mamba = {
         "model_type": "mamba",
         "vocab_size": 64,

@@ -202,7 +202,7 @@ def test_every_part_of_the_memory_grows_with_what_it_holds(tiny_plan: RunPlan):
         ({"eval_every": 0, "save_every": 0, "final_eval_rows": 0}, 100, 1),
     ],
 )
-def test_save_counts_a_copy_of_the_best_weights_only_if_their_step_is_not_saved(
+def test_save_counts_a_copy_of_the_best_weights_only_if_not_saved(
     tiny_plan: RunPlan, settings: dict[str, int], steps: int, copies: int
 ) -> None:
     cfg, facts = with_train(tiny_plan.run.config, **settings), tiny_plan.model
@@ -385,7 +385,7 @@ def test_steps_rows_and_tokens_are_those_of_the_run(tiny_plan: RunPlan):
     assert epochs.steps == 2 * epochs.steps_per_epoch == 2 * -(-epochs.sequences // 12)
 
 
-def test_run_that_does_not_fit_gets_overrides_with_the_estimate_of_the_same_formula(tiny_plan: RunPlan):
+def test_run_that_does_not_fit_gets_overrides_of_the_same_formula(tiny_plan: RunPlan):
     machine = dataclasses.replace(tiny_plan.machine, memory=tiny_plan.memory.total - (8 << 20))
     plan = dataclasses.replace(tiny_plan, machine=machine)
     process = plan.memory.parts["process and data"] - CPU_LIBRARIES
@@ -400,7 +400,7 @@ def test_run_that_does_not_fit_gets_overrides_with_the_estimate_of_the_same_form
     assert "does not fit" in text and halved.overrides.split()[0] in text
 
 
-def test_odd_micro_batch_that_does_not_fit_gets_one_with_the_same_rows_per_step_and_half_of_it_with_others(
+def test_odd_micro_batch_that_does_not_fit_gets_a_smaller_one(
     tiny_plan: RunPlan,
 ):
     machine, process = dataclasses.replace(tiny_plan.machine, memory=0), 0
@@ -546,7 +546,7 @@ def test_planned_threads_are_those_of_a_rank_and_of_the_container(monkeypatch: p
     assert (planned_threads(1), planned_threads(2)) == (8, 6)
 
 
-def test_plan_counts_the_ranks_of_a_machine_and_the_checkpoint_that_is_written(tiny_plan: RunPlan) -> None:
+def test_plan_counts_the_ranks_of_a_machine_and_its_checkpoint(tiny_plan: RunPlan) -> None:
     assert dataclasses.replace(tiny_plan, ranks=3).needed_memory == 3 * tiny_plan.needed_memory
     cfg = with_train(tiny_plan.run.config, save_every=1, keep_checkpoints=2, keep_every=4)
     assert [estimate_disk(cfg, tiny_plan.model, steps).checkpoints for steps in (1, 3, 8)] == [1, 3, 5]

@@ -235,7 +235,7 @@ def test_damages_cover_every_kind() -> None:
     assert [len(kind) for kind in (RUN_JSON, SETTINGS, TOKENIZER, CHECKPOINTS, FOREIGN, LOGS)] >= [15, 15, 4, 9, 7, 6]
 
 
-def test_overrides_typed_after_the_checkpoint_are_named_when_the_config_is_lost(killed: Path) -> None:
+def test_overrides_after_the_checkpoint_are_named_when_the_config_is_lost(killed: Path) -> None:
     overrides = killed / ".hydra" / "overrides.yaml"
     overrides.write_text(overrides.read_text() + "- optimizer.lr=0.5\n")
     assert recover_run(killed) == []

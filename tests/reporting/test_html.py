@@ -130,7 +130,7 @@ def test_html_before_the_first_job_shows_all_jobs_as_waiting_and_reloads(tmp_pat
     assert chart_data(page_of(write_sweep(tmp_path / "done", grid())))["reload"] is None
 
 
-def test_html_has_a_row_per_job_and_the_reason_output_and_command_of_a_failed_one(tmp_path: Path) -> None:
+def test_html_has_a_row_per_job_and_the_reason_of_a_failed_one(tmp_path: Path) -> None:
     jobs = [
         *grid(),
         job(
@@ -271,7 +271,7 @@ def test_html_importance_is_that_of_the_setting_that_matters(tmp_path: Path) -> 
     assert (first, second, importance.jobs) == (LR, DECAY, 16) and share > 0.95 and share + rest == pytest.approx(1)
 
 
-def test_html_importance_of_values_beyond_float32_is_left_out_with_the_reason(tmp_path: Path) -> None:
+def test_html_importance_of_values_beyond_float32_is_left_out(tmp_path: Path) -> None:
     jobs = [job({LR: lr, DECAY: str(decay)}, training(2 + decay)) for lr in ("-1e308", "2") for decay in range(5)]
     importance = setting_importance(read_sweep_results(write_sweep(tmp_path, jobs)))
     assert importance.shares == [] and importance.reason == f"{LR}=-1e308 is beyond 1e+30, up to which it is computed"

@@ -68,7 +68,7 @@ def test_text_of_a_diverged_job_without_evaluation_among_evaluated_jobs(tmp_path
     assert "failed, diverged" in leaderboard_text(write_sweep(tmp_path, jobs, status="failed"))
 
 
-def test_training_losses_are_compared_under_their_own_heading_without_evaluations(tmp_path: Path) -> None:
+def test_training_losses_without_evaluations_have_their_own_heading(tmp_path: Path) -> None:
     folder = write_sweep(
         tmp_path, [job({LR: "1"}, [record(1, 5.0), record(2, 4.0)]), job({LR: "2"}, [record(1, 5.0), record(2, 3.0)])]
     )
@@ -126,7 +126,7 @@ def test_jobs_without_evaluation_have_no_winner_by_their_luckiest_step(tmp_path:
     assert "No job is ranked: no job was evaluated" in (folder / "report.html").read_text()
 
 
-def test_jobs_without_validation_data_are_ranked_by_the_loss_on_the_same_training_rows(tmp_path: Path) -> None:
+def test_jobs_without_validation_data_are_ranked_on_the_same_training_rows(tmp_path: Path) -> None:
     jobs = [
         job(
             {LR: lr},

@@ -101,7 +101,7 @@ def test_deviation_of_a_single_job_is_none() -> None:
     assert aggregate.aggregate_row([single], "training").final == results.MeanStd(2.0, None, 1)
 
 
-def test_grid_point_with_a_failed_seed_has_the_mean_of_the_others_and_no_rank(tmp_path: Path) -> None:
+def test_grid_point_with_a_failed_seed_has_a_mean_and_no_rank(tmp_path: Path) -> None:
     jobs = [
         job({LR: "1", "seed": "1"}, training(1.0)),
         job({LR: "1", "seed": "2"}, training(9.0)[:8], status="failed"),

@@ -60,7 +60,7 @@ def test_list_has_runs_sweeps_jobs_and_what_is_neither(tmp_path: Path) -> None:
     assert rows["multirun/d/s"].evaluation_loss == 2.5 and "3 other folders" not in list_text(scan_runs(tmp_path))
 
 
-def test_list_calls_a_run_without_its_process_interrupted_and_reads_the_end_of_its_metrics(tmp_path: Path) -> None:
+def test_list_calls_a_run_without_its_process_interrupted(tmp_path: Path) -> None:
     gone = {"host": os.uname().nodename, "pid": 2**22 + 1, "boot_id": None, "start_ticks": 1}
     records = [train_record(step, 3.0) for step in range(1, 400)] + [train_record(400, 2.25)]
     make_run(tmp_path / "killed", records, status="running", outcome=None, metrics={}, step=100, **gone)
@@ -219,7 +219,7 @@ def test_served_page_of_a_run_is_found_without_a_scan(tmp_path: Path, monkeypatc
     assert pages("", {}) == pages("", {}) and scanned == [tmp_path]
 
 
-def test_server_closes_connections_beyond_its_places_and_those_without_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_closes_extra_connections_and_those_without_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.reporting.page_server.MAX_PAGE_CONNECTIONS", 1)
     with PageServer(lambda path, query: b"page", 0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})

@@ -257,7 +257,7 @@ def test_run_page_draws_a_bounded_number_of_fields(tmp_path: Path) -> None:
     )
 
 
-def test_run_page_gives_the_command_to_train_longer_only_where_it_would_train(tmp_path: Path) -> None:
+def test_run_page_gives_the_longer_command_only_where_it_would_train(tmp_path: Path) -> None:
     config = "stage: {name: pretrain, data_format: text}\ntrain: {max_steps: 0, epochs: 3}\n"
     for name, log, is_whole in (("whole", "step 2/2 100.0% |", True), ("stopped", "step 2/9 22.2% |", False)):
         folder = write_run(tmp_path / name, [train(1), train(2)])
@@ -274,7 +274,7 @@ def test_page_of_a_run_that_trains_is_stale_after_ten_records(tmp_path: Path, mo
         assert (data["stale"], data["reload"]) == (stale, RELOAD_SECONDS)
 
 
-def test_run_page_of_a_diverged_run_proposes_a_smaller_learning_rate_and_no_plain_resume(tmp_path: Path) -> None:
+def test_run_page_of_a_diverged_run_proposes_a_smaller_learning_rate(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [train(1), train(2)], status="failed", outcome="diverged")
     text = run_text(folder)
     assert "diverged" in text and "optimizer.lr=0.0001" in text and "resume=" not in text

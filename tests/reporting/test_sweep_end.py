@@ -91,7 +91,7 @@ def test_commands_of_the_end_can_be_typed_where_the_sweep_was_started(
     assert [shlex.split(line) for line in shown.splitlines() if not line.startswith("#")] == event["next"]
 
 
-def test_long_sweeps_show_their_best_ten_points_and_wide_values_are_shortened(tmp_path: Path) -> None:
+def test_long_sweeps_show_their_best_ten_points_and_shorten_wide_values(tmp_path: Path) -> None:
     values = [
         {"model": "名" * 50 + str(number), "data.path": "/data/" + "x" * 70, LR: str(number)} for number in range(1, 31)
     ]

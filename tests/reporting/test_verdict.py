@@ -180,7 +180,7 @@ def test_next_value_continues_ratios_and_differences(
     assert next_value(edge, neighbour, is_whole) == (None if expected is None else pytest.approx(expected))
 
 
-def test_commands_of_a_sweep_leave_out_stored_overrides_that_name_code_or_a_hub(tmp_path: Path) -> None:
+def test_commands_of_a_sweep_leave_out_overrides_of_code_or_a_hub(tmp_path: Path) -> None:
     stored = (
         "plugins=[/evil/code.py]",
         "+hydra.searchpath=[file:///evil]",

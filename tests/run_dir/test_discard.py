@@ -46,7 +46,7 @@ def test_discard_keeps_parents_that_hold_something(tmp_path):
     assert [path.name for path in first.parent.iterdir()] == [first.name]
 
 
-def test_discard_removes_the_date_folder_that_a_refused_launch_beside_it_created(tmp_path, monkeypatch):
+def test_discard_removes_the_date_folder_of_a_refused_launch(tmp_path, monkeypatch):
     monkeypatch.setattr("common.paths.REPO_ROOT", tmp_path)
     (tmp_path / "outputs" / "2026-01-01").mkdir(parents=True)
     refuse(tmp_path / "outputs" / "2026-01-01" / "10-00-00")

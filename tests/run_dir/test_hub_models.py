@@ -293,9 +293,7 @@ def test_hub_that_cannot_be_reached_leaves_the_cached_commit(
         fetch_model("owner/other", "init_from=owner/other")
 
 
-def test_base_model_of_an_adapter_on_the_hub_is_taken_from_the_cache_and_never_downloaded(
-    publish: Publish, tmp_path: Path
-) -> None:
+def test_base_model_of_a_hub_adapter_comes_from_the_cache_only(publish: Publish, tmp_path: Path) -> None:
     from tiny_models import TOKENIZER
 
     from models.formats.load import load_model

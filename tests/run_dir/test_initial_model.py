@@ -127,7 +127,7 @@ def test_learning_rate_of_small_models_is_warned_of_for_published_weights(
     assert capsys.readouterr().err == ""
 
 
-def test_typed_setting_without_influence_on_the_weights_is_kept_in_the_folders_model(llama: Callable[..., str]) -> None:
+def test_typed_setting_without_influence_on_weights_stays_in_the_model(llama: Callable[..., str]) -> None:
     model = decoder(
         llama(), "model.dropout=0.1", "model.attention=math", "model.max_position_embeddings=128", "data.max_length=128"
     )
@@ -172,7 +172,7 @@ def _asdict(model: DecoderConfig) -> dict[str, Any]:
     return {**setting_values(model), "rope_scaling": None}
 
 
-def test_field_of_the_folder_that_the_decoder_lacks_chooses_transformers_and_is_refused_where_the_decoder_is_forced(
+def test_field_that_the_decoder_lacks_chooses_transformers(
     llama: Callable[..., str],
 ) -> None:
     source = llama(attention_multiplier=0.01)
@@ -181,7 +181,7 @@ def test_field_of_the_folder_that_the_decoder_lacks_chooses_transformers_and_is_
         started(source, "model.family=decoder")
 
 
-def test_choice_between_the_decoder_and_transformers_is_described_with_its_reason(llama: Callable[..., str]) -> None:
+def test_choice_of_decoder_or_transformers_is_described_with_its_reason(llama: Callable[..., str]) -> None:
     for changes, described in (
         ({}, "computed by the decoder of this program; model.family=transformers chooses"),
         (

@@ -448,7 +448,7 @@ def test_opened_returns_the_metadata_of_this_process_until_it_is_closed(tmp_path
         RunMetadata.opened(tmp_path)
 
 
-def test_completed_run_that_trains_further_is_interrupted_before_its_new_settings_are_stored(tmp_path):
+def test_completed_run_is_interrupted_before_its_new_settings_are_stored(tmp_path):
     with RunMetadata.open(tmp_path) as metadata:
         metadata.mark_running()
         metadata.finish(Outcome.COMPLETED)

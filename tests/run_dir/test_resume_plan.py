@@ -175,7 +175,7 @@ def test_setting_newer_than_the_run_is_taken_from_conf_with_a_note(run: Path, st
         plan_resume(run, [], has_started=False)
 
 
-def test_setting_that_the_saved_config_and_the_copy_of_conf_lack_is_taken_from_conf(run: Path) -> None:
+def test_setting_that_the_saved_config_lacks_is_taken_from_conf(run: Path) -> None:
     """A run of an earlier version: its copies replace the files of conf/ that have the setting."""
     for path in (Path(".hydra/config.yaml"), Path(".hydra/conf/config.yaml")):
         content = yaml.safe_load((run / path).read_text())

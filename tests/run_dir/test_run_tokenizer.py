@@ -84,7 +84,7 @@ def fingerprint(folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_tokenizer_follows_the_weights_from_stage_to_stage_and_a_typed_one_is_refused(
+def test_tokenizer_follows_the_weights_from_stage_to_stage(
     sft, call: Call, workspace: Path, base: Path, other: Path
 ) -> None:
     wanted = fingerprint(other)
@@ -156,9 +156,7 @@ def test_run_refused_for_its_data_leaves_no_copy_of_the_tokenizer(call: Call, wo
 
 
 @pytest.mark.slow
-def test_run_of_an_earlier_version_without_a_copy_resumes_with_the_folder_it_names(
-    call: Call, base: Path, other: Path
-) -> None:
+def test_run_of_an_earlier_version_resumes_with_the_folder_it_names(call: Call, base: Path, other: Path) -> None:
     shutil.rmtree(base / "tokenizer")
     fields = json.loads((base / "run.json").read_text())
     del fields["tokenizer_source"]
@@ -168,7 +166,7 @@ def test_run_of_an_earlier_version_without_a_copy_resumes_with_the_folder_it_nam
     assert fingerprint(base / "tokenizer") == fingerprint(other)
 
 
-def test_tokenizer_without_template_or_with_too_many_tokens_is_refused_with_the_folder_to_change(
+def test_tokenizer_without_template_or_with_too_many_tokens_is_refused(
     tmp_path: Path,
 ) -> None:
     from runner.config.compose import compose_config

@@ -249,7 +249,7 @@ def test_serve_answers_nothing_without_the_key(queue: Any, header: str | None) -
     assert client.get("/health").status_code == 200
 
 
-def test_serve_answers_503_when_too_many_wait_and_hides_the_cause_of_failures(
+def test_serve_answers_503_when_too_many_wait_and_hides_causes(
     queue: Any, http: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from runner.serving import generation

@@ -81,7 +81,7 @@ def test_queue_skips_cancelled_answers_and_refuses_too_many(trained: LoadedModel
     assert works[1].ids == [] and queue.sizes == [1, 1, 1]
 
 
-def test_queue_ends_a_cancelled_answer_at_the_next_token_and_the_short_one_before_the_long(
+def test_queue_ends_a_cancelled_answer_at_the_next_token(
     trained: LoadedModel,
 ) -> None:
     prompt = trained.tokenizer.encode("Tolo")

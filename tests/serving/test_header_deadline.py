@@ -67,9 +67,7 @@ def test_connection_without_whole_headers_is_closed_at_the_first_deadline(
     connection.transport.abort.assert_called_once()
 
 
-def test_connection_with_whole_headers_waits_for_its_answer_and_has_a_deadline_for_the_next_request(
-    loop: Loop, connection: Any
-) -> None:
+def test_connection_with_whole_headers_has_a_deadline_for_the_next_request(loop: Loop, connection: Any) -> None:
     connection.data_received(REQUEST)
     assert not loop.timers
     connection.data_received(REQUEST[:9])  # while the first one is answered

@@ -78,9 +78,7 @@ def kill_trainer_after(supervisor: subprocess.Popen, folder: Path, step: int, ge
 
 
 @pytest.mark.slow
-def test_supervised_command_that_is_killed_twice_finishes_alone_with_the_same_bits(
-    checkout: Path, tmp_path: Path
-) -> None:
+def test_supervised_command_killed_twice_finishes_with_the_same_bits(checkout: Path, tmp_path: Path) -> None:
     uninterrupted, folder = tmp_path / "uninterrupted", tmp_path / "run"
     plain = start(checkout, uninterrupted)
     supervisor = start(checkout, folder, *SUPERVISED)

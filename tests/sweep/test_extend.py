@@ -28,7 +28,7 @@ def resume_alone(run_dir: Path, overrides: list[str], **fields: Any) -> None:
 
 
 @pytest.mark.slow
-def test_extend_gives_each_job_its_share_and_keeps_it_pending_until_the_job_has_trained(
+def test_extend_gives_each_job_its_share_until_the_job_has_trained(
     finished: Path, resume: Any, fake_jobs: FakeJobs
 ) -> None:
     fake_jobs.set(default="sys.exit(1)")
@@ -82,7 +82,7 @@ def test_extend_leaves_a_job_that_patience_has_stopped(
 
 
 @pytest.mark.slow
-def test_extend_leaves_a_longer_job_that_was_resumed_by_itself_and_the_report_names_its_overrides(
+def test_extend_leaves_a_longer_job_that_was_resumed_by_itself(
     finished: Path, resume: Any, fake_jobs: FakeJobs, capsys: pytest.CaptureFixture
 ) -> None:
     resume_alone(finished / NAMES[0], ["train.max_steps=90"], step=90)

@@ -173,7 +173,7 @@ class InstantBackend:
         self.closed = True
 
 
-def test_scheduler_takes_the_reason_of_a_backend_and_starts_all_without_a_limit(tmp_path: Path) -> None:
+def test_scheduler_takes_the_reason_of_a_backend_and_has_no_limit(tmp_path: Path) -> None:
     backend = InstantBackend({"seed=0": JobExit(0), "seed=1": JobExit(1, "the node has failed"), "seed=2": JobExit(75)})
 
     class Options(LauncherOptions):

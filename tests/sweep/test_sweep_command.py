@@ -214,9 +214,7 @@ runpy.run_path("runner/train.py", run_name="__main__")
 # Resuming
 
 
-def test_resume_runs_failed_and_new_jobs_in_their_directories_and_no_completed_or_diverged_one(
-    sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path
-) -> None:
+def test_resume_runs_failed_and_new_jobs_only(sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
     fake_jobs.set_all({"seed=1": FLAKY, "seed=3": DIVERGED})
     assert sweep("seed=1,2,3,4", "hydra.launcher.fail_fast=true") == 1
     assert list(statuses(tmp_path / "sweep").values()) == ["failed", "new", "new", "new"]
@@ -273,7 +271,7 @@ def test_sweep_with_one_refused_job_keeps_the_others(sweep: Any, fake_jobs: Fake
 
 
 @pytest.mark.slow
-def test_resume_adds_points_leaves_the_others_alone_and_warns_of_unequal_budgets(
+def test_resume_adds_points_and_warns_of_unequal_budgets(
     finished: Path, resume: Any, capsys: pytest.CaptureFixture
 ) -> None:
     assert resume("train.accumulation_steps=2,04") == 0

@@ -60,7 +60,7 @@ def test_next_commands_export_a_model_of_transformers_in_its_own_format() -> Non
     assert typed(next_commands(RUN, "sft", "chat", None, None, "transformers"))[-1].endswith("to=FOLDER format=hf")
 
 
-def test_next_commands_ask_for_data_where_the_next_stage_or_the_evaluation_has_none(tmp_path: Path) -> None:
+def test_next_commands_ask_for_data_where_the_next_stage_has_none(tmp_path: Path) -> None:
     lines = typed(next_commands(RUN, "pretrain", "text", tmp_path / "my texts.jsonl", None, "decoder"))
     assert "data.path=FILE metric=perplexity" in lines[1] and lines[2].endswith("data=own data.path=FILE")
     assert not [line for line in lines if "resume=" in line]  # no resume after early stopping
@@ -71,7 +71,7 @@ def test_next_commands_ask_for_data_where_the_next_stage_or_the_evaluation_has_n
     )
 
 
-def test_next_commands_name_this_python_and_this_checkout_from_another_directory(
+def test_next_commands_name_this_python_and_checkout_from_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -85,7 +85,7 @@ def test_next_commands_name_this_python_and_this_checkout_from_another_directory
     assert typed(next_commands(tmp_path / "run", "sft", "chat", None, None, "decoder"))[0] == "lm-chat run=run"
 
 
-def test_commands_after_divergence_keep_the_overrides_and_lower_the_learning_rate() -> None:
+def test_commands_after_divergence_keep_overrides_and_lower_the_rate() -> None:
     overrides = ["stage=sft", "optimizer.lr=0.03", "data.path=my texts.jsonl"]
     again, resume = commands_after_divergence(RUN, 0.03, overrides, can_resume=True)
     assert again.arguments[2:] == ("stage=sft", "data.path=my texts.jsonl", "optimizer.lr=0.003")
@@ -101,7 +101,7 @@ def test_commands_to_continue_say_whether_something_is_saved() -> None:
     )
 
 
-def test_resume_command_names_this_python_and_this_checkout_where_they_are_not_found(
+def test_resume_command_names_this_python_and_checkout_where_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert resume_command(RUN) == f"python runner/train.py resume={RUN}"

@@ -114,7 +114,7 @@ def test_list_of_options_is_refused_with_the_setting_for_further_trackers() -> N
     assert caught.value.fix == "tracker=tensorboard 'tracker.also=[wandb]'"
 
 
-def test_tracker_class_without_a_default_for_each_setting_is_refused_by_their_names() -> None:
+def test_tracker_class_without_a_default_for_each_setting_is_refused() -> None:
     config_schema(), config_groups()  # kept from before the class is registered
     TRACKERS.register("mine")(ProgramTracker)
     try:
@@ -280,7 +280,7 @@ def start_message(**changed: object) -> dict:
     }
 
 
-def test_texts_of_a_run_reach_a_service_without_control_characters_and_short_enough() -> None:
+def test_texts_of_a_run_reach_a_service_short_and_without_controls() -> None:
     config = {"data": {"path": ["a\x1b[2J", "\udc80"]}, "lr": float("inf")}
     experiment = read_start(
         start_message(
