@@ -89,7 +89,10 @@ def read_checkout(folder: Path) -> Checkout:
 
 
 def missing_names(folder: Path) -> list[str]:
-    """Return the names of ENGINE that the checkout lacks. Raises SystemExit if its engine cannot be imported at all."""
+    """Return the names of ENGINE that the checkout lacks.
+
+    Raises SystemExit if its engine cannot be imported at all.
+    """
     env = os.environ | {"PYTHONPATH": str(folder)}
     done = subprocess.run(
         [sys.executable, "-c", PROBE, json.dumps(ENGINE)],

@@ -56,8 +56,9 @@ LONG_CASES = {
 
 
 def measure(overrides: list[str], stop_after: int = 0) -> tuple[float, float]:
-    """Return (peak memory in MiB, seconds from the first step to the last one) of train.py. `stop_after`: steps; 0: it
-    ends by itself.
+    """Return (peak memory in MiB, seconds from the first step to the last one) of train.py.
+
+    `stop_after`: steps; 0: it ends by itself.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [

@@ -91,8 +91,9 @@ class Profile(NamedTuple):
 
 
 def kind_of(names: Sequence[str]) -> str:
-    """Return the kind of work of an operator. `names`: its own and those of the events around it, from the inside to
-    the outside.
+    """Return the kind of work of an operator.
+
+    `names`: its own and those of the events around it, from the inside to the outside.
     """
     own = names[0]
     for kind, parts in ENCLOSING.items():

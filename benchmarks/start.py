@@ -45,7 +45,10 @@ class Start(NamedTuple):
 
 
 def timed_lines(command: list[str]) -> Iterator[tuple[float, str]]:
-    """Yield (seconds from the start, line) of a program's output. Raises RuntimeError with the output if it fails."""
+    """Yield (seconds from the start, line) of a program's output.
+
+    Raises RuntimeError with the output if it fails.
+    """
     started = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout

@@ -103,8 +103,9 @@ def write_model(folder: Path, config: dict[str, Any]) -> str:
 def model_specs(
     args: argparse.Namespace, name: str, folder: str, model: str
 ) -> tuple[list[tuple[str, dict]], list[str]]:
-    """Return (name, spec) of the cases of one model that can run here, and a message per case that cannot. `model`: its
-    folder.
+    """Return (name, spec) of the cases of one model that can run here, and a message per case that cannot.
+
+    `model`: its folder.
     """
     config, overrides = MODELS[name]
     overrides = [f"init_from={model}", *overrides, *args.overrides]

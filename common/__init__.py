@@ -1,3 +1,4 @@
-"""Errors, exit codes, paths, atomic files and locks. Standard library only; every package may import it, it imports no
-other package.
+"""Errors, exit codes, paths, atomic files and locks.
+
+Standard library only; every package may import it, it imports no other package.
 """

@@ -62,7 +62,10 @@ class LostRunDirError(TrainingError):
     """
 
     def __init__(self, message: str, moved_to: Path | None = None) -> None:
-        """`moved_to`: where the directory is now. Its lock is still held, so that the last step can be saved there."""
+        """`moved_to`: where the directory is now.
+
+        Its lock is still held, so that the last step can be saved there.
+        """
         super().__init__(message)
         self.moved_to = moved_to
 
@@ -160,7 +163,10 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def did_you_mean_path(path: str | Path) -> str:
-    """Return a hint with the sibling of `path` that has the most similar name. Only the last component is compared."""
+    """Return a hint with the sibling of `path` that has the most similar name.
+
+    Only the last component is compared.
+    """
     wanted = Path(path).absolute()
     siblings = [other.name for other in wanted.parent.glob("*")] if wanted.parent.is_dir() else []
     nearest = difflib.get_close_matches(wanted.name, siblings, n=1, cutoff=0.75)

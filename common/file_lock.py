@@ -71,8 +71,9 @@ class FileLock:
             self._owner.path = folder / self._owner.path.name
 
     def restore(self) -> None:
-        """Lock the file again after it was deleted. Raises BlockingIOError if another process has locked it meanwhile,
-        OSError if that fails.
+        """Lock the file again after it was deleted.
+
+        Raises BlockingIOError if another process has locked it meanwhile, OSError if that fails.
         """
         fd, owner = _lock(self.path, self._start, self._length, wait=False)
         os.close(self._fd)  # of a file that no path leads to

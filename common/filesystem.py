@@ -68,7 +68,10 @@ fs = FileSystem()
 
 
 def retry_disk(action: Callable[[], Result]) -> Result:
-    """Return `action()`, repeated after RETRY_SECONDS while it fails with one of DISK_ERRORS. Raises the last OSError."""
+    """Return `action()`, repeated after RETRY_SECONDS while it fails with one of DISK_ERRORS.
+
+    Raises the last OSError.
+    """
     for seconds in RETRY_SECONDS:
         try:
             return action()
@@ -124,8 +127,9 @@ def make_dirs(path: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Sync a folder's entries, or a file that another library has written. Where folders cannot be synced, a weaker
-    promise is recorded.
+    """Sync a folder's entries, or a file that another library has written.
+
+    Where folders cannot be synced, a weaker promise is recorded.
     """
     fd = fs.open(path, os.O_RDONLY | os.O_NONBLOCK)  # NONBLOCK: opening a pipe would block
     try:
@@ -146,8 +150,9 @@ def sync_tree(folder: Path) -> None:
 
 
 def read_bounded(path: Path, limit: int) -> bytes:
-    """Return the content of a regular file. Raises OSError for a link, a pipe, a device, or a file longer than `limit`
-    bytes.
+    """Return the content of a regular file.
+
+    Raises OSError for a link, a pipe, a device, or a file longer than `limit` bytes.
     """
     fd, size = open_regular(path)
     try:
@@ -168,7 +173,10 @@ def read_json_object(path: Path, limit: int = 16 << 20) -> dict[str, Any]:
 
 
 def write_new_file(path: Path, data: Chunks) -> dict[str, Any]:
-    """Write and sync a new file; return its size and sha256. `data` must not change meanwhile: it is read twice."""
+    """Write and sync a new file; return its size and sha256.
+
+    `data` must not change meanwhile: it is read twice.
+    """
     views = as_chunks(data)
     digest = hashlib.sha256()
 
@@ -211,8 +219,9 @@ def write_all(fd: int, data: Bytes) -> None:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the same folder. The file or folder that is made there is renamed to `path`; it is
-    removed if the block raises.
+    """Yield a temporary path in the same folder.
+
+    The file or folder that is made there is renamed to `path`; it is removed if the block raises.
 
     Readers see the old content or the new one. The caller syncs what it makes; the rename is synced here.
     """
@@ -233,8 +242,9 @@ def write_atomic_file(path: Path, data: Chunks) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write indented JSON with `write_atomic_file`. Raises ValueError for NaN and infinities, which JSON cannot
-    represent.
+    """Write indented JSON with `write_atomic_file`.
+
+    Raises ValueError for NaN and infinities, which JSON cannot represent.
     """
     text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
     write_atomic_file(path, f"{text}\n".encode("utf-8", "backslashreplace"))
@@ -264,7 +274,10 @@ def _indented_json(body: Any) -> bytes:
 
 
 def sha256_of(path: Path, size: int) -> str:
-    """Return the sha256 of a regular file of `size` bytes. Raises OSError, without reading, if it has another size."""
+    """Return the sha256 of a regular file of `size` bytes.
+
+    Raises OSError, without reading, if it has another size.
+    """
     fd, actual = open_regular(path)
     try:
         if actual != size:
@@ -286,7 +299,10 @@ def crc32_of(fd: int, size: int) -> int:
 
 
 def open_regular(path: Path) -> tuple[int, int]:
-    """Return a descriptor, to read, and the size of a regular file. Raises OSError for a link, a pipe or a device."""
+    """Return a descriptor, to read, and the size of a regular file.
+
+    Raises OSError for a link, a pipe or a device.
+    """
     fd = fs.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # NONBLOCK: opening a pipe would block
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
@@ -325,8 +341,9 @@ def remove_quietly(path: Path) -> None:
 
 
 def is_complete_program(program: Path) -> bool:
-    """Return whether a shared object has all its sections. The linker writes the ELF header, which says where they are,
-    and their table, last.
+    """Return whether a shared object has all its sections.
+
+    The linker writes the ELF header, which says where they are, and their table, last.
     """
     with program.open("rb") as file:
         header = file.read(ELF_HEADER.size)

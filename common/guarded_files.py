@@ -48,8 +48,9 @@ def open_append(path: Path) -> BinaryIO:
 
 
 def read_from(path: Path, start: int, limit: int | None = None) -> bytes:
-    """Return the content of a regular file from byte `start` on, at most its last `limit` bytes. Raises OSError for a
-    link, a pipe or a device.
+    """Return the content of a regular file from byte `start` on, at most its last `limit` bytes.
+
+    Raises OSError for a link, a pipe or a device.
     """
     fd, size = open_regular(path)
     with open(fd, "rb") as file:
@@ -102,8 +103,9 @@ def check_source_file(path: Path) -> None:
 
 
 def open_source_file(path: Path) -> tuple[int, int]:
-    """Return a descriptor, to read, and the size of a file of a model folder. Raises UserError for what
-    `check_source_file` refuses, and for a missing file.
+    """Return a descriptor, to read, and the size of a file of a model folder.
+
+    Raises UserError for what `check_source_file` refuses, and for a missing file.
     """
     source = snapshot_link_target(path) or path
     _check_entry(source)
@@ -114,8 +116,9 @@ def open_source_file(path: Path) -> tuple[int, int]:
 
 
 def read_source_file(path: Path, limit: int) -> bytes:
-    """Return the content of a file of a model or tokenizer folder. Raises FileNotFoundError, and UserError for what
-    `check_source_file` refuses.
+    """Return the content of a file of a model or tokenizer folder.
+
+    Raises FileNotFoundError, and UserError for what `check_source_file` refuses.
     """
     source = snapshot_link_target(path) or path
     _check_entry(source)
@@ -139,7 +142,10 @@ def copy_source_file(path: Path, target: Path) -> None:
 
 
 def _check_entry(path: Path) -> bool:
-    """Return whether `path` is a folder. Raises UserError if it is neither a folder, nor a regular file, nor absent."""
+    """Return whether `path` is a folder.
+
+    Raises UserError if it is neither a folder, nor a regular file, nor absent.
+    """
     try:
         mode = os.lstat(path).st_mode
     except OSError:

@@ -42,15 +42,17 @@ def is_same_process(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def is_alive(process: Mapping[str, Any]) -> bool:
-    """Return whether the process that `process_id` described is alive. Of a process on another host nothing is known:
-    True.
+    """Return whether the process that `process_id` described is alive.
+
+    Of a process on another host nothing is known: True.
     """
     return not is_on_this_host(process) or is_alive_here(process)
 
 
 def is_alive_here(process: Mapping[str, Any]) -> bool:
-    """Return whether the process that `process_id` described is alive on this host. One that has ended, and that its
-    parent has not noticed, is not.
+    """Return whether the process that `process_id` described is alive on this host.
+
+    One that has ended, and that its parent has not noticed, is not.
     """
     if not is_on_this_host(process) or process.get("boot_id") != boot_id():
         return False
@@ -96,15 +98,19 @@ OWNER_POLL_SECONDS = 0.2  # between two attempts to take a lock that is held
 
 
 class OwnerFile:
-    """The owner file of this process. `content` is unique: a file that another process has put in its place differs."""
+    """The owner file of this process.
+
+    `content` is unique: a file that another process has put in its place differs.
+    """
 
     def __init__(self, lock: Path, path: Path, content: bytes) -> None:
         self._lock, self.path, self._content = lock, path, content
 
     @classmethod
     def acquire(cls, lock: Path, byte: int | None, wait: bool) -> OwnerFile:
-        """Take the whole lock (`byte` None) or one byte of it. Raises BlockingIOError if it is held and `wait` is
-        False.
+        """Take the whole lock (`byte` None) or one byte of it.
+
+        Raises BlockingIOError if it is held and `wait` is False.
         """
         while not (owner := cls._try(lock, byte)):
             if not wait:

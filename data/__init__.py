@@ -1,5 +1,6 @@
-"""From data files to batches: rows -> examples -> token ids -> token store -> batches. No module imports runner/ or
-models/.
+"""From data files to batches: rows -> examples -> token ids -> token store -> batches.
+
+No module imports runner/ or models/.
 
 Modules import only what is above them in this list:
 

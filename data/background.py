@@ -52,8 +52,9 @@ class Watch:
     def wait_for(
         self, poll: Callable[[float], bool], stuck: Callable[[float], Exception], at_least: float = 0.0
     ) -> None:
-        """Return once `poll(seconds)` is true. Raises StopRequested, or `stuck(seconds waited)` after `timeout` and
-        `at_least` seconds.
+        """Return once `poll(seconds)` is true.
+
+        Raises StopRequested, or `stuck(seconds waited)` after `timeout` and `at_least` seconds.
         """
         limit = max(self.timeout, at_least) if self.timeout else math.inf
         waited, seen, last = 0.0, self._progress(), time.monotonic()
@@ -83,8 +84,9 @@ class Watch:
 def prefetch(
     items: Generator[T], watch: Watch | None = None, describe: Callable[[], str] = lambda: "the next item"
 ) -> Generator[T]:
-    """Yield the same items; a thread computes the next one while the caller uses the current one. `describe()`: what
-    the thread does now.
+    """Yield the same items; a thread computes the next one while the caller uses the current one.
+
+    `describe()`: what the thread does now.
 
     Raises StopRequested or TrainingError as `watch` says. At the end a thread that is blocked, e.g. in a read, is
     abandoned.

@@ -1,5 +1,6 @@
-"""Settings of the group `data`: where examples are read from and how they become token sequences. Imports neither torch
-nor numpy.
+"""Settings of the group `data`: where examples are read from and how they become token sequences.
+
+Imports neither torch nor numpy.
 """
 
 from __future__ import annotations

@@ -31,8 +31,9 @@ def type_name(value: Any) -> str:
 
 
 def parse_json_row(raw: bytes, where: str, last_line: bool = False) -> Any:
-    """Return the JSON value in `raw`. `last_line`: `raw` ends at the end of the file, without a line end. Raises
-    BadRowError.
+    """Return the JSON value in `raw`.
+
+    `last_line`: `raw` ends at the end of the file, without a line end. Raises BadRowError.
     """
     try:
         check_json_size(raw)

@@ -19,7 +19,10 @@ def sequences_per_row(data_format: str) -> int:
 
 @dataclass(frozen=True)
 class EncodingConfig:
-    """All settings that decide which token ids the rows of a file become. Part of the key of the token store."""
+    """All settings that decide which token ids the rows of a file become.
+
+    Part of the key of the token store.
+    """
 
     data_format: str  # text | chat | preference
     schema: str  # name in data.schemas.registry.SCHEMAS

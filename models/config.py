@@ -1,5 +1,6 @@
-"""Settings that models share, the registry of model families, and settings of adapters. Imports no torch: settings are
-checked before it.
+"""Settings that models share, the registry of model families, and settings of adapters.
+
+Imports no torch: settings are checked before it.
 
 A model family is a module of families/ with its settings and config.json, and a `LanguageModel`; or a plugin with both:
 
@@ -116,8 +117,10 @@ class ModelConfig:
 
     @classmethod
     def from_hf_config(cls, raw: dict[str, Any], path: Path) -> Self:
-        """Return the settings in a config.json. Raises UserError for a variant that the family does not have; KeyError
-        or TypeError for a field that is missing or of another type. `path`: the file.
+        """Return the settings in a config.json.
+
+        Raises UserError for a variant that the family does not have; KeyError or TypeError for a field that is missing
+        or of another type. `path`: the file.
         """
         raise NotImplementedError
 

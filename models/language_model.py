@@ -28,8 +28,9 @@ class Cache(Protocol):
 
 
 class LanguageModel(nn.Module):
-    """A causal language model that the engine trains and `generate` samples from. Parameter names are those of
-    transformers.
+    """A causal language model that the engine trains and `generate` samples from.
+
+    Parameter names are those of transformers.
 
     Shapes: B rows, T tokens, S documents (several per row when packed, else one per row), V vocabulary.
     """
@@ -51,8 +52,10 @@ class LanguageModel(nn.Module):
         cache: Any = None,
         **options: Any,
     ) -> Any:
-        """Call `forward`. Raises UserError if rows may be packed and their documents are not given: tokens would attend
-        to other documents.
+        """Call `forward`.
+
+        Raises UserError if rows may be packed and their documents are not given: tokens would attend to other
+        documents.
 
         Only shapes are compared, without a host sync; DDP and FSDP call a model by this method, too.
         """
@@ -116,15 +119,17 @@ class LanguageModel(nn.Module):
         return None
 
     def use_attention_kernel(self, kernel: str) -> None:
-        """Compute attention on the CPU by one of `attention.CPU_KERNELS`. A layer whose attention another library
-        computes ignores it.
+        """Compute attention on the CPU by one of `attention.CPU_KERNELS`.
+
+        A layer whose attention another library computes ignores it.
         """
         for module in self.modules():
             vars(module)["attention_kernel"] = kernel
 
     def join_projections(self, joined: bool) -> None:
-        """Compute linear layers with the same input by one product, or each by its own. Layers of another library
-        ignore it.
+        """Compute linear layers with the same input by one product, or each by its own.
+
+        Layers of another library ignore it.
         """
         for module in self.modules():
             vars(module)["joins_projections"] = joined
@@ -136,8 +141,9 @@ class LanguageModel(nn.Module):
 
     @property
     def output_layer(self) -> nn.Module | None:
-        """Layer that computes the logits: adapters of all linear layers leave it out, and it is not quantized. None:
-        every LMHead.
+        """Layer that computes the logits: adapters of all linear layers leave it out, and it is not quantized.
+
+        None: every LMHead.
         """
         return None
 
@@ -174,6 +180,7 @@ class LanguageModel(nn.Module):
 
     def generates_in_batches(self, max_length: int) -> bool:
         """Return whether rows of different lengths, padded on the left, get the logits that each gets alone.
+
         `max_length`: tokens of the longest row.
         """
         return True
@@ -196,8 +203,9 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def create_model(cfg: ModelConfig) -> LanguageModel:
-    """Return a model with random weights from torch's global generator, on torch's default device. Raises UserError if
-    it is too large for the memory.
+    """Return a model with random weights from torch's global generator, on torch's default device.
+
+    Raises UserError if it is too large for the memory.
     """
     cfg.check_memory()
     module, _, name = cfg.model_class.rpartition(".")

@@ -67,7 +67,10 @@ def linear_layers(model: nn.Module, output_layer: nn.Module | None = None) -> Li
 
 
 def select_layers(layers: LinearLayers, targets: list[str]) -> dict[str, nn.Module]:
-    """Return the layers that `targets` name, in the order of the model. Raises UserError for a target that names none."""
+    """Return the layers that `targets` name, in the order of the model.
+
+    Raises UserError for a target that names none.
+    """
     if ALL_LINEAR in targets and len(targets) > 1:
         raise _error(layers, targets, f"{ALL_LINEAR} stands alone in stage.lora.targets")
     if not targets:
@@ -110,8 +113,9 @@ def short_names(others: Iterable[str], paths: set[str]) -> list[str]:
 
 
 def _matched_paths(layers: LinearLayers, targets: list[str]) -> dict[str, set[str]]:
-    """Return the paths of layers, adaptable and refused ones, that each target names. Patterns may be those of a run or
-    an adapter of others.
+    """Return the paths of layers, adaptable and refused ones, that each target names.
+
+    Patterns may be those of a run or an adapter of others.
     """
     paths = [*layers.adaptable, *layers.refused]
     found = {target: {path for path in paths if path == target or path.endswith(f".{target}")} for target in targets}
@@ -156,8 +160,9 @@ def add_lora(model: nn.Module, cfg: LoraConfig, name: str = "default") -> None:
 
 
 def add_adapters(model: nn.Module, settings: Mapping[str, LoraConfig], name: str = "default") -> None:
-    """Freeze `model` in place and add an active adapter to the layers at the paths of `settings`. Raises KeyError if
-    there is no such layer.
+    """Freeze `model` in place and add an active adapter to the layers at the paths of `settings`.
+
+    Raises KeyError if there is no such layer.
     """
     adaptable = linear_layers_of(model).adaptable
     layers = {path: adaptable[path] for path in settings}
@@ -228,8 +233,9 @@ def linear_layers_of(model: nn.Module) -> LinearLayers:
 
 
 def use_adapter(model: nn.Module, name: str | None) -> None:
-    """Activate adapter `name` in every layer that has one and no adapter in the others; None: in no layer. Raises
-    UserError if no layer has it.
+    """Activate adapter `name` in every layer that has one and no adapter in the others; None: in no layer.
+
+    Raises UserError if no layer has it.
     """
     names = sorted({own for layer in lora_layers(model).values() for own in layer.lora})
     if name is not None and name not in names:
@@ -266,7 +272,10 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_adapter(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Load all adapter parameters. Raises KeyError with the names that are missing, unknown or of another shape."""
+    """Load all adapter parameters.
+
+    Raises KeyError with the names that are missing, unknown or of another shape.
+    """
     own = adapter_state_dict(model)
     wrong = sorted(
         name

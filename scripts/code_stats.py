@@ -152,8 +152,9 @@ def import_graph(root: Path, packages: tuple[str, ...] = PRODUCT + TOOLS) -> dic
 
 
 def import_cycles(root: Path, packages: tuple[str, ...] = PRODUCT + TOOLS) -> list[list[str]]:
-    """Strongly connected components of two or more modules, sorted. A parent package is not counted as imported by its
-    modules.
+    """Strongly connected components of two or more modules, sorted.
+
+    A parent package is not counted as imported by its modules.
     """
     graph = import_graph(root, packages)
 
@@ -203,8 +204,9 @@ def direct_statements(node: ast.If | ast.Try | ast.With) -> list[ast.stmt]:
 
 
 def duplicate_names(root: Path, packages: tuple[str, ...] = PRODUCT, public_only: bool = True) -> dict[str, list[str]]:
-    """{name: ["file:line", ...]} of top-level names which two or more modules define. `main` of a command (runner/*.py)
-    and dunder names do not count.
+    """{name: ["file:line", ...]} of top-level names which two or more modules define.
+
+    `main` of a command (runner/*.py) and dunder names do not count.
     """
     definitions: dict[str, dict[str, int]] = defaultdict(dict)
     for file in python_files(root, packages):
@@ -221,8 +223,9 @@ def duplicate_names(root: Path, packages: tuple[str, ...] = PRODUCT, public_only
 
 
 def count_tokens(file: Path) -> int:
-    """Python tokens of a file. Comments, line ends, indentation and docstrings do not count, so that longer lines gain
-    nothing.
+    """Python tokens of a file.
+
+    Comments, line ends, indentation and docstrings do not count, so that longer lines gain nothing.
     """
     docstrings = {
         (node.body[0].lineno, node.body[0].col_offset)

@@ -111,8 +111,9 @@ class Mutant:
 
     @contextmanager
     def applied(self, root: Path, version: int) -> Generator[None]:
-        """Write the fault into `root`, and restore the file afterwards. Each version has a modification time of its
-        own: cached bytecode is valid for one.
+        """Write the fault into `root`, and restore the file afterwards.
+
+        Each version has a modification time of its own: cached bytecode is valid for one.
         """
         path = root / self.file
         original, modified = path.read_bytes(), int(path.stat().st_mtime)
@@ -158,7 +159,10 @@ def read_mutants(root: Path = ROOT) -> list[Mutant]:
 
 
 def select_mutants(names: list[str], mutants: list[Mutant]) -> list[Mutant]:
-    """Return the mutants with these names or subjects; all without names. Raises ValueError for an unknown name."""
+    """Return the mutants with these names or subjects; all without names.
+
+    Raises ValueError for an unknown name.
+    """
     known = {mutant.name for mutant in mutants} | {mutant.subject for mutant in mutants}
     if unknown := [name for name in names if name not in known]:
         close = difflib.get_close_matches(unknown[0], known)

@@ -257,8 +257,9 @@ def test_commands_refuse_settings_before_torch_is_imported():
 
 
 def settings_with_values() -> list[str]:
-    """Fields of config classes with a default. `field(metadata=...)` has none: it declares what a changed value means
-    on resume.
+    """Fields of config classes with a default.
+
+    `field(metadata=...)` has none: it declares what a changed value means on resume.
     """
     classes = [
         node
@@ -282,8 +283,9 @@ def settings_with_values() -> list[str]:
 
 
 def test_config_classes_hold_no_values():
-    """The values are in conf/*.yaml only: in two places they would differ one day. Earlier runs and YAML files of users
-    have no model.model_type.
+    """The values are in conf/*.yaml only: in two places they would differ one day.
+
+    Earlier runs and YAML files of users have no model.model_type.
     """
     assert settings_with_values() == [
         "DecoderConfig: model_type: Optional[str] = field(default=None, metadata=IGNORED)"

@@ -146,8 +146,9 @@ def is_escaped(lines: list[str], line: int, matched: str) -> bool:
 
 
 def bound_names(path: str, text: str) -> Iterator[tuple[int, str, bool]]:
-    """(line, name, is_name) of every name that a module binds. `is_name`: module, package, class, function, method or
-    module constant.
+    """(line, name, is_name) of every name that a module binds.
+
+    `is_name`: module, package, class, function, method or module constant.
     """
     parts = [part for part in path.removesuffix(".py").split("/") if part != "__init__"]
     yield from ((1, part, True) for part in parts[-1:])

@@ -39,8 +39,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class ForkedProcess:
-    """The methods of Popen that the launchers and tests use. `poll_pid` returns the exit code of a pid, None while it
-    runs.
+    """The methods of Popen that the launchers and tests use.
+
+    `poll_pid` returns the exit code of a pid, None while it runs.
     """
 
     def __init__(self, pid: int, poll_pid: Callable[[int], int | None]) -> None:
@@ -83,8 +84,9 @@ class WarmPrograms:
         return ForkedProcess(pid, lambda pid: self._ask(poll=pid))
 
     def call(self, module: str, function: str, *arguments: str) -> None:
-        """Call a function of a module in the server, whose result later forks find in its cache. It must start no
-        thread.
+        """Call a function of a module in the server, whose result later forks find in its cache.
+
+        It must start no thread.
         """
         self._ask(call=[module, function, *arguments])
 

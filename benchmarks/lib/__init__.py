@@ -1,5 +1,6 @@
-"""Libraries of the benchmarks: results, runs of a checkout, cases in processes that take turns. Importing it makes the
-checkout's packages importable.
+"""Libraries of the benchmarks: results, runs of a checkout, cases in processes that take turns.
+
+Importing it makes the checkout's packages importable.
 
 The checkout is the one of this file, or, in the processes of another one (commits.py), the value of CHECKOUT_VARIABLE.
 """

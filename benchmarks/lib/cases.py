@@ -137,8 +137,9 @@ def state_of(spec: dict, *overrides: str) -> Any:
 def ours(
     spec: dict, gate: Gate, packing: str = "best_fit", compile: str = "off", too_long: str = "", recompute: str = "none"
 ) -> None:
-    """The engine's training step. `reused_batches` of the spec: make this number before and reuse them, where the data
-    is not measured.
+    """The engine's training step.
+
+    `reused_batches` of the spec: make this number before and reuse them, where the data is not measured.
 
     `record_loss` of the spec: send the loss of each step, too.
     """

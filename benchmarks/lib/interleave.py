@@ -32,8 +32,9 @@ Step = dict[str, Any]  # one turn, as cases.Gate sends it
 
 
 class CaseProcess:
-    """A process that does one turn, of one or more steps, per request. `spec["case"]` names the case; `variables`: of
-    its setting, None for OWN.
+    """A process that does one turn, of one or more steps, per request.
+
+    `spec["case"]` names the case; `variables`: of its setting, None for OWN.
 
     `spec["checkout"]`, if it is there: the folder of another checkout whose packages the process imports.
     `spec["variables"]`: added to its environment.
@@ -128,8 +129,9 @@ def import_variables(checkout: str | None) -> dict[str, str]:
 def start_cases(
     specs: Iterable[tuple[str, dict]], with_best: bool, started: list[CaseProcess]
 ) -> tuple[list[CaseProcess], list[str]]:
-    """Return the cases after their first steps, and a message per case that failed. Every process is added to
-    `started`.
+    """Return the cases after their first steps, and a message per case that failed.
+
+    Every process is added to `started`.
 
     `with_best`: a case is followed by itself with the best thread setting, where that is better than OWN.
     """
@@ -172,8 +174,9 @@ def is_better(challenger: CaseProcess, best: CaseProcess) -> bool:
 
 
 def run_rounds(cases: list[CaseProcess], rounds: int) -> list[str]:
-    """Run one turn of each case per round. A case that fails is closed and removed from `cases`; returns a message for
-    each.
+    """Run one turn of each case per round.
+
+    A case that fails is closed and removed from `cases`; returns a message for each.
     """
     messages = []
     for number in range(rounds):
@@ -228,8 +231,9 @@ def ratio(value: Callable[[Step, str], float], case: CaseProcess, other: CasePro
 def case_spec(
     overrides: list[str], *, stage: str, path: str, tokenizer: str, rows: int, length: int, folder: str
 ) -> dict[str, Any]:
-    """Return the spec of the cases. Rows are tokenized here, so that no first step contains it. `rows` per step,
-    `length` tokens per row.
+    """Return the spec of the cases.
+
+    Rows are tokenized here, so that no first step contains it. `rows` per step, `length` tokens per row.
 
     Its file `tokens` has all rows concatenated: other trainers cut sequences of equal length from it, in processes that
     import none of our code.

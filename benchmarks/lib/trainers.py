@@ -1,5 +1,6 @@
-"""Other trainers, each driven by the batches it is given (cases.Gate). Their packages are imported in the process that
-measures them.
+"""Other trainers, each driven by the batches it is given (cases.Gate).
+
+Their packages are imported in the process that measures them.
 """
 
 from __future__ import annotations

@@ -21,8 +21,10 @@ TOO_DEEP = f"nested deeper than {MAX_NESTING} levels"
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Return the value of a JSON text. Raises ValueError for one that is invalid or beyond the limits: also for an
-    object with a name twice, NaN, and a number that is infinite as a float.
+    """Return the value of a JSON text.
+
+    Raises ValueError for one that is invalid or beyond the limits: also for an object with a name twice, NaN, and a
+    number that is infinite as a float.
     """
     check_json_size(text)
     try:
@@ -40,7 +42,10 @@ def parse_json(text: bytes | str) -> Any:
 
 
 def check_json_size(text: bytes | str) -> None:
-    """Raise ValueError if a JSON text has more than MAX_JSON_VALUES values. Commas and brackets in strings count, too."""
+    """Raise ValueError if a JSON text has more than MAX_JSON_VALUES values.
+
+    Commas and brackets in strings count, too.
+    """
     count = (
         text.count(b",") + text.count(b"[") + text.count(b"{")
         if isinstance(text, bytes)
@@ -91,8 +96,10 @@ def _refuse_constant(name: str) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value of a YAML document. Raises ValueError for one that is invalid or beyond the limits: also for an
-    anchor, an alias, a tag, a mapping with a key twice, NaN and infinity.
+    """Return the value of a YAML document.
+
+    Raises ValueError for one that is invalid or beyond the limits: also for an anchor, an alias, a tag, a mapping with
+    a key twice, NaN and infinity.
     """
     import yaml
 
@@ -110,8 +117,9 @@ def parse_yaml(text: str) -> Any:
 
 
 def _check_yaml(text: str) -> None:
-    """Raise ValueError for what would take much time or memory to construct. Reads events one by one, and builds
-    nothing.
+    """Raise ValueError for what would take much time or memory to construct.
+
+    Reads events one by one, and builds nothing.
     """
     import yaml
 

@@ -20,8 +20,9 @@ OWN_LIMIT = 30  # seconds until a process that gets no processor time is given u
 
 
 def match_patterns(patterns: list[str], texts: list[str]) -> list[list[bool]]:
-    """Return for each pattern which texts it matches as a whole. Raises ValueError, naming the pattern, for one that is
-    invalid or beyond the limits.
+    """Return for each pattern which texts it matches as a whole.
+
+    Raises ValueError, naming the pattern, for one that is invalid or beyond the limits.
     """
     if too_long := next((pattern for pattern in patterns if len(pattern) > MAX_MATCHED_CHARACTERS), None):
         raise ValueError(

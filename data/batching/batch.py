@@ -59,8 +59,9 @@ class UnpackedSequences:
 
 @dataclass
 class Batch:
-    """One micro-batch, padded on the right. Preference pairs: document p is the chosen sequence of pair p, document S /
-    2 + p its rejected one.
+    """One micro-batch, padded on the right.
+
+    Preference pairs: document p is the chosen sequence of pair p, document S / 2 + p its rejected one.
     """
 
     input_ids: Tensor  # (R, T)

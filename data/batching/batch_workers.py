@@ -79,8 +79,9 @@ class BatchTask:
 
 
 class Positions:
-    """Which sequence each worker reads, and a count of its steps, in memory that forked workers share. A spawned worker
-    has a copy of its own.
+    """Which sequence each worker reads, and a count of its steps, in memory that forked workers share.
+
+    A spawned worker has a copy of its own.
     """
 
     def __init__(self, count: int) -> None:
@@ -111,8 +112,9 @@ class Positions:
 
 
 class BatchWorkers:
-    """Iterator over the micro-batches of a task: number i is computed by worker i % count. Raises TrainingError if a
-    worker fails, StopRequested.
+    """Iterator over the micro-batches of a task: number i is computed by worker i % count.
+
+    Raises TrainingError if a worker fails, StopRequested.
     """
 
     def __init__(
@@ -279,8 +281,9 @@ def _thread_errors_ignored() -> Iterator[None]:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block stop signals while workers start: they inherit the mask and keep it. Ctrl-C goes to the whole process
-    group; the workers survive it, so that the training process can finish its step.
+    """Block stop signals while workers start: they inherit the mask and keep it.
+
+    Ctrl-C goes to the whole process group; the workers survive it, so that the training process can finish its step.
     """
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
     try:

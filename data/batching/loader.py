@@ -58,14 +58,16 @@ class StepLoader:
     def iter_epoch(
         self, epoch: int, skip: int = 0, stop_requested: Callable[[], bool] = never
     ) -> Generator[list[Batch]]:
-        """Yield the steps of one epoch from step `skip` on. Close the generator if it is not exhausted: this ends its
-        workers.
+        """Yield the steps of one epoch from step `skip` on.
+
+        Close the generator if it is not exhausted: this ends its workers.
         """
         return self.iter_steps(epoch * self.steps_per_epoch + skip, (epoch + 1) * self.steps_per_epoch, stop_requested)
 
     def iter_steps(self, start: int, end: int, stop_requested: Callable[[], bool] = never) -> Generator[list[Batch]]:
-        """Yield steps [start, end) of the whole training; workers and prefetching continue across epochs. Close it as
-        `iter_epoch`.
+        """Yield steps [start, end) of the whole training; workers and prefetching continue across epochs.
+
+        Close it as `iter_epoch`.
         """
         steps, positions, pin = range(start, end), Positions(max(1, self.num_workers)), self._pinning()
         task = BatchTask(self.sequences, self.collate, partial(self._batches_of_worker, steps))

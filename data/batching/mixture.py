@@ -29,8 +29,9 @@ HOLDOUT_SEED = 0  # not the seed of the run: repetitions with other seeds are ev
 
 @dataclass(frozen=True)
 class HoldoutSplit:
-    """Holds out `held_out` of `size` rows. The rows are cut into `held_out` strata, and one random row of each is held
-    out: they are spread over the file.
+    """Holds out `held_out` of `size` rows.
+
+    The rows are cut into `held_out` strata, and one random row of each is held out: they are spread over the file.
     """
 
     size: int

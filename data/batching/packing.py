@@ -171,15 +171,17 @@ class EpochPlan:
 
 
 class PackedSequences:
-    """`packed[i]` is the list of rows of sequence i % len(packed) in epoch i // len(packed). Each epoch packs other
-    rows together.
+    """`packed[i]` is the list of rows of sequence i % len(packed) in epoch i // len(packed).
+
+    Each epoch packs other rows together.
     """
 
     def __init__(
         self, rows: RowSource, capacity: int, cache: Path, seed: int = 0, progress: ProgressCallback = no_progress
     ) -> None:
-        """`progress` gets (rows done, all rows, rows done), as for a store. Raises UserError if `cache` cannot be
-        written.
+        """`progress` gets (rows done, all rows, rows done), as for a store.
+
+        Raises UserError if `cache` cannot be written.
         """
         self.rows, self.capacity, self.seed = rows, capacity, seed
         self.fingerprint = hashlib.sha256(f"{rows.fingerprint} {capacity} {PLAN_VERSION}".encode()).hexdigest()

@@ -19,8 +19,9 @@ HASH_ROWS_PER_READ = 1 << 16
 def separate_validation(
     groups: list[list[WeightedSource]], validation: Sequence[WeightedSource], data: DataConfig, is_split: bool
 ) -> tuple[list[list[WeightedSource]], list[str]]:
-    """Return (training rows, warnings). Training rows with the tokens of a validation row are left out, as
-    data.val_duplicates says.
+    """Return (training rows, warnings).
+
+    Training rows with the tokens of a validation row are left out, as data.val_duplicates says.
 
     The validation rows stay as they are, so that each kind of row keeps its share of them. `is_split`: they are held
     out of the files of data.path. Raises UserError if an entry of data.path has no other rows.

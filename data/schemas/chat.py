@@ -85,8 +85,9 @@ def _messages_or_text(value: Any, where: str) -> Any:
 
 
 def _role_key(messages: Any) -> str:
-    """Return the key of the first message that names its author: role, from, or "". Messages may be stored as a JSON
-    string.
+    """Return the key of the first message that names its author: role, from, or "".
+
+    Messages may be stored as a JSON string.
     """
     if isinstance(messages, str):
         return next((key for key in ("role", "from") if f'"{key}"' in messages), "")

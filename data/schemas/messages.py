@@ -70,7 +70,10 @@ def check_chat(
 
 
 def check_order(messages: list[dict], where: str) -> list[dict]:
-    """Return `messages`. Raises BadRowError unless the roles alternate and at least one message is the assistant's."""
+    """Return `messages`.
+
+    Raises BadRowError unless the roles alternate and at least one message is the assistant's.
+    """
     previous = ""
     for index, message in enumerate(messages):
         role = message["role"]
@@ -117,7 +120,10 @@ def parse_json_field(value: Any, where: str) -> Any:
 
 
 def as_objects(value: Any, where: str) -> list[dict] | None:
-    """Return a list of objects, which may be stored as a JSON string; None if it is empty. Raises BadRowError."""
+    """Return a list of objects, which may be stored as a JSON string; None if it is empty.
+
+    Raises BadRowError.
+    """
     value = parse_json_field(value, where)
     if not value or value in NULL_STRINGS:
         return None

@@ -30,8 +30,9 @@ HH_TURN = "\n\nHuman:"  # beginning of each dialogue of hh-rlhf
 def preference_pair(
     parse: Callable[[str], ChatExample], where: str, keys: tuple[str, str] = PREFERENCE_KEYS
 ) -> PreferencePair:
-    """Return the two conversations that `parse` returns for the two keys. Raises BadRowError if they are equal, or a
-    message has a weight that is not 0 or 1.
+    """Return the two conversations that `parse` returns for the two keys.
+
+    Raises BadRowError if they are equal, or a message has a weight that is not 0 or 1.
     """
     chosen, rejected = map(parse, keys)
     for key, chat in zip(keys, (chosen, rejected), strict=True):

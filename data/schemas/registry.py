@@ -49,8 +49,9 @@ class TextExample:
 
 @dataclass(frozen=True)
 class ChatExample:
-    """A conversation. Messages have role (system, user, assistant, tool), content, and optionally reasoning_content and
-    tool_calls.
+    """A conversation.
+
+    Messages have role (system, user, assistant, tool), content, and optionally reasoning_content and tool_calls.
     """
 
     messages: list[dict]
@@ -79,7 +80,10 @@ class RowSchema:
     fields: frozenset[str]  # all fields that are read; training ignores others
 
     def read(self, row: dict, where: str) -> Example:
-        """Return the example in `row`. Raises BadRowError if the row does not have this schema or cannot be trained on."""
+        """Return the example in `row`.
+
+        Raises BadRowError if the row does not have this schema or cannot be trained on.
+        """
         check_no_ignored_content(row, self.data_format, where)
         if any(key not in row for key in self.keys):
             raise _unmatched_keys(
@@ -141,7 +145,10 @@ def schemas_of(data_format: str) -> list[RowSchema]:
 
 
 def detect_schema(row: dict, data_format: str, where: str) -> RowSchema:
-    """Return the schema of `row`. Raises BadRowError if no schema of `data_format` (text, chat or preference) matches."""
+    """Return the schema of `row`.
+
+    Raises BadRowError if no schema of `data_format` (text, chat or preference) matches.
+    """
     check_no_media(row, where, HIDE_MEDIA)
     candidates = schemas_of(data_format)
     if data_format == "chat" and "chosen" in row and "rejected" in row and "messages" not in row:
@@ -156,8 +163,9 @@ def detect_schema(row: dict, data_format: str, where: str) -> RowSchema:
 
 
 def schema_of_source(source: Source, data_format: str) -> str:
-    """Return the name of the schema of a file: that of the first row with a schema of `data_format`. Raises UserError
-    if there is none.
+    """Return the name of the schema of a file: that of the first row with a schema of `data_format`.
+
+    Raises UserError if there is none.
     """
     error = UserError("the file has no rows", source.name, "write rows into it, or leave it out")
     columns: dict[str, None] = {}

@@ -33,7 +33,10 @@ def optional_text(row: dict, key: str, where: str) -> str:
 
 
 def required_text(row: dict, key: str, where: str) -> str:
-    """Return the string in `row[key]`, an answer of the assistant. Raises BadRowError if it is null or blank."""
+    """Return the string in `row[key]`, an answer of the assistant.
+
+    Raises BadRowError if it is null or blank.
+    """
     if row[key] is None:
         raise BadRowError("wrong type", f"{key} must be a string, found null", f"{where} {key}", "write one string")
     text = optional_text(row, key, where)
@@ -45,7 +48,10 @@ def required_text(row: dict, key: str, where: str) -> str:
 
 
 def example_weight(row: dict, where: str) -> float:
-    """Return how often the row counts relative to others: its field `weight`, 1.0 by default. Raises BadRowError."""
+    """Return how often the row counts relative to others: its field `weight`, 1.0 by default.
+
+    Raises BadRowError.
+    """
     value: Any = row.get("weight")
     if value is None or value == "":
         return 1.0

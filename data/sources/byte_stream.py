@@ -27,8 +27,9 @@ Locate = Callable[[int], str]  # position -> "file:line" or "file[index]", for e
 
 @contextmanager
 def open_stream(path: Path, seekable: bool = False) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Yield (file on disk, decompressed content). Compression is detected by the first bytes, whatever the file is
-    called.
+    """Yield (file on disk, decompressed content).
+
+    Compression is detected by the first bytes, whatever the file is called.
     """
     with open(path, "rb") as disk:
         head = disk.peek(10)[:10]

@@ -38,8 +38,9 @@ def extension_of(path: Path) -> str:
 
 
 def detect_format(path: Path, encoding: str | None, text_unit: str) -> tuple[str, str]:
-    """Return (file format, encoding) of a file. `encoding` and `text_unit` are the settings of data. Raises UserError
-    if it has no known format.
+    """Return (file format, encoding) of a file.
+
+    `encoding` and `text_unit` are the settings of data. Raises UserError if it has no known format.
     """
     known = EXTENSIONS.get(extension_of(path))
     try:
@@ -123,8 +124,9 @@ def _is_object(text: bytes) -> bool:
 
 
 def _is_array(content: bytes) -> bool:
-    """Whether the file is a JSON array. A list on the first line with more lines after it is a (wrong) row of JSON
-    Lines.
+    """Whether the file is a JSON array.
+
+    A list on the first line with more lines after it is a (wrong) row of JSON Lines.
     """
     first_line, _, rest = content.partition(b"\n")
     try:

@@ -118,8 +118,10 @@ def _has_own_letters(text: str, encoding: str) -> bool:
 
 
 def _match_encodings(sample: bytes) -> tuple[bytes, list[CharsetMatch]]:
-    """Return the text that was examined, and what charset-normalizer finds. A character that is cut at the end would
-    exclude its encoding: the text ends at a separator, or up to 3 bytes are left out.
+    """Return the text that was examined, and what charset-normalizer finds.
+
+    A character that is cut at the end would exclude its encoding: the text ends at a separator, or up to 3 bytes are
+    left out.
     """
     from charset_normalizer import from_bytes
 

@@ -51,8 +51,9 @@ class ReadOptions:
 
     @classmethod
     def of(cls, section: Any) -> ReadOptions:
-        """Return the options of a section of settings with encoding, text_unit and columns. Raises UserError for an
-        unknown encoding.
+        """Return the options of a section of settings with encoding, text_unit and columns.
+
+        Raises UserError for an unknown encoding.
         """
         encoding = section.encoding if section.encoding is None else check_encoding(section.encoding)
         return cls(encoding, section.text_unit, tuple(sorted((section.columns or {}).items())))
@@ -77,7 +78,10 @@ class Source:
 
     @classmethod
     def open(cls, path: str | Path, options: ReadOptions | None = None) -> Source:
-        """Detect the format by the file's name and first bytes. Raises UserError if the file cannot be read as rows."""
+        """Detect the format by the file's name and first bytes.
+
+        Raises UserError if the file cannot be read as rows.
+        """
         path, options = Path(path), options or ReadOptions()
         if not os.path.exists(path):  # Path.exists raises an error for a name that is too long
             raise UserError("no such file or folder", f"data.path={path}", did_you_mean_path(path))
@@ -236,8 +240,9 @@ def resolve_sources(path: str | list[str], options: ReadOptions | None = None) -
 
 
 def open_entry(entry: str, options: ReadOptions | None = None, splits: Sequence[str] = ("train",)) -> list[Source]:
-    """Return the files of one entry of data.path. `splits`: of a data set of the Hub without a typed split, the first
-    of these that it has.
+    """Return the files of one entry of data.path.
+
+    `splits`: of a data set of the Hub without a typed split, the first of these that it has.
     """
     if entry.startswith("hub:"):
         from data.sources.tables import load_hub_dataset

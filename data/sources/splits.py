@@ -174,8 +174,9 @@ def _validation_names(stem: str) -> list[str]:
 
 
 def _notes(entry: str, splits: dict[str, list[Path]], validation: list[Path], used: set[Path]) -> list[str]:
-    """Return lines that say which files of an entry are used for what, where a name decided it. `used`: files that
-    data.val_path names.
+    """Return lines that say which files of an entry are used for what, where a name decided it.
+
+    `used`: files that data.val_path names.
     """
     left_out = [
         file

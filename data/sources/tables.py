@@ -36,8 +36,9 @@ UNNAMED = "Unnamed: 0"  # what pandas calls the column without a name that it wr
 
 
 def read_csv(file: BinaryIO, locate: Locate, arguments: Mapping[str, Any]) -> Items:
-    """Yield (line number, row) of a CSV file with a header; every value is a string. `arguments` are those of
-    csv.reader.
+    """Yield (line number, row) of a CSV file with a header; every value is a string.
+
+    `arguments` are those of csv.reader.
     """
     csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process; Python's default is 128 KB
     record = _RecordSize()
@@ -166,8 +167,9 @@ def _iter_table(batches: Callable[[int], Iterator[Any]], file: BinaryIO, locate:
 
 
 def _bounded_batches(open_table: Callable[[], Iterator[Any]], skip: int) -> Iterator[Any]:
-    """Yield the batches of a table without its first `skip` rows. Raises MemoryError if one needs more than
-    MAX_BATCH_BYTES.
+    """Yield the batches of a table without its first `skip` rows.
+
+    Raises MemoryError if one needs more than MAX_BATCH_BYTES.
     """
     with allocating_at_most(MAX_BATCH_BYTES):
         table = open_table()

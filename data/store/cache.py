@@ -1,5 +1,6 @@
-"""Token stores of data files: reuses the one in the cache if it matches, else builds it. Safe for concurrent ranks and
-runs.
+"""Token stores of data files: reuses the one in the cache if it matches, else builds it.
+
+Safe for concurrent ranks and runs.
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ def load_or_build(
     num_workers: int | None = None,
     worker_timeout: float = 0.0,
 ) -> TokenStore:
-    """Return the store of `source` encoded as `encoding` says. A missing one is built in `cache`, by `num_workers`
-    processes (None: by size).
+    """Return the store of `source` encoded as `encoding` says.
+
+    A missing one is built in `cache`, by `num_workers` processes (None: by size).
 
     `tokenizer` is the one that `encoding` names. `progress` may raise to stop. `worker_timeout`: as in
     `encode_in_parallel`. Raises BadRowError for the first bad row if encoding.on_bad_row is error, UserError if the
@@ -109,8 +111,9 @@ def load_or_build(
 def open_or_build(
     path: Path, open_existing: Callable[[], T | None], build: Callable[[], None], content: str = "tokens"
 ) -> T:
-    """Return what `open_existing` returns; if that is None, `build` it first, in one process at a time. Files X@1, X@2,
-    ... share the lock of X.
+    """Return what `open_existing` returns; if that is None, `build` it first, in one process at a time.
+
+    Files X@1, X@2, ... share the lock of X.
     """
     with with_cache_hint(path.parent, content):
         if (existing := open_existing()) is None:
@@ -233,7 +236,10 @@ def _build_store(
 
 
 def _source_chunks(source: Source) -> Iterator[tuple[Chunk, int]]:
-    """Yield (items, bytes of the file read so far). The chunks depend on the items alone, not on the number of workers."""
+    """Yield (items, bytes of the file read so far).
+
+    The chunks depend on the items alone, not on the number of workers.
+    """
     bytes_read = 0
 
     def on_progress(done: int) -> None:

@@ -73,13 +73,17 @@ StoredSequence = tuple[np.ndarray, np.ndarray]  # ids, loss_mask of a data.types
 
 
 class DamagedStoreError(RuntimeError):
-    """The content of a store is not what was written. Has one argument only: DataLoader workers re-raise errors as
-    type(message).
+    """The content of a store is not what was written.
+
+    Has one argument only: DataLoader workers re-raise errors as type(message).
     """
 
 
 class TokenStore:
-    """Encoded rows of one source by index. Its memory does not grow with the rows; it can be forked and pickled."""
+    """Encoded rows of one source by index.
+
+    Its memory does not grow with the rows; it can be forked and pickled.
+    """
 
     def __init__(self, folder: Path, manifest: dict[str, Any], files: dict[str, FileId]) -> None:
         self.folder, self.key = folder, folder.name
@@ -127,8 +131,9 @@ class TokenStore:
         return self._rows
 
     def read(self, i: int) -> tuple[list[StoredSequence], int]:
-        """Return (sequences of row i, its position in the source). Raises DamagedStoreError if the checksum does not
-        match.
+        """Return (sequences of row i, its position in the source).
+
+        Raises DamagedStoreError if the checksum does not match.
         """
         if not 0 <= i < self._rows:
             raise IndexError(f"row {i} of {self._rows}")

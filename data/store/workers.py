@@ -49,8 +49,9 @@ def encode_in_parallel(
     num_workers: int,
     timeout: float = 0.0,
 ) -> Iterator[tuple[EncodedBlock, int]]:
-    """Yield (block, bytes read) for each (chunk, bytes read). Of several errors, of the chunks or of an encoder, the
-    first in file order is raised.
+    """Yield (block, bytes read) for each (chunk, bytes read).
+
+    Of several errors, of the chunks or of an encoder, the first in file order is raised.
 
     One worker is the calling process. `tokenizer` is the fingerprint of the tokenizer in `encoding`. Raises UserError
     if a process dies, or if no process finishes a chunk for `timeout` seconds (0: no limit), which begin when the
@@ -78,8 +79,9 @@ def encode_in_parallel(
 
 @lru_cache(1)
 def _load_encoder(encoding: EncodingConfig, tokenizer: str) -> Encoder:
-    """Cached, because loading a tokenizer takes longer than encoding a small file. The fingerprint is an argument: the
-    files of a tokenizer may change.
+    """Cached, because loading a tokenizer takes longer than encoding a small file.
+
+    The fingerprint is an argument: the files of a tokenizer may change.
     """
     return Encoder(encoding)
 

@@ -54,8 +54,9 @@ EncodedChat = tuple[np.ndarray, list[LossSpan]]  # (ids: int32, spans of tokens 
 
 
 class ChatTemplate:
-    """Chat template of a tokenizer. Messages are those of data.schemas.messages: checked, with roles and fields as in
-    OpenAI's API.
+    """Chat template of a tokenizer.
+
+    Messages are those of data.schemas.messages: checked, with roles and fields as in OpenAI's API.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -165,8 +166,9 @@ class ChatTemplate:
     def encode_segments(
         self, chats: list[list[TemplateSegment]], encode_flat: FlatEncoder | None = None
     ) -> list[EncodedChat]:
-        """Return (ids, spans with loss) of each conversation, with one call of the tokenizer. Token 0 is in no span:
-        nothing predicts it.
+        """Return (ids, spans with loss) of each conversation, with one call of the tokenizer.
+
+        Token 0 is in no span: nothing predicts it.
         """
         # "user\n" occurs often
         texts = list(
@@ -359,8 +361,9 @@ class ChatTemplate:
         return turns[-1:] if loss_on == "last_assistant" else turns
 
     def _check_contents(self, whole: str, messages: list[dict], where: str) -> None:
-        """Require that the content of every message is in the rendered text. Earlier reasoning may be missing: many
-        templates drop it on purpose.
+        """Require that the content of every message is in the rendered text.
+
+        Earlier reasoning may be missing: many templates drop it on purpose.
         """
         for index, message in enumerate(messages):
             content = message["content"]

@@ -41,8 +41,9 @@ class Encoder:
         self.template = None if encoding.data_format == "text" else ChatTemplate(self.tokenizer)
 
     def encode(self, source: Source, chunk: Iterable[tuple[int, object]]) -> EncodedBlock:
-        """Encode (position, item) pairs. A bad row raises BadRowError if encoding.on_bad_row is error, and is counted
-        if it is skip.
+        """Encode (position, item) pairs.
+
+        A bad row raises BadRowError if encoding.on_bad_row is error, and is counted if it is skip.
         """
         stats, builder = RowStats(), BlockBuilder()
         if self.template is None:
@@ -215,8 +216,9 @@ class Encoder:
     def _count_lost(
         self, whole: list[list[LossSpan]], kept: list[list[LossSpan]], longest: int, stats: RowStats
     ) -> None:
-        """Count what `kept` has lost of `whole`. An answer is kept whole if its end fits; a preference if both of its
-        sequences fit.
+        """Count what `kept` has lost of `whole`.
+
+        An answer is kept whole if its end fits; a preference if both of its sequences fit.
         """
         for spans, kept_spans in zip(whole, kept, strict=True):
             for i, (start, stop, _) in enumerate(spans):

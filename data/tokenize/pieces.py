@@ -165,8 +165,9 @@ class PieceCache:
 
 
 def gather(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Return the ids of texts, concatenated. `starts`, `lengths`: where in `ids` those of each text are; `numbers`: the
-    texts, in any order.
+    """Return the ids of texts, concatenated.
+
+    `starts`, `lengths`: where in `ids` those of each text are; `numbers`: the texts, in any order.
     """
     counts = lengths[numbers]
     ends = np.cumsum(counts)

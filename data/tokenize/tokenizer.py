@@ -236,8 +236,9 @@ def _assemble(
 
 
 def _named_tokens(config: dict, special_tokens_map: dict, engine: Engine) -> dict[str, str]:
-    """Return bos_token, eos_token, ... as far as the files name them. `null` in tokenizer_config.json means that there
-    is none.
+    """Return bos_token, eos_token, ... as far as the files name them.
+
+    `null` in tokenizer_config.json means that there is none.
     """
     named = {
         key: _token_text(token)

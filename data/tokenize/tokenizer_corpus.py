@@ -1,5 +1,6 @@
-"""Text to train a tokenizer on: the strings of rows of any schema, as a stream. Unusable rows are counted, some rows
-are held out to evaluate it.
+"""Text to train a tokenizer on: the strings of rows of any schema, as a stream.
+
+Unusable rows are counted, some rows are held out to evaluate it.
 """
 
 from __future__ import annotations

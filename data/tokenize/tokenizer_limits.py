@@ -126,8 +126,9 @@ def _patterns(section: Any) -> Iterator[str]:
 
 
 def _growth(part: dict[str, Any]) -> float:
-    """Return how many characters a part makes of one at most. Prepend adds its text once; it counts like a replacement
-    of one character.
+    """Return how many characters a part makes of one at most.
+
+    Prepend adds its text once; it counts like a replacement of one character.
     """
     if part["type"] == "Precompiled":
         return max(1.0, _longest_text(part["precompiled_charsmap"]))

@@ -25,8 +25,9 @@ for group, nodes in (("launcher", LAUNCHERS), ("sweeper", SWEEPERS)):
 
 
 class JobLauncher(Launcher):
-    """Runs jobs on the backend that the options choose. Each is a process `train.py resume=JOB_DIR`, whose run
-    directory is written first.
+    """Runs jobs on the backend that the options choose.
+
+    Each is a process `train.py resume=JOB_DIR`, whose run directory is written first.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -52,7 +53,10 @@ class JobLauncher(Launcher):
         return [_job_return(job, overrides) for job, overrides in zip(jobs, job_overrides, strict=True)]
 
     def run(self, next_job: Callable[[], Any], on_end: Callable[[Any], None] = lambda job: None) -> None:
-        """Run jobs as `next_job` returns them whenever a worker is free, until it returns None. Raises SweepStopped."""
+        """Run jobs as `next_job` returns them whenever a worker is free, until it returns None.
+
+        Raises SweepStopped.
+        """
         from runner.sweep.scheduler import run_jobs
 
         run_jobs(self.session, self.options, next_job, on_end)

@@ -1,3 +1,4 @@
-"""Model families, one module each: a config class registered in MODELS, found by `model.family`. Imports models.config
-and common only.
+"""Model families, one module each: a config class registered in MODELS, found by `model.family`.
+
+Imports models.config and common only.
 """

@@ -171,8 +171,9 @@ NO_INFLUENCE = frozenset(
 
 
 def read_hf_config(raw: dict[str, Any], path: Path) -> Settings:
-    """Return the settings of the model in a config.json. Raises UserError for what the decoder does not compute;
-    KeyError for a missing field.
+    """Return the settings of the model in a config.json.
+
+    Raises UserError for what the decoder does not compute; KeyError for a missing field.
     """
     model_type = raw["model_type"]
     architecture, own_fields = FAMILIES[model_type]

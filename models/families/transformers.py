@@ -148,8 +148,9 @@ UNBOUNDED_POSITIONS = 1 << 20
 
 
 def _exact_positions(text: Any) -> int:
-    """Return the longest sequence (tokens) whose logits do not depend on the other rows of its batch. `text`:
-    configuration of transformers.
+    """Return the longest sequence (tokens) whose logits do not depend on the other rows of its batch.
+
+    `text`: configuration of transformers.
     """
     longest: int = getattr(text, "max_position_embeddings", None) or UNBOUNDED_POSITIONS
     rope = getattr(text, "rope_parameters", None) or {}
@@ -186,8 +187,9 @@ def _unread_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def create_hf_config(config: dict[str, Any], where: str) -> Any:
-    """Return the PreTrainedConfig of transformers. Raises UserError for a model that it has no causal language model
-    class for.
+    """Return the PreTrainedConfig of transformers.
+
+    Raises UserError for a model that it has no causal language model class for.
 
     Remote code is never used: the class comes from model_type alone.
     """
@@ -241,8 +243,9 @@ def _reporting_values(model_type: str, where: str) -> Iterator[None]:
 
 
 def _clean(name: str, value: Any, where: str) -> Any:
-    """Return the value of a field without UNREAD_FIELDS at any depth. Transformers writes infinity and NaN as
-    {"__float__": "Infinity"}.
+    """Return the value of a field without UNREAD_FIELDS at any depth.
+
+    Transformers writes infinity and NaN as {"__float__": "Infinity"}.
 
     Raises UserError for a number beyond the limits.
     """

@@ -1,1 +1,4 @@
-"""Model folders on disk: Hugging Face, PEFT, MiniMind .pth. Imports torch, safetensors, models and common only."""
+"""Model folders on disk: Hugging Face, PEFT, MiniMind .pth.
+
+Imports torch, safetensors, models and common only.
+"""

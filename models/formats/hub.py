@@ -40,8 +40,9 @@ class HubUnreachableError(Exception):
 
 
 def fetch_model(text: str, setting: str, watch: WatchDownload = _without_progress) -> Path | None:
-    """Return the folder of a model of the hub, None if `text` is no name of one. It is downloaded unless the cache has
-    this commit.
+    """Return the folder of a model of the hub, None if `text` is no name of one.
+
+    It is downloaded unless the cache has this commit.
 
     A branch means its newest commit, or without a network the commit that was downloaded last. Raises UserError, about
     `setting`, if there is neither a network nor a copy, and for a repository without a model. `watch` shows the

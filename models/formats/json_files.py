@@ -1,4 +1,7 @@
-"""Read and write the JSON files of a model folder, and the settings of the model in config.json. Imports no torch."""
+"""Read and write the JSON files of a model folder, and the settings of the model in config.json.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -160,8 +163,9 @@ def model_type_of(source: Path) -> str | None:
 
 
 def read_adapter_settings(source: Path) -> dict[str, Any]:
-    """Return the settings of the adapter of a run or of a PEFT folder under the names of stage.lora. Raises UserError
-    if it is no adapter.
+    """Return the settings of the adapter of a run or of a PEFT folder under the names of stage.lora.
+
+    Raises UserError if it is no adapter.
     """
     folder = model_dir(source)
     if not is_adapter_dir(folder):
@@ -208,6 +212,9 @@ def base_model_of(folder: Path) -> Path:
 
 
 def model_dir(source: Path) -> Path:
-    """Return `source/model` if `source` is a finished run, else `source`. Raises UserError if `model` is a link."""
+    """Return `source/model` if `source` is a finished run, else `source`.
+
+    Raises UserError if `model` is a link.
+    """
     check_own_files(source, (), shallow=("model",))
     return source / "model" if (source / "model").is_dir() else source

@@ -61,8 +61,9 @@ def load_model(source: Path, family: str | None = None) -> LanguageModel:
 def add_stored_adapter(
     model: LanguageModel, adapter: StoredAdapter, folder: Path, dropout: float | None = None
 ) -> None:
-    """Add the adapter in `folder` to its base model, with another dropout unless that is None. Raises UserError, naming
-    the tensor, if it does not fit.
+    """Add the adapter in `folder` to its base model, with another dropout unless that is None.
+
+    Raises UserError, naming the tensor, if it does not fit.
     """
     settings = (
         adapter.layers
@@ -106,8 +107,9 @@ def add_run_adapter(model: LanguageModel, lora: LoraConfig, source: str) -> None
 
 
 def continue_adapter(model: LanguageModel, source: Path, dropout: float) -> None:
-    """Add the adapter of the run or PEFT folder `source` to its base model, to train it on. Raises UserError for one
-    that has more than matrices.
+    """Add the adapter of the run or PEFT folder `source` to its base model, to train it on.
+
+    Raises UserError for one that has more than matrices.
     """
     folder = model_dir(source)
     adapter = read_adapter(folder)
@@ -147,8 +149,9 @@ def load_weights(source: Path, family: str | None = None) -> dict[str, Tensor]:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the stored tensors of a model folder. Raises UserError if there are none, for a name in two files, and for
-    quantized weights.
+    """Return the stored tensors of a model folder.
+
+    Raises UserError if there are none, for a name in two files, and for quantized weights.
     """
     files = weight_files(folder)
     if not files:
@@ -172,8 +175,9 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def load_into(model: LanguageModel, state: dict[str, Tensor], source: str) -> None:
-    """Load every tensor of `model` from `state`. Raises UserError, naming `source`, if a name or a shape differs, or
-    for values that are not finite.
+    """Load every tensor of `model` from `state`.
+
+    Raises UserError, naming `source`, if a name or a shape differs, or for values that are not finite.
     """
     own = model.state_dict()
     if model.cfg.tie_word_embeddings and EMBEDDING_KEY in state and HEAD_KEY in own:

@@ -31,7 +31,10 @@ PTH_HINT = "give a MiniMind .pth file of weights"
 
 
 def read_pth(path: Path) -> dict[str, Tensor]:
-    """Return fp32 weights. The file holds half precision under the decoder's parameter names, tied weights twice."""
+    """Return fp32 weights.
+
+    The file holds half precision under the decoder's parameter names, tied weights twice.
+    """
     return to_floats(read_torch_file(path, PTH_HINT), str(path))
 
 

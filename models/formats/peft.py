@@ -213,8 +213,9 @@ def _check_fits(is_equal: bool, name: str, shape: tuple[int, ...], folder: Path)
 def adapter_config(
     cfg: LoraConfig, layers: Mapping[str, LoraConfig], targets: list[str], base: str, is_transposed: bool
 ) -> dict[str, Any]:
-    """Return the content of adapter_config.json. `layers`: rank and alpha of each adapted layer; `targets`: names of
-    exactly these layers.
+    """Return the content of adapter_config.json.
+
+    `layers`: rank and alpha of each adapted layer; `targets`: names of exactly these layers.
     """
     return {
         "peft_type": "LORA",

@@ -38,8 +38,9 @@ class StoredSize:
 
 
 def stored_size(files: Iterable[Path]) -> StoredSize:
-    """Return what the headers of safetensors files declare. Raises UserError for a header that is damaged or beyond the
-    limits.
+    """Return what the headers of safetensors files declare.
+
+    Raises UserError for a header that is damaged or beyond the limits.
     """
     files = list(files)
     if len(files) > MAX_WEIGHT_FILES:
@@ -52,7 +53,10 @@ def stored_size(files: Iterable[Path]) -> StoredSize:
 
 
 def _read_header(path: Path) -> dict[str, list[int]]:
-    """Return the shape of each tensor. The library compares shapes, types and positions when it reads the tensors."""
+    """Return the shape of each tensor.
+
+    The library compares shapes, types and positions when it reads the tensors.
+    """
     fd, size = open_source_file(path)
     with open(fd, "rb") as file:
         length = int.from_bytes(file.read(PREFIX_BYTES), "little")

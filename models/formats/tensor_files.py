@@ -135,8 +135,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_torch_file(path: Path, fix: str) -> dict[str, Tensor]:
-    """Return the tensors of a file of torch.save. Raises UserError for a file that holds anything but weights, or whose
-    tensors are larger than the file.
+    """Return the tensors of a file of torch.save.
+
+    Raises UserError for a file that holds anything but weights, or whose tensors are larger than the file.
     """
     try:
         _check_not_compressed(path)
@@ -166,8 +167,9 @@ def _check_not_compressed(path: Path) -> None:
 
 
 def to_floats(stored: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Return fp32 weights. Raises UserError, naming `source`, for the first tensor by name that is of an integer type:
-    no weight of a model is.
+    """Return fp32 weights.
+
+    Raises UserError, naming `source`, for the first tensor by name that is of an integer type: no weight of a model is.
     """
     for name in sorted(stored):
         if not stored[name].is_floating_point():
@@ -189,8 +191,9 @@ def check_finite(tensors: Mapping[str, Tensor], source: str, fix: str = DOWNLOAD
 
 
 def all_finite(name: str, tensor: Tensor) -> bool:
-    """Return whether no value is NaN or infinite. An infinite `*_min` or `*_max` of one number is no fault: Gemma 4's
-    layers clip at these limits.
+    """Return whether no value is NaN or infinite.
+
+    An infinite `*_min` or `*_max` of one number is no fault: Gemma 4's layers clip at these limits.
     """
     if not (tensor.is_floating_point() and tensor.numel()):
         return True

@@ -21,8 +21,9 @@ LORA_INIT_STD = 0.02
 
 
 class LoraAdapter(nn.Module):
-    """The update of a weight W: W + s B A, or with DoRA its rows scaled to the length `magnitude`. B is initialized to
-    zero: a new adapter does not change the model.
+    """The update of a weight W: W + s B A, or with DoRA its rows scaled to the length `magnitude`.
+
+    B is initialized to zero: a new adapter does not change the model.
     """
 
     magnitude: nn.Parameter | None
@@ -40,8 +41,9 @@ class LoraAdapter(nn.Module):
         return self.scale * F.linear(F.linear(x, self.A), self.B)
 
     def row_factors(self, weight: Tensor) -> Tensor:
-        """Return the factor of each row of W + s B A: magnitude / length (O,). The length counts as constant, as in
-        section 4.3 of the paper.
+        """Return the factor of each row of W + s B A: magnitude / length (O,).
+
+        The length counts as constant, as in section 4.3 of the paper.
         """
         assert self.magnitude is not None
         return self.magnitude.float() / _row_lengths(weight, self.A, self.B, self.scale)

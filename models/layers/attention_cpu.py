@@ -61,8 +61,9 @@ class AttentionBlock:
 
 
 def attention_blocks(T: int, mask: Tensor | None, size: int) -> Iterator[AttentionBlock]:
-    """Cut T queries into blocks of `size`. `mask` (B, 1, T, T) is one of `document_mask`: the first key of a token is
-    never before that of an earlier token.
+    """Cut T queries into blocks of `size`.
+
+    `mask` (B, 1, T, T) is one of `document_mask`: the first key of a token is never before that of an earlier token.
     """
     starts = range(0, T, size)
     first_keys = [0] * len(starts) if mask is None else mask[:, 0, ::size].int().argmax(-1).amin(0).tolist()

@@ -190,8 +190,9 @@ torch.library.register_autograd("lm_runner::nll", _backward, setup_context=_save
 
 
 def _chunks(labels: Tensor, size: int) -> Iterator[tuple[Tensor | slice, Tensor]]:
-    """Yield (tokens, labels) of each chunk of `size` tokens. On the CPU tokens without a label are left out; on a GPU
-    counting them would be a host sync.
+    """Yield (tokens, labels) of each chunk of `size` tokens.
+
+    On the CPU tokens without a label are left out; on a GPU counting them would be a host sync.
     """
     if not labels.is_cuda:
         labelled = (labels != IGNORE_LABEL).nonzero().squeeze(-1)
@@ -210,8 +211,9 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
 
 
 def _block_nll(logits: Tensor, y: Tensor, overwrite: bool) -> Tensor:
-    """logits: (n, V), y: (n,) -> the loss of each token (n,). `overwrite`: write the gradient for the logits in their
-    place.
+    """logits: (n, V), y: (n,) -> the loss of each token (n,).
+
+    `overwrite`: write the gradient for the logits in their place.
     """
     log_p = _log_softmax(logits)
     nll = _label_nll(log_p, y)

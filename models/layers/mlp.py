@@ -135,8 +135,9 @@ class MoE(nn.Module):
         vars(self)["_expert_outputs"] = torch.compiler.disable(self._expert_outputs)
 
     def _expert_outputs(self, flat: Tensor, chosen: Tensor) -> Tensor:
-        """Return the output of each chosen expert: flat (B*T, D), chosen (B*T, k) -> (B*T, k, D). Tokens are sorted by
-        expert.
+        """Return the output of each chosen expert: flat (B*T, D), chosen (B*T, k) -> (B*T, k, D).
+
+        Tokens are sorted by expert.
 
         An expert without tokens has a gradient of zeros for its weights, which the other ranks wait for.
         """
@@ -183,8 +184,9 @@ def expert_use(probs: Tensor, chosen: Tensor, documents: DocumentIndex | None) -
 
 
 def load_balancing_loss(used: list[Tensor]) -> Tensor:
-    """Return E * sum_e f_e P_e of each document (S,), with f and P averaged over the layers. `used`: (2, S, E) of each
-    layer.
+    """Return E * sum_e f_e P_e of each document (S,), with f and P averaged over the layers.
+
+    `used`: (2, S, E) of each layer.
 
     It is the loss that router_aux_loss_coef weighs in transformers (load_balancing_loss_func; Switch Transformer,
     https://arxiv.org/abs/2101.03961, equation 4), of each document instead of each batch: sums over documents add up

@@ -17,8 +17,9 @@ ROUND_TOKENS_TO = 64  # oneDNN compiles a product in 16 bits for each new number
 
 
 def custom_op(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Register a function as operator `name` for every device. It must not mutate its inputs, nor return tensors that
-    share memory with them.
+    """Register a function as operator `name` for every device.
+
+    It must not mutate its inputs, nor return tensors that share memory with them.
 
     `torch.library.custom_op` does the same, but its operators import the compiler when they are first called: one
     second at every start.
@@ -105,8 +106,9 @@ def projection_gradients(g: Tensor, x: Tensor, weights: list[Tensor], needs_weig
 
 
 def join_weights(weights: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the weights (O_i, D) as one (sum of O_i, D) in `dtype`, cast while they are copied. One weight that has
-    this type is not copied.
+    """Return the weights (O_i, D) as one (sum of O_i, D) in `dtype`, cast while they are copied.
+
+    One weight that has this type is not copied.
     """
     if len(weights) == 1:
         return weights[0].to(dtype)

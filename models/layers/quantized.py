@@ -19,8 +19,10 @@ DEVICES = ("cuda", "cpu")
 
 
 class Linear4bit(nn.Linear):
-    """W x + b in the dtype of autocast, else that of x. `weight`: a Params4bit of bitsandbytes, two numbers in a byte,
-    blocks of 64 with scales that are quantized themselves.
+    """W x + b in the dtype of autocast, else that of x.
+
+    `weight`: a Params4bit of bitsandbytes, two numbers in a byte, blocks of 64 with scales that are quantized
+    themselves.
     """
 
     weight: Any
@@ -78,8 +80,9 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def _import_bitsandbytes() -> Any:
-    """Return the package. With the package `kernels` it would download a library from the hub and run it: such code is
-    never executed.
+    """Return the package.
+
+    With the package `kernels` it would download a library from the hub and run it: such code is never executed.
     """
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # a warning that `kernels` is missing
     modules: dict[str, Any] = sys.modules

@@ -48,8 +48,9 @@ def own_attention(
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """query: (B, N, T, H); key, value: (B, K, C, H) -> (B, T, N, H). `attention_mask` is one of `own_mask`, with
-    sliding windows in it.
+    """query: (B, N, T, H); key, value: (B, K, C, H) -> (B, T, N, H).
+
+    `attention_mask` is one of `own_mask`, with sliding windows in it.
     """
     if softcap or s_aux is not None or position_bias is not None or value.shape[-1] != query.shape[-1]:
         raise UnsupportedAttentionError("softcap, attention sinks, position biases and values of another width")

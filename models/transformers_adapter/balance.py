@@ -77,7 +77,10 @@ class BalanceLoss:
             self.is_recording = False
 
     def loss(self, shape: torch.Size, lengths: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
-        """Return the weighted loss of each document (S,), None without one. `shape`: (B, T) of the recorded pass."""
+        """Return the weighted loss of each document (S,), None without one.
+
+        `shape`: (B, T) of the recorded pass.
+        """
         if not self.is_active:
             return None
         documents = None if lengths is None else index_documents(shape[1], lengths, document_ids)

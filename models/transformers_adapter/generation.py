@@ -55,8 +55,9 @@ def generation_step(
     mask: Tensor | None,
     cache: TransformersCache,
 ) -> Tensor:
-    """Return the logits (B, 1, V) of the last token. The last row of `mask` (B, 1, T, C) tells which of all tokens are
-    no padding.
+    """Return the logits (B, 1, V) of the last token.
+
+    The last row of `mask` (B, 1, T, C) tells which of all tokens are no padding.
     """
     arguments: dict[str, Any] = {
         "attention_mask": None if mask is None else mask[:, 0, -1].expand(len(ids), -1).long(),

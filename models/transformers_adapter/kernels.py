@@ -117,8 +117,9 @@ def packed_arguments(hf: Any, kernels: Kernels, document_ids: Tensor, position_i
 
 @torch.no_grad()
 def choose_kernels(hf: Any, attention: str) -> Kernels:
-    """Return the fastest kernels of `hf` that are exact on its device, and set its attention. `attention` is the
-    setting model.attention.
+    """Return the fastest kernels of `hf` that are exact on its device, and set its attention.
+
+    `attention` is the setting model.attention.
 
     Raises UserError if a kernel that is asked for by name is not exact, or if the log-probabilities of a row depend on
     anything but its earlier tokens.
@@ -133,8 +134,9 @@ def choose_kernels(hf: Any, attention: str) -> Kernels:
 
 
 def _probe(hf: Any) -> Probe:
-    """Return a probe with its reference. Raises UserError if the model does not compute on its own, or is no causal
-    language model.
+    """Return a probe with its reference.
+
+    Raises UserError if the model does not compute on its own, or is no causal language model.
     """
     try:
         probe = Probe(hf)

@@ -176,8 +176,9 @@ class TransformersModel(LanguageModel):
     def _compute(
         self, input_ids: Tensor, labels: Tensor | None, reduction: str, arguments: dict[str, Any]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return (logits, None) without labels, (None, nll) with them. `arguments`: further ones of the model of
-        transformers.
+        """Return (logits, None) without labels, (None, nll) with them.
+
+        `arguments`: further ones of the model of transformers.
         """
         if labels is None:
             return self.hf(input_ids, **arguments).logits, None

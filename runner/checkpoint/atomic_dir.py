@@ -120,8 +120,9 @@ def verify_dir(folder: Path) -> str | None:
 
 
 def read_verified(folder: Path, file: str, limit: int) -> bytes:
-    """Return the content of one file of a step folder. Raises OSError or ValueError unless it has the checksum of the
-    manifest.
+    """Return the content of one file of a step folder.
+
+    Raises OSError or ValueError unless it has the checksum of the manifest.
     """
     entry = _read_entries(folder).get(file)
     content = read_bounded(folder / file, limit)
@@ -166,7 +167,9 @@ def valid_names(parent: Path) -> list[str]:
 
 
 def discard_dir(folder: Path) -> None:
-    """Delete a step folder. It is renamed durably first, so that no partly deleted folder ever has its name.
+    """Delete a step folder.
+
+    It is renamed durably first, so that no partly deleted folder ever has its name.
 
     What cannot be deleted after that, e.g. `.nfs*` files that NFS keeps while a reader has them open, is left to
     `remove_temp`.
@@ -186,8 +189,9 @@ def discard_dir(folder: Path) -> None:
 
 
 def remove_temp(parent: Path, kinds: tuple[str, ...] = (".tmp-", ".del-")) -> list[str]:
-    """Remove temporary files of interrupted writers; return their names. The caller must hold the lock: a running
-    writer's files look the same.
+    """Remove temporary files of interrupted writers; return their names.
+
+    The caller must hold the lock: a running writer's files look the same.
 
     Files that cannot be deleted are left: they have no effect, and the next call tries again.
     """
@@ -206,8 +210,9 @@ def write_pointer(parent: Path, kind: str, name: str) -> None:
 
 
 def _read_entries(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the field `files` of the manifest. Raises ValueError if it is damaged, of another folder, or not one of
-    `write_atomic_dir`.
+    """Return the field `files` of the manifest.
+
+    Raises ValueError if it is damaged, of another folder, or not one of `write_atomic_dir`.
     """
     body = load_sealed_json(read_bounded(folder / MANIFEST_FILE, MAX_MANIFEST_BYTES))
     try:
@@ -237,8 +242,9 @@ _verified: dict[str, list[tuple[Any, ...]] | None] = {}  # folder -> signature o
 
 
 def _verified_cached(folder: Path) -> bool:
-    """Return whether a folder is valid. One that this process has written or verified is read again only if a file has
-    changed since.
+    """Return whether a folder is valid.
+
+    One that this process has written or verified is read again only if a file has changed since.
     """
     signature = _stat_signature(folder)
     if signature is None:

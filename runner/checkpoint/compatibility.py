@@ -56,7 +56,10 @@ COMPILER_SECONDS = 5.0
 
 
 def describe_environment(device: torch.device, num_ranks: int) -> dict[str, Any]:
-    """Return fact -> value, as JSON values, of this process. It costs about 5 ms, most of it for `code_fingerprint`."""
+    """Return fact -> value, as JSON values, of this process.
+
+    It costs about 5 ms, most of it for `code_fingerprint`.
+    """
     import numpy
     import torch
 

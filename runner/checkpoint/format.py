@@ -66,8 +66,9 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_newest_state(run_dir: Path) -> dict[str, Any] | None:
-    """Return the newest state.json of a run that can be parsed, or None. Checksums are not verified; loading a
-    checkpoint does that.
+    """Return the newest state.json of a run that can be parsed, or None.
+
+    Checksums are not verified; loading a checkpoint does that.
     """
     checkpoints = run_dir / CHECKPOINTS_DIR
     for checkpoint in (checkpoints / name for name in atomic_dir.step_names(checkpoints)):
@@ -83,8 +84,9 @@ def read_newest_state(run_dir: Path) -> dict[str, Any] | None:
 
 
 def read_proven_state(run_dir: Path) -> dict[str, Any] | None:
-    """Return the newest state.json of a run that has the checksum of its manifest, or None. Other files of the
-    checkpoint may be damaged.
+    """Return the newest state.json of a run that has the checksum of its manifest, or None.
+
+    Other files of the checkpoint may be damaged.
     """
     checkpoints = run_dir / CHECKPOINTS_DIR
     for name in atomic_dir.step_names(checkpoints):

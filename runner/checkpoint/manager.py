@@ -40,7 +40,10 @@ class Stateful(Protocol):
     """What a checkpoint saves and restores; the engine's TrainState."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fields of state.json, `progress` among them. Raises OSError while a log cannot be written."""
+        """Return the fields of state.json, `progress` among them.
+
+        Raises OSError while a log cannot be written.
+        """
 
     def tensor_sources(self) -> dict[str, dict[str, Callable[[], Tensor]]]:
         """Return file -> name -> function that returns the whole tensor; every rank calls each function."""
@@ -98,8 +101,9 @@ class CheckpointManager:
         self.run_dir, self.dir = run_dir, run_dir / CHECKPOINTS_DIR
 
     def save_async(self, step: int, source: Stateful) -> None:
-        """Copy the state to rank 0's host memory and hand it to the writer thread. A step that is saved already is
-        skipped.
+        """Copy the state to rank 0's host memory and hand it to the writer thread.
+
+        A step that is saved already is skipped.
         """
         if self._is_rank_zero:
             self.check_run_dir()
@@ -166,8 +170,9 @@ class CheckpointManager:
                 return
 
     def report_finished(self) -> None:
-        """Report saves that have finished since the last call. Raises TrainingError after max_failed_saves consecutive
-        failures.
+        """Report saves that have finished since the last call.
+
+        Raises TrainingError after max_failed_saves consecutive failures.
         """
         self._handle_results(self._writer.poll())
 

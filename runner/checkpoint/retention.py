@@ -165,8 +165,9 @@ def save_freeing_space(
 
 
 def free_space(checkpoints: Path, need: int, policy: RetentionPolicy) -> list[str]:
-    """Delete the oldest checkpoints until `need` bytes fit, at least one; return their names. [] if deleting all of
-    them would not suffice.
+    """Delete the oldest checkpoints until `need` bytes fit, at least one; return their names.
+
+    [] if deleting all of them would not suffice.
 
     The newest valid checkpoint and the best weights stay. Checkpoints of train.keep_every go after the others.
     """

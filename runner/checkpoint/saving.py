@@ -33,7 +33,10 @@ class SaveResult:
 
 
 class AsyncWriter:
-    """Runs one job at a time in a thread. The thread is no daemon: the process exits only after the last save."""
+    """Runs one job at a time in a thread.
+
+    The thread is no daemon: the process exits only after the last save.
+    """
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -46,8 +49,9 @@ class AsyncWriter:
         self._thread.start()
 
     def poll(self) -> list[SaveResult]:
-        """Return the results since the last call, without waiting. An error is returned, not raised: training may
-        continue.
+        """Return the results since the last call, without waiting.
+
+        An error is returned, not raised: training may continue.
         """
         return [self._results.popleft() for _ in range(len(self._results))]
 
@@ -88,8 +92,9 @@ class BestWeights:
 
 
 def copy_to_host(sources: Mapping[str, Callable[[], Tensor]], keep: bool) -> dict[str, Tensor]:
-    """Return copies in host memory, {} unless `keep`. Sharded tensors are gathered one at a time, to limit device
-    memory.
+    """Return copies in host memory, {} unless `keep`.
+
+    Sharded tensors are gathered one at a time, to limit device memory.
     """
     copies = {}
     for name, get_tensor in sources.items():
@@ -108,8 +113,9 @@ def write_checkpoint(checkpoints: Path, step: int, files: Mapping[str, Callable[
 def save_and_prune(
     checkpoints: Path, write: Callable[[], None], retention: RetentionPolicy, warn: Callable[[str], None]
 ) -> None:
-    """Runs on the writer thread. Older checkpoints are deleted once the new one is on disk; before that, only if the
-    disk is full.
+    """Runs on the writer thread.
+
+    Older checkpoints are deleted once the new one is on disk; before that, only if the disk is full.
     """
     save_freeing_space(write, checkpoints, retention, warn)
     try:

@@ -1,5 +1,6 @@
-"""Entry point of train.py: checks the command line, then trains, resumes, sweeps or prints. Every end has its exit
-code.
+"""Entry point of train.py: checks the command line, then trains, resumes, sweeps or prints.
+
+Every end has its exit code.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ Task = Callable[[DictConfig], float]
 
 
 def train_command(task: Task, argv: list[str] | None = None) -> None:
-    """Execute the command line `argv` (default: of this process); Hydra calls `task` for a new run. Exits with the code
-    of common/exit_codes.py.
+    """Execute the command line `argv` (default: of this process); Hydra calls `task` for a new run.
+
+    Exits with the code of common/exit_codes.py.
     """
     set_wait_policy()
     ignore_broken_pipe()
@@ -59,8 +61,9 @@ def _worker_main(argv: list[str]) -> int:
 
 
 def _dispatch(argv: list[str], task: Task) -> None:
-    """Execute one command line. What a branch alone needs is imported in it: `--help` imports neither sweeps nor the
-    engine.
+    """Execute one command line.
+
+    What a branch alone needs is imported in it: `--help` imports neither sweeps nor the engine.
     """
     typed, flags = _parse(argv)
     if has_flag(flags, "--shell-completion", "--hydra-help"):

@@ -17,8 +17,9 @@ SHOW_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"  # as the user has s
 
 @contextmanager
 def exiting_with_code() -> Iterator[None]:
-    """Turn an exception into its message on stderr and SystemExit with its code. A bug shows its traceback and exits
-    with 1, Ctrl-C with 130.
+    """Turn an exception into its message on stderr and SystemExit with its code.
+
+    A bug shows its traceback and exits with 1, Ctrl-C with 130.
 
     With HYDRA_FULL_ERROR=1 every exception shows its traceback.
     """

@@ -124,8 +124,9 @@ def _split(typed: list[str], kinds: dict[str, str], config_dir: str | None) -> t
 
 
 def to_schema(tree: DictConfig, schema: type[T], typed: Sequence[str] = ()) -> T:
-    """Return the settings in `tree` as the dataclass `schema`, whose own checks run here. Raises UserError, about one
-    of the overrides `typed`.
+    """Return the settings in `tree` as the dataclass `schema`, whose own checks run here.
+
+    Raises UserError, about one of the overrides `typed`.
     """
     if missing := sorted(OmegaConf.missing_keys(tree)):
         raise UserError(f"{missing[0]} has no value", missing[0], f"{missing[0]}=<value>")

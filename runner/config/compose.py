@@ -68,7 +68,10 @@ def compose_config(typed: list[str]) -> Config:
 
 
 def compose_tree(typed: list[str], conf: Path = CONF_DIR) -> DictConfig:
-    """Return Hydra's config, with the section `hydra` and with interpolations unresolved. Raises UserError."""
+    """Return Hydra's config, with the section `hydra` and with interpolations unresolved.
+
+    Raises UserError.
+    """
     typed = [overrides.normalize_int(override) for override in typed]
     overrides.check_overrides(typed, conf)
     register_configs(overrides.config_dirs(typed, conf))
@@ -84,8 +87,9 @@ def compose_command(name: str, typed: list[str]) -> DictConfig:
 
 
 def source_files(typed: list[str], conf: Path = CONF_DIR) -> dict[str, Path]:
-    """Return the YAML files that the overrides are composed from, by their name in a config folder. Files of Hydra's
-    own config are left out.
+    """Return the YAML files that the overrides are composed from, by their name in a config folder.
+
+    Files of Hydra's own config are left out.
     """
     register_configs(overrides.config_dirs(typed, conf))
     with translating_hydra_errors(typed):
@@ -131,8 +135,9 @@ def without_hydra(tree: DictConfig) -> DictConfig:
 
 
 def to_config(tree: DictConfig | dict[str, Any]) -> Config:
-    """Return the settings in `tree` as dataclasses, whose own checks run here. Raises UserError. A plain dict has no
-    interpolations.
+    """Return the settings in `tree` as dataclasses, whose own checks run here.
+
+    Raises UserError. A plain dict has no interpolations.
     """
     check_imported(tree.get("plugins") or [])
     values = tree if isinstance(tree, dict) else cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True))
@@ -160,8 +165,9 @@ def merge_into_schema(values: dict[str, Any]) -> DictConfig:
 
 
 def section_object(section: str, values: dict[str, Any]) -> Any:
-    """Return the dataclass of one section with these values. Raises UserError if one is missing, unknown or not
-    allowed.
+    """Return the dataclass of one section with these values.
+
+    Raises UserError if one is missing, unknown or not allowed.
     """
     with translating_hydra_errors([]):
         merged = OmegaConf.merge(OmegaConf.structured(section_class(section, values)), values)
@@ -173,8 +179,9 @@ def section_object(section: str, values: dict[str, Any]) -> Any:
 
 
 def section_class(section: str, values: Any) -> type | None:
-    """Return the dataclass of a section, None if it does not name its choice (e.g. optimizer.name). Raises UserError if
-    that is not registered.
+    """Return the dataclass of a section, None if it does not name its choice (e.g. optimizer.name).
+
+    Raises UserError if that is not registered.
     """
     if section not in REGISTERED_SECTIONS:
         return schema.config_schema()[section]

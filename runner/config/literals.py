@@ -35,8 +35,9 @@ def literal_path(override: str) -> str:
 
 
 def literal_output(override: str) -> str:
-    """Return the override of a folder that may not exist yet, quoted for Hydra. It is one folder, whatever characters
-    its name has.
+    """Return the override of a folder that may not exist yet, quoted for Hydra.
+
+    It is one folder, whatever characters its name has.
     """
     key, _, value = override.partition("=")
     return (
@@ -47,8 +48,9 @@ def literal_output(override: str) -> str:
 
 
 def _parse_paths(override: str) -> Any:
-    """Return the paths of an override as Hydra parses them. What its grammar refuses, such as `[数据.jsonl,b.jsonl]`, is
-    split at the commas.
+    """Return the paths of an override as Hydra parses them.
+
+    What its grammar refuses, such as `[数据.jsonl,b.jsonl]`, is split at the commas.
     """
     try:
         return parse_value(override)
@@ -135,8 +137,9 @@ def parse_value(override: str) -> Any:
 
 
 def hydra_quote(value: str) -> str:
-    """Return a quoted string of Hydra's grammar whose value is `value`. Backslashes are doubled only before a special
-    character.
+    """Return a quoted string of Hydra's grammar whose value is `value`.
+
+    Backslashes are doubled only before a special character.
     """
     value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # not an interpolation
     value = re.sub(r"(\\*)'", r"\1\1\\'", value)

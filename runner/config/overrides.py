@@ -37,7 +37,9 @@ RERUN_FLAGS = ("--config-path", "--config-name", "--experimental-rerun")
 
 
 def parse_argv(argv: list[str], settings: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Return (overrides, flags). Flags are spelled out, with the value behind `=`: `-cjob` becomes `--cfg=job`.
+    """Return (overrides, flags).
+
+    Flags are spelled out, with the value behind `=`: `-cjob` becomes `--cfg=job`.
 
     Raises UserError for a flag that Hydra does not have; the message for a known name of `settings`, as in `--epochs
     3`, gives the override.
@@ -137,8 +139,9 @@ def is_hydra_override(override: str) -> bool:
 
 
 def is_storable(override: str) -> bool:
-    """Return whether a file of a run or sweep may hold the override. A flag may execute a file, a resolver may read the
-    environment.
+    """Return whether a file of a run or sweep may hold the override.
+
+    A flag may execute a file, a resolver may read the environment.
     """
     is_override = STORED_OVERRIDE.fullmatch(override) is not None
     return is_override and (is_hydra_override(override) or RESOLVER.search(OWN_RESOLVER.sub("", override)) is None)
@@ -328,8 +331,9 @@ def plugins_of(typed: list[str]) -> list[str]:
 
 
 def literal_text(override: str, is_list: bool) -> str:
-    """Return `run.note=what's new (part 2), and why` quoted for Hydra. Of a name, commas separate the values of a
-    sweep; one tag is a list of one.
+    """Return `run.note=what's new (part 2), and why` quoted for Hydra.
+
+    Of a name, commas separate the values of a sweep; one tag is a list of one.
     """
     key, equals, value = override.partition("=")
     if "${" in value:

@@ -1,5 +1,6 @@
-"""Typed settings that this run does not read: refused, because a value without effect is a mistake. YAML files may hold
-them.
+"""Typed settings that this run does not read: refused, because a value without effect is a mistake.
+
+YAML files may hold them.
 
 Settings of a class that another choice of the section has (schedule.decay_fraction under cosine) are refused by
 `compose.check_all_read`.

@@ -70,8 +70,10 @@ def with_position(error: UserError, typed: Sequence[str]) -> UserError:
 
 
 def setting_position(key: str, value: str, typed: Sequence[str]) -> str | None:
-    """Return file:line of the last file that sets `key`, to something else than ???. For a key that no file sets and
-    that has no `value`, return the file of the user that should: the last one of its section.
+    """Return file:line of the last file that sets `key`, to something else than ???.
+
+    For a key that no file sets and that has no `value`, return the file of the user that should: the last one of its
+    section.
     """
     section_file = None
     try:

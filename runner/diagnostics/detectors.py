@@ -124,8 +124,9 @@ def _far_above_uniform(history: RunHistory, facts: RunFacts) -> str | None:
 
 
 def loss_flat(history: RunHistory, facts: RunFacts) -> Symptom | None:
-    """The loss has hardly fallen in half of the run. Only of a loss in nats per token: others may stay while the model
-    learns.
+    """The loss has hardly fallen in half of the run.
+
+    Only of a loss in nats per token: others may stay while the model learns.
     """
     level = history.level()
     since = bisect_right(history.steps, facts.warmup_steps)
@@ -191,8 +192,9 @@ def high_initial_loss(history: RunHistory, facts: RunFacts) -> Symptom | None:
 
 
 def always_clipped(history: RunHistory, facts: RunFacts) -> Symptom | None:
-    """Norms somewhat above the limit are usual. Far above it the length of every update is that of the limit, whatever
-    the gradient is.
+    """Norms somewhat above the limit are usual.
+
+    Far above it the length of every update is that of the limit, whatever the gradient is.
     """
     norms = history.grad_norms
     if not facts.grad_clip or len(norms) < CLIPPED_MIN:

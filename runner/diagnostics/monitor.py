@@ -52,8 +52,9 @@ def diagnose(records: Iterable[LoggedRecord], facts: RunFacts) -> list[Symptom]:
 
 
 def watch_records(facts: RunFacts, earlier: Path | None, warn: Callable[[str], None]) -> Callable[[LoggedRecord], None]:
-    """Return a function that takes each new record and warns of new symptoms. `earlier`: metrics.jsonl of a resumed
-    run, which has reported its own.
+    """Return a function that takes each new record and warns of new symptoms.
+
+    `earlier`: metrics.jsonl of a resumed run, which has reported its own.
     """
     monitor = RunMonitor(facts)
     is_watching = True
@@ -81,8 +82,9 @@ def watch_records(facts: RunFacts, earlier: Path | None, warn: Callable[[str], N
 
 
 def read_metrics(path: Path) -> Iterator[LoggedRecord]:
-    """Yield the records of a metrics.jsonl, of a long one the first and the newest. A line that is no object is left
-    out; nothing raises.
+    """Yield the records of a metrics.jsonl, of a long one the first and the newest.
+
+    A line that is no object is left out; nothing raises.
     """
     try:
         fd, size = open_regular(path)

@@ -39,8 +39,9 @@ MARKERS = {
 def check_rows(
     sources: Iterable[Source], schemas: Iterable[str], stats: Iterable[RowStats], template: str | None
 ) -> list[Symptom]:
-    """Return the symptoms of training files. `schemas`: the row schema of each; `template`: the chat template; None:
-    the rows are texts.
+    """Return the symptoms of training files.
+
+    `schemas`: the row schema of each; `template`: the chat template; None: the rows are texts.
     """
     if template is None:
         return []

@@ -107,8 +107,9 @@ def prepare_model(
 
 
 def load_saved_weights(model: LanguageModel, run_dir: Path) -> None:
-    """Load the newest valid checkpoint's weights: random ones may not show how a model computes. `TrainState` loads
-    them again with all other state.
+    """Load the newest valid checkpoint's weights: random ones may not show how a model computes.
+
+    `TrainState` loads them again with all other state.
     """
     with suppress(FileNotFoundError):
         checkpoint = newest_checkpoint(run_dir)
@@ -175,7 +176,9 @@ def build_run(
     update_metadata: Callable[..., None],
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> TrainState:
-    """Build all parts of a run. `cfg.init_from` is a path or "scratch", `update_metadata` writes fields of run.json.
+    """Build all parts of a run.
+
+    `cfg.init_from` is a path or "scratch", `update_metadata` writes fields of run.json.
 
     Raises UserError if the settings, the data and the machine do not fit together, StopRequested if `stop_requested()`
     on some rank.
@@ -292,7 +295,9 @@ def load_tokenizer(cfg: Config, run_dir: Path) -> Tokenizer:
 
 
 def resolve_rows_per_step(cfg: Config, num_ranks: int, saved: dict[str, object]) -> int:
-    """Return the batch rows per step over all ranks. `saved`: facts of the checkpoint to resume, {} if there is none.
+    """Return the batch rows per step over all ranks.
+
+    `saved`: facts of the checkpoint to resume, {} if there is none.
 
     A run that is resumed on another number of ranks keeps its rows per step; each rank then computes more or fewer
     micro-batches.

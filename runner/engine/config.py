@@ -96,8 +96,9 @@ class TrainConfig:
 
 @dataclass
 class LabelConfig:
-    """What a person calls the run. It is text for pages and lists: no path, no folder and no identity of the run is
-    made of it.
+    """What a person calls the run.
+
+    It is text for pages and lists: no path, no folder and no identity of the run is made of it.
     """
 
     ON_RESUME = "ignored"
@@ -189,7 +190,10 @@ STEP_SIZE_KEYS = {
 
 @dataclass
 class SweepConfig:
-    """Rules of the sweep that a run is a job of. Training does not read them: they become overrides of each job."""
+    """Rules of the sweep that a run is a job of.
+
+    Training does not read them: they become overrides of each job.
+    """
 
     ON_RESUME = "ignored"
 

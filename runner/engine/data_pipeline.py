@@ -274,7 +274,10 @@ def rows_to_hold_out(total: int, fraction: float | str) -> int:
 
 
 def training_slice(groups: list[list[WeightedSource]], count: int) -> list[WeightedSource]:
-    """Return `count` rows spread over all files, the same ones for every seed and batch size. They stay training rows."""
+    """Return `count` rows spread over all files, the same ones for every seed and batch size.
+
+    They stay training rows.
+    """
     parts = [part for group in groups for part in group]
     total = sum(part.num_rows for part in parts)
     slices, before = [], 0
@@ -316,8 +319,9 @@ def evaluation_identity(
 
 
 def to_sequences(rows: RowSource, cfg: Config, seed: int) -> SequenceSource:
-    """Return the rows packed or one by one, as data.packing says; `seed` decides which share a sequence. A preference
-    pair takes the place of two sequences.
+    """Return the rows packed or one by one, as data.packing says; `seed` decides which share a sequence.
+
+    A preference pair takes the place of two sequences.
     """
     from data.batching.batch import UnpackedSequences
     from data.batching.packing import PackedSequences

@@ -51,8 +51,9 @@ def evaluate_if_due(state: TrainState) -> None:
 
 
 def is_evaluation_due(state: TrainState) -> bool:
-    """Return whether the current step is one after which the run is evaluated. A slice of the training rows is used
-    after the last step only.
+    """Return whether the current step is one after which the run is evaluated.
+
+    A slice of the training rows is used after the last step only.
     """
     is_final = state.cfg.train.final_eval_rows > 0 and state.progress.step == state.total_steps
     intervals = not state.pipeline.evaluates_training_rows and state.is_due(state.cfg.train.eval_every)
@@ -76,7 +77,10 @@ def evaluate_loss(state: TrainState) -> dict[str, float]:
 
 
 def warn_of_tiny_validation(state: TrainState, per_batch: list[tuple[float, torch.Tensor]]) -> None:
-    """Warn if the loss over the validation rows is uncertain. `per_batch`: of this rank; every rank must call it."""
+    """Warn if the loss over the validation rows is uncertain.
+
+    `per_batch`: of this rank; every rank must call it.
+    """
     losses = torch.stack([loss for _, loss in per_batch]).tolist() if per_batch else []
     ranks = state.dist.gather([[items for items, _ in per_batch], losses])
     items, losses = ([number for rank in ranks for number in rank[column]] for column in (0, 1))
@@ -115,8 +119,9 @@ def sum_losses(state: TrainState) -> tuple[float, dict[str, torch.Tensor], list[
 
 @contextmanager
 def ending_together(state: TrainState) -> Iterator[None]:
-    """If the block fails on this rank, end all ranks at their next `check_stop`. Not under fsdp, where the others may
-    wait in a forward pass.
+    """If the block fails on this rank, end all ranks at their next `check_stop`.
+
+    Not under fsdp, where the others may wait in a forward pass.
     """
     try:
         yield
@@ -127,8 +132,9 @@ def ending_together(state: TrainState) -> Iterator[None]:
 
 
 def generate_samples(state: TrainState) -> list[dict[str, str]]:
-    """Return the model's answers to train.sample_prompts, as a function of weights and step. Raises StopRequested on
-    every rank if some rank is stopped.
+    """Return the model's answers to train.sample_prompts, as a function of weights and step.
+
+    Raises StopRequested on every rank if some rank is stopped.
     """
     answers: list[list[int]] = []
     # Sharded weights are gathered in the dtype of the computation, so the inputs need it too.

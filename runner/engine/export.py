@@ -27,7 +27,10 @@ from runner.engine.state import TrainState, load_strict, saved_tensors
 
 @dataclass(frozen=True)
 class ExportedWeights:
-    """The weights of `model/`, as run.json records them. Readers (evaluate.py, leaderboards, samplers) name them by it."""
+    """The weights of `model/`, as run.json records them.
+
+    Readers (evaluate.py, leaderboards, samplers) name them by it.
+    """
 
     weights: str  # best or last
     step: int
@@ -55,8 +58,9 @@ def choose_weights(state: TrainState) -> ExportedWeights:
 
 
 def export_model(state: TrainState, exported: ExportedWeights) -> None:
-    """Write `model/` on rank 0: a Hugging Face folder, or a PEFT adapter folder under LoRA. It replaces the previous
-    one only once it is on disk.
+    """Write `model/` on rank 0: a Hugging Face folder, or a PEFT adapter folder under LoRA.
+
+    It replaces the previous one only once it is on disk.
 
     The run's last checkpoint must have been saved: sharded weights are read from it. Raises TrainingError if the disk
     refuses.
@@ -82,7 +86,10 @@ def export_model(state: TrainState, exported: ExportedWeights) -> None:
 
 
 def _write_folder(state: TrainState, model: LanguageModel) -> None:
-    """Write `model` to `model/` of the run. If that raises OSError, the previous folder is there as before."""
+    """Write `model` to `model/` of the run.
+
+    If that raises OSError, the previous folder is there as before.
+    """
     target, new, old = (state.run_dir / name for name in ("model", ".tmp-model", ".del-model"))
     for leftover in (new, old):
         shutil.rmtree(leftover, ignore_errors=True)

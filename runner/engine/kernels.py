@@ -196,8 +196,9 @@ def cpu_choices(
     precision: Precision,
     decision: CompileDecision,
 ) -> Iterator[KernelChoice]:
-    """Yield the choices of a run on the CPU, each when those before it are made. `models`: the trained one first, then
-    those that the objective reads.
+    """Yield the choices of a run on the CPU, each when those before it are made.
+
+    `models`: the trained one first, then those that the objective reads.
     """
     if precision.device.type != "cpu":
         return

@@ -161,7 +161,10 @@ def train_steps(state: TrainState) -> None:
 
 
 def step_with_retries(state: TrainState, batches: list[Batch], lr: float) -> StepOutput:
-    """Run one optimizer step, repeated with a smaller loss scale while fp16 overflows. Its results stay on the device."""
+    """Run one optimizer step, repeated with a smaller loss scale while fp16 overflows.
+
+    Its results stay on the device.
+    """
     progress = state.progress
     while state.precision.should_retry((output := train_step(state, batches, lr)).gradients):
         progress.overflows += 1
@@ -176,8 +179,10 @@ def step_with_retries(state: TrainState, batches: list[Batch], lr: float) -> Ste
 
 
 def train_step(state: TrainState, batches: list[Batch], lr: float) -> StepOutput:
-    """Update the parameters once, with gradient accumulation. The loss is normalized over the step: the items of all
-    micro-batches and ranks are counted first, then every loss is divided by that count.
+    """Update the parameters once, with gradient accumulation.
+
+    The loss is normalized over the step: the items of all micro-batches and ranks are counted first, then every loss is
+    divided by that count.
 
     The host does not wait for the device, except with experts (their numbers of tokens determine shapes) and fp16.
     Raises StopRequested between two micro-batches. Whatever is raised before the update abandons the step: the random

@@ -1,4 +1,7 @@
-"""State of one run: its parts, its progress, and what of it a checkpoint stores. `build.build_run` makes one."""
+"""State of one run: its parts, its progress, and what of it a checkpoint stores.
+
+`build.build_run` makes one.
+"""
 
 from __future__ import annotations
 
@@ -113,15 +116,18 @@ class TrainState:
     kernel_reasons: dict[str, str] = field(default_factory=dict)  # title -> the kernel that was chosen, and why
 
     def check_stop(self, has_stopped: bool = False, has_failed: bool = False) -> None:
-        """Raise StopRequested if some rank has received a stop signal. Every rank must call it. `has_failed`: see
-        `all_reduce_or_raise`.
+        """Raise StopRequested if some rank has received a stop signal.
+
+        Every rank must call it. `has_failed`: see `all_reduce_or_raise`.
         """
         self.all_reduce_or_raise([], has_stopped, has_failed)
 
     def all_reduce_or_raise(
         self, numbers: Sequence[float], has_stopped: bool = False, has_failed: bool = False
     ) -> list[float]:
-        """Return the sum over all ranks of each number. Raises StopRequested if some rank has received a stop signal.
+        """Return the sum over all ranks of each number.
+
+        Raises StopRequested if some rank has received a stop signal.
 
         `has_failed`: this rank cannot go on and will raise the error; the others raise PeerLostError.
         """
@@ -146,7 +152,10 @@ class TrainState:
         return self.progress.step >= self.total_steps or self.stopped_early
 
     def is_due(self, every: int) -> bool:
-        """Return whether something that happens every `every` steps, and after the last step, happens now. 0: never."""
+        """Return whether something that happens every `every` steps, and after the last step, happens now.
+
+        0: never.
+        """
         return every > 0 and (self.progress.step % every == 0 or self.progress.step == self.total_steps)
 
     def state_dict(self) -> dict[str, Any]:
@@ -212,16 +221,19 @@ class TrainState:
         }
 
     def load_tensors(self, files: dict[str, dict[str, Tensor]], source: Path) -> None:
-        """Copy the tensors of a checkpoint into model and optimizers. Raises UserError if one is missing, unknown or of
-        another shape.
+        """Copy the tensors of a checkpoint into model and optimizers.
+
+        Raises UserError if one is missing, unknown or of another shape.
         """
         load_strict(saved_tensors(self.model), files["model"], source)
         self.optimizers.load_state_dict(files["optimizer"])
 
 
 def propagate_failure(batches: Iterator[T], announce: Callable[[bool, bool], object]) -> Iterator[T]:
-    """Yield what a loader of this rank yields. Before an error of it is raised, call `announce(has_stopped,
-    has_failed)`, which takes part in the collective in which the other ranks wait for this one's batch.
+    """Yield what a loader of this rank yields.
+
+    Before an error of it is raised, call `announce(has_stopped, has_failed)`, which takes part in the collective in
+    which the other ranks wait for this one's batch.
     """
     while True:
         enter("while it waits for data")
@@ -247,8 +259,9 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_strict(into: dict[str, Tensor], saved: dict[str, Tensor], source: Path) -> None:
-    """Copy `saved` into `into`. Raises UserError where names, shapes or kinds of numbers differ, and for values that
-    are not finite.
+    """Copy `saved` into `into`.
+
+    Raises UserError where names, shapes or kinds of numbers differ, and for values that are not finite.
     """
     import torch
 

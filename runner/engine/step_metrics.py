@@ -87,8 +87,9 @@ def fetch_results(state: TrainState, steps: list[StepOutput]) -> list[StepResult
 
 
 def should_flush(state: TrainState) -> bool:
-    """Return whether to fetch results although no log line is due. It depends on settings and step numbers only: all
-    ranks agree.
+    """Return whether to fetch results although no log line is due.
+
+    It depends on settings and step numbers only: all ranks agree.
     """
     train = state.cfg.train
     is_due = any(map(state.is_due, (train.save_every, train.eval_every, train.sample_every)))
@@ -96,8 +97,9 @@ def should_flush(state: TrainState) -> bool:
 
 
 def flush_steps(state: TrainState) -> list[StepResult]:
-    """Fetch all pending steps in order. Raises DivergedError after train.max_nonfinite_steps consecutive steps that are
-    not finite.
+    """Fetch all pending steps in order.
+
+    Raises DivergedError after train.max_nonfinite_steps consecutive steps that are not finite.
     """
     progress = state.progress
     pending, state.pending_steps = state.pending_steps, []
@@ -174,8 +176,9 @@ def peak_memory(device: torch.device) -> int:
 
 
 def watch_numbers(state: TrainState) -> None:
-    """Let the logger warn, once each, of what the logged numbers say: docs/guide/troubleshooting.md. Records of earlier
-    attempts count.
+    """Let the logger warn, once each, of what the logged numbers say: docs/guide/troubleshooting.md.
+
+    Records of earlier attempts count.
     """
     if not state.dist.is_rank_zero:
         return

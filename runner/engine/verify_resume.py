@@ -86,8 +86,9 @@ def _comparable_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def _best_weights(run_dir: Path) -> tuple[int, bytes] | None:
-    """Return the best step and its weights. They are in a checkpoint or in a folder of their own, as the run was
-    stopped at this step or not.
+    """Return the best step and its weights.
+
+    They are in a checkpoint or in a folder of their own, as the run was stopped at this step or not.
     """
     pointer = run_dir / CHECKPOINTS_DIR / BEST_POINTER
     if not pointer.exists():

@@ -37,8 +37,9 @@ class DiskFault:
 
 
 class DiskHook:
-    """Counts file calls below `folder` in a forked process, and lets some of them fail. `calls` can be read by the
-    parent.
+    """Counts file calls below `folder` in a forked process, and lets some of them fail.
+
+    `calls` can be read by the parent.
     """
 
     def __init__(self, folder: Path, fault: DiskFault | None = None) -> None:
@@ -50,8 +51,9 @@ class DiskHook:
         return COUNTER.unpack(self._shared[:])[0]
 
     def install(self) -> None:
-        """Replace the functions of `os`, `open` and the file system of this program. There is no way back: call it in a
-        fork.
+        """Replace the functions of `os`, `open` and the file system of this program.
+
+        There is no way back: call it in a fork.
         """
         for name in PATH_CALLS:
             setattr(

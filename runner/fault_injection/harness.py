@@ -24,7 +24,9 @@ WORKERS = ["data.num_workers=2", "data.worker_timeout=3"]  # for the faults of d
 
 
 def run_faults(cfg: FaultsConfig, overrides: list[str]) -> None:
-    """Inject the faults of `cfg` into `python runner/train.py *overrides`. Exits with 1 if a promise was broken.
+    """Inject the faults of `cfg` into `python runner/train.py *overrides`.
+
+    Exits with 1 if a promise was broken.
 
     Raises UserError if the command does not complete undisturbed.
     """

@@ -1,4 +1,7 @@
-"""The kinds of faults: each disturbs the run of a Trial once. Everything random comes from the trial's generator."""
+"""The kinds of faults: each disturbs the run of a Trial once.
+
+Everything random comes from the trial's generator.
+"""
 
 from __future__ import annotations
 

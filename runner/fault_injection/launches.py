@@ -107,8 +107,9 @@ class Launch:
         return self.code
 
     def wait(self, timeout: float, until: Callable[[], object] = lambda: False) -> bool:
-        """Wait for the end, or for `until()`; return whether that came first. A launch that hangs for `timeout` seconds
-        is killed.
+        """Wait for the end, or for `until()`; return whether that came first.
+
+        A launch that hangs for `timeout` seconds is killed.
         """
         deadline = time.monotonic() + timeout
         while self.poll() is None:
@@ -139,7 +140,10 @@ class Launch:
 
 
 def import_heavy_libraries() -> None:
-    """Import what a training needs, once, before the first fork. Nothing is computed: threads would not survive a fork."""
+    """Import what a training needs, once, before the first fork.
+
+    Nothing is computed: threads would not survive a fork.
+    """
     import torch._dynamo  # otherwise the first AdamW imports it, for a second, in every fork
 
     import runner.engine.build

@@ -79,8 +79,9 @@ class Rig:
         return [f"resume={run_dir}"] if (run_dir / "run.json").exists() else self.argv(run_dir)
 
     def clear_cache(self) -> None:
-        """Remove the token stores, so that the next launch tokenizes. The folder stays: a resume uses another one than
-        a saved `data.cache` that is missing.
+        """Remove the token stores, so that the next launch tokenizes.
+
+        The folder stays: a resume uses another one than a saved `data.cache` that is missing.
         """
         shutil.rmtree(self.folder / "cache", ignore_errors=True)
         (self.folder / "cache").mkdir(parents=True)
@@ -126,8 +127,9 @@ class Trial:
         return launch.code
 
     def _wrong_exit(self, launch: Launch, disturbed: bool) -> str | None:
-        """Return why the exit code is not true. `disturbed`: a signal or SIGKILL was sent, which may also end it at
-        once.
+        """Return why the exit code is not true.
+
+        `disturbed`: a signal or SIGKILL was sent, which may also end it at once.
         """
         fields = read_json_object(self.run_dir / "run.json")
         code, status = launch.code, fields.get("status")

@@ -1,3 +1,4 @@
-"""Use of trained models and data without training: chat, evaluate, inspect rows. Imports engine, tracking, data, models
-and common; not hydra.
+"""Use of trained models and data without training: chat, evaluate, inspect rows.
+
+Imports engine, tracking, data, models and common; not hydra.
 """

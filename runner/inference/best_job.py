@@ -57,8 +57,9 @@ def model_score(fields: Mapping[str, Any]) -> ModelScore | None:
 
 
 def find_best_job(sweep: Path) -> Path:
-    """Return the run directory of the best job. Prints which it is. Raises UserError if no job can be called the best,
-    or its directory is a link.
+    """Return the run directory of the best job.
+
+    Prints which it is. Raises UserError if no job can be called the best, or its directory is a link.
     """
     jobs = _read_jobs(sweep)
     scored = {
@@ -166,8 +167,9 @@ def parse_number(text: str) -> float | None:
 
 
 def _read_jobs(sweep: Path) -> list[tuple[str, dict[str, str], dict[str, Any]]]:
-    """Return (name, swept values, fields of run.json) of each job. A name that leads out of the sweep directory is left
-    out.
+    """Return (name, swept values, fields of run.json) of each job.
+
+    A name that leads out of the sweep directory is left out.
     """
     found = []
     jobs = read_json_object(sweep / "sweep.json").get("jobs")

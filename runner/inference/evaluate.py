@@ -181,7 +181,10 @@ def _printable(record: Record) -> str:
 
 
 def open_evaluation_set(data: EvaluationData, metric: str, progress: EvaluationProgress) -> EvaluationSet:
-    """Find the files and detect their schemas. Raises UserError if the metric does not read their data format."""
+    """Find the files and detect their schemas.
+
+    Raises UserError if the metric does not read their data format.
+    """
     from data.schemas.registry import SCHEMAS, missing_columns, schema_of_source
     from data.sources.files import ReadOptions
     from data.sources.splits import resolve_evaluation_files

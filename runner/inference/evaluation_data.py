@@ -72,8 +72,9 @@ class EvaluationSet:
         self.progress.advance(done)
 
     def _is_stopped(self) -> bool:
-        """Whether the user has asked to stop. Raises KeyboardInterrupt before the first row is done, when there is no
-        result yet.
+        """Whether the user has asked to stop.
+
+        Raises KeyboardInterrupt before the first row is done, when there is no result yet.
         """
         if self.progress.should_stop() and not self.progress.done:
             raise KeyboardInterrupt

@@ -171,7 +171,10 @@ def _weighted_sources(pipeline: DataPipeline) -> list[WeightedSource]:
 
 
 def _rows_at(part: WeightedSource, position: int) -> list[EncodedRow]:
-    """Return the encoded rows made from one position of a file. Rows of a store are in the order of the file."""
+    """Return the encoded rows made from one position of a file.
+
+    Rows of a store are in the order of the file.
+    """
     from data.batching.mixture import MixedRows
 
     rows = MixedRows((part,))
@@ -184,8 +187,9 @@ def _rows_at(part: WeightedSource, position: int) -> list[EncodedRow]:
 
 
 def _turn_ends(names: set[str], pipeline: DataPipeline, run: Config, tokenizer: Tokenizer) -> dict[str, TurnEnds]:
-    """Return where the turns of the rows with these names end. Token stores do not have it, so the files are read
-    again.
+    """Return where the turns of the rows with these names end.
+
+    Token stores do not have it, so the files are read again.
     """
     from data.schemas.augment import augment_example
     from data.schemas.registry import SCHEMAS, PreferencePair, TextExample

@@ -160,8 +160,9 @@ def saved_adapter(run: Path) -> tuple[LoraConfig, Path] | None:
 
 
 def _load_checkpoint(folder: Path, run: Path) -> LanguageModel:
-    """Return the fp32 model with the weights of a checkpoint. Raises UserError if the checkpoint or the saved settings
-    are damaged.
+    """Return the fp32 model with the weights of a checkpoint.
+
+    Raises UserError if the checkpoint or the saved settings are damaged.
     """
     from models.config import MODELS
     from models.formats.load import add_run_adapter, load_into, load_weights
@@ -204,8 +205,9 @@ def _tokenizer_of_run(run: Path, data_format: str | None) -> Tokenizer:
 
 
 def _from_saved(schema: type, section: dict[str, Any], run: Path) -> Any:
-    """Return a section of a saved config as its dataclass, those inside of it included. Raises UserError if a field is
-    missing or unknown.
+    """Return a section of a saved config as its dataclass, those inside of it included.
+
+    Raises UserError if a field is missing or unknown.
     """
     hints = typing.get_type_hints(schema)
     try:

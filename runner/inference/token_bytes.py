@@ -20,7 +20,10 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # byte fallback: one byte of a char
 
 
 class TokenBytes:
-    """Counts the UTF-8 bytes of the tokens with a label. Special tokens, also the end of a text, have none."""
+    """Counts the UTF-8 bytes of the tokens with a label.
+
+    Special tokens, also the end of a text, have none.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         stored = parse_json(read_source_file(tokenizer.folder / "tokenizer.json", MAX_TOKENIZER_BYTES))

@@ -91,7 +91,10 @@ def train_on_ranks(config: Config, metadata: RunMetadata, count: int) -> float:
 
 @contextmanager
 def _config_file(config: Config, folder: Path) -> Iterator[Path]:
-    """Write the composed config to a temporary file for the ranks. After a kill the next launch removes it."""
+    """Write the composed config to a temporary file for the ranks.
+
+    After a kill the next launch removes it.
+    """
     file = folder / temp_name("tmp", "config.json")
     write_new_file(file, json.dumps(dataclasses.asdict(config)).encode())
     try:
@@ -211,8 +214,9 @@ class RankGroup:
         return f"hangs{where} (pid {pid}, no progress{since}{describe_state(pid)})"
 
     def _first_failure(self, known: int | None) -> int | None:
-        """Return the rank to blame. `known` stays unless it only lost a peer: then the rank that caused it may exit
-        later.
+        """Return the rank to blame.
+
+        `known` stays unless it only lost a peer: then the rank that caused it may exit later.
 
         Among failures seen at the same poll, a user error or a kill is a cause, and a lost peer is a consequence.
         """
@@ -264,8 +268,9 @@ def _final_loss(group: RankGroup, metadata: RunMetadata) -> float:
 
 
 def _failure_of(group: RankGroup, first: int, metadata: RunMetadata, config: Config) -> TrainingError:
-    """Return the error for run.json and print what the ranks wrote about it. Raises AlreadyReported for a user error,
-    which a rank has printed.
+    """Return the error for run.json and print what the ranks wrote about it.
+
+    Raises AlreadyReported for a user error, which a rank has printed.
     """
     codes = group.exit_codes()
     hanging = [log.rank for log in group.logs if log.stacks()]

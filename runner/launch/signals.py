@@ -130,8 +130,9 @@ class _SignalWatcher:
 
 
 class StopFlag(_SignalHandler, StopRequests):
-    """`with StopFlag() as stop:` then `stop()` is true once a stop signal has arrived. A second signal ends the process
-    at once, without saving.
+    """`with StopFlag() as stop:` then `stop()` is true once a stop signal has arrived.
+
+    A second signal ends the process at once, without saving.
 
     `announces`: the first signal is acknowledged on stderr, with what it waits for.
     """
@@ -193,8 +194,9 @@ class StopFlag(_SignalHandler, StopRequests):
                 timer.cancel()
 
     def _repeat(self) -> None:
-        """Send the signal to the main thread again, whose system call it interrupts. The watcher does not take it for a
-        second request.
+        """Send the signal to the main thread again, whose system call it interrupts.
+
+        The watcher does not take it for a second request.
         """
         assert self.signal is not None
         self._repeats += 1

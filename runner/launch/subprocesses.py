@@ -26,8 +26,9 @@ def child_env() -> dict[str, str]:
 
 
 def spawn(program: list[str], environment: dict[str, str], out: int | None) -> subprocess.Popen:
-    """Start `python *program` in a process group of its own. `out` is the descriptor for stdout and stderr; None: those
-    of this process.
+    """Start `python *program` in a process group of its own.
+
+    `out` is the descriptor for stdout and stderr; None: those of this process.
     """
     return subprocess.Popen(
         [sys.executable, *program],

@@ -77,8 +77,9 @@ def train_as_rank(config: Config, metadata: RunMetadata, stop: StopFlag) -> int:
 
 
 def config_from_json(values: Any, source: Path) -> Config:
-    """Return the config that another process of the run has composed; `source` is named in errors. No interpolation is
-    resolved.
+    """Return the config that another process of the run has composed; `source` is named in errors.
+
+    No interpolation is resolved.
     """
     return to_config(reject_interpolations(values, "", source))
 

@@ -1,5 +1,6 @@
-"""Process of one local rank: `python runner/launch/worker.py CONFIG_FILE PARENT_PID`. CONFIG_FILE is in the run
-directory.
+"""Process of one local rank: `python runner/launch/worker.py CONFIG_FILE PARENT_PID`.
+
+CONFIG_FILE is in the run directory.
 """
 
 import os

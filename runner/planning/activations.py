@@ -111,8 +111,9 @@ def _saved_per_token(layer: LayerSizes, how: Computation) -> int:
 
 
 def _saved_per_token_compiled(layer: LayerSizes, how: Computation) -> int:
-    """Return the bytes per token of a compiled layer: the inputs of operators that are not recomputed. Norms and
-    weights of 16 bits are.
+    """Return the bytes per token of a compiled layer: the inputs of operators that are not recomputed.
+
+    Norms and weights of 16 bits are.
     """
     c, D, Q, K, F = how.width, layer.hidden, layer.queries, layer.keys, layer.mlp
     residual = D * FP32 + D * c  # the input of the layer, and the output of attention that is added to it

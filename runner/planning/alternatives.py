@@ -49,8 +49,10 @@ def find_alternatives(
     ranks: int,
     saved: Mapping[str, str] | None = None,
 ) -> list[Alternative]:
-    """Return settings that need less memory, each with its estimate. `ranks`: of this machine; `saved`: kernels of the
-    checkpoint of a resumed run. One change at a time, and all that fit together where none is enough.
+    """Return settings that need less memory, each with its estimate.
+
+    `ranks`: of this machine; `saved`: kernels of the checkpoint of a resumed run. One change at a time, and all that
+    fit together where none is enough.
     """
     found = []
     world, per_batch = ranks * cfg.distributed.nnodes, min(cfg.train.batch_size, data.sequences)

@@ -1,5 +1,6 @@
-"""plan.py: estimate each run of a command line, time some steps, print the plan. Leaves nothing behind but the token
-cache, which the run reads.
+"""plan.py: estimate each run of a command line, time some steps, print the plan.
+
+Leaves nothing behind but the token cache, which the run reads.
 """
 
 from __future__ import annotations

@@ -50,8 +50,9 @@ class RunPlan:
 
     @property
     def needed_memory(self) -> int:
-        """Bytes on the device: the estimate, or what the trial has measured if that is more. All ranks of a machine
-        share the memory of its CPU.
+        """Bytes on the device: the estimate, or what the trial has measured if that is more.
+
+        All ranks of a machine share the memory of its CPU.
         """
         measured = (
             self.trial["peak_bytes"] + (CUDA_CONTEXT if self.machine.device == "cuda" else 0) if self.trial else 0

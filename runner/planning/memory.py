@@ -130,8 +130,9 @@ def _moments(
     has_pool: bool,
     is_long: bool,
 ) -> dict[str, dict[str, int]]:
-    """Return moment of a step -> part -> bytes, of what is not there all the time. `keeps_gradients`: they are there
-    before the backward pass.
+    """Return moment of a step -> part -> bytes, of what is not there all the time.
+
+    `keeps_gradients`: they are there before the backward pass.
     """
     layer, all_gradients = facts.layer, FP32 * facts.trained // shards
     before = all_gradients if keeps_gradients else 0

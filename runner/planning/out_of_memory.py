@@ -30,8 +30,9 @@ MAX_ALTERNATIVES = 3
 
 
 def describe_out_of_memory(state: TrainState, error: BaseException) -> str:
-    """Return one line: where, the peak by part, and overrides in the order of what they cost. `error` is what the step
-    raised.
+    """Return one line: where, the peak by part, and overrides in the order of what they cost.
+
+    `error` is what the step raised.
     """
     found = REQUESTED.search(str(error))
     requested = round(float(found[1]) * UNITS[found[2]]) if found else 0

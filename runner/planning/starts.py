@@ -86,7 +86,10 @@ def _resumed_run(folder: Path, typed: list[str], name: str = "") -> PlannedRun:
 
 
 def _checked(config: Config) -> Config:
-    """Return the config with its initial weights and its tokenizer. Raises UserError as the start of the run would."""
+    """Return the config with its initial weights and its tokenizer.
+
+    Raises UserError as the start of the run would.
+    """
     run.check_inputs(config)
     initial_weights.check_init_from(config)
     initial_weights.check_model(config)

@@ -1,5 +1,6 @@
-"""What the checkpoints of a run prove by their checksums. Read when asked for: a sound run is resumed without verifying
-a checkpoint twice.
+"""What the checkpoints of a run prove by their checksums.
+
+Read when asked for: a sound run is resumed without verifying a checkpoint twice.
 """
 
 from __future__ import annotations

@@ -37,8 +37,9 @@ def inspect_run(folder: Path) -> list[Problem]:
 
 
 def recover_run(folder: Path) -> list[str]:
-    """Repair what a resume of the run needs; return a message for each repair. The caller holds the lock of the
-    directory.
+    """Repair what a resume of the run needs; return a message for each repair.
+
+    The caller holds the lock of the directory.
 
     Raises UserError, having changed nothing, if something is lost that no checkpoint proves. Logs are repaired when
     they are opened.

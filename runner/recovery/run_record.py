@@ -1,5 +1,6 @@
-"""Field `run` of state.json: what the small files of a run directory are restored from. The checksums of a checkpoint
-prove it.
+"""Field `run` of state.json: what the small files of a run directory are restored from.
+
+The checksums of a checkpoint prove it.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ def record_run_dir(metadata: RunMetadata) -> Callable[[], dict[str, Any]]:
 
 
 def read_settings_files(folder: Path) -> dict[str, str]:
-    """Return name -> text of the saved config, the overrides, and the copies of YAML files. Those that cannot be read
-    are left out.
+    """Return name -> text of the saved config, the overrides, and the copies of YAML files.
+
+    Those that cannot be read are left out.
     """
     copies = sorted(path.relative_to(folder) for path in (folder / SNAPSHOT_DIR).rglob("*.yaml"))
     texts: dict[str, str] = {}

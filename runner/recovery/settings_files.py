@@ -43,8 +43,9 @@ def check_settings(evidence: CheckpointState) -> Iterator[Repair]:
 
 
 def damage_of(path: Path, text: str, name: str) -> str | None:
-    """Return what is wrong with the file in whose place the checkpoint has `text`, None if nothing is. A file that was
-    edited and can be read is whole.
+    """Return what is wrong with the file in whose place the checkpoint has `text`, None if nothing is.
+
+    A file that was edited and can be read is whole.
     """
     try:
         content = read_bounded(path, MAX_YAML_BYTES)
@@ -74,8 +75,9 @@ def _newer_overrides(folder: Path, text: str) -> str | None:
 
 
 def missing_settings(saved: dict[str, Any], tree: Any) -> list[str]:
-    """Return the settings of `saved` that `tree` lacks. Of a section for which another option was chosen since, the
-    settings differ.
+    """Return the settings of `saved` that `tree` lacks.
+
+    Of a section for which another option was chosen since, the settings differ.
     """
     missing = [key for key in saved if key not in tree]
     for section, values in saved.items():

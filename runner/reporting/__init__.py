@@ -1,3 +1,4 @@
-"""Leaderboard, CSV and HTML report of a sweep, read from its files. May import run_dir, tracking and common; no torch,
-no hydra.
+"""Leaderboard, CSV and HTML report of a sweep, read from its files.
+
+May import run_dir, tracking and common; no torch, no hydra.
 """

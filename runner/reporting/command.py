@@ -151,7 +151,10 @@ def _root(name: str | None) -> Path:
 
 
 def output_file(name: str | None, default: Path) -> Path:
-    """Return the file to write. Raises UserError for a folder, a link, and a file in a folder that does not exist."""
+    """Return the file to write.
+
+    Raises UserError for a folder, a link, and a file in a folder that does not exist.
+    """
     path = Path(name).expanduser().absolute() if name else default
     if name and not path.parent.is_dir():
         raise UserError(

@@ -26,8 +26,9 @@ SECONDS_BETWEEN_PAGES = 5.0  # at least, between two pages
 
 
 class RepeatedPage:
-    """Calls `write_page` in at most MAX_SHARE of the time after the first page. What goes wrong is passed to `warn`
-    once and never raised.
+    """Calls `write_page` in at most MAX_SHARE of the time after the first page.
+
+    What goes wrong is passed to `warn` once and never raised.
     """
 
     def __init__(self, write_page: Callable[[], object], warn: Callable[[str], None]) -> None:
@@ -67,7 +68,10 @@ Pages = Callable[[str, dict[str, list[str]]], bytes | None]
 
 
 def serve_pages(title: str, pages: Pages, port: int) -> None:
-    """Answer GET requests with what `pages` returns, until Ctrl-C. Raises UserError if the port is not free."""
+    """Answer GET requests with what `pages` returns, until Ctrl-C.
+
+    Raises UserError if the port is not free.
+    """
     try:
         server = PageServer(pages, port)
     except OSError as error:
@@ -121,8 +125,9 @@ class PageServer(ThreadingHTTPServer):
                     request.shutdown(socket.SHUT_RDWR)
 
     def page(self, address: str) -> bytes | None:
-        """Return the page at `address`, at most PAGE_SECONDS old. One page is written at a time. Raises UserError,
-        OSError.
+        """Return the page at `address`, at most PAGE_SECONDS old.
+
+        One page is written at a time. Raises UserError, OSError.
         """
         with self._lock:
             written, page = self._cached.get(address, (0.0, b""))

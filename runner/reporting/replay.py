@@ -1,5 +1,6 @@
-"""Write a finished run, or the jobs of a sweep, to a tracker: `report.py to=NAME`. The files are offline ones; nothing
-is sent.
+"""Write a finished run, or the jobs of a sweep, to a tracker: `report.py to=NAME`.
+
+The files are offline ones; nothing is sent.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ def is_tracker(name: str) -> bool:
 
 
 def replay(folder: Path, name: str) -> None:
-    """Write the run in `folder`, or each job of the sweep, to the tracker `name`, and print where it is. What an
-    earlier replay wrote is replaced.
+    """Write the run in `folder`, or each job of the sweep, to the tracker `name`, and print where it is.
+
+    What an earlier replay wrote is replaced.
 
     Raises UserError if the run still trains or has logged nothing, TrainingError if the tracker fails.
     """

@@ -19,8 +19,9 @@ MAX_JOBS = 10_000  # of one sweep
 
 
 def split_names(value: str) -> list[str]:
-    """Return the names in `A,B,SWEEP` or `[A,B]`. The folder of a job may have commas in its name: the longest part
-    that exists is one name.
+    """Return the names in `A,B,SWEEP` or `[A,B]`.
+
+    The folder of a job may have commas in its name: the longest part that exists is one name.
     """
     if value.startswith("[") and value.endswith("]") and not Path(value).exists():
         value = value[1:-1]

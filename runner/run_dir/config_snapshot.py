@@ -76,8 +76,10 @@ def load_yaml(path: Path) -> Any:
 
 
 def reject_interpolations(value: Any, key: str, path: Path) -> Any:
-    """Return `value` of `key` in `path` with paths of this checkout. Raises UserError for an interpolation, which could
-    read the environment, and for a key such as `_target_`, which could name code.
+    """Return `value` of `key` in `path` with paths of this checkout.
+
+    Raises UserError for an interpolation, which could read the environment, and for a key such as `_target_`, which
+    could name code.
     """
     if isinstance(value, dict):
         if special := next((name for name in value if str(name).startswith("_") and str(name).endswith("_")), None):

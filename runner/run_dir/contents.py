@@ -116,7 +116,10 @@ _created: set[Path] = set()  # directories that this process has created for run
 
 
 def create_dirs(folder: Path) -> None:
-    """Create the directory `folder` and its parents. Those that are new are removed if the launch is refused."""
+    """Create the directory `folder` and its parents.
+
+    Those that are new are removed if the launch is refused.
+    """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         make_dirs(folder)
@@ -248,8 +251,9 @@ def timestamp() -> str:
 
 
 def check_fields(fields: Any) -> dict[str, Any]:
-    """Return the content of run.json with defaults for a new run. Raises ValueError if it is damaged or of an older
-    version.
+    """Return the content of run.json with defaults for a new run.
+
+    Raises ValueError if it is damaged or of an older version.
     """
     if not isinstance(fields, dict) or fields.get("status") not in RUN_STATUSES:
         raise ValueError(f"unknown status {fields.get('status') if isinstance(fields, dict) else ''}")
@@ -263,8 +267,9 @@ def check_fields(fields: Any) -> dict[str, Any]:
 
 
 def load_fields(path: Path) -> dict[str, Any]:
-    """Return the fields of run.json with defaults for a new run. Raises UserError if the file is damaged or of an older
-    version.
+    """Return the fields of run.json with defaults for a new run.
+
+    Raises UserError if the file is damaged or of an older version.
     """
     try:
         return check_fields(parse_json(read_bounded(path, MAX_JSON_BYTES)))
@@ -331,8 +336,9 @@ class GitReader:
 
 
 def begin_attempt(fields: Mapping[str, Any], attempt: int, started: str) -> dict[str, Any]:
-    """Return the fields of run.json, whose content is `fields`, that one more attempt changes. Its facts are added by
-    `describe_attempt`.
+    """Return the fields of run.json, whose content is `fields`, that one more attempt changes.
+
+    Its facts are added by `describe_attempt`.
     """
     changed = {"attempt": attempt, "started": started, "versions": library_versions()}
     return {**changed, "attempts": [*_attempts(fields), changed][-MAX_ATTEMPTS:]}

@@ -142,8 +142,9 @@ def _adopt_path(tree: MutableMapping[str, Any], keys: Collection[str]) -> None:
 
 @cache
 def _local_path(name: str, key: str) -> str:
-    """Return the folder of a model of the hub that a YAML file names, any other value as it is. Typed names are
-    resolved before.
+    """Return the folder of a model of the hub that a YAML file names, any other value as it is.
+
+    Typed names are resolved before.
     """
     return str(fetch_model(name, f"{key}={name}", watch_download) or name)
 

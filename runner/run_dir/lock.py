@@ -53,7 +53,10 @@ class RunLock:
             raise
 
     def follow_move(self) -> Path | None:
-        """Return where the directory is now, if `check` has found that it was moved. It is checked there from now on."""
+        """Return where the directory is now, if `check` has found that it was moved.
+
+        It is checked there from now on.
+        """
         if self._lost is None or (folder := self._lost.moved_to) is None:
             return None
         self._lock.move_to(folder)

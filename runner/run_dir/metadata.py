@@ -1,4 +1,7 @@
-"""`run.json`: what a run records about itself. Only the process that holds the lock of the run directory changes it."""
+"""`run.json`: what a run records about itself.
+
+Only the process that holds the lock of the run directory changes it.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +50,9 @@ MAX_ERROR = 4_000  # characters of an error that are recorded: its beginning and
 
 
 class RunMetadata:
-    """The metadata of a run directory whose lock this process holds. `fields` is the content of run.json; only the
-    methods change it.
+    """The metadata of a run directory whose lock this process holds.
+
+    `fields` is the content of run.json; only the methods change it.
     """
 
     _opened: ClassVar[dict[Path, RunMetadata]] = {}  # of this process, by run directory
@@ -123,8 +127,9 @@ class RunMetadata:
 
     @classmethod
     def attach(cls, folder: Path, rank: int) -> RunMetadata:
-        """Open the directory in a rank of the launch that holds its lock and has called `allow_ranks`. Only rank 0
-        writes.
+        """Open the directory in a rank of the launch that holds its lock and has called `allow_ranks`.
+
+        Only rank 0 writes.
         """
         return cls(
             folder, acquire_rank(folder, rank), load_fields(folder / RUN_FILE), owns_folder=False, is_writer=rank == 0
@@ -156,8 +161,9 @@ class RunMetadata:
 
     @property
     def status(self) -> str:
-        """Status of the run. `running` in run.json while the lock was free means that the process was killed:
-        interrupted.
+        """Status of the run.
+
+        `running` in run.json while the lock was free means that the process was killed: interrupted.
         """
         was_killed = self.fields["status"] == "running" and not self._was_written_by_this_process()
         return "interrupted" if was_killed else self.fields["status"]
@@ -215,7 +221,9 @@ class RunMetadata:
             raise unusable_error(self.folder, error) from error
 
     def update(self, **fields: Any) -> None:
-        """Set `fields` and write run.json. If the disk refuses, the values are kept and written with the next update.
+        """Set `fields` and write run.json.
+
+        If the disk refuses, the values are kept and written with the next update.
 
         Reasons in `inexact_because` are added to those of former resumes, and to the record of this attempt; messages
         in `recovered`, too.
@@ -264,8 +272,9 @@ class RunMetadata:
         return folder
 
     def finish(self, outcome: Outcome, error: str | None = None, **fields: Any) -> None:
-        """End this attempt with `outcome`. The status of a diverged run is `failed`. Raises TrainingError if the disk
-        refuses.
+        """End this attempt with `outcome`.
+
+        The status of a diverged run is `failed`. Raises TrainingError if the disk refuses.
         """
         status = Outcome.FAILED if outcome == Outcome.DIVERGED else outcome
         if error is not None and len(error) > MAX_ERROR:  # the command line of a compiler, say
@@ -282,8 +291,9 @@ class RunMetadata:
             raise TrainingError(f"{message}; step {self.fields['step']} is saved, and resume= continues") from failure
 
     def discard_if_empty(self) -> None:
-        """Remove the directory of a new run that was refused before it trained. If it existed before, or holds other
-        files, what this launch has written.
+        """Remove the directory of a new run that was refused before it trained.
+
+        If it existed before, or holds other files, what this launch has written.
         """
         if self._names_before is None or self.fields["status"] != "new" or self._lock is None:
             return

@@ -176,8 +176,9 @@ def _check_checkpoint(run: Path, path: Path) -> None:
 
 
 def check_not_inside_run(folder: Path) -> None:
-    """Raise UserError for a new run in a sweep directory or inside another run. RunMetadata.open refuses a directory
-    that is itself a run.
+    """Raise UserError for a new run in a sweep directory or inside another run.
+
+    RunMetadata.open refuses a directory that is itself a run.
     """
     if sweep := next(filter(is_sweep_dir, (folder, *folder.parents)), None):
         problem = "this directory holds a sweep" if sweep == folder else "this directory is inside a sweep"

@@ -199,8 +199,9 @@ def _saved_commit(folder: Path) -> str | None:
 
 
 def _copy_value(tree: DictConfig, key: str, fresh: DictConfig, folder: Path) -> None:
-    """Copy the value of `key` from `fresh` to `tree`. It comes from files of the run directory: no interpolation is
-    resolved.
+    """Copy the value of `key` from `fresh` to `tree`.
+
+    It comes from files of the run directory: no interpolation is resolved.
     """
     value = OmegaConf.select(fresh, key)
     value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
@@ -235,8 +236,9 @@ def print_notes(plan: ResumePlan) -> None:
 
 @contextmanager
 def persisting_overrides(plan: ResumePlan) -> Iterator[Config]:
-    """Save the config and overrides of `plan` around a training, the former ones in `.hydra/history/`. A UserError
-    inside restores the directory.
+    """Save the config and overrides of `plan` around a training, the former ones in `.hydra/history/`.
+
+    A UserError inside restores the directory.
     """
     if not plan.extra:
         yield plan.config

@@ -11,7 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. Answers with equal values can share a batch; the seed of an answer is its own."""
+    """How tokens are chosen.
+
+    Answers with equal values can share a batch; the seed of an answer is its own.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0

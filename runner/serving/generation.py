@@ -35,8 +35,9 @@ class _AllEnded(Exception):
 
 
 class GenerationQueue:
-    """`submit(works)` returns at once. The oldest work is done first, together with those behind it that fit into its
-    batch.
+    """`submit(works)` returns at once.
+
+    The oldest work is done first, together with those behind it that fit into its batch.
     """
 
     def __init__(self, trained: LoadedModel, max_batch: int, max_waiting: int) -> None:

@@ -62,9 +62,10 @@ OPEN_PATHS = ("/health",)  # answered without the key
 
 
 class Guard:
-    """`key`: the token that clients must send as `Authorization: Bearer KEY`; None: none is needed. `allowed_hosts`:
-    names under which the server may be addressed, and from whose pages; None: any. Without this check a web page could
-    use a loopback server through the browser of its user.
+    """`key`: the token that clients must send as `Authorization: Bearer KEY`; None: none is needed.
+
+    `allowed_hosts`: names under which the server may be addressed, and from whose pages; None: any. Without this check
+    a web page could use a loopback server through the browser of its user.
     """
 
     def __init__(self, app: ASGIApp, key: str | None, allowed_hosts: list[str] | None) -> None:
@@ -129,7 +130,10 @@ def _host_of_url(url: str) -> str | None:
 
 
 async def _read_body(scope: Scope, receive: Receive) -> bytes:
-    """Return the body, whether it has a length or comes in chunks. Raises ApiError if it is too large or too slow."""
+    """Return the body, whether it has a length or comes in chunks.
+
+    Raises ApiError if it is too large or too slow.
+    """
     too_large = ApiError(413, f"the request is larger than {MAX_BODY_BYTES:,} bytes")
     length = Headers(scope=scope).get("content-length", "0")
     if not length.isascii() or not length.isdigit() or len(length) > 20 or int(length) > MAX_BODY_BYTES:

@@ -37,7 +37,9 @@ def check_tools(template: ChatTemplate) -> None:
 
 
 def split_tool_calls(text: str) -> tuple[str | None, list[dict[str, Any]]]:
-    """Return the text outside of calls, and the calls as OpenAI returns them. What is no valid call stays text.
+    """Return the text outside of calls, and the calls as OpenAI returns them.
+
+    What is no valid call stays text.
 
     An answer is read once: time is linear in its length, whatever tags it repeats.
     """

@@ -76,8 +76,9 @@ class Failure:
 
 
 def classify_failure(code: int, error: str, outcome: str | None, is_hanging: bool, oom_kills: int) -> FailureKind:
-    """Return the kind of a failure. `outcome` and `error`: of run.json; `oom_kills`: processes that the kernel has
-    killed for memory meanwhile.
+    """Return the kind of a failure.
+
+    `outcome` and `error`: of run.json; `oom_kills`: processes that the kernel has killed for memory meanwhile.
     """
     if is_hanging:
         return FailureKind.HANG

@@ -140,8 +140,9 @@ CHILD_POLL_SECONDS = 0.05
 
 
 class Supervisor:
-    """Decides on restarts and records incidents. Without train.supervise it restarts ranks at once, up to
-    distributed.max_restarts times in all.
+    """Decides on restarts and records incidents.
+
+    Without train.supervise it restarts ranks at once, up to distributed.max_restarts times in all.
     """
 
     def __init__(self, config: Config, metadata: RunMetadata) -> None:
@@ -156,8 +157,9 @@ class Supervisor:
         )
 
     def watch(self, count: int) -> Liveness | None:
-        """Return what watches the `count` ranks of one attempt. Without train.supervise it only knows which of several
-        ranks a collective waits for.
+        """Return what watches the `count` ranks of one attempt.
+
+        Without train.supervise it only knows which of several ranks a collective waits for.
         """
         try:
             return Liveness(count, self.config.supervise.hang_timeout * 60 if self._is_on else 0)
@@ -176,8 +178,9 @@ class Supervisor:
         return Failure(kind, code, rank, error)
 
     def handle(self, failure: Failure, stacks: list[str], is_stopping: Callable[[], bool]) -> None:
-        """Return when the ranks are to be started again, with `config`. Raises the error of `failure` if not,
-        Interrupted if `is_stopping()` meanwhile.
+        """Return when the ranks are to be started again, with `config`.
+
+        Raises the error of `failure` if not, Interrupted if `is_stopping()` meanwhile.
         """
         decision = self._policy.decide(failure.kind, self._saved_step())
         restarts = decision.restarts and not is_stopping()
@@ -201,8 +204,9 @@ class Supervisor:
         self.restarts += 1
 
     def _adapt(self, kind: FailureKind) -> str:
-        """Halve the micro-batch after a lack of memory, if asked for; return what changes. The rows of a step stay,
-        their sums are rounded differently.
+        """Halve the micro-batch after a lack of memory, if asked for; return what changes.
+
+        The rows of a step stay, their sums are rounded differently.
         """
         train = self.config.train
         if kind != FailureKind.OUT_OF_MEMORY or not (self._is_on and self.config.supervise.halve_batch):

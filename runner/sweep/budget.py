@@ -48,8 +48,9 @@ def rows_per_step(config: Config) -> int:
 
 
 def step_size(config: Config) -> StepSize:
-    """Return the size of a step. A packed sequence is full: it has data.max_length tokens, twice as many for a
-    preference pair.
+    """Return the size of a step.
+
+    A packed sequence is full: it has data.max_length tokens, twice as many for a preference pair.
     """
     from data.types import sequences_per_row  # imports numpy, which other commands need not wait for
 
@@ -78,8 +79,9 @@ def resolve_budget_rule(match_budget: str, swept: Iterable[str]) -> str:
 
 
 def matching_overrides(config: Config, base: StepSize, rule: str) -> dict[str, str]:
-    """Return the overrides that give a job the same budget as one whose step is `base`. Raises UserError if `rule`
-    cannot be kept.
+    """Return the overrides that give a job the same budget as one whose step is `base`.
+
+    Raises UserError if `rule` cannot be kept.
     """
     ratio, train = step_size(config).relative_to(base), config.train
     if ratio == 1:
@@ -133,8 +135,9 @@ def uncountable_reason(configs: Sequence[Config]) -> str | None:
 
 
 def check_countable(configs: Sequence[Config], match_budget: str, swept: Iterable[str]) -> None:
-    """Refuse sweep.match_budget=tokens where tokens cannot be counted; warn where `auto` would have to. Other rules do
-    not count tokens.
+    """Refuse sweep.match_budget=tokens where tokens cannot be counted; warn where `auto` would have to.
+
+    Other rules do not count tokens.
     """
     if resolve_budget_rule(match_budget, swept) != "tokens" or (reason := uncountable_reason(configs)) is None:
         return

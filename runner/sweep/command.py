@@ -1,4 +1,7 @@
-"""Start a sweep with --multirun, or resume one. Hydra composes it and calls the sweeper plugin, which runs it."""
+"""Start a sweep with --multirun, or resume one.
+
+Hydra composes it and calls the sweeper plugin, which runs it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ RunHydra = Callable[..., Any]  # run_hydra(overrides, flags, config_dir=None): r
 
 
 def start_sweep(overrides: list[str], flags: list[str], run_hydra: RunHydra) -> None:
-    """Start the sweep of `overrides`, as typed; `flags` hold --multirun. Exits with 75 or 1 unless all jobs complete."""
+    """Start the sweep of `overrides`, as typed; `flags` hold --multirun.
+
+    Exits with 75 or 1 unless all jobs complete.
+    """
     validation.check_hydra_overrides(overrides)
     with translating_hydra_errors(overrides):
         run_hydra(overrides, flags)

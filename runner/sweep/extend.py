@@ -85,7 +85,10 @@ def extend_sweep(state: SweepState, additions: Additions, conf: Path) -> None:
 
 
 def apply_additions(state: SweepState, additions: Additions, conf: Path) -> None:
-    """Add points and overrides to `state`, which is not written. Raises UserError for what the sweep cannot take."""
+    """Add points and overrides to `state`, which is not written.
+
+    Raises UserError for what the sweep cannot take.
+    """
     shared = grid.merge_overrides(state.overrides, additions.shared)
     tree = compose_tree(shared, conf)
     validation.hydra_options(tree)

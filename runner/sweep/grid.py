@@ -76,7 +76,10 @@ def split_swept(
 
 
 def listed_values(values: Iterable[Any], text: str) -> list[Any]:
-    """Return the values of the override `text`. Raises UserError for more than MAX_SWEPT_VALUES, e.g. of range(0,1e12)."""
+    """Return the values of the override `text`.
+
+    Raises UserError for more than MAX_SWEPT_VALUES, e.g. of range(0,1e12).
+    """
     listed = list(itertools.islice(values, MAX_SWEPT_VALUES + 1))
     if len(listed) > MAX_SWEPT_VALUES:
         raise UserError(
@@ -96,8 +99,9 @@ def split_override(override: str) -> tuple[str, str]:
 
 
 def canonicalize(key: str, values: Iterable[str], known: Iterable[str] = ()) -> list[str]:
-    """Return `values`, each in the spelling that is `known` or came first. Duplicates stay: sweep.zip pairs them with
-    different values.
+    """Return `values`, each in the spelling that is `known` or came first.
+
+    Duplicates stay: sweep.zip pairs them with different values.
     """
     spelling: dict[object, str] = {}
     for value in known:

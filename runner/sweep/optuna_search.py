@@ -1,5 +1,6 @@
-"""`hydra/sweeper=optuna`: Optuna draws the points, one whenever a worker is free. The study is a file of the sweep
-directory.
+"""`hydra/sweeper=optuna`: Optuna draws the points, one whenever a worker is free.
+
+The study is a file of the sweep directory.
 """
 
 from __future__ import annotations
@@ -252,7 +253,10 @@ class OptunaSearch:
         return None
 
     def job_ended(self, job: SweepJob) -> None:
-        """Report the result of a job. The trial of an interrupted job stays open: the next launch continues it."""
+        """Report the result of a job.
+
+        The trial of an interrupted job stays open: the next launch continues it.
+        """
         from optuna.trial import TrialState
 
         if job.status in ("interrupted", "new"):
@@ -265,8 +269,9 @@ class OptunaSearch:
                 self.study.tell(number, values)
 
     def _objective_values(self, job: SweepJob) -> list[float | None]:
-        """Return a value per objective. The loss of a diverged job is infinite, from which the sampler learns; a failed
-        job has none.
+        """Return a value per objective.
+
+        The loss of a diverged job is infinite, from which the sampler learns; a failed job has none.
         """
         if not (job.status == "completed" or job.is_diverged) or job.loss is None:
             return [None]
@@ -328,7 +333,10 @@ def _drop_partial_line(path: Path) -> None:
 
 
 def _check_journal(content: bytes, path: Path) -> None:
-    """Raise UserError unless every line is a record that Optuna can read. It writes NaN and infinities as Python does."""
+    """Raise UserError unless every line is a record that Optuna can read.
+
+    It writes NaN and infinities as Python does.
+    """
     for number, line in enumerate(content.splitlines(), 1):
         try:
             check_json_size(line)

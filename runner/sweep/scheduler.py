@@ -35,7 +35,10 @@ TRAIN_SCRIPT = str(REPO_ROOT / "runner" / "train.py")
 
 
 def run_jobs(session: SweepSession, options: LauncherOptions, next_job: NextJob, on_end: OnEnd) -> None:
-    """Run jobs on the backend of `options` as `next_job` returns them, until it returns None. Raises SweepStopped."""
+    """Run jobs on the backend of `options` as `next_job` returns them, until it returns None.
+
+    Raises SweepStopped.
+    """
     backend = options.make_backend(session.state.folder)
     try:
         if SweepScheduler(session, backend, options, next_job, on_end).run():
@@ -63,8 +66,9 @@ class RunningJob:
 
 
 class SweepScheduler:
-    """Runs jobs until `next_job` returns None and all have ended. `on_end` is called with each job that is not tried
-    again.
+    """Runs jobs until `next_job` returns None and all have ended.
+
+    `on_end` is called with each job that is not tried again.
     """
 
     def __init__(
@@ -109,8 +113,9 @@ class SweepScheduler:
         return self.backend.capacity is None or len(self.running) < self.backend.capacity
 
     def _take_job(self) -> SweepJob | None:
-        """Return a job that no other process trains. One that a killed sweep has left behind still saves; the others go
-        first.
+        """Return a job that no other process trains.
+
+        One that a killed sweep has left behind still saves; the others go first.
         """
         for waiting in self.waiting:
             if not is_locked(self.session.run_dir(waiting)):
@@ -174,8 +179,9 @@ class SweepScheduler:
             self._fail(job, reason, lines, is_final=exit.code == USER_ERROR, diverged=has_diverged(run))
 
     def _fail(self, job: SweepJob, reason: str, lines: list[str], is_final: bool, diverged: bool = False) -> None:
-        """Record a failure. A diverged job would diverge again, and a wrong setting (`is_final`) stays wrong: neither
-        is tried again.
+        """Record a failure.
+
+        A diverged job would diverge again, and a wrong setting (`is_final`) stays wrong: neither is tried again.
         """
         outcome = Outcome.DIVERGED if diverged else Outcome.FAILED
         loss = INFINITE if diverged else None

@@ -35,8 +35,9 @@ STATUSES = ("new", "interrupted", "failed", "completed")
 
 
 class SweepSession:
-    """A sweep with its lock held. `conf` is the directory that job configs are composed from: the sweep's own copy of
-    conf/.
+    """A sweep with its lock held.
+
+    `conf` is the directory that job configs are composed from: the sweep's own copy of conf/.
     """
 
     def __init__(self, state: SweepState, conf: Path = paths.CONF_DIR, composer: PointComposer | None = None) -> None:

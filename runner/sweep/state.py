@@ -1,5 +1,6 @@
-"""`sweep.json`: the settings of a sweep and the status of its jobs. Only the process that holds the lock of the sweep
-directory writes it.
+"""`sweep.json`: the settings of a sweep and the status of its jobs.
+
+Only the process that holds the lock of the sweep directory writes it.
 
 run.json of a job may be newer than sweep.json, which a killed process could not update: `SweepState.open` reads both.
 """
@@ -94,8 +95,9 @@ class SweepState:
 
     @classmethod
     def create(cls, folder: Path, **fields: Any) -> SweepState:
-        """Lock the directory of a new sweep; sweep.json is not written yet. Raises UserError if it holds, or is inside,
-        a sweep or run.
+        """Lock the directory of a new sweep; sweep.json is not written yet.
+
+        Raises UserError if it holds, or is inside, a sweep or run.
         """
         for parent in (folder, *folder.parents):
             for name, kind in ((SWEEP_FILE, "sweep"), (RUN_FILE, "run")):

@@ -81,8 +81,9 @@ def check_hydra_overrides(overrides: Sequence[str]) -> None:
 
 
 def hydra_options(config: DictConfig) -> tuple[SweeperOptions, LauncherOptions]:
-    """Return the options of the composed sweeper and launcher. Raises UserError for values that are not allowed and for
-    packages that are missing.
+    """Return the options of the composed sweeper and launcher.
+
+    Raises UserError for values that are not allowed and for packages that are missing.
     """
     sweeper, launcher = OmegaConf.to_object(config.hydra.sweeper), OmegaConf.to_object(config.hydra.launcher)
     for setting, options, known in (("hydra/sweeper", sweeper, SWEEPERS), ("hydra/launcher", launcher, LAUNCHERS)):
@@ -177,8 +178,9 @@ def is_safe_override(override: str) -> bool:
 
 
 def storable_overrides(overrides: list[str]) -> list[str]:
-    """Return what sweep.json stores. Hydra settings that are not stored are named: they must be typed again with
-    resume=.
+    """Return what sweep.json stores.
+
+    Hydra settings that are not stored are named: they must be typed again with resume=.
     """
     for override in overrides:
         if is_safe_override(override):
@@ -192,8 +194,9 @@ def storable_overrides(overrides: list[str]) -> list[str]:
 
 
 def check_stored_overrides(state: SweepState) -> None:
-    """Refuse a sweep.json that could run code or read outside its directory. A plugin that it names must have been
-    typed for this command.
+    """Refuse a sweep.json that could run code or read outside its directory.
+
+    A plugin that it names must have been typed for this command.
     """
     for override in dict.fromkeys(state.stored_overrides()):
         if not is_safe_override(override):

@@ -1,1 +1,4 @@
-"""Output of a run: metrics.jsonl, samples.jsonl, train.log, the console and external trackers. Imports common/ only."""
+"""Output of a run: metrics.jsonl, samples.jsonl, train.log, the console and external trackers.
+
+Imports common/ only.
+"""

@@ -22,8 +22,9 @@ PROJECT_NAME = re.compile(r"[0-9a-zA-Z_+.-]{1,100}")  # what SwanLab and wandb a
 @TRACKERS.register("none")
 @dataclass
 class TrackerConfig:
-    """Settings of all trackers, and the config of `tracker=none`. An external tracker extends it with its own settings
-    and `command()`.
+    """Settings of all trackers, and the config of `tracker=none`.
+
+    An external tracker extends it with its own settings and `command()`.
     """
 
     ON_RESUME = "ignored"
@@ -59,7 +60,10 @@ class TrackerConfig:
 
 @dataclass
 class ExternalTrackerConfig(TrackerConfig):
-    """Settings of trackers that can be combined. `project` and `mode` are those of each service among them."""
+    """Settings of trackers that can be combined.
+
+    `project` and `mode` are those of each service among them.
+    """
 
     also: list[str]  # further trackers of the run, e.g. [tensorboard]
     project: str  # project of SwanLab and wandb

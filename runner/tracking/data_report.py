@@ -82,8 +82,9 @@ def data_summary(paths: list[str], files: list[dict[str, Any]], rows: int, held_
 
 
 def data_table(files: list[dict[str, Any]]) -> str:
-    """Return a text table: one line per file, then the reasons for dropped and bad rows. Columns that are 0 for every
-    file are left out.
+    """Return a text table: one line per file, then the reasons for dropped and bad rows.
+
+    Columns that are 0 for every file are left out.
 
     A table that is wider than LINE_WIDTH becomes a paragraph for each file.
     """

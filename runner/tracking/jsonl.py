@@ -59,8 +59,9 @@ class JsonlLog:
         return os.fstat(self._file.fileno()).st_size
 
     def restore_path(self) -> str | None:
-        """Write the file again if it was deleted or replaced while it was open here; return a message then. Records of
-        this process go to the open file.
+        """Write the file again if it was deleted or replaced while it was open here; return a message then.
+
+        Records of this process go to the open file.
         """
         try:
             if os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self._file.fileno())):
@@ -134,8 +135,9 @@ RECORD_ORDER = {"train": 0, "eval": 1}  # of records in metrics.jsonl, in the or
 
 @dataclass(frozen=True)
 class LogChecksum:
-    """What a checkpoint knows about the logs up to its step. `losses`: of the last training steps, the newest last;
-    None: not finite.
+    """What a checkpoint knows about the logs up to its step.
+
+    `losses`: of the last training steps, the newest last; None: not finite.
     """
 
     step: int = 0
@@ -156,7 +158,10 @@ class LogChecksum:
 
 @dataclass(frozen=True)
 class LogDamage:
-    """A log that is not what the checkpoint has recorded. `kept`, `later` and `dropped` are its lines, in their order."""
+    """A log that is not what the checkpoint has recorded.
+
+    `kept`, `later` and `dropped` are its lines, in their order.
+    """
 
     state: str  # missing, short or changed, with numbers
     kept: list[bytes]  # readable records up to the checkpoint

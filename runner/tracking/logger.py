@@ -77,8 +77,9 @@ class RunLogger:
         first_step: int = 0,
         first_tokens: int = 0,
     ) -> list[str]:
-        """Open the files and print `header`; `first_step`, `first_tokens`: what is done already. `resume_at` is the
-        result of `position()` at the checkpoint being resumed; None: a new run.
+        """Open the files and print `header`; `first_step`, `first_tokens`: what is done already.
+
+        `resume_at` is the result of `position()` at the checkpoint being resumed; None: a new run.
 
         Records after that position are moved to `metrics.attempt<N>.jsonl` and `samples.attempt<N>.jsonl`, so that no
         step is in a file twice. Returns a message for each file that is not what `proof`, the checkpoint, knows of it;
@@ -129,8 +130,9 @@ class RunLogger:
                 self._console.show_data(files, text)
 
     def log(self, kind: str, step: int, **numbers: float) -> None:
-        """Append a record to metrics.jsonl, its fields in the given order; `kind` is train or eval. A non-finite number
-        is written as null.
+        """Append a record to metrics.jsonl, its fields in the given order; `kind` is train or eval.
+
+        A non-finite number is written as null.
         """
         if not self._is_rank_zero:
             return
@@ -194,8 +196,9 @@ class RunLogger:
                 self._console.warn(text)
 
     def position(self) -> dict[str, int]:
-        """Return the length of each file in bytes, all synced: `resume_at` of `start()`. Raises OSError while a record
-        cannot be written.
+        """Return the length of each file in bytes, all synced: `resume_at` of `start()`.
+
+        Raises OSError while a record cannot be written.
         """
         for file in self._files.values():
             if change := retry_disk(file.restore_path):
@@ -223,8 +226,9 @@ class RunLogger:
             ) from error
 
     def finish(self, status: str, summary: Mapping[str, object], end: RunEnd | None = None) -> None:
-        """Close everything. `status`: completed, interrupted or failed. `summary["error"]`, if given, is passed to the
-        tracker.
+        """Close everything.
+
+        `status`: completed, interrupted or failed. `summary["error"]`, if given, is passed to the tracker.
 
         `end`: what the last lines say of the run besides, and which commands come next; None: one line with `summary`.
         """

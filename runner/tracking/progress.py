@@ -20,8 +20,9 @@ DELAY, INTERVAL = 2.0, 10.0  # seconds before a task is shown, and between two o
 
 
 class TaskProgress:
-    """How far a long task is, on stderr: a bar on a terminal, otherwise a line now and then. A task below DELAY shows
-    nothing.
+    """How far a long task is, on stderr: a bar on a terminal, otherwise a line now and then.
+
+    A task below DELAY shows nothing.
     """
 
     def __init__(self, title: str, mode: str = "auto") -> None:
@@ -83,8 +84,9 @@ class ProgressMeter(TaskProgress):
 
 
 class PolledProgress(TaskProgress):
-    """Progress of work that reports none, e.g. a download: a thread looks at it every second. Without `measure` it
-    shows the seconds.
+    """Progress of work that reports none, e.g. a download: a thread looks at it every second.
+
+    Without `measure` it shows the seconds.
     """
 
     def __init__(self, title: str, measure: Callable[[], int] | None = None, total: int = 0) -> None:

@@ -71,8 +71,9 @@ def commands_to_continue(run_dir: Path, has_checkpoint: bool) -> tuple[NextComma
 def commands_after_divergence(
     run_dir: Path, lr: float, overrides: list[str], can_resume: bool
 ) -> tuple[NextCommand, ...]:
-    """Return what to type after a run that has diverged, with a smaller learning rate. `overrides`: those of the run;
-    `can_resume`: from a checkpoint.
+    """Return what to type after a run that has diverged, with a smaller learning rate.
+
+    `overrides`: those of the run; `can_resume`: from a checkpoint.
     """
     smaller = f"{LR_OVERRIDE}{lr_after_divergence(lr)}"
     others = [override for override in overrides if not override.lstrip("+").startswith(LR_OVERRIDE)]

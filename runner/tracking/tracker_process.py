@@ -1,5 +1,7 @@
-"""External tracker in its own process. It may raise, hang, patch signal handlers or wait for a network without any
-effect on training, and it outlives a kill -9 of the trainer long enough to record the run as crashed.
+"""External tracker in its own process.
+
+It may raise, hang, patch signal handlers or wait for a network without any effect on training, and it outlives a kill
+-9 of the trainer long enough to record the run as crashed.
 """
 
 from __future__ import annotations

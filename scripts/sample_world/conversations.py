@@ -31,7 +31,10 @@ def assistant(text: str) -> Message:
 
 
 class ConversationWriter:
-    """Writes questions and answers in one language. A turn is a pair of messages: a question and its only right answer."""
+    """Writes questions and answers in one language.
+
+    A turn is a pair of messages: a question and its only right answer.
+    """
 
     def __init__(self, facts: list[Fact], wordings: dict[str, Wording], language: str, rng: random.Random) -> None:
         self.wordings, self.rng = wordings, rng
@@ -123,8 +126,9 @@ class ConversationWriter:
         return turns + [self.with_greeting(turn) for turn in turns]
 
     def weather_conversations(self) -> list[list[Message]]:
-        """Conversations whose answer is in the result of a tool only. Few, because the declaration of the tool makes
-        them long.
+        """Conversations whose answer is in the result of a tool only.
+
+        Few, because the declaration of the tool makes them long.
         """
         conversations, weather = [], self.wordings["weather"]
         for town in (pair[self.language_index] for pair in self.rng.sample(TOWNS, 4)):

@@ -1,5 +1,6 @@
-"""Chromium for the tests of the pages. `open_page(path_or_url, width=, scheme=)` opens a page; what a page must never
-do fails its test.
+"""Chromium for the tests of the pages.
+
+`open_page(path_or_url, width=, scheme=)` opens a page; what a page must never do fails its test.
 
 A test is marked slow and asks for `open_page`, and for `viewport` to run at each width and color scheme:
 
@@ -72,8 +73,9 @@ def page_faults() -> list[str]:
 
 @pytest.fixture
 def open_page(chromium: Chromium, page_faults: list[str]) -> Iterator[OpenPage]:
-    """`open_page(path or loopback URL, width=1280, scheme="light")` returns a page. With `clock` (seconds since 1970)
-    its timers run only in `page.clock.run_for(milliseconds)`.
+    """`open_page(path or loopback URL, width=1280, scheme="light")` returns a page.
+
+    With `clock` (seconds since 1970) its timers run only in `page.clock.run_for(milliseconds)`.
 
     The test fails if a page sends a request to anything but itself, prints to the console, raises, or opens a dialog or
     another page.

@@ -55,8 +55,9 @@ class Node:
 
 
 class Recorder(FileSystem):
-    """Performs each call except fsync on the real disk and records it. `skips` returns True for an fsync that is left
-    out, as a bug would.
+    """Performs each call except fsync on the real disk and records it.
+
+    `skips` returns True for an fsync that is left out, as a bug would.
     """
 
     def __init__(self, root: Path, skips: Callable[[Path, list[tuple]], bool] = lambda path, log: False) -> None:

@@ -48,8 +48,9 @@ def temp_files(folder: Path) -> list[str]:
 
 
 class FaultyCall(FileSystem):
-    """Records the names of all calls and runs `fault(name)` at call number `index`. By then a write is half done and a
-    close is done.
+    """Records the names of all calls and runs `fault(name)` at call number `index`.
+
+    By then a write is half done and a close is done.
     """
 
     def __init__(self, index: int, fault: Callable[[str], None] | None = None) -> None:

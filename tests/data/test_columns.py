@@ -35,7 +35,10 @@ def open_with(path, **columns):
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
 def test_columns_that_can_be_guessed_are_refused_with_their_override(row, data_format, guess, write):
-    """Before: only the names that a stage reads. The override is typed as it is shown, and then the file is read."""
+    """Before: only the names that a stage reads.
+
+    The override is typed as it is shown, and then the file is read.
+    """
     with pytest.raises(BadRowError) as error:
         detect_schema(row, data_format, "file:1")
     assert error.value.fix == f"name your columns, a guess is 'data.columns={guess}'"

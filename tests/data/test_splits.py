@@ -102,7 +102,10 @@ def test_splits_beside_a_single_training_file_are_its_validation(files):
 
 
 def test_splits_of_files_whose_extension_is_hidden_are_found(files):
-    """Windows hides the .txt that it appends. Before: rows_val.jsonl.txt was no validation file of rows.jsonl.txt."""
+    """Windows hides the .txt that it appends.
+
+    Before: rows_val.jsonl.txt was no validation file of rows.jsonl.txt.
+    """
     resolve = files(
         "rows.jsonl.txt",
         "rows_val.jsonl.txt",

@@ -173,8 +173,9 @@ with ThreadPoolExecutor(1) as threads:
 
 
 def test_tag_of_compiled_programs_holds_in_other_threads():
-    """Autograd compiles and finds the backward pass of a GPU in threads of its own. In a process of its own: other
-    tests change settings of torch.
+    """Autograd compiles and finds the backward pass of a GPU in threads of its own.
+
+    In a process of its own: other tests change settings of torch.
     """
     env = {**os.environ, "TORCH_COMPILE_CACHE_KEY_TAG": "user"}
     done = subprocess.run(

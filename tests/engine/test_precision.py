@@ -1,4 +1,7 @@
-"""Which device computes in which precision, and that fp32 means fp32. No GPU is needed: its answers are patched in."""
+"""Which device computes in which precision, and that fp32 means fp32.
+
+No GPU is needed: its answers are patched in.
+"""
 
 import pytest
 import torch

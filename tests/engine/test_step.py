@@ -182,7 +182,10 @@ def test_state_restores_the_loss_scale(make_run) -> None:
     "norm, clips", [(0.5, False), (0.9999, False), (1.0, True), (1.001, True), (1.5, True), (float("nan"), True)]
 )
 def test_gradients_are_clipped_from_the_limit_on(norm: float, clips: bool) -> None:
-    """As `torch.nn.utils.clip_grads_with_norm_` does: other factors than 1. A norm that is not a number is left to it."""
+    """As `torch.nn.utils.clip_grads_with_norm_` does: other factors than 1.
+
+    A norm that is not a number is left to it.
+    """
     assert exceeds(torch.tensor(norm), 1.0) == clips
     assert norm != norm or (min(1.0, 1.0 / (norm + 1e-6)) != 1) == clips
 

@@ -40,8 +40,9 @@ SYNCING = {
 
 
 class HostSyncs(TorchDispatchMode):
-    """Records host syncs: names of the operators inside of steps, and after which steps there were others. Operators
-    that others call do not count.
+    """Records host syncs: names of the operators inside of steps, and after which steps there were others.
+
+    Operators that others call do not count.
     """
 
     def __init__(self, state, monkeypatch) -> None:

@@ -1,5 +1,6 @@
-"""Threads of a CPU training: how many, and whether they spin. The commands get their choice from the machine, from
-other trainings and from the checkpoint.
+"""Threads of a CPU training: how many, and whether they spin.
+
+The commands get their choice from the machine, from other trainings and from the checkpoint.
 """
 
 from __future__ import annotations

@@ -30,8 +30,9 @@ OWN_CHILDREN = (("-P", "-m", "data."), ("-P", "-m", "runner."))
 
 
 class Audit:
-    """`report(kind, text)` is called with kind `executed` or `wrote`. Code of files in `folder`, and changes outside of
-    it, are hostile.
+    """`report(kind, text)` is called with kind `executed` or `wrote`.
+
+    Code of files in `folder`, and changes outside of it, are hostile.
     """
 
     def __init__(self, folder: Path, report: Callable[[str, str], None]) -> None:

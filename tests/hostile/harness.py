@@ -57,7 +57,10 @@ class HostileCase:
 
 @dataclass
 class Folder:
-    """The folder of a case. The current directory of its commands is `work`; nothing may change in `outside`."""
+    """The folder of a case.
+
+    The current directory of its commands is `work`; nothing may change in `outside`.
+    """
 
     root: Path
     base: Path  # unharmed files to start from

@@ -1,5 +1,6 @@
-"""Hostile suite: harmful folders and files are given to the commands. `python tests/hostile/suite.py` prints the table
-and its counts.
+"""Hostile suite: harmful folders and files are given to the commands.
+
+`python tests/hostile/suite.py` prints the table and its counts.
 
     python tests/hostile/suite.py [--light | --heavy] [--part=I/N] [--brief] [--template-seconds=S] [NAME ...]
 

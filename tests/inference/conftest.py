@@ -48,7 +48,10 @@ def small_config() -> DecoderConfig:
 
 
 def write(folder: Path, seed: int, std: float = 0.02, **changes: Any) -> Path:
-    """`std`: of the weights; with a large one the probabilities are far from uniform. `changes`: of `small_config`."""
+    """`std`: of the weights; with a large one the probabilities are far from uniform.
+
+    `changes`: of `small_config`.
+    """
     torch.manual_seed(seed)
     model = create_model(dataclasses.replace(small_config(), **changes))
     for parameter in model.parameters():

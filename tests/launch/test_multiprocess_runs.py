@@ -73,8 +73,9 @@ class Runs:
     def launch(
         self, *overrides: str, by: str = BY_NPROC, flags: tuple[str, ...] = (), fault: dict[str, Any] | None = None
     ) -> subprocess.Popen | ForkedProcess:
-        """Start the command. By nproc it and its ranks, but not the jobs of a sweep, are forks of a process that has
-        imported torch.
+        """Start the command.
+
+        By nproc it and its ranks, but not the jobs of a sweep, are forks of a process that has imported torch.
         """
         if by == BY_NPROC:
             return self.warm.start(

@@ -47,7 +47,10 @@ LOGIT_IDS = torch.arange(3, 60)[None]
 
 @dataclass
 class FamilyResult:
-    """What a family does. Differences are the largest absolute ones; "refused" is a UserError before the first step."""
+    """What a family does.
+
+    Differences are the largest absolute ones; "refused" is a UserError before the first step.
+    """
 
     family: str
     # where init_from=DIR loads it: decoder (of this program) or transformers; all other columns are of transformers

@@ -25,8 +25,9 @@ from models.layers.cpu_kernels.upcast_products import (
 
 @pytest.fixture
 def upcast(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Products are upcast. Yield whether each that was computed was: the numbers alone do not show it where torch, too,
-    rounds once.
+    """Products are upcast.
+
+    Yield whether each that was computed was: the numbers alone do not show it where torch, too, rounds once.
     """
     answers: list[bool] = []
 

@@ -139,8 +139,9 @@ def random_family(model_type: str, **changes: Any) -> TransformersModel:
 
 
 def write_family(folder: Path, name: str, **changes: Any) -> None:
-    """Write a random model of the family, with the tokenizer of the samples. `changes`: further ones of its config. A
-    name without an entry is a model_type.
+    """Write a random model of the family, with the tokenizer of the samples.
+
+    `changes`: further ones of its config. A name without an entry is a model_type.
     """
     family = FAMILIES.get(name, Family({}))
     torch.manual_seed(0)

@@ -1,5 +1,6 @@
-"""Mutation testing: for every known fault in tests/mutations/*.toml some test fails. The command: `python
-scripts/mutation_test.py`.
+"""Mutation testing: for every known fault in tests/mutations/*.toml some test fails.
+
+The command: `python scripts/mutation_test.py`.
 """
 
 from __future__ import annotations

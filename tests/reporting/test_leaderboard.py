@@ -357,8 +357,9 @@ def test_overrides_given_by_the_sweep_do_not_mark_a_job_as_continued_by_hand(tmp
 
 
 def test_job_trained_on_changed_data_is_marked_in_text_csv_and_html(tmp_path: Path) -> None:
-    """As after `resume=SWEEP seed=3` when the file has changed. Other data overrides, and rows drawn by the seed, are
-    not marked.
+    """As after `resume=SWEEP seed=3` when the file has changed.
+
+    Other data overrides, and rows drawn by the seed, are not marked.
     """
 
     def set_data(path: str, seed: str, fingerprint: str, rows: int, system_prob: float = 0.0) -> None:

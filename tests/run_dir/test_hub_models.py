@@ -203,7 +203,10 @@ def test_model_that_is_not_in_the_cache_is_refused_offline_with_what_to_type(
 
 
 class FakeHub:
-    """A client of the hub for a repository with files of every format. `requested`: the files of the last download."""
+    """A client of the hub for a repository with files of every format.
+
+    `requested`: the files of the last download.
+    """
 
     FILES = [
         "config.json",

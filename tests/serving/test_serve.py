@@ -32,8 +32,9 @@ MESSAGES: list[Any] = [{"role": "user", "content": "Where does Tolo live?"}]
 
 @contextmanager
 def started(folder: Path, *overrides: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """Start serve.py; yield it and its port, once it says that it serves. A command that hangs is ended by the time
-    limit of the test.
+    """Start serve.py; yield it and its port, once it says that it serves.
+
+    A command that hangs is ended by the time limit of the test.
     """
     command = [
         sys.executable,

@@ -1,4 +1,7 @@
-"""Points that Optuna draws. Where Optuna is not installed, its options and search spaces are tested only."""
+"""Points that Optuna draws.
+
+Where Optuna is not installed, its options and search spaces are tested only.
+"""
 
 from __future__ import annotations
 

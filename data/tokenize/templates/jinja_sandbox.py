@@ -96,8 +96,9 @@ def _bounded(value: Any) -> Any:
 
 @functools.lru_cache
 def compile_template(source: str) -> Callable[..., str]:
-    """Return a function from the template's variables to the rendered text. Any error in the template is raised as
-    TemplateError.
+    """Return a function from the template's variables to the rendered text.
+
+    Any error in the template is raised as TemplateError.
     """
     environment = _BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
@@ -143,8 +144,9 @@ def _raise(message: str) -> None:
 
 
 def mask_control_tokens(value: Any, control: re.Pattern[str], where: str) -> Any:
-    """Return `value` with a private character inside every `control` token of its strings. Raises BadRowError if a
-    string has one already.
+    """Return `value` with a private character inside every `control` token of its strings.
+
+    Raises BadRowError if a string has one already.
     """
     if isinstance(value, dict):
         return {

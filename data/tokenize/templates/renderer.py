@@ -106,8 +106,9 @@ class ConversationRenderer:
 
     @staticmethod
     def render_together(conversations: Sequence[ConversationRenderer]) -> None:
-        """Render what is expected of several conversations by one request. What fails here is rendered again when it is
-        asked for.
+        """Render what is expected of several conversations by one request.
+
+        What fails here is rendered again when it is asked for.
         """
         processes = [each._template for each in conversations if isinstance(each._template, RenderProcess)]
         if not processes or len({id(process) for process in processes}) > 1 or len(processes) < len(conversations):

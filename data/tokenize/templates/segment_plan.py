@@ -117,8 +117,9 @@ class TurnMarks:
     def split(
         self, rendered: str, marks: Mapping[int, float] = MappingProxyType({}), others: float = 0
     ) -> list[TemplateSegment]:
-        """Split marked text into segments. `marks`: weights of marked spans by their number; `others`: the weight of
-        all other text.
+        """Split marked text into segments.
+
+        `marks`: weights of marked spans by their number; `others`: the weight of all other text.
 
         The text is split at the other marks, too, so that a conversation gives the same tokens whichever of its turns
         have loss.

@@ -31,8 +31,9 @@ def supports(dtype: torch.dtype, head_width: int) -> bool:
 
 
 def check_product(dtype: torch.dtype, head_width: int) -> None:
-    """Raise KernelsUnavailableError where oneDNN has no matrix product of `dtype` for this processor. Call
-    `load_kernels` first.
+    """Raise KernelsUnavailableError where oneDNN has no matrix product of `dtype` for this processor.
+
+    Call `load_kernels` first.
     """
     x = torch.zeros(1, 1, LANES, head_width, dtype=dtype)
     fused_attention(x, x, x, None)

@@ -120,8 +120,9 @@ def _backward(ctx, g: Tensor, _) -> tuple[object, ...]:
 
 
 def _activation_gradient(gate_up: Tensor, dh: Tensor, use_kernels: bool) -> tuple[Tensor, Tensor]:
-    """gate_up: (R, 2F), dh: (R, F) -> silu(gate) * up (R, F) and the gradient of gate_up (R, 2F). The kernel overwrites
-    dh.
+    """gate_up: (R, 2F), dh: (R, F) -> silu(gate) * up (R, F) and the gradient of gate_up (R, 2F).
+
+    The kernel overwrites dh.
     """
     gradient = torch.empty_like(gate_up)
     if use_kernels and _has_kernel(gate_up):

@@ -135,8 +135,9 @@ def _compile(compiler: str, sources: Sequence[Path], library: Path) -> None:
 
 
 def _is_intact(library: Path) -> bool:
-    """Return whether the library exists and ends with the checksum of all before it. The loader ignores what follows
-    the last section.
+    """Return whether the library exists and ends with the checksum of all before it.
+
+    The loader ignores what follows the last section.
     """
     try:
         content = library.read_bytes()

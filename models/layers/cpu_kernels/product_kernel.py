@@ -20,8 +20,9 @@ def supports_product(a: Tensor, b: Tensor, out: Tensor) -> bool:
 
 
 def multiply_by_kernel(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
-    """a: (M, K), b: (K, N) -> out (M, N) = a @ b, or out += a @ b in fp32: those of `supports_product`. Raises
-    MemoryError.
+    """a: (M, K), b: (K, N) -> out (M, N) = a @ b, or out += a @ b in fp32: those of `supports_product`.
+
+    Raises MemoryError.
     """
     if out.stride(1) != 1:
         multiply_by_kernel(b.t(), a.t(), out.t(), add=add)

@@ -83,8 +83,9 @@ def upcast_products(enabled: bool, *, by_kernel: bool = False) -> None:
 
 
 def _without_autocast(function: Callable[P, T]) -> Callable[P, T]:
-    """Disable autocast meanwhile. It is on where an operator of `custom_op` calls one of torch, and would cast operands
-    back to 16 bits.
+    """Disable autocast meanwhile.
+
+    It is on where an operator of `custom_op` calls one of torch, and would cast operands back to 16 bits.
     """
 
     @functools.wraps(function)
@@ -112,8 +113,9 @@ def _upcast_kernel(kernel: Any, dimensions: int) -> Callable[..., Tensor]:
 
 
 def _with_output(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return `compute` for the variant with `out=`. Torch's own kernel of it is not called: `call_boxed` of it has
-    damaged memory (torch 2.13).
+    """Return `compute` for the variant with `out=`.
+
+    Torch's own kernel of it is not called: `call_boxed` of it has damaged memory (torch 2.13).
     """
 
     def compute_into(keys: Any, *args: Any, out: Tensor, **kwargs: Any) -> Tensor:
@@ -150,7 +152,9 @@ def _is_upcast(a: Tensor, b: Tensor, dimensions: int) -> bool:
 
 @_without_autocast
 def multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
-    """a: (M, K), b: (K, N), 16 bits -> out (M, N) = a @ b, in 16 bits or fp32. `add`: out += a @ b, in fp32.
+    """a: (M, K), b: (K, N), 16 bits -> out (M, N) = a @ b, in 16 bits or fp32.
+
+    `add`: out += a @ b, in fp32.
 
     Without the kernel the longest side is computed in blocks, so that no copy in fp32 is larger than the shorter
     operand or CAST_ELEMENTS.

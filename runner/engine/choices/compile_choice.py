@@ -78,8 +78,9 @@ def measure_layers(
     autocast: Callable[[], AbstractContextManager[object]],
     modes: Sequence[str],
 ) -> dict[str, float]:
-    """Return mode -> the shortest time of a forward and a backward pass of the layer, seconds. `compiled()` returns a
-    context in which layers are compiled.
+    """Return mode -> the shortest time of a forward and a backward pass of the layer, seconds.
+
+    `compiled()` returns a context in which layers are compiled.
 
     Nothing that is compiled stays in the process: a resumed run, which does not measure, would otherwise have other
     programs. Raises KernelsUnavailableError if the compiler fails: it will fail in the first step, too, which reports

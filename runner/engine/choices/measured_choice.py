@@ -247,8 +247,9 @@ def _is_time(value: object) -> bool:
 
 
 def _write_times(file: Path, choice: KernelChoice, times: Mapping[str, float]) -> None:
-    """Write the file unless there is one: runs that measure at the same time then take the same kernel. A folder that
-    cannot be written to is no error.
+    """Write the file unless there is one: runs that measure at the same time then take the same kernel.
+
+    A folder that cannot be written to is no error.
     """
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -263,8 +264,9 @@ def _write_times(file: Path, choice: KernelChoice, times: Mapping[str, float]) -
 
 
 def _link(complete: Path, file: Path) -> None:
-    """Let `file` be the new file `complete`, or on a file system without hard links a copy. Raises FileExistsError if
-    there is one.
+    """Let `file` be the new file `complete`, or on a file system without hard links a copy.
+
+    Raises FileExistsError if there is one.
     """
     try:
         os.link(complete, file)

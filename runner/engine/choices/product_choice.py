@@ -86,8 +86,9 @@ def load_products(kernel: str, folder: Path) -> None:
 
 
 def measure_products(shape: ProductShape, kernels: Sequence[str]) -> dict[str, float]:
-    """Return kernel -> the shortest time of the forward and backward products of the layer, seconds. The choice made
-    before does not matter.
+    """Return kernel -> the shortest time of the forward and backward products of the layer, seconds.
+
+    The choice made before does not matter.
     """
     import torch
 

@@ -167,8 +167,9 @@ class DistributedContext:
         return [json.loads(bytes(part[:length].tolist())) for part, length in zip(parts, lengths, strict=True)]
 
     def shard(self, model: nn.Module, layers: Iterable[nn.Module], dtype: torch.dtype) -> None:
-        """fsdp: leave each rank its shard of every parameter, in place. Layers are gathered one at a time, in `dtype`,
-        to compute.
+        """fsdp: leave each rank its shard of every parameter, in place.
+
+        Layers are gathered one at a time, in `dtype`, to compute.
         """
         if not self.sharded:
             return
@@ -233,8 +234,9 @@ class DistributedContext:
         return nullcontext() if is_last else wrapped.no_sync()  # type: ignore[operator]  # of DistributedDataParallel
 
     def is_device_idle(self) -> bool:
-        """Return whether the device has finished all work that was queued on it; a CPU always has. Metal does not say:
-        False.
+        """Return whether the device has finished all work that was queued on it; a CPU always has.
+
+        Metal does not say: False.
         """
         import torch
 
@@ -243,8 +245,9 @@ class DistributedContext:
         )
 
     def arm_watchdog(self) -> None:
-        """Give a sign of life. With several ranks print the stacks of all threads unless this is called again within
-        `timeout` minutes.
+        """Give a sign of life.
+
+        With several ranks print the stacks of all threads unless this is called again within `timeout` minutes.
         """
         beat()
         if self.size > 1:
@@ -313,8 +316,9 @@ def open_store(rendezvous: str, size: int, timeout: timedelta) -> Store:
 
 
 def resolve_device(device: str, local_rank: int | None = None) -> torch.device:
-    """Return the device of this process. `local_rank` is None for a single process. Raises UserError if there is no
-    such device.
+    """Return the device of this process.
+
+    `local_rank` is None for a single process. Raises UserError if there is no such device.
     """
     import torch
 

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 
 def describe_kernels(device: torch.device, compile_mode: str, has_experts: bool) -> dict[str, Any]:
-    """Return fact -> value. `compile_mode` is that of the run: with train.compile=auto a resumed run may be longer, or
-    have no compiler.
+    """Return fact -> value.
+
+    `compile_mode` is that of the run: with train.compile=auto a resumed run may be longer, or have no compiler.
     """
     is_cpu = device.type == "cpu"
     return {

@@ -1,5 +1,6 @@
-"""Precision: autocast, TF32, loss scaling, gradient clipping and the update. The only module that knows a dtype of the
-computation.
+"""Precision: autocast, TF32, loss scaling, gradient clipping and the update.
+
+The only module that knows a dtype of the computation.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ class PrecisionConfig:
         check_choice("precision.name", self.name, PRECISIONS)
 
     def check_device(self, device_name: str, capability: tuple[int, int] | None) -> None:
-        """`capability`: of an NVIDIA GPU, None for other devices. Raises UserError if the device does not compute in
-        this precision.
+        """`capability`: of an NVIDIA GPU, None for other devices.
+
+        Raises UserError if the device does not compute in this precision.
         """
         spec = PRECISIONS[self.name]
         if spec.min_capability and (capability is None or capability < spec.min_capability):
@@ -92,8 +94,9 @@ def exceeds(norm: Tensor, clip: float) -> bool:
 
 
 class Precision:
-    """Autocast, loss scaling and the update of one run. Only fp16 scales the loss; the scaler is disabled for the
-    others.
+    """Autocast, loss scaling and the update of one run.
+
+    Only fp16 scales the loss; the scaler is disabled for the others.
     """
 
     def __init__(self, cfg: PrecisionConfig, device: torch.device) -> None:
@@ -125,8 +128,10 @@ class Precision:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass. A loss that is not finite gets gradients that are not finite, so that the gradient
-        norm, which all ranks share, alone decides whether the update is skipped.
+        """Run the backward pass.
+
+        A loss that is not finite gets gradients that are not finite, so that the gradient norm, which all ranks share,
+        alone decides whether the update is skipped.
         """
         # or NaN; multiplied, because passing it to backward() imports torch's symbolic shapes (1 s)
         one = loss.detach() * 0 + 1

@@ -13,7 +13,10 @@ T = TypeVar("T")
 
 
 class StopRequests:
-    """Called, it returns whether this process has been asked to stop. `launch/signals.py` has the one that signals set."""
+    """Called, it returns whether this process has been asked to stop.
+
+    `launch/signals.py` has the one that signals set.
+    """
 
     def __init__(self, is_requested: Callable[[], bool] = lambda: False) -> None:
         self._is_requested = is_requested
@@ -24,8 +27,9 @@ class StopRequests:
 
     @contextmanager
     def interrupting(self, pending_work: str) -> Iterator[None]:
-        """Run a block that a request ends at once, wherever it is, with StopRequested. Nothing in the block may need to
-        be completed.
+        """Run a block that a request ends at once, wherever it is, with StopRequested.
+
+        Nothing in the block may need to be completed.
         """
         with self.working_on(pending_work):
             if self():
@@ -47,8 +51,9 @@ def as_stop_requests(stop_requested: Callable[[], bool]) -> StopRequests:
 
 
 def do_unless_stopped(dist: DistributedContext, stop: StopRequests, pending_work: str, work: Callable[[], T]) -> T:
-    """Return what `work`, without any collective, returns. Raises StopRequested on every rank if some rank is asked to
-    stop meanwhile.
+    """Return what `work`, without any collective, returns.
+
+    Raises StopRequested on every rank if some rank is asked to stop meanwhile.
     """
     results: list[T] = []
     with suppress(StopRequested), stop.interrupting(pending_work):

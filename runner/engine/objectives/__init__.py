@@ -1,4 +1,6 @@
-"""Objectives: what a stage minimizes, as sums over countable items. May import common, data.batching and models.
+"""Objectives: what a stage minimizes, as sums over countable items.
+
+May import common, data.batching and models.
 
 config.py has the registry; each objective is one module here, found by its name (next_token.py, dpo.py), or a class in
 a plugin. torch is imported inside functions only, so that settings are checked without it.

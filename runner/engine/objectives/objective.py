@@ -41,8 +41,9 @@ class Reference:
 
 
 class Objective:
-    """What a stage minimizes. The loss of a step is the sum of `loss()` over its micro-batches, divided by the sum of
-    `count()`.
+    """What a stage minimizes.
+
+    The loss of a step is the sum of `loss()` over its micro-batches, divided by the sum of `count()`.
     """
 
     reference: Reference | None = None

@@ -76,7 +76,8 @@ class OptimizerConfig:
             )
 
     def build(self, groups: ParamGroups) -> list[Optimizer]:
-        """Return the torch optimizers that together update all groups. Their state must be tensors: it is saved by
-        parameter name.
+        """Return the torch optimizers that together update all groups.
+
+        Their state must be tensors: it is saved by parameter name.
         """
         raise NotImplementedError

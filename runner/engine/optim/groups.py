@@ -109,6 +109,9 @@ def build_optimizer(cfg: OptimizerConfig, model: nn.Module, num_layers: int) -> 
 
 
 def _depth(name: str, num_layers: int) -> int:
-    """Return 1 + i for layer i, num_layers + 1 for everything after the last layer. Embeddings have depth 0."""
+    """Return 1 + i for layer i, num_layers + 1 for everything after the last layer.
+
+    Embeddings have depth 0.
+    """
     layer = LAYER.search(name)
     return 1 + int(layer[1]) if layer else num_layers + 1

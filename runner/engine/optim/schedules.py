@@ -1,5 +1,6 @@
-"""Section `schedule` of the config: the learning rate as a pure function of the step. One registered class per
-schedule.
+"""Section `schedule` of the config: the learning rate as a pure function of the step.
+
+One registered class per schedule.
 """
 
 from __future__ import annotations
@@ -112,8 +113,9 @@ class DecayConfig(ScheduleConfig):
 @register_schedule("cosine")
 @dataclass
 class CosineConfig(DecayConfig):
-    """Half a cosine (https://arxiv.org/abs/1608.03983). With min_lr_ratio=0.1: lr * (0.1 + 0.45 * (1 + cos(pi * t /
-    T))).
+    """Half a cosine (https://arxiv.org/abs/1608.03983).
+
+    With min_lr_ratio=0.1: lr * (0.1 + 0.45 * (1 + cos(pi * t / T))).
     """
 
     def decay(self, progress: float) -> float:

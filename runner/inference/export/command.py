@@ -1,4 +1,7 @@
-"""export.py: write a trained model for other programs, read it again, and compare. A failed comparison leaves nothing."""
+"""export.py: write a trained model for other programs, read it again, and compare.
+
+A failed comparison leaves nothing.
+"""
 
 from __future__ import annotations
 
@@ -80,8 +83,9 @@ class ExportSettings:
 
 
 def export(cfg: ExportSettings, folder: Path) -> None:
-    """Write the model in `folder` to cfg.to, print what was compared. Raises UserError if it cannot be written so, or
-    if the comparison fails.
+    """Write the model in `folder` to cfg.to, print what was compared.
+
+    Raises UserError if it cannot be written so, or if the comparison fails.
     """
     target = Path(cfg.to).expanduser().absolute()
     check_target(target, cfg.to, folder)

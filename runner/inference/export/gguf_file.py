@@ -50,8 +50,9 @@ EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)\.weight")
 
 
 def write_gguf(path: Path, source: LoadedModel, dtype: str, name: str) -> dict[str, np.ndarray]:
-    """Write `path`; return the fp32 tensors that it holds, by their names in the file, before rounding. Adapters must
-    be merged.
+    """Write `path`; return the fp32 tensors that it holds, by their names in the file, before rounding.
+
+    Adapters must be merged.
 
     Raises UserError for an architecture or a tokenizer that llama.cpp does not compute.
     """

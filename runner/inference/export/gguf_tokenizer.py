@@ -66,8 +66,9 @@ def check_tokenizer_is_supported(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def pre_tokenizer_name(tokenizer: Tokenizer) -> str:
-    """Return the name under which llama.cpp knows how the tokenizer splits texts. Raises UserError if it does not know
-    it.
+    """Return the name under which llama.cpp knows how the tokenizer splits texts.
+
+    Raises UserError if it does not know it.
     """
     stored = _stored(tokenizer)
     steps = stored["pre_tokenizer"] or {"type": "none"}

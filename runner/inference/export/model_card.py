@@ -1,5 +1,6 @@
-"""README.md of an exported model: the card that the Hugging Face hub shows, with what run.json knows. Texts of a run
-are quoted, never markup.
+"""README.md of an exported model: the card that the Hugging Face hub shows, with what run.json knows.
+
+Texts of a run are quoted, never markup.
 """
 
 from __future__ import annotations

@@ -122,8 +122,9 @@ MAX_MERGE_DIFFERENCE = 1e-3  # of a log-probability that merging an adapter into
 
 
 def log_probs(model: Any, tokenizer: Tokenizer) -> list[Tensor]:
-    """Return the log-probabilities of all tokens at each position of TEXTS, (T, V) each. `model`: a LanguageModel, or a
-    reader that is called like one.
+    """Return the log-probabilities of all tokens at each position of TEXTS, (T, V) each.
+
+    `model`: a LanguageModel, or a reader that is called like one.
     """
     import torch
 

@@ -1,5 +1,6 @@
-"""Load the tasks that are asked for, with their data, before the weights of a model are read. What cannot be loaded is
-refused with what to type.
+"""Load the tasks that are asked for, with their data, before the weights of a model are read.
+
+What cannot be loaded is refused with what to type.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ LoadedTasks = dict[str, Any]  # tasks, groups and group_map of lm_eval.tasks.Tas
 
 
 def load_tasks(names: list[str], folder: str | None) -> dict[str, LoadedTasks]:
-    """Return the tasks of each name (a task, a group or a tag). `folder`: with task files (YAML) of the user, which may
-    name functions beside them.
+    """Return the tasks of each name (a task, a group or a tag).
+
+    `folder`: with task files (YAML) of the user, which may name functions beside them.
 
     Raises UserError without the harness, for an unknown name, and for a task whose data are not on this machine and
     cannot be downloaded.

@@ -265,8 +265,9 @@ class HarnessModel(TemplateLM):
     # ---------------------------------------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return the continuation of each context up to one of the task's stop texts. Requests of one setting are
-        generated in batches.
+        """Return the continuation of each context up to one of the task's stop texts.
+
+        Requests of one setting are generated in batches.
         """
         pairs = [
             (self.tok_encode(context), self._settings(settings))

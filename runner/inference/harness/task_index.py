@@ -111,8 +111,9 @@ class TaskLibrary:
 
 
 def _members(entry: Entry) -> Iterator[str]:
-    """Yield the tasks of a tag or group, and of the groups inside of it. Members without a definition of their own are
-    left out later.
+    """Yield the tasks of a tag or group, and of the groups inside of it.
+
+    Members without a definition of their own are left out later.
     """
     yield from entry.tags
     yield from _listed((entry.cfg or {}).get("task"))

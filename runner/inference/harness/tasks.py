@@ -71,8 +71,9 @@ def evaluate_tasks(
 
 
 def run_task(model: HarnessModel, name: str, loaded: LoadedTasks, cfg: EvaluateConfig) -> Iterator[Record]:
-    """Yield the record of a task or group, or of each task of a tag. After a stop, those of the documents that are
-    done, task by task.
+    """Yield the record of a task or group, or of each task of a tag.
+
+    After a stop, those of the documents that are done, task by task.
     """
     if note := check_shots(loaded["tasks"], cfg.shots):
         print_note(note)
@@ -143,7 +144,10 @@ def _set_shots(task: Task, shots: int | None) -> None:
 
 
 def _show_preparation(tasks: dict[str, Task], model: HarnessModel, limit: int | None) -> None:
-    """Show how many documents have become requests, which takes minutes for large tasks. The user may stop it."""
+    """Show how many documents have become requests, which takes minutes for large tasks.
+
+    The user may stop it.
+    """
     for task in tasks.values():
         vars(task).pop("fewshot_context", None)  # of an earlier call
     if model.answers.is_complete:

@@ -1,1 +1,4 @@
-"""Evaluation metrics, one module each, found by `metric=NAME`. May import runner.inference and what it imports."""
+"""Evaluation metrics, one module each, found by `metric=NAME`.
+
+May import runner.inference and what it imports.
+"""

@@ -37,8 +37,9 @@ class CpuExecution:
 def cpu_execution(
     cfg: Config, facts: ModelSizes, data: DataFacts, ranks: int, saved: Mapping[str, str] | None = None
 ) -> CpuExecution:
-    """Return how each of `ranks` computes the run, by the rules of runner/engine/kernels.py. `saved`: `saved_kernels`
-    of a resumed run.
+    """Return how each of `ranks` computes the run, by the rules of runner/engine/kernels.py.
+
+    `saved`: `saved_kernels` of a resumed run.
     """
     import torch
 

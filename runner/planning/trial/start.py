@@ -24,8 +24,9 @@ TRIAL = REPO_ROOT / "runner" / "planning" / "trial" / "process.py"
 
 
 def trial_of(cfg: Config) -> dict[str, Any]:
-    """Return the result of the trial with these settings. Raises UserError where the run refuses its settings,
-    TrainingError where it fails.
+    """Return the result of the trial with these settings.
+
+    Raises UserError where the run refuses its settings, TrainingError where it fails.
     """
     tracker = TrackerConfig(name="none", page=False, console="quiet")
     cfg = dataclasses.replace(

@@ -37,8 +37,9 @@ LENGTH_BYTES = 8  # before the header of a safetensors file
 
 
 def compare_with_checkpoint(folder: Path, export: dict[str, Any], files: list[Path]) -> tuple[bool, str]:
-    """Return (whether no tensor differs, what was compared). `export`: of run.json; `files`: the weights in `model/`,
-    whose headers are right.
+    """Return (whether no tensor differs, what was compared).
+
+    `export`: of run.json; `files`: the weights in `model/`, whose headers are right.
     """
     step = export.get("step")
     source = find_best_weights(folder / CHECKPOINTS_DIR, step) if isinstance(step, int) else None

@@ -73,7 +73,10 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class ResumeOutcome:
-    """What resume= would do. `step`: where it continues; `inexact`: why its bits may differ from an uninterrupted run."""
+    """What resume= would do.
+
+    `step`: where it continues; `inexact`: why its bits may differ from an uninterrupted run.
+    """
 
     verdict: Verdict
     text: str
@@ -160,8 +163,9 @@ def _compare(evidence: CheckpointState, config: Config, fields: dict[str, Any], 
 
 
 def torch_version() -> str | None:
-    """Return `torch.__version__` without importing torch. The metadata of its wheel lack the build: 2.13.0 for
-    2.13.0+cu130.
+    """Return `torch.__version__` without importing torch.
+
+    The metadata of its wheel lack the build: 2.13.0 for 2.13.0+cu130.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:

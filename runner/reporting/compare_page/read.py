@@ -1,5 +1,6 @@
-"""What a comparison shows of each run, read from its directory. A missing or damaged file leaves its part out and never
-raises.
+"""What a comparison shows of each run, read from its directory.
+
+A missing or damaged file leaves its part out and never raises.
 """
 
 from __future__ import annotations
@@ -191,8 +192,9 @@ def _settings(folder: Path) -> dict[str, str]:
 
 @lru_cache(maxsize=2 * MAX_COMPARED)
 def _load_settings(folder: Path, signature: tuple[int, int, int]) -> dict[str, str]:
-    """Return the settings by dotted key. `signature` of the file: parsing YAML is slow, and a page that is served reads
-    it again and again.
+    """Return the settings by dotted key.
+
+    `signature` of the file: parsing YAML is slow, and a page that is served reads it again and again.
     """
     try:
         config = load_saved_config(folder)

@@ -62,8 +62,9 @@ def parents_of(runs: RunList) -> dict[Path, ListedRun]:
 
 
 def lineage_trees(runs: RunList, parents: dict[Path, ListedRun]) -> list[Node]:
-    """Return the trees with at least two runs, newest first. A job of a sweep is part of its sweep; a circle, which no
-    training makes, is cut.
+    """Return the trees with at least two runs, newest first.
+
+    A job of a sweep is part of its sweep; a circle, which no training makes, is cut.
     """
     rows = [row for row in runs.rows if row.kind in ("run", "sweep")]
     nodes = {row.folder: Node(row) for row in rows}
@@ -86,8 +87,9 @@ def _is_ancestor(folder: Path, of: Path, parent_of: dict[Path, Path]) -> bool:
 
 
 def draw_lineage(trees: list[Node], link_of: Callable[[ListedRun], str | None]) -> tuple[str, int]:
-    """Return the picture of the trees, "" for none, and the number of runs that are left out. `link_of`: address of a
-    run's page.
+    """Return the picture of the trees, "" for none, and the number of runs that are left out.
+
+    `link_of`: address of a run's page.
     """
     from markupsafe import Markup, escape
 
@@ -186,8 +188,9 @@ LinkOf = Callable[[ListedRun], str | None]
 
 
 def list_page(runs: RunList, link_of: LinkOf, is_served: bool) -> str:
-    """Return the page. `link_of`: address of a run's page, None if it has none; `is_served`: comparisons are links, and
-    the list is live.
+    """Return the page.
+
+    `link_of`: address of a run's page, None if it has none; `is_served`: comparisons are links, and the list is live.
     """
     parents = parents_of(runs)
     picture, hidden = draw_lineage(lineage_trees(runs, parents), link_of)

@@ -158,8 +158,9 @@ def _read_folder(folder: Path, depth: int, budget: Budget) -> list[ListedRun]:
 
 
 def _read_run(folder: Path, kind: str, sweep: ListedRun | None = None) -> tuple[ListedRun, Any]:
-    """Return the row of a run, and its field `evaluation`. Of its other fields only those that are shown are kept:
-    run.json may be large.
+    """Return the row of a run, and its field `evaluation`.
+
+    Of its other fields only those that are shown are kept: run.json may be large.
     """
     fields = RunMetadata.read(folder)
     if not fields:

@@ -27,8 +27,9 @@ write_run_page(Path(sys.argv[2]))
 
 
 class LivePage(RepeatedPage):
-    """Writes the page after a logged record, in a small share of the time. What goes wrong is passed to `warn` once and
-    never stops the run.
+    """Writes the page after a logged record, in a small share of the time.
+
+    What goes wrong is passed to `warn` once and never stops the run.
 
     While metrics.jsonl is longer than MAX_LIVE_BYTES, a child process writes the page, so that training does not wait
     for it.

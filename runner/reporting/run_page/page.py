@@ -1,5 +1,6 @@
-"""report.html of a run: one file without requests. Its content security policy allows only the scripts of this folder,
-by their hash.
+"""report.html of a run: one file without requests.
+
+Its content security policy allows only the scripts of this folder, by their hash.
 """
 
 from __future__ import annotations
@@ -83,7 +84,10 @@ ATTEMPT_COLUMNS = ("attempt", "started", "ended", "outcome", "step", "exact", "e
 
 
 def write_run_page(folder: Path) -> Path:
-    """Write report.html of the run in `folder` again, atomically; return its path. Raises OSError if the disk refuses."""
+    """Write report.html of the run in `folder` again, atomically; return its path.
+
+    Raises OSError if the disk refuses.
+    """
     path = folder / PAGE_FILE
     retry_disk(partial(write_atomic_file, path, run_page(read_run_report(folder)).encode("utf-8", "backslashreplace")))
     return path

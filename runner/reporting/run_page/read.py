@@ -1,5 +1,6 @@
-"""Everything that the page of a run shows, read from its directory. A missing or damaged file leaves its part out and
-never raises.
+"""Everything that the page of a run shows, read from its directory.
+
+A missing or damaged file leaves its part out and never raises.
 """
 
 from __future__ import annotations

@@ -20,7 +20,10 @@ Numbers = list[float | None]
 
 @dataclass
 class Series:
-    """Records of one kind: a column for each axis and field, all of one length. None: not logged, or not finite."""
+    """Records of one kind: a column for each axis and field, all of one length.
+
+    None: not logged, or not finite.
+    """
 
     columns: dict[str, Numbers] = field(default_factory=dict)
     records: int = 0  # before the reduction
@@ -63,8 +66,9 @@ class RunSeries:
 
 
 def read_run_series(records: Iterable[Mapping[str, Any]]) -> RunSeries:
-    """Return the columns of the records of a metrics.jsonl. `time` begins at 0 in each attempt: `seconds` adds the
-    attempts before.
+    """Return the columns of the records of a metrics.jsonl.
+
+    `time` begins at 0 in each attempt: `seconds` adds the attempts before.
     """
     kinds: dict[str, list[dict[str, float | None]]] = {"train": [], "eval": []}
     starts: list[float] = []

@@ -94,8 +94,9 @@ Point = tuple[tuple[tuple[str, str], ...], float]  # (swept values, loss)
 
 @dataclass(frozen=True)
 class Importance:
-    """Shares of the variance of the loss by setting, largest first; they sum to 1. Empty, with the reason, where they
-    cannot be calculated.
+    """Shares of the variance of the loss by setting, largest first; they sum to 1.
+
+    Empty, with the reason, where they cannot be calculated.
     """
 
     shares: list[tuple[str, float]] = field(default_factory=list)

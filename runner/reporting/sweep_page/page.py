@@ -1,5 +1,6 @@
-"""report.html of a sweep: one file without requests, complete from before the first job. Every text is escaped by the
-template engine.
+"""report.html of a sweep: one file without requests, complete from before the first job.
+
+Every text is escaped by the template engine.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ MIN_PARALLEL_KEYS, MAX_SELECT_KEYS = 3, 12  # settings of the parallel coordinat
 
 
 def sweep_page(sweep: SweepResults, is_final: bool = True) -> str:
-    """Return the page. The importance of settings takes seconds to calculate: it is left out unless `is_final`."""
+    """Return the page.
+
+    The importance of settings takes seconds to calculate: it is left out unless `is_final`.
+    """
     now = datetime.now().astimezone()
     columns = [column for column in table_columns(sweep) if column.title]
     later = Importance(reason="it is calculated when the sweep ends, and by report.py")

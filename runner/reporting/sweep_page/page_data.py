@@ -67,8 +67,9 @@ def _read_settings(run_dir: Path) -> dict[str, str]:
 
 @lru_cache(maxsize=1024)
 def _parse_settings(run_dir: Path, signature: tuple[int, int, int]) -> dict[str, str]:
-    """Return the settings of a config.yaml; {} if it cannot be read. The page of a sweep is written often, a config
-    once.
+    """Return the settings of a config.yaml; {} if it cannot be read.
+
+    The page of a sweep is written often, a config once.
     """
     try:
         return {
@@ -220,8 +221,9 @@ def _points_per_curve(sweep: SweepResults) -> int:
 
 
 def _curve(points: Sequence[LossPoint], limit: int) -> dict[str, Any] | None:
-    """Return columns of the points; `tokens` is the tokens per step where that holds for every point. A loss of None is
-    not finite.
+    """Return columns of the points; `tokens` is the tokens per step where that holds for every point.
+
+    A loss of None is not finite.
     """
     if not points:
         return None

@@ -1,4 +1,7 @@
-"""Columns of the leaderboard. An entry in COLUMNS appears in the terminal table, in leaderboard.csv and in report.html."""
+"""Columns of the leaderboard.
+
+An entry in COLUMNS appears in the terminal table, in leaderboard.csv and in report.html.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,9 @@ FORMULA_PREFIXES = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet runs a cell
 
 
 def update_report(folder: Path, is_final: bool = True) -> None:
-    """Write leaderboard.csv and report.html of the sweep in `folder` again. Each file is replaced atomically.
+    """Write leaderboard.csv and report.html of the sweep in `folder` again.
+
+    Each file is replaced atomically.
 
     `is_final=False` leaves out what takes seconds, for a sweep whose jobs still run.
     """

@@ -1,5 +1,6 @@
-"""Read metrics.jsonl and the overrides of a run. A missing or damaged file gives fewer values, or none, and never
-raises.
+"""Read metrics.jsonl and the overrides of a run.
+
+A missing or damaged file gives fewer values, or none, and never raises.
 """
 
 from __future__ import annotations
@@ -88,7 +89,10 @@ def read_override_list(path: Path) -> list[str]:
 
 
 def read_run_metrics(path: Path) -> RunMetrics:
-    """Read metrics.jsonl. `time` starts at 0 in each attempt: the time of the attempts before is added to it."""
+    """Read metrics.jsonl.
+
+    `time` starts at 0 in each attempt: the time of the attempts before is added to it.
+    """
     metrics = RunMetrics()
     series = {"train": metrics.train, "eval": metrics.eval}
     attempt, earlier_attempts, time = None, 0.0, 0.0
@@ -146,8 +150,9 @@ def _fewer_points(points: list[LossPoint]) -> list[LossPoint]:
 
 
 def iter_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield every line that is a JSON object. Lines are parsed many at a time, which is faster, and one by one only if
-    that fails.
+    """Yield every line that is a JSON object.
+
+    Lines are parsed many at a time, which is faster, and one by one only if that fails.
     """
     try:
         fd, size = open_regular(path)
@@ -176,7 +181,10 @@ def _parse_json(text: str) -> Any:
 
 
 def finite_number(value: object) -> float | None:
-    """Return `value` as a float if it is a finite number of at most MAX_NUMBER, else None. A bool is not a number."""
+    """Return `value` as a float if it is a finite number of at most MAX_NUMBER, else None.
+
+    A bool is not a number.
+    """
     if type(value) is not float and type(value) is not int:
         return None
     return float(value) if abs(value) < MAX_NUMBER else None

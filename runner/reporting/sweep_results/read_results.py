@@ -1,4 +1,7 @@
-"""Read the results of a sweep directory. A missing or damaged file leaves its values out and never raises."""
+"""Read the results of a sweep directory.
+
+A missing or damaged file leaves its values out and never raises.
+"""
 
 from __future__ import annotations
 
@@ -113,8 +116,9 @@ def _job_status(status: str, recorded: dict[str, Any], metadata: dict[str, Any])
 
 
 def _manual_overrides(run_dir: Path, from_sweep: list[str]) -> list[str]:
-    """Return the newest override per key that a later launch added and the sweep did not give. Earlier launches are in
-    .hydra/history.
+    """Return the newest override per key that a later launch added and the sweep did not give.
+
+    Earlier launches are in .hydra/history.
     """
     launches = [
         read_override_list(path)
@@ -229,8 +233,9 @@ def _compare_data(folder: Path, jobs: Iterable[JobResult]) -> None:
 
 
 def _rows_depend_on_seed(run_dir: Path) -> bool:
-    """Whether the seed draws parts of the rows, e.g. system prompts. True if the config cannot be read: no job is
-    marked for its seed then.
+    """Whether the seed draws parts of the rows, e.g. system prompts.
+
+    True if the config cannot be read: no job is marked for its seed then.
     """
     try:
         data = load_saved_config(run_dir)["data"]

@@ -73,8 +73,9 @@ def sweep_verdict(sweep: SweepResults) -> SweepVerdict:
 
 
 def is_tied(winner: ResultRow, other: ResultRow) -> bool:
-    """Whether the difference of the two losses may be chance: 0 is in its interval, or they are equal. Unknown for
-    points of one job each.
+    """Whether the difference of the two losses may be chance: 0 is in its interval, or they are equal.
+
+    Unknown for points of one job each.
     """
     if winner.score is None or other.score is None:
         return False
@@ -159,8 +160,9 @@ def next_value(edge: float, neighbour: float, is_whole: bool) -> float | int | N
 
 
 def _is_allowed(sweep: SweepResults, job: JobResult, key: str, value: float) -> bool:
-    """Whether the dataclass of the setting's section takes `value` beside the other settings of the job. True where the
-    config cannot be read.
+    """Whether the dataclass of the setting's section takes `value` beside the other settings of the job.
+
+    True where the config cannot be read.
     """
     from runner.config.compose import section_class, section_object
 

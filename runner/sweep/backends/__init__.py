@@ -1,5 +1,6 @@
-"""Where the jobs of a sweep run: local processes, submitit (Slurm), Ray. `base` is the interface. Imports: launch,
-common.
+"""Where the jobs of a sweep run: local processes, submitit (Slurm), Ray.
+
+`base` is the interface. Imports: launch, common.
 """
 
 from __future__ import annotations

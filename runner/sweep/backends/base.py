@@ -31,8 +31,9 @@ class JobExit:
 
 
 class Backend(Protocol):
-    """Starts jobs. A job is the command line of a process in `run_dir`, which exists; its output goes to
-    `run_dir/console.log`.
+    """Starts jobs.
+
+    A job is the command line of a process in `run_dir`, which exists; its output goes to `run_dir/console.log`.
     """
 
     capacity: int | None  # jobs at the same time; None: no limit

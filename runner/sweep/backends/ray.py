@@ -14,8 +14,9 @@ from runner.sweep.backends.base import CONSOLE_LOG, JobExit, LauncherOptions, ch
 
 @dataclass
 class RayOptions(LauncherOptions):
-    """Options of `hydra/launcher=ray`. Without `workers` as many jobs run at the same time as the cluster has CPUs and
-    GPUs for.
+    """Options of `hydra/launcher=ray`.
+
+    Without `workers` as many jobs run at the same time as the cluster has CPUs and GPUs for.
     """
 
     address: Optional[str] = None  # null: start Ray on this machine; auto: the cluster of this machine; host:port

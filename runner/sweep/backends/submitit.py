@@ -52,8 +52,9 @@ class SubmititOptions(LauncherOptions):
 
 
 class JobCommand:
-    """What submitit pickles and calls in its worker. After a timeout or a preemption submitit puts it into the queue
-    again.
+    """What submitit pickles and calls in its worker.
+
+    After a timeout or a preemption submitit puts it into the queue again.
     """
 
     def __init__(self, command: list[str], env: dict[str, str], log: Path) -> None:

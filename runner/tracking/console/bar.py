@@ -51,9 +51,10 @@ def pad(text: str, width: int, is_number: bool = False) -> str:
 
 
 def wrap_text(text: str, first: str, indent: str, width: int = LINE_WIDTH) -> list[str]:
-    """Return the lines of `text`, the first after `first`, the others after `indent`. A line breaks at spaces, and in
-    text of wide characters, which has none. A path is not broken, so that it can be copied, and is longer than `width`
-    where it has to be.
+    """Return the lines of `text`, the first after `first`, the others after `indent`.
+
+    A line breaks at spaces, and in text of wide characters, which has none. A path is not broken, so that it can be
+    copied, and is longer than `width` where it has to be.
     """
     lines, line, has_part = [], first, False
     for part in text.split(" "):
@@ -74,8 +75,9 @@ def wrap_text(text: str, first: str, indent: str, width: int = LINE_WIDTH) -> li
 
 
 def labelled_lines(rows: Mapping[str, object], width: int = LINE_WIDTH) -> list[str]:
-    """Return `label  value` for each row, values in one column and wrapped below each other. A line break in a value
-    begins another line.
+    """Return `label  value` for each row, values in one column and wrapped below each other.
+
+    A line break in a value begins another line.
     """
     return labelled_lines_of(list(rows.items()), width)
 
@@ -214,7 +216,10 @@ class BarConsole(Console):
 
 
 class TaskBar:
-    """The bar of one long task: title, bar, `done/total unit`, time left. It disappears at the end unless it is `kept`."""
+    """The bar of one long task: title, bar, `done/total unit`, time left.
+
+    It disappears at the end unless it is `kept`.
+    """
 
     def __init__(self, title: str, unit: str, total: int, stream: TextIO, kept: bool = False) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn

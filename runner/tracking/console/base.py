@@ -9,7 +9,10 @@ Event = Mapping[str, Any]  # JSON values
 
 
 class Console:
-    """No output. Each method gets the text to print, and what a program reads instead (`tracker.console=json`)."""
+    """No output.
+
+    Each method gets the text to print, and what a program reads instead (`tracker.console=json`).
+    """
 
     width = 80  # cells of a line
 

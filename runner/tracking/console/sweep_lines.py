@@ -14,7 +14,10 @@ MAX_EVENT_CHARACTERS = 1 << 20  # of a line of a job that is passed on as an eve
 
 
 class SweepLines:
-    """Prints lines. `tracker.console=json`: events, and what a job prints besides its events goes to stderr."""
+    """Prints lines.
+
+    `tracker.console=json`: events, and what a job prints besides its events goes to stderr.
+    """
 
     def __init__(self, mode: str) -> None:
         self._json = JsonConsole(sys.stdout) if mode == "json" else None

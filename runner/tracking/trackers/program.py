@@ -158,8 +158,9 @@ def flat_settings(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def choose_mode(requested: str, api_key: str | None, api_host: str, variable: str) -> tuple[ConnectedMode, str]:
-    """Return (mode, reason). `auto`: what the environment variable says; otherwise online only if a key exists and the
-    server answers.
+    """Return (mode, reason).
+
+    `auto`: what the environment variable says; otherwise online only if a key exists and the server answers.
 
     Without a key or a server the libraries wait up to 16 s and then raise.
     """
@@ -187,8 +188,9 @@ def remove_records(records: list[Path]) -> None:
 
 
 def read_history(experiment: Experiment) -> Iterator[dict[str, Any]]:
-    """Yield the messages of metrics.jsonl and samples.jsonl before a resume in the order of their steps. Damaged lines
-    are left out.
+    """Yield the messages of metrics.jsonl and samples.jsonl before a resume in the order of their steps.
+
+    Damaged lines are left out.
     """
     run_dir, sizes = experiment.folder.parent, experiment.history or {"metrics": 0, "samples": 0}
     metrics = (_log_message(record) for record in _read_records(run_dir / "metrics.jsonl", sizes["metrics"]))

@@ -29,8 +29,9 @@ class WandbConfig(ExternalTrackerConfig):
 
 
 def find_api_key(host: str) -> str | None:
-    """Return the key of WANDB_API_KEY, or what `wandb login` wrote to ~/.netrc. It is only tested for: wandb looks for
-    it itself.
+    """Return the key of WANDB_API_KEY, or what `wandb login` wrote to ~/.netrc.
+
+    It is only tested for: wandb looks for it itself.
     """
     if key := os.environ.get("WANDB_API_KEY"):
         return key

@@ -1,5 +1,6 @@
-"""On the PYTHONPATH of a run: run code after a step of one rank, once. FAULT={"rank": 1, "step": 3, "code": "raise
-KeyError('lost')", "once": FILE}
+"""On the PYTHONPATH of a run: run code after a step of one rank, once.
+
+FAULT={"rank": 1, "step": 3, "code": "raise KeyError('lost')", "once": FILE}
 
 "after": a file or folder that must exist before, e.g. a checkpoint that is written in the background.
 """

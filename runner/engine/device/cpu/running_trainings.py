@@ -52,8 +52,9 @@ class RunningTrainings:
                 os.pwrite(self._descriptor, f"{threads:{MAX_NUMBER_BYTES}}".encode(), 0)
 
     def threads_of_others(self) -> list[int]:
-        """Return the number of threads of each other training, 0 while it is not chosen. Files of processes that died
-        are removed.
+        """Return the number of threads of each other training, 0 while it is not chosen.
+
+        Files of processes that died are removed.
         """
         threads = list[int]()
         with suppress(OSError):

@@ -130,8 +130,9 @@ class ForeignLoad:
 
 
 class SpinControl:
-    """Decides after each reading whether the threads sleep. `free_cores` returns how many cores this process does not
-    use.
+    """Decides after each reading whether the threads sleep.
+
+    `free_cores` returns how many cores this process does not use.
 
     They sleep at the first reading of other load. They spin again after a quiet second, after two if that load came
     back, and so on up to MAX_QUIET_SAMPLES: load that comes and goes would otherwise meet spinning threads each time.
@@ -161,8 +162,9 @@ class SpinControl:
 
 @contextmanager
 def adapt_spinning() -> Iterator[None]:
-    """Let the OpenMP threads of this process sleep while other processes want its cores. The block imports torch, or
-    has done so.
+    """Let the OpenMP threads of this process sleep while other processes want its cores.
+
+    The block imports torch, or has done so.
     """
     if any(name in os.environ for name in WAIT_VARIABLES) or read_busy_seconds() is None:
         yield

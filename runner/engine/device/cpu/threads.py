@@ -1,5 +1,6 @@
-"""How many threads a training computes with. The bits of a result depend on it, so a resumed run takes the number of
-its checkpoint.
+"""How many threads a training computes with.
+
+The bits of a result depend on it, so a resumed run takes the number of its checkpoint.
 """
 
 from __future__ import annotations

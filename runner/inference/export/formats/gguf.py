@@ -90,7 +90,10 @@ def _convert(cfg: ExportSettings, source: LoadedModel, path: Path) -> None:
 
 
 def check_converted(cfg: ExportSettings, source: LoadedModel, path: Path) -> str:
-    """Compare what does not depend on how a converter names, splits and orders the weights. Raises UserError."""
+    """Compare what does not depend on how a converter names, splits and orders the weights.
+
+    Raises UserError.
+    """
     from runner.inference.export import gguf_file
 
     difference, tokens = gguf_file.norm_difference_and_tokens(path, source.model)

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 
 def _plain_adapter(folder: Path) -> LoraConfig:
-    """Return the settings of an adapter folder. Raises UserError if it holds more than adapters: `save_adapter` would
-    not write the rest.
+    """Return the settings of an adapter folder.
+
+    Raises UserError if it holds more than adapters: `save_adapter` would not write the rest.
     """
     from models.formats.peft import read_adapter
 
