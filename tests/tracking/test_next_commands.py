@@ -71,7 +71,7 @@ def test_next_commands_ask_for_data_where_the_next_stage_has_none(tmp_path: Path
     )
 
 
-def test_next_commands_name_this_python_and_checkout_from_elsewhere(
+def test_next_commands_name_this_python_and_checkout_from_another_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
