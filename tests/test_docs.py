@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,14 @@ def test_source_files_named_in_docs_exist(page: Path) -> None:
         page.read_text(encoding="utf-8"),
     )
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+QUESTIONS = tomllib.loads((ROOT / "tests" / "docs_questions.toml").read_text(encoding="utf-8"))
+MAX_PAGES = 9  # of docs/ with one search term
+
+
+@pytest.mark.parametrize(("question", "answer"), [*QUESTIONS["user"].items(), *QUESTIONS["contributor"].items()])
+def test_question_of_a_reader_is_answered_by_one_search(question: str, answer: list[str]) -> None:
+    term, page = answer
+    pages = [str(file.relative_to(ROOT)) for file in PAGES if term.lower() in file.read_text(encoding="utf-8").lower()]
+    assert page in pages and len(pages) <= MAX_PAGES, pages
