@@ -92,6 +92,7 @@ def test_error_of_a_megabyte_is_shortened(capsys: pytest.CaptureFixture[str]) ->
 
 PRINTS = {  # files that print without these functions, and what
     "runner/cli/entrypoint.py": "help",
+    "runner/cli/show_config.py": "YAML, stripped",
     "runner/cli/subcommand.py": "help",
     "runner/cli/help.py": "stripped",
     "runner/inference/chat.py": "numbers; stripped",
