@@ -14,7 +14,7 @@ from runner.cli.subcommand import run_subcommand
 from runner.inference.evaluate import EvaluateConfig, evaluate
 from runner.inference.harness.tasks import evaluate_tasks
 from runner.launch.signals import StopFlag
-from runner.reporting.sweep_results.evaluations import record_everywhere
+from runner.reporting.evaluations import record_everywhere
 from runner.run_dir.resolve import resolve_model_run
 
 

@@ -30,11 +30,6 @@ runner.planning > runner.planning.trial
 runner.sweep > runner.sweep.backends
 runner.recovery.doctor
 runner.launch > runner.supervise | runner.fault_injection | runner.serving
-runner.reporting.command > runner.reporting.sweep_end
-runner.reporting.run_list
-runner.reporting.compare_page | runner.reporting.sweep_results.leaderboard
-runner.reporting.sweep_page | runner.reporting.run_page
-runner.reporting.sweep_results
 runner.reporting
 runner.recovery
 runner.run_dir > runner.run_dir.contents
@@ -58,8 +53,7 @@ THIRD_PARTY = {
     "runner.sweep.backends": {"submitit", "ray"},
     "runner.launch": {"torch"},
     "runner.fault_injection": {"torch"},
-    "runner.reporting": {"jinja2", "markupsafe", "yaml"},
-    "runner.reporting.sweep_page": {"jinja2", "optuna"},
+    "runner.reporting": {"jinja2", "markupsafe", "optuna", "yaml"},
     "runner.planning": {"torch", "numpy"},
     "runner.run_dir": {"yaml"},
     "runner.run_dir.resume": {"hydra", "omegaconf", "yaml"},

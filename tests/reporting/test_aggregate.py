@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from runner.inference.best_job import ModelScore
-from runner.reporting.sweep_results.aggregate import aggregate_row, result_rows
-from runner.reporting.sweep_results.results import JobResult
+from runner.reporting.aggregate import aggregate_row, result_rows
+from runner.reporting.sweep_results import JobResult
 
 
 def job_result(lr: str, seed: str, loss: float, data: str = "a", **fields: Any) -> JobResult:

@@ -13,9 +13,9 @@ import pytest
 from sweep_fixtures import job, record, training, write_sweep
 
 from runner.inference.best_job import find_best_job
-from runner.reporting.sweep_results import columns, leaderboard
-from runner.reporting.sweep_results.columns import COLUMNS, Column
-from runner.reporting.sweep_results.leaderboard import leaderboard_text, resolve_sweep, update_report
+from runner.reporting import columns, leaderboard
+from runner.reporting.columns import COLUMNS, Column
+from runner.reporting.leaderboard import leaderboard_text, resolve_sweep, update_report
 
 LR = "optimizer.lr"
 
