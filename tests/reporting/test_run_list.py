@@ -231,12 +231,13 @@ def test_served_page_of_a_run_is_found_without_a_scan(tmp_path: Path, monkeypatc
 
 def test_server_closes_extra_connections_and_those_without_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.reporting.page_server.MAX_PAGE_CONNECTIONS", 1)
+    monkeypatch.setattr("runner.reporting.page_server.PageHandler.timeout", 300)
     with PageServer(lambda path, query: b"page", 0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
             with (
-                socket.create_connection(server.server_address, timeout=300) as slow,
+                socket.create_connection(server.server_address, timeout=20) as slow,
                 socket.create_connection(server.server_address, timeout=300) as other,
             ):
                 slow.sendall(b"GET / HTTP/1.1\r\nHost:")
