@@ -19,7 +19,7 @@ from runner.reporting.run_facts import run_text
 from runner.reporting.run_list import file_link, list_page, list_text, scan_runs
 from runner.reporting.run_page import write_run_page
 from runner.reporting.runs import REPORT_FILE, expand_sweeps, resolve_runs
-from runner.run_dir.resolve import is_sweep_dir
+from runner.run_dir.contents import is_sweep_dir
 
 COMPARISON_FILE, LIST_FILE = "compare.html", "index.html"  # in outputs/
 

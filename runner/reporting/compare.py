@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, one_line
-from runner.inference.best_job import comparison_problem
 from runner.reporting.columns import count_text, seconds_text
 from runner.reporting.metrics import count_number
 from runner.reporting.page_kit import CHART_LIBRARY, CHART_STYLE, RELOAD_SECONDS, loss_curve, render
 from runner.reporting.runs import Run, as_dict, text_of
-from runner.run_dir.resolve import is_sweep_dir
+from runner.run_dir.best_job import comparison_problem
+from runner.run_dir.contents import is_sweep_dir
 from runner.tracking.console.bar import table_lines
 
 MAX_COMPARED = 400  # of one comparison

@@ -11,7 +11,6 @@ from pathlib import Path
 from common.errors import UserError, did_you_mean_path, strip_control
 from common.guarded_files import check_own_files
 from common.paths import outputs_dir
-from runner.inference.best_job import SEED_KEY, parse_number
 from runner.reporting.columns import (
     point_label,
     swept_text,
@@ -24,6 +23,7 @@ from runner.reporting.read_sweep import read_sweep_results
 from runner.reporting.runs import REPORT_FILE
 from runner.reporting.sweep_page import sweep_page
 from runner.reporting.sweep_results import SweepResults
+from runner.run_dir.best_job import SEED_KEY, parse_number
 from runner.tracking.console.bar import table_lines
 
 LEADERBOARD_FILE = "leaderboard.csv"

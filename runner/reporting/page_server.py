@@ -26,8 +26,7 @@ from runner.reporting.run_list import list_page, scan_runs, served_link
 from runner.reporting.run_page import run_page
 from runner.reporting.runs import REPORT_FILE, expand_sweeps, is_file, job_folders
 from runner.reporting.sweep_page import sweep_page
-from runner.run_dir.contents import RUN_FILE, check_run_files
-from runner.run_dir.resolve import SWEEP_FILE, is_sweep_dir
+from runner.run_dir.contents import RUN_FILE, SWEEP_FILE, check_run_files, is_sweep_dir
 
 HOST = "127.0.0.1"
 PAGE_SECONDS = 2.0  # between two times that a page is written

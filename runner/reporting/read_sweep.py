@@ -13,14 +13,14 @@ from typing import Any
 
 from common.errors import Outcome
 from common.filesystem import read_json_object
-from runner.inference.best_job import SEED_KEY, model_score, parse_number
 from runner.reporting.aggregate import result_rows
 from runner.reporting.evaluations import current_evaluations
 from runner.reporting.metrics import count_number, finite_number
 from runner.reporting.runs import Run, as_dict, as_list, read_override_list, run_status, saved_settings, sweep_status
 from runner.reporting.sweep_results import JOB_STATUSES, LOSS_KINDS, JobResult, SweepResults
-from runner.run_dir.config_snapshot import CONFIG_FILE
-from runner.run_dir.resolve import SWEEP_FILE
+from runner.run_dir.best_job import SEED_KEY, model_score, parse_number
+from runner.run_dir.contents import SWEEP_FILE
+from runner.run_dir.saved_config import CONFIG_FILE
 
 LR_KEY = "optimizer.lr"
 DATA_KEY_PREFIXES = ("data", "stage", "experiment", "model")  # swept keys that change the training data or its rows

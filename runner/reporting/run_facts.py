@@ -22,10 +22,10 @@ from common.filesystem import open_regular
 from common.paths import CONF_DIR, REPO_ROOT
 from runner.checkpoint.atomic_dir import step_names
 from runner.config.compose import compose_values
-from runner.inference.best_job import parse_number
 from runner.reporting.metrics import MAX_METRICS_BYTES, Metrics, count_number, iter_records, metrics_of
 from runner.reporting.runs import Run, as_dict, as_list, flatten_settings, read_override_list
-from runner.run_dir.config_snapshot import OVERRIDES_FILE, REPO_INTERPOLATION
+from runner.run_dir.best_job import parse_number
+from runner.run_dir.saved_config import OVERRIDES_FILE, REPO_INTERPOLATION
 from runner.tracking.console.numbers import format_seconds, format_size, remaining_seconds
 from runner.tracking.run_end import STAGE_METRICS, commands_after_divergence, commands_to_continue, next_commands
 

@@ -21,13 +21,12 @@ from common.errors import strip_control
 from common.filesystem import open_regular, read_json_object
 from common.limits.parsers import parse_json
 from common.paths import command_line_here
-from runner.inference.best_job import comparison_problem
 from runner.reporting.compare import loss_or_problem, shortened_table
 from runner.reporting.metrics import count_number, finite_number
 from runner.reporting.page_kit import RELOAD_SECONDS, render
 from runner.reporting.runs import REPORT_FILE, Run, as_dict, as_list, is_file, job_folders, sweep_status, text_of
-from runner.run_dir.contents import RUN_FILE
-from runner.run_dir.resolve import SWEEP_FILE
+from runner.run_dir.best_job import comparison_problem
+from runner.run_dir.contents import RUN_FILE, SWEEP_FILE
 
 MAX_DEPTH = 6  # of a run below the folder
 MAX_FOLDERS = 20_000  # folders, links and jobs that are looked at

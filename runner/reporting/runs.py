@@ -16,11 +16,11 @@ from common.filesystem import read_bounded, read_json_object
 from common.limits.parsers import parse_yaml
 from common.ownership import is_alive
 from runner.config.overrides import is_storable
+from runner.config.resolve import resolve_run
 from runner.reporting.metrics import Metrics, cached_by_file, read_job_metrics
-from runner.run_dir.config_snapshot import CONFIG_FILE, load_saved_config
-from runner.run_dir.contents import OWNER_FILE, RUN_FILE
+from runner.run_dir.contents import OWNER_FILE, RUN_FILE, SWEEP_FILE, is_sweep_dir
 from runner.run_dir.metadata import RunMetadata
-from runner.run_dir.resolve import SWEEP_FILE, is_sweep_dir, resolve_run
+from runner.run_dir.saved_config import CONFIG_FILE, load_saved_config
 
 MAX_JOBS = 10_000  # of one sweep
 MAX_OVERRIDES_BYTES = 1 << 20  # a larger file of overrides is not read

@@ -9,7 +9,6 @@ from datetime import datetime
 from typing import Any
 
 from runner.engine.config import STEP_SIZE_KEYS
-from runner.inference.best_job import SEED_KEY
 from runner.reporting.columns import point_label, swept_text, table_columns, with_note
 from runner.reporting.importance import Importance, setting_effects, setting_importance, sorted_values
 from runner.reporting.page_kit import (
@@ -23,7 +22,8 @@ from runner.reporting.page_kit import (
 from runner.reporting.runs import REPORT_FILE, saved_settings
 from runner.reporting.sweep_results import JobResult, ResultRow, SweepResults
 from runner.reporting.verdict import sweep_verdict
-from runner.run_dir.config_snapshot import CONFIG_FILE
+from runner.run_dir.best_job import SEED_KEY
+from runner.run_dir.saved_config import CONFIG_FILE
 from runner.tracking.console.numbers import format_seconds
 
 SMOOTHING, SMOOTHED_POINTS = 0.6, 100  # at first, of training curves; where none has more points, they are not smoothed
