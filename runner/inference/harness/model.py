@@ -28,10 +28,7 @@ from runner.inference.load import LoadedModel
 from runner.tracking.progress import EvaluationProgress
 
 if TYPE_CHECKING:
-    from lm_eval.api.instance import Instance
     from lm_eval.api.task import Task
-
-    from runner.inference.load import LoadedModel
 
 
 class AnswerLog:
