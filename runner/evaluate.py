@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from runner.cli.subcommand import run_subcommand
+from runner.config.resolve import resolve_model_run
 from runner.inference.evaluate import EvaluateConfig, evaluate
 from runner.inference.harness.tasks import evaluate_tasks
 from runner.launch.signals import StopFlag
 from runner.reporting.sweep_results.evaluations import record_everywhere
-from runner.run_dir.resolve import resolve_model_run
 
 
 def run_evaluation(cfg: EvaluateConfig) -> Any:

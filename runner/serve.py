@@ -7,7 +7,7 @@ if not __package__:  # started by path: replace runner/ on sys.path by the repos
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 from runner.cli.subcommand import run_subcommand
-from runner.run_dir.resolve import resolve_model_run
+from runner.config.resolve import resolve_model_run
 from runner.serving.command import ServeConfig, serve
 
 if __name__ == "__main__":

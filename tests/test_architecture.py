@@ -37,13 +37,13 @@ runner.reporting.sweep_page | runner.reporting.run_page
 runner.reporting.sweep_results
 runner.reporting
 runner.recovery
-runner.run_dir > runner.run_dir.contents
 runner.config
 runner.inference.export.formats > runner.inference.export | runner.inference.harness
 runner.inference.metrics > runner.inference
 runner.planning.out_of_memory > runner.planning.alternatives > runner.planning.memory > runner.planning.activations > runner.planning.facts
 runner.engine > runner.engine.state > runner.engine.data_pipeline > runner.engine.config
 runner.engine.objectives | runner.engine.optim > runner.engine.choices > runner.engine.device > runner.engine.device.cpu
+runner.run_dir > runner.run_dir.contents
 runner.checkpoint | runner.tracking.trackers > runner.tracking > runner.tracking.console
 runner.diagnostics
 data.batching > data.store > data.tokenize > data.tokenize.pieces > data.tokenize.tokenizer_limits > data.tokenize.templates > data.config > data.schemas > data.sources > data | models.formats > models.transformers_adapter > models > models.layers > models.layers.cpu_kernels > models.layers.ops > models.families > models.config
@@ -61,8 +61,7 @@ THIRD_PARTY = {
     "runner.reporting": {"jinja2", "markupsafe", "yaml"},
     "runner.reporting.sweep_page": {"jinja2", "optuna"},
     "runner.planning": {"torch", "numpy"},
-    "runner.run_dir": {"yaml"},
-    "runner.run_dir.resume": {"hydra", "omegaconf", "yaml"},
+    "runner.launch.resume": {"hydra", "omegaconf", "yaml"},
     "runner.config": {"hydra", "omegaconf", "yaml"},
     "runner.inference": {"torch", "numpy", "rich", "yaml"},
     "runner.inference.export": {"torch", "numpy", "transformers", "gguf", "yaml"},

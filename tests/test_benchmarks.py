@@ -170,7 +170,7 @@ def other_checkout(tmp_path: Path) -> Path:
     """A checkout with the names that commits.py uses; its step takes no time, and its first module names the folder."""
     files = {
         "runner/config/compose.py": "compose_tree = to_config = without_hydra = lambda value: value\n",
-        "runner/run_dir/initial_weights.py": "def adopt_model(tree, overrides): ...\n",
+        "runner/launch/initial_weights.py": "def adopt_model(tree, overrides): ...\n",
         "runner/engine/build.py": """
 from types import SimpleNamespace
 import torch
@@ -240,11 +240,11 @@ def test_benchmark_of_commits_refuses_a_folder_without_the_engine(
 ):
     commits: ModuleType = import_benchmark("commits")
     assert commits.read_checkout(other_checkout)[:2] == (str(other_checkout), "unknown")
-    (other_checkout / "runner" / "run_dir" / "initial_weights.py").unlink()
+    (other_checkout / "runner" / "engine" / "build.py").unlink()
     (other_checkout / "runner" / "engine" / "loop.py").write_text("def step(): ...\n")
     with pytest.raises(
         SystemExit,
-        match=f"no runner.run_dir.initial_weights.adopt_model, runner.engine.loop.train_step; .* {commits.OLDEST}$",
+        match=f"no runner.engine.build.build_run, runner.engine.loop.train_step; .* {commits.OLDEST}$",
     ):
         commits.read_checkout(other_checkout)
     with pytest.raises(SystemExit, match="with no folder runner/engine"):

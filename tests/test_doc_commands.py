@@ -226,9 +226,9 @@ def plan_error(text: str) -> str | None:
     from common.registry import import_plugins
     from runner.config import overrides
     from runner.config.overrides import flag_value, parse_argv
+    from runner.config.resolve import resolve_model_override
     from runner.config.schema import config_groups, config_schema
     from runner.planning.starts import planned_start
-    from runner.run_dir.resolve import resolve_model_override
 
     try:
         typed, flags = parse_argv(arguments_of(text)[2:], [*config_schema(), *config_groups()])

@@ -77,7 +77,7 @@ def _dispatch(argv: list[str], task: Task) -> None:
         from runner.cli import help
 
         return print(help.train_help(config_dirs))
-    from runner.run_dir import resolve
+    from runner.config import resolve
 
     run_hydra = _run_hydra(task)
     resolve.check_not_rerun(flags, config_dirs[1:])
@@ -126,7 +126,7 @@ def _run_hydra(task: Task) -> RunHydra:
 
 def _resume(folder: Path, extra: list[str], flags: list[str], run_hydra: RunHydra) -> None:
     """Continue a run or a sweep, or print its config."""
-    from runner.run_dir.resolve import is_sweep_dir
+    from runner.run_dir.contents import is_sweep_dir
 
     is_sweep = is_sweep_dir(folder)
     if has_flag(flags, "--cfg", "--info"):

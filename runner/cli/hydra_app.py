@@ -21,15 +21,16 @@ from omegaconf import DictConfig, read_write
 from common.errors import print_note, stripping_stdout
 from common.paths import CONF_DIR
 from runner.cli.exit_code import exiting_with_code
+from runner.config import resolve
 from runner.config.compose import register_configs, to_config, without_hydra
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.overrides import SEARCHPATH_KEY, config_dirs, has_flag, key_of
 from runner.config.unread import check_typed_are_read
 from runner.launch import run
-from runner.run_dir import contents, resolve
-from runner.run_dir.initial_weights import adopt_model, check_init_from, check_model, check_tokenizer, warn_of_lr
+from runner.launch.initial_weights import adopt_model, check_init_from, check_model, check_tokenizer, warn_of_lr
+from runner.launch.resume import complete_hydra_dir
+from runner.run_dir import contents
 from runner.run_dir.metadata import RunMetadata
-from runner.run_dir.resume import complete_hydra_dir
 from runner.sweep.validation import check_plugins
 
 PRINT_FLAGS = ("--cfg", "--info", "--hydra-help", "--shell-completion")

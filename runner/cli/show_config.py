@@ -11,9 +11,10 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from common.errors import UserError, print_note, strip_control
+from runner.config import snapshot
 from runner.config.literals import hydra_quote
 from runner.config.overrides import flag_value, is_hydra_override
-from runner.run_dir import config_snapshot, resume
+from runner.launch import resume
 from runner.run_dir.contents import has_started
 from runner.run_dir.metadata import RunMetadata
 from runner.sweep import extend, grid
@@ -28,7 +29,7 @@ def show_run_config(folder: Path, extra: list[str], flags: list[str], run_hydra:
     resume.print_notes(plan)
     kind = flag_value(flags, "--cfg")
     if kind is None:
-        with config_snapshot.as_config_dir(folder) as conf:
+        with snapshot.as_config_dir(folder) as conf:
             return run_hydra([*plan.overrides, f"hydra.run.dir={hydra_quote(str(folder))}"], flags, conf)
     if kind != "job":
         raise UserError("a resumed run has no settings of Hydra", f"--cfg {kind}", "--cfg=job prints its settings")
@@ -41,7 +42,7 @@ def show_run_config(folder: Path, extra: list[str], flags: list[str], run_hydra:
 def show_sweep_config(folder: Path, extra: list[str], flags: list[str], run_hydra: RunHydra) -> None:
     """Print it of the job that `resume=folder` would run next, or of the job with the values of swept keys in `extra`."""
     state = SweepState.open_readonly(folder)
-    with config_snapshot.as_config_dir(folder) as conf:
+    with snapshot.as_config_dir(folder) as conf:
         additions = extend.parse_additions(state, extra, conf)
         state.overrides = grid.merge_overrides(state.overrides, additions.shared)
         job = _select_job(state, {key: values[0] for key, values in additions.swept.items()})

@@ -30,12 +30,12 @@ from runner.config.compose import compose_command, compose_tree, to_config, with
 from runner.config.hydra_errors import translating_hydra_errors, value_error
 from runner.config.literals import COLUMNS_KEY, hydra_quote, literal_path, quote_columns
 from runner.config.overrides import flag_value, has_flag, parse_argv
+from runner.config.resolve import resolve_model_override
 from runner.config.schema import config_groups, config_schema, iter_fields
 from runner.engine.config import Config
 from runner.engine.device.cpu.spinning import adapt_spinning, set_wait_policy
+from runner.launch.initial_weights import adopt_model, resolve_start
 from runner.launch.signals import CtrlC
-from runner.run_dir.initial_weights import adopt_model, resolve_start
-from runner.run_dir.resolve import resolve_model_override
 
 T = TypeVar("T")
 

@@ -18,15 +18,15 @@ from data.sources.splits import resolve_data_files
 from data.tokenize.origin import RUN_TOKENIZER
 from runner.engine.config import Config
 from runner.launch import local_ranks, torchrun
-from runner.launch.signals import StopFlag
-from runner.launch.train_process import train_or_verify
-from runner.run_dir.initial_weights import (
+from runner.launch.initial_weights import (
     check_model,
     compatibility_fingerprints,
     resolve_init_from,
     restore_hub_weights,
     with_tokenizer,
 )
+from runner.launch.signals import StopFlag
+from runner.launch.train_process import train_or_verify
 from runner.run_dir.lock import refusing_disk_errors
 from runner.run_dir.metadata import RunMetadata
 

@@ -25,6 +25,7 @@ from common.errors import (
 from common.filesystem import DISK_ERRORS, describe_disk_error
 from runner.checkpoint.compatibility import DATA_FINGERPRINT, WRITTEN_BY, recorded_environment, settings_fingerprint
 from runner.config.compose import to_config
+from runner.config.snapshot import load_overrides
 from runner.engine.config import Config
 from runner.engine.device.cpu.running_trainings import RunningTrainings
 from runner.engine.device.cpu.spinning import adapt_spinning
@@ -32,10 +33,9 @@ from runner.engine.state import TrainState
 from runner.launch.signals import StopFlag
 from runner.recovery.run_record import record_run_dir
 from runner.reporting.run_page.live import LivePage
-from runner.run_dir.config_snapshot import load_overrides, reject_interpolations
-from runner.run_dir.contents import GitReader
+from runner.run_dir.contents import GitReader, is_sweep_dir
 from runner.run_dir.metadata import RunMetadata
-from runner.run_dir.resolve import is_sweep_dir
+from runner.run_dir.saved_config import reject_interpolations
 from runner.tracking.console.modes import open_console
 from runner.tracking.run_end import NextCommand, RunEnd, commands_after_divergence, commands_to_continue, next_commands
 

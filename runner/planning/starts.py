@@ -10,16 +10,16 @@ from pathlib import Path
 
 from common.errors import UserError, print_note
 from runner.config import overrides as checks
+from runner.config import snapshot
 from runner.config.compose import compose_tree, to_config, without_hydra
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.overrides import RESUME_KEY, has_flag, is_hydra_override
+from runner.config.resolve import resolve_run
 from runner.config.unread import check_typed_are_read
 from runner.engine.config import Config
-from runner.launch import run
-from runner.run_dir import config_snapshot, initial_weights, resume
-from runner.run_dir.contents import has_started
+from runner.launch import initial_weights, resume, run
+from runner.run_dir.contents import has_started, is_sweep_dir
 from runner.run_dir.metadata import RunMetadata
-from runner.run_dir.resolve import is_sweep_dir, resolve_run
 from runner.sweep import budget, extend, grid, validation
 from runner.sweep.session import SweepSession
 from runner.sweep.state import SweepState
@@ -141,7 +141,7 @@ def _resumed_sweep(folder: Path, typed: list[str]) -> PlannedStart:
     """Return the jobs that are not completed, and those that the typed values add."""
     state = SweepState.open_readonly(folder)
     runs = []
-    with config_snapshot.as_config_dir(folder) as conf:
+    with snapshot.as_config_dir(folder) as conf:
         additions = extend.parse_additions(state, typed, conf)
         if additions:
             extend.apply_additions(state, additions, conf)

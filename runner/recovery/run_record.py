@@ -14,8 +14,9 @@ from typing import Any
 from common.filesystem import read_bounded
 from common.guarded_files import MAX_TOKENIZER_BYTES
 from data.tokenize.origin import COPIED_FILES, RUN_TOKENIZER
-from runner.run_dir.config_snapshot import CONFIG_FILE, CONFIG_FILE_NAME, MAX_YAML_BYTES, OVERRIDES_FILE, SNAPSHOT_DIR
+from runner.config.snapshot import CONFIG_FILE_NAME, SNAPSHOT_DIR
 from runner.run_dir.metadata import RunMetadata
+from runner.run_dir.saved_config import CONFIG_FILE, MAX_YAML_BYTES, OVERRIDES_FILE
 
 # Fields of run.json that describe one process or the newest state: they are not restored, or the checkpoint itself
 # knows them.

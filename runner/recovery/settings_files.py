@@ -11,10 +11,11 @@ from common.errors import UserError
 from common.filesystem import make_dirs, read_bounded, write_atomic_file
 from common.guarded_files import check_own_files, keep_damaged
 from common.limits.parsers import parse_yaml
+from runner.config import snapshot
 from runner.recovery.evidence import CheckpointState
 from runner.recovery.finding import Problem, Repair, Severity
-from runner.run_dir import config_snapshot
-from runner.run_dir.config_snapshot import CONFIG_FILE, MAX_YAML_BYTES, OVERRIDES_FILE, load_yaml
+from runner.run_dir import saved_config
+from runner.run_dir.saved_config import CONFIG_FILE, MAX_YAML_BYTES, OVERRIDES_FILE, load_yaml
 
 
 def check_settings(evidence: CheckpointState) -> Iterator[Repair]:
@@ -22,8 +23,8 @@ def check_settings(evidence: CheckpointState) -> Iterator[Repair]:
     folder, texts = evidence.folder, evidence.record["files"]
     check_own_files(folder, (".hydra",))
     for name, load in (
-        (str(CONFIG_FILE), config_snapshot.load_saved_config),
-        (str(OVERRIDES_FILE), config_snapshot.load_overrides),
+        (str(CONFIG_FILE), saved_config.load_saved_config),
+        (str(OVERRIDES_FILE), snapshot.load_overrides),
     ):
         if name not in texts:
             yield _check_loading(folder, name, load)
@@ -70,7 +71,7 @@ def damage_of(path: Path, text: str, name: str) -> str | None:
 
 def _newer_overrides(folder: Path, text: str) -> str | None:
     saved = parse_yaml(text) or []
-    newer = [override for override in config_snapshot.load_overrides(folder) if override not in saved]
+    newer = [override for override in snapshot.load_overrides(folder) if override not in saved]
     return f"newer than the saved config that can be restored: type {' '.join(newer)} again" if newer else None
 
 

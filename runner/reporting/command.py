@@ -24,7 +24,7 @@ from runner.reporting.sweep_results.leaderboard import (
     resolve_sweep,
     update_report,
 )
-from runner.run_dir.resolve import is_sweep_dir
+from runner.run_dir.contents import is_sweep_dir
 
 COMPARISON_FILE, LIST_FILE = "compare.html", "index.html"  # in outputs/
 

@@ -15,10 +15,9 @@ from common.errors import TrainingError, UserError, print_safely
 from common.filesystem import open_regular
 from common.ownership import is_alive
 from runner.config.compose import compose_config
-from runner.run_dir.config_snapshot import load_saved_config
-from runner.run_dir.contents import find_runs
+from runner.run_dir.contents import find_runs, is_sweep_dir
 from runner.run_dir.metadata import RunMetadata
-from runner.run_dir.resolve import is_sweep_dir
+from runner.run_dir.saved_config import load_saved_config
 from runner.tracking.config import TRACKERS, ExternalTrackerConfig
 from runner.tracking.tracker_process import TrackerProcess, describe_experiment
 

@@ -12,8 +12,8 @@ from typing import Any
 from common.errors import UserError
 from common.filesystem import read_json_object
 from common.ownership import is_alive
-from runner.run_dir.contents import OWNER_FILE, RUN_FILE
-from runner.run_dir.resolve import SWEEP_FILE, is_sweep_dir, resolve_run
+from runner.config.resolve import resolve_run
+from runner.run_dir.contents import OWNER_FILE, RUN_FILE, SWEEP_FILE, is_sweep_dir
 
 MAX_JOBS = 10_000  # of one sweep
 

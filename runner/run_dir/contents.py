@@ -376,3 +376,20 @@ def _git(root: Path, *arguments: str) -> bytes | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return result.stdout if result.returncode == 0 else None
+
+
+SWEEP_FILE = "sweep.json"
+
+
+def is_sweep_dir(folder: Path) -> bool:
+    return (folder / SWEEP_FILE).is_file()
+
+
+def sweep_of(run: Path) -> Path:
+    """Return the sweep that the run is a job of, or the run itself."""
+    return run.parent if is_sweep_dir(run.parent) else run
+
+
+def enclosing_run(path: Path) -> Path | None:
+    """Return the innermost run or sweep directory that is `path` or contains it."""
+    return next((folder for folder in (path, *path.parents) if holds_run(folder) or is_sweep_dir(folder)), None)

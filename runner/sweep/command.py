@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import print_note
+from runner.config import snapshot
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.literals import hydra_quote
 from runner.config.overrides import is_hydra_override
-from runner.run_dir import config_snapshot
 from runner.sweep import extend, validation
 from runner.sweep.grid import merge_overrides
 from runner.sweep.session import SweepSession
@@ -36,13 +36,13 @@ def start_sweep(overrides: list[str], flags: list[str], run_hydra: RunHydra) -> 
 
 def resume_sweep(folder: Path, overrides: list[str], flags: list[str], run_hydra: RunHydra) -> None:
     """Run the jobs of the sweep in `folder` that are not completed, and what the typed `overrides` add to it."""
-    with config_snapshot.as_config_dir(folder) as conf:
+    with snapshot.as_config_dir(folder) as conf:
         with SweepState.open(folder) as state:
             additions = extend.parse_additions(state, overrides, conf)
             is_complete = state.sweeper == "grid" and not any(job.needs_run for job in state.jobs)
             if is_complete and not additions:
                 return SweepSession(state).finish(stopped=False)
-            changed_files = config_snapshot.changed_files(folder)
+            changed_files = snapshot.changed_files(folder)
             for line in changed_files:
                 print_note(f"resume: {line}")
             extend.extend_sweep(state, additions, conf)

@@ -14,7 +14,7 @@ from runner.checkpoint.format import read_newest_state
 from runner.config.compose import compose_tree
 from runner.config.overrides import check_overrides, is_hydra_override, plugins_of
 from runner.engine.config import Config, TrainConfig
-from runner.run_dir import resume
+from runner.launch import resume
 from runner.run_dir.contents import has_started
 from runner.run_dir.metadata import RunMetadata
 from runner.sweep import budget, grid, validation

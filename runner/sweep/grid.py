@@ -20,7 +20,7 @@ from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.overrides import canonical_value, check_overrides, config_dirs, normalize_int
 from runner.config.schema import config_groups
 from runner.engine.config import Config
-from runner.run_dir.initial_weights import adopt_model
+from runner.launch.initial_weights import adopt_model
 
 MAX_SWEPT_VALUES = 100_000  # of one key
 GridPoint = dict[str, str]  # swept key -> value, as Hydra writes it: 1e-4 and 0.0001 are one value

@@ -26,7 +26,7 @@ from common.limits.parsers import check_json_size, check_nesting
 from common.settings import check_at_least, check_choice
 from runner.config import schema
 from runner.config.hydra_errors import translating_hydra_errors
-from runner.inference.best_job import comparison_problem
+from runner.run_dir.best_job import comparison_problem
 from runner.run_dir.contents import RUN_FILE
 from runner.sweep.backends.base import check_installed
 from runner.sweep.grid import GridPoint, SweeperOptions, listed_values

@@ -16,13 +16,14 @@ from common import paths
 from common.errors import UserError, print_note, resume_command
 from common.exit_codes import FAILED, INTERRUPTED
 from common.filesystem import make_dirs, write_atomic_file
+from runner.config import snapshot
 from runner.config.literals import hydra_quote
 from runner.config.overrides import is_hydra_override
 from runner.config.unread import check_typed_are_read
 from runner.engine.config import Config
-from runner.launch import torchrun
+from runner.launch import initial_weights, torchrun
 from runner.reporting.page_server import RepeatedPage
-from runner.run_dir import config_snapshot, contents, initial_weights
+from runner.run_dir import contents, saved_config
 from runner.run_dir.contents import has_checkpoints, has_started
 from runner.run_dir.metadata import RunMetadata
 from runner.sweep import budget, validation
@@ -99,15 +100,15 @@ class SweepSession:
         if has_started(RunMetadata.read(run_dir)) or has_checkpoints(run_dir):
             return [f"resume={run_dir}", *job.pending_overrides]
         overrides, tree = self.job_overrides(job), self.composer.tree(job.overrides, self.derived_overrides(job))
-        config = config_snapshot.freeze_values(OmegaConf.to_container(tree, resolve=True), OmegaConf.to_container(tree))
+        config = saved_config.freeze_values(OmegaConf.to_container(tree, resolve=True), OmegaConf.to_container(tree))
         with suppress(OSError):  # a job uses a saved data.cache only if it exists; it says why it cannot
             make_dirs(Path(tree.data.cache))
         with RunMetadata.open(run_dir) as metadata:
             make_dirs(run_dir / ".hydra")
-            write_atomic_file(run_dir / config_snapshot.OVERRIDES_FILE, yaml.safe_dump(overrides).encode())
-            config_snapshot.save_snapshot(run_dir, overrides, self.conf)
+            write_atomic_file(run_dir / saved_config.OVERRIDES_FILE, yaml.safe_dump(overrides).encode())
+            snapshot.save_snapshot(run_dir, overrides, self.conf)
             write_atomic_file(
-                run_dir / config_snapshot.CONFIG_FILE,
+                run_dir / saved_config.CONFIG_FILE,
                 yaml.safe_dump(config, sort_keys=False, allow_unicode=True).encode(),
             )
             metadata.record_created()
@@ -182,7 +183,7 @@ def open_session(config: DictConfig, overrides: list[str]) -> Iterator[SweepSess
         state, composer = SweepState.open(Path(config.hydra.sweep.dir).absolute()), None
     else:
         state, composer = _create_state(config, overrides, sweeper, launcher)
-    with state, config_snapshot.as_config_dir(state.folder) as conf:
+    with state, snapshot.as_config_dir(state.folder) as conf:
         session = SweepSession(state, conf, composer)
         session.hydra_config, session.lines = config, SweepLines(config.tracker.console)
         for job in state.jobs if not sweeper.resume else ():
@@ -239,9 +240,9 @@ def _create_state(
     try:
         for point in points if sweeper.is_grid else ():
             state.add_job(point)
-        config_snapshot.save_snapshot(state.folder, shared)
+        snapshot.save_snapshot(state.folder, shared)
         for groups in composer.group_choices:
-            config_snapshot.extend_snapshot(state.folder, [*shared, *groups], paths.CONF_DIR)
+            snapshot.extend_snapshot(state.folder, [*shared, *groups], paths.CONF_DIR)
         state.write()
     except BaseException:
         state.discard()

@@ -29,6 +29,7 @@ from runner.run_dir.contents import (
     OWNER_FILE,
     RUN_FILE,
     RUN_STATUSES,
+    SWEEP_FILE,
     check_run_files,
     exported_loss,
     has_diverged,
@@ -38,7 +39,6 @@ from runner.run_dir.contents import (
 )
 from runner.run_dir.lock import describe_holder
 from runner.run_dir.metadata import RunMetadata
-from runner.run_dir.resolve import SWEEP_FILE
 from runner.sweep.budget import StepSize
 
 INFINITE = "inf"  # JSON has no infinity

@@ -17,8 +17,7 @@ from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.overrides import config_dirs, is_hydra_override, key_of, plugins_of
 from runner.config.yaml_files import ineffective_override
 from runner.engine.config import Config
-from runner.launch import run, torchrun
-from runner.run_dir import initial_weights
+from runner.launch import initial_weights, run, torchrun
 from runner.sweep.backends import LAUNCHERS
 from runner.sweep.backends.base import LauncherOptions
 from runner.sweep.grid import GridPoint, PointComposer, SweeperOptions

@@ -21,6 +21,7 @@ from common.errors import UserError
 from data.tokenize.tokenizer_corpus import TokenizerConfig
 from runner.cli import help
 from runner.cli.subcommand import quote_free_text, to_schema, value_kinds
+from runner.config.resolve import resolve_model_run
 from runner.fault_injection.config import FaultsConfig
 from runner.inference.chat import ChatConfig
 from runner.inference.evaluate import EvaluateConfig
@@ -28,7 +29,6 @@ from runner.inference.inspect_rows import RowsConfig
 from runner.planning.config import PlanConfig
 from runner.recovery.doctor.examine import DoctorConfig
 from runner.reporting.command import ReportConfig
-from runner.run_dir.resolve import resolve_model_run
 
 SCHEMAS: dict[str, type] = {
     "chat": ChatConfig,

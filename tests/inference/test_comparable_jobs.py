@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from common.errors import UserError
-from runner.inference.best_job import find_best_job
+from runner.run_dir.best_job import find_best_job
 
 EVALUATION = {
     "on": "validation",

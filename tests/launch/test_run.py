@@ -13,8 +13,8 @@ from command_fixtures import TINY_RUN
 from common.errors import UserError
 from runner.config.compose import compose_config
 from runner.engine.config import Config
+from runner.launch.initial_weights import resolve_init_from
 from runner.launch.run import run
-from runner.run_dir.initial_weights import resolve_init_from
 from runner.run_dir.metadata import RunMetadata
 
 Launch = Callable[..., Path]

@@ -33,13 +33,14 @@ from common.errors import UserError
 from runner.checkpoint.format import read_newest_state
 from runner.checkpoint.manager import newest_checkpoint
 from runner.checkpoint.retention import RetentionPolicy, prune_checkpoints
+from runner.config.snapshot import load_overrides
 from runner.engine.verify_resume import EXCLUDED_METRICS, diff_run_dirs
 from runner.recovery.doctor.examine import Verdict, examine_run
 from runner.recovery.finding import Severity
 from runner.recovery.recover import inspect_run, recover_run
-from runner.run_dir.config_snapshot import load_overrides, load_saved_config
 from runner.run_dir.contents import holds_run
 from runner.run_dir.metadata import RunMetadata
+from runner.run_dir.saved_config import load_saved_config
 from runner.tracking.jsonl import JsonlLog, LogChecksum
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from runner.inference.best_job import ModelScore
 from runner.reporting.sweep_results.aggregate import aggregate_row, result_rows
 from runner.reporting.sweep_results.results import JobResult
+from runner.run_dir.best_job import ModelScore
 
 
 def job_result(lr: str, seed: str, loss: float, data: str = "a", **fields: Any) -> JobResult:

@@ -9,7 +9,7 @@ import pytest
 
 from runner.config.compose import compose_config
 from runner.engine.config import Config
-from runner.run_dir.initial_weights import compatibility_fingerprints, resolve_init_from
+from runner.launch.initial_weights import compatibility_fingerprints, resolve_init_from
 
 EVALUATION = {"on": "validation", "rows": 80, "tokens": 90, "data": "a", "tokenizer": "t", "loss": {}}
 

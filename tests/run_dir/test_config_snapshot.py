@@ -11,8 +11,9 @@ import yaml
 
 from common.errors import UserError
 from common.paths import CONF_DIR
+from runner.config import snapshot
 from runner.config.compose import compose_config, compose_tree, source_files, to_config, without_hydra
-from runner.run_dir import config_snapshot, resume
+from runner.launch import resume
 
 TYPED = ["stage=sft", "schedule=linear"]
 
@@ -20,7 +21,7 @@ TYPED = ["stage=sft", "schedule=linear"]
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    config_snapshot.save_snapshot(folder, TYPED)
+    snapshot.save_snapshot(folder, TYPED)
     return folder
 
 
@@ -32,24 +33,24 @@ def run(saved: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def copies(run: Path) -> Path:
-    return run / config_snapshot.SNAPSHOT_DIR
+    return run / snapshot.SNAPSHOT_DIR
 
 
 def test_snapshot_holds_exactly_the_source_files(run: Path, copies: Path) -> None:
     names = {str(path.relative_to(copies)) for path in copies.rglob("*.yaml")}
     assert names == set(source_files(TYPED))
     assert all((copies / name).read_bytes() == (CONF_DIR / name).read_bytes() for name in names)
-    assert config_snapshot.changed_files(run) == []
+    assert snapshot.changed_files(run) == []
 
 
 def test_snapshot_composes_to_the_same_config(run: Path) -> None:
-    with config_snapshot.as_config_dir(run) as conf:
+    with snapshot.as_config_dir(run) as conf:
         assert to_config(without_hydra(compose_tree(TYPED, conf))) == compose_config(TYPED)
 
 
 def test_extended_snapshot_keeps_the_first_copy_of_a_file(run: Path, copies: Path) -> None:
     (copies / "schedule" / "linear.yaml").write_text("name: linear\n")
-    assert config_snapshot.extend_snapshot(run, [*TYPED, "optimizer=adamw"], CONF_DIR) == [
+    assert snapshot.extend_snapshot(run, [*TYPED, "optimizer=adamw"], CONF_DIR) == [
         copies / "optimizer" / "adamw.yaml",
         copies / "stage" / "lr" / "sft_adamw.yaml",
     ]
@@ -58,17 +59,17 @@ def test_extended_snapshot_keeps_the_first_copy_of_a_file(run: Path, copies: Pat
 
 def test_new_run_replaces_the_copies_of_a_refused_launch(run: Path, copies: Path) -> None:
     (copies / "schedule" / "linear.yaml").write_text("name: stale\n")
-    config_snapshot.save_snapshot(run, ["stage=sft"])
+    snapshot.save_snapshot(run, ["stage=sft"])
     assert not (copies / "schedule" / "linear.yaml").exists() and (copies / "schedule" / "cosine.yaml").is_file()
 
 
 def test_changed_files_are_named_with_their_keys_and_comments_do_not_count(run: Path, copies: Path) -> None:
     linear = copies / "schedule" / "linear.yaml"
     linear.write_text("# a comment\n" + linear.read_text())
-    assert config_snapshot.changed_files(run) == []
+    assert snapshot.changed_files(run) == []
     linear.write_text(linear.read_text().replace("min_lr_ratio: ", "min_lr_ratio: 1"))
     (copies / "schedule" / "gone.yaml").write_text("name: gone\n")
-    gone, changed = config_snapshot.changed_files(run)
+    gone, changed = snapshot.changed_files(run)
     assert (
         "conf/schedule/gone.yaml is not in conf/" in gone
         and "conf/schedule/linear.yaml has changed (min_lr_ratio)" in changed
@@ -86,7 +87,7 @@ def test_settings_of_hydra_in_the_copy_are_ignored(run: Path, copies: Path) -> N
         *tree["defaults"],
     ]
     (copies / "config.yaml").write_text(yaml.safe_dump(tree))
-    with config_snapshot.as_config_dir(run) as conf:
+    with snapshot.as_config_dir(run) as conf:
         composed = yaml.safe_load((conf / "config.yaml").read_text())
     assert "nowhere" not in str(composed) and "hydra.callbacks" not in str(composed)
 
@@ -111,7 +112,7 @@ def test_invalid_copy_is_refused_and_nothing_in_it_is_executed(
 ) -> None:
     monkeypatch.chdir(run)
     (copies / "schedule" / "linear.yaml").write_text(text)
-    for read in (config_snapshot.changed_files, lambda folder: config_snapshot.as_config_dir(folder).__enter__()):
+    for read in (snapshot.changed_files, lambda folder: snapshot.as_config_dir(folder).__enter__()):
         with pytest.raises(UserError) as error:
             read(run)
         assert "linear.yaml" in error.value.setting
@@ -127,11 +128,11 @@ def test_links_pipes_and_odd_names_in_the_copy_are_refused(run: Path, copies: Pa
     ):
         create()
         with pytest.raises(UserError, match="copy of conf/"):
-            config_snapshot.changed_files(run)
+            snapshot.changed_files(run)
         remove()
     (copies / "a b\n.yaml").touch()
     with pytest.raises(UserError, match="not written by this program"):
-        config_snapshot.changed_files(run)
+        snapshot.changed_files(run)
 
 
 def test_interpolations_are_saved_as_the_values_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

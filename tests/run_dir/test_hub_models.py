@@ -23,7 +23,7 @@ from common.hub import HubName, hub_name_of, parse_hub_name
 from models.formats.hub import fetch_model
 from models.formats.load import load_weights
 from models.formats.save import save_adapter, save_model
-from runner.run_dir.resolve import resolve_model_override, resolve_model_run
+from runner.config.resolve import resolve_model_override, resolve_model_run
 
 FIRST, SECOND = "a" * 40, "b" * 40
 SMALL = {

@@ -18,8 +18,8 @@ from models.families.decoder import DecoderConfig
 from models.families.hf_config import write_hf_config
 from runner.config.compose import compose_tree, to_config, without_hydra
 from runner.engine.config import Config
-from runner.run_dir import initial_weights
-from runner.run_dir.initial_weights import adopt_model, check_model
+from runner.launch import initial_weights
+from runner.launch.initial_weights import adopt_model, check_model
 from runner.sweep.grid import PointComposer
 
 LLAMA3 = {

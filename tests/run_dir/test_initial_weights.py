@@ -11,10 +11,10 @@ import pytest
 from common.errors import UserError
 from data.tokenize.origin import SAMPLE_TOKENIZER
 from runner.config.compose import compose_config
+from runner.config.resolve import resolve_model_override, resolve_model_run
 from runner.engine.config import Config
-from runner.inference.best_job import find_best_job
-from runner.run_dir.initial_weights import compatibility_fingerprints, resolve_init_from
-from runner.run_dir.resolve import resolve_model_override, resolve_model_run
+from runner.launch.initial_weights import compatibility_fingerprints, resolve_init_from
+from runner.run_dir.best_job import find_best_job
 
 
 @pytest.fixture(scope="module")

@@ -305,7 +305,7 @@ OUTSIDE = {
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_run_with_a_link_to_the_outside_is_refused_and_nothing_there_changes(name, tmp_path):
-    from runner.run_dir.resolve import resolve_model_run, resolve_run
+    from runner.config.resolve import resolve_model_run, resolve_run
 
     (tmp_path / "file").write_text("victim")
     (tmp_path / "folder" / ".tmp-step-00000001-1-aa").mkdir(parents=True)  # what remove_temp deletes

@@ -9,8 +9,8 @@ import pytest
 
 from common.errors import UserError
 from runner.checkpoint.atomic_dir import write_atomic_dir
-from runner.run_dir.contents import NAME_LENGTH, create_unique, job_dirname
-from runner.run_dir.resolve import check_not_inside_run, is_sweep_dir, resolve_run
+from runner.config.resolve import check_not_inside_run, resolve_run
+from runner.run_dir.contents import NAME_LENGTH, create_unique, is_sweep_dir, job_dirname
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from command_fixtures import TINY_RUN, Call, Result, is_user_error
 
 from common import paths
 from common.errors import UserError
+from runner.launch.resume import plan_resume
 from runner.run_dir.metadata import RunMetadata
-from runner.run_dir.resume import plan_resume
 
 
 @pytest.fixture(scope="module")

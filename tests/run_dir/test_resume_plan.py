@@ -12,10 +12,10 @@ import yaml
 
 from common.errors import UserError
 from common.paths import REPO_ROOT
+from runner.config import snapshot
 from runner.config.compose import compose_config
 from runner.engine.config import Config
-from runner.run_dir import config_snapshot
-from runner.run_dir.resume import persisting_overrides, plan_resume
+from runner.launch.resume import persisting_overrides, plan_resume
 
 TYPED = ["stage=sft", "seed=7"]
 
@@ -32,7 +32,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory, start_config: Config) 
     (hydra_dir / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(start_config)))
     (hydra_dir / "overrides.yaml").write_text(yaml.safe_dump(TYPED))
     (hydra_dir.parent / "run.json").write_text(json.dumps({"status": "interrupted", "code": {"commit": "abc123"}}))
-    config_snapshot.save_snapshot(hydra_dir.parent, TYPED)
+    snapshot.save_snapshot(hydra_dir.parent, TYPED)
     return hydra_dir.parent
 
 
@@ -148,7 +148,7 @@ def test_another_option_is_composed_as_in_a_new_run(run: Path) -> None:
 
 
 def test_option_is_taken_from_the_run_s_copy_before_conf(run: Path) -> None:
-    own = run / config_snapshot.SNAPSHOT_DIR / "schedule"
+    own = run / snapshot.SNAPSHOT_DIR / "schedule"
     (own / "cosine.yaml").write_text(
         (own / "cosine.yaml").read_text().replace("min_lr_ratio: 0.1", "min_lr_ratio: 0.7")
     )

@@ -15,7 +15,7 @@ import yaml
 from fake_jobs import FakeJobs, read_sweep
 from killed_calls import KILLED, fork_server
 
-from runner.run_dir.resume import plan_resume
+from runner.launch.resume import plan_resume
 
 EVERY = int(os.environ.get("KILL_EVERY", "60"))  # KILL_EVERY=1: at every change
 

@@ -25,7 +25,7 @@ from common.registry import PLUGINS_ENV
 from runner.cli.show_config import show_sweep_config
 from runner.config import compose
 from runner.config.compose import compose_config, compose_tree
-from runner.run_dir import auto_choice, initial_weights
+from runner.launch import auto_choice, initial_weights
 from runner.sweep import command, validation
 from runner.sweep.backends import LAUNCHERS
 from runner.sweep.session import SweepSession

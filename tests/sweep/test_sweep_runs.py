@@ -23,7 +23,7 @@ from fake_jobs import read_run, read_sweep, wait_until
 from fault_counts import faults, only_full
 
 from runner.engine.verify_resume import diff_run_dirs
-from runner.inference.best_job import find_best_job
+from runner.run_dir.best_job import find_best_job
 
 SETTINGS = [
     *TINY_MODEL, "model.dropout=0.1", "data.max_length=32", "data.val_path=null", "data.val_fraction=0.2", "init_from=scratch", "train.batch_size=2",

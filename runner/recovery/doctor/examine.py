@@ -33,16 +33,16 @@ from runner.checkpoint.compatibility import (
     numeric_variables,
     run_rules,
 )
+from runner.config.resolve import resolve_run
 from runner.engine.config import Config
+from runner.launch.resume import plan_resume
 from runner.launch.run import check_inputs
 from runner.recovery.doctor.checks import check_other_files
 from runner.recovery.evidence import CheckpointState
 from runner.recovery.finding import Problem, Repair, Severity
 from runner.recovery.recover import inspect_run, recover_run
-from runner.run_dir.contents import RUN_FILE, find_runs, has_started, holds_run
+from runner.run_dir.contents import RUN_FILE, enclosing_run, find_runs, has_started, holds_run, is_sweep_dir
 from runner.run_dir.metadata import RunMetadata
-from runner.run_dir.resolve import enclosing_run, is_sweep_dir, resolve_run
-from runner.run_dir.resume import plan_resume
 
 
 @dataclass

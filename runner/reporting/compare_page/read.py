@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from runner.inference.best_job import comparison_problem
 from runner.reporting.page_template import flatten_settings
 from runner.reporting.run_folders import run_status, tags_of, text_of
 from runner.reporting.sweep_results.metrics_reader import LossPoint, RunMetrics, count_number, read_job_metrics
-from runner.run_dir.config_snapshot import CONFIG_FILE, load_saved_config
+from runner.run_dir.best_job import comparison_problem
+from runner.run_dir.contents import is_sweep_dir
 from runner.run_dir.metadata import RunMetadata
-from runner.run_dir.resolve import is_sweep_dir
+from runner.run_dir.saved_config import CONFIG_FILE, load_saved_config
 
 MAX_COMPARED = 400  # of one comparison
 MAX_VALUE = 120  # characters of a setting

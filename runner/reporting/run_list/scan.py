@@ -16,12 +16,11 @@ from typing import Any
 
 from common.filesystem import open_regular, read_json_object
 from common.limits.parsers import parse_json
-from runner.inference.best_job import comparison_problem
 from runner.reporting.run_folders import first_start, is_file, job_folders, run_status, sweep_status, tags_of, text_of
 from runner.reporting.sweep_results.metrics_reader import count_number, finite_number
-from runner.run_dir.contents import RUN_FILE
+from runner.run_dir.best_job import comparison_problem
+from runner.run_dir.contents import RUN_FILE, SWEEP_FILE
 from runner.run_dir.metadata import RunMetadata
-from runner.run_dir.resolve import SWEEP_FILE
 
 MAX_DEPTH = 6  # of a run below the folder
 MAX_FOLDERS = 20_000  # folders, links and jobs that are looked at

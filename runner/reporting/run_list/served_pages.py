@@ -12,8 +12,7 @@ from common.errors import UserError
 from runner.reporting.page_server import Pages
 from runner.reporting.run_folders import expand_sweeps, is_file, job_folders
 from runner.reporting.sweep_results.leaderboard import REPORT_FILE
-from runner.run_dir.contents import RUN_FILE, check_run_files
-from runner.run_dir.resolve import SWEEP_FILE, is_sweep_dir
+from runner.run_dir.contents import RUN_FILE, SWEEP_FILE, check_run_files, is_sweep_dir
 
 RUN_PREFIX = "run/"  # of the address of a run's page
 SCAN_SHARE = 0.1  # of the time at most: a list of many runs is kept longer

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from common.paths import REPO_ROOT
-from runner.inference.best_job import parse_number
 from runner.reporting.run_page.read import RunReport
-from runner.run_dir.config_snapshot import REPO_INTERPOLATION
+from runner.run_dir.best_job import parse_number
+from runner.run_dir.saved_config import REPO_INTERPOLATION
 from runner.tracking.console.numbers import format_seconds, format_size, remaining_seconds
 from runner.tracking.run_end import STAGE_METRICS, commands_after_divergence, commands_to_continue, next_commands
 

@@ -12,7 +12,7 @@ from common.paths import CONF_DIR
 from runner.config.compose import compose_values
 from runner.reporting.page_template import flatten_settings
 from runner.reporting.sweep_results.metrics_reader import read_override_list
-from runner.run_dir.config_snapshot import load_saved_config
+from runner.run_dir.saved_config import load_saved_config
 
 INTERPOLATED = "${workspace:}"
 

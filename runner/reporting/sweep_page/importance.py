@@ -15,8 +15,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from common.errors import one_line
-from runner.inference.best_job import SEED_KEY, parse_number
 from runner.reporting.sweep_results.results import JobResult, SweepResults
+from runner.run_dir.best_job import SEED_KEY, parse_number
 
 MAX_VALUES = 40  # of the table of a setting; with more, of a study, the chart alone shows them
 

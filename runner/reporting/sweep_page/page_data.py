@@ -21,14 +21,14 @@ from typing import Any
 
 from common.errors import UserError
 from runner.engine.config import STEP_SIZE_KEYS
-from runner.inference.best_job import SEED_KEY
 from runner.reporting.curve_points import choose_points
 from runner.reporting.page_template import RELOAD_SECONDS, flatten_settings, short_number
 from runner.reporting.sweep_page.importance import sorted_values
 from runner.reporting.sweep_results.columns import point_label
 from runner.reporting.sweep_results.metrics_reader import LossPoint
 from runner.reporting.sweep_results.results import JobResult, ResultRow, SweepResults
-from runner.run_dir.config_snapshot import CONFIG_FILE, load_saved_config
+from runner.run_dir.best_job import SEED_KEY
+from runner.run_dir.saved_config import CONFIG_FILE, load_saved_config
 from runner.tracking.console.numbers import format_seconds
 
 MAX_KEYS, MAX_VALUE_CHARS = 200, 200  # of the settings that differ; of one value

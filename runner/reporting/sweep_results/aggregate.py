@@ -14,8 +14,8 @@ import statistics
 from collections.abc import Iterable
 from functools import lru_cache
 
-from runner.inference.best_job import SEED_KEY, point_of, swept_sort_key
 from runner.reporting.sweep_results.results import JOB_STATUSES, JobResult, MeanStd, ResultRow, ranking_problem
+from runner.run_dir.best_job import SEED_KEY, point_of, swept_sort_key
 
 LEVEL = 0.95  # of all intervals
 INTERVALS = 200  # of Simpson's rule; even

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from runner.inference.best_job import SEED_KEY, ModelScore, fewest_rows
 from runner.reporting.sweep_results.aggregate import mean_interval, mean_std
 from runner.reporting.sweep_results.evaluations import evaluation_label, headline, results_of
 from runner.reporting.sweep_results.results import JobResult, MeanStd, ResultRow, SweepResults
+from runner.run_dir.best_job import SEED_KEY, ModelScore, fewest_rows
 from runner.tracking.console.numbers import format_seconds
 
 # evaluations with a column of their own; leaderboard.csv has all numbers of all

@@ -13,7 +13,6 @@ from common.errors import UserError, did_you_mean_path, strip_control
 from common.filesystem import retry_disk, write_atomic_file
 from common.guarded_files import check_own_files
 from common.paths import outputs_dir
-from runner.inference.best_job import SEED_KEY, parse_number
 from runner.reporting.sweep_page.page import sweep_page
 from runner.reporting.sweep_results.columns import (
     Column,
@@ -25,6 +24,7 @@ from runner.reporting.sweep_results.columns import (
 )
 from runner.reporting.sweep_results.read_results import read_sweep_results
 from runner.reporting.sweep_results.results import SweepResults
+from runner.run_dir.best_job import SEED_KEY, parse_number
 
 REPORT_FILE, LEADERBOARD_FILE = "report.html", "leaderboard.csv"
 FORMULA_PREFIXES = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet runs a cell with one of these as a formula

@@ -15,7 +15,6 @@ from typing import Any
 from common.errors import Outcome
 from common.filesystem import read_json_object
 from common.ownership import is_alive
-from runner.inference.best_job import SEED_KEY, model_score, parse_number
 from runner.reporting.run_folders import sweep_status
 from runner.reporting.sweep_results.aggregate import result_rows
 from runner.reporting.sweep_results.evaluations import current_evaluations
@@ -27,9 +26,10 @@ from runner.reporting.sweep_results.metrics_reader import (
     read_override_list,
 )
 from runner.reporting.sweep_results.results import JOB_STATUSES, LOSS_KINDS, JobResult, SweepResults
-from runner.run_dir.config_snapshot import load_saved_config
+from runner.run_dir.best_job import SEED_KEY, model_score, parse_number
 from runner.run_dir.contents import OWNER_FILE
 from runner.run_dir.metadata import RunMetadata
+from runner.run_dir.saved_config import load_saved_config
 
 LR_KEY = "optimizer.lr"
 DATA_KEY_PREFIXES = ("data", "stage", "experiment", "model")  # swept keys that change the training data or its rows

@@ -14,8 +14,8 @@ from common.hub import parse_hub_name
 from common.paths import command_line
 from runner.config.overrides import PATH_KEYS, PLUGINS_KEY, SEARCHPATH_KEY, is_storable, key_of
 from runner.diagnostics.overfitting import Evaluation
-from runner.inference.best_job import SEED_KEY, ModelScore, comparison_problem
 from runner.reporting.sweep_results.metrics_reader import RunMetrics, read_override_list
+from runner.run_dir.best_job import SEED_KEY, ModelScore, comparison_problem
 
 # of evaluations on validation data, on training rows, and of a training step
 LOSS_KINDS = ("validation", "training-rows", "training")

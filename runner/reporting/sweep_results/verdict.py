@@ -12,11 +12,11 @@ from typing import Any
 
 from common.errors import UserError
 from common.paths import command_line
-from runner.inference.best_job import parse_number
 from runner.reporting.sweep_results.aggregate import difference_interval
 from runner.reporting.sweep_results.columns import loss_text, point_label
 from runner.reporting.sweep_results.results import JobResult, ResultRow, SweepResults
-from runner.run_dir.config_snapshot import load_saved_config, reject_interpolations
+from runner.run_dir.best_job import parse_number
+from runner.run_dir.saved_config import load_saved_config, reject_interpolations
 
 # two neighbouring values further apart than this are continued by their ratio, others by their difference
 GEOMETRIC_RATIO = 1.5

@@ -1,4 +1,4 @@
-"""Settings of a run in `.hydra/`: what was composed, and copies of the files it came from.
+"""Overrides of a run, and copies of the files that its config was composed from, in `.hydra/`.
 
 `.hydra/conf/` has the YAML files, `.hydra/plugins/` the sources of plugins. A resume composes from the copied YAML
 files, also when conf/ has changed. They are read as data: nothing is executed, resolved or followed, and Hydra gets a
@@ -20,30 +20,22 @@ import yaml
 
 from common.errors import UserError
 from common.filesystem import make_dirs, read_bounded, remove_tree, write_atomic_file
-from common.guarded_files import check_own_files
-from common.limits.parsers import parse_yaml
-from common.paths import CONF_DIR, REPO_ROOT
+from common.paths import CONF_DIR
 from common.registry import imported_plugins, plugin_files
 from runner.config.compose import source_files
 from runner.config.overrides import check_stored, is_hydra_override
-
-CONFIG_FILE = Path(".hydra") / "config.yaml"
-OVERRIDES_FILE = Path(".hydra") / "overrides.yaml"
-REPO_INTERPOLATION = "${repo:}"
-MAX_YAML_BYTES = 1 << 20  # bytes; larger YAML files are not read
-
-
-def load_saved_config(folder: Path) -> dict[str, Any]:
-    """Return the content of the saved config.yaml."""
-    config = _read_saved(folder / CONFIG_FILE, folder)
-    if not isinstance(config, dict):  # killed before Hydra wrote it
-        raise UserError("the run has no saved config", str(folder / CONFIG_FILE), _restore_hint(folder))
-    return config
+from runner.run_dir.saved_config import (
+    MAX_YAML_BYTES,
+    OVERRIDES_FILE,
+    load_yaml,
+    read_saved,
+    reject_interpolations,
+)
 
 
 def load_overrides(folder: Path) -> list[str]:
     """Return the saved overrides of all launches, without those of Hydra's own settings."""
-    typed = _read_saved(folder / OVERRIDES_FILE, folder)
+    typed = read_saved(folder / OVERRIDES_FILE, folder)
     if not isinstance(typed, list) or not all(isinstance(override, str) for override in typed):
         raise UserError(
             "the saved overrides are not a list of strings",
@@ -52,61 +44,6 @@ def load_overrides(folder: Path) -> list[str]:
         )
     check_stored(typed, folder / OVERRIDES_FILE)
     return [override for override in typed if not is_hydra_override(override)]
-
-
-def _restore_hint(folder: Path) -> str:
-    return f"resume={folder} restores it if a checkpoint is whole; otherwise start the run again with its overrides and another hydra.run.dir=DIR"
-
-
-def _read_saved(path: Path, folder: Path) -> Any:
-    check_own_files(folder, (), shallow=(path.parent.relative_to(folder).name,))
-    try:
-        return load_yaml(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"the saved config cannot be read: {error}", str(path), _restore_hint(folder)) from error
-
-
-def load_yaml(path: Path) -> Any:
-    """Return the content of a small regular YAML file. Raises OSError, or ValueError if it is not YAML."""
-    return parse_yaml(read_bounded(path, MAX_YAML_BYTES).decode("utf-8"))
-
-
-def reject_interpolations(value: Any, key: str, path: Path) -> Any:
-    """Return `value` of `key` in `path` with paths of this checkout.
-
-    Raises UserError for an interpolation, which could read the environment, and for a key such as `_target_`, which
-    could name code.
-    """
-    if isinstance(value, dict):
-        if special := next((name for name in value if str(name).startswith("_") and str(name).endswith("_")), None):
-            raise UserError(
-                f"the saved config has the key {special}, which names code",
-                f"{path}: {key}.{special}",
-                "do not resume this directory; nothing was run",
-            )
-        return {name: reject_interpolations(item, f"{key}.{name}".lstrip("."), path) for name, item in value.items()}
-    if isinstance(value, list):
-        return [reject_interpolations(item, key, path) for item in value]
-    if isinstance(value, str) and "${" in (value := rebase_repo_path(value)):
-        raise UserError(
-            "the saved config has an interpolation", f"{path}: {key}={value}", "write the value itself into the file"
-        )
-    return value
-
-
-def rebase_repo_path(value: str) -> str:
-    """Return a path that starts with ${repo:} as one of this checkout."""
-    return str(REPO_ROOT) + value.removeprefix(REPO_INTERPOLATION) if value.startswith(REPO_INTERPOLATION) else value
-
-
-def freeze_values(value: Any, written: Any) -> Any:
-    """Return the resolved `value` to be saved in place of `written`; paths below ${repo:} are kept as they are written."""
-    if isinstance(value, dict):
-        return {
-            key: freeze_values(item, written.get(key) if isinstance(written, dict) else None)
-            for key, item in value.items()
-        }
-    return written if isinstance(written, str) and rebase_repo_path(written) == value else value
 
 
 SNAPSHOT_DIR = Path(".hydra") / "conf"

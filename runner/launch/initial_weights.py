@@ -29,11 +29,10 @@ from models.formats.json_files import read_adapter_settings, read_config_of_weig
 from runner.config.compose import files_that_choose, section_object
 from runner.config.overrides import key_of
 from runner.engine.config import Config
-from runner.inference.best_job import find_best_job
-from runner.run_dir import config_snapshot
-from runner.run_dir.auto_choice import newest_completed_run
-from runner.run_dir.contents import RUN_FILE
-from runner.run_dir.resolve import enclosing_run, is_sweep_dir
+from runner.launch.auto_choice import newest_completed_run
+from runner.run_dir import saved_config
+from runner.run_dir.best_job import find_best_job
+from runner.run_dir.contents import RUN_FILE, enclosing_run, is_sweep_dir
 from runner.tracking.progress import watch_download
 
 MAX_FULL_LR, MAX_ADAPTER_LR = 2e-4, 1e-3  # above them a fine-tuning of published weights gets a warning
@@ -232,9 +231,9 @@ def _model_settings(source: Path, family: str | None = None) -> dict[str, Any]:
     `family`.
     """
     run = _model_source(source)
-    if (run / config_snapshot.CONFIG_FILE).is_file():
-        recorded: dict[str, Any] = config_snapshot.reject_interpolations(
-            config_snapshot.load_saved_config(run), "", run / config_snapshot.CONFIG_FILE
+    if (run / saved_config.CONFIG_FILE).is_file():
+        recorded: dict[str, Any] = saved_config.reject_interpolations(
+            saved_config.load_saved_config(run), "", run / saved_config.CONFIG_FILE
         )["model"]
         return recorded
     return dataclasses.asdict(read_config_of_weights(source, family))
@@ -248,7 +247,7 @@ def _model_source(source: Path) -> Path:
         and source.relative_to(run).parts[:1] in ((), ("model",), ("checkpoints",))
         and "base" not in source.relative_to(run).parts
     )
-    return run if run is not None and is_of_run and (run / config_snapshot.CONFIG_FILE).is_file() else source
+    return run if run is not None and is_of_run and (run / saved_config.CONFIG_FILE).is_file() else source
 
 
 def resolve_init_from(config: Config, folder: Path, fingerprints: dict[str, str], warn: bool = True) -> str:

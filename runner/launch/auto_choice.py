@@ -10,10 +10,9 @@ from typing import Any
 from common.errors import UserError, print_note
 from common.paths import outputs_dir
 from runner.engine.config import Config
-from runner.inference.best_job import comparison_problem, find_best_job, model_score
-from runner.run_dir.contents import RUN_FILE, find_runs
+from runner.run_dir.best_job import comparison_problem, find_best_job, model_score
+from runner.run_dir.contents import RUN_FILE, find_runs, sweep_of
 from runner.run_dir.metadata import RunMetadata
-from runner.run_dir.resolve import sweep_of
 
 AGE_UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))
 

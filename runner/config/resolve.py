@@ -11,20 +11,24 @@ from common.hub import parse_hub_name
 from common.paths import outputs_dir
 from models.formats.hub import fetch_model
 from runner.checkpoint.atomic_dir import step_names, verify_dir
+from runner.config import snapshot
 from runner.config.literals import quote_path
 from runner.config.overrides import RERUN_FLAGS, flag_value, has_flag
-from runner.inference.best_job import find_best_job, model_score
-from runner.run_dir import config_snapshot
-from runner.run_dir.contents import RUN_FILE, check_run_files, find_runs, has_started, holds_run
+from runner.run_dir import saved_config
+from runner.run_dir.best_job import find_best_job, model_score
+from runner.run_dir.contents import (
+    RUN_FILE,
+    check_run_files,
+    enclosing_run,
+    find_runs,
+    has_started,
+    is_sweep_dir,
+    sweep_of,
+)
 from runner.run_dir.metadata import RunMetadata
 from runner.tracking.progress import watch_download
 
-SWEEP_FILE = "sweep.json"
 MODEL_KEYS = ("init_from", "model.path")  # settings that name weights
-
-
-def is_sweep_dir(folder: Path) -> bool:
-    return (folder / SWEEP_FILE).is_file()
 
 
 def resolve_run(name: str, setting: str = "resume") -> Path:
@@ -113,16 +117,6 @@ def _unquoted(value: str) -> Path:
     return Path(value[1:-1] if len(value) > 1 and value[0] == value[-1] == "'" else value)
 
 
-def sweep_of(run: Path) -> Path:
-    """Return the sweep that the run is a job of, or the run itself."""
-    return run.parent if is_sweep_dir(run.parent) else run
-
-
-def enclosing_run(path: Path) -> Path | None:
-    """Return the innermost run or sweep directory that is `path` or contains it."""
-    return next((folder for folder in (path, *path.parents) if holds_run(folder) or is_sweep_dir(folder)), None)
-
-
 def _last_start(run: Path) -> float:
     """Return when training last began (seconds since 1970)."""
     try:
@@ -135,7 +129,7 @@ def _no_run_error(path: Path, name: str) -> UserError:
     """Return the error for a path outside of any run; a launch may have been killed before its settings were stored
     there.
     """
-    if not (path / config_snapshot.OVERRIDES_FILE).parent.is_dir():
+    if not (path / saved_config.OVERRIDES_FILE).parent.is_dir():
         return UserError(
             f"{path} is not in a run directory: there is no run.json",
             f"resume={name}",
@@ -143,7 +137,7 @@ def _no_run_error(path: Path, name: str) -> UserError:
         )
     message = f"{path} has no run.json and no checkpoints: its launch was stopped before the settings were stored, or they were deleted"
     try:
-        typed = shlex.join(config_snapshot.load_overrides(path))
+        typed = shlex.join(snapshot.load_overrides(path))
         fix = f"start it again: python runner/train.py {typed} hydra.run.dir={shlex.quote(str(path))}".replace(
             "  ", " "
         )
@@ -220,6 +214,6 @@ def _resume_hint(run: Path) -> str:
     if is_sweep_dir(run):
         return hint
     try:
-        return f"{hint}; start a new run like it: python runner/train.py {shlex.join(config_snapshot.load_overrides(run))}".rstrip()
+        return f"{hint}; start a new run like it: python runner/train.py {shlex.join(snapshot.load_overrides(run))}".rstrip()
     except UserError:
         return hint
