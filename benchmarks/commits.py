@@ -30,7 +30,6 @@ from lib.runs import SAMPLES
 FACTS = machine_facts()  # before modules are imported that add variables
 ENGINE = {  # module -> what the processes use of a checkout
     "runner.config.compose": ["compose_tree", "to_config", "without_hydra"],
-    "runner.run_dir.initial_weights": ["adopt_model"],
     "runner.engine.build": ["build_run"],
     "runner.engine.loop": ["train_step"],
 }

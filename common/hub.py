@@ -1,11 +1,8 @@
 """Names and the local cache of models and data sets of the Hugging Face hub.
 
-Names of models on the Hugging Face hub: `owner/name`, or `owner/name@revision` with a branch, a tag or a commit. A
-commit's files never change.
+A name is `owner/name`, or `owner/name@revision` with a branch, a tag or a commit. A commit's files never change.
 
-The local cache of what was downloaded from the Hugging Face hub, as huggingface_hub lays it out.
-
-It has a folder `models--OWNER--NAME` per model: `refs/REVISION` holds the commit of a branch or tag,
+The cache has a folder `models--OWNER--NAME` per model: `refs/REVISION` holds the commit of a branch or tag,
 `snapshots/COMMIT/` the files, as links to `blobs/HASH`.
 """
 

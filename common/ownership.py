@@ -1,12 +1,10 @@
 """Identity of a process, and a lock by a file that names its owner.
 
-Identity of a process, also after its pid has been reused. Nothing here raises; what is unknown is None.
+The identity holds after the pid has been reused; what is unknown is None, and nothing raises.
 
-Lock by a file with the identity of its owner, for file systems without POSIX locks (some NFS and FUSE mounts).
-
-`<lock>.owner` belongs to the process that holds the whole lock, `<lock>.owner-<k>` to one that holds byte k. The files
-are created with O_EXCL. The file of a process that has died on this host is removed; that of a process on another host,
-or an unreadable one, counts as held.
+The lock is for file systems without POSIX locks (some NFS and FUSE mounts). `<lock>.owner` belongs to the process that
+holds the whole lock, `<lock>.owner-<k>` to one that holds byte k. The files are created with O_EXCL. The file of a
+process that has died on this host is removed. A file of a process on another host, or an unreadable one, counts as held.
 """
 
 from __future__ import annotations

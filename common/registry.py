@@ -79,18 +79,25 @@ class Registry(Generic[T]):
 
     def entries(self) -> dict[str, T]:
         """Return all entries by name; imports every module of the package."""
-        return {name: self.get(name) for name in self.names()}
+        return {name: self._entries.get(name) or self._import(name) for name in self.names()}
+
+    def find(self, name: str) -> T | None:
+        """Return the entry of this name, None if there is none."""
+        return self._entries.get(name) or (self._import(name) if name in self.names() else None)
 
     def get(self, name: str) -> T:
         """Return the entry of this name. Raises UserError if there is none."""
-        if name not in self._entries and name in (names := self.names()):
-            importlib.import_module(f"{self._package}.{name}")
-        if name not in self._entries:
+        if (entry := self.find(name)) is None:
+            names = self.names()
             raise UserError(
                 f"{self.setting} must be one of {', '.join(names)}, got {name}",
                 f"{self.setting}={name}",
                 did_you_mean(name, names, f"e.g. {self.setting}={names[0]}"),
             )
+        return entry
+
+    def _import(self, name: str) -> T:
+        importlib.import_module(f"{self._package}.{name}")
         return self._entries[name]
 
 

@@ -6,12 +6,14 @@ Imports neither torch nor numpy.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from common.errors import UserError
 from common.settings import IGNORED, check_at_least, check_choice, check_fraction
 from data.schemas.registry import SCHEMAS, check_columns
-from data.sources.files import ReadOptions
+
+if TYPE_CHECKING:
+    from data.sources.files import ReadOptions
 
 CHOICES = {
     "too_long": ("auto", "truncate", "drop", "split"),
@@ -67,6 +69,8 @@ class DataConfig:
 
     @property
     def read_options(self) -> ReadOptions:
+        from data.sources.files import ReadOptions
+
         return ReadOptions.of(self)
 
     @property
@@ -82,7 +86,7 @@ class DataConfig:
             )
         self._check_weights()
         check_columns(self.columns or {})
-        ReadOptions.of(self)
+        _ = self.read_options  # refuses what it cannot read
         if self.schema is not None:
             check_choice("data.schema", self.schema, SCHEMAS)
         for key, choices in CHOICES.items():

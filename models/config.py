@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Optional, Self
 
 from common.errors import UserError
-from common.limits.memory import machine_memory
 from common.registry import Registry
 from common.settings import IGNORED, check_at_least, check_choice
 
@@ -78,6 +77,8 @@ class ModelConfig:
         """Raise UserError if the weights in fp32, which are first created in host memory, cannot fit into it."""
         if (size := self.size()) is None:
             return
+        from common.limits.memory import machine_memory
+
         memory, needed = machine_memory(), 4 * size.parameters
         if size.tensors > MAX_TENSORS or needed > memory:
             problem = (

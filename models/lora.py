@@ -1,8 +1,6 @@
 """LoRA: which layers get an adapter, and adapters that are added, switched, loaded and merged.
 
-Which layers of a model get an adapter: `stage.lora.targets`, with the names that PEFT gives to target_modules.
-
-Adapters of a model: freeze it, add adapters to chosen linear layers, switch, load and merge them.
+`stage.lora.targets` chooses the layers, with the names that PEFT gives to target_modules.
 """
 
 from __future__ import annotations

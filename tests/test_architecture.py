@@ -32,13 +32,13 @@ runner.recovery.doctor
 runner.launch > runner.supervise | runner.fault_injection | runner.serving
 runner.reporting
 runner.recovery
-runner.run_dir > runner.run_dir.contents
 runner.config
 runner.inference.export.formats > runner.inference.export | runner.inference.harness
 runner.inference.metrics > runner.inference
 runner.planning.out_of_memory > runner.planning.alternatives > runner.planning.memory > runner.planning.activations > runner.planning.facts
 runner.engine > runner.engine.state > runner.engine.data_pipeline > runner.engine.config
 runner.engine.objectives | runner.engine.optim > runner.engine.choices > runner.engine.device > runner.engine.device.cpu
+runner.run_dir > runner.run_dir.contents
 runner.checkpoint | runner.tracking.trackers > runner.tracking > runner.tracking.console
 runner.diagnostics
 data.batching > data.store > data.tokenize > data.tokenize.pieces > data.tokenize.tokenizer_limits > data.tokenize.templates > data.config > data.schemas > data.sources > data | models.formats > models.transformers_adapter > models > models.layers > models.layers.cpu_kernels > models.layers.ops > models.families > models.config
@@ -55,8 +55,7 @@ THIRD_PARTY = {
     "runner.fault_injection": {"torch"},
     "runner.reporting": {"jinja2", "markupsafe", "optuna", "yaml"},
     "runner.planning": {"torch", "numpy"},
-    "runner.run_dir": {"yaml"},
-    "runner.run_dir.resume": {"hydra", "omegaconf", "yaml"},
+    "runner.launch.resume": {"hydra", "omegaconf", "yaml"},
     "runner.config": {"hydra", "omegaconf", "yaml"},
     "runner.inference": {"torch", "numpy", "rich", "yaml"},
     "runner.inference.export": {"torch", "numpy", "transformers", "gguf", "yaml"},
@@ -356,8 +355,8 @@ def test_conf_names_no_class():
 # --- size: ratchets. A change that grows one moves its number here, and its commit says why --------------------------
 
 MAX_PYTHON_TOKENS = 332_200
-MAX_PYTHON_FILES = 361
-MAX_EAGER_MODULES = 81  # imported by runner/train.py --help
+MAX_PYTHON_FILES = 362
+MAX_EAGER_MODULES = 71  # imported by runner/train.py --help
 # Executed by one SFT step. A few functions depend on the load of the machine: a number may be 1 % above the measured one
 MAX_FIRST_STEP = {
     "files": 136,

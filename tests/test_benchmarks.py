@@ -240,11 +240,11 @@ def test_benchmark_of_commits_refuses_a_folder_without_the_engine(
 ):
     commits: ModuleType = import_benchmark("commits")
     assert commits.read_checkout(other_checkout)[:2] == (str(other_checkout), "unknown")
-    (other_checkout / "runner" / "run_dir" / "initial_weights.py").unlink()
+    (other_checkout / "runner" / "engine" / "build.py").unlink()
     (other_checkout / "runner" / "engine" / "loop.py").write_text("def step(): ...\n")
     with pytest.raises(
         SystemExit,
-        match=f"no runner.launch.initial_weights.adopt_model, runner.engine.loop.train_step; .* {commits.OLDEST}$",
+        match=f"no runner.engine.build.build_run, runner.engine.loop.train_step; .* {commits.OLDEST}$",
     ):
         commits.read_checkout(other_checkout)
     with pytest.raises(SystemExit, match="with no folder runner/engine"):

@@ -39,7 +39,11 @@ def run_self(script: str, *arguments: str) -> str:
 def compose_run(overrides: list[str]) -> Any:
     """Return the Config of a run, with the model of the weights that init_from names."""
     from runner.config.compose import compose_tree, to_config, without_hydra
-    from runner.launch.initial_weights import adopt_model
+
+    try:
+        from runner.launch.initial_weights import adopt_model
+    except ModuleNotFoundError:  # a commit before it was moved
+        from runner.run_dir.initial_weights import adopt_model
 
     tree = without_hydra(compose_tree(overrides))
     adopt_model(tree, overrides)

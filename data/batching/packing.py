@@ -1,13 +1,10 @@
 """Packed sequences: which rows share one, and reading them from the token store.
 
-Which rows share a packed sequence: best fit, another draw each epoch, and never two copies of a row.
+Best fit, another draw each epoch, and never two copies of a row in one sequence. The rows are divided into slices that
+are packed one by one. The number of packed sequences of a slice is that of a packing without randomness, so every epoch
+has equally many, and which step belongs to which epoch is known without planning the epochs before it.
 
-The rows are divided into slices that are packed one by one. The number of packed sequences of a slice is that of a
-packing without randomness, so every epoch has equally many, and which step belongs to which epoch is known without
-planning the epochs before it.
-
-Packed sequences: the rows of a plan, read from the cache. A plan is read with pread, so memory does
-not grow with the number of rows.
+A plan is read from the cache with pread, so memory does not grow with the number of rows.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from data.errors import BadRowError
-from data.sources.files import HIDDEN
 
 HIDE_MEDIA = "; or train on their text without it: 'data.columns={{{name}: null}}'"
 FIELD_PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
@@ -153,6 +152,8 @@ def columns_override(row: dict, data_format: str) -> str:
     """Return the quoted override of data.columns by which `row` may get the fields of a schema of `data_format`, ""
     without a guess.
     """
+    from data.sources.files import HIDDEN
+
     row = {name: value for name, value in row.items() if not str(name).endswith(HIDDEN)}
     for fields in SYNONYMS[data_format]:
         if columns := _guess(row, fields, TEXT_TYPES if data_format == "text" else CHAT_TYPES):

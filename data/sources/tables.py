@@ -1,8 +1,6 @@
-"""Rows of tables: CSV, Parquet and Arrow files, and data sets of the Hugging Face hub.
+"""Rows of CSV, Parquet and Arrow files, a few at a time, and data sets of the Hugging Face hub.
 
-Readers of tables: CSV, Parquet and Arrow, a few rows at a time. What a reader is: data/sources/json_text.py.
-
-Data sets by their name on the Hugging Face Hub, through the optional library `datasets`.
+What a reader is: data/sources/json_text.py. Data sets of the hub need the optional library `datasets`.
 """
 
 from __future__ import annotations

@@ -66,6 +66,7 @@ def sequence_sizes(offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.diff(offsets["token"].astype("<i8")), np.diff(offsets["span"].astype("<i8"))
 
 
+COUNTERS = ("dropped", "bad", "unused", "sampled", "common_answers")  # of RowStats, by a string
 ROWS_PER_READ = 1 << 16  # entries of a table in memory at a time
 # files of all stores that a process keeps open: a data folder may have more files than the limit of a process
 OPEN_FILES = 128
@@ -93,7 +94,7 @@ class TokenStore:
         self.tokens: int = manifest["tokens"]
         self.has_weights: bool = manifest["has_weights"]  # whether the weight of any row is not 1
         stats: dict[str, Any] = manifest["stats"]
-        counters: dict[str, Counter] = {name: Counter(stats[name]) for name in ("dropped", "bad", "unused")}
+        counters: dict[str, Counter] = {name: Counter(stats[name]) for name in COUNTERS}
         counters["lost_by_length"] = Counter({int(length): count for length, count in stats["lost_by_length"].items()})
         self.stats = RowStats(**stats | counters)
         self.metadata: dict[str, Any] = manifest["metadata"]

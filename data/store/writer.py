@@ -1,8 +1,6 @@
 """Writer of a token store, and what data.max_length cuts off.
 
-What data.max_length costs: how many tokens with loss are cut off, and which limit would keep almost all of them.
-
-Writes a token store: built in a temporary folder, renamed to its name when it is complete.
+A store is built in a temporary folder and renamed to its name when it is complete.
 """
 
 from __future__ import annotations

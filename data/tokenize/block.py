@@ -33,6 +33,8 @@ class RowStats:
     # rows in which a field that training ignores is not null, by field
     unused: Counter[str] = field(default_factory=Counter)
     first_seen: dict[str, str] = field(default_factory=dict)  # file:line of the first row of each reason
+    sampled: Counter[str] = field(default_factory=Counter)  # see data.tokenize.sample: the first rows of a file
+    common_answers: Counter[str] = field(default_factory=Counter)  # their most common answer, shortened
 
     def __iadd__(self, other: RowStats) -> RowStats:
         for part in dataclasses.fields(self):

@@ -17,6 +17,7 @@ from data.schemas.text import example_weight
 from data.sources.files import Source
 from data.tokenize.block import BlockBuilder, EncodedBlock, LossSpan, RowStats
 from data.tokenize.chat_template import ChatTemplate, EncodedChat
+from data.tokenize.sample import SAMPLED_ROWS, count_sample
 from data.tokenize.templates.segment_plan import TemplateSegment
 from data.tokenize.tokenizer import Tokenizer
 from data.types import EncodingConfig
@@ -46,11 +47,13 @@ class Encoder:
         A bad row raises BadRowError if encoding.on_bad_row is error, and is counted if it is skip.
         """
         stats, builder = RowStats(), BlockBuilder()
+        self.sample: list[ChatExample | PreferencePair] = []  # as they are in the file
         if self.template is None:
             self._add_texts(source, list(self._usable_rows(source, chunk, stats, _text_of)), stats, builder)
         else:
             for rows in _limited_batches(self._usable_rows(source, chunk, stats, self._render)):
                 self._add_chats(source, rows, stats, builder)
+        stats.sampled, stats.common_answers = count_sample(self.sample)
         return builder.build(stats)
 
     def _usable_rows(
@@ -93,6 +96,8 @@ class Encoder:
             stats.unused.update(self._unused_fields(row, example))
             weight = example_weight(row, where)
             if not isinstance(example, TextExample):
+                if position < SAMPLED_ROWS:
+                    self.sample.append(example)
                 example = augment_example(
                     example,
                     encoding.system_prob,

@@ -1,12 +1,9 @@
 """Files of weights in a model folder, and the names and shapes of the tensors in them.
 
-Names and shapes of tensors in model folders whose architecture differs in them from the decoder: Mixtral and Phi-3.
+Files are safetensors, and files of torch, which are read without executing anything.
 
-The decoder has `mlp.experts.<e>.gate_proj` where Mixtral has `block_sparse_moe.experts.<e>.w1`, and q_proj, k_proj,
-v_proj, gate_proj and up_proj where Phi-3 has qkv_proj and gate_up_proj.
-
-Read and write the files of weights in a model folder: safetensors, and files of torch, which are read without executing
-anything.
+Mixtral and Phi-3 differ from the decoder in names: `mlp.experts.<e>.gate_proj` is `block_sparse_moe.experts.<e>.w1` of
+Mixtral; q_proj, k_proj and v_proj are qkv_proj of Phi-3, gate_proj and up_proj are its gate_up_proj.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Facts that a checkpoint stores, and what a difference in one of them means for a resume.
 
-What the rounding of a training depends on besides its settings and data: code, libraries, processor, threads, and
-variables of the environment.
-
-Facts about a run that its checkpoints store, and what a difference in one of them means for a resume.
+The rounding of a training depends on its settings and data, and on code, libraries, processor, threads and variables of
+the environment.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from common.settings import OnResume, resume_rules, setting_values
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 # Folders of the code that computes, restores or orders the numbers of a training; plugins are added.
 TRAINING_CODE = ("common", "data", "models", "runner/checkpoint", "runner/engine")
@@ -153,10 +152,6 @@ def rank_differences(per_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if value != first.get(fact)
     }
 
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 # Facts that are no settings. data and tokenizer are identified by their content, so that their files may be moved.
 ROWS_PER_STEP, DATA_FINGERPRINT, TOKENIZER_FINGERPRINT, FROZEN_WEIGHTS, ENVIRONMENT = (

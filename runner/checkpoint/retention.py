@@ -1,12 +1,11 @@
 """Weights of the best evaluation, and which checkpoints stay on disk.
 
-Weights of the best evaluation: in the checkpoint of that step where there is one, otherwise in a folder of their own.
+The best weights are in the checkpoint of that step where there is one, otherwise in a folder of their own:
 
 best-00000040/ model.safetensors  weights of step 40, as in a checkpoint
                MANIFEST.json      size and checksum, the step, and the loss of its evaluation
 
-Which checkpoints stay on disk: those that the policy keeps after a save, and only what a resume needs when the disk is
-full.
+After a save the checkpoints that the policy keeps stay; when the disk is full, only what a resume needs.
 """
 
 from __future__ import annotations

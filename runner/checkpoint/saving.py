@@ -1,9 +1,6 @@
 """What a save copies and writes, on a thread beside the training.
 
-Background thread that commits saves while training continues.
-
-What a save of a run writes: copies of its tensors in host memory, then, on the writer thread, a checkpoint or the best
-weights.
+Tensors are copied to host memory; the writer thread writes a checkpoint or the best weights.
 """
 
 from __future__ import annotations

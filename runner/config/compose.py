@@ -189,14 +189,14 @@ def section_class(section: str, values: Any) -> type | None:
     chosen = values.get(key, MISSING) if isinstance(values, dict) else MISSING
     if chosen == MISSING:
         return None
-    if str(chosen) not in registry.names():
+    if (cls := registry.find(str(chosen))) is None:
         fix = did_you_mean(str(chosen), registry.names(), f"plugins=[FILE.py], a module that registers {chosen}")
         raise UserError(
             f"{section}.{key} must be one of {', '.join(registry.names())}, got {chosen}",
             f"{section}.{key}={chosen}",
             fix,
         )
-    return registry.get(str(chosen))
+    return cls
 
 
 def check_all_read(values: dict[str, Any]) -> None:

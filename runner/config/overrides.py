@@ -1,9 +1,6 @@
 """The command line: split by Hydra's parser, checked against the schema, and normalised.
 
-A command line as overrides and flags, split by Hydra's own argument parser.
-
-Overrides (`key=value`, `group=option`) as the user types them: checked against the schema and normalised before
-anything is composed.
+Overrides (`key=value`, `group=option`) are checked before anything is composed.
 """
 
 from __future__ import annotations

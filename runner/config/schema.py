@@ -67,7 +67,8 @@ def default_values(section: str, name: str) -> dict[str, Any] | None:
     """Return the values of the class registered as `name`, as a YAML file of the group would have them; None if a
     setting has no default.
     """
-    key, values = REGISTERED_SECTIONS[section][0], _field_defaults(section, name)
+    key, registry = REGISTERED_SECTIONS[section]
+    values = _field_defaults(registry.get(name), key)
     return None if dataclasses.MISSING in values.values() else {"name": name, key: name, **values}
 
 
@@ -77,7 +78,8 @@ def unknown_option(group: str, name: str, position: str, options: list[str]) -> 
     """
     if group in REGISTERED_SECTIONS and name in REGISTERED_SECTIONS[group][1].names():
         cls = REGISTERED_SECTIONS[group][1].get(name)
-        missing = [key for key, value in _field_defaults(group, name).items() if value is dataclasses.MISSING]
+        defaults = _field_defaults(cls, REGISTERED_SECTIONS[group][0])
+        missing = [key for key, value in defaults.items() if value is dataclasses.MISSING]
         if missing and cls.__module__.partition(".")[0] not in OWN_PACKAGES:
             message = f"the class {cls.__name__} of {group}={name} has no default for {', '.join(missing)}"
             fix = f"give each a default in the class, or write DIR/{group}/{name}.yaml with their values and add --config-dir DIR"
@@ -88,10 +90,9 @@ def unknown_option(group: str, name: str, position: str, options: list[str]) -> 
     )
 
 
-def _field_defaults(section: str, name: str) -> dict[str, Any]:
-    """Return the default of each setting of a registered class but its name, MISSING where there is none."""
-    key, registry = REGISTERED_SECTIONS[section]
-    fields = [field for field in dataclasses.fields(registry.get(name)) if field.name not in ("name", key)]
+def _field_defaults(cls: type, key: str) -> dict[str, Any]:
+    """Return the default of each setting of a registered class but its name `key`, MISSING where there is none."""
+    fields = [field for field in dataclasses.fields(cls) if field.name not in ("name", key)]
     return {
         field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         for field in fields

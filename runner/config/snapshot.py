@@ -1,12 +1,8 @@
 """Overrides of a run, and copies of the files that its config was composed from, in `.hydra/`.
 
-`.hydra/` of a run, read as data: nothing in it is executed, resolved or followed.
-
-Copies of the files that a run was started from: the YAML files in `.hydra/conf/`, the sources of its plugins in
-`.hydra/plugins/`.
-
-A resume composes from the copied YAML files, also when conf/ has changed. They are read as data: Hydra gets a folder
-written from their content, without anything that concerns Hydra itself or names code. The plugin sources are only
+`.hydra/conf/` has the YAML files, `.hydra/plugins/` the sources of plugins. A resume composes from the copied YAML
+files, also when conf/ has changed. They are read as data: nothing is executed, resolved or followed, and Hydra gets a
+folder written from their content, without anything that concerns Hydra itself or names code. The plugin sources are only
 compared, never imported.
 """
 

@@ -1,11 +1,6 @@
 """Build a run from its config: every part once, cheapest first.
 
-The model of a run, with the weights that it starts from.
-
-The header of the log of a run.
-
-Build a run from its config: every part once, cheapest first, so that errors of the settings or the data appear before
-the model is built.
+So errors of the settings or the data appear before the model is built.
 """
 
 from __future__ import annotations

@@ -117,10 +117,10 @@ def row_warnings(parts: list[WeightedSource], cfg: Config, tokenizer: Tokenizer)
     from data.store.writer import truncation_warning
     from runner.diagnostics.row_checks import check_rows
 
-    stats, schemas = [part.store.stats for part in parts], (part.store.metadata["encoding"]["schema"] for part in parts)
+    stats = [part.store.stats for part in parts]
     truncated = truncation_warning(stats, cfg.data.max_length, cfg.model.max_position_embeddings)
     template = None if cfg.stage.data_format == "text" else tokenizer.chat_template
-    symptoms = check_rows([part.source for part in parts], schemas, stats, template)
+    symptoms = check_rows(stats, template)
     return [
         *([f"{truncated}; {troubleshooting('truncation')}"] if truncated else []),
         *(symptom.message for symptom in symptoms),

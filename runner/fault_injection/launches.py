@@ -1,9 +1,7 @@
 """Launches of the training command, and the processes of a launch.
 
-Processes of a launch: its session, from /proc, and its data workers, which it reports itself.
-
-Launches of the training command: forks of this process, which has torch imported already, or the command as it is
-typed.
+A launch is a fork of this process, which has torch imported already, or the command as it is typed. Its processes are
+found by their session, in /proc; data workers report themselves.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Checks before a run, and the one function that starts training.
+"""Checks before a run, and the one function that starts training, however the run was launched.
 
-Checks of a config that need no torch: the number of processes, the tracker, the data files.
-
-The one function that starts training, however the run was launched.
+The checks need no torch: the number of processes, the tracker, the data files.
 """
 
 from __future__ import annotations

@@ -1,15 +1,7 @@
 """Files and folders of a run directory, and the fields of its run.json.
 
-Names of the files and folders of a run directory: what is guarded, what a launch writes before it trains, and whether
-there is a run.
-
-Directories of runs and sweeps: their names, outputs/<date>/<time>, unique also for two launches in one second; their
-creation and removal.
-
-Fields of run.json: their types and defaults, what is read of them, and what JSON lacks.
-
-Process, git commit and library versions of a run, and the record of its attempts. Nothing here raises; what is unknown
-is None.
+outputs/<date>/<time> is unique also for two launches in one second. Facts about the process, the git commit and the
+libraries that are unknown are None; reading them raises nothing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """What a request must pass before the application sees it.
 
-HTTP protocol of the server with the deadline of common.limits.connections for the headers of a request.
-
-What a request must pass before the application sees it: host name, origin, key, size and time of its body. Errors are
-JSON, as those of OpenAI.
+Host name, origin, key, size and time of its body, and the deadline of common.limits.connections for its headers. Errors
+are JSON, as those of OpenAI.
 """
 
 from __future__ import annotations

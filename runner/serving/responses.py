@@ -1,9 +1,6 @@
 """Bodies of answers, as OpenAI's interface has them, and tool calls in the text of an answer.
 
-Tool calls in the text of an answer: JSON objects between `<tool_call>` tags, as the templates of MiniMind, Qwen and
-Hermes write them.
-
-Bodies of answers, as OpenAI's interface has them.
+A tool call is a JSON object between `<tool_call>` tags, as the templates of MiniMind, Qwen and Hermes write them.
 """
 
 from __future__ import annotations

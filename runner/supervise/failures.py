@@ -1,11 +1,7 @@
 """Why a training process ended, whether a restart is worth it, and the record of each failure.
 
-Why a training process ended: the kind of a failure, from its exit code, what it has recorded, and what the kernel has
-counted.
-
-`incidents.jsonl` of a run directory: one record per failure of a supervised training.
-
-Which failures are worth a restart, when, and how often.
+The kind of a failure comes from the exit code, what the process has recorded, and what the kernel has counted.
+`incidents.jsonl` of the run directory has one record per failure.
 """
 
 from __future__ import annotations

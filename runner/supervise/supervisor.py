@@ -1,9 +1,6 @@
 """Whether the ranks of a training are alive, and what happens between a failure and a restart.
 
-Whether the ranks of a training are alive: each counts its micro-batches in a file. A rank that stops counting is made
-to write its stacks.
-
-What happens between a failure of the training processes and their restart.
+Each rank counts its micro-batches in a file. A rank that stops counting is made to write its stacks.
 """
 
 from __future__ import annotations

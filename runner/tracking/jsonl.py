@@ -1,9 +1,6 @@
 """Append-only JSON Lines files: truncated to a saved position, or repaired after damage.
 
-Append-only JSON Lines file that can be truncated to the position a checkpoint has saved.
-
-What of a damaged metrics.jsonl or samples.jsonl can be kept: the checkpoint that a run resumes from knows size,
-checksum and the last losses.
+The checkpoint that a run resumes from knows size, checksum and the last losses of metrics.jsonl and samples.jsonl.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The last lines of a run: its numbers, where its files are, and the next commands.
 
-The commands that come next after a run, as they are typed where this process was started.
-
-The last lines of a run: its numbers in a table, where its files are, and the commands that come next.
+Commands are written as they are typed where this process was started.
 """
 
 from __future__ import annotations

@@ -18,7 +18,9 @@ from common.ownership import process_id
 from data.schemas.registry import schema_of_source
 from data.sources.files import Source
 from data.tokenize.block import RowStats
-from runner.diagnostics.row_checks import bad_labels, check_rows, few_labels, foreign_template, sample_examples
+from data.tokenize.encoder import Encoder
+from data.types import EncodingConfig
+from runner.diagnostics.row_checks import bad_labels, check_rows, few_labels, foreign_template
 from runner.diagnostics.symptoms import PAGE
 from runner.diagnostics.training_overlap import TrainingOverlap, training_overlap
 from runner.engine.device.memory_errors import is_out_of_memory
@@ -28,6 +30,7 @@ from runner.planning.out_of_memory import describe_out_of_memory, measured_parts
 ROOT = Path(__file__).parents[2]
 CHATML = (ROOT / "data" / "tokenize" / "chatml.jinja").read_text()
 SAMPLES = ROOT / "data" / "samples"
+TOKENIZER = SAMPLES / "tokenizer"
 
 
 def chat(question: str, answer: str) -> dict:
@@ -52,8 +55,18 @@ def source(tmp_path: Path) -> Callable[..., Source]:
     return write
 
 
-def examples(source: Source, data_format: str = "chat") -> list:
-    return list(sample_examples([(source, schema_of_source(source, data_format))]))
+def stats_of(source: Source, data_format: str = "chat") -> RowStats:
+    """The counts of a file that is tokenized with the sample's tokenizer."""
+    encoding = EncodingConfig(
+        data_format=data_format,
+        schema=schema_of_source(source, data_format),
+        tokenizer=TOKENIZER,
+        max_length=512,
+        too_long="truncate",
+        loss_on="assistant",
+        on_bad_row="skip",
+    )
+    return Encoder(encoding).encode(source, source.items()).stats
 
 
 @pytest.mark.parametrize(
@@ -67,29 +80,23 @@ def examples(source: Source, data_format: str = "chat") -> list:
     ],
 )
 def test_row_checks_find_nothing_in_the_sample_data(file: str, data_format: str) -> None:
-    found = Source.open(SAMPLES / f"{file}.jsonl")
-    assert (
-        check_rows(
-            [found], [schema_of_source(found, data_format)], [RowStats(kept=9, tokens=100, loss_tokens=30)], CHATML
-        )
-        == []
-    )
+    assert check_rows([stats_of(Source.open(SAMPLES / f"{file}.jsonl"), data_format)], CHATML) == []
 
 
 def test_messages_with_marks_of_a_template_are_named_with_its_family(source) -> None:
     rows = [chat(f"[INST] {i} [/INST]", "yes") for i in range(5)] + [chat(str(i), "no") for i in range(20)]
-    symptom = foreign_template(examples(source(rows)), CHATML)
+    symptom = foreign_template(stats_of(source(rows)), CHATML)
     assert symptom and "5 of 25 sampled rows have [INST]" in symptom.message and "another template" in symptom.message
     again = foreign_template(
-        examples(source([chat("<|im_start|>user hi<|im_end|>", str(i)) for i in range(3)])), CHATML
+        stats_of(source([chat("<|im_start|>user hi<|im_end|>", str(i)) for i in range(3)])), CHATML
     )
     assert again and "the tokenizer's template writes itself" in again.message
-    assert foreign_template(examples(source([*rows[:2], *rows[5:]])), CHATML) is None  # two rows quote a template
+    assert foreign_template(stats_of(source([*rows[:2], *rows[5:]])), CHATML) is None  # two rows quote a template
 
 
 def test_chosen_and_rejected_answers_are_searched_for_marks(source) -> None:
     pair = {"prompt": "hi", "chosen": "### Response: yes", "rejected": "no"}
-    symptom = foreign_template(examples(source([pair] * 3), "preference"), CHATML)
+    symptom = foreign_template(stats_of(source([pair] * 3), "preference"), CHATML)
     assert symptom and "Alpaca" in symptom.message
 
 
@@ -100,16 +107,16 @@ def test_labels_that_teach_nothing_are_named(source) -> None:
     )
     assert (
         "30 of 30 sampled answers are the same text, 'unknown'"
-        in (bad_labels(examples(source(constant))) or fail()).message
+        in (bad_labels(stats_of(source(constant))) or fail()).message
     )
     assert (
         "30 of 30 sampled answers are the same text as their question"
-        in (bad_labels(examples(source(echo))) or fail()).message
+        in (bad_labels(stats_of(source(echo))) or fail()).message
     )
     # a classification
-    assert bad_labels(examples(source([chat(f"question {i}", "yes" if i % 3 else "no") for i in range(30)]))) is None
-    assert bad_labels(examples(source([chat("hello", "hi")] * 30))) is None  # one question
-    assert bad_labels(examples(source(constant[:10]))) is None
+    assert bad_labels(stats_of(source([chat(f"question {i}", "yes" if i % 3 else "no") for i in range(30)]))) is None
+    assert bad_labels(stats_of(source([chat("hello", "hi")] * 30))) is None  # one question
+    assert bad_labels(stats_of(source(constant[:10]))) is None
 
 
 def fail() -> None:
@@ -119,13 +126,21 @@ def fail() -> None:
 def test_few_tokens_with_loss_are_named_with_their_share() -> None:
     assert (
         "10 of 1,000 tokens have loss (1.0%, 2.0 a row)"
-        in (few_labels([RowStats(kept=5, tokens=1000, loss_tokens=10)]) or fail()).message
+        in (few_labels(RowStats(kept=5, tokens=1000, loss_tokens=10)) or fail()).message
     )
-    assert few_labels([RowStats(kept=5, tokens=1000, loss_tokens=30)]) is None and few_labels([]) is None
+    assert few_labels(RowStats(kept=5, tokens=1000, loss_tokens=30)) is None and few_labels(RowStats()) is None
+
+
+def test_first_rows_of_every_file_are_sampled(source) -> None:
+    constant = [source([chat(f"question {i}", "unknown") for i in range(n, n + 60)], f"{n}.jsonl") for n in (0, 100)]
+    later = source([chat(f"question {i}", f"answer {i}") for i in range(64)] + [chat("a", "a")] * 90, "later.jsonl")
+    (found,) = check_rows([stats_of(file) for file in constant], CHATML)
+    assert "120 of 120 sampled answers are the same text, 'unknown'" in found.message
+    assert check_rows([stats_of(later)], CHATML) == []
 
 
 def test_row_checks_leave_bad_rows_to_the_encoder(source) -> None:
-    assert len(examples(source([chat("a", "b"), "{broken", {"other": 1}, chat("c", "d")]))) == 2
+    assert stats_of(source([chat("a", "b"), "{broken", {"other": 1}, chat("c", "d")])).sampled["rows"] == 2
 
 
 def test_overlap_compares_fields_not_bytes(source) -> None:

@@ -1,9 +1,6 @@
 """Comparison of an exported model with the trained one, and folders of a whole model.
 
-Folders of transformers, of a whole model.
-
-Comparison of an exported model with the one that was trained: log-probabilities and token ids of texts in several
-languages.
+Compared are log-probabilities and token ids of texts in several languages.
 """
 
 from __future__ import annotations
@@ -19,7 +16,9 @@ from runner.inference.export.hf_compatibility import make_readable_by_transforme
 from runner.inference.load import LoadedModel
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
+
+    from data.tokenize.tokenizer import Tokenizer
 
 
 def has_adapter(model: nn.Module) -> bool:
@@ -104,11 +103,6 @@ def round_weights(model: nn.Module, dtype: Any) -> None:
         for parameter in model.parameters():
             parameter.copy_(parameter.to(dtype))
 
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from data.tokenize.tokenizer import Tokenizer
 
 TEXTS = (
     "The lake lies north of the old mill, 12 km away.",

@@ -1,14 +1,10 @@
 """A model of this program as lm-evaluation-harness calls it.
 
-The answers of a model to the requests of tasks: what is done when an evaluation is stopped has a result, too.
-
-Generation that ends at texts, in batches.
-
-A model of this program as lm-evaluation-harness calls it. Shapes: B rows, T tokens, V vocabulary.
-
 Contexts, continuations, windows and stop texts are those of the harness's own class for models of transformers
 (lm_eval.models.huggingface.HFLM), so the numbers are, too. Requests are computed in the order of the documents, sorted
-by length within parts, so that what is done when the user stops is a beginning of the data.
+by length within parts, so that what is done when the user stops is a beginning of the data, and has a result.
+
+Shapes: B rows, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,7 +28,6 @@ from runner.inference.load import LoadedModel
 from runner.tracking.progress import EvaluationProgress
 
 if TYPE_CHECKING:
-    from lm_eval.api.instance import Instance
     from lm_eval.api.task import Task
 
 
@@ -64,10 +59,6 @@ class AnswerLog:
 
 def _key(request: Instance) -> tuple:
     return request.task_name, request.doc_id, request.request_type, request.idx, repr(request.args)
-
-
-if TYPE_CHECKING:
-    from runner.inference.load import LoadedModel
 
 
 class _AllStopped(Exception):

@@ -1,10 +1,7 @@
 """Findings about files that a resume does not need.
 
-Are the weights in `model/` those of the checkpoint that they were exported from? Read without torch: the bytes of each
-tensor are compared.
-
-Findings about files that a resume does not need: pointers, model/, temporary and foreign files, the lock, the free
-space.
+Pointers, model/, temporary and foreign files, the lock, the free space. The weights in `model/` are compared with the
+checkpoint that they were exported from, byte by byte and without torch.
 """
 
 from __future__ import annotations

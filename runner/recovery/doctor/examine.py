@@ -1,10 +1,6 @@
 """doctor.py: what a resume would do with a run, and its repair by consent.
 
-Settings of doctor.py.
-
-What `resume=` would do with a run: the same plan and comparisons as a resume, without torch and without a change.
-
-doctor.py: examine runs, print a page for each, repair by consent.
+The plan and the comparisons are those of a resume, without torch and without a change.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """Progress bars, and text that fits the width of a terminal in cells.
 
-Text that fits a width in cells: a Chinese character takes two. Labelled lines with indented continuation, tables, and
-commands that can be copied.
-
-Bars on a terminal: that of a run, and that of a single long task.
+A Chinese character takes two cells. Bars: that of a run, and that of a single long task.
 """
 
 from __future__ import annotations

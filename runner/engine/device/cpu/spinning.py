@@ -21,8 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from runner.engine.device.cpu.threads import current_threads
-
 PROC_STAT, PROC_MAPS = Path("/proc/stat"), Path("/proc/self/maps")
 WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # set by the user: nothing is changed
 SAMPLE_SECONDS = 0.25
@@ -188,6 +186,8 @@ def _watch_load(is_over: threading.Event) -> None:
         if control is None and hasattr(sys.modules.get("torch"), "get_num_threads"):
             if not (libraries := find_libgomp()):
                 return
+            from runner.engine.device.cpu.threads import current_threads
+
             control = SpinControl(SleepingThreads(libraries), lambda: cores - current_threads())
         if control is not None:
             control.update(foreign)
