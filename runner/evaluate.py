@@ -15,7 +15,7 @@ from runner.config.resolve import resolve_model_run
 from runner.inference.evaluate import EvaluateConfig, evaluate
 from runner.inference.harness.tasks import evaluate_tasks
 from runner.launch.signals import StopFlag
-from runner.reporting.sweep_results.evaluations import record_everywhere
+from runner.reporting.evaluations import record_everywhere
 
 
 def run_evaluation(cfg: EvaluateConfig) -> Any:

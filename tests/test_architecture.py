@@ -30,11 +30,6 @@ runner.planning > runner.planning.trial
 runner.sweep > runner.sweep.backends
 runner.recovery.doctor
 runner.launch > runner.supervise | runner.fault_injection | runner.serving
-runner.reporting.command > runner.reporting.sweep_end
-runner.reporting.run_list
-runner.reporting.compare_page | runner.reporting.sweep_results.leaderboard
-runner.reporting.sweep_page | runner.reporting.run_page
-runner.reporting.sweep_results
 runner.reporting
 runner.recovery
 runner.config
@@ -58,8 +53,7 @@ THIRD_PARTY = {
     "runner.sweep.backends": {"submitit", "ray"},
     "runner.launch": {"torch"},
     "runner.fault_injection": {"torch"},
-    "runner.reporting": {"jinja2", "markupsafe", "yaml"},
-    "runner.reporting.sweep_page": {"jinja2", "optuna"},
+    "runner.reporting": {"jinja2", "markupsafe", "optuna", "yaml"},
     "runner.planning": {"torch", "numpy"},
     "runner.launch.resume": {"hydra", "omegaconf", "yaml"},
     "runner.config": {"hydra", "omegaconf", "yaml"},
@@ -360,8 +354,8 @@ def test_conf_names_no_class():
 
 # --- size: ratchets. A change that grows one moves its number here, and its commit says why --------------------------
 
-MAX_PYTHON_TOKENS = 335_600
-MAX_PYTHON_FILES = 375
+MAX_PYTHON_TOKENS = 332_200
+MAX_PYTHON_FILES = 362
 MAX_EAGER_MODULES = 71  # imported by runner/train.py --help
 # Executed by one SFT step. A few functions depend on the load of the machine: a number may be 1 % above the measured one
 MAX_FIRST_STEP = {

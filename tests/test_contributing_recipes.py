@@ -34,7 +34,7 @@ EDITS = {
         r"^PRECISIONS\b.*\{\n",
         re.findall(r'^ {4}"medium": PrecisionSpec.*\n', TEXT, re.M)[0],
     ),
-    "runner/reporting/sweep_results/columns.py": (
+    "runner/reporting/columns.py": (
         r"^COLUMNS\b.*[(\[]\n",
         re.findall(r'^\(\n(    Column\(\n        "loss_tokens_percent".*?),\n\)\n', TEXT, re.M | re.S)[0] + ",\n",
     ),

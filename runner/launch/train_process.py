@@ -32,7 +32,7 @@ from runner.engine.device.cpu.spinning import adapt_spinning
 from runner.engine.state import TrainState
 from runner.launch.signals import StopFlag
 from runner.recovery.run_record import record_run_dir
-from runner.reporting.run_page.live import LivePage
+from runner.reporting.live import LivePage
 from runner.run_dir.contents import GitReader, is_sweep_dir
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.saved_config import reject_interpolations
@@ -256,7 +256,7 @@ def _record_end(state: TrainState, metadata: RunMetadata, outcome: Outcome, erro
 def _run_end(state: TrainState, metadata: RunMetadata, outcome: Outcome, metrics: dict[str, Any]) -> RunEnd:
     """Return what the last lines of the run say."""
     from runner.engine.step_metrics import peak_memory
-    from runner.reporting.run_page.page import PAGE_FILE
+    from runner.reporting.runs import REPORT_FILE
 
     export = metadata.fields.get("export") if outcome == Outcome.COMPLETED else None
     return RunEnd(
@@ -268,7 +268,7 @@ def _run_end(state: TrainState, metadata: RunMetadata, outcome: Outcome, metrics
         run_dir=state.run_dir,
         checkpoint=metadata.fields.get("checkpoint"),
         model=f"{export['weights']} weights, step {export['step']:,}" if export else None,
-        page=state.run_dir / PAGE_FILE if state.cfg.tracker.page else None,
+        page=state.run_dir / REPORT_FILE if state.cfg.tracker.page else None,
         peak_memory=peak_memory(state.dist.device),
         memory_of="tensors on the GPU" if state.dist.device.type == "cuda" else "this process",
         commands=_next_commands(state, metadata, outcome),

@@ -5,25 +5,20 @@ served on this machine.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Optional
 
 from common.errors import UserError, did_you_mean_path, print_safely
-from common.filesystem import retry_disk, write_atomic_file
 from common.paths import display_path, outputs_dir
-from runner.reporting.page_server import only_page, serve_pages
+from runner.reporting.compare import compare_page, compare_text, read_comparison
+from runner.reporting.leaderboard import LEADERBOARD_FILE, leaderboard_text, resolve_sweep, update_report
+from runner.reporting.page_kit import write_text
+from runner.reporting.page_server import comparison_bytes, folder_pages, list_pages, only_page, serve_pages
 from runner.reporting.replay import is_tracker, replay
-from runner.reporting.run_folders import expand_sweeps, resolve_runs
-from runner.reporting.run_list.served_pages import comparison_bytes, folder_pages, list_pages
-from runner.reporting.run_page.page import run_text, write_run_page
-from runner.reporting.sweep_results.leaderboard import (
-    LEADERBOARD_FILE,
-    REPORT_FILE,
-    leaderboard_text,
-    resolve_sweep,
-    update_report,
-)
+from runner.reporting.run_facts import run_text
+from runner.reporting.run_list import file_link, list_page, list_text, scan_runs
+from runner.reporting.run_page import write_run_page
+from runner.reporting.runs import REPORT_FILE, expand_sweeps, resolve_runs
 from runner.run_dir.contents import is_sweep_dir
 
 COMPARISON_FILE, LIST_FILE = "compare.html", "index.html"  # in outputs/
@@ -114,9 +109,6 @@ def _report_folder(folder: Path, cfg: ReportConfig) -> None:
 
 
 def _report_comparison(folders: list[Path], cfg: ReportConfig) -> None:
-    from runner.reporting.compare_page.page import compare_page, compare_text
-    from runner.reporting.compare_page.read import read_comparison
-
     runs = expand_sweeps(folders)
     comparison = read_comparison(runs)
     if cfg.serve:
@@ -125,19 +117,16 @@ def _report_comparison(folders: list[Path], cfg: ReportConfig) -> None:
             f"{len(runs)} runs", lambda path, query: None if path else comparison_bytes(folders), cfg.port
         )
     target = output_file(cfg.to, outputs_dir() / COMPARISON_FILE)
-    _write(target, compare_page(comparison))
+    write_text(target, compare_page(comparison))
     print_safely(f"{compare_text(comparison)}\n\npage: {display_path(target)}")
 
 
 def _report_all(root: Path, cfg: ReportConfig) -> None:
-    from runner.reporting.run_list.page import file_link, list_page, list_text
-    from runner.reporting.run_list.scan import scan_runs
-
     if cfg.serve:
         return serve_pages(str(root), list_pages(root), cfg.port)
     runs = scan_runs(root)
     target = output_file(cfg.to, root / LIST_FILE)
-    _write(target, list_page(runs, lambda row: file_link(row, target), is_served=False))
+    write_text(target, list_page(runs, lambda row: file_link(row, target), is_served=False))
     print_safely(f"{list_text(runs)}\n\npage: {display_path(target)}")
 
 
@@ -151,7 +140,7 @@ def _root(name: str | None) -> Path:
 
 
 def output_file(name: str | None, default: Path) -> Path:
-    """Return the file to write.
+    """Return the file to write, in a folder that exists.
 
     Raises UserError for a folder, a link, and a file in a folder that does not exist.
     """
@@ -162,12 +151,8 @@ def output_file(name: str | None, default: Path) -> Path:
         )
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise UserError(f"{path} is no regular file", f"to={path}", "to=FILE.html with another name")
-    return path
-
-
-def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    retry_disk(partial(write_atomic_file, path, text.encode("utf-8", "backslashreplace")))
+    return path
 
 
 def write_page(folder: Path) -> Path:

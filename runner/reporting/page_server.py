@@ -1,13 +1,11 @@
-"""An HTTP server on the loopback address for pages, and a page that is written again as it changes.
-
-A page that is written again while what it shows goes on.
-
-An HTTP server on the loopback address for pages that are made at each request.
+"""The pages that report.py serves on the loopback address: a list of runs with a page for each, comparisons, and a
+sweep with its jobs. Each is made when it is asked for.
 """
 
 from __future__ import annotations
 
 import socket
+import stat
 import threading
 import time
 from collections import OrderedDict
@@ -20,49 +18,22 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from common.errors import UserError, one_line, print_safely
 from common.limits.connections import HEADER_SECONDS
-
-MAX_SHARE = 0.005  # of the time
-SECONDS_BETWEEN_PAGES = 5.0  # at least, between two pages
-
-
-class RepeatedPage:
-    """Calls `write_page` in at most MAX_SHARE of the time after the first page.
-
-    What goes wrong is passed to `warn` once and never raised.
-    """
-
-    def __init__(self, write_page: Callable[[], object], warn: Callable[[str], None]) -> None:
-        self._write_page, self._warn = write_page, warn
-        self._has_warned = False
-        self._has_written = False
-        self._due = 0.0  # monotonic time of the next page
-
-    def write_if_due(self) -> None:
-        if self._is_due():
-            self.write()
-
-    def _is_due(self) -> bool:
-        return time.monotonic() >= self._due
-
-    def write(self) -> None:
-        begun = time.monotonic()
-        try:
-            self._write_page()
-        # the page only repeats what the other files hold: nothing that is wrong with it may end a training
-        except Exception as error:
-            if not self._has_warned:
-                self._has_warned = True
-                self._warn(f"report.html cannot be written: {type(error).__name__}: {error}")
-        ended = time.monotonic()
-        # the first page imports and compiles what the others use
-        share = (ended - begun) / MAX_SHARE if self._has_written else 0.0
-        self._has_written, self._due = True, ended + max(SECONDS_BETWEEN_PAGES, share)
-
+from runner.reporting.compare import compare_page, read_comparison
+from runner.reporting.page_kit import encode_page
+from runner.reporting.read_sweep import read_sweep_results
+from runner.reporting.run_facts import RunReport
+from runner.reporting.run_list import list_page, scan_runs, served_link
+from runner.reporting.run_page import run_page
+from runner.reporting.runs import REPORT_FILE, expand_sweeps, is_file, job_folders
+from runner.reporting.sweep_page import sweep_page
+from runner.run_dir.contents import RUN_FILE, SWEEP_FILE, check_run_files, is_sweep_dir
 
 HOST = "127.0.0.1"
 PAGE_SECONDS = 2.0  # between two times that a page is written
 MAX_CACHED_PAGES = 16
 MAX_PAGE_CONNECTIONS = 32  # at a time; more are closed at once
+RUN_PREFIX = "run/"  # of the address of a run's page
+SCAN_SHARE = 0.1  # of the time at most: a list of many runs is kept longer
 # (path without the first slash, query) -> the page; None: there is no such page
 Pages = Callable[[str, dict[str, list[str]]], bytes | None]
 
@@ -84,11 +55,6 @@ def serve_pages(title: str, pages: Pages, port: int) -> None:
             server.serve_forever()
         except KeyboardInterrupt:
             return
-
-
-def only_page(write: Callable[[], Path]) -> Pages:
-    """Return the pages of a server with one page: the file that `write` returns."""
-    return lambda path, query: None if path else write().read_bytes()
 
 
 class PageServer(ThreadingHTTPServer):
@@ -161,27 +127,15 @@ class PageHandler(BaseHTTPRequestHandler):
         try:
             page = self.server.page(self.path)
         except UserError as error:
-            return self._send(
-                400,
-                f"{one_line(error.message)}\n{one_line(error.fix)}\n".encode("utf-8", "backslashreplace"),
-                "text/plain",
-            )
-        except OSError as error:
-            return self._send(
-                500,
-                f"the page cannot be read or written: {one_line(str(error))}\n".encode("utf-8", "backslashreplace"),
-                "text/plain",
-            )
+            return self._send(400, encode_page(f"{one_line(error.message)}\n{one_line(error.fix)}\n"), "text/plain")
         # a page of files that another has written: the answer says what is wrong with it, and the others are still
         # served
         except Exception as error:
-            return self._send(
-                500,
-                f"the page cannot be made: {one_line(f'{type(error).__name__}: {error}')}\n".encode(
-                    "utf-8", "backslashreplace"
-                ),
-                "text/plain",
+            text = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            problem = (
+                f"the page cannot be {'read or written' if isinstance(error, OSError) else 'made'}: {one_line(text)}\n"
             )
+            return self._send(500, encode_page(problem), "text/plain")
         if page is None:
             return self.send_error(404)
         self._send(200, page, "text/html")
@@ -198,3 +152,80 @@ class PageHandler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: object) -> None:
         """Requests are not printed."""
+
+
+# --- the pages: they are not written to disk ----------------------------------------------------------------------------
+
+
+def only_page(write: Callable[[], Path]) -> Pages:
+    """Return the pages of a server with one page: the file that `write` returns."""
+    return lambda path, query: None if path else write().read_bytes()
+
+
+def list_pages(root: Path) -> Pages:
+    """Return the pages of the list of `root`: "", `run/<path below root>/` and `compare?run=<path>&run=<path>`. Only
+    runs below `root` are opened.
+    """
+    kept, kept_until = b"", 0.0  # the list and the monotonic time until which it is not made again
+
+    def pages(path: str, query: dict[str, list[str]]) -> bytes | None:
+        nonlocal kept, kept_until
+        if not path:
+            if (begun := time.monotonic()) >= kept_until:
+                kept = encode_page(list_page(scan_runs(root), lambda row: served_link(row, root), is_served=True))
+                kept_until = time.monotonic() + (time.monotonic() - begun) / SCAN_SHARE
+            return kept
+        if path == "compare":
+            folders = {name: run_folder(root, name) for name in query.get("run", [])}
+            for name in (name for name, folder in folders.items() if folder is None):
+                raise UserError(f"the list has no run {name}", f"compare?run={name}", "choose runs in the list")
+            if not folders:
+                raise UserError("no run is chosen", "compare?run=", "choose runs in the list")
+            return comparison_bytes([folder for folder in folders.values() if folder is not None])
+        folder = run_folder(root, path.removeprefix(RUN_PREFIX).removesuffix(REPORT_FILE).rstrip("/"))
+        return page_bytes(folder) if path.startswith(RUN_PREFIX) and folder is not None else None
+
+    return pages
+
+
+def run_folder(root: Path, name: str) -> Path | None:
+    """Return the run or sweep at the relative path `name` below `root`; None if there is none, or the path leads
+    through a link or out of `root`.
+    """
+    folder = root
+    for part in name.split("/"):
+        if part in ("", ".", "..") or "\0" in part:
+            return None
+        folder = folder / part
+        try:
+            if not stat.S_ISDIR(folder.lstat().st_mode):
+                return None
+        except OSError:
+            return None
+    return folder if is_file(folder / RUN_FILE) or is_file(folder / SWEEP_FILE) else None
+
+
+def folder_pages(folder: Path, page: Pages) -> Pages:
+    """Return `page` and, below it, the pages of the jobs if `folder` is a sweep."""
+
+    def pages(path: str, query: dict[str, list[str]]) -> bytes | None:
+        if not path or not is_sweep_dir(folder):
+            return page(path, query)
+        name = path.removesuffix(REPORT_FILE).rstrip("/")
+        return next((page_bytes(job) for job in job_folders(folder) if job.name == name), None)
+
+    return pages
+
+
+def comparison_bytes(folders: list[Path]) -> bytes:
+    """Return the page that compares the runs and sweeps in `folders`."""
+    return encode_page(compare_page(read_comparison(expand_sweeps(folders)), reloads=True))
+
+
+def page_bytes(folder: Path) -> bytes:
+    """Return the page of the run or sweep in `folder`. Raises UserError if a file of it is a link."""
+    if is_sweep_dir(folder):
+        sweep = read_sweep_results(folder)
+        return encode_page(sweep_page(sweep, is_final=sweep.status != "running"))
+    check_run_files(folder)
+    return encode_page(run_page(RunReport.read(folder)))

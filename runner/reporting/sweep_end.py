@@ -8,11 +8,12 @@ from typing import Any
 
 from common.errors import one_line, strip_control
 from common.paths import command_line, command_line_here, display_path
-from runner.reporting.sweep_results.columns import loss_text, point_label, swept_text
-from runner.reporting.sweep_results.leaderboard import LEADERBOARD_FILE, REPORT_FILE
-from runner.reporting.sweep_results.read_results import read_sweep_results
-from runner.reporting.sweep_results.results import SweepResults
-from runner.reporting.sweep_results.verdict import SweepVerdict, sweep_verdict
+from runner.reporting.columns import loss_text, point_label, swept_text
+from runner.reporting.leaderboard import LEADERBOARD_FILE
+from runner.reporting.read_sweep import read_sweep_results
+from runner.reporting.runs import REPORT_FILE
+from runner.reporting.sweep_results import SweepResults
+from runner.reporting.verdict import SweepVerdict, sweep_verdict
 from runner.tracking.console.bar import (
     LINE_WIDTH,
     command_lines,

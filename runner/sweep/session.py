@@ -22,7 +22,7 @@ from runner.config.overrides import is_hydra_override
 from runner.config.unread import check_typed_are_read
 from runner.engine.config import Config
 from runner.launch import initial_weights, torchrun
-from runner.reporting.page_server import RepeatedPage
+from runner.reporting.live import RepeatedPage
 from runner.run_dir import contents, saved_config
 from runner.run_dir.contents import has_checkpoints, has_started
 from runner.run_dir.metadata import RunMetadata
@@ -116,7 +116,7 @@ class SweepSession:
 
     def _write_report(self) -> None:
         """Update the leaderboard and the page while jobs run."""
-        from runner.reporting.sweep_results import leaderboard
+        from runner.reporting import leaderboard
 
         leaderboard.update_report(self.state.folder, is_final=self.state.status != "running")
 

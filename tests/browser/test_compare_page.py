@@ -14,12 +14,9 @@ import page_checks
 import pytest
 from report_fixtures import EVALUATION, HOSTILE, eval_record, make_run, make_sweep, train_record
 
-from runner.reporting.compare_page.page import compare_page
-from runner.reporting.compare_page.read import read_comparison
-from runner.reporting.page_server import PageServer
-from runner.reporting.run_list.page import file_link, list_page
-from runner.reporting.run_list.scan import scan_runs
-from runner.reporting.run_list.served_pages import list_pages
+from runner.reporting.compare import compare_page, read_comparison
+from runner.reporting.page_server import PageServer, list_pages
+from runner.reporting.run_list import file_link, list_page, scan_runs
 
 pytestmark = pytest.mark.slow
 

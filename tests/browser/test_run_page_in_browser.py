@@ -16,9 +16,10 @@ from typing import Any
 import page_checks
 import pytest
 
+from runner.reporting import runs
+from runner.reporting.page_kit import RELOAD_SECONDS
 from runner.reporting.page_server import PageServer, only_page
-from runner.reporting.run_page import read
-from runner.reporting.run_page.page import RELOAD_SECONDS, STALE_SECONDS, write_run_page
+from runner.reporting.run_page import STALE_SECONDS, write_run_page
 
 pytestmark = pytest.mark.slow
 
@@ -271,7 +272,7 @@ def test_run_page_keeps_hostile_text_inert(open_page: Any, tmp_path: Path) -> No
     page = open_page(path)  # a dialog, a request or an error would fail the test
     page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
     page.wait_for_timeout(50)
-    assert page.evaluate("[document.images.length, document.links.length, document.scripts.length]") == [0, 0, 3]
+    assert page.evaluate("[document.images.length, document.links.length, document.scripts.length]") == [0, 0, 4]
     assert (
         page.evaluate(
             "[...document.querySelectorAll('*')].flatMap((e) => [...e.attributes]).filter((a) => a.name.startsWith('on')).length"
@@ -325,7 +326,7 @@ def test_run_page_of_100_000_steps_is_small_and_quick(open_page: Any, tmp_path: 
 @pytest.fixture
 def live_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run that trains, as far as its page knows."""
-    monkeypatch.setattr(read, "is_alive", lambda fields: True)
+    monkeypatch.setattr(runs, "is_alive", lambda fields: True)
     return write_run(tmp_path / "run", RECORDS[:60], status="running")
 
 

@@ -14,9 +14,10 @@ import page_checks
 import pytest
 from sweep_fixtures import job, record, training, write_sweep
 
+from runner.reporting import importance, sweep_page
+from runner.reporting.leaderboard import update_report
 from runner.reporting.page_server import PageServer, only_page
-from runner.reporting.sweep_page import importance, page_data
-from runner.reporting.sweep_results.leaderboard import REPORT_FILE, update_report
+from runner.reporting.runs import REPORT_FILE
 
 pytestmark = pytest.mark.slow
 
@@ -223,7 +224,7 @@ def test_sweep_page_of_hostile_text_stays_text(open_page: Any, tmp_path: Path) -
         write_page(write_sweep(tmp_path / "sweep", [hostile, other], overrides=(HOSTILE,), status=HOSTILE))
     )
     assert (
-        page.locator("img, script:not([type]) ~ script ~ script").count() == 0
+        page.locator("img, script:not([type]) ~ script ~ script ~ script").count() == 0
         and "<script>alert(1)" in page.locator("#diff").inner_text()
     )
 
@@ -244,7 +245,7 @@ def test_sweep_page_draws_any_number_of_jobs(
 
 
 def test_sweep_page_follows_a_sweep_that_runs(open_page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_data, "RELOAD_SECONDS", 0.3)
+    monkeypatch.setattr(sweep_page, "RELOAD_SECONDS", 0.3)
     monkeypatch.setattr("runner.reporting.page_server.PAGE_SECONDS", 0.0)
     waiting = [job({LR: lr}, None, status="new") for lr in "12"]
     folder = write_sweep(tmp_path / "sweep", waiting, status="running")

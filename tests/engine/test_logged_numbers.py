@@ -13,7 +13,7 @@ from engine_fixtures import DATA_FORMAT, example
 
 from runner.engine import evaluation, loop, step_metrics
 from runner.engine.loop import train
-from runner.reporting.sweep_results.metrics_reader import read_run_metrics
+from runner.reporting.metrics import read_job_metrics
 
 STEP, SAVE, EVALUATION, SAMPLES = 1.0, 100.0, 1000.0, 10_000.0  # seconds on the clock of the test
 ROWS, VALIDATION_ROWS, BATCH, EPOCHS = 12, 6, 4, 2
@@ -156,7 +156,7 @@ def test_logged_numbers_are_those_of_an_independent_computation(run_of, stage, c
             and f"| loss {record['loss']:.3f} |" in line
             and f"gnorm {record['grad_norm']:.2f}" in line
         )
-    assert read_run_metrics(state.run_dir / "metrics.jsonl").tokens_per_second == pytest.approx(
+    assert read_job_metrics(state.run_dir / "metrics.jsonl").tokens_per_second == pytest.approx(
         tokens / (len(records) * STEP)
     )
 

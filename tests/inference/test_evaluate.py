@@ -21,7 +21,7 @@ from runner.inference.evaluate import METRICS, EvaluateConfig, evaluate, exporte
 from runner.inference.evaluation_data import EvaluationData
 from runner.inference.load import LoadedModel, load_trained
 from runner.inference.metrics.exact_match import generate_answers
-from runner.reporting.sweep_results.evaluations import record_everywhere
+from runner.reporting.evaluations import record_everywhere
 
 TEXTS = [
     "Ludo lives in Sarro.",

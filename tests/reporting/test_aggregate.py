@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from runner.reporting.sweep_results.aggregate import aggregate_row, result_rows
-from runner.reporting.sweep_results.results import JobResult
+from runner.reporting.aggregate import aggregate_row, result_rows
+from runner.reporting.sweep_results import JobResult
 from runner.run_dir.best_job import ModelScore
 
 

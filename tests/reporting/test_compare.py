@@ -23,9 +23,8 @@ from report_fixtures import (
 )
 
 from common.errors import UserError
-from runner.reporting.compare_page.page import compare_page, compare_text
-from runner.reporting.compare_page.read import MAX_COMPARED, read_comparison, unique_labels
-from runner.reporting.run_folders import expand_sweeps, resolve_runs, split_names
+from runner.reporting.compare import MAX_COMPARED, compare_page, compare_text, read_comparison
+from runner.reporting.runs import expand_sweeps, resolve_runs, split_names
 
 
 def test_comparison_draws_the_numbers_of_every_run(tmp_path: Path) -> None:
@@ -35,8 +34,8 @@ def test_comparison_draws_the_numbers_of_every_run(tmp_path: Path) -> None:
     second = make_run(tmp_path / "a" / "2", [train_record(10, 5.0), train_record(30, 2.5), eval_record(30, 2.75)])
     runs = page_data(compare_page(read_comparison([first, second])))["runs"]
     assert [run["label"] for run in runs] == ["one", "a/2"]
-    assert runs[0]["train"] == {"step": [10, 20], "tokens": [1000, 2000], "seconds": [1, 2], "loss": [4, 3]}
-    assert runs[1]["eval"] == {"step": [30], "tokens": [3000], "seconds": [3], "loss": [2.75]}
+    assert runs[0]["train"] == {"step": [10, 20], "tokens": 100, "seconds": [1, 2], "loss": [4, 3]}  # tokens per step
+    assert runs[1]["eval"] == {"step": [30], "tokens": 100, "seconds": [3], "loss": [2.75]}
 
 
 def test_comparison_names_the_best_run_of_one_evaluation_only(tmp_path: Path) -> None:
@@ -46,7 +45,7 @@ def test_comparison_names_the_best_run_of_one_evaluation_only(tmp_path: Path) ->
     assert (
         comparison.best_labels == {comparison.runs[1].label}
         and comparison.runs[1].best == (2.0, 10)
-        and comparison.runs[1].evaluation_loss == 2.4
+        and comparison.runs[1].metrics.eval.newest_loss() == 2.4
     )
     other = make_run(tmp_path / "other", evaluation={**EVALUATION, "data": "e2"})
     comparison = read_comparison([better, other])
@@ -154,7 +153,11 @@ def test_labels_of_runs_are_unique(tmp_path: Path) -> None:
     folders = [
         make_run(tmp_path / day / "10-00-00", name=name) for day, name in (("d1", "same"), ("d2", "same"), ("d3", ""))
     ]
-    assert unique_labels(folders) == ["same (d1/10-00-00)", "same (d2/10-00-00)", "d3/10-00-00"]
+    assert [run.label for run in read_comparison(folders).runs] == [
+        "same (d1/10-00-00)",
+        "same (d2/10-00-00)",
+        "d3/10-00-00",
+    ]
 
 
 def test_comparison_runs_only_its_own_scripts_and_escapes_every_text(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from runner.reporting.sweep_results.columns import evaluation_columns
-from runner.reporting.sweep_results.evaluations import (
+from runner.reporting.columns import evaluation_columns
+from runner.reporting.evaluations import (
     MAX_LABEL,
     current_evaluations,
     evaluation_label,
@@ -18,7 +18,7 @@ from runner.reporting.sweep_results.evaluations import (
     record_everywhere,
     results_of,
 )
-from runner.reporting.sweep_results.results import JobResult
+from runner.reporting.sweep_results import JobResult
 from runner.run_dir.metadata import RunMetadata
 
 HELLASWAG: dict[str, Any] = {
@@ -101,9 +101,7 @@ def test_evaluation_columns_have_one_headline_and_every_number_in_the_csv() -> N
 
 def test_evaluations_of_a_job_are_read_once_not_for_each_number(monkeypatch: pytest.MonkeyPatch) -> None:
     job, reads = JobResult("a", {}, evaluations=[HELLASWAG | {"results": {f"m{i}": float(i) for i in range(50)}}]), []
-    monkeypatch.setattr(
-        "runner.reporting.sweep_results.columns.results_of", lambda record: (reads.append(1), results_of(record))[1]
-    )
+    monkeypatch.setattr("runner.reporting.columns.results_of", lambda record: (reads.append(1), results_of(record))[1])
     row: Any = SimpleNamespace(jobs=[job])
     found = {column.key: column.get(row) for column in evaluation_columns([job])}
     assert len(reads) == 1 and len(found) == 50, "a file of 16 MiB with a million numbers would never be shown"

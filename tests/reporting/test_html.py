@@ -17,15 +17,13 @@ from typing import Any
 import pytest
 from sweep_fixtures import job, record, training, write_sweep
 
-from runner.reporting.page_server import RepeatedPage
-from runner.reporting.sweep_page import importance as importance_module
-from runner.reporting.sweep_page import page_data
-from runner.reporting.sweep_page.importance import MIN_JOBS, setting_effects, setting_importance
-from runner.reporting.sweep_page.page import sweep_page
-from runner.reporting.sweep_page.page_data import sweep_progress
-from runner.reporting.sweep_results.leaderboard import update_report
-from runner.reporting.sweep_results.metrics_reader import MAX_CURVE_POINTS, read_job_metrics
-from runner.reporting.sweep_results.read_results import read_sweep_results
+from runner.reporting.importance import MIN_JOBS, setting_effects, setting_importance
+from runner.reporting.leaderboard import update_report
+from runner.reporting.live import RepeatedPage
+from runner.reporting.metrics import MAX_CURVE_POINTS, read_job_metrics
+from runner.reporting.page_kit import RELOAD_SECONDS
+from runner.reporting.read_sweep import read_sweep_results
+from runner.reporting.sweep_page import sweep_page, sweep_progress
 
 LR, ACC, DECAY = "optimizer.lr", "train.accumulation_steps", "optimizer.weight_decay"
 VOID_TAGS = {"meta", "wbr", "br", "input"}
@@ -88,7 +86,7 @@ def test_html_runs_only_its_own_scripts_and_loads_nothing(tmp_path: Path) -> Non
     hashes = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
     )
-    assert len(scripts) == 2 and f"default-src 'none'; style-src 'unsafe-inline'; script-src {hashes}\"" in page
+    assert len(scripts) == 3 and f"default-src 'none'; style-src 'unsafe-inline'; script-src {hashes}\"" in page
     assert re.search(r"""(src|href)=["'](?!\./)|@import|url\(""", page.replace(scripts[0], "")) is None
 
 
@@ -125,7 +123,7 @@ def test_html_before_the_first_job_shows_all_jobs_as_waiting_and_reloads(tmp_pat
     assert (
         "3 jobs: 3 new" in text_of(page)
         and "No job has logged a step yet" in text_of(page)
-        and chart_data(page)["reload"] == page_data.RELOAD_SECONDS
+        and chart_data(page)["reload"] == RELOAD_SECONDS
     )
     assert chart_data(page_of(write_sweep(tmp_path / "done", grid())))["reload"] is None
 
@@ -253,7 +251,7 @@ def test_html_importance_says_why_it_is_not_shown(tmp_path: Path, monkeypatch: p
         == "it needs two settings with several values among the completed jobs"
     )
     assert reason("few", grid()) == f"it needs {MIN_JOBS} completed jobs, there are 6"
-    monkeypatch.setattr(importance_module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert reason("missing", many_jobs()).startswith("a package is missing: pip install optuna scikit-learn")
 
 
@@ -329,7 +327,7 @@ def test_curves_of_jobs_are_read_once_and_keep_extremes(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(record(step, loss)) + "\n" for step, loss in enumerate(losses, start=1)))
     metrics = read_job_metrics(path)
-    assert {99.0, 0.5, losses[0], losses[-1]} <= {point.loss for point in metrics.train} and len(
+    assert {99.0, 0.5, losses[0], losses[-1]} <= {*metrics.train.columns["loss"]} and len(
         metrics.train
     ) < MAX_CURVE_POINTS * 1.1
     assert read_job_metrics(path) is metrics
@@ -394,7 +392,7 @@ def test_html_of_a_running_sweep_does_not_wait_for_the_importance(tmp_path: Path
 
 def test_repeated_page_warns_once_and_waits_in_proportion_to_its_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, written, warnings = [100.0], [], []
-    monkeypatch.setattr("runner.reporting.page_server.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("runner.reporting.live.time.monotonic", lambda: clock[0])
 
     def write_page() -> None:
         written.append(clock[0])

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from sweep_fixtures import job, record, training, write_sweep
 
-from runner.reporting.sweep_results import columns, leaderboard
-from runner.reporting.sweep_results.columns import COLUMNS, Column
-from runner.reporting.sweep_results.leaderboard import leaderboard_text, resolve_sweep, update_report
+from runner.reporting import columns, leaderboard
+from runner.reporting.columns import COLUMNS, Column
+from runner.reporting.leaderboard import leaderboard_text, resolve_sweep, update_report
 from runner.run_dir.best_job import find_best_job
 
 LR = "optimizer.lr"

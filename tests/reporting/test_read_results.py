@@ -11,12 +11,12 @@ import pytest
 from sweep_fixtures import job, record, training, write_sweep
 
 from common.ownership import process_id
-from runner.reporting.run_list.scan import scan_runs
-from runner.reporting.sweep_results import aggregate, results
-from runner.reporting.sweep_results.leaderboard import leaderboard_text, update_report
-from runner.reporting.sweep_results.metrics_reader import read_run_metrics
-from runner.reporting.sweep_results.read_results import read_sweep_results
-from runner.reporting.sweep_results.results import ResultRow
+from runner.reporting import aggregate, sweep_results
+from runner.reporting.leaderboard import leaderboard_text, update_report
+from runner.reporting.metrics import read_job_metrics
+from runner.reporting.read_sweep import read_sweep_results
+from runner.reporting.run_list import scan_runs
+from runner.reporting.sweep_results import ResultRow
 from runner.run_dir.contents import OWNER_FILE
 
 LR = "optimizer.lr"
@@ -97,8 +97,8 @@ def test_seeds_of_a_grid_point_become_mean_deviation_and_count(tmp_path: Path) -
 
 
 def test_deviation_of_a_single_job_is_none() -> None:
-    single = results.JobResult("a", {}, "completed", final={"training": 2.0}, best={"training": (2.0, 1.0)})
-    assert aggregate.aggregate_row([single], "training").final == results.MeanStd(2.0, None, 1)
+    single = sweep_results.JobResult("a", {}, "completed", final={"training": 2.0}, best={"training": (2.0, 1.0)})
+    assert aggregate.aggregate_row([single], "training").final == sweep_results.MeanStd(2.0, None, 1)
 
 
 def test_grid_point_with_a_failed_seed_has_a_mean_and_no_rank(tmp_path: Path) -> None:
@@ -143,11 +143,12 @@ def test_time_of_attempts_is_added_without_lost_steps(tmp_path: Path) -> None:
         record(30, 3.0, time=2.5, attempt=3),
         record(40, 2.0, time=5.0, attempt=3),
     ]
-    assert [point.time for point in read_run_metrics(write_metrics(tmp_path, *records)).train] == [3.0, 6.0, 8.5, 11.0]
+    curve = read_job_metrics(write_metrics(tmp_path, *records)).train
+    assert curve.columns["seconds"] == [3.0, 6.0, 8.5, 11.0]
 
 
 def test_time_includes_the_last_evaluation(tmp_path: Path) -> None:
-    metrics = read_run_metrics(
+    metrics = read_job_metrics(
         write_metrics(tmp_path, record(10, 3.0, time=4.0), record(10, 3.0, time=6.0, kind="eval"))
     )
     assert metrics.last and metrics.last.time == 6.0
@@ -157,13 +158,7 @@ def test_tokens_per_second_is_all_tokens_by_the_time_they_took(tmp_path: Path) -
     """10,000 tokens at 1000 and 30,000 at 3000 tokens per second: 40,000 tokens in 20 seconds."""
     speeds = [(10, 10_000, 1000.0), (20, 40_000, 3000.0), (21, 41_000, None)]
     records = [record(step, 5.0) | {"tokens": tokens, "tokens_per_second": speed} for step, tokens, speed in speeds]
-    assert read_run_metrics(write_metrics(tmp_path, *records)).tokens_per_second == pytest.approx(2000)
-
-
-def test_tokens_in_a_file_of_version_0_1_are_those_with_a_label(tmp_path: Path) -> None:
-    old = {name: value for name, value in record(10, 5.0).items() if name != "loss_tokens"}
-    [point] = read_run_metrics(write_metrics(tmp_path, old)).train
-    assert (point.loss_tokens, point.tokens) == (old["tokens"], 0)
+    assert read_job_metrics(write_metrics(tmp_path, *records)).tokens_per_second == pytest.approx(2000)
 
 
 def test_tokens_with_a_label_and_all_tokens_are_read_apart(tmp_path: Path) -> None:

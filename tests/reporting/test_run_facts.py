@@ -16,11 +16,11 @@ from report_fixtures import eval_record, make_run, page_data, train_record
 from common.ownership import process_id
 from data.store.writer import truncation_warning
 from data.tokenize.block import RowStats
-from runner.reporting.compare_page.read import read_comparison
-from runner.reporting.run_list.scan import scan_runs
-from runner.reporting.run_page import read
-from runner.reporting.run_page.page import run_page, run_text
-from runner.reporting.run_page.read import read_run_report
+from runner.reporting import run_facts, runs
+from runner.reporting.compare import read_comparison
+from runner.reporting.run_facts import RunReport, run_text
+from runner.reporting.run_list import scan_runs
+from runner.reporting.run_page import run_page
 from runner.tracking import logger as run_logger
 from runner.tracking.config import TrackerConfig
 from runner.tracking.logger import RunLogger
@@ -33,7 +33,7 @@ TWO_ATTEMPTS = [
 
 
 def page_of(folder: Path) -> str:
-    return run_page(read_run_report(folder))
+    return run_page(RunReport.read(folder))
 
 
 def number(text: str, name: str) -> str:
@@ -64,7 +64,7 @@ def test_remaining_time_is_the_eta_of_the_console(tmp_path: Path, monkeypatch: p
     """A step takes ten seconds, after a slow beginning, with an evaluation of 60 seconds in the second attempt."""
     now = [0.0]
     monkeypatch.setattr(run_logger.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(read, "is_alive", lambda fields: True)
+    monkeypatch.setattr(runs, "is_alive", lambda fields: True)
     folder = make_run(
         tmp_path / "run",
         [train_record(step, time=100.0 * step) for step in (1, 2, 3)],
@@ -150,12 +150,13 @@ def test_records_of_impossible_steps_are_left_out_everywhere(tmp_path: Path, ste
     assert page_data(page)["train"]["step"] == [10] and page_data(page)["eval"] == {} and "far away" not in page
     assert number(run_text(folder), "step") == "10" and number(run_text(folder), "tokens") == "1,000"
     (run,) = read_comparison([folder]).runs
-    assert (run.step, run.tokens, len(run.metrics.train), run.metrics.eval) == (10, 1000, 1, [])
+    assert run.metrics.last and (run.step, run.metrics.last.tokens) == (10, 1000)
+    assert (len(run.metrics.train), len(run.metrics.eval)) == (1, 0)
     assert [row.step for row in scan_runs(tmp_path / "runs").rows] == [10]
 
 
 def test_run_page_names_metrics_that_are_too_large_to_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_run(tmp_path / "run", TWO_ATTEMPTS)
     assert "its curves and numbers are left out" not in page_of(folder)
-    monkeypatch.setattr(read, "MAX_METRICS_BYTES", 10)
+    monkeypatch.setattr(run_facts, "MAX_METRICS_BYTES", 10)
     assert "metrics.jsonl is larger than 0 MiB: its curves and numbers are left out" in page_of(folder)

@@ -18,10 +18,20 @@ from urllib.error import HTTPError
 import pytest
 from report_fixtures import HOSTILE, make_run, make_sweep, train_record
 
-from runner.reporting.page_server import PageServer
-from runner.reporting.run_list.page import age_text, file_link, lineage_trees, list_page, list_text, parents_of
-from runner.reporting.run_list.scan import BROKEN, FOREIGN, ListedRun, RunList, scan_runs
-from runner.reporting.run_list.served_pages import list_pages, page_bytes
+from runner.reporting.page_server import PageServer, list_pages, page_bytes
+from runner.reporting.run_list import (
+    BROKEN,
+    FOREIGN,
+    ListedRun,
+    RunList,
+    age_text,
+    file_link,
+    lineage_trees,
+    list_page,
+    list_text,
+    parents_of,
+    scan_runs,
+)
 
 
 def rows_of(root: Path) -> dict[str, ListedRun]:
@@ -172,7 +182,7 @@ def test_list_reads_hundreds_of_runs_without_their_metrics(tmp_path: Path, monke
     for number in range(60):
         make_run(tmp_path / f"{number:03d}", [train_record(1)])
     opened: list[str] = []
-    monkeypatch.setattr("runner.reporting.run_list.scan.open_regular", lambda path: opened.append(path.name))
+    monkeypatch.setattr("runner.reporting.run_list.open_regular", lambda path: opened.append(path.name))
     assert len(scan_runs(tmp_path).rows) == 60 and opened == []
 
 
@@ -196,7 +206,7 @@ def test_list_ends_with_a_notice_where_folders_hold_too_much(
         make_run(tmp_path / f"{number}") if limit == "MAX_JSON_BYTES_IN_ALL" else (tmp_path / f"{number}").symlink_to(
             tmp_path
         )
-    monkeypatch.setattr(f"runner.reporting.run_list.scan.{limit}", value)
+    monkeypatch.setattr(f"runner.reporting.run_list.{limit}", value)
     runs = scan_runs(tmp_path)
     assert runs.is_cut and len(runs.rows) < 9 and "this list is not complete" in file_page(tmp_path)
 
@@ -206,9 +216,9 @@ def test_served_page_of_a_run_is_found_without_a_scan(tmp_path: Path, monkeypatc
     (tmp_path / "through").symlink_to(tmp_path)
     scanned: list[Path] = []
     monkeypatch.setattr(
-        "runner.reporting.run_list.scan.scan_runs", lambda root: scanned.append(root) or RunList(root, [], False)
+        "runner.reporting.page_server.scan_runs", lambda root: scanned.append(root) or RunList(root, [], False)
     )
-    monkeypatch.setattr("runner.reporting.run_list.served_pages.SCAN_SHARE", 1e-9)
+    monkeypatch.setattr("runner.reporting.page_server.SCAN_SHARE", 1e-9)
     pages = list_pages(tmp_path)
     assert (
         pages("run/one/", {})
@@ -221,12 +231,13 @@ def test_served_page_of_a_run_is_found_without_a_scan(tmp_path: Path, monkeypatc
 
 def test_server_closes_extra_connections_and_those_without_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.reporting.page_server.MAX_PAGE_CONNECTIONS", 1)
+    monkeypatch.setattr("runner.reporting.page_server.PageHandler.timeout", 300)
     with PageServer(lambda path, query: b"page", 0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
             with (
-                socket.create_connection(server.server_address, timeout=300) as slow,
+                socket.create_connection(server.server_address, timeout=20) as slow,
                 socket.create_connection(server.server_address, timeout=300) as other,
             ):
                 slow.sendall(b"GET / HTTP/1.1\r\nHost:")
@@ -247,7 +258,7 @@ def test_age_and_order_are_those_of_the_first_attempt(tmp_path: Path) -> None:
     )
     make_run(tmp_path / "newer", started=times[1], attempts=[{"attempt": 1, "started": times[1]}])
     make_run(tmp_path / "damaged", started=times[2], attempts=[None])
-    started = {row.folder.name: row.started for row in scan_runs(tmp_path).rows}
+    started = {row.folder.name: row.begun for row in scan_runs(tmp_path).rows}
     assert [*started] == ["damaged", "newer", "resumed"]
     assert (
         started["resumed"] == datetime.fromisoformat(times[0]).timestamp()
@@ -287,7 +298,7 @@ def serving(pages: Any) -> Iterator[Any]:
 
 def test_served_list_has_a_page_for_each_run_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.reporting.page_server.PAGE_SECONDS", -1.0)
-    monkeypatch.setattr("runner.reporting.run_list.served_pages.SCAN_SHARE", 1e9)
+    monkeypatch.setattr("runner.reporting.page_server.SCAN_SHARE", 1e9)
     root = tmp_path / "outputs"
     make_run(root / "d" / "one", name="first run")
     make_run(root / "d" / "two")

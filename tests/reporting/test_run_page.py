@@ -17,12 +17,12 @@ import pytest
 
 from runner.diagnostics.monitor import diagnose
 from runner.diagnostics.symptoms import RunFacts
-from runner.reporting.curve_points import choose_points
-from runner.reporting.run_page import live, read
-from runner.reporting.run_page.live import LivePage
-from runner.reporting.run_page.page import RELOAD_SECONDS, STALE_SECONDS, run_text, write_run_page
-from runner.reporting.run_page.series import MAX_FIELDS, MAX_NAME_CHARS, MAX_POINTS, read_run_series
-from runner.reporting.run_page.settings import read_settings, stage_defaults
+from runner.reporting import live, run_facts, runs
+from runner.reporting.live import LivePage
+from runner.reporting.metrics import MAX_FIELDS, MAX_NAME_CHARS, MAX_POINTS, choose_points, metrics_of
+from runner.reporting.page_kit import RELOAD_SECONDS
+from runner.reporting.run_facts import RunReport, run_text, stage_defaults
+from runner.reporting.run_page import STALE_SECONDS, write_run_page
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u202e\x1b[31m"
 
@@ -101,7 +101,7 @@ def test_run_page_runs_only_its_own_scripts_and_escapes_every_text(tmp_path: Pat
     hashes = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
     )
-    assert len(scripts) == 2 and f"script-src {hashes}" in page and "default-src 'none'" in page
+    assert len(scripts) == 3 and f"script-src {hashes}" in page and "default-src 'none'" in page
     assert "<img" not in page and "alert(1)</script>" not in page and "\x1b" not in page and "\u202e" not in page
     assert re.search(r"""(src|href)=["'](?!#)""", page) is None
 
@@ -171,13 +171,13 @@ def test_run_page_names_overfitting_where_the_run_warns_of_it(
 
 
 def test_run_page_shows_the_newest_prompts_and_evaluations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read, "MAX_EVALUATIONS", 2)
+    monkeypatch.setattr(run_facts, "MAX_EVALUATIONS", 2)
     folder = write_run(tmp_path / "run", [train(1)])
     (folder / "samples.jsonl").write_text(
         "".join(json.dumps({"step": step, "prompt": f"p{step % 20}", "answer": "a"}) + "\n" for step in range(1, 41))
     )
     (folder / "evaluations.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in range(9)))
-    run = read.read_run_report(folder)
+    run = RunReport.read(folder)
     assert [*run.samples] == [f"p{step % 20}" for step in range(33, 41)] and run.samples["p13"] == [(33, "a")]
     assert [record["step"] for record in run.evaluations] == [7, 8]
 
@@ -200,7 +200,7 @@ def test_points_of_a_curve_are_first_last_and_extremes() -> None:
 
 
 def test_records_that_are_no_steps_are_left_out() -> None:
-    series = read_run_series(
+    series = metrics_of(
         [{"kind": "note", "step": 1}, {"kind": "train", "step": "2"}, {"kind": "train", "step": True}, train(3)]
     )
     assert series.train.columns["step"] == [3.0]
@@ -229,7 +229,7 @@ def test_run_page_shows_settings_that_differ_from_the_defaults_of_the_stage(tmp_
     (folder / ".hydra" / "config.yaml").write_text(
         "optimizer: {name: muon, lr: 0.25}\nstage: {name: sft}\ndata: {cache: /x/.cache}\nmine: 1\n"
     )
-    settings, _ = read_settings(folder)
+    settings = RunReport.read(folder).compared_settings
     default = stage_defaults("sft")["optimizer.lr"]
     assert [(setting.key, setting.value, setting.default) for setting in settings if setting.differs] == [
         ("optimizer.lr", "0.25", default),
@@ -267,7 +267,7 @@ def test_run_page_gives_the_longer_command_only_where_it_would_train(tmp_path: P
 
 
 def test_page_of_a_run_that_trains_is_stale_after_ten_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read, "is_alive", lambda fields: True)
+    monkeypatch.setattr(runs, "is_alive", lambda fields: True)
     for seconds, stale in ((1, STALE_SECONDS), (60, 600)):
         records = [train(step, time=float(seconds * step)) for step in range(1, 4)]
         data = chart_data(page_of(write_run(tmp_path / str(seconds), records, status="running")))
@@ -339,4 +339,4 @@ def test_run_page_names_the_lowest_of_all_validation_losses() -> None:
         {"kind": "eval", "step": step, "loss": loss, "time": 1.0, "attempt": 1}
         for step, loss in ((1, 3.0), (2, 1.5), (3, None), (4, 2.0))
     ]
-    assert read_run_series(records).eval.lowest("loss") == (1.5, 2.0)
+    assert metrics_of(records).eval.lowest("loss") == (1.5, 2.0)

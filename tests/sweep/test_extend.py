@@ -12,7 +12,7 @@ from fake_jobs import GOOD, FakeJobs, read_run, read_sweep
 from common.errors import UserError
 from runner.checkpoint.format import CHECKPOINT_FORMAT
 from runner.launch import resume as resume_module
-from runner.reporting.sweep_results.read_results import read_sweep_results
+from runner.reporting.read_sweep import read_sweep_results
 
 NAMES = ("train.accumulation_steps=1", "train.accumulation_steps=4")
 

@@ -18,7 +18,7 @@ import pytest
 from fake_jobs import BUG, DIVERGED, FLAKY, GOOD, KILLED, REFUSED, SAVES, FakeJobs, read_sweep, wait_until
 
 from common.errors import UserError
-from runner.reporting.page_server import RepeatedPage
+from runner.reporting.live import RepeatedPage
 from runner.sweep import scheduler
 from runner.sweep.backends.base import JobExit, LauncherOptions
 from runner.sweep.backends.local import LocalBackend, LocalOptions, Slot, make_slots

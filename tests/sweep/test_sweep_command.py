@@ -83,7 +83,7 @@ def test_sweep_goes_on_without_a_page_and_warns_once(
     def fail(folder: Path, is_final: bool = True) -> None:
         raise ValueError("no page")
 
-    monkeypatch.setattr("runner.reporting.sweep_results.leaderboard.update_report", fail)
+    monkeypatch.setattr("runner.reporting.leaderboard.update_report", fail)
     fake_jobs.set(default=GOOD)
     assert sweep("optimizer.lr=1e-3,2e-3") == 0
     assert capfd.readouterr().err.count("warning: report.html cannot be written: ValueError: no page") == 1

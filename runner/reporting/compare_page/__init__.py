@@ -1,1 +1,0 @@
-"""Several runs side by side: their curves, losses, and the settings and data that differ."""

@@ -1,0 +1,213 @@
+"""report.html of a run: charts, samples, data, settings, checkpoints and attempts in one file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from runner.reporting.metrics import AXES, Curve
+from runner.reporting.page_kit import CHART_LIBRARY, CHART_STYLE, RELOAD_SECONDS, render, short_number, write_text
+from runner.reporting.run_facts import (
+    RunReport,
+    beginning,
+    commands,
+    error_line,
+    error_parts,
+    format_number,
+    labels,
+    notes,
+    numbers,
+)
+from runner.reporting.runs import REPORT_FILE, as_dict, as_list
+from runner.tracking.console.numbers import format_size
+
+# a page that is older than the time of 10 records, and than STALE_SECONDS, says that the run may have ended
+STALE_RECORDS = 10
+STALE_SECONDS = 120
+SMOOTHED_RECORDS = 100  # curves with fewer points are not smoothed at first
+TABLE_ROWS = 20
+# drawn without smoothing
+EXACT_FIELDS = {"lr", "data_wait", "save_stall", "peak_memory", "scale", "overflows", "skipped_steps"}
+# Title, fields on one plot, and whether the y axis may be logarithmic. Fields that are not listed have a plot of their
+# own.
+CHARTS = (
+    ("Loss", ("loss",), True),
+    ("Reward accuracy", ("reward_accuracy",), False),
+    ("Reward margin", ("reward_margin",), False),
+    ("Rewards", ("reward_chosen", "reward_rejected"), False),
+    ("Learning rate", ("lr",), True),
+    ("Gradient norm", ("grad_norm",), True),
+    ("Tokens per second", ("tokens_per_second",), False),
+    ("Peak memory of each attempt", ("peak_memory",), False),
+    ("Share of time that waits for data", ("data_wait",), False),
+    ("Seconds that training waited for saves", ("save_stall",), False),
+)
+BYTE_FIELDS = {"peak_memory"}
+NOT_CHARTED = {"perplexity"}  # the exponential of a loss that is drawn
+DATA_FIELDS = (
+    "file",
+    "schema",
+    "read",
+    "kept",
+    "split",
+    "truncated",
+    "dropped",
+    "bad",
+    "tokens",
+    "loss_tokens",
+    "lost_loss_tokens",
+    "longest_conversation",
+)
+ATTEMPT_COLUMNS = ("attempt", "started", "ended", "outcome", "step", "exact", "error")
+Table = dict[str, list[Any]]
+
+
+def write_run_page(folder: Path) -> Path:
+    """Write report.html of the run in `folder` again, atomically; return its path.
+
+    Raises OSError if the disk refuses.
+    """
+    path = folder / REPORT_FILE
+    write_text(path, run_page(RunReport.read(folder)))
+    return path
+
+
+def run_page(run: RunReport) -> str:
+    charts = _charts(run)
+    attempts = [{**attempt, "error": error_line(attempt.get("error") or "")} for attempt in run.attempts]
+    return render(
+        "run.jinja",
+        (CHART_LIBRARY, "charts.js", "run.js"),
+        ("page.css", "run.css", CHART_STYLE),
+        _data(run, charts),
+        run=run,
+        checkpoints=[(name, format_size(size)) for name, size in run.checkpoints],
+        facts={
+            "labels": labels(run),
+            "numbers": numbers(run),
+            "notes": notes(run),
+            "commands": commands(run),
+            "error": error_parts(run),
+        },
+        beginning=beginning(run),
+        charts=charts,
+        smoothing=0.6 if len(run.series.train) >= SMOOTHED_RECORDS else 0,
+        table=_newest(run.series.train),
+        nonfinite=", ".join(f"{name} in {count} records" for name, count in run.series.nonfinite.items()),
+        data_rows=_data_table(run.fields.get("data")),
+        settings=run.compared_settings,
+        different=[setting for setting in run.compared_settings if setting.differs],
+        attempts=_table(ATTEMPT_COLUMNS, attempts),
+        environment=_environment(run),
+    )
+
+
+def _charts(run: RunReport) -> list[dict[str, Any]]:
+    curves = (run.series.train, run.series.eval)
+    present = [
+        name for name in dict.fromkeys(name for curve in curves for name in curve.fields) if name not in NOT_CHARTED
+    ]
+    listed = {name for _, names, _ in CHARTS for name in names}
+    own = ((name.replace("_", " "), (name,), False) for name in present if name not in listed)
+    return [
+        {
+            "title": title,
+            "fields": names,
+            "log": log,
+            "smooth": not EXACT_FIELDS.issuperset(names),
+            "bytes": BYTE_FIELDS.issuperset(names),
+            # e.g. `3.0496, validation 2.6975`: the newest values
+            "summary": ", ".join(
+                f"{prefix}{_value(name, curve.last(name))}"
+                for prefix, curve in zip(("", "validation "), curves, strict=True)
+                for name in names
+                if name in curve.columns
+            ),
+        }
+        for title, listed_names, log in (*CHARTS, *own)
+        if (names := [name for name in listed_names if name in present])
+    ]
+
+
+def _value(name: str, value: float | None) -> str:
+    return format_size(value) if name in BYTE_FIELDS and value is not None else format_number(value)
+
+
+def _newest(train: Curve) -> Table:
+    names = [*AXES, *train.fields]
+    newest = range(len(train) - 1, max(0, len(train) - TABLE_ROWS) - 1, -1)
+    return {"names": names, "rows": [[_value(name, train.columns[name][index]) for name in names] for index in newest]}
+
+
+def _table(names: Iterable[str], rows: list[dict[str, Any]]) -> Table | None:
+    cells = [[_cell(row.get(name)) for name in names] for row in rows]
+    return {"names": [name.replace("_", " ") for name in names], "rows": cells} if rows else None
+
+
+def _data_table(entries: Any) -> Table | None:
+    """Return the table of the data files; `reasons` has lines for each row: `bad 12: no text (first: rows.jsonl:3)`."""
+    files = [entry for entry in as_list(entries) if isinstance(entry, dict)]
+    unused = [_unused_rows(file) for file in files]
+    sums = [{kind: sum(rows.values()) for kind, rows in found.items()} for found in unused]
+    table = _table(DATA_FIELDS, [{**file, **found} for file, found in zip(files, sums, strict=True)])
+    return table and {**table, "reasons": [_reasons(file, found) for file, found in zip(files, unused, strict=True)]}
+
+
+def _unused_rows(file: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """Return the rows of a data file that are not used: kind -> reason -> rows."""
+    return {
+        kind: {str(reason): rows for reason, rows in found.items() if type(rows) is int}
+        for kind in ("dropped", "bad")
+        if isinstance(found := file.get(kind), Mapping)
+    }
+
+
+def _reasons(file: Mapping[str, Any], unused: Mapping[str, Mapping[str, int]]) -> list[str]:
+    first = {reason: f" (first: {Path(str(row)).name})" for reason, row in as_dict(file.get("first_seen")).items()}
+    return [
+        f"{kind} {rows:,}: {reason}{first.get(reason, '')}"
+        for kind, found in unused.items()
+        for reason, rows in found.items()
+    ]
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}: {_cell(inner)}" for name, inner in value.items()) or "0"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else "" if value is None else str(value)
+
+
+def _environment(run: RunReport) -> list[tuple[str, str]]:
+    """Return what the newest attempt ran on: host, processor, libraries, commit."""
+    newest = run.attempts[-1] if run.attempts else {}
+    parts = [("", {"host": run.fields.get("host")}), ("", newest.get("environment"))]
+    parts += [(f"{part}.", newest.get(part)) for part in ("versions", "code")]
+    return [
+        (f"{prefix}{name}", _cell(value))
+        for prefix, facts in parts
+        for name, value in as_dict(facts).items()
+        if value is not None
+    ]
+
+
+def _data(run: RunReport, charts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the numbers that the script of the page draws."""
+    kinds = {
+        kind: {name: [short_number(value) for value in column] for name, column in curve.columns.items()}
+        for kind, curve in (("train", run.series.train), ("eval", run.series.eval))
+    }
+    drawn = [{name: chart[name] for name in ("fields", "log", "smooth", "bytes")} for chart in charts]
+    live = {"written": int(time.time()), "stale": _stale_seconds(run.series.train)} if run.is_running else {}
+    reload = RELOAD_SECONDS if run.is_running else None
+    return {**kinds, "charts": drawn, "attempts": run.series.attempt_starts, "reload": reload, **live}
+
+
+def _stale_seconds(train: Curve) -> int:
+    """Return the age from which on the page of a run that trains should have been written again."""
+    seconds = train.columns.get("seconds", [])
+    between = ((seconds[-1] or 0) - (seconds[0] or 0)) / (train.records - 1) if len(seconds) > 1 else 0
+    return int(max(STALE_SECONDS, STALE_RECORDS * between))

@@ -1,0 +1,204 @@
+"""What a sweep says at its end: the winner, how sure that is, whether it is at the edge of a range, and the commands
+that come next.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.errors import UserError
+from common.paths import command_line
+from runner.reporting.aggregate import difference_interval
+from runner.reporting.columns import loss_text, point_label
+from runner.reporting.sweep_results import JobResult, ResultRow, SweepResults
+from runner.run_dir.best_job import parse_number
+from runner.run_dir.saved_config import load_saved_config, reject_interpolations
+
+# two neighbouring values further apart than this are continued by their ratio, others by their difference
+GEOMETRIC_RATIO = 1.5
+MAX_RATIO = 10  # of the proposed value to the edge: the values of a wide sweep may be many powers of ten apart
+
+
+@dataclass(frozen=True)
+class RangeEdge:
+    """The winner has the lowest or highest value of a swept setting: a better one may lie outside of the range."""
+
+    key: str
+    value: str
+    side: str  # lowest or highest
+    command: str  # sweeps the next value outside; empty where there is none that the setting allows
+
+    def __str__(self) -> str:
+        return f"the winner has the {self.side} {self.key} of the sweep ({self.value}): a better one may be outside of the range"
+
+
+@dataclass(frozen=True)
+class SweepVerdict:
+    winner: ResultRow | None  # None: no point is ranked
+    job: JobResult | None  # of the winner: that with the lowest loss
+    certainty: str  # a sentence: how sure it is that the winner is better than the others, or why there is none
+    ties: list[ResultRow] = field(default_factory=list)  # ranked points whose difference to the winner may be chance
+    train_longer: str = ""  # command line that trains `job` further; empty where a resume would end at once
+    repeat: str = ""  # command line that repeats the winner with three seeds; empty where the sweep has seeds
+    command_note: str = ""  # what the commands of the winner leave out of its overrides
+    edges: list[RangeEdge] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The settings of the winner, e.g. `optimizer.lr=0.001`; its folder where only the seed was swept."""
+        return (point_label(self.winner.overrides) or (self.job.name if self.job else "")) if self.winner else ""
+
+
+def sweep_verdict(sweep: SweepResults) -> SweepVerdict:
+    job = sweep.best
+    if job is None:
+        return SweepVerdict(None, None, f"no winner: {_no_winner(sweep)}")
+    ranked = [row for row in sweep.rows if row.rank is not None]
+    ties = [row for row in ranked[1:] if is_tied(ranked[0], row)]
+    has_seeds = len(ranked[0].jobs) > 1
+    return SweepVerdict(
+        winner=ranked[0],
+        job=job,
+        certainty=_certainty(sweep, ranked, ties),
+        ties=ties,
+        train_longer=_train_longer(sweep, job),
+        repeat="" if has_seeds or len(ranked) < 2 else f"{sweep.job_command(job)} --multirun seed=1,2,3",
+        command_note=sweep.command_note(job),
+        edges=[edge for key in sweep.swept_keys if (edge := _range_edge(sweep, ranked[0], key))],
+    )
+
+
+def is_tied(winner: ResultRow, other: ResultRow) -> bool:
+    """Whether the difference of the two losses may be chance: 0 is in its interval, or they are equal.
+
+    Unknown for points of one job each.
+    """
+    if winner.score is None or other.score is None:
+        return False
+    interval = difference_interval(winner.score, other.score)
+    return other.score.mean == winner.score.mean if interval is None else interval[0] <= 0
+
+
+def _no_winner(sweep: SweepResults) -> str:
+    if sweep.problem:
+        return sweep.problem
+    return "no point has all of its jobs completed and evaluated" if sweep.jobs else "the sweep has no jobs"
+
+
+def _certainty(sweep: SweepResults, ranked: list[ResultRow], ties: list[ResultRow]) -> str:
+    unfinished = sum(row.status in ("running", "interrupted", "new") for row in sweep.rows)
+    suffix = f"; {unfinished} of {len(sweep.rows)} points are not finished" if unfinished else ""
+    if len(ranked) == 1:
+        return f"only one point has a result: there is nothing to compare it with{suffix}"
+    first, second = ranked[0].score, ranked[1].score
+    assert first and second
+    gap = f"{second.mean - first.mean:.4f} below the second best ({point_label(ranked[1].overrides)}: {loss_text(second)})"
+    if difference_interval(first, second) is None:
+        if ties:
+            return (
+                f"no winner: {_count(ties, 'other point')} {'has' if len(ties) == 1 else 'have'} the same loss{suffix}"
+            )
+        return f"{gap}; one seed per point: how much of that is chance is not known{suffix}"
+    if ties:
+        names = ", ".join(point_label(row.overrides) for row in ties[:3]) + (" ..." if len(ties) > 3 else "")
+        return f"no clear winner: {_count(ties, 'other point')} ({names}) {'does' if len(ties) == 1 else 'do'} not differ from the best at 95 % over {first.n} seeds{suffix}"
+    return f"{gap}; better than every other point at 95 % over {first.n} seeds (Welch's t interval of each difference){suffix}"
+
+
+def _count(rows: list[ResultRow], name: str) -> str:
+    return f"{len(rows)} {name}{'s' * (len(rows) != 1)}"
+
+
+def _train_longer(sweep: SweepResults, job: JobResult) -> str:
+    """Return the command that doubles the length of a job; empty if train.patience has ended it, or its config cannot
+    be read.
+    """
+    train = _saved_section(sweep, job, "train")
+    steps, epochs, last = train.get("max_steps"), train.get("epochs"), job.metrics.last
+    if job.folder is None or not isinstance(steps, int) or not isinstance(epochs, int):
+        return ""
+    if train.get("patience") and (steps == 0 or last is None or last.step < steps):
+        return ""
+    longer = f"train.max_steps={2 * steps}" if steps else f"train.epochs={2 * epochs}"
+    return shlex.join([*command_line("train"), f"resume={sweep.folder / job.folder}", longer])
+
+
+def _range_edge(sweep: SweepResults, winner: ResultRow, key: str) -> RangeEdge | None:
+    """Return the edge at which the winner is in one numeric key; None inside of the range, and at a bound that the
+    setting itself has.
+    """
+    found = {row.overrides[key]: parse_number(row.overrides[key]) for row in sweep.rows if key in row.overrides}
+    values = sorted({value for value in found.values() if value is not None})
+    own = found.get(winner.overrides.get(key, ""))
+    if own is None or None in found.values() or len(values) < 2 or own not in (values[0], values[-1]):
+        return None
+    side, neighbour = ("highest", values[-2]) if own == values[-1] else ("lowest", values[1])
+    following = next_value(own, neighbour, is_whole=all(text.lstrip("+-").isdecimal() for text in found))
+    if following is None or not _is_allowed(sweep, winner.jobs[0], key, following):
+        return None
+    return RangeEdge(key, winner.overrides[key], side, _extend_command(sweep, key, following))
+
+
+def next_value(edge: float, neighbour: float, is_whole: bool) -> float | int | None:
+    """Return the value that continues the row neighbour, edge: by their ratio, at most MAX_RATIO, or their difference;
+    None if that leaves the sign of the values.
+    """
+    is_ratio = edge * neighbour > 0 and max(abs(edge), abs(neighbour)) >= GEOMETRIC_RATIO * min(
+        abs(edge), abs(neighbour)
+    )
+    value = edge * min(MAX_RATIO, max(1 / MAX_RATIO, edge / neighbour)) if is_ratio else 2 * edge - neighbour
+    value = float(f"{value:.3g}")
+    if edge >= 0 and neighbour >= 0 and value <= 0:
+        return None
+    if not is_whole:
+        return value
+    return int(value) if value == int(value) and value != edge else None
+
+
+def _is_allowed(sweep: SweepResults, job: JobResult, key: str, value: float) -> bool:
+    """Whether the dataclass of the setting's section takes `value` beside the other settings of the job.
+
+    True where the config cannot be read.
+    """
+    from runner.config.compose import section_class, section_object
+
+    section, _, path = key.partition(".")
+    values = _saved_section(sweep, job, section)
+    if not values or not path:
+        return True
+    *parents, name = path.split(".")
+    inner: Any = values
+    for parent in parents:
+        inner = inner.get(parent) if isinstance(inner, dict) else None
+    try:
+        if not isinstance(inner, dict) or section_class(section, values) is None:
+            return True
+        inner[name] = value
+        section_object(section, values)
+    except (UserError, ValueError, TypeError, KeyError):
+        return False
+    return True
+
+
+def _saved_section(sweep: SweepResults, job: JobResult, section: str) -> dict[str, Any]:
+    """Return one section of the config that a job was started with; {} if it cannot be read."""
+    try:
+        folder = sweep.folder / (job.folder or ".none")
+        values = load_saved_config(folder).get(section)
+        return reject_interpolations(values, section, folder) if isinstance(values, dict) else {}
+    except (UserError, OSError, ValueError):
+        return {}
+
+
+def _extend_command(sweep: SweepResults, key: str, value: float) -> str:
+    """Return the command that adds the value to the sweep; empty where the sweep cannot take it: a study of Optuna, and
+    a key of sweep.zip.
+    """
+    zipped = next((override for override in sweep.shared_overrides if override.startswith("sweep.zip=")), "")
+    if sweep.sweeper == "optuna" or key in re.split(r"[^\w./@]+", zipped) or not math.isfinite(value):
+        return ""
+    return shlex.join([*command_line("train"), f"resume={sweep.folder}", f"{key}={value:g}"])
