@@ -40,11 +40,9 @@ from runner.engine.choices.layer_choices import (
     JOINED,
     AttentionShape,
     ExpertShape,
-    LossShape,
     ProjectionShape,
     attention_choice,
     expert_choice,
-    loss_choice,
     projection_choice,
 )
 from runner.engine.choices.measured_choice import (
@@ -207,7 +205,6 @@ def cpu_choices(
         partial(_attention, cfg, models, loader, precision),
         partial(_projections, cfg, models, precision),
         partial(_experts, cfg, models, precision),
-        partial(_loss, cfg, models[0], precision),
         partial(_orthogonalization, optimizers),
         partial(_compilation, cfg, models[0], loader, precision, decision),
     ):
@@ -309,24 +306,6 @@ def _experts(cfg: Config, models: Sequence[LanguageModel], precision: Precision)
         ExpertShape(tokens, *sizes, _dtype_name(precision), layers[0].attention_kernel, is_trained, joins),
         apply,
     )
-
-
-def _loss(cfg: Config, model: LanguageModel, precision: Precision) -> KernelChoice | None:
-    """Return the choice of the chunks of the loss; None for losses that are weighed later, and where an output layer
-    has adapters.
-    """
-    heads = model.loss_heads
-    if cfg.stage.needs_reference or not heads:
-        return None
-    head = heads[0]
-    shape = LossShape(
-        micro_batch_rows(cfg) * cfg.data.max_length,
-        head.in_features,
-        head.out_features,
-        _dtype_name(precision),
-        head.weight.requires_grad,
-    )
-    return loss_choice(shape, heads)
 
 
 def _orthogonalization(optimizers: OptimizerGroup) -> KernelChoice | None:
