@@ -19,6 +19,7 @@ from data.batching.loader import StepLoader
 from data.batching.packing import PackedSequences
 from data.types import sequences_per_row
 from models.language_model import LanguageModel
+from models.layers import attention_cpu, chunked_loss
 from models.layers.mlp import MLP, MoE
 from runner.checkpoint.compatibility import (
     code_fingerprint,
@@ -61,7 +62,6 @@ from runner.engine.device.compile import (
     tag_compiled_programs,
 )
 from runner.engine.device.distributed import DistributedContext
-from runner.engine.device.kernels import describe_kernels
 from runner.engine.device.precision import Precision
 from runner.engine.device.stop import StopRequests, do_unless_stopped
 from runner.engine.optim.groups import OptimizerGroup
@@ -116,6 +116,21 @@ def kernel_facts(cfg: Config, model: LanguageModel, device: torch.device, chosen
     return environment_facts(
         facts | ({"model_kernels": model.kernels_description} if model.kernels_description else {})
     )
+
+
+def describe_kernels(device: torch.device, compile_mode: str, has_experts: bool) -> dict[str, Any]:
+    """Return fact -> value.
+
+    `compile_mode` is that of the run: with train.compile=auto a resumed run may be longer, or have no compiler.
+    """
+    is_cpu = device.type == "cpu"
+    return {
+        "compiled": compile_mode,
+        "logits_per_chunk": chunked_loss.LOGITS_PER_CHUNK["cuda" if device.type == "cuda" else "cpu"],
+        **({"saved_attention_probs": attention_cpu.MAX_SAVED_PROBS} if is_cpu else {}),
+        **({"expert_dispatch": "index_select"} if has_experts else {}),
+        **({"compiler": compiler_version()} if is_cpu and compile_mode != "off" else {}),
+    }
 
 
 def choose_cpu_kernels(
