@@ -53,7 +53,13 @@ from runner.engine.choices.measured_choice import (
     kernel_of_checkpoint,
     measured_kernel,
 )
-from runner.engine.choices.product_choice import PRODUCT_DTYPES, ProductShape, current_products, product_choice
+from runner.engine.choices.product_choice import (
+    MIN_RUN_FLOPS,
+    PRODUCT_DTYPES,
+    ProductShape,
+    current_products,
+    product_choice,
+)
 from runner.engine.config import Config
 from runner.engine.device.compile import (
     CompileDecision,
@@ -145,6 +151,8 @@ def choose_cpu_kernels(
 
     Raises StopRequested if some rank is asked to stop.
     """
+    if saved is None and not decision.is_long_run and decision.planned_flops < MIN_RUN_FLOPS:
+        return ChosenKernels({}, {}, decision)
     facts, reasons, compilation = {}, {}, decision
     announce = cache(_announce_measuring) if dist.is_rank_zero else lambda: None
     for choice in choices:
@@ -177,7 +185,7 @@ def _choose(
     if saved is not None:
         kernel = recorded_environment(saved["compatibility"]).get(choice.fact, choice.default)
         return kernel_of_checkpoint(choice, kernel, set_inductor_cache())
-    if not decision.is_long_run and decision.planned_flops < choice.min_run_flops:
+    if not decision.is_long_run and not choice.in_short_runs:
         return ChosenKernel(choice.default, "", (choice.default,))
     measured = choice if decision.is_long_run else choice.for_short_runs()
     return measured_kernel(measured, set_inductor_cache(), measured_facts(ranks), before_measuring)
