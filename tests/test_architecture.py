@@ -361,14 +361,14 @@ def test_conf_names_no_class():
 
 # --- size: ratchets. A change that grows one moves its number here, and its commit says why --------------------------
 
-MAX_PYTHON_TOKENS = 335_600
-MAX_PYTHON_FILES = 374
+MAX_PYTHON_TOKENS = 334_800
+MAX_PYTHON_FILES = 373
 MAX_EAGER_MODULES = 81  # imported by runner/train.py --help
 # Executed by one SFT step. A few functions depend on the load of the machine: a number may be 1 % above the measured one
 MAX_FIRST_STEP = {
-    "files": 136,
-    "functions": 775,
-    "hops": 4_450,
+    "files": 134,
+    "functions": 748,
+    "hops": 4_310,
     "files_before_build_run": 69,
     "functions_before_build_run": 315,
 }
