@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from common.errors import UserError
 from models.config import ModelConfig
-from models.layers.chunked_loss import LMHead
 
 CALLS = "model(**batch.inputs) for the loss of each token, model(**batch.inputs_without_labels) for logits"
 
@@ -133,11 +132,6 @@ class LanguageModel(nn.Module):
         """
         for module in self.modules():
             vars(module)["joins_projections"] = joined
-
-    @property
-    def loss_heads(self) -> list[LMHead]:
-        """Output layers that compute the loss in chunks of tokens, without adapters."""
-        return [module for module in self.modules() if type(module) is LMHead]
 
     @property
     def output_layer(self) -> nn.Module | None:

@@ -354,15 +354,15 @@ def test_conf_names_no_class():
 
 # --- size: ratchets. A change that grows one moves its number here, and its commit says why --------------------------
 
-MAX_PYTHON_TOKENS = 332_200
-MAX_PYTHON_FILES = 362
+MAX_PYTHON_TOKENS = 331_500
+MAX_PYTHON_FILES = 361
 MAX_EAGER_MODULES = 71  # imported by runner/train.py --help
 # Executed by one SFT step. A few functions depend on the load of the machine: a number may be 1 % above the measured one
 MAX_FIRST_STEP = {
-    "files": 136,
-    "functions": 775,
-    "hops": 4_450,
-    "files_before_build_run": 69,
+    "files": 133,
+    "functions": 735,
+    "hops": 2_600,
+    "files_before_build_run": 70,
     "functions_before_build_run": 315,
 }
 

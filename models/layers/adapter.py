@@ -119,7 +119,7 @@ class LoraHead(LoraLayer, LMHead):
             return super().forward(x)
         adapter = self.active()
         if adapter is None:
-            return linear_cross_entropy(x, self.weight, labels, reduction, self.chunk_tokens)
+            return linear_cross_entropy(x, self.weight, labels, reduction)
         dropped = adapter.dropout(x)
         h = (adapter.scale * F.linear(dropped, adapter.A)).to(x.dtype)
         if adapter.magnitude is None:
@@ -128,11 +128,10 @@ class LoraHead(LoraLayer, LMHead):
                 torch.cat([self.weight, adapter.B], dim=1),
                 labels,
                 reduction,
-                self.chunk_tokens,
             )
         factors = adapter.row_factors(self.weight)[:, None]  # DoRA: W x + (f - 1) W dropout(x) + f s B h
         wide = torch.cat([self.weight, (factors - 1) * self.weight, factors * adapter.B], dim=1)
-        return linear_cross_entropy(torch.cat([x, dropped, h], dim=-1), wide, labels, reduction, self.chunk_tokens)
+        return linear_cross_entropy(torch.cat([x, dropped, h], dim=-1), wide, labels, reduction)
 
 
 ADAPTABLE: tuple[type[nn.Module], ...] = (nn.Linear, LMHead, Linear4bit)

@@ -32,30 +32,22 @@ WEIGHT_ROWS_PER_BLOCK = 1 << 14  # rows of the weight whose gradient is computed
 class LMHead(nn.Linear):
     """Output layer: logits, or the loss of given labels."""
 
-    chunk_tokens = 0  # of the loss; 0: `default_chunk_tokens`
-
     def forward(self, x: Tensor, labels: Tensor | None = None, reduction: str = "none") -> Tensor:
-        return (
-            super().forward(x)
-            if labels is None
-            else linear_cross_entropy(x, self.weight, labels, reduction, self.chunk_tokens)
-        )
+        return super().forward(x) if labels is None else linear_cross_entropy(x, self.weight, labels, reduction)
 
 
-def default_chunk_tokens(vocab_size: int, device_type: str) -> int:
-    """Return the tokens of a chunk where nothing else was chosen."""
+def tokens_per_chunk(vocab_size: int, device_type: str) -> int:
+    """Return the tokens of a chunk of the loss."""
     device = "cuda" if device_type == "cuda" else "cpu"
     return max(MIN_TOKENS_PER_CHUNK[device], LOGITS_PER_CHUNK[device] // vocab_size)
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, reduction: str, chunk_tokens: int = 0) -> Tensor:
+def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, reduction: str) -> Tensor:
     """-log softmax(x @ weight.T)[label] in fp32, 0 for IGNORE_LABEL: x (B, T, D), weight (V, D), labels (B, T) -> (B,
     T), or () their sum.
-
-    chunk_tokens: tokens of a chunk, 0 for `default_chunk_tokens`.
     """
     flat, y = x.flatten(0, -2).to(compute_dtype(x)), labels.flatten()
-    size = chunk_tokens or default_chunk_tokens(len(weight), x.device.type)
+    size = tokens_per_chunk(len(weight), x.device.type)
     if reduction == "none":
         return _nll(flat, weight, y, size)[0].view_as(labels)
     grads = torch.is_grad_enabled()

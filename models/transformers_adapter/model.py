@@ -214,10 +214,6 @@ class TransformersModel(LanguageModel):
                 )
         return None
 
-    @property
-    def loss_heads(self) -> list[LMHead]:
-        return super().loss_heads if self.kernels.chunked_loss else []
-
     def generates_in_batches(self, max_length: int) -> bool:
         dependence = length_dependence(self.hf.config)
         return self._generation().in_batches and (dependence is None or max_length <= dependence.length)

@@ -19,6 +19,7 @@ from data.batching.loader import StepLoader
 from data.batching.packing import PackedSequences
 from data.types import sequences_per_row
 from models.language_model import LanguageModel
+from models.layers import attention_cpu, chunked_loss
 from models.layers.mlp import MLP, MoE
 from runner.checkpoint.compatibility import (
     code_fingerprint,
@@ -40,11 +41,9 @@ from runner.engine.choices.layer_choices import (
     JOINED,
     AttentionShape,
     ExpertShape,
-    LossShape,
     ProjectionShape,
     attention_choice,
     expert_choice,
-    loss_choice,
     projection_choice,
 )
 from runner.engine.choices.measured_choice import (
@@ -54,7 +53,13 @@ from runner.engine.choices.measured_choice import (
     kernel_of_checkpoint,
     measured_kernel,
 )
-from runner.engine.choices.product_choice import PRODUCT_DTYPES, ProductShape, current_products, product_choice
+from runner.engine.choices.product_choice import (
+    MIN_RUN_FLOPS,
+    PRODUCT_DTYPES,
+    ProductShape,
+    current_products,
+    product_choice,
+)
 from runner.engine.config import Config
 from runner.engine.device.compile import (
     CompileDecision,
@@ -63,7 +68,6 @@ from runner.engine.device.compile import (
     tag_compiled_programs,
 )
 from runner.engine.device.distributed import DistributedContext
-from runner.engine.device.kernels import describe_kernels
 from runner.engine.device.precision import Precision
 from runner.engine.device.stop import StopRequests, do_unless_stopped
 from runner.engine.optim.groups import OptimizerGroup
@@ -120,6 +124,21 @@ def kernel_facts(cfg: Config, model: LanguageModel, device: torch.device, chosen
     )
 
 
+def describe_kernels(device: torch.device, compile_mode: str, has_experts: bool) -> dict[str, Any]:
+    """Return fact -> value.
+
+    `compile_mode` is that of the run: with train.compile=auto a resumed run may be longer, or have no compiler.
+    """
+    is_cpu = device.type == "cpu"
+    return {
+        "compiled": compile_mode,
+        "logits_per_chunk": chunked_loss.LOGITS_PER_CHUNK["cuda" if device.type == "cuda" else "cpu"],
+        **({"saved_attention_probs": attention_cpu.MAX_SAVED_PROBS} if is_cpu else {}),
+        **({"expert_dispatch": "index_select"} if has_experts else {}),
+        **({"compiler": compiler_version()} if is_cpu and compile_mode != "off" else {}),
+    }
+
+
 def choose_cpu_kernels(
     choices: Iterable[KernelChoice],
     decision: CompileDecision,
@@ -132,6 +151,8 @@ def choose_cpu_kernels(
 
     Raises StopRequested if some rank is asked to stop.
     """
+    if saved is None and not decision.is_long_run and decision.planned_flops < MIN_RUN_FLOPS:
+        return ChosenKernels({}, {}, decision)
     facts, reasons, compilation = {}, {}, decision
     announce = cache(_announce_measuring) if dist.is_rank_zero else lambda: None
     for choice in choices:
@@ -164,7 +185,7 @@ def _choose(
     if saved is not None:
         kernel = recorded_environment(saved["compatibility"]).get(choice.fact, choice.default)
         return kernel_of_checkpoint(choice, kernel, set_inductor_cache())
-    if not decision.is_long_run and decision.planned_flops < choice.min_run_flops:
+    if not decision.is_long_run and not choice.in_short_runs:
         return ChosenKernel(choice.default, "", (choice.default,))
     measured = choice if decision.is_long_run else choice.for_short_runs()
     return measured_kernel(measured, set_inductor_cache(), measured_facts(ranks), before_measuring)
@@ -207,7 +228,6 @@ def cpu_choices(
         partial(_attention, cfg, models, loader, precision),
         partial(_projections, cfg, models, precision),
         partial(_experts, cfg, models, precision),
-        partial(_loss, cfg, models[0], precision),
         partial(_orthogonalization, optimizers),
         partial(_compilation, cfg, models[0], loader, precision, decision),
     ):
@@ -309,24 +329,6 @@ def _experts(cfg: Config, models: Sequence[LanguageModel], precision: Precision)
         ExpertShape(tokens, *sizes, _dtype_name(precision), layers[0].attention_kernel, is_trained, joins),
         apply,
     )
-
-
-def _loss(cfg: Config, model: LanguageModel, precision: Precision) -> KernelChoice | None:
-    """Return the choice of the chunks of the loss; None for losses that are weighed later, and where an output layer
-    has adapters.
-    """
-    heads = model.loss_heads
-    if cfg.stage.needs_reference or not heads:
-        return None
-    head = heads[0]
-    shape = LossShape(
-        micro_batch_rows(cfg) * cfg.data.max_length,
-        head.in_features,
-        head.out_features,
-        _dtype_name(precision),
-        head.weight.requires_grad,
-    )
-    return loss_choice(shape, heads)
 
 
 def _orthogonalization(optimizers: OptimizerGroup) -> KernelChoice | None:

@@ -233,9 +233,9 @@ def _loss_bytes(cfg: Config, facts: ModelSizes, shape: BatchShape, how: Computat
 
 def _logits_bytes(facts: ModelSizes, shape: BatchShape, how: Computation) -> int:
     """Return the bytes of a chunk of logits, and of the output layer rounded to 16 bits."""
-    from models.layers.chunked_loss import LOGITS_PER_CHUNK, default_chunk_tokens
+    from models.layers.chunked_loss import LOGITS_PER_CHUNK, tokens_per_chunk
 
     V, c, device = facts.vocab, how.width, "cpu" if how.on_cpu else "cuda"
-    chunk = min(shape.numbers, default_chunk_tokens(V, device)) * V
+    chunk = min(shape.numbers, tokens_per_chunk(V, device)) * V
     block = min(chunk, LOGITS_PER_CHUNK[device])  # of its rows, in fp32
     return chunk * FP32 if c == FP32 else block * (FP32 + c) + chunk * c + V * facts.layer.hidden * c

@@ -26,7 +26,7 @@ from runner.checkpoint.compatibility import (
     settings_fingerprint,
 )
 from runner.config.compose import compose_config
-from runner.engine.device.kernels import describe_kernels
+from runner.engine.kernels import describe_kernels
 from runner.engine.loop import train
 from runner.engine.verify_resume import diff_run_dirs
 

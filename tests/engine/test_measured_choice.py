@@ -16,7 +16,6 @@ import tiny_models
 import torch
 
 from common.errors import Interrupted, StopRequested
-from models.layers import chunked_loss
 from models.layers.attention import CPU_KERNELS
 from models.layers.cpu_kernels import fused_attention, library
 from models.layers.cpu_kernels.library import KernelsUnavailableError
@@ -24,17 +23,13 @@ from models.layers.mlp import EXPERT_DISPATCHES
 from runner.engine import kernels as kernels_of_run
 from runner.engine.build import run_summary
 from runner.engine.choices import layer_choices, measured_choice
-from runner.engine.choices import layer_choices as loss_choice_module
 from runner.engine.choices.layer_choices import (
     OTHER_KERNELS,
     AttentionShape,
     ExpertShape,
-    LossShape,
     expert_choice,
-    loss_choice,
     measure_attention,
     measure_experts,
-    measure_loss,
 )
 from runner.engine.choices.measured_choice import (
     ChosenKernel,
@@ -282,39 +277,10 @@ def test_choice_that_another_run_has_read_is_not_replaced(
     assert choose_attention(SHAPE, programs, {}).kernel == "blocks-32"
 
 
-LOSS = LossShape(tokens=2_048, hidden=512, vocab=6_400, dtype="bfloat16", trains_head=True)
-
-
-def test_chunks_of_the_loss_are_at_most_twice_the_default() -> None:
-    choice = loss_choice(LOSS, [])
-    assert choice and (choice.label("auto"), choice.others) == ("655", ("256", "512", "1024"))
-    assert loss_choice(replace(LOSS, vocab=151_936), []) is None  # seconds, for the memory of the logits
-    assert loss_choice(replace(LOSS, tokens=200), []) is None  # one chunk anyway
-
-
-def test_chunks_of_the_loss_are_measured_with_the_gradients_of_the_run() -> None:
-    state = torch.get_rng_state()
-    for trains_head in (True, False):
-        times = measure_loss(
-            LossShape(tokens=96, hidden=16, vocab=50, dtype="float32", trains_head=trains_head), ["auto", "32"]
-        )
-        assert set(times) == {"auto", "32"} and all(seconds > 0 for seconds in times.values())
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.fixture
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of the loss that differ for tiny batches."""
-    monkeypatch.setattr(loss_choice_module, "CHUNK_TOKENS", (16, 32))
-    monkeypatch.setattr(chunked_loss, "MIN_TOKENS_PER_CHUNK", {"cpu": 24})
-    monkeypatch.setattr(chunked_loss, "LOGITS_PER_CHUNK", {"cpu": 1})
-
-
 EXPERTS = ["model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=16"]
 # fact, overrides, function that measures, kernel, another one, kernels that a run computes with, start of the line in
 # the log
 CHOICES = [
-    ("loss_chunk_tokens", [], "choices.layer_choices.measure_loss", "16", "32", lambda state: {str(chunks_of(state))}, "16 (measured, ms a micro-batch: 24 1000.0, 16 500.0"),
     ("expert_dispatch", EXPERTS, "choices.layer_choices.measure_experts", "grouped", "index_select", lambda state: {layer.mlp.dispatch for layer in state.model.layers},
      "grouped (measured, ms a layer: index_select 1000.0, grouped 500.0)"),
     ("orthogonalization", ["optimizer=muon"], "optim.orthogonalize.measure_orthogonalization", "fp32", "bf16-batched", lambda state: {state.optimizers.parts[0].orthogonalization},
@@ -322,15 +288,11 @@ CHOICES = [
 ]  # fmt: skip
 
 
-def chunks_of(state) -> int:
-    return state.model.lm_head.chunk_tokens
-
-
 @pytest.mark.parametrize(
     "fact, overrides, measure, kernel, other, used, line", CHOICES, ids=[choice[0] for choice in CHOICES]
 )
 def test_choice_of_a_long_run_is_repeated_by_a_resume_bitwise_equal(
-    make_run: Callable, fast: Callable[..., None], small_chunks: None, monkeypatch: pytest.MonkeyPatch,
+    make_run: Callable, fast: Callable[..., None], monkeypatch: pytest.MonkeyPatch,
     fact: str, overrides: list[str], measure: str, kernel: str, other: str, used: Callable, line: str,
 ) -> None:  # fmt: skip
     def fastest(kernel: str) -> None:
@@ -370,18 +332,6 @@ def test_experts_are_measured_in_turns_and_leave_the_random_state() -> None:
     assert expert_choice(cfg, shape, lambda kernel: None) is not None
     # minutes
     assert expert_choice(cfg, replace(shape, tokens=10_000, hidden=4_096, width=14_336), lambda kernel: None) is None
-
-
-@pytest.mark.parametrize("stage", ["dpo", "lora"])
-def test_chunks_are_chosen_only_for_a_plain_sum_of_losses(
-    stage: str, make_run: Callable, fast: Callable[..., None], small_chunks: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Preferences weigh each token later; adapters make the output layer wider."""
-    fast("auto")
-    monkeypatch.setattr(loss_choice_module, "measure_loss", lambda shape, kernels: pytest.fail("measured"))
-    overrides = ["stage.lora.targets=[lm_head]", "model.tie_word_embeddings=false"] if stage == "lora" else []
-    state = make_run(stage, *overrides, "train.max_steps=4")
-    assert chunks_of(state) == 0 and "loss chunk tokens" not in run_summary(state)
 
 
 def choice_between(times: list[dict[str, float]]) -> KernelChoice:

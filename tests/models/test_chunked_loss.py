@@ -118,22 +118,6 @@ def test_chunked_loss_sum_of_a_model_is_the_sum_of_its_tokens() -> None:
 
 
 @REDUCTIONS
-def test_chosen_chunks_are_those_that_the_loss_is_computed_in(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight, labels = random_inputs(1.0)
-    sizes, chunks = [], chunked_loss._chunks
-    monkeypatch.setattr(chunked_loss, "_chunks", lambda labels, size: sizes.append(size) or chunks(labels, size))
-    head = LMHead(D, V, bias=False)
-    head.weight.data, head.chunk_tokens = weight.detach(), 4
-    actual = head(x, labels, reduction)
-    actual.sum().backward()
-    assert sizes == [4] * (2 if reduction == "none" else 1)
-    torch.testing.assert_close(actual.sum(), full_logits_loss(x, weight, labels).sum())
-    torch.testing.assert_close(
-        head.weight.grad, torch.autograd.grad(full_logits_loss(x, weight, labels).sum(), weight)[0]
-    )
-
-
-@REDUCTIONS
 def test_logits_of_one_chunk_are_in_memory_at_a_time(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, labels = random_inputs(1.0)
     seen: list[weakref.ref] = []
@@ -148,7 +132,10 @@ def test_logits_of_one_chunk_are_in_memory_at_a_time(reduction: str, monkeypatch
         alive.append(sum(ref() is not None for ref in seen))
         return pad_tokens(rows)
 
+    logits = min(12 * V, chunked_loss.LOGITS_PER_CHUNK["cpu"])
+    monkeypatch.setattr(chunked_loss, "LOGITS_PER_CHUNK", {"cpu": logits})
+    monkeypatch.setattr(chunked_loss, "MIN_TOKENS_PER_CHUNK", {"cpu": 12})
     monkeypatch.setattr(chunked_loss, "_blocks", watched_blocks)
     monkeypatch.setattr(chunked_loss, "pad_tokens", counting_pad)
-    linear_cross_entropy(x, weight, labels, reduction, 12).sum().backward()
+    linear_cross_entropy(x, weight, labels, reduction).sum().backward()
     assert len(alive) >= 5 and set(alive) == {0}

@@ -46,8 +46,7 @@ class KernelChoice:
     smaller: tuple[str, ...] = ()  # those that need less memory: taken if they are faster at all
     unit: str = "ms"  # of the times in the log, with what they are times of
     labels: Mapping[str, str] = field(default_factory=dict)  # kernel -> name in the log, where it has another
-    # planned operations from which on a run measures it that is too short for the others
-    min_run_flops: float = math.inf
+    in_short_runs: bool = False  # those of at least MIN_RUN_FLOPS measure it, too
     long_only: tuple[str, ...] = ()  # those of `others` that only long runs measure: compiling them takes seconds
     # (kernel, folder for compiled programs); raises KernelsUnavailableError where this machine cannot compute it
     load: Callable[[str, Path], None] = _always

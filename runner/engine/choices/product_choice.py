@@ -49,7 +49,7 @@ def product_choice(shape: ProductShape) -> KernelChoice:
         unit="ms a linear layer",
         labels={NATIVE: f"in {shape.dtype}", UPCAST: "in float32 and rounded", KERNEL: "by the C++ kernel"},
         load=load_products,
-        min_run_flops=MIN_RUN_FLOPS,
+        in_short_runs=True,
     )
 
 
