@@ -17,7 +17,7 @@ from common.errors import UserError, print_note, resume_command
 from common.exit_codes import FAILED, INTERRUPTED
 from common.filesystem import make_dirs, write_atomic_file
 from runner.config import snapshot
-from runner.config.literals import hydra_quote
+from runner.config.literals import quote_path
 from runner.config.overrides import is_hydra_override
 from runner.config.unread import check_typed_are_read
 from runner.engine.config import Config
@@ -81,7 +81,7 @@ class SweepSession:
         request = " ".join([config.stage.init_from_stage, *fingerprints.values()])
         if request not in self.state.init_from:
             self.state.init_from[request] = initial_weights.resolve_init_from(config, self.state.folder, fingerprints)
-        return {"init_from": hydra_quote(self.state.init_from[request])}
+        return {"init_from": quote_path(self.state.init_from[request])}
 
     def job_overrides(self, job: SweepJob) -> list[str]:
         """Return the overrides that start this job as a run by itself."""
