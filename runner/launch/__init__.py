@@ -1,4 +1,4 @@
-"""The processes of one run: the function that starts it, local ranks, ranks of torchrun, signals.
+"""How a run begins and ends: initial weights, start, resume, local ranks, ranks of torchrun, signals.
 
-May import run_dir, config, engine, checkpoint, tracking, data, models and common; it does not import hydra itself.
+May import run_dir, config, engine, checkpoint, tracking, data, models and common. Only resume.py imports hydra itself.
 """

@@ -1,4 +1,4 @@
-"""Leaderboard, CSV and HTML report of a sweep, read from its files.
+"""Pages of runs, sweeps, comparisons and lists, and leaderboards, read from the files of runs.
 
 May import run_dir, tracking and common; no torch, no hydra.
 """

@@ -1,10 +1,8 @@
-"""Rows of the leaderboard: means over the jobs of a grid point, with Student's t intervals.
+"""Rows of the leaderboard: means over the jobs of a grid point, their t intervals and order.
 
 Student's t intervals of means over seeds, and of the difference of two means (Welch). Standard library only.
 
 Sources: Student (1908), The probable error of a mean; Welch (1947), The generalization of Student's problem.
-
-Rows of the leaderboard: means over the jobs of a grid point, and their order.
 """
 
 from __future__ import annotations

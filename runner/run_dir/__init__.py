@@ -1,5 +1,4 @@
-"""What a run leaves on disk: its directory, lock, run.json, saved config; and how it is resumed from there.
+"""What a run leaves on disk: its directory, lock, run.json and saved config, and the best job of a sweep.
 
-May import common, data, models, runner.checkpoint, runner.engine (config), runner.config. Only resume.py imports hydra
-itself.
+May import common and runner.checkpoint.
 """
