@@ -26,6 +26,11 @@ def test_settings_reference_is_up_to_date() -> None:
     ) == settings_reference.reference(), message
 
 
+def test_docs_have_at_most_38000_words() -> None:
+    counted = [page for page in PAGES if page.name not in ("CHANGELOG.md", "README.zh.md")]
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in counted) <= 38_000
+
+
 def test_settings_have_a_description_each() -> None:
     rows = re.findall(r"^\| `([\w.]+)` \|.*\| *([^|]*?) *\|$", settings_reference.reference(), re.MULTILINE)
     assert len(rows) > 90 and [name for name, text in rows if not text] == []
