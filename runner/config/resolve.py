@@ -50,7 +50,7 @@ def resolve_run(name: str, setting: str = "resume") -> Path:
     if not path.exists():
         raise UserError(f"{path} does not exist", f"{setting}={name}", did_you_mean_path(name))
     if (folder := enclosing_run(path)) is None:
-        raise _no_run_error(path, name)
+        raise _no_run_error(path, name, setting)
     if not is_sweep_dir(folder):
         check_run_files(folder)
     _check_checkpoint(folder, path)
@@ -125,15 +125,15 @@ def _last_start(run: Path) -> float:
         return (run / RUN_FILE).stat().st_mtime
 
 
-def _no_run_error(path: Path, name: str) -> UserError:
+def _no_run_error(path: Path, name: str, setting: str) -> UserError:
     """Return the error for a path outside of any run; a launch may have been killed before its settings were stored
     there.
     """
     if not (path / saved_config.OVERRIDES_FILE).parent.is_dir():
         return UserError(
             f"{path} is not in a run directory: there is no run.json",
-            f"resume={name}",
-            "give a run directory, e.g. resume=last",
+            f"{setting}={name}",
+            f"give a run directory, e.g. {setting}=last",
         )
     message = f"{path} has no run.json and no checkpoints: its launch was stopped before the settings were stored, or they were deleted"
     try:
@@ -143,7 +143,7 @@ def _no_run_error(path: Path, name: str) -> UserError:
         )
     except UserError:
         fix = f"type its command again, with hydra.run.dir={shlex.quote(str(path))}"
-    return UserError(message, f"resume={name}", fix)
+    return UserError(message, f"{setting}={name}", fix)
 
 
 def _check_checkpoint(run: Path, path: Path) -> None:

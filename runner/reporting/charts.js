@@ -43,7 +43,7 @@ function expandTokens(curve) {
 
 // --- axes -------------------------------------------------------------------------------------------------------------------------------------------
 
-function axesOf(axis, xOptions = {}, size = 56, text = shortAxis) {
+function axesOf(axis, xOptions = {}, size = 62, text = shortAxis) {
   const line = { stroke: color("--dim"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line"), width: 1 }, font: FONT }, isTime = axis === "seconds";
   return [{ ...line, labelFont: FONT, space: isTime ? 80 : 50, values: (u, values) => values.map((value) => (isTime ? clock(value) : shortAxis(value))), ...xOptions },
           { ...line, size, values: (u, values) => values.map((value) => (value === null ? "" : text(value))) }];
@@ -136,7 +136,7 @@ function sortableTable(table, name, groups = [...table.tBodies[0].rows]) {
     }
     button.addEventListener("click", () => sort(index, header.getAttribute("aria-sort") === "ascending" ? "descending" : "ascending"));
   });
-  const [index, direction] = remembered(`${name}.order`) || [];
+  const order = remembered(`${name}.order`), [index, direction] = Array.isArray(order) ? order : [];
   if (headers[index]?.querySelector("button")) sort(index, direction === "descending" ? "descending" : "ascending");
 }
 

@@ -101,6 +101,8 @@ def metrics_of(records: Iterable[Mapping[str, Any]], limit: int = MAX_POINTS, on
         kind, step = str(record.get("kind")), count_number(record.get("step"))
         if kind not in kept or step is None:
             continue
+        if "loss_tokens" not in record:  # version 0.1.0, whose `tokens` are those with a label
+            record = {**record, "loss_tokens": record.get("tokens"), "tokens": None}
         if record.get("attempt") != attempt:
             attempt, earlier, time = record.get("attempt"), earlier + time, 0.0
             metrics.attempt_first = metrics.attempt_last = None

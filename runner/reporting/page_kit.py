@@ -56,6 +56,7 @@ def _environment() -> jinja2.Environment:
         finalize=without_control,
         trim_blocks=True,
         lstrip_blocks=True,
+        auto_reload=False,  # the scripts of this process fit the templates that it began with
     )
     environment.filters |= {"breakable": breakable, "url": lambda name: quote(name, errors="backslashreplace")}
     return environment

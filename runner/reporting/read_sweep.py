@@ -6,6 +6,7 @@ A missing or damaged file leaves its values out and never raises.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
@@ -23,6 +24,7 @@ from runner.run_dir.contents import SWEEP_FILE
 from runner.run_dir.saved_config import CONFIG_FILE
 
 LR_KEY = "optimizer.lr"
+MAX_FILE_NAME = 255  # bytes
 DATA_KEY_PREFIXES = ("data", "stage", "experiment", "model")  # swept keys that change the training data or its rows
 ROW_DRAWS = ("data.system_prob", "data.empty_think_prob")  # settings by which the seed draws parts of the rows
 
@@ -50,6 +52,14 @@ def read_sweep_results(folder: Path) -> SweepResults:
     )
 
 
+def _is_file_name(name: str) -> bool:
+    """Return whether a folder may have this name, which a file of unknown origin gives."""
+    try:
+        return name not in ("", ".", "..") and not {"/", "\0"} & set(name) and len(os.fsencode(name)) <= MAX_FILE_NAME
+    except UnicodeEncodeError:
+        return False
+
+
 def _read_job(folder: Path, recorded: dict[str, Any]) -> JobResult:
     """Combine the entry `recorded` of sweep.json with the job's own run.json and metrics.jsonl."""
     name = str(recorded.get("name") or "")
@@ -57,7 +67,7 @@ def _read_job(folder: Path, recorded: dict[str, Any]) -> JobResult:
     job.status = recorded["status"] if recorded.get("status") in JOB_STATUSES else "new"
     job.error = str(recorded.get("error") or "")
     job.last_lines = [str(line) for line in as_list(recorded.get("last_lines"))]
-    if not name or "/" in name or "\0" in name or name in (".", "..") or (folder / name).is_symlink():
+    if not _is_file_name(name) or (folder / name).is_symlink():
         return job
     run, job.folder = Run.read(folder / name), name
     job.extended = [str(each) for each in as_list(recorded.get("applied_overrides"))]

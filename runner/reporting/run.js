@@ -91,7 +91,7 @@
       width: figure.clientWidth, height: 260, series, legend: { live: true },
       cursor: { sync: { key: cursor.key }, focus: { prox: 24 }, dataIdx: (u, index, hovered) => (index ? nearestValue(u, index, hovered) : hovered) },
       scales: { x: { time: false }, y: { distr: isLog ? 3 : 1, ...(isLoss ? { range: lossRange } : {}) } },
-      axes: axesOf(axis, {}, chart.bytes ? 74 : 56, chart.bytes ? bytes : shortAxis),
+      axes: axesOf(axis, {}, chart.bytes ? 74 : 62, chart.bytes ? bytes : shortAxis),
       hooks: { draw: [markAttempts, isLoss ? markBest : () => {}, isLoss ? sayClipped : () => {}], setScale: [keepZoom], setSeries: [keepHidden] },
     };
     const place = figure.querySelector(".plot");

@@ -32,6 +32,7 @@ from runner.tracking.run_end import STAGE_METRICS, commands_after_divergence, co
 # steps and prompts that are shown; characters of an answer
 MAX_SAMPLE_STEPS, MAX_SAMPLES, MAX_SAMPLE_CHARS = 30, 8, 2000
 MAX_EVALUATIONS = 1000  # of evaluate.py, the newest
+STEP_DIGITS = 15  # of a number of steps
 MAX_WARNINGS = 40  # different ones, the newest
 LOG_TAIL_BYTES = 1 << 20  # read from the end of train.log
 WARNING = re.compile(r"^warning: (.+)$", re.MULTILINE)
@@ -287,7 +288,7 @@ def _longer(run: RunReport) -> str | None:
     """Return the override that doubles the training, None where the run ended before its last step."""
     for key in ("train.max_steps", "train.epochs") if run.is_whole else ():
         value = run.settings.get(key, "")
-        if value.isdecimal() and 0 < int(value) < 1 << 53:
+        if value.isdecimal() and len(value) <= STEP_DIGITS and int(value) > 0:
             return f"{key}={2 * int(value)}"
     return None
 

@@ -196,7 +196,7 @@ def job_folders(sweep: Path) -> list[Path]:
         return []
     found = sorted(
         (name for name in found if is_file(sweep / name / RUN_FILE)),
-        key=lambda name: (order.get(name, len(order)), name),
+        key=lambda name: (order.get(name, len(names)), name),
     )
     return [sweep / name for name in found[:MAX_JOBS]]
 

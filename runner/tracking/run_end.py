@@ -6,6 +6,7 @@ Commands are written as they are typed where this process was started.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,7 @@ def _command(name: str, purpose: str, *overrides: str) -> NextCommand:
 def _validation_file(data_path: Path | None) -> str:
     """Return X_val.jsonl beside X.jsonl if it exists, else a placeholder."""
     path = None if data_path is None else data_path.with_name(f"{data_path.stem}_val{data_path.suffix}")
-    return display_path(path) if path is not None and path.is_file() else "FILE"
+    return display_path(path) if path is not None and os.path.isfile(path) else "FILE"
 
 
 COMMAND_INDENT = "  "  # of the commands

@@ -16,6 +16,7 @@ from runner.reporting.leaderboard import leaderboard_text, update_report
 from runner.reporting.metrics import read_job_metrics
 from runner.reporting.read_sweep import read_sweep_results
 from runner.reporting.run_list import scan_runs
+from runner.reporting.runs import job_folders
 from runner.reporting.sweep_results import ResultRow
 from runner.run_dir.contents import OWNER_FILE
 
@@ -159,6 +160,30 @@ def test_tokens_per_second_is_all_tokens_by_the_time_they_took(tmp_path: Path) -
     speeds = [(10, 10_000, 1000.0), (20, 40_000, 3000.0), (21, 41_000, None)]
     records = [record(step, 5.0) | {"tokens": tokens, "tokens_per_second": speed} for step, tokens, speed in speeds]
     assert read_job_metrics(write_metrics(tmp_path, *records)).tokens_per_second == pytest.approx(2000)
+
+
+def test_tokens_in_a_file_of_version_0_1_are_those_with_a_label(tmp_path: Path) -> None:
+    old = {name: value for name, value in record(10, 5.0).items() if name != "loss_tokens"}
+    last = read_job_metrics(write_metrics(tmp_path, old)).last
+    assert last and (last.loss_tokens, last.tokens) == (old["tokens"], 0)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\ud800b", "..", "a/b", "a\0b"])
+def test_name_that_no_folder_can_have_leaves_the_job_without_a_folder(tmp_path: Path, name: str) -> None:
+    folder = write_sweep(tmp_path, [job({LR: "1"}, training(1.0))])
+    sweep = json.loads((folder / "sweep.json").read_text())
+    sweep["jobs"].append({"name": name, "status": "completed", "overrides": {LR: "2"}})
+    (folder / "sweep.json").write_text(json.dumps(sweep))
+    assert len(rows_of(folder)) == 2
+
+
+def test_jobs_that_sweep_json_does_not_name_are_last(tmp_path: Path) -> None:
+    folder = write_sweep(tmp_path, [job({LR: value}, training(1.0)) for value in ("1", "3")])
+    sweep = json.loads((folder / "sweep.json").read_text())
+    first, third = sweep["jobs"]
+    sweep["jobs"] = [None, third]
+    (folder / "sweep.json").write_text(json.dumps(sweep))
+    assert [path.name for path in job_folders(folder)] == [third["name"], first["name"]]
 
 
 def test_tokens_with_a_label_and_all_tokens_are_read_apart(tmp_path: Path) -> None:
