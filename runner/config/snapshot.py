@@ -32,6 +32,16 @@ from runner.run_dir.saved_config import (
     reject_interpolations,
 )
 
+SNAPSHOT_DIR = Path(".hydra") / "conf"
+PLUGINS_DIR = Path(".hydra") / "plugins"
+MAIN_CONFIG = "config.yaml"
+CONFIG_FILE_NAME = re.compile(r"(\w[\w.-]*/){0,3}\w[\w.-]*\.yaml")
+MAX_FILES = 200  # a run is composed from about ten
+PACKAGE = re.compile(r"\A(?:[ \t]*(?:#.*)?\n)*?[ \t]*#[ \t]*@package[ \t]+([\w.]+)")
+HYDRA_KEY = re.compile(r"(?:\A|[ /@])hydra(?:[/.@]|\Z)")
+OPTION_NAME = re.compile(r"\$\{(stage|optimizer)\}")  # conf/config.yaml: stage/lr/<stage>_<optimizer>.yaml
+REFUSED_HINT = "do not resume this directory; nothing in it was run"
+
 
 def load_overrides(folder: Path) -> list[str]:
     """Return the saved overrides of all launches, without those of Hydra's own settings."""
@@ -44,17 +54,6 @@ def load_overrides(folder: Path) -> list[str]:
         )
     check_stored(typed, folder / OVERRIDES_FILE)
     return [override for override in typed if not is_hydra_override(override)]
-
-
-SNAPSHOT_DIR = Path(".hydra") / "conf"
-PLUGINS_DIR = Path(".hydra") / "plugins"
-MAIN_CONFIG = "config.yaml"
-CONFIG_FILE_NAME = re.compile(r"(\w[\w.-]*/){0,3}\w[\w.-]*\.yaml")
-MAX_FILES = 200  # a run is composed from about ten
-PACKAGE = re.compile(r"\A(?:[ \t]*(?:#.*)?\n)*?[ \t]*#[ \t]*@package[ \t]+([\w.]+)")
-HYDRA_KEY = re.compile(r"(?:\A|[ /@])hydra(?:[/.@]|\Z)")
-OPTION_NAME = re.compile(r"\$\{(stage|optimizer)\}")  # conf/config.yaml: stage/lr/<stage>_<optimizer>.yaml
-REFUSED_HINT = "do not resume this directory; nothing in it was run"
 
 
 def save_snapshot(folder: Path, typed: list[str], conf: Path = CONF_DIR) -> None:

@@ -39,6 +39,8 @@ SAVED_FILES = (saved_config.CONFIG_FILE, saved_config.OVERRIDES_FILE)
 CACHE_KEY = "data.cache"
 ABSENT = object()
 FIXED_KEYS = ("stage", "model", "data", "experiment")  # groups whose options cannot change in a run
+EXTENDING_KEYS = ("train.max_steps=", "train.epochs=", "train.patience=")  # settings that let a completed run train on
+LABEL_PREFIX = "run."  # name, tags and note
 
 
 @dataclass
@@ -280,10 +282,6 @@ def _save_plan(plan: ResumePlan) -> Path:
         [override for override in plan.overrides if not overrides.is_hydra_override(override)],
     )
     return history
-
-
-EXTENDING_KEYS = ("train.max_steps=", "train.epochs=", "train.patience=")  # settings that let a completed run train on
-LABEL_PREFIX = "run."  # name, tags and note
 
 
 def _label_run(metadata: RunMetadata, plan: ResumePlan) -> None:

@@ -63,6 +63,7 @@ GUARDED_NAMES = (
     "resumed",
 )
 GUARDED_PATTERNS = ("metrics.*jsonl", "samples.*jsonl")
+SWEEP_FILE = "sweep.json"
 
 
 def check_run_files(folder: Path) -> None:
@@ -76,6 +77,20 @@ def check_run_files(folder: Path) -> None:
 def holds_run(folder: Path) -> bool:
     """Return whether there is a run: its run.json, or checkpoints from which that can be restored."""
     return (folder / RUN_FILE).is_file() or has_checkpoints(folder)
+
+
+def is_sweep_dir(folder: Path) -> bool:
+    return (folder / SWEEP_FILE).is_file()
+
+
+def sweep_of(run: Path) -> Path:
+    """Return the sweep that the run is a job of, or the run itself."""
+    return run.parent if is_sweep_dir(run.parent) else run
+
+
+def enclosing_run(path: Path) -> Path | None:
+    """Return the innermost run or sweep directory that is `path` or contains it."""
+    return next((folder for folder in (path, *path.parents) if holds_run(folder) or is_sweep_dir(folder)), None)
 
 
 def has_checkpoints(folder: Path) -> bool:
@@ -376,20 +391,3 @@ def _git(root: Path, *arguments: str) -> bytes | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return result.stdout if result.returncode == 0 else None
-
-
-SWEEP_FILE = "sweep.json"
-
-
-def is_sweep_dir(folder: Path) -> bool:
-    return (folder / SWEEP_FILE).is_file()
-
-
-def sweep_of(run: Path) -> Path:
-    """Return the sweep that the run is a job of, or the run itself."""
-    return run.parent if is_sweep_dir(run.parent) else run
-
-
-def enclosing_run(path: Path) -> Path | None:
-    """Return the innermost run or sweep directory that is `path` or contains it."""
-    return next((folder for folder in (path, *path.parents) if holds_run(folder) or is_sweep_dir(folder)), None)

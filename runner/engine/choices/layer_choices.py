@@ -1,12 +1,7 @@
 """Kernels of single layers on the CPU: attention, experts and projections.
 
-Which kernel computes attention on the CPU.
-
-How the tokens of a mixture of experts get to their experts on the CPU: one by one, or all in one operator, which pays
-for many small experts.
-
-Whether linear layers with the same input are one matrix product or several: one reads the input once, and needs a copy
-of the weights side by side.
+Experts get their tokens one by one, or all in one operator, which pays for many small experts. Linear layers with the
+same input are one matrix product or several: one reads the input once, and needs a copy of the weights side by side.
 """
 
 from __future__ import annotations
@@ -21,6 +16,8 @@ from runner.engine.choices.measured_choice import KernelChoice, shortest_times
 
 if TYPE_CHECKING:
     import torch
+
+    from models.families.decoder import DecoderConfig
 
 DEFAULT_KERNEL = "auto"  # blocks of 64 queries
 FUSED = "fused"
@@ -114,9 +111,6 @@ def _make_inputs(shape: AttentionShape) -> tuple[list[torch.Tensor], torch.Tenso
     return inputs, mask
 
 
-if TYPE_CHECKING:
-    from models.families.decoder import DecoderConfig
-
 EXPERT_TURNS, EXPERT_PASSES = 5, 1
 MAX_EXPERT_FLOPS = 2e11  # of a pass: more tokens for an expert gain less
 
@@ -182,9 +176,6 @@ def measure_experts(cfg: DecoderConfig, shape: ExpertShape, dispatches: Sequence
         {dispatch: partial(compute, dispatch) for dispatch in dispatches}, EXPERT_TURNS, EXPERT_PASSES
     )
 
-
-if TYPE_CHECKING:
-    from models.families.decoder import DecoderConfig
 
 JOINED, SEPARATE = "joined", "separate"
 PROJECTION_TURNS, PROJECTION_PASSES = 4, 2
