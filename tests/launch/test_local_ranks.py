@@ -27,7 +27,7 @@ from runner.engine.device import distributed
 from runner.engine.device.cpu import threads
 from runner.engine.device.distributed import RENDEZVOUS_ENV
 from runner.launch import local_ranks, subprocesses, torchrun, train_process
-from runner.launch.signals import StopFlag
+from runner.launch.signals import SignalForwarder, StopFlag
 from runner.run_dir.metadata import RunMetadata
 
 ROOT = Path(__file__).parents[2]
@@ -379,9 +379,15 @@ def test_ranks_that_time_out_print_the_stack_of_each(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
-def test_signal_reaches_every_rank_and_interrupts_the_run(run: Any, tmp_path: Path, capfd: Any, number: int) -> None:
+def test_signal_reaches_every_rank_and_interrupts_the_run(
+    run: Any, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    forwards, forward_to = threading.Event(), SignalForwarder.forward_to
+    monkeypatch.setattr(SignalForwarder, "forward_to", lambda *args: (forward_to(*args), forwards.set()))
+
     def send() -> None:
         wait_until(lambda: all((tmp_path / "run" / f"ready{rank}").exists() for rank in (0, 1, 2)))
+        assert forwards.wait(120)
         os.kill(os.getpid(), number)
 
     threading.Thread(target=send).start()
