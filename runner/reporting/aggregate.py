@@ -1,6 +1,6 @@
-"""Rows of the leaderboard: means over the jobs of a grid point, their t intervals and order.
+"""Rows of the leaderboard: means over the jobs of a grid point, their intervals and order.
 
-Student's t intervals of means over seeds, and of the difference of two means (Welch). Standard library only.
+Intervals are Student's t over seeds, Welch's for the difference of two means. Standard library only.
 
 Sources: Student (1908), The probable error of a mean; Welch (1947), The generalization of Student's problem.
 """

@@ -90,6 +90,7 @@ def _command(name: str, purpose: str, *overrides: str) -> NextCommand:
 def _validation_file(data_path: Path | None) -> str:
     """Return X_val.jsonl beside X.jsonl if it exists, else a placeholder."""
     path = None if data_path is None else data_path.with_name(f"{data_path.stem}_val{data_path.suffix}")
+    # Path.is_file raises for a name that is too long
     return display_path(path) if path is not None and os.path.isfile(path) else "FILE"
 
 
