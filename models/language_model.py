@@ -125,14 +125,6 @@ class LanguageModel(nn.Module):
         for module in self.modules():
             vars(module)["attention_kernel"] = kernel
 
-    def join_projections(self, joined: bool) -> None:
-        """Compute linear layers with the same input by one product, or each by its own.
-
-        Layers of another library ignore it.
-        """
-        for module in self.modules():
-            vars(module)["joins_projections"] = joined
-
     @property
     def output_layer(self) -> nn.Module | None:
         """Layer that computes the logits: adapters of all linear layers leave it out, and it is not quantized.

@@ -13,7 +13,6 @@ from models.layers.attention_cpu import cpu_attention
 from models.layers.cpu_kernels.fused_attention import fused_attention
 from models.layers.cpu_kernels.fused_mlp import swiglu_output
 from models.layers.cpu_kernels.fused_projection import kernel_projection
-from models.layers.cpu_kernels.grouped_experts import grouped_experts
 from models.layers.ops import joined_projection
 
 T = TypeVar("T")
@@ -25,7 +24,6 @@ SAVED_OPS = [
     *(getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")),
     cpu_attention,
     fused_attention,
-    grouped_experts,
     joined_projection,
     kernel_projection,
     swiglu_output,

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from models.families.decoder import DecoderConfig, RopeScaling
 from models.layers import activation_checkpointing
 from models.layers.attention import FUSED_KERNEL, AttentionMask, attention
-from models.layers.cpu_kernels.fused_projection import fused_linear, project
+from models.layers.cpu_kernels.fused_projection import fused_linear
 from models.layers.mlp import MLP, DocumentIndex, MoE
-from models.layers.ops import compute_dtype
+from models.layers.ops import compute_dtype, fused_projection
 
 WEIGHT_INIT_STD = 0.02
 
@@ -67,7 +67,6 @@ class Attention(nn.Module):
     def __init__(self, cfg: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.cfg, self.layer, self.attention_kernel = cfg, layer, cfg.attention
-        self.joins_projections = True  # one product for queries, keys and values
         self.q_proj = nn.Linear(cfg.hidden_size, cfg.num_attention_heads * cfg.head_dim, bias=cfg.attention_bias)
         self.k_proj = nn.Linear(cfg.hidden_size, cfg.num_key_value_heads * cfg.head_dim, bias=cfg.attention_bias)
         self.v_proj = nn.Linear(cfg.hidden_size, cfg.num_key_value_heads * cfg.head_dim, bias=cfg.attention_bias)
@@ -78,10 +77,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         B, T, _ = x.shape
         projections = (self.q_proj, self.k_proj, self.v_proj)
-        projected = project(
-            x, projections, joined=self.joins_projections, uses_kernel=self._uses_kernel(x, *projections)
-        )
-        q, k, v = (y.view(B, T, -1, self.cfg.head_dim) for y in projected)
+        project = fused_linear if self._uses_kernel(x, *projections) else fused_projection
+        q, k, v = (y.view(B, T, -1, self.cfg.head_dim) for y in project(x, *projections))
         q = apply_rope(self.q_norm(q).transpose(1, 2), context.rotation).to(v.dtype)  # (B, N, T, H)
         k = apply_rope(self.k_norm(k).transpose(1, 2), context.rotation).to(v.dtype)  # (B, K, T, H)
         v = v.transpose(1, 2)

@@ -42,23 +42,18 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def padded_count(n: int, x: Tensor, *, is_inference: bool = False) -> int:
-    """Return how many rows a product of n tokens of `x` gets: n, in 16 bits on the CPU n rounded up to ROUND_TOKENS_TO.
+def pad_tokens(x: Tensor, *, is_inference: bool = False) -> Tensor:
+    """x: (n, D) -> (m, D), zeros after its rows; m: n, in 16 bits on the CPU n rounded up to ROUND_TOKENS_TO.
 
     With `is_inference` fewer tokens than that are rounded up to a power of 2: a step of generation has few, and a
     product of 64 rows takes up to ten times as long as that of one. There are seven such numbers, so few products are
     compiled.
     """
+    n = len(x)
     if x.device.type != "cpu" or compute_dtype(x).itemsize != 2:
-        return n
-    if is_inference and 0 < n < ROUND_TOKENS_TO:
-        return 1 << (n - 1).bit_length()
-    return n + -n % ROUND_TOKENS_TO
-
-
-def pad_tokens(x: Tensor, *, is_inference: bool = False) -> Tensor:
-    """x: (n, D) -> (m, D), zeros after its rows; m: see `padded_count`."""
-    missing = padded_count(len(x), x, is_inference=is_inference) - len(x)
+        return x
+    is_small = is_inference and 0 < n < ROUND_TOKENS_TO
+    missing = (1 << (n - 1).bit_length()) - n if is_small else -n % ROUND_TOKENS_TO
     return torch.cat([x, x.new_zeros(missing, x.shape[1])]) if missing else x
 
 

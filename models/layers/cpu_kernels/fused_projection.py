@@ -16,20 +16,9 @@ from torch import Tensor, nn
 from models.layers.cpu_kernels.fused_attention import LANES
 from models.layers.cpu_kernels.library import call_kernel
 from models.layers.cpu_kernels.upcast_products import are_products_upcast, multiply, projection_gradients_upcast
-from models.layers.ops import custom_op, fused_projection, join_weights, projection_gradients, register_projection
+from models.layers.ops import custom_op, join_weights, projection_gradients, register_projection
 
 ROWS_MULTIPLE = 32
-
-
-def project(x: Tensor, linears: Sequence[nn.Linear], *, joined: bool, uses_kernel: bool) -> tuple[Tensor, ...]:
-    """Return `linear(x)` of each: by one matrix product for all if `joined`, which needs a copy of their weights side
-    by side, otherwise by one for each.
-
-    The numbers differ by the rounding of the gradient of x, which is a sum over all outputs or a sum of those of each
-    layer. `uses_kernel`: all are plain linear layers, and the C++ kernel computes the gradients of their weights.
-    """
-    compute = fused_linear if uses_kernel else fused_projection
-    return compute(x, *linears) if joined else tuple(compute(x, linear)[0] for linear in linears)
 
 
 def fused_linear(x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
