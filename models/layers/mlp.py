@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from models.families.decoder import DecoderConfig
 from models.layers.attention import FUSED_KERNEL
-from models.layers.cpu_kernels.fused_mlp import supports_width, swiglu_output
-from models.layers.cpu_kernels.fused_projection import kernel_projection
-from models.layers.ops import compute_dtype, fused_projection, pad_tokens
+from models.layers.ops import compute_dtype, pad_tokens
+from models.layers.projections import fused_projection, joined_projection, supports_width, swiglu_output
 
 
 class SwiGLU(torch.autograd.Function):
@@ -51,7 +50,7 @@ class MLP(nn.Module):
             and self._is_plain()
             and supports_width(x.dtype, self.gate_proj.out_features)
         ):
-            gate_up = kernel_projection(x, [self.gate_proj.weight, self.up_proj.weight], None)  # (..., 2F)
+            gate_up = joined_projection(x, [self.gate_proj.weight, self.up_proj.weight], None, True)  # (..., 2F)
             return swiglu_output(gate_up, self.down_proj.weight)
         gate, up = fused_projection(x, self.gate_proj, self.up_proj)  # (..., F)
         return self.down_proj(SwiGLU.apply(gate, up))

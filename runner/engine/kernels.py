@@ -19,7 +19,7 @@ from data.batching.loader import StepLoader
 from data.batching.packing import PackedSequences
 from data.types import sequences_per_row
 from models.language_model import LanguageModel
-from models.layers import attention_cpu, chunked_loss
+from models.layers import attention, chunked_loss
 from runner.checkpoint.compatibility import (
     code_fingerprint,
     compiler_version,
@@ -124,7 +124,7 @@ def describe_kernels(device: torch.device, compile_mode: str) -> dict[str, Any]:
     return {
         "compiled": compile_mode,
         "logits_per_chunk": chunked_loss.LOGITS_PER_CHUNK["cuda" if device.type == "cuda" else "cpu"],
-        **({"saved_attention_probs": attention_cpu.MAX_SAVED_PROBS} if is_cpu else {}),
+        **({"saved_attention_probs": attention.MAX_SAVED_PROBS} if is_cpu else {}),
         **({"compiler": compiler_version()} if is_cpu and compile_mode != "off" else {}),
     }
 
