@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from models.families.decoder import DecoderConfig
 from models.language_model import LanguageModel, ModelOutput
-from models.layers import activation_checkpointing
 from models.layers.attention import AttentionMask, document_mask
 from models.layers.attention_block import (
     WEIGHT_INIT_STD,
@@ -27,6 +26,7 @@ from models.layers.attention_block import (
 )
 from models.layers.chunked_loss import LMHead
 from models.layers.mlp import DocumentIndex, MoE, index_documents, load_balancing_loss
+from models.layers.ops import full_checkpointing
 
 
 class DecoderBackbone(nn.Module):
@@ -85,9 +85,7 @@ class Decoder(LanguageModel):
         context = LayerContext(self._rotation(T, position_ids), mask, cache, documents, selective=mode == "selective")
         expert_use = []  # (2, S, E) of each layer
         for layer in self.layers:
-            x, use = (
-                activation_checkpointing.full_checkpointing(layer, x, context) if mode == "full" else layer(x, context)
-            )
+            x, use = full_checkpointing(layer, x, context) if mode == "full" else layer(x, context)
             expert_use.append(use)
         if cache is not None:
             cache.length += T
@@ -108,25 +106,16 @@ class Decoder(LanguageModel):
             else None
         )
 
-    def compile_layers(self, *, single_row: bool, **options: Any) -> None:
-        """One compiled program serves all layers and all shapes: with one program for the first shapes and another for
-        later ones, a resumed run would round differently.
-        """
-        activation_checkpointing.recompute_cheap_inputs()
-        for layer in self.layers:
-            assert isinstance(layer, DecoderLayer)
-            layer.single_row = single_row
-            if isinstance(layer.mlp, MoE):
-                layer.mlp.exclude_from_compile()
-            layer.compiled = torch.compile(layer.body, dynamic=True, fullgraph=not self.cfg.num_experts, **options)
-
-    def uncompile_layers(self) -> None:
-        for layer in self.layers:
-            vars(layer)["compiled"] = None
-
     @property
     def compiled_layers(self) -> Sequence[nn.Module]:
         return list(self.layers)
+
+    def compile_layers(self, *, single_row: bool, **options: Any) -> None:
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            if isinstance(layer.mlp, MoE):
+                layer.mlp.exclude_from_compile()
+        super().compile_layers(single_row=single_row, fullgraph=not self.cfg.num_experts, **options)
 
     def new_cache(self, rows: int, max_length: int, dtype: torch.dtype) -> KVCache:
         return KVCache(self.cfg, rows, max_length, self.frequencies.device, dtype)

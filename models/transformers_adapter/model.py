@@ -22,8 +22,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from common.errors import UserError
 from models.families.transformers import TransformersConfig, create_hf_config
 from models.language_model import LanguageModel, ModelOutput
-from models.layers.activation_checkpointing import full_checkpointing, recompute_cheap_inputs, selective_checkpointing
 from models.layers.chunked_loss import IGNORE_LABEL, LMHead
+from models.layers.ops import full_checkpointing, selective_checkpointing
 from models.transformers_adapter.attention import DROPOUT_FIELDS, IMPLEMENTATION, register_attention
 from models.transformers_adapter.balance import BalanceLoss
 from models.transformers_adapter.generation import (
@@ -224,39 +224,12 @@ class TransformersModel(LanguageModel):
             self._method = choose_generation(self, self._accepted)
         return self._method
 
-    def compile_layers(self, *, single_row: bool, **options: Any) -> None:
-        recompute_cheap_inputs()
-        for layer in self.compiled_layers:
-            vars(layer)["forward"] = partial(
-                _forward, layer, layer.forward, torch.compile(layer.forward, dynamic=True, **options), single_row
-            )  # hooks of FSDP stay outside
-
-    def uncompile_layers(self) -> None:
-        for layer in self.compiled_layers:
-            vars(layer)["forward"] = vars(layer)["forward"].args[1]
-
     @property
     def compiled_layers(self) -> Sequence[nn.Module]:
         return self._blocks() or [self.hf.base_model]
 
     def new_cache(self, rows: int, max_length: int, dtype: torch.dtype) -> TransformersCache:
         return TransformersCache(self.hf.config, self._generation().has_cache)
-
-
-def _forward(
-    layer: nn.Module,
-    plain: Any,
-    compiled: Any,
-    single_row: bool,
-    hidden_states: Tensor,
-    *arguments: Any,
-    **options: Any,
-) -> Any:
-    """Call the compiled layer while training on batches of the compiled kind; other shapes would cost a second
-    compilation.
-    """
-    is_compiled = layer.training and (len(hidden_states) == 1) == single_row
-    return (compiled if is_compiled else plain)(hidden_states, *arguments, **options)
 
 
 def _recomputed_forward(block: nn.Module, forward: Any, recompute: Any, *arguments: Any, **options: Any) -> Any:

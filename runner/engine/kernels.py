@@ -19,8 +19,7 @@ from data.batching.loader import StepLoader
 from data.batching.packing import PackedSequences
 from data.types import sequences_per_row
 from models.language_model import LanguageModel
-from models.layers import attention_cpu, chunked_loss
-from models.layers.mlp import MLP, MoE
+from models.layers import attention, chunked_loss
 from runner.checkpoint.compatibility import (
     code_fingerprint,
     compiler_version,
@@ -37,15 +36,7 @@ from runner.engine.choices.compile_choice import (
     find_layer_call,
     measure_layers,
 )
-from runner.engine.choices.layer_choices import (
-    JOINED,
-    AttentionShape,
-    ExpertShape,
-    ProjectionShape,
-    attention_choice,
-    expert_choice,
-    projection_choice,
-)
+from runner.engine.choices.layer_choices import AttentionShape, attention_choice
 from runner.engine.choices.measured_choice import (
     ChosenKernel,
     KernelChoice,
@@ -118,13 +109,13 @@ def wrap_model(
 
 def kernel_facts(cfg: Config, model: LanguageModel, device: torch.device, chosen: ChosenKernels) -> dict[str, Any]:
     """Return the facts about the kernels that compute the model, for the environment that a resume compares."""
-    facts = describe_kernels(device, chosen.compilation.mode, cfg.model.has_dynamic_shapes) | chosen.facts
+    facts = describe_kernels(device, chosen.compilation.mode) | chosen.facts
     return environment_facts(
         facts | ({"model_kernels": model.kernels_description} if model.kernels_description else {})
     )
 
 
-def describe_kernels(device: torch.device, compile_mode: str, has_experts: bool) -> dict[str, Any]:
+def describe_kernels(device: torch.device, compile_mode: str) -> dict[str, Any]:
     """Return fact -> value.
 
     `compile_mode` is that of the run: with train.compile=auto a resumed run may be longer, or have no compiler.
@@ -133,8 +124,7 @@ def describe_kernels(device: torch.device, compile_mode: str, has_experts: bool)
     return {
         "compiled": compile_mode,
         "logits_per_chunk": chunked_loss.LOGITS_PER_CHUNK["cuda" if device.type == "cuda" else "cpu"],
-        **({"saved_attention_probs": attention_cpu.MAX_SAVED_PROBS} if is_cpu else {}),
-        **({"expert_dispatch": "index_select"} if has_experts else {}),
+        **({"saved_attention_probs": attention.MAX_SAVED_PROBS} if is_cpu else {}),
         **({"compiler": compiler_version()} if is_cpu and compile_mode != "off" else {}),
     }
 
@@ -226,8 +216,6 @@ def cpu_choices(
     for find in (
         partial(_products, cfg, models[0], precision),
         partial(_attention, cfg, models, loader, precision),
-        partial(_projections, cfg, models, precision),
-        partial(_experts, cfg, models, precision),
         partial(_orthogonalization, optimizers),
         partial(_compilation, cfg, models[0], loader, precision, decision),
     ):
@@ -285,52 +273,6 @@ def attention_shape(
     return AttentionShape(micro_batch_rows(cfg), cfg.data.max_length, documents, *sizes, _dtype_name(precision))
 
 
-def _projections(cfg: Config, models: Sequence[LanguageModel], precision: Precision) -> KernelChoice | None:
-    """Return the choice of how gate and up, and queries, keys and values, are computed; None without plain networks of
-    the decoder.
-    """
-    networks = [
-        module
-        for module in models[0].modules()
-        if isinstance(module, MLP) and type(module.gate_proj) is type(module.up_proj) is nn.Linear
-    ]
-    if not networks:
-        return None
-    decoder, gate = networks[0].cfg, networks[0].gate_proj
-    tokens = micro_batch_rows(cfg) * cfg.data.max_length
-    tokens = -(-tokens * decoder.num_experts_per_tok // decoder.num_experts) if decoder.num_experts else tokens
-    kind = (_dtype_name(precision), networks[0].attention_kernel, decoder.mlp_bias, gate.weight.requires_grad)
-
-    def apply(kernel: str) -> None:
-        for model in models:
-            model.join_projections(kernel == JOINED)
-
-    return projection_choice(decoder, ProjectionShape(tokens, gate.in_features, gate.out_features, *kind), apply)
-
-
-def _experts(cfg: Config, models: Sequence[LanguageModel], precision: Precision) -> KernelChoice | None:
-    """Return the choice of how tokens get to the experts of the decoder; None without any, and where adapters or biases
-    leave only one way.
-    """
-    layers = [module for model in models for module in model.modules() if isinstance(module, MoE)]
-    if not layers or not all(layer.has_plain_experts() for layer in layers):
-        return None
-    decoder, tokens = layers[0].cfg, micro_batch_rows(cfg) * cfg.data.max_length
-    sizes = (decoder.hidden_size, decoder.moe_intermediate_size, decoder.num_experts, decoder.num_experts_per_tok)
-    is_trained = any(p.requires_grad for p in layers[0].parameters())
-    joins = all(expert.joins_projections for expert in layers[0].experts)
-
-    def apply(kernel: str) -> None:
-        for layer in layers:
-            layer.dispatch = kernel
-
-    return expert_choice(
-        decoder,
-        ExpertShape(tokens, *sizes, _dtype_name(precision), layers[0].attention_kernel, is_trained, joins),
-        apply,
-    )
-
-
 def _orthogonalization(optimizers: OptimizerGroup) -> KernelChoice | None:
     """Return the choice of how Muon orthogonalizes its updates; None for other optimizers."""
     parts = [part for part in optimizers.parts if isinstance(part, Muon)]
@@ -376,7 +318,7 @@ def _compilation(
             compiler_version(),
         ],
         "input": list(call.args[0].shape),
-        "kernels": [module.get("attention_kernel"), module.get("joins_projections"), micro_batch_rows(cfg) == 1],
+        "kernels": [module.get("attention_kernel"), micro_batch_rows(cfg) == 1],
         "weights": [[name, list(p.shape), p.requires_grad] for name, p in layers[0].named_parameters()],
     }
     compiled = partial(compiled_layers, partial(compile_model, model, cfg, decision.mode), model.uncompile_layers)

@@ -128,7 +128,7 @@ def _saved_probs(layer: LayerSizes, shape: BatchShape, how: Computation) -> int:
     """Return the bytes of attention probabilities, which the kernel of the CPU saves up to a limit, and of the mask,
     which all layers share.
     """
-    from models.layers.attention_cpu import MAX_SAVED_PROBS, QUERY_BLOCK
+    from models.layers.attention import MAX_SAVED_PROBS, QUERY_BLOCK
 
     R, T = shape.rows, shape.tokens
     if not how.on_cpu or how.has_fused_attention or R * layer.heads * T * T > MAX_SAVED_PROBS:

@@ -12,25 +12,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import tiny_models
-import torch
 
 from common.errors import Interrupted, StopRequested
 from models.layers.attention import CPU_KERNELS
 from models.layers.cpu_kernels import fused_attention, library
 from models.layers.cpu_kernels.library import KernelsUnavailableError
-from models.layers.mlp import EXPERT_DISPATCHES
 from runner.engine import kernels as kernels_of_run
 from runner.engine.build import run_summary
 from runner.engine.choices import layer_choices, measured_choice
-from runner.engine.choices.layer_choices import (
-    OTHER_KERNELS,
-    AttentionShape,
-    ExpertShape,
-    expert_choice,
-    measure_attention,
-    measure_experts,
-)
+from runner.engine.choices.layer_choices import OTHER_KERNELS, AttentionShape, measure_attention
 from runner.engine.choices.measured_choice import (
     ChosenKernel,
     KernelChoice,
@@ -277,12 +267,9 @@ def test_choice_that_another_run_has_read_is_not_replaced(
     assert choose_attention(SHAPE, programs, {}).kernel == "blocks-32"
 
 
-EXPERTS = ["model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=16"]
 # fact, overrides, function that measures, kernel, another one, kernels that a run computes with, start of the line in
 # the log
 CHOICES = [
-    ("expert_dispatch", EXPERTS, "choices.layer_choices.measure_experts", "grouped", "index_select", lambda state: {layer.mlp.dispatch for layer in state.model.layers},
-     "grouped (measured, ms a layer: index_select 1000.0, grouped 500.0)"),
     ("orthogonalization", ["optimizer=muon"], "optim.orthogonalize.measure_orthogonalization", "fp32", "bf16-batched", lambda state: {state.optimizers.parts[0].orthogonalization},
      "fp32 (measured, ms an update: bf16 1000.0, bf16-batched 1000.0, fp32 500.0"),
 ]  # fmt: skip
@@ -318,20 +305,6 @@ def test_choice_of_a_long_run_is_repeated_by_a_resume_bitwise_equal(
     for state in (whole, resumed):
         state.logger.finish("completed", {})
     assert diff_run_dirs(whole.run_dir, resumed.run_dir) == []
-
-
-def test_experts_are_measured_in_turns_and_leave_the_random_state() -> None:
-    cfg = tiny_models.config(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-    shape = ExpertShape(
-        tokens=40, hidden=cfg.hidden_size, width=16, experts=4, per_token=2, dtype="bfloat16", kernel="auto"
-    )
-    state = torch.get_rng_state()
-    times = measure_experts(cfg, shape, EXPERT_DISPATCHES)
-    assert set(times) == set(EXPERT_DISPATCHES) and all(seconds > 0 for seconds in times.values())
-    assert torch.equal(torch.get_rng_state(), state)
-    assert expert_choice(cfg, shape, lambda kernel: None) is not None
-    # minutes
-    assert expert_choice(cfg, replace(shape, tokens=10_000, hidden=4_096, width=14_336), lambda kernel: None) is None
 
 
 def choice_between(times: list[dict[str, float]]) -> KernelChoice:

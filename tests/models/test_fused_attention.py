@@ -19,11 +19,9 @@ from transformers_families import random_family
 from models.layers.attention import attention, document_mask
 from models.layers.cpu_kernels import library
 from models.layers.cpu_kernels.fused_attention import fused_attention
-from models.layers.cpu_kernels.fused_mlp import swiglu_output
-from models.layers.cpu_kernels.fused_projection import fused_linear, supports_gradients, weight_gradients
 from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
 from models.layers.cpu_kernels.upcast_products import upcast_products
-from models.layers.ops import fused_projection
+from models.layers.projections import fused_projection, supports_gradients, swiglu_output, weight_gradients
 
 ERRORS = {torch.float32: 2e-6, torch.bfloat16: 8e-3}  # relative, of the norm; blocks of 64 queries: 2e-6 and 1e-2
 SHAPES = {  # rows, query heads, key heads, tokens, head width, documents per row
@@ -226,11 +224,7 @@ def test_brgemm_of_an_old_instruction_set_is_unavailable_in_bf16(
     program = f"""
 import sys, torch; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from pathlib import Path
-from models.layers.cpu_kernels.fused_mlp import swiglu_output
-from models.layers.cpu_kernels.fused_projection import fused_linear, supports_gradients, weight_gradients
 from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
-from models.layers.cpu_kernels.upcast_products import upcast_products
-from models.layers.ops import fused_projection
 from models.layers.cpu_kernels.fused_attention import fused_attention
 load_kernels(Path({str(folder)!r}))
 x = torch.ones(1, 1, 16, 16, dtype=torch.bfloat16)
@@ -308,24 +302,13 @@ def test_fused_network_keeps_nan() -> None:
     assert swiglu_output(gate_up, torch.eye(16)).isnan().any(-1).all()
 
 
-def loss_and_gradients(kernel: str, dtype: torch.dtype, *, joined: bool = True) -> list[torch.Tensor]:
+def loss_and_gradients(kernel: str, dtype: torch.dtype) -> list[torch.Tensor]:
     model, ids = random_model(), tokens(2, 40)
     model.use_attention_kernel(kernel)
-    model.join_projections(joined)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         loss = model.train()(ids, ids, reduction="sum").nll
     loss.backward()
     return [loss.detach(), *(p.grad for p in model.parameters())]
-
-
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)], ids=str)
-def test_separate_projections_have_the_loss_and_gradients_of_joined_ones(dtype: torch.dtype, tolerance: float) -> None:
-    require_product(dtype)
-    joined, separate = (loss_and_gradients("fused", dtype, joined=each) for each in (True, False))
-    assert any(not torch.equal(one, other) for one, other in zip(joined, separate, strict=True))
-    for one, other in zip(joined, separate, strict=True):
-        assert (one - other).norm() <= tolerance * one.norm()
 
 
 @pytest.mark.usefixtures("kernels")
@@ -380,7 +363,7 @@ def test_weight_gradients_are_those_of_fp64_rounded_to_fp32(shape: tuple[int, in
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("bias", [True, False])
-def test_fused_linear_has_the_gradients_of_the_joined_projection(bias: bool) -> None:
+def test_projection_by_the_kernel_has_the_gradients_of_torch(bias: bool) -> None:
     """For operands of any layout; those of weights have less error, because they are not rounded to bf16."""
     run(torch.randn(1, 16, 1, 16).transpose(1, 2), torch.bfloat16)
     torch.manual_seed(5)
@@ -388,9 +371,9 @@ def test_fused_linear_has_the_gradients_of_the_joined_projection(bias: bool) -> 
     data = torch.randn(32, 3, 50).bfloat16()
     g = torch.randn(64).bfloat16().expand(3, 50, 64)
     results = []
-    for project in (fused_linear, fused_projection):
+    for use_kernel in (True, False):
         x = data.detach().requires_grad_()
-        y = torch.cat(project(x.permute(1, 2, 0), *linears), -1)
+        y = torch.cat(fused_projection(x.permute(1, 2, 0), *linears, use_kernel=use_kernel), -1)
         results.append([y, *torch.autograd.grad(y, [x, *(p for linear in linears for p in linear.parameters())], g)])
     for number, (ours, reference) in enumerate(zip(*results, strict=True)):
         assert ours.dtype == reference.dtype and ours.stride() == reference.stride()
@@ -398,10 +381,10 @@ def test_fused_linear_has_the_gradients_of_the_joined_projection(bias: bool) -> 
 
 
 @pytest.mark.usefixtures("kernels")
-def test_fused_linear_computes_no_gradient_of_frozen_weights() -> None:
+def test_projection_by_the_kernel_has_no_gradient_of_frozen_weights() -> None:
     linear = torch.nn.Linear(32, 16, bias=False).requires_grad_(False)
     x = torch.randn(4, 32).bfloat16().requires_grad_()
-    (y,) = fused_linear(x, linear)
+    (y,) = fused_projection(x, linear, use_kernel=True)
     y.sum().backward()
     assert x.grad is not None and linear.weight.grad is None
 

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.layers.cpu_kernels import upcast_products as upcast_products_module
-from models.layers.cpu_kernels.product_kernel import multiply_by_kernel, supports_product
 from models.layers.cpu_kernels.upcast_products import (
     are_products_by_kernel,
     multiply,
+    multiply_by_kernel,
     projection_gradients_upcast,
+    supports_product,
     upcast_products,
 )
 

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.layers.cpu_kernels import upcast_products as module
-from models.layers.cpu_kernels.fused_projection import fused_linear, weight_gradients
 from models.layers.cpu_kernels.upcast_products import (
     MIN_SIDE,
     UPCAST_DTYPES,
@@ -21,6 +20,7 @@ from models.layers.cpu_kernels.upcast_products import (
     projection_gradients_upcast,
     upcast_products,
 )
+from models.layers.projections import fused_projection, weight_gradients
 
 
 @pytest.fixture
@@ -236,7 +236,7 @@ def test_operators_called_by_others_under_autocast_are_not_cast_back(
 def test_kernel_of_weight_gradients_is_not_needed(upcast: None) -> None:
     """Nothing was compiled, and sums are not rounded to bf16."""
     weight = torch.nn.Linear(64, 96, bias=False)
-    out = fused_linear(x := numbers(2, 70, 64).requires_grad_(), weight)[0]
+    out = fused_projection(x := numbers(2, 70, 64).requires_grad_(), weight, use_kernel=True)[0]
     dx, dw = torch.autograd.grad(out, (x, weight.weight), torch.ones_like(out))
     assert dx.shape == x.shape
     torch.testing.assert_close(dw, torch.ones(96, 140) @ x.detach().flatten(0, 1).float())

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from models.layers.cpu_kernels.library import call_kernel
 from models.layers.cpu_kernels.upcast_products import are_products_upcast
-from models.layers.ops import custom_op
+from models.layers.ops import custom_op, empty_heads
 
 FUSED_DTYPES = (torch.float32, torch.bfloat16)
 LANES = 16  # the head width is a multiple
@@ -39,12 +39,12 @@ def check_product(dtype: torch.dtype, head_width: int) -> None:
     fused_attention(x, x, x, None)
 
 
-@custom_op("lm_runner::fused_attention")
+@custom_op("lm_runner::fused_attention", is_saved=True)
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """q: (B, N, T, H); k, v: (B, K, T, H); mask: (B, 1, T, T), None: causal -> (B, N, T, H) and the log-sum-exp of the
     scores (B, N, T).
     """
-    out, lse = _empty_like(q), _new_lse(q)
+    out, lse = empty_heads(q), _new_lse(q)
     if not _call("lm_runner_attention_forward", q, k, [q, k, v, out], mask, lse):
         with torch.autocast("cpu", enabled=False):
             scores = _scores(q, k, mask)
@@ -55,7 +55,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tup
 
 @torch.library.register_fake("lm_runner::fused_attention")
 def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _empty_like(q), _new_lse(q)
+    return empty_heads(q), _new_lse(q)
 
 
 @custom_op("lm_runner::fused_attention_backward")
@@ -63,7 +63,7 @@ def fused_attention_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """g: (B, N, T, H), gradient of the output -> gradients of q, k and v."""
-    gradients = _empty_like(q), _empty_like(k), _empty_like(v)
+    gradients = empty_heads(q), empty_heads(k), empty_heads(v)
     if not _call("lm_runner_attention_backward", q, k, [g, q, k, v, *gradients], mask, lse):
         scale, (dq, dk, dv) = q.shape[-1] ** -0.5, gradients
         q, g, lse = (x.unflatten(1, (k.shape[1], -1)) for x in (q, g, lse))  # (B, K, r, T, ...)
@@ -79,7 +79,7 @@ def fused_attention_backward(
 
 @torch.library.register_fake("lm_runner::fused_attention_backward")
 def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_like(q), _empty_like(k), _empty_like(v)
+    return empty_heads(q), empty_heads(k), empty_heads(v)
 
 
 def _call(name: str, q: Tensor, k: Tensor, tensors: list[Tensor], mask: Tensor | None, lse: Tensor) -> bool:
@@ -122,14 +122,6 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
     allowed = torch.ones(T, T, dtype=torch.bool).tril() if mask is None else mask.unsqueeze(1)
     scores = q.unflatten(1, (k.shape[1], -1)).float() @ k.unsqueeze(2).float().mT
     return (scores * q.shape[-1] ** -0.5).masked_fill(~allowed, -torch.inf)
-
-
-def _empty_like(x: Tensor) -> Tensor:
-    """Return an empty tensor of the shape of x (B, heads, T, H), stored as (B, T, heads, H): the layout of the
-    projections before and after.
-    """
-    B, N, T, H = x.shape
-    return x.new_empty((B, T, N, H)).transpose(1, 2)
 
 
 def _new_lse(q: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ Shapes: (M, K) @ (K, N), and S of such products at once.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import warnings
@@ -27,7 +28,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from models.layers.cpu_kernels.product_kernel import multiply_by_kernel, supports_product
+from models.layers.cpu_kernels.library import call_kernel
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -231,6 +232,31 @@ def _multiply_add(c: Tensor, a: Tensor, b: Tensor, out: Tensor, beta: float, alp
     b = b.float()
     for block in _blocks(len(a), _numbers(a) + 2 * _numbers(out)):
         out[block] = torch.addmm(c[block].float(), a[block].float(), b, beta=beta, alpha=alpha)
+    return out
+
+
+def supports_product(a: Tensor, b: Tensor, out: Tensor) -> bool:
+    """Return whether the kernel computes out (M, N) = a (M, K) @ b (K, N): operands in bf16, each with contiguous rows
+    or columns, out as well.
+    """
+    if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16 or out.dtype not in (torch.bfloat16, torch.float32):
+        return False
+    return all(1 in x.stride() and x.numel() > 0 for x in (a, b, out))
+
+
+def multiply_by_kernel(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
+    """a: (M, K), b: (K, N) -> out (M, N) = a @ b, or out += a @ b in fp32: those of `supports_product`.
+
+    Raises MemoryError.
+    """
+    if out.stride(1) != 1:
+        multiply_by_kernel(b.t(), a.t(), out.t(), add=add)
+        return out
+    pointers = [ctypes.c_void_p(x.data_ptr()) for x in (a, b, out)]
+    a_strides, b_strides = ([ctypes.c_int64(stride) for stride in x.stride()] for x in (a, b))
+    sizes = (ctypes.c_int64(size) for size in (out.stride(0), *out.shape, a.shape[1]))
+    flags = (ctypes.c_int(flag) for flag in (out.dtype == torch.float32, add, torch.get_num_threads()))
+    call_kernel("lm_runner_multiply", pointers[0], *a_strides, pointers[1], *b_strides, pointers[2], *sizes, *flags)
     return out
 
 

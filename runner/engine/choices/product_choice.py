@@ -112,8 +112,7 @@ def _time_products(
 ) -> dict[str, float]:
     import torch
 
-    from models.layers.cpu_kernels.product_kernel import multiply_by_kernel
-    from models.layers.cpu_kernels.upcast_products import multiply
+    from models.layers.cpu_kernels.upcast_products import multiply, multiply_by_kernel
 
     x, g, weight = (
         torch.ones(*sizes, dtype=dtype) for sizes in ((tokens, inputs), (tokens, outputs), (outputs, inputs))
