@@ -5,15 +5,22 @@ from __future__ import annotations
 import shlex
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import UserError, one_line, print_note, print_safely
 from common.filesystem import write_json
 from common.paths import command_line
 from runner.fault_injection.config import FAULT_KINDS, FaultsConfig
-from runner.fault_injection.launches import import_heavy_libraries
-from runner.fault_injection.rig import FaultResult, Rig, Trial, UninterruptedRun, as_record, run_reference
-from runner.fault_injection.table import fault_table
+from runner.fault_injection.rig import (
+    FaultResult,
+    Rig,
+    Trial,
+    UninterruptedRun,
+    as_record,
+    import_heavy_libraries,
+    run_reference,
+)
 from runner.run_dir.contents import git_state, library_versions
 
 # undisturbed runs that one fault takes as long as
@@ -36,20 +43,20 @@ def run_faults(cfg: FaultsConfig, overrides: list[str]) -> None:
     faults, folder = cfg.faults(), make_folder(cfg)
     import_heavy_libraries()
     rig = Rig(overrides, folder, cfg.timeout)
-    references = {"": reference(rig, "reference")}
+    reference = run_reference(rig)
+    with_workers = Rig([*overrides, *WORKERS], folder, cfg.timeout)
     if any(kind == "workers" for kind, _ in faults):
-        with_workers = Rig([*overrides, *WORKERS], folder, cfg.timeout)
-        references["workers"] = reference(with_workers, "reference-workers")
+        worker_reference = run_reference(with_workers, "reference-workers")
     print_safely(
-        f"undisturbed: {references[''].seconds:.1f} s, {references[''].step} steps, {references[''].file_calls} file calls in the run directory"
+        f"undisturbed: {reference.seconds:.1f} s, {reference.step} steps, {reference.file_calls} file calls in the run directory"
     )
-    print_safely(f"{len(faults)} faults, about {estimate(cfg, references[''].seconds) / 60:.0f} min, in {folder}")
+    print_safely(f"{len(faults)} faults, about {estimate(cfg, reference.seconds) / 60:.0f} min, in {folder}")
     results = []
     for kind, number in faults:
-        base = references.get(kind, references[""])
+        of_kind, base = (with_workers, worker_reference) if kind == "workers" else (rig, reference)
         for draw in range(MAX_DRAWS):
-            trial = Trial(with_workers if kind == "workers" else rig, kind, number, cfg.fault_seed, draw)
-            INJECT[kind](trial, base, cfg.is_cold(kind, number))
+            trial = Trial(of_kind, kind, number, cfg.fault_seed, draw, cfg.is_cold(kind, number))
+            INJECT[kind](trial, base)
             complete(trial, base, cfg.acknowledge_within)
             if trial.result.injected or trial.result.broken:
                 break
@@ -88,17 +95,6 @@ def make_folder(cfg: FaultsConfig) -> Path:
         raise UserError("this folder is not empty", f"folder={cfg.folder}", "name a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def reference(rig: Rig, name: str) -> UninterruptedRun:
-    try:
-        return run_reference(rig, name)
-    except RuntimeError as error:
-        raise UserError(
-            str(error),
-            shlex.join([*command_line("train"), *rig.overrides]),
-            "correct the command; nothing was disturbed yet",
-        ) from error
 
 
 def estimate(cfg: FaultsConfig, seconds: float) -> float:
@@ -143,3 +139,43 @@ def report(cfg: FaultsConfig, overrides: list[str], results: list[FaultResult], 
         raise SystemExit(1)
     if cfg.folder is None:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+TABLE_COLUMNS: dict[str, Callable[[list[FaultResult]], str]] = {
+    "injected": lambda results: f"{sum(result.injected for result in results)} of {len(results)}",
+    "acknowledged within": lambda results: _seconds(
+        [result.acknowledged for result in results if result.acknowledged is not None], "{:.2f} s"
+    ),
+    "resumed": lambda results: str(sum(len(result.codes) > 1 and not result.started_again for result in results)),
+    "started again": lambda results: str(sum(result.started_again > 0 for result in results)),
+    "needed a hand": lambda results: _count(results, "hand"),
+    "different bits": lambda results: _count(results, "bits"),
+    "tracebacks": lambda results: _count(results, "tracebacks"),
+    "untrue exits": lambda results: _count(results, "exits"),
+    "left behind": lambda results: _count(results, "leftovers"),
+    "longest": lambda results: _seconds([result.seconds for result in results], "{:.1f} s"),
+}
+
+
+def fault_table(results: list[FaultResult]) -> str:
+    """Return the table as text, also readable as Markdown."""
+    rows = [["fault", *TABLE_COLUMNS], ["---", *["---:"] * len(TABLE_COLUMNS)]]
+    for kind in FAULT_KINDS:
+        if of_kind := [result for result in results if result.kind == kind]:
+            rows.append([kind, *(column(of_kind) for column in TABLE_COLUMNS.values())])
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return "\n".join(
+        "| "
+        + " | ".join(f"{cell:{'<' if index == 0 else '>'}{widths[index]}}" for index, cell in enumerate(row))
+        + " |"
+        for row in rows
+    )
+
+
+def _count(results: list[FaultResult], promise: str) -> str:
+    """Return how many faults broke a promise."""
+    return str(sum(bool(getattr(result, promise)) for result in results))
+
+
+def _seconds(values: list[float], text: str) -> str:
+    return text.format(max(values)) if values else ""

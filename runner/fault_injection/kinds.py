@@ -13,33 +13,28 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.exit_codes import OK
-from runner.fault_injection.disk_faults import DiskFault, DiskHook
-from runner.fault_injection.launches import Launch, WorkerProbe
-from runner.fault_injection.phases import PHASES, PhaseProbe
-from runner.fault_injection.rig import Trial, UninterruptedRun
+from runner.fault_injection.probes import PHASES, DiskFault, DiskHook, PhaseProbe, WorkerProbe
+from runner.fault_injection.rig import Launch, Trial, UninterruptedRun
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 FROM_TERMINAL = (signal.SIGINT, signal.SIGHUP)  # a terminal sends them to the whole process group
 ANNOUNCEMENT = ": stopping"  # what a stop signal is acknowledged with
 COLD_START_SECONDS = 3.0  # of imports, before a command that is not forked does what a fork does
 
-Inject = Callable[[Trial, UninterruptedRun, bool], None]
+Inject = Callable[[Trial, UninterruptedRun], None]
 
 
-def kill(trial: Trial, reference: UninterruptedRun, cold: bool) -> None:
+def kill(trial: Trial, reference: UninterruptedRun) -> None:
     """SIGKILL at a random moment; for every second fault in the next save after it."""
-    in_save, point = trial.result.number % 2 == 0, trial.rng.uniform(0, reference.seconds)
+    cold, in_save, point = trial.is_cold, trial.result.number % 2 == 0, trial.rng.uniform(0, reference.seconds)
     start = reference.probe.read("start")[1]
     step = 0 if point < start else 1 + round((point - start) / (reference.seconds - start) * (reference.step - 1))
-    seconds = (
-        point + trial.rng.uniform(0, COLD_START_SECONDS)
-        if cold
-        else point
-        if step == 0
-        else trial.rng.uniform(0, 2 * reference.seconds_of("step"))
-    )
+    if cold:
+        seconds = point + trial.rng.uniform(0, COLD_START_SECONDS)
+    else:
+        seconds = point if step == 0 else trial.rng.uniform(0, 2 * reference.seconds_of("step"))
     probe = PhaseProbe()
-    launch = trial.launch(cold=cold, prepare=probe.install)
+    launch = trial.launch(prepare=probe.install, is_cold=cold)
     if not cold:  # by progress: on a machine with other load a time after the launch would mostly be in the start-up
         launch.wait(trial.rig.timeout, until=lambda: probe.read("step")[0] >= step)
     launch.wait(trial.rig.timeout, until=_after(seconds))
@@ -47,13 +42,8 @@ def kill(trial: Trial, reference: UninterruptedRun, cold: bool) -> None:
         launch.wait(trial.rig.timeout, until=lambda: is_saving(trial.run_dir))
     launch.send(signal.SIGKILL)
     trial.end(launch, disturbed=True)
-    phase = (
-        "in a save"
-        if is_saving(trial.run_dir)
-        else "before run.json"
-        if not (trial.run_dir / "run.json").exists()
-        else "between saves"
-    )
+    phase = "between saves" if (trial.run_dir / "run.json").exists() else "before run.json"
+    phase = "in a save" if is_saving(trial.run_dir) else phase
     when = "the launch" if cold or step == 0 else f"step {step} began"
     trial.result.fault = f"SIGKILL {seconds:.2f} s after {when}, {phase}{', real command' if cold else ''}"
     trial.result.injected = launch.code == -signal.SIGKILL
@@ -63,7 +53,7 @@ def is_saving(run_dir: Path) -> bool:
     return any(path.name.startswith((".tmp-step-", ".del-step-")) for path in (run_dir / "checkpoints").glob(".*"))
 
 
-def disk(trial: Trial, reference: UninterruptedRun, cold: bool) -> None:
+def disk(trial: Trial, reference: UninterruptedRun) -> None:
     """One, five or all file calls in the run directory fail from a random one on."""
     first = trial.rng.randint(1, max(1, reference.file_calls))
     fault = DiskFault(first, trial.rng.choice([1, 1, 5, 1 << 30]), trial.rng.choice([errno.ENOSPC, errno.EIO]))
@@ -74,7 +64,7 @@ def disk(trial: Trial, reference: UninterruptedRun, cold: bool) -> None:
     trial.result.injected = hook.calls >= first
 
 
-def flip(trial: Trial, reference: UninterruptedRun, cold: bool) -> None:
+def flip(trial: Trial, reference: UninterruptedRun) -> None:
     """Damage one file of one checkpoint of a stopped run that has several."""
     launch = trial.launch()
     launch.wait(trial.rig.timeout, until=lambda: len(checkpoints(trial.run_dir)) >= 2)
@@ -107,17 +97,15 @@ def damage(file: Path, trial: Trial) -> str:
     return f"{name}: bit {bit} of byte {position} flipped"
 
 
-def stop(trial: Trial, reference: UninterruptedRun, cold: bool) -> None:
+def stop(trial: Trial, reference: UninterruptedRun) -> None:
     """A stop signal in one of the phases that the undisturbed run went through."""
     phases = [phase for phase in PHASES if reference.probe.read(phase)[0]]
     phase, number = phases[trial.result.number % len(phases)], SIGNALS[trial.rng.randrange(len(SIGNALS))]
     if phase == "tokenizing":
         trial.rig.clear_cache()
     times = reference.probe.read(phase)[0]
-    occurrence, delay = (
-        trial.rng.randint(1, times) if phase != "start" else 0,
-        trial.rng.uniform(0, reference.seconds_of(phase)),
-    )
+    occurrence = trial.rng.randint(1, times) if phase != "start" else 0
+    delay = trial.rng.uniform(0, reference.seconds_of(phase))
     probe = PhaseProbe()
     launch = trial.launch(prepare=probe.install)
     launch.wait(trial.rig.timeout, until=lambda: probe.read(phase)[0] >= occurrence)
@@ -138,7 +126,7 @@ def _after(seconds: float) -> Callable[[], bool]:
     return lambda: time.monotonic() - start >= seconds
 
 
-def worker(trial: Trial, reference: UninterruptedRun, cold: bool) -> None:
+def worker(trial: Trial, reference: UninterruptedRun) -> None:
     """A data worker is stopped or killed in the first half of the run; as it starts, if the workers were done by then:
     they are ahead of the training.
     """

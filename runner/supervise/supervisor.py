@@ -24,7 +24,7 @@ from runner.checkpoint.format import CHECKPOINTS_DIR, step_of
 from runner.diagnostics.symptoms import troubleshooting
 from runner.engine.config import Config
 from runner.engine.device.heartbeat import HEARTBEAT_ENV, RECORD, Sign, read_sign
-from runner.planning.facts.micro_batch import half_micro_batch, smaller_micro_batch
+from runner.planning.micro_batch import half_micro_batch, smaller_micro_batch
 from runner.run_dir.contents import timestamp
 from runner.run_dir.metadata import RunMetadata
 from runner.supervise.failures import (

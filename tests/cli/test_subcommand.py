@@ -26,7 +26,7 @@ from runner.fault_injection.config import FaultsConfig
 from runner.inference.chat import ChatConfig
 from runner.inference.evaluate import EvaluateConfig
 from runner.inference.inspect_rows import RowsConfig
-from runner.planning.config import PlanConfig
+from runner.planning.command import PlanConfig
 from runner.recovery.doctor.examine import DoctorConfig
 from runner.reporting.command import ReportConfig
 

@@ -1,32 +1,38 @@
-"""Process that really runs a few steps of a planned run in a temporary folder: `python runner/planning/trial/process.py
-FOLDER`.
+"""The first steps of a planned run, really run in a child process with a temporary folder in the token cache: `python
+runner/planning/trial.py FOLDER`.
 
-Reads FOLDER/trial.json, writes FOLDER/result.json. The folder is removed by the process that started this one.
+The child reads FOLDER/trial.json and writes FOLDER/result.json. The folder is removed by the process that started it.
 """
+
+from __future__ import annotations
 
 import os
 import sys
 
-if not __package__:  # started by path: replace runner/planning/trial/ on sys.path by the repository root
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+if not __package__:  # started by path: replace runner/planning/ on sys.path by the repository root
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import dataclasses
+import glob
 import itertools
-import json
+import shutil
+import signal
+import socket
 import statistics
+import tempfile
 import time
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import UserError
-from common.filesystem import read_bounded, write_json
-from common.limits.memory import peak_resident_bytes
+from common.errors import TrainingError, UserError
+from common.filesystem import make_dirs, read_json_object, write_json
 from common.registry import import_inherited_plugins
 from runner.engine.config import Config
 from runner.engine.device.cpu.spinning import adapt_spinning, set_wait_policy
+from runner.launch.subprocesses import child_env, failure_reason, last_lines, spawn
 from runner.launch.train_process import config_from_json
-from runner.run_dir.contents import MAX_JSON_BYTES
+from runner.tracking.config import TrackerConfig
 
 if TYPE_CHECKING:
     from runner.engine.state import TrainState
@@ -37,13 +43,68 @@ TIMED_EVAL_BATCHES = 16
 SECONDS = 60.0  # after which no further step is timed
 
 
+def trial_of(cfg: Config) -> dict[str, Any]:
+    """Return the result of the trial with these settings.
+
+    Raises UserError where the run refuses its settings, TrainingError where it fails.
+    """
+    tracker = TrackerConfig(name="none", page=False, console="quiet")
+    cfg = dataclasses.replace(
+        cfg, tracker=tracker, train=dataclasses.replace(cfg.train, verify_resume=False, supervise=False)
+    )
+    cache = Path(cfg.data.cache)
+    make_dirs(cache)
+    remove_leftovers(cache)
+    with tempfile.TemporaryDirectory(prefix=f"{_prefix()}{os.getpid()}-", dir=cache) as folder:
+        write_json(Path(folder) / "trial.json", {"config": dataclasses.asdict(cfg)})
+        log = Path(folder) / "trial.log"
+        code = _run_child(Path(folder), log)
+        result = read_json_object(Path(folder) / "result.json")
+        if error := result.get("error"):
+            raise UserError(*error)
+        if code or not result:
+            lines = last_lines(log)
+            raise TrainingError(
+                f"the trial of the first steps failed: {failure_reason(code, {}, lines)}; timing=false estimates without it"
+            )
+    return result
+
+
+def remove_leftovers(cache: Path) -> None:
+    """Delete the folders of trials whose process was killed on this machine."""
+    for folder in cache.glob(f"{glob.escape(_prefix())}*"):
+        pid = folder.name.removeprefix(_prefix()).partition("-")[0]
+        if (
+            pid.isdigit()
+            and not folder.is_symlink()
+            and not Path(f"/proc/{pid}").exists()
+            and Path("/proc/self").exists()
+        ):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _prefix() -> str:
+    return f"plan-{socket.gethostname()}-"
+
+
+def _run_child(folder: Path, log: Path) -> int:
+    with log.open("wb") as out:
+        child = spawn([__file__, str(folder)], child_env(), out.fileno())
+        try:
+            return child.wait()
+        except BaseException:  # Ctrl-C: the child has a process group of its own
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            raise
+
+
 def run_trial_process(folder: Path) -> None:
     set_wait_policy()
     import_inherited_plugins()
-    request = json.loads(read_bounded(folder / "trial.json", MAX_JSON_BYTES))
+    request = folder / "trial.json"
     try:
         with adapt_spinning():
-            result = run_trial(config_from_json(request["config"], folder / "trial.json"), folder / "run")
+            result = run_trial(config_from_json(read_json_object(request)["config"], request), folder / "run")
     except UserError as error:
         result = {"error": [error.message, error.setting, error.fix]}
     write_json(folder / "result.json", result)
@@ -52,6 +113,7 @@ def run_trial_process(folder: Path) -> None:
 def run_trial(cfg: Config, run_dir: Path) -> dict[str, Any]:
     """Return seconds by what they were spent on, bytes of a checkpoint, and the peak of the memory (bytes)."""
     from runner.engine.build import build_run
+    from runner.engine.step_metrics import peak_memory
 
     run_dir.mkdir()
     state = build_run(cfg, run_dir, 1, lambda **fields: None)
@@ -68,14 +130,14 @@ def run_trial(cfg: Config, run_dir: Path) -> dict[str, Any]:
     finally:
         state.checkpoints.close()
         state.logger.finish("interrupted", {})
-    return result | {"compile": state.compile_decision.reason, "peak_bytes": peak_bytes(state)}
+    return result | {"compile": state.compile_decision.reason, "peak_bytes": peak_memory(state.dist.device)}
 
 
-def time_steps(state: "TrainState") -> dict[str, Any]:
+def time_steps(state: TrainState) -> dict[str, Any]:
     from runner.engine.loop import step_with_retries
     from runner.engine.optim.schedules import lr_at
     from runner.engine.step_metrics import flush_steps
-    from runner.planning.facts.data import longest_batch
+    from runner.planning.data import longest_batch
 
     cfg, seconds, started = state.cfg, list[float](), time.perf_counter()
     micro_batches = -(-state.loader.sampler.global_batch_size // cfg.train.batch_size)
@@ -94,7 +156,7 @@ def time_steps(state: "TrainState") -> dict[str, Any]:
     }
 
 
-def time_evaluation(state: "TrainState") -> dict[str, float]:
+def time_evaluation(state: TrainState) -> dict[str, float]:
     """Return the seconds of an evaluation: of some batches, times their number."""
     import torch
 
@@ -110,7 +172,7 @@ def time_evaluation(state: "TrainState") -> dict[str, float]:
     return {"eval_seconds": (time.perf_counter() - before) * state.val_loader.steps_per_epoch / max(1, count)}
 
 
-def time_sample(state: "TrainState") -> float:
+def time_sample(state: TrainState) -> float:
     from runner.engine.evaluation import generate_samples
 
     if not state.cfg.train.sample_prompts:
@@ -120,7 +182,7 @@ def time_sample(state: "TrainState") -> float:
     return time.perf_counter() - before
 
 
-def time_save(state: "TrainState") -> dict[str, Any]:
+def time_save(state: TrainState) -> dict[str, Any]:
     from runner.checkpoint.manager import newest_checkpoint
 
     before = time.perf_counter()
@@ -129,12 +191,6 @@ def time_save(state: "TrainState") -> dict[str, Any]:
     state.checkpoints.save_blocking(state.progress.step, state)
     size = sum(file.stat().st_size for file in newest_checkpoint(state.run_dir).rglob("*") if file.is_file())
     return {"save_stall_seconds": stall, "save_seconds": time.perf_counter() - before, "checkpoint_bytes": size}
-
-
-def peak_bytes(state: "TrainState") -> int:
-    import torch
-
-    return torch.cuda.max_memory_allocated() if state.dist.device.type == "cuda" else peak_resident_bytes()
 
 
 if __name__ == "__main__":

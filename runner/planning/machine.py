@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.limits.memory import machine_memory, peak_resident_bytes
+from common.limits.memory import MEMINFO, machine_memory, peak_resident_bytes
 from common.paths import outputs_dir
 
 
@@ -24,7 +24,9 @@ def this_machine(device: str) -> Machine:
     """`device`: as in the setting."""
     import torch
 
-    free_disk = shutil.disk_usage(_existing(outputs_dir())).free
+    outputs = outputs_dir()
+    existing = next(folder for folder in (outputs, *outputs.parents) if folder.exists())
+    free_disk = shutil.disk_usage(existing).free
     if device == "cpu" or not torch.cuda.is_available():
         memory = machine_memory()
         return Machine(
@@ -40,7 +42,7 @@ def available_memory() -> int:
     systems all memory.
     """
     try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return machine_memory()
@@ -52,9 +54,3 @@ def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return peak_resident_bytes()
-
-
-def _existing(path: Path) -> Path:
-    while not path.exists():
-        path = path.parent
-    return path

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from runner.engine.config import Config
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy as np
 
     from data.batching.batch import Batch
@@ -18,8 +20,8 @@ if TYPE_CHECKING:
 
 SAMPLED_STEPS = 32  # whose padding is measured
 SAMPLED_SEQUENCES = 256  # packed sequences among which the longest are searched
-SEARCHED_STEPS = 5000  # whose micro-batches are compared; a longer run is taken to meet the longest sequences together
 LENGTHS_PER_BATCH = 1 << 16  # rows
+SEARCHED_STEPS = 5000  # whose micro-batches are compared; a longer run is taken to meet the longest sequences together
 
 
 @dataclass(frozen=True)
@@ -77,20 +79,18 @@ def data_facts(cfg: Config, pipeline: DataPipeline, tokenizer: Tokenizer, ranks:
     from data.store.writer import measure_truncation
     from runner.engine.data_pipeline import build_loader
 
+    sequences = pipeline.train
     per_step = cfg.train.batch_size * cfg.train.accumulation_steps * ranks
-    loader = build_loader(pipeline.train, cfg, tokenizer, per_step, 0, ranks)
-    stores = {id(part.store): part.store for part in getattr(pipeline.train.rows, "sources", ())}
+    loader = build_loader(sequences, cfg, tokenizer, per_step, 0, ranks)
+    stores = {id(part.store): part.store for part in getattr(sequences.rows, "sources", ())}
     cut = measure_truncation((store.stats for store in stores.values()), cfg.data.max_length)
     steps = cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch
     batch = longest_batch(loader, steps)
     rows, length = batch.input_ids.shape
-    shape = BatchShape(rows, length, is_packed=batch.document_ids is not None)
-    sequences = pipeline.train
-    tokens = (
-        round(sequences.fill_ratio * len(sequences) * sequences.capacity)
-        if isinstance(sequences, PackedSequences)
-        else _count_tokens(loader)
-    )
+    if isinstance(sequences, PackedSequences):
+        tokens, padding = round(sequences.fill_ratio * len(sequences) * sequences.capacity), 1.0
+    else:
+        tokens, padding = int(_lengths(loader).sum()), _usual_share(loader, steps)
     return DataFacts(
         rows=len(sequences.rows),
         sequences=len(sequences),
@@ -102,8 +102,8 @@ def data_facts(cfg: Config, pipeline: DataPipeline, tokenizer: Tokenizer, ranks:
         micro_batches=math.ceil(min(per_step, len(sequences)) / (ranks * cfg.train.batch_size)),
         sequences_per_step=min(per_step, len(sequences)),
         eval_batches=math.ceil(len(pipeline.val) / (cfg.train.batch_size * ranks)) if pipeline.val else 0,
-        shape=shape,
-        padding=1.0 if shape.is_packed else _usual_tokens(loader, steps),
+        shape=BatchShape(rows, length, is_packed=batch.document_ids is not None),
+        padding=padding,
         lost_share=cut.share,
         lost_tokens=cut.lost,
         keeping_length=cut.limit,
@@ -125,43 +125,36 @@ def longest_batch(loader: StepLoader, steps: int) -> Batch:
         return loader.collate(
             sorted(candidates, key=lambda rows: -sum(len(part.ids) for row in rows for part in row.sequences))[:count]
         )
-    lengths = _all_lengths(loader)
+    lengths = _lengths(loader)
     if steps > SEARCHED_STEPS:
-        return loader.collate([sequences[int(i)] for i in np.argpartition(lengths, len(lengths) - count)[-count:]])
-    largest, chosen = -1, np.arange(count)
-    for step in range(steps):
-        mine = loader.sampler.indices(*divmod(step, loader.steps_per_epoch))[loader.rank :: loader.world_size]
-        for start in range(0, len(mine), loader.batch_size):
-            batch = mine[start : start + loader.batch_size]
-            if (size := int(lengths[batch].max()) * len(batch)) > largest:
-                largest, chosen = size, batch
-    return loader.collate([sequences[int(i)] for i in chosen])
+        largest = np.argpartition(lengths, len(lengths) - count)[-count:]
+    else:
+        largest = max(_micro_batches(loader, range(steps)), key=lambda rows: _padded_tokens(lengths[rows]))
+    return loader.collate([sequences[int(i)] for i in largest])
 
 
-def _all_lengths(loader: StepLoader) -> np.ndarray:
+def _lengths(loader: StepLoader) -> np.ndarray:
     import numpy as np
 
     rows = loader.sequences.rows
-    return np.concatenate(
-        [
-            rows.lengths(start, min(start + LENGTHS_PER_BATCH, len(rows)))
-            for start in range(0, len(rows), LENGTHS_PER_BATCH)
-        ]
-    )
+    starts = range(0, len(rows), LENGTHS_PER_BATCH)
+    return np.concatenate([rows.lengths(start, min(start + LENGTHS_PER_BATCH, len(rows))) for start in starts])
 
 
-def _count_tokens(loader: StepLoader) -> int:
-    return int(_all_lengths(loader).sum())
+def _micro_batches(loader: StepLoader, steps: range) -> Iterator[np.ndarray]:
+    """Yield the numbers of the rows in each micro-batch of these steps."""
+    for step in steps:
+        rows = loader.sampler.indices(*divmod(step, loader.steps_per_epoch))[loader.rank :: loader.world_size]
+        yield from (rows[start : start + loader.batch_size] for start in range(0, len(rows), loader.batch_size))
 
 
-def _usual_tokens(loader: StepLoader, steps: int) -> float:
-    """Return the mean of (rows * longest row) over the micro-batches of some steps, as a share of the largest of them."""
-    lengths, sizes = _all_lengths(loader), []
-    steps = min(steps, loader.steps_per_epoch)
-    for step in range(0, steps, max(1, steps // SAMPLED_STEPS)):
-        mine = lengths[loader.sampler.indices(0, step)]
-        sizes += [
-            int(mine[i : i + loader.batch_size].max()) * len(mine[i : i + loader.batch_size])
-            for i in range(0, len(mine), loader.batch_size)
-        ]
+def _padded_tokens(lengths: np.ndarray) -> int:
+    return int(lengths.max()) * len(lengths)
+
+
+def _usual_share(loader: StepLoader, steps: int) -> float:
+    """Return the mean of the padded tokens in the micro-batches of some steps, as a share of the largest of them."""
+    lengths, steps = _lengths(loader), min(steps, loader.steps_per_epoch)
+    sampled = _micro_batches(loader, range(0, steps, max(1, steps // SAMPLED_STEPS)))
+    sizes = [_padded_tokens(lengths[rows]) for rows in sampled]
     return sum(sizes) / len(sizes) / max(sizes)
