@@ -38,7 +38,7 @@ runner.inference.metrics > runner.inference
 runner.planning.out_of_memory > runner.planning.alternatives > runner.planning.memory
 runner.planning.model | runner.planning.data | runner.planning.machine | runner.planning.micro_batch
 runner.engine > runner.engine.state > runner.engine.data_pipeline > runner.engine.config
-runner.engine.objectives | runner.engine.optim > runner.engine.choices > runner.engine.device > runner.engine.device.cpu
+runner.engine.objectives | runner.engine.optim > runner.engine.autotune > runner.engine.device > runner.engine.device.cpu
 runner.run_dir > runner.run_dir.contents
 runner.checkpoint | runner.tracking.trackers > runner.tracking > runner.tracking.console
 runner.diagnostics

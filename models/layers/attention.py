@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from models.layers.cpu_kernels.fused_attention import fused_attention, supports
 from models.layers.ops import custom_op, empty_heads
 
-QUERY_BLOCK = 64  # queries of a block where nothing else was chosen
+QUERY_BLOCK = 64  # queries of a block
 # attention probabilities of a layer saved for the backward pass; a larger number is recomputed
 MAX_SAVED_PROBS = 1 << 24
 SDPA_BACKENDS = {
@@ -32,13 +32,7 @@ SDPA_BACKENDS = {
     "math": SDPBackend.MATH,
 }
 FUSED_KERNEL = "fused"  # the C++ kernel, where `load_kernels` was called
-CPU_KERNELS = {
-    "auto": QUERY_BLOCK,
-    FUSED_KERNEL: QUERY_BLOCK,
-    "blocks-32": 32,
-    "blocks-64": 64,
-    "blocks-128": 128,
-}  # -> queries of a block
+CPU_KERNELS = ("auto", FUSED_KERNEL)
 MASKED_QUERY_CHUNK = 128  # queries per call of the CPU kernel with a mask
 
 AttentionMask = Tensor | BlockMask | None  # (B, 1, T, C), True where attention is allowed; None: causal
@@ -83,7 +77,7 @@ def attention(
             return fused_attention(q, k, v, mask)[0]
         num_probs = q.shape[0] * q.shape[1] * q.shape[2] ** 2
         save_probs = save_probs and torch.is_grad_enabled() and q.requires_grad and num_probs <= MAX_SAVED_PROBS
-        return cpu_attention(q, k, v, mask, save_probs, CPU_KERNELS[kernel])[0]
+        return cpu_attention(q, k, v, mask, save_probs)[0]
     if q.device.type == "mps":
         k, v = repeat_heads(q, k), repeat_heads(q, v)
     if mask is not None:
@@ -167,27 +161,25 @@ class AttentionBlock:
         return scores.softmax(-1)
 
 
-def attention_blocks(T: int, mask: Tensor | None, size: int) -> Iterator[AttentionBlock]:
-    """Cut T queries into blocks of `size`.
+def attention_blocks(T: int, mask: Tensor | None) -> Iterator[AttentionBlock]:
+    """Cut T queries into blocks.
 
     `mask` (B, 1, T, T) is one of `document_mask`: the first key of a token is never before that of an earlier token.
     """
-    starts = range(0, T, size)
-    first_keys = [0] * len(starts) if mask is None else mask[:, 0, ::size].int().argmax(-1).amin(0).tolist()
+    starts = range(0, T, QUERY_BLOCK)
+    first_keys = [0] * len(starts) if mask is None else mask[:, 0, ::QUERY_BLOCK].int().argmax(-1).amin(0).tolist()
     for start, first_key in zip(starts, first_keys, strict=True):
-        yield AttentionBlock(start, min(start + size, T), first_key, mask)
+        yield AttentionBlock(start, min(start + QUERY_BLOCK, T), first_key, mask)
 
 
 @custom_op("lm_runner::attention", is_saved=True)
-def cpu_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, save_probs: bool, query_block: int = QUERY_BLOCK
-) -> tuple[Tensor, Tensor]:
+def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, save_probs: bool) -> tuple[Tensor, Tensor]:
     """q: (B, N, T, H); k, v: (B, K, T, H) -> (B, N, T, H), and the probabilities of all blocks, flat; empty without
     `save_probs`.
     """
-    out, saved = empty_heads(q), _probs_buffer(q, save_probs, query_block)
+    out, saved = empty_heads(q), _probs_buffer(q, save_probs)
     q, k, v, offset = q * q.shape[-1] ** -0.5, k.contiguous(), v.contiguous(), 0
-    for block in attention_blocks(q.shape[2], mask, query_block):
+    for block in attention_blocks(q.shape[2], mask):
         p = block.probs(block.queries(q, k.shape[1]), k)
         block.write_queries(out, p @ block.keys(v))
         if save_probs:
@@ -197,15 +189,13 @@ def cpu_attention(
 
 
 @torch.library.register_fake("lm_runner::attention")
-def _(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, save_probs: bool, query_block: int = QUERY_BLOCK
-) -> tuple[Tensor, Tensor]:
-    return empty_heads(q), _probs_buffer(q, save_probs, query_block)
+def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, save_probs: bool) -> tuple[Tensor, Tensor]:
+    return empty_heads(q), _probs_buffer(q, save_probs)
 
 
 @custom_op("lm_runner::attention_backward")
 def cpu_attention_backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, saved: Tensor, query_block: int = QUERY_BLOCK
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, saved: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """g: (B, N, T, H), gradient of the output; saved: probabilities of the forward pass, or empty -> gradients of q, k
     and v.
@@ -213,7 +203,7 @@ def cpu_attention_backward(
     dq, K, scale, offset = empty_heads(q), k.shape[1], q.shape[-1] ** -0.5, 0
     q, k, v = q * scale, k.contiguous(), v.contiguous()
     dk, dv = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
-    for block in attention_blocks(q.shape[2], mask, query_block):
+    for block in attention_blocks(q.shape[2], mask):
         q_block, g_block = block.queries(q, K), block.queries(g, K)
         size = q_block.shape[0] * K * q_block.shape[2] * (block.end - block.first_key)
         p = saved[offset : offset + size].view(*q_block.shape[:3], -1) if len(saved) else block.probs(q_block, k)
@@ -226,26 +216,24 @@ def cpu_attention_backward(
 
 
 @torch.library.register_fake("lm_runner::attention_backward")
-def _(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, saved: Tensor, query_block: int = QUERY_BLOCK
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return empty_heads(q), empty_heads(k), empty_heads(v)
 
 
-def _probs_buffer(q: Tensor, save_probs: bool, query_block: int) -> Tensor:
+def _probs_buffer(q: Tensor, save_probs: bool) -> Tensor:
     """Return a flat buffer for the probabilities of all blocks if each attends to every earlier token."""
     B, N, T, _ = q.shape
-    return q.new_empty(B * N * T * (T + query_block) // 2 if save_probs else 0)
+    return q.new_empty(B * N * T * (T + QUERY_BLOCK) // 2 if save_probs else 0)
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    q, k, v, mask, _, ctx.query_block = inputs
+    q, k, v, mask, _ = inputs
     ctx.save_for_backward(q, k, v, mask, output[1])
 
 
 def _backward(ctx, g: Tensor, _) -> tuple[Tensor | None, ...]:
     q, k, v, mask, saved = ctx.saved_tensors
-    return *cpu_attention_backward(g.contiguous(), q, k, v, mask, saved, ctx.query_block), None, None, None
+    return *cpu_attention_backward(g.contiguous(), q, k, v, mask, saved), None, None
 
 
 torch.library.register_autograd("lm_runner::attention", _backward, setup_context=_save_for_backward)

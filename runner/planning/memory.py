@@ -149,7 +149,7 @@ class LayerMemory:
 
     def _probs(self) -> int:
         """Return the bytes of attention probabilities, which the kernel of the CPU saves up to a limit."""
-        from models.layers.attention_cpu import MAX_SAVED_PROBS, QUERY_BLOCK
+        from models.layers.attention import MAX_SAVED_PROBS, QUERY_BLOCK
 
         R, T, heads = self.shape.rows, self.shape.tokens, self.layer.heads
         is_saved = self.execution.on_cpu and not self.execution.has_kernels and R * heads * T * T <= MAX_SAVED_PROBS

@@ -361,6 +361,21 @@ def test_weight_gradients_are_those_of_fp64_rounded_to_fp32(shape: tuple[int, in
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("num_tokens", [31, 32], ids=["fewer tokens than inputs", "as many"])
+def test_weights_are_joined_where_there_are_as_many_tokens_as_inputs(num_tokens: int) -> None:
+    torch.manual_seed(5)
+    linears = [torch.nn.Linear(32, size) for size in (48, 16)]
+    x = torch.randn(num_tokens, 32, requires_grad=True)
+    outputs = fused_projection(x, *linears)
+    gradient = torch.autograd.grad(outputs, x, [y.detach() for y in outputs])[0]
+    alone = [y.detach() @ linear.weight for y, linear in zip(outputs, linears, strict=True)]
+    joined = torch.cat(outputs, -1).detach() @ torch.cat([linear.weight for linear in linears])
+    for y, linear in zip(outputs, linears, strict=True):
+        torch.testing.assert_close(y, linear(x))
+    assert torch.equal(gradient, sum(alone)) == (num_tokens == 31)
+    assert torch.equal(gradient, joined) == (num_tokens == 32)
+
+
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("bias", [True, False])
 def test_projection_by_the_kernel_has_the_gradients_of_torch(bias: bool) -> None:

@@ -1,6 +1,4 @@
-"""Kernels that a long run chooses by measuring them at its start, on its own shapes: kept for later runs, recorded, and
-repeated on resume.
-"""
+"""A choice between kernels by their times: kept for later runs, recorded, and repeated on resume."""
 
 from __future__ import annotations
 
@@ -12,8 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from itertools import combinations
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +21,7 @@ from runner.engine.device.memory_errors import is_out_of_memory
 # run for nothing
 WORTHWHILE = 0.9
 MAX_MEASURING_SECONDS, MIN_TURNS = 10.0, 2  # of measuring one choice once, and what is worth measuring at all
+OPERAND_SIZES, MAX_CALL_SECONDS = (128, 512, 2_048), 0.3  # of `times_of_growing_operands`
 MAX_CHOICE_BYTES = 10_000
 MAX_KERNEL_NAME = 40  # characters of a name from a checkpoint in a message
 
@@ -40,22 +38,16 @@ class KernelChoice:
     default: str  # what short runs compute with
     others: tuple[str, ...]
     workload: Mapping[str, Any]  # JSON values: all that the times depend on in this run
-    # kernel -> seconds; kernels that cannot compute the workload are left out
-    measure: Callable[[Sequence[str]], dict[str, float]]
+    # kernel -> seconds; None: the first of `others` that this machine can compute is taken
+    measure: Callable[[Sequence[str]], dict[str, float]] | None
     apply: Callable[[str], None]
-    smaller: tuple[str, ...] = ()  # those that need less memory: taken if they are faster at all
     unit: str = "ms"  # of the times in the log, with what they are times of
     labels: Mapping[str, str] = field(default_factory=dict)  # kernel -> name in the log, where it has another
-    in_short_runs: bool = False  # those of at least MIN_RUN_FLOPS measure it, too
-    long_only: tuple[str, ...] = ()  # those of `others` that only long runs measure: compiling them takes seconds
     # (kernel, folder for compiled programs); raises KernelsUnavailableError where this machine cannot compute it
     load: Callable[[str, Path], None] = _always
 
     def label(self, kernel: str) -> str:
         return self.labels.get(kernel, kernel)
-
-    def for_short_runs(self) -> KernelChoice:
-        return replace(self, others=tuple(kernel for kernel in self.others if kernel not in self.long_only))
 
 
 class ChosenKernel(NamedTuple):
@@ -82,13 +74,17 @@ def measured_kernel(
 
     missing = _load_all(choice, folder)
     names = [name for name in (choice.default, *choice.others) if name not in missing]
+    absent = "".join(f"; no {name} kernel: {error}" for name, error in missing.items())
+    if choice.measure is None:
+        kernel = names[-1]
+        return ChosenKernel(kernel, choice.label(kernel) + absent, tuple(names))
     file = _times_file(choice, folder, facts, names)
     times = _read_times(file, choice)
     if times is None:
         before_measuring()
         try:
             with freed_memory_kept():
-                measured = _confirmed_times(choice, names)
+                measured = _confirmed_times(choice.measure, choice, names)
         except (KernelsUnavailableError, MemoryError, RuntimeError) as error:
             is_unavailable = isinstance(error, KernelsUnavailableError)
             if not is_unavailable and not is_out_of_memory(error):
@@ -102,33 +98,20 @@ def measured_kernel(
     kernel = _fastest(choice, times)
     listed = ", ".join(f"{choice.label(name)} {seconds * 1000:.1f}" for name, seconds in times.items())
     listed += "; too slow to measure the others" * (len(times) == 1 < len(names))
-    absent = "".join(f"; no {name} kernel: {error}" for name, error in missing.items())
     return ChosenKernel(kernel, f"{choice.label(kernel)} (measured, {choice.unit}: {listed}){absent}", tuple(names))
 
 
-def _confirmed_times(choice: KernelChoice, names: Sequence[str]) -> dict[str, float]:
+def _confirmed_times(
+    measure: Callable[[Sequence[str]], dict[str, float]], choice: KernelChoice, names: Sequence[str]
+) -> dict[str, float]:
     """Return kernel -> seconds, of which the fastest, if it is not the default, was measured twice beside it: other
     load may have disturbed the first time.
     """
-    times, confirmed = dict(choice.measure(names)), {choice.default}
+    times, confirmed = dict(measure(names)), {choice.default}
     while (fastest := _fastest(choice, times)) not in confirmed:
         confirmed.add(fastest)
-        again = choice.measure([choice.default, fastest])
-        times |= again
+        times |= measure([choice.default, fastest])
     return times
-
-
-def cached_kernel(choice: KernelChoice, folder: Path, facts: Mapping[str, Any]) -> str | None:
-    """Return the kernel that `measured_kernel` would take without measuring, None if it would measure; nothing is
-    compiled or loaded.
-    """
-    # some may be missing
-    subsets = (subset for count in range(len(choice.others), -1, -1) for subset in combinations(choice.others, count))
-    for available in subsets:
-        names = [choice.default, *available]
-        if times := _read_times(_times_file(choice, folder, facts, names), choice):
-            return _fastest(choice, times)
-    return None
 
 
 def _times_file(choice: KernelChoice, folder: Path, facts: Mapping[str, Any], names: Sequence[str]) -> Path:
@@ -138,11 +121,8 @@ def _times_file(choice: KernelChoice, folder: Path, facts: Mapping[str, Any], na
 
 
 def _fastest(choice: KernelChoice, times: Mapping[str, float]) -> str:
-    limit = {name: 1.0 if name in choice.smaller else WORTHWHILE for name in choice.others}
-    worthwhile = [
-        name for name in times if name != choice.default and times[name] < limit[name] * times[choice.default]
-    ]
-    return min(worthwhile, key=lambda name: times[name], default=choice.default)
+    fastest = min(times, key=lambda name: times[name])
+    return fastest if times[fastest] < WORTHWHILE * times[choice.default] else choice.default
 
 
 def kernel_of_checkpoint(choice: KernelChoice, saved: object, folder: Path) -> ChosenKernel:
@@ -192,6 +172,23 @@ def shortest_times(runs: Mapping[str, Callable[[], object]], turns: int, passes:
     for name in [*runs] * min(turns, fitting):
         times.setdefault(name, []).extend(_time_turn(runs[name], passes))
     return {name: min(each) for name, each in times.items() if each}
+
+
+def times_of_growing_operands(
+    runs: Callable[[int], tuple[float, Mapping[str, Callable[[], object]]]],
+) -> dict[str, float]:
+    """Return name -> the shortest time of a call, seconds, with the largest operands that do not take too long: without
+    instructions for 16 bits, products of torch may take a thousand times as long as in fp32.
+
+    `runs`: largest side of an operand -> operations of a call, and the calls, by name.
+    """
+    times, operations = dict[str, float](), 0.0
+    for largest in OPERAND_SIZES:
+        more, calls = runs(largest)
+        if times and max(times.values()) * more / operations > MAX_CALL_SECONDS:
+            break
+        times, operations = shortest_times(calls, turns=3, passes=1), more
+    return times
 
 
 def _time_turn(run: Callable[[], object], passes: int) -> list[float]:

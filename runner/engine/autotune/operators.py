@@ -1,6 +1,4 @@
-"""Whether products of 16-bit matrices are computed with instructions for 16 bits or in fp32: without AMX, the former
-may take many times as long.
-"""
+"""Choices of single operators on the CPU: products of 16-bit matrices, and attention."""
 
 from __future__ import annotations
 
@@ -10,20 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.engine.choices.measured_choice import KernelChoice, shortest_times
+from runner.engine.autotune.kernel_choice import KernelChoice, times_of_growing_operands
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from models.language_model import LanguageModel
+
 NATIVE, UPCAST, KERNEL = "native", "fp32", "cpp"
 PRODUCT_DTYPES = ("bfloat16", "float16")
 MIN_RUN_FLOPS = 2e12  # of runs that measure it: some seconds at the speed of a laptop
-PRODUCT_TURNS, PRODUCT_PASSES = 3, 1
-# largest sides of matrices, measured in this order until the next would take longer than PRODUCT_SECONDS:
-PRODUCT_SIDES = (128, 512, 2_048)
-# without instructions for 16 bits torch's own products may take a thousand times as long as with them
-PRODUCT_SECONDS = 0.3
 
 
 @dataclass(frozen=True)
@@ -36,20 +31,21 @@ class ProductShape:
     dtype: str  # of torch: bfloat16 or float16
 
 
-def product_choice(shape: ProductShape) -> KernelChoice:
-    """Return the choice of how torch multiplies 16-bit matrices in this process."""
+def product_choice(shape: ProductShape, *, has_kernel: bool) -> KernelChoice:
+    """Return the choice of how torch multiplies 16-bit matrices in this process.
+
+    `has_kernel`: also by the C++ kernel. Compiling it takes seconds, which only a long run gets back.
+    """
     return KernelChoice(
         fact="products",
         default=NATIVE,
-        others=(UPCAST, KERNEL) if shape.dtype == "bfloat16" else (UPCAST,),
-        long_only=(KERNEL,),
+        others=(UPCAST, KERNEL) if has_kernel and shape.dtype == "bfloat16" else (UPCAST,),
         workload=asdict(shape),
         measure=partial(measure_products, shape),
         apply=use_products,
         unit="ms a linear layer",
         labels={NATIVE: f"in {shape.dtype}", UPCAST: "in float32 and rounded", KERNEL: "by the C++ kernel"},
         load=load_products,
-        in_short_runs=True,
     )
 
 
@@ -90,39 +86,32 @@ def measure_products(shape: ProductShape, kernels: Sequence[str]) -> dict[str, f
 
     The choice made before does not matter.
     """
-    import torch
-
     before = current_products()
     use_products(NATIVE)
     try:
-        times, flops = dict[str, float](), 0.0
-        for largest in PRODUCT_SIDES:
-            tokens, outputs, inputs = (min(size, largest) for size in (shape.tokens, shape.outputs, shape.inputs))
-            larger = float(tokens * outputs * inputs)
-            if times and times[NATIVE] * larger / flops > PRODUCT_SECONDS:
-                break
-            times, flops = _time_products(tokens, outputs, inputs, getattr(torch, shape.dtype), kernels), larger
-        return times
+        return times_of_growing_operands(partial(_product_runs, shape, kernels))
     finally:
         use_products(before)
 
 
-def _time_products(
-    tokens: int, outputs: int, inputs: int, dtype: torch.dtype, kernels: Sequence[str]
-) -> dict[str, float]:
+def _product_runs(
+    shape: ProductShape, kernels: Sequence[str], largest: int
+) -> tuple[float, dict[str, Callable[[], object]]]:
     import torch
 
     from models.layers.cpu_kernels.upcast_products import multiply, multiply_by_kernel
 
+    tokens, outputs, inputs = (min(size, largest) for size in (shape.tokens, shape.outputs, shape.inputs))
     x, g, weight = (
-        torch.ones(*sizes, dtype=dtype) for sizes in ((tokens, inputs), (tokens, outputs), (outputs, inputs))
+        torch.ones(*sizes, dtype=getattr(torch, shape.dtype))
+        for sizes in ((tokens, inputs), (tokens, outputs), (outputs, inputs))
     )
     runs: dict[str, Callable[[], object]] = {
         NATIVE: partial(_native, x, g, weight),
         UPCAST: partial(_upcast, multiply, x, g, weight),
         KERNEL: partial(_upcast, multiply_by_kernel, x, g, weight),
     }
-    return shortest_times({kernel: runs[kernel] for kernel in kernels}, PRODUCT_TURNS, PRODUCT_PASSES)
+    return float(tokens * outputs * inputs), {kernel: runs[kernel] for kernel in kernels}
 
 
 def _native(x: Tensor, g: Tensor, weight: Tensor) -> None:
@@ -138,3 +127,36 @@ def _upcast(multiply: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, g: 
     multiply(x, weight.t(), x.new_empty(n, outputs))
     multiply(g, weight, x.new_empty(n, inputs))
     multiply(g.t(), x, weight.new_empty(outputs, inputs, dtype=torch.float32))
+
+
+def attention_choice(dtype: torch.dtype, head_width: int, models: Sequence[LanguageModel]) -> KernelChoice:
+    """Return the choice of the C++ kernel of attention, with those of SwiGLU and of gradients of weights. It is not
+    timed: it was the fastest on every processor (benchmarks/results/attention.md), and needs less memory.
+    """
+    from models.layers.attention import FUSED_KERNEL
+
+    def apply(kernel: str) -> None:
+        for model in models:
+            model.use_attention_kernel(kernel)
+
+    return KernelChoice(
+        fact="attention",
+        default="auto",
+        others=(FUSED_KERNEL,),
+        workload={},
+        measure=None,
+        apply=apply,
+        labels={"auto": "blocks of queries"},
+        load=lambda kernel, folder: load_attention(dtype, head_width, folder),
+    )
+
+
+def load_attention(dtype: torch.dtype, head_width: int, folder: Path) -> None:
+    """Raise KernelsUnavailableError if this machine cannot compute attention by the C++ kernel."""
+    from models.layers.cpu_kernels.fused_attention import check_product, supports
+    from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
+
+    if not supports(dtype, head_width):
+        raise KernelsUnavailableError(f"not for heads of {head_width} numbers in {dtype}")
+    load_kernels(folder)
+    check_product(dtype, head_width)
