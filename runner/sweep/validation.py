@@ -17,7 +17,7 @@ from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.overrides import config_dirs, is_hydra_override, key_of, plugins_of
 from runner.config.yaml_files import ineffective_override
 from runner.engine.config import Config
-from runner.launch import initial_weights, run, torchrun
+from runner.launch import run, torchrun
 from runner.sweep.backends import LAUNCHERS
 from runner.sweep.backends.base import LauncherOptions
 from runner.sweep.grid import GridPoint, PointComposer, SweeperOptions
@@ -154,10 +154,7 @@ def checked_configs(composer: PointComposer, points: list[GridPoint]) -> list[Co
         if number % PROGRESS_EVERY == 0:
             print_note(f"{number} of {len(points)} jobs checked")
     for config in configs:
-        run.check_inputs(config)
-        initial_weights.check_init_from(config)
-        initial_weights.check_model(config)
-        initial_weights.check_tokenizer(config)
+        run.check_start(config)
     return configs
 
 
