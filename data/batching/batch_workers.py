@@ -10,13 +10,11 @@ function of the step.
 
 from __future__ import annotations
 
-import json
 import mmap
 import multiprocessing
 import os
 import queue
 import signal
-import struct
 import sys
 import threading
 import time
@@ -29,15 +27,15 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 
+import numpy as np
 import torch
 
 from common.errors import TrainingError, one_line, print_safely
 from data.background import START_SECONDS, Watch, describe_exit, describe_state, kill_with_parent
-from data.batching.batch import Batch, SequenceSource
-from data.batching.packing import PackedSequences
+from data.batching.batch import Batch
+from data.batching.packing import PackedSequences, Sequences
 from data.types import EncodedRow
 
-BATCH, ERROR, READY = b"B", b"E", b"R"  # first byte of a message
 TRACEBACK_LINES = 30
 NAME_SECONDS = 1.0  # for reading the names of the rows that a worker was stuck at; reading them may be what hangs
 CLOSE_SECONDS = 1.0  # for a killed worker to be gone
@@ -47,68 +45,58 @@ HINTS = {
 }
 
 
+def shared_positions(num_workers: int) -> np.ndarray:
+    """Return int64 (num_workers, 2): the sequence that each worker reads, -1 at first, and a count of its steps.
+
+    Forked workers share the memory; a spawned one has a copy of its own.
+    """
+    positions = np.frombuffer(mmap.mmap(-1, 16 * num_workers), np.int64).reshape(num_workers, 2)
+    positions[:, 0] = -1
+    return positions
+
+
 @dataclass(frozen=True)
 class BatchTask:
     """What the workers share. It can be pickled."""
 
-    sequences: SequenceSource
+    sequences: Sequences
     collate: Callable[[list[list[EncodedRow]]], Batch]
     # (worker, number of workers) -> sequences of each of its micro-batches, in order
     indices: Callable[[int, int], Iterator[list[int]]]
+    positions: np.ndarray  # of `shared_positions`
 
-    def read(self, indices: list[int], positions: Positions, worker: int) -> Batch:
-        rows = []
-        for index in indices:
-            positions.set(worker, index)
-            rows.append(self.sequences[index])
-        return self.collate(rows)
+    def batches(self, worker: int, num_workers: int) -> Iterator[Batch]:
+        """Yield every `num_workers`th micro-batch, from number `worker` on."""
+        position = self.positions[worker]
 
-    def describe(self, positions: Positions, worker: int) -> str:
-        """Return the rows that a worker reads now."""
-        sequence = positions.sequence(worker)
-        return "its data" if sequence is None else self.names(sequence)
+        def count_step(*_: int) -> None:
+            position[1] += 1
 
-    def names(self, index: int) -> str:
-        """Return the rows of a sequence, or its number if they cannot be read within NAME_SECONDS."""
+        if isinstance(self.sequences, PackedSequences):
+            self.sequences.progress = count_step
+        for indices in self.indices(worker, num_workers):
+            rows = []
+            for index in indices:
+                position[0] = index
+                count_step()
+                rows.append(self.sequences[index])
+            yield self.collate(rows)
+
+    def describe(self, worker: int) -> str:
+        """Return the rows that a worker reads now, or their sequence if they cannot be read within NAME_SECONDS."""
+        index = int(self.positions[worker, 0])
+        if index < 0:
+            return "its data"
         names: list[str] = []
-        thread = threading.Thread(target=lambda: names.extend(row.name for row in self.sequences[index]), daemon=True)
-        with _thread_errors_ignored():
-            thread.start()
-            thread.join(NAME_SECONDS)
+
+        def read_names() -> None:
+            with suppress(Exception):
+                names.extend(row.name for row in self.sequences[index])
+
+        thread = threading.Thread(target=read_names, daemon=True)
+        thread.start()
+        thread.join(NAME_SECONDS)
         return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "") if names else f"sequence {index}"
-
-
-class Positions:
-    """Which sequence each worker reads, and a count of its steps, in memory that forked workers share.
-
-    A spawned worker has a copy of its own.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._count, self._memory = count, mmap.mmap(-1, 16 * count)
-        for worker in range(count):
-            struct.pack_into("qq", self._memory, 16 * worker, -1, 0)
-
-    def __reduce__(self) -> tuple:
-        return Positions, (self._count,)
-
-    def set(self, worker: int, sequence: int) -> None:
-        struct.pack_into("qq", self._memory, 16 * worker, sequence, self._steps(worker) + 1)
-
-    def tick(self, worker: int) -> None:
-        """Count a step, e.g. of planning the packed sequences of an epoch."""
-        struct.pack_into("q", self._memory, 16 * worker + 8, self._steps(worker) + 1)
-
-    def sequence(self, worker: int) -> int | None:
-        number: int = struct.unpack_from("q", self._memory, 16 * worker)[0]
-        return None if number < 0 else number
-
-    def snapshot(self) -> bytes:
-        return self._memory[:]
-
-    def _steps(self, worker: int) -> int:
-        steps: int = struct.unpack_from("q", self._memory, 16 * worker + 8)[0]
-        return steps
 
 
 class BatchWorkers:
@@ -117,18 +105,16 @@ class BatchWorkers:
     Raises TrainingError if a worker fails, StopRequested.
     """
 
-    def __init__(
-        self, task: BatchTask, count: int, watch: Watch, positions: Positions, receive: Callable[[Batch], Batch]
-    ) -> None:
+    def __init__(self, task: BatchTask, count: int, watch: Watch, receive: Callable[[Batch], Batch]) -> None:
         """`receive`: applied to each batch in a thread, e.g. to pin its memory."""
-        self.task, self.watch, self.positions = task, watch, positions
+        self.task, self.watch = task, watch
         self._next = 0
         self._workers: list[_Worker] = []
         context = multiprocessing.get_context("fork" if sys.platform.startswith("linux") else None)
         try:
             with _signals_blocked():
                 for index in range(count):
-                    self._workers.append(_Worker(context, task, index, count, positions, receive))
+                    self._workers.append(_Worker(context, task, index, count, receive))
         except OSError as error:
             self.close()
             message = f"{count} data workers cannot be started: {error.strerror or error}"
@@ -145,7 +131,7 @@ class BatchWorkers:
         message = self.watch.take(worker.received, stuck)
         if isinstance(message, Batch):
             return message
-        raise self._exit_error(worker) if message is None else self._read_error(worker, message)
+        raise self._exit_error(worker) if message is None else self._read_error(worker, *message)
 
     def close(self) -> None:
         """Kill the workers, whatever they do, and wait a limited time for their end."""
@@ -160,7 +146,7 @@ class BatchWorkers:
         return f"data worker {worker.index} of {len(self._workers)} (pid {worker.pid})"
 
     def _reading(self, worker: _Worker) -> str:
-        return f" while it read {self.task.describe(self.positions, worker.index)}"
+        return f" while it read {self.task.describe(worker.index)}"
 
     def _stuck_error(self, worker: _Worker, seconds: float) -> TrainingError:
         state = describe_state(worker.pid)
@@ -177,15 +163,18 @@ class BatchWorkers:
             f"{self._name(worker)} {describe_exit(worker.process.exitcode)}{reading}; try fewer data.num_workers, or data.num_workers=0"
         )
 
-    def _read_error(self, worker: _Worker, failure: dict[str, str]) -> TrainingError:
-        if failure["type"] == "DamagedStoreError":  # it says what to do, and its traceback tells nothing
-            return TrainingError(failure["message"])
-        lines = failure["traceback"].splitlines()
+    def _read_error(self, worker: _Worker, kind: str, message: str, trace: str) -> TrainingError:
+        if kind == "DamagedStoreError":  # it says what to do, and its traceback tells nothing
+            return TrainingError(message)
+        lines = trace.splitlines()
         print_safely(
             "\n".join([*(["..."] if len(lines) > TRACEBACK_LINES else []), *lines[-TRACEBACK_LINES:]]), sys.stderr
         )
-        text = f"{self._name(worker)} failed{self._reading(worker)}: {failure['type']}: {one_line(failure['message'])[:500]}"
-        return TrainingError(f"{text}; {_hint(failure['message'], 'data.num_workers=0 reads in the training process')}")
+        text = f"{self._name(worker)} failed{self._reading(worker)}: {kind}: {one_line(message)[:500]}"
+        return TrainingError(f"{text}; {_hint(message, 'data.num_workers=0 reads in the training process')}")
+
+
+Failure = tuple[str, str, str]  # of a worker: type of the exception, message, traceback
 
 
 class _Worker:
@@ -194,19 +183,13 @@ class _Worker:
     """
 
     def __init__(
-        self,
-        context: BaseContext,
-        task: BatchTask,
-        index: int,
-        count: int,
-        positions: Positions,
-        receive: Callable[[Batch], Batch],
+        self, context: BaseContext, task: BatchTask, index: int, count: int, receive: Callable[[Batch], Batch]
     ) -> None:
         self.index = index
-        self.received: queue.Queue[Batch | dict[str, str] | None] = queue.Queue(1)  # None: the process has ended
+        self.received: queue.Queue[Batch | Failure | None] = queue.Queue(1)  # None: the process has ended
         self.ready = threading.Event()  # or ended
         self._connection, end = context.Pipe(duplex=False)
-        arguments = (task, index, count, positions, end, os.getpid())
+        arguments = (task, index, count, end, os.getpid())
         process = context.Process(target=_worker_main, args=arguments, daemon=True)  # type: ignore[attr-defined]  # of every context
         try:
             with warnings.catch_warnings():
@@ -224,14 +207,11 @@ class _Worker:
 
     def _receive(self, receive: Callable[[Batch], Batch]) -> None:
         try:
+            self._connection.recv()  # it is ready
+            self.ready.set()
             while True:
-                message = self._connection.recv_bytes()
-                self.ready.set()
-                if message == READY:
-                    continue
-                self.received.put(
-                    receive(Batch.from_bytes(message[1:])) if message[:1] == BATCH else json.loads(message[1:])
-                )
+                message = self._connection.recv()
+                self.received.put(receive(message) if isinstance(message, Batch) else message)
         except (EOFError, OSError):
             self.ready.set()
             self.received.put(None)
@@ -249,34 +229,21 @@ class _Worker:
             self._connection.close()
 
 
-def _worker_main(task: BatchTask, index: int, count: int, positions: Positions, end: Connection, parent: int) -> None:
-    """Body of a worker: send every `count`th batch from number `index` on, or the first error."""
+def _worker_main(task: BatchTask, index: int, count: int, end: Connection, parent: int) -> None:
+    """Body of a worker: send None when it is ready, then its batches, or the first error."""
     kill_with_parent(parent)
     torch.set_num_threads(1)
-    if isinstance(task.sequences, PackedSequences):
-        task.sequences.progress = lambda *_: positions.tick(index)
     try:
-        end.send_bytes(READY)
+        end.send(None)
         try:
-            for indices in task.indices(index, count):
-                end.send_bytes(BATCH + task.read(indices, positions, index).to_bytes())
+            for batch in task.batches(index, count):
+                end.send(batch)
         except BrokenPipeError:
             raise
         except Exception as error:  # whatever a reader raises: the training process reports it
-            failure = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
-            end.send_bytes(ERROR + json.dumps(failure).encode())
+            end.send((type(error).__name__, str(error), traceback.format_exc()))
     except BrokenPipeError:
         pass  # the training process has ended
-
-
-@contextmanager
-def _thread_errors_ignored() -> Iterator[None]:
-    """Print no traceback of a thread that fails."""
-    previous, threading.excepthook = threading.excepthook, lambda _: None
-    try:
-        yield
-    finally:
-        threading.excepthook = previous
 
 
 @contextmanager

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from data.types import RowSource
 
 ORDER_VERSION = 2  # of the functions here: with another order a checkpoint would repeat some rows and skip others
 # up to this size a permutation is drawn as a whole: six rounds on a few bits do not reach all of them equally often
@@ -52,9 +49,10 @@ class LengthGroupedSampler(ShuffledSampler):
     shuffled again.
     """
 
-    def __init__(self, rows: RowSource, global_batch_size: int, seed: int) -> None:
-        super().__init__(len(rows), global_batch_size, seed)
-        self.rows = rows
+    def __init__(self, size: int, global_batch_size: int, seed: int, lengths: Callable[[int, int], np.ndarray]) -> None:
+        """`lengths(start, stop)`: of the rows [start, stop)."""
+        super().__init__(size, global_batch_size, seed)
+        self.lengths = lengths
         self._sorted = lru_cache(maxsize=1)(self._sort)
 
     def indices(self, epoch: int, step: int) -> np.ndarray:
@@ -71,7 +69,7 @@ class LengthGroupedSampler(ShuffledSampler):
 
     def _sort(self, epoch: int, window: int) -> np.ndarray:
         rows = self._indices_between(epoch, window * SORT_WINDOW_STEPS, (window + 1) * SORT_WINDOW_STEPS)
-        lengths = np.concatenate([self.rows.lengths(row, row + 1) for row in rows.tolist()])
+        lengths = np.concatenate([self.lengths(row, row + 1) for row in rows.tolist()])
         return rows[np.argsort(lengths, kind="stable")]
 
 
