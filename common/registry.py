@@ -19,7 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Generic, TypeVar
 
-from common.errors import UserError, did_you_mean
+from common.errors import UserError
+from common.settings import check_choice
 
 T = TypeVar("T")
 Entry = TypeVar("Entry")
@@ -87,14 +88,8 @@ class Registry(Generic[T]):
 
     def get(self, name: str) -> T:
         """Return the entry of this name. Raises UserError if there is none."""
-        if (entry := self.find(name)) is None:
-            names = self.names()
-            raise UserError(
-                f"{self.setting} must be one of {', '.join(names)}, got {name}",
-                f"{self.setting}={name}",
-                did_you_mean(name, names, f"e.g. {self.setting}={names[0]}"),
-            )
-        return entry
+        check_choice(self.setting, name, self.names())
+        return self._entries.get(name) or self._import(name)
 
     def _import(self, name: str) -> T:
         importlib.import_module(f"{self._package}.{name}")

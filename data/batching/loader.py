@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, partial
 
 import torch
@@ -15,6 +16,7 @@ from data.batching.packing import Sequences
 from data.batching.sampler import ShuffledSampler
 
 
+@dataclass(eq=False)
 class StepLoader:
     """`iter_steps(start, end)` yields each optimizer step as its list of micro-batches, the short last step of an epoch
     included.
@@ -27,24 +29,22 @@ class StepLoader:
     `worker_timeout` seconds (0: no limit).
     """
 
-    def __init__(
-        self,
-        sequences: Sequences,
-        sampler: ShuffledSampler,
-        *,
-        batch_size: int,
-        pad_id: int,
-        packed: bool,
-        num_workers: int = 0,
-        worker_timeout: float = 0.0,
-        rank: int = 0,
-        world_size: int = 1,
-        pin_memory: bool = False,
-    ) -> None:
-        self.sequences, self.sampler, self.batch_size, self.num_workers = sequences, sampler, batch_size, num_workers
-        self.worker_timeout = worker_timeout
-        self.collate = partial(collate, pad_id=pad_id, packed=packed)  # not a lambda: spawned workers unpickle it
-        self.rank, self.world_size, self.pin_memory = rank, world_size, pin_memory
+    sequences: Sequences
+    sampler: ShuffledSampler
+    _: KW_ONLY
+    batch_size: int
+    pad_id: int
+    packed: bool
+    num_workers: int = 0
+    worker_timeout: float = 0.0
+    rank: int = 0
+    world_size: int = 1
+    pin_memory: bool = False
+
+    def __post_init__(self) -> None:
+        self.collate = partial(
+            collate, pad_id=self.pad_id, packed=self.packed
+        )  # not a lambda: spawned workers unpickle it
 
     @property
     def steps_per_epoch(self) -> int:

@@ -180,10 +180,6 @@ class Source:
             )
         return self._with_columns(value) if self.columns else value
 
-    def column_of(self, field: str) -> str:
-        """Return the column of the file that is the field of a row."""
-        return dict(self.columns).get(field) or field.removesuffix(HIDDEN)
-
     def _with_columns(self, row: dict) -> dict:
         """Return the row with the fields that data.columns names."""
         fields = {field: row[column] for field, column in self.columns if column is not None and column in row}
