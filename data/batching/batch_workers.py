@@ -32,10 +32,11 @@ from multiprocessing.context import BaseContext
 import torch
 
 from common.errors import TrainingError, one_line, print_safely
-from data.background import START_SECONDS, Watch, describe_exit, describe_state, kill_with_parent
+from data.background import Watch, describe_state
 from data.batching.batch import Batch, SequenceSource
 from data.batching.packing import PackedSequences
 from data.types import EncodedRow
+from data.worker_process import START_SECONDS, describe_exit, kill_with_parent
 
 BATCH, ERROR, READY = b"B", b"E", b"R"  # first byte of a message
 TRACEBACK_LINES = 30
