@@ -21,7 +21,7 @@ from jinja2 import TemplateError
 from common.errors import UserError
 from data.errors import BadRowError
 from data.schemas.messages import check_chat, drop_empty_system
-from data.tokenize.block import LossSpan
+from data.tokenize.block import LabelledIds
 from data.tokenize.pieces import FlatEncoder, gather
 from data.tokenize.templates.jinja_sandbox import BEGIN, END, appears_in, mask_control_tokens, unmask_control_tokens
 from data.tokenize.templates.renderer import Conversation, Rendering, Template, is_shipped
@@ -47,7 +47,6 @@ from data.tokenize.tokenizer import Tokenizer
 CHATML = Path(__file__).with_name("chatml.jinja")
 MAX_TEMPLATE_CHARACTERS = 1 << 18  # the longest in public use has 20,000
 MAX_EXPECTED_TURNS = 16  # of a conversation whose renderings are requested together
-EncodedChat = tuple[np.ndarray, list[LossSpan]]  # (ids: int32, spans of tokens with loss)
 
 
 class ChatTemplate:
@@ -151,7 +150,7 @@ class ChatTemplate:
 
     def encode_segments(
         self, chats: list[list[TemplateSegment]], encode_flat: FlatEncoder | None = None
-    ) -> list[EncodedChat]:
+    ) -> list[LabelledIds]:
         """Return (ids, spans with loss) of each conversation, with one call of the tokenizer.
 
         Token 0 is in no span: nothing predicts it.
