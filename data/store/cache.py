@@ -83,18 +83,29 @@ def load_or_build(
         encoding_code_fingerprint(encoding.schema),
     ]
     path = cache / hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    metadata = {
+        "name": source.name,
+        "content": content,
+        "file_format": source.file_format,
+        "encoding": {**dataclasses.asdict(encoding), "tokenizer": str(encoding.tokenizer)},
+        "tokenizer": tokenizer.fingerprint,
+    }
+    largest_id = max(tokenizer.vocab_size - 1, *tokenizer.control_ids.values())
 
     def build() -> None:
-        _build_store(
-            path,
-            source,
-            encoding,
-            tokenizer,
-            content,
-            progress,
-            default_workers(source) if num_workers is None else num_workers,
-            worker_timeout,
-        )
+        workers = default_workers(source) if num_workers is None else num_workers
+        with write_store(path, sequences_per_row(encoding.data_format), largest_id, metadata) as writer:
+            last_report = time.monotonic()
+            for block, bytes_read in encode_in_parallel(
+                source, encoding, tokenizer.fingerprint, _source_chunks(source), workers, worker_timeout
+            ):
+                writer.append(block)
+                if time.monotonic() - last_report >= REPORT_EVERY:
+                    last_report = time.monotonic()
+                    progress(bytes_read, source.size, writer.stats.read)
+            if file_sha256_cached(source.path, cache) != content:
+                raise _changed_error(source.path)
+        progress(source.size, source.size, writer.stats.read)
 
     store = open_or_build(path, lambda: TokenStore.open(path), build)
     # A file with the same bytes may have had another name when the store was built.
@@ -198,38 +209,6 @@ def encoding_code_fingerprint(schema: str) -> str:
     for file in fingerprinted_files(schema):
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
-
-
-def _build_store(
-    path: Path,
-    source: Source,
-    encoding: EncodingConfig,
-    tokenizer: Tokenizer,
-    content: str,
-    progress: ProgressCallback,
-    num_workers: int,
-    worker_timeout: float,
-) -> None:
-    metadata = {
-        "name": source.name,
-        "content": content,
-        "file_format": source.file_format,
-        "encoding": {**dataclasses.asdict(encoding), "tokenizer": str(encoding.tokenizer)},
-        "tokenizer": tokenizer.fingerprint,
-    }
-    largest_id = max(tokenizer.vocab_size - 1, *tokenizer.control_ids.values())
-    with write_store(path, sequences_per_row(encoding.data_format), largest_id, metadata) as writer:
-        last_report = time.monotonic()
-        for block, bytes_read in encode_in_parallel(
-            source, encoding, tokenizer.fingerprint, _source_chunks(source), num_workers, worker_timeout
-        ):
-            writer.append(block)
-            if time.monotonic() - last_report >= REPORT_EVERY:
-                last_report = time.monotonic()
-                progress(bytes_read, source.size, writer.stats.read)
-        if file_sha256_cached(source.path, path.parent) != content:
-            raise _changed_error(source.path)
-    progress(source.size, source.size, writer.stats.read)
 
 
 def _source_chunks(source: Source) -> Iterator[tuple[Chunk, int]]:

@@ -181,17 +181,6 @@ class ChatTemplate:
         bounds = ends.tolist()
         return [(ids[bounds[i] : bounds[i + 1]], spans[first_spans[i] : first_spans[i + 1]]) for i in range(len(chats))]
 
-    def encode(
-        self, messages: Any, tools: Any = None, where: str = "messages", loss_on: str = "assistant"
-    ) -> tuple[list[int], list[bool]]:
-        """Check and encode one conversation: (ids, loss_mask)."""
-        messages, tools = check_chat(messages, tools, where)
-        [(ids, spans)] = self.encode_segments([self.segments(drop_empty_system(messages), tools, where, loss_on)])
-        loss_mask = np.zeros(len(ids), bool)
-        for start, stop, _ in spans:
-            loss_mask[start:stop] = True
-        return ids.tolist(), loss_mask.tolist()
-
     def encode_prompt(self, messages: Any, tools: Any = None, where: str = "messages") -> list[int]:
         """Check a conversation and encode it with the generation prompt: the ids after which the assistant's next
         answer begins.

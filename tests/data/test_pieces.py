@@ -9,8 +9,9 @@ import pytest
 from data.schemas.messages import check_chat
 from data.tokenize import pieces as cache
 from data.tokenize.chat_template import ChatTemplate
-from data.tokenize.pieces import GPT2_PATTERN, LLAMA3_PATTERNS, PieceCache, cut_pattern, flat_ids
+from data.tokenize.pieces import PieceCache, cut_pattern, flat_ids
 from data.tokenize.tokenizer import Tokenizer
+from data.tokenize.tokenizer_limits import GPT2_PATTERN, LLAMA3_PATTERNS
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 DIGITS = {"type": "Digits", "individual_digits": True}
