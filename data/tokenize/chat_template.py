@@ -21,7 +21,7 @@ from jinja2 import TemplateError
 from common.errors import UserError
 from data.errors import BadRowError
 from data.schemas.messages import check_chat, drop_empty_system
-from data.tokenize.block import LabelledIds
+from data.tokenize.block import LabelledIds, LossSpan
 from data.tokenize.pieces import FlatEncoder, gather
 from data.tokenize.templates.jinja_sandbox import BEGIN, END, appears_in, mask_control_tokens, unmask_control_tokens
 from data.tokenize.templates.renderer import Conversation, Rendering, Template, is_shipped
@@ -116,20 +116,20 @@ class ChatTemplate:
         """Render a conversation and split it into segments, see `segments`."""
         _check_weights(messages, loss_on, where)
         conversation = self._rendered_ahead.pop(id(messages), None)
-        conversation = conversation or self._conversation(messages, tools, where, loss_on)
+        conversation = conversation or self._conversation(messages, tools, where)
         self._check_contents(conversation.text, conversation)
         turns = assistant_turns(messages)
         weighted = [turn for turn in turns if messages[turn].get("weight") != 0]
         if loss_on == "all":
             self._check_reasoning(conversation, weighted)
             marked = [turn for turn in turns if messages[turn].get("weight", 1) != 1]
-            return self._split_turns(conversation, tools, marked, others=1)
+            return self._split_turns(conversation, marked, others=1)
         if turns and not weighted:
             raise BadRowError(
                 "no turn with a weight", "every assistant turn has weight 0: no token has loss", where, "delete the row"
             )
         weighted = weighted[-1:] if loss_on == "last_assistant" else weighted
-        segments = self._split_turns(conversation, tools, weighted)
+        segments = self._split_turns(conversation, weighted)
         self._check_reasoning(conversation, weighted)
         if turns and not any(segment.loss_weight for segment in segments):
             message = "the chat template marks no text of this conversation as the assistant's"
@@ -145,8 +145,20 @@ class ChatTemplate:
             return
         for messages, tools, where in chats:
             with suppress(BadRowError):  # raised again by `segments`
-                self._rendered_ahead[id(messages)] = self._conversation(messages, tools, where, loss_on)
-        Conversation.render_together(list(self._rendered_ahead.values()))
+                self._rendered_ahead[id(messages)] = self._conversation(messages, tools, where)
+        conversations = list(self._rendered_ahead.values())
+        Conversation.render_together(
+            conversations, [self._expected_renderings(each.messages, loss_on) for each in conversations]
+        )
+
+    def _expected_renderings(self, messages: list[dict], loss_on: str) -> list[Rendering]:
+        """Return the renderings that mark the assistant's turns: the whole, and the prefixes that are compared with it."""
+        expected: list[Rendering] = [(len(messages), False)]
+        turns = assistant_turns(messages)[-1 if loss_on == "last_assistant" else 0 :]
+        if not self._turns.has_marks and len(turns) <= MAX_EXPECTED_TURNS:
+            expected += [(turn, True) for turn in turns]
+            expected += [(turn + 1, False) for turn in turns if turn + 1 < len(messages)]
+        return expected
 
     def encode_segments(
         self, chats: list[list[TemplateSegment]], encode_flat: FlatEncoder | None = None
@@ -175,11 +187,13 @@ class ChatTemplate:
         edges = np.flatnonzero(np.diff(weights, prepend=0, append=0))
         # adjacent turns may have different weights
         edges = np.stack([edges[:-1], edges[1:]], axis=1)[weights[edges[:-1]] > 0]
-        first_spans, span_weights = np.searchsorted(edges[:, 0], ends).tolist(), weights[edges[:, 0]].tolist()
-        edges -= np.repeat(ends[:-1], np.diff(first_spans))[:, None]
-        spans = list(zip(edges[:, 0].tolist(), edges[:, 1].tolist(), span_weights, strict=True))
-        bounds = ends.tolist()
-        return [(ids[bounds[i] : bounds[i + 1]], spans[first_spans[i] : first_spans[i + 1]]) for i in range(len(chats))]
+        owners = np.searchsorted(ends, edges[:, 0], side="right") - 1
+        spans: list[list[LossSpan]] = [[] for _ in chats]
+        for owner, (start, stop), weight in zip(
+            owners.tolist(), (edges - ends[owners, None]).tolist(), weights[edges[:, 0]].tolist(), strict=True
+        ):
+            spans[owner].append((start, stop, weight))
+        return list(zip(np.split(ids, ends[1:-1]), spans, strict=True)) if chats else []
 
     def encode_prompt(self, messages: Any, tools: Any = None, where: str = "messages") -> list[int]:
         """Check a conversation and encode it with the generation prompt: the ids after which the assistant's next
@@ -209,7 +223,7 @@ class ChatTemplate:
         if not self.turn_end.is_trained and not self._turns.has_marks and messages[-1]["role"] != "assistant":
             with suppress(BadRowError):  # earlier answers end as they do in training
                 marked = self._turns.insert(whole, conversation, assistant_turns(messages))
-                whole = self._close_turns(marked, messages, tools)
+                whole = self._close_turns(marked, conversation)
         return whole
 
     @cached_property
@@ -241,15 +255,14 @@ class ChatTemplate:
         start, end = marked.rfind(BEGIN), marked.rfind(END)
         return marked[start + 1 : end], marked[end + 1 :]
 
-    def _close_turns(self, marked: str, messages: list[dict], tools: list[dict] | None) -> str:
+    def _close_turns(self, marked: str, conversation: Conversation) -> str:
         """Return marked text with an end token in every turn, for a template that leaves it out."""
         last, eos_token = self.turn_end.token, self.tokenizer.named_tokens["eos_token"]
-        if messages[-1].get("tool_calls"):  # another token may end a turn with calls
+        if conversation.messages[-1].get("tool_calls"):  # another token may end a turn with calls
             text = marked.replace(BEGIN, "").replace(END, "")
+            messages = [*conversation.messages, {"role": "tool", "content": "result"}]
             with suppress(BadRowError):
-                followed = self._conversation(
-                    [*messages, {"role": "tool", "content": "result"}], tools, "messages"
-                ).text
+                followed = self._conversation(messages, conversation.tools, "messages").text
                 if followed.startswith(text) and (token := leading_token(followed[len(text) :], self._end_tokens)):
                     last = token
         return close_turns(marked, self._end_tokens, last, None if self._turns.has_marks else eos_token)
@@ -276,46 +289,29 @@ class ChatTemplate:
         return ends
 
     def _conversation(
-        self,
-        messages: list[dict],
-        tools: list[dict] | None,
-        where: str,
-        loss_on: str | None = None,
-        template: Template | None = None,
+        self, messages: list[dict], tools: list[dict] | None, where: str, template: Template | None = None
     ) -> Conversation:
-        """Return the conversation as the template gets it.
-
-        `loss_on`: its turns will be marked, so the renderings for this are expected.
-        """
-        template = template or self._template
+        """Return the conversation as the template gets it."""
         for field, values in {
             "tools": [tools],
             "tool_calls": [message.get("tool_calls") for message in messages],
         }.items():
             if field not in self._template.source and any(values):
                 raise self._dropped_error(field, where)
-        # Many templates treat an empty field as a field that is set.
-        present = [
-            {key: value for key, value in message.items() if key != "weight" and (value or key == "content")}
-            for message in messages
-        ]
-        # The assistant may write its own tags (<think>), but no message may open or end a turn.
-        masked = [
-            mask_control_tokens(message, self._special if message["role"] == "assistant" else self._control, where)
-            for message in present
-        ]
+        masked = []
+        for message in messages:
+            # Many templates treat an empty field as a field that is set.
+            present = {key: value for key, value in message.items() if key != "weight" and (value or key == "content")}
+            # The assistant may write its own tags (<think>), but no message may open or end a turn.
+            control = self._special if message["role"] == "assistant" else self._control
+            masked.append(mask_control_tokens(present, control, where))
         variables = {
             "messages": masked,
             "tools": mask_control_tokens(tools, self._control, where),
             "documents": None,
             **self.tokenizer.named_tokens,
         }
-        expected: list[Rendering] = [(len(messages), {"add_generation_prompt": False})]
-        turns = assistant_turns(messages)[-1 if loss_on == "last_assistant" else 0 :] if loss_on else []
-        if not self._turns.has_marks and len(turns) <= MAX_EXPECTED_TURNS:
-            expected += [(turn, {"add_generation_prompt": True}) for turn in turns]
-            expected += [(turn + 1, {"add_generation_prompt": False}) for turn in turns if turn + 1 < len(messages)]
-        return Conversation(template, messages, variables, where, expected)
+        return Conversation(template or self._template, messages, tools, variables, where)
 
     def _check_contents(self, text: str, conversation: Conversation) -> None:
         """Require that the content of every message is in the rendered text.
@@ -342,9 +338,7 @@ class ChatTemplate:
         )
         return BadRowError(f"{part} dropped by the chat template", f"the chat template drops {part}", where, fix)
 
-    def _split_turns(
-        self, conversation: Conversation, tools: list[dict] | None, turns: list[int], others: float = 0
-    ) -> list[TemplateSegment]:
+    def _split_turns(self, conversation: Conversation, turns: list[int], others: float = 0) -> list[TemplateSegment]:
         """Split a conversation into segments; those of `turns` have the weight of their message, the others `others`."""
         marked, marks = self._turns.mark(conversation, turns)
         if self.turn_end.is_trained:
@@ -355,7 +349,7 @@ class ChatTemplate:
             with suppress(BadRowError):
                 marked = self._turns.insert(conversation.text, conversation, all_turns)
                 marks = {all_turns.index(turn): marks[number] for number, turn in enumerate(turns)}
-        return self._turns.split(self._close_turns(marked, conversation.messages, tools), marks, others)
+        return self._turns.split(self._close_turns(marked, conversation), marks, others)
 
 
 def _check_weights(messages: list[dict], loss_on: str, where: str) -> None:

@@ -8,7 +8,7 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 
 from data.errors import BadRowError
 from data.tokenize.templates import renderer
-from data.tokenize.templates.renderer import Conversation, Rendering, RenderProcess, Template, open_process
+from data.tokenize.templates.renderer import Conversation, RenderProcess, Template, open_process
 
 MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
 SOURCE = "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ '>' if add_generation_prompt }}"
@@ -59,10 +59,9 @@ def conversation(
     source: str,
     messages: list[dict[str, Any]] = MESSAGES,
     is_known: bool = False,
-    expected: Sequence[Rendering] = (),
 ) -> Conversation:
     template = Template(source, "chat_template.jinja", is_known)
-    return Conversation(template, messages, {"messages": messages}, "row", expected)
+    return Conversation(template, messages, None, {"messages": messages}, "row")
 
 
 def test_rendering_in_a_process_gives_the_same_texts() -> None:
@@ -75,9 +74,8 @@ def test_rendering_in_a_process_gives_the_same_texts() -> None:
 
 
 def test_conversations_rendered_together_are_not_exchanged() -> None:
-    expected: list[Rendering] = [(1, {"add_generation_prompt": False}), (0, {"add_generation_prompt": True})]
-    both = [conversation(SOURCE, [{"role": "user", "content": text}], expected=expected) for text in "ab"]
-    Conversation.render_together(both)
+    both = [conversation(SOURCE, [{"role": "user", "content": text}]) for text in "ab"]
+    Conversation.render_together(both, [[(1, False), (0, True)]] * 2)
     os.kill(pid_of(open_process(SOURCE)), signal.SIGKILL)  # the texts have been rendered
     assert [(each.text, each.render(0, prompt=True)) for each in both] == [("[a]", ">"), ("[b]", ">")]
 

@@ -100,14 +100,15 @@ def _raise(message: str) -> None:
 
 
 def render_prefix(
-    template: CompiledTemplate, variables: dict[str, Any], count: int, options: dict[str, Any]
+    template: CompiledTemplate, variables: dict[str, Any], count: int, prompt: bool, *options: tuple[str, bool]
 ) -> Rendered:
-    """Render the first `count` messages.
+    """Render the first `count` messages, with the generation prompt if `prompt`.
 
     The error is returned: what a template refuses may be a rendering that is not needed.
     """
+    changed = {"messages": variables["messages"][:count], "add_generation_prompt": prompt, **dict(options)}
     try:
-        return [template(**{**variables, "messages": variables["messages"][:count]}, **options), None]
+        return [template(**{**variables, **changed}), None]
     except TemplateError as error:
         return [None, _describe(error)]
 

@@ -37,7 +37,7 @@ MAX_KNOWN_MESSAGES, MAX_KNOWN_CHARACTERS = 1000, 1 << 20  # of a conversation th
 TOO_SLOW = "it takes too long: more than {seconds:g} seconds of processor time"
 PASSED_VARIABLES = ("PATH", "LD_LIBRARY_PATH")
 SHIPPED = ("data/tokenize/chatml.jinja", "data/samples/tokenizer/chat_template.jinja")
-Rendering = tuple[int, dict[str, bool]]  # (number of messages, options: add_generation_prompt, ...)
+Rendering = tuple[Any, ...]  # (number of messages, whether with the generation prompt, *options: (name, value))
 Request = tuple[dict[str, Any], Sequence[Rendering]]  # (variables, what to render)
 
 
@@ -57,27 +57,26 @@ class Template(NamedTuple):
 class Conversation:
     """One conversation as a template renders it: each of its prefixes once.
 
-    `messages` are those of the row; the template gets those of `variables`, where control tokens are masked. `expected`:
-    the renderings that will be asked for, which a process with limits is asked for at once.
+    `messages` and `tools` are those of the row; the template gets those of `variables`, where control tokens are masked.
     """
 
     def __init__(
         self,
         template: Template,
         messages: list[dict],
+        tools: list[dict] | None,
         variables: dict[str, Any],
         where: str,
-        expected: Sequence[Rendering] = (),
     ) -> None:
-        self.messages, self.masked, self.where = messages, variables["messages"], where
-        self._template, self._variables, self._expected = template, variables, expected
+        self.messages, self.tools, self.masked, self.where = messages, tools, variables["messages"], where
+        self._template, self._variables = template, variables
         characters = sum(len(message["content"] or "") for message in messages)
         is_small = len(messages) <= MAX_KNOWN_MESSAGES and characters <= MAX_KNOWN_CHARACTERS
         self.process = None if template.is_known and is_small else open_process(template.source)
         self._allowance = (
             SECONDS_PER_RENDERING + SECONDS_PER_MESSAGE * len(messages) + SECONDS_PER_CHARACTER * characters
         )
-        self._rendered: dict[tuple, Rendered] = {}
+        self._rendered: dict[Rendering, Rendered] = {}
         self._seconds = 0.0
 
     @cached_property
@@ -90,11 +89,11 @@ class Conversation:
 
         Raises BadRowError if the template refuses them.
         """
-        rendering = (count, {"add_generation_prompt": prompt, **options})
+        rendering = (count, prompt, *options.items())
         try:
-            if _key(rendering) not in self._rendered:
-                self._add([rendering])
-            text, error = self._rendered[_key(rendering)]
+            if rendering not in self._rendered:
+                self._rendered[rendering] = self._render(rendering)
+            text, error = self._rendered[rendering]
             if text is None:
                 raise TemplateError(error)
             if len(text) > MAX_TEXT and len(text) > MAX_TEXT + MAX_TEXT_RATIO * self._count_characters():
@@ -115,37 +114,29 @@ class Conversation:
         """Return the number of characters of the conversation, with its tools and calls."""
         return len(json.dumps(self._variables, default=str))
 
-    def _add(self, renderings: list[Rendering]) -> None:
+    def _render(self, rendering: Rendering) -> Rendered:
         if self.process is None:
-            template = compile_template(self._template.source)
-            texts = [render_prefix(template, self._variables, *each) for each in renderings]
-        else:
-            renderings += [each for each in self._expected if each not in renderings]
-            seconds, [texts] = self.process.render(
-                [(self._variables, renderings)], self._allowance * len(renderings), MAX_SECONDS - self._seconds
-            )
-            self._seconds, self._expected = self._seconds + seconds, ()
-        self._rendered.update(zip(map(_key, renderings), texts, strict=True))
+            return render_prefix(compile_template(self._template.source), self._variables, *rendering)
+        requests = [(self._variables, [rendering])]
+        seconds, [[rendered]] = self.process.render(requests, self._allowance, MAX_SECONDS - self._seconds)
+        self._seconds += seconds
+        return rendered
 
     @staticmethod
-    def render_together(conversations: Sequence[Conversation]) -> None:
-        """Render what is expected of several conversations, with one unknown template, by one request.
+    def render_together(conversations: Sequence[Conversation], expected: Sequence[Sequence[Rendering]]) -> None:
+        """Render what is expected of each of several conversations, with one unknown template, by one request.
 
         What fails here is rendered again when it is asked for.
         """
         if not conversations or (process := conversations[0].process) is None:
             return
-        allowance = sum(each._allowance * len(each._expected) for each in conversations)
-        requests = [(each._variables, each._expected) for each in conversations]
+        pairs = list(zip(conversations, expected, strict=True))
+        allowance = sum(each._allowance * len(renderings) for each, renderings in pairs)
         with suppress(TemplateError):
+            requests = [(each._variables, renderings) for each, renderings in pairs]
             _, texts = process.render(requests, allowance, allowance)
-            for each, rendered in zip(conversations, texts, strict=True):
-                each._rendered.update(zip(map(_key, each._expected), rendered, strict=True))
-
-
-def _key(rendering: Rendering) -> tuple:
-    count, options = rendering
-    return count, *options.items()
+            for (each, renderings), rendered in zip(pairs, texts, strict=True):
+                each._rendered.update(zip(renderings, rendered, strict=True))
 
 
 class RenderProcess:
