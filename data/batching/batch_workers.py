@@ -1,44 +1,37 @@
-"""Processes that prepare micro-batches in advance, and what is known of one that does not: which, where it was, how it
+"""Workers that prepare micro-batches in advance, and what is known of one that does not: which, where it was, how it
 ended.
 
-torch's DataLoader is not used for three reasons. It sends batches through shared memory and passed file descriptors, so
-that a full /dev/shm or `ulimit -n` ends in a bus error or a hang; here they go through a pipe. When a worker dies, it
-raises from a signal handler, which may be in the middle of an optimizer step; here the error is raised where the batch
-is requested. And it waits without hearing a stop request. Workers need no requests: which batches an index has is a
+torch's DataLoader sends batches through shared memory and passed file descriptors: a full /dev/shm or `ulimit -n` ends
+in a bus error or a hang. When a worker dies, it raises from a signal handler, which may be in the middle of an optimizer
+step; here the error is raised where the batch is requested. Workers need no requests: which batches an index has is a
 function of the step.
 """
 
 from __future__ import annotations
 
 import mmap
-import multiprocessing
-import os
 import queue
-import signal
 import sys
 import threading
-import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
 
 import numpy as np
 import torch
 
 from common.errors import TrainingError, one_line, print_safely
-from data.background import START_SECONDS, Watch, describe_exit, describe_state, kill_with_parent
+from data.background import Watch, describe_state
 from data.batching.batch import Batch
 from data.batching.packing import PackedSequences, Sequences
 from data.types import EncodedRow
+from data.worker_process import START_SECONDS, Worker, start_workers, stop_workers
 
 TRACEBACK_LINES = 30
 NAME_SECONDS = 1.0  # for reading the names of the rows that a worker was stuck at; reading them may be what hangs
-CLOSE_SECONDS = 1.0  # for a killed worker to be gone
 HINTS = {
     "Too many open files": "raise the limit, e.g. ulimit -n 65536, or use data.num_workers=0",
     "No space left": "free disk space, or use data.cache=FOLDER",
@@ -99,22 +92,25 @@ class BatchTask:
         return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "") if names else f"sequence {index}"
 
 
+Failure = tuple[str, str, str]  # of a worker: type of the exception, message, traceback
+
+
 class BatchWorkers:
     """Iterator over the micro-batches of a task: number i is computed by worker i % count.
 
-    Raises TrainingError if a worker fails, StopRequested.
+    One batch waits in the queue of its worker, one in the thread, one in the process. Raises TrainingError if a worker
+    fails, StopRequested.
     """
 
     def __init__(self, task: BatchTask, count: int, watch: Watch, receive: Callable[[Batch], Batch]) -> None:
         """`receive`: applied to each batch in a thread, e.g. to pin its memory."""
-        self.task, self.watch = task, watch
-        self._next = 0
-        self._workers: list[_Worker] = []
-        context = multiprocessing.get_context("fork" if sys.platform.startswith("linux") else None)
+        self.task, self.watch, self.receive = task, watch, receive
+        self._next, self._is_closed = 0, False
+        self._queues: dict[Worker, queue.Queue[Batch | Failure | None]] = {}  # None: the process has ended
+        self._workers: list[Worker] = []
         try:
-            with _signals_blocked():
-                for index in range(count):
-                    self._workers.append(_Worker(context, task, index, count, receive))
+            bodies = [partial(_send_batches, task, index, count) for index in range(count)]
+            self._workers = start_workers("data worker", bodies, self._receive_batches)
         except OSError as error:
             self.close()
             message = f"{count} data workers cannot be started: {error.strerror or error}"
@@ -128,135 +124,71 @@ class BatchWorkers:
         self._next += 1
         stuck = partial(self._stuck_error, worker)
         self.watch.wait_for(worker.ready.wait, stuck, START_SECONDS)
-        message = self.watch.take(worker.received, stuck)
+        message = self.watch.take(self._queue_of(worker), stuck)
         if isinstance(message, Batch):
             return message
         raise self._exit_error(worker) if message is None else self._read_error(worker, *message)
 
     def close(self) -> None:
         """Kill the workers, whatever they do, and wait a limited time for their end."""
-        deadline = time.monotonic() + CLOSE_SECONDS
-        for worker in self._workers:
-            worker.kill()
-        for worker in self._workers:
-            worker.close(deadline)
+        self._is_closed = True  # a thread ends after the message that it holds now
+        for received in self._queues.values():
+            with suppress(queue.Empty):
+                received.get_nowait()  # it may wait for space
+        stop_workers(self._workers)
         self._workers = []
 
-    def _name(self, worker: _Worker) -> str:
-        return f"data worker {worker.index} of {len(self._workers)} (pid {worker.pid})"
+    def _queue_of(self, worker: Worker) -> queue.Queue[Batch | Failure | None]:
+        return self._queues.setdefault(worker, queue.Queue(1))
 
-    def _reading(self, worker: _Worker) -> str:
-        return f" while it read {self.task.describe(worker.index)}"
+    def _receive_batches(self, worker: Worker) -> None:
+        """Body of the thread of a worker."""
+        received = self._queue_of(worker)
+        try:
+            worker.connection.recv()  # it is ready
+            worker.ready.set()
+            while not self._is_closed:
+                message = worker.connection.recv()
+                received.put(self.receive(message) if isinstance(message, Batch) else message)
+        except (EOFError, OSError):
+            worker.ready.set()
+            received.put(None)
 
-    def _stuck_error(self, worker: _Worker, seconds: float) -> TrainingError:
-        state = describe_state(worker.pid)
+    def _reading(self, worker: Worker) -> str:
+        return f" while it read {self.task.describe(self._workers.index(worker))}"
+
+    def _stuck_error(self, worker: Worker, seconds: float) -> TrainingError:
+        state = describe_state(worker.process.pid or 0)
         done = "no progress for" if worker.ready.is_set() else "not ready after"
-        text = (
-            f"{self._name(worker)} is stuck: {done} {seconds:.1f} s (data.worker_timeout){self._reading(worker)}{state}"
-        )
+        text = f"{worker.name} is stuck: {done} {seconds:.1f} s (data.worker_timeout){self._reading(worker)}{state}"
         return TrainingError(f"{text}; try data.num_workers=0, or a larger data.worker_timeout if reading is this slow")
 
-    def _exit_error(self, worker: _Worker) -> TrainingError:
-        worker.process.join(CLOSE_SECONDS)
-        reading = self._reading(worker)
-        return TrainingError(
-            f"{self._name(worker)} {describe_exit(worker.process.exitcode)}{reading}; try fewer data.num_workers, or data.num_workers=0"
-        )
+    def _exit_error(self, worker: Worker) -> TrainingError:
+        text = f"{worker.name} {worker.describe_end()}{self._reading(worker)}"
+        return TrainingError(f"{text}; try fewer data.num_workers, or data.num_workers=0")
 
-    def _read_error(self, worker: _Worker, kind: str, message: str, trace: str) -> TrainingError:
+    def _read_error(self, worker: Worker, kind: str, message: str, trace: str) -> TrainingError:
         if kind == "DamagedStoreError":  # it says what to do, and its traceback tells nothing
             return TrainingError(message)
         lines = trace.splitlines()
         print_safely(
             "\n".join([*(["..."] if len(lines) > TRACEBACK_LINES else []), *lines[-TRACEBACK_LINES:]]), sys.stderr
         )
-        text = f"{self._name(worker)} failed{self._reading(worker)}: {kind}: {one_line(message)[:500]}"
+        text = f"{worker.name} failed{self._reading(worker)}: {kind}: {one_line(message)[:500]}"
         return TrainingError(f"{text}; {_hint(message, 'data.num_workers=0 reads in the training process')}")
 
 
-Failure = tuple[str, str, str]  # of a worker: type of the exception, message, traceback
-
-
-class _Worker:
-    """One process, and the thread that receives its batches: one waits in the queue, one in the thread, one in the
-    process.
-    """
-
-    def __init__(
-        self, context: BaseContext, task: BatchTask, index: int, count: int, receive: Callable[[Batch], Batch]
-    ) -> None:
-        self.index = index
-        self.received: queue.Queue[Batch | Failure | None] = queue.Queue(1)  # None: the process has ended
-        self.ready = threading.Event()  # or ended
-        self._connection, end = context.Pipe(duplex=False)
-        arguments = (task, index, count, end, os.getpid())
-        process = context.Process(target=_worker_main, args=arguments, daemon=True)  # type: ignore[attr-defined]  # of every context
-        try:
-            with warnings.catch_warnings():
-                # a fork beside threads: the child uses none of their locks
-                warnings.simplefilter("ignore", DeprecationWarning)
-                process.start()
-        except OSError:
-            self._connection.close()
-            raise
-        finally:
-            end.close()  # the worker has the only one, so that its death ends the pipe
-        self.process, self.pid = process, process.pid
-        self._thread = threading.Thread(target=self._receive, args=(receive,), name=f"data worker {index}", daemon=True)
-        self._thread.start()
-
-    def _receive(self, receive: Callable[[Batch], Batch]) -> None:
-        try:
-            self._connection.recv()  # it is ready
-            self.ready.set()
-            while True:
-                message = self._connection.recv()
-                self.received.put(receive(message) if isinstance(message, Batch) else message)
-        except (EOFError, OSError):
-            self.ready.set()
-            self.received.put(None)
-
-    def kill(self) -> None:
-        self.process.kill()
-
-    def close(self, deadline: float) -> None:
-        """Wait until the killed process and its thread have ended, or until `deadline`."""
-        self.process.join(max(0.0, deadline - time.monotonic()))
-        while self._thread.is_alive() and time.monotonic() < deadline:
-            with suppress(queue.Empty):
-                self.received.get(timeout=0.01)  # the thread may wait for space
-        if not self._thread.is_alive():
-            self._connection.close()
-
-
-def _worker_main(task: BatchTask, index: int, count: int, end: Connection, parent: int) -> None:
+def _send_batches(task: BatchTask, index: int, count: int, connection: Connection) -> None:
     """Body of a worker: send None when it is ready, then its batches, or the first error."""
-    kill_with_parent(parent)
     torch.set_num_threads(1)
+    connection.send(None)
     try:
-        end.send(None)
-        try:
-            for batch in task.batches(index, count):
-                end.send(batch)
-        except BrokenPipeError:
-            raise
-        except Exception as error:  # whatever a reader raises: the training process reports it
-            end.send((type(error).__name__, str(error), traceback.format_exc()))
+        for batch in task.batches(index, count):
+            connection.send(batch)
     except BrokenPipeError:
-        pass  # the training process has ended
-
-
-@contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Block stop signals while workers start: they inherit the mask and keep it.
-
-    Ctrl-C goes to the whole process group; the workers survive it, so that the training process can finish its step.
-    """
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+        raise
+    except Exception as error:  # whatever a reader raises: the training process reports it
+        connection.send((type(error).__name__, str(error), traceback.format_exc()))
 
 
 def _hint(message: str, otherwise: str) -> str:

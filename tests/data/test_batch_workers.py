@@ -23,7 +23,7 @@ from row_fixtures import RandomRows, make_loader, names_of, unpacked
 
 from common.errors import StopRequested, TrainingError
 from common.paths import REPO_ROOT
-from data import background
+from data import background, worker_process
 from data.background import Watch, prefetch
 from data.batching import batch_workers
 from data.batching.packing import UnpackedSequences
@@ -60,8 +60,8 @@ def send_partial_batch():
     """Die in the middle of a message, as a worker does that is killed while it sends a batch."""
     for fd in sorted(map(int, os.listdir("/proc/self/fd")), reverse=True):
         with suppress(OSError):  # not open any more, or an end for reading
-            if os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:"):
-                os.write(fd, b"\x00\x00\x10\x00B")  # the newest pipe is that of the batches
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                os.write(fd, b"\x00\x00\x10\x00B")  # the newest socket is that of the batches
                 break
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -145,14 +145,14 @@ def test_worker_has_its_time_limit_from_when_it_is_ready(monkeypatch, tmp_path):
             time.sleep(0.01)
 
     monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=monotonic))
-    monkeypatch.setattr(batch_workers, "kill_with_parent", start_late)
+    monkeypatch.setattr(worker_process, "kill_with_parent", start_late)
     with closing(make_loader(unpacked(ROWS), BATCH, num_workers=2, worker_timeout=TIMEOUT).iter_steps(0, 1)) as steps:
         assert len(names_of(steps)) == 1 and ready.exists()
 
 
 def test_worker_that_is_never_ready_is_named(monkeypatch):
     monkeypatch.setattr(batch_workers, "START_SECONDS", 0.3)
-    monkeypatch.setattr(batch_workers, "kill_with_parent", lambda parent: os.kill(os.getpid(), signal.SIGSTOP))
+    monkeypatch.setattr(worker_process, "kill_with_parent", lambda parent: os.kill(os.getpid(), signal.SIGSTOP))
     with closing(make_loader(unpacked(ROWS), BATCH, num_workers=1, worker_timeout=0.1).iter_steps(0, 1)) as steps:
         with pytest.raises(
             TrainingError,
