@@ -160,11 +160,12 @@ PLAN_TAIL = 8  # bytes: crc32 of all bytes before them
 OPEN_PLANS = 2  # batches are prepared in advance: for a while an epoch and the next one are both read
 
 
+@dataclass
 class EpochPlan:
     """Row indices of each packed sequence of an epoch: int64 values, those of `_plan_values`."""
 
-    def __init__(self, read: Callable[[int, int], np.ndarray], num_rows: int) -> None:
-        self._read, self._num_rows = read, num_rows
+    _read: Callable[[int, int], np.ndarray]
+    _num_rows: int
 
     def rows_of(self, i: int) -> list[int]:
         start, stop = self._read(self._num_rows + i, self._num_rows + i + 2).tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -15,11 +16,13 @@ FEISTEL_ROUNDS = 6
 SORT_WINDOW_STEPS = 64
 
 
+@dataclass(eq=False)
 class ShuffledSampler:
     """Indices of each step: `global_batch_size` of `size` items in random order, fewer in the last step of an epoch."""
 
-    def __init__(self, size: int, global_batch_size: int, seed: int) -> None:
-        self.size, self.global_batch_size, self.seed = size, global_batch_size, seed
+    size: int
+    global_batch_size: int
+    seed: int
 
     @property
     def steps_per_epoch(self) -> int:
@@ -42,6 +45,7 @@ class ShuffledSampler:
         return shuffled_index(positions, self.size, self.seed, epoch)
 
 
+@dataclass(eq=False)
 class LengthGroupedSampler(ShuffledSampler):
     """Steps of rows with similar lengths, in random order.
 
@@ -49,10 +53,9 @@ class LengthGroupedSampler(ShuffledSampler):
     shuffled again.
     """
 
-    def __init__(self, size: int, global_batch_size: int, seed: int, lengths: Callable[[int, int], np.ndarray]) -> None:
-        """`lengths(start, stop)`: of the rows [start, stop)."""
-        super().__init__(size, global_batch_size, seed)
-        self.lengths = lengths
+    lengths: Callable[[int, int], np.ndarray]  # of the rows [start, stop)
+
+    def __post_init__(self) -> None:
         self._sorted = lru_cache(maxsize=1)(self._sort)
 
     def indices(self, epoch: int, step: int) -> np.ndarray:

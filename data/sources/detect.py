@@ -6,7 +6,7 @@ import csv
 import json
 import re
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from common.errors import UserError
 from data.sources.byte_stream import BOM, READ_BYTES, UTF8, encoding_of, open_stream, utf8_stream
@@ -110,12 +110,8 @@ def _begins_with_indented_object(content: bytes) -> bool:
     return isinstance(value, dict) and "\n" in text[:end] and text[end:].lstrip()[:1] in ("", "{", ",")
 
 
-def _is_object(text: bytes) -> bool:
-    text = text.strip()
-    try:
-        return text.startswith(b"{") and text.endswith(b"}") and isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
+def _is_object(line: bytes) -> bool:
+    return line.lstrip().startswith(b"{") and isinstance(_value_of(line), dict)
 
 
 def _is_array(content: bytes) -> bool:
@@ -124,10 +120,15 @@ def _is_array(content: bytes) -> bool:
     A list on the first line with more lines after it is a (wrong) row of JSON Lines.
     """
     first_line, _, rest = content.partition(b"\n")
+    return content.startswith(b"[") and not (rest.strip() and isinstance(_value_of(first_line), list))
+
+
+def _value_of(line: bytes) -> Any:
+    """Return the JSON value of a line, None if it is none."""
     try:
-        return content.startswith(b"[") and not (rest.strip() and isinstance(json.loads(first_line), list))
+        return json.loads(line)
     except (ValueError, RecursionError):
-        return True
+        return None
 
 
 def detect_csv(content: bytes, otherwise: str) -> str:
