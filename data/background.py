@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import os
 import queue
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -20,10 +16,7 @@ from common.errors import StopRequested, TrainingError
 
 T = TypeVar("T")
 WATCH_POLL_SECONDS = 0.1
-# for a process to be ready, which takes long on a busy machine; a longer data.worker_timeout holds here, too
-START_SECONDS = 60.0
 GRACE_SECONDS = 0.5  # for a thread to end by itself after a stop request or at the end; then it is abandoned
-_PR_SET_PDEATHSIG = 1
 PROCESS_STATES = {
     "T": "it was stopped (SIGSTOP)",
     "t": "a debugger has stopped it",
@@ -120,29 +113,6 @@ def prefetch(
         closed.set()
         wanted.release()
         thread.join(GRACE_SECONDS)
-
-
-def kill_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when process `parent` dies, even if this one is stuck (Linux; on other systems
-    it ends when it is not stuck).
-    """
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent died before the call
-        os._exit(128 + signal.SIGKILL)
-
-
-def describe_exit(code: int | None) -> str:
-    """Return how a process ended, from its exit code: negative for a signal, None if it is not known."""
-    if code is None:
-        return "ended early"
-    if code >= 0:
-        return f"ended early with exit code {code}"
-    reasons = {
-        signal.SIGKILL: " (out of memory, or kill -9)",
-        signal.SIGBUS: " (a file that it reads became shorter, or its disk failed)",
-    }
-    return f"was killed by {signal.Signals(-code).name}{reasons.get(signal.Signals(-code), '')}"
 
 
 def describe_state(pid: int) -> str:

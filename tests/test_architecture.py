@@ -81,8 +81,6 @@ HEAVY = {"torch", "transformers", "swanlab", "tensorboard", "wandb"}
 
 EXECUTES = {"eval", "exec", "compile", "os.system", "os.popen", "yaml.load", "yaml.full_load", "yaml.unsafe_load"}
 UNPICKLES = {"dill", "cloudpickle", "joblib", "marshal", "shelve"}
-# exchanges pickles with its own child processes through pipes; none is read from a disk
-PIPE_PICKLES = {"data.store.workers"}
 IMPORTS_BY_NAME = {  # modules that import a module whose name is not written there
     "common.registry",  # modules of a package of this checkout; the value of plugins=, typed by the user
     "data.schemas",  # its own modules
@@ -303,11 +301,10 @@ def test_code_imports_no_module_that_unpickles_or_executes():
     ] == []
 
 
-def test_code_uses_pickle_only_between_processes_of_one_run():
-    files = [file for file in source_files() if module_name(ROOT, file) not in PIPE_PICKLES]
+def test_code_uses_no_pickle():
     uses = {
         ast.unparse(node)
-        for file in files
+        for file in source_files()
         for node in ast.walk(parse(file))
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pickle"
     }

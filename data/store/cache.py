@@ -39,10 +39,7 @@ NOT_SHARED = 0o755
 MIN_BYTES_PER_WORKER = 2 << 20  # bytes of a file that one process encodes in the time that another one needs to start
 COMPRESSION_RATIO = 4  # estimate
 # Code and libraries that decide the ids of a row: after a change of any of them, files are tokenized again.
-FINGERPRINTED_CODE = (
-    "errors.py", "sources/*.py", "schemas/*.py", "tokenize/block.py", "tokenize/chat_template.py", "tokenize/encoder.py", "tokenize/sample.py", "tokenize/tokenizer.py", "tokenize/tokenizer_limits.py",
-    "tokenize/templates/*.py", "tokenize/pieces.py",
-)  # fmt: skip
+FINGERPRINTED_CODE = ("errors.py", "sources/*.py", "schemas/*.py", "tokenize/**/*.py")
 FINGERPRINTED_LIBRARIES = ("jinja2", "tokenizers")
 # ns; a file that changed less than this ago may change again with the same time stamps
 MTIME_GRANULARITY = 2_000_000_000
@@ -86,18 +83,29 @@ def load_or_build(
         encoding_code_fingerprint(encoding.schema),
     ]
     path = cache / hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    metadata = {
+        "name": source.name,
+        "content": content,
+        "file_format": source.file_format,
+        "encoding": {**dataclasses.asdict(encoding), "tokenizer": str(encoding.tokenizer)},
+        "tokenizer": tokenizer.fingerprint,
+    }
+    largest_id = max(tokenizer.vocab_size - 1, *tokenizer.control_ids.values())
 
     def build() -> None:
-        _build_store(
-            path,
-            source,
-            encoding,
-            tokenizer,
-            content,
-            progress,
-            default_workers(source) if num_workers is None else num_workers,
-            worker_timeout,
-        )
+        workers = default_workers(source) if num_workers is None else num_workers
+        with write_store(path, sequences_per_row(encoding.data_format), largest_id, metadata) as writer:
+            last_report = time.monotonic()
+            for block, bytes_read in encode_in_parallel(
+                source, encoding, tokenizer.fingerprint, _source_chunks(source), workers, worker_timeout
+            ):
+                writer.append(block)
+                if time.monotonic() - last_report >= REPORT_EVERY:
+                    last_report = time.monotonic()
+                    progress(bytes_read, source.size, writer.stats.read)
+            if file_sha256_cached(source.path, cache) != content:
+                raise _changed_error(source.path)
+        progress(source.size, source.size, writer.stats.read)
 
     store = open_or_build(path, lambda: TokenStore.open(path), build)
     # A file with the same bytes may have had another name when the store was built.
@@ -201,38 +209,6 @@ def encoding_code_fingerprint(schema: str) -> str:
     for file in fingerprinted_files(schema):
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
-
-
-def _build_store(
-    path: Path,
-    source: Source,
-    encoding: EncodingConfig,
-    tokenizer: Tokenizer,
-    content: str,
-    progress: ProgressCallback,
-    num_workers: int,
-    worker_timeout: float,
-) -> None:
-    metadata = {
-        "name": source.name,
-        "content": content,
-        "file_format": source.file_format,
-        "encoding": {**dataclasses.asdict(encoding), "tokenizer": str(encoding.tokenizer)},
-        "tokenizer": tokenizer.fingerprint,
-    }
-    largest_id = max(tokenizer.vocab_size - 1, *tokenizer.control_ids.values())
-    with write_store(path, sequences_per_row(encoding.data_format), largest_id, metadata) as writer:
-        last_report = time.monotonic()
-        for block, bytes_read in encode_in_parallel(
-            source, encoding, tokenizer.fingerprint, _source_chunks(source), num_workers, worker_timeout
-        ):
-            writer.append(block)
-            if time.monotonic() - last_report >= REPORT_EVERY:
-                last_report = time.monotonic()
-                progress(bytes_read, source.size, writer.stats.read)
-        if file_sha256_cached(source.path, path.parent) != content:
-            raise _changed_error(source.path)
-    progress(source.size, source.size, writer.stats.read)
 
 
 def _source_chunks(source: Source) -> Iterator[tuple[Chunk, int]]:

@@ -61,11 +61,6 @@ def content_hash(lengths: np.ndarray, tokens: bytes | memoryview) -> int:
     return int.from_bytes(hashlib.blake2b(lengths.tobytes() + tokens, digest_size=8).digest(), "little")
 
 
-def sequence_sizes(offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the number of tokens and of spans of each sequence, int64."""
-    return np.diff(offsets["token"].astype("<i8")), np.diff(offsets["span"].astype("<i8"))
-
-
 COUNTERS = ("dropped", "bad", "unused", "sampled", "common_answers")  # of RowStats, by a string
 ROWS_PER_READ = 1 << 16  # entries of a table in memory at a time
 # files of all stores that a process keeps open: a data folder may have more files than the limit of a process
@@ -144,7 +139,7 @@ class TokenStore:
         )
         tokens = self._read("tokens.bin", self._dtype.itemsize, *offsets["token"][[0, -1]].tolist())
         spans = self._read("spans.bin", 2 * SPAN_DTYPE.itemsize, *offsets["span"][[0, -1]].tolist())
-        lengths, span_counts = sequence_sizes(offsets)
+        lengths, span_counts = (np.diff(offsets[part].astype("<i8")) for part in ("token", "span"))
         if row_checksum(row, lengths, span_counts, tokens, spans) != int(row["checksum"][0]):
             raise self._damaged(f"row {i}")
         ids = np.frombuffer(tokens, self._dtype).astype(np.int32)
@@ -165,29 +160,23 @@ class TokenStore:
         """Number of input tokens of each of the rows [start, stop), int64: all tokens of its sequences but the last
         ones.
         """
-        lengths = np.empty(stop - start, np.int64)
+        step, parts = self.sequences_per_row, [np.empty(0, np.int64)]
         for a, b in _slices(start, stop):
-            offsets = self._table(
-                "sequences.bin", OFFSET_DTYPE, a * self.sequences_per_row, b * self.sequences_per_row + 1
-            )
-            lengths[a - start : b - start] = (
-                np.diff(offsets["token"][:: self.sequences_per_row].astype(np.int64)) - self.sequences_per_row
-            )
-        return lengths
+            offsets = self._table("sequences.bin", OFFSET_DTYPE, a * step, b * step + 1)
+            parts.append(np.diff(offsets["token"][::step].astype(np.int64)) - step)
+        return np.concatenate(parts)
 
     def weights(self, start: int, stop: int) -> np.ndarray:
         """Weight of each of the rows [start, stop), float32."""
-        weights = np.empty(stop - start, np.float32)
-        for a, b in _slices(start, stop):
-            weights[a - start : b - start] = self._table("rows.bin", ROW_DTYPE, a, b)["weight"]
-        return weights
+        return self._column("weight", start, stop)
 
     def contents(self, start: int, stop: int) -> np.ndarray:
         """Hash of the tokens of each of the rows [start, stop), uint64."""
-        contents = np.empty(stop - start, np.uint64)
-        for a, b in _slices(start, stop):
-            contents[a - start : b - start] = self._table("rows.bin", ROW_DTYPE, a, b)["content"]
-        return contents
+        return self._column("content", start, stop)
+
+    def _column(self, name: str, start: int, stop: int) -> np.ndarray:
+        parts = [self._table("rows.bin", ROW_DTYPE, a, b)[name].copy() for a, b in _slices(start, stop)]
+        return np.concatenate([np.empty(0, ROW_DTYPE[name]), *parts])
 
     def _table(self, name: str, dtype: np.dtype, start: int, stop: int) -> np.ndarray:
         raw = self._read(name, dtype.itemsize, start, stop)

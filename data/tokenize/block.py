@@ -8,7 +8,26 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from data.schemas.registry import ChatExample, PreferencePair
+
+SAMPLED_ROWS = 64  # from the beginning of a file
+SHOWN_CHARACTERS = 40  # of an answer
+# What begins a turn in the chat templates in use: text that has it was rendered already
+MARKERS = {
+    "<|im_start|>": "ChatML",
+    "<|start_header_id|>": "Llama 3",
+    "<|header_start|>": "Llama 4",
+    "[INST]": "Llama 2 and Mistral",
+    "<start_of_turn>": "Gemma",
+    "<|start_of_role|>": "Granite",
+    "<|assistant|>": "Phi, Zephyr and GLM",
+    "<\uff5cAssistant\uff5c>": "DeepSeek",
+    "### Response:": "Alpaca",
+    "ASSISTANT:": "Vicuna",
+}
 LossSpan = tuple[int, int, float]  # [start, stop) within a sequence, and the weight of its tokens in the loss
+LabelledIds = tuple[np.ndarray, list[LossSpan]]  # (ids: int32, spans of tokens with loss) of one sequence
+LabelledRow = tuple[int, float, list[LabelledIds]]  # (position in its file, weight, its one or two sequences)
 WEIGHT_MARK = -1  # in place of a start: the stop is the weight of the next span, the bits of a float32
 MAXIMA = ("longest_conversation", "most_answers")  # counts of RowStats of which the stats of a whole have the largest
 
@@ -33,7 +52,7 @@ class RowStats:
     # rows in which a field that training ignores is not null, by field
     unused: Counter[str] = field(default_factory=Counter)
     first_seen: dict[str, str] = field(default_factory=dict)  # file:line of the first row of each reason
-    sampled: Counter[str] = field(default_factory=Counter)  # see data.tokenize.sample: the first rows of a file
+    sampled: Counter[str] = field(default_factory=Counter)  # see `count_sample`: the first rows of a file
     common_answers: Counter[str] = field(default_factory=Counter)  # their most common answer, shortened
 
     def __iadd__(self, other: RowStats) -> RowStats:
@@ -95,43 +114,55 @@ class EncodedBlock:
     stats: RowStats
 
 
-class BlockBuilder:
-    """Collects encoded rows for a block."""
+def build_block(rows: list[LabelledRow], stats: RowStats) -> EncodedBlock:
+    """Return the rows as a block; their tokens are added to `stats`."""
+    sequences = [sequence for _, _, each in rows for sequence in each]
+    lengths = np.array([len(ids) for ids, _ in sequences], np.int64)
+    triples = np.array([span for _, spans in sequences for span in spans], np.float64).reshape(-1, 3)
+    spans, weights = triples[:, :2].astype(np.int32), triples[:, 2].astype(np.float32)
+    counts = np.array([len(spans) for _, spans in sequences], np.int64)
+    stats.tokens += int(lengths.sum())
+    stats.loss_tokens += int((spans[:, 1] - spans[:, 0]).sum())
+    if len(marked := np.flatnonzero(weights != 1)):
+        marks = np.stack([np.full(len(marked), WEIGHT_MARK, np.int32), weights[marked].view(np.int32)], axis=1)
+        spans, sequence_of = np.insert(spans, marked, marks, axis=0), np.repeat(np.arange(len(counts)), counts)
+        counts = counts + np.bincount(sequence_of[marked], minlength=len(counts))
+    return EncodedBlock(
+        tokens=np.concatenate([np.empty(0, np.int32), *(ids for ids, _ in sequences)]),
+        lengths=lengths,
+        spans=spans,
+        span_counts=counts,
+        positions=np.array([position for position, _, _ in rows], np.int64),
+        weights=np.array([weight for _, weight, _ in rows], np.float32),
+        stats=stats,
+    )
 
-    def __init__(self) -> None:
-        self.ids: list[np.ndarray] = []
-        self.lengths: list[int] = []
-        self.spans: list[LossSpan] = []
-        self.span_counts: list[int] = []
-        self.positions: list[int] = []
-        self.weights: list[float] = []
 
-    def add(self, position: int, weight: float, sequences: list[tuple[np.ndarray, list[LossSpan]]]) -> None:
-        self.positions.append(position)
-        self.weights.append(weight)
-        for ids, spans in sequences:
-            self.ids.append(ids)
-            self.lengths.append(len(ids))
-            self.spans += spans
-            self.span_counts.append(len(spans))
+def count_sample(examples: list[ChatExample | PreferencePair]) -> tuple[Counter[str], Counter[str]]:
+    """Return counts of the examples, and the most common answer with its count.
 
-    def build(self, stats: RowStats) -> EncodedBlock:
-        triples = np.array(self.spans, np.float64).reshape(-1, 3)
-        spans, weights = triples[:, :2].astype(np.int32), triples[:, 2].astype(np.float32)
-        counts, marked = np.array(self.span_counts, np.int64), np.flatnonzero(weights != 1)
-        tokens = np.concatenate([np.empty(0, np.int32), *self.ids])
-        stats.tokens += len(tokens)
-        stats.loss_tokens += int((spans[:, 1] - spans[:, 0]).sum())
-        if len(marked):
-            marks = np.stack([np.full(len(marked), WEIGHT_MARK, np.int32), weights[marked].view(np.int32)], axis=1)
-            spans, sequence_of = np.insert(spans, marked, marks, axis=0), np.repeat(np.arange(len(counts)), counts)
-            counts = counts + np.bincount(sequence_of[marked], minlength=len(counts))
-        return EncodedBlock(
-            tokens=tokens,
-            lengths=np.array(self.lengths, np.int64),
-            spans=spans,
-            span_counts=counts,
-            positions=np.array(self.positions, np.int64),
-            weights=np.array(self.weights, np.float32),
-            stats=stats,
-        )
+    Counted are `rows`, `answers` (to a question), `echoes` (answers that are their question), different `questions`,
+    and by marker the rows with it.
+    """
+    counts = Counter({"rows": len(examples)})
+    for example in examples:
+        chats = (example.chosen, example.rejected) if isinstance(example, PreferencePair) else (example,)
+        text = "\0".join(str(message.get("content", "")) for chat in chats for message in chat.messages)
+        counts.update(marker for marker in MARKERS if marker in text)
+    pairs = [pair for example in examples if (pair := _question_and_answer(example)) is not None]
+    counts["answers"] = len(pairs)
+    counts["echoes"] = sum(question == answer for question, answer in pairs)
+    counts["questions"] = len({question for question, _ in pairs})
+    common = Counter(answer for _, answer in pairs).most_common(1)
+    return counts, Counter({answer[:SHOWN_CHARACTERS]: count for answer, count in common})
+
+
+def _question_and_answer(example: ChatExample | PreferencePair) -> tuple[str, str] | None:
+    """Return the last question of a conversation and the answer to it."""
+    if isinstance(example, PreferencePair):
+        return None
+    turns = [(message["role"], str(message.get("content", "")).strip()) for message in example.messages]
+    answers = [
+        i for i, (role, text) in enumerate(turns) if role == "assistant" and text and i and turns[i - 1][0] == "user"
+    ]
+    return (turns[answers[-1] - 1][1], turns[answers[-1]][1]) if answers else None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -15,21 +14,27 @@ from data.schemas.messages import CHECKED_FIELDS
 from data.schemas.registry import SCHEMAS, ChatExample, Example, PreferencePair, TextExample
 from data.schemas.text import example_weight
 from data.sources.files import Source
-from data.tokenize.block import BlockBuilder, EncodedBlock, LossSpan, RowStats
-from data.tokenize.chat_template import ChatTemplate, EncodedChat
-from data.tokenize.sample import SAMPLED_ROWS, count_sample
+from data.tokenize.block import (
+    SAMPLED_ROWS,
+    EncodedBlock,
+    LabelledIds,
+    LabelledRow,
+    LossSpan,
+    RowStats,
+    build_block,
+    count_sample,
+)
+from data.tokenize.chat_template import ChatTemplate
 from data.tokenize.templates.segment_plan import TemplateSegment
 from data.tokenize.tokenizer import Tokenizer
 from data.types import EncodingConfig
 
-T = TypeVar("T")
-
-ChatRow = tuple[int, float, list[list[TemplateSegment]]]  # (position, weight, the segments of its conversations)
-ROWS_RENDERED_TOGETHER = 32
 MAX_BATCH_CHARACTERS = 1 << 23  # rendered text that is encoded at once
 TOO_LONG_REASON = "longer than data.max_length"
 NO_ANSWER_REASON = "all tokens with loss are beyond data.max_length"
 NO_DIFFERENCE_REASON = "chosen and rejected differ only beyond data.max_length"
+ReadRow = tuple[int, str, float, Example]  # (position, where it is, weight, example)
+UsableRow = tuple[int, str, float, Any]  # with its text, or the segments of each of its conversations
 
 
 class Encoder:
@@ -46,58 +51,29 @@ class Encoder:
 
         A bad row raises BadRowError if encoding.on_bad_row is error, and is counted if it is skip.
         """
-        stats, builder = RowStats(), BlockBuilder()
-        self.sample: list[ChatExample | PreferencePair] = []  # as they are in the file
+        self._stats = RowStats()
+        self._encoded: list[LabelledRow] = []
+        self._sample: list[ChatExample | PreferencePair] = []  # as they are in the file
+        rows = self._usable_rows(source, chunk)
         if self.template is None:
-            self._add_texts(source, list(self._usable_rows(source, chunk, stats, _text_of)), stats, builder)
+            self._add_texts(list(rows))
         else:
-            for rows in _limited_batches(self._usable_rows(source, chunk, stats, self._render)):
-                self._add_chats(source, rows, stats, builder)
-        stats.sampled, stats.common_answers = count_sample(self.sample)
-        return builder.build(stats)
+            self._add_chats(rows)
+        self._stats.sampled, self._stats.common_answers = count_sample(self._sample)
+        return build_block(self._encoded, self._stats)
 
-    def _usable_rows(
-        self,
-        source: Source,
-        chunk: Iterable[tuple[int, object]],
-        stats: RowStats,
-        prepare: Callable[[Example, int, str], T],
-    ) -> Iterator[tuple[int, float, T]]:
-        """Yield (position, weight, prepared example) of each row that is not bad."""
-        for rows in _groups(chunk, ROWS_RENDERED_TOGETHER):
-            read = [self._read_row(source, position, raw, stats) for position, raw in rows]
-            if self.template is not None:
-                chats = [
-                    (chat.messages, chat.tools, where)
-                    for row in read
-                    if isinstance(row, tuple)
-                    for where in row[1:2]
-                    for chat in _chats_of(row[3])
-                ]
-                self.template.render_ahead(chats, self.encoding.loss_on)
-            for row in read:
-                try:
-                    if isinstance(row, BadRowError):
-                        raise row
-                    position, where, weight, example = row
-                    yield position, weight, prepare(example, position, where)
-                except BadRowError as error:
-                    self._handle_bad_row(error, stats)
-
-    def _read_row(
-        self, source: Source, position: int, raw: object, stats: RowStats
-    ) -> tuple[int, str, float, Example] | BadRowError:
-        """Return (position, where it is, weight, example), or why the row is bad."""
+    def _read_row(self, source: Source, position: int, raw: object) -> ReadRow | BadRowError:
+        """Return the row, or why it is bad."""
         encoding = self.encoding
-        stats.read += 1
+        self._stats.read += 1
         try:
             row, where = source.parse(position, raw), source.where(position)
             example = self.schema.read(row, where)
-            stats.unused.update(self._unused_fields(row, example))
+            self._stats.unused.update(self._unused_fields(row, example))
             weight = example_weight(row, where)
             if not isinstance(example, TextExample):
                 if position < SAMPLED_ROWS:
-                    self.sample.append(example)
+                    self._sample.append(example)
                 example = augment_example(
                     example,
                     encoding.system_prob,
@@ -121,31 +97,47 @@ class Encoder:
             unused += [f"messages[].{name}" for name in names if not self.template.names(name)]
         return unused
 
-    def _handle_bad_row(self, error: BadRowError, stats: RowStats) -> None:
+    def _handle_bad_row(self, error: BadRowError) -> None:
         if self.encoding.on_bad_row == "error":
             fix = f"{error.fix}; or skip such rows: data.on_bad_row=skip"
             raise BadRowError(error.reason, error.message, error.setting, fix) from error
-        stats.count_dropped("bad", error.reason, error.setting)
+        self._stats.count_dropped("bad", error.reason, error.setting)
 
-    def _render(self, example: Example, position: int, where: str) -> list[list[TemplateSegment]]:
+    def _usable_rows(self, source: Source, chunk: Iterable[tuple[int, object]]) -> Iterator[UsableRow]:
+        """Yield the rows that are not bad."""
+        rows = [self._read_row(source, position, raw) for position, raw in chunk]
+        if self.template is not None:
+            read = [row for row in rows if not isinstance(row, BadRowError)]
+            chats = [(chat.messages, chat.tools, where) for _, where, _, example in read for chat in _chats_of(example)]
+            self.template.render_ahead(chats, self.encoding.loss_on)
+        for row in rows:
+            try:
+                if isinstance(row, BadRowError):
+                    raise row
+                position, where, weight, example = row
+                content = example.text if isinstance(example, TextExample) else self._segments(example, where)
+            except BadRowError as error:
+                self._handle_bad_row(error)
+            else:
+                yield position, where, weight, content
+
+    def _segments(self, example: ChatExample | PreferencePair, where: str) -> list[list[TemplateSegment]]:
         """Render a conversation; chosen and rejected for a preference."""
-        assert self.template is not None, "the schema is one of conversations"
-        return [
-            self.template.segments(chat.messages, chat.tools, where, self.encoding.loss_on)
-            for chat in _chats_of(example)
-        ]
+        assert self.template is not None, "the schema is one of texts"
+        chats = _chats_of(example)
+        return [self.template.segments(chat.messages, chat.tools, where, self.encoding.loss_on) for chat in chats]
 
-    def _add_texts(
-        self, source: Source, rows: list[tuple[int, float, str]], stats: RowStats, builder: BlockBuilder
-    ) -> None:
-        size = self.encoding.max_length
+    def _add_texts(self, rows: list[UsableRow]) -> None:
+        size, stats = self.encoding.max_length, self._stats
         bos, eos = np.array(self.tokenizer.bos_ids, np.int32), np.array([self.tokenizer.eos_id], np.int32)
-        all_ids, lengths = self._encode_flat([text for _, _, text in rows])
-        for (position, weight, _), end, length in zip(rows, np.cumsum(lengths).tolist(), lengths.tolist(), strict=True):
+        all_ids, lengths = self._encode_flat([text for *_, text in rows])
+        for (position, where, weight, _), end, length in zip(
+            rows, np.cumsum(lengths).tolist(), lengths.tolist(), strict=True
+        ):
             ids = np.concatenate([bos, all_ids[end - length : end], eos])
             too_long, last = len(ids) > size + 1, len(ids) - 1
             if too_long and self.encoding.too_long == "drop":
-                stats.count_dropped("dropped", TOO_LONG_REASON, source.where(position))
+                stats.count_dropped("dropped", TOO_LONG_REASON, where)
                 stats.count_lost_answer(last, last)
                 continue
             if too_long and self.encoding.too_long == "truncate":
@@ -158,39 +150,41 @@ class Encoder:
             # Parts overlap by one token, so that each token is predicted exactly once.
             for start in range(0, last, size):
                 part = ids[start : min(start + size, last) + 1]
-                builder.add(position, weight, [(part, [(1, len(part), 1.0)])])
+                self._encoded.append((position, weight, [(part, [(1, len(part), 1.0)])]))
 
-    def _add_chats(self, source: Source, rows: list[ChatRow], stats: RowStats, builder: BlockBuilder) -> None:
-        assert self.template is not None
-        encoded = iter(
-            self.template.encode_segments([chat for _, _, chats in rows for chat in chats], self._encode_flat)
-        )
-        for position, weight, chats in rows:
-            self._add_chat_row(source, position, weight, [next(encoded) for _ in chats], stats, builder)
+    def _add_chats(self, rows: Iterable[UsableRow]) -> None:
+        batch: list[UsableRow] = []
+        size = 0
+        for row in rows:
+            batch.append(row)
+            size += sum(len(segment.text) for chat in row[3] for segment in chat)
+            if size > MAX_BATCH_CHARACTERS:  # a template may write far more text than a row has
+                self._add_batch(batch)
+                batch, size = [], 0
+        self._add_batch(batch)
 
-    def _add_chat_row(
-        self,
-        source: Source,
-        position: int,
-        weight: float,
-        chats: list[EncodedChat],
-        stats: RowStats,
-        builder: BlockBuilder,
-    ) -> None:
+    def _add_batch(self, rows: list[UsableRow]) -> None:
+        assert self.template is not None, "the schema is one of texts"
+        segments = [chat for *_, chats in rows for chat in chats]
+        encoded = iter(self.template.encode_segments(segments, self._encode_flat))
+        for position, where, weight, chats in rows:
+            self._add_chat(position, where, weight, [next(encoded) for _ in chats])
+
+    def _add_chat(self, position: int, where: str, weight: float, chats: list[LabelledIds]) -> None:
         """Add a conversation, or chosen and rejected, whole or truncated; or count why it is left out."""
-        where, max_ids = source.where(position), self.encoding.max_length + 1
+        stats, max_ids = self._stats, self.encoding.max_length + 1
         spans = [each for _, each in chats]
         if not all(spans):
             fix = "add an answer of the assistant, or delete the row"
             return self._handle_bad_row(
-                BadRowError("no assistant turn", "no assistant turn: no token has loss", where, fix), stats
+                BadRowError("no assistant turn", "no assistant turn: no token has loss", where, fix)
             )
         shared, answers = _common_prefix(chats), spans
         spans = [[span for span in each if span[1] > shared] for each in spans]
         if not any(spans):
             fix = "make them differ, or delete the row"
             return self._handle_bad_row(
-                BadRowError("no difference", "chosen and rejected are the same tokens", where, fix), stats
+                BadRowError("no difference", "chosen and rejected are the same tokens", where, fix)
             )
         longest = max(len(ids) for ids, _ in chats)
         if longest > max_ids:
@@ -204,11 +198,11 @@ class Encoder:
                 for each, stop in zip(spans, stops, strict=True)
             ]
             if not any(spans) or min(stops) <= shared:
-                self._count_lost(whole, [[] for _ in whole], longest, stats)
+                self._count_lost(whole, [[] for _ in whole], longest)
                 return stats.count_dropped(
                     "dropped", NO_ANSWER_REASON if len(chats) == 1 else NO_DIFFERENCE_REASON, where
                 )
-            self._count_lost(whole, spans, longest, stats)
+            self._count_lost(whole, spans, longest)
             chats = [(ids[:stop], each) for (ids, each), stop in zip(chats, stops, strict=True)]
             stats.truncated += 1
         stats.kept += 1
@@ -216,11 +210,9 @@ class Encoder:
             # else a span is no answer
             count = sum(start < len(ids) for start, *_ in each) if self.encoding.loss_on == "assistant" else 0
             stats.add_conversation(len(ids), count)
-        builder.add(position, weight, [(ids, each) for (ids, _), each in zip(chats, spans, strict=True)])
+        self._encoded.append((position, weight, [(ids, each) for (ids, _), each in zip(chats, spans, strict=True)]))
 
-    def _count_lost(
-        self, whole: list[list[LossSpan]], kept: list[list[LossSpan]], longest: int, stats: RowStats
-    ) -> None:
+    def _count_lost(self, whole: list[list[LossSpan]], kept: list[list[LossSpan]], longest: int) -> None:
         """Count what `kept` has lost of `whole`.
 
         An answer is kept whole if its end fits; a preference if both of its sequences fit.
@@ -229,7 +221,7 @@ class Encoder:
             for i, (start, stop, _) in enumerate(spans):
                 lost = stop - start - _count_tokens(kept_spans[i : i + 1])
                 if lost:
-                    stats.count_lost_answer(lost, (stop if len(whole) == 1 else longest) - 1)
+                    self._stats.count_lost_answer(lost, (stop if len(whole) == 1 else longest) - 1)
 
     def _truncation_point(self, ids: np.ndarray, spans: list[LossSpan], max_ids: int) -> int:
         """Return where to cut a conversation to at most `max_ids` ids: after the last complete answer, else within an
@@ -249,36 +241,11 @@ def _chats_of(example: Example) -> tuple[ChatExample, ...]:
     return (example.chosen, example.rejected) if isinstance(example, PreferencePair) else (example,)
 
 
-def _groups(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    remaining = iter(items)
-    while group := list(itertools.islice(remaining, size)):
-        yield group
-
-
-def _limited_batches(rows: Iterable[ChatRow]) -> Iterator[list[ChatRow]]:
-    """Yield the rows in lists of about MAX_BATCH_CHARACTERS: a template may write far more text than a row has."""
-    batch: list[ChatRow] = []
-    size = 0
-    for row in rows:
-        batch.append(row)
-        size += sum(len(segment.text) for chat in row[2] for segment in chat)
-        if size > MAX_BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _text_of(example: Example, position: int, where: str) -> str:
-    assert isinstance(example, TextExample), "the schema is one of texts"
-    return example.text
-
-
 def _count_tokens(spans: list[LossSpan]) -> int:
     return sum(stop - start for start, stop, _ in spans)
 
 
-def _common_prefix(chats: list[EncodedChat]) -> int:
+def _common_prefix(chats: list[LabelledIds]) -> int:
     """Return the number of tokens at the start of both chosen and rejected: turns that end before it are the prompt and
     have no loss.
     """

@@ -29,13 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from data.tokenize.tokenizer_limits import ENDINGS
+from data.tokenize.tokenizer_limits import GPT2_PATTERN, LLAMA3_PATTERNS
 
-GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA3_PATTERNS = tuple(
-    ENDINGS + rf"|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    for digits in (r"\p{N}", r"\p{N}{1,3}", r"\p{N}+")  # Qwen, Llama 3, others
-)
 # White space that a text begins with, or a space (or line feed) that begins a run of it; then all up to the next such
 # run. The parts make up the text.
 # [^\S ] is white space but no space. Python counts four control characters as white space that the tokenizers do not:
@@ -54,41 +49,28 @@ def cut_pattern(stored: dict[str, Any]) -> re.Pattern[str] | None:
     # NFC composes nothing with a space or a line feed before or after it
     if normalizer is not None and normalizer.get("type") != "NFC":
         return None
-    parts = _parts(stored.get("pre_tokenizer"))
-    # splits inside of pieces and runs only, so every boundary stays one
-    if parts and _is_digits(parts[0]) and len(parts) == 2:
-        parts = parts[1:]
-    if len(parts) == 1 and _is_byte_level(parts[0], use_regex=True):
+    pre_tokenizer = stored.get("pre_tokenizer") or {}
+    parts = pre_tokenizer["pretokenizers"] if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]
+    kinds = [_kind(part) for part in parts]
+    if len(kinds) == 2 and kinds[0] == "digits":
+        del kinds[0]  # it splits inside of pieces and runs only, so every boundary stays one
+    if kinds in (["bytes by GPT-2's pattern"], [GPT2_PATTERN, "bytes"]):
         return CUT_AT_SPACES_AND_LINES
-    if len(parts) == 2 and _is_byte_level(parts[1], use_regex=False):
-        if _is_split(parts[0], (GPT2_PATTERN,)):
-            return CUT_AT_SPACES_AND_LINES
-        if _is_split(parts[0], LLAMA3_PATTERNS):
-            return CUT_AT_SPACES
+    if kinds in ([pattern, "bytes"] for pattern in LLAMA3_PATTERNS):
+        return CUT_AT_SPACES
     return None
 
 
-def _parts(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
-    if pre_tokenizer is None:
-        return []
-    return list(pre_tokenizer["pretokenizers"]) if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]
-
-
-def _is_digits(part: dict[str, Any]) -> bool:
-    return part.get("type") == "Digits"
-
-
-def _is_byte_level(part: dict[str, Any], use_regex: bool) -> bool:
-    return (
-        part.get("type") == "ByteLevel"
-        and part.get("add_prefix_space") is False
-        and part.get("use_regex", True) is use_regex
-    )
-
-
-def _is_split(part: dict[str, Any], patterns: tuple[str, ...]) -> bool:
-    is_isolated = part.get("type") == "Split" and part.get("behavior") == "Isolated" and part.get("invert") is False
-    return is_isolated and part.get("pattern", {}).get("Regex") in patterns
+def _kind(part: dict[str, Any]) -> str | None:
+    """Return what a part of a pre-tokenizer does: a pattern is one that splits. None: something else."""
+    match part:
+        case {"type": "Digits"}:
+            return "digits"
+        case {"type": "ByteLevel", "add_prefix_space": False}:
+            return "bytes by GPT-2's pattern" if part.get("use_regex", True) else "bytes"
+        case {"type": "Split", "behavior": "Isolated", "invert": False, "pattern": {"Regex": str(pattern)}}:
+            return pattern
+    return None
 
 
 MAX_PIECES = 1 << 17  # that are remembered, about 30 MB; then all are forgotten

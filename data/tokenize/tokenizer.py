@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer as Engine
@@ -22,7 +23,8 @@ from data.tokenize.pieces import FlatEncoder, PieceCache, cut_pattern, flat_ids
 from data.tokenize.tokenizer_limits import check_stored_tokenizer
 
 PAD, BOS, EOS = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
-TEMPLATE_FILE, SPECIAL_TOKENS_MAP = "chat_template.jinja", "special_tokens_map.json"
+TOKENIZER_CONFIG, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 SENTENCEPIECE_SPACE = "\u2581"
 # bos_token, eos_token and unk_token of a tokenizer whose files name none, as in transformers
@@ -57,10 +59,12 @@ class Tokenizer:
     def load(cls, folder: Path) -> Tokenizer:
         """Raises UserError if a file is missing or cannot be used."""
         folder = Path(folder)
-        required = (_read_text(folder / "tokenizer.json"), _read_text(folder / "tokenizer_config.json"))
         optional = (folder / name for name in (TEMPLATE_FILE, SPECIAL_TOKENS_MAP, GENERATION_CONFIG))
         return _build_tokenizer(
-            folder, *required, *(_read_text(file) if os.path.lexists(file) else None for file in optional)
+            folder,
+            _read_text(folder / "tokenizer.json"),
+            _read_text(folder / TOKENIZER_CONFIG),
+            *(_read_text(file) if os.path.lexists(file) else None for file in optional),
         )
 
     @property
@@ -98,7 +102,7 @@ class Tokenizer:
         }
         added = sorted(token["content"] for token in stored["added_tokens"])
         parts = [model, self.token_ids(), added, stored["normalizer"], stored["pre_tokenizer"]]
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        return _sha256_of_json(parts)
 
     def token_ids(self) -> dict[str, int]:
         """Return the id of every token, added tokens included."""
@@ -172,67 +176,49 @@ def _build_tokenizer(
     """The arguments are the contents of the files. chat_template.jinja takes precedence over the field chat_template,
     as in transformers.
     """
-    stored, config = (
-        _parse_json(tokenizer_json, folder / "tokenizer.json"),
-        _parse_json(config_json, folder / "tokenizer_config.json"),
-    )
+    stored = _parse_json(tokenizer_json, folder / "tokenizer.json")
+    config = _parse_json(config_json, folder / TOKENIZER_CONFIG)
+    others = _parse_json(special_tokens_map or "{}", folder / SPECIAL_TOKENS_MAP)
+    listed = _parse_json(generation_config or "{}", folder / GENERATION_CONFIG).get("eos_token_id")
     with _reporting_form(folder):
-        return _assemble(folder, stored, config, template_file, special_tokens_map, generation_config)
+        if stored["model"]["type"] != "BPE":
+            message = f"the model of the tokenizer must be byte-level BPE, got {stored['model']['type']}"
+            raise UserError(message, f"{folder}/tokenizer.json", TRAIN_TOKENIZER_HINT)
+        check_stored_tokenizer(stored, folder / "tokenizer.json")
+        dropout = stored["model"].get("dropout") or 0.0
+        if dropout:
+            stored["model"]["dropout"] = None  # as in a tokenizer without: same ids, same fingerprint
+        # Without this setting the library warns whenever a loader forks its workers. Its threads are idle then.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+        without_control = _without_control_tokens(stored)
+        full, plain = _build_engine(stored, folder), _build_engine(without_control, folder)
+        named = _named_tokens(config, others, full)
+        eos_id = _token_id(full, named, "eos_token", folder)
+        bos_id = _token_id(full, named, "bos_token", folder) if "bos_token" in named else None
+        pad_id = _token_id(full, named, "pad_token", folder) if "pad_token" in named else eos_id
+        ends = listed if isinstance(listed, list) else [listed]
+        template = config.get("chat_template") if template_file is None else template_file
+        return Tokenizer(
+            folder=folder,
+            vocab_size=max(full.get_vocab_size(), 1 + max(full.get_vocab(with_added_tokens=True).values())),
+            named_tokens=named,
+            bos_id=bos_id,
+            eos_id=eos_id,
+            stop_ids=tuple(sorted({eos_id, *(token_id for token_id in ends if isinstance(token_id, int))})),
+            pad_id=pad_id,
+            control_ids={token["content"]: token["id"] for token in stored["added_tokens"] if not _is_text(token)},
+            special_tokens=frozenset(token["content"] for token in stored["added_tokens"] if token["special"]),
+            chat_template=template,
+            fingerprint=_sha256_of_json([stored, bos_id, eos_id, pad_id, template]),
+            dropout=dropout,
+            _full=full,
+            _plain=plain,
+            _cuts=cut_pattern(without_control),
+        )
 
 
-def _assemble(
-    folder: Path,
-    stored: dict,
-    config: dict,
-    template_file: str | None,
-    special_tokens_map: str | None,
-    generation_config: str | None,
-) -> Tokenizer:
-    """Raises KeyError, TypeError or AttributeError for a file of another form."""
-    if stored["model"]["type"] != "BPE":
-        message = f"the model of the tokenizer must be byte-level BPE, got {stored['model']['type']}"
-        raise UserError(message, f"{folder}/tokenizer.json", TRAIN_TOKENIZER_HINT)
-    check_stored_tokenizer(stored, folder / "tokenizer.json")
-    dropout = stored["model"].get("dropout") or 0.0
-    if dropout:
-        stored["model"]["dropout"] = None  # as in a tokenizer without: same ids, same fingerprint
-    # Without this setting the library warns whenever a loader forks its workers. Its threads are idle then.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    without_control = _without_control_tokens(stored)
-    full, plain = _build_engine(stored, folder), _build_engine(without_control, folder)
-    named = _named_tokens(
-        config, _parse_json(special_tokens_map, folder / SPECIAL_TOKENS_MAP) if special_tokens_map else {}, full
-    )
-    eos_id = _token_id(full, named, "eos_token", folder)
-    bos_id = _token_id(full, named, "bos_token", folder) if "bos_token" in named else None
-    pad_id = _token_id(full, named, "pad_token", folder) if "pad_token" in named else eos_id
-    listed = (_parse_json(generation_config, folder / GENERATION_CONFIG) if generation_config else {}).get(
-        "eos_token_id"
-    )
-    stop_ids = {
-        eos_id,
-        *(token_id for token_id in (listed if isinstance(listed, list) else [listed]) if isinstance(token_id, int)),
-    }
-    template = config.get("chat_template") if template_file is None else template_file
-    return Tokenizer(
-        folder=folder,
-        vocab_size=max(full.get_vocab_size(), 1 + max(full.get_vocab(with_added_tokens=True).values())),
-        named_tokens=named,
-        bos_id=bos_id,
-        eos_id=eos_id,
-        stop_ids=tuple(sorted(stop_ids)),
-        pad_id=pad_id,
-        control_ids={token["content"]: token["id"] for token in stored["added_tokens"] if not _is_text(token)},
-        special_tokens=frozenset(token["content"] for token in stored["added_tokens"] if token["special"]),
-        chat_template=template,
-        fingerprint=hashlib.sha256(
-            json.dumps([stored, bos_id, eos_id, pad_id, template], sort_keys=True).encode()
-        ).hexdigest(),
-        dropout=dropout,
-        _full=full,
-        _plain=plain,
-        _cuts=cut_pattern(without_control),
-    )
+def _sha256_of_json(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _named_tokens(config: dict, special_tokens_map: dict, engine: Engine) -> dict[str, str]:
@@ -240,11 +226,8 @@ def _named_tokens(config: dict, special_tokens_map: dict, engine: Engine) -> dic
 
     `null` in tokenizer_config.json means that there is none.
     """
-    named = {
-        key: _token_text(token)
-        for key in NAMED_TOKENS
-        if (token := config[key] if key in config else special_tokens_map.get(key))
-    }
+    tokens = {key: config[key] if key in config else special_tokens_map.get(key) for key in NAMED_TOKENS}
+    named = {key: token["content"] if isinstance(token, dict) else token for key, token in tokens.items() if token}
     if not named and not any(key in config for key in NAMED_TOKENS) and engine.token_to_id(GPT2_TOKEN) is not None:
         return dict.fromkeys(("bos_token", "eos_token", "unk_token"), GPT2_TOKEN)
     return named
@@ -262,10 +245,8 @@ def _without_control_tokens(stored: dict) -> dict:
     and to control tokens are left out.
     """
     model, added = stored["model"], stored["added_tokens"]
-    control, texts = (
-        {token["content"] for token in added if not _is_text(token)},
-        [token for token in added if _is_text(token)],
-    )
+    texts = [token for token in added if _is_text(token)]
+    control = {token["content"] for token in added if not _is_text(token)}
     vocab = {token: token_id for token, token_id in model["vocab"].items() if token not in control}
     # those that are no part of the vocabulary would get other ids
     vocab |= {token["content"]: token["id"] for token in texts}
@@ -299,7 +280,7 @@ def _token_id(engine: Engine, named: dict[str, str], key: str, folder: Path) -> 
         problem = f"{key} {named[key]} is none of its tokens" if key in named else f"the tokenizer has no {key}"
         raise UserError(
             problem,
-            f"{folder}/tokenizer_config.json",
+            f"{folder}/{TOKENIZER_CONFIG}",
             f"set {key} there to one of its tokens, or {TRAIN_TOKENIZER_HINT}",
         )
     return token_id
@@ -345,7 +326,3 @@ def _parse_json(text: str, path: Path) -> dict:
     if not isinstance(content, dict):
         raise UserError(f"expected a JSON object, got {type(content).__name__}", str(path), COPY_AGAIN_HINT)
     return content
-
-
-def _token_text(token: str | dict) -> str:
-    return token["content"] if isinstance(token, dict) else token

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from common.errors import UserError
+from common.settings import check_at_least
 from data.errors import BadRowError
 from data.schemas.registry import SCHEMAS
 from data.sources.files import Source
@@ -41,12 +42,7 @@ class TokenizerConfig:
             raise UserError(
                 "path must name at least one file, got none", "path=[]", "e.g. path=[text.jsonl,chats.jsonl]"
             )
-        if self.max_lines < 1:
-            raise UserError(
-                f"max_lines must be at least 1, got {self.max_lines}",
-                f"max_lines={self.max_lines}",
-                "e.g. max_lines=500000",
-            )
+        check_at_least("max_lines", self.max_lines, 1, 500000)
         if self.to and self.tokenizer:
             raise UserError(
                 "to= trains a tokenizer, tokenizer= evaluates one: they exclude each other",

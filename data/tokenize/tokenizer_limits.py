@@ -2,7 +2,8 @@ r"""Limits on a tokenizer.json that another has written: its parts, token ids, h
 its regular expressions.
 
 The library runs regular expressions in Rust, where no signal of Python ends them. Those of public tokenizers are known;
-others must first split hard texts in a process with limits (pattern_probe.py). No probe finds every expression that is
+others must first split hard texts in a process with limits (`python -m data.tokenize.tokenizer_limits SECONDS <
+[tokenizer.json, texts]`). No probe finds every expression that is
 slow for some text: the processes that tokenize a data set have deadlines, too.
 """
 
@@ -10,17 +11,19 @@ from __future__ import annotations
 
 import base64
 import json
-import os
+import math
 import re
+import resource
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from data.tokenize.templates.renderer import PASSED_VARIABLES, WALL_SECONDS
+from data.tokenize.templates.renderer import WALL_SECONDS, limited_environment
 
 MAX_ADDED_TOKENS = 100_000
 MAX_ADDED_CHARACTERS = 1000  # of an added token
@@ -29,32 +32,32 @@ MAX_COMPONENTS = 64  # normalizers, pre-tokenizers and decoders
 MAX_PATTERN_CHARACTERS = 4000  # of a regular expression
 MAX_GROWTH = 64  # characters that the normalizers, or the decoders, make of one
 PROBE_SECONDS, PROBE_CHARACTERS, PROBE_UNITS = 3, 10_000, 60  # processor time of a probe; of a text, and the texts
+PROBE_MEMORY = 1 << 30  # bytes of the process
 SECTIONS = ("normalizer", "pre_tokenizer", "decoder")
 ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3_PATTERNS = tuple(
+    ENDINGS + rf"|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    for digits in (r"\p{N}", r"\p{N}{1,3}", r"\p{N}+")  # Qwen, Llama 3, others
+)
 KNOWN_PATTERNS = frozenset(  # of public tokenizers: GPT-2, Llama 3, Qwen, GPT-4o, DeepSeek, SmolLM3
     [
-        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-        *(
-            ENDINGS
-            + rf"|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-            for digits in (r"\p{N}", r"\p{N}{1,3}", r"\p{N}+")
-        ),
+        GPT2_PATTERN,
+        *LLAMA3_PATTERNS,
         rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{ENDINGS}?|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{ENDINGS}?|\p{{N}}{{1,3}}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        *(
-            r"\p{N}{1,3}",
-            r"\d",
-            r"\d{1,3}",
-            r"[0-9]",
-            r"\s+$",
-            r"[\r\n]",
-            r"\s?\p{L}+",
-            r"\s?\p{P}+",
-            r" {2,}",
-            r"\n",
-            r" ",
-        ),
+        r"\p{N}{1,3}",
+        r"\d",
+        r"\d{1,3}",
+        r"[0-9]",
+        r"\s+$",
+        r"[\r\n]",
+        r"\s?\p{L}+",
+        r"\s?\p{P}+",
+        r" {2,}",
+        r"\n",
+        r" ",
     ]
 )
 COMMON_UNITS = (" ", "\n", "\t", "a", "A", "1", "'", "!", "_", "\u00e9", "\u4e2d", "\u0301", "aA", "a ", " \n", "1.")
@@ -68,45 +71,33 @@ def check_stored_tokenizer(stored: dict[str, Any], path: Path) -> None:
     """Raise UserError if a tokenizer.json is beyond the limits, before the library builds it; KeyError or TypeError for
     another form.
     """
+    if problem := _find_problem(stored):
+        raise UserError(problem, str(path), OTHER_TOKENIZER_HINT)
+
+
+def _find_problem(stored: dict[str, Any]) -> str | None:
     added, vocab = stored["added_tokens"], stored["model"]["vocab"]
     ids = [*vocab.values(), *(token["id"] for token in added)]
     if not all(type(token_id) is int and 0 <= token_id < MAX_TOKEN_ID for token_id in ids):
-        raise UserError(f"a token has an id outside of [0, {MAX_TOKEN_ID:,})", str(path), OTHER_TOKENIZER_HINT)
+        return f"a token has an id outside of [0, {MAX_TOKEN_ID:,})"
     if len(added) > MAX_ADDED_TOKENS or any(len(token["content"]) > MAX_ADDED_CHARACTERS for token in added):
-        raise UserError(
-            f"more than {MAX_ADDED_TOKENS:,} added tokens, or one of more than {MAX_ADDED_CHARACTERS:,} characters",
-            str(path),
-            OTHER_TOKENIZER_HINT,
-        )
+        return f"more than {MAX_ADDED_TOKENS:,} added tokens, or one of more than {MAX_ADDED_CHARACTERS:,} characters"
+    unknown: set[str] = set()
     for section in SECTIONS:
         parts = list(_components(stored.get(section)))
         if len(parts) > MAX_COMPONENTS:
-            raise UserError(
-                f"the {section} has {len(parts)} parts, at most {MAX_COMPONENTS} are allowed",
-                str(path),
-                OTHER_TOKENIZER_HINT,
-            )
-        growth = 1.0
-        for part in parts:
-            growth *= _growth(part)
-        if growth > MAX_GROWTH:
-            raise UserError(
-                f"the {section} can make a text more than {MAX_GROWTH} times as long", str(path), OTHER_TOKENIZER_HINT
-            )
-    unknown = sorted({pattern for section in SECTIONS for pattern in _patterns(stored.get(section))} - KNOWN_PATTERNS)
-    if too_long := next((pattern for pattern in unknown if len(pattern) > MAX_PATTERN_CHARACTERS), None):
-        raise UserError(
-            f"a regular expression has {len(too_long):,} characters, at most {MAX_PATTERN_CHARACTERS:,} are allowed",
-            str(path),
-            OTHER_TOKENIZER_HINT,
-        )
+            return f"the {section} has {len(parts)} parts, at most {MAX_COMPONENTS} are allowed"
+        if math.prod(map(_growth, parts)) > MAX_GROWTH:
+            return f"the {section} can make a text more than {MAX_GROWTH} times as long"
+        unknown |= {pattern for part in parts if (pattern := _regular_expression(part))} - KNOWN_PATTERNS
+    if length := max((len(each) for each in unknown if len(each) > MAX_PATTERN_CHARACTERS), default=0):
+        return f"a regular expression has {length:,} characters, at most {MAX_PATTERN_CHARACTERS:,} are allowed"
     # Without the vocabulary: 260,000 tokens need most of the probe's time and memory, and regular expressions do not
     # depend on them.
     probed = {**stored, "added_tokens": [], "post_processor": None, "model": {"type": "BPE", "vocab": {}, "merges": []}}
-    if unknown and (problem := _probe(json.dumps(probed), tuple(unknown))):
-        raise UserError(
-            f"the tokenizer has a regular expression that is not usable: {problem}", str(path), OTHER_TOKENIZER_HINT
-        )
+    if unknown and (problem := _probe(json.dumps(probed), tuple(sorted(unknown)))):
+        return f"the tokenizer has a regular expression that is not usable: {problem}"
+    return None
 
 
 def _components(value: Any) -> Iterator[dict[str, Any]]:
@@ -117,12 +108,11 @@ def _components(value: Any) -> Iterator[dict[str, Any]]:
         yield value
 
 
-def _patterns(section: Any) -> Iterator[str]:
-    """Yield the regular expressions of a section."""
-    for part in _components(section):
-        pattern = part.get("pattern")
-        if isinstance(pattern, dict) and isinstance(pattern.get("Regex"), str):
-            yield pattern["Regex"]
+def _regular_expression(part: dict[str, Any]) -> str | None:
+    match part:
+        case {"pattern": {"Regex": str(pattern)}}:
+            return pattern
+    return None
 
 
 def _growth(part: dict[str, Any]) -> float:
@@ -135,9 +125,10 @@ def _growth(part: dict[str, Any]) -> float:
     content = part.get("content", part.get("prepend", part.get("replacement", "")))
     if part["type"] not in ("Replace", "Prepend", "Metaspace") or not isinstance(content, str):
         return 1.0
-    pattern = part.get("pattern")
-    replaced = len(pattern["String"]) if isinstance(pattern, dict) and isinstance(pattern.get("String"), str) else 1
-    return max(1.0, len(content) / max(1, replaced))
+    match part:
+        case {"pattern": {"String": str(replaced)}}:
+            return max(1.0, len(content) / max(1, len(replaced)))
+    return max(1.0, len(content))
 
 
 def _longest_text(charsmap: str) -> int:
@@ -159,9 +150,8 @@ def _probe(tokenizer_json: str, patterns: tuple[str, ...]) -> str | None:
         for unit in units
         for end in ("\u0001", f"\u0001 {''.join(literals)[:200]}")
     ]
-    env = {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ}  # no secret of the environment
-    env |= {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-P", "-m", "data.tokenize.pattern_probe", str(PROBE_SECONDS)]
+    env = limited_environment() | {"TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-P", "-m", "data.tokenize.tokenizer_limits", str(PROBE_SECONDS)]
     request = json.dumps([tokenizer_json, texts]).encode()
     try:
         ended = subprocess.run(
@@ -181,3 +171,33 @@ def _probe(tokenizer_json: str, patterns: tuple[str, ...]) -> str | None:
         return f"it needs more than {PROBE_SECONDS} seconds or 1 GB for texts of {PROBE_CHARACTERS:,} characters"
     lines = ended.stderr.decode("utf-8", "replace").strip().splitlines()
     return lines[-1][:200] if lines else "it ends the program"
+
+
+def probe_tokenizer() -> int:
+    """Encode and decode texts with a tokenizer, within limits that the kernel holds; both are on stdin.
+
+    Return 0 if that succeeds, or 1 with an error on stderr; a signal ends the process at a limit.
+    """
+    from tokenizers import Tokenizer as Engine
+
+    seconds = int(sys.argv[1])
+    tokenizer_json, texts = json.load(sys.stdin)
+    resource.setrlimit(resource.RLIMIT_AS, (PROBE_MEMORY, PROBE_MEMORY))
+    seconds += math.ceil(time.process_time())  # those of the start do not count
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
+        resource.setrlimit(limit, (0, 0))
+    try:
+        engine = Engine.from_str(tokenizer_json)
+        for text in texts:
+            engine.encode(text, add_special_tokens=False)
+            if engine.decoder is not None:
+                engine.decoder.decode([text])
+    except BaseException as error:  # a panic of the library is no Exception
+        print(f"{type(error).__name__}: {error}".replace("\n", " "), file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(probe_tokenizer())

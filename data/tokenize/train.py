@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Engine
 
 from common.errors import UserError, print_note, print_safely
 from common.guarded_files import check_own_files
-from data.sources.files import resolve_sources
+from data.sources.files import open_entry
 from data.tokenize.chat_template import CHATML
 from data.tokenize.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS, Tokenizer
 from data.tokenize.tokenizer_corpus import CorpusStats, TokenizerConfig, TokenizerReport, iter_corpus, measure_tokenizer
@@ -30,7 +30,8 @@ def train_tokenizer(cfg: TokenizerConfig) -> None:
     encodes held-out rows.
     """
     # checks all files before the first one is read
-    sources = [source for entry in resolve_sources(cfg.path) for source in entry]
+    entries = [cfg.path] if isinstance(cfg.path, str) else cfg.path
+    sources = [source for entry in entries for source in open_entry(entry)]
     for source in sources:
         if source.detected:
             print_note(f"{source.name}: {source.detected}")

@@ -20,9 +20,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from common.errors import UserError, did_you_mean
+from common.errors import UserError, did_you_mean, ignore_broken_pipe
 from common.registry import import_plugins
-from common.streams import ignore_broken_pipe
 from runner.cli import help, hydra_app
 from runner.cli.exit_code import exiting_with_code
 from runner.config import overrides

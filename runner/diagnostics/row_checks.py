@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from data.tokenize.block import RowStats
-from data.tokenize.sample import MARKERS
+from data.tokenize.block import MARKERS, RowStats
 from runner.diagnostics.symptoms import Symptom
 
 MARKED_SHARE, MARKED_ROWS = 0.05, 3  # sampled rows with markers; fewer may quote a template

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from common.errors import UserError, one_line, print_safely
-from common.limits.connections import HEADER_SECONDS
+from common.limits import HEADER_SECONDS
 from runner.reporting.compare import compare_page, read_comparison
 from runner.reporting.page_kit import encode_page
 from runner.reporting.read_sweep import read_sweep_results

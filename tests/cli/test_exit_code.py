@@ -113,7 +113,7 @@ PRINTS = {  # files that print without these functions, and what
     "runner/tracking/logger.py": "stripped",
     "runner/tracking/progress.py": "stripped",
     "runner/tracking/trackers/swanlab.py": "a path",
-    "data/tokenize/pattern_probe.py": "to the process that started it",
+    "data/tokenize/tokenizer_limits.py": "to the process that started it",
     "data/tokenize/train.py": "numbers",
 }
 

@@ -2,12 +2,12 @@ import json
 from pathlib import Path
 
 import pytest
+from template_fixtures import ChatTemplate
 
 from data.batching.mixture import MixedRows, WeightedSource, mix_sources
 from data.schemas.registry import schema_of_source
 from data.sources.files import Source
 from data.store.cache import load_or_build
-from data.tokenize.chat_template import ChatTemplate
 from data.tokenize.tokenizer import Tokenizer
 from data.types import EncodingConfig
 

@@ -2,11 +2,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from template_fixtures import decode_loss_spans
+from template_fixtures import ChatTemplate, decode_loss_spans
 
 from common.errors import UserError
 from data.errors import BadRowError
-from data.tokenize.chat_template import ChatTemplate
 from data.tokenize.tokenizer import Tokenizer
 
 SHIPPED = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"

@@ -9,8 +9,9 @@ import pytest
 from data.schemas.messages import check_chat
 from data.tokenize import pieces as cache
 from data.tokenize.chat_template import ChatTemplate
-from data.tokenize.pieces import GPT2_PATTERN, LLAMA3_PATTERNS, PieceCache, cut_pattern, flat_ids
+from data.tokenize.pieces import PieceCache, cut_pattern, flat_ids
 from data.tokenize.tokenizer import Tokenizer
+from data.tokenize.tokenizer_limits import GPT2_PATTERN, LLAMA3_PATTERNS
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 DIGITS = {"type": "Digits", "individual_digits": True}
@@ -172,7 +173,7 @@ def conversations(rng):
 def test_segments_by_shape_are_those_of_the_rendered_conversation(tokenizer, loss_on):
     template, planned = ChatTemplate(tokenizer), 0
     for messages in conversations(random.Random(loss_on)):
-        if segments := template._plans(loss_on).segments(messages):
+        if segments := template._plans.segments(messages, loss_on):
             planned += 1
             assert segments == template._render_segments(messages, None, "row", loss_on)
     assert planned > 100
@@ -181,7 +182,7 @@ def test_segments_by_shape_are_those_of_the_rendered_conversation(tokenizer, los
 @pytest.mark.parametrize("content", ["a <|im_end|> b", "a \ufdd0 b", "", "<|endoftext|>"])
 def test_segments_of_a_content_that_the_template_may_change_are_rendered(tokenizer, content):
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "yes"}]
-    assert ChatTemplate(tokenizer)._plans("assistant").segments(messages) is None
+    assert ChatTemplate(tokenizer)._plans.segments(messages, "assistant") is None
 
 
 def test_segments_by_shape_are_for_shipped_templates_only(tokenizer, tmp_path):
@@ -189,4 +190,4 @@ def test_segments_by_shape_are_for_shipped_templates_only(tokenizer, tmp_path):
     (folder / "chat_template.jinja").write_text(
         tokenizer.chat_template.replace("message.content or ''", "(message.content or '') | upper"), encoding="utf-8"
     )
-    assert ChatTemplate(Tokenizer.load(folder))._plans("assistant") is None
+    assert ChatTemplate(Tokenizer.load(folder))._plans is None

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from importlib.metadata import version
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -165,30 +166,26 @@ def test_store_build_names_a_bad_row_before_a_later_read_error(write, load, monk
 
 
 def test_store_build_that_is_stopped_ends_its_workers(tmp_path, write, load, monkeypatch, small_chunks):
-    started = []
-    popen = subprocess.Popen
-    monkeypatch.setattr(
-        subprocess, "Popen", lambda *args, **options: started.append(popen(*args, **options)) or started[-1]
-    )
+    started, start = [], BaseProcess.start
+    monkeypatch.setattr(BaseProcess, "start", lambda process: (started.append(process), start(process)))
 
     def stop(done, total, rows):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         load(write(texts(100)), progress=stop, num_workers=2)
-    assert len(started) == 2 and all(process.poll() is not None for process in started)
+    assert len(started) == 2 and not any(process.is_alive() for process in started)
     assert keys_in(tmp_path / "cache") == temporary_in(tmp_path / "cache") == []
 
 
 def test_store_build_fails_without_a_hang_when_a_worker_dies(tmp_path, write, load, monkeypatch, small_chunks):
-    popen = subprocess.Popen
+    start = BaseProcess.start
 
-    def killed(*args, **options):
-        process = popen(*args, **options)
+    def killed(process):
+        start(process)
         process.kill()
-        return process
 
-    monkeypatch.setattr(subprocess, "Popen", killed)
+    monkeypatch.setattr(BaseProcess, "start", killed)
     with pytest.raises(UserError, match=r"tokenizing process [01] of 2 \(pid \d+\) was killed by SIGKILL"):
         load(write(texts(100)), num_workers=2)
     assert keys_in(tmp_path / "cache") == []

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from common.errors import UserError
 from data.store.reader import STORE_FILES, STORE_MANIFEST, TABLE_FILES, DamagedStoreError, TokenStore
 from data.store.writer import write_store
-from data.tokenize.block import BlockBuilder, EncodedBlock, RowStats
+from data.tokenize.block import EncodedBlock, RowStats, build_block
 
 ROOT = Path(__file__).parents[2]
 LARGEST = 6399
@@ -413,7 +413,7 @@ weighted_spans = st.lists(st.tuples(st.integers(1, 3), st.sampled_from([1.0, 0.5
 @settings(max_examples=25)
 @given(rows=st.lists(st.lists(weighted_spans, min_size=2, max_size=2), max_size=4))
 def test_store_returns_the_loss_weights_of_spans(tmp_path_factory, rows):
-    builder, expected = BlockBuilder(), []
+    rows, expected = [], []
     for position, row in enumerate(rows):
         sequences = []
         for spans in row:
@@ -423,8 +423,8 @@ def test_store_returns_the_loss_weights_of_spans(tmp_path_factory, rows):
                 weights += [weight] * length
             sequences.append((np.arange(len(weights), dtype=np.int32), triples))
             expected.append(np.array(weights, np.float32))
-        builder.add(position, 1.0, sequences)
-    part = builder.build(RowStats())
+        rows.append((position, 1.0, sequences))
+    part = build_block(rows, RowStats())
     assert part.stats.loss_tokens == sum(np.count_nonzero(each) for each in expected)
     store = build_store(tmp_path_factory.mktemp("cache") / "key", part, sequences_per_row=2)
     masks = [mask for i in range(len(store)) for _, mask in store.read(i)[0]]
@@ -433,7 +433,6 @@ def test_store_returns_the_loss_weights_of_spans(tmp_path_factory, rows):
 
 
 def test_store_without_fractional_weights_has_pairs_only(tmp_path):
-    builder = BlockBuilder()
-    builder.add(0, 1.0, [(np.arange(6, dtype=np.int32), [(1, 3, 1.0), (4, 6, 1.0)])])
-    store = build_store(tmp_path / "key", builder.build(RowStats()))
+    rows = [(0, 1.0, [(np.arange(6, dtype=np.int32), [(1, 3, 1.0), (4, 6, 1.0)])])]
+    store = build_store(tmp_path / "key", build_block(rows, RowStats()))
     assert np.fromfile(store.folder / "spans.bin", "<u4").tolist() == [1, 3, 4, 6]

@@ -3,76 +3,74 @@ left.
 """
 
 import itertools
-import json
+import multiprocessing
 import os
+import re
+import resource
+import signal
 import subprocess
 import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from common.errors import UserError
-from common.registry import PLUGINS_ENV
-from data import background
+from data import background, worker_process
 from data.sources.files import Source
 from data.store import cache as cache_module
 from data.store import workers
 from data.store.cache import load_or_build
+from data.tokenize.encoder import Encoder
 from data.types import EncodingConfig
 
 TIMEOUT = 2.0  # seconds without a chunk, from when the process is ready
 NO_LIMIT = 0.0
-PLUGIN = """
-import os, re, signal, sys, time
-{start}
-from data.tokenize.encoder import Encoder
-
-encode = Encoder.encode
 
 
-def faulty(self, source, chunk):
-    if chunk and chunk[0][0] >= {row}:
-        {fault}
-    return encode(self, source, chunk)
+def open_many_files():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (8, 8))
+    return [open(os.devnull) for _ in range(9)]
 
 
-Encoder.encode = faulty
-"""
+def read_pipe():
+    reader, _writer = os.pipe()  # both ends stay open: nothing ever arrives
+    os.read(reader, 1)
+
+
 FAULTS = {  # name -> (what a process does, data.worker_timeout, what the error says)
-    "stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", TIMEOUT, r"stuck: no rows encoded for 2\.\d s \(data\.worker_timeout\): it was stopped \(SIGSTOP\)"),
-    "endless regex": ("re.match('(a|a)+$', 64 * 'a' + 'b')", TIMEOUT, r"stuck: no rows encoded for 2\.\d s"),
-    "blocked in a read": ("os.read(os.pipe()[0], 1)", TIMEOUT, r"stuck: no rows encoded for 2\.\d s"),
-    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", NO_LIMIT, r"was killed by SIGKILL \(out of memory, or kill -9\)"),
-    "exit": ("os._exit(3)", NO_LIMIT, r"ended early with exit code 3"),
-    "too many files": ("import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (8, 8)); [open(os.devnull) for _ in range(9)]", NO_LIMIT, r"Too many open files"),
+    "stopped": (lambda: os.kill(os.getpid(), signal.SIGSTOP), TIMEOUT, r"stuck: no rows encoded for 2\.\d s \(data\.worker_timeout\): it was stopped \(SIGSTOP\)"),
+    "endless regex": (lambda: re.match("(a|a)+$", 64 * "a" + "b"), TIMEOUT, r"stuck: no rows encoded for 2\.\d s"),
+    "blocked in a read": (read_pipe, TIMEOUT, r"stuck: no rows encoded for 2\.\d s"),
+    "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), NO_LIMIT, r"was killed by SIGKILL \(out of memory, or kill -9\)"),
+    "exit": (lambda: os._exit(3), NO_LIMIT, r"ended early with exit code 3"),
+    "too many files": (open_many_files, NO_LIMIT, r"Too many open files"),
 }  # fmt: skip
 
 
 @pytest.fixture
 def load_with(tmp_path, write, tokenizer, monkeypatch):
-    """`load_with(fault, row, timeout, start)` tokenizes 200 rows in two processes that do `start` at once and `fault`
-    at the chunk with that row.
-    """
+    """`load_with(fault, row, timeout)` tokenizes 200 rows in two processes that do `fault` at the chunk with that row."""
     encoding = EncodingConfig(
         "text", "text", tokenizer.folder, max_length=16, too_long="split", loss_on="assistant", on_bad_row="error"
     )
-    started: list[subprocess.Popen] = []
-    popen = subprocess.Popen
-    monkeypatch.setattr(
-        subprocess, "Popen", lambda *args, **options: started.append(popen(*args, **options)) or started[-1]
-    )
+    encode = Encoder.encode
     monkeypatch.setattr(cache_module, "MAX_CHUNK_ROWS", 8)
 
-    def load(fault, row, timeout, start=""):
-        (tmp_path / "faulty.py").write_text(PLUGIN.format(fault=fault, row=row, start=start))
-        monkeypatch.setenv(PLUGINS_ENV, json.dumps([str(tmp_path / "faulty.py")]))
+    def load(fault, row, timeout):
+        def faulty(self, source, chunk):
+            if chunk and chunk[0][0] >= row:
+                fault()
+            return encode(self, source, chunk)
+
+        monkeypatch.setattr(Encoder, "encode", faulty)
         source = Source.open(write([{"text": f"row {i} " + "again " * (i % 9)} for i in range(200)]))
         try:
             load_or_build(source, encoding, tokenizer, tmp_path / "cache", num_workers=2, worker_timeout=timeout)
         finally:
-            assert all(process.poll() is not None for process in started), "a process is left"
+            assert not multiprocessing.active_children(), "a process is left"
 
     return load
 
@@ -105,84 +103,83 @@ def test_tokenizing_process_has_its_time_limit_from_when_it_is_ready(load_with, 
             ready.touch()
         return seconds
 
+    def start_late(parent):
+        while not ready.exists():
+            time.sleep(0.01)
+
     monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=monotonic))
-    monkeypatch.setenv("READY", str(ready))
-    load_with("pass", 0, TIMEOUT, start="while not os.path.exists(os.environ['READY']): time.sleep(0.01)")
+    monkeypatch.setattr(worker_process, "kill_with_parent", start_late)
+    load_with(lambda: None, 0, TIMEOUT)
     assert ready.exists()
 
 
 def test_tokenizing_process_that_is_never_ready_is_named(load_with, monkeypatch):
     monkeypatch.setattr(workers, "START_SECONDS", 0.3)
+    monkeypatch.setattr(worker_process, "kill_with_parent", lambda parent: os.kill(os.getpid(), signal.SIGSTOP))
     with pytest.raises(
         UserError,
-        match=r"tokenizing process 0 of 2 \(pid \d+\) stuck: not ready after 0\.\d s \(data\.worker_timeout\)",
+        match=r"tokenizing process [01] of 2 \(pid \d+\) stuck: not ready after 0\.\d s \(data\.worker_timeout\)",
     ):
-        load_with("pass", 0, 0.1, start="os.kill(os.getpid(), signal.SIGSTOP)")
+        load_with(lambda: None, 0, 0.1)
 
 
-def test_tokenizing_processes_that_cannot_be_started_are_refused(load_with, tmp_path, monkeypatch):
-    popen, calls = subprocess.Popen, []
+def test_tokenizing_processes_that_cannot_be_started_are_refused(load_with, monkeypatch):
+    start, calls = BaseProcess.start, []
 
-    def failing(*args, **options):
-        calls.append(args)
+    def failing(process):
+        calls.append(process)
         if len(calls) == 2:
             raise OSError(24, "Too many open files")
-        return popen(*args, **options)
+        start(process)
 
-    monkeypatch.setattr(subprocess, "Popen", failing)
+    monkeypatch.setattr(BaseProcess, "start", failing)
     with pytest.raises(UserError, match="2 tokenizing processes cannot be started: Too many open files"):
-        load_with("pass", 0, NO_LIMIT)
+        load_with(lambda: None, 0, NO_LIMIT)
 
 
 ORPHANS = """
-import os, signal, subprocess, sys, time, threading
-sys.path[:0] = ["tests/data", sys.argv[1]]
-os.environ["KILLED_RUN"] = str(os.getpid())  # a worker waits at its start until this process is dead
+import multiprocessing, os, signal, sys, time, threading
 from pathlib import Path
+from data import worker_process
 from data.sources.files import Source
-from data.store import cache as cache_module, workers
+from data.store import cache as cache_module
 from data.store.cache import load_or_build
+from data.tokenize.encoder import Encoder
 from data.tokenize.tokenizer import Tokenizer
 from data.types import EncodingConfig
 cache_module.MAX_CHUNK_ROWS = 8
-folder = Path(sys.argv[1])
+folder, run = Path(sys.argv[1]), os.getpid()
 tokenizer = Tokenizer.load(Path("data/samples/tokenizer").absolute())
 encoding = EncodingConfig("text", "text", tokenizer.folder, max_length=16, too_long="split", loss_on="assistant", on_bad_row="error")
-popen, send, pids, sent = subprocess.Popen, workers._send, [], []
-def recorded(*args, **options):
-    process = popen(*args, **options)
-    pids.append(process.pid)
-    print(process.pid, flush=True)
-    return process
-def counted(*args):
-    send(*args)
-    sent.append(args)
-subprocess.Popen, workers._send = recorded, counted
+kill_with_parent = worker_process.kill_with_parent
+def late(parent):
+    while os.getppid() == run:
+        time.sleep(0.01)
+    kill_with_parent(parent)
+if sys.argv[2] == "start":
+    worker_process.kill_with_parent = late
+Encoder.encode = lambda *args: os.kill(os.getpid(), signal.SIGSTOP)
 def is_stuck(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 def kill():
-    while len(sent) < 4 if sys.argv[2] == "start" else not any(is_stuck(pid) for pid in pids):
+    while len(children := multiprocessing.active_children()) < 2:
         time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGKILL)
+    print(*[child.pid for child in children], flush=True)
+    while sys.argv[2] != "start" and not any(is_stuck(child.pid) for child in children):
+        time.sleep(0.01)
+    os.kill(run, signal.SIGKILL)
 threading.Thread(target=kill).start()
 load_or_build(Source.open(folder / "rows.jsonl"), encoding, tokenizer, folder / "cache", num_workers=2)
 """
 
 
 @pytest.mark.slow
-# start: both have their first chunk and import their modules
 @pytest.mark.parametrize("killed", ["start", "one is stuck"])
 def test_stuck_tokenizing_processes_do_not_outlive_a_killed_run(tmp_path, write, killed):
     write([{"text": f"row {i}"} for i in range(200)])
-    (tmp_path / "faulty.py").write_text(PLUGIN.format(fault="os.kill(os.getpid(), signal.SIGSTOP)", row=0, start=""))
-    if killed == "start":
-        (tmp_path / "sitecustomize.py").write_text(
-            "import os, time\nwhile os.getppid() == int(os.environ.get('KILLED_RUN', 0)): time.sleep(0.01)"
-        )
     root = Path(__file__).parents[2]
     run = subprocess.run(
         [sys.executable, "-c", ORPHANS, str(tmp_path), killed], stdout=subprocess.PIPE, text=True, cwd=root, timeout=500, check=False,
-        env={**os.environ, PLUGINS_ENV: json.dumps([str(tmp_path / "faulty.py")])},
     )  # fmt: skip
     pids = run.stdout.split()
     assert len(pids) == 2

@@ -16,10 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from template_fixtures import decode_loss_spans
+from template_fixtures import ChatTemplate, decode_loss_spans
 
 from data.errors import BadRowError
-from data.tokenize.chat_template import ChatTemplate
 from data.tokenize.templates import training_version
 from data.tokenize.templates.jinja_sandbox import compile_template
 from data.tokenize.templates.training_version import TRAINING_VERSIONS, TrainingVersion, apply_edits, template_sha256

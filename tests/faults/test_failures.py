@@ -29,8 +29,7 @@ from trainee import (
     wait_for_exit,
 )
 
-from common.errors import UserError
-from common.streams import ignore_broken_pipe
+from common.errors import UserError, ignore_broken_pipe
 from runner.checkpoint import manager
 from runner.engine import evaluation, export, loop
 from runner.engine.optim.groups import OptimizerGroup

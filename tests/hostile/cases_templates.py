@@ -53,7 +53,7 @@ TEMPLATES = {
     "split into characters": "{% set n = namespace(x=[]) %}{% for a in range(1000) %}{% set n.x = n.x + [('x ' * 1000000).split()] %}{% endfor %}",
     "long range": "{{ range(1000000000) | list }}",
     "range of a slice": "{{ range(10 ** 12)[::2] | list }}",
-    "power": "{{ 9 ** 9 ** 9 }}",
+    "power": "{{ 9 ** (9 ** 9) }}",
     "product of large numbers": "{% set n = namespace(x=99) %}{% for a in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}{{ n.x }}",
     "sum of lists": "{{ [[0] * 1000000] * 1000000 | sum(start=[]) }}",
     "sort of a huge list": "{% for a in range(100000) %}{{ " + HUGE_LIST + " | sort(reverse=true) | first }}{% endfor %}",

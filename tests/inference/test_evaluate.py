@@ -446,10 +446,11 @@ def test_preference_margin_is_that_of_the_log_probabilities_in_nats(
 
     def log_probability(folder: Path, answer: str) -> float:
         trained = load_trained(folder, "cpu")
-        ids, loss_mask = ChatTemplate(trained.tokenizer).encode(chat("Who?", answer))
+        template = ChatTemplate(trained.tokenizer)
+        [(ids, spans)] = template.encode_segments([template.segments(chat("Who?", answer), None, "row")])
         with torch.inference_mode():
             log_probs = trained.model(torch.tensor([ids[:-1]])).logits[0].double().log_softmax(-1)
-        return sum(log_probs[t - 1, ids[t]].item() for t in range(len(ids)) if loss_mask[t])
+        return sum(log_probs[t - 1, ids[t]].item() for start, stop, _ in spans for t in range(start, stop))
 
     ratios = [
         log_probability(policy, answer) - log_probability(reference, answer)

@@ -1,17 +1,28 @@
-"""Sandbox for chat templates: Jinja with the helpers that templates expect, and limits on the steps and the size of a
-rendering.
+"""Sandbox for chat templates, and the process with limits that renders those of unknown origin.
 
-A template comes with a third-party tokenizer. It cannot access anything outside (Jinja's sandbox), it renders the same
-text on every day and in every process (no clock, no random numbers), and it can neither loop without end nor fill the
-memory. Control tokens in the texts of messages are masked before rendering; `appears_in` checks that a text is in the
-rendered output.
+A template comes with a third-party tokenizer. In Jinja's sandbox it cannot access anything outside, and it renders the
+same text on every day and in every process (no clock, no random numbers).
+
+It may still compute for years, or fill the memory, within a single filter or number format. So an unknown template runs
+in a process of its own (`python -m data.tokenize.templates.jinja_sandbox`), which the operating system ends: at
+RLIMIT_AS bytes of memory, and by SIGPROF after the seconds of processor time that each request grants. The process can
+start no process and write no file. The requests come from renderer.py; each line of JSON is answered with one line of
+JSON.
+
+Control tokens in the texts of messages are masked before rendering; `appears_in` checks that a text is in the rendered
+output.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 import re
+import resource
+import signal
+import sys
+import time
 from collections.abc import Callable
 from datetime import date
 from typing import Any
@@ -19,7 +30,6 @@ from typing import Any
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from data.errors import BadRowError
@@ -28,9 +38,12 @@ from data.errors import BadRowError
 BREAK, BEGIN, END = PRIVATE_USE = ("\ufdd0", "\ufdd1", "\ufdd2")
 # tags and switches in contents, which templates parse, rewrite or drop
 THINK_TAGS = re.compile(r"</?think>|/(?:no_)?think\b")
-MAX_STEPS = 1_000_000  # loop iterations and macro calls of a rendering, about one second
-MAX_CHARACTERS = 2**25  # of a rendering, and of any text that is built for it
 TODAY = date(2024, 7, 26)  # the date of a rendering: the one that Llama 3's template uses without a clock
+MAX_MEMORY = 512 << 20  # bytes of the process; Python and Jinja need 40 MB of them
+MAX_ERROR_CHARACTERS = 500
+OUT_OF_MEMORY = f"it needs more than {MAX_MEMORY >> 20} MiB of memory"
+Rendered = list[str | None]  # [text, None], or [None, error]
+CompiledTemplate = Callable[..., str]  # from the variables to the text; raises TemplateError
 
 
 class _Generation(Extension):
@@ -45,65 +58,13 @@ class _Generation(Extension):
         return [begin, *body, end]
 
 
-class _BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Counts loop iterations and macro calls as steps of the rendering, and limits the size of texts."""
-
-    intercepted_binops = frozenset(("+", "*", "**"))
-
-    def _generate(self, source: nodes.Template, *rest: Any, **options: Any) -> str:
-        repeated: list[Any] = [
-            node for kind in (nodes.For, nodes.Macro, nodes.CallBlock) for node in source.find_all(kind)
-        ]
-        for node in repeated:
-            step = nodes.Filter(nodes.ContextReference(), "step", [], [], None, None)
-            node.body.insert(0, nodes.ExprStmt(step).set_lineno(node.lineno))
-        for concat in source.find_all(nodes.Concat):
-            concat.nodes = [
-                nodes.Filter(node, "bounded", [], [], None, None, lineno=concat.lineno) for node in concat.nodes
-            ]
-        for number in source.find_all(nodes.Const):
-            _check_size(number.value if isinstance(number.value, int) else 0)
-        return super()._generate(source, *rest, **options)
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "+":
-            return _bounded(left + right)
-        if operator == "**":
-            raise TemplateError("the operator ** is not supported")
-        _check_size(_size(left) * _size(right))
-        return left * right
-
-
-def _step(context: Context) -> None:
-    if next(context.parent["_steps"], None) is None:
-        raise TemplateError(f"it takes more than {MAX_STEPS:,} steps")
-
-
-def _size(value: Any) -> float:
-    return value if isinstance(value, (int, float)) else len(value)
-
-
-def _check_size(size: float) -> None:
-    if size > MAX_CHARACTERS:
-        raise TemplateError(f"it produces a text of more than {MAX_CHARACTERS:,} characters")
-
-
-def _bounded(value: Any) -> Any:
-    if isinstance(value, (str, list)):
-        _check_size(len(value))
-    return value
-
-
 @functools.lru_cache
-def compile_template(source: str) -> Callable[..., str]:
-    """Return a function from the template's variables to the rendered text.
-
-    Any error in the template is raised as TemplateError.
-    """
-    environment = _BoundedEnvironment(
+def compile_template(source: str) -> CompiledTemplate:
+    """Compile a template. Any error in it is raised as TemplateError, here and when it renders."""
+    environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
-    environment.filters |= {"tojson": tojson, "bounded": _bounded, "step": _step}
+    environment.filters["tojson"] = tojson
     environment.globals |= {"raise_exception": _raise, "strftime_now": TODAY.strftime}
     del environment.globals["lipsum"], environment.filters["random"]  # random text
     try:
@@ -112,17 +73,12 @@ def compile_template(source: str) -> Callable[..., str]:
         raise TemplateError(str(error)) from error
 
     def render(**variables: Any) -> str:
-        parts, size = [], 0
         try:
-            for part in template.generate(**variables, _steps=iter(range(MAX_STEPS))):
-                size += len(part)
-                _check_size(size)
-                parts.append(part)
+            return template.render(**variables)
         except TemplateError:
             raise
         except Exception as error:  # a template is a program: it may raise any exception
             raise TemplateError(f"{type(error).__name__}: {error}") from error
-        return "".join(parts)
 
     return render
 
@@ -141,6 +97,24 @@ def tojson(
 
 def _raise(message: str) -> None:
     raise TemplateError(message)
+
+
+def render_prefix(
+    template: CompiledTemplate, variables: dict[str, Any], count: int, prompt: bool, *options: tuple[str, bool]
+) -> Rendered:
+    """Render the first `count` messages, with the generation prompt if `prompt`.
+
+    The error is returned: what a template refuses may be a rendering that is not needed.
+    """
+    changed = {"messages": variables["messages"][:count], "add_generation_prompt": prompt, **dict(options)}
+    try:
+        return [template(**{**variables, **changed}), None]
+    except TemplateError as error:
+        return [None, _describe(error)]
+
+
+def _describe(error: TemplateError) -> str:
+    return OUT_OF_MEMORY if isinstance(error.__cause__, MemoryError) else str(error)[:MAX_ERROR_CHARACTERS]
 
 
 def mask_control_tokens(value: Any, control: re.Pattern[str], where: str) -> Any:
@@ -182,3 +156,45 @@ def appears_in(text: str, rendered: str, with_reasoning: bool = True) -> bool:
         part in rendered or any(tojson(part, ensure_ascii=ascii_only)[1:-1] in rendered for ascii_only in (False, True))
         for part in parts
     )
+
+
+def answer_requests() -> None:
+    """Answer the requests on stdin until it is closed: compile a template, render conversations with it."""
+    requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # nothing that prints can garble the replies
+    _set_limits()
+    template: Any = None
+    for line in requests:
+        started = time.process_time()
+        try:
+            request = json.loads(line)
+            signal.setitimer(signal.ITIMER_PROF, request["seconds"])
+            if "source" in request:
+                template = compile_template(request["source"])
+            texts = [
+                [render_prefix(template, variables, *rendering) for rendering in renderings]
+                for variables, renderings in request.get("conversations", ())
+            ]
+            answer = _encode({"texts": texts}, started)
+        except TemplateError as error:
+            answer = _encode({"error": _describe(error)}, started)
+        except MemoryError:
+            answer = _encode({"error": OUT_OF_MEMORY}, started)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        replies.write(answer)
+        replies.flush()
+
+
+def _set_limits() -> None:
+    """Limit memory; allow no core dump, no file and no process."""
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
+        resource.setrlimit(limit, (0, 0))
+
+
+def _encode(reply: dict[str, Any], started: float) -> bytes:
+    return json.dumps({**reply, "seconds": time.process_time() - started}).encode() + b"\n"
+
+
+if __name__ == "__main__":
+    answer_requests()

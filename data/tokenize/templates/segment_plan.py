@@ -16,18 +16,15 @@ ships (`shipped_templates`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
 from data.errors import BadRowError
 from data.tokenize.templates.jinja_sandbox import BEGIN, BREAK, END, PRIVATE_USE
-from data.tokenize.templates.renderer import MAX_KNOWN_CHARACTERS, Rendering
+from data.tokenize.templates.renderer import MAX_KNOWN_CHARACTERS, Conversation, Template
 
 MARKS_HINT = "{% generation %} ... {% endgeneration %} around the assistant's text and its end token"
-# render(n) is the text of the first n messages; render(n, prompt=True) adds the generation prompt: the header of the
-# answer.
-Render = Callable[..., str]
 # Variables with which templates switch thinking (Qwen, DeepSeek, MiniMind); they change the generation prompt.
 THINKING_KWARGS: list[dict[str, bool]] = [
     {},
@@ -46,40 +43,46 @@ class TemplateSegment(NamedTuple):
 class TurnMarks:
     """Marks around the assistant's turns, as one template renders them."""
 
-    def __init__(self, source: str, control_tokens: Iterable[str], eos_token: str, where: str) -> None:
-        """`source`: the template; `where`: its file, for messages."""
-        self._source, self._eos_token, self._where = source, eos_token, where
-        self.has_marks = re.search(r"{%[-+]?\s*generation\b", source) is not None
-        self._boundaries = any_of([BEGIN, END, *control_tokens])
+    def __init__(self, template: Template, control_tokens: Iterable[str], eos_token: str) -> None:
+        self._source, self._path, self._eos_token = template.source, template.path, eos_token
+        self.has_marks = re.search(r"{%[-+]?\s*generation\b", template.source) is not None
+        self._control_tokens = set(control_tokens)
+        self._boundaries = re.compile(f"({any_of([BEGIN, END, *self._control_tokens]).pattern})")
 
-    def mark(
-        self, whole: str, messages: list[dict], turns: list[int], render: Render, where: str
-    ) -> tuple[str, dict[int, float]]:
+    def mark(self, conversation: Conversation, turns: list[int]) -> tuple[str, dict[int, float]]:
         """Return the text with marks, and the weight of each of the marked spans that belong to `turns`, by its number."""
-        weights = [messages[turn].get("weight", 1) for turn in turns]
+        weights = [conversation.messages[turn].get("weight", 1) for turn in turns]
         if not self.has_marks:
-            return self.insert(whole, messages, turns, render, where), dict(enumerate(weights))
-        all_turns = assistant_turns(messages)
+            return self.insert(conversation.text, conversation, turns), dict(enumerate(weights))
+        all_turns, whole = assistant_turns(conversation.messages), conversation.text
         if turns == all_turns and len(set(weights)) == 1:
             return whole, dict.fromkeys(range(whole.count(BEGIN)), weights[0])
         # The marks of a turn are those between its generation prompt and the generation prompt of the next turn.
         marks: dict[int, float] = {}
         for turn, weight in zip(turns, weights, strict=True):
             following = next((later for later in all_turns if later > turn), None)
-            stop = whole if following is None else render(following, prompt=True)
-            marks |= dict.fromkeys(range(render(turn, prompt=True).count(BEGIN), stop.count(BEGIN)), weight)
+            stop = whole if following is None else conversation.render(following, prompt=True)
+            start = conversation.render(turn, prompt=True)
+            marks |= dict.fromkeys(range(start.count(BEGIN), stop.count(BEGIN)), weight)
         return whole, marks
 
-    def insert(self, whole: str, messages: list[dict], turns: list[int], render: Render, where: str) -> str:
-        """Return `whole` with marks around each of `turns`, which are found by comparing prefixes."""
+    def insert(self, whole: str, conversation: Conversation, turns: list[int]) -> str:
+        """Return `whole`, which begins with the text of the conversation, with marks around each of `turns`.
+
+        They are found by comparing prefixes.
+        """
         text, end = "", 0
         for turn in turns:
-            prompts = (self.prefix_length(whole, render(turn, prompt=True, **options)) for options in THINKING_KWARGS)
+            prompts = (
+                self.prefix_length(whole, conversation.render(turn, prompt=True, **options))
+                for options in THINKING_KWARGS
+            )
             start = next((prompt for prompt in prompts if prompt is not None), None)
-            stop = len(whole) if turn + 1 == len(messages) else self.prefix_length(whole, render(turn + 1))
+            is_last = turn + 1 == len(conversation.messages)
+            stop = len(whole) if is_last else self.prefix_length(whole, conversation.render(turn + 1))
             if start is None or stop is None or start < end or not (answer := whole[start:stop].rstrip()):
-                raise self._rewritten_error(turn, turns, start is None, where)
-            self._check_header(answer, messages[turn], where)
+                raise self._rewritten_error(turn, turns, start is None, conversation.where)
+            self._check_header(answer, conversation.messages[turn], conversation.where)
             text += whole[end:start] + BEGIN + answer + END
             end = start + len(answer)
         return text + whole[end:]
@@ -91,13 +94,9 @@ class TurnMarks:
             else f"message {turn} differs when no message follows"
         )
         message = f"the chat template changes earlier text ({how}), so the assistant's text cannot be found"
-        fix = f"{self._where}: put {MARKS_HINT}"
-        return BadRowError(
-            "turns rewritten by the chat template",
-            message,
-            where,
-            fix if turn == turns[-1] else f"data.loss_on=last_assistant; or {fix}",
-        )
+        alternative = "" if turn == turns[-1] else "data.loss_on=last_assistant; or "
+        fix = f"{alternative}{self._path}: put {MARKS_HINT}"
+        return BadRowError("turns rewritten by the chat template", message, where, fix)
 
     def prefix_length(self, whole: str, part: str) -> int | None:
         """Return the length of `part` if `whole` starts with it, else None."""
@@ -112,7 +111,7 @@ class TurnMarks:
         ):
             return
         problem = "the chat template does not use add_generation_prompt, so the start of an answer cannot be found"
-        raise BadRowError("no add_generation_prompt", problem, where, f"{self._where}: put {MARKS_HINT}")
+        raise BadRowError("no add_generation_prompt", problem, where, f"{self._path}: put {MARKS_HINT}")
 
     def split(
         self, rendered: str, marks: Mapping[int, float] = MappingProxyType({}), others: float = 0
@@ -124,30 +123,20 @@ class TurnMarks:
         The text is split at the other marks, too, so that a conversation gives the same tokens whichever of its turns
         have loss.
         """
-        segments, weight, start, count = [], others, 0, 0
-        for boundary in [*self._boundaries.finditer(rendered), None]:
-            stop = boundary.start() if boundary else len(rendered)
-            if text := rendered[start:stop].replace(BREAK, ""):
+        segments, weight, count = [], others, 0
+        for part in self._boundaries.split(rendered):
+            if part in (BEGIN, END):
+                weight = marks.get(count, others) if part == BEGIN else others
+                count += part == BEGIN
+            elif part in self._control_tokens:
+                segments.append(TemplateSegment(part, True, weight))
+            elif text := part.replace(BREAK, ""):
                 segments.append(TemplateSegment(text, False, weight))
-            if boundary is None:
-                break
-            start = boundary.end()
-            if boundary[0] in (BEGIN, END):
-                weight = marks.get(count, others) if boundary[0] == BEGIN else others
-                count += boundary[0] == BEGIN
-            else:
-                segments.append(TemplateSegment(boundary[0], True, weight))
         return segments
 
 
 def assistant_turns(messages: list[dict]) -> list[int]:
     return [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-
-
-def expected_renderings(turns: Sequence[int], count: int) -> list[Rendering]:
-    """Return the prefixes that `TurnMarks.insert` compares."""
-    prompts: list[Rendering] = [(turn, {"add_generation_prompt": True}) for turn in turns]
-    return prompts + [(turn + 1, {"add_generation_prompt": False}) for turn in turns if turn + 1 < count]
 
 
 def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
@@ -158,38 +147,46 @@ def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
 MAX_SHAPES, MAX_MESSAGES = 256, 32  # shapes that are remembered; messages of a conversation
 # private characters: a content that has them is exchanged like any other
 PLACEHOLDER = re.compile("\ue000(\\d+)\ue001")
-Shape = tuple[tuple[str, int | None], ...]  # of each message: (role, weight)
+Shape = tuple[str | tuple[str, int | None], ...]  # loss_on, and of each message: (role, weight)
 # as it is; or (text before a content, number of its message, text after it, loss_weight)
 Part = TemplateSegment | tuple[str, int, str, float]
 
 
 class SegmentPlans:
-    """Segments of conversations by their shape, with one value of loss_on."""
+    """Segments of conversations by their shape."""
 
-    def __init__(self, control_tokens: Iterable[str], render: Callable[[list[dict]], list[TemplateSegment]]) -> None:
-        """`render` renders a conversation without tools and splits it. It may raise BadRowError."""
+    def __init__(
+        self, control_tokens: Iterable[str], render: Callable[[list[dict], None, str, str], list[TemplateSegment]]
+    ) -> None:
+        """`render(messages, tools, where, loss_on)` renders a conversation and splits it. It may raise BadRowError."""
         self._control_tokens, self._render = list(control_tokens), render
         # what is masked or refused in contents, or splits them
         self._changed = any_of([*PRIVATE_USE, *self._control_tokens])
         self._plans: dict[Shape, list[Part] | None] = {}
 
-    def segments(self, messages: list[dict]) -> list[TemplateSegment] | None:
+    def segments(self, messages: list[dict], loss_on: str) -> list[TemplateSegment] | None:
         """Return what `render` returns for the conversation; None if it has to be rendered."""
-        shape, size = [], 0
+        roles, size = [], 0
         for message in messages:
-            content = message["content"]
+            content, weight = message["content"], message.get("weight")
             if (
                 not content
                 or message.get("reasoning_content")
                 or message.get("tool_calls")
+                or weight not in (None, 0, 1)  # one shape per weight would be too many
                 or self._changed.search(content)
             ):
                 return None
-            if (weight := message.get("weight")) not in (None, 0, 1):  # one shape per weight would be too many
-                return None
-            shape.append((message["role"], weight))
+            roles.append((message["role"], weight))
             size += len(content)
-        if size > MAX_KNOWN_CHARACTERS or len(shape) > MAX_MESSAGES or (plan := self._plan(tuple(shape))) is None:
+        if size > MAX_KNOWN_CHARACTERS or len(roles) > MAX_MESSAGES:
+            return None
+        shape = (loss_on, *roles)
+        if shape not in self._plans:
+            if len(self._plans) == MAX_SHAPES:
+                self._plans.clear()
+            self._plans[shape] = self._trace(roles, loss_on)
+        if (plan := self._plans[shape]) is None:
             return None
         segments = []
         for part in plan:
@@ -199,26 +196,16 @@ class SegmentPlans:
             segments.append(part)
         return segments
 
-    def _plan(self, shape: Shape) -> list[Part] | None:
-        if shape in self._plans:
-            return self._plans[shape]
-        if len(self._plans) == MAX_SHAPES:
-            self._plans.clear()
-        plan = self._plans[shape] = self._trace(shape)
-        return plan
-
-    def _trace(self, shape: Shape) -> list[Part] | None:
+    def _trace(self, roles: list[tuple[str, int | None]], loss_on: str) -> list[Part] | None:
         """Render placeholders in place of contents; None if the template refuses the shape, or does not write each of
         them once, in its own segment.
         """
         messages: list[dict] = [
-            {"role": role, "content": f"\ue000{number}\ue001"} for number, (role, _) in enumerate(shape)
+            {"role": role, "content": f"\ue000{number}\ue001"} | ({} if weight is None else {"weight": weight})
+            for number, (role, weight) in enumerate(roles)
         ]
-        for message, (_, weight) in zip(messages, shape, strict=True):
-            if weight is not None:
-                message["weight"] = weight
         try:
-            rendered = self._render(messages)
+            rendered = self._render(messages, None, "messages", loss_on)
         except BadRowError:  # raised again, with the position of the row, by the rendering of its contents
             return None
         plan: list[Part] = []
@@ -230,7 +217,7 @@ class SegmentPlans:
                 else segment
             )
         numbers = [part[1] for part in plan if not isinstance(part, TemplateSegment)]
-        return plan if numbers == list(range(len(shape))) and not self._may_join(rendered) else None
+        return plan if numbers == list(range(len(roles))) and not self._may_join(rendered) else None
 
     def _may_join(self, rendered: list[TemplateSegment]) -> bool:
         """Return whether a content and the text around it may make a control token together, where the text would then
