@@ -30,8 +30,8 @@ from runner.engine.config import Config
 from runner.engine.device.cpu.running_trainings import RunningTrainings
 from runner.engine.device.cpu.spinning import adapt_spinning
 from runner.engine.state import TrainState
+from runner.launch.recovery import record_run_dir
 from runner.launch.signals import StopFlag
-from runner.recovery.run_record import record_run_dir
 from runner.reporting.live import LivePage
 from runner.run_dir.contents import GitReader, is_sweep_dir
 from runner.run_dir.metadata import RunMetadata
