@@ -33,7 +33,7 @@ from runner.launch.run import check_inputs, run
 from runner.run_dir import saved_config
 from runner.run_dir.lock import unusable_error
 from runner.run_dir.metadata import RunMetadata
-from runner.tracking.console.modes import open_console
+from runner.tracking.console.bar import open_console
 
 SAVED_FILES = (saved_config.CONFIG_FILE, saved_config.OVERRIDES_FILE)
 CACHE_KEY = "data.cache"
