@@ -28,7 +28,7 @@ runner.cli
 hydra_plugins.lm_runner
 runner.planning > runner.planning.trial
 runner.sweep > runner.sweep.backends
-runner.launch > runner.supervise | runner.fault_injection | runner.serving
+runner.launch | runner.fault_injection | runner.serving
 runner.reporting
 runner.config
 runner.inference.export.formats > runner.inference.export | runner.inference.harness
@@ -55,7 +55,6 @@ THIRD_PARTY = {
     "runner.planning": {"torch", "numpy"},
     "runner.run_dir": set(),
     "runner.diagnostics": set(),
-    "runner.supervise": set(),
     "runner.launch.resume": {"hydra", "omegaconf", "yaml"},
     "runner.config": {"hydra", "omegaconf", "yaml"},
     "runner.inference": {"torch", "numpy", "rich", "yaml"},

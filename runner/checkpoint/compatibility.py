@@ -64,7 +64,7 @@ def describe_environment(device: torch.device, num_ranks: int) -> dict[str, Any]
 
     # MKL and oneDNN among others
     build = [line for line in torch.__config__.show().splitlines() if "CPU capability" not in line]
-    return {
+    facts = {
         "code": code_fingerprint(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -78,18 +78,11 @@ def describe_environment(device: torch.device, num_ranks: int) -> dict[str, Any]
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         **{f"variables.{name}": value for name, value in numeric_variables(os.environ).items()},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        **(_describe_cuda() if device.type == "cuda" else {}),
     }
-
-
-def _describe_cuda() -> dict[str, Any]:
-    import torch
-
-    return {
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "cudnn_benchmark": torch.backends.cudnn.benchmark,
-    }
+    if device.type == "cuda":
+        facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+        facts["cudnn_benchmark"] = torch.backends.cudnn.benchmark
+    return facts
 
 
 @cache

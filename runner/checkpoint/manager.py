@@ -199,8 +199,9 @@ class CheckpointManager:
         """
         checkpoint, skipped = atomic_dir.newest_valid(self.dir)
         for name, reason in skipped:
-            self._messages.warning(f"checkpoint {name} skipped: {reason}")
-            self._update_metadata(recovered=[f"checkpoint {name} skipped: {reason}"])
+            message = f"checkpoint {name} skipped: {reason}"
+            self._messages.warning(message)
+            self._update_metadata(recovered=[message])
         if checkpoint is None:
             if skipped:
                 raise UserError(

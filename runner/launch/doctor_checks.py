@@ -21,7 +21,7 @@ from common.limits.parsers import parse_json
 from common.ownership import is_owner_file
 from models.formats.stored_size import stored_size
 from runner.checkpoint import atomic_dir
-from runner.checkpoint.format import CHECKPOINTS_DIR, TENSOR_FILES
+from runner.checkpoint.format import CHECKPOINTS_DIR, TENSOR_FILES, step_of
 from runner.checkpoint.retention import BEST_DIR, BEST_POINTER, find_best_weights
 from runner.launch.recovery import CheckpointState, Problem, Severity
 from runner.run_dir.contents import GUARDED_NAMES, LOCK_FILE, OWN_NAMES
@@ -61,9 +61,9 @@ def _check_pointers(state: CheckpointState) -> Iterator[Problem]:
     best = None if best_step is None else find_best_weights(checkpoints, best_step)
     for pointer, name in ((LATEST_POINTER, newest), (BEST_POINTER, best.name if best else None)):
         file, actual = f"{CHECKPOINTS_DIR}/{pointer}", _read_pointer(checkpoints / pointer)
-        # of an evaluation after the save
-        is_later_best = pointer == BEST_POINTER and actual is not None and _is_whole(checkpoints / actual)
-        if actual is not None and (actual == name or is_later_best):
+        # `best` may be of an evaluation after the save
+        is_later_best = pointer == BEST_POINTER and actual and find_best_weights(checkpoints, step_of(actual))
+        if actual and (actual == name or is_later_best):
             yield Problem(file, Severity.SOUND, actual)
         elif name is not None:
             damage, write = f"{actual or 'missing'}, should be {name}", partial(atomic_dir.write_pointer, checkpoints)
@@ -73,12 +73,6 @@ def _check_pointers(state: CheckpointState) -> Iterator[Problem]:
         damage = f"the weights of the best evaluation, step {best_step}, are not on disk"
         lost = "model/ gets the last weights unless a better evaluation follows"
         yield Problem(f"{CHECKPOINTS_DIR}/{BEST_POINTER}", Severity.DAMAGED, damage, lost)
-
-
-def _is_whole(folder: Path) -> bool:
-    return folder.name in atomic_dir.valid_names(folder.parent) or (
-        BEST_DIR.fullmatch(folder.name) is not None and atomic_dir.verify_dir(folder) is None
-    )
 
 
 def _read_pointer(path: Path) -> str | None:

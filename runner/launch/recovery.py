@@ -268,13 +268,10 @@ def _fields_of_checkpoint(folder: Path, checkpoint: str, saved: dict[str, Any]) 
 
 
 def _newest_attempt(folder: Path) -> int:
-    """Return the highest number of an attempt in the logs, 0 if there is none."""
-    archives = [path.name.split(".")[1].removeprefix("attempt") for path in folder.glob("metrics.attempt*.jsonl")]
-    attempts = [int(number) for number in archives if number.isascii() and number.isdigit()]
-    with suppress(OSError, ValueError, TypeError, KeyError):  # missing or damaged: others know the attempt
-        (line,) = read_from(folder / "metrics.jsonl", 0, TAIL_BYTES).splitlines()[-1:]
-        attempts.append(int(parse_json(line)["attempt"]))
-    return max(attempts, default=0)
+    """Return the attempt that wrote the last record of metrics.jsonl, 0 if it cannot be read."""
+    with suppress(OSError, ValueError, TypeError, KeyError, IndexError):
+        return int(parse_json(read_from(folder / "metrics.jsonl", 0, TAIL_BYTES).splitlines()[-1])["attempt"])
+    return 0
 
 
 def _check_settings(state: CheckpointState) -> Iterator[Problem]:

@@ -38,12 +38,7 @@ class TrackerConfig:
     console: str
 
     def __post_init__(self) -> None:
-        if self.console not in CONSOLE_MODES:
-            raise UserError(
-                f"tracker.console must be one of {', '.join(CONSOLE_MODES)}, got {self.console}",
-                f"tracker.console={self.console}",
-                "e.g. tracker.console=auto",
-            )
+        check_choice("tracker.console", self.console, CONSOLE_MODES)
 
     def command(self) -> list[str] | None:
         """Return the command of the tracker's process, which reads messages on stdin (see tracker_process.py); None: no

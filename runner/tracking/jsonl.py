@@ -132,13 +132,13 @@ class LogChecksum:
 
     step: int = 0
     losses: Sequence[float | None] = ()
-    # log name -> checksum of its bytes up to the checkpoint; {}: of an earlier version
+    # log name -> checksum of its bytes up to the checkpoint
     sha256: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of_state(cls, saved: Mapping[str, Any]) -> LogChecksum:
         """Return what a checkpoint with the state.json `saved` knows."""
-        return cls(saved["progress"]["step"], saved["progress"]["recent_losses"], saved.get("log_sha256", {}))
+        return cls(saved["progress"]["step"], saved["progress"]["recent_losses"], saved["log_sha256"])
 
     def loss_at(self, step: int) -> tuple[bool, float | None]:
         """Return (whether the loss of `step` is known, the loss)."""
@@ -170,7 +170,8 @@ def inspect_log(name: str, content: bytes | None, position: int, proof: LogCheck
     """
     size = len(content or b"")
     expected = proof.sha256.get(name)
-    if size >= position and (content is None or _is_intact(content[:position], expected)):
+    prefix = (content or b"")[:position]
+    if size >= position and (expected is None or hashlib.sha256(prefix).hexdigest() == expected):
         return None
     if content is None:
         state = "missing"
@@ -179,10 +180,6 @@ def inspect_log(name: str, content: bytes | None, position: int, proof: LogCheck
     else:
         state = "changed since the checkpoint was saved"
     return LogDamage(state, *_sort_lines(name, content or b"", proof))
-
-
-def _is_intact(prefix: bytes, expected: str | None) -> bool:
-    return hashlib.sha256(prefix).hexdigest() == expected if expected else not prefix or prefix.endswith(b"\n")
 
 
 def _sort_lines(name: str, content: bytes, proof: LogChecksum) -> tuple[list[bytes], list[bytes], list[bytes]]:

@@ -96,8 +96,8 @@ class RunLogger:
         rows = {key: strip_control(str(value)) for key, value in header.items()}
         place = {"run": str(self.run_dir), "step": first_step, "total_steps": total_steps, "attempt": attempt}
         with self._lock:
-            self._append_to_log("\n".join(labelled_lines(rows)))
-            lines = labelled_lines(rows, self._console.width)
+            self._append_to_log("\n".join(labelled_lines(rows.items())))
+            lines = labelled_lines(rows.items(), self._console.width)
             self._console.show("start", {**place, "header": rows}, "\n".join(lines))
         recovered = [file.recovered for file in self._files.values() if file.recovered]
         for message in recovered:

@@ -128,7 +128,7 @@ class RunEnd:
 
     def lines(self, width: int) -> list[str]:
         """Return the table and the commands in lines of `width` cells."""
-        lines = labelled_lines({label: strip_control(text) for label, text in self._rows().items() if text}, width)
+        lines = labelled_lines([(label, strip_control(text)) for label, text in self._rows().items() if text], width)
         if self.commands and self.prints_commands:
             lines.append("next")
             for command in self.commands:

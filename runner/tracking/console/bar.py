@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from runner.tracking.console.plain import LINE_WIDTH, Console, Event, LineConsole
@@ -72,16 +72,11 @@ def wrap_text(text: str, first: str, indent: str, width: int = LINE_WIDTH) -> li
     return [*lines, line.rstrip()]
 
 
-def labelled_lines(rows: Mapping[str, object], width: int = LINE_WIDTH) -> list[str]:
+def labelled_lines(rows: Collection[tuple[str, object]], width: int = LINE_WIDTH) -> list[str]:
     """Return `label  value` for each row, values in one column and wrapped below each other.
 
     A line break in a value begins another line.
     """
-    return labelled_lines_of(list(rows.items()), width)
-
-
-def labelled_lines_of(rows: Sequence[tuple[str, object]], width: int = LINE_WIDTH) -> list[str]:
-    """The same for labels that may occur twice."""
     column = max((cell_width(label) for label, _ in rows), default=0) + 2
     lines: list[str] = []
     for label, value in rows:
