@@ -185,12 +185,7 @@ def job_dirname(swept: Mapping[str, str]) -> str:
 
 def find_runs(*roots: Path) -> list[Path]:
     """Return the run directories under `roots`: single runs, and jobs of a sweep."""
-    return [
-        file.parent
-        for root in roots
-        for pattern in ("*/run.json", "*/*/run.json", "*/*/*/run.json", "*/*/*/*/run.json")
-        for file in root.glob(pattern)
-    ]
+    return [file.parent for root in roots for depth in range(1, 5) for file in root.glob("*/" * depth + RUN_FILE)]
 
 
 MAX_JSON_BYTES = 16 << 20  # bytes; larger JSON files are not read

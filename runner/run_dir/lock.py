@@ -96,17 +96,14 @@ class RunLock:
 
     def _lost_error(self, message: str) -> LostRunDirError:
         """Return the error that says where the directory has gone."""
-        try:
-            path, is_deleted = Path(os.readlink(f"/proc/self/fd/{self._fd}")), os.fstat(self._fd).st_nlink == 0
-        except OSError:
-            return LostRunDirError(
-                f"{message}: the run directory was moved or deleted; this process has stopped writing"
-            )
-        if is_deleted or path.name.endswith(" (deleted)"):
-            return LostRunDirError(
-                f"{message}: the run directory was deleted, or moved to another file system; this process has stopped writing"
-            )
-        return LostRunDirError(f"{message}: the run directory was moved to {path}; resume={path} continues", path)
+        where = "moved or deleted"
+        with suppress(OSError):
+            path = Path(os.readlink(f"/proc/self/fd/{self._fd}"))
+            if os.fstat(self._fd).st_nlink and not path.name.endswith(" (deleted)"):
+                message += f": the run directory was moved to {path}; resume={path} continues"
+                return LostRunDirError(message, path)
+            where = "deleted, or moved to another file system"
+        return LostRunDirError(f"{message}: the run directory was {where}; this process has stopped writing")
 
 
 def acquire_run(folder: Path) -> RunLock:

@@ -45,12 +45,11 @@ class RunLogger:
         self.tracker_id: str | None = None  # saved in checkpoints, so that a resumed run continues the same record
         self._config, self._is_rank_zero = config, is_rank_zero
         self._console = open_console(config.console if is_rank_zero else "quiet")
-        self._trackers: list[tuple[TrackerConfig, TrackerProcess]] = []
-        for tracker in config.selected() if is_rank_zero else ():
-            if command := tracker.command():
-                self._trackers.append(
-                    (tracker, TrackerProcess(command, run_dir / tracker.name, self.info, self.warning))
-                )
+        self._trackers = {
+            tracker.name: TrackerProcess(command, run_dir / tracker.name, self.info, self.warning)
+            for tracker in config.selected()
+            if is_rank_zero and (command := tracker.command())
+        }
         self._files: dict[str, JsonlLog] = {}
         self._lock = threading.RLock()  # the tracker reports from its own thread
         self._total_steps, self._attempt = 0, 1
@@ -110,10 +109,9 @@ class RunLogger:
                 "history": resume_at,
                 **describe_experiment(self.run_dir, run_config),
             }
-            for config, tracker in self._trackers:
-                tracker.start(
-                    folder=str(self.run_dir.absolute() / config.name), settings=dataclasses.asdict(config), **about
-                )
+            for config in self._config.selected():
+                if tracker := self._trackers.get(config.name):
+                    tracker.start(settings=dataclasses.asdict(config), **about)
         return recovered
 
     def _show(self, name: str, event: Event, text: str, numbers: str = "") -> None:
@@ -149,8 +147,8 @@ class RunLogger:
         self._append("metrics", record)
         self._measure(values)
         self._show_record(record, values)
-        for _, tracker in self._trackers:
-            tracker.log(kind, step, {name: value for name, value in values.items() if value is not None})
+        finite = {name: value for name, value in values.items() if value is not None}
+        self._send("log", kind=kind, step=step, numbers=finite)
         self.watch_record(record)
         self.after_record()
 
@@ -171,8 +169,11 @@ class RunLogger:
             self._append("samples", record)
             prompt, answer = (sample[key].replace("\n", "\\n") for key in ("prompt", "answer"))
             self._show("sample", record, strip_control(f"sample at step {step}: {prompt} -> {answer}"))
-        for _, tracker in self._trackers:
-            tracker.samples(step, samples)
+        self._send("samples", step=step, samples=samples)
+
+    def _send(self, event: str, **fields: object) -> None:
+        for tracker in self._trackers.values():
+            tracker.send(event, **fields)
 
     def info(self, message: str) -> None:
         """Write a message to the console and train.log."""
@@ -232,7 +233,7 @@ class RunLogger:
             with suppress(OSError, TrainingError):  # the console has the same lines
                 retry_disk(self._write_lines)
         if self.tracker_id is not None:
-            finish_trackers((tracker for _, tracker in self._trackers), status, str(summary.get("error", "")))
+            finish_trackers(self._trackers.values(), status, str(summary.get("error", "")))
         for file in self._files.values():
             file.close()
         self._files = {}

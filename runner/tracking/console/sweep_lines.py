@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from common.errors import print_note, print_safely
-from runner.tracking.console.plain import LineConsole
+from runner.tracking.console.plain import Event, LineConsole
 
 MAX_EVENT_CHARACTERS = 1 << 20  # of a line of a job that is passed on as an event
 
@@ -20,15 +19,15 @@ class SweepLines:
     """
 
     def __init__(self, mode: str) -> None:
-        self._json = LineConsole(sys.stdout) if mode == "json" else None
+        self._json = LineConsole(sys.stdout, is_json=True) if mode == "json" else None
 
-    def _show(self, event: Mapping[str, Any], text: str) -> None:
+    def _show(self, name: str, event: Event, text: str) -> None:
         if self._json is None:
             return print_safely(text)
-        self._json.write_line(json.dumps(event))
+        self._json.show(name, event, text)
 
-    def start(self, text: str, event: Mapping[str, Any]) -> None:
-        self._show({"event": "sweep_start", **event}, text)
+    def start(self, text: str, event: Event) -> None:
+        self._show("sweep_start", event, text)
 
     def job_output(self, job: str, prefix: str, line: str) -> None:
         """Pass on a line that a job has printed."""
@@ -41,16 +40,15 @@ class SweepLines:
 
     def job_started(self, number: str, job: str, verb: str) -> None:
         """`verb`: starts or continues; `number`: e.g. 2/8."""
-        event = {"event": "job_start", "job": job, "number": number, "verb": verb}
-        self._show(event, f"[{number}] {job} {verb}")
+        self._show("job_start", {"job": job, "number": number, "verb": verb}, f"[{number}] {job} {verb}")
 
     def job_failed(self, number: str, job: str, reason: str) -> None:
         if self._json is not None:
-            self._show({"event": "job_failed", "job": job, "number": number, "error": reason}, "")
+            self._json.show("job_failed", {"job": job, "number": number, "error": reason}, "")
         print_note(f"[{number}] {job} failed: {reason}")
 
-    def end(self, text: str, event: Mapping[str, Any]) -> None:
-        self._show({"event": "sweep_end", **event}, text)
+    def end(self, text: str, event: Event) -> None:
+        self._show("sweep_end", event, text)
 
 
 def _event_of(line: str) -> dict[str, Any] | None:
