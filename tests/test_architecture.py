@@ -28,10 +28,8 @@ runner.cli
 hydra_plugins.lm_runner
 runner.planning > runner.planning.trial
 runner.sweep > runner.sweep.backends
-runner.recovery.doctor
-runner.launch > runner.supervise | runner.fault_injection | runner.serving
+runner.launch | runner.fault_injection | runner.serving
 runner.reporting
-runner.recovery
 runner.config
 runner.inference.export.formats > runner.inference.export | runner.inference.harness
 runner.inference.metrics > runner.inference
@@ -57,9 +55,7 @@ THIRD_PARTY = {
     "runner.reporting": {"jinja2", "markupsafe", "optuna", "yaml"},
     "runner.planning": {"torch", "numpy"},
     "runner.run_dir": set(),
-    "runner.recovery": set(),
     "runner.diagnostics": set(),
-    "runner.supervise": set(),
     "runner.launch.resume": {"hydra", "omegaconf", "yaml"},
     "runner.config": {"hydra", "omegaconf", "yaml"},
     "runner.inference": {"torch", "numpy", "rich", "yaml"},
@@ -235,7 +231,6 @@ def test_commands_refuse_settings_before_torch_is_imported():
         "runner.sweep",
         "runner.launch",
         "runner.fault_injection",
-        "runner.recovery",
         "runner.reporting",
         "runner.run_dir",
         "runner.config",

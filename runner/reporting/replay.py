@@ -71,7 +71,6 @@ def replay_run(run: Path, config: ExternalTrackerConfig) -> None:
     )
     tracker = TrackerProcess(config.command() or [], run / config.name, print_safely, warnings.append)
     tracker.start(
-        folder=str(run.absolute() / config.name),
         settings=settings,
         id=str(fields.get("tracker_id") or fields.get("id") or run.name),
         config=_plain(saved),

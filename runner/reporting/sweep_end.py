@@ -35,7 +35,7 @@ def describe_sweep_end(folder: Path) -> tuple[str, dict[str, Any]]:
     sweep = read_sweep_results(folder.absolute())
     verdict = sweep_verdict(sweep)
     commands = next_sweep_commands(sweep, verdict)
-    lines = [*_leaders(sweep, verdict), *labelled_lines(_rows(sweep, verdict))]
+    lines = [*_leaders(sweep, verdict), *labelled_lines(_rows(sweep, verdict).items())]
     printed = [(arguments, purpose) for arguments, purpose in commands if purpose != CONTINUE]
     lines += ["next"] if printed else []
     lines += [

@@ -108,7 +108,6 @@ PRINTS = {  # files that print without these functions, and what
     "runner/tracking/trackers/program.py": "read by the logger, which strips",
     "runner/sweep/session.py": "the leaderboard, which is stripped; numbers",
     "runner/tracking/console/bar.py": "lines that the logger has stripped",
-    "runner/tracking/console/base.py": "the interface",
     "runner/tracking/console/plain.py": "lines that the logger has stripped; JSON",
     "runner/tracking/logger.py": "stripped",
     "runner/tracking/progress.py": "stripped",

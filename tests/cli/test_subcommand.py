@@ -26,8 +26,8 @@ from runner.fault_injection.config import FaultsConfig
 from runner.inference.chat import ChatConfig
 from runner.inference.evaluate import EvaluateConfig
 from runner.inference.inspect_rows import RowsConfig
+from runner.launch.doctor import DoctorConfig
 from runner.planning.command import PlanConfig
-from runner.recovery.doctor.examine import DoctorConfig
 from runner.reporting.command import ReportConfig
 
 SCHEMAS: dict[str, type] = {

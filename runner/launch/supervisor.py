@@ -19,15 +19,12 @@ from pathlib import Path
 
 from common.errors import Interrupted, Outcome, TrainingError, print_note, print_safely
 from common.guarded_files import read_from
-from runner.checkpoint.atomic_dir import STEP_NAME
+from runner.checkpoint.atomic_dir import step_names
 from runner.checkpoint.format import CHECKPOINTS_DIR, step_of
 from runner.diagnostics.symptoms import troubleshooting
 from runner.engine.config import Config
 from runner.engine.device.heartbeat import HEARTBEAT_ENV, RECORD, Sign, read_sign
-from runner.planning.micro_batch import half_micro_batch, smaller_micro_batch
-from runner.run_dir.contents import timestamp
-from runner.run_dir.metadata import RunMetadata
-from runner.supervise.failures import (
+from runner.launch.failures import (
     Failure,
     FailureKind,
     RestartPolicy,
@@ -35,6 +32,9 @@ from runner.supervise.failures import (
     classify_failure,
     count_oom_kills,
 )
+from runner.planning.micro_batch import half_micro_batch, smaller_micro_batch
+from runner.run_dir.contents import timestamp
+from runner.run_dir.metadata import RunMetadata
 
 STACKS_ENV = "RUNNER_STACKS"  # file for the stacks that faulthandler writes at a crash
 CHECK_SECONDS = 10.0
@@ -188,8 +188,7 @@ class Supervisor:
         )
         if self._is_on:
             self._record(failure, action, stacks)
-            print_safely(f"{failure.error}; {action}", sys.stderr)
-        elif restarts:
+        if self._is_on or restarts:
             print_safely(f"{failure.error}; {action}", sys.stderr)
         if advice := self._advice(failure.kind):
             print_safely(advice, sys.stderr)
@@ -259,9 +258,5 @@ class Supervisor:
         """Return the step of the newest checkpoint, 0 if there is none. run.json learns of a checkpoint later than the
         disk.
         """
-        names = [
-            path.name
-            for path in (self._metadata.folder / CHECKPOINTS_DIR).glob("step-*")
-            if STEP_NAME.fullmatch(path.name)
-        ]
-        return max(map(step_of, names), default=0)
+        names = step_names(self._metadata.folder / CHECKPOINTS_DIR)
+        return step_of(names[0]) if names else 0
