@@ -101,14 +101,11 @@ def _new_sweep(typed: list[str]) -> PlannedStart:
     hydra, plain = (
         [override for override in typed if is_hydra_override(override) is wanted] for wanted in (True, False)
     )
-    listed, _, _ = grid.split_swept([*hydra, *plain])
+    listed, _ = grid.split_swept([*hydra, *plain], is_grid=False)
     tree = compose_tree(listed)
     sweeper, _ = validation.hydra_options(tree)
     params = [f"{key}={value}" for key, value in sweeper.params.items()]
-    shared, swept, is_finite = grid.split_swept(
-        [*hydra, *grid.merge_overrides(params, plain)], expand_ranges=sweeper.is_grid
-    )
-    validation.check_sweep(tree, sweeper, is_finite)
+    shared, swept = grid.split_swept([*hydra, *grid.merge_overrides(params, plain)], is_grid=sweeper.is_grid)
     composer = grid.PointComposer(shared, tree=tree)
     points = sweeper.points(swept, tree.sweep.zip)
     configs = validation.checked_configs(composer, points)

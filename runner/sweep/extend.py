@@ -48,7 +48,7 @@ def parse_additions(state: SweepState, typed: list[str], conf: Path) -> Addition
     validation.check_stored_overrides(state)
     check_imported(plugins_of(typed))
     validation.check_hydra_overrides(grid.merge_overrides(state.overrides, typed))
-    shared, swept, _ = grid.split_swept(typed, conf)
+    shared, swept = grid.split_swept(typed, conf, is_grid=state.sweeper == "grid")
     swept |= {key: [value] for key, value in map(grid.split_override, shared) if key in state.swept}
     swept = {key: grid.canonicalize(key, values, known=state.swept.get(key, ())) for key, values in swept.items()}
     shared = [override for override in shared if override.partition("=")[0] not in state.swept]

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob
@@ -21,6 +21,10 @@ from runner.config.overrides import canonical_value, check_overrides, config_dir
 from runner.config.schema import config_groups
 from runner.engine.config import Config
 from runner.launch.initial_weights import adopt_model
+
+if TYPE_CHECKING:
+    from runner.sweep.backends.base import Backend
+    from runner.sweep.session import SweepSession
 
 MAX_SWEPT_VALUES = 100_000  # of one key
 GridPoint = dict[str, str]  # swept key -> value, as Hydra writes it: 1e-4 and 0.0001 are one value
@@ -40,21 +44,28 @@ class SweeperOptions:
         """Raise UserError if a package is missing."""
 
     def points(self, swept: Mapping[str, list[str]], zipped: Iterable[str]) -> list[GridPoint]:
-        """Return the points known before the first job."""
+        """Return the points whose configs are checked before the first job."""
         return cartesian_points(swept, zipped)
+
+    def run_jobs(self, session: SweepSession, backend: Backend) -> bool:
+        """Run the jobs that need it; return whether a signal has stopped the sweep."""
+        from runner.sweep.scheduler import run_jobs
+
+        due = [job for job in session.state.jobs if job.needs_run]
+        remaining = iter(due)
+        return bool(due) and run_jobs(session, backend, lambda: next(remaining, None))
 
 
 def split_swept(
-    overrides: list[str], conf: Path = paths.CONF_DIR, expand_ranges: bool = True
-) -> tuple[list[str], dict[str, list[str]], bool]:
-    """Return (overrides of all jobs, {swept key: values}, whether all values can be listed).
+    overrides: list[str], conf: Path = paths.CONF_DIR, is_grid: bool = True
+) -> tuple[list[str], dict[str, list[str]]]:
+    """Return (overrides of all jobs, {swept key: values}).
 
-    What cannot be listed, an interval for example, keeps its text as the only value; so do ranges unless
-    `expand_ranges`.
+    Unless `is_grid`, what a sampler draws from, a range or an interval, keeps its text as the only value.
     """
     with translating_hydra_errors(overrides):
         parsed = OverridesParser.create().parse_overrides(overrides)
-    shared, swept, is_finite = [], {}, True
+    shared, swept = [], {}
     for text, override in zip(overrides, parsed, strict=True):
         if not override.is_sweep_override():
             shared.append(text)
@@ -66,13 +77,18 @@ def split_swept(
                 raise UserError(
                     f"no option of {key} matches the pattern", text, f"list the values: {key}=<value>,<value>"
                 )
-        elif override.is_discrete_sweep() and (expand_ranges or not override.is_range_sweep()):
+        elif override.is_discrete_sweep() and (is_grid or not override.is_range_sweep()):
             swept[key] = canonicalize(
                 key, [str(value) for value in listed_values(override.sweep_string_iterator(), text)]
             )
+        elif is_grid:
+            fix = "add hydra/sweeper=optuna, or list the values: a,b,c"
+            raise UserError(
+                "hydra/sweeper=grid needs lists of values, it does not draw from an interval", "hydra/sweeper=grid", fix
+            )
         else:
-            swept[key], is_finite = [override.get_value_string()], False
-    return shared, swept, is_finite
+            swept[key] = [override.get_value_string()]
+    return shared, swept
 
 
 def listed_values(values: Iterable[Any], text: str) -> list[Any]:

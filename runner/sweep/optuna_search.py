@@ -28,10 +28,11 @@ from runner.config import schema
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.run_dir.best_job import comparison_problem
 from runner.run_dir.contents import RUN_FILE
-from runner.sweep.backends.base import check_installed
+from runner.sweep.backends.base import Backend, check_installed
 from runner.sweep.grid import GridPoint, SweeperOptions, listed_values
 
 if TYPE_CHECKING:
+    from runner.sweep.session import SweepSession
     from runner.sweep.state import SweepJob, SweepState
 
 STUDY_NAME, JOURNAL_FILE, RESULTS_FILE = "sweep", "optuna.jsonl", "optimization_results.yaml"
@@ -80,6 +81,12 @@ class OptunaOptions(SweeperOptions):
         """Return points with every choice and both ends of every interval: their configs are checked before the first
         job.
         """
+        if zipped:
+            raise UserError(
+                "sweep.zip needs hydra/sweeper=grid, got optuna",
+                "sweep.zip hydra/sweeper=optuna",
+                "leave out one of them",
+            )
         axes = [parse_axis(key, values) for key, values in swept.items()]
         if self.sampler == "grid" and (axis := next((axis for axis in axes if not axis.values()), None)):
             raise UserError(
@@ -89,6 +96,16 @@ class OptunaOptions(SweeperOptions):
             )
         first = {axis.key: axis.ends()[0] for axis in axes}
         return [first, *({**first, axis.key: value} for axis in axes for value in axis.ends()[1:])]
+
+    def run_jobs(self, session: SweepSession, backend: Backend) -> bool:
+        """Run the points that Optuna draws, each as soon as a worker is free."""
+        from runner.sweep.scheduler import run_jobs
+
+        search = OptunaSearch(session.state, self)
+        try:
+            return run_jobs(session, backend, search.next_job, search.job_ended)
+        finally:
+            search.write_results()
 
 
 @dataclass

@@ -21,11 +21,12 @@ from runner.config import hydra_runtime
 from runner.launch import torchrun
 from runner.launch.signals import StopFlag
 from runner.launch.subprocesses import POLL_SECONDS, failure_reason, last_lines
-from runner.run_dir.contents import exported_loss, has_diverged, has_started, timestamp
+from runner.run_dir import contents
+from runner.run_dir.contents import has_diverged, has_started, timestamp
 from runner.run_dir.lock import is_locked
 from runner.run_dir.metadata import RunMetadata
-from runner.sweep.backends.base import CONSOLE_LOG, Backend, JobExit, LauncherOptions
-from runner.sweep.session import SweepSession, SweepStopped
+from runner.sweep.backends.base import CONSOLE_LOG, Backend, JobExit
+from runner.sweep.session import SweepSession
 from runner.sweep.state import INFINITE, SweepJob
 from runner.tracking.console.sweep_lines import SweepLines
 
@@ -34,15 +35,14 @@ OnEnd = Callable[[SweepJob], None]
 TRAIN_SCRIPT = str(REPO_ROOT / "runner" / "train.py")
 
 
-def run_jobs(session: SweepSession, options: LauncherOptions, next_job: NextJob, on_end: OnEnd) -> None:
-    """Run jobs on the backend of `options` as `next_job` returns them, until it returns None.
+def run_jobs(session: SweepSession, backend: Backend, next_job: NextJob, on_end: OnEnd = lambda job: None) -> bool:
+    """Run jobs on `backend` as `next_job` returns them, until it returns None.
 
-    Raises SweepStopped.
+    `on_end` is called with each job that is not tried again. Return whether a signal has stopped the sweep.
     """
-    backend = options.make_backend(session.state.folder)
+    backend.open(session.state.folder)
     try:
-        if SweepScheduler(session, backend, options, next_job, on_end).run():
-            raise SweepStopped
+        return SweepScheduler(session, backend, next_job, on_end).run()
     finally:
         backend.close()
 
@@ -66,15 +66,10 @@ class RunningJob:
 
 
 class SweepScheduler:
-    """Runs jobs until `next_job` returns None and all have ended.
+    """Runs jobs until `next_job` returns None and all have ended."""
 
-    `on_end` is called with each job that is not tried again.
-    """
-
-    def __init__(
-        self, session: SweepSession, backend: Backend, options: LauncherOptions, next_job: NextJob, on_end: OnEnd
-    ) -> None:
-        self.session, self.state, self.backend, self.options = session, session.state, backend, options
+    def __init__(self, session: SweepSession, backend: Backend, next_job: NextJob, on_end: OnEnd) -> None:
+        self.session, self.state, self.backend = session, session.state, backend
         self.next_job, self.on_end = next_job, on_end
         self.running: list[RunningJob] = []
         self.waiting: list[SweepJob] = []  # taken from next_job, but locked by another process, or to be tried again
@@ -127,21 +122,23 @@ class SweepScheduler:
 
     def _start(self, job: SweepJob) -> None:
         self.tries[job.name] += 1
-        fields: dict[str, Any] = {
-            "status": "running",
-            "outcome": None,
-            "error": None,
-            "loss": None,
-            "started": timestamp(),
-            "ended": None,
-            "last_lines": [],
-        }
-        self.state.update_job(job, attempt=job.attempt + 1, **fields)
-        verb = "continues" if has_started(RunMetadata.read(self.session.run_dir(job))) else "starts"
+        self.state.update_job(
+            job,
+            status="running",
+            outcome=None,
+            attempt=job.attempt + 1,
+            error=None,
+            loss=None,
+            started=timestamp(),
+            ended=None,
+            last_lines=[],
+        )
+        run_dir = self.session.run_dir(job)
+        verb, log = "continues" if has_started(RunMetadata.read(run_dir)) else "starts", run_dir / CONSOLE_LOG
         try:
-            arguments, log = self.session.prepare(job), self.session.run_dir(job) / CONSOLE_LOG
-            earlier = log.stat().st_size if log.exists() else 0
-            handle = self.backend.submit(self.session.run_dir(job), [TRAIN_SCRIPT, *arguments], self._environment(job))
+            arguments = self.session.prepare(job)
+            earlier = contents.size_of(log)
+            handle = self.backend.submit(run_dir, [TRAIN_SCRIPT, *arguments], self._environment(job))
         except (UserError, OSError) as error:
             return self._fail(job, error.message if isinstance(error, UserError) else str(error), [], is_final=True)
         self.running.append(RunningJob(job, handle, log, earlier))
@@ -151,25 +148,17 @@ class SweepScheduler:
         """Return the variables of the job's process, which are added to those of this one."""
         config = self.session.hydra_config
         section = hydra_runtime.job_environment(config, self.state.jobs.index(job), job.name) if config else {}
-        return _plugin_env() | torchrun.begin_job() | section
+        # those the user typed: a worker on another machine does not inherit the environment
+        plugins = {PLUGINS_ENV: os.environ[PLUGINS_ENV]} if PLUGINS_ENV in os.environ else {}
+        return plugins | torchrun.begin_job() | section
 
     def _record_end(self, running: RunningJob, exit: JobExit) -> None:
         job, run = running.job, RunMetadata.read(self.session.run_dir(running.job))
         running.forward_output(self.session.lines, self._prefix(job))
         torchrun.end_job()
-        if exit.code == OK:
-            fields: dict[str, Any] = {
-                "status": "completed",
-                "outcome": Outcome.COMPLETED,
-                "loss": exported_loss(run),
-                "ended": run.get("ended"),
-                "pending_overrides": [],
-            }
-            self.state.update_job(job, **fields)
-            self.on_end(job)
-        elif exit.code == INTERRUPTED or (self.is_stopping and run.get("status") != "failed"):
+        if exit.code in (OK, INTERRUPTED) or (self.is_stopping and run.get("status") != "failed"):
             self.state.refresh_job(job)
-            self.state.update_job(job, ended=timestamp())
+            self.state.update_job(job, pending_overrides=[] if exit.code == OK else job.pending_overrides)
             self.on_end(job)
         else:
             lines = last_lines(running.log) if running.log.exists() else []
@@ -189,11 +178,11 @@ class SweepScheduler:
             job, status="failed", outcome=outcome, error=reason, last_lines=lines, loss=loss, ended=timestamp()
         )
         self.session.lines.job_failed(self._number(job), job.name, reason)
-        if self.tries[job.name] <= self.options.retries and not (is_final or diverged or self.is_stopping):
+        if self.tries[job.name] <= self.backend.retries and not (is_final or diverged or self.is_stopping):
             self.waiting.insert(0, job)
             return
         self.on_end(job)
-        if self.options.fail_fast:
+        if self.backend.fail_fast:
             self._stop_all()
 
     def _prefix(self, job: SweepJob) -> str:
@@ -201,8 +190,3 @@ class SweepScheduler:
 
     def _number(self, job: SweepJob) -> str:
         return f"{self.state.jobs.index(job) + 1}/{len(self.state.jobs)}"
-
-
-def _plugin_env() -> dict[str, str]:
-    """Return the plugins that the user typed: a worker on another machine does not inherit the environment."""
-    return {PLUGINS_ENV: os.environ[PLUGINS_ENV]} if PLUGINS_ENV in os.environ else {}

@@ -1,12 +1,10 @@
-"""A sweep while this process drives it: the overrides of each job, its run directory, the report, the end. Launcher and
-sweepers use it.
-"""
+"""A sweep while this process drives it: the overrides of each job, its run directory, the report, the end."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -27,7 +25,7 @@ from runner.run_dir import contents, saved_config
 from runner.run_dir.contents import has_checkpoints, has_started
 from runner.run_dir.metadata import RunMetadata
 from runner.sweep import budget, validation
-from runner.sweep.backends.base import LauncherOptions
+from runner.sweep.backends.base import Backend
 from runner.sweep.grid import PointComposer, SweeperOptions, merge_overrides, split_swept
 from runner.sweep.state import SweepJob, SweepState
 from runner.tracking.console.sweep_lines import SweepLines
@@ -54,11 +52,6 @@ class SweepSession:
 
     def run_dir(self, job: SweepJob) -> Path:
         return self.state.folder / job.name
-
-    def job_of(self, overrides: Sequence[str]) -> SweepJob:
-        """Return the job of these overrides, a new one if the sampler has drawn a new point."""
-        values = {key: value for key, _, value in (override.partition("=") for override in overrides)}
-        return self.state.add_job({key: values[key] for key in self.state.swept if key in values})
 
     def derived_overrides(self, job: SweepJob) -> dict[str, str]:
         """Return what sweep.match_budget, sweep.lr_scale and init_from=auto set in this job, and an evaluation at the
@@ -166,23 +159,18 @@ def _error_of_all(jobs: Sequence[SweepJob]) -> UserError:
     )
 
 
-class SweepStopped(Exception):
-    """A signal stopped the sweep; its running jobs have saved."""
-
-
-@contextmanager
-def open_session(config: DictConfig, overrides: list[str]) -> Iterator[SweepSession]:
-    """Create the sweep that Hydra has composed (`config`, with the typed `overrides`), or open the one to resume;
-    finish it at the end.
+def run_sweep(config: DictConfig, overrides: list[str]) -> None:
+    """Create the sweep that Hydra has composed (`config`, with the typed `overrides`), or open the one to resume; run
+    its jobs.
 
     Everything is checked before the sweep directory exists; sweep.json with all its jobs is written before the first of
     them starts.
     """
-    sweeper, launcher = validation.hydra_options(config)
+    sweeper, backend = validation.hydra_options(config)
     if sweeper.resume:
         state, composer = SweepState.open(Path(config.hydra.sweep.dir).absolute()), None
     else:
-        state, composer = _create_state(config, overrides, sweeper, launcher)
+        state, composer = _create_state(config, overrides, sweeper, backend)
     with state, snapshot.as_config_dir(state.folder) as conf:
         session = SweepSession(state, conf, composer)
         session.hydra_config, session.lines = config, SweepLines(config.tracker.console)
@@ -195,24 +183,20 @@ def open_session(config: DictConfig, overrides: list[str]) -> Iterator[SweepSess
         if not sweeper.resume:  # a resumed one may have much to read: its first job starts before
             session.page.write()
         try:
-            yield session
-        except (SweepStopped, KeyboardInterrupt):
-            session.finish(stopped=True)
-        else:
-            session.finish(stopped=False)
+            is_stopped = sweeper.run_jobs(session, backend)
+        except KeyboardInterrupt:
+            is_stopped = True
+        session.finish(is_stopped)
 
 
 def _create_state(
-    config: DictConfig, overrides: list[str], sweeper: SweeperOptions, launcher: LauncherOptions
+    config: DictConfig, overrides: list[str], sweeper: SweeperOptions, backend: Backend
 ) -> tuple[SweepState, PointComposer]:
     params = [f"{key}={value}" for key, value in sweeper.params.items()]
     hydra_overrides = [
         override for override in config.hydra.overrides.hydra if not override.startswith(validation.LAUNCH_KEYS)
     ]
-    shared, swept, is_finite = split_swept(
-        [*hydra_overrides, *merge_overrides(params, overrides)], expand_ranges=sweeper.is_grid
-    )
-    validation.check_sweep(config, sweeper, is_finite)
+    shared, swept = split_swept([*hydra_overrides, *merge_overrides(params, overrides)], is_grid=sweeper.is_grid)
     stored = validation.storable_overrides(shared)
     composer = PointComposer(shared, tree=config)
     points = sweeper.points(swept, config.sweep.zip)
@@ -233,7 +217,7 @@ def _create_state(
         folder = contents.create_unique(folder)
         with read_write(config.hydra):
             config.hydra.sweep.dir = str(folder)
-    names = {"sweeper": validation.plugin_name(sweeper), "launcher": validation.plugin_name(launcher)}
+    names = {"sweeper": validation.plugin_name(sweeper), "launcher": validation.plugin_name(backend)}
     state = SweepState.create(
         folder, overrides=stored, swept=swept, base_rows=base.rows, base_tokens=base.tokens, **names
     )

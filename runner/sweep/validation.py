@@ -19,7 +19,7 @@ from runner.config.yaml_files import ineffective_override
 from runner.engine.config import Config
 from runner.launch import initial_weights, run, torchrun
 from runner.sweep.backends import LAUNCHERS
-from runner.sweep.backends.base import LauncherOptions
+from runner.sweep.backends.base import Backend
 from runner.sweep.grid import GridPoint, PointComposer, SweeperOptions
 from runner.sweep.optuna_search import SWEEPERS
 from runner.sweep.state import SweepState
@@ -79,7 +79,7 @@ def check_hydra_overrides(overrides: Sequence[str]) -> None:
             )
 
 
-def hydra_options(config: DictConfig) -> tuple[SweeperOptions, LauncherOptions]:
+def hydra_options(config: DictConfig) -> tuple[SweeperOptions, Backend]:
     """Return the options of the composed sweeper and launcher.
 
     Raises UserError for values that are not allowed and for packages that are missing.
@@ -93,7 +93,7 @@ def hydra_options(config: DictConfig) -> tuple[SweeperOptions, LauncherOptions]:
                 f"{setting}={name}",
                 f"e.g. {setting}={next(iter(known))}",
             )
-    assert isinstance(sweeper, SweeperOptions) and isinstance(launcher, LauncherOptions)
+    assert isinstance(sweeper, SweeperOptions) and isinstance(launcher, Backend)
     launcher.check_available()
     sweeper.check_available()
     torchrun.check_sweep_launcher(plugin_name(launcher), vars(launcher))
@@ -123,25 +123,8 @@ def check_plugins(config: DictConfig, typed: Sequence[str]) -> None:
             )
 
 
-def plugin_name(options: SweeperOptions | LauncherOptions) -> str:
+def plugin_name(options: SweeperOptions | Backend) -> str:
     return next(name for name, kind in {**LAUNCHERS, **SWEEPERS}.items() if type(options) is kind)
-
-
-def check_sweep(config: DictConfig, sweeper: SweeperOptions, is_finite: bool) -> None:
-    name = plugin_name(sweeper)
-    if sweeper.is_grid and not is_finite:
-        fix = "add hydra/sweeper=optuna, or list the values: a,b,c"
-        raise UserError(
-            f"hydra/sweeper={name} needs lists of values, it does not draw from an interval",
-            f"hydra/sweeper={name}",
-            fix,
-        )
-    if not sweeper.is_grid and config.sweep.zip:
-        raise UserError(
-            f"sweep.zip needs hydra/sweeper=grid, got {name}",
-            f"sweep.zip hydra/sweeper={name}",
-            "leave out one of them",
-        )
 
 
 def checked_configs(composer: PointComposer, points: list[GridPoint]) -> list[Config]:
