@@ -46,7 +46,7 @@ class GridSweeper(Sweeper):
         self.config: Any = config
 
     def sweep(self, arguments: list[str]) -> None:
-        from runner.sweep.session import run_sweep
+        from runner.sweep.command import run_sweep
 
         run_sweep(self.config, arguments)
 

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob
@@ -21,10 +21,7 @@ from runner.config.overrides import canonical_value, check_overrides, config_dir
 from runner.config.schema import config_groups
 from runner.engine.config import Config
 from runner.launch.initial_weights import adopt_model
-
-if TYPE_CHECKING:
-    from runner.sweep.backends.base import Backend
-    from runner.sweep.session import SweepSession
+from runner.sweep.state import SweepJob, SweepState
 
 MAX_SWEPT_VALUES = 100_000  # of one key
 GridPoint = dict[str, str]  # swept key -> value, as Hydra writes it: 1e-4 and 0.0001 are one value
@@ -47,13 +44,26 @@ class SweeperOptions:
         """Return the points whose configs are checked before the first job."""
         return cartesian_points(swept, zipped)
 
-    def run_jobs(self, session: SweepSession, backend: Backend) -> bool:
-        """Run the jobs that need it; return whether a signal has stopped the sweep."""
-        from runner.sweep.scheduler import run_jobs
+    def search(self, state: SweepState) -> Search:
+        return Search(state)
 
-        due = [job for job in session.state.jobs if job.needs_run]
-        remaining = iter(due)
-        return bool(due) and run_jobs(session, backend, lambda: next(remaining, None))
+
+class Search:
+    """Hands out the jobs of a sweep, one whenever a worker is free: those in sweep.json that need to run."""
+
+    def __init__(self, state: SweepState) -> None:
+        self.state = state
+        self._due = iter([job for job in state.jobs if job.needs_run])
+
+    def next_job(self) -> SweepJob | None:
+        """Return the next job to run, None if there is no further one."""
+        return next(self._due, None)
+
+    def job_ended(self, job: SweepJob) -> None:
+        """Take the result of a job that is not tried again."""
+
+    def close(self) -> None:
+        """Write what was found; no job runs any more."""
 
 
 def split_swept(

@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -28,12 +28,9 @@ from runner.config import schema
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.run_dir.best_job import comparison_problem
 from runner.run_dir.contents import RUN_FILE
-from runner.sweep.backends.base import Backend, check_installed
-from runner.sweep.grid import GridPoint, SweeperOptions, listed_values
-
-if TYPE_CHECKING:
-    from runner.sweep.session import SweepSession
-    from runner.sweep.state import SweepJob, SweepState
+from runner.sweep.backends.base import check_installed
+from runner.sweep.grid import GridPoint, Search, SweeperOptions, listed_values
+from runner.sweep.state import SweepJob, SweepState
 
 STUDY_NAME, JOURNAL_FILE, RESULTS_FILE = "sweep", "optuna.jsonl", "optimization_results.yaml"
 MAX_JOURNAL_BYTES = 64 << 20  # of the journal of a study; a trial has 1 KB
@@ -97,15 +94,8 @@ class OptunaOptions(SweeperOptions):
         first = {axis.key: axis.ends()[0] for axis in axes}
         return [first, *({**first, axis.key: value} for axis in axes for value in axis.ends()[1:])]
 
-    def run_jobs(self, session: SweepSession, backend: Backend) -> bool:
-        """Run the points that Optuna draws, each as soon as a worker is free."""
-        from runner.sweep.scheduler import run_jobs
-
-        search = OptunaSearch(session.state, self)
-        try:
-            return run_jobs(session, backend, search.next_job, search.job_ended)
-        finally:
-            search.write_results()
+    def search(self, state: SweepState) -> OptunaSearch:
+        return OptunaSearch(state, self)
 
 
 @dataclass
@@ -171,14 +161,15 @@ def parse_axis(key: str, values: Sequence[str]) -> Axis:
 SWEEPERS = {"grid": SweeperOptions, "optuna": OptunaOptions}  # options of hydra/sweeper
 
 
-class OptunaSearch:
+class OptunaSearch(Search):
     """Draws the jobs of a sweep from a study and reports their results to it."""
 
     def __init__(self, state: SweepState, options: OptunaOptions) -> None:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.state, self.options = state, options
+        super().__init__(state)
+        self.options = options
         self.axes = [parse_axis(key, values) for key, values in state.swept.items()]
         self.space = {axis.key: axis.distribution() for axis in self.axes}
         self.study = self._open_study()
@@ -253,7 +244,6 @@ class OptunaSearch:
                 others.append(trial.params)
 
     def next_job(self) -> SweepJob | None:
-        """Return the next job to run, None if there is no further one."""
         while self.resumed or self.remaining > 0:
             if self.resumed:
                 trial = self.resumed.popleft()
@@ -299,7 +289,7 @@ class OptunaSearch:
             for name in self.options.objectives
         ]
 
-    def write_results(self) -> None:
+    def close(self) -> None:
         """Write the best point, or with several objectives the Pareto front, to optimization_results.yaml; with the
         reason, where losses do not rank them.
         """

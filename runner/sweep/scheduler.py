@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,25 +25,12 @@ from runner.run_dir.contents import has_diverged, has_started, timestamp
 from runner.run_dir.lock import is_locked
 from runner.run_dir.metadata import RunMetadata
 from runner.sweep.backends.base import CONSOLE_LOG, Backend, JobExit
+from runner.sweep.grid import Search
 from runner.sweep.session import SweepSession
 from runner.sweep.state import INFINITE, SweepJob
 from runner.tracking.console.sweep_lines import SweepLines
 
-NextJob = Callable[[], SweepJob | None]
-OnEnd = Callable[[SweepJob], None]
 TRAIN_SCRIPT = str(REPO_ROOT / "runner" / "train.py")
-
-
-def run_jobs(session: SweepSession, backend: Backend, next_job: NextJob, on_end: OnEnd = lambda job: None) -> bool:
-    """Run jobs on `backend` as `next_job` returns them, until it returns None.
-
-    `on_end` is called with each job that is not tried again. Return whether a signal has stopped the sweep.
-    """
-    backend.open(session.state.folder)
-    try:
-        return SweepScheduler(session, backend, next_job, on_end).run()
-    finally:
-        backend.close()
 
 
 @dataclass
@@ -66,13 +52,12 @@ class RunningJob:
 
 
 class SweepScheduler:
-    """Runs jobs until `next_job` returns None and all have ended."""
+    """Runs the jobs that `search` hands out on `backend` until there is none and all have ended."""
 
-    def __init__(self, session: SweepSession, backend: Backend, next_job: NextJob, on_end: OnEnd) -> None:
-        self.session, self.state, self.backend = session, session.state, backend
-        self.next_job, self.on_end = next_job, on_end
+    def __init__(self, session: SweepSession, backend: Backend, search: Search) -> None:
+        self.session, self.state, self.backend, self.search = session, session.state, backend, search
         self.running: list[RunningJob] = []
-        self.waiting: list[SweepJob] = []  # taken from next_job, but locked by another process, or to be tried again
+        self.waiting: list[SweepJob] = []  # handed out, but locked by another process, or to be tried again
         self.tries: Counter[str] = Counter()
         self.is_stopping = False
 
@@ -116,11 +101,13 @@ class SweepScheduler:
             if not is_locked(self.session.run_dir(waiting)):
                 self.waiting.remove(waiting)
                 return waiting
-        while (job := self.next_job()) and is_locked(self.session.run_dir(job)):
+        while (job := self.search.next_job()) and is_locked(self.session.run_dir(job)):
             self.waiting.append(job)
         return job
 
     def _start(self, job: SweepJob) -> None:
+        if not self.tries:
+            self.backend.open(self.state.folder)
         self.tries[job.name] += 1
         self.state.update_job(
             job,
@@ -159,7 +146,7 @@ class SweepScheduler:
         if exit.code in (OK, INTERRUPTED) or (self.is_stopping and run.get("status") != "failed"):
             self.state.refresh_job(job)
             self.state.update_job(job, pending_overrides=[] if exit.code == OK else job.pending_overrides)
-            self.on_end(job)
+            self.search.job_ended(job)
         else:
             lines = last_lines(running.log) if running.log.exists() else []
             reason = exit.reason or failure_reason(exit.code, run, lines)
@@ -181,7 +168,7 @@ class SweepScheduler:
         if self.tries[job.name] <= self.backend.retries and not (is_final or diverged or self.is_stopping):
             self.waiting.insert(0, job)
             return
-        self.on_end(job)
+        self.search.job_ended(job)
         if self.backend.fail_fast:
             self._stop_all()
 

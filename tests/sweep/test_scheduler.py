@@ -23,6 +23,7 @@ from runner.reporting.live import RepeatedPage
 from runner.sweep import scheduler
 from runner.sweep.backends.base import Backend, JobExit
 from runner.sweep.backends.local import LocalBackend, make_slots
+from runner.sweep.grid import Search
 from runner.sweep.state import SweepJob, SweepState
 from runner.tracking.console.sweep_lines import SweepLines
 
@@ -54,9 +55,10 @@ def run_jobs(tmp_path: Path, fake_jobs: FakeJobs) -> Callable[..., tuple[bool, l
         with SweepState.create(
             tmp_path / "sweep", swept={"seed": [str(number) for number in range(len(scripts))]}
         ) as state:
-            jobs = iter([state.add_job({"seed": str(number)}) for number in range(len(scripts))])
-            backend = LocalBackend(**options)
-            return scheduler.run_jobs(FakeSession(state), backend, lambda: next(jobs, None)), state.jobs
+            for number in range(len(scripts)):
+                state.add_job({"seed": str(number)})
+            run = scheduler.SweepScheduler(FakeSession(state), LocalBackend(**options), Search(state)).run
+            return run(), state.jobs
 
     return run
 
@@ -149,7 +151,7 @@ class InstantBackend(Backend):
 
     def __init__(self, exits: dict[str, JobExit]) -> None:
         super().__init__()
-        self.exits, self.closed, self.running, self.most = exits, False, 0, 0
+        self.exits, self.running, self.most = exits, 0, 0
 
     def submit(self, run_dir: Path, command: list[str], env: dict[str, str]) -> Path:
         self.running += 1
@@ -162,26 +164,22 @@ class InstantBackend(Backend):
 
     def cancel(self, handle: Path) -> None: ...
 
-    def close(self) -> None:
-        self.closed = True
-
 
 def test_scheduler_takes_the_reason_of_a_backend_and_has_no_limit(tmp_path: Path) -> None:
     backend = InstantBackend({"seed=0": JobExit(0), "seed=1": JobExit(1, "the node has failed"), "seed=2": JobExit(75)})
     with SweepState.create(tmp_path / "sweep") as state:
         jobs = [state.add_job({"seed": str(seed)}) for seed in range(3)]
-        queue = iter(jobs)
         for job, status in zip(jobs, ("completed", "running", "interrupted"), strict=True):
             (tmp_path / "sweep" / job.name).mkdir()
             run = {"status": status, "outcome": None, "attempt": 1, "metrics": {"loss": 2.0}}
             (tmp_path / "sweep" / job.name / "run.json").write_text(json.dumps(run))
-        scheduler.run_jobs(FakeSession(state), backend, lambda: next(queue, None))
+        scheduler.SweepScheduler(FakeSession(state), backend, Search(state)).run()
     assert [(job.status, job.error) for job in jobs] == [
         ("completed", None),
         ("failed", "the node has failed"),
         ("interrupted", None),
     ]
-    assert backend.closed and backend.most == 3
+    assert backend.most == 3
 
 
 # Local backend
