@@ -108,7 +108,7 @@ def _new_sweep(typed: list[str]) -> PlannedStart:
     shared, swept = grid.split_swept([*hydra, *grid.merge_overrides(params, plain)], is_grid=sweeper.is_grid)
     composer = grid.PointComposer(shared, tree=tree)
     points = sweeper.points(swept, tree.sweep.zip)
-    configs = validation.checked_configs(composer, points)
+    configs = composer.checked_configs(points)
     check_typed_are_read([*shared, *swept], configs or [composer.config({})])
     if not points:
         trials = getattr(sweeper, "n_trials", 1)
@@ -126,8 +126,7 @@ def _job(
     composer: grid.PointComposer, point: grid.GridPoint, swept: dict[str, list[str]], base: budget.StepSize
 ) -> PlannedRun:
     config = composer.config(point)
-    rule = budget.resolve_budget_rule(config.sweep.match_budget, swept)
-    derived = budget.matching_overrides(config, base, rule) | budget.evaluation_overrides(config)
+    derived = budget.matching_overrides(config, base, swept) | budget.evaluation_overrides(config)
     with translating_hydra_errors([f"{key}={value}" for key, value in point.items()]):
         final = to_config(composer.tree(point, derived))
     values = tuple(f"{key}={value}" for key, value in (point | derived).items())

@@ -25,7 +25,7 @@ from runner.sweep.backends.base import Backend
 from runner.sweep.grid import PointComposer, SweeperOptions, merge_overrides, split_swept
 from runner.sweep.scheduler import SweepScheduler
 from runner.sweep.session import SweepSession
-from runner.sweep.state import SweepState
+from runner.sweep.state import SweepState, storable_overrides
 from runner.tracking.console.sweep_lines import SweepLines
 
 MULTIRUN_FLAGS = ("--multirun", "-m")
@@ -54,7 +54,9 @@ def resume_sweep(folder: Path, overrides: list[str], flags: list[str], run_hydra
             changed_files = snapshot.changed_files(folder)
             for line in changed_files:
                 print_note(f"resume: {line}")
-            extend.extend_sweep(state, additions, conf)
+            if additions:
+                extend.apply_additions(state, additions, conf)
+                state.write()
         hydra_overrides = [override for override in additions.shared if is_hydra_override(override)]
         stored = merge_overrides(state.overrides, hydra_overrides)
         swept = [f"{key}={','.join(values)}" for key, values in state.swept.items()]
@@ -107,15 +109,15 @@ def _create_state(
         override for override in config.hydra.overrides.hydra if not override.startswith(validation.LAUNCH_KEYS)
     ]
     shared, swept = split_swept([*hydra_overrides, *merge_overrides(params, overrides)], is_grid=sweeper.is_grid)
-    stored = validation.storable_overrides(shared)
+    stored = storable_overrides(shared)
     composer = PointComposer(shared, tree=config)
     points = sweeper.points(swept, config.sweep.zip)
-    configs = validation.checked_configs(composer, points)
+    configs = composer.checked_configs(points)
     check_typed_are_read([*shared, *swept], configs or [composer.config({})])
     base = budget.smallest_step(configs if sweeper.is_grid else [composer.config({})])
     budget.check_countable(configs, config.sweep.match_budget, swept)
     for job_config in configs:
-        budget.matching_overrides(job_config, base, budget.resolve_budget_rule(job_config.sweep.match_budget, swept))
+        budget.matching_overrides(job_config, base, swept)
     if sweeper.is_grid:
         budget.warn_if_unequal(configs, base, swept)
     if any(budget.evaluation_overrides(job_config) for job_config in configs):

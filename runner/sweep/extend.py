@@ -20,7 +20,7 @@ from runner.run_dir.metadata import RunMetadata
 from runner.sweep import budget, grid, validation
 from runner.sweep.grid import PointComposer
 from runner.sweep.session import SweepSession
-from runner.sweep.state import SweepJob, SweepState
+from runner.sweep.state import SweepJob, SweepState, storable_overrides
 
 STEPS_KEY = "train.max_steps"
 # a change of these alone is no difference between jobs that train no further
@@ -45,13 +45,9 @@ class Additions:
 
 def parse_additions(state: SweepState, typed: list[str], conf: Path) -> Additions:
     """Split the typed overrides. Raises UserError for those that this sweep cannot take."""
-    validation.check_stored_overrides(state)
     check_imported(plugins_of(typed))
     validation.check_hydra_overrides(grid.merge_overrides(state.overrides, typed))
-    shared, swept = grid.split_swept(typed, conf, is_grid=state.sweeper == "grid")
-    swept |= {key: [value] for key, value in map(grid.split_override, shared) if key in state.swept}
-    swept = {key: grid.canonicalize(key, values, known=state.swept.get(key, ())) for key, values in swept.items()}
-    shared = [override for override in shared if override.partition("=")[0] not in state.swept]
+    shared, swept = grid.split_swept(typed, conf, is_grid=state.sweeper == "grid", known=state.swept)
     check_overrides([*shared, *(f"{key}={value}" for key, values in swept.items() for value in values)], conf)
     if unknown := next((key for key in swept if key not in state.swept), None):
         fix = f"give {unknown} one value, or start a sweep over it"
@@ -77,13 +73,6 @@ def parse_additions(state: SweepState, typed: list[str], conf: Path) -> Addition
     return Additions(shared, swept)
 
 
-def extend_sweep(state: SweepState, additions: Additions, conf: Path) -> None:
-    """Add points and overrides to sweep.json. Everything is checked before it is written."""
-    if additions:
-        apply_additions(state, additions, conf)
-        state.write()
-
-
 def apply_additions(state: SweepState, additions: Additions, conf: Path) -> None:
     """Add points and overrides to `state`, which is not written.
 
@@ -97,14 +86,14 @@ def apply_additions(state: SweepState, additions: Additions, conf: Path) -> None
     new_values = {key: additions.swept.get(key, values) for key, values in state.swept.items()}
     points = grid.cartesian_points(new_values, tree.sweep.zip) if additions.swept else []
     open_jobs = [job for job in state.jobs if not job.is_diverged]
-    configs = validation.checked_configs(composer, points)
+    configs = composer.checked_configs(points)
     budget.warn_if_unequal([*(composer.config(job.overrides) for job in open_jobs), *configs], state.base_step, swept)
     begun = (
         [job for job in open_jobs if has_started(RunMetadata.read(state.folder / job.name))]
         if additions.training
         else []
     )
-    validation.checked_configs(composer, [job.overrides for job in begun])
+    composer.checked_configs([job.overrides for job in begun])
     lengths = {}  # train.max_steps that the sweep has given to a job so far
     if begun:
         before = SweepSession(state, conf)
@@ -114,7 +103,7 @@ def apply_additions(state: SweepState, additions: Additions, conf: Path) -> None
             )
             for job in begun
         }
-    state.overrides, state.swept = validation.storable_overrides(shared), swept
+    state.overrides, state.swept = storable_overrides(shared), swept
     session = SweepSession(state, conf, composer)
     for point in points:
         session.derived_overrides(state.add_job(point))  # refuses a point whose budget cannot match

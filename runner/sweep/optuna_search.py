@@ -21,7 +21,7 @@ from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 
 from common.errors import UserError
 from common.filesystem import read_bounded, read_json_object, write_atomic_file
-from common.guarded_files import read_from
+from common.guarded_files import check_own_files, read_from
 from common.limits.parsers import check_json_size, check_nesting
 from common.settings import check_at_least, check_choice
 from runner.config import schema
@@ -84,78 +84,64 @@ class OptunaOptions(SweeperOptions):
                 "sweep.zip hydra/sweeper=optuna",
                 "leave out one of them",
             )
-        axes = [parse_axis(key, values) for key, values in swept.items()]
-        if self.sampler == "grid" and (axis := next((axis for axis in axes if not axis.values()), None)):
+        space = {key: ends(parse_distribution(key, values)) for key, values in swept.items()}
+        interval = next((f"{key}={values[0]}" for key, values in swept.items() if "interval(" in values[0]), None)
+        if self.sampler == "grid" and interval:
             raise UserError(
                 "hydra.sweeper.sampler=grid needs lists or ranges of values",
-                f"{axis.key}={','.join(swept[axis.key])}",
+                interval,
                 "choose sampler=qmc or list values",
             )
-        first = {axis.key: axis.ends()[0] for axis in axes}
-        return [first, *({**first, axis.key: value} for axis in axes for value in axis.ends()[1:])]
+        first = {key: values[0] for key, values in space.items()}
+        return [first, *({**first, key: value} for key, values in space.items() for value in values[1:])]
 
     def search(self, state: SweepState) -> OptunaSearch:
         return OptunaSearch(state, self)
 
 
-@dataclass
-class Axis:
-    """The search space of one key: `choices`, or the numbers in [low, high]."""
-
-    key: str
-    choices: list[str] = field(default_factory=list)
-    low: float = 0
-    high: float = 0
-    step: float | None = None
-    log: bool = False
-    is_int: bool = False
-
-    def ends(self) -> list[str]:
-        return self.choices or [repr(self.low), repr(self.high)]
-
-    def values(self) -> list[Any]:
-        """Return all values; [] for an interval."""
-        if self.choices or self.step is None:
-            return list(self.choices)
-        count = round((self.high - self.low) / self.step) + 1
-        return [self.low + index * self.step for index in range(count)]
-
-    def distribution(self) -> Any:
-        from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-
-        if self.choices:
-            return CategoricalDistribution(self.choices)
-        if self.is_int:
-            return IntDistribution(int(self.low), int(self.high), log=self.log, step=int(self.step or 1))
-        return FloatDistribution(self.low, self.high, log=self.log, step=self.step)
-
-
-def parse_axis(key: str, values: Sequence[str]) -> Axis:
-    """Return the search space that an override describes: `a,b`, `range(1,9,2)`, `interval(0.0,0.2)`,
+def parse_distribution(key: str, values: Sequence[str]) -> Any:
+    """Return Optuna's distribution of an override: `a,b`, `range(1,9,2)`, `interval(0.0,0.2)`,
     `tag(log,interval(1e-5,1e-2))`.
     """
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
     text = f"{key}={','.join(values)}"
     with translating_hydra_errors([text]):
         sweep = OverridesParser.create().parse_override(text).value()
-    is_int = schema.config_schema().get(key) is int
+    low: Any
+    high: Any
     if isinstance(sweep, RangeSweep) and len(values) == 1:
         numbers = listed_values(sweep.range(), text)
+        low, high, step, log = min(numbers), max(numbers), abs(sweep.step), False
         is_int = all(isinstance(number, int) for number in numbers)
-        return Axis(key, low=min(numbers), high=max(numbers), step=abs(sweep.step), is_int=is_int)
-    if not isinstance(sweep, IntervalSweep):
-        return Axis(key, choices=list(values))
-    low, high = sweep.start, sweep.end
-    assert low is not None and high is not None
-    log = "log" in sweep.tags
-    if low >= high or (log and low <= 0):
-        rule = "0 < start < end" if log else "start < end"
-        raise UserError(
-            f"the interval of {key} must have {rule}",
-            text,
-            f"e.g. {key}=tag(log,interval(1e-5,1e-2))" if log else f"{key}=interval({high},{low})",
-        )
-    is_int = is_int or (isinstance(low, int) and isinstance(high, int))
-    return Axis(key, low=int(low) if is_int else low, high=int(high) if is_int else high, log=log, is_int=is_int)
+    elif isinstance(sweep, IntervalSweep):
+        low, high, step, log = sweep.start, sweep.end, None, "log" in sweep.tags
+        if low >= high or (log and low <= 0):
+            rule = "0 < start < end" if log else "start < end"
+            raise UserError(
+                f"the interval of {key} must have {rule}",
+                text,
+                f"e.g. {key}=tag(log,interval(1e-5,1e-2))" if log else f"{key}=interval({high},{low})",
+            )
+        is_int = schema.config_schema().get(key) is int or (isinstance(low, int) and isinstance(high, int))
+    else:
+        return CategoricalDistribution(values)
+    if is_int:
+        return IntDistribution(int(low), int(high), log=log, step=int(step or 1))
+    return FloatDistribution(low, high, log=log, step=step)
+
+
+def list_values(distribution: Any) -> list[Any]:
+    """Return all values of a list or range."""
+    if choices := getattr(distribution, "choices", None):
+        return list(choices)
+    count = round((distribution.high - distribution.low) / distribution.step) + 1
+    return [distribution.low + index * distribution.step for index in range(count)]
+
+
+def ends(distribution: Any) -> list[str]:
+    """Return all choices, or both ends of an interval or range, as values of an override."""
+    return list(getattr(distribution, "choices", ())) or [repr(distribution.low), repr(distribution.high)]
 
 
 SWEEPERS = {"grid": SweeperOptions, "optuna": OptunaOptions}  # options of hydra/sweeper
@@ -170,8 +156,7 @@ class OptunaSearch(Search):
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         super().__init__(state)
         self.options = options
-        self.axes = [parse_axis(key, values) for key, values in state.swept.items()]
-        self.space = {axis.key: axis.distribution() for axis in self.axes}
+        self.space = {key: parse_distribution(key, values) for key, values in state.swept.items()}
         self.study = self._open_study()
         states = optuna.trial.TrialState
         self.resumed: deque[Any] = deque()  # trials of a launch that was stopped or killed
@@ -214,7 +199,7 @@ class OptunaSearch(Search):
             )
         study.sampler = self._make_sampler(len(study.trials))
         if self.options.sampler == "grid" and not study.trials:
-            for values in itertools.product(*(axis.values() for axis in self.axes)):
+            for values in itertools.product(*map(list_values, self.space.values())):
                 study.enqueue_trial(dict(zip(self.space, values, strict=True)))
         return study
 
@@ -270,24 +255,20 @@ class OptunaSearch(Search):
             return
         values = self._objective_values(job)
         for number in self.trials.pop(job.name, []):
-            if None in values:
-                self.study.tell(number, state=TrialState.FAIL)
-            else:
-                self.study.tell(number, values)
+            self.study.tell(number, values, state=None if values else TrialState.FAIL)
 
-    def _objective_values(self, job: SweepJob) -> list[float | None]:
-        """Return a value per objective.
+    def _objective_values(self, job: SweepJob) -> list[float] | None:
+        """Return a value per objective, None where one is missing.
 
         The loss of a diverged job is infinite, from which the sampler learns; a failed job has none.
         """
-        if not (job.status == "completed" or job.is_diverged) or job.loss is None:
-            return [None]
+        if job.loss is None:
+            return None
         metrics = self.state.folder / job.name / "metrics.jsonl"
         record = {**(_last_train_record(metrics) if metrics.exists() else {}), "loss": float(job.loss)}
-        return [
-            float(record[name]) if isinstance(record.get(name), int | float) else None
-            for name in self.options.objectives
-        ]
+        names = self.options.objectives
+        values = [float(value) for name in names if isinstance(value := record.get(name), int | float)]
+        return values if len(values) == len(names) else None
 
     def close(self) -> None:
         """Write the best point, or with several objectives the Pareto front, to optimization_results.yaml; with the
@@ -328,10 +309,7 @@ def _last_train_record(metrics: Path) -> dict[str, Any]:
 
 def _drop_partial_line(path: Path) -> None:
     """Cut the journal back to its last complete line: a killed process may have written half of one."""
-    if path.is_symlink():
-        raise UserError(
-            "the study must be a file of the sweep directory", str(path), "restore the file, or start another sweep"
-        )
+    check_own_files(path.parent, (), shallow=(path.name,))
     if path.exists():
         content = read_bounded(path, MAX_JOURNAL_BYTES)
         end = content.rfind(b"\n") + 1

@@ -28,8 +28,6 @@ from runner.sweep.grid import PointComposer, merge_overrides
 from runner.sweep.state import SweepJob, SweepState
 from runner.tracking.console.sweep_lines import SweepLines
 
-STATUSES = ("new", "interrupted", "failed", "completed")
-
 
 class SweepSession:
     """A sweep with its lock held.
@@ -57,8 +55,7 @@ class SweepSession:
         """
         if job.name not in self._derived:
             config = self.composer.config(job.overrides)
-            rule = budget.resolve_budget_rule(config.sweep.match_budget, self.state.swept)
-            matching = budget.matching_overrides(config, self.state.base_step, rule)
+            matching = budget.matching_overrides(config, self.state.base_step, self.state.swept)
             self._derived[job.name] = matching | budget.evaluation_overrides(config) | self._initial_weights(config)
         return self._derived[job.name]
 
@@ -121,17 +118,10 @@ class SweepSession:
             state.has_begun = False
             raise _error_of_all(self.refused_jobs)
         state.refresh_from_runs()
-        counts = {status: sum(job.status == status for job in state.jobs) for status in STATUSES}
-        is_complete = counts["completed"] == len(state.jobs)
-        status = (
-            "interrupted"
-            if stopped
-            else "failed"
-            if counts["failed"]
-            else "completed"
-            if is_complete
-            else "interrupted"
-        )
+        statuses = {job.status for job in state.jobs}
+        status = "completed" if statuses <= {"completed"} else "failed" if "failed" in statuses else "interrupted"
+        if stopped:
+            status = "interrupted"
         if status != state.status or state.is_stale:
             state.set_status(status)
             self.page.write()

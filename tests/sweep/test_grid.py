@@ -27,8 +27,9 @@ def test_split_swept_lists_every_combination_once() -> None:
         ("hub:some/name@main", "x"),
     ],
 )
-def test_split_override_writes_a_value_as_split_swept_does(values: tuple[str, str]) -> None:
-    assert [grid.split_override(f"optimizer.lr={value}")[1] for value in values] == grid.split_swept(
+def test_split_swept_writes_one_value_of_a_known_key_as_several(values: tuple[str, str]) -> None:
+    one = [grid.split_swept([f"optimizer.lr={value}"], known={"optimizer.lr": []}) for value in values]
+    assert [value for shared, swept in one for value in swept["optimizer.lr"]] == grid.split_swept(
         [f"optimizer.lr={','.join(values)}"]
     )[1]["optimizer.lr"]
 
