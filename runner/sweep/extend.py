@@ -88,32 +88,27 @@ def apply_additions(state: SweepState, additions: Additions, conf: Path) -> None
     open_jobs = [job for job in state.jobs if not job.is_diverged]
     configs = composer.checked_configs(points)
     budget.warn_if_unequal([*(composer.config(job.overrides) for job in open_jobs), *configs], state.base_step, swept)
-    begun = (
-        [job for job in open_jobs if has_started(RunMetadata.read(state.folder / job.name))]
-        if additions.training
-        else []
-    )
+    training = additions.training
+    begun = [job for job in open_jobs if training and has_started(RunMetadata.read(state.folder / job.name))]
     composer.checked_configs([job.overrides for job in begun])
-    lengths = {}  # train.max_steps that the sweep has given to a job so far
-    if begun:
-        before = SweepSession(state, conf)
-        lengths = {
-            job.name: int(
-                before.derived_overrides(job).get(STEPS_KEY, before.composer.config(job.overrides).train.max_steps)
-            )
-            for job in begun
-        }
+    before = SweepSession(state, conf)
+    lengths = {  # train.max_steps that the sweep has given to a job so far
+        job.name: int(
+            before.derived_overrides(job).get(STEPS_KEY, before.composer.config(job.overrides).train.max_steps)
+        )
+        for job in begun
+    }
     state.overrides, state.swept = storable_overrides(shared), swept
     session = SweepSession(state, conf, composer)
     for point in points:
         session.derived_overrides(state.add_job(point))  # refuses a point whose budget cannot match
     for job in begun:
         job.pending_overrides = overrides_for_job(
-            session.run_dir(job), job, pending_overrides(session, job, additions.training), lengths[job.name]
+            session.run_dir(job), job, pending_overrides(session, job, training), lengths[job.name]
         )
         job.applied_overrides = [*dict.fromkeys([*job.applied_overrides, *job.pending_overrides])]
     kept = [job for job in begun if not job.pending_overrides]
-    if kept and (labels := [override for override in additions.training if override.startswith("run.")]):
+    if kept and (labels := [override for override in training if override.startswith("run.")]):
         print_note(
             f"resume: {len(kept)} completed jobs keep their labels; resume={state.folder / kept[0].name} {' '.join(labels)} changes those of a job"
         )

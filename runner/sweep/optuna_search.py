@@ -9,10 +9,11 @@ import itertools
 import json
 import os
 import warnings
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Optional
 
 import yaml
@@ -66,7 +67,7 @@ class OptunaOptions(SweeperOptions):
             )
 
     @property
-    def directions(self) -> list[str]:
+    def directions(self) -> list[Any]:
         return [self.direction] if isinstance(self.direction, str) else [str(direction) for direction in self.direction]
 
     def check_available(self) -> None:
@@ -158,39 +159,33 @@ class OptunaSearch(Search):
         self.options = options
         self.space = {key: parse_distribution(key, values) for key, values in state.swept.items()}
         self.study = self._open_study()
-        states = optuna.trial.TrialState
-        self.resumed: deque[Any] = deque()  # trials of a launch that was stopped or killed
-        for trial in self.study.get_trials(states=(states.RUNNING,)):
-            if trial.params.keys() == self.space.keys():
-                self.resumed.append(trial)
-            else:  # killed while the point was drawn
-                self.study.tell(trial.number, state=states.FAIL)
-        self.remaining = options.n_trials - len(self.study.get_trials(states=(states.COMPLETE,))) - len(self.resumed)
-        self.trials: dict[str, list[int]] = defaultdict(list)  # job name -> numbers of its trials without a result
-        self._enqueue_failed(states)
+        for trial in self._trials_that_are("RUNNING"):
+            if trial.params.keys() != self.space.keys():  # killed while the point was drawn
+                self.study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+        resumed = self._trials_that_are("RUNNING")  # of a launch that was stopped or killed
+        remaining = options.n_trials - len(self._trials_that_are("COMPLETE")) - len(resumed)
+        self._enqueue_failed()
         if options.sampler == "grid":
-            self.remaining = min(self.remaining, len(self.study.get_trials(states=(states.WAITING,))))
+            remaining = min(remaining, len(self._trials_that_are("WAITING")))
+        self.drawn = itertools.chain(resumed, (self.study.ask(self.space) for _ in range(remaining)))
+        self.open_trials: dict[str, list[int]] = defaultdict(list)  # job name -> numbers of its trials without a result
+
+    def _trials_that_are(self, *states: str) -> list[Any]:
+        return [trial for trial in self.study.get_trials() if trial.state.name in states]
 
     def _open_study(self) -> Any:
         import optuna
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
-        from optuna.study import StudyDirection
-
-        class HeldLock:
-            """The sweep directory is locked by this process; Optuna's own lock file would outlive a kill."""
-
-            def acquire(self) -> bool:
-                return True
-
-            def release(self) -> None: ...
 
         path = self.state.folder / JOURNAL_FILE
         _drop_partial_line(path)
-        lock: Any = HeldLock()  # Optuna's base class of locks is not public
-        directions = [StudyDirection[name.upper()] for name in self.options.directions]
+        # the sweep directory is locked by this process; Optuna's own lock file would outlive a kill
+        lock: Any = SimpleNamespace(acquire=lambda: True, release=lambda: None)
         storage = JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
-        study = optuna.create_study(study_name=STUDY_NAME, storage=storage, directions=directions, load_if_exists=True)
+        study = optuna.create_study(
+            study_name=STUDY_NAME, storage=storage, directions=self.options.directions, load_if_exists=True
+        )
         if [direction.name.lower() for direction in study.directions] != self.options.directions:
             raise UserError(
                 "the directions of a study cannot change",
@@ -218,30 +213,25 @@ class OptunaSearch(Search):
             self.options.sampler, samplers.RandomSampler
         )(seed=later_seed)
 
-    def _enqueue_failed(self, states: Any) -> None:
+    def _enqueue_failed(self) -> None:
         """Draw the points of failed jobs again: in their run directories they continue."""
-        others = [trial.params for trial in self.study.get_trials(states=(states.RUNNING, states.COMPLETE))]
-        others += [trial.system_attrs.get("fixed_params") for trial in self.study.get_trials(states=(states.WAITING,))]
-        for trial in self.study.get_trials(states=(states.FAIL,)):
+        others = [trial.params for trial in self._trials_that_are("RUNNING", "COMPLETE")]
+        others += [trial.system_attrs.get("fixed_params") for trial in self._trials_that_are("WAITING")]
+        for trial in self._trials_that_are("FAIL"):
             job = self.state.find_job(_to_overrides(trial.params))
             if job is not None and job.needs_run and trial.params not in others:
                 self.study.enqueue_trial(trial.params)
                 others.append(trial.params)
 
     def next_job(self) -> SweepJob | None:
-        while self.resumed or self.remaining > 0:
-            if self.resumed:
-                trial = self.resumed.popleft()
-            else:
-                self.remaining -= 1
-                trial = self.study.ask(self.space)
+        for trial in self.drawn:
             job = self.state.add_job(_to_overrides(trial.params))
-            self.trials[job.name].append(trial.number)
-            is_running = len(self.trials[job.name]) > 1  # the same point was drawn again
-            if job.needs_run and not is_running:
+            self.open_trials[job.name].append(trial.number)
+            if len(self.open_trials[job.name]) > 1:  # the same point was drawn again while its job runs
+                continue
+            if job.needs_run:
                 return job
-            if not is_running:
-                self.job_ended(job)
+            self.job_ended(job)
         return None
 
     def job_ended(self, job: SweepJob) -> None:
@@ -254,7 +244,7 @@ class OptunaSearch(Search):
         if job.status in ("interrupted", "new"):
             return
         values = self._objective_values(job)
-        for number in self.trials.pop(job.name, []):
+        for number in self.open_trials.pop(job.name, []):
             self.study.tell(number, values, state=None if values else TrialState.FAIL)
 
     def _objective_values(self, job: SweepJob) -> list[float] | None:
@@ -274,9 +264,7 @@ class OptunaSearch(Search):
         """Write the best point, or with several objectives the Pareto front, to optimization_results.yaml; with the
         reason, where losses do not rank them.
         """
-        from optuna.trial import TrialState
-
-        if not self.study.get_trials(states=(TrialState.COMPLETE,)):
+        if not self._trials_that_are("COMPLETE"):
             return
         if len(self.options.objectives) == 1:
             best = self.study.best_trial

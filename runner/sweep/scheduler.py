@@ -63,6 +63,7 @@ class SweepScheduler:
 
     def run(self) -> bool:
         """Run all jobs; return whether a signal has stopped the sweep. Then every running job has saved."""
+        self.backend.open(self.state.folder)  # before StopFlag: Ray sets a handler of its own for SIGTERM
         with StopFlag(announces=True) as stop, stop.working_on("when the running jobs have saved"):
             while True:
                 if stop():
@@ -106,8 +107,6 @@ class SweepScheduler:
         return job
 
     def _start(self, job: SweepJob) -> None:
-        if not self.tries:
-            self.backend.open(self.state.folder)
         self.tries[job.name] += 1
         self.state.update_job(
             job,
