@@ -16,7 +16,7 @@ from common.errors import print_note
 from runner.config import snapshot
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.literals import hydra_quote
-from runner.config.overrides import is_hydra_override
+from runner.config.overrides import is_hydra_override, to_overrides
 from runner.config.unread import check_typed_are_read
 from runner.launch import torchrun
 from runner.run_dir import contents
@@ -104,16 +104,17 @@ def run_sweep(config: DictConfig, overrides: list[str]) -> None:
 def _create_state(
     config: DictConfig, overrides: list[str], sweeper: SweeperOptions, backend: Backend
 ) -> tuple[SweepState, PointComposer]:
-    params = [f"{key}={value}" for key, value in sweeper.params.items()]
     hydra_overrides = [
         override for override in config.hydra.overrides.hydra if not override.startswith(validation.LAUNCH_KEYS)
     ]
-    shared, swept = split_swept([*hydra_overrides, *merge_overrides(params, overrides)], is_grid=sweeper.is_grid)
+    shared, swept = split_swept(
+        [*hydra_overrides, *merge_overrides(to_overrides(sweeper.params), overrides)], is_grid=sweeper.is_grid
+    )
     stored = storable_overrides(shared)
     composer = PointComposer(shared, tree=config)
     points = sweeper.points(swept, config.sweep.zip)
     configs = composer.checked_configs(points)
-    check_typed_are_read([*shared, *swept], configs or [composer.config({})])
+    check_typed_are_read([*shared, *swept], configs)
     base = budget.smallest_step(configs if sweeper.is_grid else [composer.config({})])
     budget.check_countable(configs, config.sweep.match_budget, swept)
     for job_config in configs:
@@ -129,9 +130,14 @@ def _create_state(
         folder = contents.create_unique(folder)
         with read_write(config.hydra):
             config.hydra.sweep.dir = str(folder)
-    names = {"sweeper": validation.plugin_name(sweeper), "launcher": validation.plugin_name(backend)}
     state = SweepState.create(
-        folder, overrides=stored, swept=swept, base_rows=base.rows, base_tokens=base.tokens, **names
+        folder,
+        overrides=stored,
+        swept=swept,
+        sweeper=validation.plugin_name(sweeper),
+        launcher=validation.plugin_name(backend),
+        base_rows=base.rows,
+        base_tokens=base.tokens,
     )
     try:
         for point in points if sweeper.is_grid else ():

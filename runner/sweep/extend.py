@@ -12,7 +12,7 @@ from common.settings import setting_values
 from runner.checkpoint.compatibility import ROWS_PER_STEP, diff_facts, run_rules
 from runner.checkpoint.format import read_newest_state
 from runner.config.compose import compose_tree
-from runner.config.overrides import check_overrides, is_hydra_override, plugins_of
+from runner.config.overrides import check_overrides, is_hydra_override, key_of, plugins_of, to_overrides
 from runner.engine.config import Config, TrainConfig
 from runner.launch import resume
 from runner.run_dir.contents import has_started
@@ -57,7 +57,7 @@ def parse_additions(state: SweepState, typed: list[str], conf: Path) -> Addition
             "the search space of a study cannot change", next(iter(swept)), "leave it out, or start another sweep"
         )
     for override in shared:
-        key = override.partition("=")[0]
+        key = key_of(override)
         if key in resume.FIXED_KEYS and any(
             RunMetadata.read(state.folder / job.name).get("attempt") for job in state.jobs
         ):
@@ -118,8 +118,8 @@ def pending_overrides(session: SweepSession, job: SweepJob, training: list[str])
     """Return the overrides that a job which has begun is continued with: those that wait already, and `training`,
     scaled to the job's step.
     """
-    keys = {override.partition("=")[0] for override in training}
-    derived = [f"{key}={value}" for key, value in session.derived_overrides(job).items() if key in keys]
+    keys = set(map(key_of, training))
+    derived = [override for override in to_overrides(session.derived_overrides(job)) if key_of(override) in keys]
     return grid.merge_overrides(job.pending_overrides, grid.merge_overrides(training, derived))
 
 

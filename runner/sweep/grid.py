@@ -18,7 +18,7 @@ from common import paths
 from common.errors import UserError, print_note
 from runner.config.compose import compose_tree, to_config, without_hydra
 from runner.config.hydra_errors import translating_hydra_errors
-from runner.config.overrides import canonical_value, check_overrides, config_dirs, normalize_int
+from runner.config.overrides import canonical_value, check_overrides, config_dirs, key_of, normalize_int, to_overrides
 from runner.config.schema import config_groups
 from runner.engine.config import Config
 from runner.launch import initial_weights, run
@@ -164,8 +164,8 @@ def cartesian_points(swept: Mapping[str, list[str]], zipped: Iterable[str] = ())
 def merge_overrides(overrides: list[str], more: Iterable[str]) -> list[str]:
     """Return `overrides` followed by `more`, without those whose key `more` sets again."""
     more = list(more)
-    keys = {override.partition("=")[0] for override in more}
-    return [*(override for override in overrides if override.partition("=")[0] not in keys), *more]
+    keys = set(map(key_of, more))
+    return [*(override for override in overrides if key_of(override) not in keys), *more]
 
 
 class PointComposer:
@@ -187,7 +187,7 @@ class PointComposer:
 
     def config(self, point: Mapping[str, str]) -> Config:
         """Return the config of the job of `point`. Raises UserError."""
-        overrides = tuple(f"{key}={value}" for key, value in point.items())
+        overrides = tuple(to_overrides(point))
         if overrides not in self._configs:
             with translating_hydra_errors([*self.shared, *overrides]):
                 self._configs[overrides] = to_config(self.tree(point))
@@ -213,9 +213,9 @@ class PointComposer:
         """Return the composed config of the job of `point` with the values that the sweep has `derived`, interpolations
         unresolved.
         """
-        overrides = [f"{key}={value}" for key, value in point.items()]
+        overrides = to_overrides(point)
         known_groups = config_groups(*config_dirs(self.shared, self.conf))
-        groups = tuple(override for override in overrides if override.partition("=")[0] in known_groups)
+        groups = tuple(override for override in overrides if key_of(override) in known_groups)
         values = [normalize_int(override) for override in overrides if override not in groups]
         check_overrides(values, self.conf)
         if groups not in self._trees:
@@ -224,7 +224,7 @@ class PointComposer:
         with translating_hydra_errors([*self.shared, *overrides]):
             _set_values(tree, values)
             initial_weights.adopt_model(tree, [*self.shared, *overrides], self.conf)
-            _set_values(tree, [f"{key}={value}" for key, value in (derived or {}).items()])
+            _set_values(tree, to_overrides(derived or {}))
         return tree
 
 

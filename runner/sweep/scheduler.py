@@ -68,19 +68,16 @@ class SweepScheduler:
             while True:
                 if stop():
                     self._stop_all()
-                is_exhausted = self.is_stopping
-                while not is_exhausted and self._has_free_worker():
-                    if job := self._take_job():
-                        self._start(job)
-                    is_exhausted = self.is_stopping or job is None
+                while not self.is_stopping and len(self.running) < self.backend.capacity and (job := self._take_job()):
+                    self._start(job)
+                if not self.running and (self.is_stopping or not self.waiting):
+                    return stop()
                 self.session.page.write_if_due()
                 for running in list(self.running):
                     running.forward_output(self.session.lines, self._prefix(running.job))
                     if exit := self.backend.poll(running.handle):
                         self.running.remove(running)
                         self._record_end(running, exit)
-                if is_exhausted and not self.running and (self.is_stopping or not self.waiting):
-                    return stop()
                 time.sleep(POLL_SECONDS)
 
     def _stop_all(self) -> None:
@@ -89,9 +86,6 @@ class SweepScheduler:
             self.is_stopping = True
             for running in self.running:
                 self.backend.cancel(running.handle)
-
-    def _has_free_worker(self) -> bool:
-        return self.backend.capacity is None or len(self.running) < self.backend.capacity
 
     def _take_job(self) -> SweepJob | None:
         """Return a job that no other process trains.

@@ -16,7 +16,7 @@ from common.exit_codes import FAILED, INTERRUPTED
 from common.filesystem import make_dirs, write_atomic_file
 from runner.config import snapshot
 from runner.config.literals import quote_path
-from runner.config.overrides import is_hydra_override
+from runner.config.overrides import is_hydra_override, to_overrides
 from runner.engine.config import Config
 from runner.launch import initial_weights
 from runner.reporting.live import RepeatedPage
@@ -74,9 +74,7 @@ class SweepSession:
     def job_overrides(self, job: SweepJob) -> list[str]:
         """Return the overrides that start this job as a run by itself."""
         shared = [override for override in self.state.overrides if not is_hydra_override(override)]
-        return merge_overrides(
-            shared, [f"{key}={value}" for key, value in (job.overrides | self.derived_overrides(job)).items()]
-        )
+        return merge_overrides(shared, to_overrides(job.overrides | self.derived_overrides(job)))
 
     def prepare(self, job: SweepJob) -> list[str]:
         """Write the run directory of a job that has not begun; return the arguments of train.py that start or continue

@@ -21,7 +21,15 @@ from common.filesystem import read_bounded, remove_quietly, write_json
 from common.guarded_files import check_own_files
 from common.limits.parsers import parse_json
 from common.registry import check_imported
-from runner.config.overrides import canonical_value, is_hydra_override, is_storable, key_of, plugins_of
+from runner.config.overrides import (
+    canonical_value,
+    check_stored,
+    is_hydra_override,
+    is_storable,
+    key_of,
+    plugins_of,
+    to_overrides,
+)
 from runner.run_dir import contents
 from runner.run_dir.contents import (
     HYDRA_DIR,
@@ -111,10 +119,8 @@ class SweepState:
         Raises UserError if it holds, or is inside, a sweep or run.
         """
         if found := enclosing_run(folder):
-            relation, kind = (
-                "already holds" if found == folder else "is inside",
-                "sweep" if is_sweep_dir(found) else "run",
-            )
+            relation = "already holds" if found == folder else "is inside"
+            kind = "sweep" if is_sweep_dir(found) else "run"
             fix = f"resume={found} continues it; hydra.sweep.dir=DIR sets another directory for the new one"
             raise UserError(f"the sweep directory {relation} a {kind}", str(folder), fix)
         return cls(folder, lock=_acquire_lock(folder), is_new_dir=contents.claim(folder), has_begun=False, **fields)
@@ -319,21 +325,22 @@ def _read_state(folder: Path) -> SweepState:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         fix = "restore the file, or continue the jobs one by one with resume=JOB_DIR"
         raise UserError(f"sweep.json cannot be read: {error}", str(path), fix) from error
-    for override in dict.fromkeys(_stored_overrides(state)):
-        if not is_safe_override(override):
-            fix = "remove the override from the file, and type it with resume= if you need it"
-            raise UserError("sweep.json holds an override that it may not hold", f"{path}: {override}", fix)
+    stored = dict.fromkeys(_stored_overrides(state))
+    check_stored(stored, path, is_safe_override)
+    for override in stored:
         check_imported(plugins_of([override]))  # a plugin must have been typed for this command
     return state
 
 
 def _stored_overrides(state: SweepState) -> list[str]:
     """Return all overrides in sweep.json: of all jobs, the swept values, and those of each job."""
-    swept = [(key, value) for key, values in state.swept.items() for value in values] + [
-        item for job in state.jobs for item in job.overrides.items()
+    swept = [f"{key}={value}" for key, values in state.swept.items() for value in values]
+    of_jobs = [
+        override
+        for job in state.jobs
+        for override in (*to_overrides(job.overrides), *job.pending_overrides, *job.applied_overrides)
     ]
-    of_jobs = [override for job in state.jobs for override in (*job.pending_overrides, *job.applied_overrides)]
-    return [*state.overrides, *(f"{key}={value}" for key, value in swept), *of_jobs]
+    return [*state.overrides, *swept, *of_jobs]
 
 
 def _check_strings(values: Any) -> None:

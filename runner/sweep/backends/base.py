@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import threading
@@ -46,7 +47,7 @@ class Backend:
         if self.workers is not None:
             check_at_least("hydra.launcher.workers", self.workers, 1, example=2)
         check_at_least("hydra.launcher.retries", self.retries, 0, example=1)
-        self.capacity = self.workers  # jobs at the same time; None: no limit
+        self.capacity: float = self.workers or math.inf  # jobs at the same time
 
     def check_available(self) -> None:
         """Raise UserError if the package of the backend is missing."""
