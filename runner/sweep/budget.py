@@ -126,7 +126,7 @@ def uncountable_reason(configs: Sequence[Config]) -> str | None:
     cuts = [
         config
         for config in by_epochs
-        if config.data.too_long == "drop" or config.stage.data_format != "text" or config.data.too_long == "truncate"
+        if config.data.too_long in ("drop", "truncate") or config.stage.data_format != "text"
     ]
     if key := _first_differing(
         by_epochs, ("data.path", "data.weights", "stage.data_format", *(("data.max_length",) if cuts else ()))

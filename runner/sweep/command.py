@@ -26,7 +26,6 @@ from runner.sweep.grid import PointComposer, SweeperOptions, merge_overrides, sp
 from runner.sweep.scheduler import SweepScheduler
 from runner.sweep.session import SweepSession
 from runner.sweep.state import SweepState, storable_overrides
-from runner.tracking.console.sweep_lines import SweepLines
 
 MULTIRUN_FLAGS = ("--multirun", "-m")
 
@@ -80,8 +79,7 @@ def run_sweep(config: DictConfig, overrides: list[str]) -> None:
     else:
         state, composer = _create_state(config, overrides, sweeper, backend)
     with state, snapshot.as_config_dir(state.folder) as conf:
-        session = SweepSession(state, conf, composer)
-        session.hydra_config, session.lines = config, SweepLines(config.tracker.console)
+        session = SweepSession(state, conf, composer, config)
         for job in state.jobs if not sweeper.resume else ():
             session.derived_overrides(job)  # init_from=auto is resolved before the first job
         torchrun.set_restart_dir(state.folder)

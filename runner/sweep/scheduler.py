@@ -20,8 +20,7 @@ from runner.config import hydra_runtime
 from runner.launch import torchrun
 from runner.launch.signals import StopFlag
 from runner.launch.subprocesses import POLL_SECONDS, failure_reason, last_lines
-from runner.run_dir import contents
-from runner.run_dir.contents import has_diverged, has_started, timestamp
+from runner.run_dir.contents import has_diverged, has_started, size_of, timestamp
 from runner.run_dir.lock import is_locked
 from runner.run_dir.metadata import RunMetadata
 from runner.sweep.backends.base import CONSOLE_LOG, Backend, JobExit
@@ -117,7 +116,7 @@ class SweepScheduler:
         verb, log = "continues" if has_started(RunMetadata.read(run_dir)) else "starts", run_dir / CONSOLE_LOG
         try:
             arguments = self.session.prepare(job)
-            earlier = contents.size_of(log)
+            earlier = size_of(log)
             handle = self.backend.submit(run_dir, [TRAIN_SCRIPT, *arguments], self._environment(job))
         except (UserError, OSError) as error:
             return self._fail(job, error.message if isinstance(error, UserError) else str(error), [], is_final=True)

@@ -35,7 +35,14 @@ class SweepSession:
     `conf` is the directory that job configs are composed from: the sweep's own copy of conf/.
     """
 
-    def __init__(self, state: SweepState, conf: Path = paths.CONF_DIR, composer: PointComposer | None = None) -> None:
+    def __init__(
+        self,
+        state: SweepState,
+        conf: Path = paths.CONF_DIR,
+        composer: PointComposer | None = None,
+        config: DictConfig | None = None,
+    ) -> None:
+        """`config` is that which Hydra has composed for the sweep; its section `hydra` reaches the jobs."""
         self.state, self.conf = state, conf
         self.composer = composer or PointComposer(state.overrides)
         self.composer.conf = conf
@@ -43,8 +50,8 @@ class SweepSession:
         # jobs whose settings or data this launch has refused before their first step
         self.refused_jobs: list[SweepJob] = []
         self.page = RepeatedPage(self._write_report, lambda message: print_note(f"warning: {message}"))
-        self.lines = SweepLines("auto")
-        self.hydra_config: DictConfig | None = None  # as composed for the sweep; its section `hydra` reaches the jobs
+        self.lines = SweepLines(config.tracker.console if config else "auto")
+        self.hydra_config = config
 
     def run_dir(self, job: SweepJob) -> Path:
         return self.state.folder / job.name
