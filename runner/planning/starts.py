@@ -98,18 +98,17 @@ def _checked(config: Config) -> Config:
 
 def _new_sweep(typed: list[str]) -> PlannedStart:
     validation.check_hydra_overrides(typed)
-    hydra = [override for override in typed if is_hydra_override(override)]
-    plain = [override for override in typed if not is_hydra_override(override)]
-    tree = compose_tree(grid.split_swept([*hydra, *plain])[0])
+    hydra, plain = (
+        [override for override in typed if is_hydra_override(override) is wanted] for wanted in (True, False)
+    )
+    listed, _ = grid.split_swept([*hydra, *plain], is_grid=False)
+    tree = compose_tree(listed)
     sweeper, _ = validation.hydra_options(tree)
     params = _typed(sweeper.params)
-    shared, swept, is_finite = grid.split_swept(
-        [*hydra, *grid.merge_overrides(params, plain)], expand_ranges=sweeper.is_grid
-    )
-    validation.check_sweep(tree, sweeper, is_finite)
+    shared, swept = grid.split_swept([*hydra, *grid.merge_overrides(params, plain)], is_grid=sweeper.is_grid)
     composer = grid.PointComposer(shared, tree=tree)
     points = sweeper.points(swept, tree.sweep.zip)
-    configs = validation.checked_configs(composer, points)
+    configs = composer.checked_configs(points)
     check_typed_are_read([*shared, *swept], configs or [composer.config({})])
     if not points:
         trials = getattr(sweeper, "n_trials", 1)
@@ -122,8 +121,7 @@ def _new_sweep(typed: list[str]) -> PlannedStart:
     budget.check_countable(configs, tree.sweep.match_budget, swept)
     runs = []
     for point, config in zip(points, configs, strict=True):
-        rule = budget.resolve_budget_rule(config.sweep.match_budget, swept)
-        derived = budget.matching_overrides(config, base, rule) | budget.evaluation_overrides(config)
+        derived = budget.matching_overrides(config, base, swept) | budget.evaluation_overrides(config)
         with translating_hydra_errors(_typed(point)):
             final = to_config(composer.tree(point, derived))
         runs.append(PlannedRun(" ".join(_typed(point)), _checked(final), tuple(_typed(point | derived))))
