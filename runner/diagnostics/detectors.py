@@ -12,8 +12,7 @@ import statistics
 from bisect import bisect_right
 from collections.abc import Callable
 
-from runner.diagnostics.history import RECENT, WINDOW, RunHistory
-from runner.diagnostics.overfitting import RISING_EVALS, overfitting_of
+from runner.diagnostics.history import RECENT, RISING_EVALS, WINDOW, RunHistory, overfitting_of
 from runner.diagnostics.symptoms import RunFacts, Symptom, lr_after_divergence
 
 # A step may have the rows of one of several data sets only: with adapters and one sequence per step, healthy losses
@@ -76,31 +75,30 @@ def diverging(history: RunHistory, facts: RunFacts) -> Symptom | None:
     if not history.losses:
         return None
     level = history.level()
-    step, fix = (
-        history.steps[-1],
-        f"optimizer.lr={lr_after_divergence(facts.lr)} (now {facts.lr:g}), or {_warmup(facts)}",
-    )
-    if measured := _dead(history, facts) or (_far_above_uniform(history, facts) if level is None else None):
-        return Symptom("diverging", step, measured, fix)
+    measured = _dead(history, facts)
     if level is None:
-        return None
-    rise = level - history.lowest_level
+        measured = measured or _far_above_uniform(history, facts)
+    else:
+        measured = measured or _risen(history, level) or _above_uniform(history, facts, level)
+    fix = f"optimizer.lr={lr_after_divergence(facts.lr)} (now {facts.lr:g}), or {_warmup(facts)}"
+    return Symptom("diverging", history.steps[-1], measured, fix) if measured else None
+
+
+def _risen(history: RunHistory, level: float) -> str | None:
+    rise, lowest = level - history.lowest_level, history.lowest_level
     is_far = rise > DIVERGING_RISE and min(history.losses[-RECENT:]) > history.high_at_lowest
-    stays = (
-        rise > max(STAYING_RISE, STAYING_SHARE * history.lowest_level)
-        and min(history.losses[-WINDOW:]) > history.high_at_lowest
-    )
-    if is_far or stays:
-        measured = f"the loss is {level:.2f} at step {step} and was {history.lowest_level:.2f} at step {history.lowest_step}: training diverges"
-        return Symptom("diverging", step, measured, fix)
+    stays = rise > max(STAYING_RISE, STAYING_SHARE * lowest) and min(history.losses[-WINDOW:]) > history.high_at_lowest
+    if not is_far and not stays:
+        return None
+    return f"the loss is {level:.2f} at step {history.steps[-1]} and was {lowest:.2f} at step {history.lowest_step}: training diverges"
+
+
+def _above_uniform(history: RunHistory, facts: RunFacts, level: float) -> str | None:
     # confident weights may begin above it on other data
     has_risen = not facts.starts_from_weights or level > history.losses[0]
-    if facts.uniform_loss is not None and level > ABOVE_UNIFORM * facts.uniform_loss and has_risen:
-        measured = (
-            f"the loss is {level:.2f} at step {step}, a uniform guess has {facts.uniform_loss:.2f}: training diverges"
-        )
-        return Symptom("diverging", step, measured, fix)
-    return None
+    if facts.uniform_loss is None or level <= ABOVE_UNIFORM * facts.uniform_loss or not has_risen:
+        return None
+    return f"the loss is {level:.2f} at step {history.steps[-1]}, a uniform guess has {facts.uniform_loss:.2f}: training diverges"
 
 
 def _dead(history: RunHistory, facts: RunFacts) -> str | None:

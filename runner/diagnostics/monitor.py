@@ -69,8 +69,7 @@ def watch_records(facts: RunFacts, earlier: Path | None, warn: Callable[[str], N
             return []
 
     if earlier:
-        if _is_long(earlier):
-            monitor.skip(reported_symptoms(earlier.with_name("train.log")))
+        monitor.skip(reported_symptoms(earlier.with_name("train.log")))
         for record in read_metrics(earlier):
             symptoms_of(record)
 
@@ -98,13 +97,6 @@ def read_metrics(path: Path) -> Iterator[LoggedRecord]:
                     yield record
     except OSError:
         return
-
-
-def _is_long(path: Path) -> bool:
-    try:
-        return path.stat().st_size > MAX_REPLAYED_BYTES
-    except OSError:
-        return False
 
 
 def _first_and_newest(file: BinaryIO, size: int) -> Iterator[bytes]:
