@@ -45,12 +45,6 @@ class RunMonitor:
         return found
 
 
-def diagnose(records: Iterable[LoggedRecord], facts: RunFacts) -> list[Symptom]:
-    """Return the symptoms of a run from its records, in the order in which it reported them."""
-    monitor = RunMonitor(facts)
-    return [symptom for record in records for symptom in monitor.add(record)]
-
-
 def watch_records(facts: RunFacts, earlier: Path | None, warn: Callable[[str], None]) -> Callable[[LoggedRecord], None]:
     """Return a function that takes each new record and warns of new symptoms.
 

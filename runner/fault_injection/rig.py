@@ -72,6 +72,9 @@ class Launch:
     def text(self) -> str:
         return self.output.read_text(encoding="utf-8", errors="replace") if self.output.exists() else ""
 
+    def errors(self) -> list[str]:
+        return [line for line in self.text().splitlines() if line.startswith("error: ")]
+
     def left_processes(self, timeout: float) -> list[int]:
         """Return the processes of the session that are alive `timeout` seconds after its leader, and end them."""
         deadline = time.monotonic() + timeout
@@ -257,12 +260,17 @@ class Trial:
         self.result.started_again += bool(self.result.codes) and not argv[-1].startswith("resume=")
         output = self.folder / f"launch{len(self.result.codes) + 1}.txt"
         output.write_text("")
-        return launch_training(argv, output, prepare, is_cold)
+        self._launch = launch_training(argv, output, prepare, is_cold)
+        return self._launch
 
-    def end(self, launch: Launch, disturbed: bool = False) -> int | None:
-        """Wait for a launch, and check what it has left."""
-        launch.wait(self.rig.timeout)
-        result, name = self.result, f"launch {len(self.result.codes) + 1}"
+    def wait(self, until: Callable[[], object] = lambda: False) -> None:
+        """Wait for the end of the launch, or for `until()`."""
+        self._launch.wait(self.rig.timeout, until)
+
+    def end(self, disturbed: bool = False) -> int | None:
+        """Wait for the launch, and check what it has left."""
+        self.wait()
+        launch, result, name = self._launch, self.result, f"launch {len(self.result.codes) + 1}"
         result.codes.append(launch.code)
         result.seconds += time.monotonic() - launch.started
         if launch.is_hanging:
@@ -274,6 +282,10 @@ class Trial:
         if reason := self._wrong_exit(launch, disturbed):
             result.exits.append(f"{name}: {reason}")
         return launch.code
+
+    def launch_to_end(self, argv: list[str] | None = None) -> int | None:
+        self.launch(argv)
+        return self.end()
 
     def _wrong_exit(self, launch: Launch, disturbed: bool) -> str | None:
         """Return why the exit code is not true.
@@ -295,10 +307,10 @@ class Trial:
     def finish(self) -> None:
         """Continue as a user would until the run is complete."""
         while self.result.codes[-1] != exit_codes.OK and len(self.result.codes) < MAX_LAUNCHES:
-            if self.end(self.launch()) == exit_codes.USER_ERROR:
-                refused = f"refused: {self._last_error()}"
-                if self.end(self.launch(self.rig.argv(self.run_dir))) == exit_codes.USER_ERROR:
-                    self.result.hand.append(f"resume= {refused}; the same command is refused, too")
+            if self.launch_to_end() == exit_codes.USER_ERROR:
+                refused = (self._launch.errors() or ["no message"])[0]
+                if self.launch_to_end(self.rig.argv(self.run_dir)) == exit_codes.USER_ERROR:
+                    self.result.hand.append(f"resume= refused: {refused}; the same command is refused, too")
                     return
         if self.result.codes[-1] != exit_codes.OK:
             self.result.hand.append(f"not complete after {MAX_LAUNCHES} launches, exit codes {self.result.codes}")
@@ -318,15 +330,11 @@ class Trial:
         if len({path.read_bytes() for path in weights if path.is_file()}) != 1:
             self.result.bits.append("weights in model/")
         if self._temporary_files():  # of a disk that refused to remove them: the next launch does
-            self.end(self.launch([f"resume={self.run_dir}"]))
+            self.launch_to_end([f"resume={self.run_dir}"])
         self.result.leftovers += [f"{name} is left" for name in self._temporary_files()]
 
     def _temporary_files(self) -> list[str]:
         return [path.name for path in self.run_dir.rglob(".*") if path.name.startswith((".tmp-", ".del-"))]
-
-    def _last_error(self) -> str:
-        lines = (self.folder / f"launch{len(self.result.codes)}.txt").read_text(errors="replace").splitlines()
-        return next((line for line in lines if line.startswith("error: ")), "no message")
 
     def discard(self) -> None:
         """Remove the run of a fault that broke no promise."""

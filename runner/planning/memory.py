@@ -21,7 +21,6 @@ from runner.planning.machine import Machine
 from runner.planning.model import LayerSizes, ModelSizes
 
 FP32 = 4
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 NF4 = 0.5625  # bytes of a weight of 4 bits with its share of the scale of its block
 # per number of the matrices that are updated together: momentum, direction and update in fp32, products in bf16
 MUON_BYTES = 26
@@ -200,7 +199,7 @@ def plan_execution(cfg: Config, model: ModelSizes, data: DataFacts, machine: Mac
 
 
 def layer_memory(cfg: Config, model: ModelSizes, shape: BatchShape, execution: Execution) -> LayerMemory:
-    width = DTYPE_BYTES[PRECISIONS[cfg.precision.name].dtype]
+    width = FP32 if PRECISIONS[cfg.precision.name].dtype == "float32" else FP32 // 2
     return LayerMemory(model.layer, shape, width, cfg.train.activation_checkpointing, model.adapter_numbers, execution)
 
 
@@ -260,21 +259,19 @@ def _moments(
         "activations": model.layer.layers * layer.saved() + _outside_layers(layer),
         "allocator": model.layer.layers * layer.holes(),
     }
-    # a long run may choose to update several together
+    # Muon updates matrices one by one, or several together where a long run chooses that
     updated = max(model.largest_matrix, min(model.trained, BATCH_NUMBERS if layer.execution.has_pool else 0))
+    of_update = MUON_BYTES * updated if cfg.optimizer.name == "muon" else 0
+    of_first_layer = layer.workspace() + (head if keeps_gradients else 0)
     return {
         # the loss and its gradients are computed in chunks of tokens
         "loss": forward | {"logits and loss": _logits_bytes(model, layer) + head + (numbers + 2 * n * D) * c},
         "backward pass of the last layer": forward
         | {"logits and loss": head + saved_by_loss, "workspace": layer.workspace()},
-        "end of the backward pass": {
+        "end of the backward pass, or update of the weights": {
             "gradients": gradients,
             "activations": layer.saved(),
-            "workspace": max(2 * head, layer.workspace() + (head if keeps_gradients else 0)),
-        },
-        "update of the weights": {
-            "gradients": gradients,
-            "workspace": MUON_BYTES * updated if cfg.optimizer.name == "muon" else 0,
+            "workspace": max(of_first_layer, 2 * head, of_update),
         },
     }
 

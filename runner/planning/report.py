@@ -112,7 +112,7 @@ def _model_lines(plan: RunPlan) -> list[str]:
 def _data_lines(plan: RunPlan) -> list[str]:
     data = plan.data
     kind = "packed sequences" if data.shape.is_packed else "rows"
-    micro_batches = _plural(data.micro_batches, "micro-batch", "micro-batches")
+    micro_batches = f"{data.micro_batches:,} micro-batch{'es' * (data.micro_batches != 1)}"
     done = f", {plan.run.done:,} of them done" if plan.run.done else ""
     lines = [
         _line("rows per epoch", f"{data.rows:,}, {data.held_out:,} more held out; {data.tokens:,} tokens"),
@@ -159,7 +159,7 @@ def _time_lines(plan: RunPlan) -> list[str]:
 
 def _disk_line(plan: RunPlan) -> str:
     disk = plan.disk
-    checkpoints = f"{_plural(disk.checkpoints, 'checkpoint', 'checkpoints')} of {bytes_text(disk.checkpoint)}"
+    checkpoints = f"{disk.checkpoints:,} checkpoint{'s' * (disk.checkpoints != 1)} of {bytes_text(disk.checkpoint)}"
     best = f", best weights {bytes_text(disk.best)}" if disk.best else ""
     others = f"model/ {bytes_text(disk.export)}, logs {bytes_text(disk.logs)}"
     return _line("disk", f"{bytes_text(disk.total)}: {checkpoints}{best}, {others}")
@@ -182,10 +182,6 @@ def _wrapped(label: str, text: str, indent: int | None = None) -> str:
     """Return `label` and `text` in lines, the later ones with an indent: that of the text, unless it is given."""
     later = " " * (len(label) if indent is None else indent)
     return textwrap.fill(text, LINE_WIDTH, initial_indent=label, subsequent_indent=later, break_on_hyphens=False)
-
-
-def _plural(count: int, one: str, more: str) -> str:
-    return f"{count:,} {one if count == 1 else more}"
 
 
 def bytes_text(size: float) -> str:

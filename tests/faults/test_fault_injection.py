@@ -16,8 +16,9 @@ from trainee import OVERRIDES, write_rows
 from common.errors import UserError
 from data.store.cache import is_own_cache
 from runner.engine import loop
-from runner.fault_injection.config import FAULT_KINDS, FaultsConfig
 from runner.fault_injection.harness import (
+    FAULT_KINDS,
+    FaultsConfig,
     check_harness_overrides,
     complete,
     estimate,
