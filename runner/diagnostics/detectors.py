@@ -46,29 +46,18 @@ def loss_spike(history: RunHistory, facts: RunFacts) -> Symptom | None:
     """Logged losses far above those before, and those after them, within WINDOW, are not: a loss that stays up is
     `diverging`.
     """
-    end = len(history.losses) - SPIKE_AFTER
+    losses, end = history.losses, len(history.losses) - SPIKE_AFTER
     if end <= SPIKE_BEFORE:
         return None
-    after = statistics.median(history.losses[-SPIKE_AFTER:])
-    starts = ((at, history.losses[max(0, at - WINDOW) : at]) for at in range(max(SPIKE_BEFORE, end - WINDOW), end))
-    at, before = next(
-        (
-            (at, before)
-            for at, before in starts
-            if history.losses[at] >= max(before) + SPIKE_RISE and after <= max(before)
-        ),
-        (0, []),
-    )
-    if not before:
-        return None
-    usual = statistics.median(before)
-    measured = f"loss {history.losses[at]:.2f} at step {history.steps[at]}, {usual:.2f} before it: a spike"
-    return Symptom(
-        "loss-spike",
-        history.steps[at],
-        measured,
-        f"if they come back: optimizer.lr={facts.lr / 2:g}, or {_warmup(facts)}",
-    )
+    after = statistics.median(losses[-SPIKE_AFTER:])
+    for at in range(max(SPIKE_BEFORE, end - WINDOW), end):
+        before = losses[max(0, at - WINDOW) : at]
+        if losses[at] >= max(before) + SPIKE_RISE and after <= max(before):
+            step, usual = history.steps[at], statistics.median(before)
+            measured = f"loss {losses[at]:.2f} at step {step}, {usual:.2f} before it: a spike"
+            fix = f"if they come back: optimizer.lr={facts.lr / 2:g}, or {_warmup(facts)}"
+            return Symptom("loss-spike", step, measured, fix)
+    return None
 
 
 def diverging(history: RunHistory, facts: RunFacts) -> Symptom | None:
