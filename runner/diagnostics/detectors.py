@@ -12,7 +12,7 @@ import statistics
 from bisect import bisect_right
 from collections.abc import Callable
 
-from runner.diagnostics.history import RECENT, RISING_EVALS, WINDOW, RunHistory, overfitting_of
+from runner.diagnostics.history import RECENT, RISING_EVALS, WINDOW, RunHistory
 from runner.diagnostics.symptoms import RunFacts, Symptom, lr_after_divergence
 
 # A step may have the rows of one of several data sets only: with adapters and one sequence per step, healthy losses
@@ -63,7 +63,7 @@ def loss_spike(history: RunHistory, facts: RunFacts) -> Symptom | None:
 def diverging(history: RunHistory, facts: RunFacts) -> Symptom | None:
     if not history.losses:
         return None
-    level = history.level()
+    level = history.evaluated.level()
     measured = _dead(history, facts)
     if level is None:
         measured = measured or _far_above_uniform(history, facts)
@@ -115,7 +115,7 @@ def loss_flat(history: RunHistory, facts: RunFacts) -> Symptom | None:
 
     Only of a loss in nats per token: others may stay while the model learns.
     """
-    level = history.level()
+    level = history.evaluated.level()
     since = bisect_right(history.steps, facts.warmup_steps)
     if (
         level is None
@@ -135,7 +135,7 @@ def loss_flat(history: RunHistory, facts: RunFacts) -> Symptom | None:
     ):
         measured = f"the loss is {level:.3f} after {step} of {facts.total_steps} steps, a uniform guess has {facts.uniform_loss:.3f}: nothing is learnt"
         return Symptom("loss-flat", step, measured, fix)
-    evaluated = [loss for _, loss, _ in history.evaluations]
+    evaluated = [loss for _, loss, _ in history.evaluated.evaluations]
     has_fallen = len(evaluated) > 1 and evaluated[-1] < (1 - FLAT_EVAL_FALL) * evaluated[0]
     if has_fallen or level < LEARNT_LOSS or abs(first - level) > FLAT_FALL * first:
         return None
@@ -213,7 +213,7 @@ def data_wait(history: RunHistory, facts: RunFacts) -> Symptom | None:
 
 
 def overfitting(history: RunHistory, facts: RunFacts) -> Symptom | None:
-    found = overfitting_of(history.evaluations)
+    found = history.evaluated.overfitting
     if found is None:
         return None
     (best_step, best, train_then), (step, loss, train_now) = found

@@ -54,19 +54,22 @@ class RecordedEvaluations:
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=RECENT)
-        self._evaluations: list[Evaluation] = []
+        self.evaluations: list[Evaluation] = []
 
     def add(self, kind: str, step: float, loss: float) -> None:
         """Add a loss of `kind` train or eval."""
         if kind == "train":
             self._recent.append(loss)
         else:
-            level = statistics.median(self._recent) if len(self._recent) == RECENT else None
-            self._evaluations.append(Evaluation(int(step), loss, level))
+            self.evaluations.append(Evaluation(int(step), loss, self.level()))
+
+    def level(self) -> float | None:
+        """Return the median of the newest RECENT training losses, None before there are as many."""
+        return statistics.median(self._recent) if len(self._recent) == RECENT else None
 
     @property
     def overfitting(self) -> tuple[Evaluation, Evaluation] | None:
-        return overfitting_of(self._evaluations)
+        return overfitting_of(self.evaluations)
 
 
 @dataclass
@@ -77,7 +80,7 @@ class RunHistory:
     losses: list[float] = field(default_factory=list)  # finite ones
     grad_norms: deque[float] = field(default_factory=lambda: deque(maxlen=CLIPPED_RECORDS))
     zero_gradients: int = 0  # newest logged gradient norms that are exactly 0
-    evaluations: list[Evaluation] = field(default_factory=list)
+    evaluated: RecordedEvaluations = field(default_factory=RecordedEvaluations)
     lowest_level: float = math.inf  # of the training loss, from the first WINDOW on
     lowest_step: int = 0
     high_at_lowest: float = math.inf  # the largest of the WINDOW losses before
@@ -92,7 +95,7 @@ class RunHistory:
         if not isinstance(step, int) or not 0 <= step < MAX_LOGGED_STEP:
             return
         if record.get("kind") == "eval" and loss is not None:
-            self.evaluations.append(Evaluation(step, loss, self.level()))
+            self.evaluated.add("eval", step, loss)
         elif record.get("kind") == "train":
             self._add_step(step, loss, record)
 
@@ -112,13 +115,10 @@ class RunHistory:
             return
         self.steps.append(step)
         self.losses.append(loss)
-        level = self.level()
+        self.evaluated.add("train", step, loss)
+        level = self.evaluated.level()
         if level is not None and len(self.losses) >= WINDOW and level < self.lowest_level:
             self.lowest_level, self.lowest_step, self.high_at_lowest = level, step, max(self.losses[-WINDOW:])
-
-    def level(self) -> float | None:
-        """Return the median of the newest RECENT losses, None before there are as many."""
-        return statistics.median(self.losses[-RECENT:]) if len(self.losses) >= RECENT else None
 
 
 def _finite(value: object) -> float | None:

@@ -48,27 +48,22 @@ def watch_records(facts: RunFacts, earlier: Path | None, warn: Callable[[str], N
 
     `earlier`: metrics.jsonl of a resumed run, which has reported its own.
     """
-    monitor = RunMonitor(facts)
-    is_watching = True
+    monitor, is_watching = RunMonitor(facts), True
 
-    def symptoms_of(record: LoggedRecord) -> list[Symptom]:
+    def watch(record: LoggedRecord, is_new: bool = True) -> None:
         nonlocal is_watching
         try:
-            return monitor.add(record) if is_watching else []
+            symptoms = monitor.add(record) if is_watching else []
         except Exception as error:  # of any kind: a fault in a warning must not end a training
-            is_watching = False
+            is_watching, symptoms = False, []
             warn(f"the numbers of this run are not watched any more: {type(error).__name__}: {error}"[:300])
-            return []
+        for symptom in symptoms if is_new else ():
+            warn(symptom.message)
 
     if earlier:
         monitor.skip(reported_symptoms(earlier.with_name("train.log")))
         for record in read_metrics(earlier):
-            symptoms_of(record)
-
-    def watch(record: LoggedRecord) -> None:
-        for symptom in symptoms_of(record):
-            warn(symptom.message)
-
+            watch(record, is_new=False)
     return watch
 
 

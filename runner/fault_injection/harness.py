@@ -6,7 +6,7 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Optional
 
@@ -19,7 +19,6 @@ from runner.fault_injection.rig import (
     Rig,
     Trial,
     UninterruptedRun,
-    as_record,
     import_heavy_libraries,
     run_reference,
 )
@@ -122,7 +121,7 @@ def complete(trial: Trial, reference: UninterruptedRun, acknowledge_within: floa
     if result.acknowledged is not None and result.acknowledged > acknowledge_within:
         result.exits.append(f"acknowledged after {result.acknowledged:.1f} s")
     if not result.broken:
-        trial.discard()
+        shutil.rmtree(trial.folder, ignore_errors=True)
 
 
 def check_harness_overrides(overrides: list[str]) -> None:
@@ -177,9 +176,8 @@ def report(cfg: FaultsConfig, overrides: list[str], results: list[FaultResult], 
     print_safely(f"\nthe same faults again: {command}")
     if cfg.to is not None:
         code = {"code": git_state(), "versions": library_versions()}
-        write_json(
-            Path(cfg.to).absolute(), {"command": command, **code, "faults": [as_record(result) for result in results]}
-        )
+        records = [{"name": result.name, **asdict(result), "broken": result.broken} for result in results]
+        write_json(Path(cfg.to).absolute(), {"command": command, **code, "faults": records})
     if broken:
         print_note(
             f"{len(broken)} of {len(results)} faults broke a promise; their runs are in {folder}; one of them again: only={broken[0].name}"

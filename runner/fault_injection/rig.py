@@ -6,7 +6,6 @@ A launch is a fork of this process, which has torch imported already, or the com
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import random
 import shlex
@@ -336,10 +335,6 @@ class Trial:
     def _temporary_files(self) -> list[str]:
         return [path.name for path in self.run_dir.rglob(".*") if path.name.startswith((".tmp-", ".del-"))]
 
-    def discard(self) -> None:
-        """Remove the run of a fault that broke no promise."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-
 
 def run_reference(rig: Rig, name: str = "reference") -> UninterruptedRun:
     """Run the command undisturbed. Raises UserError if it does not complete."""
@@ -364,7 +359,3 @@ def run_reference(rig: Rig, name: str = "reference") -> UninterruptedRun:
     return UninterruptedRun(
         run_dir, seconds, probe, hook.calls, int(read_json_object(run_dir / "run.json").get("step", 0))
     )
-
-
-def as_record(result: FaultResult) -> dict[str, object]:
-    return {"name": result.name, **dataclasses.asdict(result), "broken": result.broken}
