@@ -10,10 +10,11 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from common.exit_codes import OK
-from runner.fault_injection.probes import PHASES, DiskFault, DiskHook, PhaseProbe, WorkerProbe
+from runner.fault_injection.probes import PHASES, DiskFault, DiskHook, WorkerProbe
 from runner.fault_injection.rig import Trial, UninterruptedRun
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -33,10 +34,9 @@ def kill(trial: Trial, reference: UninterruptedRun) -> None:
         seconds = point + trial.rng.uniform(0, COLD_START_SECONDS)
     else:
         seconds = point if step == 0 else trial.rng.uniform(0, 2 * reference.seconds_of("step"))
-    probe = PhaseProbe()
-    launch = trial.launch(prepare=probe.install, is_cold=cold)
+    launch = trial.launch(is_cold=cold)
     if not cold:  # by progress: on a machine with other load a time after the launch would mostly be in the start-up
-        trial.wait(lambda: probe.read("step")[0] >= step)
+        trial.wait(lambda: trial.probe.read("step")[0] >= step)
     trial.wait(_after(seconds))
     if in_save:
         trial.wait(lambda: is_saving(trial.run_dir))
@@ -107,9 +107,8 @@ def stop(trial: Trial, reference: UninterruptedRun) -> None:
     times = reference.probe.read(phase)[0]
     occurrence = trial.rng.randint(1, times) if phase != "start" else 0
     delay = trial.rng.uniform(0, reference.seconds_of(phase))
-    probe = PhaseProbe()
-    launch = trial.launch(prepare=probe.install)
-    trial.wait(lambda: probe.read(phase)[0] >= occurrence)
+    launch = trial.launch()
+    trial.wait(lambda: trial.probe.read(phase)[0] >= occurrence)
     trial.wait(_after(delay))
     trial.result.injected = launch.poll() is None
     sent = time.monotonic()
@@ -133,14 +132,9 @@ def worker(trial: Trial, reference: UninterruptedRun) -> None:
     """
     how = (signal.SIGSTOP, signal.SIGKILL)[trial.result.number % 2]
     step, victim = trial.rng.randint(0, reference.step // 2), trial.rng.randint(1, 2) if trial.draw else 0
-    probe, workers = PhaseProbe(), WorkerProbe()
-
-    def prepare() -> None:
-        probe.install()
-        workers.install(victim, how)
-
-    launch = trial.launch(prepare=prepare)
-    trial.wait(lambda: probe.read("step")[0] >= step and workers.alive())
+    workers = WorkerProbe()
+    launch = trial.launch(prepare=partial(workers.install, victim, how))
+    trial.wait(lambda: trial.probe.read("step")[0] >= step and workers.alive())
     if not victim and launch.poll() is None and (alive := workers.alive()):
         os.kill(trial.rng.choice(alive), how)
     trial.end()

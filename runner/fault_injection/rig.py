@@ -125,17 +125,16 @@ def launch_training(
     def command() -> int:
         if is_cold:
             os.execv(sys.executable, [sys.executable, *program])
+        prepare()
         sys.argv = program
         lm_runner.run_command("train")
         return 0
 
-    return launch_fork(command, output, prepare)
+    return launch_fork(command, output)
 
 
-def launch_fork(main: Callable[[], int], output: Path, prepare: Callable[[], object] = lambda: None) -> Launch:
-    """Fork this process. The fork calls `prepare` and `main` and exits with the code of `main`; its output is appended
-    to `output`.
-    """
+def launch_fork(main: Callable[[], int], output: Path) -> Launch:
+    """Fork this process. The fork calls `main` and exits with its code; its output is appended to `output`."""
     child = os.fork()
     if child:
         return Launch(child, output)
@@ -146,7 +145,6 @@ def launch_fork(main: Callable[[], int], output: Path, prepare: Callable[[], obj
         stdin, out = os.open(os.devnull, os.O_RDONLY), os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(stdin, 0), os.dup2(out, 1), os.dup2(out, 2)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-        prepare()
         code = main()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -246,7 +244,7 @@ class Trial:
         self.rig, self.result, self.draw, self.is_cold = rig, FaultResult(kind, number), draw, is_cold
         self.rng = random.Random(f"{seed} {kind} {number} {draw}")
         self.folder = rig.folder / self.result.name
-        self.run_dir = self.folder / "run"
+        self.run_dir, self.probe = self.folder / "run", PhaseProbe()
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.rng.random() < 0.5:
             rig.clear_cache()
@@ -259,7 +257,12 @@ class Trial:
         self.result.started_again += bool(self.result.codes) and not argv[-1].startswith("resume=")
         output = self.folder / f"launch{len(self.result.codes) + 1}.txt"
         output.write_text("")
-        self._launch = launch_training(argv, output, prepare, is_cold)
+
+        def prepare_fork() -> None:
+            self.probe.install()
+            prepare()
+
+        self._launch = launch_training(argv, output, prepare_fork, is_cold)
         return self._launch
 
     def wait(self, until: Callable[[], object] = lambda: False) -> None:
