@@ -6,7 +6,6 @@ A launch is a fork of this process, which has torch imported already, or the com
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import random
 import shlex
@@ -72,6 +71,9 @@ class Launch:
     def text(self) -> str:
         return self.output.read_text(encoding="utf-8", errors="replace") if self.output.exists() else ""
 
+    def errors(self) -> list[str]:
+        return [line for line in self.text().splitlines() if line.startswith("error: ")]
+
     def left_processes(self, timeout: float) -> list[int]:
         """Return the processes of the session that are alive `timeout` seconds after its leader, and end them."""
         deadline = time.monotonic() + timeout
@@ -123,17 +125,16 @@ def launch_training(
     def command() -> int:
         if is_cold:
             os.execv(sys.executable, [sys.executable, *program])
+        prepare()
         sys.argv = program
         lm_runner.run_command("train")
         return 0
 
-    return launch_fork(command, output, prepare)
+    return launch_fork(command, output)
 
 
-def launch_fork(main: Callable[[], int], output: Path, prepare: Callable[[], object] = lambda: None) -> Launch:
-    """Fork this process. The fork calls `prepare` and `main` and exits with the code of `main`; its output is appended
-    to `output`.
-    """
+def launch_fork(main: Callable[[], int], output: Path) -> Launch:
+    """Fork this process. The fork calls `main` and exits with its code; its output is appended to `output`."""
     child = os.fork()
     if child:
         return Launch(child, output)
@@ -144,7 +145,6 @@ def launch_fork(main: Callable[[], int], output: Path, prepare: Callable[[], obj
         stdin, out = os.open(os.devnull, os.O_RDONLY), os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(stdin, 0), os.dup2(out, 1), os.dup2(out, 2)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-        prepare()
         code = main()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -244,7 +244,7 @@ class Trial:
         self.rig, self.result, self.draw, self.is_cold = rig, FaultResult(kind, number), draw, is_cold
         self.rng = random.Random(f"{seed} {kind} {number} {draw}")
         self.folder = rig.folder / self.result.name
-        self.run_dir = self.folder / "run"
+        self.run_dir, self.probe = self.folder / "run", PhaseProbe()
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.rng.random() < 0.5:
             rig.clear_cache()
@@ -257,12 +257,22 @@ class Trial:
         self.result.started_again += bool(self.result.codes) and not argv[-1].startswith("resume=")
         output = self.folder / f"launch{len(self.result.codes) + 1}.txt"
         output.write_text("")
-        return launch_training(argv, output, prepare, is_cold)
 
-    def end(self, launch: Launch, disturbed: bool = False) -> int | None:
-        """Wait for a launch, and check what it has left."""
-        launch.wait(self.rig.timeout)
-        result, name = self.result, f"launch {len(self.result.codes) + 1}"
+        def prepare_fork() -> None:
+            self.probe.install()
+            prepare()
+
+        self._launch = launch_training(argv, output, prepare_fork, is_cold)
+        return self._launch
+
+    def wait(self, until: Callable[[], object] = lambda: False) -> None:
+        """Wait for the end of the launch, or for `until()`."""
+        self._launch.wait(self.rig.timeout, until)
+
+    def end(self, disturbed: bool = False) -> int | None:
+        """Wait for the launch, and check what it has left."""
+        self.wait()
+        launch, result, name = self._launch, self.result, f"launch {len(self.result.codes) + 1}"
         result.codes.append(launch.code)
         result.seconds += time.monotonic() - launch.started
         if launch.is_hanging:
@@ -274,6 +284,10 @@ class Trial:
         if reason := self._wrong_exit(launch, disturbed):
             result.exits.append(f"{name}: {reason}")
         return launch.code
+
+    def launch_to_end(self, argv: list[str] | None = None) -> int | None:
+        self.launch(argv)
+        return self.end()
 
     def _wrong_exit(self, launch: Launch, disturbed: bool) -> str | None:
         """Return why the exit code is not true.
@@ -295,10 +309,10 @@ class Trial:
     def finish(self) -> None:
         """Continue as a user would until the run is complete."""
         while self.result.codes[-1] != exit_codes.OK and len(self.result.codes) < MAX_LAUNCHES:
-            if self.end(self.launch()) == exit_codes.USER_ERROR:
-                refused = f"refused: {self._last_error()}"
-                if self.end(self.launch(self.rig.argv(self.run_dir))) == exit_codes.USER_ERROR:
-                    self.result.hand.append(f"resume= {refused}; the same command is refused, too")
+            if self.launch_to_end() == exit_codes.USER_ERROR:
+                refused = (self._launch.errors() or ["no message"])[0]
+                if self.launch_to_end(self.rig.argv(self.run_dir)) == exit_codes.USER_ERROR:
+                    self.result.hand.append(f"resume= refused: {refused}; the same command is refused, too")
                     return
         if self.result.codes[-1] != exit_codes.OK:
             self.result.hand.append(f"not complete after {MAX_LAUNCHES} launches, exit codes {self.result.codes}")
@@ -318,19 +332,11 @@ class Trial:
         if len({path.read_bytes() for path in weights if path.is_file()}) != 1:
             self.result.bits.append("weights in model/")
         if self._temporary_files():  # of a disk that refused to remove them: the next launch does
-            self.end(self.launch([f"resume={self.run_dir}"]))
+            self.launch_to_end([f"resume={self.run_dir}"])
         self.result.leftovers += [f"{name} is left" for name in self._temporary_files()]
 
     def _temporary_files(self) -> list[str]:
         return [path.name for path in self.run_dir.rglob(".*") if path.name.startswith((".tmp-", ".del-"))]
-
-    def _last_error(self) -> str:
-        lines = (self.folder / f"launch{len(self.result.codes)}.txt").read_text(errors="replace").splitlines()
-        return next((line for line in lines if line.startswith("error: ")), "no message")
-
-    def discard(self) -> None:
-        """Remove the run of a fault that broke no promise."""
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def run_reference(rig: Rig, name: str = "reference") -> UninterruptedRun:
@@ -356,7 +362,3 @@ def run_reference(rig: Rig, name: str = "reference") -> UninterruptedRun:
     return UninterruptedRun(
         run_dir, seconds, probe, hook.calls, int(read_json_object(run_dir / "run.json").get("step", 0))
     )
-
-
-def as_record(result: FaultResult) -> dict[str, object]:
-    return {"name": result.name, **dataclasses.asdict(result), "broken": result.broken}

@@ -23,8 +23,8 @@ from common.filesystem import read_json_object
 from common.guarded_files import check_own_files, open_append
 from common.registry import Registry
 from common.settings import check_at_least
+from runner.diagnostics.rows import training_overlap
 from runner.diagnostics.symptoms import troubleshooting
-from runner.diagnostics.training_overlap import training_overlap
 from runner.inference.evaluation_data import EvaluationData, EvaluationSet
 from runner.inference.load import LoadedModel, checkpoint_dir, load_trained, run_of_checkpoint
 from runner.tracking.progress import EvaluationProgress

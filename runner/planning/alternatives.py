@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,8 +59,8 @@ def find_alternatives(
         half = half_micro_batch(size, accumulation)
         for micro_batch in (half, same_rows) if half is not None else (same_rows,):
             size, accumulation = micro_batch.size, micro_batch.accumulation
-            shape = data.shape.scaled(min(size, per_batch), per_batch)
-            smallest = replace(data, shape=shape, micro_batches=accumulation)
+            rows = math.ceil(data.shape.rows * min(size, per_batch) / per_batch)
+            smallest = replace(data, shape=replace(data.shape, rows=rows), micro_batches=accumulation)
             changed = with_train(cfg, batch_size=size, accumulation_steps=accumulation)
             fits = add(micro_batch.overrides, changed, model, smallest, micro_batch.changes)
     for mode in ("selective", "full"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from runner.engine.config import Config
@@ -35,10 +35,6 @@ class BatchShape:
     @property
     def numbers(self) -> int:
         return self.rows * self.tokens
-
-    def scaled(self, size: int, of_size: int) -> BatchShape:
-        """Return the shape of a micro-batch of `size` examples, where this one has `of_size` of them."""
-        return replace(self, rows=max(1, math.ceil(self.rows * size / of_size)))
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,10 @@ class RunPlan:
         return self.disk.total <= self.machine.free_disk
 
     @property
+    def fits(self) -> bool:
+        return self.fits_memory and self.fits_disk
+
+    @property
     def steps(self) -> int:
         """Steps that are still to be trained."""
         return max(0, self.data.steps - self.run.done)

@@ -21,7 +21,6 @@ from runner.planning.machine import Machine
 from runner.planning.model import LayerSizes, ModelSizes
 
 FP32 = 4
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 NF4 = 0.5625  # bytes of a weight of 4 bits with its share of the scale of its block
 # per number of the matrices that are updated together: momentum, direction and update in fp32, products in bf16
 MUON_BYTES = 26
@@ -101,8 +100,8 @@ class LayerMemory:
             return n * (D * FP32 + 2 * (Q + K + D + F) * c) * (2 if self.adapters else 1)
         trained = not self.adapters
         if self.is_counted_compiled:
-            # residual stream, inputs of products, statistics of norms and attention; what norms return is recomputed
-            per_token = D * (FP32 + c) + 2 * (Q + K + F) * c + 2 * (1 + layer.heads) * FP32
+            # residual stream and inputs of products; what norms return is recomputed
+            per_token = D * (FP32 + c) + 2 * (Q + K + F) * c
             return n * (per_token + self.adapters * c) + self._probs()
         has_fused_mlp = self.execution.has_kernels and layer.is_exact and trained
         per_token = 2 * D * FP32 * (1 + trained)  # inputs of both norms; normalized, for the gradients of their weights
@@ -129,7 +128,7 @@ class LayerMemory:
         # of the residual stream; of gate, up, both together, and a product
         gradients = n * (2 * layer.hidden * FP32 + layer.experts_per_token * 5 * layer.mlp * c)
         # the joined weights of a product, and their gradients before they are split
-        weights = layer.hidden * layer.mlp * (2 * c * layer.is_exact + (0 if self.adapters else 3 * FP32))
+        weights = layer.hidden * layer.mlp * (2 * c + (0 if self.adapters else 3 * FP32))
         return gradients + weights + (self.without_checkpointing() if self.checkpointing != "none" else 0)
 
     def holes(self) -> int:
@@ -200,7 +199,7 @@ def plan_execution(cfg: Config, model: ModelSizes, data: DataFacts, machine: Mac
 
 
 def layer_memory(cfg: Config, model: ModelSizes, shape: BatchShape, execution: Execution) -> LayerMemory:
-    width = DTYPE_BYTES[PRECISIONS[cfg.precision.name].dtype]
+    width = FP32 if PRECISIONS[cfg.precision.name].dtype == "float32" else FP32 // 2
     return LayerMemory(model.layer, shape, width, cfg.train.activation_checkpointing, model.adapter_numbers, execution)
 
 
@@ -231,7 +230,7 @@ def estimate_memory(
         moments["save"] = copies
         if cfg.train.save_every and cfg.evaluates:  # of the saved step, at once: one layer at a time, then the logits
             moments["evaluation, while a checkpoint is written"] = copies | {
-                "activations": layer.without_checkpointing() + _outside_layers(layer),
+                "activations": layer.without_checkpointing(),
                 "logits and loss": _logits_bytes(model, layer),
             }
     if cfg.init_from != "scratch":
@@ -250,31 +249,29 @@ def _moments(
 
     `keeps_gradients`: they are there before the backward pass.
     """
-    D, n, c = model.layer.hidden, layer.shape.numbers, layer.width
+    shape, D, n, c = layer.shape, model.layer.hidden, layer.shape.numbers, layer.width
     numbers = 0 if model.adapter_numbers else model.vocab * D  # of the trained output layer
     head = FP32 * numbers
     # of stages with a reference each token has a weight of its own: logits are computed again in the backward pass
     saved_by_loss = n * D * c + (0 if cfg.stage.needs_reference else head)
+    mask = n * shape.tokens if shape.is_packed and layer.execution.on_cpu else 0  # that all layers share
     forward = {
         "gradients": gradients if keeps_gradients else 0,
-        "activations": model.layer.layers * layer.saved() + _outside_layers(layer),
+        "activations": model.layer.layers * layer.saved() + mask,
         "allocator": model.layer.layers * layer.holes(),
     }
-    # a long run may choose to update several together
+    # Muon updates matrices one by one, or several together where a long run chooses that
     updated = max(model.largest_matrix, min(model.trained, BATCH_NUMBERS if layer.execution.has_pool else 0))
+    of_update = MUON_BYTES * updated if cfg.optimizer.name == "muon" else 0
     return {
         # the loss and its gradients are computed in chunks of tokens
         "loss": forward | {"logits and loss": _logits_bytes(model, layer) + head + (numbers + 2 * n * D) * c},
         "backward pass of the last layer": forward
         | {"logits and loss": head + saved_by_loss, "workspace": layer.workspace()},
-        "end of the backward pass": {
+        "end of the backward pass, or update of the weights": {
             "gradients": gradients,
             "activations": layer.saved(),
-            "workspace": max(2 * head, layer.workspace() + (head if keeps_gradients else 0)),
-        },
-        "update of the weights": {
-            "gradients": gradients,
-            "workspace": MUON_BYTES * updated if cfg.optimizer.name == "muon" else 0,
+            "workspace": max(layer.workspace(), 2 * head, of_update),
         },
     }
 
@@ -292,13 +289,6 @@ def checkpoint_copies(cfg: Config, model: ModelSizes, steps: int) -> int:
     else:
         is_apart = cfg.evaluates or train.final_eval_rows > 0
     return FP32 * (model.trained * (1 + is_apart) + model.optimizer_numbers(cfg.optimizer))
-
-
-def _outside_layers(layer: LayerMemory) -> int:
-    """Return the bytes of activations of the last norm, and of the mask of packed rows."""
-    shape, trained = layer.shape, not layer.adapters
-    mask = shape.numbers * shape.tokens if shape.is_packed and layer.execution.on_cpu else 0
-    return shape.numbers * layer.layer.hidden * FP32 * (1 + trained) + mask
 
 
 def _logits_bytes(model: ModelSizes, layer: LayerMemory) -> int:

@@ -107,7 +107,8 @@ def smaller_settings(state: TrainState, peak: int, requested: int) -> list[Alter
     machine, process = this_machine(cfg.device), 0
     limit = memory_limit(machine, peak, requested)
     if machine.device == "cpu":
-        return_free_memory()
+        with suppress(OSError, AttributeError):  # another C library than that of GNU
+            ctypes.CDLL(None).malloc_trim(0)  # returns free memory to the system: what stays is used
         process, limit = resident_bytes() - sum(live_bytes(state).values()), limit * ranks
     found = find_alternatives(cfg, model, data, dataclasses.replace(machine, memory=limit), ranks, process)
     fitting = [alternative for alternative in found if alternative.fits]
@@ -128,12 +129,6 @@ def live_bytes(state: TrainState) -> dict[str, int]:
     )
     gradients = (p.grad for p in parameters if p.grad is not None)
     return {"weights": _bytes(parameters), "gradients": _bytes(gradients), "optimizer": _bytes(optimizer)}
-
-
-def return_free_memory() -> None:
-    """Let the C library return its free memory to the system: what stays is used."""
-    with suppress(OSError, AttributeError):  # another C library than that of GNU
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

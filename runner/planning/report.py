@@ -29,7 +29,7 @@ def sweep_text(plans: list[RunPlan], trials: int) -> str:
     for number, plan in enumerate(plans):
         time = "" if plan.seconds is None else duration_text(plan.seconds)
         cells = f"{plan.steps:>7,}  {short_count(plan.data.run_tokens):>8}  {bytes_text(plan.needed_memory):>9}  {bytes_text(plan.disk.total):>9}  {time:>9}"
-        lines.append(f"{number:>3}  {cells}  {'yes' if fits(plan) else 'no'}")
+        lines.append(f"{number:>3}  {cells}  {'yes' if plan.fits else 'no'}")
         if plan.run.overrides:
             lines.append(_wrapped(" " * 5, ", ".join(plan.run.overrides)))
     times = [plan.seconds for plan in plans if plan.seconds is not None]
@@ -41,7 +41,7 @@ def sweep_text(plans: list[RunPlan], trials: int) -> str:
     lines += ["", _wrapped("", f"total of {trials * len(plans)} jobs: {total}")]
     if notes := dict.fromkeys(note for plan in plans for note in plan.notes):
         lines += ["", *_note_lines(notes)]
-    failing = [number for number, plan in enumerate(plans) if not fits(plan)]
+    failing = [number for number, plan in enumerate(plans) if not plan.fits]
     if disk > machine.free_disk:
         needed = f"{bytes_text(disk)} of disk are needed, {bytes_text(machine.free_disk)} are free"
         lines += ["", _wrapped("does not fit: ", needed, 6)]
@@ -55,7 +55,7 @@ def sweep_text(plans: list[RunPlan], trials: int) -> str:
 def verdict_text(plan: RunPlan) -> str:
     machine, needed = plan.machine, plan.needed_memory
     where = f"{bytes_text(needed)} of {bytes_text(machine.memory)} memory, {bytes_text(plan.disk.total)} of {bytes_text(machine.free_disk)} free disk"
-    if fits(plan):
+    if plan.fits:
         return _wrapped("fits: ", where)
     lines = [_wrapped("does not fit: ", where, 6)]
     if not plan.fits_disk:
@@ -66,10 +66,6 @@ def verdict_text(plan: RunPlan) -> str:
         if not any(alternative.fits for alternative in plan.alternatives):
             lines.append("  none is enough: a smaller model (model=...), or a shorter data.max_length")
     return "\n".join(lines)
-
-
-def fits(plan: RunPlan) -> bool:
-    return plan.fits_memory and plan.fits_disk
 
 
 def plan_dict(plan: RunPlan) -> dict[str, Any]:
@@ -89,7 +85,7 @@ def plan_dict(plan: RunPlan) -> dict[str, Any]:
         "disk": dataclasses.asdict(plan.disk) | {"total": plan.disk.total},
         "machine": dataclasses.asdict(plan.machine),
         "time": None if plan.trial is None else {**plan.trial, "total_seconds": plan.seconds},
-        "fits": fits(plan),
+        "fits": plan.fits,
         "alternatives": [dataclasses.asdict(alternative) for alternative in plan.alternatives],
         "notes": plan.notes,
     }
@@ -112,7 +108,7 @@ def _model_lines(plan: RunPlan) -> list[str]:
 def _data_lines(plan: RunPlan) -> list[str]:
     data = plan.data
     kind = "packed sequences" if data.shape.is_packed else "rows"
-    micro_batches = _plural(data.micro_batches, "micro-batch", "micro-batches")
+    micro_batches = f"{data.micro_batches:,} micro-batch{'es' * (data.micro_batches != 1)}"
     done = f", {plan.run.done:,} of them done" if plan.run.done else ""
     lines = [
         _line("rows per epoch", f"{data.rows:,}, {data.held_out:,} more held out; {data.tokens:,} tokens"),
@@ -159,7 +155,7 @@ def _time_lines(plan: RunPlan) -> list[str]:
 
 def _disk_line(plan: RunPlan) -> str:
     disk = plan.disk
-    checkpoints = f"{_plural(disk.checkpoints, 'checkpoint', 'checkpoints')} of {bytes_text(disk.checkpoint)}"
+    checkpoints = f"{disk.checkpoints:,} checkpoint{'s' * (disk.checkpoints != 1)} of {bytes_text(disk.checkpoint)}"
     best = f", best weights {bytes_text(disk.best)}" if disk.best else ""
     others = f"model/ {bytes_text(disk.export)}, logs {bytes_text(disk.logs)}"
     return _line("disk", f"{bytes_text(disk.total)}: {checkpoints}{best}, {others}")
@@ -182,10 +178,6 @@ def _wrapped(label: str, text: str, indent: int | None = None) -> str:
     """Return `label` and `text` in lines, the later ones with an indent: that of the text, unless it is given."""
     later = " " * (len(label) if indent is None else indent)
     return textwrap.fill(text, LINE_WIDTH, initial_indent=label, subsequent_indent=later, break_on_hyphens=False)
-
-
-def _plural(count: int, one: str, more: str) -> str:
-    return f"{count:,} {one if count == 1 else more}"
 
 
 def bytes_text(size: float) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from common.errors import strip_control
 from common.filesystem import open_regular
-from runner.diagnostics.overfitting import Evaluation, RecordedEvaluations
+from runner.diagnostics.history import Evaluation, RecordedEvaluations
 
 MAX_METRICS_BYTES = 256 << 20  # a larger metrics.jsonl is not read
 MAX_RECORDS = 2_000_000  # of metrics.jsonl; a file of MAX_METRICS_BYTES that a run has written has about one million

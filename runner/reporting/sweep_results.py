@@ -13,7 +13,7 @@ from typing import Any
 from common.hub import parse_hub_name
 from common.paths import command_line
 from runner.config.overrides import PATH_KEYS, PLUGINS_KEY, SEARCHPATH_KEY, is_storable, key_of
-from runner.diagnostics.overfitting import Evaluation
+from runner.diagnostics.history import Evaluation
 from runner.reporting.metrics import Metrics
 from runner.reporting.runs import read_override_list
 from runner.run_dir.best_job import SEED_KEY, ModelScore, comparison_problem

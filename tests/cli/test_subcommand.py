@@ -22,7 +22,7 @@ from data.tokenize.tokenizer_corpus import TokenizerConfig
 from runner.cli import help
 from runner.cli.subcommand import quote_free_text, to_schema, value_kinds
 from runner.config.resolve import resolve_model_run
-from runner.fault_injection.config import FaultsConfig
+from runner.fault_injection.harness import FaultsConfig
 from runner.inference.chat import ChatConfig
 from runner.inference.evaluate import EvaluateConfig
 from runner.inference.inspect_rows import RowsConfig

@@ -16,8 +16,9 @@ from trainee import OVERRIDES, write_rows
 from common.errors import UserError
 from data.store.cache import is_own_cache
 from runner.engine import loop
-from runner.fault_injection.config import FAULT_KINDS, FaultsConfig
 from runner.fault_injection.harness import (
+    FAULT_KINDS,
+    FaultsConfig,
     check_harness_overrides,
     complete,
     estimate,
@@ -56,6 +57,7 @@ def test_disk_hook_fails_the_named_calls_and_counts_all(tmp_path: Path, first: i
     hook = DiskHook(folder, DiskFault(first, times, errno.ENOSPC))
 
     def calls() -> int:
+        hook.install()
         failed = []
         (tmp_path / "other.txt").write_text("not counted")
         for number, call in enumerate(
@@ -76,7 +78,7 @@ def test_disk_hook_fails_the_named_calls_and_counts_all(tmp_path: Path, first: i
         return 0
 
     (folder / "before").write_text("")
-    launch = launch_fork(calls, tmp_path / "output.txt", hook.install)
+    launch = launch_fork(calls, tmp_path / "output.txt")
     launch.wait(60)
     assert (launch.code, hook.calls) == (0, 4)
     assert json.loads(launch.text()) == [number for number in range(1, 5) if first <= number < first + times]
@@ -86,13 +88,14 @@ def test_disk_hook_reaches_the_writes_of_open(tmp_path: Path) -> None:
     hook = DiskHook(tmp_path, DiskFault(2, 1, errno.EIO))  # the second call: the first is the opening
 
     def write() -> int:
+        hook.install()
         try:
             (tmp_path / "file").write_text("x")
         except OSError as error:
             return error.errno or 0
         return 0
 
-    launch = launch_fork(write, tmp_path.parent / "output.txt", hook.install)
+    launch = launch_fork(write, tmp_path.parent / "output.txt")
     launch.wait(60)
     assert launch.code == errno.EIO and hook.calls == 3  # closing the file writes again
 
@@ -101,7 +104,13 @@ def test_full_disk_does_not_refuse_to_delete(tmp_path: Path) -> None:
     hook = DiskHook(tmp_path / "run", DiskFault(1, 1 << 30, errno.ENOSPC))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "file").write_text("x")
-    launch = launch_fork(lambda: os.unlink(tmp_path / "run" / "file") or 0, tmp_path / "output.txt", hook.install)
+
+    def delete() -> int:
+        hook.install()
+        os.unlink(tmp_path / "run" / "file")
+        return 0
+
+    launch = launch_fork(delete, tmp_path / "output.txt")
     launch.wait(60)
     assert launch.code == 0 and not (tmp_path / "run" / "file").exists()
 
@@ -213,13 +222,14 @@ def test_worker_probe_knows_the_data_workers_and_stops_the_named_one(tmp_path: P
         signal.pause()
 
     def main() -> int:
+        probe.install(2, signal.SIGKILL)
         for module in ("data.store.workers", "data.batching.batch_workers", "data.batching.batch_workers"):
             target.__module__ = module
             multiprocessing.get_context("fork").Process(target=target, daemon=True).start()
         signal.pause()
         return 0
 
-    launch = launch_fork(main, tmp_path / "output.txt", lambda: probe.install(2, signal.SIGKILL))
+    launch = launch_fork(main, tmp_path / "output.txt")
     launch.wait(1.0, until=lambda: False)
     assert len(probe.alive()) == 1
     assert launch.left_processes(0.1) and not launch.left_processes(60)

@@ -89,13 +89,14 @@ def launch(config: Config, run_dir: Path, before: Callable[[], object] = lambda:
 
     `before` is called in the child. Its output is appended to OUTPUT_FILE beside the run directory.
     """
-    return launch_fork(lambda: _train(config, run_dir), run_dir.parent / OUTPUT_FILE, before)
 
+    def main() -> int:
+        before()
+        with exiting_with_code(), RunMetadata.open(run_dir, resume=(run_dir / "run.json").is_file()) as metadata:
+            run(config, metadata)
+        return 0
 
-def _train(config: Config, run_dir: Path) -> int:
-    with exiting_with_code(), RunMetadata.open(run_dir, resume=(run_dir / "run.json").is_file()) as metadata:
-        run(config, metadata)
-    return 0
+    return launch_fork(main, run_dir.parent / OUTPUT_FILE)
 
 
 def wait_for_exit(child: Launch) -> int | None:
