@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -33,7 +32,7 @@ class LinearLayers(NamedTuple):
     # path of a layer, or of a weight of one, that computes products without an adapter -> reason
     refused: dict[str, str]
     # paths of adaptable layers that text does not use: no target selects them, an adapter of others may have them
-    unused: frozenset[str] = frozenset()
+    unused: frozenset[str]
 
     @property
     def selectable(self) -> dict[str, nn.Module]:
@@ -41,7 +40,9 @@ class LinearLayers(NamedTuple):
         return {path: layer for path, layer in self.adaptable.items() if path not in self.unused}
 
 
-def linear_layers(model: nn.Module, output_layer: nn.Module | None = None) -> LinearLayers:
+def linear_layers_of(model: nn.Module) -> LinearLayers:
+    output_layer = getattr(model, "output_layer", None)
+    is_used = getattr(model, "is_used_by_text", lambda path: True)  # of a LanguageModel
     embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     adaptable, heads, refused = {}, set(), {}
     for path, module in model.named_modules():
@@ -61,7 +62,8 @@ def linear_layers(model: nn.Module, output_layer: nn.Module | None = None) -> Li
             refused |= {
                 f"{path}.{name}": "is one weight of all experts, not a linear layer of each" for name in stacked
             }
-    return LinearLayers(adaptable, frozenset(heads), refused)
+    unused = frozenset(path for path in adaptable if not is_used(path))
+    return LinearLayers(adaptable, frozenset(heads), refused, unused)
 
 
 def select_layers(layers: LinearLayers, targets: list[str]) -> dict[str, nn.Module]:
@@ -90,17 +92,21 @@ def select_layers(layers: LinearLayers, targets: list[str]) -> dict[str, nn.Modu
     return {path: layer for path, layer in selectable.items() if path in named}
 
 
-def left_out_warning(layers: LinearLayers, targets: list[str]) -> str | None:
-    """Return a line that names what all-linear leaves out beside the output layer; None for nothing."""
+def lora_warnings(model: nn.Module, cfg: LoraConfig | None) -> list[str]:
+    """Return a line that names what all-linear leaves out beside the output layer; [] for nothing."""
+    if cfg is None or cfg.targets != [ALL_LINEAR]:
+        return []
+    layers = linear_layers_of(model)
     left_out = {
         path.rsplit(".", 1)[-1]: reason
         for path, reason in layers.refused.items()
         if path not in layers.heads and "shares its weight" not in reason
     }
-    if targets != [ALL_LINEAR] or not left_out:
-        return None
-    name, reason = next(iter(left_out.items()))
-    return f"stage.lora.targets=[{ALL_LINEAR}] leaves out {', '.join(list(left_out)[:MAX_LISTED_LAYERS])}: {name} {reason}; its weights stay as they are"
+    names = ", ".join(list(left_out)[:MAX_LISTED_LAYERS])
+    return [
+        f"stage.lora.targets=[{ALL_LINEAR}] leaves out {names}: {name} {reason}; its weights stay as they are"
+        for name, reason in list(left_out.items())[:1]
+    ]
 
 
 def short_names(others: Iterable[str], paths: set[str]) -> list[str]:
@@ -186,7 +192,10 @@ def check_adapters_are_called(model: LanguageModel) -> None:
     """
     layers = lora_layers(model)
     called: set[str] = set()
-    hooks = [layer.register_forward_hook(partial(_record, called, path)) for path, layer in layers.items()]
+    hooks = [
+        layer.register_forward_hook(lambda *_, path=path: called.add(path))  # type: ignore[misc]  # returns None
+        for path, layer in layers.items()
+    ]
     device = next(model.parameters()).device
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
@@ -212,22 +221,6 @@ def check_adapters_are_called(model: LanguageModel) -> None:
             "stage.lora.targets",
             fix,
         )
-
-
-def _record(called: set[str], path: str, *_: object) -> None:
-    called.add(path)
-
-
-def lora_warnings(model: nn.Module, cfg: LoraConfig | None) -> list[str]:
-    """Return a line about weights of a kind that all-linear leaves out; [] for none."""
-    warning = None if cfg is None else left_out_warning(linear_layers_of(model), cfg.targets)
-    return [warning] if warning else []
-
-
-def linear_layers_of(model: nn.Module) -> LinearLayers:
-    layers = linear_layers(model, getattr(model, "output_layer", None))
-    is_used = getattr(model, "is_used_by_text", lambda path: True)  # of a LanguageModel
-    return layers._replace(unused=frozenset(path for path in layers.adaptable if not is_used(path)))
 
 
 def use_adapter(model: nn.Module, name: str | None) -> None:

@@ -14,7 +14,7 @@ import pickle
 import re
 import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import safetensors.torch
@@ -28,18 +28,22 @@ from models.config import ModelConfig
 from models.families.decoder import DecoderConfig
 
 DERIVED_TENSORS = ".rotary_emb.inv_freq"  # in old Llama files; computed from the settings
-MIXTRAL_EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+# (part of a name in a Mixtral folder, in the decoder)
+MIXTRAL_NAMES = (
+    (".block_sparse_moe.", ".mlp."),
+    (".w1.weight", ".gate_proj.weight"),
+    (".w2.weight", ".down_proj.weight"),
+    (".w3.weight", ".up_proj.weight"),
+)
 # weights of Phi-3, as rows of one
 PHI3_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-MIXTRAL_NAME = re.compile(r"\.block_sparse_moe\.(gate|experts\.\d+\.(w[123]))\.weight$")
-DECODER_NAME = re.compile(r"\.mlp\.(gate|experts\.\d+\.(gate_proj|up_proj|down_proj))\.weight$")
 
 
 def to_decoder_names(state: dict[str, Tensor], model_type: str, cfg: ModelConfig) -> dict[str, Tensor]:
     """Return the tensors of a folder with config.json's `model_type` under the decoder's names."""
     state = {name: tensor for name, tensor in state.items() if not name.endswith(DERIVED_TENSORS)}
     if model_type == "mixtral":
-        return {MIXTRAL_NAME.sub(_decoder_name, name): tensor for name, tensor in state.items()}
+        return {_replaced(name, MIXTRAL_NAMES): tensor for name, tensor in state.items()}
     if model_type == "phi3":
         assert isinstance(cfg, DecoderConfig)
         return {name: tensor for fused, weight in state.items() for name, tensor in _split(fused, weight, cfg).items()}
@@ -52,18 +56,13 @@ def to_folder_names(state: dict[str, Tensor], model_type: str) -> dict[str, Tens
         return _fused(state)
     if model_type != "mixtral":
         return state
-    return {DECODER_NAME.sub(_mixtral_name, name): tensor for name, tensor in state.items()}
+    return {_replaced(name, [(own, stored) for stored, own in MIXTRAL_NAMES]): state[name] for name in state}
 
 
-def _decoder_name(match: re.Match[str]) -> str:
-    module, matrix = match[1], match[2]
-    return f".mlp.{module if matrix is None else module.removesuffix(matrix) + MIXTRAL_EXPERTS[matrix]}.weight"
-
-
-def _mixtral_name(match: re.Match[str]) -> str:
-    module, linear = match[1], match[2]
-    names = {name: matrix for matrix, name in MIXTRAL_EXPERTS.items()}
-    return f".block_sparse_moe.{module if linear is None else module.removesuffix(linear) + names[linear]}.weight"
+def _replaced(name: str, parts: Iterable[tuple[str, str]]) -> str:
+    for old, new in parts:
+        name = name.replace(old, new)
+    return name
 
 
 def _fused(state: dict[str, Tensor]) -> dict[str, Tensor]:

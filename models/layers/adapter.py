@@ -7,6 +7,7 @@ DoRA, `.magnitude`. Shapes: I inputs, O outputs of the layer, r rank.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -105,10 +106,6 @@ class LoraLayer(nn.Module):
             self.active_adapter = None
 
 
-class LoraLinear(LoraLayer, nn.Linear):
-    pass
-
-
 class LoraHead(LoraLayer, LMHead):
     """Output layer with adapters: its loss is that of one wider product, W x + s B h = [W B] [x, s h] with h = A
     dropout(x).
@@ -156,19 +153,15 @@ def is_adaptable(layer: nn.Module) -> bool:
 def adapt(layer: nn.Module) -> LoraLayer:
     """Change the class of `layer` in place to one with adapters: the module and the name of its weight stay."""
     if not isinstance(layer, LoraLayer):
-        layer.__class__ = adapted_class(type(layer))
+        layer.__class__ = _adapted_class(type(layer))
         assert isinstance(layer, LoraLayer)
         layer.lora, layer.active_adapter = nn.ModuleDict(), None
     return layer
 
 
-ADAPTED: dict[type[nn.Module], type[LoraLayer]] = {nn.Linear: LoraLinear, LMHead: LoraHead}
-
-
-def adapted_class(cls: type[nn.Module]) -> type[LoraLayer]:
-    if cls not in ADAPTED:
-        ADAPTED[cls] = type(f"Lora{cls.__name__}", (LoraLayer, cls), {})
-    return ADAPTED[cls]
+@cache
+def _adapted_class(cls: type[nn.Module]) -> type[LoraLayer]:
+    return LoraHead if cls is LMHead else type(f"Lora{cls.__name__}", (LoraLayer, cls), {})
 
 
 def linear_weight(layer: nn.Module) -> Tensor:

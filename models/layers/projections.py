@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from models.layers.cpu_kernels.fused_attention import FUSED_DTYPES, LANES
 from models.layers.cpu_kernels.library import call_kernel
-from models.layers.cpu_kernels.upcast_products import are_products_upcast, multiply, projection_gradients_upcast
+from models.layers.cpu_kernels.upcast_products import are_products_upcast, multiply
 from models.layers.ops import compute_dtype, custom_op
 
 ROWS_MULTIPLE = 32
@@ -63,9 +63,6 @@ def projection_gradients(
         return [g @ joined]
     rows, x_rows, sizes = g.flatten(0, -2), x.flatten(0, -2), [len(weight) for weight in weights]
     if use_kernel and supports_gradients(g, x, weights):
-        if are_products_upcast():
-            dx, dw = projection_gradients_upcast(rows, x_rows, joined, sizes)
-            return [dx.view_as(x), *dw]
         return [g @ joined, *weight_gradients(rows, x_rows, sizes)]
     # a product for each: one for all would have to be copied
     parts = zip(rows.split(sizes, dim=1), weights, strict=True)

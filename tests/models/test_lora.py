@@ -13,7 +13,7 @@ from common.errors import UserError
 from common.limits import patterns
 from models.config import LoraConfig
 from models.decoder import Decoder
-from models.layers.adapter import LoraLinear
+from models.layers.adapter import LoraLayer
 from models.lora import (
     adapter_state_dict,
     add_lora,
@@ -72,7 +72,7 @@ def test_lora_keeps_base_names_and_trains_the_adapter_only() -> None:
 
 def test_lora_adapts_layers_that_are_not_square() -> None:
     model = adapted()
-    shapes = {(m.in_features, m.out_features) for m in model.modules() if isinstance(m, LoraLinear)}
+    shapes = {(m.in_features, m.out_features) for m in model.modules() if isinstance(m, LoraLayer)}
     assert shapes == {(48, 64), (48, 32), (80, 48)}
     assert sum(p.numel() for p in adapter_state_dict(model).values()) == 2 * 4 * (48 + 64 + 48 + 32 + 80 + 48)
 

@@ -161,7 +161,7 @@ def _check_model(folder: Path) -> Iterator[Repair]:
         return
     files = sorted(model.glob("*.safetensors"))
     try:
-        numbers = stored_size(files).numbers
+        numbers = stored_size(files).parameters
         is_equal, text = compare_with_checkpoint(folder, export, files) if isinstance(export, dict) else (True, "")
         problem = None if files and is_equal else text or "no file of weights"
     except (UserError, OSError) as error:
