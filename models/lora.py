@@ -1,4 +1,4 @@
-"""LoRA: which layers get an adapter, and adapters that are added, switched, loaded and merged.
+"""LoRA: which layers get an adapter, and adapters that are added, disabled, loaded and merged.
 
 `stage.lora.targets` chooses the layers, with the names that PEFT gives to target_modules.
 """
@@ -98,9 +98,7 @@ def lora_warnings(model: nn.Module, cfg: LoraConfig | None) -> list[str]:
         return []
     layers = linear_layers_of(model)
     left_out = {
-        path.rsplit(".", 1)[-1]: reason
-        for path, reason in layers.refused.items()
-        if path not in layers.heads and "shares its weight" not in reason
+        path.rsplit(".", 1)[-1]: reason for path, reason in layers.refused.items() if "shares its weight" not in reason
     }
     names = ", ".join(list(left_out)[:MAX_LISTED_LAYERS])
     return [
@@ -158,13 +156,13 @@ def _error(layers: LinearLayers, targets: list[str], message: str) -> UserError:
 CALLED_TOKENS = 16  # of the forward pass that finds adapters without effect
 
 
-def add_lora(model: nn.Module, cfg: LoraConfig, name: str = "default") -> None:
-    """Freeze `model` in place and add an active adapter to every layer that `cfg.targets` names."""
-    add_adapters(model, dict.fromkeys(select_layers(linear_layers_of(model), cfg.targets), cfg), name)
+def add_lora(model: nn.Module, cfg: LoraConfig) -> None:
+    """Freeze `model` in place and add an adapter to every layer that `cfg.targets` names."""
+    add_adapters(model, dict.fromkeys(select_layers(linear_layers_of(model), cfg.targets), cfg))
 
 
-def add_adapters(model: nn.Module, settings: Mapping[str, LoraConfig], name: str = "default") -> None:
-    """Freeze `model` in place and add an active adapter to the layers at the paths of `settings`.
+def add_adapters(model: nn.Module, settings: Mapping[str, LoraConfig]) -> None:
+    """Freeze `model` in place and add an adapter to the layers at the paths of `settings`.
 
     Raises KeyError if there is no such layer.
     """
@@ -180,8 +178,7 @@ def add_adapters(model: nn.Module, settings: Mapping[str, LoraConfig], name: str
         raise UserError(message, f"stage.lora.rank={rank}", "e.g. stage.lora.rank=8")
     model.requires_grad_(False)
     for path, layer in layers.items():
-        adapt(layer).add(name, settings[path])
-    use_adapter(model, name)
+        adapt(layer).add(settings[path])
 
 
 def check_adapters_are_called(model: LanguageModel) -> None:
@@ -192,10 +189,7 @@ def check_adapters_are_called(model: LanguageModel) -> None:
     """
     layers = lora_layers(model)
     called: set[str] = set()
-    hooks = [
-        layer.register_forward_hook(lambda *_, path=path: called.add(path))  # type: ignore[misc]  # returns None
-        for path, layer in layers.items()
-    ]
+    hooks = [layer.register_forward_hook(lambda *_, path=path: called.add(path)) for path, layer in layers.items()]
     device = next(model.parameters()).device
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
@@ -223,37 +217,23 @@ def check_adapters_are_called(model: LanguageModel) -> None:
         )
 
 
-def use_adapter(model: nn.Module, name: str | None) -> None:
-    """Activate adapter `name` in every layer that has one and no adapter in the others; None: in no layer.
-
-    Raises UserError if no layer has it.
-    """
-    names = sorted({own for layer in lora_layers(model).values() for own in layer.lora})
-    if name is not None and name not in names:
-        raise UserError(
-            f"no layer has an adapter named {name}", f"adapter={name}", f"adapters: {', '.join(names) or 'none'}"
-        )
-    for layer in lora_layers(model).values():
-        layer.active_adapter = name if name is not None and name in layer.lora else None
-
-
 @contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Within the context `model` is its base model in evaluation mode: the reference of a preference stage."""
-    layers, training = list(lora_layers(model).values()), model.training
-    active = [layer.active_adapter for layer in layers]
-    use_adapter(model, None)
+    layers, training = lora_layers(model).values(), model.training
+    for layer in layers:
+        layer.is_enabled = False
     model.eval()
     try:
         yield
     finally:
         model.train(training)
-        for layer, name in zip(layers, active, strict=True):
-            layer.active_adapter = name
+        for layer in layers:
+            layer.is_enabled = True
 
 
 def merge_adapters(model: nn.Module) -> None:
-    """Add the active adapters to the weights and remove them."""
+    """Add the adapters to the weights and remove them."""
     for layer in lora_layers(model).values():
         layer.merge()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Optional, Self
 
 from common.errors import UserError
 from common.settings import CHANGES_ROUNDING, IGNORED, check_at_least, check_choice
-from models.config import ModelConfig, ModelSize, UnsupportedVariantError, register_model
+from models.config import ModelConfig, ModelSize, UnsupportedVariantError, check_dropout, register_model
 from models.families.hf_config import FAMILIES, architecture_of, read_hf_config, write_hf_config
 from models.families.hf_rope import SCALING_FIELDS
 
@@ -95,12 +95,7 @@ class DecoderConfig(ModelConfig):
                 f"model.head_dim={self.head_dim}",
                 f"e.g. model.head_dim={self.head_dim + 1}",
             )
-        if not 0 <= self.dropout < 1:
-            raise UserError(
-                f"model.dropout must be in [0, 1), got {self.dropout}",
-                f"model.dropout={self.dropout}",
-                "e.g. model.dropout=0.1",
-            )
+        check_dropout("model.dropout", self.dropout)
         check_choice("model.attention", self.attention, ATTENTION_KERNELS)
         if self.num_experts:
             self._check_experts()

@@ -31,15 +31,11 @@ TIMEOUT = 10.0  # seconds until the hub counts as unreachable
 WatchDownload = Callable[[str, Path, int], AbstractContextManager[object]]  # (title, folder that grows, bytes)
 
 
-def _without_progress(title: str, folder: Path, total: int) -> AbstractContextManager[object]:
-    return nullcontext()
-
-
 class HubUnreachableError(Exception):
     """The hub gave no answer."""
 
 
-def fetch_model(text: str, setting: str, watch: WatchDownload = _without_progress) -> Path | None:
+def fetch_model(text: str, setting: str, watch: WatchDownload = lambda *_: nullcontext()) -> Path | None:
     """Return the folder of a model of the hub, None if `text` is no name of one.
 
     It is downloaded unless the cache has this commit.

@@ -21,7 +21,6 @@ from models.formats.json_files import (
     is_adapter_dir,
     model_dir,
     model_type_of,
-    read_json_file,
     read_model_config,
 )
 from models.formats.peft import StoredAdapter, merge_adapter_into, read_adapter
@@ -163,7 +162,7 @@ def load_weights(source: Path, family: str | None = None) -> dict[str, Tensor]:
         return to_transformers_names(stored, cfg, str(folder))
     if cfg is None:
         return stored
-    return to_floats(to_decoder_names(stored, read_json_file(folder / "config.json")["model_type"], cfg), str(folder))
+    return to_floats(to_decoder_names(stored, cfg.to_hf_config()["model_type"], cfg), str(folder))
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

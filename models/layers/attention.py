@@ -50,6 +50,11 @@ def document_mask(document_ids: Tensor, dropout: float) -> AttentionMask:
     # FlexAttention skips blocks without allowed pairs; it has no dropout
     if document_ids.device.type == "cuda" and dropout == 0:
         return create_block_mask(document_mask_mod(document_ids), B, None, T, T, device=document_ids.device)
+    return boolean_document_mask(document_ids)
+
+
+def boolean_document_mask(document_ids: Tensor) -> Tensor:
+    T = document_ids.shape[1]
     same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
     # Padding is document -1: each of its tokens attends at least to itself, so that no softmax row is empty.
     return (same & torch.ones(T, T, dtype=torch.bool, device=document_ids.device).tril()).unsqueeze(1)

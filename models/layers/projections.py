@@ -8,7 +8,6 @@ Shapes: D inputs, O_i outputs of a layer, n tokens, F width of a network.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -126,17 +125,7 @@ def weight_gradients(g: Tensor, x: Tensor, sizes: Sequence[int]) -> list[Tensor]
     g, x = g.contiguous(), x.contiguous()
     rows, width = x.shape
     packed = x.new_empty(-(-rows // ROWS_MULTIPLE) * ROWS_MULTIPLE * width)
-    addresses = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (g, x, packed))
-    outputs = (ctypes.c_void_p * len(sizes))(*(gradient.data_ptr() for gradient in gradients))
-    numbers = (ctypes.c_int64(number) for number in (rows, g.shape[1], width, len(sizes)))
-    call_kernel(
-        "lm_runner_weight_gradients",
-        *addresses,
-        *numbers,
-        (ctypes.c_int64 * len(sizes))(*sizes),
-        outputs,
-        ctypes.c_int(torch.get_num_threads()),
-    )
+    call_kernel("lm_runner_weight_gradients", g, x, packed, rows, g.shape[1], width, len(sizes), [*sizes], gradients)
     return gradients
 
 
@@ -186,14 +175,7 @@ def _(g: Tensor, gate_up: Tensor, weight: Tensor, needs_weight: bool) -> list[Te
 def _call_swiglu(name: str, gate_up: Tensor, *others: Tensor) -> None:
     """Call a kernel of swiglu.cpp with contiguous tensors. gate_up: (..., 2F)."""
     width = gate_up.shape[-1] // 2
-    call_kernel(
-        name,
-        *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (gate_up, *others)),
-        ctypes.c_int64(gate_up.numel() // (2 * width)),
-        ctypes.c_int64(width),
-        ctypes.c_int(gate_up.dtype == torch.bfloat16),
-        ctypes.c_int(torch.get_num_threads()),
-    )
+    call_kernel(name, gate_up, *others, gate_up.numel() // (2 * width), width, gate_up.dtype == torch.bfloat16)
 
 
 def _save_swiglu(ctx, inputs, output) -> None:

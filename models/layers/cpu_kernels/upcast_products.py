@@ -18,7 +18,6 @@ Shapes: (M, K) @ (K, N), and S of such products at once.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 import warnings
@@ -204,11 +203,10 @@ def multiply_by_kernel(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) 
     if out.stride(1) != 1:
         multiply_by_kernel(b.t(), a.t(), out.t(), add=add)
         return out
-    pointers = [ctypes.c_void_p(x.data_ptr()) for x in (a, b, out)]
-    a_strides, b_strides = ([ctypes.c_int64(stride) for stride in x.stride()] for x in (a, b))
-    sizes = (ctypes.c_int64(size) for size in (out.stride(0), *out.shape, a.shape[1]))
-    flags = (ctypes.c_int(flag) for flag in (out.dtype == torch.float32, add, torch.get_num_threads()))
-    call_kernel("lm_runner_multiply", pointers[0], *a_strides, pointers[1], *b_strides, pointers[2], *sizes, *flags)
+    is_fp32 = out.dtype == torch.float32
+    call_kernel(
+        "lm_runner_multiply", a, *a.stride(), b, *b.stride(), out, out.stride(0), *out.shape, a.shape[1], is_fp32, add
+    )
     return out
 
 
