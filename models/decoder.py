@@ -6,7 +6,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -110,11 +110,13 @@ class Decoder(LanguageModel):
     def compiled_layers(self) -> Sequence[nn.Module]:
         return list(self.layers)
 
+    def compiled_function(self, layer: nn.Module) -> Callable[..., Any]:
+        assert isinstance(layer, DecoderLayer)
+        if isinstance(layer.mlp, MoE):
+            layer.mlp.exclude_from_compile()
+        return layer.body
+
     def compile_layers(self, *, single_row: bool, **options: Any) -> None:
-        for layer in self.layers:
-            assert isinstance(layer, DecoderLayer)
-            if isinstance(layer.mlp, MoE):
-                layer.mlp.exclude_from_compile()
         super().compile_layers(single_row=single_row, fullgraph=not self.cfg.num_experts, **options)
 
     def new_cache(self, rows: int, max_length: int, dtype: torch.dtype) -> KVCache:

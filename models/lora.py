@@ -29,15 +29,14 @@ MAX_LISTED_LAYERS = 6  # names that a message has
 class LinearLayers(NamedTuple):
     adaptable: dict[str, nn.Module]  # by path
     heads: frozenset[str]  # paths of output layers, which all-linear leaves out
-    # path of a layer, or of a weight of one, that computes products without an adapter -> reason
+    # path of a layer, or of a weight of one, that no target selects -> reason; an adapter of others may have those that
+    # are adaptable
     refused: dict[str, str]
-    # paths of adaptable layers that text does not use: no target selects them, an adapter of others may have them
-    unused: frozenset[str]
 
     @property
     def selectable(self) -> dict[str, nn.Module]:
         """Layers that targets select from, by path."""
-        return {path: layer for path, layer in self.adaptable.items() if path not in self.unused}
+        return {path: layer for path, layer in self.adaptable.items() if path not in self.refused}
 
 
 def linear_layers_of(model: nn.Module) -> LinearLayers:
@@ -53,6 +52,8 @@ def linear_layers_of(model: nn.Module) -> LinearLayers:
                 refused[path] = "shares its weight with the embedding, which merging would change"
                 continue
             adaptable[path] = module
+            if not is_used(path):
+                refused[path] = "is not used by text: it would get no gradient"
             if module is output_layer or isinstance(module, LMHead):
                 heads.add(path)
         elif isinstance(module, nn.Linear) or is_transposed(module):
@@ -62,8 +63,7 @@ def linear_layers_of(model: nn.Module) -> LinearLayers:
             refused |= {
                 f"{path}.{name}": "is one weight of all experts, not a linear layer of each" for name in stacked
             }
-    unused = frozenset(path for path in adaptable if not is_used(path))
-    return LinearLayers(adaptable, frozenset(heads), refused, unused)
+    return LinearLayers(adaptable, frozenset(heads), refused)
 
 
 def select_layers(layers: LinearLayers, targets: list[str]) -> dict[str, nn.Module]:
@@ -78,15 +78,11 @@ def select_layers(layers: LinearLayers, targets: list[str]) -> dict[str, nn.Modu
     matched = _matched_paths(layers, targets)
     selectable = layers.selectable
     unknown = [target for target in targets if matched[target].isdisjoint(selectable)]
+    for target in unknown:
+        for path, reason in layers.refused.items():
+            if path in matched[target]:
+                raise _error(layers, targets, f"stage.lora.targets has {target}, but {path} {reason}")
     if unknown:
-        for target in unknown:
-            reasons = layers.refused | dict.fromkeys(
-                sorted(layers.unused), "is not used by text: it would get no gradient"
-            )
-            if reason := next(
-                (f"{path} {reason}" for path, reason in reasons.items() if path in matched[target]), None
-            ):
-                raise _error(layers, targets, f"stage.lora.targets has {target}, but {reason}")
         raise _error(layers, targets, f"unknown layers in stage.lora.targets: {', '.join(unknown)}")
     named = set().union(*matched.values())
     return {path: layer for path, layer in selectable.items() if path in named}
@@ -98,7 +94,9 @@ def lora_warnings(model: nn.Module, cfg: LoraConfig | None) -> list[str]:
         return []
     layers = linear_layers_of(model)
     left_out = {
-        path.rsplit(".", 1)[-1]: reason for path, reason in layers.refused.items() if "shares its weight" not in reason
+        path.rsplit(".", 1)[-1]: reason
+        for path, reason in layers.refused.items()
+        if path not in layers.adaptable and "shares its weight" not in reason
     }
     names = ", ".join(list(left_out)[:MAX_LISTED_LAYERS])
     return [
@@ -119,7 +117,7 @@ def _matched_paths(layers: LinearLayers, targets: list[str]) -> dict[str, set[st
 
     Patterns may be those of a run or an adapter of others.
     """
-    paths = [*layers.adaptable, *layers.refused]
+    paths = [*(layers.adaptable | layers.refused)]
     found = {target: {path for path in paths if path == target or path.endswith(f".{target}")} for target in targets}
     if ALL_LINEAR in targets:
         found[ALL_LINEAR] = set(layers.selectable) - layers.heads

@@ -97,8 +97,12 @@ class DecoderConfig(ModelConfig):
             )
         check_dropout("model.dropout", self.dropout)
         check_choice("model.attention", self.attention, ATTENTION_KERNELS)
-        if self.num_experts:
-            self._check_experts()
+        if self.num_experts and not 1 <= self.num_experts_per_tok <= self.num_experts:
+            raise UserError(
+                f"model.num_experts_per_tok must be in [1, model.num_experts={self.num_experts}], got {self.num_experts_per_tok}",
+                f"model.num_experts_per_tok={self.num_experts_per_tok}",
+                "e.g. model.num_experts_per_tok=1",
+            )
         if architecture_of(dataclasses.asdict(self)) is None:
             raise UserError(
                 "no transformers architecture has this combination of model.qk_norm, biases, experts and model.norm_topk_prob",
@@ -123,14 +127,6 @@ class DecoderConfig(ModelConfig):
                 f"a {model_type} has no {', '.join(differences)}",
                 f"model.model_type={model_type}",
                 "model.model_type=null",
-            )
-
-    def _check_experts(self) -> None:
-        if not 1 <= self.num_experts_per_tok <= self.num_experts:
-            raise UserError(
-                f"model.num_experts_per_tok must be in [1, model.num_experts={self.num_experts}], got {self.num_experts_per_tok}",
-                f"model.num_experts_per_tok={self.num_experts_per_tok}",
-                "e.g. model.num_experts_per_tok=1",
             )
 
     def size(self) -> ModelSize:

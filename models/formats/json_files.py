@@ -86,20 +86,20 @@ def _config_of(raw: dict[str, Any], path: Path, family: str | None) -> ModelConf
                 message, str(path), f"leave model.family={family} out; the types that it computes: {', '.join(types)}"
             )
         return MODELS.get(family).from_hf_config(raw, path)
-    found = _config_or_refusal(raw, path)
+    found = _find_config(raw, path)
     return MODELS.get("transformers").from_hf_config(raw, path) if isinstance(found, str) else found
 
 
-def _config_or_refusal(raw: dict[str, Any], path: Path) -> ModelConfig | str:
+def _find_config(raw: dict[str, Any], path: Path) -> ModelConfig | str:
     """Return the settings of the first family but transformers that computes the model, or why none does."""
-    refusal = f"model_type {raw['model_type']}"
+    reason = f"model_type {raw['model_type']}"
     for candidate in MODELS.entries().values():
         if raw["model_type"] in candidate.hf_model_types:
             try:
                 return candidate.from_hf_config(raw, path)
             except UnsupportedVariantError as error:
-                refusal = error.message
-    return refusal
+                reason = error.message
+    return reason
 
 
 def why_transformers(source: Path) -> str:
@@ -108,7 +108,7 @@ def why_transformers(source: Path) -> str:
     """
     path = base_model_dir(source) / "config.json"
     raw = read_json_file(path)
-    found = _config_or_refusal(raw, path)
+    found = _find_config(raw, path)
     return found if isinstance(found, str) else f"model_type {raw['model_type']}"
 
 
@@ -125,7 +125,7 @@ def read_config_of_weights(source: Path, family: str | None = None) -> ModelConf
     folder, or a MiniMind .pth file.
     """
     if source.is_file():
-        from models.formats.load import read_pth_config
+        from models.formats.tensor_files import read_pth_config
 
         return read_pth_config(source)
     if is_adapter_dir(folder := model_dir(source)):
@@ -137,7 +137,7 @@ def family_of_base(adapter: Path, family: str | None) -> str | None:
     """Return the family of the base model of an adapter folder: `family`, or transformers if only there its layers have
     the names that PEFT knows.
     """
-    return "transformers" if family is None and model_type_of(base_model_of(adapter)) in RENAMED_TYPES else family
+    return "transformers" if family is None and model_type_of(adapter) in RENAMED_TYPES else family
 
 
 def model_type_of(source: Path) -> str | None:

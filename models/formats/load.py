@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from torch import Tensor
 from common.errors import UserError
 from common.guarded_files import check_source_file
 from models.config import LoraConfig
-from models.families.decoder import DecoderConfig
 from models.families.transformers import TransformersConfig
 from models.formats.json_files import (
     base_model_of,
@@ -25,7 +23,14 @@ from models.formats.json_files import (
 )
 from models.formats.peft import StoredAdapter, merge_adapter_into, read_adapter
 from models.formats.stored_size import DAMAGED_HINT, check_size_of_weights, weight_files
-from models.formats.tensor_files import check_finite, read_tensors, read_torch_file, to_decoder_names, to_floats
+from models.formats.tensor_files import (
+    check_finite,
+    read_pth,
+    read_tensors,
+    read_torch_file,
+    to_decoder_names,
+    to_floats,
+)
 from models.language_model import LanguageModel, create_model
 from models.layers.adapter import weight_shape
 from models.lora import (
@@ -39,23 +44,6 @@ from models.lora import (
 
 HEAD_KEY, EMBEDDING_KEY = "lm_head.weight", "model.embed_tokens.weight"  # the two names of a tied weight
 MAX_NAMES = 6  # tensors that an error names of each kind
-# What MiniMind's own scripts never change, and the file does not tell
-MINIMIND_SETTINGS: dict[str, Any] = {
-    "family": "decoder",
-    "max_position_embeddings": 32768,
-    "rope_theta": 1e6,
-    "rope_scaling": None,
-    "attention_bias": False,
-    "attention_out_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": True,
-    "dropout": 0.0,
-    "attention": "auto",
-    "num_experts_per_tok": 1,
-}
-HEADS_WITHOUT_NORM = 8  # of MiniMind 2, whose files do not tell the width of a head
-AUX_LOSS_COEF = 5e-4  # per layer
-PTH_HINT = "give a MiniMind .pth file of weights"
 
 
 def load_model(source: Path, family: str | None = None) -> LanguageModel:
@@ -75,18 +63,11 @@ def load_model(source: Path, family: str | None = None) -> LanguageModel:
     return model.eval()
 
 
-def add_stored_adapter(
-    model: LanguageModel, adapter: StoredAdapter, folder: Path, dropout: float | None = None
-) -> None:
-    """Add the adapter in `folder` to its base model, with another dropout unless that is None.
+def add_stored_adapter(model: LanguageModel, adapter: StoredAdapter, folder: Path) -> None:
+    """Add the adapter in `folder` to its base model.
 
     Raises UserError, naming the tensor, if it does not fit.
     """
-    settings = (
-        adapter.layers
-        if dropout is None
-        else {path: dataclasses.replace(cfg, dropout=dropout) for path, cfg in adapter.layers.items()}
-    )
     layers, parameters = linear_layers_of(model), dict(model.named_parameters())
     try:
         for (path, matrix), tensor in adapter.matrices.items():  # before anything of their size is allocated
@@ -100,7 +81,7 @@ def add_stored_adapter(
                 raise KeyError(f"{name} of shape {tuple(tensor.shape)} is no tensor of the base model")
         if adapter.replaced:
             load_into(model, model.state_dict() | adapter.replaced, str(folder))
-        add_adapters(model, settings)
+        add_adapters(model, adapter.layers)
         load_adapter(model, adapter.parameters())
     except KeyError as error:
         raise UserError("the adapter does not fit its base model", str(folder), str(error.args[0])) from error
@@ -137,7 +118,8 @@ def continue_adapter(model: LanguageModel, source: Path, dropout: float) -> None
             str(folder),
             "stage.lora.continue_adapter=false merges it into its base model and trains a new adapter",
         )
-    add_stored_adapter(model, adapter, folder, dropout)
+    layers = {path: dataclasses.replace(cfg, dropout=dropout) for path, cfg in adapter.layers.items()}
+    add_stored_adapter(model, adapter._replace(layers=layers), folder)
 
 
 def load_weights(source: Path, family: str | None = None) -> dict[str, Tensor]:
@@ -244,49 +226,3 @@ def _mismatch_table(mismatches: dict[str, list[str]]) -> str:
         lines += [f"    {name}" for name in names[:MAX_NAMES]]
         lines += ["    ..."] if len(names) > MAX_NAMES else []
     return "\n".join(lines)
-
-
-def read_pth(path: Path) -> dict[str, Tensor]:
-    """Return fp32 weights.
-
-    The file holds half precision under the decoder's parameter names, tied weights twice.
-    """
-    return to_floats(read_torch_file(path, PTH_HINT), str(path))
-
-
-def read_pth_config(path: Path) -> DecoderConfig:
-    """Return the settings of the model in a .pth file: sizes from its tensors, the rest from MiniMind.
-
-    With one expert per token MiniMind divides its routing weight by itself (norm_topk_prob), so that the expert's
-    output counts in full.
-    """
-    shapes = {name: tuple(tensor.shape) for name, tensor in read_torch_file(path, PTH_HINT).items()}
-    try:
-        vocab_size, width = shapes["model.embed_tokens.weight"]
-        layers = 1 + max(int(name.split(".")[2]) for name in shapes if name.startswith("model.layers."))
-        attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
-        query_rows, key_rows = shapes[f"{attention}.q_proj.weight"][0], shapes[f"{attention}.k_proj.weight"][0]
-        qk_norm, experts = f"{attention}.q_norm.weight" in shapes, shapes.get(f"{mlp}.gate.weight", (0,))[0]
-        head_dim = shapes[f"{attention}.q_norm.weight"][0] if qk_norm else query_rows // HEADS_WITHOUT_NORM
-        mlp_width = shapes[f"{mlp}.experts.0.gate_proj.weight" if experts else f"{mlp}.gate_proj.weight"][0]
-    except (KeyError, ValueError, IndexError) as error:
-        raise UserError(
-            f"not the weights of a MiniMind model: {error} is missing", str(path), "give a .pth file of MiniMind 2 or 3"
-        ) from error
-    return DecoderConfig(
-        **MINIMIND_SETTINGS,
-        name=path.stem,
-        vocab_size=vocab_size,
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=query_rows // head_dim,
-        num_key_value_heads=key_rows // head_dim,
-        head_dim=head_dim,
-        intermediate_size=mlp_width,
-        rms_norm_eps=1e-6 if qk_norm else 1e-5,
-        qk_norm=qk_norm,
-        num_experts=experts,
-        moe_intermediate_size=mlp_width if experts else 0,
-        norm_topk_prob=experts > 0,
-        router_aux_loss_coef=AUX_LOSS_COEF * layers if experts else 0.0,
-    )

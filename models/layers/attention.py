@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -134,11 +135,13 @@ def _flex() -> Callable[..., Tensor]:
     return torch.compile(flex_attention)  # uncompiled, FlexAttention computes all scores
 
 
-class AttentionBlock:
+class AttentionBlock(NamedTuple):
     """Queries [start, end), which attend to keys [first_key, end)."""
 
-    def __init__(self, start: int, end: int, first_key: int, mask: Tensor | None) -> None:
-        self.start, self.end, self.first_key, self.mask = start, end, first_key, mask
+    start: int
+    end: int
+    first_key: int
+    mask: Tensor | None
 
     def queries(self, x: Tensor, K: int) -> Tensor:
         """Return the block of x (B, N, T, H) as (B, K, r * Q, H)."""

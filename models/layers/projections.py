@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.layers.cpu_kernels.fused_attention import FUSED_DTYPES, LANES
+from models.layers.cpu_kernels.fused_attention import LANES
 from models.layers.cpu_kernels.library import call_kernel
 from models.layers.cpu_kernels.upcast_products import are_products_upcast, multiply
 from models.layers.ops import compute_dtype, custom_op
@@ -127,11 +127,6 @@ def weight_gradients(g: Tensor, x: Tensor, sizes: Sequence[int]) -> list[Tensor]
     packed = x.new_empty(-(-rows // ROWS_MULTIPLE) * ROWS_MULTIPLE * width)
     call_kernel("lm_runner_weight_gradients", g, x, packed, rows, g.shape[1], width, len(sizes), [*sizes], gradients)
     return gradients
-
-
-def supports_width(dtype: torch.dtype, width: int) -> bool:
-    """Return whether the kernel computes networks of `width`."""
-    return dtype in FUSED_DTYPES and width % LANES == 0
 
 
 @custom_op("lm_runner::swiglu_output", is_saved=True)

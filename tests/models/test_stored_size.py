@@ -15,9 +15,10 @@ from tiny_models import EXPERTS, LLAMA, TOKENIZER, TOP_TWO, YARN, config, lora_c
 from common.errors import UserError
 from common.limits.memory import machine_memory
 from models.config import MAX_TENSORS
-from models.formats.load import load_model, load_weights, read_pth
+from models.formats.load import load_model, load_weights
 from models.formats.save import save_adapter, save_model
 from models.formats.stored_size import MAX_HEADER_BYTES, stored_size
+from models.formats.tensor_files import read_pth
 from models.language_model import create_model
 from models.lora import add_lora
 

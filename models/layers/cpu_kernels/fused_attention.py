@@ -19,13 +19,12 @@ from models.layers.cpu_kernels.library import call_kernel
 from models.layers.cpu_kernels.upcast_products import are_products_upcast
 from models.layers.ops import custom_op, empty_heads
 
-FUSED_DTYPES = (torch.float32, torch.bfloat16)
-LANES = 16  # the head width is a multiple
+LANES = 16  # the width is a multiple
 
 
-def supports(dtype: torch.dtype, head_width: int) -> bool:
-    """Return whether the kernel computes attention of such heads, where oneDNN has the matrix product."""
-    return dtype in FUSED_DTYPES and head_width % LANES == 0
+def supports(dtype: torch.dtype, width: int) -> bool:
+    """Return whether the kernels compute heads or SwiGLU networks of this width, where oneDNN has the matrix product."""
+    return dtype in (torch.float32, torch.bfloat16) and width % LANES == 0
 
 
 def check_product(dtype: torch.dtype, head_width: int) -> None:
