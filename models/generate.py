@@ -40,9 +40,9 @@ def generate(
     `generator` (default: a new one with seed 0), never from torch's global generator; with a list of them each row has
     its own, and does not depend on the others. `on_token(row, token)` is called for each new token, `on_end(row,
     has_stop_token)` when a row ends, `before_token()` before each forward pass: it may raise to stop. A row ends at a
-    stop token, after `max_new_tokens`, or at the model's max_position_embeddings. Rows of different lengths are
-    generated one by one where a batch would not give the logits that they get alone. Raises UserError if a prompt is
-    empty or too long for the model.
+    stop token, where `on_token` returns True, after `max_new_tokens`, or at the model's max_position_embeddings. Rows
+    of different lengths are generated one by one where a batch would not give the logits that they get alone. Raises
+    UserError if a prompt is empty or too long for the model.
     """
     limits = _new_token_limits(prompts, max_new_tokens, model.cfg.max_position_embeddings)
     longest = max((len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)), default=0)
@@ -50,9 +50,9 @@ def generate(
     has_one_batch = len({len(prompt) for prompt in prompts}) <= 1 or model.generates_in_batches(longest)
     answers: list[list[int]] = [[] for _ in prompts]
 
-    def add(row: int, token: int) -> None:
+    def add(row: int, token: int) -> object:
         answers[row].append(token)
-        on_token(row, token)
+        return on_token(row, token)
 
     training = model.training
     model.eval()
@@ -114,9 +114,8 @@ def _generate(
             if token in stop_ids:
                 end(row, has_stop_token=True)
                 continue
-            on_token(row, token)
             left[row] -= 1
-            if not left[row]:
+            if on_token(row, token) is True or not left[row]:
                 end(row, has_stop_token=False)
         if not left:
             return

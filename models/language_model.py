@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -158,6 +158,10 @@ class LanguageModel(nn.Module):
         """
         return ()
 
+    def compiled_function(self, layer: nn.Module) -> Callable[..., Any]:
+        """Return what of a layer is compiled: it replaces `layer.forward`."""
+        return layer.forward
+
     def compile_layers(self, *, single_row: bool, **options: Any) -> None:
         """Train with compiled layers. single_row: batches have one row; options: those of torch.compile.
 
@@ -172,7 +176,7 @@ class LanguageModel(nn.Module):
             raise NotImplementedError
         functorch_config.ban_recompute_materialized_backward = False
         for layer in self.compiled_layers:
-            compiled = torch.compile(getattr(layer, "body", layer.forward), dynamic=True, **options)
+            compiled = torch.compile(self.compiled_function(layer), dynamic=True, **options)
             vars(layer)["forward"] = partial(_forward, layer, layer.forward, compiled, single_row)
 
     def uncompile_layers(self) -> None:

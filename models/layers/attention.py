@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +45,11 @@ def document_mask(document_ids: Tensor, dropout: float) -> AttentionMask:
     # FlexAttention skips blocks without allowed pairs; it has no dropout
     if document_ids.device.type == "cuda" and dropout == 0:
         return create_block_mask(document_mask_mod(document_ids), B, None, T, T, device=document_ids.device)
+    return boolean_document_mask(document_ids)
+
+
+def boolean_document_mask(document_ids: Tensor) -> Tensor:
+    T = document_ids.shape[1]
     same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
     # Padding is document -1: each of its tokens attends at least to itself, so that no softmax row is empty.
     return (same & torch.ones(T, T, dtype=torch.bool, device=document_ids.device).tril()).unsqueeze(1)
@@ -123,11 +129,13 @@ def _flex() -> Callable[..., Tensor]:
     return torch.compile(flex_attention)  # uncompiled, FlexAttention computes all scores
 
 
-class AttentionBlock:
+class AttentionBlock(NamedTuple):
     """Queries [start, end), which attend to keys [first_key, end)."""
 
-    def __init__(self, start: int, end: int, first_key: int, mask: Tensor | None) -> None:
-        self.start, self.end, self.first_key, self.mask = start, end, first_key, mask
+    start: int
+    end: int
+    first_key: int
+    mask: Tensor | None
 
     def queries(self, x: Tensor, K: int) -> Tensor:
         """Return the block of x (B, N, T, H) as (B, K, r * Q, H)."""

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from models.families.decoder import DecoderConfig
 from models.layers.attention import FUSED_KERNEL
+from models.layers.cpu_kernels.fused_attention import supports
 from models.layers.ops import compute_dtype, pad_tokens
-from models.layers.projections import fused_projection, joined_projection, supports_width, swiglu_output
+from models.layers.projections import fused_projection, joined_projection, swiglu_output
 
 
 class SwiGLU(torch.autograd.Function):
@@ -48,7 +49,7 @@ class MLP(nn.Module):
         if (
             self.attention_kernel == FUSED_KERNEL
             and self._is_plain()
-            and supports_width(x.dtype, self.gate_proj.out_features)
+            and supports(x.dtype, self.gate_proj.out_features)
         ):
             gate_up = joined_projection(x, [self.gate_proj.weight, self.up_proj.weight], None, True)  # (..., 2F)
             return swiglu_output(gate_up, self.down_proj.weight)

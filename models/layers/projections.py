@@ -8,16 +8,15 @@ Shapes: D inputs, O_i outputs of a layer, n tokens, F width of a network.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.layers.cpu_kernels.fused_attention import FUSED_DTYPES, LANES
+from models.layers.cpu_kernels.fused_attention import LANES
 from models.layers.cpu_kernels.library import call_kernel
-from models.layers.cpu_kernels.upcast_products import are_products_upcast, multiply, projection_gradients_upcast
+from models.layers.cpu_kernels.upcast_products import are_products_upcast, multiply
 from models.layers.ops import compute_dtype, custom_op
 
 ROWS_MULTIPLE = 32
@@ -69,9 +68,6 @@ def projection_gradients(
         return [g @ joined]
     rows, x_rows, sizes = g.flatten(0, -2), x.flatten(0, -2), [len(weight) for weight in weights]
     if use_kernel and supports_gradients(g, x, weights):
-        if are_products_upcast():
-            dx, dw = projection_gradients_upcast(rows, x_rows, joined, sizes)
-            return [dx.view_as(x), *dw]
         return [g @ joined, *weight_gradients(rows, x_rows, sizes)]
     # a product for each: one for all would have to be copied
     parts = zip(rows.split(sizes, dim=1), weights, strict=True)
@@ -135,23 +131,8 @@ def weight_gradients(g: Tensor, x: Tensor, sizes: Sequence[int]) -> list[Tensor]
     g, x = g.contiguous(), x.contiguous()
     rows, width = x.shape
     packed = x.new_empty(-(-rows // ROWS_MULTIPLE) * ROWS_MULTIPLE * width)
-    addresses = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (g, x, packed))
-    outputs = (ctypes.c_void_p * len(sizes))(*(gradient.data_ptr() for gradient in gradients))
-    numbers = (ctypes.c_int64(number) for number in (rows, g.shape[1], width, len(sizes)))
-    call_kernel(
-        "lm_runner_weight_gradients",
-        *addresses,
-        *numbers,
-        (ctypes.c_int64 * len(sizes))(*sizes),
-        outputs,
-        ctypes.c_int(torch.get_num_threads()),
-    )
+    call_kernel("lm_runner_weight_gradients", g, x, packed, rows, g.shape[1], width, len(sizes), [*sizes], gradients)
     return gradients
-
-
-def supports_width(dtype: torch.dtype, width: int) -> bool:
-    """Return whether the kernel computes networks of `width`."""
-    return dtype in FUSED_DTYPES and width % LANES == 0
 
 
 @custom_op("lm_runner::swiglu_output", is_saved=True)
@@ -195,14 +176,7 @@ def _(g: Tensor, gate_up: Tensor, weight: Tensor, needs_weight: bool) -> list[Te
 def _call_swiglu(name: str, gate_up: Tensor, *others: Tensor) -> None:
     """Call a kernel of swiglu.cpp with contiguous tensors. gate_up: (..., 2F)."""
     width = gate_up.shape[-1] // 2
-    call_kernel(
-        name,
-        *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (gate_up, *others)),
-        ctypes.c_int64(gate_up.numel() // (2 * width)),
-        ctypes.c_int64(width),
-        ctypes.c_int(gate_up.dtype == torch.bfloat16),
-        ctypes.c_int(torch.get_num_threads()),
-    )
+    call_kernel(name, gate_up, *others, gate_up.numel() // (2 * width), width, gate_up.dtype == torch.bfloat16)
 
 
 def _save_swiglu(ctx, inputs, output) -> None:

@@ -142,7 +142,7 @@ def saved_adapter(run: Path) -> tuple[LoraConfig, Path] | None:
     """Return the settings of the adapter that a run trains, and the folder of its base model; None if it trains the
     whole model.
     """
-    from models.config import SETTINGS_OF_EARLIER_ADAPTERS, LoraConfig
+    from models.config import LoraConfig
     from models.formats.load import weights_under_adapter
 
     section = saved_section(run, "stage").get("lora")
@@ -155,7 +155,7 @@ def saved_adapter(run: Path) -> tuple[LoraConfig, Path] | None:
             str(base),
             f"restore it; run={run / 'model'} has another path to it",
         )
-    lora: LoraConfig = _from_saved(LoraConfig, SETTINGS_OF_EARLIER_ADAPTERS | section, run)
+    lora: LoraConfig = _from_saved(LoraConfig, section, run)
     return lora, weights_under_adapter(lora, Path(base))
 
 

@@ -95,7 +95,7 @@ def _check_model(state: CheckpointState) -> Iterator[Problem]:
         return
     files = sorted(model.glob("*.safetensors"))
     try:
-        text = f"{stored_size(files).numbers:,} numbers"
+        text = f"{stored_size(files).parameters:,} numbers"
         damage = "" if files else "no file of weights"
         if isinstance(export, dict):
             is_equal, compared = _compare_with_checkpoint(state, export, files)

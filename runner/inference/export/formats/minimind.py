@@ -24,8 +24,8 @@ def write_minimind(cfg: ExportSettings, source: LoadedModel, folder: Path) -> Ca
 
     from models.families.decoder import DecoderConfig
     from models.formats.load import load_into
-    from models.formats.minimind import read_pth
     from models.formats.save import copy_tokenizer_files
+    from models.formats.tensor_files import read_pth
     from models.language_model import create_model
     from models.lora import merge_adapters
 
