@@ -13,7 +13,7 @@ from common.paths import display_path, outputs_dir
 from runner.reporting.compare import compare_page, compare_text, read_comparison
 from runner.reporting.leaderboard import LEADERBOARD_FILE, leaderboard_text, resolve_sweep, update_report
 from runner.reporting.page_kit import write_text
-from runner.reporting.page_server import comparison_bytes, folder_pages, list_pages, only_page, serve_pages
+from runner.reporting.page_server import comparison_bytes, folder_pages, list_pages, serve_pages
 from runner.reporting.replay import is_tracker, replay
 from runner.reporting.run_facts import run_text
 from runner.reporting.run_list import file_link, list_page, list_text, scan_runs
@@ -105,7 +105,7 @@ def _report_folder(folder: Path, cfg: ReportConfig) -> None:
     else:
         print_safely(f"{run_text(folder)}\n\npage: {page}")
     if cfg.serve:
-        serve_pages(str(folder), folder_pages(folder, only_page(lambda: write_page(folder))), cfg.port)
+        serve_pages(str(folder), folder_pages(folder, lambda: write_page(folder)), cfg.port)
 
 
 def _report_comparison(folders: list[Path], cfg: ReportConfig) -> None:

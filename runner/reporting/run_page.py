@@ -8,19 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from runner.reporting.metrics import AXES, Curve
-from runner.reporting.page_kit import CHART_LIBRARY, CHART_STYLE, RELOAD_SECONDS, render, short_number, write_text
-from runner.reporting.run_facts import (
-    RunReport,
-    beginning,
-    commands,
-    error_line,
-    error_parts,
-    format_number,
-    labels,
-    notes,
-    numbers,
-)
-from runner.reporting.runs import REPORT_FILE, as_dict, as_list
+from runner.reporting.page_kit import RELOAD_SECONDS, render, short_number, write_text
+from runner.reporting.run_facts import RunReport, error_line, format_number
+from runner.reporting.runs import REPORT_FILE, as_dict
 from runner.tracking.console.numbers import format_size
 
 # a page that is older than the time of 10 records, and than STALE_SECONDS, says that the run may have ended
@@ -76,27 +66,17 @@ def write_run_page(folder: Path) -> Path:
 
 def run_page(run: RunReport) -> str:
     charts = _charts(run)
-    attempts = [{**attempt, "error": error_line(attempt.get("error") or "")} for attempt in run.attempts]
+    attempts = [{**attempt, "error": error_line(attempt.get("error") or "")} for attempt in run.fields["attempts"]]
     return render(
-        "run.jinja",
-        (CHART_LIBRARY, "charts.js", "run.js"),
-        ("page.css", "run.css", CHART_STYLE),
+        "run",
         _data(run, charts),
         run=run,
-        checkpoints=[(name, format_size(size)) for name, size in run.checkpoints],
-        facts={
-            "labels": labels(run),
-            "numbers": numbers(run),
-            "notes": notes(run),
-            "commands": commands(run),
-            "error": error_parts(run),
-        },
-        beginning=beginning(run),
+        notes=[*run.notes],
         charts=charts,
         smoothing=0.6 if len(run.series.train) >= SMOOTHED_RECORDS else 0,
         table=_newest(run.series.train),
         nonfinite=", ".join(f"{name} in {count} records" for name, count in run.series.nonfinite.items()),
-        data_rows=_data_table(run.fields.get("data")),
+        data_rows=_data_table(run.fields["data"]),
         settings=run.compared_settings,
         different=[setting for setting in run.compared_settings if setting.differs],
         attempts=_table(ATTEMPT_COLUMNS, attempts),
@@ -146,31 +126,21 @@ def _table(names: Iterable[str], rows: list[dict[str, Any]]) -> Table | None:
     return {"names": [name.replace("_", " ") for name in names], "rows": cells} if rows else None
 
 
-def _data_table(entries: Any) -> Table | None:
+def _data_table(files: list[dict[str, Any]]) -> Table | None:
     """Return the table of the data files; `reasons` has lines for each row: `bad 12: no text (first: rows.jsonl:3)`."""
-    files = [entry for entry in as_list(entries) if isinstance(entry, dict)]
-    unused = [_unused_rows(file) for file in files]
-    sums = [{kind: sum(rows.values()) for kind, rows in found.items()} for found in unused]
-    table = _table(DATA_FIELDS, [{**file, **found} for file, found in zip(files, sums, strict=True)])
-    return table and {**table, "reasons": [_reasons(file, found) for file, found in zip(files, unused, strict=True)]}
-
-
-def _unused_rows(file: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-    """Return the rows of a data file that are not used: kind -> reason -> rows."""
-    return {
-        kind: {str(reason): rows for reason, rows in found.items() if type(rows) is int}
-        for kind in ("dropped", "bad")
-        if isinstance(found := file.get(kind), Mapping)
-    }
-
-
-def _reasons(file: Mapping[str, Any], unused: Mapping[str, Mapping[str, int]]) -> list[str]:
-    first = {reason: f" (first: {Path(str(row)).name})" for reason, row in as_dict(file.get("first_seen")).items()}
-    return [
-        f"{kind} {rows:,}: {reason}{first.get(reason, '')}"
-        for kind, found in unused.items()
-        for reason, rows in found.items()
-    ]
+    rows, reasons = [], []
+    for file in files:
+        first = {reason: f" (first: {Path(str(row)).name})" for reason, row in as_dict(file.get("first_seen")).items()}
+        row, lines = {**file}, []
+        for kind in ("dropped", "bad"):
+            if isinstance(found := file.get(kind), Mapping):
+                counts = {str(reason): count for reason, count in found.items() if type(count) is int}
+                row[kind] = sum(counts.values())
+                lines += [f"{kind} {count:,}: {reason}{first.get(reason, '')}" for reason, count in counts.items()]
+        rows.append(row)
+        reasons.append(lines)
+    table = _table(DATA_FIELDS, rows)
+    return table and {**table, "reasons": reasons}
 
 
 def _cell(value: Any) -> str:
@@ -183,15 +153,11 @@ def _cell(value: Any) -> str:
 
 def _environment(run: RunReport) -> list[tuple[str, str]]:
     """Return what the newest attempt ran on: host, processor, libraries, commit."""
-    newest = run.attempts[-1] if run.attempts else {}
-    parts = [("", {"host": run.fields.get("host")}), ("", newest.get("environment"))]
-    parts += [(f"{part}.", newest.get(part)) for part in ("versions", "code")]
-    return [
-        (f"{prefix}{name}", _cell(value))
-        for prefix, facts in parts
-        for name, value in as_dict(facts).items()
-        if value is not None
-    ]
+    newest = run.fields["attempts"][-1] if run.fields["attempts"] else {}
+    facts = {"host": run.fields["host"] or None, **as_dict(newest.get("environment"))}
+    for part in ("versions", "code"):
+        facts |= {f"{part}.{name}": value for name, value in as_dict(newest.get(part)).items()}
+    return [(name, _cell(value)) for name, value in facts.items() if value is not None]
 
 
 def _data(run: RunReport, charts: list[dict[str, Any]]) -> dict[str, Any]:

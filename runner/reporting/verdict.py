@@ -12,9 +12,8 @@ from typing import Any
 
 from common.errors import UserError
 from common.paths import command_line
-from runner.reporting.aggregate import difference_interval
 from runner.reporting.columns import loss_text, point_label
-from runner.reporting.sweep_results import JobResult, ResultRow, SweepResults
+from runner.reporting.sweep_results import JobResult, ResultRow, SweepResults, difference_interval
 from runner.run_dir.best_job import parse_number
 from runner.run_dir.saved_config import load_saved_config, reject_interpolations
 
