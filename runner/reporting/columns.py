@@ -122,14 +122,9 @@ def status_text(row: ResultRow) -> str:
     counts = Counter(job.status for job in row.jobs)
     parts = [row.status] if len(counts) == 1 else [f"{n} {status}" for status, n in counts.items()]
     parts += [f"{row.diverged} " * (len(row.jobs) > 1) + "diverged"] if row.diverged else []
-    parts += ["extended"] if any(job.extended for job in row.jobs) else []
-    parts += ["continued by hand"] if any(job.manual_overrides for job in row.jobs) else []
-    parts += ["other data"] if any(job.differs_from for job in row.jobs) else []
+    marks = {"extended": "extended", "continued by hand": "manual_overrides", "other data": "differs_from"}
+    parts += [mark for mark, name in marks.items() if any(getattr(job, name) for job in row.jobs)]
     return ", ".join(parts)
-
-
-def point_label(swept: dict[str, str]) -> str:
-    return " ".join(f"{key}={value}" for key, value in swept.items())
 
 
 def with_note(text: str, job: JobResult) -> str:

@@ -62,20 +62,16 @@ class ReportConfig:
             raise UserError("root is read with all=true only", f"root={self.root}", "add all=true, or leave root out")
         if self.to and self.serve:
             raise UserError("serve=true writes no file", f"to={self.to} serve=true", "leave out one of them")
-        if self.to and not self.replays and Path(self.to).suffix.lower() not in (".html", ".htm"):
+        if self.to and not is_tracker(self.to) and Path(self.to).suffix.lower() not in (".html", ".htm"):
             raise UserError(
                 f"to must be a tracker or a file that ends in .html, got {self.to}",
                 f"to={self.to}",
                 f"to={self.to}.html",
             )
-        if self.replays and self.all:
+        if is_tracker(self.to) and self.all:
             raise UserError(
                 "a list of runs is not written to a tracker", f"all=true to={self.to}", f"run=DIR to={self.to}"
             )
-
-    @property
-    def replays(self) -> bool:
-        return bool(self.to) and is_tracker(str(self.to))
 
 
 def print_report(cfg: ReportConfig) -> None:
@@ -83,7 +79,7 @@ def print_report(cfg: ReportConfig) -> None:
     if cfg.all:
         return _report_all(_root(cfg.root), cfg)
     folders = [resolve_sweep(cfg.sweep)] if cfg.sweep else resolve_runs(cfg.run or "last")
-    if cfg.replays:
+    if is_tracker(cfg.to):
         for folder in folders:
             replay(folder, str(cfg.to))
         return

@@ -33,7 +33,6 @@ FACTS = {
     "torch": ("versions", "torch"),
     "host": ("", "host"),
 }
-COMPARE_COLORS, DASHES = 8, 4  # classes s0 to s7 of page.css and d0 to d3 of compare.css
 MAX_PAGE_POINTS, MIN_CURVE_POINTS = 14_000, 12  # of all curves; of one curve
 MAX_CELLS = 12_000  # of the table of settings that differ
 # runs up to which a column per run is shown; on a terminal: settings that differ, characters of a value, of the first
@@ -108,10 +107,6 @@ class Comparison:
         found = {run.label: run.best[0] for run in self.runs if run.best}
         is_known = self.problem is None and len(found) > 1
         return {label for label, loss in found.items() if loss == min(found.values())} if is_known else set()
-
-    @property
-    def is_running(self) -> bool:
-        return any(run.is_running for run in self.runs)
 
 
 def read_comparison(folders: list[Path]) -> Comparison:
@@ -193,11 +188,10 @@ def compare_page(comparison: Comparison, reloads: bool = False) -> str:
     ]
     return render(
         "compare",
-        {"runs": curves, "reload": RELOAD_SECONDS if reloads and comparison.is_running else None},
+        {"runs": curves, "reload": RELOAD_SECONDS if reloads and any(run.is_running for run in runs) else None},
         comparison=comparison,
         columns=[column for column in RUN_COLUMNS if any(column.get(run) not in (None, 0, "") for run in runs)],
-        styles=[f"s{index % COMPARE_COLORS} d{index // COMPARE_COLORS % DASHES}" for index in range(len(runs))],
-        is_wide=len(runs) > WIDE_RUNS,
+        wide_runs=WIDE_RUNS,
         shown=shown,
         hidden=len(differing) - len(shown),
     )

@@ -15,7 +15,6 @@ from common.guarded_files import check_own_files
 from common.paths import command_line, command_line_here, display_path, outputs_dir
 from runner.reporting.columns import (
     loss_text,
-    point_label,
     swept_text,
     table_columns,
     trained_value,
@@ -103,9 +102,7 @@ def leaderboard_text(folder: Path) -> str:
     if explained:
         text.append("")
     for job in explained:
-        text.append(
-            ": ".join(filter(None, [point_label(job.swept) or job.name, with_note(job.status, job), job.reason]))
-        )
+        text.append(": ".join(filter(None, [job.label, with_note(job.status, job), job.reason])))
     if sweep.problem:
         text += ["", f"no best job: {sweep.problem}"]
     if best := sweep.best:
@@ -197,11 +194,10 @@ def _typed_here(arguments: list[str]) -> list[str]:
 
 def _leaders(sweep: SweepResults, verdict: SweepVerdict) -> list[str]:
     """Return the table of the best points, with as many cells as fit."""
-    tied = {id(row) for row in verdict.ties}
     keys, shown = sweep.shown_keys, sweep.rows[:MAX_LEADERS]
     table = [["", *keys, f"{sweep.ranked_by} loss", "status"]]
     for row in shown:
-        status = f"{row.status}, tied with the best" if id(row) in tied else row.status
+        status = f"{row.status}, tied with the best" if row in verdict.ties else row.status
         table.append([_rank(row), *(swept_text(row, key) for key in keys), loss_text(row.score), status])
     widths = [widest(cells) + 2 for cells in zip(*table, strict=True)]
     space = max(MIN_CELL, (LINE_WIDTH - widths[0] - sum(widths[-2:])) // max(1, len(keys)) - 2)
@@ -211,7 +207,7 @@ def _leaders(sweep: SweepResults, verdict: SweepVerdict) -> list[str]:
         lines.append(f"and {len(sweep.rows) - MAX_LEADERS:,} more, in {LEADERBOARD_FILE}")
     explained = [job for row in sweep.rows for job in row.jobs if job.reason]
     for job in explained[:MAX_LEADERS]:
-        reason = f"{point_label(job.swept) or job.name}: {job.status}: {one_line(job.reason)}"
+        reason = f"{job.label}: {job.status}: {one_line(job.reason)}"
         lines += wrap_text(reason, "", COMMAND_INDENT)
     if len(explained) > MAX_LEADERS:
         lines.append(f"and {len(explained) - MAX_LEADERS:,} more without a result")

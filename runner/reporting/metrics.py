@@ -64,9 +64,9 @@ class Curve:
         """Return the newest loss, infinite if it was not finite; None without records."""
         return (math.inf if (loss := self.last("loss")) is None else loss) if len(self) else None
 
-    def lowest(self, name: str = "loss") -> tuple[float, float] | None:
-        """Return the lowest value of a field and its step."""
-        pairs = zip(self.columns.get(name, ()), self.columns.get("step", ()), strict=False)
+    def lowest(self) -> tuple[float, float] | None:
+        """Return the lowest loss and its step."""
+        pairs = zip(self.columns.get("loss", ()), self.columns.get("step", ()), strict=False)
         return min(((value, step or 0.0) for value, step in pairs if value is not None), default=None)
 
 

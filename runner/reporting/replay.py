@@ -22,7 +22,7 @@ REPLAY_SECONDS = 600.0  # one run; a million records take TensorBoard and SwanLa
 REPLAYED_STATUS = {"completed": "completed", "interrupted": "interrupted", "running": "interrupted"}  # others: failed
 
 
-def is_tracker(name: str) -> bool:
+def is_tracker(name: str | None) -> bool:
     """Return whether `to=name` names a tracker, and not a file."""
     return name in TRACKERS.names() and name != "none"
 

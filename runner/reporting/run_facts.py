@@ -23,7 +23,7 @@ from common.paths import CONF_DIR, REPO_ROOT
 from runner.checkpoint.atomic_dir import step_names
 from runner.config.compose import compose_values
 from runner.reporting.metrics import MAX_METRICS_BYTES, Metrics, count_number, iter_records, metrics_of
-from runner.reporting.runs import Run, as_dict, flatten_settings, is_file, read_override_list
+from runner.reporting.runs import Run, as_dict, flatten_settings, is_file, longer_override, read_override_list
 from runner.run_dir.best_job import parse_number
 from runner.run_dir.saved_config import OVERRIDES_FILE, REPO_INTERPOLATION
 from runner.tracking.console.numbers import format_seconds, format_size, remaining_seconds
@@ -32,7 +32,6 @@ from runner.tracking.run_end import STAGE_METRICS, commands_after_divergence, co
 # steps and prompts that are shown; characters of an answer
 MAX_SAMPLE_STEPS, MAX_SAMPLES, MAX_SAMPLE_CHARS = 30, 8, 2000
 MAX_EVALUATIONS = 1000  # of evaluate.py, the newest
-STEP_DIGITS = 15  # of a number of steps
 MAX_WARNINGS = 40  # different ones, the newest
 LOG_TAIL_BYTES = 1 << 20  # read from the end of train.log
 WARNING = re.compile(r"^warning: (.+)$", re.MULTILINE)
@@ -59,10 +58,6 @@ class Setting:
 
 class RunReport(Run):
     """What the page of a run shows."""
-
-    @property
-    def title(self) -> str:
-        return self.name or "/".join(self.folder.parts[-2:])
 
     @cached_property
     def series(self) -> Metrics:
@@ -179,17 +174,6 @@ class RunReport(Run):
         return shown, error[len(shown) :].removeprefix("\n")
 
     @property
-    def beginning(self) -> str:
-        """Return when the run began, and its newest attempt: `started` of run.json is that of the newest one."""
-        newest, attempts = self.fields["started"] or "at an unknown time", self.fields["attempts"]
-        if len(attempts) < 2 or not attempts[0].get("started"):
-            return f"started {newest}"
-        number = attempts[0].get("attempt")
-        # the first of many attempts are not kept
-        first = "started" if number in (1, None) else f"attempt {number} began"
-        return f"{first} {attempts[0]['started']} · attempt {attempts[-1].get('attempt')} began {newest}"
-
-    @property
     def notes(self) -> Iterator[str]:
         """Yield what a reader should know before the curves: overfitting, gaps in the data, resumes that are not exact,
         warnings of the log.
@@ -222,8 +206,8 @@ class RunReport(Run):
         if self.status == "completed" and data_format in STAGE_METRICS:
             path = settings.get("data.path", "").replace(REPO_INTERPOLATION, str(REPO_ROOT))
             data_path = Path(path) if path and path != "null" and not path.startswith(("[", "{")) else None
-            family = settings.get("model.family", "")
-            found = next_commands(self.folder, self.fields["stage"], data_format, data_path, self._longer(), family)
+            family, longer = settings.get("model.family", ""), longer_override(settings) if self.is_whole else None
+            found = next_commands(self.folder, self.fields["stage"], data_format, data_path, longer, family)
         elif self.status == "diverged" and lr:
             can_resume = bool(self.checkpoints) and (self.total_steps is None or self.step < self.total_steps)
             found = commands_after_divergence(self.folder, lr, self.overrides, can_resume)
@@ -232,14 +216,6 @@ class RunReport(Run):
         else:
             return []
         return [(command.purpose, shlex.join(command.arguments)) for command in found]
-
-    def _longer(self) -> str | None:
-        """Return the override that doubles the training, None where the run ended before its last step."""
-        for key in ("train.max_steps", "train.epochs") if self.is_whole else ():
-            value = self.settings.get(key, "")
-            if value.isdecimal() and len(value) <= STEP_DIGITS and int(value) > 0:
-                return f"{key}={2 * int(value)}"
-        return None
 
 
 @lru_cache(maxsize=16)

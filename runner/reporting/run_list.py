@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
-from common.errors import strip_control
 from common.filesystem import read_json_object
 from common.guarded_files import read_from
 from common.paths import command_line_here
@@ -53,7 +52,6 @@ KINDS = {
 }
 MAX_NODES = 150  # of the picture
 WIDTH, HEIGHT, GAP_X, GAP_Y = 230, 46, 46, 12  # of a box and between boxes, pixels
-LABEL_CHARACTERS, DETAIL_CHARACTERS = 27, 36  # that fit into a box
 TERMINAL_ROWS = 20
 AGES = ((86_400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
@@ -97,21 +95,6 @@ class ListedRun:
         end = self.folder.name if self.kind == "job" else "/".join(self.folder.parts[-2:])
         return self.name or (f"sweep {end}" if self.kind == "sweep" else end)
 
-    @property
-    def box_title(self) -> str:
-        return _cut(self.label, LABEL_CHARACTERS)
-
-    @property
-    def box_detail(self) -> str:
-        is_sweep, loss = self.kind == "sweep", self.evaluation_loss
-        parts = [
-            self.stage,
-            f"sweep of {len(self.jobs)}" if is_sweep else "",
-            self.status if self.status != "completed" else "",
-            "" if loss is None else f"{'best ' if is_sweep else ''}{loss:.4f}",
-        ]
-        return _cut(" · ".join(filter(None, parts)), DETAIL_CHARACTERS)
-
 
 @dataclass
 class RunList:
@@ -131,11 +114,6 @@ class RunList:
             self.bytes -= path.lstat().st_size
         self.folders -= 1
         return not self.is_cut
-
-
-def _cut(text: str, limit: int) -> str:
-    text = strip_control(text)
-    return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 # --- find and read ------------------------------------------------------------------------------------------------------
@@ -223,14 +201,13 @@ def _read_tail(row: ListedRun) -> None:
         lines = read_from(row.folder / "metrics.jsonl", 0, RECORD_TAIL_BYTES).split(b"\n")
     except OSError:
         return
-    for record in map(parse_record, reversed(lines)):
-        loss, step = finite_number(record.get("loss")), count_number(record.get("step"))
-        if record.get("kind") == "train" and row.training_loss is None:
+    for record in map(parse_record, lines):
+        loss = finite_number(record.get("loss"))
+        if loss is not None and record.get("kind") == "train":
             row.training_loss = loss
-        if record.get("kind") == "eval" and row.evaluation_loss is None:
+        if loss is not None and record.get("kind") == "eval":
             row.evaluation_loss = loss
-        if step is not None:
-            row.step = max(row.step or 0.0, step)
+        row.step = max(row.step or 0.0, count_number(record.get("step")) or 0.0)
 
 
 def _read_sweep(folder: Path, runs: RunList) -> ListedRun:
@@ -338,8 +315,6 @@ def list_page(runs: RunList, link_of: LinkOf, is_served: bool) -> str:
         placed=placed,
         total=total,
         box={"width": WIDTH, "height": HEIGHT, "gap": GAP_X},
-        statuses=sorted({row.status for row in runs.rows}),
-        stages=sorted({row.stage for row in runs.rows if row.stage}),
         counts=_counts(runs),
     )
 

@@ -23,6 +23,7 @@ from runner.run_dir.contents import DEFAULT_METADATA, OWNER_FILE, RUN_FILE, SWEE
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.saved_config import CONFIG_FILE, load_saved_config, load_yaml
 
+STEP_DIGITS = 15  # of a number of steps
 MAX_JOBS = 10_000  # of one sweep
 REPORT_FILE = "report.html"
 UNKNOWN = "unknown"  # status of a run or sweep whose file cannot be read
@@ -171,6 +172,15 @@ def differing_values(settings: list[dict[str, str]]) -> dict[str, list[str | Non
     keys = dict.fromkeys(key for each in settings for key in each)
     rows = {key: [each.get(key) for each in settings] for key in keys}
     return {key: values for key, values in rows.items() if len({*values}) > 1}
+
+
+def longer_override(settings: Mapping[str, str]) -> str | None:
+    """Return the override that doubles a training; None if its length is not known."""
+    for key in ("train.max_steps", "train.epochs"):
+        value = settings.get(key, "")
+        if value.isdecimal() and len(value) <= STEP_DIGITS and int(value) > 0:
+            return f"{key}={2 * int(value)}"
+    return None
 
 
 def parse_time(text: str) -> float | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.engine.config import STEP_SIZE_KEYS
-from runner.reporting.columns import point_label, swept_text, table_columns, with_note
+from runner.reporting.columns import swept_text, table_columns, with_note
 from runner.reporting.importance import Importance, setting_effects, setting_importance, sorted_values
 from runner.reporting.page_kit import (
     RELOAD_SECONDS,
@@ -22,23 +22,14 @@ from runner.reporting.verdict import sweep_verdict
 from runner.tracking.console.numbers import format_seconds
 
 SMOOTHING, SMOOTHED_POINTS = 0.6, 100  # at first, of training curves; where none has more points, they are not smoothed
-LEAD_COLUMNS = ("loss", "loss_interval")  # before the settings: they are seen on a narrow screen
 # last lines of a failed job; characters of one; of all jobs together
 MAX_LINES, MAX_LINE_CHARS, MAX_TAIL_CHARS = 20, 400, 120_000
-MIN_PARALLEL_KEYS, MAX_SELECT_KEYS = 3, 12  # settings of the parallel coordinates; settings with a filter
 MAX_KEYS, MAX_VALUE_CHARS = 200, 200  # of the settings that differ; of one value
 SWEEP_STALE_SECONDS = 900  # a page of a running sweep that is older says that the sweep may have ended
 CURVE_CLASSES = 8  # classes s0 to s7 of page.css
 POINTS_PER_PAGE, POINTS_PER_CURVE, MIN_POINTS = 22_000, 500, 24  # of all curves; at most and at least of one
 CURVE_DIGITS = 6
 OTHER_ROWS = "sx"  # class of the rows below the best CURVE_CLASSES
-SHOWN_STATUSES = {
-    "completed": "done",
-    "running": "running",
-    "new": "waiting",
-    "interrupted": "interrupted",
-    "failed": "failed",
-}
 OPTUNA_TRIALS_KEY = "hydra.sweeper.n_trials"
 
 
@@ -47,7 +38,6 @@ def sweep_page(sweep: SweepResults, is_final: bool = True) -> str:
 
     The importance of settings takes seconds to calculate: it is left out unless `is_final`.
     """
-    columns = [column for column in table_columns(sweep) if column.title]
     later = Importance(reason="it is calculated when the sweep ends, and by report.py")
     verdict, styles = sweep_verdict(sweep), row_styles(sweep)
     settings = [saved_settings(sweep.folder / job.folder) if job.folder else {} for job in sweep.jobs]
@@ -57,25 +47,18 @@ def sweep_page(sweep: SweepResults, is_final: bool = True) -> str:
         sweep=sweep,
         progress=sweep_progress(sweep, time.time()),
         verdict=verdict,
-        tied={id(row) for row in verdict.ties},
-        lead=[column for column in columns if column.key in LEAD_COLUMNS],
-        columns=[column for column in columns if column.key not in LEAD_COLUMNS],
+        columns=[column for column in table_columns(sweep) if column.title],
         styles=styles,
         pages={job.folder for job in sweep.jobs if job.folder and (sweep.folder / job.folder / REPORT_FILE).is_file()},
         smoothing=SMOOTHING if max((len(job.metrics.train) for job in sweep.jobs), default=0) > SMOOTHED_POINTS else 0,
         # By step a job with large steps would seem better than one that is ranked above it at the same tokens.
         opens_by_tokens=bool(STEP_SIZE_KEYS & set(sweep.swept_keys))
         and all(each.get("sweep.match_budget") != "steps" for each in settings),
-        has_curves=any(job.metrics.last for job in sweep.jobs),
         effects=setting_effects(sweep),
         importance=setting_importance(sweep) if is_final or sweep.status != "running" else later,
         failed=_failed_jobs(sweep),
-        overfitting=[job for job in sweep.jobs if job.overfitting],
-        limits={"parallel": MIN_PARALLEL_KEYS, "selects": MAX_SELECT_KEYS},
-        point_label=point_label,
         swept_text=swept_text,
         with_note=with_note,
-        id=id,
     )
 
 
@@ -94,22 +77,16 @@ def _failed_jobs(sweep: SweepResults) -> list[tuple[JobResult, list[str], str]]:
 class SweepProgress:
     ended: int  # jobs: completed or failed
     total: int
-    counts: list[tuple[str, int]]  # what is shown -> jobs
     remaining: str  # e.g. `about 00:10:00`; empty where it is not known
 
 
 def sweep_progress(sweep: SweepResults, now: float) -> SweepProgress:
-    jobs = {status: [job for job in sweep.jobs if job.status == status] for status in SHOWN_STATUSES}
-    ended, trials = len(jobs["completed"]) + len(jobs["failed"]), _planned_trials(sweep)
+    completed, running = ([job for job in sweep.jobs if job.status == status] for status in ("completed", "running"))
+    ended, trials = len(completed) + sum(job.status == "failed" for job in sweep.jobs), _planned_trials(sweep)
     total = max(len(sweep.jobs), trials or 0)
-    seconds = _remaining_seconds(jobs["completed"], jobs["running"], total - ended - len(jobs["running"]), now)
+    seconds = _remaining_seconds(completed, running, total - ended - len(running), now)
     is_known = sweep.status == "running" and (sweep.sweeper != "optuna" or trials is not None)
-    return SweepProgress(
-        ended,
-        total,
-        [(name, len(jobs[status])) for status, name in SHOWN_STATUSES.items() if jobs[status] or name != "interrupted"],
-        f"about {format_seconds(seconds)}" if is_known and seconds is not None else "",
-    )
+    return SweepProgress(ended, total, f"about {format_seconds(seconds)}" if is_known and seconds is not None else "")
 
 
 def _planned_trials(sweep: SweepResults) -> int | None:
@@ -174,7 +151,7 @@ def row_styles(sweep: SweepResults) -> list[str]:
 
 def _row(row: ResultRow, style: str) -> dict[str, Any]:
     return {
-        "label": point_label(row.overrides) or "all seeds",
+        "label": row.label,
         "style": style,
         "rank": row.rank,
         "loss": short_number(row.score.mean) if row.score else None,
@@ -184,7 +161,7 @@ def _row(row: ResultRow, style: str) -> dict[str, Any]:
 def _job(sweep: SweepResults, job: JobResult, row: int, limit: int) -> dict[str, Any]:
     return {
         "name": job.name,
-        "label": point_label(job.swept) or job.name,
+        "label": job.label,
         "row": row,
         "status": "diverged" if job.diverged else job.status,
         "values": [job.swept.get(key) for key in sweep.compared_keys],

@@ -8,6 +8,8 @@ Sources: Student (1908), The probable error of a mean; Welch (1947), The general
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import shlex
 import statistics
@@ -28,8 +30,12 @@ from runner.run_dir.best_job import SEED_KEY, ModelScore, comparison_problem, po
 LOSS_KINDS = ("validation", "training-rows", "training")
 JOB_STATUSES = ("completed", "running", "interrupted", "failed", "new")  # in the order of the rows
 LEVEL = 0.95  # of all intervals
-INTERVALS = 200  # of Simpson's rule; even
+INTERVALS = 4000  # of the midpoint rule
 SWEEP_ONLY_KEYS = ("hydra.", "hydra/", "sweep.")  # prefixes of overrides which a job has no use for when it runs alone
+
+
+def point_label(swept: dict[str, str]) -> str:
+    return " ".join(f"{key}={value}" for key, value in swept.items())
 
 
 @dataclass
@@ -56,6 +62,10 @@ class JobResult:
     started: float | None = None  # of its newest attempt, by sweep.json, in seconds since 1970
     ended: float | None = None
     differs_from: str = ""  # name of the job which has the same data overrides but was trained on other data
+
+    @property
+    def label(self) -> str:
+        return point_label(self.swept) or self.name
 
     @property
     def manual_overrides(self) -> list[str]:
@@ -133,6 +143,10 @@ class ResultRow:
     members: list[ResultRow] = field(default_factory=list)  # one per job, if there are several
 
     @property
+    def label(self) -> str:
+        return point_label(self.overrides) or "all seeds"
+
+    @property
     def is_ranked(self) -> bool:
         return self.status == "completed" and self.score is not None and not self.diverged
 
@@ -185,10 +199,7 @@ class SweepResults:
     @property
     def is_unfinished(self) -> bool:
         """Whether `resume=` would run a job. A diverged job would diverge again and is not repeated."""
-        remaining = [
-            job for job in self.jobs if job.status != "completed" and not (job.status == "failed" and job.diverged)
-        ]
-        return self.status != "completed" and (bool(remaining) or not self.jobs)
+        return self.status != "completed" and (not self.jobs or any(map(_would_run, self.jobs)))
 
     @property
     def resume_command(self) -> str:
@@ -210,14 +221,9 @@ class SweepResults:
 
     def command_note(self, job: JobResult) -> str:
         """Return which overrides `job_command` leaves out because they name code or a hub; empty for none."""
-        keys = [
-            *dict.fromkeys(key_of(override) for override in self._overrides_of(job) if _names_code_or_hub(override))
-        ]
-        return (
-            f"left out, for it names code or a hub: {', '.join(keys)}; add it if you trust who made this sweep"
-            if keys
-            else ""
-        )
+        keys = dict.fromkeys(key_of(override) for override in self._overrides_of(job) if _names_code_or_hub(override))
+        note = f"left out, for it names code or a hub: {', '.join(keys)}; add it if you trust who made this sweep"
+        return note if keys else ""
 
     def _overrides_of(self, job: JobResult) -> list[str]:
         overrides = job.launches[-1] or [
@@ -232,6 +238,10 @@ class SweepResults:
         return f"{len(self.jobs)} job{'s' * (len(self.jobs) != 1)}: " + ", ".join(
             f"{n} {status}" for status, n in counts.items() if n
         )
+
+
+def _would_run(job: JobResult) -> bool:
+    return job.status != "completed" and not (job.status == "failed" and job.diverged)
 
 
 def _names_code_or_hub(override: str) -> bool:
@@ -278,25 +288,18 @@ def difference_interval(first: MeanStd, second: MeanStd) -> tuple[float, float] 
 
 
 @lru_cache(maxsize=1024)
-def t_quantile(degrees: float, level: float = LEVEL) -> float:
-    """Return t with P(|T| <= t) = `level` for Student's T with `degrees` (>= 1, any real number) degrees of freedom;
-    its relative error is below 1e-3.
+def t_quantile(degrees: float) -> float:
+    """Return t with P(|T| <= t) = LEVEL for Student's T with `degrees` (>= 1, any real number) degrees of freedom; its
+    relative error is below 1e-5.
 
     With T = sqrt(degrees) * tan(a) the density of a is proportional to cos(a) ** (degrees - 1) on (-pi/2, pi/2).
     """
-    whole, low, high = _cosine_integral(math.pi / 2, degrees - 1), 0.0, math.pi / 2
-    for _ in range(45):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _cosine_integral(middle, degrees - 1) < level * whole else (low, middle)
-    return math.sqrt(degrees) * math.tan((low + high) / 2)
-
-
-def _cosine_integral(end: float, power: float) -> float:
-    """Return the integral of cos(a) ** power from 0 to `end`, by Simpson's rule on a range that holds all of the mass."""
-    end = min(end, 12 / math.sqrt(power + 1))  # beyond it cos(a) ** power < exp(-72)
-    step = end / INTERVALS
-    values = [max(0.0, math.cos(step * index)) ** power for index in range(INTERVALS + 1)]
-    return step / 3 * (values[0] + values[-1] + 4 * sum(values[1:-1:2]) + 2 * sum(values[2:-1:2]))
+    step = min(math.pi / 2, 12 / math.sqrt(degrees)) / INTERVALS  # beyond 12 / sqrt(degrees) it is below exp(-71)
+    density = (math.cos(step * (index + 0.5)) ** (degrees - 1) for index in range(INTERVALS))
+    sums = [*itertools.accumulate(density, initial=0.0)]
+    index = bisect.bisect_left(sums, LEVEL * sums[-1])
+    share = (LEVEL * sums[-1] - sums[index - 1]) / (sums[index] - sums[index - 1])
+    return math.sqrt(degrees) * math.tan(step * (index - 1 + share))
 
 
 def result_rows(jobs: Iterable[JobResult], ranked_by: str) -> list[ResultRow]:
@@ -322,7 +325,7 @@ def aggregate_row(jobs: list[JobResult], ranked_by: str) -> ResultRow:
     comparable = [] if at_different_steps else counted
     sound = [job for job in comparable if not job.diverged]
     best_steps = [job.best[ranked_by][1] for job in sound if ranked_by in job.best]
-    last_points = [job.metrics.last for job in counted if job.metrics.last]
+    last = [job.metrics.last for job in counted if job.metrics.last]
     return ResultRow(
         overrides={key: value for key, value in jobs[0].swept.items() if key != SEED_KEY},
         jobs=jobs,
@@ -332,12 +335,10 @@ def aggregate_row(jobs: list[JobResult], ranked_by: str) -> ResultRow:
         final=mean_std(job.final.get(ranked_by) for job in sound),
         best=mean_std(job.best[ranked_by][0] for job in comparable if ranked_by in job.best),
         best_step=statistics.median_low(best_steps) if best_steps else None,
-        train=mean_std(
-            job.final.get("training") for job in comparable if job.final.get("training", math.inf) < math.inf
-        ),
-        loss_tokens=_mean(point.loss_tokens for point in last_points),
-        tokens=_mean(point.tokens for point in last_points),
-        seconds=_mean(point.time for point in last_points),
+        train=mean_std(job.final.get("training") for job in comparable),
+        loss_tokens=_mean(at.loss_tokens for at in last),
+        tokens=_mean(at.tokens for at in last),
+        seconds=_mean(at.time for at in last),
         tokens_per_second=_mean(job.metrics.tokens_per_second for job in counted),
         diverged=sum(job.diverged for job in jobs),
     )
@@ -350,13 +351,12 @@ def _sort_key(row: ResultRow) -> tuple:
 
 
 def mean_std(values: Iterable[float | None]) -> MeanStd | None:
-    """Return mean and deviation of the values that are not None; None if there are none."""
-    present = [value for value in values if value is not None]
-    return (
-        MeanStd(statistics.fmean(present), statistics.stdev(present) if len(present) > 1 else None, len(present))
-        if present
-        else None
-    )
+    """Return mean and deviation of the values that are known and finite; None if there are none."""
+    present = [value for value in values if value is not None and value < math.inf]
+    if not present:
+        return None
+    deviation = statistics.stdev(present) if len(present) > 1 else None
+    return MeanStd(statistics.fmean(present), deviation, len(present))
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

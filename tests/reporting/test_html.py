@@ -109,7 +109,7 @@ def test_html_escapes_hostile_text_of_sweep_json(tmp_path: Path) -> None:
 def test_html_header_has_status_counts_and_commands(tmp_path: Path) -> None:
     jobs = [*grid(), job({LR: "1", ACC: "1"}, None, status="new")]
     text = text_of(page_of(write_sweep(tmp_path, jobs, overrides=("train.max_steps=40",), status="interrupted")))
-    assert "interrupted · 7 jobs: 6 completed, 1 new" in text and "done6 of 7" in text
+    assert "interrupted · 7 jobs: 6 completed, 1 new" in text and "done6 of 7running0waiting1failed0" in text
     assert f"python runner/train.py resume={tmp_path}" in text
     assert "python runner/train.py train.max_steps=40 optimizer.lr=1e-4 train.accumulation_steps=1" in text
     assert "Resume the sweep" not in text_of(page_of(write_sweep(tmp_path, grid())))
@@ -313,12 +313,7 @@ def test_progress_expects_the_mean_time_of_completed_jobs(tmp_path: Path) -> Non
     assert sweep_progress(sweep, now).remaining == "about 00:30:00"
     sweep.jobs[1].status, sweep.jobs[1].started = "running", now - 240
     progress = sweep_progress(sweep, now)
-    assert progress.remaining == "about 00:26:00" and progress.counts == [
-        ("done", 1),
-        ("running", 1),
-        ("waiting", 2),
-        ("failed", 0),
-    ]
+    assert (progress.remaining, progress.ended, progress.total) == ("about 00:26:00", 1, 4)
     # two at a time: 6 minutes of both, then one job
     sweep.jobs[2].status, sweep.jobs[2].started = "running", sweep.jobs[1].started
     assert sweep_progress(sweep, now).remaining == "about 00:11:00"
