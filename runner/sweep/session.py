@@ -130,7 +130,7 @@ class SweepSession:
         if status != state.status or state.is_stale:
             state.set_status(status)
             self.page.write()
-        from runner.reporting.sweep_end import describe_sweep_end
+        from runner.reporting.leaderboard import describe_sweep_end
 
         self.lines.end(*describe_sweep_end(state.folder))
         if status == "completed":

@@ -342,4 +342,4 @@ def test_run_page_names_the_lowest_of_all_validation_losses() -> None:
         {"kind": "eval", "step": step, "loss": loss, "time": 1.0, "attempt": 1}
         for step, loss in ((1, 3.0), (2, 1.5), (3, None), (4, 2.0))
     ]
-    assert metrics_of(records).eval.lowest("loss") == (1.5, 2.0)
+    assert metrics_of(records).eval.lowest() == (1.5, 2.0)
