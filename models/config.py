@@ -134,13 +134,6 @@ def check_required_values(raw: dict[str, Any], required: dict[str, Any], path: P
 
 
 LORA_WEIGHTS = ("nf4",)
-# of runs that lack them
-SETTINGS_OF_EARLIER_ADAPTERS: dict[str, Any] = {
-    "rslora": False,
-    "dora": False,
-    "quantize": None,
-    "continue_adapter": False,
-}
 
 
 @dataclass

@@ -29,7 +29,7 @@ def generate(
     repetition_penalty: float,
     stop_ids: list[int],
     generator: torch.Generator | list[torch.Generator] | None = None,
-    on_token: Callable[[int, int], None] | None = None,
+    on_token: Callable[[int, int], object] | None = None,
     on_end: Callable[[int, bool], None] | None = None,
     before_token: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
@@ -40,9 +40,9 @@ def generate(
     `generator` (default: a new one with seed 0), never from torch's global generator; with a list of them each row has
     its own, and does not depend on the others. `on_token(row, token)` is called for each new token, `on_end(row,
     has_stop_token)` when a row ends, `before_token()` before each forward pass: it may raise to stop. A row ends at a
-    stop token, after `max_new_tokens`, or at the model's max_position_embeddings. Rows of different lengths are
-    generated one by one where a batch would not give the logits that they get alone. Raises UserError if a prompt is
-    empty or too long for the model.
+    stop token, where `on_token` returns True, after `max_new_tokens`, or at the model's max_position_embeddings. Rows
+    of different lengths are generated one by one where a batch would not give the logits that they get alone. Raises
+    UserError if a prompt is empty or too long for the model.
     """
     limits = _new_token_limits(prompts, max_new_tokens, model.cfg.max_position_embeddings)
     training = model.training
@@ -72,14 +72,14 @@ def _batches(model: LanguageModel, prompts: list[list[int]], limits: list[int]) 
 class _Events(NamedTuple):
     """The callbacks of `generate`, for rows from number `first` on."""
 
-    on_token: Callable[[int, int], None] | None
+    on_token: Callable[[int, int], object] | None
     on_end: Callable[[int, bool], None] | None
     before_token: Callable[[], None]
     first: int
 
-    def token(self, row: int, token: int) -> None:
-        if self.on_token is not None:
-            self.on_token(self.first + row, token)
+    def token(self, row: int, token: int) -> bool:
+        """Return whether the row ends with this token."""
+        return self.on_token is not None and self.on_token(self.first + row, token) is True
 
     def end(self, row: int, has_stop_token: bool) -> None:
         if self.on_end is not None:
@@ -128,8 +128,7 @@ def _generate(
                 events.end(row, has_stop_token=True)
                 continue
             answers[row].append(token)
-            events.token(row, token)
-            if len(answers[row]) == limits[row]:
+            if events.token(row, token) or len(answers[row]) == limits[row]:
                 active.discard(row)
                 events.end(row, has_stop_token=False)
         if not active:

@@ -33,8 +33,8 @@ runner.launch > runner.supervise | runner.fault_injection | runner.serving
 runner.reporting
 runner.recovery
 runner.config
-runner.inference.export.formats > runner.inference.export | runner.inference.harness
-runner.inference.metrics > runner.inference
+runner.inference.export | runner.inference.harness
+runner.inference
 runner.planning.out_of_memory > runner.planning.alternatives > runner.planning.memory > runner.planning.activations > runner.planning.facts
 runner.engine > runner.engine.state > runner.engine.data_pipeline > runner.engine.config
 runner.engine.objectives | runner.engine.optim > runner.engine.choices > runner.engine.device > runner.engine.device.cpu
