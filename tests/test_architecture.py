@@ -31,8 +31,8 @@ runner.sweep > runner.sweep.backends
 runner.launch | runner.fault_injection | runner.serving
 runner.reporting
 runner.config
-runner.inference.export.formats > runner.inference.export | runner.inference.harness
-runner.inference.metrics > runner.inference
+runner.inference.export | runner.inference.harness
+runner.inference
 runner.planning.out_of_memory > runner.planning.alternatives > runner.planning.memory
 runner.planning.model | runner.planning.data | runner.planning.machine | runner.planning.micro_batch
 runner.engine > runner.engine.state > runner.engine.data_pipeline > runner.engine.config

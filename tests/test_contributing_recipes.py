@@ -30,6 +30,10 @@ EDITS = {
         r"\Z",
         re.findall(r'^@register_schedule\("inverse_sqrt"\)\n.*?(?=^```)', TEXT, re.M | re.S)[0],
     ),
+    "runner/inference/metrics.py": (
+        r"\Z",
+        re.findall(r'^@register_metric\("token_accuracy".*?(?=^```)', TEXT, re.M | re.S)[0],
+    ),
     "runner/engine/device/precision.py": (
         r"^PRECISIONS\b.*\{\n",
         re.findall(r'^ {4}"medium": PrecisionSpec.*\n', TEXT, re.M)[0],

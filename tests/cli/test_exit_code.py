@@ -99,8 +99,6 @@ PRINTS = {  # files that print without these functions, and what
     "runner/inference/evaluate.py": "JSON if it has control characters",
     "runner/inference/export/model_card.py": "the example of a model card",
     "runner/inference/inspect_rows.py": "by the token view, which strips",
-    "runner/inference/metrics/conversation.py": "stripped",
-    "runner/inference/metrics/exact_match.py": "stripped",
     "runner/inference/token_view.py": "stripped",
     "runner/launch/resume.py": "stripped",
     "runner/launch/subprocesses.py": "the message of sys.exit",
