@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TypeVar
 
 from common.errors import StopRequested
 from runner.engine.device.distributed import DistributedContext
-
-T = TypeVar("T")
 
 
 class StopRequests:
@@ -50,14 +47,15 @@ def as_stop_requests(stop_requested: Callable[[], bool]) -> StopRequests:
     return stop_requested if isinstance(stop_requested, StopRequests) else StopRequests(stop_requested)
 
 
-def do_unless_stopped(dist: DistributedContext, stop: StopRequests, pending_work: str, work: Callable[[], T]) -> T:
-    """Return what `work`, without any collective, returns.
+@contextmanager
+def stopping_together(dist: DistributedContext, stop: StopRequests) -> Iterator[None]:
+    """Run the preparation of a run, without any collective in it.
 
     Raises StopRequested on every rank if some rank is asked to stop meanwhile.
     """
-    results: list[T] = []
-    with suppress(StopRequested), stop.interrupting(pending_work):
-        results.append(work())
-    if dist.any(stop()) or not results:
+    is_done = False
+    with suppress(StopRequested), stop.interrupting("before the first step"):
+        yield
+        is_done = True
+    if dist.any(stop()) or not is_done:
         raise StopRequested
-    return results[0]
