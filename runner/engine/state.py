@@ -181,13 +181,12 @@ class TrainState:
         from runner.engine.device import rng
 
         self.progress = Progress(**saved["progress"])
-        cfg, before = self.cfg, saved.get("compatibility") or {}
+        cfg, before = self.cfg, saved["compatibility"]
         if jump := describe_lr_jump(
             self.progress.step, before, self.loader.steps_per_epoch, self.total_steps, cfg.optimizer.lr, cfg.schedule
         ):
             self.logger.info(f"changed from here on: {jump}")
-        # before: None in checkpoints of earlier versions
-        before, now = saved.get("evaluation"), self.pipeline.evaluation
+        before, now = saved["evaluation"], self.pipeline.evaluation
         if before and now and before != now and self.progress.best_step is not None:
             self.progress.forget_evaluations()
             self.logger.warning(
@@ -283,15 +282,10 @@ def load_strict(into: dict[str, Tensor], saved: dict[str, Tensor], source: Path)
         text for text, name in zip(differing, names, strict=True) if shape(into.get(name)) != shape(saved.get(name))
     ]
     if differing:
-        missing = into.keys() - saved.keys()
-        is_earlier = len(missing) == len(differing) and not any(into[name].requires_grad for name in missing)
-        fix = (
-            "train again: an earlier version saved no tensors that training leaves as they are"
-            if is_earlier
-            else "resume with the model the run was started with"
-        )
         raise UserError(
-            "the checkpoint's tensors do not fit this model:\n  " + "\n  ".join(differing[:12]), str(source), fix
+            "the checkpoint's tensors do not fit this model:\n  " + "\n  ".join(differing[:12]),
+            str(source),
+            "resume with the model the run was started with",
         )
     with torch.no_grad():
         for name, tensor in sorted(into.items()):

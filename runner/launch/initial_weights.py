@@ -49,8 +49,6 @@ def compatibility_fingerprints(config: Config, tokenizer: Path | None = None) ->
     from data.tokenize.tokenizer import Tokenizer
 
     shape = {key: value for key, value in dataclasses.asdict(config.model).items() if key not in IRRELEVANT_TO_WEIGHTS}
-    # runs from before there were biases count, too
-    shape = {key: value for key, value in shape.items() if value or not key.endswith("_bias")}
     fingerprints = {"model": hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()}
     if tokenizer is None and config.data.tokenizer in (AUTO, MINIMIND):
         return fingerprints
@@ -293,9 +291,8 @@ def with_tokenizer(config: Config, folder: Path, source: str | None, is_new: boo
     """Return the config with the path of the tokenizer, and copy it to the run directory `folder`: a resume and the
     export do not depend on that path.
 
-    `config.init_from` is a path or "scratch"; `source` is the recorded path, None for a new run and for one of an
-    earlier version, which has no copy. Raises UserError if a new run would get a tokenizer that is not that of its
-    weights, or a resumed run another one than before.
+    `config.init_from` is a path or "scratch"; `source` is the recorded path, None for a new run. Raises UserError if a
+    new run would get a tokenizer that is not that of its weights, or a resumed run another one than before.
     """
     copy, typed = folder / RUN_TOKENIZER, config.data.tokenizer
     if source is None or not copy.is_dir():

@@ -114,13 +114,11 @@ def test_saved_tensors_are_those_of_the_state_dict_and_are_restored(tmp_path: Pa
     )
 
 
-def test_saved_tensors_of_an_earlier_version_without_frozen_ones_are_refused(tmp_path: Path) -> None:
+def test_saved_tensors_without_frozen_ones_are_refused(tmp_path: Path) -> None:
     """Such a checkpoint was resumed with a router bias of zero."""
     model = Routed()
     trained = {name: tensor for name, tensor in saved_tensors(model).items() if tensor.requires_grad}
-    with pytest.raises(UserError, match="bias: 3 in the model, absent in the checkpoint") as error:
+    with pytest.raises(UserError, match="bias: 3 in the model, absent in the checkpoint"):
         load_strict(saved_tensors(model), trained, tmp_path)
-    assert error.value.fix.startswith("train again")
-    with pytest.raises(UserError, match="embedding.weight: 4x2 in the model, absent") as error:
+    with pytest.raises(UserError, match="embedding.weight: 4x2 in the model, absent"):
         load_strict(saved_tensors(model), {}, tmp_path)
-    assert error.value.fix.startswith("resume with the model")
