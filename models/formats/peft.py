@@ -63,19 +63,14 @@ def read_adapter(folder: Path) -> StoredAdapter:
     matrices, replaced = _sort_tensors(stored, path)
     layers = sorted({layer for layer, _ in matrices})
     with reporting_missing_fields(path):
-        names = sorted({layer.rsplit(".", 1)[-1] for layer in layers})
         rslora, dora = bool(raw.get("use_rslora")), bool(raw.get("use_dora"))
         cfg = LoraConfig(
-            raw["r"], raw["lora_alpha"], raw["lora_dropout"], names, rslora, dora, quantize=None, continue_adapter=False
+            raw["r"], raw["lora_alpha"], raw["lora_dropout"], [], rslora, dora, quantize=None, continue_adapter=False
         )
         check_number_types(cfg)
-        ranks, alphas = (_read_pattern(raw, field, layers, path) for field in ("rank_pattern", "alpha_pattern"))
-        settings = {
-            layer: dataclasses.replace(
-                cfg, rank=_value_of(ranks, layer, cfg.rank), alpha=_value_of(alphas, layer, cfg.alpha)
-            )
-            for layer in layers
-        }
+        ranks = _values_by_layer(raw, "rank_pattern", cfg.rank, layers, path)
+        alphas = _values_by_layer(raw, "alpha_pattern", cfg.alpha, layers, path)
+        settings = {layer: dataclasses.replace(cfg, rank=ranks[layer], alpha=alphas[layer]) for layer in layers}
         for own in settings.values():
             check_number_types(own)
     _check_matrices(matrices, settings, path)
@@ -144,11 +139,9 @@ def _sort_tensors(stored: Mapping[str, Tensor], path: Path) -> tuple[dict[tuple[
     return matrices, replaced
 
 
-def _read_pattern(
-    raw: Mapping[str, Any], field: str, layers: list[str], path: Path
-) -> list[tuple[re.Pattern[str], Any]]:
-    """Return (expression of the whole path of a layer, value) of each key: it matches the end of a path, one that
-    begins with ^ the whole path.
+def _values_by_layer(raw: Mapping[str, Any], field: str, default: Any, layers: list[str], path: Path) -> dict[str, Any]:
+    """Return the value of each layer: of the first key that matches the end of its path, or the whole path if it begins
+    with ^.
 
     Raises UserError for a key, or for as many, whose comparison with `layers` could take long: digits are never matched
     a second time.
@@ -167,14 +160,13 @@ def _read_pattern(
             str(path),
             "write or download the folder again",
         )
-    return [
+    expressions = [
         (re.compile(rf"(?:.*\.)?(?:{key.replace(DIGITS, DIGITS + '+')})"), value) for key, value in patterns.items()
     ]
-
-
-def _value_of(patterns: list[tuple[re.Pattern[str], Any]], layer: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches the path of the layer."""
-    return next((value for pattern, value in patterns if pattern.fullmatch(layer)), default)
+    return {
+        layer: next((value for expression, value in expressions if expression.fullmatch(layer)), default)
+        for layer in layers
+    }
 
 
 def merge_adapter_into(weights: dict[str, Tensor], folder: Path, model_type: str | None = None) -> dict[str, Tensor]:

@@ -155,7 +155,8 @@ def write_generation_config(source: Path, folder: Path, token_ids: dict[str, int
         if os.path.lexists(source / GENERATION_CONFIG) or not is_adapter_dir(source):
             break
         source = base_model_of(source)
-    settings = generation_settings(source / GENERATION_CONFIG) if os.path.lexists(source / GENERATION_CONFIG) else {}
+    path = source / GENERATION_CONFIG
+    settings = generation_settings(path) if os.path.lexists(path) else {}
     eos = {"eos_token_id": list(stop_ids)} if len(stop_ids) > 1 else {}
     write_json_file(folder / GENERATION_CONFIG, settings | token_ids | eos)
 

@@ -123,16 +123,11 @@ class LoraHead(LoraLayer, LMHead):
             return linear_cross_entropy(x, self.weight, labels, reduction)
         dropped = adapter.dropout(x)
         h = (adapter.scale * F.linear(dropped, adapter.A)).to(x.dtype)
-        if adapter.magnitude is None:
-            return linear_cross_entropy(
-                torch.cat([x, h], dim=-1),
-                torch.cat([self.weight, adapter.B], dim=1),
-                labels,
-                reduction,
-            )
-        factors = adapter.row_factors(self.weight)[:, None]  # DoRA: W x + (f - 1) W dropout(x) + f s B h
-        wide = torch.cat([self.weight, (factors - 1) * self.weight, factors * adapter.B], dim=1)
-        return linear_cross_entropy(torch.cat([x, dropped, h], dim=-1), wide, labels, reduction)
+        inputs, weights = [x, h], [self.weight, adapter.B]
+        if adapter.magnitude is not None:  # DoRA: W x + (f - 1) W dropout(x) + f s B h
+            factors = adapter.row_factors(self.weight)[:, None]
+            inputs, weights = [x, dropped, h], [self.weight, (factors - 1) * self.weight, factors * adapter.B]
+        return linear_cross_entropy(torch.cat(inputs, dim=-1), torch.cat(weights, dim=1), labels, reduction)
 
 
 ADAPTABLE: tuple[type[nn.Module], ...] = (nn.Linear, LMHead, Linear4bit)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +43,7 @@ PACKING_METHODS = ("positions", "mask", "layer_masks")
 UNSUPPORTED = (ValueError, TypeError, AttributeError, KeyError, IndexError, RuntimeError)
 
 
-@dataclass(frozen=True)
-class Kernels:
+class Kernels(NamedTuple):
     """How a model of transformers is computed."""
 
     attention: str  # attn_implementation of transformers
@@ -164,8 +162,8 @@ def _choose(probe: Probe, attention: str) -> Kernels:
     for implementation in candidates:
         if probe.has_exact_attention(implementation):
             kernels = Kernels(implementation, "none", probe.has_plain_head(), probe.calls_attention())
-            exact = (method for method in PACKING_METHODS if probe.packs_exactly(replace(kernels, packing=method)))
-            return replace(kernels, packing=next(exact, "none") if probe.shows_leaks() else "none")
+            exact = (method for method in PACKING_METHODS if probe.packs_exactly(kernels._replace(packing=method)))
+            return kernels._replace(packing=next(exact, "none") if probe.shows_leaks() else "none")
     raise UserError(
         f"model.attention={attention} is not exact for {type(probe.hf).__name__}: its output differs from that of transformers",
         f"model.attention={attention}",

@@ -18,7 +18,7 @@ from transformers_families import write_family
 from common.errors import UserError
 from models.formats.json_files import read_adapter_settings, read_json_file, read_model_config, write_json_file
 from models.formats.load import add_run_adapter, continue_adapter, load_into, load_model, load_weights
-from models.formats.peft import _read_pattern, _value_of
+from models.formats.peft import _values_by_layer
 from models.formats.save import save_adapter, save_model
 from models.formats.tensor_files import read_tensors, write_tensors
 from models.language_model import create_model
@@ -195,16 +195,14 @@ def test_peft_adapter_of_another_variant_is_refused_by_name(
 
 
 def test_digits_in_a_pattern_of_an_adapter_are_matched_once(tmp_path: Path) -> None:
-    slow, plain = (
-        _read_pattern({"rank_pattern": {key: 2}}, "rank_pattern", ["0"], tmp_path)
-        for key in (r"\d+" * 20, r"layers.\d+.q")
-    )
-    assert _value_of(slow, "1" * 200 + "x", 8) == 8, "never ends if each way to divide the digits is tried"
-    assert _value_of(plain, "model.layers.12.q", 8) == 2 and _value_of(plain, "model.layers.x.q", 8) == 8
+    def values(key: str, *layers: str) -> list[int]:
+        return [*_values_by_layer({"rank_pattern": {key: 2}}, "rank_pattern", 8, list(layers), tmp_path).values()]
+
+    assert values(r"\d+" * 20, "1" * 200 + "x") == [8], "never ends if each way to divide the digits is tried"
+    assert values(r"layers.\d+.q", "model.layers.12.q", "model.layers.x.q") == [2, 8]
     with pytest.raises(UserError, match="rank_pattern has too many keys, 1,000 for 1 layers"):
-        _read_pattern(
-            {"rank_pattern": {"a" * 100 + str(i): 2 for i in range(1000)}}, "rank_pattern", ["0." * 5000], tmp_path
-        )
+        keys = {"a" * 100 + str(i): 2 for i in range(1000)}
+        _values_by_layer({"rank_pattern": keys}, "rank_pattern", 8, ["0." * 5000], tmp_path)
 
 
 @pytest.mark.parametrize("name", ["gpt2"])
