@@ -175,8 +175,7 @@ def _listed(labels: list[str]) -> str:
 
 def compare_page(comparison: Comparison, reloads: bool = False) -> str:
     """Return the page. `reloads`: it is served, and is loaded again while a run trains."""
-    runs, differing = comparison.runs, comparison.differing
-    shown = differing[: max(1, MAX_CELLS // len(runs))]
+    runs = comparison.runs
     limit = max(MIN_CURVE_POINTS, MAX_PAGE_POINTS // (2 * len(runs)))
     curves = [
         {
@@ -192,8 +191,7 @@ def compare_page(comparison: Comparison, reloads: bool = False) -> str:
         comparison=comparison,
         columns=[column for column in RUN_COLUMNS if any(column.get(run) not in (None, 0, "") for run in runs)],
         wide_runs=WIDE_RUNS,
-        shown=shown,
-        hidden=len(differing) - len(shown),
+        max_shown=max(1, MAX_CELLS // len(runs)),
     )
 
 

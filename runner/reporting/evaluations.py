@@ -6,7 +6,7 @@ evaluations.jsonl.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +87,9 @@ def results_of(record: Record) -> dict[str, float]:
     return {name: value for name, value in numbers.items() if value is not None}
 
 
-def headline(results: Mapping[str, object]) -> str | None:
+def headline(names: Iterable[str]) -> str | None:
     """Return the name of the metric that stands for an evaluation."""
-    plain = {name.partition(",")[0]: name for name in reversed(results) if "_stderr" not in name}
+    plain = {name.partition(",")[0]: name for name in reversed([*names]) if "_stderr" not in name}
     return next((plain[name] for name in HEADLINES if name in plain), next(iter(reversed(plain.values())), None))
 
 

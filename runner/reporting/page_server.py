@@ -184,10 +184,10 @@ def run_folder(root: Path, name: str) -> Path | None:
     """
     if "\0" in name:
         return None
-    root = root.resolve()
-    folder = root / name
-    is_below = folder.is_relative_to(root) and folder.resolve() == folder != root
-    return folder if is_below and any(is_file(folder / file) for file in (RUN_FILE, SWEEP_FILE)) else None
+    base = root.resolve()
+    folder = base / name
+    is_below = folder.is_relative_to(base) and folder.resolve() == folder != base
+    return root / name if is_below and any(is_file(folder / file) for file in (RUN_FILE, SWEEP_FILE)) else None
 
 
 def folder_pages(folder: Path, write: Callable[[], Path]) -> Pages:

@@ -23,7 +23,7 @@ from runner.reporting.runs import (
     sweep_status,
     typed,
 )
-from runner.reporting.sweep_results import JOB_STATUSES, LOSS_KINDS, JobResult, SweepResults, result_rows
+from runner.reporting.sweep_results import JOB_STATUSES, LOSS_KINDS, JobResult, SweepResults, last_value, result_rows
 from runner.run_dir.best_job import SEED_KEY, model_score, parse_number
 from runner.run_dir.saved_config import OVERRIDES_FILE
 
@@ -126,7 +126,7 @@ def _set_trained_values(folder: Path, jobs: list[JobResult], shared: list[str]) 
     that it is shown all the same.
     """
     for job in jobs:
-        started_with, given = _last_value(job.launches[0]), job.swept.get(LR_KEY, _last_value(shared))
+        started_with, given = last_value(job.launches[0], LR_KEY), job.swept.get(LR_KEY, last_value(shared, LR_KEY))
         if started_with and (given is None or parse_number(started_with) != parse_number(given)):
             job.trained[LR_KEY] = started_with
     if not any(job.trained for job in jobs) or any(LR_KEY in job.swept for job in jobs):
@@ -135,12 +135,6 @@ def _set_trained_values(folder: Path, jobs: list[JobResult], shared: list[str]) 
         if job.folder and not job.trained and LR_KEY in (settings := saved_settings(folder / job.folder)):
             job.trained[LR_KEY] = settings[LR_KEY]
     return [LR_KEY]
-
-
-def _last_value(overrides: list[str]) -> str | None:
-    """Return the newest value of the learning rate."""
-    pairs = (override.partition("=") for override in overrides)
-    return {key: value for key, _, value in pairs}.get(LR_KEY)
 
 
 def _compare_data(folder: Path, jobs: list[JobResult]) -> None:
@@ -155,17 +149,11 @@ def _compare_data(folder: Path, jobs: list[JobResult]) -> None:
         if fingerprint is None or job.folder is None:
             continue
         point = tuple(sorted((key, value) for key, value in job.swept.items() if key.startswith(DATA_KEY_PREFIXES)))
-        seed = job.swept.get(SEED_KEY) if _rows_depend_on_seed(folder / job.folder) else ""
+        settings = saved_settings(folder / job.folder)
+        # if the config cannot be read, no job is marked for its seed
+        seed_matters = any(parse_number(settings.get(key, "1")) != 0 for key in ROW_DRAWS)
+        seed = job.swept.get(SEED_KEY) if seed_matters else ""
         for group, value in ((("rows", point), rows), (("fingerprint", point, seed), fingerprint)):
             name, other = first.setdefault(group, (job.name, value))
             if None not in (value, other) and value != other:
                 job.differs_from = job.differs_from or name
-
-
-def _rows_depend_on_seed(run_dir: Path) -> bool:
-    """Whether the seed draws parts of the rows, e.g. system prompts.
-
-    True if the config cannot be read: no job is marked for its seed then.
-    """
-    settings = saved_settings(run_dir)
-    return any(parse_number(settings.get(key, "1")) != 0 for key in ROW_DRAWS)

@@ -23,9 +23,9 @@ from runner.reporting.compare import shortened_table
 from runner.reporting.metrics import count_number, finite_number, parse_record
 from runner.reporting.page_kit import RELOAD_SECONDS, render
 from runner.reporting.runs import (
+    NO_STATUS,
     REPORT_FILE,
     SWEEP_FIELDS,
-    UNKNOWN,
     Run,
     as_dict,
     is_file,
@@ -165,7 +165,7 @@ def _read_folder(folder: Path, depth: int, runs: RunList) -> list[ListedRun]:
 
 def _listed(run: Run, kind: str, sweep: ListedRun | None = None) -> ListedRun:
     """Return the row of a run. Of run.json only what is shown is kept."""
-    if run.status == UNKNOWN:
+    if run.status == NO_STATUS:
         problem = "run.json cannot be read; doctor.py run=DIR looks at it"
         return ListedRun(run.folder, BROKEN, "other" if kind == "run" else kind, problem, sweep=sweep)
     fields, values, files = run.fields, run.fields["metrics"], run.fields["data"]

@@ -16,7 +16,6 @@ from runner.tracking.console.numbers import format_size
 # a page that is older than the time of 10 records, and than STALE_SECONDS, says that the run may have ended
 STALE_RECORDS = 10
 STALE_SECONDS = 120
-SMOOTHED_RECORDS = 100  # curves with fewer points are not smoothed at first
 TABLE_ROWS = 20
 # drawn without smoothing
 EXACT_FIELDS = {"lr", "data_wait", "save_stall", "peak_memory", "scale", "overflows", "skipped_steps"}
@@ -57,7 +56,6 @@ def run_page(run: RunReport) -> str:
         run=run,
         notes=[*run.notes],
         charts=charts,
-        smoothing=0.6 if len(train) >= SMOOTHED_RECORDS else 0,
         train=train,
         names=[*AXES, *train.fields],
         newest=range(len(train) - 1, max(0, len(train) - TABLE_ROWS) - 1, -1),

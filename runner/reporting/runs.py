@@ -26,7 +26,7 @@ from runner.run_dir.saved_config import CONFIG_FILE, load_saved_config, load_yam
 STEP_DIGITS = 15  # of a number of steps
 MAX_JOBS = 10_000  # of one sweep
 REPORT_FILE = "report.html"
-UNKNOWN = "unknown"  # status of a run or sweep whose file cannot be read
+NO_STATUS = "unknown"  # status of a run or sweep whose file cannot be read
 # Fields that are read of run.json, of sweep.json and of a job in it, with their defaults; see `typed`.
 RUN_FIELDS = {
     **DEFAULT_METADATA,
@@ -100,7 +100,7 @@ def run_status(fields: Mapping[str, Any]) -> str:
     """Return the status of a run from the fields of its run.json: one without its process is interrupted, one that
     diverged is named so.
     """
-    status = str(fields.get("status") or UNKNOWN)
+    status = str(fields.get("status") or NO_STATUS)
     if status == "running" and not is_alive(fields):
         return "interrupted"
     return "diverged" if status == "failed" and fields.get("outcome") == "diverged" else status
@@ -118,7 +118,7 @@ def sweep_status(folder: Path, recorded: str) -> tuple[str, bool]:
     """
     owner = read_json_object(folder / OWNER_FILE) if recorded == "running" else {}
     alive = bool(owner) and is_alive(owner)
-    return ("interrupted" if owner and not alive else text_of(recorded, 20) or UNKNOWN), alive
+    return ("interrupted" if owner and not alive else text_of(recorded, 20) or NO_STATUS), alive
 
 
 def text_of(value: object, limit: int = 200) -> str:

@@ -17,11 +17,10 @@ from runner.reporting.page_kit import (
     short_number,
 )
 from runner.reporting.runs import REPORT_FILE, differing_values, saved_settings
-from runner.reporting.sweep_results import JobResult, ResultRow, SweepResults
+from runner.reporting.sweep_results import JobResult, ResultRow, SweepResults, last_value
 from runner.reporting.verdict import sweep_verdict
 from runner.tracking.console.numbers import format_seconds
 
-SMOOTHING, SMOOTHED_POINTS = 0.6, 100  # at first, of training curves; where none has more points, they are not smoothed
 # last lines of a failed job; characters of one; of all jobs together
 MAX_LINES, MAX_LINE_CHARS, MAX_TAIL_CHARS = 20, 400, 120_000
 MAX_KEYS, MAX_VALUE_CHARS = 200, 200  # of the settings that differ; of one value
@@ -50,7 +49,6 @@ def sweep_page(sweep: SweepResults, is_final: bool = True) -> str:
         columns=[column for column in table_columns(sweep) if column.title],
         styles=styles,
         pages={job.folder for job in sweep.jobs if job.folder and (sweep.folder / job.folder / REPORT_FILE).is_file()},
-        smoothing=SMOOTHING if max((len(job.metrics.train) for job in sweep.jobs), default=0) > SMOOTHED_POINTS else 0,
         # By step a job with large steps would seem better than one that is ranked above it at the same tokens.
         opens_by_tokens=bool(STEP_SIZE_KEYS & set(sweep.swept_keys))
         and all(each.get("sweep.match_budget") != "steps" for each in settings),
@@ -91,9 +89,8 @@ def sweep_progress(sweep: SweepResults, now: float) -> SweepProgress:
 
 def _planned_trials(sweep: SweepResults) -> int | None:
     """Return hydra.sweeper.n_trials of a study where it was typed: its jobs are drawn one by one."""
-    pairs = (override.partition("=") for override in sweep.shared_overrides)
-    given = [value for key, equals, value in pairs if key == OPTUNA_TRIALS_KEY and equals]
-    return int(given[-1]) if sweep.sweeper == "optuna" and given and given[-1].isdecimal() else None
+    trials = last_value(sweep.shared_overrides, OPTUNA_TRIALS_KEY) if sweep.sweeper == "optuna" else None
+    return int(trials) if trials and trials.isdecimal() else None
 
 
 def _remaining_seconds(completed: list[JobResult], running: list[JobResult], waiting: int, now: float) -> float | None:

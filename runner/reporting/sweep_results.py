@@ -38,6 +38,11 @@ def point_label(swept: dict[str, str]) -> str:
     return " ".join(f"{key}={value}" for key, value in swept.items())
 
 
+def last_value(overrides: list[str], key: str) -> str | None:
+    """Return the newest value of a key."""
+    return {name: value for name, _, value in (override.partition("=") for override in overrides)}.get(key)
+
+
 @dataclass
 class JobResult:
     name: str
