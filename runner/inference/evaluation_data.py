@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -54,7 +54,7 @@ class EvaluationSet:
     cfg: EvaluationData
     data_format: str  # text, chat or preference
     files: list[tuple[Source, RowSchema]]
-    progress: EvaluationProgress = field(default_factory=lambda: EvaluationProgress(""))
+    progress: EvaluationProgress
 
     def examples(self, batch_size: int = 1) -> Iterator[tuple[str, Example]]:
         """Yield (file:line, example). `batch_size`: how many the caller takes before it computes."""
@@ -88,7 +88,7 @@ class EvaluationSet:
         from data.store.cache import load_or_build
         from data.types import EncodingConfig
 
-        tokenizer, settings = trained.tokenizer, trained.data_settings
+        tokenizer, settings = trained.tokenizer, trained.settings.get("data", {})
         max_length = self.cfg.max_length or settings.get("max_length") or DEFAULT_MAX_LENGTH
         encoding = EncodingConfig(
             data_format=self.data_format,
@@ -99,11 +99,11 @@ class EvaluationSet:
             loss_on=self.cfg.loss_on or settings.get("loss_on") or "assistant",
             on_bad_row="error",
         )
-        stores = [
-            (source, load_or_build(source, replace(encoding, schema=schema.name), tokenizer, Path(self.cfg.cache)))
-            for source, schema in self.files
-        ]
-        rows = mix_sources([[WeightedSource(source, store) for source, store in stores]], None)
+        parts = []
+        for source, schema in self.files:
+            store = load_or_build(source, replace(encoding, schema=schema.name), tokenizer, Path(self.cfg.cache))
+            parts.append(WeightedSource(source, store))
+        rows = mix_sources([parts], None)
         if not len(rows):
             raise UserError(
                 f"no row fits data.max_length={max_length}", f"data.path={self.cfg.path}", "raise data.max_length"

@@ -26,7 +26,7 @@ SCORED_POSITIONS = 256  # whose log-probabilities are in memory at once
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. Answers with equal values can share a batch."""
+    """How tokens are chosen."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -41,6 +41,11 @@ class Work:
     """`done` ends in the thread of the model; any thread may cancel it."""
 
     done: Future[None] = field(default_factory=Future)
+
+    @property
+    def batch_key(self) -> Sampling | None:
+        """Works with equal keys can share a batch."""
+        return None
 
     def finish(self, error: Exception | None = None) -> None:
         with suppress(InvalidStateError):  # it was cancelled, or is done
@@ -64,6 +69,10 @@ class Answer(Work):
     # tokens start:end are decoded again with new ones: a tokenizer may treat the first of a text differently
     _start: int = 0
     _end: int = 0
+
+    @property
+    def batch_key(self) -> Sampling:
+        return self.sampling
 
     def add_token(self, token: int, tokenizer: Tokenizer) -> None:
         self.ids.append(token)
@@ -183,3 +192,13 @@ def score_texts(
         assert logits is not None
         for score, row in zip(batch, logits, strict=True):
             score.read(row)
+
+
+def compute_batch(
+    trained: LoadedModel, works: Sequence[Work], max_rows: int, check_stop: Callable[[], None] = lambda: None
+) -> None:
+    """Compute works with equal `batch_key`."""
+    if answers := [work for work in works if isinstance(work, Answer)]:
+        generate_answers(trained, answers, check_stop)
+    else:
+        score_texts(trained, [work for work in works if isinstance(work, Score)], max_rows, check_stop)

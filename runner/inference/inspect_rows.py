@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Optional
@@ -17,7 +18,7 @@ from common.errors import UserError
 from common.settings import check_at_least
 from runner.engine.config import Config
 from runner.engine.data_pipeline import build_data_pipeline, build_loader, encoding_config
-from runner.inference.token_view import PlainTokenView, open_token_view, token_spans
+from runner.inference.token_view import TokenView, token_spans
 from runner.tracking.data_report import data_table
 
 if TYPE_CHECKING:
@@ -60,14 +61,18 @@ def inspect_rows(cfg: RowsConfig, run: Config) -> None:
     tokenizer = open_tokenizer(run.data, run.init_from)
     pipeline = build_data_pipeline(run, tokenizer)
     chosen = _find_row(cfg.row, pipeline) if cfg.row is not None else []
-    view = open_token_view(cfg.plain)
-    view.print(
-        "\n".join(
-            [data_table(pipeline.files), *pipeline.notes, *(f"warning: {warning}" for warning in pipeline.warnings)]
-        )
-    )
-    view.print(f"rows per epoch: {len(pipeline.train.rows):,}, {pipeline.held_out:,} more held out")
-    for line in ["", *length_histogram(pipeline.train.rows), "", *_fill_ratios(pipeline.train, run, tokenizer), ""]:
+    view = TokenView(cfg.plain)
+    for line in [
+        data_table(pipeline.files),
+        *pipeline.notes,
+        *(f"warning: {warning}" for warning in pipeline.warnings),
+        f"rows per epoch: {len(pipeline.train.rows):,}, {pipeline.held_out:,} more held out",
+        "",
+        *length_histogram(pipeline.train.rows),
+        "",
+        *_fill_ratios(pipeline.train, run, tokenizer),
+        "",
+    ]:
         view.print(line)
     sequences = (
         {"": chosen}
@@ -86,19 +91,17 @@ def inspect_rows(cfg: RowsConfig, run: Config) -> None:
 
 def length_histogram(rows: MixedRows) -> list[str]:
     """Return a text histogram of the number of input tokens per row."""
-    longest, counts = 1, np.zeros(1, np.int64)  # counts[n]: rows of n tokens
+    counts: Counter[int] = Counter()
     for start in range(0, len(rows), LENGTHS_PER_READ):
-        lengths = rows.lengths(start, min(start + LENGTHS_PER_READ, len(rows)))
-        longest = max(longest, int(lengths.max()))
-        counts = np.pad(counts, (0, max(longest + 1 - len(counts), 0))) + np.bincount(
-            lengths, minlength=max(longest + 1, len(counts))
-        )
+        counts.update(rows.lengths(start, min(start + LENGTHS_PER_READ, len(rows))).tolist())
+    longest = max(counts)
     width = -(-longest // HISTOGRAM_BINS)
-    bars = np.add.reduceat(counts[1:], np.arange(0, len(counts) - 1, width))
+    starts = range(1, longest + 1, width)
+    bars = [sum(counts[length] for length in range(start, start + width)) for start in starts]
     lines = []
-    for i, count in enumerate(bars.tolist()):
-        span = f"{i * width + 1}-{min((i + 1) * width, longest)}"
-        lines.append(f"{span:>11} {count:>10,} {'#' * -(-count * MAX_BAR_WIDTH // int(bars.max()))}".rstrip())
+    for start, count in zip(starts, bars, strict=True):
+        span = f"{start}-{min(start + width - 1, longest)}"
+        lines.append(f"{span:>11} {count:>10,} {'#' * -(-count * MAX_BAR_WIDTH // max(bars))}".rstrip())
     return ["     tokens       rows", *lines]
 
 
@@ -119,11 +122,9 @@ def _fill_ratios(sequences: Sequences, run: Config, tokenizer: Tokenizer) -> Ite
     loader = build_loader(UnpackedSequences(rows), dataclasses.replace(run, data=data), tokenizer, run.train.batch_size)
     tokens = positions = measured = 0
     for batch in itertools.chain.from_iterable(loader.iter_epoch(epoch=0)):
-        tokens, positions, measured = (
-            tokens + int(batch.lengths.sum()),
-            positions + batch.input_ids.numel(),
-            measured + len(batch.names),
-        )
+        tokens += int(batch.lengths.sum())
+        positions += batch.input_ids.numel()
+        measured += len(batch.names)
         if measured >= MEASURED_ROWS:
             break
     name = "padded, grouped by length" if data.group_by_length else "padded"
@@ -219,7 +220,7 @@ def _turn_ends(names: set[str], pipeline: DataPipeline, run: Config, tokenizer: 
     return ends
 
 
-def _print_layout(title: str, rows: list[EncodedRow], max_length: int, view: PlainTokenView) -> None:
+def _print_layout(title: str, rows: list[EncodedRow], max_length: int, view: TokenView) -> None:
     """Print which positions of a packed sequence hold which row."""
     capacity, start, lines = max_length * len(rows[0].sequences), 0, []
     for row in rows:
@@ -235,7 +236,7 @@ def _print_layout(title: str, rows: list[EncodedRow], max_length: int, view: Pla
         view.print(line)
 
 
-def _print_row(row: EncodedRow, turn_ends: TurnEnds, tokenizer: Tokenizer, ids: bool, view: PlainTokenView) -> None:
+def _print_row(row: EncodedRow, turn_ends: TurnEnds, tokenizer: Tokenizer, ids: bool, view: TokenView) -> None:
     for i, (label, sequence) in enumerate(zip(SEQUENCE_LABELS[len(row.sequences)], row.sequences, strict=True)):
         view.print(
             f"\n{row.name} {label}".rstrip()

@@ -32,8 +32,7 @@ RunSettings = dict[str, Any]  # saved config of a run
 class LoadedModel:
     folder: Path  # a model folder, a run, or one of its checkpoints
     run_dir: Path  # of a checkpoint its run, else `folder`
-    data_format: str | None  # format of the data that its run trained on: text, chat or preference; None without a run
-    data_settings: RunSettings  # the section `data` of its run; empty without a run
+    settings: RunSettings  # of its run; empty without a run
     model: LanguageModel
     tokenizer: Tokenizer
     device: torch.device
@@ -41,7 +40,8 @@ class LoadedModel:
     @property
     def is_chat_model(self) -> bool:
         """Whether its run trained on conversations; without a run, whether its tokenizer has a chat template."""
-        return self.data_format != "text" if self.data_format else self.tokenizer.chat_template is not None
+        data_format = _data_format(self.settings)
+        return data_format != "text" if data_format else self.tokenizer.chat_template is not None
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -74,34 +74,40 @@ def load_trained(folder: Path, device: str) -> LoadedModel:
 
 
 def _load_trained(folder: Path, device: str) -> LoadedModel:
+    from data.tokenize.chat_template import ChatTemplate
     from data.tokenize.origin import tokenizer_of_weights
     from data.tokenize.tokenizer import Tokenizer
     from models.families.decoder import DecoderConfig
     from models.formats.load import load_model
     from runner.engine.device.distributed import resolve_device
 
-    target, checkpoint, run_dir = resolve_device(device), find_checkpoint(folder), run_dir_of(folder)
+    target, run_dir = resolve_device(device), run_dir_of(folder)
     settings = _read_settings(run_dir)
-    data_format = settings.get("stage", {}).get("data_format")
-    if checkpoint:
-        source, model = checkpoint, _load_checkpoint(checkpoint, settings)
-        tokenizer = _tokenizer_of_run(run_dir, data_format)
+    if checkpoint := find_checkpoint(folder):
+        model, tokenizer = _load_checkpoint(checkpoint, settings), Tokenizer.load(run_dir / "tokenizer")
+        if _data_format(settings) != "text":  # with the stop ids that `model/` of the run gets
+            tokenizer = dataclasses.replace(tokenizer, stop_ids=tuple(ChatTemplate(tokenizer).stop_ids))
     else:
-        source = weights_dir(folder)
-        model, tokenizer = load_model(source), Tokenizer.load(tokenizer_of_weights(source) or source)
+        weights = weights_dir(folder)
+        model, tokenizer = load_model(weights), Tokenizer.load(tokenizer_of_weights(weights) or weights)
     for line in tokenizer.dropout_note:
         print_note(line)
     if tokenizer.largest_text_id >= model.cfg.vocab_size:
         message = f"the tokenizer has a token with the id {tokenizer.largest_text_id:,}, the model has ids below {model.cfg.vocab_size:,}"
         raise UserError(
-            message, str(source), "copy or download the folder again: its tokenizer is that of another model"
+            message, str(tokenizer.folder), "copy or download the folder again: its tokenizer is that of another model"
         )
     if (model_type := settings.get("model", {}).get("model_type")) and isinstance(model.cfg, DecoderConfig):
         # the base model of an adapter may be written as another class
         model.cfg = dataclasses.replace(model.cfg, model_type=model_type)
     model = model.to(target).eval()
     model.prepare(is_packed=False)
-    return LoadedModel(checkpoint or folder, run_dir, data_format, settings.get("data", {}), model, tokenizer, target)
+    return LoadedModel(checkpoint or folder, run_dir, settings, model, tokenizer, target)
+
+
+def _data_format(settings: RunSettings) -> str | None:
+    """Return the format of the data that a run trained on: text, chat or preference; None without a run."""
+    return settings.get("stage", {}).get("data_format")
 
 
 def weights_dir(folder: Path) -> Path:
@@ -165,14 +171,14 @@ def _unreadable_settings(run_dir: Path, error: Exception) -> UserError:
     )
 
 
-def saved_adapter(run: Path, settings: RunSettings | None = None) -> tuple[LoraConfig, Path] | None:
+def saved_adapter(run: Path, settings: RunSettings) -> tuple[LoraConfig, Path] | None:
     """Return the settings of the adapter that a run trains, and the path that it started from; None if it trains the
     whole model.
     """
     from models.config import LoraConfig
     from models.formats.load import weights_under_adapter
 
-    section = (settings or _read_settings(run))["stage"].get("lora")
+    section = settings["stage"].get("lora")
     if section is None:
         return None
     start = RunMetadata.read(run).get("init_from")
@@ -219,17 +225,6 @@ def _load_checkpoint(folder: Path, settings: RunSettings) -> LanguageModel:
         add_run_adapter(model, lora, str(start))
     load_strict(saved_tensors(model), read_model_tensors(folder), folder)
     return model.eval()
-
-
-def _tokenizer_of_run(run: Path, data_format: str | None) -> Tokenizer:
-    """Return the run's tokenizer; of a chat model with the stop ids that its `model/` gets, too."""
-    from data.tokenize.chat_template import ChatTemplate
-    from data.tokenize.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.load(run / "tokenizer")
-    if data_format == "text":
-        return tokenizer
-    return dataclasses.replace(tokenizer, stop_ids=tuple(ChatTemplate(tokenizer).stop_ids))
 
 
 def _from_saved(schema: type, section: dict[str, Any], run: Path) -> Any:

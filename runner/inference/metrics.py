@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, print_safely
+from common.guarded_files import MAX_TOKENIZER_BYTES, read_source_file
+from common.limits.parsers import parse_json
 from data.schemas.registry import ChatExample
 from runner.inference.evaluate import EvaluateConfig, MetricResults, register_metric
 from runner.inference.evaluation_data import EvaluationSet
 from runner.inference.load import LoadedModel, load_trained
 from runner.run_dir.metadata import RunMetadata
+
+if TYPE_CHECKING:
+    from data.batching.batch import Batch
+    from data.tokenize.tokenizer import Tokenizer
+
+SPACE = "\u2581"  # how tokenizers without byte-level pre-tokenization write a space
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # byte fallback: one byte of a character that is not in the vocabulary
 
 
 @register_metric("perplexity", reads=("text", "chat"))
@@ -25,8 +36,6 @@ def perplexity(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateConfi
     A row or message with a weight counts as in training, in the loss and in the bytes. Special tokens with a label (the
     end of a text) have no bytes.
     """
-    from runner.inference.token_bytes import TokenBytes
-
     loss, weight, tokens, num_bytes = 0.0, 0.0, 0, 0.0
     bytes_of = TokenBytes(trained.tokenizer)
     for batch in examples.batches(trained, cfg.batch_size):
@@ -47,6 +56,55 @@ def perplexity(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateConfi
         "loss_tokens": tokens,
     }
     return results | ({"bits_per_byte": loss / math.log(2) / num_bytes} if num_bytes else {})
+
+
+class TokenBytes:
+    """Counts the UTF-8 bytes of the tokens with a label: losses of different tokenizers are comparable per byte.
+
+    Special tokens, also the end of a text, have none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        import numpy as np
+
+        stored = parse_json(read_source_file(tokenizer.folder / "tokenizer.json", MAX_TOKENIZER_BYTES))
+        is_byte_level = _has_type(stored["pre_tokenizer"], "ByteLevel")  # one character of a token per byte
+        has_byte_tokens = bool(stored["model"].get("byte_fallback"))
+        self._bos_id = tokenizer.bos_id
+        token_ids = tokenizer.token_ids()
+        self._counts = np.zeros(max(token_ids.values()) + 1, np.int64)  # (V,) bytes of each token
+        self._starts_with_space = np.zeros(len(self._counts), bool)
+        for token, i in token_ids.items():
+            if token in tokenizer.control_ids:
+                size = 0 if token in tokenizer.special_tokens else len(token.encode())
+            elif is_byte_level:
+                size = len(token)
+            else:
+                size = 1 if has_byte_tokens and BYTE_TOKEN.fullmatch(token) else len(token.replace(SPACE, " ").encode())
+                self._starts_with_space[i] = token.startswith(SPACE)
+            self._counts[i] = size
+        # SentencePiece's tokenizers put a space before a text, which is no byte of it.
+        self._adds_space = _has_type(stored["normalizer"], "Prepend") or _prepends(stored["pre_tokenizer"])
+
+    def count(self, batch: Batch) -> float:
+        """Return the number of bytes of the tokens with a label, each times its weight in the loss."""
+        labels, inputs = batch.labels.cpu().numpy(), batch.input_ids.cpu().numpy()
+        has_label = labels >= 0
+        sizes = self._counts[labels[has_label]]
+        if self._adds_space and self._bos_id is not None:
+            sizes = sizes - self._starts_with_space[labels[has_label]] * (inputs[has_label] == self._bos_id)
+        if batch.loss_weights is None:
+            return float(sizes.sum())
+        return float(sizes @ batch.loss_weights.cpu().numpy()[has_label].astype(float))
+
+
+def _has_type(part: Any, name: str) -> bool:
+    """Return whether a component of tokenizer.json, or one inside of it, has this type."""
+    return f'"type": "{name}"' in json.dumps(part)
+
+
+def _prepends(pre_tokenizer: Any) -> bool:
+    return _has_type(pre_tokenizer, "Metaspace") and '"prepend_scheme": "never"' not in json.dumps(pre_tokenizer)
 
 
 @register_metric("preference", reads=("preference",))
@@ -80,90 +138,12 @@ def _reference_of(run_dir: Path) -> str:
     return str(source)
 
 
-@dataclass
-class Question:
-    where: str  # file:line
-    messages: list[dict[str, Any]]
-    tools: list[dict] | None
-    expected: str
-    turn: str = ""  # of a conversation
-
-
-class AnswerGrader:
-    """Compares answers that the model generates greedily with the expected ones, without leading and trailing white
-    space. Prints the first `cfg.show` wrong ones.
-    """
-
-    def __init__(self, trained: LoadedModel, cfg: EvaluateConfig) -> None:
-        self._trained, self._max_new_tokens, self._left_to_show = trained, cfg.max_new_tokens, cfg.show
-
-    def grade(self, questions: list[Question]) -> list[tuple[str, bool]]:
-        """Return the answer to each question, and whether it is right."""
-        from runner.inference.generation import Answer, Sampling, generate_answers
-
-        sampling = Sampling(self._max_new_tokens, temperature=0, stop_ids=self._trained.stop_ids(is_chat=True))
-        answers = [Answer(prompt=self._encode(question), sampling=sampling) for question in questions]
-        generate_answers(self._trained, answers)
-        return [
-            (answer.text, self._is_right(question, answer.text))
-            for question, answer in zip(questions, answers, strict=True)
-        ]
-
-    def _encode(self, question: Question) -> list[int]:
-        prompt = self._trained.template.encode_prompt(question.messages, question.tools)
-        limit = self._trained.model.cfg.max_position_embeddings - self._max_new_tokens
-        if len(prompt) > limit:
-            raise UserError(
-                f"the question has {len(prompt)} tokens, the model takes {max(limit, 0)} with max_new_tokens={self._max_new_tokens}",
-                question.where,
-                "lower max_new_tokens, or delete the row",
-            )
-        return prompt
-
-    def _is_right(self, question: Question, answer: str) -> bool:
-        is_right = answer.strip() == question.expected.strip()
-        if not is_right and self._left_to_show:
-            self._left_to_show -= 1
-            text = question.messages[-1]["content"] if question.messages else ""
-            where = f"{question.where}: {question.turn}"
-            print_safely(f"{where}{text!r}\n    expected {question.expected!r}\n    answered {answer!r}")
-        return is_right
-
-
 @register_metric("exact_match", reads=("chat",))
 def exact_match(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateConfig) -> MetricResults:
-    """Fraction of conversations whose last answer the model generates exactly."""
-    grader, questions, right = AnswerGrader(trained, cfg), _last_answers(examples, cfg.batch_size), list[bool]()
-    while batch := list(itertools.islice(questions, cfg.batch_size)):
-        right += [is_right for _, is_right in grader.grade(batch)]
-    return {"exact_match": sum(right) / len(right), "right": sum(right), "rows": len(right)}
-
-
-def _last_answers(examples: EvaluationSet, batch_size: int) -> Iterator[Question]:
-    for where, chat in examples.examples(batch_size):
-        assert isinstance(chat, ChatExample)
-        *messages, last = chat.messages
-        if last["role"] != "assistant":
-            raise UserError(
-                f"the conversation ends with a message of the {last['role']}", where, "end it with the expected answer"
-            )
-        yield Question(where, messages, chat.tools, last["content"])
-
-
-@dataclass
-class Dialogue:
-    """A conversation, in which the model's answers replace those of the data."""
-
-    where: str  # file:line
-    messages: list[dict[str, Any]]
-    tools: list[dict] | None
-    turns: list[int]  # positions of the answers in `messages`
-    right: list[bool] = field(default_factory=list)  # of each answer
-
-    def question(self, number: int) -> Question:
-        position = self.turns[number]
-        expected = str(self.messages[position]["content"])
-        return Question(self.where, self.messages[:position], self.tools, expected, f"turn {number + 1}: ")
+    """Fraction of conversations whose last answer the model generates exactly (see `hold_dialogues`)."""
+    dialogues = hold_dialogues(trained, _last_turns(examples, cfg.batch_size), cfg)
+    right = sum(dialogue.right[0] for dialogue in dialogues)
+    return {"exact_match": right / len(dialogues), "right": right, "rows": len(dialogues)}
 
 
 @register_metric("conversation", reads=("chat",))
@@ -171,15 +151,7 @@ def conversation(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateCon
     """Fraction of answers that the model generates exactly, with its own earlier answers in the prompts: exact_match of
     all, first_turn and last_turn of each conversation.
     """
-    grader, waiting, done = AnswerGrader(trained, cfg), _dialogues(examples, cfg.batch_size), list[Dialogue]()
-    while batch := list(itertools.islice(waiting, cfg.batch_size)):
-        done += batch
-        for number in range(max(len(dialogue.turns) for dialogue in batch)):
-            unfinished = [dialogue for dialogue in batch if number < len(dialogue.turns)]
-            graded = grader.grade([dialogue.question(number) for dialogue in unfinished])
-            for dialogue, (answer, is_right) in zip(unfinished, graded, strict=True):
-                dialogue.right.append(is_right)
-                dialogue.messages[dialogue.turns[number]] = {"role": "assistant", "content": answer}
+    done = hold_dialogues(trained, _all_turns(examples, cfg.batch_size), cfg)
     answers = [right for dialogue in done for right in dialogue.right]
     return {
         "exact_match": sum(answers) / len(answers),
@@ -191,7 +163,79 @@ def conversation(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateCon
     }
 
 
-def _dialogues(examples: EvaluationSet, batch_size: int) -> Iterator[Dialogue]:
+@dataclass
+class Dialogue:
+    """A conversation, in which answers of the model replace those of the data."""
+
+    where: str  # file:line
+    messages: list[dict[str, Any]]
+    tools: list[dict] | None
+    turns: list[int]  # positions of the answers that the model gives
+    names_turns: bool  # in the description of a wrong answer
+    right: list[bool] = field(default_factory=list)  # of each answer so far
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.right) == len(self.turns)
+
+    def encode_prompt(self, trained: LoadedModel, max_new_tokens: int) -> list[int]:
+        """Return the prompt of the next answer."""
+        prompt = trained.template.encode_prompt(self.messages[: self.turns[len(self.right)]], self.tools)
+        limit = trained.model.cfg.max_position_embeddings - max_new_tokens
+        if len(prompt) > limit:
+            raise UserError(
+                f"the question has {len(prompt)} tokens, the model takes {max(limit, 0)} with max_new_tokens={max_new_tokens}",
+                self.where,
+                "lower max_new_tokens, or delete the row",
+            )
+        return prompt
+
+    def take(self, answer: str) -> str | None:
+        """Replace the expected answer; return a description if they differ beyond leading and trailing white space."""
+        position = self.turns[len(self.right)]
+        expected = str(self.messages[position]["content"])
+        self.messages[position] = {"role": "assistant", "content": answer}
+        self.right.append(answer.strip() == expected.strip())
+        if self.right[-1]:
+            return None
+        question = self.messages[position - 1]["content"] if position else ""
+        where = f"{self.where}: turn {len(self.right)}" if self.names_turns else self.where
+        return f"{where}: {question!r}\n    expected {expected!r}\n    answered {answer!r}"
+
+
+def hold_dialogues(trained: LoadedModel, dialogues: Iterator[Dialogue], cfg: EvaluateConfig) -> list[Dialogue]:
+    """Let the model generate its answers greedily, in batches. Prints the first `cfg.show` wrong ones."""
+    from runner.inference.generation import Answer, Sampling, generate_answers
+
+    sampling = Sampling(cfg.max_new_tokens, temperature=0, stop_ids=trained.stop_ids(is_chat=True))
+    done, left_to_show = list[Dialogue](), cfg.show
+    while batch := list(itertools.islice(dialogues, cfg.batch_size)):
+        done += batch
+        while waiting := [dialogue for dialogue in batch if not dialogue.is_done]:
+            answers = [
+                Answer(prompt=dialogue.encode_prompt(trained, cfg.max_new_tokens), sampling=sampling)
+                for dialogue in waiting
+            ]
+            generate_answers(trained, answers)
+            for dialogue, answer in zip(waiting, answers, strict=True):
+                if (wrong := dialogue.take(answer.text)) and left_to_show:
+                    left_to_show -= 1
+                    print_safely(wrong)
+    return done
+
+
+def _last_turns(examples: EvaluationSet, batch_size: int) -> Iterator[Dialogue]:
+    for where, chat in examples.examples(batch_size):
+        assert isinstance(chat, ChatExample)
+        role = chat.messages[-1]["role"]
+        if role != "assistant":
+            raise UserError(
+                f"the conversation ends with a message of the {role}", where, "end it with the expected answer"
+            )
+        yield Dialogue(where, list(chat.messages), chat.tools, [len(chat.messages) - 1], names_turns=False)
+
+
+def _all_turns(examples: EvaluationSet, batch_size: int) -> Iterator[Dialogue]:
     for where, chat in examples.examples(batch_size):
         assert isinstance(chat, ChatExample)
         turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
@@ -205,4 +249,4 @@ def _dialogues(examples: EvaluationSet, batch_size: int) -> Iterator[Dialogue]:
                 where,
                 "metric=exact_match measures the last answer",
             )
-        yield Dialogue(where, list(chat.messages), chat.tools, turns)
+        yield Dialogue(where, list(chat.messages), chat.tools, turns, names_turns=True)

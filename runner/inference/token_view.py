@@ -59,99 +59,61 @@ def escape_whitespace(text: str) -> str:
     return strip_control(text.replace("\t", "\\t").replace("\n", "\\n\n"))
 
 
-class PlainTokenView:
-    r"""Plain text, for pipes and files: tokens with loss are in [brackets], brackets of the text are \[escaped\]."""
+class TokenView:
+    r"""Prints tokens: on a terminal with one colour per role, tokens with loss bold, others dim.
 
-    def __init__(self, stream: TextIO) -> None:
+    If `plain`, or without a terminal: tokens with loss are in [brackets], brackets of the text are \[escaped\].
+    """
+
+    def __init__(self, plain: bool, stream: TextIO | None = None) -> None:
+        stream = stream or sys.stdout
         self._out = LineConsole(stream)
+        self._terminal = None
+        if not plain and stream.isatty() and not os.environ.get("NO_COLOR"):
+            from rich.console import Console
+
+            self._terminal = Console(file=stream, highlight=False, soft_wrap=True)
 
     def print(self, text: str = "") -> None:
         self._out.print(strip_control(text))
 
     def print_legend(self) -> None:
-        self.print(
-            "[tokens with loss] and tokens without; [tokens]x0.5 have that weight in the loss; \\n is a line break"
-        )
+        if self._terminal is None:
+            self.print(
+                "[tokens with loss] and tokens without; [tokens]x0.5 have that weight in the loss; \\n is a line break"
+            )
+        else:
+            roles = ", ".join(f"[{color}]{role}[/]" for role, color in ROLE_COLORS.items())
+            self._terminal.print(
+                f"[bold]tokens with loss[/], [dim]tokens without[/]; x0.5 behind tokens: their weight in the loss; {roles}; \\n is a line break"
+            )
 
     def print_spans(self, spans: Iterable[TokenSpan]) -> None:
-        self._out.print(
-            _indented(
-                _bracketed(
-                    (
-                        (span.loss_weight, escape_whitespace(span.text).replace("[", "\\[").replace("]", "\\]"))
-                        for span in spans
-                    ),
-                    "",
-                )
-            )
-        )
+        self._print_marked((span, escape_whitespace(span.text)) for span in spans)
 
     def print_ids(self, spans: Iterable[TokenSpan]) -> None:
-        self._out.print(
-            _indented(
-                "ids: " + _bracketed(((span.loss_weight, str(token)) for span in spans for token in span.ids), " ")
-            )
-        )
+        self._print_marked(((span, str(token)) for span in spans for token in span.ids), "ids: ", " ")
 
-
-class RichTokenView(PlainTokenView):
-    """For a terminal: one colour per role, tokens with loss bold, others dim."""
-
-    def __init__(self, stream: TextIO) -> None:
-        from rich.console import Console
-
-        super().__init__(stream)
-        self._console = Console(file=stream, highlight=False, soft_wrap=True)
-
-    def print_legend(self) -> None:
-        roles = ", ".join(f"[{color}]{role}[/]" for role, color in ROLE_COLORS.items())
-        self._console.print(
-            f"[bold]tokens with loss[/], [dim]tokens without[/]; x0.5 behind tokens: their weight in the loss; {roles}; \\n is a line break"
-        )
-
-    def print_spans(self, spans: Iterable[TokenSpan]) -> None:
-        self._print_styled(((_style(span), _factor(span.loss_weight)), escape_whitespace(span.text)) for span in spans)
-
-    def print_ids(self, spans: Iterable[TokenSpan]) -> None:
-        ids = (
-            ((_style(span), _factor(span.loss_weight)), "".join(f" {token}" for token in span.ids)) for span in spans
-        )
-        self._print_styled([(("", ""), "ids:"), *ids])
-
-    def _print_styled(self, parts: Iterable[tuple[tuple[str, str], str]]) -> None:
-        """parts: ((style, text behind the parts that share both), text)"""
+    def _print_marked(self, parts: Iterable[tuple[TokenSpan, str]], head: str = "", separator: str = "") -> None:
         from rich.text import Text
 
-        text = Text(INDENT)
-        for (style, factor), group in itertools.groupby(parts, lambda part: part[0]):
-            text.append(("".join(part for _, part in group) + factor).replace("\n", "\n" + INDENT), style)
-        text.rstrip()
-        self._console.print(text)
+        text, line_break = Text(INDENT + head), "\n" + INDENT
+        for number, ((weight, style), group) in enumerate(itertools.groupby(parts, lambda part: self._mark(part[0]))):
+            marked = separator.join(part for _, part in group)
+            if self._terminal is None:
+                marked = marked.replace("[", "\\[").replace("]", "\\]")
+                marked = f"[{marked}]" if weight else marked
+            factor = "" if weight in (0, 1) else f"x{weight:g}"
+            text.append(separator if number else "").append((marked + factor).replace("\n", line_break), style)
+        if text.plain.endswith(line_break):
+            text.right_crop(len(line_break))
+        if self._terminal is None:
+            self._out.print(text.plain)
+        else:
+            self._terminal.print(text)
 
-
-def open_token_view(plain: bool, stream: TextIO | None = None) -> PlainTokenView:
-    stream = stream or sys.stdout
-    return (
-        PlainTokenView(stream) if plain or not stream.isatty() or os.environ.get("NO_COLOR") else RichTokenView(stream)
-    )
-
-
-def _style(span: TokenSpan) -> str:
-    return f"{'bold' if span.has_loss else 'dim'} {ROLE_COLORS.get(span.role, '')}".strip()
-
-
-def _factor(loss_weight: float) -> str:
-    """Return e.g. x0.5 for a weight that is not 0 or 1."""
-    return "" if loss_weight in (0, 1) else f"x{loss_weight:g}"
-
-
-def _bracketed(parts: Iterable[tuple[float, str]], separator: str) -> str:
-    groups = [
-        (weight, separator.join(text for _, text in group))
-        for weight, group in itertools.groupby(parts, lambda part: part[0])
-    ]
-    return separator.join(f"[{text}]{_factor(weight)}" if weight else text for weight, text in groups)
-
-
-def _indented(text: str) -> str:
-    return INDENT + text.removesuffix("\n").replace("\n", "\n" + INDENT)
+    def _mark(self, span: TokenSpan) -> tuple[float, str]:
+        """Return what tokens that are printed together share: their weight in the loss, and their style."""
+        if self._terminal is None:
+            return span.loss_weight, ""
+        return span.loss_weight, f"{'bold' if span.has_loss else 'dim'} {ROLE_COLORS.get(span.role, '')}".strip()

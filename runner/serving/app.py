@@ -7,20 +7,18 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import torch
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import UserError
 from runner.inference.generation import Answer, Sampling, Work
-from runner.serving.guard import Guard
+from runner.serving.guard import Guard, read_body
 from runner.serving.protocol import ApiError, Body, ChatRequest, CompletionRequest, parse_request
 from runner.serving.queue import GenerationQueue, QueueFullError, StoppingError
 from runner.serving.responses import Responder, check_tools
@@ -34,40 +32,15 @@ def create_app(
     generation: GenerationQueue, name: str, max_new_tokens: int, key: str | None, allowed_hosts: list[str] | None = None
 ) -> ASGIApp:
     """`key` and `allowed_hosts`: see Guard."""
-    app = FastAPI(title="lm-runner", docs_url=None, redoc_url=None, openapi_url=None)
     server = _Server(generation, name, max_new_tokens)
-
-    @app.exception_handler(ApiError)
-    async def refused(request: Request, error: ApiError) -> JSONResponse:
-        return JSONResponse(error.body(), error.status)
-
-    @app.exception_handler(HTTPException)
-    async def not_found(request: Request, error: HTTPException) -> JSONResponse:
-        message = f"{error.detail}; the paths are GET /v1/models, POST /v1/chat/completions, POST /v1/completions, GET /health"
-        return JSONResponse(ApiError(error.status_code, message).body(), error.status_code, headers=error.headers)
-
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [server.card()]}
-
-    @app.get("/v1/models/{model:path}")
-    async def model(model: str) -> dict[str, Any]:
-        server.check_model(model)
-        return server.card()
-
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Any:
-        return await server.answer(ChatRequest, request)
-
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Any:
-        return await server.answer(CompletionRequest, request)
-
-    return Guard(app, key, allowed_hosts)
+    routes = [
+        Route("/health", server.health),
+        Route("/v1/models", server.models),
+        Route("/v1/models/{model:path}", server.model),
+        Route("/v1/chat/completions", server.chat, methods=["POST"]),
+        Route("/v1/completions", server.completions, methods=["POST"]),
+    ]
+    return Guard(Router(routes), key, allowed_hosts)
 
 
 class _Server:
@@ -75,11 +48,24 @@ class _Server:
         self.generation, self.name, self.max_new_tokens = generation, name, max_new_tokens
         self.trained = generation.trained
         self.template = self.trained.template if self.trained.tokenizer.chat_template is not None else None
-        self.started = int(time.time())
+        self._card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "lm-runner"}
         self._rendering = asyncio.Lock()
 
-    def card(self) -> dict[str, Any]:
-        return {"id": self.name, "object": "model", "created": self.started, "owned_by": "lm-runner"}
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card]})
+
+    async def model(self, request: Request) -> Response:
+        self.check_model(request.path_params["model"])
+        return JSONResponse(self._card)
+
+    async def chat(self, request: Request) -> Response:
+        return await self.answer(ChatRequest, request)
+
+    async def completions(self, request: Request) -> Response:
+        return await self.answer(CompletionRequest, request)
 
     def check_model(self, model: str | None) -> None:
         if model not in (None, self.name):
@@ -90,11 +76,11 @@ class _Server:
                 code="model_not_found",
             )
 
-    async def answer(self, kind: type[ChatRequest] | type[CompletionRequest], request: Request) -> Any:
+    async def answer(self, kind: type[ChatRequest] | type[CompletionRequest], request: Request) -> Response:
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != JSON_TYPE:
             raise ApiError(415, f"the header Content-Type must be {JSON_TYPE}")
-        data = await request.body()
+        data = await read_body(request)
         # Beside the event loop, as texts may be long. Chat templates are rendered one at a time: those of other folders
         # share a process.
         async with self._rendering if kind is ChatRequest else nullcontext():
@@ -153,8 +139,7 @@ class _Server:
         return [self.template.encode_prompt(body.messages, body.tools if body.uses_tools else None)]
 
     def _sampling(self, body: Body, longest: int) -> Sampling:
-        positions = self.trained.model.cfg.max_position_embeddings
-        requested = body.requested_tokens
+        positions, requested = self.trained.model.cfg.max_position_embeddings, body.max_tokens
         if longest + (requested or 0) > positions:
             requested_text = "" if requested is None else f" and max_tokens is {requested}"
             raise ApiError(
@@ -162,27 +147,19 @@ class _Server:
                 f"the prompt has {longest} tokens{requested_text}: this model has {positions} positions",
                 code="context_length_exceeded",
             )
-        return Sampling(
-            self.max_new_tokens if requested is None else requested,
-            body.temperature,
-            body.top_p,
-            body.top_k,
-            body.repetition_penalty,
-            self.trained.stop_ids(isinstance(body, ChatRequest)),
-        )
+        limit = self.max_new_tokens if requested is None else requested
+        stop_ids = self.trained.stop_ids(isinstance(body, ChatRequest))
+        return Sampling(limit, body.temperature, body.top_p, body.top_k, body.repetition_penalty, stop_ids)
 
     def _submit(self, works: Sequence[Work], streams_text: bool = False) -> Pieces:
         """Return the queue of what the thread of the model says about `works`."""
         loop, pieces = asyncio.get_running_loop(), Pieces()
 
-        def put(number: int, text: str | None) -> None:
+        def put(number: int, text: str | None, _: object = None) -> None:
             loop.call_soon_threadsafe(pieces.put_nowait, (number, text))
 
-        def put_end(number: int, _: Future[None]) -> None:
-            put(number, None)
-
         for number, work in enumerate(works):
-            work.done.add_done_callback(partial(put_end, number))
+            work.done.add_done_callback(partial(put, number, None))
             if streams_text and isinstance(work, Answer):
                 work.on_text = partial(put, number)
         try:

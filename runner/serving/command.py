@@ -9,7 +9,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Optional
+from typing import Optional
 
 from common.errors import UserError, print_note
 from common.settings import check_at_least
@@ -51,7 +51,7 @@ def serve(cfg: ServeConfig, folder: Path) -> None:
         raise UserError(
             f"serve.py needs the package {error.name}",
             "python runner/serve.py",
-            'pip install "lm-runner[serve]", or pip install fastapi uvicorn',
+            'pip install "lm-runner[serve]", or pip install starlette pydantic uvicorn',
         ) from error
 
     key = _read_key()
@@ -72,23 +72,19 @@ def serve(cfg: ServeConfig, folder: Path) -> None:
     # The messages of uvicorn and asyncio about single connections are left out: any process that connects could fill
     # the log.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
-    options: dict[str, Any] = {
-        "log_level": "error",
-        "access_log": False,
-        "server_header": False,
-        "proxy_headers": False,
-    }
+    config = uvicorn.Config(
+        app,
+        http=HeaderDeadlineProtocol,
+        ws="none",
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_graceful_shutdown=3,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+    )
     try:
-        Server(
-            uvicorn.Config(
-                app,
-                http=HeaderDeadlineProtocol,
-                ws="none",
-                limit_concurrency=MAX_CONNECTIONS,
-                timeout_graceful_shutdown=3,
-                **options,
-            )
-        ).run(sockets=[listener])
+        Server(config).run(sockets=[listener])
     finally:
         generation.close()
 
@@ -137,4 +133,4 @@ def _allowed_hosts(host: str) -> list[str] | None:
     """
     if not ipaddress.ip_address(host).is_loopback:
         return None
-    return ["localhost", "127.0.0.1", "[::1]", "::1", host]
+    return ["localhost", "127.0.0.1", "::1", host]

@@ -13,6 +13,8 @@ import traceback
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -56,6 +58,7 @@ class HeaderDeadlineProtocol(H11Protocol):
 
 MAX_BODY_BYTES = 4 << 20
 BODY_SECONDS = 60  # a body that takes longer to arrive is refused
+PATHS = "the paths are GET /v1/models, POST /v1/chat/completions, POST /v1/completions, GET /health"
 OPEN_PATHS = ("/health",)  # answered without the key
 
 
@@ -70,8 +73,6 @@ class Guard:
         self.app, self.key, self.allowed_hosts = app, key, allowed_hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
         is_started = False
 
         async def noting_start(message: Message) -> None:
@@ -79,28 +80,34 @@ class Guard:
             is_started = True
             await send(message)
 
+        headers = {"connection": "close"}  # the rest of a refused request may still come
         try:
-            self._check(scope["path"], Headers(scope=scope))
-            return await self.app(scope, _replaying(await _read_body(scope, receive), receive), noting_start)
+            if scope["type"] == "http":
+                self._check(scope["path"], Headers(scope=scope))
+            # with `app` in the scope the router raises HTTPException
+            return await self.app({**scope, "app": self}, receive, noting_start)
         except ApiError as error:
             response = error
+        except HTTPException as error:
+            response = ApiError(error.status_code, f"{error.detail}; {PATHS}")
+            headers |= error.headers or {}
         except Exception:  # any fault of a request: its traceback is for the log of the server, not for the client
             print_safely(traceback.format_exc(), file=sys.stderr)
             response = ApiError(500, "the server failed; its log has the cause", "server_error")
         if not is_started:
-            await JSONResponse(response.body(), response.status, headers={"connection": "close"})(scope, receive, send)
+            await JSONResponse(response.body(), response.status, headers)(scope, receive, send)
 
     def _check(self, path: str, headers: Headers) -> None:
         """Raises ApiError for a request that must not be answered."""
         if self.allowed_hosts is not None:
             origin = headers.get("origin")
-            if _host_name(headers.get("host", "")) not in self.allowed_hosts:
+            if _host_of("//" + headers.get("host", "")) not in self.allowed_hosts:
                 raise ApiError(
                     403,
                     "this server answers under the names of this machine only; start it with host= to serve others",
                     code="host_not_allowed",
                 )
-            if origin is not None and _host_of_url(origin) not in self.allowed_hosts:
+            if origin is not None and _host_of(origin) not in self.allowed_hosts:
                 raise ApiError(403, "requests from pages of other sites are refused", code="origin_not_allowed")
         if self.key is None or path in OPEN_PATHS:
             return
@@ -114,48 +121,32 @@ class Guard:
             )
 
 
-def _host_name(header: str) -> str:
-    """Return the name in the value of the header Host, without its port."""
-    name = header.partition("]")[0] + "]" if header.startswith("[") else header.partition(":")[0]
-    return name.lower().rstrip(".")
-
-
-def _host_of_url(url: str) -> str | None:
+def _host_of(url: str) -> str:
+    """Return the name of the host, without its port; "" if there is none."""
     try:
-        return urlsplit(url).hostname
+        return (urlsplit(url).hostname or "").rstrip(".")
     except ValueError:
-        return None
+        return ""
 
 
-async def _read_body(scope: Scope, receive: Receive) -> bytes:
+async def read_body(request: Request) -> bytes:
     """Return the body, whether it has a length or comes in chunks.
 
     Raises ApiError if it is too large or too slow.
     """
     too_large = ApiError(413, f"the request is larger than {MAX_BODY_BYTES:,} bytes")
-    length = Headers(scope=scope).get("content-length", "0")
+    length = request.headers.get("content-length", "0")
     if not length.isascii() or not length.isdigit() or len(length) > 20 or int(length) > MAX_BODY_BYTES:
         raise too_large
-    parts, size = [], 0
+    body = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            while True:
-                message = await receive()
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                if size > MAX_BODY_BYTES:
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
                     raise too_large
-                if message["type"] == "http.disconnect" or not message.get("more_body", False):
-                    return b"".join(parts)
     except TimeoutError:
         raise ApiError(408, f"the request took longer than {BODY_SECONDS} seconds to arrive") from None
-
-
-def _replaying(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives the body once, then what comes after it: the end of the connection."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replay() -> Message:
-        return messages.pop() if messages else await receive()
-
-    return replay
+    except ClientDisconnect:
+        raise ApiError(499, "the client has closed the connection") from None
+    return bytes(body)

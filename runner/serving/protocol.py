@@ -24,7 +24,7 @@ HARMLESS = (
     "prompt_cache_retention",
     "prediction",
 )
-NEUTRAL: tuple[Any, ...] = (None, False, 0, "", [], {}, "auto", "none")  # values of other fields that ask for nothing
+NEUTRAL: tuple[Any, ...] = (False, 0, "", [], {}, "auto", "none")  # values of other fields that ask for nothing
 ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
@@ -73,26 +73,18 @@ class _Body(BaseModel):
     repetition_penalty: float = Field(default=1.0, ge=MIN_DIVISOR, le=100)
     n: int = Field(default=1, ge=1, le=128)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: StopText | Annotated[list[StopText], Field(max_length=64)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=64)] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
     @property
     def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
-    def requested_tokens(self) -> int | None:
-        return self.max_tokens
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @model_validator(mode="after")
-    def check_temperature(self) -> Self:
+    def check_settings(self) -> Self:
         if 0 < self.temperature < MIN_DIVISOR:
             raise ValueError(f"temperature must be 0, which is greedy, or at least {MIN_DIVISOR}")
-        return self
-
-    @model_validator(mode="after")
-    def check_stream(self) -> Self:
         if "stream_options" in self.model_fields_set and not self.stream:
             raise ValueError("stream_options is allowed with stream=true only")
         return self
@@ -100,12 +92,8 @@ class _Body(BaseModel):
     def check_all_read(self) -> None:
         """Raises ApiError for a field that this server does not read, unless its value asks for nothing."""
         for name, value in (self.model_extra or {}).items():
-            if (
-                name not in HARMLESS
-                and value not in ACCEPTED_VALUES.get(name, NEUTRAL)
-                and value is not None
-                and not (name == "best_of" and value == self.n)
-            ):
+            is_accepted = name in HARMLESS or value in ACCEPTED_VALUES.get(name, NEUTRAL)
+            if not is_accepted and (name, value) != ("best_of", self.n):
                 raise ApiError(
                     400,
                     f"{name}={json.dumps(value)[:100]} is not supported by this server: omit it",
@@ -123,10 +111,6 @@ class ChatRequest(_Body):
     tool_choice: Literal["auto", "none"] = "auto"
 
     @property
-    def requested_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
     def uses_tools(self) -> bool:
         return bool(self.tools) and self.tool_choice != "none"
 
@@ -139,6 +123,7 @@ class ChatRequest(_Body):
     def check_fields(self) -> Self:
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise ValueError("max_tokens and max_completion_tokens differ: give one of them")
+        self.max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
         if self.stream and (self.logprobs or self.uses_tools):

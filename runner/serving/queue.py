@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from common.errors import UserError, print_safely
-from runner.inference.generation import Answer, Score, Work, generate_answers, score_texts
+from runner.inference.generation import Work, compute_batch
 from runner.inference.load import LoadedModel
 
 
@@ -68,8 +68,8 @@ class GenerationQueue:
             while not self.is_stopping:
                 self._drop_cancelled()
                 if self._waiting:
-                    first = self._waiting[0]
-                    batch = [work for work in self._waiting if _can_share(first, work)][: self._max_batch]
+                    key = self._waiting[0].batch_key
+                    batch = [work for work in self._waiting if work.batch_key == key][: self._max_batch]
                     self._waiting = deque(work for work in self._waiting if work not in batch)
                     return batch
                 self._changed.wait(timeout=1)  # a signal handler does not notify
@@ -79,11 +79,7 @@ class GenerationQueue:
         self._waiting = deque(work for work in self._waiting if not work.done.cancelled())
 
     def _compute(self, batch: list[Work]) -> None:
-        if answers := [work for work in batch if isinstance(work, Answer)]:
-            generate_answers(self.trained, answers, self._check_stop)
-        else:
-            scores = [work for work in batch if isinstance(work, Score)]
-            score_texts(self.trained, scores, self._max_batch, self._check_stop)
+        compute_batch(self.trained, batch, self._max_batch, self._check_stop)
 
     def _check_stop(self) -> None:
         if self.is_stopping:
@@ -93,9 +89,3 @@ class GenerationQueue:
 def _fail(works: Iterable[Work], error: Exception) -> None:
     for work in works:
         work.finish(error)
-
-
-def _can_share(first: Work, other: Work) -> bool:
-    if isinstance(first, Answer) and isinstance(other, Answer):
-        return first.sampling == other.sampling
-    return isinstance(first, Score) and isinstance(other, Score)

@@ -20,7 +20,7 @@ from data.tokenize.tokenizer import Tokenizer
 from runner.config.compose import compose_config
 from runner.engine.data_pipeline import build_data_pipeline
 from runner.inference.inspect_rows import RowsConfig, inspect_rows, length_histogram
-from runner.inference.token_view import RichTokenView, TokenSpan, token_spans
+from runner.inference.token_view import TokenSpan, TokenView, token_spans
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = Tokenizer.load(ROOT / "data" / "samples" / "tokenizer")
@@ -72,7 +72,7 @@ def test_rows_prints_the_weight_of_tokens_where_it_is_not_1(rows) -> None:
     )
     assert "]x0.5" not in rows_of(rows(CHAT, packed=False))
     terminal = Terminal()
-    RichTokenView(terminal).print_spans(
+    TokenView(plain=False, stream=terminal).print_spans(
         [
             TokenSpan("fo", [5], 0.5, "assistant"),
             TokenSpan("ur", [6], 0.5, "assistant"),
@@ -213,7 +213,7 @@ def test_token_spans_have_every_token_once_and_the_whole_text(text: str, first: 
 
 def test_rich_token_view_does_not_interpret_markup() -> None:
     terminal = Terminal()
-    RichTokenView(terminal).print("[red]no[/red]")
+    TokenView(plain=False, stream=terminal).print("[red]no[/red]")
     assert terminal.getvalue() == "[red]no[/red]\n"
 
 

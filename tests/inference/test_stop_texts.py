@@ -57,4 +57,5 @@ def test_stop_texts_may_be_control_tokens_or_several_tokens(
     assert len(begin) >= 3 and len(rest) >= 3
     assert until(trained, [[1]]) == (["It is late now, and dark"], len(tokens))
     assert until(trained, [[1]], EOS) == (["It is late"], len(begin) + 1)
+    assert until(trained, [[1]], f"late{EOS}") == (["It is late"], len(begin) + 1)
     assert until(trained, [[1]], " is late") == (["It"], len(begin))

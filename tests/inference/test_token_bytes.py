@@ -13,7 +13,7 @@ from tokenizers import decoders, models, normalizers
 from data.batching.batch import Batch, collate
 from data.tokenize.tokenizer import Tokenizer
 from data.types import EncodedRow, TokenSequence
-from runner.inference.token_bytes import TokenBytes
+from runner.inference.metrics import TokenBytes
 
 SHIPPED = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
 TEXTS = ["plain", "托洛最喜欢棕色。", "é 🙂 a  b", "<|im_end|> is text", "\x00\t\n", "naïve café"]

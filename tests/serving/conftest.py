@@ -82,7 +82,7 @@ def queue(trained: LoadedModel) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def http(queue: Any) -> Iterator[Any]:
-    pytest.importorskip("fastapi", reason="part of the extra serve")
+    pytest.importorskip("starlette", reason="part of the extra serve")
     from starlette.testclient import TestClient
 
     from runner.serving.app import create_app

@@ -19,7 +19,7 @@ from data.tokenize.chat_template import ChatTemplate
 from models.generate import generate
 from runner.inference.load import LoadedModel
 
-pytest.importorskip("fastapi", reason="part of the extra serve")
+pytest.importorskip("starlette", reason="part of the extra serve")
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [

@@ -149,7 +149,7 @@ def write_peft(cfg: ExportSettings, source: LoadedModel, folder: Path) -> Verify
             f"adapters are written in float32, got dtype={cfg.dtype}", f"dtype={cfg.dtype}", "dtype=float32"
         )
     tokenizer = source.tokenizer
-    if source.folder != source.run_dir and (saved := saved_adapter(source.run_dir)):  # a checkpoint
+    if source.folder != source.run_dir and (saved := saved_adapter(source.run_dir, source.settings)):  # a checkpoint
         lora, start = saved
         base = weights_under_adapter(lora, start)
     else:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 from gguf import (
@@ -49,12 +48,11 @@ ARCHITECTURES = {
     "qwen3": "QWEN3",
     "qwen3_moe": "QWEN3MOE",
 }
-FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+# of ggml, of which --outtype of convert_hf_to_gguf.py has the small letters
 QUANTIZATIONS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
 # largest error of a value, relative to the largest of its tensor
 ROUNDING = {"float32": 0.0, "float16": 1e-3, "bfloat16": 8e-3, "q8_0": 1e-2}
 YARN_BETAS = (32.0, 1.0)  # of llama.cpp: it does not read those of a file
-CONVERTER_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}  # --outtype of convert_hf_to_gguf.py
 MAX_SUM_ERROR = 1e-6  # relative; of sums over all weights in another order
 NEWER_CONVERTER = "use the converter of a newer llama.cpp; verify=false keeps the file"
 EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)\.weight")
@@ -73,7 +71,7 @@ def write_gguf(path: Path, source: LoadedModel, dtype: str, name: str) -> dict[s
     architecture = MODEL_ARCH[ARCHITECTURES[hf_config["model_type"]]]
     writer = GGUFWriter(path, MODEL_ARCH_NAMES[architecture])
     writer.add_name(name)
-    writer.add_file_type(LlamaFileType[FILE_TYPES[dtype]])
+    writer.add_file_type(LlamaFileType[f"{'ALL' if dtype == 'float32' else 'MOSTLY'}_{QUANTIZATIONS[dtype]}"])
     _add_settings(writer, cfg)
     add_tokenizer(writer, source, cfg.vocab_size)
     names, tensors = get_tensor_name_map(architecture, cfg.num_hidden_layers), {}
@@ -81,7 +79,9 @@ def write_gguf(path: Path, source: LoadedModel, dtype: str, name: str) -> dict[s
         gguf_name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
         assert gguf_name is not None, hf_name
         is_exact = array.ndim == 1 or "ffn_gate_inp" in gguf_name  # the router
-        kind = GGMLQuantizationType.F32 if is_exact else _quantization(array, dtype)
+        kind = GGMLQuantizationType.F32 if is_exact else GGMLQuantizationType[QUANTIZATIONS[dtype]]
+        if array.shape[-1] % GGML_QUANT_SIZES[kind][0]:  # rows that no number of blocks fills
+            kind = GGMLQuantizationType.F16
         writer.add_tensor(gguf_name, quants.quantize(array, kind), raw_dtype=kind)
         tensors[gguf_name] = array
     if cfg.rope_scaling is not None and cfg.rope_scaling.type == "llama3":
@@ -119,7 +119,7 @@ def convert(converter: str, path: Path, source: LoadedModel, dtype: str) -> None
         if (template := folder / "chat_template.jinja").exists():
             template.write_text(GENERATION_TAGS.sub("", source.tokenizer.chat_template or ""), encoding="utf-8")
         make_readable_by_transformers_4(folder, model_class_of(source))
-        options = ["--outfile", str(path), "--outtype", CONVERTER_DTYPES.get(dtype, dtype)]
+        options = ["--outfile", str(path), "--outtype", QUANTIZATIONS[dtype].lower()]
         command = [sys.executable, converter, temporary, *options]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
     if done.returncode or not path.is_file():
@@ -191,12 +191,6 @@ def _supported_config(model: LanguageModel) -> DecoderConfig:
     return cfg
 
 
-def _quantization(array: np.ndarray, dtype: str) -> Any:
-    kind = GGMLQuantizationType[QUANTIZATIONS[dtype]]
-    # rows that no number of blocks fills
-    return kind if array.shape[-1] % GGML_QUANT_SIZES[kind][0] == 0 else GGMLQuantizationType.F16
-
-
 def _decoder_arrays(model: LanguageModel, cfg: DecoderConfig, permuted: bool) -> dict[str, np.ndarray]:
     """Return the weights as llama.cpp stores them: the experts of a layer in one tensor, and for its llama the channels
     of a rotary pair side by side.
@@ -209,11 +203,8 @@ def _decoder_arrays(model: LanguageModel, cfg: DecoderConfig, permuted: bool) ->
         array = tensor.detach().float().cpu().numpy()
         heads = cfg.num_attention_heads if ".q_proj." in name else cfg.num_key_value_heads if ".k_proj." in name else 0
         if permuted and heads:
-            array = (
-                array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
-                .swapaxes(1, 2)
-                .reshape(array.shape)
-            )
+            pairs = array.reshape(heads, 2, -1, *array.shape[1:])
+            array = pairs.swapaxes(1, 2).reshape(array.shape)
         if match := EXPERT.fullmatch(name):
             experts.setdefault(f"model.layers.{match[1]}.mlp.experts.{match[3]}.weight", []).append(array)
         else:

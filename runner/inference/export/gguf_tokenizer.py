@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 GENERATION_TAGS = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 CONVERTER_FIX = "format=hf, then llama.cpp's convert_hf_to_gguf.py; or converter=PATH_OF_IT"
 DIGIT_SPLIT = {"type": "Digits", "individual_digits": True}
+PLAIN_SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
 # Regular expressions of byte-level BPE tokenizers, by the name that llama.cpp knows them under
 PATTERN_NAMES = {
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen2",
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "llama-bpe",
 }
 IGNORES_MERGES = ("llama-bpe",)  # names under which llama.cpp does not merge what is a token already
-STOP_TOKEN = re.compile(r"[\x21-\x7e]+")  # what a line of a Modelfile can hold
+STOP_TOKEN = re.compile(r"[\x21\x23-\x7e]+")  # what a line of a Modelfile can hold
 CHATML_PROBE = [
     {"role": "system", "content": "S"},
     {"role": "user", "content": "U"},
@@ -51,8 +52,7 @@ def check_tokenizer_is_supported(tokenizer: Tokenizer, vocab_size: int) -> None:
     stored = _stored(tokenizer)
     name, model = pre_tokenizer_name(tokenizer), stored["model"]
     settings = ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix", "dropout")  # language: allow word
-    unsupported = [key for key in settings if model.get(key)]
-    if unsupported:
+    if unsupported := [key for key in settings if model.get(key)]:
         raise UserError(
             f"llama.cpp has no byte-level BPE with {', '.join(unsupported)}",
             str(tokenizer.folder / "tokenizer.json"),
@@ -72,27 +72,15 @@ def pre_tokenizer_name(tokenizer: Tokenizer) -> str:
     """
     stored = _stored(tokenizer)
     steps = stored["pre_tokenizer"] or {"type": "none"}
-    steps = steps["pretokenizers"] if steps["type"] == "Sequence" else [steps]
-    kinds = [step["type"] for step in steps]
-    if (
-        stored["normalizer"] in (None, {"type": "NFC"})
-        and kinds
-        and kinds[-1] == "ByteLevel"
-        and not steps[-1].get("add_prefix_space")
-    ):
-        if kinds == ["Digits", "ByteLevel"] and steps[0] == DIGIT_SPLIT and steps[1].get("use_regex", True):
-            return "smollm"
-        if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
-            return "gpt-2"
-        is_plain_split = (
-            kinds == ["Split", "ByteLevel"] and steps[0]["behavior"] == "Isolated" and not steps[0]["invert"]
-        )
-        if (
-            is_plain_split
-            and not steps[1].get("use_regex", True)
-            and (pattern := steps[0]["pattern"].get("Regex")) in PATTERN_NAMES
-        ):
-            return PATTERN_NAMES[pattern]
+    *before, last = steps["pretokenizers"] if steps["type"] == "Sequence" else [steps]
+    uses_regex = last.get("use_regex", True)
+    is_byte_level = last["type"] == "ByteLevel" and not last.get("add_prefix_space")
+    if is_byte_level and stored["normalizer"] in (None, {"type": "NFC"}):
+        if uses_regex and before in ([], [DIGIT_SPLIT]):
+            return "smollm" if before else "gpt-2"
+        if len(before) == 1 and before[0].items() >= PLAIN_SPLIT.items() and not uses_regex:
+            if (pattern := before[0]["pattern"].get("Regex")) in PATTERN_NAMES:
+                return PATTERN_NAMES[pattern]
     raise UserError(
         "llama.cpp has no name for how this tokenizer splits texts",
         str(tokenizer.folder / "tokenizer.json"),
@@ -105,17 +93,9 @@ def add_tokenizer(writer: GGUFWriter, source: LoadedModel, vocab_size: int) -> N
     tokenizer = source.tokenizer
     stored = _stored(tokenizer)
     tokens = {token_id: token for token, token_id in tokenizer.token_ids().items()}
-    added = {token["id"]: token["special"] for token in stored["added_tokens"]}
-    kinds = [
-        TokenType.UNUSED
-        if i not in tokens
-        else TokenType.NORMAL
-        if i not in added
-        else TokenType.CONTROL
-        if added[i]
-        else TokenType.USER_DEFINED
-        for i in range(vocab_size)
-    ]
+    is_special = {token["id"]: token["special"] for token in stored["added_tokens"]}
+    kind_of = {None: TokenType.NORMAL, True: TokenType.CONTROL, False: TokenType.USER_DEFINED}
+    kinds = [kind_of[is_special.get(i)] if i in tokens else TokenType.UNUSED for i in range(vocab_size)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre_tokenizer_name(tokenizer))
     writer.add_token_list([tokens.get(i, f"[unused{i}]") for i in range(vocab_size)])
@@ -149,14 +129,12 @@ def limits(tokenizer: Tokenizer) -> list[str]:
     stored = _stored(tokenizer)
     flags = ("lstrip", "rstrip", "single_word")  # language: allow word
     stripping = [token["content"] for token in stored["added_tokens"] if any(token.get(flag) for flag in flags)]
-    notes = (
-        ["texts are not normalized by llama.cpp: those that are not in NFC get other tokens"]
-        if stored["normalizer"]
-        else []
-    )
-    return notes + (
-        [f"llama.cpp keeps spaces beside {', '.join(stripping[:4])}, this tokenizer drops them"] if stripping else []
-    )
+    notes = []
+    if stored["normalizer"]:
+        notes.append("texts are not normalized by llama.cpp: those that are not in NFC get other tokens")
+    if stripping:
+        notes.append(f"llama.cpp keeps spaces beside {', '.join(stripping[:4])}, this tokenizer drops them")
+    return notes
 
 
 def modelfile(source: LoadedModel) -> str:
@@ -165,11 +143,8 @@ def modelfile(source: LoadedModel) -> str:
     """
     tokenizer = source.tokenizer
     texts = {token_id: token for token, token_id in tokenizer.token_ids().items()}
-    stops = [
-        texts[token_id]
-        for token_id in tokenizer.stop_ids
-        if token_id in texts and STOP_TOKEN.fullmatch(texts[token_id]) and '"' not in texts[token_id]
-    ]
+    stops = [texts[token_id] for token_id in tokenizer.stop_ids if token_id in texts]
+    stops = [stop for stop in stops if STOP_TOKEN.fullmatch(stop)]
     lines = ["FROM ./model.gguf"]
     if not source.is_chat_model:
         lines.append('TEMPLATE """{{ .Prompt }}"""')

@@ -31,18 +31,13 @@ def make_readable_by_transformers_4(folder: Path, model_class: str | None = None
 
     model_class: for a config.json without `architectures`, which vLLM needs.
     """
-    config = read_json_file(folder / "config.json")
-    config = {name: value for name, value in config.items() if name not in CODE_FIELDS}
+    config = _read_without_code(folder / "config.json")
     if model_class and not config.get("architectures"):
         config["architectures"] = [model_class]
     fields = _rope_fields_of_4(config)
     is_same_in_5 = not fields or model_class is None or _rope_of_5(config) == _rope_of_5(config | fields)
     write_json_file(folder / "config.json", config | fields if is_same_in_5 else config)
-    tokenizer = {
-        name: value
-        for name, value in read_json_file(folder / "tokenizer_config.json").items()
-        if name not in CODE_FIELDS
-    }
+    tokenizer = _read_without_code(folder / "tokenizer_config.json")
     if tokenizer.get("tokenizer_class") in (None, *TOKENIZER_CLASSES_OF_5):
         tokenizer["tokenizer_class"] = GENERIC_TOKENIZER_CLASS
     # returns token_type_ids otherwise, which `generate` refuses
@@ -54,16 +49,18 @@ def make_readable_by_transformers_4(folder: Path, model_class: str | None = None
     if (folder / JINJA_FILE).exists():  # read from this file since 4.43, from the field before
         tokenizer["chat_template"] = read_source_file(folder / JINJA_FILE, MAX_TEMPLATE_BYTES).decode("utf-8")
     write_json_file(folder / "tokenizer_config.json", tokenizer)
-    problems = (
-        []
-        if is_same_in_5
-        else ["its rotary position embeddings of several kinds of layers have no form that both versions read"]
-    )
-    return problems + (
-        ["config.json has a number that only version 5 reads (infinity or NaN)"]
-        if '"__float__"' in json.dumps(config)
-        else []
-    )
+    problems = []
+    if not is_same_in_5:
+        problems.append(
+            "its rotary position embeddings of several kinds of layers have no form that both versions read"
+        )
+    if '"__float__"' in json.dumps(config):
+        problems.append("config.json has a number that only version 5 reads (infinity or NaN)")
+    return problems
+
+
+def _read_without_code(path: Path) -> dict[str, Any]:
+    return {name: value for name, value in read_json_file(path).items() if name not in CODE_FIELDS}
 
 
 def _rope_of_5(config: dict[str, Any]) -> Any:

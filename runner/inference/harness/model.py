@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable
-from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from common.errors import StopRequested, UserError
-from runner.inference.generation import Answer, Sampling, Score, generate_answers, score_texts
+from runner.inference.generation import Answer, Sampling, Score, compute_batch
 from runner.inference.load import LoadedModel
 from runner.tracking.progress import EvaluationProgress
 
@@ -59,6 +58,21 @@ class AnswerLog:
 
 def _key(request: Instance) -> tuple:
     return request.task_name, request.doc_id, request.request_type, request.idx, repr(request.args)
+
+
+def _order_key(works: list[Any]) -> tuple[str, int]:
+    """Return (what the requests of a batch share, minus the length)."""
+    lengths = [len(work.ids if isinstance(work, Score) else work.prompt) for work in works]
+    return repr([work.batch_key for work in works[:1]]), -sum(lengths)
+
+
+def _log_prob(score: Score) -> float:
+    return float(torch.tensor(score.own).sum())
+
+
+def _is_greedy(score: Score) -> bool:
+    """Return whether greedy decoding gives the same tokens."""
+    return [best for [(best, _)] in score.best] == score.ids[score.first :]
 
 
 class HarnessModel(TemplateLM):
@@ -107,8 +121,8 @@ class HarnessModel(TemplateLM):
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[LogProb]:
         """Return of each continuation its log-probability. Contexts that are too long lose their beginning."""
-        scores = [self._encode_request(*request.args) for request in requests]
-        return self._answer("requests", requests, scores, lambda score: ("", -len(score.ids)), self._log_probs)
+        scores = [[self._encode_request(*request.args)] for request in requests]
+        return self._answer("requests", requests, scores, lambda works: (_log_prob(*works), _is_greedy(*works)))
 
     def _encode_request(self, context: str, continuation: str) -> Score:
         if context:
@@ -136,41 +150,34 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each text, each token given as many of those before it as the model takes."""
         windows = [self._windows(self.tok_encode(request.args[0])) for request in requests]
-        return self._answer("texts", requests, windows, lambda each: ("", -len(each)), self._sums)
+        return self._answer("texts", requests, windows, lambda works: sum(map(_log_prob, works)))
 
     def _windows(self, ids: list[int]) -> list[Score]:
         windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
         return [self._score(list(context), list(tokens)) for context, tokens in map(make_disjoint_window, windows)]
 
-    def _sums(self, texts: list[list[Score]]) -> list[float]:
-        log_probs = [log_prob for log_prob, _ in self._log_probs(list(chain.from_iterable(texts)))]
-        ends = accumulate(map(len, texts), initial=0)
-        return [sum(log_probs[start:end]) for start, end in pairwise(ends)]
-
-    def _log_probs(self, scores: list[Score]) -> list[LogProb]:
-        score_texts(self.trained, scores, self.rows, self._check_stop)
-        return [
-            (
-                float(torch.tensor(score.own).sum()),
-                all(token == best for token, ((best, _),) in zip(score.ids[score.first :], score.best, strict=True)),
-            )
-            for score in scores
-        ]
-
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> Any:
         raise NotImplementedError("`loglikelihood` encodes and computes the requests")
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return the continuation of each context up to one of the task's stop texts.
+        """Return the continuation of each context up to one of the task's stop texts."""
+        answers = [[self._begin_answer(*request.args)] for request in requests]
+        return self._answer("answers", requests, answers, lambda works: works[0].text)
 
-        Requests of one setting are generated in batches.
-        """
-        pairs = [
-            (self.tok_encode(context), self._settings(settings))
-            for context, settings in (request.args for request in requests)
-        ]
-        self.shortened += sum(len(ids) > self._max_prompt(settings) for ids, settings in pairs)
-        return self._answer("answers", requests, pairs, lambda each: (repr(each[1]), -len(each[0])), self._generate)
+    def _begin_answer(self, context: str, given: dict[str, Any]) -> Answer:
+        settings, ids = self._settings(given), self.tok_encode(context)
+        limit = self.max_length - settings["max_gen_toks"]
+        self.shortened += len(ids) > limit
+        sampling = Sampling(
+            max_new_tokens=settings["max_gen_toks"],
+            temperature=float(settings.get("temperature") or 0) if settings.get("do_sample") else 0.0,
+            top_p=float(settings.get("top_p") or 1),
+            top_k=int(settings.get("top_k") or 0),
+            repetition_penalty=float(settings.get("repetition_penalty") or 1),
+            stop_ids=self.trained.stop_ids(self._is_chat),
+        )
+        stops = tuple(stop for stop in settings["until"] if stop)
+        return Answer(prompt=ids[-limit:] or [self.prefix_token_id], sampling=sampling, stops=stops)
 
     def _settings(self, given: dict[str, Any]) -> dict[str, Any]:
         settings: dict[str, Any] = dict(normalize_gen_kwargs(given))
@@ -190,56 +197,30 @@ class HarnessModel(TemplateLM):
             )
         return settings
 
-    def _max_prompt(self, settings: dict[str, Any]) -> int:
-        return int(self.max_length - settings["max_gen_toks"])
-
-    def _generate(self, requests: list[tuple[list[int], dict[str, Any]]]) -> list[str]:
-        """All `requests` have the same settings."""
-        settings = requests[0][1]
-        sampling = Sampling(
-            max_new_tokens=settings["max_gen_toks"],
-            temperature=float(settings.get("temperature") or 0) if settings.get("do_sample") else 0.0,
-            top_p=float(settings.get("top_p") or 1),
-            top_k=int(settings.get("top_k") or 0),
-            repetition_penalty=float(settings.get("repetition_penalty") or 1),
-            stop_ids=self.trained.stop_ids(self._is_chat),
-        )
-        stops = tuple(stop for stop in settings["until"] if stop)
-        prompts = [ids[-self._max_prompt(settings) :] or [self.prefix_token_id] for ids, _ in requests]
-        answers = [Answer(prompt=prompt, sampling=sampling, stops=stops) for prompt in prompts]
-        generate_answers(self.trained, answers, self._check_stop)
-        return [answer.text for answer in answers]
-
     def _answer(
-        self,
-        unit: str,
-        requests: list[Instance],
-        inputs: list,
-        key: Callable[[Any], tuple[str, int]],
-        compute: Callable[[list], list],
-    ) -> list:
-        """Return the answers that `compute` gives for batches of `inputs`, whose order is that of `key`: (what a batch
-        shares, minus the length).
-        """
+        self, unit: str, requests: list[Instance], works: list[list[Any]], read: Callable[[list[Any]], Any]
+    ) -> list[Any]:
+        """Return what `read` gives of the works of each request, which are computed in batches."""
         if self.answers.is_complete:
             return [self.answers.next_answer(request) for request in requests]
         answers: dict[int, Any] = {}
         self.is_computing = True
-        self.progress.begin(unit, len(inputs))
-        for start in range(0, len(inputs), self.rows * BATCHES_PER_PART):
-            part = range(start, min(start + self.rows * BATCHES_PER_PART, len(inputs)))
-            keys = {i: key(inputs[i]) for i in part}
+        self.progress.begin(unit, len(requests))
+        for start in range(0, len(requests), self.rows * BATCHES_PER_PART):
+            part = range(start, min(start + self.rows * BATCHES_PER_PART, len(requests)))
+            keys = {i: _order_key(works[i]) for i in part}
             order = sorted(part, key=keys.__getitem__)
             while order:
                 self._check_stop()
                 batch = [i for i in order[: self.rows] if keys[i][0] == keys[order[0]][0]]
                 order = order[len(batch) :]
-                answers |= zip(batch, compute([inputs[i] for i in batch]), strict=True)
+                compute_batch(self.trained, [work for i in batch for work in works[i]], self.rows, self._check_stop)
                 for i in batch:
+                    answers[i] = read(works[i])
                     self.answers.add(requests[i], answers[i])
                 self.progress.advance(len(answers))
         self.is_computing = False
-        return [answers[i] for i in range(len(inputs))]
+        return [answers[i] for i in range(len(requests))]
 
     def _check_stop(self) -> None:
         if self.progress.should_stop():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,8 +81,8 @@ def run_task(model: HarnessModel, name: str, loaded: LoadedTasks, cfg: EvaluateC
         for task_name, task in loaded["tasks"].items():
             if done := model.answers.count_documents(task):
                 one = {"tasks": {task_name: task}, "groups": {}, "group_map": {}}
-                total = len(task.eval_docs) if cfg.limit is None else min(cfg.limit, len(task.eval_docs))
-                yield {**_record(_compute(model, one, cfg, done), task_name, cfg), "partial": True, "of": total}
+                record = _record(_compute(model, one, cfg, done), task_name, cfg)
+                yield {**record, "partial": True, "of": _num_documents([task], cfg.limit)}
         return
     if model.shortened:
         print_note(
@@ -150,10 +150,7 @@ def _show_preparation(tasks: dict[str, Task], model: HarnessModel, limit: int | 
     if model.answers.is_complete:
         return
     progress, done = model.progress, 0
-    progress.begin(
-        "documents prepared",
-        sum(len(task.eval_docs) if limit is None else min(limit, len(task.eval_docs)) for task in tasks.values()),
-    )
+    progress.begin("documents prepared", _num_documents(tasks.values(), limit))
 
     def counting(prepare: Callable[..., Any]) -> Callable[..., Any]:
         def prepare_document(*arguments: Any, **options: Any) -> Any:
@@ -170,28 +167,27 @@ def _show_preparation(tasks: dict[str, Task], model: HarnessModel, limit: int | 
         vars(task)["fewshot_context"] = counting(task.fewshot_context)
 
 
+def _num_documents(tasks: Iterable[Task], limit: int | None) -> int:
+    counts = [len(task.eval_docs) for task in tasks]
+    return sum(counts if limit is None else (min(limit, count) for count in counts))
+
+
 def _record(results: dict[str, Any], name: str, cfg: EvaluateConfig) -> Record:
     """Return the record of a task or group from the results of the harness."""
+    counts = {task: int(count["effective"]) for task, count in results["n-samples"].items()}
+    values = {each: _values(metrics) for each, metrics in results["results"].items()}
     record: Record = {
         "task": name,
         "shots": results["n-shot"].get(name),
         "limit": cfg.limit,
         "chat_template": cfg.chat_template,
-    }
-    members = (
-        [each for each in results["results"] if each != name and each in results["n-samples"]]
-        if name not in results["n-samples"]
-        else []
-    )
-    counts = {each: int(count["effective"]) for each, count in results["n-samples"].items()}
-    record |= {
         "n": counts.get(name, sum(counts.values())),
         "task_version": results["versions"].get(name),
         "lm_eval": harness_version(),
+        "results": values[name],
     }
-    record["results"] = _values(results["results"][name])
-    if members:
-        record["members"] = {each: {"n": counts[each], **_values(results["results"][each])} for each in members}
+    if name not in counts:  # a group
+        record["members"] = {task: {"n": counts[task], **values[task]} for task in values if task in counts}
     return record
 
 
