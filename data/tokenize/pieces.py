@@ -56,7 +56,7 @@ def cut_pattern(stored: dict[str, Any]) -> re.Pattern[str] | None:
         del kinds[0]  # it splits inside of pieces and runs only, so every boundary stays one
     if kinds in (["bytes by GPT-2's pattern"], [GPT2_PATTERN, "bytes"]):
         return CUT_AT_SPACES_AND_LINES
-    if kinds in ([pattern, "bytes"] for pattern in LLAMA3_PATTERNS):
+    if len(kinds) == 2 and kinds[0] in LLAMA3_PATTERNS and kinds[1] == "bytes":
         return CUT_AT_SPACES
     return None
 
