@@ -35,8 +35,8 @@ class SyntheticRows:
 
 def first_batch(step: int) -> dict[str, float]:
     """Return the seconds to the first batch from `step` on, the memory of this process, and its increase."""
-    from data.batching.batch import UnpackedSequences
     from data.batching.loader import StepLoader
+    from data.batching.packing import UnpackedSequences
     from data.batching.sampler import ShuffledSampler
 
     sequences = UnpackedSequences(SyntheticRows())

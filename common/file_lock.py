@@ -16,6 +16,7 @@ import os
 import struct
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from common.filesystem import add_weaker_promise
@@ -28,11 +29,15 @@ FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, 
 _holders: dict[Path, int] = {}  # lock file -> pid: a forked child sees the entry, but does not hold the lock
 
 
+@dataclass(eq=False)
 class FileLock:
     """Lock on a file, or on a range of its bytes. Held until `release` or the end of the process."""
 
-    def __init__(self, path: Path, fd: int, start: int, length: int, owner: OwnerFile | None) -> None:
-        self.path, self._fd, self._start, self._length, self._owner = path, fd, start, length, owner
+    path: Path
+    _fd: int
+    _start: int
+    _length: int
+    _owner: OwnerFile | None  # on a file system without locks
 
     @classmethod
     def acquire(cls, path: Path, start: int = 0, length: int = 0, wait: bool = False) -> FileLock:

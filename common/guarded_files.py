@@ -95,11 +95,14 @@ def keep_damaged(folder: Path, name: str, content: bytes) -> str:
     raise AssertionError("count() ends never")
 
 
-def check_source_file(path: Path) -> None:
-    """Raise UserError unless `path`, in a folder of a model or tokenizer, is absent, a regular file, or a link within
-    the Hugging Face cache.
+def check_source_file(path: Path) -> Path:
+    """Return `path`, in a folder of a model or tokenizer; of a link within the Hugging Face cache its target.
+
+    Raises UserError for any other link, a pipe or a device.
     """
-    _check_entry(snapshot_link_target(path) or path)
+    source = snapshot_link_target(path) or path
+    _check_entry(source)
+    return source
 
 
 def open_source_file(path: Path) -> tuple[int, int]:
@@ -107,8 +110,7 @@ def open_source_file(path: Path) -> tuple[int, int]:
 
     Raises UserError for what `check_source_file` refuses, and for a missing file.
     """
-    source = snapshot_link_target(path) or path
-    _check_entry(source)
+    source = check_source_file(path)
     try:
         return open_regular(source)
     except OSError as error:
@@ -120,8 +122,7 @@ def read_source_file(path: Path, limit: int) -> bytes:
 
     Raises FileNotFoundError, and UserError for what `check_source_file` refuses.
     """
-    source = snapshot_link_target(path) or path
-    _check_entry(source)
+    source = check_source_file(path)
     try:
         return read_bounded(source, limit)
     except FileNotFoundError:

@@ -22,6 +22,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 NAME_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"  # of owner and name, as the hub allows them
 REPO = re.compile(f"{NAME_PART}/{NAME_PART}")
 MODEL_NAME = re.compile(rf"({REPO.pattern})(?:@([A-Za-z0-9][A-Za-z0-9_./-]{{0,127}}))?")
+SNAPSHOT = re.compile(rf"(?:^|/){CACHE_PREFIX}([^/]+?)--([^/]+)/{SNAPSHOTS}/({COMMIT.pattern})(?:/|$)")
 FILE_SUFFIXES = (".pth", ".safetensors", ".bin", ".json")  # of files that a missing path may mean
 
 
@@ -58,18 +59,9 @@ def hub_name_of(path: Path) -> HubName | None:
     """Return the model and the commit of a folder `models--OWNER--NAME/snapshots/COMMIT` or of a path in it, which may
     no longer exist; else None.
     """
-    parts = path.parts
-    for i in range(len(parts) - 2):
-        owner, separator, name = parts[i].removeprefix(CACHE_PREFIX).partition("--")
-        is_cached = (
-            parts[i].startswith(CACHE_PREFIX)
-            and separator
-            and parts[i + 1] == SNAPSHOTS
-            and COMMIT.fullmatch(parts[i + 2])
-        )
-        if is_cached and REPO.fullmatch(repo := f"{owner}/{name}"):  # a path that a file names may hold any characters
-            return HubName(repo, parts[i + 2])
-    return None
+    match = SNAPSHOT.search(str(path))
+    is_name = match and REPO.fullmatch(f"{match[1]}/{match[2]}")  # a path that a file names may hold any characters
+    return HubName(f"{match[1]}/{match[2]}", match[3]) if match and is_name else None
 
 
 BLOBS = "blobs"  # folder of the files, beside SNAPSHOTS

@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,14 +96,13 @@ MAX_OWNER_BYTES = 4096
 OWNER_POLL_SECONDS = 0.2  # between two attempts to take a lock that is held
 
 
+@dataclass
 class OwnerFile:
-    """The owner file of this process.
+    """The owner file of this process."""
 
-    `content` is unique: a file that another process has put in its place differs.
-    """
-
-    def __init__(self, lock: Path, path: Path, content: bytes) -> None:
-        self._lock, self.path, self._content = lock, path, content
+    lock: Path
+    path: Path
+    content: bytes  # unique: a file that another process has put in its place differs
 
     @classmethod
     def acquire(cls, lock: Path, byte: int | None, wait: bool) -> OwnerFile:
@@ -118,7 +118,7 @@ class OwnerFile:
 
     @classmethod
     def _try(cls, lock: Path, byte: int | None) -> OwnerFile | None:
-        if _live_owners(lock, byte):
+        if live_owners(lock, byte):
             return None
         path = _path(lock, byte)
         content = json.dumps({**process_id(), "token": secrets.token_hex(8)}).encode()
@@ -135,18 +135,18 @@ class OwnerFile:
         finally:
             os.close(fd)
         owner = cls(lock, path, content)
-        if _live_owners(lock, byte, own=path):  # another process has taken a part of it meanwhile
+        if live_owners(lock, byte, own=path):  # another process has taken a part of it meanwhile
             owner.release()
             return None
         return owner
 
     def is_intact(self) -> bool:
-        return _read(self.path) == self._content
+        return _read(self.path) == self.content
 
     def shrink(self) -> None:
         """Keep byte 0 only."""
-        os.rename(self.path, _path(self._lock, 0))
-        self.path = _path(self._lock, 0)
+        os.rename(self.path, _path(self.lock, 0))
+        self.path = _path(self.lock, 0)
 
     def release(self) -> None:
         if self.is_intact():
@@ -154,16 +154,11 @@ class OwnerFile:
                 os.unlink(self.path)
 
 
-def live_owners(lock: Path) -> list[dict[str, Any]]:
-    """Return who holds `lock` or a part of it: what process_id() returns, {} where the file cannot be read."""
-    return [read_json_object(path, MAX_OWNER_BYTES) for path in _live_owners(lock, None)]
-
-
 def is_owner_file(lock_name: str, name: str) -> bool:
     return name.startswith(f"{lock_name}.owner")
 
 
-def _live_owners(lock: Path, byte: int | None, own: Path | None = None) -> list[Path]:
+def live_owners(lock: Path, byte: int | None = None, own: Path | None = None) -> list[Path]:
     """Return the owner files that exclude taking `byte` (None: the whole lock), after removing those of dead processes."""
     names = [name for name in os.listdir(lock.parent) if is_owner_file(lock.name, name)]
     paths = [

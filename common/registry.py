@@ -15,11 +15,13 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Generic, TypeVar
 
-from common.errors import UserError, did_you_mean
+from common.errors import UserError
+from common.settings import check_choice
 
 T = TypeVar("T")
 Entry = TypeVar("Entry")
@@ -31,10 +33,12 @@ IMPORTED_MODULES: dict[str, ModuleType] = {}  # imported by this process, by the
 _inherited = False  # whether the plugins of the parent process were imported
 
 
+@dataclass(eq=False)
 class Registry(Generic[T]):
     """Implementations by the name that the user types, e.g. `tracker=swanlab`.
 
-    Each is a module of `package` with that name, or of a plugin, and registers itself when it is imported:
+    Each is a module of `package` with that name, in `package` if that is a module, or in a plugin, and registers itself
+    when it is imported:
 
         TRACKERS: Registry[type[TrackerConfig]] = Registry("tracker", "runner.tracking.trackers")
 
@@ -44,13 +48,10 @@ class Registry(Generic[T]):
     Modules are imported on first use only, so that a command can list all names quickly.
     """
 
-    def __init__(self, setting: str, package: str | None, helpers: Collection[str] = ()) -> None:
-        """`package` is None if all implementations are in the module of the registry; `helpers`: modules of the package
-        that register nothing.
-        """
-        self.setting = setting  # config key that holds the name, e.g. `tracker`
-        self._package, self._helpers = package, helpers
-        self._entries: dict[str, T] = {}
+    setting: str  # config key that holds the name, e.g. `tracker`
+    package: str | None  # None: all implementations are in the module of the registry
+    helpers: Collection[str] = ()  # modules of the package that register nothing
+    _entries: dict[str, T] = field(default_factory=dict, init=False)
 
     def register(self, name: str) -> Callable[[Entry], Entry]:
         def add(entry: Entry) -> Entry:
@@ -74,8 +75,9 @@ class Registry(Generic[T]):
         and plugins.
         """
         import_inherited_plugins()
-        modules = pkgutil.iter_modules(importlib.import_module(self._package).__path__) if self._package else ()
-        return sorted({module.name for module in modules if module.name not in self._helpers} | self._entries.keys())
+        package = importlib.import_module(self.package) if self.package else None
+        modules = pkgutil.iter_modules(getattr(package, "__path__", ()))
+        return sorted({module.name for module in modules if module.name not in self.helpers} | self._entries.keys())
 
     def entries(self) -> dict[str, T]:
         """Return all entries by name; imports every module of the package."""
@@ -83,21 +85,17 @@ class Registry(Generic[T]):
 
     def find(self, name: str) -> T | None:
         """Return the entry of this name, None if there is none."""
-        return self._entries.get(name) or (self._import(name) if name in self.names() else None)
+        if name not in self._entries and name not in self.names():
+            return None
+        return self._entries.get(name) or self._import(name)
 
     def get(self, name: str) -> T:
         """Return the entry of this name. Raises UserError if there is none."""
-        if (entry := self.find(name)) is None:
-            names = self.names()
-            raise UserError(
-                f"{self.setting} must be one of {', '.join(names)}, got {name}",
-                f"{self.setting}={name}",
-                did_you_mean(name, names, f"e.g. {self.setting}={names[0]}"),
-            )
-        return entry
+        check_choice(self.setting, name, self.names())
+        return self._entries.get(name) or self._import(name)
 
     def _import(self, name: str) -> T:
-        importlib.import_module(f"{self._package}.{name}")
+        importlib.import_module(f"{self.package}.{name}")
         return self._entries[name]
 
 

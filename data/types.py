@@ -7,7 +7,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,18 +51,3 @@ class TokenSequence(NamedTuple):
 class EncodedRow(NamedTuple):
     sequences: tuple[TokenSequence, ...]  # one; (chosen, rejected) for a preference
     name: str  # file:line
-
-
-class RowSource(Protocol):
-    """Encoded rows by index, as packing and batches read them."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, i: int) -> EncodedRow: ...
-    def lengths(self, start: int, stop: int) -> np.ndarray:
-        """Number of input tokens of each of the rows [start, stop)."""
-
-    def distinct(self, start: int, stop: int) -> np.ndarray:
-        """A number for each of the rows [start, stop), the same for copies of one row."""
-
-    @property
-    def fingerprint(self) -> str: ...

@@ -46,11 +46,8 @@ def check_json_size(text: bytes | str) -> None:
 
     Commas and brackets in strings count, too.
     """
-    count = (
-        text.count(b",") + text.count(b"[") + text.count(b"{")
-        if isinstance(text, bytes)
-        else text.count(",") + text.count("[") + text.count("{")
-    )
+    symbols: Any = b",[{" if isinstance(text, bytes) else ",[{"
+    count = sum(map(text.count, symbols))
     if count > MAX_JSON_VALUES:
         raise ValueError(f"more than {MAX_JSON_VALUES:,} values")
 

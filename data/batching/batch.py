@@ -8,53 +8,18 @@ has one, a preference pair two. Without packing each document is a batch row (R 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.batching.sampler import ORDER_VERSION
-from data.types import EncodedRow, RowSource
+from data.types import EncodedRow
 
 IGNORE_INDEX = -100  # label of a token without loss
 ROUND_TO = 8  # T is a multiple of it: fewer distinct shapes for a compiler
 PADDING = -1  # document id of a padding token
-
-
-class SequenceSource(Protocol):
-    """What the loader batches: sequences, each a list of encoded rows (one, or several packed rows).
-
-    `sequences[i]` is sequence i % len(sequences) of epoch i // len(sequences): packing differs between epochs.
-    """
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> list[EncodedRow]: ...
-    @property
-    def rows(self) -> RowSource: ...
-    @property
-    def fingerprint(self) -> str: ...  # of the rows, and of what decides their order besides the seed
-
-
-@dataclass
-class UnpackedSequences:
-    """Each encoded row is a sequence of its own."""
-
-    rows: RowSource
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> list[EncodedRow]:
-        return [self.rows[index % len(self.rows)]]
-
-    @property
-    def fingerprint(self) -> str:
-        return hashlib.sha256(f"{self.rows.fingerprint} {ORDER_VERSION}".encode()).hexdigest()
 
 
 @dataclass
@@ -78,9 +43,22 @@ class Batch:
         """Number of tokens with a label."""
         return int(np.count_nonzero(self.labels.numpy() != IGNORE_INDEX))
 
+    @classmethod
+    def from_arrays(cls, names: list[str], arrays: dict[str, np.ndarray]) -> Batch:
+        """Return the batch with these names and tensors, by field."""
+        return cls(names=names, **{name: torch.from_numpy(array) for name, array in arrays.items()})
+
+    def __reduce__(self) -> tuple:
+        """Pickle arrays: torch would send tensors through shared memory and file descriptors."""
+        return Batch.from_arrays, (self.names, {name: tensor.numpy() for name, tensor in self._tensors.items()})
+
     @property
-    def _tensors(self) -> dict[str, Tensor | None]:
-        return {**self.inputs, "loss_weights": self.loss_weights}
+    def _tensors(self) -> dict[str, Tensor]:
+        tensors = {**self.inputs, "loss_weights": self.loss_weights}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+    def _with_each_tensor(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        return Batch(names=self.names, **{name: change(tensor) for name, tensor in self._tensors.items()})
 
     @property
     def inputs(self) -> dict[str, Tensor | None]:
@@ -106,37 +84,11 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         # from pinned memory; mps reads a tensor later, when its memory may be another's
         is_cuda = device.type == "cuda"
-        moved = {
-            name: None if tensor is None else tensor.to(device, non_blocking=is_cuda)
-            for name, tensor in self._tensors.items()
-        }
-        return Batch(names=self.names, **moved)  # type: ignore[arg-type]  # the fields of a batch, by name
+        return self._with_each_tensor(lambda tensor: tensor.to(device, non_blocking=is_cuda))
 
     def pin_memory(self) -> Batch:
         """Copy to pinned memory, for asynchronous copies to a GPU."""
-        return Batch(
-            names=self.names,
-            **{name: None if tensor is None else tensor.pin_memory() for name, tensor in self._tensors.items()},  # type: ignore[arg-type]  # as in `to`
-        )
-
-    def to_bytes(self) -> bytes:
-        """Return the batch as bytes, for a pipe."""
-        arrays = {name: tensor.numpy() for name, tensor in self._tensors.items() if tensor is not None}
-        header = json.dumps([self.names, {name: array.shape for name, array in arrays.items()}]).encode()
-        return b"".join([len(header).to_bytes(8, "little"), header, *(array.tobytes() for array in arrays.values())])
-
-    @classmethod
-    def from_bytes(cls, content: bytes) -> Batch:
-        """Return the batch of `to_bytes`."""
-        start = 8 + int.from_bytes(content[:8], "little")
-        names, shapes = json.loads(content[8:start])
-        tensors = {}
-        for name, shape in shapes.items():
-            dtype = np.float32 if name == "loss_weights" else np.int64
-            array = np.frombuffer(content, dtype, math.prod(shape), start).reshape(shape)
-            tensors[name] = torch.from_numpy(array.copy())  # writable, and aligned
-            start += array.nbytes
-        return cls(names=names, **tensors)
+        return self._with_each_tensor(Tensor.pin_memory)
 
     def sum_per_document(self, values: Tensor) -> Tensor:
         """Sum over the tokens of each document: (R, T) -> (S,)."""
@@ -165,9 +117,8 @@ def collate(sequences: list[list[EncodedRow]], pad_id: int, packed: bool) -> Bat
     shape = (len(batch_rows), -(-width // ROUND_TO) * ROUND_TO)
     input_ids, labels = np.full(shape, pad_id), np.full(shape, IGNORE_INDEX)
     document_ids, position_ids = np.full(shape, PADDING), np.zeros(shape, np.int64)
+    loss_weights = np.zeros(shape, np.float32)
     lengths = np.empty(per_row * len(rows), np.int64)
-    is_weighted = any(sequence.loss_mask.dtype != bool for row in rows for sequence in row.sequences)
-    loss_weights = np.zeros(shape, np.float32) if is_weighted else None
     for r, batch_row in enumerate(batch_rows):
         start = 0
         for document_id, (ids, loss_mask) in batch_row:
@@ -175,18 +126,14 @@ def collate(sequences: list[list[EncodedRow]], pad_id: int, packed: bool) -> Bat
             span = slice(start, start + length)
             input_ids[r, span] = ids[:-1]
             labels[r, span] = np.where(loss_mask[1:], ids[1:], IGNORE_INDEX)
-            if loss_weights is not None:
-                loss_weights[r, span] = loss_mask[1:]
+            loss_weights[r, span] = loss_mask[1:]
             document_ids[r, span] = document_id
             position_ids[r, span] = np.arange(length)
             lengths[document_id] = length
             start += length
-    layout = (torch.from_numpy(document_ids), torch.from_numpy(position_ids)) if packed else (None, None)
-    batch = Batch(
-        torch.from_numpy(input_ids),
-        torch.from_numpy(labels),
-        torch.from_numpy(lengths),
-        [row.name for row in rows],
-        *layout,
-    )
-    return batch if loss_weights is None else dataclasses.replace(batch, loss_weights=torch.from_numpy(loss_weights))
+    arrays = {"input_ids": input_ids, "labels": labels, "lengths": lengths}
+    if packed:
+        arrays |= {"document_ids": document_ids, "position_ids": position_ids}
+    if any(sequence.loss_mask.dtype != bool for row in rows for sequence in row.sequences):
+        arrays["loss_weights"] = loss_weights
+    return Batch.from_arrays([row.name for row in rows], arrays)

@@ -1,135 +1,116 @@
-"""Processes that prepare micro-batches in advance, and what is known of one that does not: which, where it was, how it
+"""Workers that prepare micro-batches in advance, and what is known of one that does not: which, where it was, how it
 ended.
 
-torch's DataLoader is not used for three reasons. It sends batches through shared memory and passed file descriptors, so
-that a full /dev/shm or `ulimit -n` ends in a bus error or a hang; here they go through a pipe. When a worker dies, it
-raises from a signal handler, which may be in the middle of an optimizer step; here the error is raised where the batch
-is requested. And it waits without hearing a stop request. Workers need no requests: which batches an index has is a
+torch's DataLoader sends batches through shared memory and passed file descriptors: a full /dev/shm or `ulimit -n` ends
+in a bus error or a hang. When a worker dies, it raises from a signal handler, which may be in the middle of an optimizer
+step; here the error is raised where the batch is requested. Workers need no requests: which batches an index has is a
 function of the step.
 """
 
 from __future__ import annotations
 
-import json
 import mmap
-import multiprocessing
-import os
 import queue
-import signal
-import struct
 import sys
 import threading
-import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
 
+import numpy as np
 import torch
 
 from common.errors import TrainingError, one_line, print_safely
 from data.background import Watch, describe_state
-from data.batching.batch import Batch, SequenceSource
-from data.batching.packing import PackedSequences
+from data.batching.batch import Batch
+from data.batching.packing import PackedSequences, Sequences
 from data.types import EncodedRow
-from data.worker_process import START_SECONDS, describe_exit, kill_with_parent
+from data.worker_process import START_SECONDS, Worker, start_workers, stop_workers
 
-BATCH, ERROR, READY = b"B", b"E", b"R"  # first byte of a message
 TRACEBACK_LINES = 30
 NAME_SECONDS = 1.0  # for reading the names of the rows that a worker was stuck at; reading them may be what hangs
-CLOSE_SECONDS = 1.0  # for a killed worker to be gone
 HINTS = {
     "Too many open files": "raise the limit, e.g. ulimit -n 65536, or use data.num_workers=0",
     "No space left": "free disk space, or use data.cache=FOLDER",
 }
 
 
+def shared_positions(num_workers: int) -> np.ndarray:
+    """Return int64 (num_workers, 2): the sequence that each worker reads, -1 at first, and a count of its steps.
+
+    Forked workers share the memory; a spawned one has a copy of its own.
+    """
+    positions = np.frombuffer(mmap.mmap(-1, 16 * num_workers), np.int64).reshape(num_workers, 2)
+    positions[:, 0] = -1
+    return positions
+
+
 @dataclass(frozen=True)
 class BatchTask:
     """What the workers share. It can be pickled."""
 
-    sequences: SequenceSource
+    sequences: Sequences
     collate: Callable[[list[list[EncodedRow]]], Batch]
     # (worker, number of workers) -> sequences of each of its micro-batches, in order
     indices: Callable[[int, int], Iterator[list[int]]]
+    positions: np.ndarray  # of `shared_positions`
 
-    def read(self, indices: list[int], positions: Positions, worker: int) -> Batch:
-        rows = []
-        for index in indices:
-            positions.set(worker, index)
-            rows.append(self.sequences[index])
-        return self.collate(rows)
+    def batches(self, worker: int, num_workers: int) -> Iterator[Batch]:
+        """Yield every `num_workers`th micro-batch, from number `worker` on."""
+        position = self.positions[worker]
 
-    def describe(self, positions: Positions, worker: int) -> str:
-        """Return the rows that a worker reads now."""
-        sequence = positions.sequence(worker)
-        return "its data" if sequence is None else self.names(sequence)
+        def count_step(*_: int) -> None:
+            position[1] += 1
 
-    def names(self, index: int) -> str:
-        """Return the rows of a sequence, or its number if they cannot be read within NAME_SECONDS."""
+        if isinstance(self.sequences, PackedSequences):
+            self.sequences.progress = count_step
+        for indices in self.indices(worker, num_workers):
+            rows = []
+            for index in indices:
+                position[0] = index
+                count_step()
+                rows.append(self.sequences[index])
+            yield self.collate(rows)
+
+    def describe(self, worker: int) -> str:
+        """Return the rows that a worker reads now, or their sequence if they cannot be read within NAME_SECONDS."""
+        index = int(self.positions[worker, 0])
+        if index < 0:
+            return "its data"
         names: list[str] = []
-        thread = threading.Thread(target=lambda: names.extend(row.name for row in self.sequences[index]), daemon=True)
-        with _thread_errors_ignored():
-            thread.start()
-            thread.join(NAME_SECONDS)
+
+        def read_names() -> None:
+            with suppress(Exception):
+                names.extend(row.name for row in self.sequences[index])
+
+        thread = threading.Thread(target=read_names, daemon=True)
+        thread.start()
+        thread.join(NAME_SECONDS)
         return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "") if names else f"sequence {index}"
 
 
-class Positions:
-    """Which sequence each worker reads, and a count of its steps, in memory that forked workers share.
-
-    A spawned worker has a copy of its own.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._count, self._memory = count, mmap.mmap(-1, 16 * count)
-        for worker in range(count):
-            struct.pack_into("qq", self._memory, 16 * worker, -1, 0)
-
-    def __reduce__(self) -> tuple:
-        return Positions, (self._count,)
-
-    def set(self, worker: int, sequence: int) -> None:
-        struct.pack_into("qq", self._memory, 16 * worker, sequence, self._steps(worker) + 1)
-
-    def tick(self, worker: int) -> None:
-        """Count a step, e.g. of planning the packed sequences of an epoch."""
-        struct.pack_into("q", self._memory, 16 * worker + 8, self._steps(worker) + 1)
-
-    def sequence(self, worker: int) -> int | None:
-        number: int = struct.unpack_from("q", self._memory, 16 * worker)[0]
-        return None if number < 0 else number
-
-    def snapshot(self) -> bytes:
-        return self._memory[:]
-
-    def _steps(self, worker: int) -> int:
-        steps: int = struct.unpack_from("q", self._memory, 16 * worker + 8)[0]
-        return steps
+Failure = tuple[str, str, str]  # of a worker: type of the exception, message, traceback
 
 
 class BatchWorkers:
     """Iterator over the micro-batches of a task: number i is computed by worker i % count.
 
-    Raises TrainingError if a worker fails, StopRequested.
+    One batch waits in the queue of its worker, one in the thread, one in the process. Raises TrainingError if a worker
+    fails, StopRequested.
     """
 
-    def __init__(
-        self, task: BatchTask, count: int, watch: Watch, positions: Positions, receive: Callable[[Batch], Batch]
-    ) -> None:
+    def __init__(self, task: BatchTask, count: int, watch: Watch, receive: Callable[[Batch], Batch]) -> None:
         """`receive`: applied to each batch in a thread, e.g. to pin its memory."""
-        self.task, self.watch, self.positions = task, watch, positions
-        self._next = 0
-        self._workers: list[_Worker] = []
-        context = multiprocessing.get_context("fork" if sys.platform.startswith("linux") else None)
+        self.task, self.watch, self.receive = task, watch, receive
+        self._next, self._is_closed = 0, False
+        self._queues: dict[Worker, queue.Queue[Batch | Failure | None]] = {}  # None: the process has ended
+        self._workers: list[Worker] = []
         try:
-            with _signals_blocked():
-                for index in range(count):
-                    self._workers.append(_Worker(context, task, index, count, positions, receive))
+            bodies = [partial(_send_batches, task, index, count) for index in range(count)]
+            self._workers = start_workers("data worker", bodies, self._receive_batches)
         except OSError as error:
             self.close()
             message = f"{count} data workers cannot be started: {error.strerror or error}"
@@ -143,154 +124,71 @@ class BatchWorkers:
         self._next += 1
         stuck = partial(self._stuck_error, worker)
         self.watch.wait_for(worker.ready.wait, stuck, START_SECONDS)
-        message = self.watch.take(worker.received, stuck)
+        message = self.watch.take(self._queue_of(worker), stuck)
         if isinstance(message, Batch):
             return message
-        raise self._exit_error(worker) if message is None else self._read_error(worker, message)
+        raise self._exit_error(worker) if message is None else self._read_error(worker, *message)
 
     def close(self) -> None:
         """Kill the workers, whatever they do, and wait a limited time for their end."""
-        deadline = time.monotonic() + CLOSE_SECONDS
-        for worker in self._workers:
-            worker.kill()
-        for worker in self._workers:
-            worker.close(deadline)
+        self._is_closed = True  # a thread ends after the message that it holds now
+        for received in self._queues.values():
+            with suppress(queue.Empty):
+                received.get_nowait()  # it may wait for space
+        stop_workers(self._workers)
         self._workers = []
 
-    def _name(self, worker: _Worker) -> str:
-        return f"data worker {worker.index} of {len(self._workers)} (pid {worker.pid})"
+    def _queue_of(self, worker: Worker) -> queue.Queue[Batch | Failure | None]:
+        return self._queues.setdefault(worker, queue.Queue(1))
 
-    def _reading(self, worker: _Worker) -> str:
-        return f" while it read {self.task.describe(self.positions, worker.index)}"
+    def _receive_batches(self, worker: Worker) -> None:
+        """Body of the thread of a worker."""
+        received = self._queue_of(worker)
+        try:
+            worker.connection.recv()  # it is ready
+            worker.ready.set()
+            while not self._is_closed:
+                message = worker.connection.recv()
+                received.put(self.receive(message) if isinstance(message, Batch) else message)
+        except (EOFError, OSError):
+            worker.ready.set()
+            received.put(None)
 
-    def _stuck_error(self, worker: _Worker, seconds: float) -> TrainingError:
-        state = describe_state(worker.pid)
+    def _reading(self, worker: Worker) -> str:
+        return f" while it read {self.task.describe(self._workers.index(worker))}"
+
+    def _stuck_error(self, worker: Worker, seconds: float) -> TrainingError:
+        state = describe_state(worker.process.pid or 0)
         done = "no progress for" if worker.ready.is_set() else "not ready after"
-        text = (
-            f"{self._name(worker)} is stuck: {done} {seconds:.1f} s (data.worker_timeout){self._reading(worker)}{state}"
-        )
+        text = f"{worker.name} is stuck: {done} {seconds:.1f} s (data.worker_timeout){self._reading(worker)}{state}"
         return TrainingError(f"{text}; try data.num_workers=0, or a larger data.worker_timeout if reading is this slow")
 
-    def _exit_error(self, worker: _Worker) -> TrainingError:
-        worker.process.join(CLOSE_SECONDS)
-        reading = self._reading(worker)
-        return TrainingError(
-            f"{self._name(worker)} {describe_exit(worker.process.exitcode)}{reading}; try fewer data.num_workers, or data.num_workers=0"
-        )
+    def _exit_error(self, worker: Worker) -> TrainingError:
+        text = f"{worker.name} {worker.describe_end()}{self._reading(worker)}"
+        return TrainingError(f"{text}; try fewer data.num_workers, or data.num_workers=0")
 
-    def _read_error(self, worker: _Worker, failure: dict[str, str]) -> TrainingError:
-        if failure["type"] == "DamagedStoreError":  # it says what to do, and its traceback tells nothing
-            return TrainingError(failure["message"])
-        lines = failure["traceback"].splitlines()
+    def _read_error(self, worker: Worker, kind: str, message: str, trace: str) -> TrainingError:
+        if kind == "DamagedStoreError":  # it says what to do, and its traceback tells nothing
+            return TrainingError(message)
+        lines = trace.splitlines()
         print_safely(
             "\n".join([*(["..."] if len(lines) > TRACEBACK_LINES else []), *lines[-TRACEBACK_LINES:]]), sys.stderr
         )
-        text = f"{self._name(worker)} failed{self._reading(worker)}: {failure['type']}: {one_line(failure['message'])[:500]}"
-        return TrainingError(f"{text}; {_hint(failure['message'], 'data.num_workers=0 reads in the training process')}")
+        text = f"{worker.name} failed{self._reading(worker)}: {kind}: {one_line(message)[:500]}"
+        return TrainingError(f"{text}; {_hint(message, 'data.num_workers=0 reads in the training process')}")
 
 
-class _Worker:
-    """One process, and the thread that receives its batches: one waits in the queue, one in the thread, one in the
-    process.
-    """
-
-    def __init__(
-        self,
-        context: BaseContext,
-        task: BatchTask,
-        index: int,
-        count: int,
-        positions: Positions,
-        receive: Callable[[Batch], Batch],
-    ) -> None:
-        self.index = index
-        self.received: queue.Queue[Batch | dict[str, str] | None] = queue.Queue(1)  # None: the process has ended
-        self.ready = threading.Event()  # or ended
-        self._connection, end = context.Pipe(duplex=False)
-        arguments = (task, index, count, positions, end, os.getpid())
-        process = context.Process(target=_worker_main, args=arguments, daemon=True)  # type: ignore[attr-defined]  # of every context
-        try:
-            with warnings.catch_warnings():
-                # a fork beside threads: the child uses none of their locks
-                warnings.simplefilter("ignore", DeprecationWarning)
-                process.start()
-        except OSError:
-            self._connection.close()
-            raise
-        finally:
-            end.close()  # the worker has the only one, so that its death ends the pipe
-        self.process, self.pid = process, process.pid
-        self._thread = threading.Thread(target=self._receive, args=(receive,), name=f"data worker {index}", daemon=True)
-        self._thread.start()
-
-    def _receive(self, receive: Callable[[Batch], Batch]) -> None:
-        try:
-            while True:
-                message = self._connection.recv_bytes()
-                self.ready.set()
-                if message == READY:
-                    continue
-                self.received.put(
-                    receive(Batch.from_bytes(message[1:])) if message[:1] == BATCH else json.loads(message[1:])
-                )
-        except (EOFError, OSError):
-            self.ready.set()
-            self.received.put(None)
-
-    def kill(self) -> None:
-        self.process.kill()
-
-    def close(self, deadline: float) -> None:
-        """Wait until the killed process and its thread have ended, or until `deadline`."""
-        self.process.join(max(0.0, deadline - time.monotonic()))
-        while self._thread.is_alive() and time.monotonic() < deadline:
-            with suppress(queue.Empty):
-                self.received.get(timeout=0.01)  # the thread may wait for space
-        if not self._thread.is_alive():
-            self._connection.close()
-
-
-def _worker_main(task: BatchTask, index: int, count: int, positions: Positions, end: Connection, parent: int) -> None:
-    """Body of a worker: send every `count`th batch from number `index` on, or the first error."""
-    kill_with_parent(parent)
+def _send_batches(task: BatchTask, index: int, count: int, connection: Connection) -> None:
+    """Body of a worker: send None when it is ready, then its batches, or the first error."""
     torch.set_num_threads(1)
-    if isinstance(task.sequences, PackedSequences):
-        task.sequences.progress = lambda *_: positions.tick(index)
+    connection.send(None)
     try:
-        end.send_bytes(READY)
-        try:
-            for indices in task.indices(index, count):
-                end.send_bytes(BATCH + task.read(indices, positions, index).to_bytes())
-        except BrokenPipeError:
-            raise
-        except Exception as error:  # whatever a reader raises: the training process reports it
-            failure = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
-            end.send_bytes(ERROR + json.dumps(failure).encode())
+        for batch in task.batches(index, count):
+            connection.send(batch)
     except BrokenPipeError:
-        pass  # the training process has ended
-
-
-@contextmanager
-def _thread_errors_ignored() -> Iterator[None]:
-    """Print no traceback of a thread that fails."""
-    previous, threading.excepthook = threading.excepthook, lambda _: None
-    try:
-        yield
-    finally:
-        threading.excepthook = previous
-
-
-@contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Block stop signals while workers start: they inherit the mask and keep it.
-
-    Ctrl-C goes to the whole process group; the workers survive it, so that the training process can finish its step.
-    """
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+        raise
+    except Exception as error:  # whatever a reader raises: the training process reports it
+        connection.send((type(error).__name__, str(error), traceback.format_exc()))
 
 
 def _hint(message: str, otherwise: str) -> str:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, partial
 
 import torch
 
 from data.background import Watch, never, prefetch
-from data.batching.batch import Batch, SequenceSource, collate
-from data.batching.batch_workers import BatchTask, BatchWorkers, Positions
-from data.batching.packing import PackedSequences
+from data.batching.batch import Batch, collate
+from data.batching.batch_workers import BatchTask, BatchWorkers, shared_positions
+from data.batching.packing import Sequences
 from data.batching.sampler import ShuffledSampler
 
 
+@dataclass(eq=False)
 class StepLoader:
     """`iter_steps(start, end)` yields each optimizer step as its list of micro-batches, the short last step of an epoch
     included.
@@ -27,24 +29,22 @@ class StepLoader:
     `worker_timeout` seconds (0: no limit).
     """
 
-    def __init__(
-        self,
-        sequences: SequenceSource,
-        sampler: ShuffledSampler,
-        *,
-        batch_size: int,
-        pad_id: int,
-        packed: bool,
-        num_workers: int = 0,
-        worker_timeout: float = 0.0,
-        rank: int = 0,
-        world_size: int = 1,
-        pin_memory: bool = False,
-    ) -> None:
-        self.sequences, self.sampler, self.batch_size, self.num_workers = sequences, sampler, batch_size, num_workers
-        self.worker_timeout = worker_timeout
-        self.collate = partial(collate, pad_id=pad_id, packed=packed)  # not a lambda: spawned workers unpickle it
-        self.rank, self.world_size, self.pin_memory = rank, world_size, pin_memory
+    sequences: Sequences
+    sampler: ShuffledSampler
+    _: KW_ONLY
+    batch_size: int
+    pad_id: int
+    packed: bool
+    num_workers: int = 0
+    worker_timeout: float = 0.0
+    rank: int = 0
+    world_size: int = 1
+    pin_memory: bool = False
+
+    def __post_init__(self) -> None:
+        self.collate = partial(
+            collate, pad_id=self.pad_id, packed=self.packed
+        )  # not a lambda: spawned workers unpickle it
 
     @property
     def steps_per_epoch(self) -> int:
@@ -69,32 +69,21 @@ class StepLoader:
 
         Close it as `iter_epoch`.
         """
-        steps, positions, pin = range(start, end), Positions(max(1, self.num_workers)), self._pinning()
-        task = BatchTask(self.sequences, self.collate, partial(self._batches_of_worker, steps))
-        watch = Watch(stop_requested, self.worker_timeout, positions.snapshot)
+        steps, pin, positions = range(start, end), self._pinning(), shared_positions(max(1, self.num_workers))
+        task = BatchTask(self.sequences, self.collate, partial(self._batches_of_worker, steps), positions)
+        watch = Watch(stop_requested, self.worker_timeout, positions.tobytes)
         if self.num_workers:
-            return self._from_workers(steps, task, watch, positions, pin)
-        return prefetch(
-            self._from_this_process(steps, task, positions, pin), watch, partial(task.describe, positions, 0)
-        )
+            with closing(BatchWorkers(task, self.num_workers, watch, pin)) as batches:
+                yield from self._whole_steps(steps, batches)
+        else:
+            own = self._whole_steps(steps, map(pin, task.batches(worker=0, num_workers=1)))
+            yield from prefetch(own, watch, partial(task.describe, 0))
 
-    def _from_workers(
-        self, steps: range, task: BatchTask, watch: Watch, positions: Positions, pin: Callable[[Batch], Batch]
-    ) -> Generator[list[Batch]]:
-        with closing(BatchWorkers(task, self.num_workers, watch, positions, pin)) as batches:
-            for step in steps:
-                yield self._with_dummies([next(batches) for _ in range(self._num_own_batches(step))], step)
-
-    def _from_this_process(
-        self, steps: range, task: BatchTask, positions: Positions, pin: Callable[[Batch], Batch]
-    ) -> Generator[list[Batch]]:
-        if isinstance(self.sequences, PackedSequences):
-            self.sequences.progress = lambda *_: positions.tick(0)
+    def _whole_steps(self, steps: range, batches: Iterator[Batch]) -> Generator[list[Batch]]:
+        """Yield the micro-batches of each step: those of this rank, then dummies."""
         for step in steps:
-            yield self._with_dummies([pin(task.read(batch, positions, 0)) for batch in self._batch_indices(step)], step)
-
-    def _with_dummies(self, mine: list[Batch], step: int) -> list[Batch]:
-        return mine + [self._dummy] * (self._num_batches(step) - len(mine))
+            mine = [next(batches) for _ in range(self._num_batches(step, self.rank))]
+            yield mine + [self._dummy] * (self._num_batches(step, rank=0) - len(mine))
 
     @cached_property
     def _dummy(self) -> Batch:
@@ -114,16 +103,10 @@ class StepLoader:
 
         return pin
 
-    def _num_rows(self, step: int) -> int:
-        """Return the sequences of a step, over all ranks."""
-        return self.sampler.num_items(*divmod(step, self.steps_per_epoch))
-
-    def _num_batches(self, step: int) -> int:
-        """Return the number of micro-batches of rank 0, which has the most."""
-        return -(-self._num_rows(step) // (self.world_size * self.batch_size))
-
-    def _num_own_batches(self, step: int) -> int:
-        return -(-max(0, self._num_rows(step) - self.rank) // (self.world_size * self.batch_size))
+    def _num_batches(self, step: int, rank: int) -> int:
+        """Return the number of micro-batches with rows of a rank; rank 0 has the most."""
+        num_rows = self.sampler.num_items(*divmod(step, self.steps_per_epoch))  # over all ranks
+        return -(-max(0, num_rows - rank) // (self.world_size * self.batch_size))
 
     def _batch_indices(self, step: int) -> list[list[int]]:
         """Return the sequence indices of each micro-batch of this rank, counted through the epochs."""
@@ -135,7 +118,7 @@ class StepLoader:
         """Yield the sequence indices of every `num_workers`th micro-batch of `steps`, from number `worker` on."""
         number = 0
         for step in steps:
-            count = self._num_own_batches(step)
+            count = self._num_batches(step, self.rank)
             chosen = range((worker - number) % num_workers, count, num_workers)
             if chosen:  # the order of a step takes time
                 batches = self._batch_indices(step)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from common.errors import UserError
 from data.batching.sampler import hash64
+from data.config import DataConfig
 from data.types import EncodedRow, TokenSequence
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 WHOLE_SOURCE = 1 << 20  # fixed-point denominator of row weights
 MAX_REPEATS = 1000  # limit of the rows of an epoch, in multiples of the distinct rows
+HASH_ROWS_PER_READ = 1 << 16
 HOLDOUT_SEED = 0  # not the seed of the run: repetitions with other seeds are evaluated on the same rows
 
 
@@ -67,7 +69,7 @@ class WeightedSource:
     split: HoldoutSplit | None = None
     is_held_out: bool = False
     # positions among these rows of rows that are left out, ascending
-    excluded: np.ndarray | None = field(default=None, repr=False)
+    excluded: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64), repr=False)
     rows_per_epoch: int = -1  # -1: each row once
     # with row weights: rows of an epoch up to and including each row
     cumulative: np.ndarray | None = field(default=None, repr=False)
@@ -75,10 +77,10 @@ class WeightedSource:
     @property
     def num_rows(self) -> int:
         """Number of distinct rows."""
-        left_out = 0 if self.excluded is None else len(self.excluded)
         if self.split is None:
-            return len(self.store) - left_out
-        return (self.split.held_out if self.is_held_out else self.split.size - self.split.held_out) - left_out
+            return len(self.store) - len(self.excluded)
+        used = self.split.held_out if self.is_held_out else self.split.size - self.split.held_out
+        return used - len(self.excluded)
 
     def __len__(self) -> int:
         return self.num_rows if self.rows_per_epoch < 0 else self.rows_per_epoch
@@ -121,29 +123,29 @@ class WeightedSource:
         return self._stored(positions)
 
     def _stored(self, positions: np.ndarray) -> np.ndarray:
-        if self.excluded is not None:  # excluded[k] - k other rows precede the k-th excluded one
-            positions = positions + np.searchsorted(
-                self.excluded - np.arange(len(self.excluded)), positions, side="right"
-            )
+        if len(self.excluded):  # excluded[k] - k other rows precede the k-th excluded one
+            before = self.excluded - np.arange(len(self.excluded))
+            positions = positions + np.searchsorted(before, positions, side="right")
         if self.split is None:
             return positions
         return self.split.held_out_rows(positions) if self.is_held_out else self.split.remaining_rows(positions)
 
     def lengths(self, start: int, stop: int) -> np.ndarray:
-        rows = self.locate(np.arange(start, stop))
-        return self.store.lengths(int(rows[0]), int(rows[-1]) + 1)[rows - rows[0]]
+        """Number of input tokens of each of the rows [start, stop), int64."""
+        return self._read(self.store.lengths, start, stop)
 
     def contents(self, start: int, stop: int) -> np.ndarray:
         """Hash of the tokens of each of the rows [start, stop), uint64: equal for rows with the same tokens."""
+        return self._read(self.store.contents, start, stop)
+
+    def _read(self, column: Callable[[int, int], np.ndarray], start: int, stop: int) -> np.ndarray:
         rows = self.locate(np.arange(start, stop))
-        return self.store.contents(int(rows[0]), int(rows[-1]) + 1)[rows - rows[0]]
+        return column(int(rows[0]), int(rows[-1]) + 1)[rows - rows[0]]
 
     @property
     def identity(self) -> list:
         """What the fingerprint of a mixture hashes."""
-        excluded = (
-            [] if self.excluded is None else [hashlib.sha256(self.excluded.astype(np.int64).tobytes()).hexdigest()]
-        )
+        excluded = [hashlib.sha256(self.excluded.astype(np.int64).tobytes()).hexdigest()] if len(self.excluded) else []
         return [
             self.store.digest,
             self.split and [self.split.size, self.split.held_out, self.is_held_out],
@@ -220,3 +222,56 @@ def mix_sources(entries: Sequence[list[WeightedSource]], weights: list[float] | 
     return MixedRows(
         tuple(part.upsampled(factor * scale) for entry, factor in zip(entries, factors, strict=True) for part in entry)
     )
+
+
+# --- rows that are both training and validation data: the loss on rows that were trained on measures no generalization
+
+
+def separate_validation(
+    groups: list[list[WeightedSource]], validation: Sequence[WeightedSource], data: DataConfig, is_split: bool
+) -> tuple[list[list[WeightedSource]], list[str]]:
+    """Return (training rows, warnings).
+
+    Training rows with the tokens of a validation row are left out, as data.val_duplicates says.
+
+    The validation rows stay as they are, so that each kind of row keeps its share of them. `is_split`: they are held
+    out of the files of data.path. Raises UserError if an entry of data.path has no other rows.
+    """
+    drop = is_split if data.val_duplicates == "auto" else data.val_duplicates == "drop"
+    contents = np.unique(
+        np.concatenate([np.empty(0, np.uint64), *(part.contents(0, len(part)) for part in validation)])
+    )
+    separated = [[replace(part, excluded=rows_with(part, contents)) for part in group] for group in groups]
+    count = sum(len(part.excluded) for group in separated for part in group)
+    if not count:
+        return groups, []
+    part, excluded = next(
+        (part, without.excluded)
+        for pair in zip(groups, separated, strict=True)
+        for part, without in zip(*pair, strict=True)
+        if len(without.excluded)
+    )
+    first = part.source.where(part.store.read(int(part.locate(excluded[:1])[0]))[1])
+    total = sum(part.num_rows for group in groups for part in group)
+    found = f"{count:,} of {total:,} training rows have the same tokens as a validation row (first: {first})"
+    if not drop:
+        return groups, [f"{found}: the validation loss is too low; data.val_duplicates=drop does not train on them"]
+    groups = [[part for part in group if part.num_rows] for group in separated]
+    if not all(groups):
+        fix = "data.val_fraction=0 trains without validation, data.val_duplicates=keep on all rows"
+        raise UserError(
+            f"{found}, which leaves an entry of data.path without rows to train on",
+            f"data.val_duplicates={data.val_duplicates}",
+            fix,
+        )
+    return groups, [f"{found} and are not trained on; data.val_duplicates=keep trains on them"]
+
+
+def rows_with(part: WeightedSource, contents: np.ndarray) -> np.ndarray:
+    """Return the positions of the rows of `part` whose hash is in `contents` (ascending uint64)."""
+    found = [np.empty(0, np.int64)]
+    for start in range(0, len(part) if len(contents) else 0, HASH_ROWS_PER_READ):
+        hashes = part.contents(start, min(start + HASH_ROWS_PER_READ, len(part)))
+        nearest = np.minimum(np.searchsorted(contents, hashes), len(contents) - 1)
+        found.append(start + np.flatnonzero(contents[nearest] == hashes))
+    return np.concatenate(found)

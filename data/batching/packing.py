@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -30,9 +29,10 @@ from common.filesystem import (
     write_all,
     write_atomic_file,
 )
+from data.batching.mixture import MixedRows
 from data.batching.sampler import ORDER_VERSION, random_bits, shuffled_index
 from data.store.cache import ProgressCallback, no_progress, open_or_build
-from data.types import EncodedRow, RowSource
+from data.types import EncodedRow
 
 PLAN_VERSION = f"2.{ORDER_VERSION}"  # of the algorithm: another plan is another training
 ROWS_PER_SLICE = 1 << 16  # rows that are packed together; larger slices hardly fill better
@@ -41,6 +41,24 @@ PLAN_SLICE = 1 << 10  # adjacent rows that are read together; these chunks are s
 # neighbours, too: with
 # the first noise that needs no more sequences than there are.
 LENGTH_NOISES = (0.3, 0.1, 0.0)
+
+
+@dataclass
+class UnpackedSequences:
+    """`unpacked[i]` is the list of row i % len(unpacked) alone."""
+
+    rows: MixedRows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> list[EncodedRow]:
+        return [self.rows[index % len(self.rows)]]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the rows, and of what decides their order besides the seed."""
+        return hashlib.sha256(f"{self.rows.fingerprint} {ORDER_VERSION}".encode()).hexdigest()
 
 
 def best_fit_plan(
@@ -88,7 +106,8 @@ class _Slice:
     number: int
     members: np.ndarray  # int64 (n,) their indices
     lengths: np.ndarray  # int64 (n,) tokens
-    distinct: np.ndarray  # int64 (n,) equal for copies of one row
+    distinct: np.ndarray  # int64 (n,) from 0, equal for copies of one row
+    copies: np.ndarray  # int64 (number of distinct rows,) copies of each
 
     def plan(self, capacity: int, noise: float, bits: np.ndarray) -> list[list[int]]:
         """Pack the longest rows first, after multiplying each length with 1 + noise * uniform; `bits`: uint64, one per
@@ -97,29 +116,13 @@ class _Slice:
         Without noise the number of sequences is the same for all `bits`: they decide only which rows of the same length
         and number of copies change places.
         """
-        drawn = bits[self._inverse]
+        drawn = bits[self.distinct]
         key = -self.lengths * (1 + noise * (drawn >> np.uint64(11)) * 2.0**-53)
-        order = np.lexsort((self._inverse, drawn, -self._copies[self._inverse], key))  # by key, then copies, bits, row
-        return best_fit_plan(self.lengths, capacity, order, self._inverse)
-
-    @cached_property
-    def _unique(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        return np.unique(self.distinct, return_inverse=True, return_counts=True)
-
-    @property
-    def _inverse(self) -> np.ndarray:
-        return self._unique[1]
-
-    @property
-    def _copies(self) -> np.ndarray:
-        return self._unique[2]
-
-    @property
-    def num_distinct(self) -> int:
-        return len(self._unique[0])
+        order = np.lexsort((self.distinct, drawn, -self.copies[self.distinct], key))  # by key, then copies, bits, row
+        return best_fit_plan(self.lengths, capacity, order, self.distinct)
 
 
-def read_slices(rows: RowSource, progress: ProgressCallback) -> Iterator[_Slice]:
+def read_slices(rows: MixedRows, progress: ProgressCallback) -> Iterator[_Slice]:
     """Yield the slices: the same for every epoch and seed. Memory does not grow with the number of rows."""
     size = len(rows)
     chunks, chunks_per_slice = -(-size // PLAN_SLICE), ROWS_PER_SLICE // PLAN_SLICE
@@ -129,14 +132,15 @@ def read_slices(rows: RowSource, progress: ProgressCallback) -> Iterator[_Slice]
         members, lengths, distinct = (
             np.concatenate([read(*span) for span in spans]) for read in (np.arange, rows.lengths, rows.distinct)
         )
-        yield _Slice(number, members, lengths, distinct)
+        _, distinct, copies = np.unique(distinct, return_inverse=True, return_counts=True)
+        yield _Slice(number, members, lengths, distinct, copies)
         done = min((start + chunks_per_slice) * PLAN_SLICE, size)
         progress(done, size, done)
 
 
 def count_sequences(part: _Slice, capacity: int) -> int:
     """Return the number of packed sequences of a slice, the same in every epoch: 0.1 % more than without randomness."""
-    count = len(part.plan(capacity, 0.0, np.zeros(part.num_distinct, np.uint64)))
+    count = len(part.plan(capacity, 0.0, np.zeros_like(part.copies, np.uint64)))
     return min(count + count // 1000, len(part.members))
 
 
@@ -144,7 +148,7 @@ def draw_plan(part: _Slice, capacity: int, num_sequences: int, seed: int, epoch:
     """Return exactly `num_sequences` (of `count_sequences`) lists of positions in `part.members`, as a function of seed
     and epoch.
     """
-    bits = random_bits(part.num_distinct, seed, epoch, part.number)
+    bits = random_bits(len(part.copies), seed, epoch, part.number)
     plans = (part.plan(capacity, noise, bits) for noise in LENGTH_NOISES)
     sequences = next(plan for plan in plans if len(plan) <= num_sequences)  # without noise it always fits
     while len(sequences) < num_sequences:
@@ -152,15 +156,16 @@ def draw_plan(part: _Slice, capacity: int, num_sequences: int, seed: int, epoch:
     return sequences
 
 
-PLAN_TAIL = 3 * 8  # bytes: number of rows, of sequences, crc32 of all bytes before the tail
+PLAN_TAIL = 8  # bytes: crc32 of all bytes before them
 OPEN_PLANS = 2  # batches are prepared in advance: for a while an epoch and the next one are both read
 
 
+@dataclass
 class EpochPlan:
     """Row indices of each packed sequence of an epoch: int64 values, those of `_plan_values`."""
 
-    def __init__(self, read: Callable[[int, int], np.ndarray], num_rows: int) -> None:
-        self._read, self._num_rows = read, num_rows
+    _read: Callable[[int, int], np.ndarray]
+    _num_rows: int
 
     def rows_of(self, i: int) -> list[int]:
         start, stop = self._read(self._num_rows + i, self._num_rows + i + 2).tolist()
@@ -174,7 +179,7 @@ class PackedSequences:
     """
 
     def __init__(
-        self, rows: RowSource, capacity: int, cache: Path, seed: int = 0, progress: ProgressCallback = no_progress
+        self, rows: MixedRows, capacity: int, cache: Path, seed: int = 0, progress: ProgressCallback = no_progress
     ) -> None:
         """`progress` gets (rows done, all rows, rows done), as for a store.
 
@@ -246,12 +251,10 @@ class PackedSequences:
             file = _PlanFile(path)
         except FileNotFoundError:
             return None
-        size = os.fstat(file.fd).st_size - PLAN_TAIL
-        expected = [len(self.rows), len(self)]
-        if size != 8 * (sum(expected) + 1) or np.frombuffer(os.pread(file.fd, PLAN_TAIL, size), np.int64).tolist() != [
-            *expected,
-            crc32_of(file.fd, size),
-        ]:
+        size = 8 * (len(self.rows) + len(self) + 1)
+        if os.fstat(file.fd).st_size != size + PLAN_TAIL:
+            return None
+        if int.from_bytes(os.pread(file.fd, PLAN_TAIL, size), "little") != crc32_of(file.fd, size):
             return None
         return EpochPlan(file.read, len(self.rows))
 
@@ -291,13 +294,15 @@ def _write_plan(path: Path, parts: Iterator[np.ndarray]) -> None:
     with atomic_path(path) as temp:
         fd = fs.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            sizes, checksum = [], 0
+            checksum = 0
             for part in parts:
-                raw = part.astype(np.int64).tobytes()
+                raw = part.tobytes()
                 checksum = zlib.crc32(raw, checksum)
                 write_all(fd, raw)
-                sizes.append(len(part))
-            write_all(fd, np.array([sum(sizes[:-1]), sizes[-1] - 1, checksum], np.int64).tobytes())
+            write_all(fd, checksum.to_bytes(PLAN_TAIL, "little"))
             fs.fsync(fd)
         finally:
             fs.close(fd)
+
+
+Sequences = UnpackedSequences | PackedSequences

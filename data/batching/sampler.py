@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from data.types import RowSource
 
 ORDER_VERSION = 2  # of the functions here: with another order a checkpoint would repeat some rows and skip others
 # up to this size a permutation is drawn as a whole: six rounds on a few bits do not reach all of them equally often
@@ -18,11 +16,13 @@ FEISTEL_ROUNDS = 6
 SORT_WINDOW_STEPS = 64
 
 
+@dataclass(eq=False)
 class ShuffledSampler:
     """Indices of each step: `global_batch_size` of `size` items in random order, fewer in the last step of an epoch."""
 
-    def __init__(self, size: int, global_batch_size: int, seed: int) -> None:
-        self.size, self.global_batch_size, self.seed = size, global_batch_size, seed
+    size: int
+    global_batch_size: int
+    seed: int
 
     @property
     def steps_per_epoch(self) -> int:
@@ -45,6 +45,7 @@ class ShuffledSampler:
         return shuffled_index(positions, self.size, self.seed, epoch)
 
 
+@dataclass(eq=False)
 class LengthGroupedSampler(ShuffledSampler):
     """Steps of rows with similar lengths, in random order.
 
@@ -52,9 +53,9 @@ class LengthGroupedSampler(ShuffledSampler):
     shuffled again.
     """
 
-    def __init__(self, rows: RowSource, global_batch_size: int, seed: int) -> None:
-        super().__init__(len(rows), global_batch_size, seed)
-        self.rows = rows
+    lengths: Callable[[int, int], np.ndarray]  # of the rows [start, stop)
+
+    def __post_init__(self) -> None:
         self._sorted = lru_cache(maxsize=1)(self._sort)
 
     def indices(self, epoch: int, step: int) -> np.ndarray:
@@ -71,7 +72,7 @@ class LengthGroupedSampler(ShuffledSampler):
 
     def _sort(self, epoch: int, window: int) -> np.ndarray:
         rows = self._indices_between(epoch, window * SORT_WINDOW_STEPS, (window + 1) * SORT_WINDOW_STEPS)
-        lengths = np.concatenate([self.rows.lengths(row, row + 1) for row in rows.tolist()])
+        lengths = np.concatenate([self.lengths(row, row + 1) for row in rows.tolist()])
         return rows[np.argsort(lengths, kind="stable")]
 
 

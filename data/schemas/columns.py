@@ -206,4 +206,4 @@ def unused_fields(row: dict, fields: Iterable[str]) -> list[str]:
 
 def unused_message_fields(messages: list[dict[str, Any]], known: frozenset[str]) -> set[str]:
     """Return the names of the fields of messages that are not null and not in `known`."""
-    return {name for message in messages for name in message.keys() - known if message[name] is not None}
+    return {name for message in messages for name in unused_fields(message, known)}

@@ -11,14 +11,13 @@ from common.errors import did_you_mean
 from data.errors import BadRowError, parse_json_row, type_name
 from data.schemas.columns import check_no_loss_mask, check_no_media
 
-OPENAI_ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {
-    "developer": "system",
-    "function": "tool",
-}
+ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
+OPENAI_ROLES = ROLES | {"developer": "system", "function": "tool"}
 SHAREGPT_ROLES = {
-    **{role: role for role in ("system", "user", "assistant", "tool")},
-    **{"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant", "bard": "assistant"},
-    **{"function_call": "assistant", "observation": "tool"},
+    **ROLES,
+    "human": "user",
+    **dict.fromkeys(("gpt", "bing", "chatgpt", "bard", "function_call"), "assistant"),
+    "observation": "tool",
 }
 # Role -> roles allowed after it; "" is the beginning. An assistant message with tool calls may also follow another one
 # (`check_order`).
@@ -283,20 +282,17 @@ def _pop_weight(message: dict, where: str) -> float | None:
 def _check_tool_calls(message: dict, where: str) -> list[dict] | None:
     """Return the calls in `tool_calls`, or the one in its former name `function_call`, as OpenAI nests them."""
     calls = as_objects(message.get("tool_calls"), f"{where}.tool_calls")
-    call = parse_json_field(message.pop("function_call", None), f"{where}.function_call")
-    if calls:
-        calls = [_check_tool_call(item, f"{where}.tool_calls") for item in calls]
-    if not call:
-        return calls
-    if calls:
-        raise BadRowError(
-            "wrong type",
-            "the message has both function_call and tool_calls",
-            f"{where}.function_call",
-            "keep tool_calls, the current name",
-        )
-    calls = as_objects([call], f"{where}.function_call")
-    return calls and [_check_tool_call(item, f"{where}.function_call") for item in calls]
+    field = "tool_calls"
+    if call := parse_json_field(message.pop("function_call", None), f"{where}.function_call"):
+        if calls:
+            raise BadRowError(
+                "wrong type",
+                "the message has both function_call and tool_calls",
+                f"{where}.function_call",
+                "keep tool_calls, the current name",
+            )
+        field, calls = "function_call", as_objects([call], f"{where}.function_call")
+    return calls and [_check_tool_call(item, f"{where}.{field}") for item in calls]
 
 
 def _check_tool_call(call: dict, where: str) -> dict:

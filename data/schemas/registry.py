@@ -168,14 +168,12 @@ def schema_of_source(source: Source, data_format: str) -> str:
     Raises UserError if there is none.
     """
     error = UserError("the file has no rows", source.name, "write rows into it, or leave it out")
-    columns: dict[str, None] = {}
     for position, raw in itertools.islice(source.items(), DETECTION_ROWS):
         try:
-            row = source.parse(position, raw)
-            columns |= dict.fromkeys(source.column_of(field) for field in row)
-            return detect_schema(row, data_format, source.where(position)).name
+            return detect_schema(source.parse(position, raw), data_format, source.where(position)).name
         except BadRowError as bad:
             error = error if isinstance(error, BadRowError) else bad
+    columns = first_columns(source)
     missing = [
         column
         for field, column in source.columns
@@ -191,6 +189,15 @@ def schema_of_source(source: Source, data_format: str) -> str:
     raise error
 
 
+def first_columns(source: Source) -> dict[str, None]:
+    """Return the columns of the first rows of a file, as they are called there."""
+    source, columns = dataclasses.replace(source, columns=()), dict[str, None]()
+    for position, raw in itertools.islice(source.items(), DETECTION_ROWS):
+        with contextlib.suppress(BadRowError):
+            columns |= dict.fromkeys(source.parse(position, raw))
+    return columns
+
+
 def missing_columns(sources: Iterable[Source]) -> list[str]:
     """Return a warning for the columns that data.columns names and that the first rows of no file have: where a file
     has the field itself, it is read.
@@ -201,12 +208,7 @@ def missing_columns(sources: Iterable[Source]) -> list[str]:
         wanted = {column for _, column in source.columns if column is not None} - found.keys()
         if not wanted:
             return []
-        unmapped = dataclasses.replace(source, columns=())
-        for position, raw in itertools.islice(unmapped.items(), DETECTION_ROWS):
-            with contextlib.suppress(BadRowError):
-                found |= dict.fromkeys(unmapped.parse(position, raw))
-            if wanted <= found.keys():
-                break
+        found |= first_columns(source)
     names = ", ".join(sorted(wanted - found.keys()))
     return (
         [

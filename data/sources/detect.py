@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import re
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from common.errors import UserError
-from data.sources.byte_stream import BOM, READ_BYTES, open_stream
-from data.sources.encodings import UTF8, encoding_of, utf8_stream
+from data.sources.byte_stream import BOM, READ_BYTES, UTF8, encoding_of, open_stream, utf8_stream
 
 EXTENSIONS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
@@ -46,16 +44,13 @@ def detect_format(path: Path, encoding: str | None, text_unit: str) -> tuple[str
     try:
         with open_stream(path) as (_, file):
             head = file.read(READ_BYTES)
+        if not head:
+            raise _empty_file(path)
         if known in ("parquet", "arrow") or (known is None and head.startswith(b"PAR1")):
-            if not head:
-                raise _empty_file(path)
             return known or "parquet", UTF8
         encoding = encoding_of(head, known in (None, "json"), encoding)
-        blanks = b"\r\n" if known in ("csv", "tsv") else b" \t\r\n"
-        content = _first_content(io.BytesIO(head), blanks) if encoding == UTF8 else b""
-        if not content:
-            with open_stream(path) as (_, file):
-                content = _first_content(utf8_stream(file, encoding), blanks)
+        with open_stream(path) as (_, file):
+            content = _first_content(utf8_stream(file, encoding), b"\r\n" if known in ("csv", "tsv") else b" \t\r\n")
     except PermissionError as error:
         raise UserError("no permission to read the file", str(path), f"chmod u+r {path}") from error
     except OSError as error:
@@ -115,12 +110,8 @@ def _begins_with_indented_object(content: bytes) -> bool:
     return isinstance(value, dict) and "\n" in text[:end] and text[end:].lstrip()[:1] in ("", "{", ",")
 
 
-def _is_object(text: bytes) -> bool:
-    text = text.strip()
-    try:
-        return text.startswith(b"{") and text.endswith(b"}") and isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
+def _is_object(line: bytes) -> bool:
+    return line.lstrip().startswith(b"{") and isinstance(_value_of(line), dict)
 
 
 def _is_array(content: bytes) -> bool:
@@ -129,10 +120,15 @@ def _is_array(content: bytes) -> bool:
     A list on the first line with more lines after it is a (wrong) row of JSON Lines.
     """
     first_line, _, rest = content.partition(b"\n")
+    return content.startswith(b"[") and not (rest.strip() and isinstance(_value_of(first_line), list))
+
+
+def _value_of(line: bytes) -> Any:
+    """Return the JSON value of a line, None if it is none."""
     try:
-        return content.startswith(b"[") and not (rest.strip() and isinstance(json.loads(first_line), list))
+        return json.loads(line)
     except (ValueError, RecursionError):
-        return True
+        return None
 
 
 def detect_csv(content: bytes, otherwise: str) -> str:

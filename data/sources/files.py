@@ -14,9 +14,8 @@ from typing import Any, BinaryIO
 
 from common.errors import UserError, did_you_mean_path
 from data.errors import BadRowError, parse_json_row, type_name
-from data.sources.byte_stream import Items, Locate, open_stream
+from data.sources.byte_stream import UTF8, Items, Locate, check_encoding, encoding_hint, open_stream, utf8_stream
 from data.sources.detect import CSV_FORMATS, EXTENSIONS, KNOWN_EXTENSIONS, detect_format, extension_of
-from data.sources.encodings import UTF8, check_encoding, encoding_hint, utf8_stream
 from data.sources.json_text import read_json_array, read_jsonl, read_text, read_text_lines
 from data.sources.tables import read_arrow, read_csv, read_parquet
 
@@ -59,6 +58,9 @@ class ReadOptions:
         return cls(encoding, section.text_unit, tuple(sorted((section.columns or {}).items())))
 
 
+DETECTED = ReadOptions()  # everything is detected
+
+
 def _ignore_progress(consumed: int) -> None: ...
 
 
@@ -77,12 +79,12 @@ class Source:
     columns: tuple[tuple[str, str | None], ...] = ()  # ReadOptions.columns
 
     @classmethod
-    def open(cls, path: str | Path, options: ReadOptions | None = None) -> Source:
+    def open(cls, path: str | Path, options: ReadOptions = DETECTED) -> Source:
         """Detect the format by the file's name and first bytes.
 
         Raises UserError if the file cannot be read as rows.
         """
-        path, options = Path(path), options or ReadOptions()
+        path = Path(path)
         if not os.path.exists(path):  # Path.exists raises an error for a name that is too long
             raise UserError("no such file or folder", f"data.path={path}", did_you_mean_path(path))
         if path.is_dir():
@@ -178,10 +180,6 @@ class Source:
             )
         return self._with_columns(value) if self.columns else value
 
-    def column_of(self, field: str) -> str:
-        """Return the column of the file that is the field of a row."""
-        return dict(self.columns).get(field) or field.removesuffix(HIDDEN)
-
     def _with_columns(self, row: dict) -> dict:
         """Return the row with the fields that data.columns names."""
         fields = {field: row[column] for field, column in self.columns if column is not None and column in row}
@@ -192,13 +190,22 @@ class Source:
         } | fields
 
     def _with_hint(self, error: BadRowError, raw: Any, where: str) -> BadRowError:
-        """Return the error with a fix for this file where one is known."""
+        """Return the error with a fix for this file, or for two frequent mistakes in JSON Lines."""
         if error.reason == "not UTF-8" and self.file_format not in TABLES:
             message = error.message if self.encoding == UTF8 else f"not valid in the encoding {self.encoding}"
             return BadRowError(error.reason, message, error.setting, encoding_hint(self.path, self.encoding))
-        return (
-            _with_hint(error, raw.strip(), where) if self.file_format == "jsonl" and isinstance(raw, bytes) else error
-        )
+        if self.file_format != "jsonl" or error.reason not in ("invalid JSON", "truncated file"):
+            return error
+        line = raw.strip() if isinstance(raw, bytes) else b""
+        if error.reason == "invalid JSON" and line.endswith((b"{", b"[")):
+            fix = "write each row on one line; for objects over several lines: jq -c . FILE"
+            return BadRowError("invalid JSON", "invalid JSON: the line ends within an object", where, fix)
+        try:
+            json.loads(line.removesuffix(b","))
+        except (ValueError, RecursionError):
+            return error
+        fix = "remove the comma: JSON Lines has none between rows"
+        return BadRowError("invalid JSON", "invalid JSON: a comma after the row", error.setting, fix)
 
     def rows(self, on_bad: Callable[[BadRowError], Any] = _raise_error) -> Iterator[tuple[int, dict]]:
         """Yield (position, row) in file order; skips a bad row if `on_bad` returns."""
@@ -211,44 +218,17 @@ class Source:
                 yield position, row
 
 
-def _with_hint(error: BadRowError, line: bytes, where: str) -> BadRowError:
-    """Return a more specific error for two frequent mistakes in JSON Lines, else `error`."""
-    if error.reason not in ("invalid JSON", "truncated file"):
-        return error
-    if error.reason == "invalid JSON" and line.endswith((b"{", b"[")):
-        fix = "write each row on one line; for objects over several lines: jq -c . FILE"
-        return BadRowError("invalid JSON", "invalid JSON: the line ends within an object", where, fix)
-    try:
-        json.loads(line.removesuffix(b","))
-    except (ValueError, RecursionError):
-        return error
-    return BadRowError(
-        "invalid JSON",
-        "invalid JSON: a comma after the row",
-        error.setting,
-        "remove the comma: JSON Lines has none between rows",
-    )
-
-
-def resolve_sources(path: str | list[str], options: ReadOptions | None = None) -> list[list[Source]]:
-    """Return the files of each entry of `path`: a file, a glob, all files of a folder, or
+def open_entry(entry: str, options: ReadOptions = DETECTED, splits: Sequence[str] = ("train",)) -> list[Source]:
+    """Return the files of one entry of data.path: a file, a glob, all files of a folder, or
     hub:owner/name[@config][:split].
 
-    The files of a glob or a folder are sorted by name. Raises UserError if an entry names no file.
-    """
-    return [open_entry(entry, options) for entry in ([path] if isinstance(path, str) else path)]
-
-
-def open_entry(entry: str, options: ReadOptions | None = None, splits: Sequence[str] = ("train",)) -> list[Source]:
-    """Return the files of one entry of data.path.
-
-    `splits`: of a data set of the Hub without a typed split, the first of these that it has.
+    The files of a glob or a folder are sorted by name. `splits`: of a data set of the Hub without a typed split, the
+    first of these that it has. Raises UserError if the entry names no file.
     """
     if entry.startswith("hub:"):
         from data.sources.tables import load_hub_dataset
 
-        columns = options.columns if options else ()
-        return [Source(file, "arrow", name, columns=columns) for file, name in load_hub_dataset(entry, splits)]
+        return [Source(file, "arrow", name, columns=options.columns) for file, name in load_hub_dataset(entry, splits)]
     return [Source.open(file, options) for file in find_files(entry)]
 
 
@@ -262,7 +242,12 @@ def find_files(entry: str) -> list[Path]:
         )
     path = Path(entry).expanduser()
     if os.path.isdir(path):
-        return _files_in(path)
+        files = [file for file in _visible_files(path) if extension_of(file) in EXTENSIONS]
+        if not files:
+            raise UserError(
+                "the folder has no data files", str(path), f"data files have the extension {KNOWN_EXTENSIONS}"
+            )
+        return files
     if not os.path.exists(path) and glob.has_magic(entry):
         files = sorted(file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file())
         if not files:
@@ -286,16 +271,6 @@ def _visible_files(folder: Path) -> list[Path]:
 def unread_files(folder: Path) -> list[Path]:
     """Return the files of a folder that are not read because their extension is unknown."""
     return [file for file in _visible_files(folder) if extension_of(file) not in EXTENSIONS]
-
-
-def _files_in(folder: Path) -> list[Path]:
-    """Return the files of a folder with a known extension."""
-    files = [file for file in _visible_files(folder) if extension_of(file) in EXTENSIONS]
-    if not files:
-        raise UserError(
-            "the folder has no data files", str(folder), f"data files have the extension {KNOWN_EXTENSIONS}"
-        )
-    return files
 
 
 def _is_description(file: Path) -> bool:

@@ -84,7 +84,7 @@ def _split_array(file: BinaryIO, locate: Locate) -> Iterator[tuple[int, bytes | 
 
     Counts brackets outside of strings only: the JSON of a row is checked when it is parsed.
     """
-    buffer, depth, in_string = _BoundedBuffer(), 0, False
+    part, depth, in_string = bytearray(), 0, False
     for chunk in _chunks_without_split_escapes(file):
         begin = position = 0
         if in_string and (rest := REST_OF_STRING.match(chunk)):
@@ -108,29 +108,23 @@ def _split_array(file: BinaryIO, locate: Locate) -> Iterator[tuple[int, bytes | 
                 end = after = token.start()
             else:  # the brackets of the array are in no part; any other bracket stays in its part and is an error there
                 end, after = token.start() if token[0] == b"[]"[before : before + 1] else token.end(), token.end()
-            buffer.add(chunk[begin:end])
-            yield min(before, IN_ROW), buffer.pop()
+            _append(part, chunk[begin:end])
+            yield min(before, IN_ROW), _take(part)
             begin, depth = after, max(depth, 0)
-        buffer.add(chunk[begin:])
-    yield (UNCLOSED if depth else OUTSIDE), buffer.pop()
+        _append(part, chunk[begin:])
+    yield (UNCLOSED if depth else OUTSIDE), _take(part)
 
 
-class _BoundedBuffer:
-    """Collects the bytes of a part, at most MAX_ROW_BYTES."""
+def _append(part: bytearray, more: bytes) -> None:
+    """Append at most so much that the part is longer than MAX_ROW_BYTES."""
+    part += more[: MAX_ROW_BYTES + 1 - len(part)]
 
-    def __init__(self) -> None:
-        self.parts: list[bytes] = []
-        self.size = 0
 
-    def add(self, part: bytes) -> None:
-        self.size += len(part)
-        self.parts = [*self.parts, part] if self.size <= MAX_ROW_BYTES else []
-
-    def pop(self) -> bytes | None:
-        """Return the bytes collected so far, None if there were too many, and start again."""
-        content = b"".join(self.parts) if self.size <= MAX_ROW_BYTES else None
-        self.parts, self.size = [], 0
-        return content
+def _take(part: bytearray) -> bytes | None:
+    """Empty the part and return its bytes, None if they are more than MAX_ROW_BYTES."""
+    content = bytes(part) if len(part) <= MAX_ROW_BYTES else None
+    part.clear()
+    return content
 
 
 def _chunks_without_split_escapes(file: BinaryIO) -> Iterator[bytes]:

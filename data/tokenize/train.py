@@ -23,7 +23,7 @@ from common.guarded_files import check_own_files
 from data.config import TokenizerConfig
 from data.errors import BadRowError
 from data.schemas.registry import SCHEMAS
-from data.sources.files import Source, resolve_sources
+from data.sources.files import Source, open_entry
 from data.tokenize.chat_template import CHATML
 from data.tokenize.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS, Tokenizer
 
@@ -44,7 +44,8 @@ def train_tokenizer(cfg: TokenizerConfig) -> None:
     encodes held-out rows.
     """
     # checks all files before the first one is read
-    sources = [source for entry in resolve_sources(cfg.path) for source in entry]
+    entries = [cfg.path] if isinstance(cfg.path, str) else cfg.path
+    sources = [source for entry in entries for source in open_entry(entry)]
     for source in sources:
         if source.detected:
             print_note(f"{source.name}: {source.detected}")

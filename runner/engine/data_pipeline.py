@@ -25,13 +25,13 @@ from runner.tracking.data_report import describe_source, reading_notes, unused_c
 from runner.tracking.progress import ProgressMeter
 
 if TYPE_CHECKING:
-    from data.batching.batch import SequenceSource
     from data.batching.loader import StepLoader
     from data.batching.mixture import MixedRows, WeightedSource
+    from data.batching.packing import Sequences
     from data.sources.files import Source
     from data.tokenize.block import RowStats
     from data.tokenize.tokenizer import Tokenizer
-    from data.types import EncodingConfig, RowSource
+    from data.types import EncodingConfig
 
 COUNTED_BYTES = 8 << 20  # of a file with a bad row whose other bad rows are counted
 AUTO_FRACTION, AUTO_DIVISOR = 0.01, 5  # data.val_fraction=auto: 1 %, at least FEW_ROWS, but of few rows at most a fifth
@@ -39,8 +39,8 @@ AUTO_FRACTION, AUTO_DIVISOR = 0.01, 5  # data.val_fraction=auto: 1 %, at least F
 
 @dataclass
 class DataPipeline:
-    train: SequenceSource
-    val: SequenceSource | None
+    train: Sequences
+    val: Sequences | None
     files: list[dict[str, Any]]  # counts of each file's rows, for run.json and the log
     warnings: list[str]  # of rows that are cut off, or are training and validation data
     notes: list[str]  # how files were chosen and read, and what of them is not used
@@ -54,8 +54,7 @@ class DataPipeline:
 
 def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
     """Raises UserError if a row, a file or their combination cannot be trained on."""
-    from data.batching.mixture import MixedRows, mix_sources
-    from data.batching.validation import separate_validation
+    from data.batching.mixture import MixedRows, mix_sources, separate_validation
     from data.schemas.registry import missing_columns
     from data.sources.splits import resolve_data_files
 
@@ -115,7 +114,7 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
 def row_warnings(parts: list[WeightedSource], cfg: Config, tokenizer: Tokenizer) -> list[str]:
     """Return warnings of what the rows of the training files lack: their ends, text of this chat template, labels."""
     from data.store.writer import truncation_warning
-    from runner.diagnostics.row_checks import check_rows
+    from runner.diagnostics.rows import check_rows
 
     stats = [part.store.stats for part in parts]
     truncated = truncation_warning(stats, cfg.data.max_length, cfg.model.max_position_embeddings)
@@ -318,13 +317,12 @@ def evaluation_identity(
     }
 
 
-def to_sequences(rows: RowSource, cfg: Config, seed: int) -> SequenceSource:
+def to_sequences(rows: MixedRows, cfg: Config, seed: int) -> Sequences:
     """Return the rows packed or one by one, as data.packing says; `seed` decides which share a sequence.
 
     A preference pair takes the place of two sequences.
     """
-    from data.batching.batch import UnpackedSequences
-    from data.batching.packing import PackedSequences
+    from data.batching.packing import PackedSequences, UnpackedSequences
     from data.types import sequences_per_row
 
     if cfg.data.packing == "none":
@@ -336,7 +334,7 @@ def to_sequences(rows: RowSource, cfg: Config, seed: int) -> SequenceSource:
 
 
 def build_loader(
-    sequences: SequenceSource,
+    sequences: Sequences,
     cfg: Config,
     tokenizer: Tokenizer,
     global_batch_size: int,
@@ -349,7 +347,9 @@ def build_loader(
     from data.batching.sampler import LengthGroupedSampler, ShuffledSampler
 
     if cfg.data.group_by_length:
-        sampler: ShuffledSampler = LengthGroupedSampler(sequences.rows, global_batch_size, cfg.seed)
+        sampler: ShuffledSampler = LengthGroupedSampler(
+            len(sequences), global_batch_size, cfg.seed, sequences.rows.lengths
+        )
     else:
         sampler = ShuffledSampler(len(sequences), global_batch_size, cfg.seed)
     return StepLoader(

@@ -81,9 +81,9 @@ class EvaluationSet:
         return self.progress.is_stopped
 
     def batches(self, trained: LoadedModel, batch_size: int) -> Iterator[Batch]:
-        from data.batching.batch import UnpackedSequences
         from data.batching.loader import StepLoader
         from data.batching.mixture import WeightedSource, mix_sources
+        from data.batching.packing import UnpackedSequences
         from data.batching.sampler import ShuffledSampler
         from data.store.cache import load_or_build
         from data.types import EncodingConfig

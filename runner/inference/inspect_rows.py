@@ -21,10 +21,10 @@ from runner.inference.token_view import PlainTokenView, open_token_view, token_s
 from runner.tracking.data_report import data_table
 
 if TYPE_CHECKING:
-    from data.batching.batch import SequenceSource
-    from data.batching.mixture import WeightedSource
+    from data.batching.mixture import MixedRows, WeightedSource
+    from data.batching.packing import Sequences
     from data.tokenize.tokenizer import Tokenizer
-    from data.types import EncodedRow, RowSource
+    from data.types import EncodedRow
     from runner.engine.data_pipeline import DataPipeline
 
 LENGTHS_PER_READ = 1 << 16  # rows
@@ -84,7 +84,7 @@ def inspect_rows(cfg: RowsConfig, run: Config) -> None:
             _print_row(row, turn_ends.get(row.name, []), tokenizer, cfg.ids, view)
 
 
-def length_histogram(rows: RowSource) -> list[str]:
+def length_histogram(rows: MixedRows) -> list[str]:
     """Return a text histogram of the number of input tokens per row."""
     longest, counts = 1, np.zeros(1, np.int64)  # counts[n]: rows of n tokens
     for start in range(0, len(rows), LENGTHS_PER_READ):
@@ -102,10 +102,9 @@ def length_histogram(rows: RowSource) -> list[str]:
     return ["     tokens       rows", *lines]
 
 
-def _fill_ratios(sequences: SequenceSource, run: Config, tokenizer: Tokenizer) -> Iterator[str]:
+def _fill_ratios(sequences: Sequences, run: Config, tokenizer: Tokenizer) -> Iterator[str]:
     """Return the fraction of computed positions that hold a token, packed and padded."""
-    from data.batching.batch import UnpackedSequences
-    from data.batching.packing import PackedSequences, best_fit_plan
+    from data.batching.packing import PackedSequences, UnpackedSequences, best_fit_plan
     from data.types import sequences_per_row
 
     rows, capacity = sequences.rows, run.data.max_length * sequences_per_row(run.stage.data_format)

@@ -15,18 +15,18 @@ import threading
 from pathlib import Path
 from types import FrameType
 
+from common.errors import ignore_broken_pipe
 from common.exit_codes import INTERRUPTED
 from common.filesystem import read_bounded
-from common.streams import ignore_broken_pipe
 from runner.config.hydra_runtime import restore_hydra_config
 from runner.engine.device.distributed import RENDEZVOUS_DONE
 from runner.engine.device.heartbeat import start_heartbeat
 from runner.launch.signals import STOP_SIGNALS, StopFlag, handled_signals
 from runner.launch.subprocesses import run_then_hard_exit
+from runner.launch.supervisor import write_stacks_at_a_crash
 from runner.launch.train_process import config_from_json, train_as_rank
 from runner.run_dir.contents import MAX_JSON_BYTES
 from runner.run_dir.metadata import RunMetadata
-from runner.supervise.supervisor import write_stacks_at_a_crash
 
 PARENT_POLL_SECONDS = 0.2
 

@@ -1,6 +1,6 @@
 """What a request must pass before the application sees it.
 
-Host name, origin, key, size and time of its body, and the deadline of common.limits.connections for its headers. Errors
+Host name, origin, key, size and time of its body, and the deadline of common.limits for its headers. Errors
 are JSON, as those of OpenAI.
 """
 
@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from common.errors import print_safely
-from common.limits.connections import HEADER_SECONDS
+from common.limits import HEADER_SECONDS
 from runner.serving.protocol import ApiError
 
 

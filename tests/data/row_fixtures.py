@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from data.batching.batch import SequenceSource, UnpackedSequences
 from data.batching.loader import StepLoader
+from data.batching.packing import Sequences, UnpackedSequences
 from data.batching.sampler import ShuffledSampler
 from data.types import EncodedRow, TokenSequence
 
@@ -40,7 +40,7 @@ class RandomRows:
 
 
 def make_loader(
-    sequences: SequenceSource,
+    sequences: Sequences,
     batch_size: int = 4,
     accumulation_steps: int = 1,
     seed: int = 0,

@@ -6,6 +6,7 @@ import gc
 import itertools
 import multiprocessing
 import os
+import pickle
 import resource
 import signal
 import subprocess
@@ -22,10 +23,10 @@ from row_fixtures import RandomRows, make_loader, names_of, unpacked
 
 from common.errors import StopRequested, TrainingError
 from common.paths import REPO_ROOT
-from data import background
+from data import background, worker_process
 from data.background import Watch, prefetch
 from data.batching import batch_workers
-from data.batching.batch import Batch, UnpackedSequences
+from data.batching.packing import UnpackedSequences
 from data.batching.sampler import LengthGroupedSampler
 from data.types import EncodedRow
 
@@ -59,8 +60,8 @@ def send_partial_batch():
     """Die in the middle of a message, as a worker does that is killed while it sends a batch."""
     for fd in sorted(map(int, os.listdir("/proc/self/fd")), reverse=True):
         with suppress(OSError):  # not open any more, or an end for reading
-            if os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:"):
-                os.write(fd, b"\x00\x00\x10\x00B")  # the newest pipe is that of the batches
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                os.write(fd, b"\x00\x00\x10\x00B")  # the newest socket is that of the batches
                 break
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -144,14 +145,14 @@ def test_worker_has_its_time_limit_from_when_it_is_ready(monkeypatch, tmp_path):
             time.sleep(0.01)
 
     monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=monotonic))
-    monkeypatch.setattr(batch_workers, "kill_with_parent", start_late)
+    monkeypatch.setattr(worker_process, "kill_with_parent", start_late)
     with closing(make_loader(unpacked(ROWS), BATCH, num_workers=2, worker_timeout=TIMEOUT).iter_steps(0, 1)) as steps:
         assert len(names_of(steps)) == 1 and ready.exists()
 
 
 def test_worker_that_is_never_ready_is_named(monkeypatch):
     monkeypatch.setattr(batch_workers, "START_SECONDS", 0.3)
-    monkeypatch.setattr(batch_workers, "kill_with_parent", lambda parent: os.kill(os.getpid(), signal.SIGSTOP))
+    monkeypatch.setattr(worker_process, "kill_with_parent", lambda parent: os.kill(os.getpid(), signal.SIGSTOP))
     with closing(make_loader(unpacked(ROWS), BATCH, num_workers=1, worker_timeout=0.1).iter_steps(0, 1)) as steps:
         with pytest.raises(
             TrainingError,
@@ -261,7 +262,7 @@ def test_workers_need_no_file_descriptor_per_batch():
 def test_batch_is_the_same_after_its_way_through_a_pipe():
     for packed in (False, True):
         for [batch] in make_loader(unpacked(7), 4, packed=packed).iter_epoch(0):
-            copy = Batch.from_bytes(batch.to_bytes())
+            copy = pickle.loads(pickle.dumps(batch))
             assert copy.names == batch.names
             assert all(
                 torch.equal(a, b) if a is not None else b is None
@@ -271,7 +272,7 @@ def test_batch_is_the_same_after_its_way_through_a_pipe():
 
 def test_sampler_knows_the_size_of_each_step_without_its_items():
     rows = RandomRows([1 + i % 7 for i in range(1003)])
-    for sampler in (make_loader(unpacked(1003), 4).sampler, LengthGroupedSampler(rows, 4, seed=1)):
+    for sampler in (make_loader(unpacked(1003), 4).sampler, LengthGroupedSampler(1003, 4, 1, rows.lengths)):
         assert [sampler.num_items(1, step) for step in range(sampler.steps_per_epoch)] == [
             len(sampler.indices(1, step)) for step in range(sampler.steps_per_epoch)
         ]

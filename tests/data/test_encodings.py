@@ -7,8 +7,8 @@ import pytest
 
 from common.errors import UserError
 from data.errors import BadRowError
-from data.sources import encodings
-from data.sources.encodings import check_encoding, guess_encodings, utf8_stream
+from data.sources import byte_stream
+from data.sources.byte_stream import check_encoding, guess_encodings, utf8_stream
 from data.sources.files import ReadOptions, Source
 
 TEXTS = {
@@ -107,13 +107,13 @@ def test_encoding_that_python_does_not_know_is_refused(name):
 def test_conversion_to_utf8_is_that_of_the_whole_text_for_any_chunk_size(monkeypatch, encoding):
     text = (TEXTS["ja"] + "\r\n") * 20
     for size in (1, 3, 64):
-        monkeypatch.setattr(encodings, "READ_BYTES", size)
+        monkeypatch.setattr(byte_stream, "READ_BYTES", size)
         assert utf8_stream(io.BytesIO(text.encode(encoding)), encoding).read() == text.encode()
 
 
 def test_guess_does_not_depend_on_where_the_sample_is_cut(monkeypatch):
     for size in range(200, 208):
-        monkeypatch.setattr(encodings, "DETECT_BYTES", size)
+        monkeypatch.setattr(byte_stream, "DETECT_BYTES", size)
         for text in (TEXTS["zh"] * 3, f"{TEXTS['zh']}\n" * 3):
             assert guess_encodings(text.encode("gbk")) == (["gb18030"], True)
 

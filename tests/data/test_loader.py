@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from row_fixtures import RandomRows, make_loader, names_of, unpacked
 
 from data.background import prefetch
-from data.batching.batch import IGNORE_INDEX, UnpackedSequences, collate
+from data.batching.batch import IGNORE_INDEX, collate
 from data.batching.loader import StepLoader
+from data.batching.packing import UnpackedSequences
 from data.batching.sampler import SORT_WINDOW_STEPS, LengthGroupedSampler
 from data.types import EncodedRow, TokenSequence
 
@@ -18,7 +19,7 @@ from data.types import EncodedRow, TokenSequence
 def grouped_loader(rows: RandomRows, batch_size: int = 4, seed: int = 0) -> StepLoader:
     return StepLoader(
         UnpackedSequences(rows),
-        LengthGroupedSampler(rows, batch_size, seed),
+        LengthGroupedSampler(len(rows), batch_size, seed, rows.lengths),
         batch_size=batch_size,
         pad_id=0,
         packed=False,

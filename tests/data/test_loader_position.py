@@ -6,8 +6,8 @@ import tracemalloc
 
 import numpy as np
 
-from data.batching.batch import UnpackedSequences
 from data.batching.loader import StepLoader
+from data.batching.packing import UnpackedSequences
 from data.batching.sampler import ShuffledSampler
 from data.types import EncodedRow, TokenSequence
 

@@ -237,7 +237,7 @@ def test_packing_plan_is_a_function_of_seed_and_epoch(tmp_path):
 @given(lengths=LENGTHS, copies=st.integers(1, 4), bits=st.integers(0, 2**32))
 def test_packing_without_noise_has_as_many_sequences_for_every_draw(lengths, copies, bits):
     [part] = read_slices(RepeatedRows(lengths, copies), no_progress)
-    drawn = np.random.default_rng(bits).integers(0, 2**63, part.num_distinct).astype(np.uint64)
+    drawn = np.random.default_rng(bits).integers(0, 2**63, len(part.copies)).astype(np.uint64)
     assert len(part.plan(64, 0.0, drawn)) == count_sequences(part, 64)  # below 1000 sequences none are added
 
 

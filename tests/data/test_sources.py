@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from data.errors import BadRowError
 from data.sources import byte_stream, json_text
-from data.sources.files import ReadOptions, Source, open_entry, resolve_sources
+from data.sources.files import ReadOptions, Source, open_entry
 from data.sources.splits import EVALUATION_SPLITS
 from data.sources.tables import read_arrow
 
@@ -424,11 +424,11 @@ def test_source_limit_of_a_row_is_exact(write, monkeypatch):
         assert len(good) == 1 and [reason for reason, _ in bad] == ["row too large"]
 
 
-def names(path):
-    return [[source.path.name for source in sources] for sources in resolve_sources(path)]
+def names(entry):
+    return [source.path.name for source in open_entry(entry)]
 
 
-def test_resolve_sources_accepts_a_file_a_glob_and_a_folder(tmp_path, monkeypatch):
+def test_open_entry_accepts_a_file_a_glob_and_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in (
         "b.jsonl",
@@ -444,9 +444,9 @@ def test_resolve_sources_accepts_a_file_a_glob_and_a_folder(tmp_path, monkeypatc
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(gzip.compress(b"{}") if name.endswith("gz") else b"{}")
-    assert names(".") == [["a.json.gz", "b.jsonl", "[x].txt", "c.csv"]]
-    assert names("deep/[x].txt") == [["[x].txt"]]  # an existing file is not a pattern
-    assert names(["[ab].json*", "**/*.csv", "b.jsonl"]) == [["a.json.gz", "b.jsonl"], ["c.csv"], ["b.jsonl"]]
+    assert names(".") == ["a.json.gz", "b.jsonl", "[x].txt", "c.csv"]
+    assert names("deep/[x].txt") == ["[x].txt"]  # an existing file is not a pattern
+    assert (names("[ab].json*"), names("**/*.csv")) == (["a.json.gz", "b.jsonl"], ["c.csv"])
 
 
 @pytest.mark.parametrize(
@@ -468,7 +468,7 @@ def test_resolve_sources_accepts_a_file_a_glob_and_a_folder(tmp_path, monkeypatc
     ],
     ids=lambda value: value[:30],
 )
-def test_resolve_sources_refuses_a_path_without_rows(tmp_path, monkeypatch, path, message, fix):
+def test_open_entry_refuses_a_path_without_rows(tmp_path, monkeypatch, path, message, fix):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     os.mkdir("empty")
@@ -482,11 +482,11 @@ def test_resolve_sources_refuses_a_path_without_rows(tmp_path, monkeypatch, path
     ):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as error:
-        resolve_sources(path)
+        open_entry(path)
     assert message in error.value.message and path in error.value.setting and fix in error.value.fix
 
 
-def test_resolve_sources_reads_a_hub_data_set_from_the_cache(tmp_path, monkeypatch, write):
+def test_open_entry_reads_a_hub_data_set_from_the_cache(tmp_path, monkeypatch, write):
     pytest.importorskip("datasets", reason="the optional extra [hub] is not installed")
     folder = tmp_path / "set"
     folder.mkdir()
@@ -500,20 +500,20 @@ def test_resolve_sources_reads_a_hub_data_set_from_the_cache(tmp_path, monkeypat
         (f"hub:{folder}:train", "train", ROWS),
         (f"hub:{folder}:test", "test", ROWS[:1]),
     ):
-        ((source,),) = resolve_sources(name)
+        (source,) = open_entry(name)
         assert [row for _, row in source.rows()] == rows and source.size > 0
         assert source.where(2) == f"hub:{folder}:{split}[2]"
-    assert open_entry(f"hub:{folder}", None, EVALUATION_SPLITS)[0].name == f"hub:{folder}:test"
+    assert open_entry(f"hub:{folder}", splits=EVALUATION_SPLITS)[0].name == f"hub:{folder}:test"
     for name, message in (
         (f"hub:{folder}:dev", "the split must be one of train, test, got dev"),
         ("hub:unknown/unknown", "cannot be loaded"),
     ):
         with pytest.raises(UserError, match=message):
-            resolve_sources(name)
+            open_entry(name)
 
 
-def test_resolve_sources_without_datasets_names_the_install_command(monkeypatch):
+def test_open_entry_without_datasets_names_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError) as error:
-        resolve_sources("hub:owner/name")
+        open_entry("hub:owner/name")
     assert (error.value.setting, error.value.fix) == ("hub:owner/name", "pip install '.[hub]'")

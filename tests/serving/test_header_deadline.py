@@ -14,7 +14,7 @@ pytest.importorskip("uvicorn", reason="part of the extra serve")
 import uvicorn
 from uvicorn.server import ServerState
 
-from common.limits.connections import HEADER_SECONDS
+from common.limits import HEADER_SECONDS
 from runner.serving.guard import HeaderDeadlineProtocol
 
 REQUEST = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PROGRAM = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
-from common.streams import ignore_broken_pipe
+from common.errors import ignore_broken_pipe
 ignore_broken_pipe()
 print("out"), print("err", file=sys.stderr)
 file = open(sys.argv[1], "w")
