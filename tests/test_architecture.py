@@ -40,7 +40,7 @@ runner.engine.objectives | runner.engine.optim > runner.engine.autotune > runner
 runner.run_dir > runner.run_dir.contents
 runner.checkpoint | runner.tracking.trackers > runner.tracking > runner.tracking.console
 runner.diagnostics
-data.batching > data.store > data.tokenize > data.tokenize.pieces > data.tokenize.tokenizer_limits > data.tokenize.templates > data.config > data.schemas > data.sources > data | models.formats > models.transformers_adapter > models > models.layers > models.layers.cpu_kernels > models.layers.ops > models.families > models.config
+data.batching > data.store > data.tokenize > data.tokenize.pieces > data.tokenize.tokenizer_limits > data.tokenize.renderer > data.tokenize.training_version > data.tokenize.jinja_sandbox > data.config > data.schemas > data.sources > data | models.formats > models.transformers_adapter > models > models.layers > models.layers.cpu_kernels > models.layers.ops > models.families > models.config
 common.file_lock > common.ownership > common.guarded_files > common.hub > common > common.limits
 """
 # Packages besides the standard library that a folder and the folders below it may import.

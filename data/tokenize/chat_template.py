@@ -4,7 +4,7 @@ The template may produce control tokens; the texts of messages may not. To disti
 control tokens inside texts are masked with a private character before rendering, and unmasked before that text is
 encoded as plain text.
 
-templates/segment_plan.py finds the assistant's text in it.
+segment_plan.py finds the assistant's text in it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from jinja2 import TemplateError
 from common.errors import UserError
 from data.errors import BadRowError
 from data.schemas.messages import check_chat, drop_empty_system
-from data.tokenize.block import LabelledIds, LossSpan
+from data.tokenize.block import LabelledIds
+from data.tokenize.jinja_sandbox import BEGIN, END, appears_in, mask_control_tokens, unmask_control_tokens
 from data.tokenize.pieces import FlatEncoder, gather
-from data.tokenize.templates.jinja_sandbox import BEGIN, END, appears_in, mask_control_tokens, unmask_control_tokens
-from data.tokenize.templates.renderer import Conversation, Rendering, Template, is_shipped
-from data.tokenize.templates.segment_plan import (
+from data.tokenize.renderer import Conversation, Rendering, Template, is_shipped
+from data.tokenize.segment_plan import (
     MARKS_HINT,
     SegmentPlans,
     TemplateSegment,
@@ -33,7 +33,8 @@ from data.tokenize.templates.segment_plan import (
     any_of,
     assistant_turns,
 )
-from data.tokenize.templates.training_version import (
+from data.tokenize.tokenizer import Tokenizer
+from data.tokenize.training_version import (
     TurnEnd,
     apply_edits,
     close_turns,
@@ -42,7 +43,6 @@ from data.tokenize.templates.training_version import (
     possible_end_tokens,
     training_version,
 )
-from data.tokenize.tokenizer import Tokenizer
 
 CHATML = Path(__file__).with_name("chatml.jinja")
 MAX_TEMPLATE_CHARACTERS = 1 << 18  # the longest in public use has 20,000
@@ -187,13 +187,11 @@ class ChatTemplate:
         edges = np.flatnonzero(np.diff(weights, prepend=0, append=0))
         # adjacent turns may have different weights
         edges = np.stack([edges[:-1], edges[1:]], axis=1)[weights[edges[:-1]] > 0]
-        owners = np.searchsorted(ends, edges[:, 0], side="right") - 1
-        spans: list[list[LossSpan]] = [[] for _ in chats]
-        for owner, (start, stop), weight in zip(
-            owners.tolist(), (edges - ends[owners, None]).tolist(), weights[edges[:, 0]].tolist(), strict=True
-        ):
-            spans[owner].append((start, stop, weight))
-        return list(zip(np.split(ids, ends[1:-1]), spans, strict=True)) if chats else []
+        first_spans, span_weights = np.searchsorted(edges[:, 0], ends).tolist(), weights[edges[:, 0]].tolist()
+        edges -= np.repeat(ends[:-1], np.diff(first_spans))[:, None]
+        spans = list(zip(edges[:, 0].tolist(), edges[:, 1].tolist(), span_weights, strict=True))
+        bounds = ends.tolist()
+        return [(ids[bounds[i] : bounds[i + 1]], spans[first_spans[i] : first_spans[i + 1]]) for i in range(len(chats))]
 
     def encode_prompt(self, messages: Any, tools: Any = None, where: str = "messages") -> list[int]:
         """Check a conversation and encode it with the generation prompt: the ids after which the assistant's next

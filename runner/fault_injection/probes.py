@@ -163,10 +163,8 @@ class WorkerProbe:
         start = multiprocessing.process.BaseProcess.start
 
         def recording_start(process: multiprocessing.process.BaseProcess) -> None:
-            # start() deletes _target
-            is_data_worker = getattr(getattr(process, "_target", None), "__module__", "").startswith("data.batching")
             start(process)
-            if is_data_worker and process.pid:
+            if process.name.startswith("data worker") and process.pid:
                 self._pids[min(self._count.value, MAX_WORKERS - 1)] = process.pid
                 self._count.value += 1
                 if self._count.value == victim:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from common.errors import UserError
-from data.tokenize.tokenizer_corpus import TokenizerConfig
+from data.config import TokenizerConfig
 from runner.cli import help
 from runner.cli.subcommand import quote_free_text, to_schema, value_kinds
 from runner.config.resolve import resolve_model_run

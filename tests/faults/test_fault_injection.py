@@ -218,14 +218,10 @@ def test_command_that_fails_undisturbed_is_refused(tmp_path: Path) -> None:
 def test_worker_probe_knows_the_data_workers_and_stops_the_named_one(tmp_path: Path) -> None:
     probe = WorkerProbe()
 
-    def target() -> None:
-        signal.pause()
-
     def main() -> int:
         probe.install(2, signal.SIGKILL)
-        for module in ("data.store.workers", "data.batching.batch_workers", "data.batching.batch_workers"):
-            target.__module__ = module
-            multiprocessing.get_context("fork").Process(target=target, daemon=True).start()
+        for name in ("tokenizing process 0 of 1", "data worker 0 of 2", "data worker 1 of 2"):
+            multiprocessing.get_context("fork").Process(target=signal.pause, name=name, daemon=True).start()
         signal.pause()
         return 0
 

@@ -21,8 +21,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from data.errors import BadRowError
-from data.tokenize.templates.jinja_sandbox import BEGIN, BREAK, END, PRIVATE_USE
-from data.tokenize.templates.renderer import MAX_KNOWN_CHARACTERS, Conversation, Template
+from data.tokenize.jinja_sandbox import BEGIN, BREAK, END, PRIVATE_USE
+from data.tokenize.renderer import MAX_KNOWN_CHARACTERS, Conversation, Template
 
 MARKS_HINT = "{% generation %} ... {% endgeneration %} around the assistant's text and its end token"
 # Variables with which templates switch thinking (Qwen, DeepSeek, MiniMind); they change the generation prompt.
@@ -166,7 +166,8 @@ class SegmentPlans:
 
     def segments(self, messages: list[dict], loss_on: str) -> list[TemplateSegment] | None:
         """Return what `render` returns for the conversation; None if it has to be rendered."""
-        roles, size = [], 0
+        roles: list[tuple[str, int | None]] = []
+        size = 0
         for message in messages:
             content, weight = message["content"], message.get("weight")
             if (
@@ -181,7 +182,7 @@ class SegmentPlans:
             size += len(content)
         if size > MAX_KNOWN_CHARACTERS or len(roles) > MAX_MESSAGES:
             return None
-        shape = (loss_on, *roles)
+        shape: Shape = (loss_on, *roles)
         if shape not in self._plans:
             if len(self._plans) == MAX_SHAPES:
                 self._plans.clear()

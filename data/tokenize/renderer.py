@@ -24,8 +24,8 @@ from jinja2 import TemplateError
 
 from common.paths import REPO_ROOT
 from data.errors import BadRowError
-from data.tokenize.templates.jinja_sandbox import Rendered, compile_template, render_prefix
-from data.tokenize.templates.training_version import template_sha256
+from data.tokenize.jinja_sandbox import Rendered, compile_template, render_prefix
+from data.tokenize.training_version import template_sha256
 
 MAX_SECONDS = 3.0  # processor time of one conversation, and of all that exceed the rate below
 # several times those of public templates
@@ -117,7 +117,7 @@ class Conversation:
     def _render(self, rendering: Rendering) -> Rendered:
         if self.process is None:
             return render_prefix(compile_template(self._template.source), self._variables, *rendering)
-        requests = [(self._variables, [rendering])]
+        requests: list[Request] = [(self._variables, [rendering])]
         seconds, [[rendered]] = self.process.render(requests, self._allowance, MAX_SECONDS - self._seconds)
         self._seconds += seconds
         return rendered
@@ -133,7 +133,7 @@ class Conversation:
         pairs = list(zip(conversations, expected, strict=True))
         allowance = sum(each._allowance * len(renderings) for each, renderings in pairs)
         with suppress(TemplateError):
-            requests = [(each._variables, renderings) for each, renderings in pairs]
+            requests: list[Request] = [(each._variables, renderings) for each, renderings in pairs]
             _, texts = process.render(requests, allowance, allowance)
             for (each, renderings), rendered in zip(pairs, texts, strict=True):
                 each._rendered.update(zip(renderings, rendered, strict=True))
@@ -170,9 +170,9 @@ class RenderProcess:
         # A process group of its own: Ctrl-C goes to this process, which closes the connection.
         with end:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "data.tokenize.templates.jinja_sandbox"],
-                stdin=end,
-                stdout=end,
+                [sys.executable, "-P", "-m", "data.tokenize.jinja_sandbox"],
+                stdin=end.fileno(),
+                stdout=end.fileno(),
                 stderr=subprocess.DEVNULL,
                 env=limited_environment(),
                 process_group=0,

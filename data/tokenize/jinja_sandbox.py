@@ -4,7 +4,7 @@ A template comes with a third-party tokenizer. In Jinja's sandbox it cannot acce
 same text on every day and in every process (no clock, no random numbers).
 
 It may still compute for years, or fill the memory, within a single filter or number format. So an unknown template runs
-in a process of its own (`python -m data.tokenize.templates.jinja_sandbox`), which the operating system ends: at
+in a process of its own (`python -m data.tokenize.jinja_sandbox`), which the operating system ends: at
 RLIMIT_AS bytes of memory, and by SIGPROF after the seconds of processor time that each request grants. The process can
 start no process and write no file. The requests come from renderer.py; each line of JSON is answered with one line of
 JSON.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from data.errors import BadRowError
-from data.tokenize.templates.jinja_sandbox import END
+from data.tokenize.jinja_sandbox import END
 
 CLOSING_TAG = re.compile(r"</\w{2,}>")
 MAX_TOKEN_CHARACTERS = 200  # of a control token with white space behind it
