@@ -17,8 +17,8 @@ from typing import Any
 from common import ownership
 from common.errors import LostRunDirError, UserError, print_note
 from common.file_lock import FileLock, is_file_locked
-from common.filesystem import DISK_ERRORS, describe_disk_error, read_json_object, retry_disk
-from runner.run_dir.contents import LOCK_FILE, OWNER_FILE, claim, create_dirs, remove_dir
+from common.filesystem import DISK_ERRORS, describe_disk_error, read_json_object, retry_disk, write_json
+from runner.run_dir.contents import LOCK_FILE, OWNER_FILE, claim, create_dirs, remove_dir, timestamp
 
 
 class RunLock:
@@ -175,9 +175,9 @@ def refusing_disk_errors(folder: Path) -> Iterator[None]:
         raise unusable_error(folder, error) from error
 
 
-def describe_processes(pids: list[int]) -> list[dict[str, Any]]:
-    """Return what `process_id` returns, for child processes."""
-    return [{**ownership.process_id(), "pid": pid, "start_ticks": ownership.start_ticks(pid)} for pid in pids]
+def write_owner(folder: Path, **fields: Any) -> None:
+    """Record this process as the owner of `folder`, for the error message of a second launch."""
+    write_json(folder / OWNER_FILE, {**ownership.process_id(), "since": timestamp(), **fields})
 
 
 def is_locked(folder: Path) -> bool:
