@@ -28,6 +28,7 @@ class RunLock:
         """`owner`: what `process_id` returned in the process that has locked the whole directory; {} if unknown."""
         self._folder, self._lock, self._owner = folder, lock, owner
         self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        self._seen_owner_file: tuple[int, int] | None = None  # inode and time of the owner file that was compared last
         self._lost: LostRunDirError | None = None
 
     def shrink(self, length: int) -> None:
@@ -79,11 +80,15 @@ class RunLock:
         return ownership.is_same_process(read_json_object(self._folder / OWNER_FILE), self._owner)
 
     def _check_owner(self) -> None:
+        status = os.stat(self._folder / OWNER_FILE, follow_symlinks=False)
+        if (seen := (status.st_ino, status.st_mtime_ns)) == self._seen_owner_file:
+            return
         owner = read_json_object(self._folder / OWNER_FILE)
         if owner and self._owner and not ownership.is_same_process(owner, self._owner):
             raise LostRunDirError(
                 f"{self._folder} is being trained by process {owner.get('pid')} on {owner.get('host')} now; this process has stopped writing"
             )
+        self._seen_owner_file = seen
 
     def _restore(self) -> None:
         try:
