@@ -44,13 +44,9 @@ class ModelScore:
 
 
 def model_score(fields: Mapping[str, Any]) -> ModelScore | None:
-    """Return the score of a completed run from its run.json (`fields`); None for one that is not completed or trained
-    nothing.
-    """
-    metrics, export = fields.get("metrics"), fields.get("export")
-    if fields.get("status") != "completed" or not isinstance(metrics, dict) or not metrics:
-        return None
-    if not isinstance(export, dict):
+    """Return the score of a completed run from its run.json (`fields`); None for one without a `model/`."""
+    export = fields.get("export")
+    if fields.get("status") != "completed" or not isinstance(export, dict):
         return None
     return ModelScore(str(export.get("weights")), _as_int(export.get("step")), _finite(export.get("loss")))
 

@@ -17,8 +17,8 @@ from typing import Any
 from common import ownership
 from common.errors import LostRunDirError, UserError, print_note
 from common.file_lock import FileLock, is_file_locked
-from common.filesystem import DISK_ERRORS, describe_disk_error, read_json_object, retry_disk
-from runner.run_dir.contents import LOCK_FILE, OWNER_FILE, claim, create_dirs, remove_dir
+from common.filesystem import DISK_ERRORS, describe_disk_error, read_json_object, retry_disk, write_json
+from runner.run_dir.contents import LOCK_FILE, OWNER_FILE, claim, create_dirs, remove_dir, timestamp
 
 
 class RunLock:
@@ -28,6 +28,7 @@ class RunLock:
         """`owner`: what `process_id` returned in the process that has locked the whole directory; {} if unknown."""
         self._folder, self._lock, self._owner = folder, lock, owner
         self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        self._seen_owner_file: tuple[int, int] | None = None  # inode and time of the owner file that was compared last
         self._lost: LostRunDirError | None = None
 
     def shrink(self, length: int) -> None:
@@ -79,11 +80,15 @@ class RunLock:
         return ownership.is_same_process(read_json_object(self._folder / OWNER_FILE), self._owner)
 
     def _check_owner(self) -> None:
+        status = os.stat(self._folder / OWNER_FILE, follow_symlinks=False)
+        if (seen := (status.st_ino, status.st_mtime_ns)) == self._seen_owner_file:
+            return
         owner = read_json_object(self._folder / OWNER_FILE)
         if owner and self._owner and not ownership.is_same_process(owner, self._owner):
             raise LostRunDirError(
                 f"{self._folder} is being trained by process {owner.get('pid')} on {owner.get('host')} now; this process has stopped writing"
             )
+        self._seen_owner_file = seen
 
     def _restore(self) -> None:
         try:
@@ -175,9 +180,9 @@ def refusing_disk_errors(folder: Path) -> Iterator[None]:
         raise unusable_error(folder, error) from error
 
 
-def describe_processes(pids: list[int]) -> list[dict[str, Any]]:
-    """Return what `process_id` returns, for child processes."""
-    return [{**ownership.process_id(), "pid": pid, "start_ticks": ownership.start_ticks(pid)} for pid in pids]
+def write_owner(folder: Path, **fields: Any) -> None:
+    """Record this process as the owner of `folder`, for the error message of a second launch."""
+    write_json(folder / OWNER_FILE, {**ownership.process_id(), "since": timestamp(), **fields})
 
 
 def is_locked(folder: Path) -> bool:

@@ -44,7 +44,7 @@ from runner.run_dir.contents import (
     timestamp,
     to_json,
 )
-from runner.run_dir.lock import RunLock, acquire_rank, acquire_run, describe_processes, unusable_error
+from runner.run_dir.lock import RunLock, acquire_rank, acquire_run, unusable_error, write_owner
 
 MAX_ATTEMPTS = 200  # newest attempts that run.json keeps
 RECORDED_AT_THE_END = ("outcome", "error", "ended", "step")  # fields of run.json that its newest attempt gets, too
@@ -105,7 +105,7 @@ class RunMetadata:
             fields = load_fields(folder / RUN_FILE)
             if not resume:
                 check_no_run(folder, fields)
-            retry_disk(partial(write_json, folder / OWNER_FILE, {**ownership.process_id(), "since": timestamp()}))
+            retry_disk(partial(write_owner, folder))
             for parent in (folder, folder / "checkpoints"):
                 if parent.is_dir():
                     remove_temp(parent)
@@ -150,10 +150,8 @@ class RunMetadata:
     def set_rank_pids(self, pids: list[int]) -> None:
         """Record the processes of the ranks for the error message of a second launch."""
         try:
-            write_json(
-                self.folder / OWNER_FILE,
-                {**ownership.process_id(), "since": timestamp(), "ranks": describe_processes(pids)},
-            )
+            ranks = [{**ownership.process_id(), "pid": pid, "start_ticks": ownership.start_ticks(pid)} for pid in pids]
+            write_owner(self.folder, ranks=ranks)
         except OSError:
             return  # only the error message of another process loses a detail
 
@@ -167,7 +165,8 @@ class RunMetadata:
 
         `running` in run.json while the lock was free means that the process was killed: interrupted.
         """
-        was_killed = self.fields["status"] == "running" and not self._was_written_by_this_process()
+        is_own = ownership.is_same_process(self.fields, ownership.process_id())
+        was_killed = self.fields["status"] == "running" and not is_own
         return "interrupted" if was_killed else self.fields["status"]
 
     @property
@@ -332,9 +331,6 @@ class RunMetadata:
         if error is not None:
             self.discard_if_empty()
         self.close()
-
-    def _was_written_by_this_process(self) -> bool:
-        return all(self.fields.get(name) == value for name, value in ownership.process_id().items())
 
     def _write(self, changed: Mapping[str, Any]) -> None:
         self.fields = {**self.fields, **to_json(changed), "weaker_promises": weaker_promises()}

@@ -93,11 +93,11 @@ class RunLogger:
                 partial(JsonlLog, self.run_dir / f"{name}.jsonl", (resume_at or {}).get(name, 0), attempt, proof)
             )
         rows = {key: strip_control(str(value)) for key, value in header.items()}
-        place = {"run": str(self.run_dir), "step": first_step, "total_steps": total_steps, "attempt": attempt}
+        about_run = {"run": str(self.run_dir), "step": first_step, "total_steps": total_steps, "attempt": attempt}
         with self._lock:
             self._append_to_log("\n".join(labelled_lines(rows.items())))
             lines = labelled_lines(rows.items(), self._console.width)
-            self._console.show("start", {**place, "header": rows}, "\n".join(lines))
+            self._console.show("start", {**about_run, "header": rows}, "\n".join(lines))
         recovered = [file.recovered for file in self._files.values() if file.recovered]
         for message in recovered:
             self.warning(message)
