@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.paths import REPO_ROOT
+from data.worker_process import DATA_WORKER
 
 PID = struct.Struct("q")
 MAX_WORKERS = 500
@@ -39,10 +40,8 @@ class WorkerProbe:
         start = multiprocessing.process.BaseProcess.start
 
         def recording_start(process: multiprocessing.process.BaseProcess) -> None:
-            # start() deletes _target
-            is_data_worker = getattr(getattr(process, "_target", None), "__module__", "").startswith("data.batching")
             start(process)
-            if is_data_worker:
+            if process.name.startswith(DATA_WORKER):
                 count = min(self._read(0) + 1, MAX_WORKERS)
                 self._write(count, process.pid or 0)
                 self._write(0, count)

@@ -217,9 +217,8 @@ def test_worker_probe_knows_the_data_workers_and_stops_the_named_one(tmp_path: P
         signal.pause()
 
     def main() -> int:
-        for module in ("data.store.workers", "data.batching.batch_workers", "data.batching.batch_workers"):
-            target.__module__ = module
-            multiprocessing.get_context("fork").Process(target=target, daemon=True).start()
+        for name in ("tokenizing process 0 of 1", "data worker 0 of 2", "data worker 1 of 2"):
+            multiprocessing.get_context("fork").Process(target=target, name=name, daemon=True).start()
         signal.pause()
         return 0
 
