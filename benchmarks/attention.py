@@ -1,7 +1,7 @@
 """Attention of one layer on the CPU, forward and backward, by each kernel: python benchmarks/attention.py [--rounds 5]
 [--write].
 
-The fused C++ kernel, blocks of 32, 64 and 128 queries, and torch's scaled_dot_product_attention with the mask (with
+The fused C++ kernel, blocks of queries, and torch's scaled_dot_product_attention with the mask (with
 `model.attention=flash`), in turns.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from functools import partial
 
 from lib.results import report_result, result_parser
 
@@ -21,9 +22,7 @@ SHAPES = {  # rows, tokens, documents per row, query heads, key/value heads, hea
 }
 KERNELS = {
     "fused": "fused",
-    "blocks-32": "blocks of 32",
-    "auto": "blocks of 64",
-    "blocks-128": "blocks of 128",
+    "auto": "blocks of queries",
     "flash": "torch SDPA",
 }
 HEAD = "| shape | type | " + " | ".join(KERNELS.values()) + " |\n" + "|---" * (2 + len(KERNELS)) + "|"
@@ -31,7 +30,6 @@ HEAD = "| shape | type | " + " | ".join(KERNELS.values()) + " |\n" + "|---" * (2
 
 def table(rounds: int) -> str:
     from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
-    from runner.engine.choices.layer_choices import AttentionShape, measure_attention
     from runner.engine.device.compile import set_inductor_cache
 
     kernels, message = list(KERNELS), ""
@@ -43,11 +41,34 @@ def table(rounds: int) -> str:
     lines = [HEAD]
     for name, sizes in SHAPES.items():
         for dtype in ("float32", "bfloat16"):
-            times = [measure_attention(AttentionShape(*sizes, dtype=dtype), kernels) for _ in range(rounds)]
+            times = [measure_attention(*sizes, dtype, kernels) for _ in range(rounds)]
             medians = {kernel: statistics.median(each[kernel] for each in times) for kernel in times[0]}
             cells = [f"{medians[kernel] * 1000:.1f}" if kernel in medians else "-" for kernel in KERNELS]
             lines.append(f"| {name} | {dtype} | {' | '.join(cells)} |")
     return "\n".join(lines) + message
+
+
+def measure_attention(
+    rows: int, tokens: int, documents: int, heads: int, key_heads: int, width: int, dtype: str, kernels: list[str]
+) -> dict[str, float]:
+    """Return kernel -> the shortest time of a forward and a backward pass, seconds."""
+    import torch
+
+    from models.layers.attention import attention, document_mask
+    from runner.engine.autotune.kernel_choice import shortest_times
+
+    q, k, v = (
+        torch.randn(rows, tokens, count, width, dtype=getattr(torch, dtype)).transpose(1, 2).requires_grad_()
+        for count in (heads, key_heads, key_heads)
+    )
+    ids = torch.arange(tokens) * documents // tokens
+    mask = document_mask(ids.expand(rows, tokens), 0.0) if documents > 1 else None
+
+    def compute(kernel: str) -> None:
+        out = attention(q, k, v, mask, 0.0, kernel)
+        torch.autograd.grad(out, (q, k, v), out.detach())
+
+    return shortest_times({kernel: partial(compute, kernel) for kernel in kernels}, turns=4, passes=2)
 
 
 def main(args: argparse.Namespace) -> None:

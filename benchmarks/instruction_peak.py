@@ -52,7 +52,7 @@ def instruction_rate(function: Callable[..., int], threads: int, repetitions: in
 def product_rates(layer: dict[str, int]) -> dict[str, float]:
     """Return name -> operations per second of the products of a linear layer, forward and backward."""
     from models.layers.cpu_kernels.library import KernelsUnavailableError
-    from runner.engine.choices.product_choice import (
+    from runner.engine.autotune.operators import (
         NATIVE,
         ProductShape,
         load_products,
@@ -62,7 +62,7 @@ def product_rates(layer: dict[str, int]) -> dict[str, float]:
     from runner.engine.device.compile import set_inductor_cache
 
     plain, shape = ProductShape(**layer, dtype="float32"), ProductShape(**layer, dtype="bfloat16")
-    choice, kernels = product_choice(shape), [NATIVE]
+    choice, kernels = product_choice(shape, has_kernel=True), [NATIVE]
     for kernel in choice.others:
         with suppress(KernelsUnavailableError):
             load_products(kernel, set_inductor_cache())

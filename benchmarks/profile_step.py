@@ -136,9 +136,9 @@ def record_calls(state: Any) -> None:
 
     from models.layers.cpu_kernels.library import call_kernel
 
-    def recorded_kernel(name: str, *arguments: object) -> bool:
+    def recorded_kernel(name: str, *arguments: Any) -> None:
         with record_function(name):
-            return call_kernel(name, *arguments)
+            call_kernel(name, *arguments)
 
     for module in list(sys.modules.values()):
         if module.__name__.startswith("models.") and getattr(module, "call_kernel", None) is call_kernel:

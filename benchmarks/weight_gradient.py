@@ -27,7 +27,7 @@ HEAD = "| layer | G^T X | kernel, ms | oneDNN with the copy, ms | oneDNN / kerne
 def table_row(name: str, tokens: int, outputs: int, inputs: int, rounds: int) -> str:
     import torch
 
-    from models.layers.cpu_kernels.fused_projection import weight_gradients
+    from models.layers.projections import weight_gradients
 
     torch.manual_seed(0)
     g, x = torch.randn(tokens, outputs).bfloat16(), torch.randn(tokens, inputs).bfloat16()

@@ -37,7 +37,8 @@ _inherited = False  # whether the plugins of the parent process were imported
 class Registry(Generic[T]):
     """Implementations by the name that the user types, e.g. `tracker=swanlab`.
 
-    Each is a module of `package` with that name, or of a plugin, and registers itself when it is imported:
+    Each is a module of `package` with that name, in `package` if that is a module, or in a plugin, and registers itself
+    when it is imported:
 
         TRACKERS: Registry[type[TrackerConfig]] = Registry("tracker", "runner.tracking.trackers")
 
@@ -74,7 +75,8 @@ class Registry(Generic[T]):
         and plugins.
         """
         import_inherited_plugins()
-        modules = pkgutil.iter_modules(importlib.import_module(self.package).__path__) if self.package else ()
+        package = importlib.import_module(self.package) if self.package else None
+        modules = pkgutil.iter_modules(getattr(package, "__path__", ()))
         return sorted({module.name for module in modules if module.name not in self.helpers} | self._entries.keys())
 
     def entries(self) -> dict[str, T]:
@@ -83,7 +85,9 @@ class Registry(Generic[T]):
 
     def find(self, name: str) -> T | None:
         """Return the entry of this name, None if there is none."""
-        return self._entries.get(name) or (self._import(name) if name in self.names() else None)
+        if name not in self._entries and name not in self.names():
+            return None
+        return self._entries.get(name) or self._import(name)
 
     def get(self, name: str) -> T:
         """Return the entry of this name. Raises UserError if there is none."""

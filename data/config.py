@@ -6,6 +6,7 @@ Imports neither torch nor numpy.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from common.errors import UserError
@@ -128,3 +129,31 @@ class DataConfig:
                 f"data.weights={self.weights}",
                 "remove the entry from data.path instead",
             )
+
+
+@dataclass
+class TokenizerConfig:
+    """Settings of runner/tokenizer.py."""
+
+    path: list[str]  # files, globs, folders, hub:owner/name; a file named twice counts double
+    to: Optional[str]  # folder to write the tokenizer to; null with tokenizer=DIR
+    vocab_size: int  # number of tokens, at most
+    max_lines: int  # rows read from each file, at most
+    tokenizer: Optional[str]  # folder of a tokenizer to evaluate instead of training one
+    compare: Optional[str]  # folder of a second tokenizer to evaluate on the same rows
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise UserError(
+                "path must name at least one file, got none", "path=[]", "e.g. path=[text.jsonl,chats.jsonl]"
+            )
+        check_at_least("max_lines", self.max_lines, 1, 500000)
+        if self.to and self.tokenizer:
+            raise UserError(
+                "to= trains a tokenizer, tokenizer= evaluates one: they exclude each other",
+                f"to={self.to} tokenizer={self.tokenizer}",
+                "remove one",
+            )
+        if self.tokenizer is None and (not self.to or (Path(self.to).exists() and not Path(self.to).is_dir())):
+            fix = "e.g. to=my_tokenizer, it is created if missing; or evaluate an existing one: tokenizer=DIR"
+            raise UserError(f"to must be a folder, got {self.to or 'none'}", f"to={self.to}", fix)

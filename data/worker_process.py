@@ -1,4 +1,4 @@
-"""Worker processes that tokenize rows and prepare batches: how they start, end, and are told apart.
+"""Worker processes that tokenize rows and prepare batches: how they start and how they end.
 
 multiprocessing.Pool and torch's DataLoader are not used: their processes survive a killed parent, or a wait for one
 that is stuck or dead has no end. A process here dies with its parent, is forked where that is possible, so that it
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # for a process to be ready, which takes long on a busy machine; a longer data.worker_timeout holds here, too
 START_SECONDS = 60.0
 DATA_WORKER = "data worker"  # beginning of the names of processes that prepare batches
@@ -35,7 +35,7 @@ class Worker:
         self.ready = threading.Event()  # or ended; `exchange` sets it
         context = multiprocessing.get_context("fork" if sys.platform.startswith("linux") else None)
         self.connection, end = context.Pipe()
-        process = context.Process(target=_run_body, args=(body, end, os.getpid()), name=name, daemon=True)  # type: ignore[attr-defined]  # of every context
+        process = context.Process(target=_run_body, args=(body, end, os.getpid()), name=name, daemon=True)
         try:
             with warnings.catch_warnings():
                 # a fork beside threads: the child uses none of their locks
@@ -95,7 +95,7 @@ def _signals_blocked() -> Iterator[None]:
 
     Ctrl-C goes to the whole process group; the workers survive it, so that the parent can finish its step.
     """
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
     try:
         yield
     finally:

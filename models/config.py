@@ -126,21 +126,12 @@ class ModelConfig:
         raise NotImplementedError
 
 
-def check_required_values(raw: dict[str, Any], required: dict[str, Any], path: Path) -> None:
-    """Raise UserError for a field of a JSON file that has another value; null, {} and [] count as absent."""
-    for key, value in required.items():
-        if (raw.get(key) or value) != value:
-            raise UserError(f"{key}={raw[key]} is not supported, only {key}={value}", str(path), "choose another model")
+def check_dropout(setting: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise UserError(f"{setting} must be in [0, 1), got {value}", f"{setting}={value}", f"e.g. {setting}=0.1")
 
 
 LORA_WEIGHTS = ("nf4",)
-# of runs that lack them
-SETTINGS_OF_EARLIER_ADAPTERS: dict[str, Any] = {
-    "rslora": False,
-    "dora": False,
-    "quantize": None,
-    "continue_adapter": False,
-}
 
 
 @dataclass
@@ -163,12 +154,7 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         check_at_least("stage.lora.rank", self.rank, 1, 8)
-        if not 0 <= self.dropout < 1:
-            raise UserError(
-                f"stage.lora.dropout must be in [0, 1), got {self.dropout}",
-                f"stage.lora.dropout={self.dropout}",
-                "e.g. stage.lora.dropout=0.1",
-            )
+        check_dropout("stage.lora.dropout", self.dropout)
         if self.quantize is not None:
             check_choice("stage.lora.quantize", self.quantize, LORA_WEIGHTS)
 

@@ -6,7 +6,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from models.families.decoder import DecoderConfig
 from models.language_model import LanguageModel, ModelOutput
-from models.layers import activation_checkpointing
 from models.layers.attention import AttentionMask, document_mask
 from models.layers.attention_block import (
     WEIGHT_INIT_STD,
@@ -26,7 +25,8 @@ from models.layers.attention_block import (
     rotation_factors,
 )
 from models.layers.chunked_loss import LMHead
-from models.layers.mlp import DocumentIndex, MoE, index_documents, load_balancing_loss
+from models.layers.mlp import MoE, index_documents, load_balancing_loss
+from models.layers.ops import full_checkpointing
 
 
 class DecoderBackbone(nn.Module):
@@ -50,11 +50,10 @@ class Decoder(LanguageModel):
         self.model = DecoderBackbone(cfg)
         self.lm_head = LMHead(cfg.hidden_size, cfg.vocab_size, bias=False)
         self.dropout = nn.Dropout(cfg.dropout)
-        for p in self.parameters():
+        for name, p in self.named_parameters():
             if p.ndim == 2:
                 nn.init.normal_(p, std=WEIGHT_INIT_STD)
-        for name, p in self.named_parameters():
-            if name.endswith(".bias"):
+            elif name.endswith(".bias"):
                 nn.init.zeros_(p)
         if cfg.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -81,13 +80,12 @@ class Decoder(LanguageModel):
         if document_ids is not None:
             mask = document_mask(document_ids, self.cfg.dropout if self.training else 0.0)
         mode = self.activation_checkpointing if self.training and torch.is_grad_enabled() else "none"
-        documents = self._documents(T, lengths, document_ids)
+        # only the load-balancing loss reads it
+        documents = index_documents(T, lengths, document_ids) if lengths is not None and self.cfg.num_experts else None
         context = LayerContext(self._rotation(T, position_ids), mask, cache, documents, selective=mode == "selective")
         expert_use = []  # (2, S, E) of each layer
         for layer in self.layers:
-            x, use = (
-                activation_checkpointing.full_checkpointing(layer, x, context) if mode == "full" else layer(x, context)
-            )
+            x, use = full_checkpointing(layer, x, context) if mode == "full" else layer(x, context)
             expert_use.append(use)
         if cache is not None:
             cache.length += T
@@ -108,33 +106,21 @@ class Decoder(LanguageModel):
             else None
         )
 
-    def compile_layers(self, *, single_row: bool, **options: Any) -> None:
-        """One compiled program serves all layers and all shapes: with one program for the first shapes and another for
-        later ones, a resumed run would round differently.
-        """
-        activation_checkpointing.recompute_cheap_inputs()
-        for layer in self.layers:
-            assert isinstance(layer, DecoderLayer)
-            layer.single_row = single_row
-            if isinstance(layer.mlp, MoE):
-                layer.mlp.exclude_from_compile()
-            layer.compiled = torch.compile(layer.body, dynamic=True, fullgraph=not self.cfg.num_experts, **options)
-
-    def uncompile_layers(self) -> None:
-        for layer in self.layers:
-            vars(layer)["compiled"] = None
-
     @property
     def compiled_layers(self) -> Sequence[nn.Module]:
         return list(self.layers)
 
+    def compiled_function(self, layer: nn.Module) -> Callable[..., Any]:
+        assert isinstance(layer, DecoderLayer)
+        if isinstance(layer.mlp, MoE):
+            layer.mlp.exclude_from_compile()
+        return layer.body
+
+    def compile_layers(self, *, single_row: bool, **options: Any) -> None:
+        super().compile_layers(single_row=single_row, fullgraph=not self.cfg.num_experts, **options)
+
     def new_cache(self, rows: int, max_length: int, dtype: torch.dtype) -> KVCache:
         return KVCache(self.cfg, rows, max_length, self.frequencies.device, dtype)
-
-    def _documents(self, T: int, lengths: Tensor | None, document_ids: Tensor | None) -> DocumentIndex | None:
-        if lengths is None or not self.cfg.num_experts:
-            return None  # only the load-balancing loss reads it
-        return index_documents(T, lengths, document_ids)
 
     def _rotation(self, T: int, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the factors of RoPE (B or 1, 1, T, 2, H / 2) in fp32: bf16 rounds positions 257 and 258 to the same

@@ -6,7 +6,7 @@ Shapes: B rows, T tokens, C capacity of the cache (tokens), V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,9 +29,9 @@ def generate(
     repetition_penalty: float,
     stop_ids: list[int],
     generator: torch.Generator | list[torch.Generator] | None = None,
-    on_token: Callable[[int, int], None] | None = None,
-    on_end: Callable[[int, bool], None] | None = None,
-    before_token: Callable[[], None] = lambda: None,
+    on_token: Callable[[int, int], object] = lambda row, token: None,
+    on_end: Callable[[int, bool], object] = lambda row, has_stop_token: None,
+    before_token: Callable[[], object] = lambda: None,
 ) -> list[list[int]]:
     """Return the continuation of each prompt, without the stop token that ended it.
 
@@ -40,50 +40,30 @@ def generate(
     `generator` (default: a new one with seed 0), never from torch's global generator; with a list of them each row has
     its own, and does not depend on the others. `on_token(row, token)` is called for each new token, `on_end(row,
     has_stop_token)` when a row ends, `before_token()` before each forward pass: it may raise to stop. A row ends at a
-    stop token, after `max_new_tokens`, or at the model's max_position_embeddings. Rows of different lengths are
-    generated one by one where a batch would not give the logits that they get alone. Raises UserError if a prompt is
-    empty or too long for the model.
+    stop token, where `on_token` returns True, after `max_new_tokens`, or at the model's max_position_embeddings. Rows
+    of different lengths are generated one by one where a batch would not give the logits that they get alone. Raises
+    UserError if a prompt is empty or too long for the model.
     """
     limits = _new_token_limits(prompts, max_new_tokens, model.cfg.max_position_embeddings)
+    longest = max((len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)), default=0)
+    rows = list(range(len(prompts)))
+    has_one_batch = len({len(prompt) for prompt in prompts}) <= 1 or model.generates_in_batches(longest)
+    answers: list[list[int]] = [[] for _ in prompts]
+
+    def add(row: int, token: int) -> object:
+        answers[row].append(token)
+        return on_token(row, token)
+
     training = model.training
     model.eval()
     try:
-        answers: list[list[int]] = []
-        for rows in _batches(model, prompts, limits):
-            own = generator[rows.start : rows.stop] if isinstance(generator, list) else generator
+        for batch in [rows] if has_one_batch else [[row] for row in rows]:
+            own = [generator[row] for row in batch] if isinstance(generator, list) else generator
             sampler = Sampler(temperature, top_k, top_p, repetition_penalty, own)
-            events = _Events(on_token, on_end, before_token, rows.start)
-            answers += _generate(
-                model, prompts[rows.start : rows.stop], limits[rows.start : rows.stop], sampler, set(stop_ids), events
-            )
+            _generate(model, prompts, limits, batch, sampler, set(stop_ids), add, on_end, before_token)
         return answers
     finally:
         model.train(training)
-
-
-def _batches(model: LanguageModel, prompts: list[list[int]], limits: list[int]) -> list[range]:
-    """Return the rows that are generated together: all, or one by one."""
-    longest = max((len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)), default=0)
-    if len({len(prompt) for prompt in prompts}) <= 1 or model.generates_in_batches(longest):
-        return [range(len(prompts))]
-    return [range(row, row + 1) for row in range(len(prompts))]
-
-
-class _Events(NamedTuple):
-    """The callbacks of `generate`, for rows from number `first` on."""
-
-    on_token: Callable[[int, int], None] | None
-    on_end: Callable[[int, bool], None] | None
-    before_token: Callable[[], None]
-    first: int
-
-    def token(self, row: int, token: int) -> None:
-        if self.on_token is not None:
-            self.on_token(self.first + row, token)
-
-    def end(self, row: int, has_stop_token: bool) -> None:
-        if self.on_end is not None:
-            self.on_end(self.first + row, has_stop_token)
 
 
 @torch.no_grad()
@@ -91,24 +71,32 @@ def _generate(
     model: LanguageModel,
     prompts: list[list[int]],
     limits: list[int],
+    rows: list[int],
     sampler: Sampler,
     stop_ids: set[int],
-    events: _Events,
-) -> list[list[int]]:
-    answers: list[list[int]] = [[] for _ in prompts]
-    active = {row for row, limit in enumerate(limits) if limit}
-    for row in set(range(len(prompts))) - active:
-        events.end(row, has_stop_token=False)
-    if not active:
-        return answers
+    on_token: Callable[[int, int], object],
+    on_end: Callable[[int, bool], object],
+    before_token: Callable[[], object],
+) -> None:
+    """Generate the `rows` of `prompts` as one batch."""
+    left = {row: limits[row] for row in rows}  # tokens that a row may still get; without the rows that have ended
+
+    def end(row: int, has_stop_token: bool) -> None:
+        del left[row]
+        on_end(row, has_stop_token)
+
+    for row in [row for row in rows if not left[row]]:
+        end(row, has_stop_token=False)
+    if not left:
+        return
     embedding = next(model.parameters())
     device = embedding.device
-    ids, is_token = _pad_left(prompts, max(limits), device)
+    ids, is_token = _pad_left([prompts[row] for row in rows], max(left.values()), device)
     T = ids.shape[1]
-    seen = torch.zeros(len(prompts), model.cfg.vocab_size, dtype=torch.bool, device=device)
-    for row, prompt in enumerate(prompts):
-        seen[row, prompt] = True
-    cache = model.new_cache(len(prompts), is_token.shape[1], compute_dtype(embedding))
+    seen = torch.zeros(len(rows), model.cfg.vocab_size, dtype=torch.bool, device=device)
+    for i, row in enumerate(rows):
+        seen[i, prompts[row]] = True
+    cache = model.new_cache(len(rows), is_token.shape[1], compute_dtype(embedding))
     positions = (is_token[:, :T].cumsum(-1) - 1).clamp(min=0)  # (B, T)
     # (B, 1, T, T), True where attention is allowed. A filler attends to itself: a softmax row without any key is NaN,
     # and NaN spreads.
@@ -117,47 +105,34 @@ def _generate(
         | torch.eye(T, dtype=torch.bool, device=device)
     ).unsqueeze(1)
     while True:
-        events.before_token()
+        before_token()
         logits = model(ids, position_ids=positions, mask=mask, cache=cache).logits[:, -1]  # (B, V)
         ids = sampler(logits.float(), seen).unsqueeze(1)  # (B, 1)
-        for row, token in enumerate(ids[:, 0].tolist()):
-            if row not in active:
+        for row, token in zip(rows, ids[:, 0].tolist(), strict=True):
+            if row not in left:
                 continue
             if token in stop_ids:
-                active.discard(row)
-                events.end(row, has_stop_token=True)
+                end(row, has_stop_token=True)
                 continue
-            answers[row].append(token)
-            events.token(row, token)
-            if len(answers[row]) == limits[row]:
-                active.discard(row)
-                events.end(row, has_stop_token=False)
-        if not active:
-            return answers
+            left[row] -= 1
+            if on_token(row, token) is True or not left[row]:
+                end(row, has_stop_token=False)
+        if not left:
+            return
         seen.scatter_(1, ids, True)
         positions = positions[:, -1:] + 1
         mask = is_token[:, None, None, : cache.length + 1]
 
 
+@dataclass
 class Sampler:
     """logits: (B, V), seen: (B, V) tokens that a row already has -> one token per row (B,)."""
 
-    def __init__(
-        self,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        repetition_penalty: float,
-        generator: torch.Generator | list[torch.Generator] | None,
-    ) -> None:
-        """`generator`: one for all rows, or a list with that of each row; None: a new one with seed 0."""
-        self.temperature, self.top_k, self.top_p, self.penalty, self.generator = (
-            temperature,
-            top_k,
-            top_p,
-            repetition_penalty,
-            generator,
-        )
+    temperature: float
+    top_k: int
+    top_p: float
+    penalty: float
+    generator: torch.Generator | list[torch.Generator] | None  # of all rows, or of each; None: a new one with seed 0
 
     def __call__(self, logits: Tensor, seen: Tensor) -> Tensor:
         if self.penalty != 1:

@@ -1,4 +1,4 @@
-"""LoRA: which layers get an adapter, and adapters that are added, switched, loaded and merged.
+"""LoRA: which layers get an adapter, and adapters that are added, disabled, loaded and merged.
 
 `stage.lora.targets` chooses the layers, with the names that PEFT gives to target_modules.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -30,18 +29,19 @@ MAX_LISTED_LAYERS = 6  # names that a message has
 class LinearLayers(NamedTuple):
     adaptable: dict[str, nn.Module]  # by path
     heads: frozenset[str]  # paths of output layers, which all-linear leaves out
-    # path of a layer, or of a weight of one, that computes products without an adapter -> reason
+    # path of a layer, or of a weight of one, that no target selects -> reason; an adapter of others may have those that
+    # are adaptable
     refused: dict[str, str]
-    # paths of adaptable layers that text does not use: no target selects them, an adapter of others may have them
-    unused: frozenset[str] = frozenset()
 
     @property
     def selectable(self) -> dict[str, nn.Module]:
         """Layers that targets select from, by path."""
-        return {path: layer for path, layer in self.adaptable.items() if path not in self.unused}
+        return {path: layer for path, layer in self.adaptable.items() if path not in self.refused}
 
 
-def linear_layers(model: nn.Module, output_layer: nn.Module | None = None) -> LinearLayers:
+def linear_layers_of(model: nn.Module) -> LinearLayers:
+    output_layer = getattr(model, "output_layer", None)
+    is_used = getattr(model, "is_used_by_text", lambda path: True)  # of a LanguageModel
     embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     adaptable, heads, refused = {}, set(), {}
     for path, module in model.named_modules():
@@ -52,6 +52,8 @@ def linear_layers(model: nn.Module, output_layer: nn.Module | None = None) -> Li
                 refused[path] = "shares its weight with the embedding, which merging would change"
                 continue
             adaptable[path] = module
+            if not is_used(path):
+                refused[path] = "is not used by text: it would get no gradient"
             if module is output_layer or isinstance(module, LMHead):
                 heads.add(path)
         elif isinstance(module, nn.Linear) or is_transposed(module):
@@ -76,31 +78,31 @@ def select_layers(layers: LinearLayers, targets: list[str]) -> dict[str, nn.Modu
     matched = _matched_paths(layers, targets)
     selectable = layers.selectable
     unknown = [target for target in targets if matched[target].isdisjoint(selectable)]
+    for target in unknown:
+        for path, reason in layers.refused.items():
+            if path in matched[target]:
+                raise _error(layers, targets, f"stage.lora.targets has {target}, but {path} {reason}")
     if unknown:
-        for target in unknown:
-            reasons = layers.refused | dict.fromkeys(
-                sorted(layers.unused), "is not used by text: it would get no gradient"
-            )
-            if reason := next(
-                (f"{path} {reason}" for path, reason in reasons.items() if path in matched[target]), None
-            ):
-                raise _error(layers, targets, f"stage.lora.targets has {target}, but {reason}")
         raise _error(layers, targets, f"unknown layers in stage.lora.targets: {', '.join(unknown)}")
     named = set().union(*matched.values())
     return {path: layer for path, layer in selectable.items() if path in named}
 
 
-def left_out_warning(layers: LinearLayers, targets: list[str]) -> str | None:
-    """Return a line that names what all-linear leaves out beside the output layer; None for nothing."""
+def lora_warnings(model: nn.Module, cfg: LoraConfig | None) -> list[str]:
+    """Return a line that names what all-linear leaves out beside the output layer; [] for nothing."""
+    if cfg is None or cfg.targets != [ALL_LINEAR]:
+        return []
+    layers = linear_layers_of(model)
     left_out = {
         path.rsplit(".", 1)[-1]: reason
         for path, reason in layers.refused.items()
-        if path not in layers.heads and "shares its weight" not in reason
+        if path not in layers.adaptable and "shares its weight" not in reason
     }
-    if targets != [ALL_LINEAR] or not left_out:
-        return None
-    name, reason = next(iter(left_out.items()))
-    return f"stage.lora.targets=[{ALL_LINEAR}] leaves out {', '.join(list(left_out)[:MAX_LISTED_LAYERS])}: {name} {reason}; its weights stay as they are"
+    names = ", ".join(list(left_out)[:MAX_LISTED_LAYERS])
+    return [
+        f"stage.lora.targets=[{ALL_LINEAR}] leaves out {names}: {name} {reason}; its weights stay as they are"
+        for name, reason in list(left_out.items())[:1]
+    ]
 
 
 def short_names(others: Iterable[str], paths: set[str]) -> list[str]:
@@ -115,7 +117,7 @@ def _matched_paths(layers: LinearLayers, targets: list[str]) -> dict[str, set[st
 
     Patterns may be those of a run or an adapter of others.
     """
-    paths = [*layers.adaptable, *layers.refused]
+    paths = [*(layers.adaptable | layers.refused)]
     found = {target: {path for path in paths if path == target or path.endswith(f".{target}")} for target in targets}
     if ALL_LINEAR in targets:
         found[ALL_LINEAR] = set(layers.selectable) - layers.heads
@@ -152,13 +154,13 @@ def _error(layers: LinearLayers, targets: list[str], message: str) -> UserError:
 CALLED_TOKENS = 16  # of the forward pass that finds adapters without effect
 
 
-def add_lora(model: nn.Module, cfg: LoraConfig, name: str = "default") -> None:
-    """Freeze `model` in place and add an active adapter to every layer that `cfg.targets` names."""
-    add_adapters(model, dict.fromkeys(select_layers(linear_layers_of(model), cfg.targets), cfg), name)
+def add_lora(model: nn.Module, cfg: LoraConfig) -> None:
+    """Freeze `model` in place and add an adapter to every layer that `cfg.targets` names."""
+    add_adapters(model, dict.fromkeys(select_layers(linear_layers_of(model), cfg.targets), cfg))
 
 
-def add_adapters(model: nn.Module, settings: Mapping[str, LoraConfig], name: str = "default") -> None:
-    """Freeze `model` in place and add an active adapter to the layers at the paths of `settings`.
+def add_adapters(model: nn.Module, settings: Mapping[str, LoraConfig]) -> None:
+    """Freeze `model` in place and add an adapter to the layers at the paths of `settings`.
 
     Raises KeyError if there is no such layer.
     """
@@ -174,8 +176,7 @@ def add_adapters(model: nn.Module, settings: Mapping[str, LoraConfig], name: str
         raise UserError(message, f"stage.lora.rank={rank}", "e.g. stage.lora.rank=8")
     model.requires_grad_(False)
     for path, layer in layers.items():
-        adapt(layer).add(name, settings[path])
-    use_adapter(model, name)
+        adapt(layer).add(settings[path])
 
 
 def check_adapters_are_called(model: LanguageModel) -> None:
@@ -186,7 +187,7 @@ def check_adapters_are_called(model: LanguageModel) -> None:
     """
     layers = lora_layers(model)
     called: set[str] = set()
-    hooks = [layer.register_forward_hook(partial(_record, called, path)) for path, layer in layers.items()]
+    hooks = [layer.register_forward_hook(lambda *_, path=path: called.add(path)) for path, layer in layers.items()]
     device = next(model.parameters()).device
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
@@ -214,53 +215,23 @@ def check_adapters_are_called(model: LanguageModel) -> None:
         )
 
 
-def _record(called: set[str], path: str, *_: object) -> None:
-    called.add(path)
-
-
-def lora_warnings(model: nn.Module, cfg: LoraConfig | None) -> list[str]:
-    """Return a line about weights of a kind that all-linear leaves out; [] for none."""
-    warning = None if cfg is None else left_out_warning(linear_layers_of(model), cfg.targets)
-    return [warning] if warning else []
-
-
-def linear_layers_of(model: nn.Module) -> LinearLayers:
-    layers = linear_layers(model, getattr(model, "output_layer", None))
-    is_used = getattr(model, "is_used_by_text", lambda path: True)  # of a LanguageModel
-    return layers._replace(unused=frozenset(path for path in layers.adaptable if not is_used(path)))
-
-
-def use_adapter(model: nn.Module, name: str | None) -> None:
-    """Activate adapter `name` in every layer that has one and no adapter in the others; None: in no layer.
-
-    Raises UserError if no layer has it.
-    """
-    names = sorted({own for layer in lora_layers(model).values() for own in layer.lora})
-    if name is not None and name not in names:
-        raise UserError(
-            f"no layer has an adapter named {name}", f"adapter={name}", f"adapters: {', '.join(names) or 'none'}"
-        )
-    for layer in lora_layers(model).values():
-        layer.active_adapter = name if name is not None and name in layer.lora else None
-
-
 @contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Within the context `model` is its base model in evaluation mode: the reference of a preference stage."""
-    layers, training = list(lora_layers(model).values()), model.training
-    active = [layer.active_adapter for layer in layers]
-    use_adapter(model, None)
+    layers, training = lora_layers(model).values(), model.training
+    for layer in layers:
+        layer.is_enabled = False
     model.eval()
     try:
         yield
     finally:
         model.train(training)
-        for layer, name in zip(layers, active, strict=True):
-            layer.active_adapter = name
+        for layer in layers:
+            layer.is_enabled = True
 
 
 def merge_adapters(model: nn.Module) -> None:
-    """Add the active adapters to the weights and remove them."""
+    """Add the adapters to the weights and remove them."""
     for layer in lora_layers(model).values():
         layer.merge()
 

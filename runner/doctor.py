@@ -7,7 +7,7 @@ if not __package__:  # started by path: replace runner/ on sys.path by the repos
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 from runner.cli.subcommand import run_subcommand
-from runner.recovery.doctor.examine import DoctorConfig, doctor
+from runner.launch.doctor import DoctorConfig, doctor
 
 if __name__ == "__main__":
     run_subcommand("doctor", DoctorConfig, doctor)

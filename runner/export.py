@@ -8,7 +8,8 @@ if not __package__:  # started by path: replace runner/ on sys.path by the repos
 
 from runner.cli.subcommand import run_subcommand
 from runner.config.resolve import resolve_model_run
-from runner.inference.export.command import ExportSettings, export
+from runner.inference.export.command import export
+from runner.inference.export.formats import ExportSettings
 
 if __name__ == "__main__":
     run_subcommand("export", ExportSettings, lambda cfg: export(cfg, resolve_model_run(cfg.run)))

@@ -7,8 +7,7 @@ if not __package__:  # started by path: replace runner/ on sys.path by the repos
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 from runner.cli.subcommand import run_subcommand
-from runner.fault_injection.config import FaultsConfig
-from runner.fault_injection.harness import run_faults
+from runner.fault_injection.harness import FaultsConfig, run_faults
 
 if __name__ == "__main__":
     run_subcommand("faults", FaultsConfig, run_faults, with_train_config=True, passes_overrides=True)

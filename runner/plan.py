@@ -7,8 +7,7 @@ if not __package__:  # started by path: replace runner/ on sys.path by the repos
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 from runner.cli.subcommand import run_subcommand
-from runner.planning.command import plan
-from runner.planning.config import PlanConfig
+from runner.planning.command import PlanConfig, plan
 from runner.planning.starts import planned_start
 
 if __name__ == "__main__":

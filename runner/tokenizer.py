@@ -10,7 +10,7 @@ import sys
 if not __package__:  # started by path: replace runner/ on sys.path by the repository root
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-from data.tokenize.tokenizer_corpus import TokenizerConfig
+from data.config import TokenizerConfig
 from runner.cli.subcommand import run_subcommand
 
 

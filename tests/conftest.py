@@ -30,7 +30,7 @@ REGISTRIES = (  # module and name of each
     ("runner.engine.optim.config", "OPTIMIZERS"),
     ("runner.engine.optim.schedules", "SCHEDULES"),
     ("runner.inference.evaluate", "METRICS"),
-    ("runner.inference.export.command", "FORMATS"),
+    ("runner.inference.export.formats", "FORMATS"),
     ("runner.tracking.config", "TRACKERS"),
 )
 

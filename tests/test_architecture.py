@@ -28,20 +28,19 @@ runner.cli
 hydra_plugins.lm_runner
 runner.planning > runner.planning.trial
 runner.sweep > runner.sweep.backends
-runner.recovery.doctor
-runner.launch > runner.supervise | runner.fault_injection | runner.serving
+runner.launch | runner.fault_injection | runner.serving
 runner.reporting
-runner.recovery
 runner.config
-runner.inference.export.formats > runner.inference.export | runner.inference.harness
-runner.inference.metrics > runner.inference
-runner.planning.out_of_memory > runner.planning.alternatives > runner.planning.memory > runner.planning.activations > runner.planning.facts
+runner.inference.export | runner.inference.harness
+runner.inference
+runner.planning.out_of_memory > runner.planning.alternatives > runner.planning.memory
+runner.planning.model | runner.planning.data | runner.planning.machine | runner.planning.micro_batch
 runner.engine > runner.engine.state > runner.engine.data_pipeline > runner.engine.config
-runner.engine.objectives | runner.engine.optim > runner.engine.choices > runner.engine.device > runner.engine.device.cpu
+runner.engine.objectives | runner.engine.optim > runner.engine.autotune > runner.engine.device > runner.engine.device.cpu
 runner.run_dir > runner.run_dir.contents
 runner.checkpoint | runner.tracking.trackers > runner.tracking > runner.tracking.console
 runner.diagnostics
-data.batching > data.store > data.tokenize > data.tokenize.pieces > data.tokenize.tokenizer_limits > data.tokenize.templates > data.config > data.schemas > data.sources > data | models.formats > models.transformers_adapter > models > models.layers > models.layers.cpu_kernels > models.layers.ops > models.families > models.config
+data.batching > data.store > data.tokenize > data.tokenize.pieces > data.tokenize.tokenizer_limits > data.tokenize.renderer > data.tokenize.training_version > data.tokenize.jinja_sandbox > data.config > data.schemas > data.sources > data | models.formats > models.transformers_adapter > models > models.layers > models.layers.cpu_kernels > models.layers.ops > models.families > models.config
 common.file_lock > common.ownership > common.guarded_files > common.hub > common > common.limits
 """
 # Packages besides the standard library that a folder and the folders below it may import.
@@ -56,9 +55,7 @@ THIRD_PARTY = {
     "runner.reporting": {"jinja2", "markupsafe", "optuna", "yaml"},
     "runner.planning": {"torch", "numpy"},
     "runner.run_dir": set(),
-    "runner.recovery": set(),
     "runner.diagnostics": set(),
-    "runner.supervise": set(),
     "runner.launch.resume": {"hydra", "omegaconf", "yaml"},
     "runner.config": {"hydra", "omegaconf", "yaml"},
     "runner.inference": {"torch", "numpy", "rich", "yaml"},
@@ -234,7 +231,6 @@ def test_commands_refuse_settings_before_torch_is_imported():
         "runner.sweep",
         "runner.launch",
         "runner.fault_injection",
-        "runner.recovery",
         "runner.reporting",
         "runner.run_dir",
         "runner.config",

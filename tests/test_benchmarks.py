@@ -267,14 +267,17 @@ def test_benchmark_of_commits_finds_the_first_step_that_differs(import_benchmark
     [
         (["aten::mm", "aten::matmul", "lm_runner::joined_projection", "## Call CompiledFxGraph f2e7 ##"], "PRODUCTS"),
         (["lm_runner_weight_gradients", "lm_runner::swiglu_output_backward"], "PRODUCTS"),
-        (["lm_runner_multiply", "aten::mm", "lm_runner::kernel_projection"], "PRODUCTS"),
-        (["aten::mm", "lm_runner::nll_sum"], "LOSS_PRODUCTS"),
-        (["lm_runner_multiply", "aten::mm", "lm_runner::nll_sum"], "LOSS_PRODUCTS"),
-        (["aten::_log_softmax", "lm_runner::nll_sum", "GeneratedBackwardFor_lm_runner_nll_sum_default"], "LOSS"),
+        (["lm_runner_multiply", "aten::mm", "lm_runner::joined_projection"], "PRODUCTS"),
+        (["aten::mm", "lm_runner::nll_gradients"], "LOSS_PRODUCTS"),
+        (["lm_runner_multiply", "aten::mm", "lm_runner::nll_gradients"], "LOSS_PRODUCTS"),
+        (
+            ["aten::_log_softmax", "lm_runner::nll_gradients", "GeneratedBackwardFor_lm_runner_nll_gradients_default"],
+            "LOSS",
+        ),
         (["aten::bmm", "aten::matmul", "lm_runner::attention"], "ATTENTION"),
         (["lm_runner_attention_backward", "lm_runner::fused_attention_backward"], "ATTENTION"),
         (["graph_1_cpp_fused__to_copy_add_div_expand_mul_pow_sum_4", "## Call CompiledFxGraph f2e7 ##"], "LOOPS"),
-        (["aten::copy_", "lm_runner::kernel_projection"], "COPIES"),
+        (["aten::copy_", "lm_runner::joined_projection"], "COPIES"),
         (["aten::copy_", "aten::_to_copy", "aten::to", "lm_runner::swiglu_output"], "COPIES"),
         (["aten::_fused_adamw_", "Optimizer.step#AdamW.step"], "OPTIMIZER"),
         (["aten::linalg_vector_norm", "aten::_foreach_norm", "update of the weights"], "OPTIMIZER"),
@@ -292,7 +295,9 @@ def test_profile_kind_of_an_operator_depends_on_its_name_and_context(import_benc
 def test_profile_table_has_every_kind_and_names_the_largest_other_operators(import_benchmark):
     profile: ModuleType = import_benchmark("profile_step")
     inner = SimpleNamespace(
-        name="aten::mm", self_cpu_time_total=6e6, cpu_parent=SimpleNamespace(name="lm_runner::nll_sum", cpu_parent=None)
+        name="aten::mm",
+        self_cpu_time_total=6e6,
+        cpu_parent=SimpleNamespace(name="lm_runner::nll_gradients", cpu_parent=None),
     )
     kinds, other = profile.sum_by_kind(
         [inner, SimpleNamespace(name="aten::topk", self_cpu_time_total=2e6, cpu_parent=None)]

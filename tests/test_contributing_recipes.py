@@ -23,12 +23,16 @@ SHORT = [
     *TINY_MODEL, "train.max_steps=2", "train.batch_size=2", "train.eval_every=0", "train.save_every=0", "train.sample_every=0", "data.max_length=64", "device=cpu",
     "init_from=scratch", "tracker.page=false", "tracker.console=quiet",
 ]  # fmt: skip
-LAUNCHER_ROW = '"nice": NiceOptions'
+LAUNCHER_ROW = '"nice": NiceBackend'
 # (file, what the page says to add) -> the text before it, what is added. A row of a table is shown without its table.
 EDITS = {
     "runner/engine/optim/schedules.py": (
         r"\Z",
         re.findall(r'^@register_schedule\("inverse_sqrt"\)\n.*?(?=^```)', TEXT, re.M | re.S)[0],
+    ),
+    "runner/inference/metrics.py": (
+        r"\Z",
+        re.findall(r'^@register_metric\("token_accuracy".*?(?=^```)', TEXT, re.M | re.S)[0],
     ),
     "runner/engine/device/precision.py": (
         r"^PRECISIONS\b.*\{\n",
@@ -111,7 +115,7 @@ def test_contributing_recipes_run(checkout: Path, tmp_path: Path) -> None:
     launchers = program / "runner/sweep/backends/__init__.py"
     source = launchers.read_text(encoding="utf-8")
     launchers.write_text(
-        source.replace("\nLAUNCHERS", "\nfrom runner.sweep.backends.nice import NiceOptions\n\nLAUNCHERS", 1),
+        source.replace("\nLAUNCHERS", "\nfrom runner.sweep.backends.nice import NiceBackend\n\nLAUNCHERS", 1),
         encoding="utf-8",
     )
     (program / "qa.jsonl").write_text(

@@ -202,7 +202,7 @@ class BatchTask:
         return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "") if names else f"sequence {index}"
 
 
-Failure = tuple[str, str, str]  # of a worker: type of the exception, message, traceback
+WorkerFailure = tuple[str, str, str]  # of a worker: type of the exception, message, traceback
 
 
 class BatchWorkers:
@@ -216,7 +216,7 @@ class BatchWorkers:
         """`receive`: applied to each batch in a thread, e.g. to pin its memory."""
         self.task, self.watch, self.receive = task, watch, receive
         self._next, self._is_closed = 0, False
-        self._queues: dict[Worker, queue.Queue[Batch | Failure | None]] = {}  # None: the process has ended
+        self._queues: dict[Worker, queue.Queue[Batch | WorkerFailure | None]] = {}  # None: the process has ended
         self._workers: list[Worker] = []
         try:
             bodies = [partial(_send_batches, task, index, count) for index in range(count)]
@@ -248,7 +248,7 @@ class BatchWorkers:
         stop_workers(self._workers)
         self._workers = []
 
-    def _queue_of(self, worker: Worker) -> queue.Queue[Batch | Failure | None]:
+    def _queue_of(self, worker: Worker) -> queue.Queue[Batch | WorkerFailure | None]:
         return self._queues.setdefault(worker, queue.Queue(1))
 
     def _receive_batches(self, worker: Worker) -> None:

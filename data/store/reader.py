@@ -160,7 +160,8 @@ class TokenStore:
         """Number of input tokens of each of the rows [start, stop), int64: all tokens of its sequences but the last
         ones.
         """
-        step, parts = self.sequences_per_row, [np.empty(0, np.int64)]
+        step = self.sequences_per_row
+        parts: list[np.ndarray] = [np.empty(0, np.int64)]
         for a, b in _slices(start, stop):
             offsets = self._table("sequences.bin", OFFSET_DTYPE, a * step, b * step + 1)
             parts.append(np.diff(offsets["token"][::step].astype(np.int64)) - step)

@@ -4,7 +4,7 @@ The template may produce control tokens; the texts of messages may not. To disti
 control tokens inside texts are masked with a private character before rendering, and unmasked before that text is
 encoded as plain text.
 
-templates/segment_plan.py finds the assistant's text in it.
+segment_plan.py finds the assistant's text in it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from common.errors import UserError
 from data.errors import BadRowError
 from data.schemas.messages import check_chat, drop_empty_system
 from data.tokenize.block import LabelledIds, LossSpan
+from data.tokenize.jinja_sandbox import BEGIN, END, appears_in, mask_control_tokens, unmask_control_tokens
 from data.tokenize.pieces import FlatEncoder, gather
-from data.tokenize.templates.jinja_sandbox import BEGIN, END, appears_in, mask_control_tokens, unmask_control_tokens
-from data.tokenize.templates.renderer import Conversation, Rendering, Template, is_shipped
-from data.tokenize.templates.segment_plan import (
+from data.tokenize.renderer import Conversation, Rendering, Template, is_shipped
+from data.tokenize.segment_plan import (
     MARKS_HINT,
     SegmentPlans,
     TemplateSegment,
@@ -33,7 +33,8 @@ from data.tokenize.templates.segment_plan import (
     any_of,
     assistant_turns,
 )
-from data.tokenize.templates.training_version import (
+from data.tokenize.tokenizer import Tokenizer
+from data.tokenize.training_version import (
     TurnEnd,
     apply_edits,
     close_turns,
@@ -42,7 +43,6 @@ from data.tokenize.templates.training_version import (
     possible_end_tokens,
     training_version,
 )
-from data.tokenize.tokenizer import Tokenizer
 
 CHATML = Path(__file__).with_name("chatml.jinja")
 MAX_TEMPLATE_CHARACTERS = 1 << 18  # the longest in public use has 20,000

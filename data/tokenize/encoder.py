@@ -25,7 +25,7 @@ from data.tokenize.block import (
     count_sample,
 )
 from data.tokenize.chat_template import ChatTemplate
-from data.tokenize.templates.segment_plan import TemplateSegment
+from data.tokenize.segment_plan import TemplateSegment
 from data.tokenize.tokenizer import Tokenizer
 from data.types import EncodingConfig
 

@@ -56,7 +56,7 @@ def cut_pattern(stored: dict[str, Any]) -> re.Pattern[str] | None:
         del kinds[0]  # it splits inside of pieces and runs only, so every boundary stays one
     if kinds in (["bytes by GPT-2's pattern"], [GPT2_PATTERN, "bytes"]):
         return CUT_AT_SPACES_AND_LINES
-    if kinds in ([pattern, "bytes"] for pattern in LLAMA3_PATTERNS):
+    if len(kinds) == 2 and kinds[0] in LLAMA3_PATTERNS and kinds[1] == "bytes":
         return CUT_AT_SPACES
     return None
 
@@ -79,7 +79,7 @@ MAX_PIECE_CHARACTERS = 32  # of a piece that is remembered
 CHARACTERS_PER_SPACE = 12
 FIRST_UNSPACED = "\u2e80"  # scripts without spaces begin here: pieces with one of their characters are not remembered
 MAX_CUT_CHARACTERS = 1 << 20  # of the texts that are cut at once, because pieces take 10 times the memory of their text
-UNKNOWN = -1
+NOT_CACHED = -1
 EncodeBatch = Callable[[list[str]], list[list[int]]]
 # texts -> (all ids, concatenated: int32; the number of ids of each: int64)
 FlatEncoder = Callable[[list[str]], tuple[np.ndarray, np.ndarray]]
@@ -109,9 +109,9 @@ class PieceCache:
             self._cuts.findall(text) if text.count(" ") * CHARACTERS_PER_SPACE > len(text) else [text] for text in texts
         ]
         pieces = list(chain.from_iterable(found))
-        numbers = np.fromiter(map(self._numbers.get, pieces, repeat(UNKNOWN)), np.int64, len(pieces))
+        numbers = np.fromiter(map(self._numbers.get, pieces, repeat(NOT_CACHED)), np.int64, len(pieces))
         ids, ends = self._ids, self._ends
-        if len(missing := np.flatnonzero(numbers == UNKNOWN)):
+        if len(missing := np.flatnonzero(numbers == NOT_CACHED)):
             missing_pieces = [pieces[index] for index in missing.tolist()]
             new, ids, ends = self._encode_new(missing_pieces)
             numbers[missing] = np.fromiter(map(new.__getitem__, missing_pieces), np.int64, len(missing))

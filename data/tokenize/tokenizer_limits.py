@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from data.tokenize.templates.renderer import WALL_SECONDS, limited_environment
+from data.tokenize.renderer import WALL_SECONDS, limited_environment
 
 MAX_ADDED_TOKENS = 100_000
 MAX_ADDED_CHARACTERS = 1000  # of an added token

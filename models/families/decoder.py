@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Optional, Self
 
 from common.errors import UserError
 from common.settings import CHANGES_ROUNDING, IGNORED, check_at_least, check_choice
-from models.config import ModelConfig, ModelSize, UnsupportedVariantError, register_model
+from models.config import ModelConfig, ModelSize, UnsupportedVariantError, check_dropout, register_model
 from models.families.hf_config import FAMILIES, architecture_of, read_hf_config, write_hf_config
 from models.families.hf_rope import SCALING_FIELDS
 
@@ -95,15 +95,14 @@ class DecoderConfig(ModelConfig):
                 f"model.head_dim={self.head_dim}",
                 f"e.g. model.head_dim={self.head_dim + 1}",
             )
-        if not 0 <= self.dropout < 1:
-            raise UserError(
-                f"model.dropout must be in [0, 1), got {self.dropout}",
-                f"model.dropout={self.dropout}",
-                "e.g. model.dropout=0.1",
-            )
+        check_dropout("model.dropout", self.dropout)
         check_choice("model.attention", self.attention, ATTENTION_KERNELS)
-        if self.num_experts:
-            self._check_experts()
+        if self.num_experts and not 1 <= self.num_experts_per_tok <= self.num_experts:
+            raise UserError(
+                f"model.num_experts_per_tok must be in [1, model.num_experts={self.num_experts}], got {self.num_experts_per_tok}",
+                f"model.num_experts_per_tok={self.num_experts_per_tok}",
+                "e.g. model.num_experts_per_tok=1",
+            )
         if architecture_of(dataclasses.asdict(self)) is None:
             raise UserError(
                 "no transformers architecture has this combination of model.qk_norm, biases, experts and model.norm_topk_prob",
@@ -128,14 +127,6 @@ class DecoderConfig(ModelConfig):
                 f"a {model_type} has no {', '.join(differences)}",
                 f"model.model_type={model_type}",
                 "model.model_type=null",
-            )
-
-    def _check_experts(self) -> None:
-        if not 1 <= self.num_experts_per_tok <= self.num_experts:
-            raise UserError(
-                f"model.num_experts_per_tok must be in [1, model.num_experts={self.num_experts}], got {self.num_experts_per_tok}",
-                f"model.num_experts_per_tok={self.num_experts_per_tok}",
-                "e.g. model.num_experts_per_tok=1",
             )
 
     def size(self) -> ModelSize:

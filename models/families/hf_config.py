@@ -7,7 +7,6 @@ the mathematics, or has its neutral value; any other is refused by name: nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,50 +23,39 @@ OPTIONAL_FIELDS: Settings = {
     "tie_word_embeddings": False,
     "attention_dropout": 0.0,
     "rope_theta": 10000.0,
+    "num_key_value_heads": None,
+    "head_dim": None,
 }
 ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 
 ANY_WINDOW: Settings = {"use_sliding_window": False, "sliding_window": 4096}
 EXPERT_FIELDS: Settings = {"router_aux_loss_coef": 0.001}
 
-# model_type -> (transformers class, the further fields that it reads, with the values of transformers for absent ones).
+# model_type -> (transformers class, the fields that it reads besides those above, or with other values for absent ones).
 # A field that is not named here or above must have its neutral value.
 FAMILIES: dict[str, tuple[str, Settings]] = {
-    "llama": (
-        "LlamaForCausalLM",
-        {"num_key_value_heads": None, "head_dim": None, "attention_bias": False, "mlp_bias": False},
-    ),
-    "mistral": ("MistralForCausalLM", {"num_key_value_heads": 8, "head_dim": None, "sliding_window": 4096}),
-    "ministral": (
-        "MinistralForCausalLM",
-        {"num_key_value_heads": 8, "head_dim": None, "sliding_window": 4096, "layer_types": None},
-    ),
-    "qwen2": ("Qwen2ForCausalLM", {"num_key_value_heads": 32, "head_dim": None, "layer_types": None, **ANY_WINDOW}),
+    "llama": ("LlamaForCausalLM", {"attention_bias": False, "mlp_bias": False}),
+    "mistral": ("MistralForCausalLM", {"num_key_value_heads": 8, "sliding_window": 4096}),
+    "ministral": ("MinistralForCausalLM", {"num_key_value_heads": 8, "sliding_window": 4096, "layer_types": None}),
+    "qwen2": ("Qwen2ForCausalLM", {"num_key_value_heads": 32, "layer_types": None, **ANY_WINDOW}),
     "qwen3": (
         "Qwen3ForCausalLM",
         {"num_key_value_heads": 32, "head_dim": 128, "attention_bias": False, "layer_types": None, **ANY_WINDOW},
     ),
-    "phi3": (
-        "Phi3ForCausalLM",  # it reads the last field for rope_type=longrope only
-        {
-            "num_key_value_heads": None,
-            "head_dim": None,
-            "sliding_window": None,
-            "original_max_position_embeddings": 4096,
-        },
-    ),
+    # it reads the last field for rope_type=longrope only
+    "phi3": ("Phi3ForCausalLM", {"sliding_window": None, "original_max_position_embeddings": 4096}),
     "smollm3": (
         "SmolLM3ForCausalLM",
         {
-            **{
-                "num_key_value_heads": 4,
-                "head_dim": None,
-                "attention_bias": False,
-                "mlp_bias": False,
-                "tie_word_embeddings": True,
-                "rope_theta": 2e6,
-            },
-            **{"no_rope_layers": None, "no_rope_layer_interval": 4, "layer_types": None, **ANY_WINDOW},
+            "num_key_value_heads": 4,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": True,
+            "rope_theta": 2e6,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+            "layer_types": None,
+            **ANY_WINDOW,
         },
     ),
     "internlm3": (
@@ -81,8 +69,12 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
     "seed_oss": (
         "SeedOssForCausalLM",
         {
-            **{"num_key_value_heads": 8, "head_dim": 128, "attention_dropout": 0.1},
-            **{"attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "attention_dropout": 0.1,
+            "attention_bias": True,
+            "attention_out_bias": False,
+            "mlp_bias": False,
         },
     ),
     "cwm": (
@@ -99,15 +91,25 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
     "qwen3_moe": (
         "Qwen3MoeForCausalLM",
         {
-            **{"num_key_value_heads": 4, "head_dim": None, "attention_bias": False, **ANY_WINDOW, **EXPERT_FIELDS},
-            **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False},
+            "num_key_value_heads": 4,
+            "attention_bias": False,
+            **ANY_WINDOW,
+            **EXPERT_FIELDS,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
         },
     ),
     "mixtral": (
         "MixtralForCausalLM",
         {
-            **{"num_key_value_heads": 8, "head_dim": None, "rope_theta": 1e6, "sliding_window": None, **EXPERT_FIELDS},
-            **{"num_experts": 8, "num_experts_per_tok": 2},
+            "num_key_value_heads": 8,
+            "rope_theta": 1e6,
+            "sliding_window": None,
+            **EXPERT_FIELDS,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
         },
     ),
 }
@@ -115,20 +117,6 @@ MOE_TYPES = ("qwen3_moe", "mixtral")
 QK_NORM_TYPES = ("qwen3", "qwen3_moe")
 # other names of one field
 ALIASES = {"num_local_experts": "num_experts", "qkv_bias": "attention_bias", "bias": "mlp_bias"}
-
-# model_type -> fields of a model of (layers, longest sequence) whose defaults in transformers are not those of the
-# decoder: windows, layers without
-# rotary embeddings, ids of tokens beyond a small vocabulary
-FULL_ATTENTION: dict[str, Callable[[int, int], Settings]] = {
-    "ministral": lambda layers, length: {"sliding_window": length, "layer_types": ["full_attention"] * layers},
-    "phi3": lambda layers, length: {"original_max_position_embeddings": length, "pad_token_id": None},
-    "smollm3": lambda layers, length: {
-        "no_rope_layers": [1] * layers,
-        "no_rope_layer_interval": layers + 1,
-        "pad_token_id": None,
-    },
-    "cwm": lambda layers, length: {"sliding_window": length, "layer_types": ["full_attention"] * layers},
-}
 
 # Values with which a field that a family does not read changes nothing; null always counts as absent
 NEUTRAL_VALUES: Settings = {
@@ -317,9 +305,7 @@ def write_hf_config(settings: Settings) -> dict[str, Any]:
         **{name: False if name == "use_sliding_window" else None for name in own_fields if name in ANY_WINDOW},
     }
     if settings["model_type"]:
-        content |= FULL_ATTENTION.get(model_type, lambda layers, length: {})(
-            settings["num_hidden_layers"], settings["max_position_embeddings"]
-        )
+        content |= _without_defaults(model_type, settings["num_hidden_layers"], settings["max_position_embeddings"])
     if model_type == "qwen3_moe":
         content |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
     if model_type == "mixtral":
@@ -328,3 +314,17 @@ def write_hf_config(settings: Settings) -> dict[str, Any]:
             settings["moe_intermediate_size"],
         )
     return content
+
+
+def _without_defaults(model_type: str, layers: int, length: int) -> Settings:
+    """Return the fields whose defaults in transformers are not those of the decoder: windows, layers without rotary
+    embeddings, ids of tokens beyond a small vocabulary. `length`: of the longest sequence.
+    """
+    full_attention = {"sliding_window": length, "layer_types": ["full_attention"] * layers}
+    fields: dict[str, Settings] = {
+        "ministral": full_attention,
+        "cwm": full_attention,
+        "phi3": {"original_max_position_embeddings": length, "pad_token_id": None},
+        "smollm3": {"no_rope_layers": [1] * layers, "no_rope_layer_interval": layers + 1, "pad_token_id": None},
+    }
+    return fields.get(model_type, {})

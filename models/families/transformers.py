@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Optional, Self
+from typing import Any, ClassVar, NamedTuple, Optional, Self
 
 from common.errors import UserError
 from common.settings import CHANGES_ROUNDING, check_at_least, check_choice
@@ -147,18 +147,53 @@ LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 UNBOUNDED_POSITIONS = 1 << 20
 
 
+class LengthDependence(NamedTuple):
+    """Rotary embeddings that depend on the number of tokens."""
+
+    length: int  # tokens; up to it they do not
+    at_each_token: bool  # beyond it they change with each token (dynamic); False: once (longrope)
+
+    def invalidates_cache(self, before: int, after: int) -> bool:
+        """Return whether keys that are cached from `before` tokens are not those of `after` tokens."""
+        return after > self.length and (self.at_each_token or before <= self.length)
+
+
 def _exact_positions(text: Any) -> int:
     """Return the longest sequence (tokens) whose logits do not depend on the other rows of its batch.
 
     `text`: configuration of transformers.
     """
     longest: int = getattr(text, "max_position_embeddings", None) or UNBOUNDED_POSITIONS
-    rope = getattr(text, "rope_parameters", None) or {}
-    # of all layers, or of each type of layer
-    for settings in [rope, *(each for each in rope.values() if isinstance(each, dict))]:
-        if settings.get("rope_type") in LENGTH_DEPENDENT_ROPES:
-            longest = min(longest, settings.get("original_max_position_embeddings") or longest)
-    return longest
+    dependence = length_dependence(text)
+    return longest if dependence is None else min(longest, dependence.length or longest)
+
+
+def length_dependence(config: Any) -> LengthDependence | None:
+    """Return how the rotary embeddings of a configuration of transformers depend on the length of the text, None if
+    they do not.
+    """
+    text = config.get_text_config(decoder=True)
+    found = [
+        settings
+        for settings in _rope_settings(getattr(text, "rope_parameters", None))
+        if settings["rope_type"] in LENGTH_DEPENDENT_ROPES
+    ]
+    if not found:
+        return None
+    lengths = [
+        settings.get("original_max_position_embeddings") or getattr(text, "max_position_embeddings", None) or 0
+        for settings in found
+    ]
+    return LengthDependence(min(lengths), any(settings["rope_type"] == "dynamic" for settings in found))
+
+
+def _rope_settings(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield the settings of rotary embeddings: one set, or one of each layer type."""
+    if isinstance(value, dict):
+        if "rope_type" in value:
+            yield value
+        for inner in value.values():
+            yield from _rope_settings(inner)
 
 
 def _unread_fields(config: dict[str, Any]) -> dict[str, Any]:

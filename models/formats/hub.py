@@ -31,15 +31,7 @@ TIMEOUT = 10.0  # seconds until the hub counts as unreachable
 WatchDownload = Callable[[str, Path, int], AbstractContextManager[object]]  # (title, folder that grows, bytes)
 
 
-def _without_progress(title: str, folder: Path, total: int) -> AbstractContextManager[object]:
-    return nullcontext()
-
-
-class HubUnreachableError(Exception):
-    """The hub gave no answer."""
-
-
-def fetch_model(text: str, setting: str, watch: WatchDownload = _without_progress) -> Path | None:
+def fetch_model(text: str, setting: str, watch: WatchDownload = lambda *_: nullcontext()) -> Path | None:
     """Return the folder of a model of the hub, None if `text` is no name of one.
 
     It is downloaded unless the cache has this commit.
@@ -61,31 +53,43 @@ def fetch_model(text: str, setting: str, watch: WatchDownload = _without_progres
 
 
 def _download(name: HubName, setting: str, cached: Path | None, watch: WatchDownload) -> Path:
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, errors, snapshot_download
 
     try:
-        with _translating_errors(name, setting):
-            info = HfApi().model_info(name.repo, revision=name.revision, files_metadata=True, timeout=TIMEOUT)
-            sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-            files = _files_to_download(list(sizes), name, setting)
-            present = cached_snapshot(HubName(name.repo, str(info.sha)))
-            if present is None or _missing_files(present):
-                total = sum(sizes[file] for file in files)
-                _check_free_space(total, setting)
-                print_note(
-                    f"{setting}: downloading {name.repo}@{info.sha}, {len(files)} files, {total / 2**20:,.0f} MiB"
-                )
-            with (
-                watch(f"downloading {name.repo}", model_cache_dir(name), sum(sizes[file] for file in files)),
-                _without_bars(),
-            ):
-                folder = Path(
-                    snapshot_download(name.repo, revision=name.revision, allow_patterns=files, etag_timeout=TIMEOUT)
-                )
-    except HubUnreachableError as error:
+        info = HfApi().model_info(name.repo, revision=name.revision, files_metadata=True, timeout=TIMEOUT)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+        files = _files_to_download(list(sizes), name, setting)
+        total = sum(sizes[file] for file in files)
+        present = cached_snapshot(HubName(name.repo, str(info.sha)))
+        if present is None or _missing_files(present):
+            _check_free_space(total, setting)
+            print_note(f"{setting}: downloading {name.repo}@{info.sha}, {len(files)} files, {total / 2**20:,.0f} MiB")
+        with watch(f"downloading {name.repo}", model_cache_dir(name), total), _without_bars():
+            folder = Path(
+                snapshot_download(name.repo, revision=name.revision, allow_patterns=files, etag_timeout=TIMEOUT)
+            )
+    except UserError:
+        raise
+    except errors.GatedRepoError as error:
+        raise UserError(
+            f"{name} asks for an agreement",
+            setting,
+            f"accept it at https://huggingface.co/{name.repo}, then type: hf auth login",
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise UserError(
+            f"{name.repo} has no revision {name.revision}", setting, f"{name.repo} takes {name.repo}@main"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise UserError(
+            f"there is no folder {name.repo}, and no such model on the hub", setting, did_you_mean_path(name.repo)
+        ) from error
+    # the exceptions of a missing network belong to the HTTP library, which changes with the version of huggingface_hub
+    except Exception as error:
+        reason = f"the hub cannot be reached ({type(error).__name__})"
         if cached is None or _missing_files(cached):
-            raise _offline_error(name, setting, cached, str(error)) from error
-        print_note(f"{setting}: {error}; {name.repo}@{cached.name} from the cache")
+            raise _offline_error(name, setting, cached, reason) from error
+        print_note(f"{setting}: {reason}; {name.repo}@{cached.name} from the cache")
         return cached
     if folder.name != info.sha:
         raise UserError(f"{name} changed during its download", setting, "type the command again")
@@ -112,36 +116,6 @@ def _without_bars() -> Iterator[None]:
         yield
     finally:
         enable_progress_bars()
-
-
-@contextmanager
-def _translating_errors(name: HubName, setting: str) -> Iterator[None]:
-    """Turn what the hub answers into a UserError, and anything that its client raises without an answer into
-    HubUnreachableError.
-    """
-    from huggingface_hub import errors
-
-    try:
-        yield
-    except UserError:
-        raise
-    except errors.GatedRepoError as error:
-        raise UserError(
-            f"{name} asks for an agreement",
-            setting,
-            f"accept it at https://huggingface.co/{name.repo}, then type: hf auth login",
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise UserError(
-            f"{name.repo} has no revision {name.revision}", setting, f"{name.repo} takes {name.repo}@main"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise UserError(
-            f"there is no folder {name.repo}, and no such model on the hub", setting, did_you_mean_path(name.repo)
-        ) from error
-    # the exceptions of a missing network belong to the HTTP library, which changes with the version of huggingface_hub
-    except Exception as error:
-        raise HubUnreachableError(f"the hub cannot be reached ({type(error).__name__})") from error
 
 
 def _files_to_download(names: list[str], name: HubName, setting: str) -> list[str]:

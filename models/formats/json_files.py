@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,9 @@ def read_model_config(folder: Path, family: str | None = None) -> ModelConfig:
         )
     raw = read_json_file(path)
     with reporting_missing_fields(path):
-        return _checked(_config_of(raw, path, family))
+        cfg = _config_of(raw, path, family)
+        check_number_types(cfg)
+        return cfg
 
 
 def _config_of(raw: dict[str, Any], path: Path, family: str | None) -> ModelConfig:
@@ -84,34 +86,30 @@ def _config_of(raw: dict[str, Any], path: Path, family: str | None) -> ModelConf
                 message, str(path), f"leave model.family={family} out; the types that it computes: {', '.join(types)}"
             )
         return MODELS.get(family).from_hf_config(raw, path)
+    found = _find_config(raw, path)
+    return MODELS.get("transformers").from_hf_config(raw, path) if isinstance(found, str) else found
+
+
+def _find_config(raw: dict[str, Any], path: Path) -> ModelConfig | str:
+    """Return the settings of the first family but transformers that computes the model, or why none does."""
+    reason = f"model_type {raw['model_type']}"
     for candidate in MODELS.entries().values():
         if raw["model_type"] in candidate.hf_model_types:
-            with suppress(UnsupportedVariantError):
+            try:
                 return candidate.from_hf_config(raw, path)
-    return MODELS.get("transformers").from_hf_config(raw, path)
+            except UnsupportedVariantError as error:
+                reason = error.message
+    return reason
 
 
 def why_transformers(source: Path) -> str:
     """Return why no other family than transformers computes the model of a folder or adapter: the variant that they
     lack, or its model_type.
     """
-    folder = model_dir(source)
-    while is_adapter_dir(folder):
-        folder = model_dir(base_model_of(folder))
-    path = folder / "config.json"
+    path = base_model_dir(source) / "config.json"
     raw = read_json_file(path)
-    for candidate in MODELS.entries().values():
-        if raw["model_type"] in candidate.hf_model_types:
-            try:
-                candidate.from_hf_config(raw, path)
-            except UnsupportedVariantError as error:
-                return error.message
-    return f"model_type {raw['model_type']}"
-
-
-def _checked(cfg: ModelConfig) -> ModelConfig:
-    check_number_types(cfg)
-    return cfg
+    found = _find_config(raw, path)
+    return found if isinstance(found, str) else f"model_type {raw['model_type']}"
 
 
 def check_number_types(cfg: Any) -> None:
@@ -127,38 +125,26 @@ def read_config_of_weights(source: Path, family: str | None = None) -> ModelConf
     folder, or a MiniMind .pth file.
     """
     if source.is_file():
-        from models.formats.minimind import read_pth_config
+        from models.formats.tensor_files import read_pth_config
 
         return read_pth_config(source)
-    folder = model_dir(source)
-    for _ in range(MAX_BASE_MODELS):
-        if not is_adapter_dir(folder):
-            return read_model_config(folder, family)
-        family, folder = family_of_base(folder, family), base_model_of(folder)
-    raise UserError(
-        f"the adapter has more than {MAX_BASE_MODELS} adapters as base models",
-        str(source),
-        "merge some of them into their base model",
-    )
+    if is_adapter_dir(folder := model_dir(source)):
+        family = family_of_base(folder, family)
+    return read_model_config(base_model_dir(source), family)
 
 
 def family_of_base(adapter: Path, family: str | None) -> str | None:
     """Return the family of the base model of an adapter folder: `family`, or transformers if only there its layers have
     the names that PEFT knows.
     """
-    return "transformers" if family is None and model_type_of(base_model_of(adapter)) in RENAMED_TYPES else family
+    return "transformers" if family is None and model_type_of(adapter) in RENAMED_TYPES else family
 
 
 def model_type_of(source: Path) -> str | None:
     """Return model_type of the config.json of a model folder, of an adapter that of its base model; None: there is
     none.
     """
-    folder = model_dir(source)
-    for _ in range(MAX_BASE_MODELS):
-        if not is_adapter_dir(folder):
-            break
-        folder = base_model_of(folder)
-    path = folder / "config.json"
+    path = base_model_dir(source) / "config.json"
     return read_json_file(path).get("model_type") if path.exists() else None
 
 
@@ -208,6 +194,23 @@ def base_model_of(folder: Path) -> Path:
         "the adapter's base model does not exist",
         name,
         f"{download}restore it, or correct base_model_name_or_path in {path}",
+    )
+
+
+def base_model_dir(source: Path) -> Path:
+    """Return the model folder of a run or a model folder, of an adapter the folder of its base model.
+
+    Raises UserError if that is an adapter of an adapter and so on.
+    """
+    folder = model_dir(source)
+    for _ in range(MAX_BASE_MODELS):
+        if not is_adapter_dir(folder):
+            return folder
+        folder = model_dir(base_model_of(folder))
+    raise UserError(
+        f"the adapter has more than {MAX_BASE_MODELS} adapters as base models",
+        str(source),
+        "merge some of them into their base model",
     )
 
 

@@ -19,13 +19,18 @@ from models.formats.json_files import (
     is_adapter_dir,
     model_dir,
     model_type_of,
-    read_json_file,
     read_model_config,
 )
-from models.formats.minimind import read_pth
 from models.formats.peft import StoredAdapter, merge_adapter_into, read_adapter
 from models.formats.stored_size import DAMAGED_HINT, check_size_of_weights, weight_files
-from models.formats.tensor_files import check_finite, read_tensors, read_torch_file, to_decoder_names, to_floats
+from models.formats.tensor_files import (
+    check_finite,
+    read_pth,
+    read_tensors,
+    read_torch_file,
+    to_decoder_names,
+    to_floats,
+)
 from models.language_model import LanguageModel, create_model
 from models.layers.adapter import weight_shape
 from models.lora import (
@@ -58,18 +63,11 @@ def load_model(source: Path, family: str | None = None) -> LanguageModel:
     return model.eval()
 
 
-def add_stored_adapter(
-    model: LanguageModel, adapter: StoredAdapter, folder: Path, dropout: float | None = None
-) -> None:
-    """Add the adapter in `folder` to its base model, with another dropout unless that is None.
+def add_stored_adapter(model: LanguageModel, adapter: StoredAdapter, folder: Path) -> None:
+    """Add the adapter in `folder` to its base model.
 
     Raises UserError, naming the tensor, if it does not fit.
     """
-    settings = (
-        adapter.layers
-        if dropout is None
-        else {path: dataclasses.replace(cfg, dropout=dropout) for path, cfg in adapter.layers.items()}
-    )
     layers, parameters = linear_layers_of(model), dict(model.named_parameters())
     try:
         for (path, matrix), tensor in adapter.matrices.items():  # before anything of their size is allocated
@@ -83,7 +81,7 @@ def add_stored_adapter(
                 raise KeyError(f"{name} of shape {tuple(tensor.shape)} is no tensor of the base model")
         if adapter.replaced:
             load_into(model, model.state_dict() | adapter.replaced, str(folder))
-        add_adapters(model, settings)
+        add_adapters(model, adapter.layers)
         load_adapter(model, adapter.parameters())
     except KeyError as error:
         raise UserError("the adapter does not fit its base model", str(folder), str(error.args[0])) from error
@@ -120,7 +118,8 @@ def continue_adapter(model: LanguageModel, source: Path, dropout: float) -> None
             str(folder),
             "stage.lora.continue_adapter=false merges it into its base model and trains a new adapter",
         )
-    add_stored_adapter(model, adapter, folder, dropout)
+    layers = {path: dataclasses.replace(cfg, dropout=dropout) for path, cfg in adapter.layers.items()}
+    add_stored_adapter(model, adapter._replace(layers=layers), folder)
 
 
 def load_weights(source: Path, family: str | None = None) -> dict[str, Tensor]:
@@ -145,7 +144,7 @@ def load_weights(source: Path, family: str | None = None) -> dict[str, Tensor]:
         return to_transformers_names(stored, cfg, str(folder))
     if cfg is None:
         return stored
-    return to_floats(to_decoder_names(stored, read_json_file(folder / "config.json")["model_type"], cfg), str(folder))
+    return to_floats(to_decoder_names(stored, cfg.to_hf_config()["model_type"], cfg), str(folder))
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

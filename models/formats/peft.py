@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from common.errors import UserError
-from models.config import LoraConfig, check_required_values
+from models.config import LoraConfig
 from models.formats.json_files import base_model_of, check_number_types, read_json_file, reporting_missing_fields
 from models.formats.tensor_files import check_finite, read_tensors, to_floats
-from models.layers.adapter import merged_weight
+from models.layers.adapter import ADAPTER, merged_weight
 
 PEFT_PREFIX = "base_model.model."  # of every tensor name
 BASE_DIR = "base"  # inside an adapter folder: the base model, if PEFT could not open the folder it came from
@@ -49,8 +49,8 @@ class StoredAdapter(NamedTuple):
     # tensors of the base model that the adapter has another version of: biases, modules_to_save
     replaced: dict[str, Tensor]
 
-    def parameters(self, name: str = "default") -> dict[str, Tensor]:
-        return {f"{path}.lora.{name}.{matrix}": tensor for (path, matrix), tensor in self.matrices.items()}
+    def parameters(self) -> dict[str, Tensor]:
+        return {f"{path}.lora.{ADAPTER}.{matrix}": tensor for (path, matrix), tensor in self.matrices.items()}
 
 
 def read_adapter(folder: Path) -> StoredAdapter:
@@ -101,7 +101,9 @@ def _check_matrices(matrices: Mapping[tuple[str, str], Tensor], layers: Mapping[
 
 
 def _check_variant(raw: Mapping[str, Any], path: Path) -> None:
-    check_required_values(dict(raw), {"peft_type": "LORA"}, path)
+    if (kind := raw.get("peft_type") or "LORA") != "LORA":
+        message = f"peft_type={kind} is not supported, only peft_type=LORA"
+        raise UserError(message, str(path), "choose another model")
     for field, value in raw.items():
         if field not in READ_FIELDS | DESCRIPTIVE_FIELDS and value:
             raise UserError(

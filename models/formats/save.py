@@ -32,7 +32,7 @@ from models.formats.load import HEAD_KEY, load_into, load_weights
 from models.formats.peft import BASE_DIR, MATRICES, PEFT_PREFIX, adapter_config
 from models.formats.tensor_files import to_folder_names, write_tensors
 from models.language_model import LanguageModel, create_model
-from models.layers.adapter import LoraAdapter, is_transposed
+from models.layers.adapter import is_transposed
 from models.layers.quantized import is_quantized
 from models.lora import linear_layers_of, lora_layers, short_names
 
@@ -99,10 +99,9 @@ def save_adapter(
     cfg: LoraConfig,
     base: str,
     tokenizer_dir: Path,
-    name: str = "default",
     stop_ids: Sequence[int] = (),
 ) -> None:
-    """Write adapter `name` as a PEFT folder. `base`: where the base model came from (init_from).
+    """Write the adapter of `model` as a PEFT folder. `base`: where the base model came from (init_from).
 
     A base model that PEFT could not open under the decoder's names (random weights, a .pth file, an adapter, Mixtral,
     Phi-3) is written to the folder too.
@@ -116,14 +115,13 @@ def save_adapter(
             # the adapter has the names of the decoder's layers
             cfg_of_base = dataclasses.replace(cfg_of_base, model_type=None)
         save_model(folder / BASE_DIR, _unquantized(model, source), cfg_of_base, tokenizer_dir, stop_ids)
-    adapters = {path: layer.lora[name] for path, layer in lora_layers(model).items() if name in layer.lora}
+    adapters = {path: layer.adapter for path, layer in lora_layers(model).items() if layer.adapter is not None}
     modules = [path for path, _ in model.named_modules()]  # PEFT refuses a module of a class that it does not adapt
     targets = short_names([*modules, *linear_layers_of(model).refused], set(adapters))
     transposed = any(is_transposed(model.get_submodule(path)) for path in adapters)
     state: dict[str, Tensor] = {}
     layers: dict[str, LoraConfig] = {}
     for path, adapter in adapters.items():
-        assert isinstance(adapter, LoraAdapter)
         layers[path] = adapter.cfg
         own = dict(adapter.named_parameters())
         state |= {f"{PEFT_PREFIX}{path}.{suffix}": own[matrix] for suffix, matrix in MATRICES.items() if matrix in own}

@@ -6,16 +6,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from common.errors import UserError
 from common.guarded_files import open_source_file
-from common.limits.parsers import parse_json
-from models.config import ModelConfig
-from models.formats.json_files import MAX_BASE_MODELS, base_model_of, is_adapter_dir, model_dir, read_json_file
+from models.config import ModelConfig, ModelSize
+from models.formats.json_files import base_model_dir, read_json_file
 
 MAX_HEADER_BYTES = 16 << 20  # of a safetensors file; one of 10,000 tensors has 1 MB
 MAX_WEIGHT_FILES = 1000  # of weights in a folder
@@ -28,58 +27,30 @@ SAFETENSORS, TORCH = "model.safetensors", "pytorch_model.bin"  # names of the we
 INDEX_SUFFIX = ".index.json"  # added to them: of the weights in several files
 
 
-@dataclass(frozen=True)
-class StoredSize:
-    numbers: int  # elements of all tensors
-    tensors: int
-
-    def __add__(self, other: StoredSize) -> StoredSize:
-        return StoredSize(self.numbers + other.numbers, self.tensors + other.tensors)
-
-
-def stored_size(files: Iterable[Path]) -> StoredSize:
+def stored_size(files: Sequence[Path]) -> ModelSize:
     """Return what the headers of safetensors files declare.
 
     Raises UserError for a header that is damaged or beyond the limits.
     """
-    files = list(files)
     if len(files) > MAX_WEIGHT_FILES:
         raise UserError(f"more than {MAX_WEIGHT_FILES:,} files of weights", str(files[0].parent), DAMAGED_HINT)
-    total = StoredSize(0, 0)
-    for path in files:
-        header = _read_header(path)
-        total += StoredSize(sum(math.prod(shape) for shape in header.values()), len(header))
-    return total
+    shapes = [shape for path in files for shape in _read_shapes(path)]
+    return ModelSize(sum(map(math.prod, shapes)), len(shapes))
 
 
-def _read_header(path: Path) -> dict[str, list[int]]:
-    """Return the shape of each tensor.
-
-    The library compares shapes, types and positions when it reads the tensors.
-    """
+def _read_shapes(path: Path) -> list[list[int]]:
+    """Return the shape of each tensor in a safetensors file, whose header has a limit and describes the whole file."""
     fd, size = open_source_file(path)
     with open(fd, "rb") as file:
         length = int.from_bytes(file.read(PREFIX_BYTES), "little")
-        if not 0 < length <= min(MAX_HEADER_BYTES, size - PREFIX_BYTES):
-            limit = f"at most {MAX_HEADER_BYTES:,} are read" if length > MAX_HEADER_BYTES else f"the file has {size:,}"
-            raise _damaged(path, f"its header has {length:,} bytes, {limit}")
-        text = file.read(length)
+    if not 0 < length <= min(MAX_HEADER_BYTES, size - PREFIX_BYTES):
+        limit = f"at most {MAX_HEADER_BYTES:,} are read" if length > MAX_HEADER_BYTES else f"the file has {size:,}"
+        raise _damaged(path, f"its header has {length:,} bytes, {limit}")
     try:
-        header = {name: entry for name, entry in parse_json(text).items() if name != "__metadata__"}
-        end = PREFIX_BYTES + length + max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
-        shapes = {name: _shape(entry) for name, entry in header.items()}
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise _damaged(path, str(error)) from error
-    if end != size:
-        raise _damaged(path, f"it has {size:,} bytes, its header describes {end:,}")
-    return shapes
-
-
-def _shape(entry: Mapping[str, Any]) -> list[int]:
-    shape = entry["shape"]
-    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError(f"a shape is {str(shape)[:60]}")
-    return shape
+        with safe_open(path, "np") as header:
+            return [header.get_slice(name).get_shape() for name in header.keys()]  # noqa: SIM118
+    except SafetensorError as error:
+        raise _damaged(path, f"{error}; the file has {size:,} bytes") from error
 
 
 def _damaged(path: Path, what: str) -> UserError:
@@ -94,23 +65,14 @@ def check_size_of_weights(cfg: ModelConfig, source: Path) -> None:
     """
     if (size := cfg.size()) is None:
         return
-    if source.is_file():
-        stored = _size_of_torch_files([source], size.tensors)
+    folder = source if source.is_file() else base_model_dir(source)
+    files = [source] if source.is_file() else weight_files(folder)
+    if files and files[0].suffix != ".safetensors":  # the headers of files of torch are pickles: the most they can have
+        stored = ModelSize(sum(path.stat().st_size for path in files) // HALF_BYTES, size.tensors)
     else:
-        folder = source
-        for _ in range(MAX_BASE_MODELS):
-            folder = model_dir(folder)
-            if not is_adapter_dir(folder):
-                break
-            folder = base_model_of(folder)
-        files = weight_files(folder)
-        stored = (
-            stored_size(files)
-            if not files or files[0].suffix == ".safetensors"
-            else _size_of_torch_files(files, size.tensors)
-        )
+        stored = stored_size(files)
     for expected, found, slack, unit in (
-        (size.parameters, stored.numbers, SLACK_NUMBERS, "parameters"),
+        (size.parameters, stored.parameters, SLACK_NUMBERS, "parameters"),
         (size.tensors, stored.tensors, SLACK_TENSORS, "tensors"),
     ):
         if max(expected, found) > 2 * min(expected, found) + slack:
@@ -118,11 +80,6 @@ def check_size_of_weights(cfg: ModelConfig, source: Path) -> None:
             raise UserError(
                 message, str(source), "choose the model=... that these weights belong to, or correct config.json"
             )
-
-
-def _size_of_torch_files(files: Iterable[Path], tensors: int) -> StoredSize:
-    """Return the most numbers that files of torch can have; their headers are pickles and are not read before."""
-    return StoredSize(sum(path.stat().st_size for path in files) // HALF_BYTES, tensors)
 
 
 def weight_files(folder: Path) -> list[Path]:

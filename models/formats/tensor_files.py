@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 import re
-import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -28,18 +27,22 @@ from models.config import ModelConfig
 from models.families.decoder import DecoderConfig
 
 DERIVED_TENSORS = ".rotary_emb.inv_freq"  # in old Llama files; computed from the settings
-MIXTRAL_EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+# (part of a name in a Mixtral folder, in the decoder)
+MIXTRAL_NAMES = (
+    (".block_sparse_moe.", ".mlp."),
+    (".w1.weight", ".gate_proj.weight"),
+    (".w2.weight", ".down_proj.weight"),
+    (".w3.weight", ".up_proj.weight"),
+)
 # weights of Phi-3, as rows of one
 PHI3_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-MIXTRAL_NAME = re.compile(r"\.block_sparse_moe\.(gate|experts\.\d+\.(w[123]))\.weight$")
-DECODER_NAME = re.compile(r"\.mlp\.(gate|experts\.\d+\.(gate_proj|up_proj|down_proj))\.weight$")
 
 
 def to_decoder_names(state: dict[str, Tensor], model_type: str, cfg: ModelConfig) -> dict[str, Tensor]:
     """Return the tensors of a folder with config.json's `model_type` under the decoder's names."""
     state = {name: tensor for name, tensor in state.items() if not name.endswith(DERIVED_TENSORS)}
     if model_type == "mixtral":
-        return {MIXTRAL_NAME.sub(_decoder_name, name): tensor for name, tensor in state.items()}
+        return {_replaced(name, MIXTRAL_NAMES): tensor for name, tensor in state.items()}
     if model_type == "phi3":
         assert isinstance(cfg, DecoderConfig)
         return {name: tensor for fused, weight in state.items() for name, tensor in _split(fused, weight, cfg).items()}
@@ -52,18 +55,13 @@ def to_folder_names(state: dict[str, Tensor], model_type: str) -> dict[str, Tens
         return _fused(state)
     if model_type != "mixtral":
         return state
-    return {DECODER_NAME.sub(_mixtral_name, name): tensor for name, tensor in state.items()}
+    return {_replaced(name, [(own, stored) for stored, own in MIXTRAL_NAMES]): state[name] for name in state}
 
 
-def _decoder_name(match: re.Match[str]) -> str:
-    module, matrix = match[1], match[2]
-    return f".mlp.{module if matrix is None else module.removesuffix(matrix) + MIXTRAL_EXPERTS[matrix]}.weight"
-
-
-def _mixtral_name(match: re.Match[str]) -> str:
-    module, linear = match[1], match[2]
-    names = {name: matrix for matrix, name in MIXTRAL_EXPERTS.items()}
-    return f".block_sparse_moe.{module if linear is None else module.removesuffix(linear) + names[linear]}.weight"
+def _replaced(name: str, parts: Iterable[tuple[str, str]]) -> str:
+    for old, new in parts:
+        name = name.replace(old, new)
+    return name
 
 
 def _fused(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -106,21 +104,6 @@ DOWNLOAD_HINT = "write or download the folder again"
 SLACK_BYTES = 1 << 20  # by which the tensors of a file of torch, a tied one counted twice, may be larger than the file
 # in torch's message: the name of what unpickling would import
 FOREIGN_OBJECT = re.compile(r"Unsupported (?:global|class): (?:GLOBAL )?([\w.]+)")
-# What torch raises for damaged files, measured by changing bytes of one
-DAMAGED = (
-    *(
-        pickle.UnpicklingError,
-        RuntimeError,
-        EOFError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        AssertionError,
-        ArithmeticError,
-    ),
-    *(struct.error, zipfile.BadZipFile, OSError),
-)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -139,7 +122,9 @@ def read_torch_file(path: Path, fix: str) -> dict[str, Tensor]:
     try:
         _check_not_compressed(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except DAMAGED as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged file fails in any way
         # torch's own text advises to switch weights_only off, which would execute the file: neither the message nor the
         # cause has it
         found = FOREIGN_OBJECT.search(str(error))
@@ -219,3 +204,68 @@ def write_tensors(path: Path, state: dict[str, Tensor]) -> None:
             raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
         raise
     path.chmod(mode)
+
+
+# What MiniMind's own scripts never change, and the file does not tell
+MINIMIND_SETTINGS: dict[str, Any] = {
+    "family": "decoder",
+    "max_position_embeddings": 32768,
+    "rope_theta": 1e6,
+    "rope_scaling": None,
+    "attention_bias": False,
+    "attention_out_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": True,
+    "dropout": 0.0,
+    "attention": "auto",
+    "num_experts_per_tok": 1,
+}
+HEADS_WITHOUT_NORM = 8  # of MiniMind 2, whose files do not tell the width of a head
+AUX_LOSS_COEF = 5e-4  # per layer
+PTH_HINT = "give a MiniMind .pth file of weights"
+
+
+def read_pth(path: Path) -> dict[str, Tensor]:
+    """Return fp32 weights.
+
+    The file holds half precision under the decoder's parameter names, tied weights twice.
+    """
+    return to_floats(read_torch_file(path, PTH_HINT), str(path))
+
+
+def read_pth_config(path: Path) -> DecoderConfig:
+    """Return the settings of the model in a .pth file: sizes from its tensors, the rest from MiniMind.
+
+    With one expert per token MiniMind divides its routing weight by itself (norm_topk_prob), so that the expert's
+    output counts in full.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in read_torch_file(path, PTH_HINT).items()}
+    try:
+        vocab_size, width = shapes["model.embed_tokens.weight"]
+        layers = 1 + max(int(name.split(".")[2]) for name in shapes if name.startswith("model.layers."))
+        attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
+        query_rows, key_rows = shapes[f"{attention}.q_proj.weight"][0], shapes[f"{attention}.k_proj.weight"][0]
+        qk_norm, experts = f"{attention}.q_norm.weight" in shapes, shapes.get(f"{mlp}.gate.weight", (0,))[0]
+        head_dim = shapes[f"{attention}.q_norm.weight"][0] if qk_norm else query_rows // HEADS_WITHOUT_NORM
+        mlp_width = shapes[f"{mlp}.experts.0.gate_proj.weight" if experts else f"{mlp}.gate_proj.weight"][0]
+    except (KeyError, ValueError, IndexError) as error:
+        raise UserError(
+            f"not the weights of a MiniMind model: {error} is missing", str(path), "give a .pth file of MiniMind 2 or 3"
+        ) from error
+    return DecoderConfig(
+        **MINIMIND_SETTINGS,
+        name=path.stem,
+        vocab_size=vocab_size,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=query_rows // head_dim,
+        num_key_value_heads=key_rows // head_dim,
+        head_dim=head_dim,
+        intermediate_size=mlp_width,
+        rms_norm_eps=1e-6 if qk_norm else 1e-5,
+        qk_norm=qk_norm,
+        num_experts=experts,
+        moe_intermediate_size=mlp_width if experts else 0,
+        norm_topk_prob=experts > 0,
+        router_aux_loss_coef=AUX_LOSS_COEF * layers if experts else 0.0,
+    )

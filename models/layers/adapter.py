@@ -1,7 +1,7 @@
 """Linear layers with low-rank adapters: LoRA (https://arxiv.org/abs/2106.09685), rsLoRA
 (https://arxiv.org/abs/2312.03732) and DoRA (https://arxiv.org/abs/2402.09353).
 
-An adapted layer keeps the name of its weight; the adapter's parameters are `<layer>.lora.<adapter>.A`, `.B` and, for
+An adapted layer keeps the name of its weight; the adapter's parameters are `<layer>.lora.default.A`, `.B` and, for
 DoRA, `.magnitude`. Shapes: I inputs, O outputs of the layer, r rank.
 """
 
@@ -18,6 +18,7 @@ from models.layers.chunked_loss import LMHead, linear_cross_entropy
 from models.layers.quantized import Linear4bit
 
 LORA_INIT_STD = 0.02
+ADAPTER = "default"  # the name that PEFT gives to an adapter, a part of the names of its parameters
 
 
 class LoraAdapter(nn.Module):
@@ -62,18 +63,23 @@ def merged_weight(weight: Tensor, A: Tensor, B: Tensor, magnitude: Tensor | None
 
 
 class LoraLayer(nn.Module):
-    """Mixin of a linear layer: named adapters, of which at most one is active."""
+    """Mixin of a linear layer with an adapter, which can be disabled."""
 
-    lora: nn.ModuleDict
-    active_adapter: str | None
+    lora: nn.ModuleDict  # the adapter; empty after it was merged
+    is_enabled: bool
 
-    def add(self, name: str, cfg: LoraConfig) -> None:
-        self.lora[name] = LoraAdapter(linear_weight(self), cfg).train(self.training)
+    def add(self, cfg: LoraConfig) -> None:
+        self.lora[ADAPTER] = LoraAdapter(linear_weight(self), cfg).train(self.training)
+        self.is_enabled = True
 
-    def active(self) -> LoraAdapter | None:
-        adapter = None if self.active_adapter is None else self.lora[self.active_adapter]
+    @property
+    def adapter(self) -> LoraAdapter | None:
+        adapter = self.lora[ADAPTER] if ADAPTER in self.lora else None
         assert adapter is None or isinstance(adapter, LoraAdapter)
         return adapter
+
+    def active(self) -> LoraAdapter | None:
+        return self.adapter if self.is_enabled else None
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = super().forward(x)
@@ -101,12 +107,7 @@ class LoraLayer(nn.Module):
             assert not isinstance(self, Linear4bit)  # commands that merge load the base model without quantization
             weight = linear_weight(self)
             weight.copy_(merged_weight(weight, adapter.A, adapter.B, adapter.magnitude, adapter.scale))
-            del self.lora[self.active_adapter or ""]
-            self.active_adapter = None
-
-
-class LoraLinear(LoraLayer, nn.Linear):
-    pass
+            del self.lora[ADAPTER]
 
 
 class LoraHead(LoraLayer, LMHead):
@@ -153,22 +154,17 @@ def is_adaptable(layer: nn.Module) -> bool:
     )
 
 
+ADAPTED: dict[type[nn.Module], type[LoraLayer]] = {LMHead: LoraHead}
+
+
 def adapt(layer: nn.Module) -> LoraLayer:
     """Change the class of `layer` in place to one with adapters: the module and the name of its weight stay."""
     if not isinstance(layer, LoraLayer):
-        layer.__class__ = adapted_class(type(layer))
+        cls = type(layer)
+        layer.__class__ = ADAPTED.setdefault(cls, type(f"Lora{cls.__name__}", (LoraLayer, cls), {}))
         assert isinstance(layer, LoraLayer)
-        layer.lora, layer.active_adapter = nn.ModuleDict(), None
+        layer.lora, layer.is_enabled = nn.ModuleDict(), False
     return layer
-
-
-ADAPTED: dict[type[nn.Module], type[LoraLayer]] = {nn.Linear: LoraLinear, LMHead: LoraHead}
-
-
-def adapted_class(cls: type[nn.Module]) -> type[LoraLayer]:
-    if cls not in ADAPTED:
-        ADAPTED[cls] = type(f"Lora{cls.__name__}", (LoraLayer, cls), {})
-    return ADAPTED[cls]
 
 
 def linear_weight(layer: nn.Module) -> Tensor:

@@ -1,14 +1,19 @@
 """Attention within documents, by the fastest exact kernel of each device.
 
-Shapes: B rows, T tokens, C tokens with the cached ones (T without a cache), N query heads, K key/value heads, H head
-width.
+On the CPU blocks of queries against the keys that they can attend to, by plain matrix products: PyTorch's flash kernel
+computes masked scores too, and its bf16 products reach a sixth of the speed of a matrix product. These are custom
+operators: the compiler does not trace them, and the number of keys of a block may depend on the data.
+
+Shapes: B rows, T tokens, C tokens with the cached ones (T without a cache) or keys of a block, N query heads, K
+key/value heads, H head width, r = N / K query heads per key head, Q queries of a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,22 +21,19 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from models.layers import attention_cpu
-from models.layers.cpu_kernels import fused_attention
+from models.layers.cpu_kernels.fused_attention import fused_attention, supports
+from models.layers.ops import custom_op, empty_heads
 
+QUERY_BLOCK = 64  # queries of a block
+# attention probabilities of a layer saved for the backward pass; a larger number is recomputed
+MAX_SAVED_PROBS = 1 << 24
 SDPA_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
 FUSED_KERNEL = "fused"  # the C++ kernel, where `load_kernels` was called
-CPU_KERNELS = {
-    "auto": attention_cpu.QUERY_BLOCK,
-    FUSED_KERNEL: attention_cpu.QUERY_BLOCK,
-    "blocks-32": 32,
-    "blocks-64": 64,
-    "blocks-128": 128,
-}  # -> queries of a block
+CPU_KERNELS = ("auto", FUSED_KERNEL)
 MASKED_QUERY_CHUNK = 128  # queries per call of the CPU kernel with a mask
 
 AttentionMask = Tensor | BlockMask | None  # (B, 1, T, C), True where attention is allowed; None: causal
@@ -43,6 +45,11 @@ def document_mask(document_ids: Tensor, dropout: float) -> AttentionMask:
     # FlexAttention skips blocks without allowed pairs; it has no dropout
     if document_ids.device.type == "cuda" and dropout == 0:
         return create_block_mask(document_mask_mod(document_ids), B, None, T, T, device=document_ids.device)
+    return boolean_document_mask(document_ids)
+
+
+def boolean_document_mask(document_ids: Tensor) -> Tensor:
+    T = document_ids.shape[1]
     same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
     # Padding is document -1: each of its tokens attends at least to itself, so that no softmax row is empty.
     return (same & torch.ones(T, T, dtype=torch.bool, device=document_ids.device).tril()).unsqueeze(1)
@@ -72,13 +79,11 @@ def attention(
     if isinstance(mask, BlockMask):
         return _flex()(q, k, v, block_mask=mask, enable_gqa=True)
     if q.device.type == "cpu" and kernel in CPU_KERNELS and dropout == 0 and not cached:
-        if kernel == FUSED_KERNEL and fused_attention.supports(q.dtype, q.shape[-1]):
-            return fused_attention.fused_attention(q, k, v, mask)[0]
+        if kernel == FUSED_KERNEL and supports(q.dtype, q.shape[-1]):
+            return fused_attention(q, k, v, mask)[0]
         num_probs = q.shape[0] * q.shape[1] * q.shape[2] ** 2
-        save_probs = (
-            save_probs and torch.is_grad_enabled() and q.requires_grad and num_probs <= attention_cpu.MAX_SAVED_PROBS
-        )
-        return attention_cpu.cpu_attention(q, k, v, mask, save_probs, CPU_KERNELS[kernel])[0]
+        save_probs = save_probs and torch.is_grad_enabled() and q.requires_grad and num_probs <= MAX_SAVED_PROBS
+        return cpu_attention(q, k, v, mask, save_probs)[0]
     if q.device.type == "mps":
         k, v = repeat_heads(q, k), repeat_heads(q, v)
     if mask is not None:
@@ -122,3 +127,121 @@ def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: fl
 @cache
 def _flex() -> Callable[..., Tensor]:
     return torch.compile(flex_attention)  # uncompiled, FlexAttention computes all scores
+
+
+class AttentionBlock(NamedTuple):
+    """Queries [start, end), which attend to keys [first_key, end)."""
+
+    start: int
+    end: int
+    first_key: int
+    mask: Tensor | None
+
+    def queries(self, x: Tensor, K: int) -> Tensor:
+        """Return the block of x (B, N, T, H) as (B, K, r * Q, H)."""
+        B, N, _, H = x.shape
+        return x[:, :, self.start : self.end].reshape(B, K, -1, H)
+
+    def write_queries(self, x: Tensor, values: Tensor) -> None:
+        """Write `values` (B, K, r * Q, H) to the block of x (B, N, T, H)."""
+        B, N, _, H = x.shape
+        x[:, :, self.start : self.end] = values.view(B, N, -1, H)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """Return a view of keys or values (B, K, C, H)."""
+        return x[:, :, self.first_key : self.end]
+
+    def probs(self, q: Tensor, k: Tensor) -> Tensor:
+        """Return attention probabilities (B, K, r * Q, C) of the block's queries (B, K, r * Q, H)."""
+        scores = q @ self.keys(k).transpose(-2, -1)
+        B, K, _, C = scores.shape
+        Q = self.end - self.start
+        per_head = scores.view(B, K, -1, Q, C)
+        if self.mask is None:
+            per_head[..., C - Q :].masked_fill_(torch.ones(Q, Q, dtype=torch.bool).triu(1), -torch.inf)
+        else:
+            hidden = (~self.mask[:, :, self.start : self.end, self.first_key : self.end]).unsqueeze(2)
+            # inf + -inf is NaN: a score that overflows in one document must not reach another
+            if scores.dtype == torch.float16:
+                per_head.masked_fill_(hidden, -torch.inf)
+            else:  # faster than masked_fill_, which expands the mask to every head
+                per_head.add_(torch.zeros_like(hidden, dtype=scores.dtype).masked_fill_(hidden, -torch.inf))
+        return scores.softmax(-1)
+
+
+def attention_blocks(T: int, mask: Tensor | None) -> Iterator[AttentionBlock]:
+    """Cut T queries into blocks.
+
+    `mask` (B, 1, T, T) is one of `document_mask`: the first key of a token is never before that of an earlier token.
+    """
+    starts = range(0, T, QUERY_BLOCK)
+    first_keys = [0] * len(starts) if mask is None else mask[:, 0, ::QUERY_BLOCK].int().argmax(-1).amin(0).tolist()
+    for start, first_key in zip(starts, first_keys, strict=True):
+        yield AttentionBlock(start, min(start + QUERY_BLOCK, T), first_key, mask)
+
+
+@custom_op("lm_runner::attention", is_saved=True)
+def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, save_probs: bool) -> tuple[Tensor, Tensor]:
+    """q: (B, N, T, H); k, v: (B, K, T, H) -> (B, N, T, H), and the probabilities of all blocks, flat; empty without
+    `save_probs`.
+    """
+    out, saved = empty_heads(q), _probs_buffer(q, save_probs)
+    q, k, v, offset = q * q.shape[-1] ** -0.5, k.contiguous(), v.contiguous(), 0
+    for block in attention_blocks(q.shape[2], mask):
+        p = block.probs(block.queries(q, k.shape[1]), k)
+        block.write_queries(out, p @ block.keys(v))
+        if save_probs:
+            saved[offset : offset + p.numel()] = p.flatten()
+            offset += p.numel()
+    return out, saved
+
+
+@torch.library.register_fake("lm_runner::attention")
+def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, save_probs: bool) -> tuple[Tensor, Tensor]:
+    return empty_heads(q), _probs_buffer(q, save_probs)
+
+
+@custom_op("lm_runner::attention_backward")
+def cpu_attention_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, saved: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """g: (B, N, T, H), gradient of the output; saved: probabilities of the forward pass, or empty -> gradients of q, k
+    and v.
+    """
+    dq, K, scale, offset = empty_heads(q), k.shape[1], q.shape[-1] ** -0.5, 0
+    q, k, v = q * scale, k.contiguous(), v.contiguous()
+    dk, dv = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
+    for block in attention_blocks(q.shape[2], mask):
+        q_block, g_block = block.queries(q, K), block.queries(g, K)
+        size = q_block.shape[0] * K * q_block.shape[2] * (block.end - block.first_key)
+        p = saved[offset : offset + size].view(*q_block.shape[:3], -1) if len(saved) else block.probs(q_block, k)
+        offset += size
+        block.keys(dv).add_(p.transpose(-2, -1) @ g_block)
+        ds = torch.ops.aten._softmax_backward_data(g_block @ block.keys(v).transpose(-2, -1), p, -1, p.dtype)
+        block.write_queries(dq, ds @ block.keys(k))
+        block.keys(dk).add_(ds.transpose(-2, -1) @ q_block)
+    return dq.mul_(scale), empty_heads(dk, q.dtype).copy_(dk), empty_heads(dv, q.dtype).copy_(dv)
+
+
+@torch.library.register_fake("lm_runner::attention_backward")
+def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_heads(q), empty_heads(k), empty_heads(v)
+
+
+def _probs_buffer(q: Tensor, save_probs: bool) -> Tensor:
+    """Return a flat buffer for the probabilities of all blocks if each attends to every earlier token."""
+    B, N, T, _ = q.shape
+    return q.new_empty(B * N * T * (T + QUERY_BLOCK) // 2 if save_probs else 0)
+
+
+def _save_for_backward(ctx, inputs, output) -> None:
+    q, k, v, mask, _ = inputs
+    ctx.save_for_backward(q, k, v, mask, output[1])
+
+
+def _backward(ctx, g: Tensor, _) -> tuple[Tensor | None, ...]:
+    q, k, v, mask, saved = ctx.saved_tensors
+    return *cpu_attention_backward(g.contiguous(), q, k, v, mask, saved), None, None
+
+
+torch.library.register_autograd("lm_runner::attention", _backward, setup_context=_save_for_backward)

@@ -6,7 +6,6 @@ Shapes: B rows, T tokens, D hidden size, N query heads, K key/value heads, H hea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.families.decoder import DecoderConfig, RopeScaling
-from models.layers import activation_checkpointing
 from models.layers.attention import FUSED_KERNEL, AttentionMask, attention
-from models.layers.cpu_kernels.fused_projection import fused_linear, project
 from models.layers.mlp import MLP, DocumentIndex, MoE
-from models.layers.ops import compute_dtype
+from models.layers.ops import compute_dtype, selective_checkpointing
+from models.layers.projections import fused_projection
 
 WEIGHT_INIT_STD = 0.02
 
@@ -67,7 +65,6 @@ class Attention(nn.Module):
     def __init__(self, cfg: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.cfg, self.layer, self.attention_kernel = cfg, layer, cfg.attention
-        self.joins_projections = True  # one product for queries, keys and values
         self.q_proj = nn.Linear(cfg.hidden_size, cfg.num_attention_heads * cfg.head_dim, bias=cfg.attention_bias)
         self.k_proj = nn.Linear(cfg.hidden_size, cfg.num_key_value_heads * cfg.head_dim, bias=cfg.attention_bias)
         self.v_proj = nn.Linear(cfg.hidden_size, cfg.num_key_value_heads * cfg.head_dim, bias=cfg.attention_bias)
@@ -77,10 +74,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         B, T, _ = x.shape
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        projected = project(
-            x, projections, joined=self.joins_projections, uses_kernel=self._uses_kernel(x, *projections)
-        )
+        use_kernel = self.attention_kernel == FUSED_KERNEL
+        projected = fused_projection(x, self.q_proj, self.k_proj, self.v_proj, use_kernel=use_kernel)
         q, k, v = (y.view(B, T, -1, self.cfg.head_dim) for y in projected)
         q = apply_rope(self.q_norm(q).transpose(1, 2), context.rotation).to(v.dtype)  # (B, N, T, H)
         k = apply_rope(self.k_norm(k).transpose(1, 2), context.rotation).to(v.dtype)  # (B, K, T, H)
@@ -99,15 +94,9 @@ class Attention(nn.Module):
             save_probs=not context.selective,
         )
         y = y.transpose(1, 2).reshape(B, T, -1)
-        return fused_linear(y, self.o_proj)[0] if self._uses_kernel(y, self.o_proj) else self.o_proj(y)
-
-    def _uses_kernel(self, x: Tensor, *linears: nn.Module) -> bool:
-        """Return whether the C++ kernel computes the gradients of plain linear layers with this input."""
-        return (
-            self.attention_kernel == FUSED_KERNEL
-            and x.dtype == torch.bfloat16
-            and all(type(linear) is nn.Linear for linear in linears)
-        )
+        if use_kernel and y.dtype == torch.bfloat16:
+            return fused_projection(y, self.o_proj, use_kernel=True)[0]
+        return self.o_proj(y)
 
 
 class DecoderLayer(nn.Module):
@@ -115,8 +104,6 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, cfg: DecoderConfig, layer: int) -> None:
         super().__init__()
-        self.compiled: Callable[[Tensor, LayerContext], tuple[Tensor, Tensor | None]] | None = None
-        self.single_row = False  # compiled for batches of one row
         self.input_layernorm = RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps)
         self.self_attn = Attention(cfg, layer)
         self.post_attention_layernorm = RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps)
@@ -124,21 +111,11 @@ class DecoderLayer(nn.Module):
         self.dropout = nn.Dropout(cfg.dropout)
 
     def forward(self, x: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
-        """Return the output and the use of the experts (2, S, E), None for a dense model.
-
-        Only `body` is compiled, so that hooks of DDP and FSDP stay outside. Evaluation and batches of another kind of
-        row count (the compiler specializes on one row) run uncompiled: they have shapes of their own and would cost a
-        second compilation.
-        """
-        if self.compiled is not None and self.training and (len(x) == 1) == self.single_row:
-            return self.compiled(x, context)  # the compiler decides what to recompute
-        return (
-            activation_checkpointing.selective_checkpointing(self.body, x, context)
-            if context.selective
-            else self.body(x, context)
-        )
+        """Return the output and the use of the experts (2, S, E), None for a dense model."""
+        return selective_checkpointing(self.body, x, context) if context.selective else self.body(x, context)
 
     def body(self, x: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+        """What is compiled: there the compiler decides what to recompute."""
         dtype = compute_dtype(x)  # one cast per norm, not one per matrix product
         x = x + self.dropout(self.self_attn(self.input_layernorm(x).to(dtype), context))
         h = self.post_attention_layernorm(x).to(dtype)

@@ -51,15 +51,25 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, reduction: s
     if reduction == "none":
         return _nll(flat, weight, y, size)[0].view_as(labels)
     grads = torch.is_grad_enabled()
-    return _nll_sum(flat, weight, y, grads and flat.requires_grad, grads and weight.requires_grad, size)[0]
+    needed = grads and flat.requires_grad, grads and weight.requires_grad
+    return _nll_gradients(flat, weight, y, *needed, size, None, None)[0]
 
 
-@custom_op("lm_runner::nll_sum")
-def _nll_sum(
-    x: Tensor, weight: Tensor, labels: Tensor, need_dx: bool, need_dw: bool, chunk_tokens: int
+@custom_op("lm_runner::nll_gradients")
+def _nll_gradients(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    need_dx: bool,
+    need_dw: bool,
+    chunk_tokens: int,
+    log_sum: Tensor | None,
+    g: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x: (N, D), labels: (N,) -> the sum of the losses (), and its gradients for x and weight; empty tensors for those
     not needed.
+
+    With log_sum and g (N,), the result of `_nll` and the gradient of each token's loss: the gradients only.
     """
     w = weight.to(x.dtype)
     nll = x.new_zeros(len(x), dtype=torch.float32)
@@ -69,7 +79,14 @@ def _nll_sum(
         x_chunk = pad_tokens(x[rows])
         padded = x_chunk @ w.t()
         logits = padded[: len(y)]
-        nll[rows] = torch.cat([_block_nll(logits[block], y[block], need_dx or need_dw) for block in _blocks(logits)])
+        if log_sum is None or g is None:
+            blocks = [_block_nll(logits[block], y[block], need_dx or need_dw) for block in _blocks(logits)]
+            nll[rows] = torch.cat(blocks)
+        else:
+            token_log_sum, token_g = log_sum[rows].unsqueeze(-1), g[rows].unsqueeze(-1)
+            for block in _blocks(logits):
+                log_p = logits[block].float().sub_(token_log_sum[block])
+                logits[block] = _nll_grad(log_p, y[block]).mul_(token_g[block])
         if need_dx:
             dx[rows] = (padded @ w)[: len(y)]
         if need_dw:
@@ -78,15 +95,19 @@ def _nll_sum(
     return nll.sum(), dx, dw.to(weight.dtype)
 
 
-@torch.library.register_fake("lm_runner::nll_sum")
+@torch.library.register_fake("lm_runner::nll_gradients")
 def _(
-    x: Tensor, weight: Tensor, labels: Tensor, need_dx: bool, need_dw: bool, chunk_tokens: int
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    need_dx: bool,
+    need_dw: bool,
+    chunk_tokens: int,
+    log_sum: Tensor | None,
+    g: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        x.new_empty((), dtype=torch.float32),
-        x.new_empty(x.shape if need_dx else 0),
-        weight.new_empty(weight.shape if need_dw else 0),
-    )
+    dx, dw = x.new_empty(x.shape if need_dx else 0), weight.new_empty(weight.shape if need_dw else 0)
+    return x.new_empty((), dtype=torch.float32), dx, dw
 
 
 def _save_gradients(ctx, inputs, output) -> None:
@@ -98,10 +119,10 @@ def _scale_gradients(ctx, g: Tensor, *_) -> tuple[Tensor | None, ...]:
     # overwritten: dw is as large as the weight; autograd refuses a second backward pass then
     dx, dw = ctx.saved_tensors
     need_dx, need_dw = ctx.needed
-    return dx.mul_(g) if need_dx else None, dw.mul_(g) if need_dw else None, None, None, None, None
+    return dx.mul_(g) if need_dx else None, dw.mul_(g) if need_dw else None, *[None] * 6
 
 
-torch.library.register_autograd("lm_runner::nll_sum", _scale_gradients, setup_context=_save_gradients)
+torch.library.register_autograd("lm_runner::nll_gradients", _scale_gradients, setup_context=_save_gradients)
 
 
 @custom_op("lm_runner::nll")
@@ -122,50 +143,6 @@ def _(x: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> tuple[Ten
     return x.new_empty(len(x), dtype=torch.float32), x.new_empty(len(x), dtype=torch.float32)
 
 
-@custom_op("lm_runner::nll_backward")
-def _nll_backward(
-    g: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    log_sum: Tensor,
-    need_dx: bool,
-    need_dw: bool,
-    chunk_tokens: int,
-) -> tuple[Tensor, Tensor]:
-    """g: (N,), gradient of each token's loss -> gradients for x and weight; empty tensors for those not needed."""
-    w = weight.to(x.dtype)
-    # dw: fp32
-    dx, dw = x.new_zeros(x.shape if need_dx else 0), torch.zeros(weight.shape if need_dw else 0, device=x.device)
-    for rows, y in _chunks(labels, chunk_tokens):
-        x_chunk = pad_tokens(x[rows])
-        padded, token_log_sum, token_g = x_chunk @ w.t(), log_sum[rows].unsqueeze(-1), g[rows].unsqueeze(-1)
-        logits = padded[: len(y)]
-        for block in _blocks(logits):
-            log_p = logits[block].float().sub_(token_log_sum[block])
-            logits[block] = _nll_grad(log_p, y[block]).mul_(token_g[block])
-        if need_dx:
-            dx[rows] = (padded @ w)[: len(y)]
-        if need_dw:
-            _add_weight_grad(dw, padded, x_chunk)
-        del padded, logits
-    return dx, dw.to(weight.dtype)
-
-
-@torch.library.register_fake("lm_runner::nll_backward")
-def _(
-    g: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    log_sum: Tensor,
-    need_dx: bool,
-    need_dw: bool,
-    chunk_tokens: int,
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape if need_dx else 0), weight.new_empty(weight.shape if need_dw else 0)
-
-
 def _save_inputs(ctx, inputs, output) -> None:
     *tensors, ctx.chunk_tokens = inputs
     ctx.save_for_backward(*tensors, output[1])
@@ -174,7 +151,7 @@ def _save_inputs(ctx, inputs, output) -> None:
 def _backward(ctx, g: Tensor, _) -> tuple[Tensor | None, ...]:
     x, weight, labels, log_sum = ctx.saved_tensors
     need_dx, need_dw = ctx.needs_input_grad[:2]
-    dx, dw = _nll_backward(g.contiguous(), x, weight, labels, log_sum, need_dx, need_dw, ctx.chunk_tokens)
+    _, dx, dw = _nll_gradients(x, weight, labels, need_dx, need_dw, ctx.chunk_tokens, log_sum, g.contiguous())
     return dx if need_dx else None, dw if need_dw else None, None, None
 
 
@@ -207,8 +184,9 @@ def _block_nll(logits: Tensor, y: Tensor, overwrite: bool) -> Tensor:
 
     `overwrite`: write the gradient for the logits in their place.
     """
-    log_p = _log_softmax(logits)
-    nll = _label_nll(log_p, y)
+    log_p = logits.float()
+    torch.log_softmax(log_p, -1, out=log_p)  # fp32 logits are overwritten, to save memory
+    nll = torch.where(y == IGNORE_LABEL, 0.0, -_at_labels(log_p, y))
     if overwrite:
         gradient = _nll_grad(log_p, y)
         if gradient.dtype != logits.dtype:  # fp32 logits were overwritten
@@ -231,17 +209,6 @@ def _add_weight_grad(dw: Tensor, p: Tensor, x: Tensor) -> None:
     size = len(dw) if dw.is_cuda else WEIGHT_ROWS_PER_BLOCK
     for start in range(0, len(dw), size):
         dw[start : start + size] += p[:, start : start + size].t() @ x
-
-
-def _log_softmax(logits: Tensor) -> Tensor:
-    """Return log-probabilities (n, V) in fp32; fp32 logits are overwritten, to save memory."""
-    log_p = logits.float()
-    return torch.log_softmax(log_p, -1, out=log_p)
-
-
-def _label_nll(log_p: Tensor, y: Tensor) -> Tensor:
-    """log_p: (n, V), y: (n,) -> the loss of each token (n,)."""
-    return torch.where(y == IGNORE_LABEL, 0.0, -_at_labels(log_p, y))
 
 
 def _at_labels(values: Tensor, y: Tensor) -> Tensor:

@@ -14,15 +14,9 @@ from torch import Tensor, nn
 
 from models.families.decoder import DecoderConfig
 from models.layers.attention import FUSED_KERNEL
-from models.layers.cpu_kernels.fused_mlp import supports_width, swiglu_output
-from models.layers.cpu_kernels.fused_projection import kernel_projection, project
-from models.layers.cpu_kernels.grouped_experts import grouped_experts
-from models.layers.ops import compute_dtype, pad_tokens, padded_count
-
-# How the tokens of a batch reach their experts: expert by expert, or by one operator for all of them. Experts with
-# biases, adapters or weights in
-# 4 bits are always called one by one.
-EXPERT_DISPATCHES = ("index_select", "grouped")
+from models.layers.cpu_kernels.fused_attention import supports
+from models.layers.ops import compute_dtype, pad_tokens
+from models.layers.projections import fused_projection, joined_projection, swiglu_output
 
 
 class SwiGLU(torch.autograd.Function):
@@ -46,7 +40,6 @@ class MLP(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.attention_kernel = "auto"  # FUSED_KERNEL: this network, too, is computed by the C++ kernel
-        self.joins_projections = True  # one product for gate and up
         self.gate_proj = nn.Linear(cfg.hidden_size, width, bias=cfg.mlp_bias)
         self.up_proj = nn.Linear(cfg.hidden_size, width, bias=cfg.mlp_bias)
         self.down_proj = nn.Linear(width, cfg.hidden_size, bias=cfg.mlp_bias)
@@ -55,21 +48,15 @@ class MLP(nn.Module):
         x = x.to(compute_dtype(x))
         if (
             self.attention_kernel == FUSED_KERNEL
-            and self.is_plain()
-            and supports_width(x.dtype, self.gate_proj.out_features)
+            and self._is_plain()
+            and supports(x.dtype, self.gate_proj.out_features)
         ):
-            return swiglu_output(self._gate_up(x), self.down_proj.weight)
-        # (..., F)
-        gate, up = project(x, (self.gate_proj, self.up_proj), joined=self.joins_projections, uses_kernel=False)
+            gate_up = joined_projection(x, [self.gate_proj.weight, self.up_proj.weight], None, True)  # (..., 2F)
+            return swiglu_output(gate_up, self.down_proj.weight)
+        gate, up = fused_projection(x, self.gate_proj, self.up_proj)  # (..., F)
         return self.down_proj(SwiGLU.apply(gate, up))
 
-    def _gate_up(self, x: Tensor) -> Tensor:
-        """x: (..., D) -> (..., 2F), gate and up side by side, by the C++ kernel."""
-        if self.joins_projections:
-            return kernel_projection(x, [self.gate_proj.weight, self.up_proj.weight], None)
-        return torch.cat(project(x, (self.gate_proj, self.up_proj), joined=False, uses_kernel=True), dim=-1)
-
-    def is_plain(self) -> bool:
+    def _is_plain(self) -> bool:
         """Return whether there are no biases and no adapters."""
         return all(
             type(linear) is nn.Linear and linear.bias is None
@@ -108,8 +95,6 @@ class MoE(nn.Module):
     def __init__(self, cfg: DecoderConfig) -> None:
         super().__init__()
         self.cfg = cfg
-        self.dispatch = "index_select"  # one of EXPERT_DISPATCHES
-        self.attention_kernel = "auto"  # FUSED_KERNEL: see MLP
         self.gate = nn.Linear(cfg.hidden_size, cfg.num_experts, bias=False)
         self.experts = nn.ModuleList(MLP(cfg, cfg.moe_intermediate_size) for _ in range(cfg.num_experts))
 
@@ -124,10 +109,6 @@ class MoE(nn.Module):
         y = (self._expert_outputs(flat, chosen) * weights.unsqueeze(-1)).sum(1).to(flat.dtype)
         return y.view(B, T, D), expert_use(probs.view(B, T, -1), chosen.view(B, T, -1), documents)
 
-    def has_plain_experts(self) -> bool:
-        """Return whether no expert has biases or adapters: one operator can compute them all."""
-        return all(isinstance(expert, MLP) and expert.is_plain() for expert in self.experts)
-
     def exclude_from_compile(self) -> None:
         """Let torch.compile call the experts without tracing them: it would compile again for other numbers of tokens
         per expert.
@@ -137,22 +118,13 @@ class MoE(nn.Module):
     def _expert_outputs(self, flat: Tensor, chosen: Tensor) -> Tensor:
         """Return the output of each chosen expert: flat (B*T, D), chosen (B*T, k) -> (B*T, k, D).
 
-        Tokens are sorted by expert.
-
-        An expert without tokens has a gradient of zeros for its weights, which the other ranks wait for.
+        Tokens are sorted by expert. index_select is deterministic on the CPU in both directions; the gradient of
+        flat[tokens] is not. An expert without tokens has a gradient of zeros for its weights, which the other ranks
+        wait for.
         """
-        experts = chosen.flatten()
-        counts = experts.bincount(minlength=len(self.experts))
+        experts, is_inference = chosen.flatten(), not torch.is_grad_enabled()
         order = experts.argsort(stable=True)
-        if self.dispatch == "grouped" and self.has_plain_experts():
-            return self._grouped_outputs(flat, chosen, order, counts)
-        return self._selected_outputs(flat, chosen, order, counts.tolist())
-
-    def _selected_outputs(self, flat: Tensor, chosen: Tensor, order: Tensor, counts: list[int]) -> Tensor:
-        """Call the experts one by one. index_select is deterministic on the CPU in both directions; the gradient of
-        flat[tokens] is not.
-        """
-        is_inference = not torch.is_grad_enabled()
+        counts = experts.bincount(minlength=len(self.experts)).tolist()
         groups = flat.index_select(0, order // chosen.shape[1]).split(counts)
         outputs = [
             expert(pad_tokens(group, is_inference=is_inference))[: len(group)]
@@ -160,19 +132,6 @@ class MoE(nn.Module):
             if len(group) or not is_inference
         ]
         return torch.cat(outputs).index_select(0, order.argsort()).view(*chosen.shape, -1)
-
-    def _grouped_outputs(self, flat: Tensor, chosen: Tensor, order: Tensor, counts: Tensor) -> Tensor:
-        """Call the operator for all experts."""
-        x = flat.to(compute_dtype(flat))
-        sizes = [padded_count(n, x, is_inference=not torch.is_grad_enabled()) for n in counts.tolist()]
-        padding = torch.tensor(sizes, device=counts.device) - counts
-        # of the sorted tokens
-        rows = torch.arange(len(order), device=order.device) + (padding.cumsum(0) - padding).repeat_interleave(counts)
-        slots = torch.empty_like(order).scatter_(0, order, rows).view(chosen.shape)
-        gate, up, down = (
-            [getattr(expert, name).weight for expert in self.experts] for name in ("gate_proj", "up_proj", "down_proj")
-        )
-        return grouped_experts(x, slots, sizes, gate, up, down, self.attention_kernel == FUSED_KERNEL)[0]
 
 
 def expert_use(probs: Tensor, chosen: Tensor, documents: DocumentIndex | None) -> Tensor:

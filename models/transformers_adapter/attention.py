@@ -22,11 +22,11 @@ MARKER = "lm_runner_marker"  # attention that only says that it is called
 DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
-class UnsupportedAttentionError(Exception):
+class UnsupportedAttentionError(RuntimeError):
     """A model asks for something that the kernels of this program do not compute."""
 
 
-class AttentionCalledError(Exception):
+class AttentionCalledError(RuntimeError):
     """A layer calls the attention MARKER."""
 
 

@@ -36,8 +36,7 @@ class BalanceLoss:
         given = getattr(config, "router_aux_loss_coef", None)
         self.coefficient = float(cfg.router_aux_loss_coef if cfg.router_aux_loss_coef is not None else given or 0.0)
         self.top_k = next((value for name in TOP_K_FIELDS if isinstance(value := getattr(config, name, None), int)), 0)
-        self.logits: list[Tensor] = []  # (B * T, E) of each layer with experts
-        self.is_recording = False
+        self.recorded: list[Tensor] | None = None  # (B * T, E) of each layer with experts; None: not recording
         self.index, routers = _routers(hf.base_model)
         self.has_experts = bool(routers)
         self.problem = self._problem(hf, given, cfg.leaves_out_balance_loss)
@@ -64,31 +63,33 @@ class BalanceLoss:
 
     @torch.compiler.disable
     def _record(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if self.is_recording:
-            self.logits.append(output[self.index] if isinstance(output, tuple) else output)
+        if self.recorded is not None:
+            self.recorded.append(output[self.index] if isinstance(output, tuple) else output)
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record the routers of one forward pass; not those of a backward pass that computes a layer again."""
-        self.logits, self.is_recording = [], self.is_active
+    def recording(self) -> Iterator[list[Tensor]]:
+        """Record the logits of the routers in one forward pass; not in a backward pass that computes a layer again."""
+        recorded: list[Tensor] = []
+        self.recorded = recorded if self.is_active else None
         try:
-            yield
+            yield recorded
         finally:
-            self.is_recording = False
+            self.recorded = None
 
-    def loss(self, shape: torch.Size, lengths: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
+    def loss(
+        self, recorded: list[Tensor], shape: torch.Size, lengths: Tensor | None, document_ids: Tensor | None
+    ) -> Tensor | None:
         """Return the weighted loss of each document (S,), None without one.
 
-        `shape`: (B, T) of the recorded pass.
+        `shape`: (B, T) of the pass whose logits are `recorded`.
         """
         if not self.is_active:
             return None
         documents = None if lengths is None else index_documents(shape[1], lengths, document_ids)
         used = []
-        for logits in self.logits:
+        for logits in recorded:
             probs = logits.view(*shape, -1).softmax(-1, dtype=torch.float32)  # (B, T, E)
             used.append(expert_use(probs, probs.topk(self.top_k, dim=-1).indices, documents))
-        self.logits = []
         return self.coefficient * load_balancing_loss(used)
 
     @torch.no_grad()
@@ -102,10 +103,10 @@ class BalanceLoss:
         was_training = hf.training
         hf.eval()
         expected = [hf(row[None], use_cache=False, output_router_logits=True).aux_loss for row in ids]
-        with self.recording():
+        with self.recording() as recorded:
             hf(ids, use_cache=False)
         hf.train(was_training)
-        found = self.loss(ids.shape, None, None)
+        found = self.loss(recorded, ids.shape, None, None)
         assert found is not None
         if any(loss is None for loss in expected):
             self.problem = f"{type(hf).__name__} returns none"

@@ -7,15 +7,14 @@ the cached ones, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from models.families.transformers import LENGTH_DEPENDENT_ROPES
-from models.transformers_adapter.kernels import Probe
+from models.families.transformers import length_dependence
+from models.transformers_adapter.kernels import UNSUPPORTED, Probe
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # names of the cache, the second one in state-space models
 PROBED_STEPS = 3  # forward passes of a text with a cache: its beginning, then single tokens
@@ -24,17 +23,6 @@ PROBED_STEPS = 3  # forward passes of a text with a cache: its beginning, then s
 class GenerationMethod(NamedTuple):
     has_cache: bool  # False: the whole text is computed again for each token
     in_batches: bool  # False: rows of different lengths are generated one by one
-
-
-class LengthDependence(NamedTuple):
-    """Rotary embeddings that depend on the number of tokens."""
-
-    length: int  # tokens; up to it they do not
-    at_each_token: bool  # beyond it they change with each token (dynamic); False: once (longrope)
-
-    def invalidates_cache(self, before: int, after: int) -> bool:
-        """Return whether keys that are cached from `before` tokens are not those of `after` tokens."""
-        return after > self.length and (self.at_each_token or before <= self.length)
 
 
 class TransformersCache:
@@ -80,34 +68,6 @@ def generation_step(
     return logits[:, -1:]
 
 
-def length_dependence(config: Any) -> LengthDependence | None:
-    """Return how the rotary embeddings of a configuration of transformers depend on the length of the text, None if
-    they do not.
-    """
-    text = config.get_text_config(decoder=True)
-    found = [
-        settings
-        for settings in _rope_settings(getattr(text, "rope_parameters", None))
-        if settings["rope_type"] in LENGTH_DEPENDENT_ROPES
-    ]
-    if not found:
-        return None
-    lengths = [
-        settings.get("original_max_position_embeddings") or getattr(text, "max_position_embeddings", None) or 0
-        for settings in found
-    ]
-    return LengthDependence(min(lengths), any(settings["rope_type"] == "dynamic" for settings in found))
-
-
-def _rope_settings(value: Any) -> Iterator[dict[str, Any]]:
-    """Yield the settings of rotary embeddings: one set, or one of each layer type."""
-    if isinstance(value, dict):
-        if "rope_type" in value:
-            yield value
-        for inner in value.values():
-            yield from _rope_settings(inner)
-
-
 @torch.no_grad()
 def choose_generation(model: Any, accepted: frozenset[str]) -> GenerationMethod:
     """Return the fastest method that gives the log-probabilities of single rows without a cache.
@@ -139,7 +99,7 @@ class GenerationProbe(Probe):
         try:
             found = torch.cat([self._steps([row]) for row in self.rows])
         # a model with a cache of another class
-        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError):
+        except UNSUPPORTED:
             return False
         return self._is_expected(found)
 

@@ -18,13 +18,9 @@ from torch import Tensor, nn
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
 from common.errors import UserError
+from models.layers.attention import boolean_document_mask
 from models.layers.chunked_loss import LMHead
-from models.transformers_adapter.attention import (
-    IMPLEMENTATION,
-    MARKER,
-    AttentionCalledError,
-    UnsupportedAttentionError,
-)
+from models.transformers_adapter.attention import IMPLEMENTATION, MARKER, AttentionCalledError
 
 MASKS: Any = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
@@ -45,16 +41,7 @@ WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")
 PACKING_METHODS = ("positions", "mask", "layer_masks")
 # What a class of transformers raises for arguments or kernels that it does not compute: refusals, no positions
 # (state-space models), no types of layers.
-UNSUPPORTED = (
-    UnsupportedAttentionError,
-    AttentionCalledError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    KeyError,
-    IndexError,
-    RuntimeError,
-)
+UNSUPPORTED = (ValueError, TypeError, AttributeError, KeyError, IndexError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -105,11 +92,7 @@ def packed_arguments(hf: Any, kernels: Kernels, document_ids: Tensor, position_i
             "position_ids": position_ids,
             "attention_mask": {kind: MASKS[kind](**arguments) for kind in set(config.layer_types)},
         }
-    T = document_ids.shape[1]
-    allowed = (document_ids.unsqueeze(2) == document_ids.unsqueeze(1)) & torch.ones(
-        T, T, dtype=torch.bool, device=document_ids.device
-    ).tril()
-    mask = allowed.unsqueeze(1)
+    mask = boolean_document_mask(document_ids)
     if kernels.attention == "eager":  # it adds the mask to the scores
         mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, torch.finfo(torch.float32).min)
     return {"position_ids": position_ids, "attention_mask": mask}

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common.errors import UserError
-from models.families.transformers import TransformersConfig, create_hf_config
+from models.families.transformers import TransformersConfig, create_hf_config, length_dependence
 from models.language_model import LanguageModel, ModelOutput
-from models.layers.activation_checkpointing import full_checkpointing, recompute_cheap_inputs, selective_checkpointing
 from models.layers.chunked_loss import IGNORE_LABEL, LMHead
+from models.layers.ops import full_checkpointing, selective_checkpointing
 from models.transformers_adapter.attention import DROPOUT_FIELDS, IMPLEMENTATION, register_attention
 from models.transformers_adapter.balance import BalanceLoss
 from models.transformers_adapter.generation import (
@@ -31,7 +31,6 @@ from models.transformers_adapter.generation import (
     TransformersCache,
     choose_generation,
     generation_step,
-    length_dependence,
 )
 from models.transformers_adapter.kernels import WINDOW_FIELDS, Kernels, choose_kernels, packed_arguments
 
@@ -107,16 +106,11 @@ class TransformersModel(LanguageModel):
         """Those whose parameters belong to no other module: a parameter that layers share stays with the rest of the
         model.
         """
-        layers = self._blocks()
-        owners = Counter(id(parameter) for module in self.modules() for parameter in module.parameters(recurse=False))
-        inside = [
-            Counter(id(parameter) for module in layer.modules() for parameter in module.parameters(recurse=False))
-            for layer in layers
-        ]
+        uses = _parameter_uses(self)
         return nn.ModuleList(
             layer
-            for layer, own in zip(layers, inside, strict=True)
-            if all(owners[parameter] == count for parameter, count in own.items())
+            for layer in self._blocks()
+            if all(uses[parameter] == count for parameter, count in _parameter_uses(layer).items())
         )
 
     def _blocks(self) -> list[nn.Module]:
@@ -169,9 +163,9 @@ class TransformersModel(LanguageModel):
         arguments: dict[str, Any] = {"use_cache": False}
         if document_ids is not None:
             arguments |= packed_arguments(self.hf, self.kernels, document_ids, position_ids)
-        with self.balance.recording():
+        with self.balance.recording() as router_logits:
             logits, nll = self._compute(input_ids, labels, reduction, arguments)
-        return ModelOutput(logits, nll, self.balance.loss(input_ids.shape, lengths, document_ids))
+        return ModelOutput(logits, nll, self.balance.loss(router_logits, input_ids.shape, lengths, document_ids))
 
     def _compute(
         self, input_ids: Tensor, labels: Tensor | None, reduction: str, arguments: dict[str, Any]
@@ -198,15 +192,9 @@ class TransformersModel(LanguageModel):
             return None
         config = self.hf.config.get_text_config()
         with suppress(RuntimeError):  # of a field that differs between the layers
-            heads, has_windows = (
-                getattr(config, "num_attention_heads", None),
-                any(getattr(config, name, None) for name in WINDOW_FIELDS),
-            )
-            if (
-                isinstance(heads, int)
-                and not has_windows
-                and not any(getattr(config, name, 0) for name in DROPOUT_FIELDS)
-            ):
+            heads = getattr(config, "num_attention_heads", None)
+            others = any(getattr(config, name, None) for name in (*WINDOW_FIELDS, *DROPOUT_FIELDS))
+            if isinstance(heads, int) and not others:
                 return (
                     heads,
                     getattr(config, "num_key_value_heads", None) or heads,
@@ -224,17 +212,6 @@ class TransformersModel(LanguageModel):
             self._method = choose_generation(self, self._accepted)
         return self._method
 
-    def compile_layers(self, *, single_row: bool, **options: Any) -> None:
-        recompute_cheap_inputs()
-        for layer in self.compiled_layers:
-            vars(layer)["forward"] = partial(
-                _forward, layer, layer.forward, torch.compile(layer.forward, dynamic=True, **options), single_row
-            )  # hooks of FSDP stay outside
-
-    def uncompile_layers(self) -> None:
-        for layer in self.compiled_layers:
-            vars(layer)["forward"] = vars(layer)["forward"].args[1]
-
     @property
     def compiled_layers(self) -> Sequence[nn.Module]:
         return self._blocks() or [self.hf.base_model]
@@ -243,20 +220,9 @@ class TransformersModel(LanguageModel):
         return TransformersCache(self.hf.config, self._generation().has_cache)
 
 
-def _forward(
-    layer: nn.Module,
-    plain: Any,
-    compiled: Any,
-    single_row: bool,
-    hidden_states: Tensor,
-    *arguments: Any,
-    **options: Any,
-) -> Any:
-    """Call the compiled layer while training on batches of the compiled kind; other shapes would cost a second
-    compilation.
-    """
-    is_compiled = layer.training and (len(hidden_states) == 1) == single_row
-    return (compiled if is_compiled else plain)(hidden_states, *arguments, **options)
+def _parameter_uses(module: nn.Module) -> Counter[int]:
+    """Return how many modules inside have each parameter, by its id."""
+    return Counter(id(parameter) for inner in module.modules() for parameter in inner.parameters(recurse=False))
 
 
 def _recomputed_forward(block: nn.Module, forward: Any, recompute: Any, *arguments: Any, **options: Any) -> Any:

@@ -103,8 +103,6 @@ def verify_dir(folder: Path) -> str | None:
     Other names, e.g. `.DS_Store` or `.nfs*`, are no part of the folder: nothing reads them.
     """
     try:
-        if not stat.S_ISDIR(os.lstat(folder).st_mode):
-            return "not a folder"
         entries = _read_entries(folder)
         present = set(os.listdir(folder)) - {MANIFEST_FILE}
         if missing := entries.keys() - present:
@@ -113,7 +111,7 @@ def verify_dir(folder: Path) -> str | None:
             if sha256_of(folder / file, entry["size"]) != entry["sha256"]:
                 return f"{file}: wrong checksum"
     except OSError as error:
-        return f"{Path(error.filename).name if error.filename else folder.name}: {error.strerror or error}"
+        return f"{Path(error.filename).name}: {error.strerror}" if error.filename else str(error.strerror or error)
     except ValueError as error:
         return f"{MANIFEST_FILE}: {error}"
     return None
@@ -214,6 +212,8 @@ def _read_entries(folder: Path) -> dict[str, dict[str, Any]]:
 
     Raises ValueError if it is damaged, of another folder, or not one of `write_atomic_dir`.
     """
+    if not stat.S_ISDIR(os.lstat(folder).st_mode):
+        raise OSError(errno.ENOTDIR, "not a folder")
     body = load_sealed_json(read_bounded(folder / MANIFEST_FILE, MAX_MANIFEST_BYTES))
     try:
         entries = {

@@ -64,7 +64,7 @@ def describe_environment(device: torch.device, num_ranks: int) -> dict[str, Any]
 
     # MKL and oneDNN among others
     build = [line for line in torch.__config__.show().splitlines() if "CPU capability" not in line]
-    return {
+    facts = {
         "code": code_fingerprint(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -78,18 +78,11 @@ def describe_environment(device: torch.device, num_ranks: int) -> dict[str, Any]
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         **{f"variables.{name}": value for name, value in numeric_variables(os.environ).items()},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        **(_describe_cuda() if device.type == "cuda" else {}),
     }
-
-
-def _describe_cuda() -> dict[str, Any]:
-    import torch
-
-    return {
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "cudnn_benchmark": torch.backends.cudnn.benchmark,
-    }
+    if device.type == "cuda":
+        facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+        facts["cudnn_benchmark"] = torch.backends.cudnn.benchmark
+    return facts
 
 
 @cache
@@ -164,9 +157,6 @@ ROWS_PER_STEP, DATA_FINGERPRINT, TOKENIZER_FINGERPRINT, FROZEN_WEIGHTS, ENVIRONM
 CODE = f"{ENVIRONMENT}.code"  # fingerprint of the code; decides whether code has changed
 # git commit of the code and hash of uncommitted changes, for messages: a commit may change documentation only
 WRITTEN_BY = "written_by"
-UNRECORDED_CODE = (
-    "the checkpoint does not record its code and environment: a version of this program without that wrote it"
-)
 
 
 def describe_run(
@@ -229,18 +219,14 @@ def rule_of(fact: str, rules: Mapping[str, str]) -> str:
 def diff_facts(saved: Mapping[str, Any], current: Mapping[str, Any], rules: Mapping[str, str]) -> dict[str, list[str]]:
     """Return rule -> differences of that rule, each as "key: saved -> current", or as a sentence."""
     differences: dict[str, list[str]] = {rule: [] for rule in get_args(OnResume)}
-    lacks_code = CODE in current and CODE not in saved
     for fact in sorted(saved.keys() | current.keys()):
-        is_unrecorded = lacks_code and fact not in saved and fact.startswith(f"{ENVIRONMENT}.")
-        if saved.get(fact) != current.get(fact) and not is_unrecorded:
+        if saved.get(fact) != current.get(fact):
             text = (
                 f"{fact}: {saved.get(fact)} -> {current.get(fact)}{_cause(fact, saved, current)}"
                 if fact != CODE
                 else describe_changed_code(saved, current)
             )
             differences[rule_of(fact, rules)].append(text)
-    if lacks_code:
-        differences["changes_rounding"].append(UNRECORDED_CODE)
     return differences
 
 

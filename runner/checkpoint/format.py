@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import TrainingError, UserError
-from common.filesystem import Chunks, read_bounded
+from common.filesystem import Chunks
 from common.limits.parsers import parse_json
 from runner.checkpoint import atomic_dir
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-CHECKPOINT_FORMAT = 2  # of state.json
+CHECKPOINT_FORMAT = 3  # of state.json
 CHECKPOINTS_DIR = "checkpoints"  # in a run directory
 STATE_FILE = "state.json"
 TENSOR_FILES = {"model": "model.safetensors", "optimizer": "optimizer.safetensors"}
@@ -54,11 +54,15 @@ def checkpoint_files(tensors: CheckpointTensors, state: Mapping[str, Any]) -> di
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the content of state.json. Raises UserError if another version of this program wrote it."""
-    state = parse_json(read_bounded(checkpoint / STATE_FILE, MAX_STATE_BYTES))
-    if state.get("format") != CHECKPOINT_FORMAT:
+    """Return the content of state.json.
+
+    Raises OSError or ValueError if it is not as it was saved, UserError if another version of this program wrote it.
+    """
+    state = parse_json(atomic_dir.read_verified(checkpoint, STATE_FILE, MAX_STATE_BYTES))
+    found = state.get("format") if isinstance(state, dict) else None
+    if found != CHECKPOINT_FORMAT:
         raise UserError(
-            f"the checkpoint has format {state.get('format')}, this version reads format {CHECKPOINT_FORMAT} only",
+            f"the checkpoint has format {found}, this version reads format {CHECKPOINT_FORMAT} only",
             str(checkpoint),
             "resume with the version that wrote it, or start a new run from its weights with init_from=",
         )
@@ -66,36 +70,18 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_newest_state(run_dir: Path) -> dict[str, Any] | None:
-    """Return the newest state.json of a run that can be parsed, or None.
-
-    Checksums are not verified; loading a checkpoint does that.
-    """
-    checkpoints = run_dir / CHECKPOINTS_DIR
-    for checkpoint in (checkpoints / name for name in atomic_dir.step_names(checkpoints)):
-        if checkpoint.is_symlink():
-            continue
-        try:
-            return read_state(checkpoint)
-        except UserError:
-            raise
-        except (OSError, ValueError, AttributeError):  # an incomplete checkpoint; the previous one will be loaded
-            continue
-    return None
-
-
-def read_proven_state(run_dir: Path) -> dict[str, Any] | None:
-    """Return the newest state.json of a run that has the checksum of its manifest, or None.
+    """Return the newest state.json of a run that is as it was saved, or None.
 
     Other files of the checkpoint may be damaged.
     """
     checkpoints = run_dir / CHECKPOINTS_DIR
     for name in atomic_dir.step_names(checkpoints):
         try:
-            state = parse_json(atomic_dir.read_verified(checkpoints / name, STATE_FILE, MAX_STATE_BYTES))
-        except (OSError, ValueError):
+            return read_state(checkpoints / name)
+        except UserError:
+            raise
+        except (OSError, ValueError):  # an incomplete checkpoint; the previous one will be loaded
             continue
-        if isinstance(state, dict) and state.get("format") == CHECKPOINT_FORMAT:
-            return state
     return None
 
 

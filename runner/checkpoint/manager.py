@@ -199,8 +199,9 @@ class CheckpointManager:
         """
         checkpoint, skipped = atomic_dir.newest_valid(self.dir)
         for name, reason in skipped:
-            self._messages.warning(f"checkpoint {name} skipped: {reason}")
-            self._update_metadata(recovered=[f"checkpoint {name} skipped: {reason}"])
+            message = f"checkpoint {name} skipped: {reason}"
+            self._messages.warning(message)
+            self._update_metadata(recovered=[message])
         if checkpoint is None:
             if skipped:
                 raise UserError(
@@ -212,12 +213,6 @@ class CheckpointManager:
             return False
         saved = read_state(checkpoint)
         self.saved_step = saved["progress"]["step"]
-        if self.saved_step != step_of(checkpoint.name):  # manifests of earlier versions do not name their folder
-            raise UserError(
-                f"this is the checkpoint of step {self.saved_step}, renamed",
-                str(checkpoint),
-                f"rename it to {checkpoint_name(self.saved_step)}",
-            )
         if self.saved_step > total_steps:
             raise UserError(
                 f"the run is already at step {self.saved_step}",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,9 +111,6 @@ class RetentionPolicy:
     keep_newest: int
     keep_every: int
 
-    def protects(self, step: int, best_steps: Collection[int]) -> bool:
-        return step in best_steps or self.is_milestone(step)
-
     def is_milestone(self, step: int) -> bool:
         return self.keep_every > 0 and step % self.keep_every == 0
 
@@ -123,7 +120,8 @@ def prune_checkpoints(checkpoints: Path, policy: RetentionPolicy) -> None:
     atomic_dir.remove_temp(checkpoints, kinds=(".del-",))
     keep = max(policy.keep_newest, 2)
     best_steps = needed_best_steps(checkpoints, keep)
-    protected = {name for name in atomic_dir.step_names(checkpoints) if policy.protects(step_of(name), best_steps)}
+    steps = {name: step_of(name) for name in atomic_dir.step_names(checkpoints)}
+    protected = {name for name, step in steps.items() if step in best_steps or policy.is_milestone(step)}
     atomic_dir.prune_dirs(checkpoints, keep, protected)
     prune_best_dirs(checkpoints, best_steps)
 

@@ -26,13 +26,15 @@ from runner.config.compose import register_configs, to_config, without_hydra
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.overrides import SEARCHPATH_KEY, config_dirs, has_flag, key_of
 from runner.config.unread import check_typed_are_read
+from runner.engine.config import Config
 from runner.launch import run
-from runner.launch.initial_weights import adopt_model, check_init_from, check_model, check_tokenizer, warn_of_lr
+from runner.launch.initial_weights import adopt_model, warn_of_lr
 from runner.launch.resume import complete_hydra_dir
 from runner.run_dir import contents
 from runner.run_dir.metadata import RunMetadata
 from runner.sweep.validation import check_plugins
 
+_checked: dict[Path, tuple[DictConfig, Config]] = {}  # run directory -> what was composed and checked for it
 PRINT_FLAGS = ("--cfg", "--info", "--hydra-help", "--shell-completion")
 
 
@@ -89,14 +91,12 @@ class RunDirCallback(Callback):
         # Hydra turns any other exception of a callback into a warning
         with exiting_with_code(), translating_hydra_errors(typed):
             model_source = adopt_model(config, [*config.hydra.overrides.hydra, *typed])
-            job_config = to_config(without_hydra(config))
-            run.check_inputs(job_config)
+            tree = without_hydra(config)
+            job_config = to_config(tree)
+            run.check_start(job_config)
             check_typed_are_read(typed, [job_config])
-            check_init_from(job_config)
-            check_model(job_config)
             if model_source:
                 print_note(f"model: the settings are those of the weights, {model_source}")
-            check_tokenizer(job_config)
             warn_of_lr(job_config)
             folder = Path(config.hydra.run.dir).absolute()
             if any(key_of(override) == "hydra.run.dir" for override in config.hydra.overrides.hydra):
@@ -104,6 +104,7 @@ class RunDirCallback(Callback):
             else:
                 folder = contents.create_unique(folder)
             RunMetadata.open(folder)
+            _checked[folder] = tree, job_config
             with read_write(config.hydra):
                 config.hydra.run.dir = str(folder)
 
@@ -135,4 +136,6 @@ def train_in_run_dir(cfg: DictConfig) -> float:
     with RunMetadata.opened(Path(hydra_config.runtime.output_dir)) as metadata:
         complete_hydra_dir(metadata.folder, cfg, [*searchpath, *hydra_config.overrides.task])
         metadata.record_created()
-        return run(to_config(cfg), metadata)
+        tree, config = _checked.pop(metadata.folder, (None, None))
+        # another callback may have changed the settings
+        return run(config if config is not None and cfg == tree else to_config(cfg), metadata)

@@ -25,7 +25,7 @@ from common.registry import import_plugins
 from runner.cli import help, hydra_app
 from runner.cli.exit_code import exiting_with_code
 from runner.config import overrides
-from runner.config.compose import compose_command, compose_tree, to_config, without_hydra
+from runner.config.compose import check_no_missing, compose_command, compose_tree, to_config, without_hydra
 from runner.config.hydra_errors import translating_hydra_errors, value_error
 from runner.config.literals import COLUMNS_KEY, hydra_quote, literal_path, quote_columns
 from runner.config.overrides import flag_value, has_flag, parse_argv
@@ -127,8 +127,7 @@ def to_schema(tree: DictConfig, schema: type[T], typed: Sequence[str] = ()) -> T
 
     Raises UserError, about one of the overrides `typed`.
     """
-    if missing := sorted(OmegaConf.missing_keys(tree)):
-        raise UserError(f"{missing[0]} has no value", missing[0], f"{missing[0]}=<value>")
+    check_no_missing(tree)
     try:
         return typing.cast(T, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), tree)))
     except OmegaConfBaseException as error:

@@ -143,9 +143,7 @@ def to_config(tree: DictConfig | dict[str, Any]) -> Config:
     values = tree if isinstance(tree, dict) else cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True))
     check_all_read(values)
     merged = merge_into_schema(values)
-    if missing := OmegaConf.missing_keys(merged):
-        first = min(missing)
-        raise UserError(f"{first} has no value", first, f"{first}=<value>")
+    check_no_missing(merged)
     config = OmegaConf.to_object(merged)
     assert isinstance(config, Config)
     return config
@@ -171,11 +169,14 @@ def section_object(section: str, values: dict[str, Any]) -> Any:
     """
     with translating_hydra_errors([]):
         merged = OmegaConf.merge(OmegaConf.structured(section_class(section, values)), values)
-        if missing := sorted(OmegaConf.missing_keys(merged)):
-            raise UserError(
-                f"{section}.{missing[0]} has no value", f"{section}.{missing[0]}", f"{section}.{missing[0]}=<value>"
-            )
+        check_no_missing(merged, f"{section}.")
         return OmegaConf.to_object(merged)
+
+
+def check_no_missing(tree: Any, prefix: str = "") -> None:
+    if missing := OmegaConf.missing_keys(tree):
+        key = prefix + min(missing)
+        raise UserError(f"{key} has no value", key, f"{key}=<value>")
 
 
 def section_class(section: str, values: Any) -> type | None:

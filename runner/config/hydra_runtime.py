@@ -18,7 +18,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import create_config_search_path
 from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import run_job
+from hydra.core.utils import JobStatus, run_job
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
@@ -83,26 +83,18 @@ def run_resumed(
         if not inherited:
             config.hydra.run.dir, config.hydra.mode = str(folder), RunMode.RUN
     callbacks = Callbacks(config)
-    failures: list[Exception] = []
-
-    def call_task(_: DictConfig) -> float | None:
-        try:
-            return task()
-        except Exception as error:
-            failures.append(error)
-            raise
-
     if not inherited:
         callbacks.on_run_start(config=config, config_name="config")
     context = HydraContext(
         config_loader=ConfigLoaderImpl(create_config_search_path(str(CONF_DIR))), callbacks=callbacks
     )
     dir_key, subdir_key = ("hydra.sweep.dir", "hydra.sweep.subdir") if inherited else ("hydra.run.dir", None)
-    result = run_job(call_task, config, dir_key, subdir_key, hydra_context=context)
+    result = run_job(lambda _: task(), config, dir_key, subdir_key, hydra_context=context)
     if not inherited:
         callbacks.on_run_end(config=config, config_name="config", job_return=result)
-    if failures:
-        raise failures[0]
+    result.status = JobStatus.COMPLETED  # `return_value` of a failed job prints a line of Hydra's
+    if isinstance(result.return_value, Exception):
+        raise result.return_value
     return cast(float, result.return_value)
 
 

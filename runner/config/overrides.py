@@ -9,7 +9,7 @@ import difflib
 import importlib.util
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -130,6 +130,10 @@ def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
+def to_overrides(values: Mapping[str, object]) -> list[str]:
+    return [f"{key}={value}" for key, value in values.items()]
+
+
 def is_hydra_override(override: str) -> bool:
     """Return whether an override configures Hydra and not the run."""
     return override.lstrip("+~").startswith(HYDRA_PREFIXES)
@@ -144,11 +148,11 @@ def is_storable(override: str) -> bool:
     return is_override and (is_hydra_override(override) or RESOLVER.search(OWN_RESOLVER.sub("", override)) is None)
 
 
-def check_stored(stored: Iterable[str], path: Path) -> None:
-    """Raise UserError unless all overrides read from `path` are storable: called by whatever reads them, before
-    anything uses them.
+def check_stored(stored: Iterable[str], path: Path, is_allowed: Callable[[str], bool] = is_storable) -> None:
+    """Raise UserError unless `path` may hold all overrides read from it: called by whatever reads them, before anything
+    uses them.
     """
-    refused = next((override for override in stored if not is_storable(override)), None)
+    refused = next((override for override in stored if not is_allowed(override)), None)
     if refused is not None:  # it may be empty
         fix = "remove the override from the file, and type it with resume= if you need it"
         raise UserError(f"{path.name} holds an override that it may not hold", f"{path}: {refused}", fix)
@@ -300,9 +304,16 @@ def config_dirs(typed: list[str], conf: Path = CONF_DIR) -> list[Path]:
 
 
 def _searchpath(typed: list[str]) -> list[str]:
-    given = [override for override in typed if key_of(override) == SEARCHPATH_KEY]
+    return _values_of(SEARCHPATH_KEY, typed)
+
+
+def _values_of(key: str, typed: list[str]) -> list[str]:
+    """Return the values of the last override of a setting that is a list of strings."""
+    given = [override for override in typed if key_of(override) == key]
     value = parse_value(given[-1]) if given else []
-    return [str(getattr(url, "text", url)) for url in (value if isinstance(value, list) else [value])]
+    if not isinstance(value, list) and key == PLUGINS_KEY:
+        raise UserError("plugins must be a list", given[-1], f"plugins=[{value}]")
+    return [str(getattr(item, "text", item)) for item in (value if isinstance(value, list) else [value])]
 
 
 def _config_dir_url(name: str) -> str:
@@ -320,11 +331,7 @@ def _config_dir_url(name: str) -> str:
 
 def plugins_of(typed: list[str]) -> list[str]:
     """Return the plugins that the overrides name, as `locate_plugin` does."""
-    given = [override for override in typed if key_of(override) == PLUGINS_KEY]
-    value = parse_value(given[-1]) if given else []
-    if not isinstance(value, list):
-        raise UserError("plugins must be a list", given[-1], f"plugins=[{value}]")
-    return [locate_plugin(str(getattr(name, "text", name))) for name in value]
+    return [locate_plugin(name) for name in _values_of(PLUGINS_KEY, typed)]
 
 
 def literal_text(override: str, is_list: bool) -> str:

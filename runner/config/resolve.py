@@ -7,7 +7,6 @@ from datetime import datetime
 from pathlib import Path
 
 from common.errors import UserError, did_you_mean_path, print_note
-from common.hub import parse_hub_name
 from common.paths import outputs_dir
 from models.formats.hub import fetch_model
 from runner.checkpoint.atomic_dir import step_names, verify_dir
@@ -93,24 +92,20 @@ def resolve_model_override(override: str) -> str:
     same for ever. Raises UserError.
     """
     key, _, value = override.partition("=")
-    if key not in MODEL_KEYS:
+    if key not in MODEL_KEYS or not value:
         return override
     values = [value] if is_sweep_dir(_unquoted(value)) else value.split(",")
-    found = [_path_of_model(each, key) for each in values]
-    return (
-        override
-        if not any(found)
-        else f"{key}={','.join(quote_path(str(path)) if path else each for path, each in zip(found, values, strict=True))}"
-    )
+    return f"{key}={','.join(_resolve_model(each, key) for each in values)}"
 
 
-def _path_of_model(value: str, key: str) -> Path | None:
+def _resolve_model(value: str, key: str) -> str:
     path = _unquoted(value)
     if (key, value) == ("init_from", "last"):  # a folder of this name is a path here
-        return resolve_model_run(value, key)
+        return quote_path(str(resolve_model_run(value, key)))
     if is_sweep_dir(path):
-        return find_best_job(path)
-    return None if parse_hub_name(str(path)) is None else fetch_model(str(path), f"{key}={path}", watch_download)
+        return quote_path(str(find_best_job(path)))
+    found = fetch_model(str(path), f"{key}={path}", watch_download)
+    return quote_path(str(found)) if found else value
 
 
 def _unquoted(value: str) -> Path:
@@ -174,18 +169,13 @@ def check_not_inside_run(folder: Path) -> None:
 
     RunMetadata.open refuses a directory that is itself a run.
     """
-    if sweep := next(filter(is_sweep_dir, (folder, *folder.parents)), None):
-        problem = "this directory holds a sweep" if sweep == folder else "this directory is inside a sweep"
+    if found := enclosing_run(folder if is_sweep_dir(folder) else folder.parent):
+        found = sweep_of(found)
+        kind, relation = "sweep" if is_sweep_dir(found) else "run", "holds" if found == folder else "is inside"
         raise UserError(
-            problem,
+            f"this directory {relation} a {kind}",
             str(folder),
-            f"resume={sweep} continues the sweep; hydra.run.dir=DIR places the run in another directory",
-        )
-    if run := next((parent for parent in folder.parents if (parent / RUN_FILE).is_file()), None):
-        raise UserError(
-            "this directory is inside a run",
-            str(folder),
-            f"resume={run} continues that run; hydra.run.dir=DIR places the run in another directory",
+            f"resume={found} continues the {kind}; hydra.run.dir=DIR places the run in another directory",
         )
 
 

@@ -12,8 +12,7 @@ import statistics
 from bisect import bisect_right
 from collections.abc import Callable
 
-from runner.diagnostics.history import RECENT, WINDOW, RunHistory
-from runner.diagnostics.overfitting import RISING_EVALS, overfitting_of
+from runner.diagnostics.history import RECENT, RISING_EVALS, WINDOW, RunHistory
 from runner.diagnostics.symptoms import RunFacts, Symptom, lr_after_divergence
 
 # A step may have the rows of one of several data sets only: with adapters and one sequence per step, healthy losses
@@ -47,60 +46,48 @@ def loss_spike(history: RunHistory, facts: RunFacts) -> Symptom | None:
     """Logged losses far above those before, and those after them, within WINDOW, are not: a loss that stays up is
     `diverging`.
     """
-    end = len(history.losses) - SPIKE_AFTER
+    losses, end = history.losses, len(history.losses) - SPIKE_AFTER
     if end <= SPIKE_BEFORE:
         return None
-    after = statistics.median(history.losses[-SPIKE_AFTER:])
-    starts = ((at, history.losses[max(0, at - WINDOW) : at]) for at in range(max(SPIKE_BEFORE, end - WINDOW), end))
-    at, before = next(
-        (
-            (at, before)
-            for at, before in starts
-            if history.losses[at] >= max(before) + SPIKE_RISE and after <= max(before)
-        ),
-        (0, []),
-    )
-    if not before:
-        return None
-    usual = statistics.median(before)
-    measured = f"loss {history.losses[at]:.2f} at step {history.steps[at]}, {usual:.2f} before it: a spike"
-    return Symptom(
-        "loss-spike",
-        history.steps[at],
-        measured,
-        f"if they come back: optimizer.lr={facts.lr / 2:g}, or {_warmup(facts)}",
-    )
+    after = statistics.median(losses[-SPIKE_AFTER:])
+    for at in range(max(SPIKE_BEFORE, end - WINDOW), end):
+        before = losses[max(0, at - WINDOW) : at]
+        if losses[at] >= max(before) + SPIKE_RISE and after <= max(before):
+            step, usual = history.steps[at], statistics.median(before)
+            measured = f"loss {losses[at]:.2f} at step {step}, {usual:.2f} before it: a spike"
+            fix = f"if they come back: optimizer.lr={facts.lr / 2:g}, or {_warmup(facts)}"
+            return Symptom("loss-spike", step, measured, fix)
+    return None
 
 
 def diverging(history: RunHistory, facts: RunFacts) -> Symptom | None:
     if not history.losses:
         return None
-    level = history.level()
-    step, fix = (
-        history.steps[-1],
-        f"optimizer.lr={lr_after_divergence(facts.lr)} (now {facts.lr:g}), or {_warmup(facts)}",
-    )
-    if measured := _dead(history, facts) or (_far_above_uniform(history, facts) if level is None else None):
-        return Symptom("diverging", step, measured, fix)
+    level = history.evaluated.level()
+    measured = _dead(history, facts)
     if level is None:
-        return None
-    rise = level - history.lowest_level
+        measured = measured or _far_above_uniform(history, facts)
+    else:
+        measured = measured or _risen(history, level) or _above_uniform(history, facts, level)
+    fix = f"optimizer.lr={lr_after_divergence(facts.lr)} (now {facts.lr:g}), or {_warmup(facts)}"
+    return Symptom("diverging", history.steps[-1], measured, fix) if measured else None
+
+
+def _risen(history: RunHistory, level: float) -> str | None:
+    rise, lowest = level - history.lowest_level, history.lowest_level
     is_far = rise > DIVERGING_RISE and min(history.losses[-RECENT:]) > history.high_at_lowest
-    stays = (
-        rise > max(STAYING_RISE, STAYING_SHARE * history.lowest_level)
-        and min(history.losses[-WINDOW:]) > history.high_at_lowest
-    )
-    if is_far or stays:
-        measured = f"the loss is {level:.2f} at step {step} and was {history.lowest_level:.2f} at step {history.lowest_step}: training diverges"
-        return Symptom("diverging", step, measured, fix)
+    stays = rise > max(STAYING_RISE, STAYING_SHARE * lowest) and min(history.losses[-WINDOW:]) > history.high_at_lowest
+    if not is_far and not stays:
+        return None
+    return f"the loss is {level:.2f} at step {history.steps[-1]} and was {lowest:.2f} at step {history.lowest_step}: training diverges"
+
+
+def _above_uniform(history: RunHistory, facts: RunFacts, level: float) -> str | None:
     # confident weights may begin above it on other data
     has_risen = not facts.starts_from_weights or level > history.losses[0]
-    if facts.uniform_loss is not None and level > ABOVE_UNIFORM * facts.uniform_loss and has_risen:
-        measured = (
-            f"the loss is {level:.2f} at step {step}, a uniform guess has {facts.uniform_loss:.2f}: training diverges"
-        )
-        return Symptom("diverging", step, measured, fix)
-    return None
+    if facts.uniform_loss is None or level <= ABOVE_UNIFORM * facts.uniform_loss or not has_risen:
+        return None
+    return f"the loss is {level:.2f} at step {history.steps[-1]}, a uniform guess has {facts.uniform_loss:.2f}: training diverges"
 
 
 def _dead(history: RunHistory, facts: RunFacts) -> str | None:
@@ -128,7 +115,7 @@ def loss_flat(history: RunHistory, facts: RunFacts) -> Symptom | None:
 
     Only of a loss in nats per token: others may stay while the model learns.
     """
-    level = history.level()
+    level = history.evaluated.level()
     since = bisect_right(history.steps, facts.warmup_steps)
     if (
         level is None
@@ -148,7 +135,7 @@ def loss_flat(history: RunHistory, facts: RunFacts) -> Symptom | None:
     ):
         measured = f"the loss is {level:.3f} after {step} of {facts.total_steps} steps, a uniform guess has {facts.uniform_loss:.3f}: nothing is learnt"
         return Symptom("loss-flat", step, measured, fix)
-    evaluated = [loss for _, loss, _ in history.evaluations]
+    evaluated = [loss for _, loss, _ in history.evaluated.evaluations]
     has_fallen = len(evaluated) > 1 and evaluated[-1] < (1 - FLAT_EVAL_FALL) * evaluated[0]
     if has_fallen or level < LEARNT_LOSS or abs(first - level) > FLAT_FALL * first:
         return None
@@ -226,7 +213,7 @@ def data_wait(history: RunHistory, facts: RunFacts) -> Symptom | None:
 
 
 def overfitting(history: RunHistory, facts: RunFacts) -> Symptom | None:
-    found = overfitting_of(history.evaluations)
+    found = history.evaluated.overfitting
     if found is None:
         return None
     (best_step, best, train_then), (step, loss, train_now) = found

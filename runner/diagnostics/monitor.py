@@ -6,16 +6,14 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 from common.filesystem import open_regular
 from runner.diagnostics.detectors import OF_EVALUATIONS, OF_STEPS
 from runner.diagnostics.history import RunHistory
 from runner.diagnostics.symptoms import PAGE, LoggedRecord, RunFacts, Symptom
 
-# of a longer metrics.jsonl the first and the newest half of this is read; train.log says what was reported
+# of a longer metrics.jsonl or train.log the first and the newest half of this is read
 MAX_REPLAYED_BYTES = 64 << 20
-MAX_READ_LOG_BYTES = 1 << 30  # of train.log that are searched
 # the end of `Symptom.message`
 REPORTED_SYMPTOM = re.compile(rb"^warning: .*" + re.escape(f"{PAGE}#".encode()) + rb"([a-z-]{1,40})$")
 # symptom -> those that it explains
@@ -45,89 +43,62 @@ class RunMonitor:
         return found
 
 
-def diagnose(records: Iterable[LoggedRecord], facts: RunFacts) -> list[Symptom]:
-    """Return the symptoms of a run from its records, in the order in which it reported them."""
-    monitor = RunMonitor(facts)
-    return [symptom for record in records for symptom in monitor.add(record)]
-
-
 def watch_records(facts: RunFacts, earlier: Path | None, warn: Callable[[str], None]) -> Callable[[LoggedRecord], None]:
     """Return a function that takes each new record and warns of new symptoms.
 
     `earlier`: metrics.jsonl of a resumed run, which has reported its own.
     """
-    monitor = RunMonitor(facts)
-    is_watching = True
+    monitor, is_watching = RunMonitor(facts), True
 
-    def symptoms_of(record: LoggedRecord) -> list[Symptom]:
+    def watch(record: LoggedRecord, is_new: bool = True) -> None:
         nonlocal is_watching
         try:
-            return monitor.add(record) if is_watching else []
+            symptoms = monitor.add(record) if is_watching else []
         except Exception as error:  # of any kind: a fault in a warning must not end a training
-            is_watching = False
+            is_watching, symptoms = False, []
             warn(f"the numbers of this run are not watched any more: {type(error).__name__}: {error}"[:300])
-            return []
-
-    if earlier:
-        if _is_long(earlier):
-            monitor.skip(reported_symptoms(earlier.with_name("train.log")))
-        for record in read_metrics(earlier):
-            symptoms_of(record)
-
-    def watch(record: LoggedRecord) -> None:
-        for symptom in symptoms_of(record):
+        for symptom in symptoms if is_new else ():
             warn(symptom.message)
 
+    if earlier:
+        monitor.skip(reported_symptoms(earlier.with_name("train.log")))
+        for record in read_metrics(earlier):
+            watch(record, is_new=False)
     return watch
 
 
 def read_metrics(path: Path) -> Iterator[LoggedRecord]:
-    """Yield the records of a metrics.jsonl, of a long one the first and the newest.
-
-    A line that is no object is left out; nothing raises.
+    """Yield the records of a metrics.jsonl, of a long one the first and the newest; a line that is no object is left
+    out.
     """
-    try:
-        fd, size = open_regular(path)
-        with open(fd, "rb") as file:
-            for line in _first_and_newest(file, size):
-                try:
-                    record = json.loads(line)
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(record, dict):
-                    yield record
-    except OSError:
-        return
-
-
-def _is_long(path: Path) -> bool:
-    try:
-        return path.stat().st_size > MAX_REPLAYED_BYTES
-    except OSError:
-        return False
-
-
-def _first_and_newest(file: BinaryIO, size: int) -> Iterator[bytes]:
-    """Yield the lines of a file, of one above MAX_REPLAYED_BYTES those of the first and the last half of as many bytes."""
-    if size <= MAX_REPLAYED_BYTES:
-        yield from file
-        return
-    half = MAX_REPLAYED_BYTES // 2
-    yield from file.read(half).split(b"\n")[:-1]
-    file.seek(size - half)
-    yield from file.read(half).split(b"\n")[1:]
+    for line in _first_and_newest(path):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            yield record
 
 
 def reported_symptoms(log: Path) -> set[str]:
     """Return the names of the symptoms that a train.log warns of."""
+    matches = (REPORTED_SYMPTOM.match(line.rstrip()) for line in _first_and_newest(log))
+    return {match[1].decode() for match in matches if match}
+
+
+def _first_and_newest(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, of one above MAX_REPLAYED_BYTES those of the first and the last half of as many bytes;
+    none of a file that cannot be read.
+    """
     try:
-        fd, size = open_regular(log)
-        with open(fd, "rb") as lines:
-            matches = (
-                REPORTED_SYMPTOM.match(line.rstrip())
-                for line in (lines if size <= MAX_READ_LOG_BYTES else ())
-                if line.startswith(b"warning: ")
-            )
-            return {match[1].decode() for match in matches if match}
+        fd, size = open_regular(path)
+        with open(fd, "rb") as file:
+            if size <= MAX_REPLAYED_BYTES:
+                yield from file
+                return
+            half = MAX_REPLAYED_BYTES // 2
+            yield from file.read(half).split(b"\n")[:-1]
+            file.seek(size - half)
+            yield from file.read(half).split(b"\n")[1:]
     except OSError:
-        return set()
+        return

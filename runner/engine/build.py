@@ -210,7 +210,8 @@ def build_run(
     if compile_decision.is_long_run and dist.device.type == "cpu":
         use_memory_pool(set_inductor_cache())
     optimizers = build_optimizer(cfg.optimizer, model, cfg.model.num_hidden_layers)
-    choices = cpu_choices(cfg, (model, *objective.extra_models), optimizers, loader, precision, compile_decision)
+    models = (model, *objective.extra_models)
+    choices = cpu_choices(cfg, models, optimizers, loader, precision, compile_decision, is_resumed=saved is not None)
     kernels = choose_cpu_kernels(choices, compile_decision, dist, saved, stop)
     compatibility |= kernel_facts(cfg, model, dist.device, kernels)
     compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))

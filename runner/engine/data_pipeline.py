@@ -114,7 +114,7 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
 def row_warnings(parts: list[WeightedSource], cfg: Config, tokenizer: Tokenizer) -> list[str]:
     """Return warnings of what the rows of the training files lack: their ends, text of this chat template, labels."""
     from data.store.writer import truncation_warning
-    from runner.diagnostics.row_checks import check_rows
+    from runner.diagnostics.rows import check_rows
 
     stats = [part.store.stats for part in parts]
     truncated = truncation_warning(stats, cfg.data.max_length, cfg.model.max_position_embeddings)

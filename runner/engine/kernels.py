@@ -16,11 +16,9 @@ from torch import nn
 
 from common.errors import print_note
 from data.batching.loader import StepLoader
-from data.batching.packing import PackedSequences
 from data.types import sequences_per_row
 from models.language_model import LanguageModel
-from models.layers import attention_cpu, chunked_loss
-from models.layers.mlp import MLP, MoE
+from models.layers import attention, chunked_loss
 from runner.checkpoint.compatibility import (
     code_fingerprint,
     compiler_version,
@@ -29,34 +27,26 @@ from runner.checkpoint.compatibility import (
     numeric_variables,
     recorded_environment,
 )
-from runner.engine.choices.compile_choice import (
-    LAYERS_FACT,
-    UNCOMPILED,
-    compile_choice,
-    compiled_layers,
-    find_layer_call,
-    measure_layers,
-)
-from runner.engine.choices.layer_choices import (
-    JOINED,
-    AttentionShape,
-    ExpertShape,
-    ProjectionShape,
-    attention_choice,
-    expert_choice,
-    projection_choice,
-)
-from runner.engine.choices.measured_choice import (
+from runner.engine.autotune.kernel_choice import (
     ChosenKernel,
     KernelChoice,
     agree_on_kernel,
     kernel_of_checkpoint,
     measured_kernel,
 )
-from runner.engine.choices.product_choice import (
+from runner.engine.autotune.layers import (
+    LAYERS_FACT,
+    UNCOMPILED,
+    LayerCall,
+    compile_choice,
+    compiled_layers,
+    find_layer_call,
+)
+from runner.engine.autotune.operators import (
     MIN_RUN_FLOPS,
     PRODUCT_DTYPES,
     ProductShape,
+    attention_choice,
     current_products,
     product_choice,
 )
@@ -71,8 +61,7 @@ from runner.engine.device.distributed import DistributedContext
 from runner.engine.device.precision import Precision
 from runner.engine.device.stop import StopRequests, do_unless_stopped
 from runner.engine.optim.groups import OptimizerGroup
-from runner.engine.optim.orthogonalize import orthogonalization_choice
-from runner.engine.optim.torch_optimizers import Muon
+from runner.engine.optim.torch_optimizers import Muon, orthogonalization_choice
 
 
 class ChosenKernels(NamedTuple):
@@ -118,13 +107,13 @@ def wrap_model(
 
 def kernel_facts(cfg: Config, model: LanguageModel, device: torch.device, chosen: ChosenKernels) -> dict[str, Any]:
     """Return the facts about the kernels that compute the model, for the environment that a resume compares."""
-    facts = describe_kernels(device, chosen.compilation.mode, cfg.model.has_dynamic_shapes) | chosen.facts
+    facts = describe_kernels(device, chosen.compilation.mode) | chosen.facts
     return environment_facts(
         facts | ({"model_kernels": model.kernels_description} if model.kernels_description else {})
     )
 
 
-def describe_kernels(device: torch.device, compile_mode: str, has_experts: bool) -> dict[str, Any]:
+def describe_kernels(device: torch.device, compile_mode: str) -> dict[str, Any]:
     """Return fact -> value.
 
     `compile_mode` is that of the run: with train.compile=auto a resumed run may be longer, or have no compiler.
@@ -133,8 +122,7 @@ def describe_kernels(device: torch.device, compile_mode: str, has_experts: bool)
     return {
         "compiled": compile_mode,
         "logits_per_chunk": chunked_loss.LOGITS_PER_CHUNK["cuda" if device.type == "cuda" else "cpu"],
-        **({"saved_attention_probs": attention_cpu.MAX_SAVED_PROBS} if is_cpu else {}),
-        **({"expert_dispatch": "index_select"} if has_experts else {}),
+        **({"saved_attention_probs": attention.MAX_SAVED_PROBS} if is_cpu else {}),
         **({"compiler": compiler_version()} if is_cpu and compile_mode != "off" else {}),
     }
 
@@ -157,7 +145,7 @@ def choose_cpu_kernels(
     announce = cache(_announce_measuring) if dist.is_rank_zero else lambda: None
     for choice in choices:
         mine = do_unless_stopped(
-            dist, stop, "before the first step", partial(_choose, choice, decision, saved, dist.size, announce)
+            dist, stop, "before the first step", partial(_choose, choice, saved, dist.size, announce)
         )
         chosen = agree_on_kernel(choice, dist.gather(list(mine)))
         choice.apply(chosen.kernel)
@@ -177,7 +165,6 @@ def _announce_measuring() -> None:
 
 def _choose(
     choice: KernelChoice,
-    decision: CompileDecision,
     saved: dict[str, Any] | None,
     ranks: int,
     before_measuring: Callable[[], object],
@@ -185,26 +172,19 @@ def _choose(
     if saved is not None:
         kernel = recorded_environment(saved["compatibility"]).get(choice.fact, choice.default)
         return kernel_of_checkpoint(choice, kernel, set_inductor_cache())
-    if not decision.is_long_run and not choice.in_short_runs:
-        return ChosenKernel(choice.default, "", (choice.default,))
-    measured = choice if decision.is_long_run else choice.for_short_runs()
-    return measured_kernel(measured, set_inductor_cache(), measured_facts(ranks), before_measuring)
+    return measured_kernel(choice, set_inductor_cache(), measured_facts(ranks), before_measuring)
 
 
-def measured_facts(ranks: int = 1, threads: int | None = None, products: str | None = None) -> dict[str, Any]:
-    """Return what the speed of a kernel depends on besides its shapes.
-
-    `threads`: of each rank; `products`: how 16-bit matrices are multiplied, a kernel of `product_choice`; None: as in
-    this process.
-    """
+def measured_facts(ranks: int = 1) -> dict[str, Any]:
+    """Return what the speed of a kernel depends on besides its shapes."""
     return {
         "ranks": ranks,
         "code": code_fingerprint(),
         "cpu_model": cpu_model(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
-        "threads": threads or torch.get_num_threads(),
-        "products": products or current_products(),
+        "threads": torch.get_num_threads(),
+        "products": current_products(),
         **numeric_variables(os.environ),
     }
 
@@ -216,6 +196,8 @@ def cpu_choices(
     loader: StepLoader,
     precision: Precision,
     decision: CompileDecision,
+    *,
+    is_resumed: bool,
 ) -> Iterator[KernelChoice]:
     """Yield the choices of a run on the CPU, each when those before it are made.
 
@@ -223,22 +205,38 @@ def cpu_choices(
     """
     if precision.device.type != "cpu":
         return
-    for find in (
-        partial(_products, cfg, models[0], precision),
-        partial(_attention, cfg, models, loader, precision),
-        partial(_projections, cfg, models, precision),
-        partial(_experts, cfg, models, precision),
-        partial(_orthogonalization, optimizers),
-        partial(_compilation, cfg, models[0], loader, precision, decision),
-    ):
-        if choice := find():
-            yield choice
+    model, is_long = models[0], decision.is_long_run or is_resumed
+    if shape := product_shape(cfg, main_linear(model), _dtype_name(precision)):
+        yield product_choice(shape, has_kernel=is_long)
+    if not is_long:
+        return
+    if model.attention_sizes:
+        yield attention_choice(precision.dtype, model.attention_sizes[-1], models)
+    if matrices := [part for part in optimizers.parts if isinstance(part, Muon)]:
+        yield orthogonalization_choice(matrices)
+    # a layer cannot be computed alone where ranks share it; a recomputed one is compiled in another way
+    if cfg.distributed.name == "fsdp" or cfg.train.activation_checkpointing != "none":
+        return
+    if cfg.train.compile == "auto" and decision.mode != "off" and model.compiled_layers:
+        call = find_layer_call(
+            model.compiled_layers[0], lambda: model(**loader.first_batch().inputs), precision.autocast
+        )
+        if call:
+            compiled = partial(
+                compiled_layers, partial(compile_model, model, cfg, decision.mode), model.uncompile_layers
+            )
+            yield compile_choice(layer_workload(cfg, call, precision), call, compiled)
 
 
-def _products(cfg: Config, model: LanguageModel, precision: Precision) -> KernelChoice | None:
-    """Return the choice of how 16-bit matrices are multiplied; None in other precisions."""
-    shape = product_shape(cfg, main_linear(model), _dtype_name(precision))
-    return product_choice(shape) if shape else None
+def layer_workload(cfg: Config, call: LayerCall, precision: Precision) -> dict[str, Any]:
+    """Return all that the times of `call` depend on in this run."""
+    return {
+        "settings": [repr(cfg.model), repr(cfg.stage.lora), cfg.data.packing, _dtype_name(precision)],
+        "compiler": compiler_version(),
+        "input": list(call.args[0].shape),
+        "kernels": [vars(call.layer).get("attention_kernel"), micro_batch_rows(cfg) == 1],
+        "weights": [[name, list(p.shape), p.requires_grad] for name, p in call.layer.named_parameters()],
+    }
 
 
 def main_linear(model: nn.Module) -> tuple[int, int] | None:
@@ -257,130 +255,6 @@ def product_shape(cfg: Config, linear: tuple[int, int] | None, dtype: str) -> Pr
         if linear and dtype in PRODUCT_DTYPES
         else None
     )
-
-
-def _attention(
-    cfg: Config, models: Sequence[LanguageModel], loader: StepLoader, precision: Precision
-) -> KernelChoice | None:
-    """Return the choice of the kernel of attention; None if other kernels than those of `attention_choice` compute it."""
-
-    def apply(kernel: str) -> None:
-        for model in models:
-            model.use_attention_kernel(kernel)
-
-    shape = attention_shape(cfg, models[0], loader, precision)
-    return attention_choice(shape, apply) if shape else None
-
-
-def attention_shape(
-    cfg: Config, model: LanguageModel, loader: StepLoader, precision: Precision
-) -> AttentionShape | None:
-    """Return what a layer of the model computes in a micro-batch; None if other kernels than those of
-    `attention_choice` compute it.
-    """
-    if (sizes := model.attention_sizes) is None:
-        return None
-    sequences = loader.sequences
-    documents = round(len(sequences.rows) / len(sequences)) if isinstance(sequences, PackedSequences) else 1
-    return AttentionShape(micro_batch_rows(cfg), cfg.data.max_length, documents, *sizes, _dtype_name(precision))
-
-
-def _projections(cfg: Config, models: Sequence[LanguageModel], precision: Precision) -> KernelChoice | None:
-    """Return the choice of how gate and up, and queries, keys and values, are computed; None without plain networks of
-    the decoder.
-    """
-    networks = [
-        module
-        for module in models[0].modules()
-        if isinstance(module, MLP) and type(module.gate_proj) is type(module.up_proj) is nn.Linear
-    ]
-    if not networks:
-        return None
-    decoder, gate = networks[0].cfg, networks[0].gate_proj
-    tokens = micro_batch_rows(cfg) * cfg.data.max_length
-    tokens = -(-tokens * decoder.num_experts_per_tok // decoder.num_experts) if decoder.num_experts else tokens
-    kind = (_dtype_name(precision), networks[0].attention_kernel, decoder.mlp_bias, gate.weight.requires_grad)
-
-    def apply(kernel: str) -> None:
-        for model in models:
-            model.join_projections(kernel == JOINED)
-
-    return projection_choice(decoder, ProjectionShape(tokens, gate.in_features, gate.out_features, *kind), apply)
-
-
-def _experts(cfg: Config, models: Sequence[LanguageModel], precision: Precision) -> KernelChoice | None:
-    """Return the choice of how tokens get to the experts of the decoder; None without any, and where adapters or biases
-    leave only one way.
-    """
-    layers = [module for model in models for module in model.modules() if isinstance(module, MoE)]
-    if not layers or not all(layer.has_plain_experts() for layer in layers):
-        return None
-    decoder, tokens = layers[0].cfg, micro_batch_rows(cfg) * cfg.data.max_length
-    sizes = (decoder.hidden_size, decoder.moe_intermediate_size, decoder.num_experts, decoder.num_experts_per_tok)
-    is_trained = any(p.requires_grad for p in layers[0].parameters())
-    joins = all(expert.joins_projections for expert in layers[0].experts)
-
-    def apply(kernel: str) -> None:
-        for layer in layers:
-            layer.dispatch = kernel
-
-    return expert_choice(
-        decoder,
-        ExpertShape(tokens, *sizes, _dtype_name(precision), layers[0].attention_kernel, is_trained, joins),
-        apply,
-    )
-
-
-def _orthogonalization(optimizers: OptimizerGroup) -> KernelChoice | None:
-    """Return the choice of how Muon orthogonalizes its updates; None for other optimizers."""
-    parts = [part for part in optimizers.parts if isinstance(part, Muon)]
-    shapes = [tuple(p.shape) for part in parts for group in part.param_groups for p in group["params"]]
-
-    def apply(kernel: str) -> None:
-        for part in parts:
-            part.orthogonalization = kernel
-
-    return orthogonalization_choice(shapes, apply) if shapes else None
-
-
-def _compilation(
-    cfg: Config, model: LanguageModel, loader: StepLoader, precision: Precision, decision: CompileDecision
-) -> KernelChoice | None:
-    """Return the choice whether layers are compiled; None where settings decide, and where a layer cannot be computed
-    alone: recomputed, or shared by ranks.
-    """
-    if (
-        cfg.train.compile != "auto"
-        or decision.mode == "off"
-        or cfg.train.activation_checkpointing != "none"
-        or cfg.distributed.name == "fsdp"
-    ):
-        return None
-    layers = model.compiled_layers
-    if not layers:
-        return None
-
-    def forward() -> None:
-        with precision.autocast():
-            model(**loader.first_batch().inputs)
-
-    if (call := find_layer_call(layers[0], forward)) is None:
-        return None
-    module = vars(layers[0])
-    workload = {
-        "settings": [
-            repr(cfg.model),
-            repr(cfg.stage.lora),
-            cfg.data.packing,
-            _dtype_name(precision),
-            compiler_version(),
-        ],
-        "input": list(call.args[0].shape),
-        "kernels": [module.get("attention_kernel"), module.get("joins_projections"), micro_batch_rows(cfg) == 1],
-        "weights": [[name, list(p.shape), p.requires_grad] for name, p in layers[0].named_parameters()],
-    }
-    compiled = partial(compiled_layers, partial(compile_model, model, cfg, decision.mode), model.uncompile_layers)
-    return compile_choice(workload, partial(measure_layers, call, compiled, precision.autocast))
 
 
 def micro_batch_rows(cfg: Config) -> int:

@@ -5,22 +5,77 @@ from __future__ import annotations
 import shlex
 import shutil
 import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Optional
 
 from common.errors import UserError, one_line, print_note, print_safely
 from common.filesystem import write_json
 from common.paths import command_line
-from runner.fault_injection.config import FAULT_KINDS, FaultsConfig
-from runner.fault_injection.launches import import_heavy_libraries
-from runner.fault_injection.rig import FaultResult, Rig, Trial, UninterruptedRun, as_record, run_reference
-from runner.fault_injection.table import fault_table
+from common.settings import check_at_least
+from runner.fault_injection.rig import (
+    FaultResult,
+    Rig,
+    Trial,
+    UninterruptedRun,
+    import_heavy_libraries,
+    run_reference,
+)
 from runner.run_dir.contents import git_state, library_versions
 
-# undisturbed runs that one fault takes as long as
-LAUNCHES = {"kills": 1.0, "disk": 1.5, "flips": 1.5, "signals": 1.2, "workers": 1.5}
+FAULT_KINDS = ("kills", "disk", "flips", "signals", "workers")
+LAUNCHES_PER_FAULT = 1.3  # undisturbed runs that a fault takes as long as
 FORK_SECONDS, COLD_SECONDS = 0.5, 4.0  # of start-up, in each launch and in each real command
 MAX_DRAWS = 3  # of a fault that comes after the end of the run
 WORKERS = ["data.num_workers=2", "data.worker_timeout=3"]  # for the faults of data workers
+
+
+@dataclass
+class FaultsConfig:
+    kills: int  # SIGKILL at random moments, every second one while a checkpoint is written; start-up included
+    disk: int  # ENOSPC or EIO at random file calls in the run directory: once, five times, or from then on
+    flips: int  # a file of a checkpoint with a flipped bit, cut short, or deleted
+    # SIGTERM, SIGINT, SIGHUP and SIGUSR1 while it starts, tokenizes, steps, saves, evaluates, samples and ends, in turn
+    signals: int
+    workers: int  # data workers that are stopped (SIGSTOP) or killed
+    # number of kills that hit the command as it is typed; the others a fork of this process, which has torch imported
+    # already
+    cold: int
+    fault_seed: int  # of the moments, calls, bits and victims
+    only: Optional[str]  # repeat one fault: its name in the output, e.g. kills-7; null: all of them
+    folder: Optional[str]  # for the runs; null: a temporary one, which is kept if a promise was broken
+    to: Optional[str]  # JSON file for the results; null: none
+    acknowledge_within: float  # seconds within which a signal must be acknowledged
+    timeout: float  # seconds after which a launch counts as hanging
+
+    def __post_init__(self) -> None:
+        for key in (*FAULT_KINDS, "cold", "fault_seed"):
+            check_at_least(key, getattr(self, key), 0, 10)
+        if self.timeout <= 0 or self.acknowledge_within <= 0:
+            raise UserError(
+                "timeout and acknowledge_within are seconds above 0",
+                f"timeout={self.timeout} acknowledge_within={self.acknowledge_within}",
+                "timeout=600 acknowledge_within=1",
+            )
+        if self.only is not None and not _is_fault_name(self.only):
+            raise UserError("only names one fault: KIND-NUMBER", f"only={self.only}", "e.g. only=kills-7")
+
+    def is_cold(self, kind: str, number: int) -> bool:
+        """Return whether a fault is injected into a real command instead of a fork."""
+        return kind == "kills" and number <= self.cold
+
+    def faults(self) -> list[tuple[str, int]]:
+        """Return (kind, number) of the faults to inject."""
+        if self.only is not None:
+            kind, _, number = self.only.partition("-")
+            return [(kind, int(number))]
+        return [(kind, number) for kind in FAULT_KINDS for number in range(1, getattr(self, kind) + 1)]
+
+
+def _is_fault_name(name: str) -> bool:
+    kind, _, number = name.partition("-")
+    return kind in FAULT_KINDS and number.isdigit() and int(number) > 0
 
 
 def run_faults(cfg: FaultsConfig, overrides: list[str]) -> None:
@@ -36,20 +91,20 @@ def run_faults(cfg: FaultsConfig, overrides: list[str]) -> None:
     faults, folder = cfg.faults(), make_folder(cfg)
     import_heavy_libraries()
     rig = Rig(overrides, folder, cfg.timeout)
-    references = {"": reference(rig, "reference")}
+    reference = run_reference(rig)
+    with_workers = Rig([*overrides, *WORKERS], folder, cfg.timeout)
     if any(kind == "workers" for kind, _ in faults):
-        with_workers = Rig([*overrides, *WORKERS], folder, cfg.timeout)
-        references["workers"] = reference(with_workers, "reference-workers")
+        worker_reference = run_reference(with_workers, "reference-workers")
     print_safely(
-        f"undisturbed: {references[''].seconds:.1f} s, {references[''].step} steps, {references[''].file_calls} file calls in the run directory"
+        f"undisturbed: {reference.seconds:.1f} s, {reference.step} steps, {reference.file_calls} file calls in the run directory"
     )
-    print_safely(f"{len(faults)} faults, about {estimate(cfg, references[''].seconds) / 60:.0f} min, in {folder}")
+    print_safely(f"{len(faults)} faults, about {estimate(cfg, reference.seconds) / 60:.0f} min, in {folder}")
     results = []
     for kind, number in faults:
-        base = references.get(kind, references[""])
+        of_kind, base = (with_workers, worker_reference) if kind == "workers" else (rig, reference)
         for draw in range(MAX_DRAWS):
-            trial = Trial(with_workers if kind == "workers" else rig, kind, number, cfg.fault_seed, draw)
-            INJECT[kind](trial, base, cfg.is_cold(kind, number))
+            trial = Trial(of_kind, kind, number, cfg.fault_seed, draw, cfg.is_cold(kind, number))
+            INJECT[kind](trial, base)
             complete(trial, base, cfg.acknowledge_within)
             if trial.result.injected or trial.result.broken:
                 break
@@ -66,7 +121,7 @@ def complete(trial: Trial, reference: UninterruptedRun, acknowledge_within: floa
     if result.acknowledged is not None and result.acknowledged > acknowledge_within:
         result.exits.append(f"acknowledged after {result.acknowledged:.1f} s")
     if not result.broken:
-        trial.discard()
+        shutil.rmtree(trial.folder, ignore_errors=True)
 
 
 def check_harness_overrides(overrides: list[str]) -> None:
@@ -90,22 +145,10 @@ def make_folder(cfg: FaultsConfig) -> Path:
     return folder
 
 
-def reference(rig: Rig, name: str) -> UninterruptedRun:
-    try:
-        return run_reference(rig, name)
-    except RuntimeError as error:
-        raise UserError(
-            str(error),
-            shlex.join([*command_line("train"), *rig.overrides]),
-            "correct the command; nothing was disturbed yet",
-        ) from error
-
-
 def estimate(cfg: FaultsConfig, seconds: float) -> float:
     """Return how long the faults will take (seconds), if an undisturbed run takes `seconds`."""
-    return sum(LAUNCHES[kind] * (seconds + FORK_SECONDS) for kind, _ in cfg.faults()) + COLD_SECONDS * min(
-        cfg.cold, cfg.kills
-    )
+    each = LAUNCHES_PER_FAULT * (seconds + FORK_SECONDS)
+    return each * len(cfg.faults()) + COLD_SECONDS * min(cfg.cold, cfg.kills)
 
 
 def print_result(result: FaultResult) -> None:
@@ -133,9 +176,8 @@ def report(cfg: FaultsConfig, overrides: list[str], results: list[FaultResult], 
     print_safely(f"\nthe same faults again: {command}")
     if cfg.to is not None:
         code = {"code": git_state(), "versions": library_versions()}
-        write_json(
-            Path(cfg.to).absolute(), {"command": command, **code, "faults": [as_record(result) for result in results]}
-        )
+        records = [{"name": result.name, **asdict(result), "broken": result.broken} for result in results]
+        write_json(Path(cfg.to).absolute(), {"command": command, **code, "faults": records})
     if broken:
         print_note(
             f"{len(broken)} of {len(results)} faults broke a promise; their runs are in {folder}; one of them again: only={broken[0].name}"
@@ -143,3 +185,43 @@ def report(cfg: FaultsConfig, overrides: list[str], results: list[FaultResult], 
         raise SystemExit(1)
     if cfg.folder is None:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+TABLE_COLUMNS: dict[str, Callable[[list[FaultResult]], str]] = {
+    "injected": lambda results: f"{sum(result.injected for result in results)} of {len(results)}",
+    "acknowledged within": lambda results: _seconds(
+        [result.acknowledged for result in results if result.acknowledged is not None], "{:.2f} s"
+    ),
+    "resumed": lambda results: str(sum(len(result.codes) > 1 and not result.started_again for result in results)),
+    "started again": lambda results: str(sum(result.started_again > 0 for result in results)),
+    "needed a hand": lambda results: _count(results, "hand"),
+    "different bits": lambda results: _count(results, "bits"),
+    "tracebacks": lambda results: _count(results, "tracebacks"),
+    "untrue exits": lambda results: _count(results, "exits"),
+    "left behind": lambda results: _count(results, "leftovers"),
+    "longest": lambda results: _seconds([result.seconds for result in results], "{:.1f} s"),
+}
+
+
+def fault_table(results: list[FaultResult]) -> str:
+    """Return the table as text, also readable as Markdown."""
+    rows = [["fault", *TABLE_COLUMNS], ["---", *["---:"] * len(TABLE_COLUMNS)]]
+    for kind in FAULT_KINDS:
+        if of_kind := [result for result in results if result.kind == kind]:
+            rows.append([kind, *(column(of_kind) for column in TABLE_COLUMNS.values())])
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return "\n".join(
+        "| "
+        + " | ".join(f"{cell:{'<' if index == 0 else '>'}{widths[index]}}" for index, cell in enumerate(row))
+        + " |"
+        for row in rows
+    )
+
+
+def _count(results: list[FaultResult], promise: str) -> str:
+    """Return how many faults broke a promise."""
+    return str(sum(bool(getattr(result, promise)) for result in results))
+
+
+def _seconds(values: list[float], text: str) -> str:
+    return text.format(max(values)) if values else ""

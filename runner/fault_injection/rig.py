@@ -1,23 +1,170 @@
-"""One run directory under test: launch, disturb, continue as a user would, and compare with the undisturbed run."""
+"""A training command under test: launch it, disturb it, continue as a user would, and compare the run with the
+undisturbed one.
+
+A launch is a fork of this process, which has torch imported already, or the command as it is typed.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import os
 import random
+import shlex
 import shutil
+import signal
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from common import exit_codes
+from common.errors import UserError
 from common.filesystem import read_json_object
-from runner.fault_injection.launches import Launch, launch_command, launch_fork
-from runner.fault_injection.phases import PhaseProbe
+from common.ownership import start_ticks
+from common.paths import REPO_ROOT, command_line
+from runner.fault_injection.probes import DiskHook, PhaseProbe
 
+LAUNCH_POLL_SECONDS = 0.002
 MAX_LAUNCHES = 5  # of one run directory
 ORPHAN_SECONDS = 20.0  # within which ranks save and exit after their launcher was killed
 TRACEBACK = "Traceback (most recent call last)"
+
+
+@dataclass
+class Launch:
+    """One process of the training command, which leads a session of its own."""
+
+    pid: int
+    output: Path  # its stdout and stderr
+    started: float = field(default_factory=time.monotonic)
+    code: int | None = None  # exit code, or minus the signal that ended it
+    is_hanging: bool = False
+
+    def poll(self) -> int | None:
+        if self.code is None and (status := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self.code = os.waitstatus_to_exitcode(status[1])
+        return self.code
+
+    def wait(self, timeout: float, until: Callable[[], object] = lambda: False) -> bool:
+        """Wait for the end, or for `until()`; return whether that came first.
+
+        A launch that hangs for `timeout` seconds is killed.
+        """
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if until():
+                return True
+            if time.monotonic() > deadline:
+                self.is_hanging = True
+                os.kill(self.pid, signal.SIGKILL)
+                deadline += timeout
+            time.sleep(LAUNCH_POLL_SECONDS)
+        return False
+
+    def send(self, number: int, to_group: bool = False) -> None:
+        if self.poll() is None:
+            (os.killpg if to_group else os.kill)(self.pid, number)
+
+    def text(self) -> str:
+        return self.output.read_text(encoding="utf-8", errors="replace") if self.output.exists() else ""
+
+    def errors(self) -> list[str]:
+        return [line for line in self.text().splitlines() if line.startswith("error: ")]
+
+    def left_processes(self, timeout: float) -> list[int]:
+        """Return the processes of the session that are alive `timeout` seconds after its leader, and end them."""
+        deadline = time.monotonic() + timeout
+        while (left := session_pids(self.pid)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return left
+
+
+def session_pids(leader: int) -> list[int]:
+    """Return the processes of the session that `leader` has begun, without zombies and the leader itself.
+
+    None on a system without /proc.
+    """
+    pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if pid != leader and _session_of(pid) == leader and start_ticks(pid) is not None]
+
+
+def _session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except OSError:  # it has ended meanwhile
+        return None
+
+
+def import_heavy_libraries() -> None:
+    """Import what a training needs, once, before the first fork.
+
+    Nothing is computed: threads would not survive a fork.
+    """
+    import torch._dynamo  # otherwise the first AdamW imports it, for a second, in every fork
+
+    import runner.engine.build
+    import runner.engine.loop  # noqa: F401  imported here so that each fork finds it loaded; no name of it is used
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+
+
+def launch_training(
+    argv: list[str], output: Path, prepare: Callable[[], object] = lambda: None, is_cold: bool = False
+) -> Launch:
+    """Run `python runner/train.py *argv` in a fork, after `prepare()` there; `is_cold`: as it is typed."""
+    import lm_runner
+
+    program = [str(REPO_ROOT / "runner" / "train.py"), *argv]
+
+    def command() -> int:
+        if is_cold:
+            os.execv(sys.executable, [sys.executable, *program])
+        prepare()
+        sys.argv = program
+        lm_runner.run_command("train")
+        return 0
+
+    return launch_fork(command, output)
+
+
+def launch_fork(main: Callable[[], int], output: Path) -> Launch:
+    """Fork this process. The fork calls `main` and exits with its code; its output is appended to `output`."""
+    child = os.fork()
+    if child:
+        return Launch(child, output)
+    code = 1
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # after a fork the tokenizers would wait for threads of the parent
+    try:
+        os.setsid()
+        stdin, out = os.open(os.devnull, os.O_RDONLY), os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(stdin, 0), os.dup2(out, 1), os.dup2(out, 2)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+        code = main()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException as error:
+        traceback.print_exc()
+        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    finally:
+        try:
+            join_threads()
+        finally:
+            os._exit(code)
+    raise AssertionError("os._exit does not return")
+
+
+def join_threads() -> None:
+    """Wait for the checkpoint writer and flush the output, as at the end of any program."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    sys.stdout.flush(), sys.stderr.flush()
 
 
 @dataclass
@@ -90,30 +237,42 @@ class Rig:
 class Trial:
     """One run directory under test. `launch` until `finish` has made it complete, or given up."""
 
-    def __init__(self, rig: Rig, kind: str, number: int, seed: int, draw: int = 0) -> None:
-        """`draw`: how often the fault was drawn before, but came after the end of the run."""
-        self.rig, self.result, self.draw = rig, FaultResult(kind, number), draw
+    def __init__(self, rig: Rig, kind: str, number: int, seed: int, draw: int = 0, is_cold: bool = False) -> None:
+        """`draw`: how often the fault was drawn before, but came after the end of the run; `is_cold`: a real command is
+        disturbed instead of a fork.
+        """
+        self.rig, self.result, self.draw, self.is_cold = rig, FaultResult(kind, number), draw, is_cold
         self.rng = random.Random(f"{seed} {kind} {number} {draw}")
         self.folder = rig.folder / self.result.name
-        self.run_dir = self.folder / "run"
+        self.run_dir, self.probe = self.folder / "run", PhaseProbe()
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.rng.random() < 0.5:
             rig.clear_cache()
 
     def launch(
-        self, argv: list[str] | None = None, cold: bool = False, prepare: Callable[[], object] = lambda: None
+        self, argv: list[str] | None = None, prepare: Callable[[], object] = lambda: None, is_cold: bool = False
     ) -> Launch:
         """Start the command, or what continues it."""
         argv = self.rig.next_argv(self.run_dir) if argv is None else argv
         self.result.started_again += bool(self.result.codes) and not argv[-1].startswith("resume=")
         output = self.folder / f"launch{len(self.result.codes) + 1}.txt"
         output.write_text("")
-        return launch_command(argv, output) if cold else launch_fork(argv, output, prepare)
 
-    def end(self, launch: Launch, disturbed: bool = False) -> int | None:
-        """Wait for a launch, and check what it has left."""
-        launch.wait(self.rig.timeout)
-        result, name = self.result, f"launch {len(self.result.codes) + 1}"
+        def prepare_fork() -> None:
+            self.probe.install()
+            prepare()
+
+        self._launch = launch_training(argv, output, prepare_fork, is_cold)
+        return self._launch
+
+    def wait(self, until: Callable[[], object] = lambda: False) -> None:
+        """Wait for the end of the launch, or for `until()`."""
+        self._launch.wait(self.rig.timeout, until)
+
+    def end(self, disturbed: bool = False) -> int | None:
+        """Wait for the launch, and check what it has left."""
+        self.wait()
+        launch, result, name = self._launch, self.result, f"launch {len(self.result.codes) + 1}"
         result.codes.append(launch.code)
         result.seconds += time.monotonic() - launch.started
         if launch.is_hanging:
@@ -126,6 +285,10 @@ class Trial:
             result.exits.append(f"{name}: {reason}")
         return launch.code
 
+    def launch_to_end(self, argv: list[str] | None = None) -> int | None:
+        self.launch(argv)
+        return self.end()
+
     def _wrong_exit(self, launch: Launch, disturbed: bool) -> str | None:
         """Return why the exit code is not true.
 
@@ -133,28 +296,23 @@ class Trial:
         """
         fields = read_json_object(self.run_dir / "run.json")
         code, status = launch.code, fields.get("status")
-        if code == exit_codes.OK and status != "completed":
-            return f"exit code 0, and run.json has status {status}"
+        expected = {exit_codes.OK: "completed", exit_codes.INTERRUPTED: "interrupted"}
+        if code in expected and status != expected[code]:
+            return f"exit code {code}, and run.json has status {status}"
         if code == exit_codes.OK and not (self.run_dir / "model").is_dir():
             return "exit code 0, and there is no model/"
-        if code == exit_codes.INTERRUPTED and status != "interrupted":
-            return f"exit code {code}, and run.json has status {status}"
-        if (
-            code not in (exit_codes.OK, exit_codes.FAILED, exit_codes.USER_ERROR, exit_codes.INTERRUPTED)
-            and not disturbed
-        ):
-            return f"exit code {code}"
         if code in (exit_codes.FAILED, exit_codes.USER_ERROR) and "error: " not in launch.text():
             return f"exit code {code} without an error message"
-        return None
+        is_known = code in (*expected, exit_codes.FAILED, exit_codes.USER_ERROR)
+        return None if is_known or disturbed else f"exit code {code}"
 
     def finish(self) -> None:
         """Continue as a user would until the run is complete."""
         while self.result.codes[-1] != exit_codes.OK and len(self.result.codes) < MAX_LAUNCHES:
-            if self.end(self.launch()) == exit_codes.USER_ERROR:
-                refused = f"refused: {self._last_error()}"
-                if self.end(self.launch(self.rig.argv(self.run_dir))) == exit_codes.USER_ERROR:
-                    self.result.hand.append(f"resume= {refused}; the same command is refused, too")
+            if self.launch_to_end() == exit_codes.USER_ERROR:
+                refused = (self._launch.errors() or ["no message"])[0]
+                if self.launch_to_end(self.rig.argv(self.run_dir)) == exit_codes.USER_ERROR:
+                    self.result.hand.append(f"resume= refused: {refused}; the same command is refused, too")
                     return
         if self.result.codes[-1] != exit_codes.OK:
             self.result.hand.append(f"not complete after {MAX_LAUNCHES} launches, exit codes {self.result.codes}")
@@ -174,25 +332,15 @@ class Trial:
         if len({path.read_bytes() for path in weights if path.is_file()}) != 1:
             self.result.bits.append("weights in model/")
         if self._temporary_files():  # of a disk that refused to remove them: the next launch does
-            self.end(self.launch([f"resume={self.run_dir}"]))
+            self.launch_to_end([f"resume={self.run_dir}"])
         self.result.leftovers += [f"{name} is left" for name in self._temporary_files()]
 
     def _temporary_files(self) -> list[str]:
         return [path.name for path in self.run_dir.rglob(".*") if path.name.startswith((".tmp-", ".del-"))]
 
-    def _last_error(self) -> str:
-        lines = (self.folder / f"launch{len(self.result.codes)}.txt").read_text(errors="replace").splitlines()
-        return next((line for line in lines if line.startswith("error: ")), "no message")
-
-    def discard(self) -> None:
-        """Remove the run of a fault that broke no promise."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-
 
 def run_reference(rig: Rig, name: str = "reference") -> UninterruptedRun:
-    """Run the command undisturbed. Raises RuntimeError if it does not complete."""
-    from runner.fault_injection.disk_faults import DiskHook
-
+    """Run the command undisturbed. Raises UserError if it does not complete."""
     run_dir, probe = rig.folder / name / "run", PhaseProbe()
     run_dir.parent.mkdir(parents=True)
     hook = DiskHook(run_dir)
@@ -202,15 +350,15 @@ def run_reference(rig: Rig, name: str = "reference") -> UninterruptedRun:
         hook.install()
 
     rig.clear_cache()
-    launch = launch_fork(rig.argv(run_dir), run_dir.parent / "launch1.txt", prepare)
+    launch = launch_training(rig.argv(run_dir), run_dir.parent / "launch1.txt", prepare)
     launch.wait(rig.timeout)
     seconds = time.monotonic() - launch.started
     if launch.code != exit_codes.OK:
-        raise RuntimeError(f"the undisturbed run ended with exit code {launch.code}:\n{launch.text()[-2000:]}")
+        raise UserError(
+            f"the undisturbed run ended with exit code {launch.code}:\n{launch.text()[-2000:]}",
+            shlex.join([*command_line("train"), *rig.overrides]),
+            "correct the command; nothing was disturbed yet",
+        )
     return UninterruptedRun(
         run_dir, seconds, probe, hook.calls, int(read_json_object(run_dir / "run.json").get("step", 0))
     )
-
-
-def as_record(result: FaultResult) -> dict[str, object]:
-    return {"name": result.name, **dataclasses.asdict(result), "broken": result.broken}

@@ -8,17 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from common.errors import UserError, strip_control
+from common.errors import UserError, print_note, strip_control
 from common.settings import check_at_least, check_choice
 from runner.inference.load import LoadedModel, load_trained
-from runner.inference.trained_length import trained_length
+from runner.run_dir.metadata import RunMetadata
 
 if TYPE_CHECKING:
     import torch
 
-    from data.tokenize.tokenizer import Tokenizer
-
 CHAT_MODES = ("auto", "chat", "text")
+MAX_STAGES = 32  # that are followed: init_from of a damaged run.json may lead in a circle
 CHAT_HELP = (
     "Type a message and press Enter. /new starts a new conversation, /exit or Ctrl-D quits, Ctrl-C stops an answer."
 )
@@ -78,17 +77,13 @@ def repl(session: ChatSession) -> None:
         if text == "/new":
             session.clear()
         elif text:
-            _print_answer(session, text)
-
-
-def _print_answer(session: ChatSession, text: str) -> None:
-    try:
-        session.answer(text, _write_out)
-    except KeyboardInterrupt:
-        pass  # stops the answer, not the conversation
-    except UserError as error:  # e.g. the message is too long for the model
-        _write_out(f"error: {error.message}; {error.fix}")
-    _write_out("\n")
+            try:
+                session.answer(text, _write_out)
+            except KeyboardInterrupt:
+                pass  # stops the answer, not the conversation
+            except UserError as error:  # e.g. the message is too long for the model
+                _write_out(f"error: {error.message}; {error.fix}")
+            _write_out("\n")
 
 
 class ChatSession:
@@ -96,8 +91,6 @@ class ChatSession:
 
     def __init__(self, trained: LoadedModel, cfg: ChatConfig) -> None:
         import torch
-
-        from data.tokenize.chat_template import ChatTemplate
 
         self.trained, self.cfg = trained, cfg
         self.is_chat = trained.is_chat_model if cfg.mode == "auto" else cfg.mode == "chat"
@@ -107,8 +100,8 @@ class ChatSession:
                 f"system={cfg.system}",
                 "omit system=, or set mode=chat",
             )
-        self._template = ChatTemplate(trained.tokenizer) if self.is_chat else None
-        self._trained_length = trained_length(trained.folder) if self.is_chat else None
+        self._stop_ids = trained.stop_ids(self.is_chat)  # refuses a model without a chat template
+        self._trained_length = trained_length(trained.run_dir) if self.is_chat else None
         self._generator: torch.Generator = torch.Generator(trained.device).manual_seed(cfg.seed)
         self.clear()
 
@@ -119,45 +112,35 @@ class ChatSession:
         )
         self._is_note_printed = False
 
-    def answer(self, text: str, write: Callable[[str], None]) -> str:
+    def answer(self, text: str, write: Callable[[str], object]) -> str:
         """Return the answer to `text`; `write` gets each character as soon as it is complete."""
-        from models.generate import generate
+        from runner.inference.generation import Answer, Sampling, generate_answers
 
-        cfg, tokenizer = self.cfg, self.trained.tokenizer
+        cfg = self.cfg
+        sampling = Sampling(
+            cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.top_k, cfg.repetition_penalty, self._stop_ids
+        )
+        answer = Answer(sampling=sampling, generator=self._generator, on_text=write)
         self.messages.append({"role": "user", "content": text})
-        streamer = TokenStreamer(tokenizer, write)
         try:
-            prompt = self._encode_prompt(text)
-            self._note_untrained_length(len(prompt))
-            generate(
-                self.trained.model,
-                [prompt],
-                max_new_tokens=cfg.max_new_tokens,
-                temperature=cfg.temperature,
-                top_k=cfg.top_k,
-                top_p=cfg.top_p,
-                repetition_penalty=cfg.repetition_penalty,
-                stop_ids=self._template.stop_ids if self._template else list(tokenizer.stop_ids),
-                generator=self._generator,
-                on_token=lambda row, token: streamer.add(token),
-            )
+            answer.prompt = self._encode_prompt(text)
+            self._note_untrained_length(len(answer.prompt))
+            generate_answers(self.trained, [answer])
         finally:
             # An interrupted answer stays in the conversation as far as it was printed.
-            self.messages.append({"role": "assistant", "content": streamer.finish()})
-        return self.messages[-1]["content"]
+            answer.end(self.trained.tokenizer)
+            self.messages.append({"role": "assistant", "content": answer.text})
+        return answer.text
 
     def _encode_prompt(self, text: str) -> list[int]:
         """Return the token ids to continue; the oldest turns are dropped if the conversation does not fit the model."""
-        max_positions = self.trained.model.cfg.max_position_embeddings
+        trained, max_positions = self.trained, self.trained.model.cfg.max_position_embeddings
         limit = max_positions - self.cfg.max_new_tokens
-        if self._template is None:
-            ids = [*self.trained.tokenizer.bos_ids, *self.trained.tokenizer.encode(text)]
-        else:
-            ids = self._template.encode_prompt(self.messages)
-            first = 1 if self.cfg.system else 0
-            while len(ids) > limit and len(self.messages) > first + 2:
-                del self.messages[first : first + 2]
-                ids = self._template.encode_prompt(self.messages)
+        ids = trained.template.encode_prompt(self.messages) if self.is_chat else trained.encode_text(text)
+        first = 1 if self.cfg.system else 0
+        while self.is_chat and len(ids) > limit and len(self.messages) > first + 2:
+            del self.messages[first : first + 2]
+            ids = trained.template.encode_prompt(self.messages)
         if len(ids) > limit:
             raise UserError(
                 f"the prompt has {len(ids)} tokens; with max_new_tokens={self.cfg.max_new_tokens} the model of {max_positions} positions takes {max(limit, 0)}",
@@ -170,56 +153,42 @@ class ChatSession:
         """Print one line on standard error when the conversation becomes longer than every conversation that the model
         was trained on.
         """
-        length = self._trained_length
-        if length is None or self._is_note_printed:
+        if self._trained_length is None or self._is_note_printed:
             return
+        trained_tokens, trained_answers = self._trained_length
         answers = sum(message["role"] == "assistant" for message in self.messages) + 1
-        if length.answers and answers > length.answers:
-            found = f"answer {answers} of this conversation, those of the training have at most {length.answers}"
-        elif tokens > length.tokens:
-            found = f"this conversation has {tokens} tokens, those of the training have at most {length.tokens}"
+        if trained_answers and answers > trained_answers:
+            found = f"answer {answers} of this conversation, those of the training have at most {trained_answers}"
+        elif tokens > trained_tokens:
+            found = f"this conversation has {tokens} tokens, those of the training have at most {trained_tokens}"
         else:
             return
         self._is_note_printed = True
-        print(
-            f"note: {found}: answers may be wrong{'' if self.cfg.prompt else '; /new starts a new conversation'}",
-            file=sys.stderr,
-            flush=True,
+        print_note(
+            f"note: {found}: answers may be wrong{'' if self.cfg.prompt else '; /new starts a new conversation'}"
         )
 
 
-class TokenStreamer:
-    """Decode tokens one by one and write complete characters: the bytes of a character may be spread over several
-    tokens.
+def trained_length(run_dir: Path) -> tuple[int, int] | None:
+    """Return (tokens, answers) of the longest conversations that a model was trained on, over the stages of its run and
+    of the runs that it started from; answers are 0 if not known (data.loss_on is not assistant).
+
+    None where they are not known: weights that no run trained from scratch, a deleted or an older run.
     """
-
-    def __init__(self, tokenizer: Tokenizer, write: Callable[[str], None], is_raw: bool = False) -> None:
-        """`is_raw`: control characters are written too, to a program instead of a terminal."""
-        self._tokenizer, self._write, self._is_raw = tokenizer, write, is_raw
-        self._ids: list[int] = []
-        # tokens start:end are decoded again with new ones: a tokenizer may treat the first of a text differently
-        self._start, self._end = 0, 0
-        self._text = ""
-
-    def add(self, token: int) -> None:
-        self._ids.append(token)
-        self._flush(is_last=False)
-
-    def finish(self) -> str:
-        """Write what is left; return the whole text."""
-        self._flush(is_last=True)
-        return self._text
-
-    def _flush(self, is_last: bool) -> None:
-        """Write the characters of tokens that were not written, unless the last one is incomplete."""
-        text = self._tokenizer.decode(self._ids[self._start :])
-        if text.endswith("\ufffd") and not is_last:
-            return
-        new = text[len(self._tokenizer.decode(self._ids[self._start : self._end])) :]
-        self._start, self._end = self._end, len(self._ids)
-        self._text += new
-        if new:
-            self._write(new if self._is_raw else strip_control(new))
+    tokens = answers = 0
+    for _ in range(MAX_STAGES):
+        fields = RunMetadata.read(run_dir)
+        files, start = fields.get("data"), str(fields.get("init_from"))
+        if not isinstance(files, list) or not all(
+            isinstance(file, dict) and isinstance(file.get("longest_conversation"), int) for file in files
+        ):
+            return None
+        tokens = max([tokens, *(file["longest_conversation"] for file in files)])
+        answers = max([answers, *(count for file in files if isinstance(count := file.get("most_answers"), int))])
+        if start == "scratch":
+            return (tokens, answers) if tokens else None
+        run_dir = Path(start)
+    return None
 
 
 def _write_out(text: str) -> None:

@@ -1,6 +1,6 @@
 """Evaluate a trained model on data files: settings, the registry of metrics, and the record that is written.
 
-A metric is one file: `top5_accuracy.py` in metrics/, or a module that the user names in `plugins=[...]`:
+A metric is a function in metrics.py, or in a module that the user names in `plugins=[...]`:
 
     @register_metric("top5_accuracy", reads=("text", "chat"))
     def top5_accuracy(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateConfig) -> MetricResults:
@@ -13,20 +13,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from common.errors import UserError, print_note, strip_control
-from common.filesystem import read_json_object
 from common.guarded_files import check_own_files, open_append
 from common.registry import Registry
 from common.settings import check_at_least
+from runner.diagnostics.rows import training_overlap
 from runner.diagnostics.symptoms import troubleshooting
-from runner.diagnostics.training_overlap import training_overlap
 from runner.inference.evaluation_data import EvaluationData, EvaluationSet
-from runner.inference.load import LoadedModel, checkpoint_dir, load_trained, run_of_checkpoint
+from runner.inference.load import LoadedModel, find_checkpoint, load_trained, run_dir_of
+from runner.run_dir.metadata import RunMetadata
 from runner.tracking.progress import EvaluationProgress
 
 if TYPE_CHECKING:
@@ -93,60 +93,67 @@ class EvaluateConfig:
             check_at_least("limit", self.limit, 1, 100)
         if self.shots is not None:
             check_at_least("shots", self.shots, 0, 5)
-        self._check_read_settings()
-
-    def _check_read_settings(self) -> None:
-        """Raise UserError for settings of tasks without tasks: they would have no effect."""
-        if (
-            given := [name for name in TASK_SETTINGS if getattr(self, name) not in (None, False)]
-            if not self.tasks
-            else []
-        ):
+        given = next((name for name in TASK_SETTINGS if getattr(self, name) not in (None, False)), None)
+        if given and not self.tasks:
             raise UserError(
-                f"{given[0]} is read with tasks only",
-                f"{given[0]}={getattr(self, given[0])}",
-                f"tasks=[hellaswag], or without {given[0]}",
+                f"{given} is read with tasks only",
+                f"{given}={getattr(self, given)}",
+                f"tasks=[hellaswag], or without {given}",
             )
 
 
+def record_results(folder: Path, record: Record) -> None:
+    """Print the results of an evaluation as JSON and append them to evaluations.jsonl in the model's directory, of a
+    checkpoint in that of its run, as retention deletes checkpoints.
+    """
+    _print_record(record)
+    with open_append(run_dir_of(folder) / EVALUATIONS_FILE) as file:
+        file.write(f"{json.dumps(record, ensure_ascii=False)}\n".encode())
+
+
+def print_partial(record: Record) -> None:
+    """Print the result of an evaluation that the user has stopped."""
+    _print_record(record)
+    print_note(f"stopped: the result is that of {record['n']:,} of {record['of']:,}, and is not recorded")
+
+
+def _print_record(record: Record) -> None:
+    line = json.dumps(record, ensure_ascii=False)
+    print(line if strip_control(line) == line else json.dumps(record), flush=True)  # a file may have any name
+
+
 def evaluate(
-    cfg: EvaluateConfig, folder: Path, listen: Listen = None, record: Callable[[Path, Record], None] | None = None
+    cfg: EvaluateConfig,
+    folder: Path,
+    listen: Listen = None,
+    record: Callable[[Path, Record], None] = record_results,
 ) -> MetricResults:
-    """Evaluate the model in `folder`; print the result as JSON and append it to evaluations.jsonl in
-    `records_dir(folder)`, or give it to `record`.
+    """Evaluate the model in `folder`, and give the result to `record`.
 
     Where the user stops (`listen`), the result over the rows so far is printed and not recorded. Raises
     KeyboardInterrupt then.
     """
     import torch
 
-    check_own_files(records_dir(folder), (EVALUATIONS_FILE,))
+    check_own_files(run_dir_of(folder), (EVALUATIONS_FILE,))
     with EvaluationProgress(cfg.metric, listen) as progress:
         # before the weights are read, which takes longer
         examples = open_evaluation_set(cfg.data, cfg.metric, progress)
         trained = load_trained(folder, cfg.device)
-        if overlap := training_overlap(
-            [source for source, _ in examples.files], read_json_object(records_dir(folder) / "run.json")
-        ):
+        sources = [source for source, _ in examples.files]
+        if overlap := training_overlap(sources, RunMetadata.read(trained.run_dir)):
             measured = f"{overlap.rows:,} of {overlap.total:,} rows are training rows of this run, too (first: {overlap.first})"
             print_note(f"warning: {measured}: the result is too good; {troubleshooting('test-in-training')}")
         with torch.inference_mode():
             results = METRICS.get(cfg.metric).compute(trained, examples, cfg)
-    files = [source.name for source, _ in examples.files]
+    files = [source.name for source in sources]
     evaluated = {} if files == [cfg.data.path] else {"files": files}
     result = {"metric": cfg.metric, "data": cfg.data.path, **evaluated, **exported_weights(folder), **results}
     if progress.is_stopped:
         print_partial({**result, "partial": True, "n": progress.done, "of": progress.total})
         raise KeyboardInterrupt
-    (record or record_results)(folder, result)
+    record(folder, result)
     return results
-
-
-def records_dir(folder: Path) -> Path:
-    """Return where evaluations of the model in `folder` are recorded: of a checkpoint its run, as retention deletes
-    checkpoints; else `folder`.
-    """
-    return run_of_checkpoint(checkpoint_dir(folder)) or folder
 
 
 def exported_weights(folder: Path) -> Record:
@@ -155,29 +162,10 @@ def exported_weights(folder: Path) -> Record:
     """
     from runner.checkpoint.format import step_of
 
-    if run_of_checkpoint(checkpoint := checkpoint_dir(folder)):
+    if checkpoint := find_checkpoint(folder):
         return {"weights": checkpoint.name, "step": step_of(checkpoint.name)}
-    export = read_json_object(folder / "run.json").get("export")
+    export = RunMetadata.read(folder).get("export")
     return {name: export.get(name) for name in ("weights", "step")} if isinstance(export, dict) else {}
-
-
-def record_results(folder: Path, record: Record) -> None:
-    """Print the results of an evaluation as JSON and append them to evaluations.jsonl in `records_dir(folder)`."""
-    line = json.dumps(record, ensure_ascii=False)
-    print(_printable(record), flush=True)
-    with open_append(records_dir(folder) / EVALUATIONS_FILE) as file:
-        file.write(f"{line}\n".encode())
-
-
-def print_partial(record: Record) -> None:
-    """Print the result of an evaluation that the user has stopped."""
-    print(_printable(record), flush=True)
-    print_note(f"stopped: the result is that of {record['n']:,} of {record['of']:,}, and is not recorded")
-
-
-def _printable(record: Record) -> str:
-    line = json.dumps(record, ensure_ascii=False)
-    return line if strip_control(line) == line else json.dumps(record)  # a file may have any name
 
 
 def open_evaluation_set(data: EvaluationData, metric: str, progress: EvaluationProgress) -> EvaluationSet:
@@ -201,31 +189,25 @@ def open_evaluation_set(data: EvaluationData, metric: str, progress: EvaluationP
     data_formats = METRICS.get(metric).data_formats
     for data_format in data_formats:
         try:
-            return EvaluationSet(
-                data,
-                data_format,
-                [(source, SCHEMAS[schema_of_source(source, data_format)]) for source in sources],
-                progress,
-            )
+            files = [(source, SCHEMAS[schema_of_source(source, data_format)]) for source in sources]
+            return EvaluationSet(data, data_format, files, progress)
         except UserError as error:
             errors.append(error)
     # the format fits, the row does not
     first = next((error for error in errors if getattr(error, "reason", "") != "wrong keys"), errors[0])
-    others = [
-        name
-        for name, entry in METRICS.entries().items()
-        if name != metric and any(_has_format(sources[0], other) for other in entry.data_formats)
-    ]
-    fix = f"metric={others[0]} reads this file" if others else first.fix
+    other = next((name for name in METRICS.names() if name != metric and _reads(name, sources[0])), None)
     raise UserError(
-        f"metric={metric} reads {' or '.join(data_formats)} data: {first.message}", first.setting, fix
+        f"metric={metric} reads {' or '.join(data_formats)} data: {first.message}",
+        first.setting,
+        f"metric={other} reads this file" if other else first.fix,
     ) from first
 
 
-def _has_format(source: Source, data_format: str) -> bool:
+def _reads(metric: str, source: Source) -> bool:
+    """Return whether a metric reads a file of one of its data formats."""
     from data.schemas.registry import schema_of_source
 
-    try:
-        return bool(schema_of_source(source, data_format))
-    except UserError:
-        return False
+    for data_format in METRICS.get(metric).data_formats:
+        with suppress(UserError):
+            return bool(schema_of_source(source, data_format))
+    return False

@@ -5,30 +5,35 @@ from __future__ import annotations
 import dataclasses
 import typing
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, print_note
-from common.filesystem import read_bounded, read_json_object
+from common.filesystem import read_bounded
 from common.guarded_files import check_own_files
-from common.limits.parsers import parse_yaml
-
-CHECKPOINT_POINTERS = ("best", "latest")  # files in checkpoints/ with the name of a checkpoint
-MAX_SAVED_BYTES = 1 << 20  # bytes; a larger config.yaml is not read
+from runner.run_dir.metadata import RunMetadata
+from runner.run_dir.saved_config import CONFIG_FILE, load_yaml
 
 if TYPE_CHECKING:
     import torch
 
+    from data.tokenize.chat_template import ChatTemplate
     from data.tokenize.tokenizer import Tokenizer
     from models.config import LoraConfig, ModelConfig
     from models.language_model import LanguageModel
 
+CHECKPOINT_POINTERS = ("best", "latest")  # files in checkpoints/ with the name of a checkpoint
+
+RunSettings = dict[str, Any]  # saved config of a run
+
 
 @dataclass(frozen=True)
 class LoadedModel:
-    folder: Path
+    folder: Path  # a model folder, a run, or one of its checkpoints
+    run_dir: Path  # of a checkpoint its run, else `folder`
     data_format: str | None  # format of the data that its run trained on: text, chat or preference; None without a run
-    data_settings: dict[str, Any]  # the section `data` of its run; empty without a run
+    data_settings: RunSettings  # the section `data` of its run; empty without a run
     model: LanguageModel
     tokenizer: Tokenizer
     device: torch.device
@@ -37,6 +42,27 @@ class LoadedModel:
     def is_chat_model(self) -> bool:
         """Whether its run trained on conversations; without a run, whether its tokenizer has a chat template."""
         return self.data_format != "text" if self.data_format else self.tokenizer.chat_template is not None
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """Raises UserError if the tokenizer has no chat template, or one that cannot be used."""
+        from data.tokenize.chat_template import ChatTemplate
+
+        return ChatTemplate(self.tokenizer)
+
+    @property
+    def has_adapter(self) -> bool:
+        from models.lora import lora_layers
+
+        return bool(lora_layers(self.model))
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the ids of a plain text that the model continues."""
+        return [*self.tokenizer.bos_ids, *self.tokenizer.encode(text)]
+
+    def stop_ids(self, is_chat: bool) -> tuple[int, ...]:
+        """Return the ids that end an answer, or a continued text."""
+        return tuple(self.template.stop_ids) if is_chat else self.tokenizer.stop_ids
 
 
 def load_trained(folder: Path, device: str) -> LoadedModel:
@@ -54,30 +80,28 @@ def _load_trained(folder: Path, device: str) -> LoadedModel:
     from models.formats.load import load_model
     from runner.engine.device.distributed import resolve_device
 
-    target = resolve_device(device)
-    folder = checkpoint_dir(folder)
-    run = run_of_checkpoint(folder)
-    weights = folder if run else weights_dir(folder)
-    stage, data = saved_section(run or folder, "stage"), saved_section(run or folder, "data")
-    data_format = stage.get("data_format") or stage.get("rows")  # `rows`: runs of version 0.2
-    model, tokenizer = (
-        (_load_checkpoint(folder, run), _tokenizer_of_run(run, data_format))
-        if run
-        else (load_model(weights), Tokenizer.load(tokenizer_of_weights(weights) or weights))
-    )
+    target, checkpoint, run_dir = resolve_device(device), find_checkpoint(folder), run_dir_of(folder)
+    settings = _read_settings(run_dir)
+    data_format = settings.get("stage", {}).get("data_format")
+    if checkpoint:
+        source, model = checkpoint, _load_checkpoint(checkpoint, settings)
+        tokenizer = _tokenizer_of_run(run_dir, data_format)
+    else:
+        source = weights_dir(folder)
+        model, tokenizer = load_model(source), Tokenizer.load(tokenizer_of_weights(source) or source)
     for line in tokenizer.dropout_note:
         print_note(line)
     if tokenizer.largest_text_id >= model.cfg.vocab_size:
         message = f"the tokenizer has a token with the id {tokenizer.largest_text_id:,}, the model has ids below {model.cfg.vocab_size:,}"
         raise UserError(
-            message, str(weights), "copy or download the folder again: its tokenizer is that of another model"
+            message, str(source), "copy or download the folder again: its tokenizer is that of another model"
         )
-    if (model_type := saved_section(run or folder, "model").get("model_type")) and isinstance(model.cfg, DecoderConfig):
+    if (model_type := settings.get("model", {}).get("model_type")) and isinstance(model.cfg, DecoderConfig):
         # the base model of an adapter may be written as another class
         model.cfg = dataclasses.replace(model.cfg, model_type=model_type)
     model = model.to(target).eval()
     model.prepare(is_packed=False)
-    return LoadedModel(folder, data_format, data, model, tokenizer, target)
+    return LoadedModel(checkpoint or folder, run_dir, data_format, settings.get("data", {}), model, tokenizer, target)
 
 
 def weights_dir(folder: Path) -> Path:
@@ -100,93 +124,99 @@ def weights_dir(folder: Path) -> Path:
     return folder
 
 
-def saved_section(folder: Path, name: str) -> dict[str, Any]:
-    """Return a section of the config of a run; empty if `folder` is no run."""
-    config = folder / ".hydra" / "config.yaml"
-    if not config.exists():
-        return {}
-    try:
-        return dict(parse_yaml(read_bounded(config, MAX_SAVED_BYTES).decode("utf-8")).get(name, {}))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"the saved config of the run cannot be read: {error}",
-            str(config),
-            f"run={folder / 'model'} takes the model alone",
-        ) from error
-
-
-def checkpoint_dir(folder: Path) -> Path:
-    """Return the folder that `checkpoints/best` or `checkpoints/latest` of a run names, any other path as it is."""
-    from runner.checkpoint.format import CHECKPOINTS_DIR
-
-    if folder.name not in CHECKPOINT_POINTERS or folder.parent.name != CHECKPOINTS_DIR or not folder.is_file():
-        return folder
-    return folder.with_name(Path(read_bounded(folder, 64).decode("utf-8", "replace").strip()).name)
-
-
-def run_of_checkpoint(folder: Path) -> Path | None:
-    """Return the run directory if `folder` is one of its checkpoints or its best weights, else None."""
+def find_checkpoint(folder: Path) -> Path | None:
+    """Return the folder of a checkpoint, or of best weights, that `folder` is or that the file `checkpoints/best` or
+    `checkpoints/latest` names; None if it is none of a run.
+    """
     from runner.checkpoint.atomic_dir import STEP_NAME
     from runner.checkpoint.format import CHECKPOINTS_DIR
     from runner.checkpoint.retention import BEST_DIR
 
-    is_checkpoint = folder.parent.name == CHECKPOINTS_DIR and bool(
-        STEP_NAME.fullmatch(folder.name) or BEST_DIR.fullmatch(folder.name)
-    )
-    return (
-        folder.parent.parent if is_checkpoint and (folder.parent.parent / ".hydra" / "config.yaml").is_file() else None
+    if folder.parent.name != CHECKPOINTS_DIR or not (folder.parents[1] / CONFIG_FILE).is_file():
+        return None
+    if folder.name in CHECKPOINT_POINTERS and folder.is_file():
+        folder = folder.with_name(Path(read_bounded(folder, 64).decode("utf-8", "replace").strip()).name)
+    return folder if STEP_NAME.fullmatch(folder.name) or BEST_DIR.fullmatch(folder.name) else None
+
+
+def run_dir_of(folder: Path) -> Path:
+    """Return the run of a checkpoint, else `folder`."""
+    checkpoint = find_checkpoint(folder)
+    return checkpoint.parents[1] if checkpoint else folder
+
+
+def _read_settings(run_dir: Path) -> RunSettings:
+    """Return the saved config of a run; {} if `run_dir` is no run."""
+    if not (run_dir / CONFIG_FILE).exists():
+        return {}
+    check_own_files(run_dir, (), shallow=(".hydra",))
+    try:
+        sections = dict(load_yaml(run_dir / CONFIG_FILE))
+        return sections | {name: dict(sections.get(name, {})) for name in ("stage", "data", "model")}
+    except (OSError, ValueError, TypeError) as error:
+        raise _unreadable_settings(run_dir, error) from error
+
+
+def _unreadable_settings(run_dir: Path, error: Exception) -> UserError:
+    return UserError(
+        f"the saved config of the run cannot be read: {error}",
+        str(run_dir / CONFIG_FILE),
+        f"run={run_dir / 'model'} takes the model alone",
     )
 
 
-def saved_adapter(run: Path) -> tuple[LoraConfig, Path] | None:
-    """Return the settings of the adapter that a run trains, and the folder of its base model; None if it trains the
+def saved_adapter(run: Path, settings: RunSettings | None = None) -> tuple[LoraConfig, Path] | None:
+    """Return the settings of the adapter that a run trains, and the path that it started from; None if it trains the
     whole model.
     """
-    from models.config import SETTINGS_OF_EARLIER_ADAPTERS, LoraConfig
+    from models.config import LoraConfig
     from models.formats.load import weights_under_adapter
 
-    section = saved_section(run, "stage").get("lora")
+    section = (settings or _read_settings(run))["stage"].get("lora")
     if section is None:
         return None
-    base = read_json_object(run / "run.json").get("init_from")
-    if not isinstance(base, str) or not Path(base).exists():
+    start = RunMetadata.read(run).get("init_from")
+    if not isinstance(start, str) or not Path(start).exists():
         raise UserError(
             "the base model of this run's adapter does not exist",
-            str(base),
+            str(start),
             f"restore it; run={run / 'model'} has another path to it",
         )
-    lora: LoraConfig = _from_saved(LoraConfig, SETTINGS_OF_EARLIER_ADAPTERS | section, run)
-    return lora, weights_under_adapter(lora, Path(base))
+    lora: LoraConfig = _from_saved(LoraConfig, section, run)
+    return lora, weights_under_adapter(lora, Path(start))
 
 
-def _load_checkpoint(folder: Path, run: Path) -> LanguageModel:
+def _load_checkpoint(folder: Path, settings: RunSettings) -> LanguageModel:
     """Return the fp32 model with the weights of a checkpoint.
 
     Raises UserError if the checkpoint or the saved settings are damaged.
     """
     from models.config import MODELS
-    from models.formats.load import add_run_adapter, load_into, load_weights
+    from models.formats.load import add_run_adapter, load_into, load_weights, weights_under_adapter
     from models.formats.stored_size import check_size_of_weights
     from models.language_model import create_model
     from runner.checkpoint.atomic_dir import verify_dir
     from runner.checkpoint.format import read_model_tensors
     from runner.engine.state import load_strict, saved_tensors
 
-    check_own_files(run, ("checkpoints",), shallow=(".hydra", "tokenizer"))
+    run = folder.parents[1]
+    check_own_files(run, ("checkpoints",), shallow=("tokenizer",))
     if not folder.is_dir() or (reason := verify_dir(folder)):
         problem = f"this checkpoint is damaged: {reason}" if folder.is_dir() else "this checkpoint does not exist"
         raise UserError(
             problem, str(folder), f"run={run} has the model of the run; ls {folder.parent} lists its checkpoints"
         )
-    section = saved_section(run, "model")
+    section = settings["model"]
     cfg: ModelConfig = _from_saved(MODELS.get(str(section.get("family", "decoder"))), section, run)
-    adapter = saved_adapter(run)
+    adapter = saved_adapter(run, settings)
     if adapter is None:
         check_size_of_weights(cfg, folder)
-    model = create_model(cfg)
-    if adapter is not None:
-        load_into(model, load_weights(adapter[1], cfg.family), str(adapter[1]))
-        add_run_adapter(model, adapter[0], read_json_object(run / "run.json")["init_from"])
+        model = create_model(cfg)
+    else:
+        lora, start = adapter
+        base = weights_under_adapter(lora, start)
+        load_into(model := create_model(cfg), load_weights(base, cfg.family), str(base))
+        add_run_adapter(model, lora, str(start))
     load_strict(saved_tensors(model), read_model_tensors(folder), folder)
     return model.eval()
 
@@ -197,11 +227,9 @@ def _tokenizer_of_run(run: Path, data_format: str | None) -> Tokenizer:
     from data.tokenize.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(run / "tokenizer")
-    return (
-        tokenizer
-        if data_format == "text"
-        else dataclasses.replace(tokenizer, stop_ids=tuple(ChatTemplate(tokenizer).stop_ids))
-    )
+    if data_format == "text":
+        return tokenizer
+    return dataclasses.replace(tokenizer, stop_ids=tuple(ChatTemplate(tokenizer).stop_ids))
 
 
 def _from_saved(schema: type, section: dict[str, Any], run: Path) -> Any:
@@ -209,19 +237,12 @@ def _from_saved(schema: type, section: dict[str, Any], run: Path) -> Any:
 
     Raises UserError if a field is missing or unknown.
     """
-    hints = typing.get_type_hints(schema)
+    hints, values = typing.get_type_hints(schema), {}
     try:
-        values = {}
         for name, value in section.items():
-            nested = next(
-                (kind for kind in (hints[name], *typing.get_args(hints[name])) if dataclasses.is_dataclass(kind)), None
-            )
-            values[name] = (
-                _from_saved(typing.cast(type, nested), value, run) if nested and isinstance(value, dict) else value
-            )
+            kinds = [kind for kind in (hints[name], *typing.get_args(hints[name])) if dataclasses.is_dataclass(kind)]
+            is_nested = kinds and isinstance(value, dict)
+            values[name] = _from_saved(typing.cast(type, kinds[0]), value, run) if is_nested else value
         return schema(**values)
     except (KeyError, TypeError) as error:
-        fix = f"run={run / 'model'} takes the model alone"
-        raise UserError(
-            f"the saved config of the run cannot be read: {error}", str(run / ".hydra" / "config.yaml"), fix
-        ) from error
+        raise _unreadable_settings(run, error) from error

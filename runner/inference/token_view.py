@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 import numpy as np
 
 from common.errors import strip_control
-from runner.tracking.console.plain import PlainConsole
+from runner.tracking.console.plain import LineConsole
 
 if TYPE_CHECKING:
     from data.tokenize.tokenizer import Tokenizer
@@ -63,7 +63,7 @@ class PlainTokenView:
     r"""Plain text, for pipes and files: tokens with loss are in [brackets], brackets of the text are \[escaped\]."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._out = PlainConsole(stream)
+        self._out = LineConsole(stream)
 
     def print(self, text: str = "") -> None:
         self._out.print(strip_control(text))

@@ -29,10 +29,10 @@ from runner.engine.device.distributed import RENDEZVOUS_ENV
 from runner.engine.device.heartbeat import Sign
 from runner.launch import rank_logs, subprocesses
 from runner.launch.signals import STOP_SIGNALS, SignalForwarder
+from runner.launch.supervisor import Liveness, Supervisor
 from runner.launch.train_process import PEER_TIMEOUT_TEXTS
 from runner.run_dir.contents import exported_loss, has_diverged
 from runner.run_dir.metadata import RunMetadata
-from runner.supervise.supervisor import Liveness, Supervisor
 
 FAILURE_GRACE = 20.0  # seconds for the other ranks to exit after a failure
 HANG_GRACE = 5.0  # the same after a timeout of a collective

@@ -28,12 +28,12 @@ from runner.config.compose import compose_tree, merge_into_schema, register_conf
 from runner.config.hydra_errors import OPTIONAL_SECTIONS, translating_hydra_errors
 from runner.config.unread import check_typed_are_read
 from runner.engine.config import REGISTERED_SECTIONS, Config
+from runner.launch.recovery import recover_run
 from runner.launch.run import check_inputs, run
-from runner.recovery.recover import recover_run
 from runner.run_dir import saved_config
 from runner.run_dir.lock import unusable_error
 from runner.run_dir.metadata import RunMetadata
-from runner.tracking.console.modes import open_console
+from runner.tracking.console.bar import open_console
 
 SAVED_FILES = (saved_config.CONFIG_FILE, saved_config.OVERRIDES_FILE)
 CACHE_KEY = "data.cache"

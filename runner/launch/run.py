@@ -19,7 +19,9 @@ from data.tokenize.origin import RUN_TOKENIZER
 from runner.engine.config import Config
 from runner.launch import local_ranks, torchrun
 from runner.launch.initial_weights import (
+    check_init_from,
     check_model,
+    check_tokenizer,
     compatibility_fingerprints,
     resolve_init_from,
     restore_hub_weights,
@@ -33,6 +35,14 @@ from runner.run_dir.metadata import RunMetadata
 TORCHRUN_RESTARTS = (
     "torchrun --max-restarts=3 restarts them after the loss of a rank or node; leave train.supervise out"
 )
+
+
+def check_start(config: Config) -> None:
+    """Raise UserError if a new run of this config would not start: for its inputs, weights or tokenizer."""
+    check_inputs(config)
+    check_init_from(config)
+    check_model(config)
+    check_tokenizer(config)
 
 
 def check_inputs(config: Config) -> None:

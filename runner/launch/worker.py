@@ -23,10 +23,10 @@ from runner.engine.device.distributed import RENDEZVOUS_DONE
 from runner.engine.device.heartbeat import start_heartbeat
 from runner.launch.signals import STOP_SIGNALS, StopFlag, handled_signals
 from runner.launch.subprocesses import run_then_hard_exit
+from runner.launch.supervisor import write_stacks_at_a_crash
 from runner.launch.train_process import config_from_json, train_as_rank
 from runner.run_dir.contents import MAX_JSON_BYTES
 from runner.run_dir.metadata import RunMetadata
-from runner.supervise.supervisor import write_stacks_at_a_crash
 
 PARENT_POLL_SECONDS = 0.2
 

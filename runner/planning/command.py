@@ -5,30 +5,36 @@ Leaves nothing behind but the token cache, which the run reads.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from functools import cache
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, TypeVar
 
 from common.errors import print_safely
 from runner.engine.config import Config
-from runner.engine.data_pipeline import DataPipeline, build_data_pipeline
+from runner.engine.data_pipeline import build_data_pipeline
 from runner.engine.device.compile import set_inductor_cache
-from runner.planning.activations import is_counted_compiled
+from runner.launch.local_ranks import count_local_ranks
 from runner.planning.alternatives import find_alternatives
-from runner.planning.config import PlanConfig
+from runner.planning.data import DataFacts, data_facts
 from runner.planning.estimate import RunPlan, estimate_disk
-from runner.planning.facts.cpu import cpu_execution, saved_kernels
-from runner.planning.facts.data import DataFacts, data_facts
-from runner.planning.facts.machine import resident_bytes, this_machine
-from runner.planning.facts.model import ModelSizes, model_facts
-from runner.planning.memory import PLAIN, computation, estimate_memory
+from runner.planning.machine import resident_bytes, this_machine
+from runner.planning.memory import estimate_memory, layer_memory
+from runner.planning.model import model_facts
 from runner.planning.report import plan_dict, plan_text, sweep_text
 from runner.planning.starts import PlannedRun, PlannedStart
-from runner.planning.trial.start import trial_of
+from runner.planning.trial import trial_of
 
-if TYPE_CHECKING:
-    from data.tokenize.tokenizer import Tokenizer
+T = TypeVar("T")
+
+
+@dataclass
+class PlanConfig:
+    """Settings of plan.py."""
+
+    # run a few steps, an evaluation, a sample and a save in a child process; false: estimates without times
+    timing: bool
+    json: bool  # print one JSON object instead of text
 
 
 def plan(cfg: PlanConfig, start: PlannedStart) -> None:
@@ -43,96 +49,71 @@ def plan(cfg: PlanConfig, start: PlannedStart) -> None:
 
 
 class Planner:
-    """Plans runs; jobs of a sweep that share data or a model share what is known of them."""
+    """Plans runs; jobs of a sweep that share data, a model or a trial share what is known of them."""
 
     def __init__(self) -> None:
-        self._data: dict[str, DataFacts] = {}
-        self._models: dict[str, ModelSizes] = {}
-        self._process = 0
+        self._known: dict[str, Any] = {}
         self._machine = cache(this_machine)
+        self._process = 0
         # before torch's compiler is imported, which would set another folder for this process and its trials
         set_inductor_cache()
 
     def plan(self, run: PlannedRun) -> RunPlan:
         cfg = run.config
-        machine, ranks = self._machine(cfg.device), count_ranks(cfg)
+        machine, ranks = self._machine(cfg.device), count_local_ranks(cfg)
+        world = ranks * cfg.distributed.nnodes
         cfg.model.check_memory()
         # before the model, whose modules without memory import more than a run does
-        data = self._facts_of_data(cfg, ranks * cfg.distributed.nnodes)
-        facts = self._model(cfg)
-        world, saved = ranks * cfg.distributed.nnodes, saved_kernels(run.folder)
-        cpu = cpu_execution(cfg, facts, data, world, saved) if machine.device == "cpu" else PLAIN
-        memory = estimate_memory(
-            cfg, facts, data.shape, data.steps, data.micro_batches, machine.device, self._process, world, cpu
-        )
-        result = RunPlan(run, facts, data, memory, estimate_disk(cfg, facts, data.steps), machine, ranks, cpu)
+        settings = cfg.data, cfg.stage, cfg.train, cfg.seed, cfg.model.max_position_embeddings, world
+        data = self._once(partial(self._read_data, cfg, world), *settings)
+        model = self._once(partial(model_facts, cfg), cfg.model, cfg.stage, cfg.optimizer.name)
+        memory = estimate_memory(cfg, model, data, machine, ranks, self._process)
+        result = RunPlan(run, model, data, memory, estimate_disk(cfg, model, data.steps), machine, ranks)
         if not result.fits_memory:
-            result.alternatives = find_alternatives(cfg, facts, data, machine, self._process, ranks, saved)
+            result.alternatives = find_alternatives(cfg, model, data, machine, ranks, self._process)
         result.notes = [*notes_of(result), *data.warnings, *cfg.model.training_warnings()]
         return result
 
     def time(self, plans: list[RunPlan]) -> None:
         """Run the trial of each plan that fits; jobs with the same micro-batches, model and precision share one."""
-        trials: dict[str, dict | None] = {}
         for each in plans:
-            # jobs of other lengths may be computed in other ways
-            parts = [dataclasses.asdict(part) for part in (each.data.shape, each.cpu)]
-            key = json.dumps([shared_settings(each.run.config), *parts, each.data.micro_batches], default=str)
+            cfg = each.run.config
             if not each.fits_memory:
                 each.notes.append("no step was timed, because the run does not fit")
-            elif each.ranks * each.run.config.distributed.nnodes > 1:
+            elif each.ranks * cfg.distributed.nnodes > 1:
                 each.notes.append("no step was timed: a trial has one process, and this run has several")
             elif each.memory.total > each.machine.available:
                 each.notes.append("no step was timed: other programs use the memory now")
             else:
-                if key not in trials:
-                    trials[key] = trial_of(each.run.config)
-                each.trial = trials[key]
+                # jobs of other lengths may be computed in other ways
+                computed = each.data.shape, each.data.micro_batches, each.memory.execution
+                each.trial = self._once(partial(trial_of, cfg), *timed_settings(cfg), *computed)
 
-    def _model(self, cfg: Config) -> ModelSizes:
-        key = json.dumps(
-            [dataclasses.asdict(part) for part in (cfg.model, cfg.stage)] + [cfg.optimizer.name], default=str
-        )
-        if key not in self._models:
-            self._models[key] = model_facts(cfg)
-        return self._models[key]
+    def _once(self, make: partial[T], *settings: object) -> T:
+        """Return what `make` returns, called once for these settings."""
+        key = f"{make.func} {settings}"
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
 
-    def _facts_of_data(self, cfg: Config, ranks: int) -> DataFacts:
-        key = json.dumps(
-            [dataclasses.asdict(part) for part in (cfg.data, cfg.stage, cfg.train)]
-            + [cfg.seed, cfg.model.max_position_embeddings, ranks],
-            default=str,
-        )
-        if key not in self._data:
-            tokenizer, pipeline = open_data(cfg)
-            if not self._process:
-                import runner.engine.build
-                import runner.engine.loop  # noqa: F401  what a run imports is a part of its memory
+    def _read_data(self, cfg: Config, ranks: int) -> DataFacts:
+        from data.tokenize.origin import open_tokenizer
 
-                self._process = resident_bytes()
-            self._data[key] = data_facts(cfg, pipeline, tokenizer, ranks)
-        return self._data[key]
+        tokenizer = open_tokenizer(cfg.data, cfg.init_from)
+        cfg.check_vocabulary(tokenizer.vocab_size)
+        pipeline = build_data_pipeline(cfg, tokenizer)
+        if not self._process:
+            import runner.engine.build
+            import runner.engine.loop  # noqa: F401  what a run imports is a part of its memory
+
+            self._process = resident_bytes()
+        return data_facts(cfg, pipeline, tokenizer, ranks)
 
 
-def open_data(cfg: Config) -> tuple[Tokenizer, DataPipeline]:
-    from data.tokenize.origin import open_tokenizer
-
-    tokenizer = open_tokenizer(cfg.data, cfg.init_from)
-    cfg.check_vocabulary(tokenizer.vocab_size)
-    return tokenizer, build_data_pipeline(cfg, tokenizer)
-
-
-def count_ranks(cfg: Config) -> int:
-    from runner.launch.local_ranks import count_local_ranks
-
-    return count_local_ranks(cfg)
-
-
-def shared_settings(cfg: Config) -> list[object]:
+def timed_settings(cfg: Config) -> tuple[object, ...]:
     """Return the settings that the time of a step, an evaluation or a set of samples depends on."""
-    parts = [dataclasses.asdict(part) for part in (cfg.model, cfg.stage, cfg.precision, cfg.data, cfg.distributed)]
     train = cfg.train
-    timed = (
+    of_train = (
         train.batch_size,
         train.save_every,
         train.compile,
@@ -141,27 +122,25 @@ def shared_settings(cfg: Config) -> list[object]:
         train.sample_tokens,
         train.final_eval_rows,
     )
-    return [*parts, cfg.optimizer.name, *timed, cfg.init_from, cfg.device]
+    sections = cfg.model, cfg.stage, cfg.precision, cfg.data, cfg.distributed
+    return *sections, cfg.optimizer.name, *of_train, cfg.init_from, cfg.device
 
 
 def notes_of(plan: RunPlan) -> list[str]:
-    cfg, facts, machine = plan.run.config, plan.model, plan.machine
+    cfg, model, machine, execution = plan.run.config, plan.model, plan.machine, plan.memory.execution
     notes = []
-    if not facts.layer.is_exact:
+    if not model.layer.is_exact:
         notes.append("activations are approximate: counted as those of a plain decoder of these widths")
-    if not facts.optimizer_known:
+    if not model.optimizer_known:
         notes.append(f"the state of optimizer={cfg.optimizer.name} is taken to be that of adamw")
-    if plan.cpu.is_compiled and not is_counted_compiled(facts.layer, computation(cfg, facts, machine.device, plan.cpu)):
+    layer = layer_memory(cfg, model, plan.data.shape, execution)
+    if execution.is_compiled and not layer.is_counted_compiled:
         notes.append(
             "the layers will be compiled: activations need less than estimated, what of these layers is saved is not known"
         )
-    if plan.cpu.attention is None:
+    if execution.has_kernels:
         notes.append(
-            "the attention kernel is measured when the run starts: counted is the one that saves probabilities, the fused kernel saves none"
-        )
-    if plan.cpu.is_upcast is None:
-        notes.append(
-            "whether 16-bit products are faster in fp32 is measured when the run starts: counted are those in fp32, which need copies of a layer's weights"
+            "kernels are measured when a long run starts: counted is the fused attention kernel, others save probabilities, too"
         )
     if plan.fits_memory and plan.needed_memory > machine.available:
         notes.append(f"other programs use the memory now: {machine.available / 2**30:.2f} GiB are available")

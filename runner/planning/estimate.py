@@ -10,11 +10,10 @@ from typing import Any
 
 from runner.engine.config import Config
 from runner.planning.alternatives import Alternative
-from runner.planning.facts.cpu import CpuExecution
-from runner.planning.facts.data import DataFacts
-from runner.planning.facts.machine import Machine
-from runner.planning.facts.model import ModelSizes
-from runner.planning.memory import CUDA_CONTEXT, FP32, PLAIN, MemoryEstimate
+from runner.planning.data import DataFacts
+from runner.planning.machine import Machine
+from runner.planning.memory import CUDA_CONTEXT, FP32, MemoryEstimate
+from runner.planning.model import ModelSizes
 from runner.planning.starts import PlannedRun
 
 LOG_LINE = 330  # bytes of a line of metrics.jsonl and of train.log, together
@@ -43,21 +42,15 @@ class RunPlan:
     disk: DiskEstimate
     machine: Machine
     ranks: int  # on this machine
-    cpu: CpuExecution = PLAIN
     alternatives: list[Alternative] = field(default_factory=list)
     trial: dict[str, Any] | None = None  # result.json of the trial
     notes: list[str] = field(default_factory=list)
 
     @property
     def needed_memory(self) -> int:
-        """Bytes on the device: the estimate, or what the trial has measured if that is more.
-
-        All ranks of a machine share the memory of its CPU.
-        """
-        measured = (
-            self.trial["peak_bytes"] + (CUDA_CONTEXT if self.machine.device == "cuda" else 0) if self.trial else 0
-        )
-        return max(measured, self.memory.total * (self.ranks if self.machine.device == "cpu" else 1))
+        """Bytes on the device: the estimate, or what the trial has measured if that is more."""
+        context = CUDA_CONTEXT if self.machine.device == "cuda" else 0
+        return max(self.trial["peak_bytes"] + context if self.trial else 0, self.memory.of_device)
 
     @property
     def fits_memory(self) -> bool:
@@ -66,6 +59,10 @@ class RunPlan:
     @property
     def fits_disk(self) -> bool:
         return self.disk.total <= self.machine.free_disk
+
+    @property
+    def fits(self) -> bool:
+        return self.fits_memory and self.fits_disk
 
     @property
     def steps(self) -> int:
@@ -78,22 +75,17 @@ class RunPlan:
         if self.trial is None:
             return None
         train, trial = self.run.config.train, self.trial
-        evaluations = (
-            self.steps // train.eval_every
-            if train.eval_every and self.run.config.evaluates
-            else int(train.final_eval_rows > 0)
-        )
+        evaluations = int(train.final_eval_rows > 0)
+        if train.eval_every and self.run.config.evaluates:
+            evaluations = self.steps // train.eval_every
         samples = self.steps // train.sample_every if train.sample_every and train.sample_prompts else 0
         saves = self.steps // train.save_every if train.save_every else 0
-        repeated = (
-            evaluations * trial["eval_seconds"]
-            + samples * trial["sample_seconds"]
-            + saves * trial["save_stall_seconds"]
-        )
         return (
             trial["first_step_seconds"]
             + self.steps * trial["step_seconds"] * self.data.padding
-            + repeated
+            + evaluations * trial["eval_seconds"]
+            + samples * trial["sample_seconds"]
+            + saves * trial["save_stall_seconds"]
             + trial["save_seconds"]
         )
 

@@ -1,21 +1,26 @@
-"""Memory of a training process by part, at the moment of a step when it needs most."""
+"""Memory of a training process by part, at the moment when it needs most.
+
+The formula counts the tensors that autograd keeps in models/layers/. Letters are those of `LayerSizes`; n = R * T tokens
+of the micro-batch, c bytes of a number of the computation (4 in fp32, 2 in bf16 and fp16).
+"""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from runner.engine.choices.layer_choices import FUSED
+from data.types import sequences_per_row
 from runner.engine.config import Config
+from runner.engine.device.compile import has_cpp_compiler, resolve_compile_mode
+from runner.engine.device.cpu.allocator import why_no_memory_pool
+from runner.engine.device.cpu.threads import threads_per_rank
 from runner.engine.device.precision import PRECISIONS
 from runner.engine.optim.orthogonalize import BATCH_NUMBERS
-from runner.planning.activations import FP32, Computation, layer_workspace, saved_per_layer
-from runner.planning.facts.cpu import CpuExecution, attention_buffers
-from runner.planning.facts.data import BatchShape
-from runner.planning.facts.model import LayerSizes, ModelSizes
+from runner.planning.data import BatchShape, DataFacts
+from runner.planning.machine import Machine
+from runner.planning.model import LayerSizes, ModelSizes
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FP32 = 4
 NF4 = 0.5625  # bytes of a weight of 4 bits with its share of the scale of its block
 # per number of the matrices that are updated together: momentum, direction and update in fp32, products in bf16
 MUON_BYTES = 26
@@ -28,17 +33,27 @@ LIBRARIES_16_BIT = 40 << 20
 COMPILER = 180 << 20
 POOL_HOLES = 0.03  # of the saved activations: free blocks of the memory pool of long runs
 # The heap of a CPU process keeps freed memory (runner/engine/device/cpu/allocator.py), and holes between saved tensors
-# are not all used again. The share
-# grows with the size of the tensors; it is fitted to benchmarks/results/plan.md, not derived.
+# are not all used again. The share grows with the size of the tensors; it is fitted to benchmarks/results/plan.md, not
+# derived.
 HOLES_PER_MIB = 0.022  # of the saved activations, or of those to recompute, per MiB of the largest temporary tensor
 MAX_HOLES = 1.0
 CHECKPOINTING_HOLES, ADAPTER_HOLES = 0.5, 0.75  # where tensors of one layer are freed between those that stay
 ADAPTER_HOLES_PER_MIB = 0.2  # up to ADAPTER_HOLES
-PLAIN = CpuExecution()  # of a short run
 PARTS = (
     "weights", "reference model", "optimizer", "gradients", "activations", "logits and loss", "workspace", "attention buffers", "allocator", "checkpoint copy", "compiler",
     "process and data",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How the layers are computed. A long run on a CPU is compiled, and has a memory pool and C++ kernels."""
+
+    on_cpu: bool
+    is_compiled: bool = False
+    has_pool: bool = False  # memory_pool.cpp
+    has_kernels: bool = False  # they save neither probabilities nor rounded weights, nor the product of gate and up
+    threads: int = 1
 
 
 @dataclass(frozen=True)
@@ -47,195 +62,240 @@ class MemoryEstimate:
 
     moment: str
     parts: Mapping[str, int]  # those of PARTS that are not 0
-    device: str  # cpu or cuda
+    execution: Execution
+    ranks: int  # that share the memory
 
     @property
     def total(self) -> int:
         return sum(self.parts.values())
 
+    @property
+    def of_device(self) -> int:
+        return self.total * self.ranks
 
-def computation(cfg: Config, facts: ModelSizes, device: str, cpu: CpuExecution = PLAIN) -> Computation:
-    width, on_cpu = DTYPE_BYTES[PRECISIONS[cfg.precision.name].dtype], device == "cpu"
-    kernels = (
-        on_cpu and cpu.is_compiled,
-        on_cpu and cpu.attention == FUSED,
-        on_cpu and width < FP32 and cpu.is_upcast is not False,
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Bytes that one layer needs for a micro-batch."""
+
+    layer: LayerSizes
+    shape: BatchShape
+    width: int  # c
+    checkpointing: str  # train.activation_checkpointing
+    adapters: int  # numbers per token in the adapters of a layer; 0: its weights are trained
+    execution: Execution
+
+    @property
+    def is_counted_compiled(self) -> bool:
+        """False: the formula counts the layer as if it was not compiled, which is more."""
+        return self.execution.is_compiled and self.layer.is_exact and not self.layer.experts
+
+    def saved(self) -> int:
+        """Return the bytes that stay in memory from the forward pass of a layer until its backward pass."""
+        layer, n, c = self.layer, self.shape.numbers, self.width
+        D, Q, K, F = layer.hidden, layer.queries, layer.keys, layer.experts_per_token * layer.mlp
+        if self.checkpointing == "full":
+            return n * D * FP32
+        if self.checkpointing == "selective":
+            return n * (D * FP32 + 2 * (Q + K + D + F) * c) * (2 if self.adapters else 1)
+        trained = not self.adapters
+        if self.is_counted_compiled:
+            # residual stream and inputs of products; what norms return is recomputed
+            per_token = D * (FP32 + c) + 2 * (Q + K + F) * c
+            return n * (per_token + self.adapters * c) + self._probs()
+        has_fused_mlp = self.execution.has_kernels and layer.is_exact and trained
+        per_token = 2 * D * FP32 * (1 + trained)  # inputs of both norms; normalized, for the gradients of their weights
+        per_token += (2 * D + 3 * Q + 3 * K) * c  # inputs of the projections, projected, and rotated queries and keys
+        per_token += (Q + K) * FP32 * (trained + (c != FP32)) if layer.qk_norm else 0
+        per_token += (2 if has_fused_mlp else 3) * F * c
+        # inputs and outputs of the experts, probabilities
+        per_token += 2 * layer.experts_per_token * D * c + 3 * layer.experts * FP32 if layer.experts else 0
+        weights = 0  # rounded to 16 bits; those that are joined for one product are joined again in the backward pass
+        if c != FP32 and not has_fused_mlp:
+            is_joined, experts = trained and layer.is_exact, max(1, layer.experts)
+            weights = D * (Q + experts * layer.mlp if is_joined else 2 * Q + 2 * K + 3 * experts * layer.mlp)
+        return n * (per_token + self.adapters * c) + self._probs() + weights * c
+
+    def without_checkpointing(self) -> int:
+        return replace(self, checkpointing="none").saved()
+
+    def workspace(self) -> int:
+        """Return the bytes of temporary tensors at the largest moment of the backward pass of the layer.
+
+        Where it was checkpointed, its activations are recomputed first.
+        """
+        layer, n, c = self.layer, self.shape.numbers, self.width
+        # of the residual stream; of gate, up, both together, and a product
+        gradients = n * (2 * layer.hidden * FP32 + layer.experts_per_token * 5 * layer.mlp * c)
+        # the joined weights of a product, and their gradients before they are split
+        weights = layer.hidden * layer.mlp * (2 * c + (0 if self.adapters else 3 * FP32))
+        return gradients + weights + (self.without_checkpointing() if self.checkpointing != "none" else 0)
+
+    def holes(self) -> int:
+        """Return the bytes that are free between the tensors, in the heap of glibc or in the memory pool."""
+        if not self.execution.on_cpu:
+            return 0
+        layer, saved = self.layer, self.saved()
+        largest = self.shape.numbers * layer.mlp * self.width * layer.experts_per_token / max(1, layer.experts) / 2**20
+        share = min(MAX_HOLES, HOLES_PER_MIB * largest)
+        if self.execution.has_pool:
+            share = POOL_HOLES
+        elif self.adapters:
+            share = min(ADAPTER_HOLES, ADAPTER_HOLES_PER_MIB * largest)
+        elif self.checkpointing != "none":
+            share = CHECKPOINTING_HOLES
+        return round(max(saved, self.without_checkpointing() - saved) * share)
+
+    def _probs(self) -> int:
+        """Return the bytes of attention probabilities, which the kernel of the CPU saves up to a limit."""
+        from models.layers.attention import MAX_SAVED_PROBS, QUERY_BLOCK
+
+        R, T, heads = self.shape.rows, self.shape.tokens, self.layer.heads
+        is_saved = self.execution.on_cpu and not self.execution.has_kernels and R * heads * T * T <= MAX_SAVED_PROBS
+        return R * heads * T * (T + QUERY_BLOCK) // 2 * self.width if is_saved else 0
+
+    def attention_buffers(self) -> int:
+        """Return the bytes that the fused kernel keeps in its threads for a document of T tokens (attention.cpp): keys,
+        values, and in the backward pass all scores.
+
+        A thread computes one document of one key head at a time, and its buffers stay until it ends.
+        """
+        if not self.execution.has_kernels:
+            return 0
+        shared = self.layer.queries // self.layer.keys  # query heads of a key head
+        rows = shared * max(16, min(64, 128 // shared // 16 * 16))  # of a block of queries
+        keys = -(-self.shape.tokens // 64) * 64
+        head_width = self.layer.queries // self.layer.heads
+        return self.execution.threads * keys * (2 * rows * 4 + head_width * (5 * self.width + 2 * 4))
+
+
+def plan_execution(cfg: Config, model: ModelSizes, data: DataFacts, machine: Machine, ranks: int) -> Execution:
+    """Return how each of `ranks` on this machine computes the run, by the rules of runner/engine/kernels.py.
+
+    A long run measures its kernels when it starts: counted are those that are usually the fastest.
+    """
+    if machine.device != "cpu":
+        return Execution(on_cpu=False)
+    import torch
+
+    from models.layers.cpu_kernels.fused_attention import supports
+    from models.layers.cpu_kernels.library import is_supported_machine
+
+    threads = min(torch.get_num_threads(), int(threads_per_rank(ranks)))
+    sequences = data.steps * data.sequences_per_step * sequences_per_row(cfg.stage.data_format)
+    flops = 6.0 * model.parameters * sequences * cfg.data.max_length / (ranks * cfg.distributed.nnodes)
+    decision = resolve_compile_mode(
+        cfg.train.compile, flops, torch.device("cpu"), threads, cfg.model.has_dynamic_shapes
     )
-    return Computation(
-        width,
-        on_cpu,
-        cfg.train.activation_checkpointing,
-        cfg.stage.lora is None,
-        facts.adapted,
-        facts.adapter_rank,
-        *kernels,
+    builds_kernels = decision.is_long_run and has_cpp_compiler()
+    dtype, layer = getattr(torch, PRECISIONS[cfg.precision.name].dtype), model.layer
+    return Execution(
+        on_cpu=True,
+        is_compiled=decision.mode != "off",
+        has_pool=builds_kernels and not why_no_memory_pool(),
+        has_kernels=builds_kernels and is_supported_machine() and supports(dtype, layer.queries // layer.heads),
+        threads=threads,
     )
+
+
+def layer_memory(cfg: Config, model: ModelSizes, shape: BatchShape, execution: Execution) -> LayerMemory:
+    width = FP32 if PRECISIONS[cfg.precision.name].dtype == "float32" else FP32 // 2
+    return LayerMemory(model.layer, shape, width, cfg.train.activation_checkpointing, model.adapter_numbers, execution)
 
 
 def estimate_memory(
-    cfg: Config,
-    facts: ModelSizes,
-    shape: BatchShape,
-    steps: int,
-    micro_batches: int,
-    device: str,
-    process: int,
-    ranks: int = 1,
-    cpu: CpuExecution = PLAIN,
+    cfg: Config, model: ModelSizes, data: DataFacts, machine: Machine, ranks: int, process: int
 ) -> MemoryEstimate:
-    """`steps`: of the run; `process`: bytes of this program with its data before the model is created, on a CPU;
-    `device`: cpu or cuda; `cpu`: how it computes.
-
-    Where the kernels of attention or of 16-bit products are not known, those are counted which need more.
-    """
-    how = computation(cfg, facts, device, cpu)
-    shards = ranks if cfg.distributed.name == "fsdp" else 1
+    """`ranks`: on this machine; `process`: bytes of this program with its data before the model is created, on a CPU."""
+    execution = plan_execution(cfg, model, data, machine, ranks)
+    layer, on_cpu = layer_memory(cfg, model, data.shape, execution), execution.on_cpu
+    world = ranks * cfg.distributed.nnodes
+    shards = world if cfg.distributed.name == "fsdp" else 1
+    libraries = CPU_LIBRARIES + (LIBRARIES_16_BIT if layer.width < FP32 else 0)
     held = {
-        "weights": (FP32 * (facts.parameters - facts.quantized) + round(NF4 * facts.quantized)) // shards,
-        "reference model": FP32 * facts.reference // shards,
-        "optimizer": FP32 * facts.optimizer_numbers(cfg.optimizer) // shards,
-        "process and data": process + CPU_LIBRARIES + LIBRARIES_16_BIT * (how.width < FP32)
-        if device == "cpu"
-        else CUDA_CONTEXT,
-        "compiler": COMPILER * how.is_compiled,
-        "attention buffers": attention_buffers(facts, shape.tokens, how.width, cpu) if how.on_cpu else 0,
+        "weights": (FP32 * (model.parameters - model.quantized) + round(NF4 * model.quantized)) // shards,
+        "reference model": FP32 * model.reference // shards,
+        "optimizer": FP32 * model.optimizer_numbers(cfg.optimizer) // shards,
+        "process and data": process + libraries if on_cpu else CUDA_CONTEXT,
+        "compiler": COMPILER if execution.is_compiled else 0,
+        "attention buffers": layer.attention_buffers(),
     }
     # ddp: they are views of its buckets
-    keeps_gradients = micro_batches > 1 or (cfg.distributed.name == "ddp" and ranks > 1)
-    moments = {
-        name: held | parts
-        for name, parts in _moments(cfg, facts, shape, keeps_gradients, how, shards, cpu.has_pool, cpu.is_long).items()
-    }
-    if how.on_cpu:
-        copies = {"checkpoint copy": _save_copies(cfg, facts, steps)}
-        if 0 < cfg.train.save_every < steps:  # the next step begins while the copies are written
+    keeps_gradients = data.micro_batches > 1 or (cfg.distributed.name == "ddp" and world > 1)
+    moments = _moments(cfg, model, layer, FP32 * model.trained // shards, keeps_gradients)
+    if on_cpu:
+        copies = {"checkpoint copy": checkpoint_copies(cfg, model, data.steps)}
+        if 0 < cfg.train.save_every < data.steps:  # the next step begins while the copies are written
             moments = {f"{name}, while a checkpoint is written": parts | copies for name, parts in moments.items()}
-        moments["save"] = held | copies
-        if cfg.train.save_every and cfg.evaluates:  # of the saved step, at once
-            moments["evaluation, while a checkpoint is written"] = held | copies | _evaluation(facts, shape, how)
+        moments["save"] = copies
+        if cfg.train.save_every and cfg.evaluates:  # of the saved step, at once: one layer at a time, then the logits
+            moments["evaluation, while a checkpoint is written"] = copies | {
+                "activations": layer.without_checkpointing(),
+                "logits and loss": _logits_bytes(model, layer),
+            }
     if cfg.init_from != "scratch":
-        loaded = FP32 * facts.parameters
-        moments["while the weights are loaded"] = held | {"optimizer": 0, "workspace": loaded if device == "cpu" else 0}
-    moment = max(moments, key=lambda name: sum(moments[name].values()))
-    return MemoryEstimate(moment, {part: moments[moment][part] for part in PARTS if moments[moment].get(part)}, device)
+        loaded = FP32 * model.parameters
+        moments["while the weights are loaded"] = {"optimizer": 0, "workspace": loaded if on_cpu else 0}
+    of_moments = {name: held | parts for name, parts in moments.items()}
+    moment = max(of_moments, key=lambda name: sum(of_moments[name].values()))
+    parts = {part: of_moments[moment][part] for part in PARTS if of_moments[moment].get(part)}
+    return MemoryEstimate(moment, parts, execution, ranks if on_cpu else 1)
 
 
 def _moments(
-    cfg: Config,
-    facts: ModelSizes,
-    shape: BatchShape,
-    keeps_gradients: bool,
-    how: Computation,
-    shards: int,
-    has_pool: bool,
-    is_long: bool,
+    cfg: Config, model: ModelSizes, layer: LayerMemory, gradients: int, keeps_gradients: bool
 ) -> dict[str, dict[str, int]]:
     """Return moment of a step -> part -> bytes, of what is not there all the time.
 
     `keeps_gradients`: they are there before the backward pass.
     """
-    layer, all_gradients = facts.layer, FP32 * facts.trained // shards
-    before = all_gradients if keeps_gradients else 0
-    head = facts.vocab * layer.hidden * FP32 if _trains_head(how) else 0
-    activations = layer.layers * saved_per_layer(layer, shape, how) + _outside_layers(facts, shape, how)
-    of_loss, saved_by_loss = _loss_bytes(cfg, facts, shape, how)
-    one_layer = layer_workspace(layer, shape, how)
-    # a long run may choose to update several together
-    updated = max(facts.largest_matrix, min(facts.trained, BATCH_NUMBERS * is_long))
+    shape, D, n, c = layer.shape, model.layer.hidden, layer.shape.numbers, layer.width
+    numbers = 0 if model.adapter_numbers else model.vocab * D  # of the trained output layer
+    head = FP32 * numbers
+    # of stages with a reference each token has a weight of its own: logits are computed again in the backward pass
+    saved_by_loss = n * D * c + (0 if cfg.stage.needs_reference else head)
+    mask = n * shape.tokens if shape.is_packed and layer.execution.on_cpu else 0  # that all layers share
     forward = {
-        "gradients": before,
-        "activations": activations,
-        "allocator": _unused_memory(layer, shape, how, has_pool),
+        "gradients": gradients if keeps_gradients else 0,
+        "activations": model.layer.layers * layer.saved() + mask,
+        "allocator": model.layer.layers * layer.holes(),
     }
-    moments = {
-        "loss": forward | {"logits and loss": of_loss},
-        "backward pass of the last layer": forward | {"logits and loss": head + saved_by_loss, "workspace": one_layer},
-        "backward pass of the first layer": {
-            "gradients": all_gradients,
-            "activations": saved_per_layer(layer, shape, how),
-            "workspace": one_layer + (head if keeps_gradients else 0),
-        },
-        "backward pass of the embedding": {"gradients": all_gradients, "workspace": 2 * head},
-        "update of the weights": {
-            "gradients": all_gradients,
-            "workspace": MUON_BYTES * updated if cfg.optimizer.name == "muon" else 0,
+    # Muon updates matrices one by one, or several together where a long run chooses that
+    updated = max(model.largest_matrix, min(model.trained, BATCH_NUMBERS if layer.execution.has_pool else 0))
+    of_update = MUON_BYTES * updated if cfg.optimizer.name == "muon" else 0
+    return {
+        # the loss and its gradients are computed in chunks of tokens
+        "loss": forward | {"logits and loss": _logits_bytes(model, layer) + head + (numbers + 2 * n * D) * c},
+        "backward pass of the last layer": forward
+        | {"logits and loss": head + saved_by_loss, "workspace": layer.workspace()},
+        "end of the backward pass, or update of the weights": {
+            "gradients": gradients,
+            "activations": layer.saved(),
+            "workspace": max(layer.workspace(), 2 * head, of_update),
         },
     }
-    return moments
 
 
-def _save_copies(cfg: Config, facts: ModelSizes, steps: int) -> int:
+def checkpoint_copies(cfg: Config, model: ModelSizes, steps: int) -> int:
     """Return the bytes of a checkpoint in host memory, and of the best weights that may still be written when it is
     copied.
 
     The best weights have a copy of their own if the step of their evaluation is not saved; otherwise they are those of
     its checkpoint.
     """
-    train, checkpoint = cfg.train, FP32 * (facts.trained + facts.optimizer_numbers(cfg.optimizer))
+    train = cfg.train
     if train.save_every:
         is_apart = cfg.evaluates and train.eval_every < steps and train.eval_every % train.save_every != 0
     else:
         is_apart = cfg.evaluates or train.final_eval_rows > 0
-    return checkpoint + FP32 * facts.trained * is_apart
+    return FP32 * (model.trained * (1 + is_apart) + model.optimizer_numbers(cfg.optimizer))
 
 
-def _evaluation(facts: ModelSizes, shape: BatchShape, how: Computation) -> dict[str, int]:
-    """Return part -> bytes of a forward pass that saves nothing: one layer at a time, then a chunk of logits."""
-    layer, plain = facts.layer, dataclasses.replace(how, checkpointing="none")
-    return {
-        "activations": saved_per_layer(layer, shape, plain) + _outside_layers(facts, shape, how),
-        "logits and loss": _logits_bytes(facts, shape, how),
-    }
-
-
-def _unused_memory(layer: LayerSizes, shape: BatchShape, how: Computation, has_pool: bool) -> int:
-    """Return the bytes of the holes among the tensors, in the heap of glibc or in the memory pool."""
-    if not how.on_cpu:
-        return 0
-    largest = shape.numbers * layer.mlp * how.width * layer.experts_per_token // max(1, layer.experts)
-    saved = saved_per_layer(layer, shape, how)
-    # by activation checkpointing
-    freed = saved_per_layer(layer, shape, dataclasses.replace(how, checkpointing="none")) - saved
-    share = min(MAX_HOLES, HOLES_PER_MIB * largest / 2**20)
-    if has_pool:
-        share = POOL_HOLES
-    elif not how.trains_all:
-        share = min(ADAPTER_HOLES, ADAPTER_HOLES_PER_MIB * largest / 2**20)
-    elif how.checkpointing != "none":
-        share = CHECKPOINTING_HOLES
-    return round(layer.layers * max(saved, freed) * share)
-
-
-def _trains_head(how: Computation) -> bool:
-    return how.trains_all or "lm_head" in how.adapted
-
-
-def _outside_layers(facts: ModelSizes, shape: BatchShape, how: Computation) -> int:
-    """Return the bytes of activations of the last norm, and of the mask of packed rows."""
-    D, n = facts.layer.hidden, shape.numbers
-    mask = n * shape.tokens if shape.is_packed and how.on_cpu else 0
-    return n * D * FP32 * (1 + how.trains_all) + mask
-
-
-def _loss_bytes(cfg: Config, facts: ModelSizes, shape: BatchShape, how: Computation) -> tuple[int, int]:
-    """Return (bytes while the loss and its gradients are computed in chunks of tokens, bytes that stay until the
-    backward pass).
-    """
-    D, V, n, c = facts.layer.hidden, facts.vocab, shape.numbers, how.width
-    logits = _logits_bytes(facts, shape, how)
-    # the gradient of the output layer, and the part of a chunk
-    trained = V * D * (FP32 + c) if _trains_head(how) else 0
-    inputs = 2 * n * D * c
-    if cfg.stage.needs_reference:  # each token has a weight of its own: logits are computed again in the backward pass
-        return logits + trained + inputs, n * D * c
-    return logits + trained + inputs, n * D * c + (V * D * FP32 if _trains_head(how) else 0)
-
-
-def _logits_bytes(facts: ModelSizes, shape: BatchShape, how: Computation) -> int:
+def _logits_bytes(model: ModelSizes, layer: LayerMemory) -> int:
     """Return the bytes of a chunk of logits, and of the output layer rounded to 16 bits."""
     from models.layers.chunked_loss import LOGITS_PER_CHUNK, tokens_per_chunk
 
-    V, c, device = facts.vocab, how.width, "cpu" if how.on_cpu else "cuda"
-    chunk = min(shape.numbers, tokens_per_chunk(V, device)) * V
+    V, c, device = model.vocab, layer.width, "cpu" if layer.execution.on_cpu else "cuda"
+    chunk = min(layer.shape.numbers, tokens_per_chunk(V, device)) * V
     block = min(chunk, LOGITS_PER_CHUNK[device])  # of its rows, in fp32
-    return chunk * FP32 if c == FP32 else block * (FP32 + c) + chunk * c + V * facts.layer.hidden * c
+    return chunk * FP32 if c == FP32 else block * (FP32 + c) + chunk * c + V * model.layer.hidden * c

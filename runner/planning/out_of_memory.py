@@ -13,10 +13,10 @@ from common.limits.memory import peak_resident_bytes, smallest_limit
 from common.paths import command_line
 from runner.diagnostics.symptoms import troubleshooting
 from runner.planning.alternatives import Alternative, find_alternatives
-from runner.planning.facts.data import data_facts
-from runner.planning.facts.machine import Machine, resident_bytes, this_machine
-from runner.planning.facts.model import model_facts
+from runner.planning.data import data_facts
+from runner.planning.machine import Machine, resident_bytes, this_machine
 from runner.planning.memory import CUDA_CONTEXT
+from runner.planning.model import model_facts
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +34,8 @@ def describe_out_of_memory(state: TrainState, error: BaseException) -> str:
 
     `error` is what the step raised.
     """
+    import torch
+
     found = REQUESTED.search(str(error))
     requested = round(float(found[1]) * UNITS[found[2]]) if found else 0
     amount = (
@@ -41,8 +43,11 @@ def describe_out_of_memory(state: TrainState, error: BaseException) -> str:
         if requested
         else f" ({type(error).__name__}: {str(error).partition('.')[0][:200]})"
     )
-    peak = peak_device_bytes(state.dist.device)
-    parts = f"out of memory after step {state.progress.step}{amount}, {limit_text(state.dist.device)}: {measured_parts(state, peak)}"
+    device = state.dist.device
+    peak = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_resident_bytes()
+    parts = (
+        f"out of memory after step {state.progress.step}{amount}, {limit_text(device)}: {measured_parts(state, peak)}"
+    )
     try:
         alternatives = smaller_settings(state, peak, requested)
     # the formula needs memory, too, and of other models facts that may be missing: the cause is reported all the same
@@ -80,12 +85,6 @@ def measured_parts(state: TrainState, peak: int) -> str:
     return f"peak {_mib(peak)} ({', '.join(f'{part} {_mib(size)}' for part, size in stay.items())})"
 
 
-def peak_device_bytes(device: torch.device) -> int:
-    import torch
-
-    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_resident_bytes()
-
-
 def memory_limit(machine: Machine, peak: int, requested: int) -> int:
     """Return the bytes that the process could get: it has had `peak`, and `requested` more were refused.
 
@@ -104,13 +103,14 @@ def smaller_settings(state: TrainState, peak: int, requested: int) -> list[Alter
     if none does.
     """
     cfg, ranks = state.cfg, max(1, state.dist.size // state.cfg.distributed.nnodes)  # of this machine
-    facts, data = model_facts(cfg), data_facts(cfg, state.pipeline, state.tokenizer, state.dist.size)
+    model, data = model_facts(cfg), data_facts(cfg, state.pipeline, state.tokenizer, state.dist.size)
     machine, process = this_machine(cfg.device), 0
+    limit = memory_limit(machine, peak, requested)
     if machine.device == "cpu":
-        return_free_memory()
-        process = resident_bytes() - sum(live_bytes(state).values())
-    limit = memory_limit(machine, peak, requested) * (ranks if machine.device == "cpu" else 1)
-    found = find_alternatives(cfg, facts, data, dataclasses.replace(machine, memory=limit), process, ranks)
+        with suppress(OSError, AttributeError):  # another C library than that of GNU
+            ctypes.CDLL(None).malloc_trim(0)  # returns free memory to the system: what stays is used
+        process, limit = resident_bytes() - sum(live_bytes(state).values()), limit * ranks
+    found = find_alternatives(cfg, model, data, dataclasses.replace(machine, memory=limit), ranks, process)
     fitting = [alternative for alternative in found if alternative.fits]
     return fitting[:MAX_ALTERNATIVES] or sorted(found, key=lambda alternative: alternative.memory)[:1]
 
@@ -129,12 +129,6 @@ def live_bytes(state: TrainState) -> dict[str, int]:
     )
     gradients = (p.grad for p in parameters if p.grad is not None)
     return {"weights": _bytes(parameters), "gradients": _bytes(gradients), "optimizer": _bytes(optimizer)}
-
-
-def return_free_memory() -> None:
-    """Let the C library return its free memory to the system: what stays is used."""
-    with suppress(OSError, AttributeError):  # another C library than that of GNU
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

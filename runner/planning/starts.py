@@ -5,6 +5,7 @@ Nothing is written.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,6 @@ class PlannedRun:
     config: Config  # with the weights and the tokenizer that it would start from
     overrides: tuple[str, ...]  # what is typed for it, and what the sweep derives
     done: int = 0  # steps that a resumed run has behind it
-    folder: Path | None = None  # of a resumed run
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _resumed_run(folder: Path, typed: list[str], name: str = "") -> PlannedRun:
         config = dataclasses.replace(config, init_from=fields["init_from"])
     done = fields.get("step")
     return PlannedRun(
-        name or f"resume={folder.name}", _checked(config), tuple(typed), done if isinstance(done, int) else 0, folder
+        name or f"resume={folder.name}", _checked(config), tuple(typed), done if isinstance(done, int) else 0
     )
 
 
@@ -101,17 +101,14 @@ def _new_sweep(typed: list[str]) -> PlannedStart:
     hydra, plain = (
         [override for override in typed if is_hydra_override(override) is wanted] for wanted in (True, False)
     )
-    listed, _, _ = grid.split_swept([*hydra, *plain])
+    listed, _ = grid.split_swept([*hydra, *plain], is_grid=False)
     tree = compose_tree(listed)
     sweeper, _ = validation.hydra_options(tree)
-    params = [f"{key}={value}" for key, value in sweeper.params.items()]
-    shared, swept, is_finite = grid.split_swept(
-        [*hydra, *grid.merge_overrides(params, plain)], expand_ranges=sweeper.is_grid
-    )
-    validation.check_sweep(tree, sweeper, is_finite)
+    params = _typed(sweeper.params)
+    shared, swept = grid.split_swept([*hydra, *grid.merge_overrides(params, plain)], is_grid=sweeper.is_grid)
     composer = grid.PointComposer(shared, tree=tree)
     points = sweeper.points(swept, tree.sweep.zip)
-    configs = validation.checked_configs(composer, points)
+    configs = composer.checked_configs(points)
     check_typed_are_read([*shared, *swept], configs or [composer.config({})])
     if not points:
         trials = getattr(sweeper, "n_trials", 1)
@@ -122,19 +119,17 @@ def _new_sweep(typed: list[str]) -> PlannedStart:
         return PlannedStart((PlannedRun("one trial", _checked(config), tuple(shared)),), is_sweep=True, trials=trials)
     base = budget.smallest_step(configs)
     budget.check_countable(configs, tree.sweep.match_budget, swept)
-    return PlannedStart(tuple(_job(composer, point, swept, base) for point in points), is_sweep=True)
+    runs = []
+    for point, config in zip(points, configs, strict=True):
+        derived = budget.matching_overrides(config, base, swept) | budget.evaluation_overrides(config)
+        with translating_hydra_errors(_typed(point)):
+            final = to_config(composer.tree(point, derived))
+        runs.append(PlannedRun(" ".join(_typed(point)), _checked(final), tuple(_typed(point | derived))))
+    return PlannedStart(tuple(runs), is_sweep=True)
 
 
-def _job(
-    composer: grid.PointComposer, point: grid.GridPoint, swept: dict[str, list[str]], base: budget.StepSize
-) -> PlannedRun:
-    config = composer.config(point)
-    rule = budget.resolve_budget_rule(config.sweep.match_budget, swept)
-    derived = budget.matching_overrides(config, base, rule) | budget.evaluation_overrides(config)
-    with translating_hydra_errors([f"{key}={value}" for key, value in point.items()]):
-        final = to_config(composer.tree(point, derived))
-    values = tuple(f"{key}={value}" for key, value in (point | derived).items())
-    return PlannedRun(" ".join(f"{key}={value}" for key, value in point.items()), _checked(final), values)
+def _typed(values: Mapping[str, str]) -> list[str]:
+    return [f"{key}={value}" for key, value in values.items()]
 
 
 def _resumed_sweep(folder: Path, typed: list[str]) -> PlannedStart:
@@ -147,14 +142,14 @@ def _resumed_sweep(folder: Path, typed: list[str]) -> PlannedStart:
             extend.apply_additions(state, additions, conf)
         session = SweepSession(state, conf)
         for job in state.jobs:
-            name = " ".join(f"{key}={value}" for key, value in job.overrides.items())
+            name = " ".join(_typed(job.overrides))
             if not job.needs_run:
                 continue
             if has_started(RunMetadata.read(folder / job.name)):
                 runs.append(_resumed_run(folder / job.name, job.pending_overrides, name))
-                continue
-            config = to_config(session.composer.tree(job.overrides, session.derived_overrides(job)))
-            runs.append(PlannedRun(name, _checked(config), tuple(session.job_overrides(job))))
+            else:
+                config = to_config(session.composer.tree(job.overrides, session.derived_overrides(job)))
+                runs.append(PlannedRun(name, _checked(config), tuple(session.job_overrides(job))))
     if not runs:
         raise UserError(
             "every job of this sweep is completed",

@@ -8,13 +8,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from runner.reporting.aggregate import mean_interval, mean_std
 from runner.reporting.evaluations import evaluation_label, headline, results_of
-from runner.reporting.sweep_results import JobResult, MeanStd, ResultRow, SweepResults
+from runner.reporting.sweep_results import JobResult, MeanStd, ResultRow, SweepResults, mean_interval, mean_std
 from runner.run_dir.best_job import SEED_KEY, ModelScore, fewest_rows
 from runner.tracking.console.numbers import format_seconds
 
@@ -28,12 +27,15 @@ class Column:
 
     key: str  # heading in leaderboard.csv
     title: str  # heading in the terminal and in report.html; empty: only in leaderboard.csv
-    get: Callable[[ResultRow], Any]
+    get: Callable[[Any], Any]  # the value of a row
     text: Callable[[Any], str] = str  # the value in the terminal and in report.html
     csv: Callable[[Any], Any] = lambda value: value  # the value in leaderboard.csv: a number, text or None
     is_number: bool = True  # aligned to the right
     in_terminal: bool = True
     only_for: str = ""  # shown only where rows are ranked by this kind of loss; `seeds`: only where seeds are swept
+
+    def cell(self, row: Any) -> str:
+        return self.text(self.get(row))
 
 
 def table_columns(sweep: SweepResults) -> list[Column]:
@@ -41,9 +43,7 @@ def table_columns(sweep: SweepResults) -> list[Column]:
     columns = [column for column in COLUMNS if column.only_for in ("", sweep.ranked_by, "seeds" * sweep.has_seeds)]
     fill = {"loss": sweep.ranked_by}
     filled = [
-        Column(
-            **{**vars(column), "key": column.key.format(**fill).replace("-", "_"), "title": column.title.format(**fill)}
-        )
+        replace(column, key=column.key.format(**fill).replace("-", "_"), title=column.title.format(**fill))
         for column in columns
     ]
     position = next(index for index, column in enumerate(filled) if column.key == "loss_tokens")
@@ -54,37 +54,33 @@ def evaluation_columns(jobs: Iterable[JobResult]) -> list[Column]:
     """Return a column with a title for each evaluation that some job has, and one for leaderboard.csv for each of its
     other numbers.
     """
-    found: dict[str, dict[str, None]] = {}  # label -> metrics
-    values: dict[tuple[str, str, str], list[float]] = {}  # (job, label, metric) -> of its evaluations
+    found: dict[str, dict[str, dict[str, list[float]]]] = {}  # label -> metric -> name of a job -> of its evaluations
     for job in jobs:
         for record in job.evaluations:
-            label, results = evaluation_label(record), results_of(record)
-            found.setdefault(label, {}).update(dict.fromkeys(results))
-            for name, value in results.items():
-                values.setdefault((job.name, label, name), []).append(value)
+            metrics = found.setdefault(evaluation_label(record), {})
+            for name, value in results_of(record).items():
+                metrics.setdefault(name, {}).setdefault(job.name, []).append(value)
     columns = []
-    for index, (label, names) in enumerate(found.items()):
-        first = headline(dict.fromkeys(names, 0.0))
-        for name in sorted(names, key=lambda name: (name != first, name)):
-            title = (
-                ""
-                if name != first or index >= PAGE_EVALUATIONS
-                else label
-                if label.startswith(f"{name} ")
-                else f"{label} {name}"
-            )
-            get = partial(_evaluated, values, label, name)
+    for index, (label, metrics) in enumerate(found.items()):
+        first = headline(metrics)
+        for name in sorted(metrics, key=lambda name: (name != first, name)):
+            title = label if label.startswith(f"{name} ") else f"{label} {name}"
             columns.append(
-                Column(f"{label}/{name}", title, get, evaluated_text, _mean, in_terminal=index < TERMINAL_EVALUATIONS)
+                Column(
+                    f"{label}/{name}",
+                    title if name == first and index < PAGE_EVALUATIONS else "",
+                    partial(_mean_of_jobs, metrics[name]),
+                    evaluated_text,
+                    _mean,
+                    in_terminal=index < TERMINAL_EVALUATIONS,
+                )
             )
     return columns
 
 
-def _evaluated(
-    values: dict[tuple[str, str, str], list[float]], label: str, name: str, row: ResultRow
-) -> MeanStd | None:
-    """Return the mean over the jobs of a row that have this number."""
-    return mean_std(value for job in row.jobs for value in values.get((job.name, label, name), ()))
+def _mean_of_jobs(values: dict[str, list[float]], row: ResultRow) -> MeanStd | None:
+    """Return the mean over the jobs of a row that have values."""
+    return mean_std(value for job in row.jobs for value in values.get(job.name, ()))
 
 
 # --- values as text ---------------------------------------------------------------------------------------------------
@@ -98,20 +94,21 @@ def seconds_text(value: float | None) -> str:
     return "" if value is None else format_seconds(value)
 
 
-def loss_text(value: MeanStd | str | None) -> str:
+def loss_text(value: MeanStd | float | str | None) -> str:
     """Return e.g. `2.3456`, or `2.3456 ± 0.0012 (3)` for a mean over three jobs."""
-    if not isinstance(value, MeanStd):
+    if isinstance(value, MeanStd):
+        spread = "" if value.deviation is None else f" ± {loss_text(value.deviation)} ({value.n})"
+        return loss_text(value.mean) + spread
+    if value is None or isinstance(value, str):
         return value or ""
-    return (
-        _format_loss(value.mean)
-        if value.deviation is None
-        else f"{_format_loss(value.mean)} ± {_format_loss(value.deviation)} ({value.n})"
-    )
+    if math.isinf(value):
+        return "not finite"
+    return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3e}"
 
 
 def interval_text(interval: tuple[float, float] | None) -> str:
     """Return Student's t interval of a mean over seeds, e.g. `2.3436 to 2.3476`."""
-    return "" if interval is None else f"{_format_loss(interval[0])} to {_format_loss(interval[1])}"
+    return "" if interval is None else f"{loss_text(interval[0])} to {loss_text(interval[1])}"
 
 
 def evaluated_text(value: MeanStd | None) -> str:
@@ -120,23 +117,14 @@ def evaluated_text(value: MeanStd | None) -> str:
     return f"{value.mean:.4g}" if value.deviation is None else f"{value.mean:.4g} ± {value.deviation:.2g} ({value.n})"
 
 
-def _format_loss(value: float) -> str:
-    return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3e}"
-
-
 def status_text(row: ResultRow) -> str:
     """Return e.g. `2 completed, 1 failed, 1 diverged`."""
     counts = Counter(job.status for job in row.jobs)
     parts = [row.status] if len(counts) == 1 else [f"{n} {status}" for status, n in counts.items()]
     parts += [f"{row.diverged} " * (len(row.jobs) > 1) + "diverged"] if row.diverged else []
-    parts += ["extended"] if any(job.extended for job in row.jobs) else []
-    parts += ["continued by hand"] if any(job.manual_overrides for job in row.jobs) else []
-    parts += ["other data"] if any(job.differs_from for job in row.jobs) else []
+    marks = {"extended": "extended", "continued by hand": "manual_overrides", "other data": "differs_from"}
+    parts += [mark for mark, name in marks.items() if any(getattr(job, name) for job in row.jobs)]
     return ", ".join(parts)
-
-
-def point_label(swept: dict[str, str]) -> str:
-    return " ".join(f"{key}={value}" for key, value in swept.items())
 
 
 def with_note(text: str, job: JobResult) -> str:

@@ -13,7 +13,7 @@ from common.paths import display_path, outputs_dir
 from runner.reporting.compare import compare_page, compare_text, read_comparison
 from runner.reporting.leaderboard import LEADERBOARD_FILE, leaderboard_text, resolve_sweep, update_report
 from runner.reporting.page_kit import write_text
-from runner.reporting.page_server import comparison_bytes, folder_pages, list_pages, only_page, serve_pages
+from runner.reporting.page_server import comparison_bytes, folder_pages, list_pages, serve_pages
 from runner.reporting.replay import is_tracker, replay
 from runner.reporting.run_facts import run_text
 from runner.reporting.run_list import file_link, list_page, list_text, scan_runs
@@ -62,20 +62,16 @@ class ReportConfig:
             raise UserError("root is read with all=true only", f"root={self.root}", "add all=true, or leave root out")
         if self.to and self.serve:
             raise UserError("serve=true writes no file", f"to={self.to} serve=true", "leave out one of them")
-        if self.to and not self.replays and Path(self.to).suffix.lower() not in (".html", ".htm"):
+        if self.to and not is_tracker(self.to) and Path(self.to).suffix.lower() not in (".html", ".htm"):
             raise UserError(
                 f"to must be a tracker or a file that ends in .html, got {self.to}",
                 f"to={self.to}",
                 f"to={self.to}.html",
             )
-        if self.replays and self.all:
+        if is_tracker(self.to) and self.all:
             raise UserError(
                 "a list of runs is not written to a tracker", f"all=true to={self.to}", f"run=DIR to={self.to}"
             )
-
-    @property
-    def replays(self) -> bool:
-        return bool(self.to) and is_tracker(str(self.to))
 
 
 def print_report(cfg: ReportConfig) -> None:
@@ -83,7 +79,7 @@ def print_report(cfg: ReportConfig) -> None:
     if cfg.all:
         return _report_all(_root(cfg.root), cfg)
     folders = [resolve_sweep(cfg.sweep)] if cfg.sweep else resolve_runs(cfg.run or "last")
-    if cfg.replays:
+    if is_tracker(cfg.to):
         for folder in folders:
             replay(folder, str(cfg.to))
         return
@@ -105,7 +101,7 @@ def _report_folder(folder: Path, cfg: ReportConfig) -> None:
     else:
         print_safely(f"{run_text(folder)}\n\npage: {page}")
     if cfg.serve:
-        serve_pages(str(folder), folder_pages(folder, only_page(lambda: write_page(folder))), cfg.port)
+        serve_pages(str(folder), folder_pages(folder, lambda: write_page(folder)), cfg.port)
 
 
 def _report_comparison(folders: list[Path], cfg: ReportConfig) -> None:

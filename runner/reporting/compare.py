@@ -4,19 +4,18 @@ differ.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, one_line
-from runner.reporting.columns import count_text, seconds_text
+from runner.reporting.columns import Column, count_text, loss_text, seconds_text
 from runner.reporting.metrics import count_number
-from runner.reporting.page_kit import CHART_LIBRARY, CHART_STYLE, RELOAD_SECONDS, loss_curve, render
-from runner.reporting.runs import Run, as_dict, text_of
+from runner.reporting.page_kit import RELOAD_SECONDS, loss_curve, render
+from runner.reporting.runs import Run, as_dict, differing_values, text_of
 from runner.run_dir.best_job import comparison_problem
 from runner.run_dir.contents import is_sweep_dir
 from runner.tracking.console.bar import table_lines
@@ -26,20 +25,20 @@ MAX_VALUE = 120  # characters of a setting
 # Settings of where and how a run is shown: no difference between two trainings.
 NOT_COMPARED = ("run.", "tracker.", "resume", "data.cache")
 FINGERPRINTS = {"data": "training data", "tokenizer": "tokenizer", "model": "model shape"}  # of run.json
-# Facts beside the settings: title -> (field of run.json, name in it). Hashes are shown by their first characters.
+# Facts beside the settings: title -> (part of run.json, name in it). Hashes are shown by their first characters.
 FACTS = {
     **{f"{title} (fingerprint)": ("fingerprints", name) for name, title in FINGERPRINTS.items()},
     "commit": ("code", "commit"),
     "uncommitted changes": ("code", "dirty"),
     "torch": ("versions", "torch"),
-    "host": ("host", ""),
+    "host": ("", "host"),
 }
-COMPARE_COLORS, DASHES = 8, 4  # classes s0 to s7 of page.css and d0 to d3 of compare.css
 MAX_PAGE_POINTS, MIN_CURVE_POINTS = 14_000, 12  # of all curves; of one curve
 MAX_CELLS = 12_000  # of the table of settings that differ
 # runs up to which a column per run is shown; on a terminal: settings that differ, characters of a value, of the first
 # column
 WIDE_RUNS, TERMINAL_SETTINGS, TERMINAL_WIDTH, FIRST_COLUMN = 6, 24, 20, 40
+MAX_LABEL_PARTS = 20  # folders of a path in a label
 NO_VALUE = "–"
 
 
@@ -49,7 +48,7 @@ class ComparedRun(Run):
 
     @property
     def evaluation(self) -> dict[str, Any]:
-        return as_dict(self.fields.get("evaluation"))
+        return as_dict(self.fields["evaluation"])
 
     @property
     def best(self) -> tuple[float, float] | None:
@@ -58,7 +57,7 @@ class ComparedRun(Run):
 
     @property
     def step(self) -> float:
-        return self.metrics.last.step if self.metrics.last else count_number(self.fields.get("step")) or 0.0
+        return self.metrics.last.step if self.metrics.last else count_number(self.fields["step"]) or 0.0
 
     @cached_property
     def values(self) -> dict[str, str]:
@@ -67,46 +66,23 @@ class ComparedRun(Run):
             key: text_of(value, MAX_VALUE) for key, value in self.settings.items() if not key.startswith(NOT_COMPARED)
         }
         for title, (source, name) in FACTS.items():
-            value = self.fields.get(source)
-            text = text_of(value.get(name) if name and isinstance(value, dict) else value)
+            text = text_of((self.fields[source] if source else self.fields).get(name))
             found[title] = text[:10] if len(text) in (40, 64) and text.isalnum() else text or NO_VALUE
         return found
 
 
-@dataclass(frozen=True)
-class RunColumn:
-    """A column of the table of runs."""
-
-    title: str
-    terminal: str  # title on a terminal; "": not shown there
-    get: Callable[[ComparedRun], Any]  # a number, or text; None: unknown
-    format: Callable[[Any], str] = str
-    is_number: bool = True
-
-    def text(self, run: ComparedRun) -> str:
-        return "" if (value := self.get(run)) is None else self.format(value)
-
-    def sort_key(self, run: ComparedRun) -> str:
-        """Return what the cell is sorted by; an unknown value is last."""
-        value = self.get(run)
-        return "" if value is None else "1e300" if value == math.inf else str(value)
-
-
-def loss_or_problem(value: float | None) -> str:
-    return "" if value is None else "not finite" if math.isinf(value) else f"{value:.4f}"
-
-
+# The key is the title on a terminal, "" where it is not shown there.
 RUN_COLUMNS = (
-    RunColumn("status", "status", lambda run: run.status, is_number=False),
-    RunColumn("best evaluation loss", "best eval", lambda run: run.best and run.best[0], loss_or_problem),
-    RunColumn("at step", "at step", lambda run: run.best and run.best[1], count_text),
-    RunColumn("newest evaluation loss", "eval", lambda run: run.metrics.eval.newest_loss(), loss_or_problem),
-    RunColumn("newest training loss", "train", lambda run: run.metrics.train.newest_loss(), loss_or_problem),
-    RunColumn("step", "", lambda run: run.step, count_text),
-    RunColumn("tokens", "tokens", lambda run: run.metrics.last.tokens if run.metrics.last else 0.0, count_text),
-    RunColumn("time", "time", lambda run: run.metrics.last and run.metrics.last.time, seconds_text),
-    RunColumn("tokens/s", "tok/s", lambda run: run.metrics.tokens_per_second, count_text),
-    RunColumn("attempts", "", lambda run: int(count_number(run.fields.get("attempt")) or 0), count_text),
+    Column("status", "status", lambda run: run.status, is_number=False),
+    Column("best eval", "best evaluation loss", lambda run: run.best and run.best[0], loss_text),
+    Column("at step", "at step", lambda run: run.best and run.best[1], count_text),
+    Column("eval", "newest evaluation loss", lambda run: run.metrics.eval.newest_loss(), loss_text),
+    Column("train", "newest training loss", lambda run: run.metrics.train.newest_loss(), loss_text),
+    Column("", "step", lambda run: run.step, count_text),
+    Column("tokens", "tokens", lambda run: run.metrics.last.tokens if run.metrics.last else 0.0, count_text),
+    Column("time", "time", lambda run: run.metrics.last and run.metrics.last.time, seconds_text),
+    Column("tok/s", "tokens/s", lambda run: run.metrics.tokens_per_second, count_text),
+    Column("", "attempts", lambda run: count_number(run.fields["attempt"]) or 0.0, count_text),
 )
 
 
@@ -119,9 +95,9 @@ class Comparison:
     @cached_property
     def differing(self) -> list[tuple[str, list[str]]]:
         """Settings, then facts, with more than one value: (key, value of each run)."""
-        keys = dict.fromkeys(key for run in self.runs for key in run.values if key not in FACTS)
-        rows = [(key, [run.values.get(key, NO_VALUE) for run in self.runs]) for key in (*keys, *FACTS)]
-        return [(key, values) for key, values in rows if len(set(values)) > 1]
+        found = differing_values([run.values for run in self.runs])
+        rows = [(key, [NO_VALUE if value is None else value for value in values]) for key, values in found.items()]
+        return sorted(rows, key=lambda row: row[0] in FACTS)
 
     @cached_property
     def best_labels(self) -> set[str]:
@@ -131,10 +107,6 @@ class Comparison:
         found = {run.label: run.best[0] for run in self.runs if run.best}
         is_known = self.problem is None and len(found) > 1
         return {label for label, loss in found.items() if loss == min(found.values())} if is_known else set()
-
-    @property
-    def is_running(self) -> bool:
-        return any(run.is_running for run in self.runs)
 
 
 def read_comparison(folders: list[Path]) -> Comparison:
@@ -146,19 +118,18 @@ def read_comparison(folders: list[Path]) -> Comparison:
             "name fewer runs",
         )
     runs = [*map(ComparedRun.read, folders)]
-    for run, label in zip(runs, unique_labels(runs), strict=True):
-        run.label = label
+    _set_labels(runs)
     return Comparison(runs, _problem(runs), [*_notes(runs)])
 
 
-def unique_labels(runs: list[ComparedRun]) -> list[str]:
-    """Return what each run is called, no two alike: run.name, or the end of its path as far as it takes."""
-    labels = [_label(run, 1) for run in runs]
-    for parts in (2, 3, 4):
-        counts = Counter(labels)
-        labels = [_label(run, parts) if counts[label] > 1 else label for run, label in zip(runs, labels, strict=True)]
-    counts = Counter(labels)
-    return [label if counts[label] == 1 else f"{label} ({run.folder})" for run, label in zip(runs, labels, strict=True)]
+def _set_labels(runs: list[ComparedRun]) -> None:
+    """Set what each run is called, no two alike: run.name, or the end of its path as far as it takes."""
+    ambiguous = runs
+    for parts in range(1, MAX_LABEL_PARTS):
+        for run in ambiguous:
+            run.label = _label(run, parts)
+        counts = Counter(run.label for run in runs)
+        ambiguous = [run for run in runs if counts[run.label] > 1]
 
 
 def _label(run: ComparedRun, parts: int) -> str:
@@ -173,7 +144,7 @@ def _label(run: ComparedRun, parts: int) -> str:
 
 def _problem(runs: list[ComparedRun]) -> str | None:
     """Return why the evaluation losses of the runs cannot be compared; None if they can."""
-    if len(runs) > 1 and (problem := comparison_problem(run.fields.get("evaluation") for run in runs)):
+    if len(runs) > 1 and (problem := comparison_problem(run.fields["evaluation"] for run in runs)):
         return f"the runs were judged {problem}"
     unknown = [run.label for run in runs if len(run.metrics.eval) and not run.evaluation]
     return f"run.json does not say what was evaluated: {_listed(unknown)}" if unknown and len(runs) > 1 else None
@@ -184,7 +155,7 @@ def _notes(runs: list[ComparedRun]) -> Iterator[str]:
     for name, title in FINGERPRINTS.items():
         groups: dict[str, list[str]] = {}
         for run in runs:
-            if isinstance(found := as_dict(run.fields.get("fingerprints")).get(name), str):
+            if isinstance(found := run.fields["fingerprints"].get(name), str):
                 groups.setdefault(found, []).append(run.label)
         if len(groups) > 1:
             consequence = ": losses per token of different tokens cannot be compared" if name == "tokenizer" else ""
@@ -216,14 +187,11 @@ def compare_page(comparison: Comparison, reloads: bool = False) -> str:
         for run in runs
     ]
     return render(
-        "compare.jinja",
-        (CHART_LIBRARY, "charts.js", "compare.js"),
-        ("page.css", "run.css", CHART_STYLE, "table.css", "compare.css"),
-        {"runs": curves, "reload": RELOAD_SECONDS if reloads and comparison.is_running else None},
+        "compare",
+        {"runs": curves, "reload": RELOAD_SECONDS if reloads and any(run.is_running for run in runs) else None},
         comparison=comparison,
         columns=[column for column in RUN_COLUMNS if any(column.get(run) not in (None, 0, "") for run in runs)],
-        styles=[f"s{index % COMPARE_COLORS} d{index // COMPARE_COLORS % DASHES}" for index in range(len(runs))],
-        is_wide=len(runs) > WIDE_RUNS,
+        wide_runs=WIDE_RUNS,
         shown=shown,
         hidden=len(differing) - len(shown),
     )
@@ -232,10 +200,10 @@ def compare_page(comparison: Comparison, reloads: bool = False) -> str:
 def compare_text(comparison: Comparison) -> str:
     """Return warnings, the table of runs and the settings that differ, for a terminal."""
     runs, best, differing = comparison.runs, comparison.best_labels, comparison.differing
-    columns = [column for column in RUN_COLUMNS if column.terminal and any(map(column.text, runs))]
-    table = [["run", *(column.terminal for column in columns)]]
+    columns = [column for column in RUN_COLUMNS if column.key and any(map(column.cell, runs))]
+    table = [["run", *(column.key for column in columns)]]
     table += [
-        [("* " if run.label in best else "") + run.label, *(column.text(run) for column in columns)] for run in runs
+        [("* " if run.label in best else "") + run.label, *(column.cell(run) for column in columns)] for run in runs
     ]
     lines = shortened_table(table, [False, *(column.is_number for column in columns)])
     lines += ["* lowest evaluation loss (best eval); eval, train: the newest losses"] if best else []

@@ -6,6 +6,7 @@ evaluations.jsonl.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def results_of(record: Record) -> dict[str, float]:
     return {name: value for name, value in numbers.items() if value is not None}
 
 
-def headline(results: dict[str, float]) -> str | None:
+def headline(results: Mapping[str, object]) -> str | None:
     """Return the name of the metric that stands for an evaluation."""
     plain = {name.partition(",")[0]: name for name in reversed(results) if "_stderr" not in name}
     return next((plain[name] for name in HEADLINES if name in plain), next(iter(reversed(plain.values())), None))

@@ -9,13 +9,12 @@ for assessing hyperparameter importance), where Optuna is installed and there ar
 from __future__ import annotations
 
 import importlib.util
-import statistics
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from common.errors import one_line
-from runner.reporting.sweep_results import JobResult, SweepResults
+from runner.reporting.sweep_results import JobResult, MeanStd, SweepResults, mean_std
 from runner.run_dir.best_job import SEED_KEY, parse_number
 
 MAX_VALUES = 40  # of the table of a setting; with more, of a study, the chart alone shows them
@@ -24,10 +23,8 @@ MAX_VALUES = 40  # of the table of a setting; with more, of a study, the chart a
 @dataclass(frozen=True)
 class ValueEffect:
     value: str
-    jobs: int  # completed, with a loss
-    failed: int  # failed or diverged
-    mean: float | None
-    deviation: float | None  # sample standard deviation over the jobs; None for fewer than two
+    loss: MeanStd | None  # over the completed jobs that have one
+    failed: int  # jobs that failed or diverged
     best: float | None
 
 
@@ -43,15 +40,15 @@ class SettingEffect:
     @property
     def spread(self) -> float | None:
         """Difference of the highest and the lowest mean over at least two jobs."""
-        means = [value.mean for value in self.values if value.mean is not None and value.jobs > 1]
+        means = [value.loss.mean for value in self.values if value.loss and value.loss.n > 1]
         return max(means) - min(means) if len(means) > 1 and self.has_table else None
 
 
 def setting_effects(sweep: SweepResults) -> list[SettingEffect]:
     """Return the effects of the settings with two and more values, the largest difference of means first."""
-    keys = [*sweep.swept_keys, *([SEED_KEY] if sweep.has_seeds else [])]
     effects = [
-        SettingEffect(key, [_value_effect(sweep, key, value) for value in sorted_values(sweep, key)]) for key in keys
+        SettingEffect(key, [_value_effect(sweep, key, value) for value in sorted_values(sweep, key)])
+        for key in sweep.compared_keys
     ]
     return sorted(
         (effect for effect in effects if len(effect.values) > 1),
@@ -74,11 +71,8 @@ def job_loss(sweep: SweepResults, job: JobResult) -> float | None:
 def _value_effect(sweep: SweepResults, key: str, value: str) -> ValueEffect:
     jobs = [job for job in sweep.jobs if job.swept.get(key) == value]
     losses = [loss for job in jobs if (loss := job_loss(sweep, job)) is not None]
-    deviation = statistics.stdev(losses) if len(losses) > 1 else None
     failed = sum(job.status == "failed" or job.diverged for job in jobs)
-    return ValueEffect(
-        value, len(losses), failed, statistics.fmean(losses) if losses else None, deviation, min(losses, default=None)
-    )
+    return ValueEffect(value, mean_std(losses), failed, min(losses, default=None))
 
 
 if TYPE_CHECKING:
@@ -105,9 +99,8 @@ class Importance:
 
 
 def setting_importance(sweep: SweepResults) -> Importance:
-    keys = [*sweep.swept_keys, *([SEED_KEY] if sweep.has_seeds else [])]
     losses = [(job.swept, loss) for job in sweep.jobs if (loss := job_loss(sweep, job)) is not None]
-    varied = [key for key in keys if len({swept.get(key) for swept, _ in losses}) > 1]
+    varied = [key for key in sweep.compared_keys if len({swept.get(key) for swept, _ in losses}) > 1]
     complete = [(swept, loss) for swept, loss in losses if all(key in swept for key in varied)]
     if len(varied) < 2:
         return Importance(reason="it needs two settings with several values among the completed jobs")
@@ -115,16 +108,11 @@ def setting_importance(sweep: SweepResults) -> Importance:
         return Importance(reason=f"it needs {MIN_JOBS} completed jobs, there are {len(complete)}")
     if len({loss for _, loss in complete}) < 2:
         return Importance(reason="all completed jobs have the same loss")
-    if large := next(
-        (
-            f"{key}={swept[key]}"
-            for swept, _ in complete
-            for key in varied
-            if abs(parse_number(swept[key]) or 0) > MAX_SWEPT_VALUE
-        ),
-        None,
-    ):
-        return Importance(reason=f"{large} is beyond {MAX_SWEPT_VALUE:g}, up to which it is computed")
+    for swept, _ in complete:
+        for key in varied:
+            if abs(parse_number(swept[key]) or 0) > MAX_SWEPT_VALUE:
+                reason = f"{key}={swept[key]} is beyond {MAX_SWEPT_VALUE:g}, up to which it is computed"
+                return Importance(reason=reason)
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         packages = " ".join({"sklearn": "scikit-learn"}.get(name, name) for name in missing)
         return Importance(reason=f"a package is missing: pip install {packages}, then report.py sweep={sweep.folder}")

@@ -1,18 +1,20 @@
-"""The leaderboard of a sweep: as text for a terminal, as leaderboard.csv, and the update of both files of the sweep
-directory.
+"""The leaderboard of a sweep, as text for a terminal and as leaderboard.csv; the update of both files of the sweep
+directory; and the last lines of a sweep: its best points, how sure the winner is, and the commands that come next.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import shlex
 from pathlib import Path
+from typing import Any
 
-from common.errors import UserError, did_you_mean_path, strip_control
+from common.errors import UserError, did_you_mean_path, one_line, strip_control
 from common.guarded_files import check_own_files
-from common.paths import outputs_dir
+from common.paths import command_line, command_line_here, display_path, outputs_dir
 from runner.reporting.columns import (
-    point_label,
+    loss_text,
     swept_text,
     table_columns,
     trained_value,
@@ -22,10 +24,23 @@ from runner.reporting.page_kit import write_text
 from runner.reporting.read_sweep import read_sweep_results
 from runner.reporting.runs import REPORT_FILE
 from runner.reporting.sweep_page import sweep_page
-from runner.reporting.sweep_results import SweepResults
+from runner.reporting.sweep_results import ResultRow, SweepResults
+from runner.reporting.verdict import SweepVerdict, sweep_verdict
 from runner.run_dir.best_job import SEED_KEY, parse_number
-from runner.tracking.console.bar import table_lines
+from runner.tracking.console.bar import (
+    LINE_WIDTH,
+    command_lines,
+    labelled_lines,
+    shorten_middle,
+    table_lines,
+    widest,
+    wrap_text,
+)
+from runner.tracking.run_end import COMMAND_INDENT
 
+CONTINUE = "train the jobs that are not completed"  # the last line of the process has this command
+MAX_LEADERS = 10  # points of the table
+MIN_CELL = 8  # cells of a swept value
 LEADERBOARD_FILE = "leaderboard.csv"
 FORMULA_PREFIXES = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet runs a cell with one of these as a formula
 
@@ -73,33 +88,35 @@ def leaderboard_text(folder: Path) -> str:
     """
     sweep = read_sweep_results(folder.absolute())
     columns = [column for column in table_columns(sweep) if column.title and column.in_terminal]
-    table = [["", *sweep.shown_keys, *[SEED_KEY] * sweep.has_seeds, *(column.title for column in columns)]]
+    seed = [SEED_KEY] * sweep.has_seeds
+    table = [["", *sweep.shown_keys, *seed, *(column.title for column in columns)]]
     for row in sweep.rows:
         for line in [row, *row.members]:
-            rank = f"{line.rank}." if line.rank else "-" if line is row else ""
+            rank = _rank(line) if line.rank or line is row else ""
             swept = [swept_text(row, key) if line is row else "" for key in sweep.shown_keys]
-            table.append(
-                [rank, *swept, *[line.seed] * sweep.has_seeds, *(column.text(column.get(line)) for column in columns)]
-            )
-    explained = [job for row in sweep.rows for job in row.jobs if job.reason or job.note]
-    reasons = [
-        ": ".join(filter(None, [point_label(job.swept) or job.name, with_note(job.status, job), job.reason]))
-        for job in explained
-    ]
+            cells = [rank, *swept, *[line.seed for _ in seed], *(column.cell(line) for column in columns)]
+            table.append([*map(strip_control, cells)])
     is_number = [False] * (len(table[0]) - len(columns)) + [column.is_number for column in columns]
-    lines = table_lines([[*map(strip_control, line)] for line in table], is_number)
-    text = [f"sweep {sweep.folder}", f"{sweep.status}: {sweep.status_counts()}", "", *lines]
-    text += ["", *reasons] if reasons else []
-    text += ["", f"no best job: {sweep.problem}"] if sweep.problem else []
-    text += ["", f"{with_note('best job', sweep.best)}: {sweep.job_command(sweep.best)}"] if sweep.best else []
-    text += [note] if sweep.best and (note := sweep.command_note(sweep.best)) else []
-    text += (
-        [f"its model: {sweep.folder / sweep.best.folder} ({sweep.best.model})"]
-        if sweep.best and sweep.best.model and sweep.best.folder
-        else []
-    )
-    text += ["", f"continue with: {sweep.resume_command}"] if sweep.is_unfinished and not sweep.is_running else []
+    text = [f"sweep {sweep.folder}", f"{sweep.status}: {sweep.status_counts()}", "", *table_lines(table, is_number)]
+    explained = [job for row in sweep.rows for job in row.jobs if job.reason or job.note]
+    if explained:
+        text.append("")
+    for job in explained:
+        text.append(": ".join(filter(None, [job.label, with_note(job.status, job), job.reason])))
+    if sweep.problem:
+        text += ["", f"no best job: {sweep.problem}"]
+    if best := sweep.best:
+        text += ["", f"{with_note('best job', best)}: {sweep.job_command(best)}"]
+        text += filter(None, [sweep.command_note(best)])
+        if best.model and best.folder:
+            text.append(f"its model: {sweep.folder / best.folder} ({best.model})")
+    if sweep.is_unfinished and not sweep.is_running:
+        text += ["", f"continue with: {sweep.resume_command}"]
     return strip_control("\n".join(text))
+
+
+def _rank(row: ResultRow) -> str:
+    return f"{row.rank}." if row.rank else "-"
 
 
 def leaderboard_csv(sweep: SweepResults) -> str:
@@ -126,3 +143,87 @@ def _csv_cell(value: object) -> str:
         return f"{value:.10g}"
     text = strip_control(str(value))
     return f"'{text}" if text.lstrip(" ").startswith(FORMULA_PREFIXES) and parse_number(text) is None else text
+
+
+# --- the last lines of a sweep -----------------------------------------------------------------------------------------
+
+
+def describe_sweep_end(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Return the last lines of the sweep in `folder`, and the same as JSON values."""
+    sweep = read_sweep_results(folder.absolute())
+    verdict = sweep_verdict(sweep)
+    commands = next_sweep_commands(sweep, verdict)
+    lines = [*_leaders(sweep, verdict), *labelled_lines(_rows(sweep, verdict).items())]
+    printed = [(arguments, purpose) for arguments, purpose in commands if purpose != CONTINUE]
+    lines += ["next"] if printed else []
+    for arguments, purpose in printed:
+        lines += [COMMAND_INDENT + line for line in command_lines(arguments, purpose, LINE_WIDTH - len(COMMAND_INDENT))]
+    event = {
+        "folder": str(sweep.folder),
+        "status": sweep.status,
+        "winner": verdict.name or None,
+        "job": verdict.job.name if verdict.job else None,
+        "loss": verdict.winner.score.mean if verdict.winner and verdict.winner.score else None,
+        "certainty": verdict.certainty,
+        "ties": len(verdict.ties),
+        "next": [arguments for arguments, _ in commands],
+    }
+    return strip_control("\n".join(lines)), event
+
+
+def next_sweep_commands(sweep: SweepResults, verdict: SweepVerdict) -> list[tuple[list[str], str]]:
+    """Return (arguments, purpose) of each command, as it is typed where this process was started."""
+    commands = [
+        (verdict.train_longer, "train the winner longer"),
+        (verdict.repeat, ", ".join(filter(None, ["repeat the winner with three seeds", verdict.command_note]))),
+        *((edge.command, f"the {edge.side} {edge.key} won: extend its range") for edge in verdict.edges),
+        (sweep.resume_command if sweep.is_unfinished else "", CONTINUE),
+    ]
+    return [(_typed_here(shlex.split(command)), purpose) for command, purpose in commands if command]
+
+
+def _typed_here(arguments: list[str]) -> list[str]:
+    """Return the arguments of a train command of a page, which name the checkout's own python, with the path of
+    `resume=` relative to the current directory.
+    """
+    own = arguments[len(command_line("train")) :]
+    if own and own[0].startswith("resume="):
+        own[0] = f"resume={display_path(Path(own[0].removeprefix('resume=')))}"
+    return [*command_line_here("train"), *own]
+
+
+def _leaders(sweep: SweepResults, verdict: SweepVerdict) -> list[str]:
+    """Return the table of the best points, with as many cells as fit."""
+    keys, shown = sweep.shown_keys, sweep.rows[:MAX_LEADERS]
+    table = [["", *keys, f"{sweep.ranked_by} loss", "status"]]
+    for row in shown:
+        status = f"{row.status}, tied with the best" if row in verdict.ties else row.status
+        table.append([_rank(row), *(swept_text(row, key) for key in keys), loss_text(row.score), status])
+    widths = [widest(cells) + 2 for cells in zip(*table, strict=True)]
+    space = max(MIN_CELL, (LINE_WIDTH - widths[0] - sum(widths[-2:])) // max(1, len(keys)) - 2)
+    table = [[row[0], *(shorten_middle(cell, space) for cell in row[1:-2]), *row[-2:]] for row in table]
+    lines = table_lines(table, [False] * len(table[0]))
+    if len(sweep.rows) > MAX_LEADERS:
+        lines.append(f"and {len(sweep.rows) - MAX_LEADERS:,} more, in {LEADERBOARD_FILE}")
+    explained = [job for row in sweep.rows for job in row.jobs if job.reason]
+    for job in explained[:MAX_LEADERS]:
+        reason = f"{job.label}: {job.status}: {one_line(job.reason)}"
+        lines += wrap_text(reason, "", COMMAND_INDENT)
+    if len(explained) > MAX_LEADERS:
+        lines.append(f"and {len(explained) - MAX_LEADERS:,} more without a result")
+    return [*lines, ""]
+
+
+def _rows(sweep: SweepResults, verdict: SweepVerdict) -> dict[str, str]:
+    rows = {"jobs": sweep.status_counts()}
+    if verdict.winner is not None and verdict.winner.score is not None:
+        rows["winner" if not verdict.ties else "best"] = (
+            f"{verdict.name}, {sweep.ranked_by} loss {loss_text(verdict.winner.score)}"
+        )
+    rows["certainty"] = verdict.certainty
+    if verdict.job is not None and verdict.job.folder and verdict.job.model:
+        rows["model"] = f"{display_path(sweep.folder / verdict.job.folder / 'model')} ({verdict.job.model})"
+    return rows | {
+        "page": display_path(sweep.folder / REPORT_FILE),
+        "leaderboard": display_path(sweep.folder / LEADERBOARD_FILE),
+    }

@@ -35,16 +35,12 @@ class RepeatedPage:
 
     def __init__(self, write_page: Callable[[], object], warn: Callable[[str], None]) -> None:
         self._write_page, self._warn = write_page, warn
-        self._has_warned = False
-        self._has_written = False
+        self._has_warned = self._has_written = False
         self._due = 0.0  # monotonic time of the next page
 
     def write_if_due(self) -> None:
-        if self._is_due():
+        if time.monotonic() >= self._due:
             self.write()
-
-    def _is_due(self) -> bool:
-        return time.monotonic() >= self._due
 
     def write(self) -> None:
         begun = time.monotonic()
@@ -87,10 +83,12 @@ class LivePage(RepeatedPage):
         self._begun = 0.0  # monotonic time at which the child was started
 
     def record_logged(self) -> None:
-        if self._child is not None:
-            self._collect_child()
-        elif self._is_due():
-            self._start_child() if self._is_long() else self.write()
+        if self._child is None:
+            if time.monotonic() >= self._due:
+                self._start_child() if self._is_long() else self.write()
+        elif self._child.poll() is not None:
+            self._child, now = None, time.monotonic()
+            self._due = now + max(SECONDS_BETWEEN_PAGES, (now - self._begun) / MAX_CHILD_SHARE)
 
     def write(self) -> None:
         """Write the page in this process, after the one that a child is writing: that one is older."""
@@ -106,16 +104,9 @@ class LivePage(RepeatedPage):
         with suppress(Exception):  # the page at the end of the run names what is wrong, as the next record tries again
             self._check_owned()
             command = [sys.executable, "-c", WRITE_PAGE, str(REPO_ROOT), str(self._run_dir())]
-            self._child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            )
+            no = subprocess.DEVNULL
+            self._child = subprocess.Popen(command, stdin=no, stdout=no, stderr=no)
         self._due = self._begun + SECONDS_BETWEEN_PAGES
-
-    def _collect_child(self) -> None:
-        if self._child is not None and self._child.poll() is not None:
-            self._child = None
-            now = time.monotonic()
-            self._due = now + max(SECONDS_BETWEEN_PAGES, (now - self._begun) / MAX_CHILD_SHARE)
 
     def _is_long(self) -> bool:
         with suppress(OSError):

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from common.errors import strip_control
 from common.filesystem import open_regular
-from runner.diagnostics.overfitting import Evaluation, RecordedEvaluations
+from runner.diagnostics.history import Evaluation, RecordedEvaluations
 
 MAX_METRICS_BYTES = 256 << 20  # a larger metrics.jsonl is not read
 MAX_RECORDS = 2_000_000  # of metrics.jsonl; a file of MAX_METRICS_BYTES that a run has written has about one million
@@ -28,7 +28,6 @@ MAX_NUMBER = 1e100  # larger values count as infinite, so that sums and axes sta
 MAX_COUNT = 2**53
 AXES = ("step", "tokens", "seconds")
 NOT_DRAWN = {"kind", "step", "tokens", "loss_tokens", "time", "attempt", "epoch", "nonfinite"}
-T = TypeVar("T")
 
 
 class Position(NamedTuple):
@@ -65,9 +64,9 @@ class Curve:
         """Return the newest loss, infinite if it was not finite; None without records."""
         return (math.inf if (loss := self.last("loss")) is None else loss) if len(self) else None
 
-    def lowest(self, name: str = "loss") -> tuple[float, float] | None:
-        """Return the lowest value of a field and its step."""
-        pairs = zip(self.columns.get(name, ()), self.columns.get("step", ()), strict=False)
+    def lowest(self) -> tuple[float, float] | None:
+        """Return the lowest loss and its step."""
+        pairs = zip(self.columns.get("loss", ()), self.columns.get("step", ()), strict=False)
         return min(((value, step or 0.0) for value, step in pairs if value is not None), default=None)
 
 
@@ -101,8 +100,6 @@ def metrics_of(records: Iterable[Mapping[str, Any]], limit: int = MAX_POINTS, on
         kind, step = str(record.get("kind")), count_number(record.get("step"))
         if kind not in kept or step is None:
             continue
-        if "loss_tokens" not in record:  # version 0.1.0, whose `tokens` are those with a label
-            record = {**record, "loss_tokens": record.get("tokens"), "tokens": None}
         if record.get("attempt") != attempt:
             attempt, earlier, time = record.get("attempt"), earlier + time, 0.0
             metrics.attempt_first = metrics.attempt_last = None
@@ -114,7 +111,7 @@ def metrics_of(records: Iterable[Mapping[str, Any]], limit: int = MAX_POINTS, on
         values: dict[str, float | None] = {"step": step, "tokens": tokens, "seconds": at.time}
         for name, value in ((name, record.get(name)) for name in only or record):
             if name not in NOT_DRAWN and (value is None or isinstance(value, int | float)):
-                name = strip_control(str(name))[:MAX_NAME_CHARS]
+                name = _column_name(name)
                 values[name] = number = finite_number(value)
                 if number is None:
                     metrics.nonfinite[name] = metrics.nonfinite.get(name, 0) + 1
@@ -140,6 +137,11 @@ def metrics_of(records: Iterable[Mapping[str, Any]], limit: int = MAX_POINTS, on
     return metrics
 
 
+@lru_cache(maxsize=1024)
+def _column_name(field: str) -> str:
+    return strip_control(field)[:MAX_NAME_CHARS]
+
+
 def _curve(records: Sequence[Mapping[str, float | None]], limit: int) -> Curve:
     names = [*dict.fromkeys(name for record in records for name in record)][:MAX_FIELDS]
     kept = choose_points([record.get("loss") for record in records], limit)
@@ -162,62 +164,48 @@ def choose_points(values: Sequence[float | None], limit: int) -> list[int]:
     return sorted(chosen)
 
 
-def cached_by_file(size: int) -> Callable[[Callable[[Path], T]], Callable[[Path], T]]:
-    """Cache what a function reads from a path until that file changes: pages are written again and again."""
-
-    def decorate(read: Callable[[Path], T]) -> Callable[[Path], T]:
-        @lru_cache(maxsize=size)
-        def cached(path: Path, signature: tuple[int, int, int]) -> T:
-            return read(path)
-
-        def read_if_changed(path: Path) -> T:
-            try:
-                stat = path.stat()
-            except OSError:
-                return read(path)
-            return cached(path, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
-
-        return read_if_changed
-
-    return decorate
+def file_signature(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes with a file, as a key of a cache: pages are written again and again."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-@cached_by_file(640)  # 0.2 MB each at most
 def read_job_metrics(path: Path) -> Metrics:
     """Return the losses of a metrics.jsonl, with few points."""
+    return _read_job_metrics(path, file_signature(path))
+
+
+@lru_cache(maxsize=640)  # 0.2 MB each at most
+def _read_job_metrics(path: Path, signature: object) -> Metrics:
     return metrics_of(iter_records(path), MAX_CURVE_POINTS, only=("loss",))
 
 
 def iter_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield every line that is a JSON object, at most MAX_RECORDS.
-
-    Lines are parsed many at a time, which is faster, and one by one only if that fails.
-    """
-    return islice(_iter_objects(path), MAX_RECORDS)
+    """Yield every line that is a JSON object, at most MAX_RECORDS."""
+    return islice(filter(None, map(parse_record, _iter_lines(path))), MAX_RECORDS)
 
 
-def _iter_objects(path: Path) -> Iterator[dict[str, Any]]:
+def _iter_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, without those that are too long; none of a file that is too large."""
     try:
         fd, size = open_regular(path)
         with open(fd, "rb") as file:
             while size <= MAX_METRICS_BYTES and (lines := file.readlines(METRICS_READ_BYTES)):
-                texts = [
-                    line.decode("utf-8", "replace")
-                    for line in lines
-                    if line.strip() and len(line) <= METRICS_READ_BYTES
-                ]
-                records = _parse_json(f"[{','.join(texts)}]")
-                found = map(_parse_json, texts) if records is None else records
-                yield from (record for record in found if isinstance(record, dict))
+                yield from (line for line in lines if len(line) <= METRICS_READ_BYTES)
     except OSError:
         return
 
 
-def _parse_json(text: str) -> Any:
+def parse_record(line: bytes) -> dict[str, Any]:
+    """Return the JSON object of a line; {} if it is none."""
     try:
-        return json.loads(text)
+        record = json.loads(line.decode("utf-8", "replace"))
     except (ValueError, RecursionError):
-        return None
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def finite_number(value: object) -> float | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+import math
 from datetime import datetime
 from functools import cache, partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 from common.errors import strip_control
 from common.filesystem import retry_disk, write_atomic_file
+from runner.reporting.columns import count_text, loss_text
 from runner.reporting.metrics import Curve, choose_points
 
 if TYPE_CHECKING:
@@ -25,14 +26,20 @@ if TYPE_CHECKING:
 
 PAGES_DIR = Path(__file__).parent
 CHART_LIBRARY, CHART_STYLE = "vendor/uPlot.iife.min.js", "vendor/uPlot.min.css"
+STYLES = {
+    "run": ("run.css", CHART_STYLE),
+    "sweep": ("sweep.css", CHART_STYLE),
+    "compare": ("run.css", CHART_STYLE, "table.css", "compare.css"),
+    "list": ("run.css", "table.css", "list.css"),
+}  # of each page, besides page.css
 RELOAD_SECONDS = 5  # of a page whose runs train
 
 
-def render(template: str, scripts: Sequence[str], styles: Sequence[str], data: Any, /, **context: Any) -> str:
-    """Return the page of a template of this folder. `data`: what its scripts read as JSON."""
+def render(name: str, data: Any, **context: Any) -> str:
+    """Return the page of the template `name` of this folder. `data`: what its scripts read as JSON."""
     created = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    page = _environment().get_template(template)
-    return page.render(**_assets((*scripts,), (*styles,)), data_json=json_block(data), created=created, **context)
+    page = _environment().get_template(f"{name}.jinja")
+    return page.render(**_assets(name), data_json=json_block(data), created=created, **context)
 
 
 @cache
@@ -59,20 +66,31 @@ def _environment() -> jinja2.Environment:
         auto_reload=False,  # the scripts of this process fit the templates that it began with
     )
     environment.filters |= {"breakable": breakable, "url": lambda name: quote(name, errors="backslashreplace")}
+    environment.filters |= {"loss": loss_text, "count": count_text, "sort_value": sort_value}
     return environment
 
 
+def sort_value(value: object) -> str:
+    """Return the number by which a cell is sorted; empty, which is last, for anything else."""
+    if not isinstance(value, int | float):
+        return ""
+    return "1e300" if value == math.inf else f"{value:.8g}"
+
+
 @cache
-def _assets(scripts: tuple[str, ...], styles: tuple[str, ...]) -> dict[str, Any]:
+def _assets(name: str) -> dict[str, Any]:
     """Return `scripts`, `css`, and a content security policy that allows these scripts only, by their hash."""
     from markupsafe import Markup
 
-    texts = [(PAGES_DIR / script).read_text(encoding="utf-8") for script in scripts]
+    libraries = [CHART_LIBRARY] if CHART_STYLE in STYLES[name] else []
+    texts = [(PAGES_DIR / script).read_text(encoding="utf-8") for script in (*libraries, "charts.js", f"{name}.js")]
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in texts)
     return {
-        "scripts": [Markup(text) for text in texts],
+        "scripts": [*map(Markup, texts)],
         "policy": Markup(f"default-src 'none'; style-src 'unsafe-inline'; script-src {hashes}"),
-        "css": Markup("\n".join((PAGES_DIR / style).read_text(encoding="utf-8") for style in styles)),
+        "css": Markup(
+            "\n".join((PAGES_DIR / style).read_text(encoding="utf-8") for style in ("page.css", *STYLES[name]))
+        ),
     }
 
 

@@ -5,10 +5,8 @@ sweep with its jobs. Each is made when it is asked for.
 from __future__ import annotations
 
 import socket
-import stat
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -33,7 +31,7 @@ PAGE_SECONDS = 2.0  # between two times that a page is written
 MAX_CACHED_PAGES = 16
 MAX_PAGE_CONNECTIONS = 32  # at a time; more are closed at once
 RUN_PREFIX = "run/"  # of the address of a run's page
-SCAN_SHARE = 0.1  # of the time at most: a list of many runs is kept longer
+MAX_PAGE_SHARE = 0.1  # of the time: a list of many runs is kept longer
 # (path without the first slash, query) -> the page; None: there is no such page
 Pages = Callable[[str, dict[str, list[str]]], bytes | None]
 
@@ -63,7 +61,8 @@ class PageServer(ThreadingHTTPServer):
     def __init__(self, pages: Pages, port: int) -> None:
         super().__init__((HOST, port), PageHandler)
         self._pages, self._lock = pages, threading.Lock()
-        self._cached: OrderedDict[str, tuple[float, bytes]] = OrderedDict()  # address -> (when it was written, page)
+        # address -> (monotonic time until which it is not written again, page); the last used is the last
+        self._cached: dict[str, tuple[float, bytes]] = {}
         self._free = threading.BoundedSemaphore(MAX_PAGE_CONNECTIONS)
         # of connections whose headers are not complete, monotonic seconds
         self.deadlines: dict[socket.socket, float] = {}
@@ -91,25 +90,24 @@ class PageServer(ThreadingHTTPServer):
                     request.shutdown(socket.SHUT_RDWR)
 
     def page(self, address: str) -> bytes | None:
-        """Return the page at `address`, at most PAGE_SECONDS old.
+        """Return the page at `address`, at most PAGE_SECONDS old, or as old as MAX_PAGE_SHARE demands.
 
         One page is written at a time. Raises UserError, OSError.
         """
         with self._lock:
-            written, page = self._cached.get(address, (0.0, b""))
-            if page and time.monotonic() <= written + PAGE_SECONDS:
-                return page
-            url = urlsplit(address)
-            new = self._pages(
-                unquote(url.path, errors="surrogateescape").removeprefix("/"),
-                parse_qs(url.query, errors="surrogateescape"),
-            )
-            if new is not None:
-                self._cached[address] = (time.monotonic(), new)
-                self._cached.move_to_end(address)
-                while len(self._cached) > MAX_CACHED_PAGES:
-                    self._cached.popitem(last=False)
-            return new
+            kept_until, page = self._cached.pop(address, (0.0, None))
+            begun = time.monotonic()
+            if begun > kept_until:
+                url = urlsplit(address)
+                path = unquote(url.path, errors="surrogateescape").removeprefix("/")
+                page = self._pages(path, parse_qs(url.query, errors="surrogateescape"))
+                ended = time.monotonic()
+                kept_until = ended + max(PAGE_SECONDS, (ended - begun) / MAX_PAGE_SHARE)
+            if page is not None:
+                self._cached[address] = kept_until, page
+            while len(self._cached) > MAX_CACHED_PAGES:
+                del self._cached[next(iter(self._cached))]
+            return page
 
 
 class PageHandler(BaseHTTPRequestHandler):
@@ -131,11 +129,11 @@ class PageHandler(BaseHTTPRequestHandler):
         # a page of files that another has written: the answer says what is wrong with it, and the others are still
         # served
         except Exception as error:
-            text = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            is_disk = isinstance(error, OSError)
             problem = (
-                f"the page cannot be {'read or written' if isinstance(error, OSError) else 'made'}: {one_line(text)}\n"
+                f"{'read or written' if is_disk else 'made'}: {'' if is_disk else f'{type(error).__name__}: '}{error}"
             )
-            return self._send(500, encode_page(problem), "text/plain")
+            return self._send(500, encode_page(f"the page cannot be {one_line(problem)}\n"), "text/plain")
         if page is None:
             return self.send_error(404)
         self._send(200, page, "text/html")
@@ -157,32 +155,24 @@ class PageHandler(BaseHTTPRequestHandler):
 # --- the pages: they are not written to disk ----------------------------------------------------------------------------
 
 
-def only_page(write: Callable[[], Path]) -> Pages:
-    """Return the pages of a server with one page: the file that `write` returns."""
-    return lambda path, query: None if path else write().read_bytes()
-
-
 def list_pages(root: Path) -> Pages:
     """Return the pages of the list of `root`: "", `run/<path below root>/` and `compare?run=<path>&run=<path>`. Only
     runs below `root` are opened.
     """
-    kept, kept_until = b"", 0.0  # the list and the monotonic time until which it is not made again
 
     def pages(path: str, query: dict[str, list[str]]) -> bytes | None:
-        nonlocal kept, kept_until
         if not path:
-            if (begun := time.monotonic()) >= kept_until:
-                kept = encode_page(list_page(scan_runs(root), lambda row: served_link(row, root), is_served=True))
-                kept_until = time.monotonic() + (time.monotonic() - begun) / SCAN_SHARE
-            return kept
+            return encode_page(list_page(scan_runs(root), lambda row: served_link(row, root), is_served=True))
         if path == "compare":
-            folders = {name: run_folder(root, name) for name in query.get("run", [])}
-            for name in (name for name, folder in folders.items() if folder is None):
-                raise UserError(f"the list has no run {name}", f"compare?run={name}", "choose runs in the list")
+            folders = []
+            for name in query.get("run", []):
+                if (folder := run_folder(root, name)) is None:
+                    raise UserError(f"the list has no run {name}", f"compare?run={name}", "choose runs in the list")
+                folders.append(folder)
             if not folders:
                 raise UserError("no run is chosen", "compare?run=", "choose runs in the list")
-            return comparison_bytes([folder for folder in folders.values() if folder is not None])
-        folder = run_folder(root, path.removeprefix(RUN_PREFIX).removesuffix(REPORT_FILE).rstrip("/"))
+            return comparison_bytes(folders)
+        folder = run_folder(root, path.removeprefix(RUN_PREFIX).removesuffix(REPORT_FILE))
         return page_bytes(folder) if path.startswith(RUN_PREFIX) and folder is not None else None
 
     return pages
@@ -192,25 +182,22 @@ def run_folder(root: Path, name: str) -> Path | None:
     """Return the run or sweep at the relative path `name` below `root`; None if there is none, or the path leads
     through a link or out of `root`.
     """
-    folder = root
-    for part in name.split("/"):
-        if part in ("", ".", "..") or "\0" in part:
-            return None
-        folder = folder / part
-        try:
-            if not stat.S_ISDIR(folder.lstat().st_mode):
-                return None
-        except OSError:
-            return None
-    return folder if is_file(folder / RUN_FILE) or is_file(folder / SWEEP_FILE) else None
+    if "\0" in name:
+        return None
+    root = root.resolve()
+    folder = root / name
+    is_below = folder.is_relative_to(root) and folder.resolve() == folder != root
+    return folder if is_below and any(is_file(folder / file) for file in (RUN_FILE, SWEEP_FILE)) else None
 
 
-def folder_pages(folder: Path, page: Pages) -> Pages:
-    """Return `page` and, below it, the pages of the jobs if `folder` is a sweep."""
+def folder_pages(folder: Path, write: Callable[[], Path]) -> Pages:
+    """Return the pages of a server for a run or sweep: the file that `write` returns and, below it, those of the jobs
+    of a sweep.
+    """
 
     def pages(path: str, query: dict[str, list[str]]) -> bytes | None:
-        if not path or not is_sweep_dir(folder):
-            return page(path, query)
+        if not path:
+            return write().read_bytes()
         name = path.removesuffix(REPORT_FILE).rstrip("/")
         return next((page_bytes(job) for job in job_folders(folder) if job.name == name), None)
 

@@ -9,14 +9,11 @@ import dataclasses
 import re
 import time
 from pathlib import Path
-from typing import Any
 
 from common.errors import TrainingError, UserError, print_safely
-from common.filesystem import open_regular
-from common.ownership import is_alive
 from runner.config.compose import compose_config
+from runner.reporting.runs import Run, as_dict, is_file
 from runner.run_dir.contents import find_runs, is_sweep_dir
-from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.saved_config import load_saved_config
 from runner.tracking.config import TRACKERS, ExternalTrackerConfig
 from runner.tracking.tracker_process import TrackerProcess, describe_experiment
@@ -25,7 +22,7 @@ REPLAY_SECONDS = 600.0  # one run; a million records take TensorBoard and SwanLa
 REPLAYED_STATUS = {"completed": "completed", "interrupted": "interrupted", "running": "interrupted"}  # others: failed
 
 
-def is_tracker(name: str) -> bool:
+def is_tracker(name: str | None) -> bool:
     """Return whether `to=name` names a tracker, and not a file."""
     return name in TRACKERS.names() and name != "none"
 
@@ -50,8 +47,7 @@ def replay(folder: Path, name: str) -> None:
     if not logged:
         raise UserError("nothing has been logged there yet", f"run={folder}", "run=last, or sweep=last")
     for run in logged:
-        fields = RunMetadata.read(run)
-        if fields.get("status") == "running" and is_alive(fields):
+        if Run.read(run).is_running:
             raise UserError(
                 f"{run} still trains", f"to={name}", f"wait for its end; tracker={name} follows a run while it trains"
             )
@@ -63,23 +59,22 @@ def replay(folder: Path, name: str) -> None:
 
 def replay_run(run: Path, config: ExternalTrackerConfig) -> None:
     """Write one run to its tracker, with the id that it has there already or the id of the run."""
-    fields, saved = RunMetadata.read(run), load_saved_config(run)
-    status = REPLAYED_STATUS.get(str(fields.get("status")), "failed")
+    fields, saved = Run.read(run).fields, load_saved_config(run)
+    status = REPLAYED_STATUS.get(fields["status"], "failed")
     warnings: list[str] = []
-    settings = dataclasses.asdict(
-        dataclasses.replace(config, mode="offline", project=_project(saved) or config.project)
-    )
+    project = as_dict(saved.get("tracker")).get("project")  # that it was logged to while it trained
+    project = project if isinstance(project, str) and project else config.project
+    settings = dataclasses.asdict(dataclasses.replace(config, mode="offline", project=project))
     tracker = TrackerProcess(config.command() or [], run / config.name, print_safely, warnings.append)
     tracker.start(
-        folder=str(run.absolute() / config.name),
         settings=settings,
-        id=str(fields.get("tracker_id") or fields.get("id") or run.name),
-        config=_plain(saved),
+        id=str(fields.get("tracker_id") or fields["id"] or run.name),
+        config={name: value for name, value in saved.items() if name != "hydra"},
         history=_log_sizes(run),
         is_replay=True,
         **describe_experiment(run, saved),
     )
-    tracker.finish(status, str(fields.get("error") or ""))
+    tracker.finish(status, fields["error"])
     if not tracker.wait(time.monotonic() + REPLAY_SECONDS):
         reason = (
             re.sub(r" \(training continues;.*", "", warnings[0])
@@ -90,25 +85,5 @@ def replay_run(run: Path, config: ExternalTrackerConfig) -> None:
 
 
 def _log_sizes(run: Path) -> dict[str, int]:
-    return {name: _size(run / f"{name}.jsonl") for name in ("metrics", "samples")}
-
-
-def _size(path: Path) -> int:
-    try:
-        fd, size = open_regular(path)
-    except OSError:
-        return 0
-    with open(fd, "rb"):
-        return size
-
-
-def _project(saved: dict[str, Any]) -> str | None:
-    """Return the project that the run was logged to while it trained."""
-    section = saved.get("tracker")
-    project = section.get("project") if isinstance(section, dict) else None
-    return project if isinstance(project, str) else None
-
-
-def _plain(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of the run without those of Hydra."""
-    return {name: value for name, value in config.items() if name != "hydra"}
+    paths = {name: run / f"{name}.jsonl" for name in ("metrics", "samples")}
+    return {name: path.stat().st_size if is_file(path) else 0 for name, path in paths.items()}

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import strip_control
-from common.filesystem import open_regular
+from common.guarded_files import read_from
 from common.paths import CONF_DIR, REPO_ROOT
 from runner.checkpoint.atomic_dir import step_names
 from runner.config.compose import compose_values
 from runner.reporting.metrics import MAX_METRICS_BYTES, Metrics, count_number, iter_records, metrics_of
-from runner.reporting.runs import Run, as_dict, as_list, flatten_settings, read_override_list
+from runner.reporting.runs import Run, as_dict, flatten_settings, is_file, longer_override, read_override_list
 from runner.run_dir.best_job import parse_number
 from runner.run_dir.saved_config import OVERRIDES_FILE, REPO_INTERPOLATION
 from runner.tracking.console.numbers import format_seconds, format_size, remaining_seconds
@@ -32,7 +32,6 @@ from runner.tracking.run_end import STAGE_METRICS, commands_after_divergence, co
 # steps and prompts that are shown; characters of an answer
 MAX_SAMPLE_STEPS, MAX_SAMPLES, MAX_SAMPLE_CHARS = 30, 8, 2000
 MAX_EVALUATIONS = 1000  # of evaluate.py, the newest
-STEP_DIGITS = 15  # of a number of steps
 MAX_WARNINGS = 40  # different ones, the newest
 LOG_TAIL_BYTES = 1 << 20  # read from the end of train.log
 WARNING = re.compile(r"^warning: (.+)$", re.MULTILINE)
@@ -60,10 +59,6 @@ class Setting:
 class RunReport(Run):
     """What the page of a run shows."""
 
-    @property
-    def title(self) -> str:
-        return self.name or "/".join(self.folder.parts[-2:])
-
     @cached_property
     def series(self) -> Metrics:
         return metrics_of(iter_records(self.folder / "metrics.jsonl"))
@@ -71,8 +66,8 @@ class RunReport(Run):
     @property
     def step(self) -> int:
         """Newest logged step, or that of run.json."""
-        logged = max(curve.last("step") or 0 for curve in (self.series.train, self.series.eval))
-        return int(max(logged, count_number(self.fields.get("step")) or 0))
+        logged = self.series.last.step if self.series.last else 0
+        return int(max(logged, count_number(self.fields["step"]) or 0))
 
     @cached_property
     def samples(self) -> dict[str, list[tuple[int, str]]]:
@@ -107,19 +102,16 @@ class RunReport(Run):
         return [Setting(key, value, default.get(key)) for key, value in self.settings.items()]
 
     @cached_property
-    def checkpoints(self) -> list[tuple[str, int]]:
-        """Name and bytes of each checkpoint."""
+    def checkpoints(self) -> dict[str, str]:
+        """Name and size of each checkpoint."""
         folder = self.folder / "checkpoints"
-        return [(name, _size(folder / name)) for name in step_names(folder)]
+        return {name: format_size(_size(folder / name)) for name in step_names(folder)}
 
     @cached_property
     def log(self) -> str:
         """The end of train.log."""
         try:
-            fd, size = open_regular(self.folder / "train.log")
-            with open(fd, "rb") as log:
-                log.seek(max(0, size - LOG_TAIL_BYTES))
-                return log.read(LOG_TAIL_BYTES).decode("utf-8", "replace")
+            return read_from(self.folder / "train.log", 0, LOG_TAIL_BYTES).decode("utf-8", "replace")
         except OSError:
             return ""
 
@@ -144,6 +136,87 @@ class RunReport(Run):
                 found.append(f"metrics.jsonl is larger than {limit}: its curves and numbers are left out")
         return found
 
+    @property
+    def labels(self) -> list[str]:
+        """Return the stage and what the run began from."""
+        start = self.fields["init_from"]
+        began = "from random weights" if start == "scratch" else f"from {start}" if start else ""
+        return [text for text in (self.fields["stage"], began) if text]
+
+    @property
+    def numbers(self) -> dict[str, str]:
+        """Return the newest numbers by name."""
+        series, train, steps = self.series, self.series.train, self.total_steps
+        found = {
+            "step": f"{self.step:,} of {steps:,}" if steps else f"{self.step:,}",
+            "training loss": format_number(train.last("loss")),
+        }
+        if len(series.eval):
+            found["validation loss"] = format_number(series.eval.last("loss"))
+        if lowest := series.eval.lowest():
+            found["best validation loss"] = f"{lowest[0]:.4f} at step {lowest[1]:,.0f}"
+        found["tokens"] = f"{train.last('tokens') or 0:,.0f}"
+        found["mean tokens/s"] = format_number(series.tokens_per_second)
+        if series.peak_memory is not None:
+            found["peak memory"] = format_size(int(series.peak_memory))
+        if (seconds := train.last("seconds")) is not None:
+            found["training time"] = format_seconds(seconds)
+        if self.is_running and steps and series.attempt_first and series.attempt_last:
+            remaining = remaining_seconds(series.attempt_first, series.attempt_last, steps)
+            found |= {} if remaining is None else {"remaining": format_seconds(remaining)}
+        return found
+
+    @property
+    def error_parts(self) -> tuple[str, str]:
+        """Return the beginning of the recorded error, and the rest; both empty where there is none, or an attempt goes on."""
+        error = "" if self.is_running else self.fields["error"]
+        shown = "\n".join(error.split("\n")[:ERROR_LINES])[:ERROR_CHARS]
+        return shown, error[len(shown) :].removeprefix("\n")
+
+    @property
+    def notes(self) -> Iterator[str]:
+        """Yield what a reader should know before the curves: overfitting, gaps in the data, resumes that are not exact,
+        warnings of the log.
+        """
+        fields, warnings = self.fields, self.warnings
+        if self.series.overfitting:
+            lowest, newest = self.series.overfitting
+            is_best = as_dict(fields["export"]).get("weights") == "best"
+            weights = "; model/ has the weights of the best evaluation" if is_best else ""
+            yield f"overfitting: the validation loss was lowest at step {lowest.step:,} ({lowest.loss:.4f}) and is {newest.loss:.4f} now{weights}"
+        for file in [] if any(map(TRUNCATION_WARNING.match, warnings)) else fields["data"]:
+            lost, kept = file.get("lost_loss_tokens"), file.get("loss_tokens")
+            if isinstance(lost, int) and lost > 0:
+                whole = lost + (kept if isinstance(kept, int) and kept > 0 else 0)
+                yield f"{Path(str(file.get('file'))).name}: truncation removed {lost:,} of {whole:,} tokens with loss ({lost / whole:.0%}); raise data.max_length"
+        for reason in fields["inexact_because"]:
+            yield f"not bitwise equal to a run without interruption: {reason}"
+        for change in fields["changed"]:
+            yield f"a resume changed {change}"
+        yield from map(str, fields["recovered"])
+        yield from filter(None, [fields["degraded"]])
+        yield from warnings
+
+    @property
+    def commands(self) -> list[tuple[str, str]]:
+        """Return (purpose, shell command) of what to type next."""
+        settings = self.settings
+        data_format = settings.get("stage.data_format", "")
+        lr = parse_number(settings.get("optimizer.lr", ""))
+        if self.status == "completed" and data_format in STAGE_METRICS:
+            path = settings.get("data.path", "").replace(REPO_INTERPOLATION, str(REPO_ROOT))
+            data_path = Path(path) if path and path != "null" and not path.startswith(("[", "{")) else None
+            family, longer = settings.get("model.family", ""), longer_override(settings) if self.is_whole else None
+            found = next_commands(self.folder, self.fields["stage"], data_format, data_path, longer, family)
+        elif self.status == "diverged" and lr:
+            can_resume = bool(self.checkpoints) and (self.total_steps is None or self.step < self.total_steps)
+            found = commands_after_divergence(self.folder, lr, self.overrides, can_resume)
+        elif self.status in ("interrupted", "failed"):
+            found = commands_to_continue(self.folder, bool(self.checkpoints))
+        else:
+            return []
+        return [(command.purpose, shlex.join(command.arguments)) for command in found]
+
 
 @lru_cache(maxsize=16)
 def stage_defaults(stage: str) -> dict[str, str]:
@@ -156,7 +229,7 @@ def stage_defaults(stage: str) -> dict[str, str]:
 
 def _size(folder: Path) -> int:
     try:
-        return sum(path.stat().st_size for path in folder.iterdir() if path.is_file() and not path.is_symlink())
+        return sum(path.stat().st_size for path in folder.iterdir() if is_file(path))
     except OSError:
         return 0
 
@@ -166,131 +239,20 @@ def run_text(folder: Path) -> str:
     run = RunReport.read(folder)
     lines = [
         f"run {folder}",
-        " · ".join([run.status, *labels(run)]),
-        *(f"{name:<22}{value}" for name, value in numbers(run)),
+        " · ".join([run.status, *run.labels]),
+        *(f"{name:<22}{value}" for name, value in run.numbers.items()),
     ]
-    lines += [f"error: {error_line(error)}"] if (error := error_parts(run)[0]) else []
-    lines += [f"note: {note}" for note in notes(run)]
-    for purpose, command in commands(run):
+    lines += [f"error: {error_line(error)}"] if (error := run.error_parts[0]) else []
+    lines += [f"note: {note}" for note in run.notes]
+    for purpose, command in run.commands:
         lines += ["", f"{purpose}:", command]
     return strip_control("\n".join(lines))
-
-
-def labels(run: RunReport) -> list[str]:
-    """Return the stage and what the run began from."""
-    stage, start = run.fields.get("stage"), run.fields.get("init_from")
-    began = f"from {start}" if start and start != "scratch" else start and "from random weights"
-    return [str(text) for text in (stage, began) if text]
-
-
-def numbers(run: RunReport) -> list[tuple[str, str]]:
-    """Return (name, value) of the newest numbers."""
-    series, train = run.series, run.series.train
-    lowest, first, last = series.eval.lowest(), series.attempt_first, series.attempt_last
-    seconds, memory = train.last("seconds"), series.peak_memory
-    remaining = (
-        remaining_seconds(first, last, run.total_steps)
-        if run.is_running and run.total_steps and first and last
-        else None
-    )
-    found = [
-        ("step", f"{run.step:,} of {run.total_steps:,}" if run.total_steps else f"{run.step:,}"),
-        ("training loss", format_number(train.last("loss"))),
-        ("validation loss", format_number(series.eval.last("loss")) if len(series.eval) else None),
-        ("best validation loss", f"{lowest[0]:.4f} at step {lowest[1]:,.0f}" if lowest else None),
-        ("tokens", f"{train.last('tokens') or 0:,.0f}"),
-        ("mean tokens/s", format_number(series.tokens_per_second)),
-        ("peak memory", None if memory is None else format_size(int(memory))),
-        ("training time", None if seconds is None else format_seconds(seconds)),
-        ("remaining", None if remaining is None else format_seconds(remaining)),
-    ]
-    return [(name, value) for name, value in found if value is not None]
-
-
-def error_parts(run: RunReport) -> tuple[str, str]:
-    """Return the beginning of the recorded error, and the rest; both empty where there is none, or an attempt goes on."""
-    error = "" if run.is_running else str(run.fields.get("error") or "")
-    shown = "\n".join(error.split("\n")[:ERROR_LINES])[:ERROR_CHARS]
-    return shown, error[len(shown) :].removeprefix("\n")
 
 
 def error_line(error: object) -> str:
     """Return the first line of a recorded error, cut to ERROR_LINE_CHARS."""
     line, _, rest = str(error).strip().partition("\n")
     return f"{line[:ERROR_LINE_CHARS]}{' ...' if rest or len(line) > ERROR_LINE_CHARS else ''}"
-
-
-def beginning(run: RunReport) -> str:
-    """Return when the run began, and its newest attempt: `started` of run.json is that of the newest one."""
-    newest = str(run.fields.get("started") or "at an unknown time")
-    if len(run.attempts) < 2 or not run.attempts[0].get("started"):
-        return f"started {newest}"
-    number = run.attempts[0].get("attempt")
-    first = "started" if number in (1, None) else f"attempt {number} began"  # the first of many attempts are not kept
-    return f"{first} {run.attempts[0]['started']} · attempt {run.attempts[-1].get('attempt')} began {newest}"
-
-
-def notes(run: RunReport) -> list[str]:
-    """Return what a reader should know before the curves: overfitting, gaps in the data, resumes that are not exact,
-    warnings of the log.
-    """
-    fields, warnings = run.fields, run.warnings
-    found = [] if any(TRUNCATION_WARNING.match(warning) for warning in warnings) else _truncation(fields.get("data"))
-    reasons = as_list(fields.get("inexact_because"))
-    return [
-        *_overfitting(run),
-        *found,
-        *(f"not bitwise equal to a run without interruption: {reason}" for reason in reasons),
-        *(f"a resume changed {change}" for change in as_list(fields.get("changed"))),
-        *map(str, as_list(fields.get("recovered"))),
-        *([str(fields["degraded"])] if fields.get("degraded") else []),
-        *warnings,
-    ]
-
-
-def _overfitting(run: RunReport) -> Iterator[str]:
-    if run.series.overfitting:
-        lowest, newest = run.series.overfitting
-        is_best = as_dict(run.fields.get("export")).get("weights") == "best"
-        weights = "; model/ has the weights of the best evaluation" if is_best else ""
-        yield f"overfitting: the validation loss was lowest at step {lowest.step:,} ({lowest.loss:.4f}) and is {newest.loss:.4f} now{weights}"
-
-
-def _truncation(files: Any) -> Iterator[str]:
-    for entry in map(as_dict, as_list(files)):
-        lost, kept = entry.get("lost_loss_tokens"), entry.get("loss_tokens")
-        if isinstance(lost, int) and lost > 0:
-            whole = lost + (kept if isinstance(kept, int) and kept > 0 else 0)
-            yield f"{Path(str(entry.get('file'))).name}: truncation removed {lost:,} of {whole:,} tokens with loss ({lost / whole:.0%}); raise data.max_length"
-
-
-def commands(run: RunReport) -> list[tuple[str, str]]:
-    """Return (purpose, shell command) of what to type next."""
-    settings = run.settings
-    data_format = settings.get("stage.data_format", "")
-    lr = parse_number(settings.get("optimizer.lr", ""))
-    if run.status == "completed" and data_format in STAGE_METRICS:
-        path = settings.get("data.path", "").replace(REPO_INTERPOLATION, str(REPO_ROOT))
-        data_path = Path(path) if path and path != "null" and not path.startswith(("[", "{")) else None
-        stage, family = str(run.fields.get("stage")), settings.get("model.family", "")
-        found = next_commands(run.folder, stage, data_format, data_path, _longer(run), family)
-    elif run.status == "diverged" and lr:
-        can_resume = bool(run.checkpoints) and (run.total_steps is None or run.step < run.total_steps)
-        found = commands_after_divergence(run.folder, lr, run.overrides, can_resume)
-    elif run.status in ("interrupted", "failed"):
-        found = commands_to_continue(run.folder, bool(run.checkpoints))
-    else:
-        return []
-    return [(command.purpose, shlex.join(command.arguments)) for command in found]
-
-
-def _longer(run: RunReport) -> str | None:
-    """Return the override that doubles the training, None where the run ended before its last step."""
-    for key in ("train.max_steps", "train.epochs") if run.is_whole else ():
-        value = run.settings.get(key, "")
-        if value.isdecimal() and len(value) <= STEP_DIGITS and int(value) > 0:
-            return f"{key}={2 * int(value)}"
-    return None
 
 
 def format_number(value: float | None) -> str:

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from runner.reporting.metrics import AXES, Curve
-from runner.reporting.page_kit import CHART_LIBRARY, CHART_STYLE, RELOAD_SECONDS, render, short_number, write_text
-from runner.reporting.run_facts import (
-    RunReport,
-    beginning,
-    commands,
-    error_line,
-    error_parts,
-    format_number,
-    labels,
-    notes,
-    numbers,
-)
-from runner.reporting.runs import REPORT_FILE, as_dict, as_list
+from runner.reporting.page_kit import RELOAD_SECONDS, render, short_number, write_text
+from runner.reporting.run_facts import RunReport, error_line, format_number
+from runner.reporting.runs import REPORT_FILE, as_dict
 from runner.tracking.console.numbers import format_size
 
 # a page that is older than the time of 10 records, and than STALE_SECONDS, says that the run may have ended
@@ -46,22 +36,6 @@ CHARTS = (
 )
 BYTE_FIELDS = {"peak_memory"}
 NOT_CHARTED = {"perplexity"}  # the exponential of a loss that is drawn
-DATA_FIELDS = (
-    "file",
-    "schema",
-    "read",
-    "kept",
-    "split",
-    "truncated",
-    "dropped",
-    "bad",
-    "tokens",
-    "loss_tokens",
-    "lost_loss_tokens",
-    "longest_conversation",
-)
-ATTEMPT_COLUMNS = ("attempt", "started", "ended", "outcome", "step", "exact", "error")
-Table = dict[str, list[Any]]
 
 
 def write_run_page(folder: Path) -> Path:
@@ -76,30 +50,21 @@ def write_run_page(folder: Path) -> Path:
 
 def run_page(run: RunReport) -> str:
     charts = _charts(run)
-    attempts = [{**attempt, "error": error_line(attempt.get("error") or "")} for attempt in run.attempts]
+    train = run.series.train
     return render(
-        "run.jinja",
-        (CHART_LIBRARY, "charts.js", "run.js"),
-        ("page.css", "run.css", CHART_STYLE),
+        "run",
         _data(run, charts),
         run=run,
-        checkpoints=[(name, format_size(size)) for name, size in run.checkpoints],
-        facts={
-            "labels": labels(run),
-            "numbers": numbers(run),
-            "notes": notes(run),
-            "commands": commands(run),
-            "error": error_parts(run),
-        },
-        beginning=beginning(run),
+        notes=[*run.notes],
         charts=charts,
-        smoothing=0.6 if len(run.series.train) >= SMOOTHED_RECORDS else 0,
-        table=_newest(run.series.train),
-        nonfinite=", ".join(f"{name} in {count} records" for name, count in run.series.nonfinite.items()),
-        data_rows=_data_table(run.fields.get("data")),
-        settings=run.compared_settings,
-        different=[setting for setting in run.compared_settings if setting.differs],
-        attempts=_table(ATTEMPT_COLUMNS, attempts),
+        smoothing=0.6 if len(train) >= SMOOTHED_RECORDS else 0,
+        train=train,
+        names=[*AXES, *train.fields],
+        newest=range(len(train) - 1, max(0, len(train) - TABLE_ROWS) - 1, -1),
+        value=_value,
+        cell=_cell,
+        files=_data_files(run.fields["data"]),
+        attempts=[{**attempt, "error": error_line(attempt.get("error") or "")} for attempt in run.fields["attempts"]],
         environment=_environment(run),
     )
 
@@ -135,42 +100,19 @@ def _value(name: str, value: float | None) -> str:
     return format_size(value) if name in BYTE_FIELDS and value is not None else format_number(value)
 
 
-def _newest(train: Curve) -> Table:
-    names = [*AXES, *train.fields]
-    newest = range(len(train) - 1, max(0, len(train) - TABLE_ROWS) - 1, -1)
-    return {"names": names, "rows": [[_value(name, train.columns[name][index]) for name in names] for index in newest]}
-
-
-def _table(names: Iterable[str], rows: list[dict[str, Any]]) -> Table | None:
-    cells = [[_cell(row.get(name)) for name in names] for row in rows]
-    return {"names": [name.replace("_", " ") for name in names], "rows": cells} if rows else None
-
-
-def _data_table(entries: Any) -> Table | None:
-    """Return the table of the data files; `reasons` has lines for each row: `bad 12: no text (first: rows.jsonl:3)`."""
-    files = [entry for entry in as_list(entries) if isinstance(entry, dict)]
-    unused = [_unused_rows(file) for file in files]
-    sums = [{kind: sum(rows.values()) for kind, rows in found.items()} for found in unused]
-    table = _table(DATA_FIELDS, [{**file, **found} for file, found in zip(files, sums, strict=True)])
-    return table and {**table, "reasons": [_reasons(file, found) for file, found in zip(files, unused, strict=True)]}
-
-
-def _unused_rows(file: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-    """Return the rows of a data file that are not used: kind -> reason -> rows."""
-    return {
-        kind: {str(reason): rows for reason, rows in found.items() if type(rows) is int}
-        for kind in ("dropped", "bad")
-        if isinstance(found := file.get(kind), Mapping)
-    }
-
-
-def _reasons(file: Mapping[str, Any], unused: Mapping[str, Mapping[str, int]]) -> list[str]:
-    first = {reason: f" (first: {Path(str(row)).name})" for reason, row in as_dict(file.get("first_seen")).items()}
-    return [
-        f"{kind} {rows:,}: {reason}{first.get(reason, '')}"
-        for kind, found in unused.items()
-        for reason, rows in found.items()
-    ]
+def _data_files(files: list[dict[str, Any]]) -> list[tuple[dict[str, Any], list[str]]]:
+    """Return the facts of each data file, and why rows are not used: `bad 12: no text (first: rows.jsonl:3)`."""
+    found = []
+    for file in files:
+        first = {reason: f" (first: {Path(str(row)).name})" for reason, row in as_dict(file.get("first_seen")).items()}
+        facts, reasons = {**file}, []
+        for kind in ("dropped", "bad"):
+            if isinstance(rows := file.get(kind), Mapping):
+                counts = {str(reason): count for reason, count in rows.items() if type(count) is int}
+                facts[kind] = sum(counts.values())
+                reasons += [f"{kind} {count:,}: {reason}{first.get(reason, '')}" for reason, count in counts.items()]
+        found.append((facts, reasons))
+    return found
 
 
 def _cell(value: Any) -> str:
@@ -181,17 +123,13 @@ def _cell(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else "" if value is None else str(value)
 
 
-def _environment(run: RunReport) -> list[tuple[str, str]]:
+def _environment(run: RunReport) -> dict[str, Any]:
     """Return what the newest attempt ran on: host, processor, libraries, commit."""
-    newest = run.attempts[-1] if run.attempts else {}
-    parts = [("", {"host": run.fields.get("host")}), ("", newest.get("environment"))]
-    parts += [(f"{part}.", newest.get(part)) for part in ("versions", "code")]
-    return [
-        (f"{prefix}{name}", _cell(value))
-        for prefix, facts in parts
-        for name, value in as_dict(facts).items()
-        if value is not None
-    ]
+    newest = run.fields["attempts"][-1] if run.fields["attempts"] else {}
+    facts = {"host": run.fields["host"] or None, **as_dict(newest.get("environment"))}
+    for part in ("versions", "code"):
+        facts |= {f"{part}.{name}": value for name, value in as_dict(newest.get(part)).items()}
+    return {name: value for name, value in facts.items() if value is not None}
 
 
 def _data(run: RunReport, charts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -200,10 +138,9 @@ def _data(run: RunReport, charts: list[dict[str, Any]]) -> dict[str, Any]:
         kind: {name: [short_number(value) for value in column] for name, column in curve.columns.items()}
         for kind, curve in (("train", run.series.train), ("eval", run.series.eval))
     }
-    drawn = [{name: chart[name] for name in ("fields", "log", "smooth", "bytes")} for chart in charts]
     live = {"written": int(time.time()), "stale": _stale_seconds(run.series.train)} if run.is_running else {}
     reload = RELOAD_SECONDS if run.is_running else None
-    return {**kinds, "charts": drawn, "attempts": run.series.attempt_starts, "reload": reload, **live}
+    return {**kinds, "charts": charts, "attempts": run.series.attempt_starts, "reload": reload, **live}
 
 
 def _stale_seconds(train: Curve) -> int:

@@ -8,35 +8,45 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
 from common.errors import UserError
-from common.filesystem import read_bounded, read_json_object
-from common.limits.parsers import parse_yaml
+from common.filesystem import read_json_object
 from common.ownership import is_alive
 from runner.config.overrides import is_storable
 from runner.config.resolve import resolve_run
-from runner.reporting.metrics import Metrics, cached_by_file, read_job_metrics
-from runner.run_dir.contents import OWNER_FILE, RUN_FILE, SWEEP_FILE, is_sweep_dir
+from runner.reporting.metrics import Metrics, file_signature, read_job_metrics
+from runner.run_dir.contents import DEFAULT_METADATA, OWNER_FILE, RUN_FILE, SWEEP_FILE, is_sweep_dir
 from runner.run_dir.metadata import RunMetadata
-from runner.run_dir.saved_config import CONFIG_FILE, load_saved_config
+from runner.run_dir.saved_config import CONFIG_FILE, load_saved_config, load_yaml
 
+STEP_DIGITS = 15  # of a number of steps
 MAX_JOBS = 10_000  # of one sweep
-MAX_OVERRIDES_BYTES = 1 << 20  # a larger file of overrides is not read
 REPORT_FILE = "report.html"
+UNKNOWN = "unknown"  # status of a run or sweep whose file cannot be read
+# Fields that are read of run.json, of sweep.json and of a job in it, with their defaults; see `typed`.
+RUN_FIELDS = {
+    **DEFAULT_METADATA,
+    **dict.fromkeys(("stage", "model", "init_from", "error", "degraded", "host", "started", "ended"), ""),
+    **{"data": [], "changed": [], "versions": {}, "code": {}},
+}
+SWEEP_FIELDS = {"jobs": [], "swept": {}, "overrides": [], "status": "", "created": "", "sweeper": "grid"}
+OBJECT_LISTS = ("attempts", "data", "evaluations", "jobs")
 
 
 @dataclass
 class Run:
     folder: Path
-    fields: dict[str, Any]  # of run.json
+    fields: dict[str, Any]  # of run.json, typed as RUN_FIELDS
     status: str
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        fields = RunMetadata.read(folder)
-        return cls(folder, fields, run_status(fields))
+        found = RunMetadata.read(folder)
+        return cls(folder, typed(found, RUN_FIELDS), run_status(found))
 
     @property
     def is_running(self) -> bool:
@@ -44,26 +54,23 @@ class Run:
 
     @property
     def name(self) -> str:
-        return self.text("name", 80)
+        return text_of(self.fields["name"], 80)
 
     @property
     def note(self) -> str:
-        return self.text("note", 500)
+        return text_of(self.fields["note"], 500)
 
     @property
     def tags(self) -> list[str]:
-        return [text_of(tag, 40) for tag in as_list(self.fields.get("tags"))[:20] if isinstance(tag, str)]
+        return [text_of(tag, 40) for tag in self.fields["tags"][:20] if isinstance(tag, str)]
 
     @property
-    def attempts(self) -> list[dict[str, Any]]:
-        return [attempt for attempt in as_list(self.fields.get("attempts")) if isinstance(attempt, dict)]
-
-    @property
-    def started(self) -> object:
+    def started(self) -> str:
         """When the run was first started: `started` of run.json is that of the newest attempt. The oldest of many
         attempts are not kept.
         """
-        return (self.attempts or [{}])[0].get("started") or self.fields.get("started")
+        first = self.fields["attempts"][0].get("started") if self.fields["attempts"] else None
+        return str(first or self.fields["started"])
 
     @property
     def metrics(self) -> Metrics:
@@ -72,41 +79,52 @@ class Run:
 
     @property
     def settings(self) -> dict[str, str]:
-        return saved_settings(self.folder / CONFIG_FILE)
+        return saved_settings(self.folder)
 
-    def text(self, field: str, limit: int = 200) -> str:
-        return text_of(self.fields.get(field), limit)
+
+def typed(found: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `found` with the default in place of a field that is missing or of another type. None: of any type.
+
+    Of a list of OBJECT_LISTS only the objects are kept.
+    """
+    fields = {**defaults, **found}
+    for name, default in defaults.items():
+        if default is not None and not isinstance(fields[name], type(default)):
+            fields[name] = default
+        if name in OBJECT_LISTS:
+            fields[name] = [each for each in fields[name] if isinstance(each, dict)]
+    return fields
 
 
 def run_status(fields: Mapping[str, Any]) -> str:
     """Return the status of a run from the fields of its run.json: one without its process is interrupted, one that
     diverged is named so.
     """
-    status = str(fields.get("status") or "unknown")
+    status = str(fields.get("status") or UNKNOWN)
     if status == "running" and not is_alive(fields):
         return "interrupted"
     return "diverged" if status == "failed" and fields.get("outcome") == "diverged" else status
 
 
-def sweep_status(folder: Path, recorded: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return the status of a sweep from the fields of its sweep.json, and whether its process is known to be alive.
+def read_sweep_file(folder: Path) -> dict[str, Any]:
+    """Return the fields of sweep.json, typed as SWEEP_FIELDS."""
+    return typed(read_json_object(folder / SWEEP_FILE), SWEEP_FIELDS)
+
+
+def sweep_status(folder: Path, recorded: str) -> tuple[str, bool]:
+    """Return the status of a sweep whose sweep.json says `recorded`, and whether its process is known to be alive.
 
     One whose process was killed is interrupted. It leaves its owner file.
     """
-    status = text_of(recorded.get("status"), 20) or "unknown"
-    owner = read_json_object(folder / OWNER_FILE) if status == "running" else {}
-    alive = is_alive(owner) if owner else False
-    return ("interrupted" if owner and not alive else status), alive
+    owner = read_json_object(folder / OWNER_FILE) if recorded == "running" else {}
+    alive = bool(owner) and is_alive(owner)
+    return ("interrupted" if owner and not alive else text_of(recorded, 20) or UNKNOWN), alive
 
 
 def text_of(value: object, limit: int = 200) -> str:
     """Return text of run.json for a table, "" for anything else."""
     text = value if isinstance(value, str) else ""
     return text if len(text) <= limit else f"{text[:limit]} …"
-
-
-def as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def as_dict(value: Any) -> dict[str, Any]:
@@ -122,14 +140,18 @@ def flatten_settings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield key, "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-@cached_by_file(1024)
-def saved_settings(config: Path) -> dict[str, str]:
+def saved_settings(run_dir: Path) -> dict[str, str]:
     """Return the composed settings in .hydra/config.yaml by key, without Hydra's own; {} if they cannot be read.
 
     Nothing in the file is resolved.
     """
+    return _saved_settings(run_dir, file_signature(run_dir / CONFIG_FILE))
+
+
+@lru_cache(maxsize=1024)
+def _saved_settings(run_dir: Path, signature: object) -> dict[str, str]:
     try:
-        values = load_saved_config(config.parents[1])
+        values = load_saved_config(run_dir)
     except (UserError, OSError, ValueError):
         return {}
     return {key: value for key, value in flatten_settings(values) if not key.startswith("hydra.")}
@@ -138,10 +160,35 @@ def saved_settings(config: Path) -> dict[str, str]:
 def read_override_list(path: Path) -> list[str]:
     """Return the overrides in a YAML file; [] if it holds anything that a run does not store."""
     try:
-        content = as_list(parse_yaml(read_bounded(path, MAX_OVERRIDES_BYTES).decode("utf-8")))
+        content = load_yaml(path)
     except (OSError, ValueError):
         return []
-    return content if all(isinstance(item, str) and is_storable(item) for item in content) else []
+    is_known = isinstance(content, list) and all(isinstance(item, str) and is_storable(item) for item in content)
+    return content if is_known else []
+
+
+def differing_values(settings: list[dict[str, str]]) -> dict[str, list[str | None]]:
+    """Return the values of the keys that are not the same everywhere; None where one has no such key."""
+    keys = dict.fromkeys(key for each in settings for key in each)
+    rows = {key: [each.get(key) for each in settings] for key in keys}
+    return {key: values for key, values in rows.items() if len({*values}) > 1}
+
+
+def longer_override(settings: Mapping[str, str]) -> str | None:
+    """Return the override that doubles a training; None if its length is not known."""
+    for key in ("train.max_steps", "train.epochs"):
+        value = settings.get(key, "")
+        if value.isdecimal() and len(value) <= STEP_DIGITS and int(value) > 0:
+            return f"{key}={2 * int(value)}"
+    return None
+
+
+def parse_time(text: str) -> float | None:
+    """Return the seconds since 1970 of a time in ISO format; None if it is none."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 # --- which directories --------------------------------------------------------------------------------------------------
@@ -187,20 +234,22 @@ def job_folders(sweep: Path) -> list[Path]:
     """Return the run directories of the jobs that have begun, in the order of sweep.json; those it does not name are
     last.
     """
-    names = [as_dict(job).get("name") for job in as_list(read_json_object(sweep / SWEEP_FILE).get("jobs"))]
-    order = {name: position for position, name in enumerate(names) if isinstance(name, str)}
-    try:
-        with os.scandir(sweep) as entries:
-            found = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except OSError:
-        return []
-    found = sorted(
-        (name for name in found if is_file(sweep / name / RUN_FILE)),
-        key=lambda name: (order.get(name, len(names)), name),
-    )
+    names = [str(job.get("name")) for job in read_sweep_file(sweep)["jobs"]]
+    order = {name: position for position, name in enumerate(names)}
+    found = [name for name in subfolders(sweep) if is_file(sweep / name / RUN_FILE)]
+    found.sort(key=lambda name: (order.get(name, len(names)), name))
     return [sweep / name for name in found[:MAX_JOBS]]
+
+
+def subfolders(folder: Path) -> set[str]:
+    """Return the names of the folders in `folder`, without links."""
+    try:
+        with os.scandir(folder) as entries:
+            return {entry.name for entry in entries if entry.is_dir(follow_symlinks=False)}
+    except OSError:
+        return set()
 
 
 def is_file(path: Path) -> bool:
     """Whether there is a regular file and no link to one."""
-    return path.is_file() and not path.is_symlink()
+    return os.path.isfile(path) and not path.is_symlink()

@@ -5,32 +5,25 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 from runner.engine.config import STEP_SIZE_KEYS
-from runner.reporting.columns import point_label, swept_text, table_columns, with_note
+from runner.reporting.columns import swept_text, table_columns, with_note
 from runner.reporting.importance import Importance, setting_effects, setting_importance, sorted_values
 from runner.reporting.page_kit import (
-    CHART_LIBRARY,
-    CHART_STYLE,
     RELOAD_SECONDS,
     loss_curve,
     render,
     short_number,
 )
-from runner.reporting.runs import REPORT_FILE, saved_settings
+from runner.reporting.runs import REPORT_FILE, differing_values, saved_settings
 from runner.reporting.sweep_results import JobResult, ResultRow, SweepResults
 from runner.reporting.verdict import sweep_verdict
-from runner.run_dir.best_job import SEED_KEY
-from runner.run_dir.saved_config import CONFIG_FILE
 from runner.tracking.console.numbers import format_seconds
 
 SMOOTHING, SMOOTHED_POINTS = 0.6, 100  # at first, of training curves; where none has more points, they are not smoothed
-LEAD_COLUMNS = ("loss", "loss_interval")  # before the settings: they are seen on a narrow screen
 # last lines of a failed job; characters of one; of all jobs together
 MAX_LINES, MAX_LINE_CHARS, MAX_TAIL_CHARS = 20, 400, 120_000
-MIN_PARALLEL_KEYS, MAX_SELECT_KEYS = 3, 12  # settings of the parallel coordinates; settings with a filter
 MAX_KEYS, MAX_VALUE_CHARS = 200, 200  # of the settings that differ; of one value
 SWEEP_STALE_SECONDS = 900  # a page of a running sweep that is older says that the sweep may have ended
 CURVE_CLASSES = 8  # classes s0 to s7 of page.css
@@ -45,38 +38,27 @@ def sweep_page(sweep: SweepResults, is_final: bool = True) -> str:
 
     The importance of settings takes seconds to calculate: it is left out unless `is_final`.
     """
-    columns = [column for column in table_columns(sweep) if column.title]
     later = Importance(reason="it is calculated when the sweep ends, and by report.py")
     verdict, styles = sweep_verdict(sweep), row_styles(sweep)
-    settings = [saved_settings(sweep.folder / job.folder / CONFIG_FILE) if job.folder else {} for job in sweep.jobs]
+    settings = [saved_settings(sweep.folder / job.folder) if job.folder else {} for job in sweep.jobs]
     return render(
-        "sweep.jinja",
-        (CHART_LIBRARY, "charts.js", "sweep.js"),
-        ("page.css", "sweep.css", CHART_STYLE),
+        "sweep",
         _data(sweep, styles, settings),
         sweep=sweep,
-        progress=sweep_progress(sweep, datetime.now().astimezone()),
+        progress=sweep_progress(sweep, time.time()),
         verdict=verdict,
-        tied={id(row) for row in verdict.ties},
-        lead=[column for column in columns if column.key in LEAD_COLUMNS],
-        columns=[column for column in columns if column.key not in LEAD_COLUMNS],
+        columns=[column for column in table_columns(sweep) if column.title],
         styles=styles,
         pages={job.folder for job in sweep.jobs if job.folder and (sweep.folder / job.folder / REPORT_FILE).is_file()},
         smoothing=SMOOTHING if max((len(job.metrics.train) for job in sweep.jobs), default=0) > SMOOTHED_POINTS else 0,
         # By step a job with large steps would seem better than one that is ranked above it at the same tokens.
         opens_by_tokens=bool(STEP_SIZE_KEYS & set(sweep.swept_keys))
         and all(each.get("sweep.match_budget") != "steps" for each in settings),
-        has_curves=any(job.metrics.last for job in sweep.jobs),
         effects=setting_effects(sweep),
         importance=setting_importance(sweep) if is_final or sweep.status != "running" else later,
         failed=_failed_jobs(sweep),
-        overfitting=[job for job in sweep.jobs if job.overfitting],
-        limits={"parallel": MIN_PARALLEL_KEYS, "selects": MAX_SELECT_KEYS},
-        point_label=point_label,
         swept_text=swept_text,
         with_note=with_note,
-        id=id,
-        sort_value=_sort_value,
     )
 
 
@@ -91,43 +73,20 @@ def _failed_jobs(sweep: SweepResults) -> list[tuple[JobResult, list[str], str]]:
     return failed
 
 
-def _sort_value(value: Any) -> str:
-    """Return the number by which a column is sorted; empty for none."""
-    return f"{value:.8g}" if isinstance(value, int | float) and not isinstance(value, bool) else ""
-
-
 @dataclass(frozen=True)
 class SweepProgress:
     ended: int  # jobs: completed or failed
     total: int
-    counts: list[tuple[str, int]]  # what is shown -> jobs
     remaining: str  # e.g. `about 00:10:00`; empty where it is not known
 
 
-def sweep_progress(sweep: SweepResults, now: datetime) -> SweepProgress:
-    jobs: dict[str, list[JobResult]] = {}
-    for job in sweep.jobs:
-        jobs.setdefault(job.status, []).append(job)
-    completed, running, new, interrupted, failed = (
-        jobs.get(status, []) for status in ("completed", "running", "new", "interrupted", "failed")
-    )
-    shown = [
-        ("done", completed),
-        ("running", running),
-        ("waiting", new),
-        ("interrupted", interrupted),
-        ("failed", failed),
-    ]
-    trials = _planned_trials(sweep)
+def sweep_progress(sweep: SweepResults, now: float) -> SweepProgress:
+    completed, running = ([job for job in sweep.jobs if job.status == status] for status in ("completed", "running"))
+    ended, trials = len(completed) + sum(job.status == "failed" for job in sweep.jobs), _planned_trials(sweep)
     total = max(len(sweep.jobs), trials or 0)
-    seconds = _remaining_seconds(completed, running, len(new + interrupted) + total - len(sweep.jobs), now)
-    is_known = sweep.status == "running" and seconds is not None and (sweep.sweeper != "optuna" or trials is not None)
-    return SweepProgress(
-        len(completed) + len(failed),
-        total,
-        [(name, len(found)) for name, found in shown if found or name != "interrupted"],
-        f"about {format_seconds(seconds or 0.0)}" if is_known else "",
-    )
+    seconds = _remaining_seconds(completed, running, total - ended - len(running), now)
+    is_known = sweep.status == "running" and (sweep.sweeper != "optuna" or trials is not None)
+    return SweepProgress(ended, total, f"about {format_seconds(seconds)}" if is_known and seconds is not None else "")
 
 
 def _planned_trials(sweep: SweepResults) -> int | None:
@@ -137,9 +96,7 @@ def _planned_trials(sweep: SweepResults) -> int | None:
     return int(given[-1]) if sweep.sweeper == "optuna" and given and given[-1].isdecimal() else None
 
 
-def _remaining_seconds(
-    completed: list[JobResult], running: list[JobResult], waiting: int, now: datetime
-) -> float | None:
+def _remaining_seconds(completed: list[JobResult], running: list[JobResult], waiting: int, now: float) -> float | None:
     """Return the seconds that the running and waiting jobs still take, as many at a time as run now; None before a job
     is completed.
     """
@@ -147,7 +104,7 @@ def _remaining_seconds(
     if not durations:
         return None
     mean = statistics.fmean(durations)
-    of_running = [max(0.0, mean - (now - job.started).total_seconds()) if job.started else mean for job in running]
+    of_running = [max(0.0, mean - (now - job.started)) if job.started else mean for job in running]
     parallel = max(1, len(running))
     return max([(sum(of_running) + waiting * mean) / parallel, *of_running])
 
@@ -156,23 +113,22 @@ def _duration(job: JobResult) -> float | None:
     """Return the seconds of a completed job: of its process, or of training where that is longer (over several
     attempts).
     """
-    known = [(job.ended - job.started).total_seconds()] if job.started and job.ended else []
+    known = [job.ended - job.started] if job.started and job.ended else []
     known += [job.metrics.last.time] if job.metrics.last else []
     return max((seconds for seconds in known if seconds >= 0), default=None)
 
 
 def _data(sweep: SweepResults, styles: list[str], settings: list[dict[str, str]]) -> dict[str, Any]:
     """Return what the scripts of the page draw, of bounded size."""
-    keys = [*sweep.swept_keys, *([SEED_KEY] if sweep.has_seeds else [])]
     row_of = {id(job): index for index, row in enumerate(sweep.rows) for job in row.jobs}
     curves = sum(bool(len(curve)) for job in sweep.jobs for curve in (job.metrics.train, job.metrics.eval))
     limit = max(MIN_POINTS, min(POINTS_PER_CURVE, POINTS_PER_PAGE // max(1, curves)))
     return {
         "id": sweep.folder.name,
         "loss": sweep.ranked_by,
-        "keys": [{"key": key, "values": sorted_values(sweep, key)} for key in keys],
+        "keys": [{"key": key, "values": sorted_values(sweep, key)} for key in sweep.compared_keys],
         "rows": [_row(row, style) for row, style in zip(sweep.rows, styles, strict=True)],
-        "jobs": [_job(sweep, job, row_of[id(job)], keys, limit) for job in sweep.jobs],
+        "jobs": [_job(sweep, job, row_of[id(job)], limit) for job in sweep.jobs],
         "settings": _differing_settings(settings),
         "written": int(time.time()),
         "stale": SWEEP_STALE_SECONDS,
@@ -195,20 +151,20 @@ def row_styles(sweep: SweepResults) -> list[str]:
 
 def _row(row: ResultRow, style: str) -> dict[str, Any]:
     return {
-        "label": point_label(row.overrides) or "all seeds",
+        "label": row.label,
         "style": style,
         "rank": row.rank,
         "loss": short_number(row.score.mean) if row.score else None,
     }
 
 
-def _job(sweep: SweepResults, job: JobResult, row: int, keys: list[str], limit: int) -> dict[str, Any]:
+def _job(sweep: SweepResults, job: JobResult, row: int, limit: int) -> dict[str, Any]:
     return {
         "name": job.name,
-        "label": point_label(job.swept) or job.name,
+        "label": job.label,
         "row": row,
         "status": "diverged" if job.diverged else job.status,
-        "values": [job.swept.get(key) for key in keys],
+        "values": [job.swept.get(key) for key in sweep.compared_keys],
         "loss": short_number(job.score(sweep.ranked_by)) if job.status == "completed" and not job.diverged else None,
         "lowest": short_number(job.overfitting[0].step) if job.overfitting else None,
         "train": loss_curve(job.metrics.train, limit, CURVE_DIGITS),
@@ -220,14 +176,10 @@ def _differing_settings(settings: list[dict[str, str]]) -> dict[str, Any]:
     """Return key -> different values and the index of each job's value, for the keys that do not have one value in all
     jobs with a config; -1: the job has no such key.
     """
-    keys = dict.fromkeys(key for each in settings for key in each)
-    differing = [key for key in keys if len({each.get(key) for each in settings if each}) > 1][:MAX_KEYS]
+    differing = [*differing_values([each for each in settings if each])][:MAX_KEYS]
     coded = {}
     for key in differing:
         values = [each[key][:MAX_VALUE_CHARS] if key in each else None for each in settings]
-        index = {
-            value: position
-            for position, value in enumerate(dict.fromkeys(value for value in values if value is not None))
-        }
-        coded[key] = {"values": [*index], "of": [-1 if value is None else index[value] for value in values]}
+        known = [*dict.fromkeys(value for value in values if value is not None)]
+        coded[key] = {"values": known, "of": [-1 if value is None else known.index(value) for value in values]}
     return coded

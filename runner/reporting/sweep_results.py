@@ -1,27 +1,41 @@
 """Results of a sweep: one `JobResult` per job, one `ResultRow` per grid point (all jobs that differ only in their
 seed), ranked in `SweepResults`.
+
+Intervals are Student's t over seeds, Welch's for the difference of two means. Standard library only.
+
+Sources: Student (1908), The probable error of a mean; Welch (1947), The generalization of Student's problem.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import math
 import shlex
+import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from common.hub import parse_hub_name
 from common.paths import command_line
 from runner.config.overrides import PATH_KEYS, PLUGINS_KEY, SEARCHPATH_KEY, is_storable, key_of
-from runner.diagnostics.overfitting import Evaluation
+from runner.diagnostics.history import Evaluation
 from runner.reporting.metrics import Metrics
-from runner.reporting.runs import read_override_list
-from runner.run_dir.best_job import SEED_KEY, ModelScore, comparison_problem
+from runner.run_dir.best_job import SEED_KEY, ModelScore, comparison_problem, point_of, swept_sort_key
 
 # of evaluations on validation data, on training rows, and of a training step
 LOSS_KINDS = ("validation", "training-rows", "training")
 JOB_STATUSES = ("completed", "running", "interrupted", "failed", "new")  # in the order of the rows
+LEVEL = 0.95  # of all intervals
+INTERVALS = 4000  # of the midpoint rule
 SWEEP_ONLY_KEYS = ("hydra.", "hydra/", "sweep.")  # prefixes of overrides which a job has no use for when it runs alone
+
+
+def point_label(swept: dict[str, str]) -> str:
+    return " ".join(f"{key}={value}" for key, value in swept.items())
 
 
 @dataclass
@@ -43,18 +57,34 @@ class JobResult:
     extended: list[str] = field(default_factory=list)  # overrides that `resume=SWEEP` has trained it further with
     diverged: bool = False
     folder: str | None = None  # name of the run directory in the sweep directory; None if the name leads out of it
-    manual_overrides: list[str] = field(default_factory=list)  # of a later launch, not given by the sweep
+    launches: list[list[str]] = field(default_factory=lambda: [[]])  # overrides of each launch, the first one first
     data_identity: tuple[Any, Any] = (None, None)  # fingerprint of the training data; rows of each file
-    started: datetime | None = None  # of its newest attempt, by sweep.json
-    ended: datetime | None = None
+    started: float | None = None  # of its newest attempt, by sweep.json, in seconds since 1970
+    ended: float | None = None
     differs_from: str = ""  # name of the job which has the same data overrides but was trained on other data
+
+    @property
+    def label(self) -> str:
+        return point_label(self.swept) or self.name
+
+    @property
+    def manual_overrides(self) -> list[str]:
+        """The newest override per key that a later launch added and the sweep did not give."""
+        first, *later = self.launches
+        known = {*first, *self.extended}
+        added = [override for launch in later for override in launch if override not in known]
+        # [] if the overrides of the first launch cannot be read
+        return [*{override.partition("=")[0]: override for override in added if first}.values()]
 
     @property
     def note(self) -> str:
         """What makes the job not comparable to the others; empty if it is comparable."""
-        notes = [f"extended with {' '.join(self.extended)}"] if self.extended else []
-        notes += [f"continued with {' '.join(self.manual_overrides)}"] if self.manual_overrides else []
-        return ", ".join([*notes, f"trained on other data than {self.differs_from}"] if self.differs_from else notes)
+        notes = {
+            "extended with": " ".join(self.extended),
+            "continued with": " ".join(self.manual_overrides),
+            "trained on other data than": self.differs_from,
+        }
+        return ", ".join(f"{text} {value}" for text, value in notes.items() if value)
 
     def score(self, kind: str) -> float | None:
         """Return the loss that the job is ranked by: that of the weights in model/; before it has one, the best so far."""
@@ -113,6 +143,10 @@ class ResultRow:
     members: list[ResultRow] = field(default_factory=list)  # one per job, if there are several
 
     @property
+    def label(self) -> str:
+        return point_label(self.overrides) or "all seeds"
+
+    @property
     def is_ranked(self) -> bool:
         return self.status == "completed" and self.score is not None and not self.diverged
 
@@ -143,6 +177,11 @@ class SweepResults:
         return [*self.swept_keys, *self.scaled_keys]
 
     @property
+    def compared_keys(self) -> list[str]:
+        """Keys whose values are compared: with the seed, if it is swept."""
+        return [*self.swept_keys, *[SEED_KEY] * self.has_seeds]
+
+    @property
     def has_seeds(self) -> bool:
         return any(SEED_KEY in job.swept for job in self.jobs)
 
@@ -160,10 +199,7 @@ class SweepResults:
     @property
     def is_unfinished(self) -> bool:
         """Whether `resume=` would run a job. A diverged job would diverge again and is not repeated."""
-        remaining = [
-            job for job in self.jobs if job.status != "completed" and not (job.status == "failed" and job.diverged)
-        ]
-        return self.status != "completed" and (bool(remaining) or not self.jobs)
+        return self.status != "completed" and (not self.jobs or any(map(_would_run, self.jobs)))
 
     @property
     def resume_command(self) -> str:
@@ -185,18 +221,15 @@ class SweepResults:
 
     def command_note(self, job: JobResult) -> str:
         """Return which overrides `job_command` leaves out because they name code or a hub; empty for none."""
-        keys = [
-            *dict.fromkeys(key_of(override) for override in self._overrides_of(job) if _names_code_or_hub(override))
-        ]
-        return (
-            f"left out, for it names code or a hub: {', '.join(keys)}; add it if you trust who made this sweep"
-            if keys
-            else ""
-        )
+        keys = dict.fromkeys(key_of(override) for override in self._overrides_of(job) if _names_code_or_hub(override))
+        note = f"left out, for it names code or a hub: {', '.join(keys)}; add it if you trust who made this sweep"
+        return note if keys else ""
 
     def _overrides_of(self, job: JobResult) -> list[str]:
-        recorded = read_override_list(self.folder / job.folder / ".hydra" / "overrides.yaml") if job.folder else []
-        overrides = recorded or [*self.shared_overrides, *(f"{key}={value}" for key, value in job.swept.items())]
+        overrides = job.launches[-1] or [
+            *self.shared_overrides,
+            *(f"{key}={value}" for key, value in job.swept.items()),
+        ]
         return [override for override in overrides if is_storable(override)]
 
     def status_counts(self) -> str:
@@ -205,6 +238,10 @@ class SweepResults:
         return f"{len(self.jobs)} job{'s' * (len(self.jobs) != 1)}: " + ", ".join(
             f"{n} {status}" for status, n in counts.items() if n
         )
+
+
+def _would_run(job: JobResult) -> bool:
+    return job.status != "completed" and not (job.status == "failed" and job.diverged)
 
 
 def _names_code_or_hub(override: str) -> bool:
@@ -224,3 +261,104 @@ def ranking_problem(jobs: list[JobResult], ranked_by: str) -> str | None:
         return "no job was evaluated, and the training loss is that of other rows in every job" if completed else None
     problem = comparison_problem(job.evaluation for job in completed)
     return f"the jobs were judged {problem}" if problem else None
+
+
+# --- rows and intervals -------------------------------------------------------------------------------------------------
+
+
+def mean_interval(value: MeanStd) -> tuple[float, float] | None:
+    """Return the t interval of a mean; None for one value, whose deviation is not known."""
+    if value.deviation is None:
+        return None
+    half = t_quantile(value.n - 1) * value.deviation / math.sqrt(value.n)
+    return value.mean - half, value.mean + half
+
+
+def difference_interval(first: MeanStd, second: MeanStd) -> tuple[float, float] | None:
+    """Return Welch's interval of `second.mean - first.mean`; None where one of them is a single value."""
+    if first.deviation is None or second.deviation is None:
+        return None
+    variances = [value.deviation**2 / value.n for value in (first, second) if value.deviation is not None]
+    difference, variance = second.mean - first.mean, sum(variances)
+    if not variance > 0:  # e.g. the seed changes nothing that is trained
+        return difference, difference
+    degrees = variance**2 / sum(part**2 / (value.n - 1) for part, value in zip(variances, (first, second), strict=True))
+    half = t_quantile(max(1.0, math.floor(10 * degrees) / 10)) * math.sqrt(variance)
+    return difference - half, difference + half
+
+
+@lru_cache(maxsize=1024)
+def t_quantile(degrees: float) -> float:
+    """Return t with P(|T| <= t) = LEVEL for Student's T with `degrees` (>= 1, any real number) degrees of freedom; its
+    relative error is below 1e-5.
+
+    With T = sqrt(degrees) * tan(a) the density of a is proportional to cos(a) ** (degrees - 1) on (-pi/2, pi/2).
+    """
+    step = min(math.pi / 2, 12 / math.sqrt(degrees)) / INTERVALS  # beyond 12 / sqrt(degrees) it is below exp(-71)
+    density = (math.cos(step * (index + 0.5)) ** (degrees - 1) for index in range(INTERVALS))
+    sums = [*itertools.accumulate(density, initial=0.0)]
+    index = bisect.bisect_left(sums, LEVEL * sums[-1])
+    share = (LEVEL * sums[-1] - sums[index - 1]) / (sums[index] - sums[index - 1])
+    return math.sqrt(degrees) * math.tan(step * (index - 1 + share))
+
+
+def result_rows(jobs: Iterable[JobResult], ranked_by: str) -> list[ResultRow]:
+    """Return one row per grid point, best first, with one member row per job where a point has several."""
+    jobs = list(jobs)
+    is_comparable = ranking_problem(jobs, ranked_by) is None
+    points: dict[tuple, list[JobResult]] = {}
+    for job in jobs:
+        points.setdefault(point_of(job.swept), []).append(job)
+    rows = [aggregate_row(members, ranked_by) for members in points.values()]
+    rows.sort(key=_sort_key)
+    for position, row in enumerate(rows, start=1):
+        row.rank = position if row.is_ranked and is_comparable else None
+        row.members = [aggregate_row([job], ranked_by) for job in row.jobs] if len(row.jobs) > 1 else []
+    return rows
+
+
+def aggregate_row(jobs: list[JobResult], ranked_by: str) -> ResultRow:
+    """Return the means over the completed jobs; if none is completed, over all jobs that have reached the same step."""
+    counted = [job for job in jobs if job.status == "completed"]
+    at_different_steps = not counted and len({job.metrics.last.step for job in jobs if job.metrics.last}) > 1
+    counted = counted or jobs
+    comparable = [] if at_different_steps else counted
+    sound = [job for job in comparable if not job.diverged]
+    best_steps = [job.best[ranked_by][1] for job in sound if ranked_by in job.best]
+    last = [job.metrics.last for job in counted if job.metrics.last]
+    return ResultRow(
+        overrides={key: value for key, value in jobs[0].swept.items() if key != SEED_KEY},
+        jobs=jobs,
+        status=max((job.status for job in jobs), key=JOB_STATUSES.index),
+        score=mean_std(job.score(ranked_by) for job in sound),
+        model=jobs[0].model if len(jobs) == 1 else None,
+        final=mean_std(job.final.get(ranked_by) for job in sound),
+        best=mean_std(job.best[ranked_by][0] for job in comparable if ranked_by in job.best),
+        best_step=statistics.median_low(best_steps) if best_steps else None,
+        train=mean_std(job.final.get("training") for job in comparable),
+        loss_tokens=_mean(at.loss_tokens for at in last),
+        tokens=_mean(at.tokens for at in last),
+        seconds=_mean(at.time for at in last),
+        tokens_per_second=_mean(job.metrics.tokens_per_second for job in counted),
+        diverged=sum(job.diverged for job in jobs),
+    )
+
+
+def _sort_key(row: ResultRow) -> tuple:
+    """Ranked rows by the loss of their models; then diverged, running, interrupted, failed and new ones."""
+    score = row.score.mean if row.score else math.inf
+    return (JOB_STATUSES.index(row.status), row.diverged > 0, score, swept_sort_key(row.overrides))
+
+
+def mean_std(values: Iterable[float | None]) -> MeanStd | None:
+    """Return mean and deviation of the values that are known and finite; None if there are none."""
+    present = [value for value in values if value is not None and value < math.inf]
+    if not present:
+        return None
+    deviation = statistics.stdev(present) if len(present) > 1 else None
+    return MeanStd(statistics.fmean(present), deviation, len(present))
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    result = mean_std(values)
+    return result.mean if result else None

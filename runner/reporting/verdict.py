@@ -12,9 +12,9 @@ from typing import Any
 
 from common.errors import UserError
 from common.paths import command_line
-from runner.reporting.aggregate import difference_interval
-from runner.reporting.columns import loss_text, point_label
-from runner.reporting.sweep_results import JobResult, ResultRow, SweepResults
+from runner.reporting.columns import loss_text
+from runner.reporting.runs import longer_override, saved_settings
+from runner.reporting.sweep_results import JobResult, ResultRow, SweepResults, difference_interval, point_label
 from runner.run_dir.best_job import parse_number
 from runner.run_dir.saved_config import load_saved_config, reject_interpolations
 
@@ -56,7 +56,8 @@ class SweepVerdict:
 def sweep_verdict(sweep: SweepResults) -> SweepVerdict:
     job = sweep.best
     if job is None:
-        return SweepVerdict(None, None, f"no winner: {_no_winner(sweep)}")
+        unranked = "no point has all of its jobs completed and evaluated" if sweep.jobs else "the sweep has no jobs"
+        return SweepVerdict(None, None, f"no winner: {sweep.problem or unranked}")
     ranked = [row for row in sweep.rows if row.rank is not None]
     ties = [row for row in ranked[1:] if is_tied(ranked[0], row)]
     has_seeds = len(ranked[0].jobs) > 1
@@ -83,12 +84,6 @@ def is_tied(winner: ResultRow, other: ResultRow) -> bool:
     return other.score.mean == winner.score.mean if interval is None else interval[0] <= 0
 
 
-def _no_winner(sweep: SweepResults) -> str:
-    if sweep.problem:
-        return sweep.problem
-    return "no point has all of its jobs completed and evaluated" if sweep.jobs else "the sweep has no jobs"
-
-
 def _certainty(sweep: SweepResults, ranked: list[ResultRow], ties: list[ResultRow]) -> str:
     unfinished = sum(row.status in ("running", "interrupted", "new") for row in sweep.rows)
     suffix = f"; {unfinished} of {len(sweep.rows)} points are not finished" if unfinished else ""
@@ -96,35 +91,29 @@ def _certainty(sweep: SweepResults, ranked: list[ResultRow], ties: list[ResultRo
         return f"only one point has a result: there is nothing to compare it with{suffix}"
     first, second = ranked[0].score, ranked[1].score
     assert first and second
+    others = f"{len(ties)} other point{'s' * (len(ties) != 1)}"
     gap = f"{second.mean - first.mean:.4f} below the second best ({point_label(ranked[1].overrides)}: {loss_text(second)})"
     if difference_interval(first, second) is None:
         if ties:
-            return (
-                f"no winner: {_count(ties, 'other point')} {'has' if len(ties) == 1 else 'have'} the same loss{suffix}"
-            )
+            return f"no winner: {others} {'has' if len(ties) == 1 else 'have'} the same loss{suffix}"
         return f"{gap}; one seed per point: how much of that is chance is not known{suffix}"
     if ties:
         names = ", ".join(point_label(row.overrides) for row in ties[:3]) + (" ..." if len(ties) > 3 else "")
-        return f"no clear winner: {_count(ties, 'other point')} ({names}) {'does' if len(ties) == 1 else 'do'} not differ from the best at 95 % over {first.n} seeds{suffix}"
+        return f"no clear winner: {others} ({names}) {'does' if len(ties) == 1 else 'do'} not differ from the best at 95 % over {first.n} seeds{suffix}"
     return f"{gap}; better than every other point at 95 % over {first.n} seeds (Welch's t interval of each difference){suffix}"
-
-
-def _count(rows: list[ResultRow], name: str) -> str:
-    return f"{len(rows)} {name}{'s' * (len(rows) != 1)}"
 
 
 def _train_longer(sweep: SweepResults, job: JobResult) -> str:
     """Return the command that doubles the length of a job; empty if train.patience has ended it, or its config cannot
     be read.
     """
-    train = _saved_section(sweep, job, "train")
-    steps, epochs, last = train.get("max_steps"), train.get("epochs"), job.metrics.last
-    if job.folder is None or not isinstance(steps, int) or not isinstance(epochs, int):
+    folder, last = sweep.folder / (job.folder or ".none"), job.metrics.last
+    settings = saved_settings(folder)
+    steps = parse_number(settings.get("train.max_steps", "")) or 0
+    if parse_number(settings.get("train.patience", "")) and (not steps or last is None or last.step < steps):
         return ""
-    if train.get("patience") and (steps == 0 or last is None or last.step < steps):
-        return ""
-    longer = f"train.max_steps={2 * steps}" if steps else f"train.epochs={2 * epochs}"
-    return shlex.join([*command_line("train"), f"resume={sweep.folder / job.folder}", longer])
+    longer = longer_override(settings)
+    return shlex.join([*command_line("train"), f"resume={folder}", longer]) if longer else ""
 
 
 def _range_edge(sweep: SweepResults, winner: ResultRow, key: str) -> RangeEdge | None:
@@ -147,9 +136,8 @@ def next_value(edge: float, neighbour: float, is_whole: bool) -> float | int | N
     """Return the value that continues the row neighbour, edge: by their ratio, at most MAX_RATIO, or their difference;
     None if that leaves the sign of the values.
     """
-    is_ratio = edge * neighbour > 0 and max(abs(edge), abs(neighbour)) >= GEOMETRIC_RATIO * min(
-        abs(edge), abs(neighbour)
-    )
+    small, large = sorted((abs(edge), abs(neighbour)))
+    is_ratio = edge * neighbour > 0 and large >= GEOMETRIC_RATIO * small
     value = edge * min(MAX_RATIO, max(1 / MAX_RATIO, edge / neighbour)) if is_ratio else 2 * edge - neighbour
     value = float(f"{value:.3g}")
     if edge >= 0 and neighbour >= 0 and value <= 0:
@@ -167,8 +155,12 @@ def _is_allowed(sweep: SweepResults, job: JobResult, key: str, value: float) -> 
     from runner.config.compose import section_class, section_object
 
     section, _, path = key.partition(".")
-    values = _saved_section(sweep, job, section)
-    if not values or not path:
+    try:
+        folder = sweep.folder / (job.folder or ".none")
+        values = reject_interpolations(load_saved_config(folder)[section], section, folder)
+    except (UserError, OSError, ValueError, KeyError):
+        return True
+    if not path or not isinstance(values, dict):
         return True
     *parents, name = path.split(".")
     inner: Any = values
@@ -182,16 +174,6 @@ def _is_allowed(sweep: SweepResults, job: JobResult, key: str, value: float) -> 
     except (UserError, ValueError, TypeError, KeyError):
         return False
     return True
-
-
-def _saved_section(sweep: SweepResults, job: JobResult, section: str) -> dict[str, Any]:
-    """Return one section of the config that a job was started with; {} if it cannot be read."""
-    try:
-        folder = sweep.folder / (job.folder or ".none")
-        values = load_saved_config(folder).get(section)
-        return reject_interpolations(values, section, folder) if isinstance(values, dict) else {}
-    except (UserError, OSError, ValueError):
-        return {}
 
 
 def _extend_command(sweep: SweepResults, key: str, value: float) -> str:

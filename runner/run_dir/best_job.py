@@ -50,10 +50,9 @@ def model_score(fields: Mapping[str, Any]) -> ModelScore | None:
     metrics, export = fields.get("metrics"), fields.get("export")
     if fields.get("status") != "completed" or not isinstance(metrics, dict) or not metrics:
         return None
-    if isinstance(export, dict):
-        return ModelScore(str(export.get("weights")), _as_int(export.get("step")), _finite(export.get("loss")))
-    # before export.weights existed
-    return ModelScore("last", _as_int(fields.get("step")), _finite(metrics.get("val_loss")))
+    if not isinstance(export, dict):
+        return None
+    return ModelScore(str(export.get("weights")), _as_int(export.get("step")), _finite(export.get("loss")))
 
 
 def find_best_job(sweep: Path) -> Path:

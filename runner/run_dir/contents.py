@@ -185,12 +185,7 @@ def job_dirname(swept: Mapping[str, str]) -> str:
 
 def find_runs(*roots: Path) -> list[Path]:
     """Return the run directories under `roots`: single runs, and jobs of a sweep."""
-    return [
-        file.parent
-        for root in roots
-        for pattern in ("*/run.json", "*/*/run.json", "*/*/*/run.json", "*/*/*/*/run.json")
-        for file in root.glob(pattern)
-    ]
+    return [file.parent for root in roots for depth in range(1, 5) for file in root.glob("*/" * depth + RUN_FILE)]
 
 
 MAX_JSON_BYTES = 16 << 20  # bytes; larger JSON files are not read
@@ -270,6 +265,8 @@ def check_fields(fields: Any) -> dict[str, Any]:
         value = fields.get(name, DEFAULT_METADATA.get(name))
         if type(value) is not kind and not (value is None and DEFAULT_METADATA.get(name) is None):
             raise ValueError(f"{name} is not of type {kind.__name__}")
+    if not all(isinstance(attempt, dict) for attempt in fields.get("attempts", ())):
+        raise ValueError("attempts has other values than objects")
     return {**DEFAULT_METADATA, **fields}
 
 
@@ -308,8 +305,6 @@ RECORDED_LIBRARIES = (
     "omegaconf",
     "swanlab",
 )
-MAX_ATTEMPTS = 200  # newest attempts that run.json keeps
-RECORDED_AT_THE_END = ("outcome", "error", "ended", "step")  # fields of run.json that its newest attempt gets, too
 GIT_SECONDS = 1.0  # that a run waits for git after everything else is built
 
 
@@ -340,32 +335,6 @@ class GitReader:
         """Return `git_state`, unknown if git does not answer within `seconds` from now."""
         self._thread.join(seconds)
         return self._state
-
-
-def begin_attempt(fields: Mapping[str, Any], attempt: int, started: str) -> dict[str, Any]:
-    """Return the fields of run.json, whose content is `fields`, that one more attempt changes.
-
-    Its facts are added by `describe_attempt`.
-    """
-    changed = {"attempt": attempt, "started": started, "versions": library_versions()}
-    return {**changed, "attempts": [*_attempts(fields), changed][-MAX_ATTEMPTS:]}
-
-
-def describe_attempt(fields: Mapping[str, Any], **facts: Any) -> list[dict[str, Any]]:
-    """Return the `attempts` of run.json with `facts` about the newest one."""
-    attempts = _attempts(fields)
-    return [*attempts[:-1], {**attempts[-1], **facts}] if attempts else []
-
-
-def _attempts(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    attempts = fields.get("attempts")
-    return [attempt for attempt in attempts if isinstance(attempt, dict)] if isinstance(attempts, list) else []
-
-
-def merge_reasons(fields: Mapping[str, Any], added: list[str]) -> list[str]:
-    """Return `inexact_because` of run.json with the reasons of one more resume: an exact one does not make up for them."""
-    before = fields.get("inexact_because")
-    return [*dict.fromkeys([*(before if isinstance(before, list) else []), *added])]
 
 
 def library_versions() -> dict[str, str]:

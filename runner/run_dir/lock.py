@@ -28,7 +28,6 @@ class RunLock:
         """`owner`: what `process_id` returned in the process that has locked the whole directory; {} if unknown."""
         self._folder, self._lock, self._owner = folder, lock, owner
         self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        self._seen_owner_file: tuple[int, int] | None = None  # inode and time of the owner file that was compared last
         self._lost: LostRunDirError | None = None
 
     def shrink(self, length: int) -> None:
@@ -80,15 +79,11 @@ class RunLock:
         return ownership.is_same_process(read_json_object(self._folder / OWNER_FILE), self._owner)
 
     def _check_owner(self) -> None:
-        status = os.stat(self._folder / OWNER_FILE, follow_symlinks=False)
-        if (seen := (status.st_ino, status.st_mtime_ns)) == self._seen_owner_file:
-            return
         owner = read_json_object(self._folder / OWNER_FILE)
         if owner and self._owner and not ownership.is_same_process(owner, self._owner):
             raise LostRunDirError(
                 f"{self._folder} is being trained by process {owner.get('pid')} on {owner.get('host')} now; this process has stopped writing"
             )
-        self._seen_owner_file = seen
 
     def _restore(self) -> None:
         try:
@@ -101,17 +96,14 @@ class RunLock:
 
     def _lost_error(self, message: str) -> LostRunDirError:
         """Return the error that says where the directory has gone."""
-        try:
-            path, is_deleted = Path(os.readlink(f"/proc/self/fd/{self._fd}")), os.fstat(self._fd).st_nlink == 0
-        except OSError:
-            return LostRunDirError(
-                f"{message}: the run directory was moved or deleted; this process has stopped writing"
-            )
-        if is_deleted or path.name.endswith(" (deleted)"):
-            return LostRunDirError(
-                f"{message}: the run directory was deleted, or moved to another file system; this process has stopped writing"
-            )
-        return LostRunDirError(f"{message}: the run directory was moved to {path}; resume={path} continues", path)
+        where = "moved or deleted"
+        with suppress(OSError):
+            path = Path(os.readlink(f"/proc/self/fd/{self._fd}"))
+            if os.fstat(self._fd).st_nlink and not path.name.endswith(" (deleted)"):
+                message += f": the run directory was moved to {path}; resume={path} continues"
+                return LostRunDirError(message, path)
+            where = "deleted, or moved to another file system"
+        return LostRunDirError(f"{message}: the run directory was {where}; this process has stopped writing")
 
 
 def acquire_run(folder: Path) -> RunLock:

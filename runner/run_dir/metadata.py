@@ -46,6 +46,8 @@ from runner.run_dir.contents import (
 )
 from runner.run_dir.lock import RunLock, acquire_rank, acquire_run, describe_processes, unusable_error
 
+MAX_ATTEMPTS = 200  # newest attempts that run.json keeps
+RECORDED_AT_THE_END = ("outcome", "error", "ended", "step")  # fields of run.json that its newest attempt gets, too
 MAX_ERROR = 4_000  # characters of an error that are recorded: its beginning and its end
 
 
@@ -211,12 +213,11 @@ class RunMetadata:
 
     def mark_running(self, **fields: Any) -> None:
         """Begin an attempt: record its number, process, start time and library versions."""
-        begun = {**ownership.process_id(), **contents.begin_attempt(self.fields, self.attempt + 1, timestamp())}
-        identity = {"id": self.fields["id"] or secrets.token_hex(8)}  # None: of an earlier version
+        begun = {"attempt": self.attempt + 1, "started": timestamp(), "versions": contents.library_versions()}
+        attempts = [*self.fields["attempts"], begun][-MAX_ATTEMPTS:]
+        state = {"status": "running", "outcome": None, "error": None, "degraded": None, **ownership.process_id()}
         try:
-            self._write(
-                {"status": "running", "outcome": None, "error": None, "degraded": None, **identity, **begun, **fields}
-            )
+            self._write({**state, **begun, "attempts": attempts, **fields})
         except OSError as error:
             raise unusable_error(self.folder, error) from error
 
@@ -228,14 +229,10 @@ class RunMetadata:
         Reasons in `inexact_because` are added to those of former resumes, and to the record of this attempt; messages
         in `recovered`, too.
         """
-        if "recovered" in fields:
-            fields |= {"recovered": [*dict.fromkeys([*self.fields["recovered"], *fields["recovered"]])]}
         if "inexact_because" in fields:
-            reasons = {"exact": False, "inexact_because": fields["inexact_because"]}
-            fields |= {
-                "inexact_because": contents.merge_reasons(self.fields, fields["inexact_because"]),
-                "attempts": self._described(**reasons),
-            }
+            fields["attempts"] = self._described(exact=False, inexact_because=fields["inexact_because"])
+        for name in {"recovered", "inexact_because"} & fields.keys():
+            fields[name] = [*dict.fromkeys([*self.fields[name], *fields[name]])]
         try:
             self._write(fields)
         except OSError:
@@ -246,7 +243,9 @@ class RunMetadata:
         self.update(code=code, attempts=self._described(code=code, **facts))
 
     def _described(self, **facts: Any) -> list[dict[str, Any]]:
-        return contents.describe_attempt(self.fields, **facts)
+        """Return `attempts` with `facts` about the newest one."""
+        attempts = self.fields["attempts"]
+        return [*attempts[:-1], {**attempts[-1], **facts}] if attempts else []
 
     def revert(self, before: dict[str, Any]) -> None:
         """Write the fields `before` this attempt back: it was refused before it trained."""
@@ -280,7 +279,7 @@ class RunMetadata:
         if error is not None and len(error) > MAX_ERROR:  # the command line of a compiler, say
             error = f"{error[: MAX_ERROR // 2]} ... {error[-MAX_ERROR // 2 :]}"
         changed = {"status": status, "outcome": outcome, "error": error, "ended": timestamp(), **fields}
-        end = {name: changed[name] for name in contents.RECORDED_AT_THE_END if name in changed}
+        end = {name: changed[name] for name in RECORDED_AT_THE_END if name in changed}
         changed["attempts"] = self._described(**end)
         try:
             self._write(changed)

@@ -7,25 +7,27 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import UserError
-from data.errors import BadRowError
-from data.tokenize.chat_template import ChatTemplate
-from runner.serving.answers import Answer, Sampling, Score, Work
-from runner.serving.generation import GenerationQueue, QueueFullError, StoppingError
+from runner.inference.generation import Answer, Sampling, Work
 from runner.serving.guard import Guard
 from runner.serving.protocol import ApiError, Body, ChatRequest, CompletionRequest, parse_request
+from runner.serving.queue import GenerationQueue, QueueFullError, StoppingError
 from runner.serving.responses import Responder, check_tools
 
-JSON_TYPES = ("", "application/json")  # a web page can send other types to this machine without asking its user
+Pieces = asyncio.Queue[tuple[int, str | None]]  # (number of a work, a piece of its text, or None when it is done)
+
+JSON_TYPE = "application/json"  # a web page can send other types to this machine without asking its user
 
 
 def create_app(
@@ -71,8 +73,8 @@ def create_app(
 class _Server:
     def __init__(self, generation: GenerationQueue, name: str, max_new_tokens: int) -> None:
         self.generation, self.name, self.max_new_tokens = generation, name, max_new_tokens
-        self.tokenizer = generation.trained.tokenizer
-        self.template = ChatTemplate(self.tokenizer) if self.tokenizer.chat_template is not None else None
+        self.trained = generation.trained
+        self.template = self.trained.template if self.trained.tokenizer.chat_template is not None else None
         self.started = int(time.time())
         self._rendering = asyncio.Lock()
 
@@ -90,8 +92,8 @@ class _Server:
 
     async def answer(self, kind: type[ChatRequest] | type[CompletionRequest], request: Request) -> Any:
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if content_type not in JSON_TYPES[1:]:
-            raise ApiError(415, "the header Content-Type must be application/json")
+        if content_type != JSON_TYPE:
+            raise ApiError(415, f"the header Content-Type must be {JSON_TYPE}")
         data = await request.body()
         # Beside the event loop, as texts may be long. Chat templates are rendered one at a time: those of other folders
         # share a process.
@@ -101,18 +103,23 @@ class _Server:
         seed = secrets.randbits(62) if body.seed is None else body.seed
         # Choice i of a prompt has the seed + i: it does not depend on the other prompts, nor on what else is generated.
         answers = [
-            Answer(prompt=prompt, sampling=sampling, seed=(seed + i) % 2**63, stops=body.stops)
+            Answer(
+                prompt=prompt,
+                sampling=sampling,
+                generator=torch.Generator(self.trained.device).manual_seed((seed + i) % 2**63),
+                stops=body.stops,
+            )
             for prompt in prompts
             for i in range(body.n)
         ]
-        responder = Responder(body, self.name, self.tokenizer)
+        responder = Responder(body, self.name, self.trained.tokenizer)
         if body.stream:
-            return self._stream(responder, answers)
+            pieces = self._submit(answers, streams_text=True)
+            return _EventStream(_events(responder, answers, pieces), answers)
         await self._run(answers, request)
-        scores: list[Score | None] = [None] * len(answers)
-        if body.top is not None:
-            scores = [responder.score_of(answer) for answer in answers]
-            await self._run([score for score in scores if score is not None], request)
+        scores = [responder.score_of(answer) for answer in answers] if body.top is not None else []
+        if scores:
+            await self._run(scores, request)
         return JSONResponse(responder.complete(answers, scores))
 
     def _parse(self, kind: type[ChatRequest] | type[CompletionRequest], data: bytes) -> tuple[Body, list[list[int]]]:
@@ -120,18 +127,16 @@ class _Server:
         self.check_model(body.model)
         try:
             return body, self._prompts(body)
-        except (UserError, BadRowError) as error:
-            raise ApiError(
-                400, str(error.args[0]), param="prompt" if isinstance(body, CompletionRequest) else "messages"
-            ) from error
+        except UserError as error:
+            param = "prompt" if isinstance(body, CompletionRequest) else "messages"
+            raise ApiError(400, error.message, param=param) from error
 
     def _prompts(self, body: Body) -> list[list[int]]:
         if isinstance(body, CompletionRequest):
             prompts = [
-                prompt if isinstance(prompt, list) else [*self.tokenizer.bos_ids, *self.tokenizer.encode(prompt)]
-                for prompt in body.prompts
+                prompt if isinstance(prompt, list) else self.trained.encode_text(prompt) for prompt in body.prompts
             ]
-            vocabulary = self.generation.trained.model.cfg.vocab_size
+            vocabulary = self.trained.model.cfg.vocab_size
             if any(not 0 <= i < vocabulary for prompt in prompts for i in prompt):
                 raise ApiError(400, f"prompt: token ids must be in [0, {vocabulary})", param="prompt")
             if not all(prompts):
@@ -143,13 +148,12 @@ class _Server:
             return prompts
         if self.template is None:
             raise ApiError(400, "this model has no chat template: use /v1/completions")
-        tools = body.tools if body.tool_choice != "none" else None
-        if tools:
+        if body.uses_tools:
             check_tools(self.template)
-        return [self.template.encode_prompt(body.messages, tools)]
+        return [self.template.encode_prompt(body.messages, body.tools if body.uses_tools else None)]
 
     def _sampling(self, body: Body, longest: int) -> Sampling:
-        positions = self.generation.trained.model.cfg.max_position_embeddings
+        positions = self.trained.model.cfg.max_position_embeddings
         requested = body.requested_tokens
         if longest + (requested or 0) > positions:
             requested_text = "" if requested is None else f" and max_tokens is {requested}"
@@ -158,74 +162,90 @@ class _Server:
                 f"the prompt has {longest} tokens{requested_text}: this model has {positions} positions",
                 code="context_length_exceeded",
             )
-        stop_ids = (
-            self.template.stop_ids if isinstance(body, ChatRequest) and self.template else self.tokenizer.stop_ids
+        return Sampling(
+            self.max_new_tokens if requested is None else requested,
+            body.temperature,
+            body.top_p,
+            body.top_k,
+            body.repetition_penalty,
+            self.trained.stop_ids(isinstance(body, ChatRequest)),
         )
-        limit = self.max_new_tokens if requested is None else requested
-        return Sampling(limit, body.temperature, body.top_p, body.top_k, body.repetition_penalty, tuple(stop_ids))
 
-    def _submit(self, works: Sequence[Work]) -> None:
+    def _submit(self, works: Sequence[Work], streams_text: bool = False) -> Pieces:
+        """Return the queue of what the thread of the model says about `works`."""
+        loop, pieces = asyncio.get_running_loop(), Pieces()
+
+        def put(number: int, text: str | None) -> None:
+            loop.call_soon_threadsafe(pieces.put_nowait, (number, text))
+
+        def put_end(number: int, _: Future[None]) -> None:
+            put(number, None)
+
+        for number, work in enumerate(works):
+            work.done.add_done_callback(partial(put_end, number))
+            if streams_text and isinstance(work, Answer):
+                work.on_text = partial(put, number)
         try:
             self.generation.submit(works)
         except QueueFullError:
             raise ApiError(503, "too many answers wait: try again later", "server_error", code="queue_full") from None
+        return pieces
 
     async def _run(self, works: Sequence[Work], request: Request) -> None:
         """Wait until all is done; a client that goes away cancels it. Raises ApiError."""
-        loop, done, left = asyncio.get_running_loop(), asyncio.Event(), len(works)
-
-        def count_down() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                done.set()
-
-        for work in works:
-            work.on_end = partial(loop.call_soon_threadsafe, count_down)
-        self._submit(works)
-        ending, leaving = asyncio.ensure_future(done.wait()), asyncio.ensure_future(_wait_for_disconnect(request))
+        ends = self._submit(works)
+        leaving = asyncio.ensure_future(_cancel_at_disconnect(request, works))
         try:
-            await asyncio.wait({ending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            for _ in works:
+                number, _ = await ends.get()
+                if error := _error_of(works[number]):
+                    raise error
         finally:
-            for work in works:
-                work.is_cancelled = True
-            ending.cancel()
             leaving.cancel()
-        if not done.is_set():
-            raise ApiError(499, "the client has closed the connection")
-        for work in works:
-            if work.error is not None:
-                raise _as_api_error(work.error)
-
-    def _stream(self, responder: Responder, answers: list[Answer]) -> StreamingResponse:
-        """Return server-sent events."""
-        loop = asyncio.get_running_loop()
-        # (index of the answer, text or None at its end)
-        pieces: asyncio.Queue[tuple[int, str | None]] = asyncio.Queue()
-        for i, answer in enumerate(answers):
-            answer.on_text = partial(_put, loop, pieces, i)
-            answer.on_end = partial(_put, loop, pieces, i, None)
-        self._submit(answers)
-        return _EventStream(_events(responder, answers, pieces), answers)
+            _cancel(works)
 
 
-async def _events(
-    responder: Responder, answers: list[Answer], pieces: asyncio.Queue[tuple[int, str | None]]
-) -> AsyncIterator[str]:
-    left = len(answers)
-    for i in range(left if responder.is_chat else 0):
+def _cancel(works: Sequence[Work]) -> None:
+    for work in works:
+        work.done.cancel()
+
+
+async def _cancel_at_disconnect(request: Request, works: Sequence[Work]) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    _cancel(works)
+
+
+def _error_of(work: Work) -> ApiError | None:
+    """Return why a work that is done has no result."""
+    if work.done.cancelled():
+        return ApiError(499, "the client has closed the connection")
+    error = work.done.exception()
+    if isinstance(error, UserError):
+        return ApiError(400, f"{error.message}; {error.fix}")
+    if isinstance(error, StoppingError):
+        return ApiError(503, "the server is stopping", "server_error", code="stopping")
+    if error is not None:
+        return ApiError(500, "the model failed; the log of the server has the cause", "server_error")
+    return None
+
+
+async def _events(responder: Responder, answers: list[Answer], pieces: Pieces) -> AsyncIterator[str]:
+    """Yield server-sent events."""
+    for i in range(len(answers) if responder.is_chat else 0):
         yield responder.first_event(i)
+    left = len(answers)
     while left:
         i, text = await pieces.get()
         if text is not None:
             yield responder.text_event(i, text)
             continue
         left -= 1
-        if (error := answers[i].error) is not None:
-            yield f"data: {json.dumps(_as_api_error(error).body())}\n\n"
+        if error := _error_of(answers[i]):
+            yield f"data: {json.dumps(error.body())}\n\n"
             return
-        yield responder.last_event(i, answers[i].finish_reason)
-    if responder.body.includes_usage:
+        yield responder.text_event(i, "", answers[i].finish_reason)
+    if responder.body.stream_options.include_usage:
         yield responder.usage_event(answers)
     yield "data: [DONE]\n\n"
 
@@ -241,25 +261,4 @@ class _EventStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            for answer in self.answers:
-                answer.is_cancelled = True
-
-
-def _put(
-    loop: asyncio.AbstractEventLoop, pieces: asyncio.Queue[tuple[int, str | None]], index: int, text: str | None
-) -> None:
-    """Hand a piece of answer `index` from the thread of the model to the event loop."""
-    loop.call_soon_threadsafe(pieces.put_nowait, (index, text))
-
-
-async def _wait_for_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _as_api_error(error: Exception) -> ApiError:
-    if isinstance(error, UserError):
-        return ApiError(400, f"{error.message}; {error.fix}")
-    if isinstance(error, StoppingError):
-        return ApiError(503, "the server is stopping", "server_error", code="stopping")
-    return ApiError(500, "the model failed; the log of the server has the cause", "server_error")
+            _cancel(self.answers)

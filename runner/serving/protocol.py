@@ -75,7 +75,7 @@ class _Body(BaseModel):
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: StopText | Annotated[list[StopText], Field(max_length=64)] | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -85,10 +85,6 @@ class _Body(BaseModel):
     def requested_tokens(self) -> int | None:
         return self.max_tokens
 
-    @property
-    def includes_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
     @model_validator(mode="after")
     def check_temperature(self) -> Self:
         if 0 < self.temperature < MIN_DIVISOR:
@@ -97,7 +93,7 @@ class _Body(BaseModel):
 
     @model_validator(mode="after")
     def check_stream(self) -> Self:
-        if self.stream_options is not None and not self.stream:
+        if "stream_options" in self.model_fields_set and not self.stream:
             raise ValueError("stream_options is allowed with stream=true only")
         return self
 
@@ -131,6 +127,10 @@ class ChatRequest(_Body):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    def uses_tools(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
     def top(self) -> int | None:
         """How many of the likeliest tokens are listed beside each; None: no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
@@ -141,7 +141,7 @@ class ChatRequest(_Body):
             raise ValueError("max_tokens and max_completion_tokens differ: give one of them")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
-        if self.stream and (self.logprobs or (self.tools and self.tool_choice != "none")):
+        if self.stream and (self.logprobs or self.uses_tools):
             raise ValueError("logprobs and tools are not supported with stream=true")
         return self
 

@@ -9,12 +9,13 @@ import json
 import re
 import time
 import uuid
+from itertools import accumulate, islice
 from typing import Any
 
 from common.limits.parsers import parse_json
 from data.tokenize.chat_template import ChatTemplate
 from data.tokenize.tokenizer import Tokenizer
-from runner.serving.answers import Answer, Score
+from runner.inference.generation import Answer, Score
 from runner.serving.protocol import ApiError, Body, ChatRequest, CompletionRequest
 
 OPENING_TAG = "<tool_call>"
@@ -73,74 +74,58 @@ class Responder:
             "model": model,
         }
 
-    def complete(self, answers: list[Answer], scores: list[Score | None]) -> dict[str, Any]:
-        choices = [
-            self._choice(i, answer, score) for i, (answer, score) in enumerate(zip(answers, scores, strict=True))
-        ]
-        return {
-            **self._head,
-            "object": "chat.completion" if self.is_chat else "text_completion",
-            "choices": choices,
-            "usage": self._usage(answers),
-        }
+    def complete(self, answers: list[Answer], scores: list[Score]) -> dict[str, Any]:
+        """`scores`: of each answer, or of none."""
+        choices = [self._choice(i, answer, scores[i] if scores else None) for i, answer in enumerate(answers)]
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        return {**self._head, "object": kind, "choices": choices, "usage": self._usage(answers)}
 
     def score_of(self, answer: Answer) -> Score:
         """Return the work that gives the log-probabilities of `answer`.
 
         The stop token is part of it: lm-evaluation-harness asks for one token and drops it from the lists.
         """
-        return Score(
-            ids=answer.prompt + answer.ids + [self.tokenizer.eos_id] * answer.has_stop_token,
-            top=max(self.body.top or 0, 1),
-        )
+        ids = answer.prompt + answer.ids + [self.tokenizer.eos_id] * answer.has_stop_token
+        return Score(ids=ids, first=1 if self._echoes else len(answer.prompt), top=max(self.body.top or 0, 1))
+
+    @property
+    def _echoes(self) -> bool:
+        return isinstance(self.body, CompletionRequest) and self.body.echo
 
     def _choice(self, index: int, answer: Answer, score: Score | None) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": answer.finish_reason, "logprobs": None}
         if isinstance(self.body, CompletionRequest):
-            choice["text"] = (
-                self.tokenizer.decode(answer.prompt, skip_special=False) if self.body.echo else ""
-            ) + answer.text
-            if score is not None:
-                choice["logprobs"] = self._completion_logprobs(score, 0 if self.body.echo else len(answer.prompt))
-            return choice
-        content, calls = (
-            split_tool_calls(answer.text) if self.body.tools and self.body.tool_choice != "none" else (answer.text, [])
-        )
-        choice["message"] = {"role": "assistant", "content": content, "refusal": None} | (
-            {"tool_calls": calls} if calls else {}
-        )
-        if calls:
-            choice["finish_reason"] = "tool_calls"
+            prompt = self.tokenizer.decode(answer.prompt, skip_special=False) if self._echoes else ""
+            logprobs = score and self._completion_logprobs(score)
+            return choice | {"text": prompt + answer.text, "logprobs": logprobs}
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+        if self.body.uses_tools:
+            message["content"], calls = split_tool_calls(answer.text)
+            if calls:
+                message["tool_calls"], choice["finish_reason"] = calls, "tool_calls"
         if score is not None:
-            choice["logprobs"] = {
-                "content": self._chat_logprobs(score, len(answer.prompt), len(answer.ids)),
-                "refusal": None,
-            }
-        return choice
+            choice["logprobs"] = {"content": self._chat_logprobs(score, len(answer.ids)), "refusal": None}
+        return choice | {"message": message}
 
-    def _completion_logprobs(self, score: Score, start: int) -> dict[str, Any]:
-        """Return the field logprobs for the tokens from `start` on; the first token of a text has none."""
+    def _completion_logprobs(self, score: Score) -> dict[str, Any]:
+        """Return the field logprobs for the scored tokens, and the first token of an echoed text, which has none."""
         names = [self._token_name(i) for i in score.ids]
-        likeliest = [None, *({self._token_name(i): value for i, value in row} for row in score.best)]
-        offsets, length = [], 0
-        for name in names:
-            offsets.append(length)
-            length += len(name)
+        unscored = [None] * self._echoes
+        likeliest = [{self._token_name(i): value for i, value in row} for row in score.best]
+        start = score.first - len(unscored)
         return {
             "tokens": names[start:],
-            "token_logprobs": [None, *score.own][start:],
-            "top_logprobs": likeliest[start:],
-            "text_offset": offsets[start:],
+            "token_logprobs": [*unscored, *score.own],
+            "top_logprobs": [*unscored, *likeliest],
+            "text_offset": list(accumulate(map(len, names), initial=0))[start:-1],
         }
 
-    def _chat_logprobs(self, score: Score, start: int, count: int) -> list[dict[str, Any]]:
+    def _chat_logprobs(self, score: Score, count: int) -> list[dict[str, Any]]:
+        rows = zip(score.ids[score.first :], score.own, score.best, strict=True)
         top = self.body.top or 0
         return [
-            {
-                **self._token(score.ids[i], score.own[i - 1]),
-                "top_logprobs": [self._token(token, value) for token, value in score.best[i - 1][:top]],
-            }
-            for i in range(start, start + count)
+            {**self._token(token, own), "top_logprobs": [self._token(*each) for each in best[:top]]}
+            for token, own, best in islice(rows, count)
         ]
 
     def _token(self, token_id: int, log_prob: float) -> dict[str, Any]:
@@ -153,10 +138,8 @@ class Responder:
         return f"bytes:{token_id}" if "\ufffd" in text else text
 
     def _usage(self, answers: list[Answer]) -> dict[str, int]:
-        prompt, completion = (
-            sum(len(answer.prompt) for answer in answers[:: self.body.n]),
-            sum(len(answer.ids) for answer in answers),
-        )
+        prompt = sum(len(answer.prompt) for answer in answers[:: self.body.n])
+        completion = sum(len(answer.ids) for answer in answers)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     # --- server-sent events ---
@@ -164,25 +147,17 @@ class Responder:
     def first_event(self, index: int) -> str:
         return self._event({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
 
-    def text_event(self, index: int, text: str) -> str:
-        return self._event(
-            {"index": index, "finish_reason": None}
-            | ({"delta": {"content": text}} if self.is_chat else {"text": text, "logprobs": None})
-        )
-
-    def last_event(self, index: int, reason: str | None) -> str:
-        rest: dict[str, Any] = {"delta": {}} if self.is_chat else {"text": "", "logprobs": None}
-        return self._event({"index": index, "finish_reason": reason} | rest)
+    def text_event(self, index: int, text: str, finish_reason: str | None = None) -> str:
+        """`text`: "" in the last event of an answer."""
+        part = {"delta": {"content": text} if text else {}} if self.is_chat else {"text": text, "logprobs": None}
+        return self._event({"index": index, "finish_reason": finish_reason, **part})
 
     def usage_event(self, answers: list[Answer]) -> str:
         return self._event(None, self._usage(answers))
 
     def _event(self, choice: dict[str, Any] | None, usage: dict[str, int] | None = None) -> str:
-        chunk = {
-            **self._head,
-            "object": "chat.completion.chunk" if self.is_chat else "text_completion",
-            "choices": [] if choice is None else [choice],
-        }
-        if self.body.includes_usage:
+        kind = "chat.completion.chunk" if self.is_chat else "text_completion"
+        chunk = {**self._head, "object": kind, "choices": [] if choice is None else [choice]}
+        if self.body.stream_options.include_usage:
             chunk["usage"] = usage
         return f"data: {json.dumps(chunk)}\n\n"

@@ -78,12 +78,13 @@ def resolve_budget_rule(match_budget: str, swept: Iterable[str]) -> str:
     return "tokens" if STEP_SIZE_KEYS & set(swept) else "epochs"
 
 
-def matching_overrides(config: Config, base: StepSize, rule: str) -> dict[str, str]:
-    """Return the overrides that give a job the same budget as one whose step is `base`.
+def matching_overrides(config: Config, base: StepSize, swept: Iterable[str]) -> dict[str, str]:
+    """Return the overrides that give a job of a sweep over the keys `swept` the same budget as one whose step is `base`.
 
-    Raises UserError if `rule` cannot be kept.
+    Raises UserError if the rule of the sweep cannot be kept.
     """
     ratio, train = step_size(config).relative_to(base), config.train
+    rule = resolve_budget_rule(config.sweep.match_budget, swept)
     if ratio == 1:
         return {}
     if rule == "steps" and not train.max_steps:
@@ -125,7 +126,7 @@ def uncountable_reason(configs: Sequence[Config]) -> str | None:
     cuts = [
         config
         for config in by_epochs
-        if config.data.too_long == "drop" or config.stage.data_format != "text" or config.data.too_long == "truncate"
+        if config.data.too_long in ("drop", "truncate") or config.stage.data_format != "text"
     ]
     if key := _first_differing(
         by_epochs, ("data.path", "data.weights", "stage.data_format", *(("data.max_length",) if cuts else ()))
@@ -150,10 +151,8 @@ def check_countable(configs: Sequence[Config], match_budget: str, swept: Iterabl
     print_note(f"warning: the jobs do not see the same number of tokens: {reason}")
 
 
-def budget_warning(configs: Iterable[Config], base: StepSize, swept: Iterable[str]) -> str | None:
-    """Return a line about jobs that should see the same rows or tokens and cannot, because steps are whole; None if
-    there are none.
-    """
+def warn_if_unequal(configs: Iterable[Config], base: StepSize, swept: Iterable[str]) -> None:
+    """Warn of jobs that should see the same rows or tokens and cannot, because steps are whole."""
     matched = [
         config
         for config in configs
@@ -164,7 +163,7 @@ def budget_warning(configs: Iterable[Config], base: StepSize, swept: Iterable[st
     for length in sorted({config.train.max_steps for config in matched}):
         steps = {
             getattr(step_size(config), unit): int(
-                matching_overrides(config, base, "tokens").get("train.max_steps", length)
+                matching_overrides(config, base, swept).get("train.max_steps", length)
             )
             for config in matched
             if config.train.max_steps == length
@@ -172,13 +171,9 @@ def budget_warning(configs: Iterable[Config], base: StepSize, swept: Iterable[st
         totals = {size: size * count for size, count in sorted(steps.items())}
         if max(totals.values()) > min(totals.values()) * (1 + TOLERANCE):
             terms = ", ".join(f"{steps[size]} x {size} = {total}" for size, total in totals.items())
-            return f"the jobs do not see the same number of {unit} (steps x {unit} per step: {terms}): train.max_steps={length} cannot be divided evenly"
-    return None
-
-
-def warn_if_unequal(configs: Iterable[Config], base: StepSize, swept: Iterable[str]) -> None:
-    if warning := budget_warning(configs, base, swept):
-        print_note(f"warning: {warning}")
+            return print_note(
+                f"warning: the jobs do not see the same number of {unit} (steps x {unit} per step: {terms}): train.max_steps={length} cannot be divided evenly"
+            )
 
 
 def evaluation_overrides(config: Config) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Start a sweep with --multirun, or resume one.
 
-Hydra composes it and calls the sweeper plugin, which runs it.
+Hydra composes it and calls the sweeper plugin, which calls `run_sweep`.
 """
 
 from __future__ import annotations
@@ -9,15 +9,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig, read_write
+
+from common import paths
 from common.errors import print_note
 from runner.config import snapshot
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.literals import hydra_quote
-from runner.config.overrides import is_hydra_override
-from runner.sweep import extend, validation
-from runner.sweep.grid import merge_overrides
+from runner.config.overrides import is_hydra_override, to_overrides
+from runner.config.unread import check_typed_are_read
+from runner.launch import torchrun
+from runner.run_dir import contents
+from runner.sweep import budget, extend, validation
+from runner.sweep.backends.base import Backend
+from runner.sweep.grid import PointComposer, SweeperOptions, merge_overrides, split_swept
+from runner.sweep.scheduler import SweepScheduler
 from runner.sweep.session import SweepSession
-from runner.sweep.state import SweepState
+from runner.sweep.state import SweepState, storable_overrides
 
 MULTIRUN_FLAGS = ("--multirun", "-m")
 
@@ -45,7 +53,9 @@ def resume_sweep(folder: Path, overrides: list[str], flags: list[str], run_hydra
             changed_files = snapshot.changed_files(folder)
             for line in changed_files:
                 print_note(f"resume: {line}")
-            extend.extend_sweep(state, additions, conf)
+            if additions:
+                extend.apply_additions(state, additions, conf)
+                state.write()
         hydra_overrides = [override for override in additions.shared if is_hydra_override(override)]
         stored = merge_overrides(state.overrides, hydra_overrides)
         swept = [f"{key}={','.join(values)}" for key, values in state.swept.items()]
@@ -54,3 +64,88 @@ def resume_sweep(folder: Path, overrides: list[str], flags: list[str], run_hydra
         # from the copy in the sweep where conf/ has changed: a swept option may be gone from conf/
         with translating_hydra_errors(overrides):
             run_hydra([*stored, *swept, *launch], ["--multirun", *other_flags], conf if changed_files else None)
+
+
+def run_sweep(config: DictConfig, overrides: list[str]) -> None:
+    """Create the sweep that Hydra has composed (`config`, with the typed `overrides`), or open the one to resume; run
+    its jobs.
+
+    Everything is checked before the sweep directory exists; sweep.json with all its jobs is written before the first of
+    them starts.
+    """
+    sweeper, backend = validation.hydra_options(config)
+    if sweeper.resume:
+        state, composer = SweepState.open(Path(config.hydra.sweep.dir).absolute()), None
+    else:
+        state, composer = _create_state(config, overrides, sweeper, backend)
+    with state, snapshot.as_config_dir(state.folder) as conf:
+        session = SweepSession(state, conf, composer, config)
+        for job in state.jobs if not sweeper.resume else ():
+            session.derived_overrides(job)  # init_from=auto is resolved before the first job
+        torchrun.set_restart_dir(state.folder)
+        state.set_status("running")
+        text = f"{f'{len(state.jobs)} jobs' if state.jobs else 'jobs of the sampler'} -> {state.folder}"
+        session.lines.start(text, {"folder": str(state.folder), "jobs": len(state.jobs)})
+        if not sweeper.resume:  # a resumed one may have much to read: its first job starts before
+            session.page.write()
+        search = sweeper.search(state)
+        try:
+            is_stopped = SweepScheduler(session, backend, search).run()
+        except KeyboardInterrupt:
+            is_stopped = True
+        finally:
+            search.close()
+            backend.close()
+        session.finish(is_stopped)
+
+
+def _create_state(
+    config: DictConfig, overrides: list[str], sweeper: SweeperOptions, backend: Backend
+) -> tuple[SweepState, PointComposer]:
+    hydra_overrides = [
+        override for override in config.hydra.overrides.hydra if not override.startswith(validation.LAUNCH_KEYS)
+    ]
+    shared, swept = split_swept(
+        [*hydra_overrides, *merge_overrides(to_overrides(sweeper.params), overrides)], is_grid=sweeper.is_grid
+    )
+    stored = storable_overrides(shared)
+    composer = PointComposer(shared, tree=config)
+    points = sweeper.points(swept, config.sweep.zip)
+    configs = composer.checked_configs(points)
+    check_typed_are_read([*shared, *swept], configs)
+    base = budget.smallest_step(configs if sweeper.is_grid else [composer.config({})])
+    budget.check_countable(configs, config.sweep.match_budget, swept)
+    for job_config in configs:
+        budget.matching_overrides(job_config, base, swept)
+    if sweeper.is_grid:
+        budget.warn_if_unequal(configs, base, swept)
+    if any(budget.evaluation_overrides(job_config) for job_config in configs):
+        print_note(
+            f"jobs without evaluation are judged at their end, without validation data on the same {budget.FINAL_EVAL_ROWS} training rows"
+        )
+    folder = Path(config.hydra.sweep.dir).absolute()
+    if not any(override.startswith(validation.SWEEP_DIR_KEY) for override in config.hydra.overrides.hydra):
+        folder = contents.create_unique(folder)
+        with read_write(config.hydra):
+            config.hydra.sweep.dir = str(folder)
+    state = SweepState.create(
+        folder,
+        overrides=stored,
+        swept=swept,
+        sweeper=validation.plugin_name(sweeper),
+        launcher=validation.plugin_name(backend),
+        base_rows=base.rows,
+        base_tokens=base.tokens,
+    )
+    try:
+        for point in points if sweeper.is_grid else ():
+            state.add_job(point)
+        snapshot.save_snapshot(state.folder, shared)
+        for groups in composer.group_choices:
+            snapshot.extend_snapshot(state.folder, [*shared, *groups], paths.CONF_DIR)
+        state.write()
+    except BaseException:
+        state.discard()
+        state.close()
+        raise
+    return state, composer

@@ -12,7 +12,7 @@ from common.settings import setting_values
 from runner.checkpoint.compatibility import ROWS_PER_STEP, diff_facts, run_rules
 from runner.checkpoint.format import read_newest_state
 from runner.config.compose import compose_tree
-from runner.config.overrides import check_overrides, is_hydra_override, plugins_of
+from runner.config.overrides import check_overrides, is_hydra_override, key_of, plugins_of, to_overrides
 from runner.engine.config import Config, TrainConfig
 from runner.launch import resume
 from runner.run_dir.contents import has_started
@@ -20,7 +20,7 @@ from runner.run_dir.metadata import RunMetadata
 from runner.sweep import budget, grid, validation
 from runner.sweep.grid import PointComposer
 from runner.sweep.session import SweepSession
-from runner.sweep.state import SweepJob, SweepState
+from runner.sweep.state import SweepJob, SweepState, storable_overrides
 
 STEPS_KEY = "train.max_steps"
 # a change of these alone is no difference between jobs that train no further
@@ -45,13 +45,9 @@ class Additions:
 
 def parse_additions(state: SweepState, typed: list[str], conf: Path) -> Additions:
     """Split the typed overrides. Raises UserError for those that this sweep cannot take."""
-    validation.check_stored_overrides(state)
     check_imported(plugins_of(typed))
     validation.check_hydra_overrides(grid.merge_overrides(state.overrides, typed))
-    shared, swept, _ = grid.split_swept(typed, conf)
-    swept |= {key: [value] for key, value in map(grid.split_override, shared) if key in state.swept}
-    swept = {key: grid.canonicalize(key, values, known=state.swept.get(key, ())) for key, values in swept.items()}
-    shared = [override for override in shared if override.partition("=")[0] not in state.swept]
+    shared, swept = grid.split_swept(typed, conf, is_grid=state.sweeper == "grid", known=state.swept)
     check_overrides([*shared, *(f"{key}={value}" for key, values in swept.items() for value in values)], conf)
     if unknown := next((key for key in swept if key not in state.swept), None):
         fix = f"give {unknown} one value, or start a sweep over it"
@@ -61,7 +57,7 @@ def parse_additions(state: SweepState, typed: list[str], conf: Path) -> Addition
             "the search space of a study cannot change", next(iter(swept)), "leave it out, or start another sweep"
         )
     for override in shared:
-        key = override.partition("=")[0]
+        key = key_of(override)
         if key in resume.FIXED_KEYS and any(
             RunMetadata.read(state.folder / job.name).get("attempt") for job in state.jobs
         ):
@@ -77,13 +73,6 @@ def parse_additions(state: SweepState, typed: list[str], conf: Path) -> Addition
     return Additions(shared, swept)
 
 
-def extend_sweep(state: SweepState, additions: Additions, conf: Path) -> None:
-    """Add points and overrides to sweep.json. Everything is checked before it is written."""
-    if additions:
-        apply_additions(state, additions, conf)
-        state.write()
-
-
 def apply_additions(state: SweepState, additions: Additions, conf: Path) -> None:
     """Add points and overrides to `state`, which is not written.
 
@@ -97,34 +86,29 @@ def apply_additions(state: SweepState, additions: Additions, conf: Path) -> None
     new_values = {key: additions.swept.get(key, values) for key, values in state.swept.items()}
     points = grid.cartesian_points(new_values, tree.sweep.zip) if additions.swept else []
     open_jobs = [job for job in state.jobs if not job.is_diverged]
-    configs = validation.checked_configs(composer, points)
+    configs = composer.checked_configs(points)
     budget.warn_if_unequal([*(composer.config(job.overrides) for job in open_jobs), *configs], state.base_step, swept)
-    begun = (
-        [job for job in open_jobs if has_started(RunMetadata.read(state.folder / job.name))]
-        if additions.training
-        else []
-    )
-    validation.checked_configs(composer, [job.overrides for job in begun])
-    lengths = {}  # train.max_steps that the sweep has given to a job so far
-    if begun:
-        before = SweepSession(state, conf)
-        lengths = {
-            job.name: int(
-                before.derived_overrides(job).get(STEPS_KEY, before.composer.config(job.overrides).train.max_steps)
-            )
-            for job in begun
-        }
-    state.overrides, state.swept = validation.storable_overrides(shared), swept
+    training = additions.training
+    begun = [job for job in open_jobs if training and has_started(RunMetadata.read(state.folder / job.name))]
+    composer.checked_configs([job.overrides for job in begun])
+    before = SweepSession(state, conf)
+    lengths = {  # train.max_steps that the sweep has given to a job so far
+        job.name: int(
+            before.derived_overrides(job).get(STEPS_KEY, before.composer.config(job.overrides).train.max_steps)
+        )
+        for job in begun
+    }
+    state.overrides, state.swept = storable_overrides(shared), swept
     session = SweepSession(state, conf, composer)
     for point in points:
         session.derived_overrides(state.add_job(point))  # refuses a point whose budget cannot match
     for job in begun:
         job.pending_overrides = overrides_for_job(
-            session.run_dir(job), job, pending_overrides(session, job, additions.training), lengths[job.name]
+            session.run_dir(job), job, pending_overrides(session, job, training), lengths[job.name]
         )
         job.applied_overrides = [*dict.fromkeys([*job.applied_overrides, *job.pending_overrides])]
     kept = [job for job in begun if not job.pending_overrides]
-    if kept and (labels := [override for override in additions.training if override.startswith("run.")]):
+    if kept and (labels := [override for override in training if override.startswith("run.")]):
         print_note(
             f"resume: {len(kept)} completed jobs keep their labels; resume={state.folder / kept[0].name} {' '.join(labels)} changes those of a job"
         )
@@ -134,8 +118,8 @@ def pending_overrides(session: SweepSession, job: SweepJob, training: list[str])
     """Return the overrides that a job which has begun is continued with: those that wait already, and `training`,
     scaled to the job's step.
     """
-    keys = {override.partition("=")[0] for override in training}
-    derived = [f"{key}={value}" for key, value in session.derived_overrides(job).items() if key in keys]
+    keys = set(map(key_of, training))
+    derived = [override for override in to_overrides(session.derived_overrides(job)) if key_of(override) in keys]
     return grid.merge_overrides(job.pending_overrides, grid.merge_overrides(training, derived))
 
 

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -14,15 +15,17 @@ from hydra.core.override_parser.types import Glob
 from omegaconf import DictConfig, OmegaConf
 
 from common import paths
-from common.errors import UserError
+from common.errors import UserError, print_note
 from runner.config.compose import compose_tree, to_config, without_hydra
 from runner.config.hydra_errors import translating_hydra_errors
-from runner.config.overrides import canonical_value, check_overrides, config_dirs, normalize_int
+from runner.config.overrides import canonical_value, check_overrides, config_dirs, key_of, normalize_int, to_overrides
 from runner.config.schema import config_groups
 from runner.engine.config import Config
-from runner.launch.initial_weights import adopt_model
+from runner.launch import initial_weights, run
+from runner.sweep.state import SweepJob, SweepState
 
 MAX_SWEPT_VALUES = 100_000  # of one key
+PROGRESS_EVERY = 50  # jobs between two progress lines while configs are checked
 GridPoint = dict[str, str]  # swept key -> value, as Hydra writes it: 1e-4 and 0.0001 are one value
 
 
@@ -40,39 +43,69 @@ class SweeperOptions:
         """Raise UserError if a package is missing."""
 
     def points(self, swept: Mapping[str, list[str]], zipped: Iterable[str]) -> list[GridPoint]:
-        """Return the points known before the first job."""
+        """Return the points whose configs are checked before the first job."""
         return cartesian_points(swept, zipped)
+
+    def search(self, state: SweepState) -> Search:
+        return Search(state)
+
+
+class Search:
+    """Hands out the jobs of a sweep, one whenever a worker is free: those in sweep.json that need to run."""
+
+    def __init__(self, state: SweepState) -> None:
+        self.state = state
+        self._due = iter([job for job in state.jobs if job.needs_run])
+
+    def next_job(self) -> SweepJob | None:
+        """Return the next job to run, None if there is no further one."""
+        return next(self._due, None)
+
+    def job_ended(self, job: SweepJob) -> None:
+        """Take the result of a job that is not tried again."""
+
+    def close(self) -> None:
+        """Write what was found; no job runs any more."""
 
 
 def split_swept(
-    overrides: list[str], conf: Path = paths.CONF_DIR, expand_ranges: bool = True
-) -> tuple[list[str], dict[str, list[str]], bool]:
-    """Return (overrides of all jobs, {swept key: values}, whether all values can be listed).
+    overrides: list[str],
+    conf: Path = paths.CONF_DIR,
+    is_grid: bool = True,
+    known: Mapping[str, list[str]] = MappingProxyType({}),
+) -> tuple[list[str], dict[str, list[str]]]:
+    """Return (overrides of all jobs, {swept key: values}).
 
-    What cannot be listed, an interval for example, keeps its text as the only value; so do ranges unless
-    `expand_ranges`.
+    Unless `is_grid`, what a sampler draws from, a range or an interval, keeps its text as the only value. `known` are
+    the swept keys and values of a sweep that exists: of these keys one value is a list of one, in the known spelling.
     """
     with translating_hydra_errors(overrides):
         parsed = OverridesParser.create().parse_overrides(overrides)
-    shared, swept, is_finite = [], {}, True
+    shared, swept = [], {}
     for text, override in zip(overrides, parsed, strict=True):
-        if not override.is_sweep_override():
-            shared.append(text)
-            continue
         key = override.get_key_element()
-        if isinstance(pattern := override.value(), Glob):
+        if not override.is_sweep_override():
+            if key in known:
+                swept[key] = canonicalize(key, [override.get_value_element_as_str()], known[key])
+            else:
+                shared.append(text)
+        elif isinstance(pattern := override.value(), Glob):
             swept[key] = pattern.filter(config_groups(*config_dirs(overrides, conf)).get(key, []))
             if not swept[key]:
                 raise UserError(
                     f"no option of {key} matches the pattern", text, f"list the values: {key}=<value>,<value>"
                 )
-        elif override.is_discrete_sweep() and (expand_ranges or not override.is_range_sweep()):
-            swept[key] = canonicalize(
-                key, [str(value) for value in listed_values(override.sweep_string_iterator(), text)]
+        elif override.is_discrete_sweep() and (is_grid or not override.is_range_sweep()):
+            values = [str(value) for value in listed_values(override.sweep_string_iterator(), text)]
+            swept[key] = canonicalize(key, values, known.get(key, ()))
+        elif is_grid:
+            fix = "add hydra/sweeper=optuna, or list the values: a,b,c"
+            raise UserError(
+                "hydra/sweeper=grid needs lists of values, it does not draw from an interval", "hydra/sweeper=grid", fix
             )
         else:
-            swept[key], is_finite = [override.get_value_string()], False
-    return shared, swept, is_finite
+            swept[key] = [override.get_value_string()]
+    return shared, swept
 
 
 def listed_values(values: Iterable[Any], text: str) -> list[Any]:
@@ -88,14 +121,6 @@ def listed_values(values: Iterable[Any], text: str) -> list[Any]:
             "list fewer values, or a range with a larger step",
         )
     return listed
-
-
-def split_override(override: str) -> tuple[str, str]:
-    """Return key and value of one override, the value written as in the result of `split_swept`."""
-    key, equals, _ = override.partition("=")
-    with translating_hydra_errors([override]):
-        parsed = OverridesParser.create().parse_override(override)
-    return key, parsed.get_value_element_as_str() if equals else ""
 
 
 def canonicalize(key: str, values: Iterable[str], known: Iterable[str] = ()) -> list[str]:
@@ -139,8 +164,8 @@ def cartesian_points(swept: Mapping[str, list[str]], zipped: Iterable[str] = ())
 def merge_overrides(overrides: list[str], more: Iterable[str]) -> list[str]:
     """Return `overrides` followed by `more`, without those whose key `more` sets again."""
     more = list(more)
-    keys = {override.partition("=")[0] for override in more}
-    return [*(override for override in overrides if override.partition("=")[0] not in keys), *more]
+    keys = set(map(key_of, more))
+    return [*(override for override in overrides if key_of(override) not in keys), *more]
 
 
 class PointComposer:
@@ -162,30 +187,44 @@ class PointComposer:
 
     def config(self, point: Mapping[str, str]) -> Config:
         """Return the config of the job of `point`. Raises UserError."""
-        overrides = tuple(f"{key}={value}" for key, value in point.items())
+        overrides = tuple(to_overrides(point))
         if overrides not in self._configs:
             with translating_hydra_errors([*self.shared, *overrides]):
                 self._configs[overrides] = to_config(self.tree(point))
         return self._configs[overrides]
 
+    def checked_configs(self, points: list[GridPoint]) -> list[Config]:
+        """Return the config of every point; the inputs of each are checked too, so that no typo is found after the
+        first job has trained.
+        """
+        configs = []
+        for number, point in enumerate(points, start=1):
+            configs.append(self.config(point))
+            if number % PROGRESS_EVERY == 0:
+                print_note(f"{number} of {len(points)} jobs checked")
+        for config in configs:
+            run.check_start(config)
+        return configs
+
     def tree(self, point: Mapping[str, str], derived: Mapping[str, str] | None = None) -> DictConfig:
         """Return the composed config of the job of `point` with the values that the sweep has `derived`, interpolations
         unresolved.
         """
-        overrides = [f"{key}={value}" for key, value in point.items()]
+        overrides = to_overrides(point)
         known_groups = config_groups(*config_dirs(self.shared, self.conf))
-        groups = tuple(override for override in overrides if override.partition("=")[0] in known_groups)
+        groups = tuple(override for override in overrides if key_of(override) in known_groups)
         values = [normalize_int(override) for override in overrides if override not in groups]
         check_overrides(values, self.conf)
         if groups not in self._trees:
             self._trees[groups] = without_hydra(compose_tree([*self.shared, *groups], self.conf))
         tree = copy.deepcopy(self._trees[groups])
         with translating_hydra_errors([*self.shared, *overrides]):
-            for override in OverridesParser.create().parse_overrides(values):
-                OmegaConf.update(tree, override.key_or_group, override.value(), merge=True)
-            adopt_model(tree, [*self.shared, *overrides], self.conf)
-            for override in OverridesParser.create().parse_overrides(
-                [f"{key}={value}" for key, value in (derived or {}).items()]
-            ):
-                OmegaConf.update(tree, override.key_or_group, override.value(), merge=True)
+            _set_values(tree, values)
+            initial_weights.adopt_model(tree, [*self.shared, *overrides], self.conf)
+            _set_values(tree, to_overrides(derived or {}))
         return tree
+
+
+def _set_values(tree: DictConfig, overrides: list[str]) -> None:
+    for override in OverridesParser.create().parse_overrides(overrides):
+        OmegaConf.update(tree, override.key_or_group, override.value(), merge=True)

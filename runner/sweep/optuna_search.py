@@ -9,11 +9,12 @@ import itertools
 import json
 import os
 import warnings
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from types import SimpleNamespace
+from typing import Any, Optional
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -21,7 +22,7 @@ from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 
 from common.errors import UserError
 from common.filesystem import read_bounded, read_json_object, write_atomic_file
-from common.guarded_files import read_from
+from common.guarded_files import check_own_files, read_from
 from common.limits.parsers import check_json_size, check_nesting
 from common.settings import check_at_least, check_choice
 from runner.config import schema
@@ -29,10 +30,8 @@ from runner.config.hydra_errors import translating_hydra_errors
 from runner.run_dir.best_job import comparison_problem
 from runner.run_dir.contents import RUN_FILE
 from runner.sweep.backends.base import check_installed
-from runner.sweep.grid import GridPoint, SweeperOptions, listed_values
-
-if TYPE_CHECKING:
-    from runner.sweep.state import SweepJob, SweepState
+from runner.sweep.grid import GridPoint, Search, SweeperOptions, listed_values
+from runner.sweep.state import SweepJob, SweepState
 
 STUDY_NAME, JOURNAL_FILE, RESULTS_FILE = "sweep", "optuna.jsonl", "optimization_results.yaml"
 MAX_JOURNAL_BYTES = 64 << 20  # of the journal of a study; a trial has 1 KB
@@ -68,7 +67,7 @@ class OptunaOptions(SweeperOptions):
             )
 
     @property
-    def directions(self) -> list[str]:
+    def directions(self) -> list[Any]:
         return [self.direction] if isinstance(self.direction, str) else [str(direction) for direction in self.direction]
 
     def check_available(self) -> None:
@@ -80,124 +79,113 @@ class OptunaOptions(SweeperOptions):
         """Return points with every choice and both ends of every interval: their configs are checked before the first
         job.
         """
-        axes = [parse_axis(key, values) for key, values in swept.items()]
-        if self.sampler == "grid" and (axis := next((axis for axis in axes if not axis.values()), None)):
+        if zipped:
+            raise UserError(
+                "sweep.zip needs hydra/sweeper=grid, got optuna",
+                "sweep.zip hydra/sweeper=optuna",
+                "leave out one of them",
+            )
+        space = {key: ends(parse_distribution(key, values)) for key, values in swept.items()}
+        interval = next((f"{key}={values[0]}" for key, values in swept.items() if "interval(" in values[0]), None)
+        if self.sampler == "grid" and interval:
             raise UserError(
                 "hydra.sweeper.sampler=grid needs lists or ranges of values",
-                f"{axis.key}={','.join(swept[axis.key])}",
+                interval,
                 "choose sampler=qmc or list values",
             )
-        first = {axis.key: axis.ends()[0] for axis in axes}
-        return [first, *({**first, axis.key: value} for axis in axes for value in axis.ends()[1:])]
+        first = {key: values[0] for key, values in space.items()}
+        return [first, *({**first, key: value} for key, values in space.items() for value in values[1:])]
+
+    def search(self, state: SweepState) -> OptunaSearch:
+        return OptunaSearch(state, self)
 
 
-@dataclass
-class Axis:
-    """The search space of one key: `choices`, or the numbers in [low, high]."""
-
-    key: str
-    choices: list[str] = field(default_factory=list)
-    low: float = 0
-    high: float = 0
-    step: float | None = None
-    log: bool = False
-    is_int: bool = False
-
-    def ends(self) -> list[str]:
-        return self.choices or [repr(self.low), repr(self.high)]
-
-    def values(self) -> list[Any]:
-        """Return all values; [] for an interval."""
-        if self.choices or self.step is None:
-            return list(self.choices)
-        count = round((self.high - self.low) / self.step) + 1
-        return [self.low + index * self.step for index in range(count)]
-
-    def distribution(self) -> Any:
-        from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-
-        if self.choices:
-            return CategoricalDistribution(self.choices)
-        if self.is_int:
-            return IntDistribution(int(self.low), int(self.high), log=self.log, step=int(self.step or 1))
-        return FloatDistribution(self.low, self.high, log=self.log, step=self.step)
-
-
-def parse_axis(key: str, values: Sequence[str]) -> Axis:
-    """Return the search space that an override describes: `a,b`, `range(1,9,2)`, `interval(0.0,0.2)`,
+def parse_distribution(key: str, values: Sequence[str]) -> Any:
+    """Return Optuna's distribution of an override: `a,b`, `range(1,9,2)`, `interval(0.0,0.2)`,
     `tag(log,interval(1e-5,1e-2))`.
     """
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
     text = f"{key}={','.join(values)}"
     with translating_hydra_errors([text]):
         sweep = OverridesParser.create().parse_override(text).value()
-    is_int = schema.config_schema().get(key) is int
+    low: Any
+    high: Any
     if isinstance(sweep, RangeSweep) and len(values) == 1:
         numbers = listed_values(sweep.range(), text)
+        low, high, step, log = min(numbers), max(numbers), abs(sweep.step), False
         is_int = all(isinstance(number, int) for number in numbers)
-        return Axis(key, low=min(numbers), high=max(numbers), step=abs(sweep.step), is_int=is_int)
-    if not isinstance(sweep, IntervalSweep):
-        return Axis(key, choices=list(values))
-    low, high = sweep.start, sweep.end
-    assert low is not None and high is not None
-    log = "log" in sweep.tags
-    if low >= high or (log and low <= 0):
-        rule = "0 < start < end" if log else "start < end"
-        raise UserError(
-            f"the interval of {key} must have {rule}",
-            text,
-            f"e.g. {key}=tag(log,interval(1e-5,1e-2))" if log else f"{key}=interval({high},{low})",
-        )
-    is_int = is_int or (isinstance(low, int) and isinstance(high, int))
-    return Axis(key, low=int(low) if is_int else low, high=int(high) if is_int else high, log=log, is_int=is_int)
+    elif isinstance(sweep, IntervalSweep):
+        low, high, step, log = sweep.start, sweep.end, None, "log" in sweep.tags
+        if low >= high or (log and low <= 0):
+            rule = "0 < start < end" if log else "start < end"
+            raise UserError(
+                f"the interval of {key} must have {rule}",
+                text,
+                f"e.g. {key}=tag(log,interval(1e-5,1e-2))" if log else f"{key}=interval({high},{low})",
+            )
+        is_int = schema.config_schema().get(key) is int or (isinstance(low, int) and isinstance(high, int))
+    else:
+        return CategoricalDistribution(values)
+    if is_int:
+        return IntDistribution(int(low), int(high), log=log, step=int(step or 1))
+    return FloatDistribution(low, high, log=log, step=step)
+
+
+def list_values(distribution: Any) -> list[Any]:
+    """Return all values of a list or range."""
+    if choices := getattr(distribution, "choices", None):
+        return list(choices)
+    count = round((distribution.high - distribution.low) / distribution.step) + 1
+    return [distribution.low + index * distribution.step for index in range(count)]
+
+
+def ends(distribution: Any) -> list[str]:
+    """Return all choices, or both ends of an interval or range, as values of an override."""
+    return list(getattr(distribution, "choices", ())) or [repr(distribution.low), repr(distribution.high)]
 
 
 SWEEPERS = {"grid": SweeperOptions, "optuna": OptunaOptions}  # options of hydra/sweeper
 
 
-class OptunaSearch:
+class OptunaSearch(Search):
     """Draws the jobs of a sweep from a study and reports their results to it."""
 
     def __init__(self, state: SweepState, options: OptunaOptions) -> None:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.state, self.options = state, options
-        self.axes = [parse_axis(key, values) for key, values in state.swept.items()]
-        self.space = {axis.key: axis.distribution() for axis in self.axes}
+        super().__init__(state)
+        self.options = options
+        self.space = {key: parse_distribution(key, values) for key, values in state.swept.items()}
         self.study = self._open_study()
-        states = optuna.trial.TrialState
-        self.resumed: deque[Any] = deque()  # trials of a launch that was stopped or killed
-        for trial in self.study.get_trials(states=(states.RUNNING,)):
-            if trial.params.keys() == self.space.keys():
-                self.resumed.append(trial)
-            else:  # killed while the point was drawn
-                self.study.tell(trial.number, state=states.FAIL)
-        self.remaining = options.n_trials - len(self.study.get_trials(states=(states.COMPLETE,))) - len(self.resumed)
-        self.trials: dict[str, list[int]] = defaultdict(list)  # job name -> numbers of its trials without a result
-        self._enqueue_failed(states)
+        for trial in self._trials_that_are("RUNNING"):
+            if trial.params.keys() != self.space.keys():  # killed while the point was drawn
+                self.study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+        resumed = self._trials_that_are("RUNNING")  # of a launch that was stopped or killed
+        remaining = options.n_trials - len(self._trials_that_are("COMPLETE")) - len(resumed)
+        self._enqueue_failed()
         if options.sampler == "grid":
-            self.remaining = min(self.remaining, len(self.study.get_trials(states=(states.WAITING,))))
+            remaining = min(remaining, len(self._trials_that_are("WAITING")))
+        self.drawn = itertools.chain(resumed, (self.study.ask(self.space) for _ in range(remaining)))
+        self.open_trials: dict[str, list[int]] = defaultdict(list)  # job name -> numbers of its trials without a result
+
+    def _trials_that_are(self, *states: str) -> list[Any]:
+        return [trial for trial in self.study.get_trials() if trial.state.name in states]
 
     def _open_study(self) -> Any:
         import optuna
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
-        from optuna.study import StudyDirection
-
-        class HeldLock:
-            """The sweep directory is locked by this process; Optuna's own lock file would outlive a kill."""
-
-            def acquire(self) -> bool:
-                return True
-
-            def release(self) -> None: ...
 
         path = self.state.folder / JOURNAL_FILE
         _drop_partial_line(path)
-        lock: Any = HeldLock()  # Optuna's base class of locks is not public
-        directions = [StudyDirection[name.upper()] for name in self.options.directions]
+        # the sweep directory is locked by this process; Optuna's own lock file would outlive a kill
+        lock: Any = SimpleNamespace(acquire=lambda: True, release=lambda: None)
         storage = JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
-        study = optuna.create_study(study_name=STUDY_NAME, storage=storage, directions=directions, load_if_exists=True)
+        study = optuna.create_study(
+            study_name=STUDY_NAME, storage=storage, directions=self.options.directions, load_if_exists=True
+        )
         if [direction.name.lower() for direction in study.directions] != self.options.directions:
             raise UserError(
                 "the directions of a study cannot change",
@@ -206,7 +194,7 @@ class OptunaSearch:
             )
         study.sampler = self._make_sampler(len(study.trials))
         if self.options.sampler == "grid" and not study.trials:
-            for values in itertools.product(*(axis.values() for axis in self.axes)):
+            for values in itertools.product(*map(list_values, self.space.values())):
                 study.enqueue_trial(dict(zip(self.space, values, strict=True)))
         return study
 
@@ -225,31 +213,25 @@ class OptunaSearch:
             self.options.sampler, samplers.RandomSampler
         )(seed=later_seed)
 
-    def _enqueue_failed(self, states: Any) -> None:
+    def _enqueue_failed(self) -> None:
         """Draw the points of failed jobs again: in their run directories they continue."""
-        others = [trial.params for trial in self.study.get_trials(states=(states.RUNNING, states.COMPLETE))]
-        others += [trial.system_attrs.get("fixed_params") for trial in self.study.get_trials(states=(states.WAITING,))]
-        for trial in self.study.get_trials(states=(states.FAIL,)):
+        others = [trial.params for trial in self._trials_that_are("RUNNING", "COMPLETE")]
+        others += [trial.system_attrs.get("fixed_params") for trial in self._trials_that_are("WAITING")]
+        for trial in self._trials_that_are("FAIL"):
             job = self.state.find_job(_to_overrides(trial.params))
             if job is not None and job.needs_run and trial.params not in others:
                 self.study.enqueue_trial(trial.params)
                 others.append(trial.params)
 
     def next_job(self) -> SweepJob | None:
-        """Return the next job to run, None if there is no further one."""
-        while self.resumed or self.remaining > 0:
-            if self.resumed:
-                trial = self.resumed.popleft()
-            else:
-                self.remaining -= 1
-                trial = self.study.ask(self.space)
+        for trial in self.drawn:
             job = self.state.add_job(_to_overrides(trial.params))
-            self.trials[job.name].append(trial.number)
-            is_running = len(self.trials[job.name]) > 1  # the same point was drawn again
-            if job.needs_run and not is_running:
+            self.open_trials[job.name].append(trial.number)
+            if len(self.open_trials[job.name]) > 1:  # the same point was drawn again while its job runs
+                continue
+            if job.needs_run:
                 return job
-            if not is_running:
-                self.job_ended(job)
+            self.job_ended(job)
         return None
 
     def job_ended(self, job: SweepJob) -> None:
@@ -262,33 +244,27 @@ class OptunaSearch:
         if job.status in ("interrupted", "new"):
             return
         values = self._objective_values(job)
-        for number in self.trials.pop(job.name, []):
-            if None in values:
-                self.study.tell(number, state=TrialState.FAIL)
-            else:
-                self.study.tell(number, values)
+        for number in self.open_trials.pop(job.name, []):
+            self.study.tell(number, values, state=None if values else TrialState.FAIL)
 
-    def _objective_values(self, job: SweepJob) -> list[float | None]:
-        """Return a value per objective.
+    def _objective_values(self, job: SweepJob) -> list[float] | None:
+        """Return a value per objective, None where one is missing.
 
         The loss of a diverged job is infinite, from which the sampler learns; a failed job has none.
         """
-        if not (job.status == "completed" or job.is_diverged) or job.loss is None:
-            return [None]
+        if job.loss is None:
+            return None
         metrics = self.state.folder / job.name / "metrics.jsonl"
         record = {**(_last_train_record(metrics) if metrics.exists() else {}), "loss": float(job.loss)}
-        return [
-            float(record[name]) if isinstance(record.get(name), int | float) else None
-            for name in self.options.objectives
-        ]
+        names = self.options.objectives
+        values = [float(value) for name in names if isinstance(value := record.get(name), int | float)]
+        return values if len(values) == len(names) else None
 
-    def write_results(self) -> None:
+    def close(self) -> None:
         """Write the best point, or with several objectives the Pareto front, to optimization_results.yaml; with the
         reason, where losses do not rank them.
         """
-        from optuna.trial import TrialState
-
-        if not self.study.get_trials(states=(TrialState.COMPLETE,)):
+        if not self._trials_that_are("COMPLETE"):
             return
         if len(self.options.objectives) == 1:
             best = self.study.best_trial
@@ -321,10 +297,7 @@ def _last_train_record(metrics: Path) -> dict[str, Any]:
 
 def _drop_partial_line(path: Path) -> None:
     """Cut the journal back to its last complete line: a killed process may have written half of one."""
-    if path.is_symlink():
-        raise UserError(
-            "the study must be a file of the sweep directory", str(path), "restore the file, or start another sweep"
-        )
+    check_own_files(path.parent, (), shallow=(path.name,))
     if path.exists():
         content = read_bounded(path, MAX_JOURNAL_BYTES)
         end = content.rfind(b"\n") + 1

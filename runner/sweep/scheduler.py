@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,30 +20,16 @@ from runner.config import hydra_runtime
 from runner.launch import torchrun
 from runner.launch.signals import StopFlag
 from runner.launch.subprocesses import POLL_SECONDS, failure_reason, last_lines
-from runner.run_dir.contents import exported_loss, has_diverged, has_started, timestamp
+from runner.run_dir.contents import has_diverged, has_started, size_of, timestamp
 from runner.run_dir.lock import is_locked
 from runner.run_dir.metadata import RunMetadata
-from runner.sweep.backends.base import CONSOLE_LOG, Backend, JobExit, LauncherOptions
-from runner.sweep.session import SweepSession, SweepStopped
+from runner.sweep.backends.base import CONSOLE_LOG, Backend, JobExit
+from runner.sweep.grid import Search
+from runner.sweep.session import SweepSession
 from runner.sweep.state import INFINITE, SweepJob
 from runner.tracking.console.sweep_lines import SweepLines
 
-NextJob = Callable[[], SweepJob | None]
-OnEnd = Callable[[SweepJob], None]
 TRAIN_SCRIPT = str(REPO_ROOT / "runner" / "train.py")
-
-
-def run_jobs(session: SweepSession, options: LauncherOptions, next_job: NextJob, on_end: OnEnd) -> None:
-    """Run jobs on the backend of `options` as `next_job` returns them, until it returns None.
-
-    Raises SweepStopped.
-    """
-    backend = options.make_backend(session.state.folder)
-    try:
-        if SweepScheduler(session, backend, options, next_job, on_end).run():
-            raise SweepStopped
-    finally:
-        backend.close()
 
 
 @dataclass
@@ -66,40 +51,32 @@ class RunningJob:
 
 
 class SweepScheduler:
-    """Runs jobs until `next_job` returns None and all have ended.
+    """Runs the jobs that `search` hands out on `backend` until there is none and all have ended."""
 
-    `on_end` is called with each job that is not tried again.
-    """
-
-    def __init__(
-        self, session: SweepSession, backend: Backend, options: LauncherOptions, next_job: NextJob, on_end: OnEnd
-    ) -> None:
-        self.session, self.state, self.backend, self.options = session, session.state, backend, options
-        self.next_job, self.on_end = next_job, on_end
+    def __init__(self, session: SweepSession, backend: Backend, search: Search) -> None:
+        self.session, self.state, self.backend, self.search = session, session.state, backend, search
         self.running: list[RunningJob] = []
-        self.waiting: list[SweepJob] = []  # taken from next_job, but locked by another process, or to be tried again
+        self.waiting: list[SweepJob] = []  # handed out, but locked by another process, or to be tried again
         self.tries: Counter[str] = Counter()
         self.is_stopping = False
 
     def run(self) -> bool:
         """Run all jobs; return whether a signal has stopped the sweep. Then every running job has saved."""
+        self.backend.open(self.state.folder)  # before StopFlag: Ray sets a handler of its own for SIGTERM
         with StopFlag(announces=True) as stop, stop.working_on("when the running jobs have saved"):
             while True:
                 if stop():
                     self._stop_all()
-                is_exhausted = self.is_stopping
-                while not is_exhausted and self._has_free_worker():
-                    if job := self._take_job():
-                        self._start(job)
-                    is_exhausted = self.is_stopping or job is None
+                while not self.is_stopping and len(self.running) < self.backend.capacity and (job := self._take_job()):
+                    self._start(job)
+                if not self.running and (self.is_stopping or not self.waiting):
+                    return stop()
                 self.session.page.write_if_due()
                 for running in list(self.running):
                     running.forward_output(self.session.lines, self._prefix(running.job))
                     if exit := self.backend.poll(running.handle):
                         self.running.remove(running)
                         self._record_end(running, exit)
-                if is_exhausted and not self.running and (self.is_stopping or not self.waiting):
-                    return stop()
                 time.sleep(POLL_SECONDS)
 
     def _stop_all(self) -> None:
@@ -108,9 +85,6 @@ class SweepScheduler:
             self.is_stopping = True
             for running in self.running:
                 self.backend.cancel(running.handle)
-
-    def _has_free_worker(self) -> bool:
-        return self.backend.capacity is None or len(self.running) < self.backend.capacity
 
     def _take_job(self) -> SweepJob | None:
         """Return a job that no other process trains.
@@ -121,27 +95,29 @@ class SweepScheduler:
             if not is_locked(self.session.run_dir(waiting)):
                 self.waiting.remove(waiting)
                 return waiting
-        while (job := self.next_job()) and is_locked(self.session.run_dir(job)):
+        while (job := self.search.next_job()) and is_locked(self.session.run_dir(job)):
             self.waiting.append(job)
         return job
 
     def _start(self, job: SweepJob) -> None:
         self.tries[job.name] += 1
-        fields: dict[str, Any] = {
-            "status": "running",
-            "outcome": None,
-            "error": None,
-            "loss": None,
-            "started": timestamp(),
-            "ended": None,
-            "last_lines": [],
-        }
-        self.state.update_job(job, attempt=job.attempt + 1, **fields)
-        verb = "continues" if has_started(RunMetadata.read(self.session.run_dir(job))) else "starts"
+        self.state.update_job(
+            job,
+            status="running",
+            outcome=None,
+            attempt=job.attempt + 1,
+            error=None,
+            loss=None,
+            started=timestamp(),
+            ended=None,
+            last_lines=[],
+        )
+        run_dir = self.session.run_dir(job)
+        verb, log = "continues" if has_started(RunMetadata.read(run_dir)) else "starts", run_dir / CONSOLE_LOG
         try:
-            arguments, log = self.session.prepare(job), self.session.run_dir(job) / CONSOLE_LOG
-            earlier = log.stat().st_size if log.exists() else 0
-            handle = self.backend.submit(self.session.run_dir(job), [TRAIN_SCRIPT, *arguments], self._environment(job))
+            arguments = self.session.prepare(job)
+            earlier = size_of(log)
+            handle = self.backend.submit(run_dir, [TRAIN_SCRIPT, *arguments], self._environment(job))
         except (UserError, OSError) as error:
             return self._fail(job, error.message if isinstance(error, UserError) else str(error), [], is_final=True)
         self.running.append(RunningJob(job, handle, log, earlier))
@@ -151,26 +127,18 @@ class SweepScheduler:
         """Return the variables of the job's process, which are added to those of this one."""
         config = self.session.hydra_config
         section = hydra_runtime.job_environment(config, self.state.jobs.index(job), job.name) if config else {}
-        return _plugin_env() | torchrun.begin_job() | section
+        # those the user typed: a worker on another machine does not inherit the environment
+        plugins = {PLUGINS_ENV: os.environ[PLUGINS_ENV]} if PLUGINS_ENV in os.environ else {}
+        return plugins | torchrun.begin_job() | section
 
     def _record_end(self, running: RunningJob, exit: JobExit) -> None:
         job, run = running.job, RunMetadata.read(self.session.run_dir(running.job))
         running.forward_output(self.session.lines, self._prefix(job))
         torchrun.end_job()
-        if exit.code == OK:
-            fields: dict[str, Any] = {
-                "status": "completed",
-                "outcome": Outcome.COMPLETED,
-                "loss": exported_loss(run),
-                "ended": run.get("ended"),
-                "pending_overrides": [],
-            }
-            self.state.update_job(job, **fields)
-            self.on_end(job)
-        elif exit.code == INTERRUPTED or (self.is_stopping and run.get("status") != "failed"):
+        if exit.code in (OK, INTERRUPTED) or (self.is_stopping and run.get("status") != "failed"):
             self.state.refresh_job(job)
-            self.state.update_job(job, ended=timestamp())
-            self.on_end(job)
+            self.state.update_job(job, pending_overrides=[] if exit.code == OK else job.pending_overrides)
+            self.search.job_ended(job)
         else:
             lines = last_lines(running.log) if running.log.exists() else []
             reason = exit.reason or failure_reason(exit.code, run, lines)
@@ -189,11 +157,11 @@ class SweepScheduler:
             job, status="failed", outcome=outcome, error=reason, last_lines=lines, loss=loss, ended=timestamp()
         )
         self.session.lines.job_failed(self._number(job), job.name, reason)
-        if self.tries[job.name] <= self.options.retries and not (is_final or diverged or self.is_stopping):
+        if self.tries[job.name] <= self.backend.retries and not (is_final or diverged or self.is_stopping):
             self.waiting.insert(0, job)
             return
-        self.on_end(job)
-        if self.options.fail_fast:
+        self.search.job_ended(job)
+        if self.backend.fail_fast:
             self._stop_all()
 
     def _prefix(self, job: SweepJob) -> str:
@@ -201,8 +169,3 @@ class SweepScheduler:
 
     def _number(self, job: SweepJob) -> str:
         return f"{self.state.jobs.index(job) + 1}/{len(self.state.jobs)}"
-
-
-def _plugin_env() -> dict[str, str]:
-    """Return the plugins that the user typed: a worker on another machine does not inherit the environment."""
-    return {PLUGINS_ENV: os.environ[PLUGINS_ENV]} if PLUGINS_ENV in os.environ else {}

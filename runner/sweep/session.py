@@ -1,16 +1,14 @@
-"""A sweep while this process drives it: the overrides of each job, its run directory, the report, the end. Launcher and
-sweepers use it.
-"""
+"""A sweep while this process drives it: the overrides of each job, its run directory, the report, the end."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
-from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf import DictConfig, OmegaConf
 
 from common import paths
 from common.errors import UserError, print_note, resume_command
@@ -18,21 +16,17 @@ from common.exit_codes import FAILED, INTERRUPTED
 from common.filesystem import make_dirs, write_atomic_file
 from runner.config import snapshot
 from runner.config.literals import quote_path
-from runner.config.overrides import is_hydra_override
-from runner.config.unread import check_typed_are_read
+from runner.config.overrides import is_hydra_override, to_overrides
 from runner.engine.config import Config
-from runner.launch import initial_weights, torchrun
+from runner.launch import initial_weights
 from runner.reporting.live import RepeatedPage
-from runner.run_dir import contents, saved_config
+from runner.run_dir import saved_config
 from runner.run_dir.contents import has_checkpoints, has_started
 from runner.run_dir.metadata import RunMetadata
-from runner.sweep import budget, validation
-from runner.sweep.backends.base import LauncherOptions
-from runner.sweep.grid import PointComposer, SweeperOptions, merge_overrides, split_swept
+from runner.sweep import budget
+from runner.sweep.grid import PointComposer, merge_overrides
 from runner.sweep.state import SweepJob, SweepState
 from runner.tracking.console.sweep_lines import SweepLines
-
-STATUSES = ("new", "interrupted", "failed", "completed")
 
 
 class SweepSession:
@@ -41,7 +35,14 @@ class SweepSession:
     `conf` is the directory that job configs are composed from: the sweep's own copy of conf/.
     """
 
-    def __init__(self, state: SweepState, conf: Path = paths.CONF_DIR, composer: PointComposer | None = None) -> None:
+    def __init__(
+        self,
+        state: SweepState,
+        conf: Path = paths.CONF_DIR,
+        composer: PointComposer | None = None,
+        config: DictConfig | None = None,
+    ) -> None:
+        """`config` is that which Hydra has composed for the sweep; its section `hydra` reaches the jobs."""
         self.state, self.conf = state, conf
         self.composer = composer or PointComposer(state.overrides)
         self.composer.conf = conf
@@ -49,16 +50,11 @@ class SweepSession:
         # jobs whose settings or data this launch has refused before their first step
         self.refused_jobs: list[SweepJob] = []
         self.page = RepeatedPage(self._write_report, lambda message: print_note(f"warning: {message}"))
-        self.lines = SweepLines("auto")
-        self.hydra_config: DictConfig | None = None  # as composed for the sweep; its section `hydra` reaches the jobs
+        self.lines = SweepLines(config.tracker.console if config else "auto")
+        self.hydra_config = config
 
     def run_dir(self, job: SweepJob) -> Path:
         return self.state.folder / job.name
-
-    def job_of(self, overrides: Sequence[str]) -> SweepJob:
-        """Return the job of these overrides, a new one if the sampler has drawn a new point."""
-        values = {key: value for key, _, value in (override.partition("=") for override in overrides)}
-        return self.state.add_job({key: values[key] for key in self.state.swept if key in values})
 
     def derived_overrides(self, job: SweepJob) -> dict[str, str]:
         """Return what sweep.match_budget, sweep.lr_scale and init_from=auto set in this job, and an evaluation at the
@@ -66,8 +62,7 @@ class SweepSession:
         """
         if job.name not in self._derived:
             config = self.composer.config(job.overrides)
-            rule = budget.resolve_budget_rule(config.sweep.match_budget, self.state.swept)
-            matching = budget.matching_overrides(config, self.state.base_step, rule)
+            matching = budget.matching_overrides(config, self.state.base_step, self.state.swept)
             self._derived[job.name] = matching | budget.evaluation_overrides(config) | self._initial_weights(config)
         return self._derived[job.name]
 
@@ -86,9 +81,7 @@ class SweepSession:
     def job_overrides(self, job: SweepJob) -> list[str]:
         """Return the overrides that start this job as a run by itself."""
         shared = [override for override in self.state.overrides if not is_hydra_override(override)]
-        return merge_overrides(
-            shared, [f"{key}={value}" for key, value in (job.overrides | self.derived_overrides(job)).items()]
-        )
+        return merge_overrides(shared, to_overrides(job.overrides | self.derived_overrides(job)))
 
     def prepare(self, job: SweepJob) -> list[str]:
         """Write the run directory of a job that has not begun; return the arguments of train.py that start or continue
@@ -130,21 +123,14 @@ class SweepSession:
             state.has_begun = False
             raise _error_of_all(self.refused_jobs)
         state.refresh_from_runs()
-        counts = {status: sum(job.status == status for job in state.jobs) for status in STATUSES}
-        is_complete = counts["completed"] == len(state.jobs)
-        status = (
-            "interrupted"
-            if stopped
-            else "failed"
-            if counts["failed"]
-            else "completed"
-            if is_complete
-            else "interrupted"
-        )
+        statuses = {job.status for job in state.jobs}
+        status = "completed" if statuses <= {"completed"} else "failed" if "failed" in statuses else "interrupted"
+        if stopped:
+            status = "interrupted"
         if status != state.status or state.is_stale:
             state.set_status(status)
             self.page.write()
-        from runner.reporting.sweep_end import describe_sweep_end
+        from runner.reporting.leaderboard import describe_sweep_end
 
         self.lines.end(*describe_sweep_end(state.folder))
         if status == "completed":
@@ -164,88 +150,3 @@ def _error_of_all(jobs: Sequence[SweepJob]) -> UserError:
         printed.get("where", jobs[0].name),
         printed.get("fix", "correct it and start the sweep again"),
     )
-
-
-class SweepStopped(Exception):
-    """A signal stopped the sweep; its running jobs have saved."""
-
-
-@contextmanager
-def open_session(config: DictConfig, overrides: list[str]) -> Iterator[SweepSession]:
-    """Create the sweep that Hydra has composed (`config`, with the typed `overrides`), or open the one to resume;
-    finish it at the end.
-
-    Everything is checked before the sweep directory exists; sweep.json with all its jobs is written before the first of
-    them starts.
-    """
-    sweeper, launcher = validation.hydra_options(config)
-    if sweeper.resume:
-        state, composer = SweepState.open(Path(config.hydra.sweep.dir).absolute()), None
-    else:
-        state, composer = _create_state(config, overrides, sweeper, launcher)
-    with state, snapshot.as_config_dir(state.folder) as conf:
-        session = SweepSession(state, conf, composer)
-        session.hydra_config, session.lines = config, SweepLines(config.tracker.console)
-        for job in state.jobs if not sweeper.resume else ():
-            session.derived_overrides(job)  # init_from=auto is resolved before the first job
-        torchrun.set_restart_dir(state.folder)
-        state.set_status("running")
-        text = f"{f'{len(state.jobs)} jobs' if state.jobs else 'jobs of the sampler'} -> {state.folder}"
-        session.lines.start(text, {"folder": str(state.folder), "jobs": len(state.jobs)})
-        if not sweeper.resume:  # a resumed one may have much to read: its first job starts before
-            session.page.write()
-        try:
-            yield session
-        except (SweepStopped, KeyboardInterrupt):
-            session.finish(stopped=True)
-        else:
-            session.finish(stopped=False)
-
-
-def _create_state(
-    config: DictConfig, overrides: list[str], sweeper: SweeperOptions, launcher: LauncherOptions
-) -> tuple[SweepState, PointComposer]:
-    params = [f"{key}={value}" for key, value in sweeper.params.items()]
-    hydra_overrides = [
-        override for override in config.hydra.overrides.hydra if not override.startswith(validation.LAUNCH_KEYS)
-    ]
-    shared, swept, is_finite = split_swept(
-        [*hydra_overrides, *merge_overrides(params, overrides)], expand_ranges=sweeper.is_grid
-    )
-    validation.check_sweep(config, sweeper, is_finite)
-    stored = validation.storable_overrides(shared)
-    composer = PointComposer(shared, tree=config)
-    points = sweeper.points(swept, config.sweep.zip)
-    configs = validation.checked_configs(composer, points)
-    check_typed_are_read([*shared, *swept], configs or [composer.config({})])
-    base = budget.smallest_step(configs if sweeper.is_grid else [composer.config({})])
-    budget.check_countable(configs, config.sweep.match_budget, swept)
-    for job_config in configs:
-        budget.matching_overrides(job_config, base, budget.resolve_budget_rule(job_config.sweep.match_budget, swept))
-    if sweeper.is_grid:
-        budget.warn_if_unequal(configs, base, swept)
-    if any(budget.evaluation_overrides(job_config) for job_config in configs):
-        print_note(
-            f"jobs without evaluation are judged at their end, without validation data on the same {budget.FINAL_EVAL_ROWS} training rows"
-        )
-    folder = Path(config.hydra.sweep.dir).absolute()
-    if not any(override.startswith(validation.SWEEP_DIR_KEY) for override in config.hydra.overrides.hydra):
-        folder = contents.create_unique(folder)
-        with read_write(config.hydra):
-            config.hydra.sweep.dir = str(folder)
-    names = {"sweeper": validation.plugin_name(sweeper), "launcher": validation.plugin_name(launcher)}
-    state = SweepState.create(
-        folder, overrides=stored, swept=swept, base_rows=base.rows, base_tokens=base.tokens, **names
-    )
-    try:
-        for point in points if sweeper.is_grid else ():
-            state.add_job(point)
-        snapshot.save_snapshot(state.folder, shared)
-        for groups in composer.group_choices:
-            snapshot.extend_snapshot(state.folder, [*shared, *groups], paths.CONF_DIR)
-        state.write()
-    except BaseException:
-        state.discard()
-        state.close()
-        raise
-    return state, composer

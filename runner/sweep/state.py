@@ -15,25 +15,35 @@ from pathlib import Path
 from typing import Any, Self
 
 from common import ownership
-from common.errors import Outcome, UserError
+from common.errors import Outcome, UserError, print_note
 from common.file_lock import FileLock
 from common.filesystem import read_bounded, remove_quietly, write_json
 from common.guarded_files import check_own_files
 from common.limits.parsers import parse_json
-from runner.config.overrides import canonical_value, check_stored
+from common.registry import check_imported
+from runner.config.overrides import (
+    canonical_value,
+    check_stored,
+    is_hydra_override,
+    is_storable,
+    key_of,
+    plugins_of,
+    to_overrides,
+)
 from runner.run_dir import contents
 from runner.run_dir.contents import (
     HYDRA_DIR,
     LOCK_FILE,
     MAX_JSON_BYTES,
     OWNER_FILE,
-    RUN_FILE,
     RUN_STATUSES,
     SWEEP_FILE,
     check_run_files,
+    enclosing_run,
     exported_loss,
     has_diverged,
     has_started,
+    is_sweep_dir,
     job_dirname,
     timestamp,
 )
@@ -41,6 +51,15 @@ from runner.run_dir.lock import describe_holder
 from runner.run_dir.metadata import RunMetadata
 from runner.sweep.budget import StepSize
 
+# Hydra settings that sweep.json may store: counts and choices. A sweep.json of another user must not name code, a path,
+# or a line of a batch script.
+STORED_HYDRA_KEYS = (
+    "hydra/launcher", "hydra.launcher.workers", "hydra.launcher.devices", "hydra.launcher.fail_fast", "hydra.launcher.retries", "hydra.launcher.cluster",
+    "hydra.launcher.timeout_min", "hydra.launcher.cpus_per_task", "hydra.launcher.gpus_per_node", "hydra.launcher.mem_gb", "hydra.launcher.num_cpus",
+    "hydra.launcher.num_gpus", "hydra/sweeper", "hydra.sweeper.direction", "hydra.sweeper.objectives", "hydra.sweeper.n_trials", "hydra.sweeper.sampler",
+    "hydra.sweeper.seed",
+)  # fmt: skip
+STORED_HYDRA_PREFIX = "hydra.sweeper.params."
 INFINITE = "inf"  # JSON has no infinity
 
 
@@ -99,12 +118,11 @@ class SweepState:
 
         Raises UserError if it holds, or is inside, a sweep or run.
         """
-        for parent in (folder, *folder.parents):
-            for name, kind in ((SWEEP_FILE, "sweep"), (RUN_FILE, "run")):
-                if (parent / name).is_file():
-                    relation = "already holds" if parent == folder else "is inside"
-                    fix = f"resume={parent} continues it; hydra.sweep.dir=DIR sets another directory for the new one"
-                    raise UserError(f"the sweep directory {relation} a {kind}", str(folder), fix)
+        if found := enclosing_run(folder):
+            relation = "already holds" if found == folder else "is inside"
+            kind = "sweep" if is_sweep_dir(found) else "run"
+            fix = f"resume={found} continues it; hydra.sweep.dir=DIR sets another directory for the new one"
+            raise UserError(f"the sweep directory {relation} a {kind}", str(folder), fix)
         return cls(folder, lock=_acquire_lock(folder), is_new_dir=contents.claim(folder), has_begun=False, **fields)
 
     @classmethod
@@ -126,17 +144,6 @@ class SweepState:
         state = _read_state(folder)
         state.refresh_from_runs()
         return state
-
-    def stored_overrides(self) -> list[str]:
-        """Return the overrides of sweep.json that a resume uses: of all jobs, the swept values, and those of each job."""
-        swept = [(key, value) for key, values in self.swept.items() for value in values] + [
-            item for job in self.jobs for item in job.overrides.items()
-        ]
-        return [
-            *self.overrides,
-            *(f"{key}={value}" for key, value in swept),
-            *(override for job in self.jobs for override in job.pending_overrides),
-        ]
 
     def check_files(self) -> None:
         """Raise UserError if the study, a job's directory or a file of a job is a link, or neither a regular file nor a
@@ -165,14 +172,14 @@ class SweepState:
 
     def update_job(self, job: SweepJob, **fields: Any) -> None:
         """Set fields of a job and write sweep.json."""
-        _set_fields(job, fields)
+        vars(job).update(fields)
         self.write()
 
     def refresh_job(self, job: SweepJob) -> None:
         """Take the status of a job from its run.json."""
-        current = status_from_run(job, RunMetadata.read(self.folder / job.name))
-        self.is_stale |= any(current.get(name, getattr(job, name)) != getattr(job, name) for name in ("status", "loss"))
-        _set_fields(job, current)
+        before = job.status, job.loss
+        vars(job).update(status_from_run(job, RunMetadata.read(self.folder / job.name)))
+        self.is_stale |= before != (job.status, job.loss)
 
     def refresh_from_runs(self) -> None:
         for job in self.jobs:
@@ -216,37 +223,51 @@ STORED_FIELDS = [
 ]
 
 
+def is_safe_override(override: str) -> bool:
+    """Whether sweep.json may hold it: a setting of the training, or a count or choice for Hydra's plugins, without
+    interpolation.
+    """
+    key = key_of(override)
+    is_allowed = not is_hydra_override(override) or key in STORED_HYDRA_KEYS or key.startswith(STORED_HYDRA_PREFIX)
+    return (
+        is_storable(override) and is_allowed and key != "resume" and "${" not in override and "_target_" not in override
+    )
+
+
+def storable_overrides(overrides: list[str]) -> list[str]:
+    """Return what sweep.json stores.
+
+    Hydra settings that are not stored are named: they must be typed again with resume=.
+    """
+    for override in overrides:
+        if is_safe_override(override):
+            continue
+        if not is_hydra_override(override):
+            raise UserError(
+                "a sweep takes no interpolation: it could change between two jobs", override, "write the value itself"
+            )
+        print_note(f"{override} is not stored in sweep.json: type it again with resume=")
+    return [override for override in overrides if is_safe_override(override)]
+
+
 def status_from_run(job: SweepJob, run: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of `job` that its run.json (`run`) knows better than sweep.json."""
     status = run.get("status", "new")
-    # run.json still tells of the attempt before the rejected overrides
-    rejected = job.status == "failed" and bool(job.pending_overrides)
-    if status == "completed" and not rejected:
-        return {
-            "status": status,
-            "outcome": Outcome.COMPLETED,
-            "error": None,
-            "loss": exported_loss(run),
-            "ended": run.get("ended"),
-        }
-    if job.status == "failed":  # run.json of a killed process still says running
+    # run.json of a killed process still says running; or it tells of the attempt before the rejected overrides
+    if job.status == "failed" and (status != "completed" or job.pending_overrides):
         return {}
+    known = {
+        "status": status,
+        "outcome": run.get("outcome"),
+        "loss": None,
+        "ended": run.get("ended"),
+        "error": run.get("error"),
+    }
+    if status == "completed":
+        return known | {"loss": exported_loss(run)}
     if status == "failed":
-        loss = INFINITE if has_diverged(run) else None
-        return {
-            "status": status,
-            "outcome": run.get("outcome"),
-            "error": run.get("error"),
-            "loss": loss,
-            "ended": run.get("ended"),
-        }
-    outcome = run.get("outcome") if status == "interrupted" else None
-    return {"status": "interrupted" if has_started(run) else "new", "outcome": outcome, "loss": None, "ended": None}
-
-
-def _set_fields(job: SweepJob, fields: Mapping[str, Any]) -> None:
-    for name, value in fields.items():
-        setattr(job, name, value)
+        return known | {"loss": INFINITE if has_diverged(run) else None}
+    return known | {"status": "interrupted" if has_started(run) else "new", "ended": None}
 
 
 def _canonical(overrides: Mapping[str, str]) -> dict[str, object]:
@@ -304,10 +325,22 @@ def _read_state(folder: Path) -> SweepState:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         fix = "restore the file, or continue the jobs one by one with resume=JOB_DIR"
         raise UserError(f"sweep.json cannot be read: {error}", str(path), fix) from error
-    check_stored(
-        [*state.stored_overrides(), *(override for job in state.jobs for override in job.applied_overrides)], path
-    )
+    stored = dict.fromkeys(_stored_overrides(state))
+    check_stored(stored, path, is_safe_override)
+    for override in stored:
+        check_imported(plugins_of([override]))  # a plugin must have been typed for this command
     return state
+
+
+def _stored_overrides(state: SweepState) -> list[str]:
+    """Return all overrides in sweep.json: of all jobs, the swept values, and those of each job."""
+    swept = [f"{key}={value}" for key, values in state.swept.items() for value in values]
+    of_jobs = [
+        override
+        for job in state.jobs
+        for override in (*to_overrides(job.overrides), *job.pending_overrides, *job.applied_overrides)
+    ]
+    return [*state.overrides, *swept, *of_jobs]
 
 
 def _check_strings(values: Any) -> None:

@@ -11,31 +11,19 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from common.errors import UserError, did_you_mean, print_note
-from common.registry import check_imported
+from common.errors import UserError, did_you_mean
 from runner.config.hydra_errors import translating_hydra_errors
-from runner.config.overrides import config_dirs, is_hydra_override, key_of, plugins_of
+from runner.config.overrides import config_dirs, is_hydra_override, key_of
 from runner.config.yaml_files import ineffective_override
-from runner.engine.config import Config
-from runner.launch import initial_weights, run, torchrun
+from runner.launch import torchrun
 from runner.sweep.backends import LAUNCHERS
-from runner.sweep.backends.base import LauncherOptions
-from runner.sweep.grid import GridPoint, PointComposer, SweeperOptions
+from runner.sweep.backends.base import Backend
+from runner.sweep.grid import SweeperOptions
 from runner.sweep.optuna_search import SWEEPERS
-from runner.sweep.state import SweepState
+from runner.sweep.state import STORED_HYDRA_PREFIX
 
 SWEEP_DIR_KEY = "hydra.sweep.dir="
 LAUNCH_KEYS = (SWEEP_DIR_KEY, "hydra.sweeper.resume=", "hydra.mode=")  # of one launch, never stored
-# Hydra settings that sweep.json may store: counts and choices. A sweep.json of another user must not name code, a path,
-# or a line of a batch script.
-STORED_HYDRA_KEYS = (
-    "hydra/launcher", "hydra.launcher.workers", "hydra.launcher.devices", "hydra.launcher.fail_fast", "hydra.launcher.retries", "hydra.launcher.cluster",
-    "hydra.launcher.timeout_min", "hydra.launcher.cpus_per_task", "hydra.launcher.gpus_per_node", "hydra.launcher.mem_gb", "hydra.launcher.num_cpus",
-    "hydra.launcher.num_gpus", "hydra/sweeper", "hydra.sweeper.direction", "hydra.sweeper.objectives", "hydra.sweeper.n_trials", "hydra.sweeper.sampler",
-    "hydra.sweeper.seed",
-)  # fmt: skip
-STORED_HYDRA_PREFIX = "hydra.sweeper.params."
-PROGRESS_EVERY = 50  # jobs between two progress lines while configs are checked
 
 
 def check_hydra_overrides(overrides: Sequence[str]) -> None:
@@ -79,7 +67,7 @@ def check_hydra_overrides(overrides: Sequence[str]) -> None:
             )
 
 
-def hydra_options(config: DictConfig) -> tuple[SweeperOptions, LauncherOptions]:
+def hydra_options(config: DictConfig) -> tuple[SweeperOptions, Backend]:
     """Return the options of the composed sweeper and launcher.
 
     Raises UserError for values that are not allowed and for packages that are missing.
@@ -93,7 +81,7 @@ def hydra_options(config: DictConfig) -> tuple[SweeperOptions, LauncherOptions]:
                 f"{setting}={name}",
                 f"e.g. {setting}={next(iter(known))}",
             )
-    assert isinstance(sweeper, SweeperOptions) and isinstance(launcher, LauncherOptions)
+    assert isinstance(sweeper, SweeperOptions) and isinstance(launcher, Backend)
     launcher.check_available()
     sweeper.check_available()
     torchrun.check_sweep_launcher(plugin_name(launcher), vars(launcher))
@@ -123,84 +111,5 @@ def check_plugins(config: DictConfig, typed: Sequence[str]) -> None:
             )
 
 
-def plugin_name(options: SweeperOptions | LauncherOptions) -> str:
+def plugin_name(options: SweeperOptions | Backend) -> str:
     return next(name for name, kind in {**LAUNCHERS, **SWEEPERS}.items() if type(options) is kind)
-
-
-def check_sweep(config: DictConfig, sweeper: SweeperOptions, is_finite: bool) -> None:
-    name = plugin_name(sweeper)
-    if sweeper.is_grid and not is_finite:
-        fix = "add hydra/sweeper=optuna, or list the values: a,b,c"
-        raise UserError(
-            f"hydra/sweeper={name} needs lists of values, it does not draw from an interval",
-            f"hydra/sweeper={name}",
-            fix,
-        )
-    if not sweeper.is_grid and config.sweep.zip:
-        raise UserError(
-            f"sweep.zip needs hydra/sweeper=grid, got {name}",
-            f"sweep.zip hydra/sweeper={name}",
-            "leave out one of them",
-        )
-
-
-def checked_configs(composer: PointComposer, points: list[GridPoint]) -> list[Config]:
-    """Return the config of every point; the inputs of each are checked too, so that no typo is found after the first
-    job has trained.
-    """
-    configs = []
-    for number, point in enumerate(points, start=1):
-        configs.append(composer.config(point))
-        if number % PROGRESS_EVERY == 0:
-            print_note(f"{number} of {len(points)} jobs checked")
-    for config in configs:
-        run.check_inputs(config)
-        initial_weights.check_init_from(config)
-        initial_weights.check_model(config)
-        initial_weights.check_tokenizer(config)
-    return configs
-
-
-def is_safe_override(override: str) -> bool:
-    """Whether sweep.json may hold it: a setting of the training, or a count or choice for Hydra's plugins, without
-    interpolation.
-    """
-    key = key_of(override)
-    is_allowed = not is_hydra_override(override) or key in STORED_HYDRA_KEYS or key.startswith(STORED_HYDRA_PREFIX)
-    return (
-        is_allowed
-        and key != "resume"
-        and not override.startswith("-")
-        and "${" not in override
-        and "_target_" not in override
-    )
-
-
-def storable_overrides(overrides: list[str]) -> list[str]:
-    """Return what sweep.json stores.
-
-    Hydra settings that are not stored are named: they must be typed again with resume=.
-    """
-    for override in overrides:
-        if is_safe_override(override):
-            continue
-        if not is_hydra_override(override):
-            raise UserError(
-                "a sweep takes no interpolation: it could change between two jobs", override, "write the value itself"
-            )
-        print_note(f"{override} is not stored in sweep.json: type it again with resume=")
-    return [override for override in overrides if is_safe_override(override)]
-
-
-def check_stored_overrides(state: SweepState) -> None:
-    """Refuse a sweep.json that could run code or read outside its directory.
-
-    A plugin that it names must have been typed for this command.
-    """
-    for override in dict.fromkeys(state.stored_overrides()):
-        if not is_safe_override(override):
-            fix = "remove the override from the file, and type it with resume= if you need it"
-            raise UserError(
-                "sweep.json holds an override that it may not hold", f"{state.folder / 'sweep.json'}: {override}", fix
-            )
-        check_imported(plugins_of([override]))

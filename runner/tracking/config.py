@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import re
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ from typing import Any, ClassVar
 from common.errors import UserError, did_you_mean, one_line
 from common.registry import Registry
 from common.settings import check_choice
-from runner.tracking.console.modes import CONSOLE_MODES
+from runner.tracking.console.plain import CONSOLE_MODES
 
 TRACKERS: Registry[type[TrackerConfig]] = Registry("tracker", "runner.tracking.trackers", helpers=("program",))
 TRACKER_MODES = ("auto", "online", "offline")
@@ -37,12 +38,7 @@ class TrackerConfig:
     console: str
 
     def __post_init__(self) -> None:
-        if self.console not in CONSOLE_MODES:
-            raise UserError(
-                f"tracker.console must be one of {', '.join(CONSOLE_MODES)}, got {self.console}",
-                f"tracker.console={self.console}",
-                "e.g. tracker.console=auto",
-            )
+        check_choice("tracker.console", self.console, CONSOLE_MODES)
 
     def command(self) -> list[str] | None:
         """Return the command of the tracker's process, which reads messages on stdin (see tracker_process.py); None: no
@@ -94,28 +90,28 @@ class ExternalTrackerConfig(TrackerConfig):
                 "name it once",
             )
 
+    def command(self) -> list[str] | None:
+        # -P: trackers/wandb.py must not be imported as `wandb`
+        return [sys.executable, "-P", "-m", type(self).__module__]
+
     def selected(self) -> list[TrackerConfig]:
         return [self, *map(self._config_of, self.also)]
 
     def _config_of(self, name: str) -> TrackerConfig:
         """Return the settings of a tracker in `also`: the same as here, and its own defaults."""
         cls: Any = TRACKERS.get(name)
-        shared: dict[str, Any] = {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(cls) if hasattr(self, field.name)
-        }
-        required = (
-            field.name
-            for field in dataclasses.fields(cls)
-            if field.default is field.default_factory is dataclasses.MISSING
-        )
-        if missing := next((key for key in required if key not in shared), None):
-            fix = f"give {missing} a default in {cls.__name__}"
-            raise UserError(
-                f"the tracker {name} needs the setting {missing}, which tracker={self.name} does not have",
-                f"tracker.also=[{name}]",
-                fix,
-            )
-        return cls(**shared | {"name": name} | ({"also": []} if "also" in shared else {}))
+        own: dict[str, Any] = {"name": name, "also": []}
+        shared: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            if field.name in own or hasattr(self, field.name):
+                shared[field.name] = own.get(field.name, getattr(self, field.name, None))
+            elif field.default is field.default_factory is dataclasses.MISSING:
+                raise UserError(
+                    f"the tracker {name} needs the setting {field.name}, which tracker={self.name} does not have",
+                    f"tracker.also=[{name}]",
+                    f"give {field.name} a default in {cls.__name__}",
+                )
+        return cls(**shared)
 
 
 def require_package(name: str, extra: str) -> None:

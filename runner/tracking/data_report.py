@@ -4,29 +4,21 @@ log.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.paths import display_path
-from runner.tracking.console.bar import LINE_WIDTH, labelled_lines_of, shorten_middle, table_lines, widest, wrap_text
+from runner.tracking.console.bar import LINE_WIDTH, labelled_lines, shorten_middle, table_lines, widest, wrap_text
 
 if TYPE_CHECKING:
     from data.batching.mixture import WeightedSource
     from data.sources.files import Source
 
 MAX_LISTED_COLUMNS, MAX_LISTED_FILES = 20, 3  # in one line of the log; run.json has all
-DATA_COLUMNS: dict[str, Callable[[dict[str, Any]], int]] = {  # of data_table, from a dict of describe_source
-    "read": lambda file: file["read"],
-    "kept": lambda file: file["kept"],
-    "split": lambda file: file["split"],
-    "truncated": lambda file: file["truncated"],
-    "dropped": lambda file: sum(file["dropped"].values()),
-    "bad": lambda file: sum(file["bad"].values()),
-    "tokens": lambda file: file["tokens"],
-    "with loss": lambda file: file["loss_tokens"],
-    "cut off": lambda file: file["lost_loss_tokens"],
-}
+# column of data_table -> key of describe_source
+COUNTS = {name: name for name in ("read", "kept", "split", "truncated", "dropped", "bad", "tokens")}
+COUNTS |= {"with loss": "loss_tokens", "cut off": "lost_loss_tokens"}
 ALWAYS_SHOWN = ("read", "kept", "tokens", "with loss")
 MIN_NAME_WIDTH, MAX_NAME_WIDTH = 12, 28  # cells of a file's name in the table, and before a paragraph
 NO_BREAK_SPACE = "\u00a0"
@@ -81,6 +73,12 @@ def data_summary(paths: list[str], files: list[dict[str, Any]], rows: int, held_
     return f"{named}\n{rows:,} rows{held}; {tokens:,} tokens in all files, {loss_tokens:,} with loss, {cut}"
 
 
+def _counts(file: dict[str, Any]) -> dict[str, int]:
+    """Return column -> number, from a dict of `describe_source`."""
+    counts = {name: file[key] for name, key in COUNTS.items()}
+    return {name: sum(count.values()) if isinstance(count, dict) else count for name, count in counts.items()}
+
+
 def data_table(files: list[dict[str, Any]]) -> str:
     """Return a text table: one line per file, then the reasons for dropped and bad rows.
 
@@ -88,12 +86,11 @@ def data_table(files: list[dict[str, Any]]) -> str:
 
     A table that is wider than LINE_WIDTH becomes a paragraph for each file.
     """
-    columns = {name: [count(file) for file in files] for name, count in DATA_COLUMNS.items()}
-    columns = {name: values for name, values in columns.items() if name in ALWAYS_SHOWN or any(values)}
-    numbers = [[f"{values[row]:,}" for values in columns.values()] for row in range(len(files))]
-    table = [
-        ["rows of", "schema", *columns],
-        *(["", file["schema"], *cells] for file, cells in zip(files, numbers, strict=True)),
+    counts = [_counts(file) for file in files]
+    columns = [name for name in COUNTS if name in ALWAYS_SHOWN or any(row[name] for row in counts)]
+    table = [["rows of", "schema", *columns]]
+    table += [
+        ["", file["schema"], *(f"{row[name]:,}" for name in columns)] for file, row in zip(files, counts, strict=True)
     ]
     is_number = [False, False, *[True] * len(columns)]
     space = max(MIN_NAME_WIDTH, LINE_WIDTH - widest(table_lines(table, is_number)) + len("rows of"))
@@ -113,11 +110,10 @@ def _paragraphs(files: list[dict[str, Any]]) -> list[str]:
     """Return the same counts as text, without those that are 0; a number stays in the line of its name."""
     rows = []
     for file in files:
-        counts = {name: count(file) for name, count in DATA_COLUMNS.items()}
         text = ", ".join(
             f"{count:,}{NO_BREAK_SPACE}{name.replace(' ', NO_BREAK_SPACE)}"
-            for name, count in counts.items()
+            for name, count in _counts(file).items()
             if count or name in ALWAYS_SHOWN
         )
         rows.append((shorten_middle(Path(file["file"]).name, MAX_NAME_WIDTH), f"{file['schema']}: {text}"))
-    return [line.replace(NO_BREAK_SPACE, " ") for line in labelled_lines_of(rows)]
+    return [line.replace(NO_BREAK_SPACE, " ") for line in labelled_lines(rows)]

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from common.filesystem import write_all, write_atomic_file
 from common.guarded_files import keep_damaged, open_append, read_from
@@ -35,13 +35,22 @@ class JsonlLog:
         self.path = path
         self.recovered: str | None = None
         self._pending = b""
-        content = read_from(path, 0) if os.path.lexists(path) else None
-        if damage := inspect_log(path.stem, content, position, proof or LogChecksum()):
-            self._file, self._hash = self._repair(damage, content or b"", attempt)
-            return
+        found = read_from(path, 0) if os.path.lexists(path) else None
+        content = found or b""
+        kept, later = content[:position], content[position:]
         self._file = open_append(path)  # open as long as the run
-        self._hash = hashlib.sha256((content or b"")[:position])
-        self._truncate_to(position, (content or b"")[position:], attempt)
+        if damage := inspect_log(path.stem, found, position, proof or LogChecksum()):
+            kept, later = b"".join(damage.kept), b"".join(damage.later)
+            copy = keep_damaged(path.parent, path.name, content) if damage.dropped else ""
+            self.recovered = f"{path.name} is {damage.state}: {damage.consequence(copy)}"
+        self._hash = hashlib.sha256(kept)
+        for writer, lines in _by_attempt(later, attempt - 1).items():
+            _archive(path.with_name(f"{path.stem}.attempt{writer}.jsonl"), lines)
+        if damage:
+            self._replace(kept)
+        elif later:
+            self._file.truncate(position)
+            os.fsync(self._file.fileno())
 
     def append(self, record: dict[str, object]) -> None:
         """Raises OSError if the record cannot be written; it is then kept and retried."""
@@ -67,11 +76,14 @@ class JsonlLog:
         except FileNotFoundError:
             copy = ""
         content = os.pread(self._file.fileno(), os.fstat(self._file.fileno()).st_size, 0)
+        self._replace(content)
+        change = f"replaced by another file, which is kept in {copy}" if copy else "deleted"
+        return f"{self.path.name} was {change} while the run wrote to it: its records are written again"
+
+    def _replace(self, content: bytes) -> None:
         write_atomic_file(self.path, content)
         self._file.close()
         self._file = open_append(self.path)
-        change = f"replaced by another file, which is kept in {copy}" if copy else "deleted"
-        return f"{self.path.name} was {change} while the run wrote to it: its records are written again"
 
     def checksum(self) -> str:
         """Return the sha256 of the file as far as it is written."""
@@ -85,25 +97,6 @@ class JsonlLog:
             written = self._file.write(self._pending) or 0  # an unbuffered write may take a part only
             self._hash.update(self._pending[:written])
             self._pending = self._pending[written:]
-
-    def _truncate_to(self, position: int, tail: bytes, attempt: int) -> None:
-        if tail:
-            self._archive_tail(tail, attempt)
-            self._file.truncate(position)
-            os.fsync(self._file.fileno())
-
-    def _archive_tail(self, tail: bytes, attempt: int) -> None:
-        for writer, lines in _by_attempt(tail, attempt - 1).items():
-            _archive(self.path.with_name(f"{self.path.stem}.attempt{writer}.jsonl"), lines)
-
-    def _repair(self, damage: LogDamage, content: bytes, attempt: int) -> tuple[BinaryIO, hashlib._Hash]:
-        """Replace the file by the records that are kept; the others are archived first."""
-        copy = keep_damaged(self.path.parent, self.path.name, content) if damage.dropped else ""
-        self._archive_tail(b"".join(damage.later), attempt)
-        kept = b"".join(damage.kept)
-        write_atomic_file(self.path, kept)
-        self.recovered = f"{self.path.name} is {damage.state}: {damage.consequence(copy)}"
-        return open_append(self.path), hashlib.sha256(kept)
 
 
 def _archive(path: Path, lines: bytes) -> None:
@@ -139,13 +132,13 @@ class LogChecksum:
 
     step: int = 0
     losses: Sequence[float | None] = ()
-    # log name -> checksum of its bytes up to the checkpoint; {}: of an earlier version
+    # log name -> checksum of its bytes up to the checkpoint
     sha256: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of_state(cls, saved: Mapping[str, Any]) -> LogChecksum:
         """Return what a checkpoint with the state.json `saved` knows."""
-        return cls(saved["progress"]["step"], saved["progress"]["recent_losses"], saved.get("log_sha256", {}))
+        return cls(saved["progress"]["step"], saved["progress"]["recent_losses"], saved["log_sha256"])
 
     def loss_at(self, step: int) -> tuple[bool, float | None]:
         """Return (whether the loss of `step` is known, the loss)."""
@@ -177,7 +170,8 @@ def inspect_log(name: str, content: bytes | None, position: int, proof: LogCheck
     """
     size = len(content or b"")
     expected = proof.sha256.get(name)
-    if size >= position and (content is None or _is_intact(content[:position], expected)):
+    prefix = (content or b"")[:position]
+    if size >= position and (expected is None or hashlib.sha256(prefix).hexdigest() == expected):
         return None
     if content is None:
         state = "missing"
@@ -186,10 +180,6 @@ def inspect_log(name: str, content: bytes | None, position: int, proof: LogCheck
     else:
         state = "changed since the checkpoint was saved"
     return LogDamage(state, *_sort_lines(name, content or b"", proof))
-
-
-def _is_intact(prefix: bytes, expected: str | None) -> bool:
-    return hashlib.sha256(prefix).hexdigest() == expected if expected else not prefix or prefix.endswith(b"\n")
 
 
 def _sort_lines(name: str, content: bytes, proof: LogChecksum) -> tuple[list[bytes], list[bytes], list[bytes]]:

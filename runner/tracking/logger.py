@@ -17,9 +17,9 @@ from common.errors import LostRunDirError, TrainingError, strip_control
 from common.filesystem import describe_disk_error, retry_disk
 from common.guarded_files import open_append
 from runner.tracking.config import TrackerConfig
-from runner.tracking.console.bar import LINE_WIDTH, labelled_lines
-from runner.tracking.console.modes import open_console
+from runner.tracking.console.bar import labelled_lines, open_console
 from runner.tracking.console.numbers import BAR_FIELDS, MetricValues, format_seconds, format_values, remaining_seconds
+from runner.tracking.console.plain import LINE_WIDTH, Event
 from runner.tracking.data_report import data_table
 from runner.tracking.jsonl import JsonlLog, LogChecksum
 from runner.tracking.run_end import RunEnd, finite_json
@@ -45,12 +45,11 @@ class RunLogger:
         self.tracker_id: str | None = None  # saved in checkpoints, so that a resumed run continues the same record
         self._config, self._is_rank_zero = config, is_rank_zero
         self._console = open_console(config.console if is_rank_zero else "quiet")
-        self._trackers: list[tuple[TrackerConfig, TrackerProcess]] = []
-        for tracker in config.selected() if is_rank_zero else ():
-            if command := tracker.command():
-                self._trackers.append(
-                    (tracker, TrackerProcess(command, run_dir / tracker.name, self.info, self.warning))
-                )
+        self._trackers = {
+            tracker.name: TrackerProcess(command, run_dir / tracker.name, self.info, self.warning)
+            for tracker in config.selected()
+            if is_rank_zero and (command := tracker.command())
+        }
         self._files: dict[str, JsonlLog] = {}
         self._lock = threading.RLock()  # the tracker reports from its own thread
         self._total_steps, self._attempt = 0, 1
@@ -94,16 +93,11 @@ class RunLogger:
                 partial(JsonlLog, self.run_dir / f"{name}.jsonl", (resume_at or {}).get(name, 0), attempt, proof)
             )
         rows = {key: strip_control(str(value)) for key, value in header.items()}
-        event = {
-            "run": str(self.run_dir),
-            "step": first_step,
-            "total_steps": total_steps,
-            "attempt": attempt,
-            "header": rows,
-        }
+        place = {"run": str(self.run_dir), "step": first_step, "total_steps": total_steps, "attempt": attempt}
         with self._lock:
-            self._append_to_log("\n".join(labelled_lines(rows)))
-            self._console.start(labelled_lines(rows, self._console.width), event)
+            self._append_to_log("\n".join(labelled_lines(rows.items())))
+            lines = labelled_lines(rows.items(), self._console.width)
+            self._console.show("start", {**place, "header": rows}, "\n".join(lines))
         recovered = [file.recovered for file in self._files.values() if file.recovered]
         for message in recovered:
             self.warning(message)
@@ -115,19 +109,22 @@ class RunLogger:
                 "history": resume_at,
                 **describe_experiment(self.run_dir, run_config),
             }
-            for config, tracker in self._trackers:
-                tracker.start(
-                    folder=str(self.run_dir.absolute() / config.name), settings=dataclasses.asdict(config), **about
-                )
+            for config in self._config.selected():
+                if tracker := self._trackers.get(config.name):
+                    tracker.start(settings=dataclasses.asdict(config), **about)
         return recovered
+
+    def _show(self, name: str, event: Event, text: str, numbers: str = "") -> None:
+        """Write `text` to train.log, and show it or the event on the console."""
+        if self._is_rank_zero:
+            with self._lock:
+                self._append_to_log(text)
+                self._console.show(name, event, text, numbers)
 
     def show_data(self, files: list[dict[str, Any]]) -> None:
         """Print the counts of the data files, as run.json has them."""
         if self._is_rank_zero:
-            with self._lock:
-                text = strip_control(data_table(files))
-                self._append_to_log(text)
-                self._console.show_data(files, text)
+            self._show("data", {"files": files}, strip_control(data_table(files)))
 
     def log(self, kind: str, step: int, **numbers: float) -> None:
         """Append a record to metrics.jsonl, its fields in the given order; `kind` is train or eval.
@@ -149,9 +146,9 @@ class RunLogger:
             record["nonfinite"] = nonfinite
         self._append("metrics", record)
         self._measure(values)
-        self._show(record, values)
-        for _, tracker in self._trackers:
-            tracker.log(kind, step, {name: value for name, value in values.items() if value is not None})
+        self._show_record(record, values)
+        finite = {name: value for name, value in values.items() if value is not None}
+        self._send("log", kind=kind, step=step, numbers=finite)
         self.watch_record(record)
         self.after_record()
 
@@ -159,9 +156,9 @@ class RunLogger:
         """Show on the console that `done` of `total` units of something between two steps are done, from 0 to all of
         them.
         """
-        if self._is_rank_zero:
-            with self._lock:
-                self._console.show_activity(name, done, total, unit)
+        event, numbers = {"activity": name, "done": done, "total": total, "unit": unit}, f"{done:,}/{total:,} {unit}"
+        with self._lock:
+            self._console.show("progress", event, f"{name}: {done:,} of {total:,} {unit}", f"{name} {numbers}")
 
     def samples(self, step: int, samples: list[dict[str, str]]) -> None:
         """Record generated text, each `{"prompt": ..., "answer": ...}`; on the console control characters are escaped."""
@@ -171,29 +168,24 @@ class RunLogger:
             record: dict[str, object] = {"step": step, **sample, "attempt": self._attempt}
             self._append("samples", record)
             prompt, answer = (sample[key].replace("\n", "\\n") for key in ("prompt", "answer"))
-            line = strip_control(f"sample at step {step}: {prompt} -> {answer}")
-            with self._lock:
-                self._append_to_log(line)
-                self._console.show_sample(record, line)
-        for _, tracker in self._trackers:
-            tracker.samples(step, samples)
+            self._show("sample", record, strip_control(f"sample at step {step}: {prompt} -> {answer}"))
+        self._send("samples", step=step, samples=samples)
+
+    def _send(self, event: str, **fields: object) -> None:
+        for tracker in self._trackers.values():
+            tracker.send(event, **fields)
 
     def info(self, message: str) -> None:
         """Write a message to the console and train.log."""
-        if self._is_rank_zero:
-            with self._lock:
-                text = strip_control(message)
-                self._append_to_log(text)
-                self._console.print(text)
+        text = strip_control(message)
+        self._show("message", {"text": text}, text)
 
     def warning(self, message: str) -> None:
         """Write a warning to the console and train.log, and count it for the end of the run."""
-        if self._is_rank_zero:
-            with self._lock:
-                self.warnings += 1
-                text = strip_control(message)
-                self._append_to_log(f"warning: {text}")
-                self._console.warn(text)
+        text = strip_control(message)
+        with self._lock:
+            self.warnings += 1
+            self._show("warning", {"text": text}, f"warning: {text}")
 
     def position(self) -> dict[str, int]:
         """Return the length of each file in bytes, all synced: `resume_at` of `start()`.
@@ -241,7 +233,7 @@ class RunLogger:
             with suppress(OSError, TrainingError):  # the console has the same lines
                 retry_disk(self._write_lines)
         if self.tracker_id is not None:
-            finish_trackers((tracker for _, tracker in self._trackers), status, str(summary.get("error", "")))
+            finish_trackers(self._trackers.values(), status, str(summary.get("error", "")))
         for file in self._files.values():
             file.close()
         self._files = {}
@@ -261,11 +253,9 @@ class RunLogger:
                 f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
                 for name, value in summary.items()
             )
-            line = strip_control(" | ".join([first, *values]))
-            self._append_to_log(line)
-            return self._console.end([line], event)
+            return self._show("end", event, strip_control(" | ".join([first, *values])))
         self._append_to_log("\n".join([first, *end.lines(LINE_WIDTH)]))
-        self._console.end([first, *end.lines(self._console.width)], event)
+        self._console.show("end", event, "\n".join([first, *end.lines(self._console.width)]))
 
     def _measure(self, values: MetricValues) -> None:
         """Add the steps since the last record to the mean of tokens_per_second."""
@@ -281,20 +271,16 @@ class RunLogger:
     def _elapsed(self) -> float:
         return time.monotonic() - self._started
 
-    def _show(self, record: dict[str, Any], values: MetricValues) -> None:
+    def _show_record(self, record: dict[str, Any], values: MetricValues) -> None:
         step: int = record["step"]
         prefix = f"step {step}/{self._total_steps} {100 * step / max(1, self._total_steps):.1f}%"
         if record["kind"] == "eval":
             loss = values.get("loss")
             self._validation = "" if loss is None else f"val {loss:.2f}@{step}"
-            line, numbers = f"{prefix} | validation | {format_values(values, '')}", ""
-        else:
-            eta = self._eta(step)
-            line = f"{prefix} | {format_values(values, self._validation)}{eta}"
-            numbers = format_values({name: values[name] for name in BAR_FIELDS if name in values}, "") + eta
-        with self._lock:
-            self._append_to_log(line)
-            self._console.show_record(record, line, numbers)
+            return self._show("eval", record, f"{prefix} | validation | {format_values(values, '')}")
+        eta = self._eta(step)
+        numbers = format_values({name: values[name] for name in BAR_FIELDS if name in values}, "") + eta
+        self._show("step", record, f"{prefix} | {format_values(values, self._validation)}{eta}", numbers)
 
     def _eta(self, step: int) -> str:
         if self._first_logged is None:

@@ -52,15 +52,9 @@ class TaskProgress:
         elif now - self._printed >= INTERVAL or self._printed == self._started:
             self._printed = now
             eta = format_seconds(seconds / done * max(0, self.total - done)) if done else "?"
-            share = f" ({self._share()}), eta {eta}" if self.total else ""
-            print(
-                f"{self.title}: {count or f'{done:,} of {self.total:,} {self.unit}'}{share}",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def _share(self) -> str:
-        return f"{min(100, 100 * self.done / max(self.total, 1)):.0f}%"
+            share = f" ({min(100, 100 * done / self.total):.0f}%), eta {eta}" if self.total else ""
+            text = count or f"{done:,} of {self.total:,} {self.unit}"
+            print(f"{self.title}: {text}{share}", file=sys.stderr, flush=True)
 
     def hide(self) -> None:
         """Remove the bar, so that results can be printed in its place."""
@@ -134,10 +128,6 @@ def watch_download(title: str, folder: Path, total: int) -> PolledProgress:
     return PolledProgress(title, lambda: folder_bytes(folder), total)
 
 
-def _never_listen() -> AbstractContextManager[Callable[[], bool]]:
-    return nullcontext(lambda: False)
-
-
 class EvaluationProgress(TaskProgress):
     """How far an evaluation is. `should_stop()`: whether the user has asked to end it.
 
@@ -149,7 +139,7 @@ class EvaluationProgress(TaskProgress):
         self, title: str, listen: Callable[[], AbstractContextManager[Callable[[], bool]]] | None = None
     ) -> None:
         super().__init__(title)
-        self._listen = listen or _never_listen
+        self._listen = listen or (lambda: nullcontext(lambda: False))
         self.is_stopped = False
         self._stop: Callable[[], bool] | None = None
         self._stack = ExitStack()

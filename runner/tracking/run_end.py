@@ -128,66 +128,55 @@ class RunEnd:
 
     def lines(self, width: int) -> list[str]:
         """Return the table and the commands in lines of `width` cells."""
-        rows = {label: strip_control(text) for label, text in self._rows().items()}
-        commands = self.commands if self.prints_commands else ()
-        lines = labelled_lines(rows, width) + (["next"] if commands else [])
-        for command in commands:
-            lines += [
-                strip_control(COMMAND_INDENT + line)
-                for line in command_lines(command.arguments, command.purpose, width - len(COMMAND_INDENT))
-            ]
+        lines = labelled_lines([(label, strip_control(text)) for label, text in self._rows().items() if text], width)
+        if self.commands and self.prints_commands:
+            lines.append("next")
+            for command in self.commands:
+                texts = command_lines(command.arguments, command.purpose, width - len(COMMAND_INDENT))
+                lines += [strip_control(COMMAND_INDENT + text) for text in texts]
         return lines
 
     def event(self) -> dict[str, Any]:
         """Return the same as JSON values."""
-        files = {"run": self.run_dir, "page": self.page, "model": self.run_dir / "model" if self.model else None}
+        counters = ("step", "total_steps", "tokens", "loss_tokens", "tokens_per_second", "warnings", "peak_memory")
+        files = {
+            "run": self.run_dir,
+            "page": self.page,
+            "model": self.run_dir / "model" if self.model else None,
+            "checkpoint": self._checkpoint_dir(),
+        }
         return {
-            **{
-                name: getattr(self, name)
-                for name in ("step", "total_steps", "tokens", "loss_tokens", "tokens_per_second", "warnings")
-            },
-            "peak_memory": self.peak_memory,
+            **{name: getattr(self, name) for name in counters},
             **{name: None if path is None else str(path) for name, path in files.items()},
-            "checkpoint": None if self.checkpoint is None else str(self._checkpoint_dir()),
             "next": [list(command.arguments) for command in self.commands],
         }
 
-    def _rows(self) -> dict[str, str]:
-        rows = {
-            "steps": f"{self.step:,} of {self.total_steps:,}",
-            "tokens": f"{self.tokens:,}, {self.loss_tokens:,} of them with loss",
-        }
-        rows |= (
-            {}
-            if self.tokens_per_second is None
-            else {"tokens/s": f"{format_rate(self.tokens_per_second)} in training steps"}
+    def _rows(self) -> dict[str, str | None]:
+        """Return label -> text; one without a text is left out."""
+        values, speed, memory, checkpoint = (
+            self.metrics,
+            self.tokens_per_second,
+            self.peak_memory,
+            self._checkpoint_dir(),
         )
-        rows |= {label: text for label, text in self._loss_rows().items() if text}
-        rows |= (
-            {} if self.peak_memory is None else {"peak memory": f"{format_size(self.peak_memory)}, {self.memory_of}"}
-        )
-        rows |= {} if self.checkpoint is None else {"checkpoint": display_path(self._checkpoint_dir())}
-        rows |= {} if self.model is None else {"model": f"{display_path(self.run_dir / 'model')} ({self.model})"}
-        rows |= {} if self.page is None else {"page": display_path(self.page)}
-        rows |= (
-            {}
-            if not self.warnings
-            else {"warnings": f"{self.warnings:,}, in {display_path(self.run_dir / 'train.log')}"}
-        )
-        return rows
-
-    def _loss_rows(self) -> dict[str, str]:
-        values = self.metrics
         best, last = _loss_text(values.get("best_val_loss")), _loss_text(values.get("val_loss"))
         where = f" at step {values['best_step']:,}" if values.get("best_step") is not None else ""
         return {
+            "steps": f"{self.step:,} of {self.total_steps:,}",
+            "tokens": f"{self.tokens:,}, {self.loss_tokens:,} of them with loss",
+            "tokens/s": None if speed is None else f"{format_rate(speed)} in training steps",
             "training loss": _loss_text(values.get("loss")),
             "validation loss": f"{best} (best{where}), {last or 'not finite'} (last)" if best else last,
             "loss of training rows": _loss_text(values.get("training_rows_loss")),
+            "peak memory": None if memory is None else f"{format_size(memory)}, {self.memory_of}",
+            "checkpoint": display_path(checkpoint) if checkpoint else None,
+            "model": self.model and f"{display_path(self.run_dir / 'model')} ({self.model})",
+            "page": display_path(self.page) if self.page else None,
+            "warnings": f"{self.warnings:,}, in {display_path(self.run_dir / 'train.log')}" if self.warnings else None,
         }
 
-    def _checkpoint_dir(self) -> Path:
-        return self.run_dir / "checkpoints" / (self.checkpoint or "")
+    def _checkpoint_dir(self) -> Path | None:
+        return None if self.checkpoint is None else self.run_dir / "checkpoints" / self.checkpoint
 
 
 def _loss_text(value: float | None) -> str:

@@ -50,20 +50,25 @@ class TrackerProcess:
         self._finishing = False
         self._warned = threading.Lock()  # acquired by the first warning and never released
 
-    def start(self, **settings: object) -> None:
-        self._writer = threading.Thread(target=self._writer_loop, args=(settings,), name="tracker writer", daemon=True)
+    def start(self, **first: object) -> None:
+        """Start the process; `first`: fields of its first message besides `folder`."""
+        first["folder"] = str(self._folder.absolute())
+        self._writer = threading.Thread(target=self._writer_loop, args=(first,), name="tracker writer", daemon=True)
         self._writer.start()
 
-    def log(self, kind: str, step: int, numbers: dict[str, float]) -> None:
-        self._send({"event": "log", "kind": kind, "step": step, "numbers": numbers})
-
-    def samples(self, step: int, samples: list[dict[str, str]]) -> None:
-        self._send({"event": "samples", "step": step, "samples": samples})
+    def send(self, event: str, **fields: object) -> None:
+        while True:
+            try:
+                return self._messages.put_nowait({"event": event, **fields})
+            except queue.Full:
+                self._warn_once("it is too slow, the oldest numbers are dropped")
+                with contextlib.suppress(queue.Empty):  # the writer thread has taken it meanwhile
+                    self._messages.get_nowait()
 
     def finish(self, status: str, error: str) -> None:
         """Tell the process to end."""
         self._finishing = True
-        self._send({"event": "finish", "status": status, "error": error})
+        self.send("finish", status=status, error=error)
 
     def wait(self, deadline: float) -> bool:
         """Wait for the process to end, until `deadline` (time.monotonic()); then kill it and what it has started.
@@ -83,16 +88,7 @@ class TrackerProcess:
             self._reader.join(1.0)  # its last output, or the warning about its exit code
         return self._process.poll() == 0
 
-    def _send(self, message: dict[str, object]) -> None:
-        while True:
-            try:
-                return self._messages.put_nowait(message)
-            except queue.Full:
-                self._warn_once("it is too slow, the oldest numbers are dropped")
-                with contextlib.suppress(queue.Empty):  # the writer thread has taken it meanwhile
-                    self._messages.get_nowait()
-
-    def _writer_loop(self, settings: dict[str, object]) -> None:
+    def _writer_loop(self, first: dict[str, object]) -> None:
         try:
             if self._folder.is_symlink():
                 raise OSError(errno.ELOOP, "a link is not followed", str(self._folder))
@@ -118,7 +114,7 @@ class TrackerProcess:
             )
             self._reader.start()
             with self._process.stdin as pipe:  # type: ignore[union-attr]  # stdin=PIPE
-                self._write(pipe, settings)
+                self._write(pipe, first)
         except BrokenPipeError:
             return  # the process has ended; the reader thread reports how
         except OSError as error:

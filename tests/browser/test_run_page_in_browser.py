@@ -18,7 +18,7 @@ import pytest
 
 from runner.reporting import runs
 from runner.reporting.page_kit import RELOAD_SECONDS
-from runner.reporting.page_server import PageServer, only_page
+from runner.reporting.page_server import PageServer, folder_pages
 from runner.reporting.run_page import STALE_SECONDS, write_run_page
 
 pytestmark = pytest.mark.slow
@@ -382,7 +382,7 @@ def test_run_page_says_when_it_was_not_written_for_long(open_page: Any, live_run
 
 @pytest.fixture
 def server(live_run: Path) -> Iterator[str]:
-    with PageServer(only_page(partial(write_run_page, live_run)), 0) as server:
+    with PageServer(folder_pages(live_run, partial(write_run_page, live_run)), 0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}/"

@@ -16,7 +16,7 @@ from sweep_fixtures import job, record, training, write_sweep
 
 from runner.reporting import importance, sweep_page
 from runner.reporting.leaderboard import update_report
-from runner.reporting.page_server import PageServer, only_page
+from runner.reporting.page_server import PageServer, folder_pages
 from runner.reporting.runs import REPORT_FILE
 
 pytestmark = pytest.mark.slow
@@ -249,7 +249,7 @@ def test_sweep_page_follows_a_sweep_that_runs(open_page: Any, tmp_path: Path, mo
     monkeypatch.setattr("runner.reporting.page_server.PAGE_SECONDS", 0.0)
     waiting = [job({LR: lr}, None, status="new") for lr in "12"]
     folder = write_sweep(tmp_path / "sweep", waiting, status="running")
-    with PageServer(only_page(partial(write_page, folder)), 0) as server:
+    with PageServer(folder_pages(folder, partial(write_page, folder)), 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         page = open_page(f"http://127.0.0.1:{server.server_port}/")
         assert "No job has logged a step yet" in page.locator("main").inner_text()

@@ -17,13 +17,14 @@ from common.errors import TrainingError
 from common.filesystem import FileSystem
 from runner.checkpoint import atomic_dir
 from runner.checkpoint.atomic_dir import RESERVED_BYTES, SaveError
+from runner.checkpoint.format import CHECKPOINT_FORMAT
 from runner.checkpoint.retention import RetentionPolicy, free_space, prune_checkpoints, save_freeing_space
 
 SIZE = 20_000  # bytes of a checkpoint
 
 
 def write(folder: Path, step: int, best_step: int | None = None) -> None:
-    state = json.dumps({"format": 2, "progress": {"step": step, "best_step": best_step}}).encode()
+    state = json.dumps({"format": CHECKPOINT_FORMAT, "progress": {"step": step, "best_step": best_step}}).encode()
     atomic_dir.write_atomic_dir(folder, f"step-{step:08d}", {"model": bytes(SIZE), "state.json": state}, {})
 
 

@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from common.errors import UserError
-from data.tokenize.tokenizer_corpus import TokenizerConfig
+from data.config import TokenizerConfig
 from runner.cli import help
 from runner.cli.subcommand import quote_free_text, to_schema, value_kinds
 from runner.config.resolve import resolve_model_run
-from runner.fault_injection.config import FaultsConfig
+from runner.fault_injection.harness import FaultsConfig
 from runner.inference.chat import ChatConfig
 from runner.inference.evaluate import EvaluateConfig
 from runner.inference.inspect_rows import RowsConfig
-from runner.planning.config import PlanConfig
-from runner.recovery.doctor.examine import DoctorConfig
+from runner.launch.doctor import DoctorConfig
+from runner.planning.command import PlanConfig
 from runner.reporting.command import ReportConfig
 
 SCHEMAS: dict[str, type] = {

@@ -16,8 +16,8 @@ import pytest
 from jinja2 import TemplateError
 
 from data.errors import BadRowError
-from data.tokenize.templates import renderer
-from data.tokenize.templates.renderer import Conversation, RenderProcess, Template, open_process
+from data.tokenize import renderer
+from data.tokenize.renderer import Conversation, RenderProcess, Template, open_process
 
 MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
 SOURCE = "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ '>' if add_generation_prompt }}"

@@ -1,7 +1,7 @@
 import pytest
 from jinja2 import TemplateError
 
-from data.tokenize.templates.jinja_sandbox import compile_template
+from data.tokenize.jinja_sandbox import compile_template
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
+from data.config import TokenizerConfig
 from data.sources.files import Source
 from data.tokenize.tokenizer import Tokenizer
-from data.tokenize.tokenizer_corpus import HOLDOUT_EVERY, CorpusStats, TokenizerConfig, iter_corpus, measure_tokenizer
-from data.tokenize.train import train_tokenizer
+from data.tokenize.train import HOLDOUT_EVERY, CorpusStats, iter_corpus, measure_tokenizer, train_tokenizer
 
 COMMAND = Path(__file__).parents[2] / "runner" / "tokenizer.py"
 CATS = [{"text": f"the cat and the dog {number}"} for number in range(50)]

@@ -19,8 +19,8 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from runner.diagnostics.monitor import diagnose, read_metrics, watch_records
-from runner.diagnostics.symptoms import RunFacts
+from runner.diagnostics.monitor import RunMonitor, read_metrics, watch_records
+from runner.diagnostics.symptoms import RunFacts, Symptom
 from runner.diagnostics.validation_interval import FEW_ROWS, few_validation_rows, half_width, tiny_validation
 from runner.engine import evaluation as engine_evaluation
 from runner.engine.data_pipeline import rows_to_hold_out
@@ -61,6 +61,12 @@ def falling(count: int, first: float = 8.8, last: float = 2.0, noise: float = 0.
     return [
         step(i + 1, last + (first - last) * math.exp(-4 * i / count) + chance.gauss(0, noise)) for i in range(count)
     ]
+
+
+def diagnose(records: list[dict[str, Any]], facts: RunFacts) -> list[Symptom]:
+    """The symptoms of a run, in the order in which it reports them."""
+    monitor = RunMonitor(facts)
+    return [symptom for record in records for symptom in monitor.add(record)]
 
 
 def names(records: list[dict[str, Any]], **changed: Any) -> list[str]:

@@ -20,9 +20,15 @@ from data.sources.files import Source
 from data.tokenize.block import RowStats
 from data.tokenize.encoder import Encoder
 from data.types import EncodingConfig
-from runner.diagnostics.row_checks import bad_labels, check_rows, few_labels, foreign_template
+from runner.diagnostics.rows import (
+    TrainingOverlap,
+    bad_labels,
+    check_rows,
+    few_labels,
+    foreign_template,
+    training_overlap,
+)
 from runner.diagnostics.symptoms import PAGE
-from runner.diagnostics.training_overlap import TrainingOverlap, training_overlap
 from runner.engine.device.memory_errors import is_out_of_memory
 from runner.engine.loop import train
 from runner.planning.out_of_memory import describe_out_of_memory, measured_parts
@@ -172,7 +178,7 @@ def test_overlap_is_not_computed_without_the_training_files(
         assert training_overlap([rows], fields) is None
     for limit in ("MAX_BYTES", "MAX_TRAINING_FILES", "MAX_TRAINING_ROWS"):
         with monkeypatch.context() as patched:
-            patched.setattr(f"runner.diagnostics.training_overlap.{limit}", 0)
+            patched.setattr(f"runner.diagnostics.rows.{limit}", 0)
             assert training_overlap([rows], run_of(rows.path)) is None
 
 

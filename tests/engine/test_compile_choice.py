@@ -14,8 +14,9 @@ from torch import nn
 
 from common.errors import Interrupted
 from runner.engine import kernels as kernels_of_run
+from runner.engine.autotune import layers
+from runner.engine.autotune.layers import COMPILED, UNCOMPILED, compiled_layers, find_layer_call, measure_layers
 from runner.engine.build import run_summary
-from runner.engine.choices.compile_choice import COMPILED, UNCOMPILED, compiled_layers, find_layer_call, measure_layers
 from runner.engine.device.compile import CompileDecision
 from runner.engine.loop import train
 from runner.engine.verify_resume import diff_run_dirs
@@ -39,19 +40,19 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float
     def measured(uncompiled: float) -> list[str]:
         modes = list[str]()
 
-        def measure(call: object, compiled: object, autocast: object, names: list[str]) -> dict[str, float]:
+        def measure(call: object, compiled: object, names: list[str]) -> dict[str, float]:
             modes.extend(names)
             return {COMPILED: 1.0, UNCOMPILED: uncompiled}
 
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / f"programs-{uncompiled}"))  # where times are kept
-        monkeypatch.setattr(kernels_of_run, "measure_layers", measure)
+        monkeypatch.setattr(layers, "measure_layers", measure)
         return modes
 
     return measured
 
 
 def is_compiled(state) -> bool:
-    return any(layer.compiled is not None for layer in state.model.layers)
+    return any(isinstance(vars(layer).get("forward"), partial) for layer in state.model.layers)
 
 
 @pytest.mark.parametrize("uncompiled, mode", [(0.5, "off"), (0.95, "default")], ids=["slower", "little slower"])
@@ -110,7 +111,7 @@ def test_run_that_has_measured_has_the_bits_of_one_that_has_not(
     ]
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "programs"))
     monkeypatch.setattr(
-        kernels_of_run,
+        layers,
         "measure_layers",
         lambda *arguments: measure_layers(*arguments) | {UNCOMPILED: 2.0, COMPILED: 1.0},
     )
@@ -118,7 +119,7 @@ def test_run_that_has_measured_has_the_bits_of_one_that_has_not(
     assert is_compiled(measuring) and "measured" in run_summary(measuring)["compile"]
     train(measuring)
     torch._dynamo.reset()  # as in another process
-    monkeypatch.setattr(kernels_of_run, "measure_layers", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(layers, "measure_layers", lambda *_: pytest.fail("measured again"))
     knowing = make_run("sft", *AUTO, *settings, folder="knowing")
     train(knowing)
     for state in (measuring, knowing):
@@ -127,7 +128,7 @@ def test_run_that_has_measured_has_the_bits_of_one_that_has_not(
 
 
 def call_of(state, layer: nn.Module):
-    return find_layer_call(layer, lambda: state.model(**state.loader.first_batch().inputs))
+    return find_layer_call(layer, lambda: state.model(**state.loader.first_batch().inputs), nullcontext)
 
 
 def test_first_layer_is_called_with_the_input_of_the_first_batch(make_run: Callable) -> None:
@@ -148,7 +149,7 @@ def test_first_layer_is_called_with_the_input_of_the_first_batch(make_run: Calla
 def test_layer_whose_input_is_tokens_is_not_measured(make_run: Callable) -> None:
     state = make_run("pretrain", *UNCOMPILED_RUN)
     assert call_of(state, state.model.model.embed_tokens) is None
-    assert find_layer_call(nn.Linear(1, 1), lambda: None) is None  # never called
+    assert find_layer_call(nn.Linear(1, 1), lambda: None, nullcontext) is None  # never called
 
 
 def test_both_ways_are_measured_and_no_layer_stays_compiled(make_run: Callable) -> None:
@@ -163,7 +164,7 @@ def test_both_ways_are_measured_and_no_layer_stays_compiled(make_run: Callable) 
         partial(state.model.compile_layers, single_row=False, backend=backend),
         state.model.uncompile_layers,
     )
-    times = measure_layers(call_of(state, state.model.layers[0]), compiled, nullcontext, BOTH)
+    times = measure_layers(call_of(state, state.model.layers[0]), compiled, BOTH)
     assert set(times) == {*BOTH} and all(seconds > 0 for seconds in times.values())
     assert len(compiled_calls) > 2 and not is_compiled(state) and all(p.grad is None for p in state.model.parameters())
 
@@ -177,9 +178,7 @@ def test_uncompiled_layer_is_timed_without_its_program(make_run: Callable) -> No
         backend=lambda graph, _: lambda *values: calls.append(1) or graph(*values),
     )
     for mode, is_called in ((UNCOMPILED, False), (COMPILED, True)):
-        measure_layers(
-            call, partial(compiled_layers, compile_layers, state.model.uncompile_layers), nullcontext, [mode]
-        )
+        measure_layers(call, partial(compiled_layers, compile_layers, state.model.uncompile_layers), [mode])
         assert bool(calls) == is_called
 
 
@@ -230,7 +229,7 @@ def test_compiled_programs_do_not_stay_in_the_process(make_run: Callable) -> Non
         state.model.uncompile_layers,
     )
     for _ in range(2):
-        measure_layers(call_of(state, state.model.layers[0]), compiled, nullcontext, [COMPILED])
+        measure_layers(call_of(state, state.model.layers[0]), compiled, [COMPILED])
     assert len(programs) == 2
 
 
@@ -245,8 +244,8 @@ def test_compiler_that_fails_leaves_the_choice_to_the_settings(
 
     modes = measured(0.5)
     with monkeypatch.context() as failing:
-        failing.setattr(kernels_of_run, "measure_layers", measure_layers)
-        failing.setattr("runner.engine.choices.compile_choice._compute", fail)
+        failing.setattr(layers, "measure_layers", measure_layers)
+        failing.setattr(layers.LayerCall, "compute", fail)
         state = make_run("pretrain", *AUTO, folder="failing")
         assert (
             is_compiled(state)

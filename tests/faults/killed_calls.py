@@ -126,7 +126,7 @@ def train(workspace: str, argv: list[str]) -> None:
 
 
 def repair(run: str, state: dict[str, Any]) -> None:
-    from runner.recovery.recover import recover_run
+    from runner.launch.recovery import recover_run
     from runner.tracking.jsonl import JsonlLog, LogChecksum
 
     recover_run(Path(run))

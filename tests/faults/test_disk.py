@@ -26,7 +26,7 @@ from common.file_lock import NO_LOCKS_PROMISE
 from common.filesystem import NO_FOLDER_SYNC_PROMISE, FileSystem
 from models.formats.load import load_weights
 from runner.engine.verify_resume import diff_run_dirs
-from runner.fault_injection.disk_faults import DiskFault, DiskHook
+from runner.fault_injection.probes import DiskFault, DiskHook
 
 STEPS = 3
 SETTINGS = (f"train.max_steps={STEPS}", "train.eval_every=2", "train.sample_every=2")
@@ -164,7 +164,7 @@ def test_run_on_a_file_system_without_locks_completes_and_warns_once(folder: Pat
     assert not list(run_dir.glob(".lock.owner*"))
 
 
-def run_with_fault(config, run_dir: Path, fault: DiskFault) -> Callable[[], int]:
+def run_with_fault(config, run_dir: Path, fault: DiskFault) -> Callable[[], int | None]:
     """Start a run; return the function that waits for its exit code."""
     run_dir.parent.mkdir()
     return partial(wait_for_exit, launch(config, run_dir, lambda: inject(DiskHook(run_dir, fault))))

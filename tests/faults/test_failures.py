@@ -223,7 +223,7 @@ def test_closed_terminal_saves_and_resumes_bitwise_equal(console, uninterrupted)
     name = os.ttyname(slave)
 
     def train_on_terminal() -> None:
-        os.setsid(), os.close(master), os.close(slave)
+        os.close(master), os.close(slave)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a test suite under nohup passes on that it is ignored
         terminal = os.open(name, os.O_RDWR)  # of a new session: its controlling terminal
         os.dup2(terminal, 1), os.dup2(terminal, 2)

@@ -16,13 +16,19 @@ from trainee import OVERRIDES, write_rows
 from common.errors import UserError
 from data.store.cache import is_own_cache
 from runner.engine import loop
-from runner.fault_injection.config import FAULT_KINDS, FaultsConfig
-from runner.fault_injection.disk_faults import DiskFault, DiskHook
-from runner.fault_injection.harness import check_harness_overrides, complete, estimate, make_folder, run_faults
+from runner.fault_injection.harness import (
+    FAULT_KINDS,
+    FaultsConfig,
+    check_harness_overrides,
+    complete,
+    estimate,
+    fault_table,
+    make_folder,
+    run_faults,
+)
 from runner.fault_injection.kinds import INJECT
-from runner.fault_injection.launches import Launch, WorkerProbe, fork_process
-from runner.fault_injection.rig import FaultResult, Rig, Trial, UninterruptedRun, run_reference
-from runner.fault_injection.table import fault_table
+from runner.fault_injection.probes import DiskFault, DiskHook, WorkerProbe
+from runner.fault_injection.rig import FaultResult, Rig, Trial, UninterruptedRun, launch_fork, run_reference
 
 SHORT = [override for override in OVERRIDES if not override.startswith(("train.epochs", "train.sample_every"))] + [
     "train.max_steps=5",
@@ -43,12 +49,6 @@ def config(**changed: object) -> FaultsConfig:
     return FaultsConfig(**{**dict.fromkeys(FAULT_KINDS, 0), **values, **changed})
 
 
-def in_fork(folder: Path, main) -> Launch:
-    launch = Launch(fork_process(main, folder / "output.txt"), folder / "output.txt")
-    launch.wait(60)
-    return launch
-
-
 @pytest.mark.parametrize("first, times", [(1, 1), (3, 2), (2, 1 << 30)])
 def test_disk_hook_fails_the_named_calls_and_counts_all(tmp_path: Path, first: int, times: int) -> None:
     """Six calls: open and write through os, open and write through open(), rename, mkdir."""
@@ -57,6 +57,7 @@ def test_disk_hook_fails_the_named_calls_and_counts_all(tmp_path: Path, first: i
     hook = DiskHook(folder, DiskFault(first, times, errno.ENOSPC))
 
     def calls() -> int:
+        hook.install()
         failed = []
         (tmp_path / "other.txt").write_text("not counted")
         for number, call in enumerate(
@@ -77,7 +78,7 @@ def test_disk_hook_fails_the_named_calls_and_counts_all(tmp_path: Path, first: i
         return 0
 
     (folder / "before").write_text("")
-    launch = Launch(fork_process(calls, tmp_path / "output.txt", hook.install), tmp_path / "output.txt")
+    launch = launch_fork(calls, tmp_path / "output.txt")
     launch.wait(60)
     assert (launch.code, hook.calls) == (0, 4)
     assert json.loads(launch.text()) == [number for number in range(1, 5) if first <= number < first + times]
@@ -87,13 +88,14 @@ def test_disk_hook_reaches_the_writes_of_open(tmp_path: Path) -> None:
     hook = DiskHook(tmp_path, DiskFault(2, 1, errno.EIO))  # the second call: the first is the opening
 
     def write() -> int:
+        hook.install()
         try:
             (tmp_path / "file").write_text("x")
         except OSError as error:
             return error.errno or 0
         return 0
 
-    launch = Launch(fork_process(write, tmp_path.parent / "output.txt", hook.install), tmp_path.parent / "output.txt")
+    launch = launch_fork(write, tmp_path.parent / "output.txt")
     launch.wait(60)
     assert launch.code == errno.EIO and hook.calls == 3  # closing the file writes again
 
@@ -102,10 +104,13 @@ def test_full_disk_does_not_refuse_to_delete(tmp_path: Path) -> None:
     hook = DiskHook(tmp_path / "run", DiskFault(1, 1 << 30, errno.ENOSPC))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "file").write_text("x")
-    launch = Launch(
-        fork_process(lambda: os.unlink(tmp_path / "run" / "file") or 0, tmp_path / "output.txt", hook.install),
-        tmp_path / "output.txt",
-    )
+
+    def delete() -> int:
+        hook.install()
+        os.unlink(tmp_path / "run" / "file")
+        return 0
+
+    launch = launch_fork(delete, tmp_path / "output.txt")
     launch.wait(60)
     assert launch.code == 0 and not (tmp_path / "run" / "file").exists()
 
@@ -117,7 +122,7 @@ def test_launch_that_hangs_is_ended_and_its_processes_are_found(tmp_path: Path) 
         signal.pause()
         return 0
 
-    launch = Launch(fork_process(hang, tmp_path / "output.txt"), tmp_path / "output.txt")
+    launch = launch_fork(hang, tmp_path / "output.txt")
     assert launch.wait(60, until=(tmp_path / "forked").exists)
     launch.wait(0.1)
     assert launch.is_hanging and launch.code == -signal.SIGKILL
@@ -183,7 +188,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Rig, Uninterrupt
 def test_run_survives_one_fault_of_each_kind(measured: tuple[Rig, UninterruptedRun], kind: str, number: int) -> None:
     rig, reference = measured
     trial = Trial(rig, kind, number, seed=1)
-    INJECT[kind](trial, reference, False)
+    INJECT[kind](trial, reference)
     complete(trial, reference, acknowledge_within=300)
     assert trial.result.broken == [], trial.result
     assert not trial.folder.exists()
@@ -198,7 +203,7 @@ def test_faults_that_break_promises_are_found(
     monkeypatch.setattr(loop, "lr_at", lambda step, total, lr, schedule: lr * (1 + os.getpid() % 7))
     monkeypatch.setattr(loop, "save_and_interrupt", lambda state: 1 / 0)
     trial = Trial(rig, "signals", 2, seed=1)
-    INJECT["signals"](trial, reference, False)
+    INJECT["signals"](trial, reference)
     complete(trial, reference, acknowledge_within=300)
     assert trial.result.bits and trial.result.tracebacks and trial.result.exits, trial.result
     assert trial.folder.exists()
@@ -213,18 +218,14 @@ def test_command_that_fails_undisturbed_is_refused(tmp_path: Path) -> None:
 def test_worker_probe_knows_the_data_workers_and_stops_the_named_one(tmp_path: Path) -> None:
     probe = WorkerProbe()
 
-    def target() -> None:
-        signal.pause()
-
     def main() -> int:
+        probe.install(2, signal.SIGKILL)
         for name in ("tokenizing process 0 of 1", "data worker 0 of 2", "data worker 1 of 2"):
-            multiprocessing.get_context("fork").Process(target=target, name=name, daemon=True).start()
+            multiprocessing.get_context("fork").Process(target=signal.pause, name=name, daemon=True).start()
         signal.pause()
         return 0
 
-    launch = Launch(
-        fork_process(main, tmp_path / "output.txt", lambda: probe.install(2, signal.SIGKILL)), tmp_path / "output.txt"
-    )
+    launch = launch_fork(main, tmp_path / "output.txt")
     launch.wait(1.0, until=lambda: False)
     assert len(probe.alive()) == 1
     assert launch.left_processes(0.1) and not launch.left_processes(60)

@@ -5,7 +5,6 @@ result.
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import time
@@ -42,11 +41,11 @@ def kill_within(seconds: float, config, run_dir: Path, during_save: bool) -> boo
     """Launch, and kill after `seconds`, or in the first save after that; return False if the run was completed before."""
     child = launch(config, run_dir, use_slow_disk)
     deadline = time.monotonic() + seconds
-    while os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:  # still runs
+    while child.poll() is None:
         if time.monotonic() >= deadline and (is_saving(run_dir) or not during_save):
             break
         time.sleep(0.0005)
-    os.kill(child, signal.SIGKILL)
+    child.send(signal.SIGKILL)
     code = wait_for_exit(child)
     assert code in (0, -signal.SIGKILL), read_output(run_dir)
     return code != 0

@@ -31,7 +31,7 @@ from trainee import (
 
 from runner.engine.device.distributed import RENDEZVOUS_DONE
 from runner.engine.verify_resume import diff_run_dirs
-from runner.fault_injection.launches import join_threads
+from runner.fault_injection.rig import join_threads
 from runner.launch import local_ranks, subprocesses, worker
 from runner.run_dir.lock import is_locked
 from runner.run_dir.metadata import RunMetadata
@@ -97,10 +97,6 @@ def rank_pids(run_dir: Path) -> list[int]:
         return []
 
 
-def has_exited(child: int) -> bool:
-    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
-
-
 def is_running(pid: int) -> bool:
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
@@ -118,12 +114,12 @@ def kill_somewhere(config, run_dir: Path, rng: random.Random, startup: float, co
     if early:
         time.sleep(rng.uniform(0, startup))
     else:
-        while last_logged_step(run_dir) < target and not has_exited(child):
+        while last_logged_step(run_dir) < target and child.poll() is None:
             time.sleep(0.002)
         time.sleep(rng.uniform(0, 0.03))
     ranks = rank_pids(run_dir)
-    kind, victim = ("rank", rng.choice(ranks)) if ranks and kind == "rank" else ("parent", child)
-    completed = has_exited(child) or not is_running(victim)
+    kind, victim = ("rank", rng.choice(ranks)) if ranks and kind == "rank" else ("parent", child.pid)
+    completed = child.poll() is not None or not is_running(victim)
     if not completed:
         os.kill(victim, number)
     code = wait_for_exit(child)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from runner.checkpoint.atomic_dir import verify_dir
 from runner.cli.exit_code import exiting_with_code
 from runner.config.compose import compose_config
 from runner.engine.config import Config
-from runner.fault_injection.launches import fork_process
+from runner.fault_injection.rig import Launch, launch_fork
 from runner.launch.run import run
 from runner.run_dir.metadata import RunMetadata
 
@@ -84,35 +83,30 @@ def write_rows(folder: Path) -> None:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def launch(config: Config, run_dir: Path, before: Callable[[], object] = lambda: None) -> int:
-    """Return the pid of a child that trains in `run_dir`, from its newest checkpoint if it has one, and exits with the
-    code of the command.
+def launch(config: Config, run_dir: Path, before: Callable[[], object] = lambda: None) -> Launch:
+    """Return a child that trains in `run_dir`, from its newest checkpoint if it has one, and exits with the code of the
+    command.
 
     `before` is called in the child. Its output is appended to OUTPUT_FILE beside the run directory.
     """
 
-    def prepare() -> None:
-        signal.alarm(TIMEOUT)
+    def main() -> int:
         before()
-
-    return fork_process(lambda: _train(config, run_dir), run_dir.parent / OUTPUT_FILE, prepare, new_session=False)
-
-
-def _train(config: Config, run_dir: Path) -> int:
-    try:
         with exiting_with_code(), RunMetadata.open(run_dir, resume=(run_dir / "run.json").is_file()) as metadata:
             run(config, metadata)
-    except SystemExit as error:
-        return int(error.code or 0)
-    return 0
+        return 0
+
+    return launch_fork(main, run_dir.parent / OUTPUT_FILE)
 
 
-def wait_for_exit(child: int) -> int:
+def wait_for_exit(child: Launch) -> int | None:
     """Wait for a child; return its exit code, or minus the signal that killed it."""
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    child.wait(TIMEOUT)
+    assert not child.is_hanging
+    return child.code
 
 
-def train(config: Config, run_dir: Path, before: Callable[[], object] = lambda: None) -> int:
+def train(config: Config, run_dir: Path, before: Callable[[], object] = lambda: None) -> int | None:
     return wait_for_exit(launch(config, run_dir, before))
 
 

@@ -124,7 +124,7 @@ def main() -> int:
         ):
             importlib.import_module(module)
     if args.template_seconds:
-        importlib.import_module("data.tokenize.templates.renderer").MAX_SECONDS = args.template_seconds
+        importlib.import_module("data.tokenize.renderer").MAX_SECONDS = args.template_seconds
     part, parts = map(int, args.part.split("/"))
     chosen = [case for case in all_cases() if not (args.heavy if case.is_light else args.light)][part - 1 :: parts]
     if args.brief:

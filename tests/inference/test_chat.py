@@ -7,15 +7,16 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from common.errors import UserError
 from data.tokenize.tokenizer import Tokenizer
-from runner.inference.chat import ChatConfig, ChatSession, TokenStreamer, chat
+from runner.inference.chat import ChatConfig, ChatSession, chat, trained_length
+from runner.inference.generation import Answer
 from runner.inference.load import load_trained, weights_dir
-from runner.inference.trained_length import trained_length
 
 TOKENIZER = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
 
@@ -49,13 +50,14 @@ def write_run(hf_folder: Path, folder: Path, data_format: str) -> Path:
 def stream(text: str) -> tuple[str, list[str]]:
     """The decoded text, and what was written."""
     tokenizer, written = Tokenizer.load(TOKENIZER), []
-    streamer = TokenStreamer(tokenizer, written.append)
+    answer = Answer(on_text=written.append)
     for token in tokenizer.encode(text):
-        streamer.add(token)
-    return streamer.finish(), written
+        answer.add_token(token, tokenizer)
+    answer.end(tokenizer)
+    return answer.text, written
 
 
-def test_token_streamer_writes_complete_characters_only() -> None:
+def test_answer_is_written_in_complete_characters_only() -> None:
     text = "龘 and 🦄, 托洛最喜欢棕色。"
     tokenizer = Tokenizer.load(TOKENIZER)
     assert any("\ufffd" in tokenizer.decode([token]) for token in tokenizer.encode(text)), (
@@ -65,9 +67,19 @@ def test_token_streamer_writes_complete_characters_only() -> None:
     assert decoded == text == "".join(written) and not any("\ufffd" in part for part in written)
 
 
-def test_token_streamer_escapes_control_characters() -> None:
-    decoded, written = stream("a\x1b[2Jb\nc")
-    assert decoded == "a\x1b[2Jb\nc" and "".join(written) == "a\\x1b[2Jb\nc"
+def test_chat_escapes_control_characters_of_an_answer(
+    hf_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "a\x1b[2Jb\nc"
+
+    def fake_generate(*_: object, on_token: Callable[[int, int], bool], **options: object) -> None:
+        for token in Tokenizer.load(TOKENIZER).encode(text):
+            on_token(0, token)
+
+    monkeypatch.setattr("runner.inference.generation.generate", fake_generate)
+    assert open_session(hf_folder).answer("Who?", lambda piece: None) == text
+    chat(chat_config(hf_folder, prompt="Who?"), hf_folder)
+    assert capsys.readouterr().out == "a\\x1b[2Jb\nc\n"
 
 
 def test_chat_answer_is_a_function_of_the_seed(hf_folder: Path) -> None:

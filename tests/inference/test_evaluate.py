@@ -17,10 +17,10 @@ from command_fixtures import TINY_RUN, Call
 
 from common.errors import UserError
 from data.tokenize.chat_template import ChatTemplate
+from models.generate import generate
 from runner.inference.evaluate import METRICS, EvaluateConfig, evaluate, exported_weights, register_metric
 from runner.inference.evaluation_data import EvaluationData
 from runner.inference.load import LoadedModel, load_trained
-from runner.inference.metrics.exact_match import generate_answers
 from runner.reporting.evaluations import record_everywhere
 
 TEXTS = [
@@ -222,8 +222,10 @@ def test_conversation_prompts_contain_the_models_own_answers(
 
 
 def _greedy(trained: LoadedModel, messages: list[dict[str, str]]) -> str:
-    [answer] = generate_answers(trained, [ChatTemplate(trained.tokenizer).encode_prompt(messages)], max_new_tokens=8)
-    return answer
+    template = ChatTemplate(trained.tokenizer)
+    greedy: dict[str, Any] = {"temperature": 0, "top_k": 0, "top_p": 1, "repetition_penalty": 1, "max_new_tokens": 8}
+    [ids] = generate(trained.model, [template.encode_prompt(messages)], stop_ids=template.stop_ids, **greedy)
+    return trained.tokenizer.decode(ids)
 
 
 def test_conversation_refuses_rows_that_a_model_cannot_continue(hf_folder: Path, tmp_path: Path) -> None:

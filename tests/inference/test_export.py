@@ -24,10 +24,11 @@ from models.formats.save import generation_settings, save_adapter
 from models.generate import generate
 from models.lora import add_lora
 from runner.inference.export import verify
-from runner.inference.export.command import ExportSettings, export
-from runner.inference.export.formats.gguf import check_converted
+from runner.inference.export.command import export
+from runner.inference.export.formats import ExportSettings
+from runner.inference.export.gguf_file import check_converted
 from runner.inference.export.hf_compatibility import make_readable_by_transformers_4
-from runner.inference.export.model_card import ModelFacts, write_model_card
+from runner.inference.export.model_card import model_card
 from runner.inference.load import load_trained
 
 ROUNDING_OF_LLAMA_CPP = 0.05  # of a log-probability
@@ -299,9 +300,7 @@ def test_model_card_quotes_texts_of_a_run_but_no_folder_of_this_machine(own_fold
     (own_folder / ".hydra" / "overrides.yaml").write_text(
         json.dumps(["data.path=[/home/me/a.jsonl,/home/me/b.jsonl]", hostile])
     )
-    facts = ModelFacts.collect(source, run, own_folder, "hf", "float32", None, None)
-    write_model_card(tmp_path, facts, "my_model\n# x")
-    card = (tmp_path / "README.md").read_text()
+    card = model_card(export_config(own_folder, tmp_path / "to"), source, run, own_folder, "my_model\n# x")
     assert [line for line in card.splitlines() if line.startswith("# ")] == ["# my_model-- x"]
     assert "/home/me" not in card and "data.path=[a.jsonl,b.jsonl]" in card and "\x1b" not in card
     assert yaml.safe_load(card.split("---\n")[1]) == {"pipeline_tag": "text-generation", "library_name": "transformers"}
@@ -310,9 +309,8 @@ def test_model_card_quotes_texts_of_a_run_but_no_folder_of_this_machine(own_fold
 
 def card_of(source: Path, run: dict, to: Path, format: str = "hf", dtype: str = "float32") -> tuple[dict, str]:
     """Return the metadata and the text of the model card."""
-    to.mkdir(exist_ok=True)
-    write_model_card(to, ModelFacts.collect(load_trained(source, "cpu"), run, to, format, dtype, None, None), "x")
-    card = (to / "README.md").read_text()
+    cfg = export_config(source, to, format=format, dtype=dtype)
+    card = model_card(cfg, load_trained(source, "cpu"), run, to, "x")
     return yaml.safe_load(card.split("---\n")[1]), card
 
 
@@ -343,7 +341,7 @@ def test_model_card_names_the_base_model_of_a_chain_of_runs(own_folder: Path, tm
     config = json.loads((own_folder / "config.json").read_text())
     (own_folder / "config.json").write_text(json.dumps(config | {"_name_or_path": "Qwen/Qwen3-0.6B"}))
     (tmp_path / "sft" / "model").mkdir(parents=True)
-    (tmp_path / "sft" / "run.json").write_text(json.dumps({"init_from": str(own_folder)}))
+    (tmp_path / "sft" / "run.json").write_text(json.dumps({"status": "completed", "init_from": str(own_folder)}))
     for start in (tmp_path / "sft", tmp_path / "sft" / "model"):
         header, card = card_of(own_folder, {"init_from": str(start)}, tmp_path / "card")
         assert (header["base_model"], header["base_model_relation"]) == ("Qwen/Qwen3-0.6B", "finetune")
@@ -414,11 +412,7 @@ def test_converter_runs_in_a_process_and_its_file_is_compared(hf_folder: Path, t
     source = load_trained(hf_folder, "cpu")
     next(source.model.parameters()).data *= 1.01
     with pytest.raises(UserError, match="the norm of all matrices"):
-        check_converted(
-            export_config(hf_folder, tmp_path / "x", format="gguf", converter=str(converter)),
-            source,
-            tmp_path / "to" / "model.gguf",
-        )
+        check_converted(str(converter), tmp_path / "to" / "model.gguf", source, "float32")
     assert not list(tmp_path.glob(".tmp-*"))
 
 

@@ -62,8 +62,7 @@ class PhaseProbe:
         self.held, self.begun = held, Counter()
 
     def install(self) -> None:
-        """In the child, which leads its own process group: its data workers get the signals too."""
-        os.setpgid(0, 0)
+        """In the child, which leads a session: its data workers get the signals too."""
         os.close(self.reader)
         filesystem.fs = SlowDisk()
         for number, (owner, name) in enumerate(
@@ -163,7 +162,7 @@ def train_with_signal(
         if nth == 0 and sent is None:
             time.sleep(delay or 0)
             sent = time.monotonic()
-            os.killpg(child, number)
+            child.send(number, to_group=True)
     code, ended = wait_for_exit(child), time.monotonic()
     return (
         code,
@@ -222,7 +221,6 @@ def test_signal_at_any_phase_saves_within_a_step_bitwise(tmp_path):
 @pytest.mark.slow
 def test_signal_to_the_group_while_data_workers_start(tmp_path):
     def start_slowly():
-        os.setpgid(0, 0)
         worker_process.kill_with_parent = lambda parent: ((root / "starting").touch(), time.sleep(20))
 
     with memory_dir(tmp_path) as root:
@@ -231,7 +229,7 @@ def test_signal_to_the_group_while_data_workers_start(tmp_path):
         deadline = time.monotonic() + 500
         while not (root / "starting").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
-        os.killpg(child, signal.SIGTERM)
+        child.send(signal.SIGTERM, to_group=True)
         assert wait_for_exit(child) == 75, read_output(root / "run")
         assert (read_run_json(root / "run")["status"], saved_steps(root / "run")) == ("interrupted", [])
         assert train(cfg, root / "run") == 0
@@ -281,9 +279,9 @@ def test_second_signal_exits_and_keeps_the_last_checkpoint(tmp_path):
         while not ((root / "hangs").exists() and (root / "run" / "checkpoints" / "step-00000003").exists()):
             assert time.monotonic() < deadline, read_output(root / "run")
             time.sleep(0.01)
-        os.kill(child, signal.SIGTERM)
+        child.send(signal.SIGTERM)
         time.sleep(1.5 * DUPLICATE_SIGNAL_WINDOW)
-        os.kill(child, signal.SIGINT)
+        child.send(signal.SIGINT)
         assert wait_for_exit(child) == 128 + signal.SIGINT
         assert saved_steps(root / "run")[-1] == 3
         assert train(cfg, root / "run") == 0

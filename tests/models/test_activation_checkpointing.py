@@ -119,12 +119,10 @@ def test_selective_checkpointing_recomputes_no_matmul_and_no_attention() -> None
 def test_selective_checkpointing_saves_no_attention_probabilities(
     mode: str, saved: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from models.layers import attention_cpu
+    from models.layers import attention
 
-    save_probs, cpu_attention = set(), attention_cpu.cpu_attention
-    monkeypatch.setattr(
-        attention_cpu, "cpu_attention", lambda *inputs: save_probs.add(inputs[4]) or cpu_attention(*inputs)
-    )
+    save_probs, cpu_attention = set(), attention.cpu_attention
+    monkeypatch.setattr(attention, "cpu_attention", lambda *inputs: save_probs.add(inputs[4]) or cpu_attention(*inputs))
     model = random_model()
     model.activation_checkpointing = mode
     backward(model)

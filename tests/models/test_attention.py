@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from tiny_models import packed, random_model, tokens
 from torch import Tensor
 
-from models.layers.attention import document_mask
-from models.layers.attention_cpu import cpu_attention
+from models.layers.attention import cpu_attention, document_mask
 
 
 def packed_rows(T: int) -> Tensor:

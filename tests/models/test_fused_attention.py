@@ -19,11 +19,9 @@ from transformers_families import random_family
 from models.layers.attention import attention, document_mask
 from models.layers.cpu_kernels import library
 from models.layers.cpu_kernels.fused_attention import fused_attention
-from models.layers.cpu_kernels.fused_mlp import swiglu_output
-from models.layers.cpu_kernels.fused_projection import fused_linear, supports_gradients, weight_gradients
 from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
 from models.layers.cpu_kernels.upcast_products import upcast_products
-from models.layers.ops import fused_projection
+from models.layers.projections import fused_projection, supports_gradients, swiglu_output, weight_gradients
 
 ERRORS = {torch.float32: 2e-6, torch.bfloat16: 8e-3}  # relative, of the norm; blocks of 64 queries: 2e-6 and 1e-2
 SHAPES = {  # rows, query heads, key heads, tokens, head width, documents per row
@@ -133,60 +131,49 @@ def test_fused_attention_keeps_nan_and_only_in_its_document() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("dtype", ERRORS, ids=str)
-@pytest.mark.parametrize("kind", ["window", "both directions", "hole"])
-def test_fused_attention_of_another_mask_has_fp64_values_and_gradients(kind: str, dtype: torch.dtype) -> None:
-    (q, k, v, g), _ = random_rows((1, 6, 2, 32, 16, 1), dtype)
+@pytest.mark.parametrize("kind", ["window", "both directions", "hole", "first row"])
+def test_fused_attention_refuses_a_mask_that_is_not_one_of_documents(kind: str) -> None:
+    (q, k, v, _), _ = random_rows((1, 6, 2, 32, 16, 1), torch.float32)
     allowed = torch.ones(32, 32, dtype=torch.bool).tril()
     if kind == "window":
         allowed &= torch.ones(32, 32, dtype=torch.bool).triu(-8)
     elif kind == "both directions":
         allowed[:8, :8] = True
-    else:
+    elif kind == "hole":
         allowed[20, 10] = False
-    assert_exact([q, k, v], g, allowed[None, None], dtype)
+    else:
+        allowed[0, 1] = True
+    with pytest.raises(ValueError, match="a mask of documents"):
+        fused_attention(q, k, v, allowed[None, None])
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("is_document", [True, False])
-def test_fused_attention_is_exact_for_keys_and_values_with_a_common_mean(is_document: bool) -> None:
+def test_fused_attention_is_exact_for_keys_and_values_with_a_common_mean() -> None:
     """In bf16 the gradient of the queries is a difference of large numbers then: with a sum of the rounded output its
     error is 0.1.
     """
     generator = torch.Generator().manual_seed(6)
     q, k, v, g = (torch.randn(1, 128, heads, 64, generator=generator) for heads in (4, 2, 2, 4))
-    mask = None if is_document else torch.ones(128, 128, dtype=torch.bool).tril().triu(-100).view(1, 1, 128, 128)
     tensors = [x.bfloat16().transpose(1, 2) for x in (q, k + 3, v + 3)]
     out = []
     for dtype in (torch.bfloat16, torch.float64):
         q, k, v = (x.to(dtype).requires_grad_() for x in tensors)
-        allowed = torch.ones(128, 128, dtype=torch.bool).tril() if mask is None else mask
         y = (
-            run_mask(q, k, v, mask)
+            run_causal(q, k, v)
             if dtype == torch.bfloat16
-            else F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
+            else F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         )
         out.append(torch.autograd.grad(y, (q, k, v), g.bfloat16().transpose(1, 2).to(dtype)))
     for ours, exact in zip(*out, strict=True):
         assert (ours - exact).norm() <= 0.03 * exact.norm()
 
 
-def run_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def run_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     try:
         with torch.autocast("cpu", torch.bfloat16):  # as in a step
-            return fused_attention(q, k, v, mask)[0]
+            return fused_attention(q, k, v, None)[0]
     except KernelsUnavailableError as error:
         pytest.skip(f"bf16 on this machine: {error}")
-
-
-@pytest.mark.usefixtures("kernels")
-def test_fused_attention_of_a_mask_with_another_first_row_is_as_given() -> None:
-    q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
-    mask = torch.ones(8, 8, dtype=torch.bool).tril()
-    mask[0, 1] = True
-    torch.testing.assert_close(
-        fused_attention(q, k, v, mask.view(1, 1, 8, 8))[0], F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    )
 
 
 @pytest.mark.usefixtures("kernels")
@@ -226,11 +213,7 @@ def test_brgemm_of_an_old_instruction_set_is_unavailable_in_bf16(
     program = f"""
 import sys, torch; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from pathlib import Path
-from models.layers.cpu_kernels.fused_mlp import swiglu_output
-from models.layers.cpu_kernels.fused_projection import fused_linear, supports_gradients, weight_gradients
 from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
-from models.layers.cpu_kernels.upcast_products import upcast_products
-from models.layers.ops import fused_projection
 from models.layers.cpu_kernels.fused_attention import fused_attention
 load_kernels(Path({str(folder)!r}))
 x = torch.ones(1, 1, 16, 16, dtype=torch.bfloat16)
@@ -308,24 +291,13 @@ def test_fused_network_keeps_nan() -> None:
     assert swiglu_output(gate_up, torch.eye(16)).isnan().any(-1).all()
 
 
-def loss_and_gradients(kernel: str, dtype: torch.dtype, *, joined: bool = True) -> list[torch.Tensor]:
+def loss_and_gradients(kernel: str, dtype: torch.dtype) -> list[torch.Tensor]:
     model, ids = random_model(), tokens(2, 40)
     model.use_attention_kernel(kernel)
-    model.join_projections(joined)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         loss = model.train()(ids, ids, reduction="sum").nll
     loss.backward()
     return [loss.detach(), *(p.grad for p in model.parameters())]
-
-
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)], ids=str)
-def test_separate_projections_have_the_loss_and_gradients_of_joined_ones(dtype: torch.dtype, tolerance: float) -> None:
-    require_product(dtype)
-    joined, separate = (loss_and_gradients("fused", dtype, joined=each) for each in (True, False))
-    assert any(not torch.equal(one, other) for one, other in zip(joined, separate, strict=True))
-    for one, other in zip(joined, separate, strict=True):
-        assert (one - other).norm() <= tolerance * one.norm()
 
 
 @pytest.mark.usefixtures("kernels")
@@ -378,9 +350,24 @@ def test_weight_gradients_are_those_of_fp64_rounded_to_fp32(shape: tuple[int, in
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("num_tokens", [31, 32], ids=["fewer tokens than inputs", "as many"])
+def test_weights_are_joined_where_there_are_as_many_tokens_as_inputs(num_tokens: int) -> None:
+    torch.manual_seed(5)
+    linears = [torch.nn.Linear(32, size) for size in (48, 16)]
+    x = torch.randn(num_tokens, 32, requires_grad=True)
+    outputs = fused_projection(x, *linears)
+    gradient = torch.autograd.grad(outputs, x, [y.detach() for y in outputs])[0]
+    alone = [y.detach() @ linear.weight for y, linear in zip(outputs, linears, strict=True)]
+    joined = torch.cat(outputs, -1).detach() @ torch.cat([linear.weight for linear in linears])
+    for y, linear in zip(outputs, linears, strict=True):
+        torch.testing.assert_close(y, linear(x))
+    assert torch.equal(gradient, sum(alone)) == (num_tokens == 31)
+    assert torch.equal(gradient, joined) == (num_tokens == 32)
+
+
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("bias", [True, False])
-def test_fused_linear_has_the_gradients_of_the_joined_projection(bias: bool) -> None:
+def test_projection_by_the_kernel_has_the_gradients_of_torch(bias: bool) -> None:
     """For operands of any layout; those of weights have less error, because they are not rounded to bf16."""
     run(torch.randn(1, 16, 1, 16).transpose(1, 2), torch.bfloat16)
     torch.manual_seed(5)
@@ -388,9 +375,9 @@ def test_fused_linear_has_the_gradients_of_the_joined_projection(bias: bool) -> 
     data = torch.randn(32, 3, 50).bfloat16()
     g = torch.randn(64).bfloat16().expand(3, 50, 64)
     results = []
-    for project in (fused_linear, fused_projection):
+    for use_kernel in (True, False):
         x = data.detach().requires_grad_()
-        y = torch.cat(project(x.permute(1, 2, 0), *linears), -1)
+        y = torch.cat(fused_projection(x.permute(1, 2, 0), *linears, use_kernel=use_kernel), -1)
         results.append([y, *torch.autograd.grad(y, [x, *(p for linear in linears for p in linear.parameters())], g)])
     for number, (ours, reference) in enumerate(zip(*results, strict=True)):
         assert ours.dtype == reference.dtype and ours.stride() == reference.stride()
@@ -398,10 +385,10 @@ def test_fused_linear_has_the_gradients_of_the_joined_projection(bias: bool) -> 
 
 
 @pytest.mark.usefixtures("kernels")
-def test_fused_linear_computes_no_gradient_of_frozen_weights() -> None:
+def test_projection_by_the_kernel_has_no_gradient_of_frozen_weights() -> None:
     linear = torch.nn.Linear(32, 16, bias=False).requires_grad_(False)
     x = torch.randn(4, 32).bfloat16().requires_grad_()
-    (y,) = fused_linear(x, linear)
+    (y,) = fused_projection(x, linear, use_kernel=True)
     y.sum().backward()
     assert x.grad is not None and linear.weight.grad is None
 
@@ -459,23 +446,20 @@ def test_compiler_that_answers_nothing_leaves_the_kernels_unavailable(
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("is_document", [True, False])
-def test_fused_attention_gradient_of_large_scores_is_exact_in_fp32(is_document: bool) -> None:
+def test_fused_attention_gradient_of_large_scores_is_exact_in_fp32() -> None:
     """The log-sum-exp of such scores is rounded, so their probabilities have another sum than 1: not divided by it, the
     error is 0.1.
     """
     generator = torch.Generator().manual_seed(7)
     tensors = [torch.randn(1, heads, 128, 64, generator=generator) + mean for heads, mean in ((4, 5), (2, 50), (2, 20))]
     g = torch.randn(1, 4, 128, 64, generator=generator)
-    allowed = torch.ones(128, 128, dtype=torch.bool).tril()
-    mask = None if is_document else allowed.triu(-100).view(1, 1, 128, 128)
     gradients = []
     for dtype in (torch.float32, torch.float64):
         q, k, v = (x.to(dtype).requires_grad_() for x in tensors)
         if dtype == torch.float32:
-            y = fused_attention(q, k, v, mask)[0]
+            y = fused_attention(q, k, v, None)[0]
         else:
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed if mask is None else mask, enable_gqa=True)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         gradients.append(torch.autograd.grad(y, (q, k, v), g.to(dtype)))
     for ours, exact in zip(*gradients, strict=True):
         assert (ours - exact).norm() <= 5e-3 * exact.norm()

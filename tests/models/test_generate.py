@@ -141,7 +141,7 @@ def draw_tokens(logits: list[float], draws: int = 400, **settings: Any) -> set[i
             "temperature": 1.0,
             "top_k": 0,
             "top_p": 1.0,
-            "repetition_penalty": 1.0,
+            "penalty": 1.0,
             "generator": torch.Generator().manual_seed(0),
         }
         | settings

@@ -7,7 +7,6 @@ from tiny_models import random_model, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.layers import ops
-from models.layers.cpu_kernels.grouped_experts import grouped_experts
 from models.layers.mlp import SwiGLU
 from models.layers.ops import pad_tokens
 
@@ -40,7 +39,7 @@ def test_few_tokens_are_padded_to_a_power_of_two_in_inference() -> None:
 
 
 class ProductRows(TorchDispatchMode):
-    """Records the rows of the left operands of matrix products, and those of each expert in the operator for all."""
+    """Records the rows of the left operands of matrix products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,8 +48,6 @@ class ProductRows(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.mm.default:
             self.rows.add(len(args[0]))
-        if func is grouped_experts:
-            self.rows.update(args[2])
         return func(*args, **(kwargs or {}))
 
 

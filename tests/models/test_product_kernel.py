@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.layers.cpu_kernels import upcast_products as upcast_products_module
-from models.layers.cpu_kernels.product_kernel import multiply_by_kernel, supports_product
 from models.layers.cpu_kernels.upcast_products import (
     are_products_by_kernel,
     multiply,
-    projection_gradients_upcast,
+    multiply_by_kernel,
+    supports_product,
     upcast_products,
 )
+from models.layers.projections import weight_gradients
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -140,12 +141,10 @@ def test_products_of_torch_and_gradients_are_computed_by_the_kernel(monkeypatch:
         assert torch.equal(dx, multiply_by_kernel(g, weight, torch.empty_like(x))) and torch.equal(
             dw, multiply_by_kernel(g.t(), x, torch.empty_like(weight))
         )
-        dx, dw = projection_gradients_upcast(g, x, weight, [64, 32])
-        assert torch.equal(dx, multiply_by_kernel(g, weight, torch.empty_like(x)))
-        same(torch.cat(dw), g.double().t() @ x.double())
-        assert len(calls) == 6  # forward, two gradients; one for x and one for each part of the weight
+        same(torch.cat(weight_gradients(g, x, [64, 32])), g.double().t() @ x.double())
+        assert len(calls) == 5  # forward, two gradients; one for each part of the weight
         every_other = multiply(x[:, ::2], weight.t()[:32], g.new_empty(70, 96))
         same(every_other, x[:, ::2].double() @ weight.t()[:32].double())
     finally:
         upcast_products(False)
-    assert not are_products_by_kernel() and len(calls) == 6  # columns that are not contiguous are cast
+    assert not are_products_by_kernel() and len(calls) == 5  # columns that are not contiguous are cast

@@ -13,10 +13,9 @@ import torch
 from transformers import AutoConfig
 from transformers_families import SIZES
 
-from models.families.transformers import TransformersConfig
+from models.families.transformers import LengthDependence, TransformersConfig
 from models.generate import generate
 from models.language_model import LanguageModel, create_model
-from models.transformers_adapter.generation import LengthDependence
 from models.transformers_adapter.model import TransformersModel
 
 GREEDY: dict[str, Any] = {

@@ -25,7 +25,7 @@ from models.formats.save import save_model
 from models.generate import generate
 from models.language_model import LanguageModel, create_model
 from models.transformers_adapter.attention import IMPLEMENTATION
-from runner.engine.choices.compile_choice import COMPILED, UNCOMPILED, compiled_layers, find_layer_call, measure_layers
+from runner.engine.autotune.layers import COMPILED, UNCOMPILED, compiled_layers, find_layer_call, measure_layers
 from runner.engine.device.compile import resolve_compile_mode
 
 FAST = ("gemma2", "mistral_window")
@@ -201,12 +201,12 @@ def test_layer_of_transformers_model_is_measured_compiled_and_uncompiled(name: s
     calls: list[int] = []
     model, ids = trained_model(folder, is_packed=False), torch.full((2, 16), 5)
     plain = [layer.forward for layer in model.compiled_layers]
-    call = find_layer_call(model.compiled_layers[0], lambda: model(ids, ids))
+    call = find_layer_call(model.compiled_layers[0], lambda: model(ids, ids), nullcontext)
     assert call is not None and call.args[0].shape[:2] == ids.shape
     compiled = partial(
         compiled_layers, partial(model.compile_layers, single_row=False, backend=backend), model.uncompile_layers
     )
-    times = measure_layers(call, compiled, nullcontext, [COMPILED, UNCOMPILED])
+    times = measure_layers(call, compiled, [COMPILED, UNCOMPILED])
     assert (
         set(times) == {COMPILED, UNCOMPILED} and calls and [layer.forward for layer in model.compiled_layers] == plain
     )

@@ -12,15 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.layers.cpu_kernels import upcast_products as module
-from models.layers.cpu_kernels.fused_projection import fused_linear, weight_gradients
 from models.layers.cpu_kernels.upcast_products import (
     MIN_SIDE,
     UPCAST_DTYPES,
     are_products_upcast,
     multiply,
-    projection_gradients_upcast,
     upcast_products,
 )
+from models.layers.projections import fused_projection, weight_gradients
 
 
 @pytest.fixture
@@ -59,12 +58,10 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "mm.out": lambda c, a, b: torch.mm(a, b, out=torch.empty_like(c)),
     "addmm": lambda c, a, b: torch.addmm(c, a, b, beta=0.5, alpha=2),
     "addmm row": lambda c, a, b: torch.addmm(c[0], a, b),
-    "addmm_": lambda c, a, b: c.clone().addmm_(a, b, beta=0.5),
     "addmm.out": lambda c, a, b: torch.addmm(c, a, b, alpha=2, out=torch.empty_like(c)),
     "bmm": lambda c, a, b: torch.bmm(a.expand(3, -1, -1), b.expand(3, -1, -1)),
     "bmm.out": lambda c, a, b: torch.bmm(a.expand(3, -1, -1), b.expand(3, -1, -1), out=c.new_empty(3, *c.shape)),
     "baddbmm": lambda c, a, b: torch.baddbmm(c, a.expand(3, -1, -1), b.expand(3, -1, -1), beta=0.5),
-    "baddbmm_": lambda c, a, b: c.repeat(3, 1, 1).baddbmm_(a.expand(3, -1, -1), b.expand(3, -1, -1), alpha=2),
     "baddbmm.out": lambda c, a, b: torch.baddbmm(
         c, a.expand(3, -1, -1), b.expand(3, -1, -1), out=c.new_empty(3, *c.shape)
     ),
@@ -236,20 +233,10 @@ def test_operators_called_by_others_under_autocast_are_not_cast_back(
 def test_kernel_of_weight_gradients_is_not_needed(upcast: None) -> None:
     """Nothing was compiled, and sums are not rounded to bf16."""
     weight = torch.nn.Linear(64, 96, bias=False)
-    out = fused_linear(x := numbers(2, 70, 64).requires_grad_(), weight)[0]
+    out = fused_projection(x := numbers(2, 70, 64).requires_grad_(), weight, use_kernel=True)[0]
     dx, dw = torch.autograd.grad(out, (x, weight.weight), torch.ones_like(out))
     assert dx.shape == x.shape
     torch.testing.assert_close(dw, torch.ones(96, 140) @ x.detach().flatten(0, 1).float())
     g, x = numbers(130, 96), numbers(130, 64, seed=1)
     for gradient, part in zip(weight_gradients(g, x, [64, 32]), g.split([64, 32], dim=1), strict=True):
         torch.testing.assert_close(gradient, part.float().t() @ x.float())
-
-
-def test_gradients_of_a_projection_are_those_of_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one block and in many."""
-    g, x, weight = numbers(130, 96), numbers(130, 64, seed=1), numbers(96, 64, seed=2)
-    for elements in (module.CAST_ELEMENTS, 1):
-        monkeypatch.setattr(module, "CAST_ELEMENTS", elements)
-        dx, dw = projection_gradients_upcast(g, x, weight, [64, 32])
-        same(dx, g.float() @ weight.float(), torch.bfloat16)
-        torch.testing.assert_close(torch.cat(dw), g.float().t() @ x.float())

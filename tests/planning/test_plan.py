@@ -9,7 +9,6 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,31 +23,29 @@ from models.layers.cpu_kernels.fused_attention import check_product
 from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
 from models.lora import add_lora
 from runner.config.compose import compose_config
-from runner.engine.choices import layer_choices, product_choice
-from runner.engine.choices.measured_choice import measured_kernel
 from runner.engine.config import Config
 from runner.engine.device.compile import set_inductor_cache
-from runner.engine.device.precision import PrecisionConfig
-from runner.engine.kernels import attention_shape, measured_facts, product_shape
+from runner.engine.device.cpu import threads
 from runner.engine.optim.groups import build_optimizer
-from runner.engine.state import TrainState
-from runner.planning.activations import layer_workspace, saved_per_layer
+from runner.planning import memory
 from runner.planning.alternatives import find_alternatives, with_train
-from runner.planning.command import Planner, notes_of, shared_settings
+from runner.planning.command import Planner, notes_of, timed_settings
+from runner.planning.data import BatchShape, DataFacts
 from runner.planning.estimate import RunPlan, estimate_disk
-from runner.planning.facts.cpu import (
-    CpuExecution,
-    attention_buffers,
-    cpu_execution,
-    planned_attention_shape,
-    planned_threads,
+from runner.planning.memory import (
+    COMPILER,
+    CPU_LIBRARIES,
+    FP32,
+    Execution,
+    MemoryEstimate,
+    estimate_memory,
+    layer_memory,
+    plan_execution,
 )
-from runner.planning.facts.data import BatchShape
-from runner.planning.facts.model import layer_sizes, model_facts
-from runner.planning.memory import COMPILER, CPU_LIBRARIES, FP32, computation, estimate_memory
+from runner.planning.model import model_facts
 from runner.planning.report import plan_dict, plan_text, sweep_text
-from runner.planning.starts import PlannedRun, planned_start
-from runner.planning.trial.start import remove_leftovers
+from runner.planning.starts import planned_start
+from runner.planning.trial import remove_leftovers
 
 TINY = ["device=cpu", "init_from=scratch", "train.max_steps=4"]
 SMALL_MOE = [
@@ -109,10 +106,8 @@ def test_formula_counts_the_tensors_that_autograd_saves_in_a_layer(overrides: li
         saved_bytes(dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, num_hidden_layers=layers)), packed)
         for layers in (1, 2)
     ]
-    formula = saved_per_layer(
-        layer_sizes(cfg.model), BatchShape(4, 64, packed), computation(cfg, model_facts(cfg), "cpu")
-    )
-    assert formula == pytest.approx(saved[1] - saved[0], rel=0.03)
+    layer = layer_memory(cfg, model_facts(cfg), BatchShape(4, 64, packed), Execution(on_cpu=True))
+    assert layer.saved() == pytest.approx(saved[1] - saved[0], rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -138,10 +133,9 @@ def test_formula_counts_the_tensors_that_the_kernels_of_long_runs_save(overrides
         dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, num_hidden_layers=layers)) for layers in (1, 2)
     ]
     saved = [saved_bytes(each, True, kernel="fused", compiled=compiled) for each in of_layers]
-    how = computation(cfg, model_facts(cfg), "cpu", CpuExecution(is_compiled=compiled, attention="fused"))
-    assert saved_per_layer(layer_sizes(cfg.model), BatchShape(4, 64, True), how) == pytest.approx(
-        saved[1] - saved[0], rel=0.08
-    )  # the tokens of an expert are padded
+    execution = Execution(on_cpu=True, is_compiled=compiled, has_kernels=True)
+    layer = layer_memory(cfg, model_facts(cfg), BatchShape(4, 64, True), execution)
+    assert layer.saved() == pytest.approx(saved[1] - saved[0], rel=0.08)  # the tokens of an expert are padded
 
 
 def saved_bytes(cfg: Config, packed: bool, kernel: str = "auto", compiled: bool = False) -> int:
@@ -190,6 +184,12 @@ def test_every_part_of_the_memory_grows_with_what_it_holds(tiny_plan: RunPlan):
     assert larger.memory.parts["weights"] == parts["weights"]
 
 
+def estimated(plan: RunPlan, cfg: Config, steps: int = 4, device: str = "cpu", **shape: int) -> MemoryEstimate:
+    """The memory of a run of other settings and another micro-batch, without the process."""
+    data = dataclasses.replace(plan.data, steps=steps, shape=dataclasses.replace(plan.data.shape, **shape))
+    return estimate_memory(cfg, plan.model, data, dataclasses.replace(plan.machine, device=device), 1, 0)
+
+
 @pytest.mark.parametrize(
     ("settings", "steps", "copies"),
     [
@@ -206,169 +206,84 @@ def test_save_counts_a_copy_of_the_best_weights_only_if_not_saved(
     tiny_plan: RunPlan, settings: dict[str, int], steps: int, copies: int
 ) -> None:
     cfg, facts = with_train(tiny_plan.run.config, **settings), tiny_plan.model
-    memory = estimate_memory(cfg, facts, BatchShape(1, 8, is_packed=False), steps, 1, "cpu", 0)
-    assert memory.parts["checkpoint copy"] == FP32 * (copies * facts.trained + facts.optimizer_numbers(cfg.optimizer))
+    parts = estimated(tiny_plan, cfg, steps, rows=1, tokens=8).parts
+    assert parts["checkpoint copy"] == FP32 * (copies * facts.trained + facts.optimizer_numbers(cfg.optimizer))
 
 
 def test_step_after_a_save_needs_the_copies_that_are_written_too(tiny_plan: RunPlan) -> None:
-    cfg, facts, shape = (
-        with_train(tiny_plan.run.config, eval_every=2, save_every=2),
-        tiny_plan.model,
-        tiny_plan.data.shape,
-    )
-    at_end, between = (estimate_memory(cfg, facts, shape, steps, 1, "cpu", 0) for steps in (2, 3))
+    cfg, facts = with_train(tiny_plan.run.config, eval_every=2, save_every=2), tiny_plan.model
+    at_end, between = (estimated(tiny_plan, cfg, steps) for steps in (2, 3))
     copies = FP32 * (facts.trained + facts.optimizer_numbers(cfg.optimizer))
     assert (
         between.moment == f"{at_end.moment}, while a checkpoint is written" and between.total == at_end.total + copies
     )
     # they are in host memory
-    assert (
-        estimate_memory(cfg, facts, shape, 3, 1, "cuda", 0).total
-        == estimate_memory(cfg, facts, shape, 2, 1, "cuda", 0).total
-    )
+    assert estimated(tiny_plan, cfg, 3, "cuda").total == estimated(tiny_plan, cfg, 2, "cuda").total
 
 
 def test_long_runs_are_compiled_and_have_a_pool_by_the_rules_of_the_engine(
-    tiny_plan: RunPlan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tiny_plan: RunPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """4 steps are short, a million are long; the kernel is known once it was measured."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    """4 steps are short, a million are long."""
     for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD"))]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr("runner.planning.facts.cpu.has_cpp_compiler", lambda: True)
+    monkeypatch.setattr(memory, "has_cpp_compiler", lambda: True)
     monkeypatch.setattr("runner.engine.device.compile.has_cpp_compiler", lambda: True)
     monkeypatch.setattr("models.layers.cpu_kernels.library.is_supported_machine", lambda: True)
-    cfg, facts, data = tiny_plan.run.config, tiny_plan.model, dataclasses.replace(tiny_plan.data, steps=1_000_000)
-    long = cpu_execution(cfg, facts, data, 1)
-    assert cpu_execution(cfg, facts, tiny_plan.data, 1) == CpuExecution(threads=long.threads)
-    assert (long.is_compiled, long.has_pool, long.attention) == (True, sys.platform == "linux", None)
-    resumed = cpu_execution(
-        cfg, facts, data, 1, saved={"attention": "blocks-32", "products": "native", "layers": "uncompiled"}
-    )
-    assert (resumed.is_compiled, resumed.attention) == (False, "blocks-32")
-    shape = planned_attention_shape(cfg, facts, data)
-    assert shape is not None
-    monkeypatch.setattr(layer_choices, "load_attention", lambda shape, kernel, folder: None)
-    monkeypatch.setattr(
-        layer_choices, "measure_attention", lambda shape, kernels: dict.fromkeys(kernels, 1.0) | {"fused": 0.5}
-    )
-    measured_kernel(layer_choices.attention_choice(shape, lambda kernel: None), tmp_path, measured_facts())
-    assert cpu_execution(cfg, facts, data, 1).attention == "fused"
+    facts, data = tiny_plan.model, dataclasses.replace(tiny_plan.data, steps=1_000_000)
+    cfg = compose_config([*TINY, "model.head_dim=16"])
+    heads_of_16 = dataclasses.replace(facts, layer=dataclasses.replace(facts.layer, queries=16 * facts.layer.heads))
+
+    def execution(data: DataFacts) -> Execution:
+        return plan_execution(cfg, heads_of_16, data, tiny_plan.machine, 1)
+
+    long = execution(data)
+    assert execution(tiny_plan.data) == Execution(on_cpu=True, threads=long.threads)
+    assert (long.is_compiled, long.has_pool, long.has_kernels) == (True, sys.platform == "linux", True)
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
-    assert not cpu_execution(cfg, facts, data, 1).has_pool
-    monkeypatch.setattr("runner.planning.facts.cpu.has_cpp_compiler", lambda: False)
-    assert cpu_execution(cfg, facts, data, 1).attention == "auto"
+    assert not execution(data).has_pool
+    monkeypatch.setattr(memory, "has_cpp_compiler", lambda: False)
+    assert not execution(data).has_kernels
 
 
-def test_attention_shape_is_that_of_the_run(tiny_plan: RunPlan, make_run: Callable[..., TrainState]) -> None:
-    state = make_run("pretrain", "train.batch_size=4", "data.packing=best_fit")
-    planned = Planner().plan(PlannedRun("", state.cfg, ()))
-    shape = planned_attention_shape(state.cfg, planned.model, planned.data)
-    assert shape is not None and shape.documents > 1
-    assert shape == attention_shape(state.cfg, state.model, state.loader, state.precision)
-
-
-def test_long_run_counts_few_holes_no_probabilities_and_the_compiler(tiny_plan: RunPlan) -> None:
-    def parts(cpu: CpuExecution) -> dict[str, int]:
+def test_long_run_counts_few_holes_no_probabilities_and_the_compiler(
+    tiny_plan: RunPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parts(execution: Execution) -> dict[str, int]:
+        monkeypatch.setattr(memory, "plan_execution", lambda *args: execution)
         cfg = with_train(tiny_plan.run.config, save_every=0)
-        return dict(estimate_memory(cfg, tiny_plan.model, BatchShape(16, 256, True), 4, 1, "cpu", 0, cpu=cpu).parts)
+        return dict(estimated(tiny_plan, cfg, rows=16, tokens=256).parts)
 
-    plain, fused = parts(CpuExecution()), parts(CpuExecution(attention="fused", threads=2))
+    plain, fused = parts(Execution(True)), parts(Execution(True, has_kernels=True, threads=2))
     layers, heads = tiny_plan.model.layer.layers, tiny_plan.model.layer.heads
     assert plain["activations"] - fused["activations"] > layers * 16 * heads * 256 * 256 // 2 * FP32
-    assert (
-        "attention buffers" not in plain
-        and fused["attention buffers"] == 2 * parts(CpuExecution(attention="fused"))["attention buffers"]
-    )
-    assert parts(CpuExecution(attention=None))["activations"] == plain["activations"]  # the larger
-    pooled = parts(CpuExecution(has_pool=True))
+    one_thread = parts(Execution(True, has_kernels=True))["attention buffers"]
+    assert "attention buffers" not in plain and fused["attention buffers"] == 2 * one_thread
+    pooled = parts(Execution(True, has_pool=True))
     assert 0 < pooled["allocator"] < 0.04 * pooled["activations"] < plain["allocator"]
-    compiled = parts(CpuExecution(is_compiled=True))
+    compiled = parts(Execution(True, is_compiled=True))
     assert (
         compiled["compiler"] == COMPILER and "compiler" not in plain and compiled["activations"] < plain["activations"]
     )
-    assert estimate_memory(
-        tiny_plan.run.config,
-        tiny_plan.model,
-        BatchShape(16, 256, True),
-        4,
-        1,
-        "cuda",
-        0,
-        cpu=CpuExecution(True, True, "fused"),
-    ) == (estimate_memory(tiny_plan.run.config, tiny_plan.model, BatchShape(16, 256, True), 4, 1, "cuda", 0))
 
 
-def test_attention_buffers_of_a_long_document_are_those_that_were_measured(tiny_plan: RunPlan) -> None:
+def test_attention_buffers_of_a_long_document_are_those_that_were_measured() -> None:
     """8 query heads on 2 key heads of 64, bf16, 32,768 tokens, 2 threads: VmHWM grows by 120 MiB in the backward pass,
     after 16 in the forward pass.
     """
-    facts = dataclasses.replace(tiny_plan.model, attention_sizes=(8, 2, 64))
-    assert attention_buffers(facts, 32_768, 2, CpuExecution(attention="fused", threads=2)) == 136 << 20
-    assert attention_buffers(facts, 32_768, 2, CpuExecution(attention="blocks-32", threads=2)) == 0
-    upcast = CpuExecution(attention="fused", threads=2, is_upcast=True)
-    assert attention_buffers(facts, 32_768, 2, upcast) == attention_buffers(
-        facts, 32_768, 4, CpuExecution(attention="fused", threads=2)
-    )
+    heads = ["model.num_attention_heads=8", "model.num_key_value_heads=2", "model.head_dim=64", "precision=bf16"]
+    cfg = compose_config([*TINY, *heads])
+    model, shape = model_facts(cfg), BatchShape(1, 32_768, is_packed=True)
+    fused, plain = Execution(True, has_kernels=True, threads=2), Execution(True, threads=2)
+    assert layer_memory(cfg, model, shape, fused).attention_buffers() == 136 << 20
+    assert layer_memory(cfg, model, shape, plain).attention_buffers() == 0
 
 
-def test_products_are_those_that_this_machine_has_measured(
-    tiny_plan: RunPlan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Or those of the checkpoint."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    cfg, facts = dataclasses.replace(tiny_plan.run.config, precision=PrecisionConfig("bf16")), tiny_plan.model
-    data = dataclasses.replace(tiny_plan.data, steps=1_000_000)
-    shape = product_shape(cfg, facts.main_linear, "bfloat16")
-    assert shape is not None and cpu_execution(cfg, facts, data, 1).is_upcast is None
-    assert cpu_execution(cfg, facts, tiny_plan.data, 1).is_upcast is False  # a short run does not measure
-    monkeypatch.setattr(product_choice, "measure_products", lambda shape, kernels: {"native": 1.0, "fp32": 0.5})
-    measured_kernel(product_choice.product_choice(shape), tmp_path, measured_facts())
-    assert (
-        cpu_execution(cfg, facts, data, 1).is_upcast is True
-        and cpu_execution(cfg, facts, tiny_plan.data, 1).is_upcast is False
-    )
-    assert (
-        cpu_execution(
-            cfg, facts, data, 1, saved={"attention": "auto", "products": "native", "layers": "compiled"}
-        ).is_upcast
-        is False
-    )
-    assert cpu_execution(tiny_plan.run.config, facts, data, 1).is_upcast is False  # fp32
-
-
-def test_products_in_fp32_need_copies_of_a_layers_weights(tiny_plan: RunPlan) -> None:
-    """Counted, too, where it is not known how they are computed."""
-
-    def workspace(is_upcast: bool | None, precision: str) -> int:
-        cfg = dataclasses.replace(tiny_plan.run.config, precision=PrecisionConfig(precision))
-        return layer_workspace(
-            layer,
-            BatchShape(16, 256, True),
-            computation(cfg, tiny_plan.model, "cpu", CpuExecution(is_upcast=is_upcast)),
-        )
-
-    layer = tiny_plan.model.layer
-    assert (
-        workspace(True, "bf16")
-        == workspace(None, "bf16")
-        == workspace(False, "bf16") + 2 * layer.hidden * layer.mlp * FP32
-    )
-    assert workspace(True, "fp32") == workspace(False, "fp32")
-
-
-def test_plan_says_that_products_are_not_known(tiny_plan: RunPlan) -> None:
-    unknown = dataclasses.replace(tiny_plan, cpu=CpuExecution(is_upcast=None))
-    assert any("16-bit products" in note for note in notes_of(unknown)) and not any(
-        "16-bit products" in note for note in notes_of(tiny_plan)
-    )
-
-
-def test_plan_says_that_the_attention_kernel_is_not_known(tiny_plan: RunPlan) -> None:
-    unknown = dataclasses.replace(tiny_plan, cpu=CpuExecution(attention=None))
-    assert any("attention kernel" in note for note in notes_of(unknown)) and not any(
-        "attention kernel" in note for note in notes_of(tiny_plan)
-    )
+def test_plan_says_that_the_kernels_of_a_long_run_are_not_known(tiny_plan: RunPlan) -> None:
+    execution = Execution(True, has_kernels=True)
+    long = dataclasses.replace(tiny_plan, memory=dataclasses.replace(tiny_plan.memory, execution=execution))
+    assert any("attention kernel" in note for note in notes_of(long))
+    assert not any("attention kernel" in note for note in notes_of(tiny_plan))
 
 
 def test_steps_rows_and_tokens_are_those_of_the_run(tiny_plan: RunPlan):
@@ -389,7 +304,7 @@ def test_run_that_does_not_fit_gets_overrides_of_the_same_formula(tiny_plan: Run
     machine = dataclasses.replace(tiny_plan.machine, memory=tiny_plan.memory.total - (8 << 20))
     plan = dataclasses.replace(tiny_plan, machine=machine)
     process = plan.memory.parts["process and data"] - CPU_LIBRARIES
-    plan.alternatives = find_alternatives(plan.run.config, plan.model, plan.data, machine, process, 1)
+    plan.alternatives = find_alternatives(plan.run.config, plan.model, plan.data, machine, 1, process)
     by_override = {alternative.overrides: alternative for alternative in plan.alternatives}
     halved = by_override["train.batch_size=2 train.accumulation_steps=2"]
     assert halved.fits and halved.memory < plan.memory.total
@@ -410,7 +325,7 @@ def test_odd_micro_batch_that_does_not_fit_gets_a_smaller_one(
         (1, 3, {}),
     ):
         cfg = with_train(tiny_plan.run.config, batch_size=size, accumulation_steps=accumulation)
-        found = find_alternatives(cfg, tiny_plan.model, tiny_plan.data, machine, process, 1)
+        found = find_alternatives(cfg, tiny_plan.model, tiny_plan.data, machine, 1, process)
         proposed = {
             alternative.overrides: alternative for alternative in found if alternative.overrides.count(" ") == 1
         }
@@ -432,9 +347,10 @@ def test_alternatives_share_memory_among_the_ranks_of_all_machines(tiny_plan: Ru
         distributed=dataclasses.replace(tiny_plan.run.config.distributed, name="fsdp", nproc="2", nnodes=3),
     )
     machine = dataclasses.replace(tiny_plan.machine, memory=0)
-    found = {each.overrides: each for each in find_alternatives(cfg, tiny_plan.model, tiny_plan.data, machine, 0, 2)}
+    found = {each.overrides: each for each in find_alternatives(cfg, tiny_plan.model, tiny_plan.data, machine, 2, 0)}
     checkpointed = with_train(cfg, activation_checkpointing="full")
-    expected = estimate_memory(checkpointed, tiny_plan.model, tiny_plan.data.shape, 4, 1, machine.device, 0, 6)
+    expected = estimate_memory(checkpointed, tiny_plan.model, tiny_plan.data, machine, 2, 0)
+    assert expected.parts["weights"] == FP32 * tiny_plan.model.parameters // 6
     assert found["train.activation_checkpointing=full"].memory == expected.total * 2  # both ranks of this machine
 
 
@@ -452,7 +368,7 @@ def test_plan_fits_80_columns_and_json_has_every_part(tiny_plan: RunPlan):
 
 def test_jobs_whose_time_depends_on_a_setting_share_no_trial():
     cfg = compose_config(TINY)
-    assert shared_settings(dataclasses.replace(cfg, seed=2)) == shared_settings(cfg)
+    assert timed_settings(dataclasses.replace(cfg, seed=2)) == timed_settings(cfg)
     for settings in (
         {"final_eval_rows": 7},
         {"sample_prompts": ["a", "b"]},
@@ -460,10 +376,10 @@ def test_jobs_whose_time_depends_on_a_setting_share_no_trial():
         {"batch_size": 2},
         {"save_every": 7},
     ):
-        assert shared_settings(with_train(cfg, **settings)) != shared_settings(cfg)
-    assert shared_settings(
+        assert timed_settings(with_train(cfg, **settings)) != timed_settings(cfg)
+    assert timed_settings(
         dataclasses.replace(cfg, distributed=dataclasses.replace(cfg.distributed, name="ddp"))
-    ) != shared_settings(cfg)
+    ) != timed_settings(cfg)
 
 
 def test_jobs_that_are_computed_in_other_ways_share_no_trial(
@@ -475,8 +391,10 @@ def test_jobs_that_are_computed_in_other_ways_share_no_trial(
     machine = dataclasses.replace(tiny_plan.machine, available=1 << 50)
     Planner().time(
         [
-            dataclasses.replace(tiny_plan, machine=machine, cpu=cpu)
-            for cpu in (CpuExecution(), CpuExecution(), CpuExecution(is_compiled=True))
+            dataclasses.replace(
+                tiny_plan, machine=machine, memory=dataclasses.replace(tiny_plan.memory, execution=each)
+            )
+            for each in (Execution(True), Execution(True), Execution(True, is_compiled=True))
         ]
     )
     assert len(trials) == 2
@@ -503,7 +421,7 @@ def test_sweep_plans_every_point_with_the_settings_that_it_derives():
     assert {"train.batch_size=4", "train.max_steps=2"} <= set(plans[1].run.overrides)
     text = sweep_text(plans, start.trials)
     assert "total of 2 jobs" in text and max(map(len, text.splitlines())) <= 80
-    assert len(planner._models) == 1
+    assert plans[0].model is plans[1].model  # built once
 
 
 def test_plan_refuses_what_train_refuses_and_writes_nothing(tmp_path: Path):
@@ -533,21 +451,28 @@ def test_leftovers_of_killed_plans_are_removed_and_those_of_living_ones_stay(tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([alive.name, "plan-another.machine-4194305-x"])
 
 
-def test_planned_threads_are_those_of_a_rank_and_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planned_threads_are_those_of_a_rank_and_of_the_container(
+    tiny_plan: RunPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(ranks: int) -> int:
+        return plan_execution(tiny_plan.run.config, tiny_plan.model, tiny_plan.data, tiny_plan.machine, ranks).threads
+
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    monkeypatch.setattr("runner.planning.facts.cpu.cpu_limit", lambda: None)
-    assert [planned_threads(ranks) for ranks in (1, 2, 3)] == [8, 4, 2]
-    monkeypatch.setattr("runner.planning.facts.cpu.cpu_limit", lambda: 2.5)
-    assert planned_threads(1) == 2
+    monkeypatch.setattr(threads, "cpu_limit", lambda: None)
+    assert [planned(ranks) for ranks in (1, 2, 3)] == [8, 4, 2]
+    monkeypatch.setattr(threads, "cpu_limit", lambda: 2.5)
+    assert planned(1) == 2
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
-    assert (planned_threads(1), planned_threads(2)) == (8, 6)
+    assert planned(2) == 6
 
 
 def test_plan_counts_the_ranks_of_a_machine_and_its_checkpoint(tiny_plan: RunPlan) -> None:
-    assert dataclasses.replace(tiny_plan, ranks=3).needed_memory == 3 * tiny_plan.needed_memory
+    cfg, machine = tiny_plan.run.config, tiny_plan.machine
+    three = estimate_memory(cfg, tiny_plan.model, tiny_plan.data, machine, 3, 0)
+    assert dataclasses.replace(tiny_plan, memory=three).needed_memory == 3 * three.total
     cfg = with_train(tiny_plan.run.config, save_every=1, keep_checkpoints=2, keep_every=4)
     assert [estimate_disk(cfg, tiny_plan.model, steps).checkpoints for steps in (1, 3, 8)] == [1, 3, 5]
     assert dataclasses.replace(tiny_plan, run=dataclasses.replace(tiny_plan.run, done=3)).steps == 1

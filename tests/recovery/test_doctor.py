@@ -18,8 +18,8 @@ from damaged_runs import DAMAGES, LATEST, OLDER, SAVED, Damage, cut, on
 
 from common.errors import UserError, resume_command
 from common.file_lock import FileLock
-from runner.recovery.doctor.examine import DoctorConfig, Examination, Verdict, doctor, examine_run, repair_run
-from runner.recovery.finding import Severity
+from runner.launch.doctor import DoctorConfig, Examination, Verdict, doctor, examine_run, repair_run
+from runner.launch.recovery import Severity
 from runner.run_dir.metadata import RunMetadata
 
 
@@ -74,7 +74,7 @@ def test_doctor_predicts_what_a_resume_does_and_changes_nothing(name: str, kille
     is_harmless = (
         not damage.message and not damage.is_refused and not damage.loses_records and name not in NEWEST_IS_LOST
     )
-    assert examination.is_sound == is_harmless, examination.findings
+    assert examination.is_sound == is_harmless, examination.problems
 
 
 REPAIRED = {
@@ -94,7 +94,7 @@ def test_doctor_repairs_what_it_says_and_records_it(damage: Damage, killed: Path
     done = repair_run(killed)
     after = examine_run(killed)
     assert promised and len(done) == len(promised) and RunMetadata.read(killed)["recovered"] == done
-    assert after.is_sound and not after.repairs, after.findings
+    assert after.is_sound and not after.repairs, after.problems
     assert checkpoint_names(killed) == checkpoints and repair_run(killed) == []
 
 
@@ -141,7 +141,7 @@ def test_doctor_names_the_process_that_trains_the_run(killed: Path) -> None:
 
 
 def severity_of(examination: Examination, file: str) -> Severity:
-    return next(finding.severity for finding in examination.findings if finding.file == file)
+    return next(problem.severity for problem in examination.problems if problem.file == file)
 
 
 def test_doctor_finds_a_damaged_model_of_a_complete_run(uninterrupted: Path, tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_doctor_finds_a_damaged_model_of_a_complete_run(uninterrupted: Path, tmp
 
 
 def test_doctor_says_why_a_resume_would_not_be_exact(killed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from runner.recovery.doctor import examine
+    from runner.launch import doctor as examine
 
     assert examine_run(killed).prediction.inexact == []
     monkeypatch.setattr(examine, "cpu_model", lambda: "another processor")
@@ -172,7 +172,7 @@ def test_doctor_says_why_a_resume_would_not_be_exact(killed: Path, monkeypatch: 
 
 def test_doctor_knows_the_build_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The metadata of the wheels of PyPI name no build: doctor reported every resume with CUDA as inexact."""
-    from runner.recovery.doctor import examine
+    from runner.launch import doctor as examine
 
     assert examine.torch_version() == torch.__version__
     (tmp_path / "torch").mkdir()

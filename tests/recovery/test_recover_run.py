@@ -35,9 +35,8 @@ from runner.checkpoint.manager import newest_checkpoint
 from runner.checkpoint.retention import RetentionPolicy, prune_checkpoints
 from runner.config.snapshot import load_overrides
 from runner.engine.verify_resume import EXCLUDED_METRICS, diff_run_dirs
-from runner.recovery.doctor.examine import Verdict, examine_run
-from runner.recovery.finding import Severity
-from runner.recovery.recover import inspect_run, recover_run
+from runner.launch.doctor import Verdict, examine_run
+from runner.launch.recovery import CheckpointState, Severity, inspect_run, recover_run
 from runner.run_dir.contents import holds_run
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.saved_config import load_saved_config
@@ -131,7 +130,7 @@ def test_save_and_retention_ignore_foreign_names(killed: Path) -> None:
 
 
 def test_findings_name_each_file_that_a_resume_reads(killed: Path) -> None:
-    findings = {finding.file: finding.severity for finding in inspect_run(killed)}
+    findings = {problem.file: problem.severity for problem in inspect_run(CheckpointState(killed))}
     assert set(findings.values()) == {Severity.SOUND}
     assert {
         "run.json",
@@ -148,7 +147,9 @@ def test_inspection_finds_a_damaged_log_and_writes_nothing(killed: Path, damage:
     damage.apply(killed)
     before = contents(killed)
     assert [
-        finding.file in damage.message for finding in inspect_run(killed) if finding.severity is Severity.DAMAGED
+        problem.file in damage.message
+        for problem in inspect_run(CheckpointState(killed))
+        if problem.severity is Severity.DAMAGED
     ] in ([True], [False])
     assert contents(killed) == before
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from runner.reporting.aggregate import aggregate_row, result_rows
-from runner.reporting.sweep_results import JobResult
+from runner.reporting.sweep_results import JobResult, aggregate_row, result_rows
 from runner.run_dir.best_job import ModelScore
 
 

@@ -11,7 +11,7 @@ import pytest
 from sweep_fixtures import job, record, training, write_sweep
 
 from common.ownership import process_id
-from runner.reporting import aggregate, sweep_results
+from runner.reporting import sweep_results
 from runner.reporting.leaderboard import leaderboard_text, update_report
 from runner.reporting.metrics import read_job_metrics
 from runner.reporting.read_sweep import read_sweep_results
@@ -99,7 +99,7 @@ def test_seeds_of_a_grid_point_become_mean_deviation_and_count(tmp_path: Path) -
 
 def test_deviation_of_a_single_job_is_none() -> None:
     single = sweep_results.JobResult("a", {}, "completed", final={"training": 2.0}, best={"training": (2.0, 1.0)})
-    assert aggregate.aggregate_row([single], "training").final == sweep_results.MeanStd(2.0, None, 1)
+    assert sweep_results.aggregate_row([single], "training").final == sweep_results.MeanStd(2.0, None, 1)
 
 
 def test_grid_point_with_a_failed_seed_has_a_mean_and_no_rank(tmp_path: Path) -> None:
@@ -160,12 +160,6 @@ def test_tokens_per_second_is_all_tokens_by_the_time_they_took(tmp_path: Path) -
     speeds = [(10, 10_000, 1000.0), (20, 40_000, 3000.0), (21, 41_000, None)]
     records = [record(step, 5.0) | {"tokens": tokens, "tokens_per_second": speed} for step, tokens, speed in speeds]
     assert read_job_metrics(write_metrics(tmp_path, *records)).tokens_per_second == pytest.approx(2000)
-
-
-def test_tokens_in_a_file_of_version_0_1_are_those_with_a_label(tmp_path: Path) -> None:
-    old = {name: value for name, value in record(10, 5.0).items() if name != "loss_tokens"}
-    last = read_job_metrics(write_metrics(tmp_path, old)).last
-    assert last and (last.loss_tokens, last.tokens) == (old["tokens"], 0)
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "a\ud800b", "..", "a/b", "a\0b"])

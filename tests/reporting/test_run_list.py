@@ -29,7 +29,6 @@ from runner.reporting.run_list import (
     lineage_trees,
     list_page,
     list_text,
-    parents_of,
     scan_runs,
 )
 
@@ -96,12 +95,13 @@ def test_lineage_connects_runs_of_the_list_only(tmp_path: Path) -> None:
     make_run(tmp_path / "above", init_from=str(tmp_path))
     runs = scan_runs(tmp_path)
     parents = {
-        str(folder.relative_to(tmp_path)): str(parent.folder.relative_to(tmp_path))
-        for folder, parent in parents_of(runs).items()
+        str(row.folder.relative_to(tmp_path)): str(row.start.folder.relative_to(tmp_path))
+        for row in runs.rows
+        if row.start
     }
     assert parents == {"s": "pretrain", "s/seed=1": "pretrain", "s/seed=2": "pretrain", "dpo": "s/seed=2"}
-    (tree,) = lineage_trees(runs, parents_of(runs))
-    assert [tree.row.label, tree.children[0].row.kind, tree.children[0].children[0].row.folder.name] == [
+    (tree,) = lineage_trees(runs)
+    assert [tree.label, tree.children[0].kind, tree.children[0].children[0].folder.name] == [
         f"{tmp_path.name}/pretrain",
         "sweep",
         "dpo",
@@ -113,9 +113,7 @@ def test_lineage_that_is_a_circle_is_cut(tmp_path: Path) -> None:
     make_run(tmp_path / "b", init_from=str(tmp_path / "c"))
     make_run(tmp_path / "c", init_from=str(tmp_path / "a"))
     make_run(tmp_path / "self", init_from=str(tmp_path / "self"))
-    runs = scan_runs(tmp_path)
-    trees = lineage_trees(runs, parents_of(runs))
-    assert len(trees) == 1 and file_page(tmp_path).count('class="edge"') == 2
+    assert len(lineage_trees(scan_runs(tmp_path))) == 1 and file_page(tmp_path).count('class="edge"') == 2
 
 
 def test_list_links_to_pages_of_its_own_runs_and_escapes_every_text(tmp_path: Path) -> None:
@@ -182,7 +180,7 @@ def test_list_reads_hundreds_of_runs_without_their_metrics(tmp_path: Path, monke
     for number in range(60):
         make_run(tmp_path / f"{number:03d}", [train_record(1)])
     opened: list[str] = []
-    monkeypatch.setattr("runner.reporting.run_list.open_regular", lambda path: opened.append(path.name))
+    monkeypatch.setattr("runner.reporting.run_list.read_from", lambda path, *_: opened.append(path.name))
     assert len(scan_runs(tmp_path).rows) == 60 and opened == []
 
 
@@ -195,7 +193,7 @@ def test_list_keeps_of_run_json_only_what_it_shows(tmp_path: Path) -> None:
         data=[{"file": f"/d/{number}.txt", "rows": 1} for number in range(5)],
     )
     [row] = scan_runs(tmp_path).rows
-    assert len(json.dumps(row.fields)) < 2000 and row.note == "n" and row.data == "0.txt, 1.txt, 2.txt and 2 more"
+    assert len(repr(row)) < 2500 and row.note == "n" and row.data == "0.txt, 1.txt, 2.txt and 2 more"
 
 
 @pytest.mark.parametrize(("limit", "value"), [("MAX_JSON_BYTES_IN_ALL", 2000), ("MAX_FOLDERS", 5)])
@@ -215,10 +213,8 @@ def test_served_page_of_a_run_is_found_without_a_scan(tmp_path: Path, monkeypatc
     make_run(tmp_path / "one")
     (tmp_path / "through").symlink_to(tmp_path)
     scanned: list[Path] = []
-    monkeypatch.setattr(
-        "runner.reporting.page_server.scan_runs", lambda root: scanned.append(root) or RunList(root, [], False)
-    )
-    monkeypatch.setattr("runner.reporting.page_server.SCAN_SHARE", 1e-9)
+    monkeypatch.setattr("runner.reporting.page_server.scan_runs", lambda root: scanned.append(root) or RunList(root))
+    monkeypatch.setattr("runner.reporting.page_server.MAX_PAGE_SHARE", 1e-9)
     pages = list_pages(tmp_path)
     assert (
         pages("run/one/", {})
@@ -226,7 +222,8 @@ def test_served_page_of_a_run_is_found_without_a_scan(tmp_path: Path, monkeypatc
         and pages("run/through/one/", {}) is None
         and pages("run/one/../one/", {}) is None
     )
-    assert pages("", {}) == pages("", {}) and scanned == [tmp_path]
+    with PageServer(pages, 0) as server:
+        assert server.page("/") == server.page("/") and scanned == [tmp_path]
 
 
 def test_server_closes_extra_connections_and_those_without_headers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +295,7 @@ def serving(pages: Any) -> Iterator[Any]:
 
 def test_served_list_has_a_page_for_each_run_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.reporting.page_server.PAGE_SECONDS", -1.0)
-    monkeypatch.setattr("runner.reporting.page_server.SCAN_SHARE", 1e9)
+    monkeypatch.setattr("runner.reporting.page_server.MAX_PAGE_SHARE", 1e9)
     root = tmp_path / "outputs"
     make_run(root / "d" / "one", name="first run")
     make_run(root / "d" / "two")

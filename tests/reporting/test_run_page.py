@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from runner.diagnostics.monitor import diagnose
+from runner.diagnostics.monitor import RunMonitor
 from runner.diagnostics.symptoms import RunFacts
 from runner.reporting import live, run_facts, runs
 from runner.reporting.live import LivePage
@@ -168,7 +168,8 @@ def test_run_page_names_overfitting_where_the_run_warns_of_it(
         for record in [*(train(10 * at + i, **fields) for i in range(1, 11)), evaluation(10 * at + 10, loss)]
     ]
     facts = RunFacts(1000, 1e-3, 0, 0.0, 0, 1, False, None)
-    assert ("overfitting" in {symptom.name for symptom in diagnose(records, facts)}) is expected
+    monitor = RunMonitor(facts)
+    assert ("overfitting" in {symptom.name for record in records for symptom in monitor.add(record)}) is expected
     assert ("overfitting" in run_text(write_run(tmp_path / "run", records))) is expected
 
 
@@ -341,4 +342,4 @@ def test_run_page_names_the_lowest_of_all_validation_losses() -> None:
         {"kind": "eval", "step": step, "loss": loss, "time": 1.0, "attempt": 1}
         for step, loss in ((1, 3.0), (2, 1.5), (3, None), (4, 2.0))
     ]
-    assert metrics_of(records).eval.lowest("loss") == (1.5, 2.0)
+    assert metrics_of(records).eval.lowest() == (1.5, 2.0)

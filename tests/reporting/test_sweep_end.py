@@ -10,7 +10,7 @@ import pytest
 from sweep_fixtures import job, training, write_sweep
 
 from common.paths import REPO_ROOT
-from runner.reporting.sweep_end import describe_sweep_end
+from runner.reporting.leaderboard import describe_sweep_end
 from runner.tracking.console.bar import cell_width
 
 LR = "optimizer.lr"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import Outcome
+from common.errors import Outcome, UserError
 from runner.run_dir import contents
-from runner.run_dir.metadata import RunMetadata
+from runner.run_dir.metadata import MAX_ATTEMPTS, RunMetadata
 
 
 def fields_of(folder: Path) -> dict:
@@ -57,20 +57,21 @@ def test_exact_resume_after_an_inexact_one_leaves_the_run_inexact(tmp_path: Path
     assert (fields["exact"], fields["inexact_because"]) == (False, ["code changed: a -> b"])
 
 
-def test_attempts_of_a_damaged_record_are_begun_again(tmp_path: Path) -> None:
-    assert [one["attempt"] for one in contents.begin_attempt({"attempts": "none"}, 7, "now")["attempts"]] == [7]
-    assert [
-        one["attempt"] for one in contents.begin_attempt({"attempts": [None, {"attempt": 6}]}, 7, "now")["attempts"]
-    ] == [6, 7]
-    assert contents.describe_attempt({}, exact=True) == []
+@pytest.mark.parametrize("damaged", ["none", [None, {"attempt": 6}]])
+def test_attempts_of_a_damaged_record_are_refused(tmp_path: Path, damaged: object) -> None:
+    attempt(tmp_path, Outcome.INTERRUPTED, resume=False)
+    (tmp_path / "run.json").write_text(json.dumps(fields_of(tmp_path) | {"attempts": damaged}))
+    with pytest.raises(UserError, match="run.json cannot be read: attempts"):
+        RunMetadata.open(tmp_path, resume=True)
 
 
-def test_attempts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contents, "library_versions", dict)
-    fields: dict = {}
-    for number in range(1, contents.MAX_ATTEMPTS + 3):
-        fields |= contents.begin_attempt(fields, number, "now")
-    assert [fields["attempts"][0]["attempt"], len(fields["attempts"])] == [3, contents.MAX_ATTEMPTS]
+def test_attempts_are_bounded(tmp_path: Path) -> None:
+    attempt(tmp_path, Outcome.INTERRUPTED, resume=False)
+    old = [{"attempt": number} for number in range(MAX_ATTEMPTS)]
+    (tmp_path / "run.json").write_text(json.dumps(fields_of(tmp_path) | {"attempts": old}))
+    attempt(tmp_path, Outcome.INTERRUPTED)
+    attempts = fields_of(tmp_path)["attempts"]
+    assert [attempts[0]["attempt"], attempts[-1]["attempt"], len(attempts)] == [1, 2, MAX_ATTEMPTS]
 
 
 def test_git_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,7 +252,8 @@ def test_serve_answers_nothing_without_the_key(queue: Any, header: str | None) -
 def test_serve_answers_503_when_too_many_wait_and_hides_causes(
     queue: Any, http: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from runner.serving import generation
+    from runner.inference import generation
+    from runner.serving.queue import QueueFullError
 
     def fail(*arguments: Any, **settings: Any) -> None:
         raise RuntimeError("/private/path")
@@ -260,7 +261,7 @@ def test_serve_answers_503_when_too_many_wait_and_hides_causes(
     monkeypatch.setattr(generation, "generate", fail)
     answer = http.post(COMPLETIONS, json={"prompt": "a"})
     assert answer.status_code == 500 and "private" not in answer.text
-    monkeypatch.setattr(queue, "submit", lambda works: (_ for _ in ()).throw(generation.QueueFullError))
+    monkeypatch.setattr(queue, "submit", lambda works: (_ for _ in ()).throw(QueueFullError))
     answer = http.post(COMPLETIONS, json={"prompt": "a", "stream": True})
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "queue_full")
 
@@ -291,9 +292,9 @@ def test_serve_cancels_the_answers_of_a_client_that_goes_away(
                 {"Content-Type": "application/json"},
             )
             answers = submitted.get(timeout=300)
-            assert len(answers) == 3 and not any(answer.is_cancelled for answer in answers)
+            assert len(answers) == 3 and not any(answer.done.cancelled() for answer in answers)
             client.close()
-            while not all(answer.is_cancelled for answer in answers):  # the time limit of the test ends it
+            while not all(answer.done.cancelled() for answer in answers):  # the time limit of the test ends it
                 time.sleep(0.01)
         finally:
             server.should_exit = True

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from data.tokenize.tokenizer import Tokenizer
 from models.generate import generate
+from runner.inference.generation import Answer, Sampling, Score, Work
 from runner.inference.load import LoadedModel
 
 pytest.importorskip("uvicorn", reason="part of the extra serve")
 
-from runner.serving.answers import Answer, Sampling, Score, Work
-from runner.serving.generation import GenerationQueue, QueueFullError, StoppingError
+from runner.serving.queue import GenerationQueue, QueueFullError, StoppingError
 from runner.serving.responses import split_tool_calls
 
+TOKENIZER = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
 GREEDY = Sampling(8, temperature=0)
 
 
@@ -38,15 +41,21 @@ def run(queue: BlockedQueue, blocker: Work, works: list[Any], before_open: Any =
     """Compute `works`, which all wait while `blocker` is computed; return them in the order of their ends."""
     ended: list[Work] = []
     done = threading.Semaphore(0)
+
+    def note(work: Work) -> None:
+        if not work.done.cancelled():
+            ended.append(work)
+        done.release()
+
     for work in (blocker, *works):
-        work.on_end = lambda work=work: (ended.append(work), done.release())
+        work.done.add_done_callback(lambda _, work=work: note(work))
     queue.submit([blocker])
     assert queue.entered.wait(60)
     queue.submit(works)
     before_open()
     queue.open.set()
-    for _ in range(1 + sum(not work.is_cancelled for work in works)):
-        assert done.acquire(timeout=300)
+    for _ in range(1 + len(works)):
+        assert done.acquire(timeout=60)
     queue.close()
     return ended[1:]
 
@@ -75,7 +84,7 @@ def test_queue_skips_cancelled_answers_and_refuses_too_many(trained: LoadedModel
     def refuse_and_cancel() -> None:
         with pytest.raises(QueueFullError):
             queue.submit([Answer(prompt=prompt, sampling=GREEDY)])
-        works[1].is_cancelled = True
+        works[1].done.cancel()
 
     assert run(queue, Score(ids=prompt), works, refuse_and_cancel) == [works[0], works[2]]
     assert works[1].ids == [] and queue.sizes == [1, 1, 1]
@@ -86,7 +95,7 @@ def test_queue_ends_a_cancelled_answer_at_the_next_token(
 ) -> None:
     prompt = trained.tokenizer.encode("Tolo")
     endless, other = (Answer(prompt=prompt, sampling=Sampling(200, temperature=0)) for _ in range(2))
-    endless.on_text = lambda text: setattr(endless, "is_cancelled", True)
+    endless.on_text = lambda text: endless.done.cancel()
     first = generate(
         trained.model, [prompt], max_new_tokens=6, temperature=0, top_k=0, top_p=1, repetition_penalty=1, stop_ids=[]
     )[0]
@@ -106,15 +115,15 @@ def test_queue_gives_an_error_to_what_waits_when_it_stops(trained: LoadedModel) 
     works = [Answer(prompt=prompt, sampling=GREEDY) for _ in range(2)]
     queue = BlockedQueue(trained, max_batch=1, max_waiting=9)
     run(queue, Score(ids=prompt), works, lambda: setattr(queue, "is_stopping", True))
-    assert all(isinstance(work.error, StoppingError) for work in works)
+    assert all(isinstance(work.done.exception(), StoppingError) for work in works)
 
 
 def test_answer_streams_nothing_that_a_stop_text_may_begin() -> None:
     sent: list[str] = []
     answer = Answer(stops=("END.", "###"), on_text=sent.append)
     for piece in ("one E", "ND", " two #", "#", "# three"):
-        answer.add(piece)
-    answer.end("length")
+        answer.add_text(piece)
+    answer.end(Tokenizer.load(TOKENIZER))
     assert ("".join(sent), answer.text, answer.finish_reason) == ("one END two ", "one END two ", "stop")
     assert "".join(sent[:2]) == "one " + "END two "
 
@@ -135,7 +144,7 @@ def test_tool_calls_that_are_never_closed_take_linear_time() -> None:
 
 def test_answer_ends_at_the_first_of_several_stop_texts() -> None:
     answer = Answer(stops=("###", "END"))
-    answer.add("one END two ### three")
+    answer.add_text("one END two ### three")
     assert (answer.text, answer.finish_reason) == ("one ", "stop")
 
 

@@ -16,10 +16,10 @@ from common.errors import TrainingError
 from runner.config.compose import compose_config
 from runner.engine.device import heartbeat
 from runner.engine.loop import train
-from runner.supervise import supervisor
-from runner.supervise import supervisor as supervisor_module
-from runner.supervise.failures import MAX_DELAY, FailureKind, RestartPolicy, classify_failure, count_oom_kills
-from runner.supervise.supervisor import Liveness, Supervisor
+from runner.launch import supervisor
+from runner.launch import supervisor as supervisor_module
+from runner.launch.failures import MAX_DELAY, FailureKind, RestartPolicy, classify_failure, count_oom_kills
+from runner.launch.supervisor import Liveness, Supervisor
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_hangs_are_not_looked_for_with_a_timeout_of_zero(monkeypatch: pytest.Mon
 
 def test_stacks_of_a_crashed_process_are_read() -> None:
     watched = Liveness(1, hang_seconds=0)
-    code = "import os; from runner.supervise.supervisor import write_stacks_at_a_crash as w; w()\ndef lost(): os.abort()\nlost()"
+    code = "import os; from runner.launch.supervisor import write_stacks_at_a_crash as w; w()\ndef lost(): os.abort()\nlost()"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, **watched.environment(0)},
@@ -208,7 +208,7 @@ def test_heartbeat_is_started_by_its_variable_only(tmp_path: Path, monkeypatch: 
 
 
 def test_supervision_imports_no_torch() -> None:
-    code = "import sys, runner.launch.local_ranks, runner.supervise.supervisor; print('torch' in sys.modules)"
+    code = "import sys, runner.launch.local_ranks, runner.launch.supervisor; print('torch' in sys.modules)"
     assert (
         subprocess.run(
             [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True

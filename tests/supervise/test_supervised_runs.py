@@ -20,9 +20,9 @@ from common.errors import AlreadyReported, Interrupted, TrainingError, UserError
 from runner.config.compose import compose_config
 from runner.config.unread import check_typed_are_read
 from runner.launch import local_ranks, run, subprocesses
+from runner.launch.failures import FailureKind
+from runner.launch.supervisor import Supervisor
 from runner.run_dir.metadata import RunMetadata
-from runner.supervise.failures import FailureKind
-from runner.supervise.supervisor import Supervisor
 
 HEAD = """
 import json, os, signal, sys, time

@@ -16,7 +16,7 @@ from fake_jobs import DIVERGED, SAVES, FakeJobs, read_run, read_sweep, wait_unti
 from common.errors import UserError
 from runner.config.compose import compose_tree
 from runner.sweep.backends.base import run_job
-from runner.sweep.backends.submitit import SubmititBackend, SubmititOptions
+from runner.sweep.backends.submitit import SubmititBackend
 from runner.sweep.validation import hydra_options
 
 SUBMITIT = ("hydra/launcher=submitit", "hydra.launcher.cluster=local", "hydra.launcher.gpus_per_node=0")
@@ -143,11 +143,11 @@ def test_submitit_writes_a_batch_script_for_slurm(
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / "bin" / name).chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    options = SubmititOptions(
+    backend = SubmititBackend(
         timeout_min=90, partition="gpu", account="lab", mem_gb=32, gpus_per_node=2, parameters={"slurm_qos": "high"}
     )
-    options.check_available()
-    backend = SubmititBackend(options, tmp_path)
+    backend.check_available()
+    backend.open(tmp_path)
     (tmp_path / "seed=1").mkdir()
     backend.submit(tmp_path / "seed=1", [str(fake_jobs.script)], {})
     script = next(tmp_path.glob(".submitit/*/*.sh")).read_text()

@@ -12,6 +12,8 @@ from runner.engine.config import Config
 from runner.sweep import budget
 from runner.sweep.budget import StepSize
 
+ROWS = ["train.batch_size"]  # a swept key by which sweep.match_budget=auto means tokens
+
 
 @pytest.fixture(scope="module")
 def base() -> Config:
@@ -37,7 +39,7 @@ def job(base: Config, **values: object) -> Config:
 
 
 def test_budget_four_times_the_rows_per_step_take_a_quarter_of_the_steps(base: Config) -> None:
-    assert budget.matching_overrides(job(base, accumulation_steps=4), StepSize(8), "tokens") == {
+    assert budget.matching_overrides(job(base, accumulation_steps=4), StepSize(8), ROWS) == {
         "train.max_steps": "100",
         "train.log_every": "1",  # 2 / 4, but at least 1
         "train.eval_every": "25",
@@ -49,41 +51,46 @@ def test_budget_four_times_the_rows_per_step_take_a_quarter_of_the_steps(base: C
 
 def test_budget_counts_rows_of_batch_size_accumulation_and_ranks_alike(base: Config) -> None:
     batch, accumulation = job(base, batch_size=32), job(base, accumulation_steps=4)
-    assert budget.matching_overrides(batch, StepSize(8), "tokens") == budget.matching_overrides(
-        accumulation, StepSize(8), "tokens"
+    assert budget.matching_overrides(batch, StepSize(8), ROWS) == budget.matching_overrides(
+        accumulation, StepSize(8), ROWS
     )
-    assert budget.matching_overrides(job(base, batch_size=2, accumulation_steps=4), StepSize(8), "tokens") == {}
+    assert budget.matching_overrides(job(base, batch_size=2, accumulation_steps=4), StepSize(8), ROWS) == {}
     ranks = compose_config(
         ["data.packing=none", "train.batch_size=8", "train.max_steps=400", "distributed=ddp", "distributed.nproc=2"]
     )
-    assert budget.matching_overrides(ranks, StepSize(8), "tokens")["train.max_steps"] == "200"
+    assert budget.matching_overrides(ranks, StepSize(8), ROWS)["train.max_steps"] == "200"
 
 
 def test_budget_every_job_sees_the_same_rows_up_to_half_a_step(base: Config) -> None:
     for batch_size in range(1, 65):
-        overrides = budget.matching_overrides(job(base, batch_size=batch_size), StepSize(8), "tokens")
+        overrides = budget.matching_overrides(job(base, batch_size=batch_size), StepSize(8), ROWS)
         assert abs(int(overrides.get("train.max_steps", 400)) * batch_size - 400 * 8) <= batch_size / 2
 
 
-def test_budget_warning_names_the_numbers_of_jobs_that_cannot_be_equal(base: Config) -> None:
-    def warning(*lengths: int, rule: str = "tokens") -> str | None:
+def test_budget_warning_names_the_numbers_of_jobs_that_cannot_be_equal(
+    base: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def warning(*lengths: int, rule: str = "tokens") -> str:
         configs = [
             job(base, batch_size=1, accumulation_steps=rows, max_steps=steps, match_budget=rule)
             for steps in lengths
             for rows in (1, 4, 16)
         ]
-        return budget.budget_warning(configs, StepSize(1), [])
+        budget.warn_if_unequal(configs, StepSize(1), [])
+        return capsys.readouterr().err
 
-    assert "30 x 1 = 30, 8 x 4 = 32, 2 x 16 = 32" in str(warning(30))
-    assert warning(30, rule="steps") is warning(160) is warning(160, 320) is warning(1601) is warning(0) is None
+    assert "30 x 1 = 30, 8 x 4 = 32, 2 x 16 = 32" in warning(30)
+    assert warning(30, rule="steps") == warning(160) == warning(160, 320) == warning(1601) == warning(0) == ""
 
 
 def test_budget_rule_steps_changes_no_count(base: Config) -> None:
-    assert budget.matching_overrides(job(base, accumulation_steps=4), StepSize(8), "steps") == {}
+    assert budget.matching_overrides(job(base, accumulation_steps=4, match_budget="steps"), StepSize(8), []) == {}
 
 
 def test_budget_rule_epochs_scales_intervals_counted_in_steps(base: Config) -> None:
-    overrides = budget.matching_overrides(job(base, accumulation_steps=4, max_steps=0), StepSize(8), "epochs")
+    overrides = budget.matching_overrides(
+        job(base, accumulation_steps=4, max_steps=0, match_budget="epochs"), StepSize(8), []
+    )
     assert (
         overrides["train.eval_every"] == "25" and "train.max_steps" not in overrides and "train.epochs" not in overrides
     )
@@ -92,16 +99,18 @@ def test_budget_rule_epochs_scales_intervals_counted_in_steps(base: Config) -> N
 @pytest.mark.parametrize(("rule", "steps"), [("steps", 0), ("epochs", 400)])
 def test_budget_refuses_a_rule_that_cannot_be_kept(base: Config, rule: str, steps: int) -> None:
     with pytest.raises(UserError, match=f"sweep.match_budget={rule} needs train.max_steps"):
-        budget.matching_overrides(
-            job(base, accumulation_steps=4, max_steps=steps, match_budget=rule), StepSize(8), rule
-        )
-    assert budget.matching_overrides(job(base, max_steps=steps), StepSize(8), rule) == {}  # all steps are alike
+        budget.matching_overrides(job(base, accumulation_steps=4, max_steps=steps, match_budget=rule), StepSize(8), [])
+    assert (
+        budget.matching_overrides(job(base, max_steps=steps, match_budget=rule), StepSize(8), []) == {}
+    )  # all steps are alike
 
 
 @pytest.mark.parametrize(("how", "lr"), [("linear", 4e-3), ("sqrt", 2e-3)])
 def test_budget_lr_scale_follows_the_rows_per_step(base: Config, how: str, lr: float) -> None:
     assert float(
-        budget.matching_overrides(job(base, accumulation_steps=4, lr_scale=how), StepSize(8), "steps")["optimizer.lr"]
+        budget.matching_overrides(job(base, accumulation_steps=4, lr_scale=how, match_budget="steps"), StepSize(8), [])[
+            "optimizer.lr"
+        ]
     ) == pytest.approx(lr)
 
 
@@ -129,7 +138,9 @@ def test_budget_of_packed_sequences_counts_their_tokens() -> None:
     jobs = [composed(data__max_length=length, train__batch_size=4, train__max_steps=400) for length in (128, 256)]
     base = budget.smallest_step(jobs)
     assert base == StepSize(4, 512)
-    assert [budget.matching_overrides(config, base, "tokens").get("train.max_steps", "400") for config in jobs] == [
+    assert [
+        budget.matching_overrides(config, base, ["data.max_length"]).get("train.max_steps", "400") for config in jobs
+    ] == [
         "400",
         "200",
     ]
@@ -177,14 +188,15 @@ def test_budget_job_without_evaluation_gets_one_at_its_end() -> None:
 
 def test_budget_rule_that_auto_chooses_is_named_with_fixes_that_are_accepted(base: Config) -> None:
     with pytest.raises(UserError, match=r"match_budget=epochs \(the meaning of auto here") as error:
-        budget.matching_overrides(
-            job(base, accumulation_steps=4, max_steps=20, match_budget="auto"), StepSize(8), "epochs"
-        )
+        budget.matching_overrides(job(base, accumulation_steps=4, max_steps=20, match_budget="auto"), StepSize(8), [])
     assert error.value.setting == "sweep.match_budget=auto train.max_steps=20"
     assert (
         "sweep.match_budget=steps" in error.value.fix
         and "train.max_steps=0" in error.value.fix
         and "tokens" not in error.value.fix
     )
-    assert budget.matching_overrides(job(base, accumulation_steps=4, max_steps=20), StepSize(8), "steps") == {}
-    budget.matching_overrides(job(base, accumulation_steps=4, max_steps=0), StepSize(8), "epochs")
+    assert (
+        budget.matching_overrides(job(base, accumulation_steps=4, max_steps=20, match_budget="steps"), StepSize(8), [])
+        == {}
+    )
+    budget.matching_overrides(job(base, accumulation_steps=4, max_steps=0, match_budget="epochs"), StepSize(8), [])

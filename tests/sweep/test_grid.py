@@ -10,8 +10,8 @@ from runner.sweep import grid
 
 
 def test_split_swept_lists_every_combination_once() -> None:
-    shared, swept, is_finite = grid.split_swept(["stage=sft", "optimizer.lr=1e-4,0.0001,5e-4", "seed=range(1,3)"])
-    assert shared == ["stage=sft"] and is_finite
+    shared, swept = grid.split_swept(["stage=sft", "optimizer.lr=1e-4,0.0001,5e-4", "seed=range(1,3)"])
+    assert shared == ["stage=sft"]
     assert grid.cartesian_points(swept) == [
         {"optimizer.lr": lr, "seed": seed} for lr in ("0.0001", "0.0005") for seed in ("1", "2")
     ]
@@ -27,8 +27,9 @@ def test_split_swept_lists_every_combination_once() -> None:
         ("hub:some/name@main", "x"),
     ],
 )
-def test_split_override_writes_a_value_as_split_swept_does(values: tuple[str, str]) -> None:
-    assert [grid.split_override(f"optimizer.lr={value}")[1] for value in values] == grid.split_swept(
+def test_split_swept_writes_one_value_of_a_known_key_as_several(values: tuple[str, str]) -> None:
+    one = [grid.split_swept([f"optimizer.lr={value}"], known={"optimizer.lr": []}) for value in values]
+    assert [value for shared, swept in one for value in swept["optimizer.lr"]] == grid.split_swept(
         [f"optimizer.lr={','.join(values)}"]
     )[1]["optimizer.lr"]
 
@@ -42,12 +43,14 @@ def test_canonicalize_takes_two_spellings_of_a_number_as_one_value() -> None:
     assert grid.canonicalize("optimizer.lr", ["5.0", "1e-3"], known=["0.001", "5"]) == ["5", "0.001"]
 
 
-def test_split_swept_keeps_the_text_of_an_interval() -> None:
-    assert grid.split_swept(["optimizer.lr=interval(1e-5,1e-3)"])[1:] == (
-        {"optimizer.lr": ["interval(1e-5,1e-3)"]},
-        False,
-    )
-    assert grid.split_swept(["seed=range(1,9,2)"], expand_ranges=False)[1:] == ({"seed": ["range(1,9,2)"]}, False)
+@pytest.mark.parametrize(("key", "value"), [("optimizer.lr", "interval(1e-5,1e-3)"), ("seed", "range(1,9,2)")])
+def test_split_swept_keeps_the_text_that_a_sampler_draws_from(key: str, value: str) -> None:
+    assert grid.split_swept([f"{key}={value}"], is_grid=False) == ([], {key: [value]})
+
+
+def test_split_swept_of_a_grid_refuses_an_interval() -> None:
+    with pytest.raises(UserError, match="needs lists of values"):
+        grid.split_swept(["optimizer.lr=interval(1e-5,1e-3)"])
 
 
 @pytest.mark.parametrize("value", ["range(0,1000000000000)", "range(0.0,1.0,1e-12)"])

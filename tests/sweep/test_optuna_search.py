@@ -1,7 +1,4 @@
-"""Points that Optuna draws.
-
-Where Optuna is not installed, its options and search spaces are tested only.
-"""
+"""Points that Optuna draws. Where Optuna is not installed, its options are tested only."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import yaml
 from fake_jobs import DIVERGED, FLAKY, SAVES, FakeJobs, read_sweep
 
 from common.errors import UserError
-from runner.sweep.optuna_search import OptunaOptions, _drop_partial_line, parse_axis
+from runner.sweep.optuna_search import OptunaOptions, _drop_partial_line, parse_distribution
 
 LOSS = "values = dict(pair.split('=') for pair in os.path.basename(run_dir).split(','))\n"
 LOSS += "write('completed', 'completed', metrics={'loss': float(values['optimizer.lr']) * 1000})"
@@ -40,18 +37,20 @@ def trials(sweep: Path) -> list[Any]:
 @pytest.mark.parametrize(
     ("key", "values", "expected"),
     [
-        ("train.accumulation_steps", ["1", "2", "4"], {"choices": ["1", "2", "4"]}),
-        ("optimizer.lr", ["tag(log,interval(1e-5,1e-2))"], {"low": 1e-5, "high": 1e-2, "log": True, "is_int": False}),
-        ("optimizer.weight_decay", ["interval(0,1)"], {"low": 0.0, "high": 1.0, "is_int": False}),
-        ("train.batch_size", ["interval(1,16)"], {"low": 1, "high": 16, "is_int": True}),
-        ("seed", ["range(1,9,2)"], {"low": 1, "high": 7, "step": 2, "is_int": True}),
-        ("optimizer.lr", ["range(0.1,0.5,0.1)"], {"low": 0.1, "high": 0.4, "step": 0.1, "is_int": False}),
-        ("optimizer", ["adamw"], {"choices": ["adamw"]}),
+        ("train.accumulation_steps", ["1", "2", "4"], {"choices": ("1", "2", "4")}),
+        ("optimizer.lr", ["tag(log,interval(1e-5,1e-2))"], {"low": 1e-5, "high": 1e-2, "log": True, "step": None}),
+        ("optimizer.weight_decay", ["interval(0,1)"], {"low": 0.0, "high": 1.0, "log": False, "step": None}),
+        ("train.batch_size", ["interval(1,16)"], {"low": 1, "high": 16, "log": False, "step": 1}),
+        ("seed", ["range(1,9,2)"], {"low": 1, "high": 7, "log": False, "step": 2}),
+        ("optimizer.lr", ["range(0.1,0.5,0.1)"], {"low": 0.1, "high": 0.4, "log": False, "step": 0.1}),
+        ("optimizer", ["adamw"], {"choices": ("adamw",)}),
     ],
 )
-def test_search_space_of_an_override(key: str, values: list[str], expected: dict[str, Any]) -> None:
-    axis = parse_axis(key, values)
-    assert {name: getattr(axis, name) for name in expected} == expected and axis.key == key
+def test_search_space_of_an_override(optuna: Any, key: str, values: list[str], expected: dict[str, Any]) -> None:
+    distribution = parse_distribution(key, values)
+    assert {name: getattr(distribution, name) for name in expected} == expected
+    kinds = {"choices": "CategoricalDistribution", "low": type(expected.get("low")).__name__.title() + "Distribution"}
+    assert type(distribution).__name__ == kinds[next(iter(expected))]
 
 
 @pytest.mark.parametrize(
@@ -71,9 +70,9 @@ def test_study_is_cut_back_to_its_last_complete_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["interval(2,1)", "tag(log,interval(0,1))"])
-def test_search_space_refuses_an_empty_interval(text: str) -> None:
+def test_search_space_refuses_an_empty_interval(optuna: Any, text: str) -> None:
     with pytest.raises(UserError, match="the interval of optimizer.lr must have"):
-        parse_axis("optimizer.lr", [text])
+        parse_distribution("optimizer.lr", [text])
 
 
 INVALID: dict[str, dict[str, Any]] = {
@@ -100,6 +99,8 @@ def test_optuna_refuses_an_end_of_an_interval_that_no_job_could_take(optuna: Any
         sweep(*OPTUNA, *SPACE, "hydra.sweeper.sampler=grid")
     with pytest.raises(UserError, match="sweep.zip needs hydra/sweeper=grid"):
         sweep(*OPTUNA, *SPACE, "sweep.zip=[optimizer.lr]")
+    with pytest.raises(UserError, match="sampler=grid needs lists"):
+        sweep(*OPTUNA, "train.batch_size=interval(1,16)", "hydra.sweeper.sampler=grid")
     assert not (tmp_path / "sweep").exists()
 
 

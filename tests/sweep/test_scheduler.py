@@ -18,11 +18,12 @@ import pytest
 from fake_jobs import BUG, DIVERGED, FLAKY, GOOD, KILLED, REFUSED, SAVES, FakeJobs, read_sweep, wait_until
 
 from common.errors import UserError
+from runner.engine.device.cpu.threads import THREADS_ENV
 from runner.reporting.live import RepeatedPage
 from runner.sweep import scheduler
-from runner.sweep.backends.base import JobExit, LauncherOptions
-from runner.sweep.backends.local import LocalBackend, LocalOptions, Slot, make_slots
-from runner.sweep.session import SweepStopped
+from runner.sweep.backends.base import Backend, JobExit
+from runner.sweep.backends.local import LocalBackend, make_slots
+from runner.sweep.grid import Search
 from runner.sweep.state import SweepJob, SweepState
 from runner.tracking.console.sweep_lines import SweepLines
 
@@ -54,14 +55,10 @@ def run_jobs(tmp_path: Path, fake_jobs: FakeJobs) -> Callable[..., tuple[bool, l
         with SweepState.create(
             tmp_path / "sweep", swept={"seed": [str(number) for number in range(len(scripts))]}
         ) as state:
-            jobs = iter([state.add_job({"seed": str(number)}) for number in range(len(scripts))])
-            try:
-                scheduler.run_jobs(
-                    FakeSession(state), LocalOptions(**options), lambda: next(jobs, None), lambda job: None
-                )
-            except SweepStopped:
-                return True, state.jobs
-            return False, state.jobs
+            for number in range(len(scripts)):
+                state.add_job({"seed": str(number)})
+            run = scheduler.SweepScheduler(FakeSession(state), LocalBackend(**options), Search(state)).run
+            return run(), state.jobs
 
     return run
 
@@ -149,51 +146,40 @@ def test_scheduler_fails_a_job_whose_run_directory_cannot_be_written(
     ]
 
 
-class InstantBackend:
+class InstantBackend(Backend):
     """Ends every job at once, on another machine: only `JobExit` tells how."""
 
-    capacity = None
-
     def __init__(self, exits: dict[str, JobExit]) -> None:
-        self.exits, self.closed, self.most = exits, False, 0
-        self.open = 0
+        super().__init__()
+        self.exits, self.running, self.most = exits, 0, 0
 
     def submit(self, run_dir: Path, command: list[str], env: dict[str, str]) -> Path:
-        self.open += 1
-        self.most = max(self.most, self.open)
+        self.running += 1
+        self.most = max(self.most, self.running)
         return run_dir
 
     def poll(self, handle: Path) -> JobExit | None:
-        self.open -= 1
+        self.running -= 1
         return self.exits[handle.name]
 
     def cancel(self, handle: Path) -> None: ...
 
-    def close(self) -> None:
-        self.closed = True
-
 
 def test_scheduler_takes_the_reason_of_a_backend_and_has_no_limit(tmp_path: Path) -> None:
     backend = InstantBackend({"seed=0": JobExit(0), "seed=1": JobExit(1, "the node has failed"), "seed=2": JobExit(75)})
-
-    class Options(LauncherOptions):
-        def make_backend(self, sweep_dir: Path) -> Any:
-            return backend
-
     with SweepState.create(tmp_path / "sweep") as state:
         jobs = [state.add_job({"seed": str(seed)}) for seed in range(3)]
-        queue = iter(jobs)
         for job, status in zip(jobs, ("completed", "running", "interrupted"), strict=True):
             (tmp_path / "sweep" / job.name).mkdir()
             run = {"status": status, "outcome": None, "attempt": 1, "metrics": {"loss": 2.0}}
             (tmp_path / "sweep" / job.name / "run.json").write_text(json.dumps(run))
-        scheduler.run_jobs(FakeSession(state), Options(), lambda: next(queue, None), lambda job: None)
+        scheduler.SweepScheduler(FakeSession(state), backend, Search(state)).run()
     assert [(job.status, job.error) for job in jobs] == [
         ("completed", None),
         ("failed", "the node has failed"),
         ("interrupted", None),
     ]
-    assert backend.closed and backend.most == 3
+    assert backend.most == 3
 
 
 # Local backend
@@ -202,19 +188,20 @@ def test_scheduler_takes_the_reason_of_a_backend_and_has_no_limit(tmp_path: Path
 def test_slots_divide_cores_and_devices_among_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
-    assert make_slots(None, None) == [Slot(None, None)]
-    assert make_slots(3, None) == [Slot(2, None)] * 3
-    assert make_slots(16, None)[0].threads == 1
-    assert make_slots(None, [0, 1]) == [Slot(4, ["0"]), Slot(4, ["1"])]
-    assert [slot.devices for slot in make_slots(2, [0, 1, 2, 3])] == [["0", "1"], ["2", "3"]]
-    assert [slot.devices for slot in make_slots(3, [0, 1])] == [["0"], ["1"], ["0"]]
+    assert make_slots(None, None) == [{}]
+    assert make_slots(3, None) == [{"OMP_NUM_THREADS": "2", THREADS_ENV: "2"}] * 3
+    assert make_slots(16, None)[0]["OMP_NUM_THREADS"] == "1"
+    assert {slot["OMP_NUM_THREADS"] for slot in make_slots(None, [0, 1])} == {"4"}
+    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in make_slots(None, [0, 1])] == ["0", "1"]
+    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in make_slots(2, [0, 1, 2, 3])] == ["0,1", "2,3"]
+    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in make_slots(3, [0, 1])] == ["0", "1", "0"]
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert make_slots(2, None)[0].threads is None
+    assert make_slots(2, None) == [{}, {}]
 
 
 def test_slots_refuse_devices_that_cannot_be_divided() -> None:
     with pytest.raises(UserError, match="3 devices cannot be divided evenly among 2 workers") as error:
-        LocalOptions(workers=2, devices=[0, 1, 2])
+        LocalBackend(workers=2, devices=[0, 1, 2])
     assert error.value.args[1:] == (
         "hydra.launcher.devices=[0,1,2] hydra.launcher.workers=2",
         "hydra.launcher.workers=3, or give 2 devices",
@@ -225,7 +212,9 @@ def test_local_backend_passes_the_slot_to_the_job_but_not_hydra_full_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    backend = LocalBackend([Slot(3, ["2", "5"])])
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(6))
+    backend = LocalBackend(workers=2, devices=[2, 5, 6, 7])
     names = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HYDRA_FULL_ERROR", "EXTRA")
     script = f"import json, os; print(json.dumps({{name: os.environ.get(name) for name in {names}}}))"
     handle = backend.submit(tmp_path, ["-c", script], {"EXTRA": "1"})
@@ -243,8 +232,8 @@ def test_local_backend_job_saves_when_its_sweep_is_killed(tmp_path: Path, fake_j
     (tmp_path / "run").mkdir()
     code = f"""
 import pathlib, sys, time
-from runner.sweep.backends.local import LocalBackend, Slot
-handle = LocalBackend([Slot(None, None)]).submit(pathlib.Path({str(tmp_path / "run")!r}), [{str(fake_jobs.script)!r}, "resume={tmp_path / "run"}"], {{}})
+from runner.sweep.backends.local import LocalBackend
+handle = LocalBackend().submit(pathlib.Path({str(tmp_path / "run")!r}), [{str(fake_jobs.script)!r}, "resume={tmp_path / "run"}"], {{}})
 print(handle.process.pid, flush=True)
 time.sleep(60)
 """

@@ -29,7 +29,7 @@ from runner.launch import auto_choice, initial_weights
 from runner.sweep import command, validation
 from runner.sweep.backends import LAUNCHERS
 from runner.sweep.session import SweepSession
-from runner.sweep.state import SweepState
+from runner.sweep.state import SweepState, is_safe_override, storable_overrides
 
 
 def statuses(folder: Path) -> dict[str, str]:
@@ -167,7 +167,7 @@ def test_sweep_stores_no_hydra_setting_that_could_run_code(capsys: pytest.Captur
         "+hydra.job.env_set.A=b",
         "hydra.launcher.parameters={slurm_setup: [reboot]}",
     ]
-    assert validation.storable_overrides(typed) == typed[:3]
+    assert storable_overrides(typed) == typed[:3]
     assert capsys.readouterr().err.count("is not stored in sweep.json") == 2
     for override in (
         "hydra/sweeper=optuna",
@@ -175,14 +175,14 @@ def test_sweep_stores_no_hydra_setting_that_could_run_code(capsys: pytest.Captur
         "hydra.sweeper.params.seed=1",
         "hydra.launcher.gpus_per_node=2",
     ):
-        assert validation.is_safe_override(override), override
+        assert is_safe_override(override), override
     for override in (
         "hydra.launcher.partition=x",
         "hydra.sweeper._target_=os.system",
         "seed=${oc.env:A}",
         "hydra.callbacks.x=1",
     ):
-        assert not any(validation.is_safe_override(sign + override) for sign in ("", "+", "++")), override
+        assert not any(is_safe_override(sign + override) for sign in ("", "+", "++")), override
 
 
 @pytest.mark.slow

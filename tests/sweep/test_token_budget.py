@@ -28,8 +28,8 @@ def test_budget_of_packed_rows_counts_tokens_not_rows(text: Config) -> None:
     short, long = with_data(text, max_length=64), with_data(text, max_length=128)
     base = budget.smallest_step([short, long])
     assert base == budget.StepSize(4, 4 * 64)
-    assert budget.matching_overrides(short, base, "tokens") == {}
-    assert budget.matching_overrides(long, base, "tokens")["train.max_steps"] == "50"
+    assert budget.matching_overrides(short, base, ["data.max_length"]) == {}
+    assert budget.matching_overrides(long, base, ["data.max_length"])["train.max_steps"] == "50"
 
 
 def test_step_of_preference_pairs_has_two_sequences_per_row() -> None:

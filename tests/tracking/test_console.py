@@ -15,9 +15,8 @@ import pytest
 
 from common.paths import REPO_ROOT
 from runner.tracking.config import TrackerConfig
-from runner.tracking.console.bar import BarConsole, TaskBar, cell_width
-from runner.tracking.console.modes import CONSOLE_MODES, open_console
-from runner.tracking.console.plain import JsonConsole, PlainConsole
+from runner.tracking.console.bar import BarConsole, TaskBar, cell_width, open_console
+from runner.tracking.console.plain import CONSOLE_MODES, LineConsole
 from runner.tracking.console.sweep_lines import SweepLines
 from runner.tracking.logger import RunLogger
 from runner.tracking.progress import PolledProgress, ProgressMeter, TaskProgress, watch_download
@@ -183,18 +182,18 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(("term", "kind"), [("xterm-256color", BarConsole), ("dumb", PlainConsole), ("", PlainConsole)])
+@pytest.mark.parametrize(("term", "kind"), [("xterm-256color", BarConsole), ("dumb", LineConsole), ("", LineConsole)])
 def test_auto_draws_a_bar_only_on_a_terminal_that_can(term: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", term)
-    assert type(open_console("auto", Terminal())) is kind and type(open_console("auto", io.StringIO())) is PlainConsole
+    assert type(open_console("auto", Terminal())) is kind and type(open_console("auto", io.StringIO())) is LineConsole
 
 
-@pytest.mark.parametrize("kind", [PlainConsole, JsonConsole])
-def test_broken_pipe_does_not_end_a_run(workspace: Path, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_json", [False, True])
+def test_broken_pipe_does_not_end_a_run(workspace: Path, is_json: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stream:
-        monkeypatch.setattr("runner.tracking.logger.open_console", lambda mode: kind(stream))
+        monkeypatch.setattr("runner.tracking.logger.open_console", lambda mode: LineConsole(stream, is_json))
         run_once(workspace, "auto")
         monkeypatch.setattr(stream, "flush", lambda: None)
         with pytest.raises(BrokenPipeError):
@@ -212,7 +211,7 @@ def test_resumed_run_starts_its_bar_and_its_rate_where_it_continues(workspace: P
     assert logger._mean_rate() == 100.0
     logger.finish("completed", {})
     bar = BarConsole(io.StringIO())
-    bar.start([], {"step": 20, "total_steps": 30})
+    bar.show("start", {"step": 20, "total_steps": 30}, "")
     assert bar._bar is not None and bar._bar.tasks[0].completed == 20
     bar.stop()
 
@@ -264,10 +263,9 @@ def test_sweep_in_json_passes_on_the_events_of_its_jobs(capsys: pytest.CaptureFi
 
 def test_events_and_modes_are_documented() -> None:
     text = (REPO_ROOT / "docs" / "reference" / "console-events.md").read_text(encoding="utf-8")
-    source = (REPO_ROOT / "runner" / "tracking" / "console" / "plain.py").read_text() + (
-        REPO_ROOT / "runner" / "tracking" / "console" / "sweep_lines.py"
-    ).read_text()
-    events = {*re.findall(r'write_event\("(\w+)"', source), "step", "eval"}
+    files = ("logger.py", "console/plain.py", "console/sweep_lines.py")
+    source = "".join((REPO_ROOT / "runner" / "tracking" / file).read_text() for file in files)
+    events = {*re.findall(r'show\("(\w+)"', source)}
     assert events == set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
     guide = (REPO_ROOT / "docs" / "guide" / "tracking.md").read_text(encoding="utf-8")
     assert all(f"| `{mode}`" in guide for mode in CONSOLE_MODES)

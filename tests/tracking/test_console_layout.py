@@ -43,7 +43,7 @@ def test_wrapped_text_does_not_break_a_path() -> None:
 
 
 def test_labelled_lines_have_their_values_in_one_column() -> None:
-    lines = labelled_lines({"run": "a", "名字": "b c", "long label": "one two\nthree"}, 20)
+    lines = labelled_lines({"run": "a", "名字": "b c", "long label": "one two\nthree"}.items(), 20)
     assert lines == ["run         a", "名字        b c", "long label  one two", "            three"]
     assert {
         cell_width(line[: len(line) - len(value)])

@@ -12,7 +12,7 @@ import pytest
 from common.errors import strip_control
 from runner.tracking.config import TrackerConfig
 from runner.tracking.console.bar import BarConsole
-from runner.tracking.console.plain import PlainConsole
+from runner.tracking.console.plain import Console, LineConsole
 from runner.tracking.logger import RunLogger
 from runner.tracking.progress import EvaluationProgress
 
@@ -168,7 +168,7 @@ def test_console_prints_plain_lines_into_a_pipe(tmp_path: Path, capsys: pytest.C
 def test_progress_bar_has_the_numbers_of_the_log_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[tuple[int, str, str]] = []
     logger = start_logger(tmp_path, console="plain")
-    monkeypatch.setattr(logger._console, "show_record", lambda record, *text: shown.append((record["step"], *text)))
+    monkeypatch.setattr(logger._console, "show", lambda name, event, *text: shown.append((event["step"], *text)))
     logger.log(
         "train",
         7,
@@ -180,6 +180,7 @@ def test_progress_bar_has_the_numbers_of_the_log_line(tmp_path: Path, monkeypatc
         grad_norm=0.812,
         tokens_per_second=41_249.0,
     )
+    monkeypatch.undo()
     logger.finish("completed", {})
     [(step, line, numbers)] = shown
     assert step == 7 and numbers == "loss 3.457 | lr 4.9e-04 | 41.2k tok/s"
@@ -209,17 +210,17 @@ def test_strip_control_keeps_ordinary_text() -> None:
 
 def test_plain_console_survives_missing_encodings_and_closed_streams() -> None:
     ascii_only = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    PlainConsole(ascii_only).print("你好")
+    LineConsole(ascii_only).print("你好")
     ascii_only.seek(0)
     assert ascii_only.read() == "\\u4f60\\u597d\n"
     closed = io.StringIO()
     closed.close()
-    PlainConsole(closed).print("no reader")
+    LineConsole(closed).print("no reader")
 
 
 def start_bar(stream: io.StringIO, total_steps: int) -> BarConsole:
     console = BarConsole(stream)
-    console.start([], {"step": 0, "total_steps": total_steps})
+    console.show("start", {"step": 0, "total_steps": total_steps}, "")
     return console
 
 
@@ -228,10 +229,15 @@ def test_rich_console_shrinks_the_bar_and_not_the_numbers(monkeypatch: pytest.Mo
     stream = io.StringIO()
     console = start_bar(stream, 20_000)
     numbers = "loss 3.412 | lr 4.9e-04 | 41.2k tok/s | eta 00:18:20"
-    console.show_record({"kind": "train", "step": 5000}, f"step 5000/20000 25.0% | {numbers}", numbers)
+    console.show("step", {"step": 5000}, f"step 5000/20000 25.0% | {numbers}", numbers)
     console.print("validation")
     console.stop()
     assert numbers in stream.getvalue() and "5000/20000 " in stream.getvalue() and "validation" in stream.getvalue()
+
+
+def show_validation(console: Console, done: int) -> None:
+    event = {"activity": "validation", "done": done, "total": 5, "unit": "batches"}
+    console.show("progress", event, f"validation: {done} of 5 batches", f"validation {done}/5 batches")
 
 
 def test_console_shows_how_far_an_evaluation_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,16 +245,16 @@ def test_console_shows_how_far_an_evaluation_is(monkeypatch: pytest.MonkeyPatch)
     seconds = iter([0.0, 4.0, 11.0, 12.0, 22.0, 40.0])
     monkeypatch.setattr("runner.tracking.console.plain.time.monotonic", lambda: next(seconds))
     lines = io.StringIO()
-    plain = PlainConsole(lines)
+    plain = LineConsole(lines)
     for done in range(6):
-        plain.show_activity("validation", done, 5, "batches")
+        show_validation(plain, done)
     assert lines.getvalue() == "validation: 2 of 5 batches\nvalidation: 4 of 5 batches\n"
     monkeypatch.undo()
     rich = start_bar(io.StringIO(), 20)
-    rich.show_record({"kind": "train", "step": 5}, "", "loss 3.4")
-    rich.show_activity("validation", 2, 5, "batches")
+    rich.show("step", {"step": 5}, "", "loss 3.4")
+    show_validation(rich, 2)
     assert rich._bar is not None and rich._bar.tasks[0].fields["numbers"] == "validation 2/5 batches"
-    rich.show_activity("validation", 5, 5, "batches")
+    show_validation(rich, 5)
     assert rich._bar.tasks[0].fields["numbers"] == "loss 3.4"
     rich.stop()
 

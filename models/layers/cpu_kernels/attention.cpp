@@ -323,14 +323,14 @@ enum Type { FP32, BF16, UPCAST };  // of the tensors; UPCAST: bf16, with product
 
 // x: q, k, v, out; strides: three of each. mask: (B, T, T) bytes, or null.
 int lm_runner_attention_forward(
-    const int64_t* shape, const int64_t* strides, const void* const* x, const uint8_t* mask, float* lse, float scale, int type, int threads) {
+    const int64_t* shape, const int64_t* strides, const void* const* x, const uint8_t* mask, float* lse, float scale, int64_t type, int threads) {
   const Shape s{shape[0], shape[1], shape[2], shape[3], shape[4]};
   return (type == BF16 ? forward<bf16, bf16> : type == UPCAST ? forward<bf16, float> : forward<float, float>)(s, strides, x, mask, lse, scale, threads);
 }
 
 // x: gradient of out, q, k, v, then the gradients of q, k, v, which are written.
 int lm_runner_attention_backward(
-    const int64_t* shape, const int64_t* strides, const void* const* x, const uint8_t* mask, const float* lse, float scale, int type, int threads) {
+    const int64_t* shape, const int64_t* strides, const void* const* x, const uint8_t* mask, const float* lse, float scale, int64_t type, int threads) {
   const Shape s{shape[0], shape[1], shape[2], shape[3], shape[4]};
   return (type == BF16 ? backward<bf16, bf16> : type == UPCAST ? backward<bf16, float> : backward<float, float>)(s, strides, x, mask, lse, scale, threads);
 }

@@ -1,7 +1,7 @@
 """Attention within documents on x86 CPUs by the C++ kernel: FlashAttention (https://arxiv.org/abs/2205.14135), forward
 and backward, document by document.
 
-A mask of another kind, e.g. with sliding windows, is computed with all scores at once: as exact, and slow.
+A mask of another kind, e.g. with sliding windows, is refused: `LanguageModel.attention_sizes` is None for such models.
 
 Scores are products of the input's precision summed in fp32; softmax is computed in fp32; probabilities are rounded to
 the input's precision for the next product, unless products in bf16 are computed in fp32 (`upcast_products`). Results do
@@ -12,22 +12,19 @@ Shapes: B rows, T tokens, N query heads, K key/value heads, H head width.
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from models.layers.cpu_kernels.library import call_kernel
 from models.layers.cpu_kernels.upcast_products import are_products_upcast
-from models.layers.ops import custom_op
+from models.layers.ops import custom_op, empty_heads
 
-FUSED_DTYPES = (torch.float32, torch.bfloat16)
-LANES = 16  # the head width is a multiple
+LANES = 16  # the width is a multiple
 
 
-def supports(dtype: torch.dtype, head_width: int) -> bool:
-    """Return whether the kernel computes attention of such heads, where oneDNN has the matrix product."""
-    return dtype in FUSED_DTYPES and head_width % LANES == 0
+def supports(dtype: torch.dtype, width: int) -> bool:
+    """Return whether the kernels compute heads or SwiGLU networks of this width, where oneDNN has the matrix product."""
+    return dtype in (torch.float32, torch.bfloat16) and width % LANES == 0
 
 
 def check_product(dtype: torch.dtype, head_width: int) -> None:
@@ -39,23 +36,19 @@ def check_product(dtype: torch.dtype, head_width: int) -> None:
     fused_attention(x, x, x, None)
 
 
-@custom_op("lm_runner::fused_attention")
+@custom_op("lm_runner::fused_attention", is_saved=True)
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """q: (B, N, T, H); k, v: (B, K, T, H); mask: (B, 1, T, T), None: causal -> (B, N, T, H) and the log-sum-exp of the
     scores (B, N, T).
     """
-    out, lse = _empty_like(q), _new_lse(q)
-    if not _call("lm_runner_attention_forward", q, k, [q, k, v, out], mask, lse):
-        with torch.autocast("cpu", enabled=False):
-            scores = _scores(q, k, mask)
-            lse.copy_(scores.logsumexp(-1).flatten(1, 2))
-            out.copy_((scores.softmax(-1).to(q.dtype) @ v.unsqueeze(2)).flatten(1, 2))
+    out, lse = empty_heads(q), _new_lse(q)
+    _call("lm_runner_attention_forward", q, k, [q, k, v, out], mask, lse)
     return out, lse
 
 
 @torch.library.register_fake("lm_runner::fused_attention")
 def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _empty_like(q), _new_lse(q)
+    return empty_heads(q), _new_lse(q)
 
 
 @custom_op("lm_runner::fused_attention_backward")
@@ -63,28 +56,19 @@ def fused_attention_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """g: (B, N, T, H), gradient of the output -> gradients of q, k and v."""
-    gradients = _empty_like(q), _empty_like(k), _empty_like(v)
-    if not _call("lm_runner_attention_backward", q, k, [g, q, k, v, *gradients], mask, lse):
-        scale, (dq, dk, dv) = q.shape[-1] ** -0.5, gradients
-        q, g, lse = (x.unflatten(1, (k.shape[1], -1)) for x in (q, g, lse))  # (B, K, r, T, ...)
-        with torch.autocast("cpu", enabled=False):
-            probs = (_scores(q.flatten(1, 2), k, mask) - lse.unsqueeze(-1)).exp()
-            dp = g.float() @ v.unsqueeze(2).float().mT
-            ds = (probs * (dp - (probs * dp).sum(-1, keepdim=True) / probs.sum(-1, keepdim=True))).to(q.dtype)
-            dq.copy_((ds @ k.unsqueeze(2)).flatten(1, 2) * scale)
-            dk.copy_((ds.mT @ q).sum(2) * scale)
-            dv.copy_((probs.to(g.dtype).mT @ g).sum(2))
+    gradients = empty_heads(q), empty_heads(k), empty_heads(v)
+    _call("lm_runner_attention_backward", q, k, [g, q, k, v, *gradients], mask, lse)
     return gradients
 
 
 @torch.library.register_fake("lm_runner::fused_attention_backward")
 def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_like(q), _empty_like(k), _empty_like(v)
+    return empty_heads(q), empty_heads(k), empty_heads(v)
 
 
-def _call(name: str, q: Tensor, k: Tensor, tensors: list[Tensor], mask: Tensor | None, lse: Tensor) -> bool:
+def _call(name: str, q: Tensor, k: Tensor, tensors: list[Tensor], mask: Tensor | None, lse: Tensor) -> None:
     """Call the kernel with the address and the strides of each tensor; an input whose heads are not contiguous is
-    copied. Return whether it was computed.
+    copied.
     """
     (B, N, T, H), K = q.shape, k.shape[1]
     if not all(tensor.dtype == q.dtype for tensor in tensors):
@@ -96,40 +80,12 @@ def _call(name: str, q: Tensor, k: Tensor, tensors: list[Tensor], mask: Tensor |
     tensors = [tensor if tensor.stride(-1) == 1 or H == 1 else tensor.contiguous() for tensor in tensors]
     mask = None if mask is None else mask.expand(B, 1, T, T).contiguous()
     strides = [stride for tensor in tensors for stride in tensor.stride()[:3]]
-    return call_kernel(
-        name,
-        (ctypes.c_int64 * 5)(B, N, K, T, H),
-        (ctypes.c_int64 * len(strides))(*strides),
-        (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors)),
-        ctypes.c_void_p(None if mask is None else mask.data_ptr()),
-        ctypes.c_void_p(lse.data_ptr()),
-        ctypes.c_float(H**-0.5),
-        ctypes.c_int(_kernel_type(q.dtype)),
-        ctypes.c_int(torch.get_num_threads()),
-    )
+    call_kernel(name, [B, N, K, T, H], strides, tensors, mask, lse, H**-0.5, _kernel_type(q.dtype))
 
 
 def _kernel_type(dtype: torch.dtype) -> int:
     """Return the `Type` of attention.cpp."""
     return 0 if dtype == torch.float32 else 2 if are_products_upcast() else 1
-
-
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the scaled scores (B, K, r, T, T) in fp32, -inf where attention is not allowed. r: query heads of each key
-    head.
-    """
-    T = q.shape[2]
-    allowed = torch.ones(T, T, dtype=torch.bool).tril() if mask is None else mask.unsqueeze(1)
-    scores = q.unflatten(1, (k.shape[1], -1)).float() @ k.unsqueeze(2).float().mT
-    return (scores * q.shape[-1] ** -0.5).masked_fill(~allowed, -torch.inf)
-
-
-def _empty_like(x: Tensor) -> Tensor:
-    """Return an empty tensor of the shape of x (B, heads, T, H), stored as (B, T, heads, H): the layout of the
-    projections before and after.
-    """
-    B, N, T, H = x.shape
-    return x.new_empty((B, T, N, H)).transpose(1, 2)
 
 
 def _new_lse(q: Tensor) -> Tensor:

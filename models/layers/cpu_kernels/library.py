@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 SOURCES = tuple(
     Path(__file__).parent / name for name in ("attention.cpp", "swiglu.cpp", "weight_gradient.cpp", "product.cpp")
@@ -83,19 +84,32 @@ def load_library(name: str, sources: Sequence[Path], headers: Sequence[Path], fo
         raise KernelsUnavailableError(str(error)[:MAX_MESSAGE]) from error
 
 
-def call_kernel(name: str, *arguments: object) -> bool:
-    """Call a function of the library; return whether it has computed the result: not for a mask that is not one of
-    documents.
+def call_kernel(name: str, *arguments: Tensor | list[Tensor] | list[int] | float | None) -> None:
+    """Call a function of the library with these arguments and the number of threads.
 
-    Raises KernelsUnavailableError where oneDNN has no such matrix product for this processor, MemoryError.
+    Raises KernelsUnavailableError where oneDNN has no such matrix product for this processor, ValueError for a mask
+    that is not one of documents, MemoryError.
     """
     assert _library is not None, "load_kernels was not called"
-    status = getattr(_library, name)(*arguments)
+    status = getattr(_library, name)(*map(_as_c, arguments), ctypes.c_int(torch.get_num_threads()))
     if status == 1:
         raise KernelsUnavailableError("oneDNN has no matrix product of this type for this processor")
+    if status == 2:
+        raise ValueError(f"{name} needs a mask of documents")
     if status == 3:
         raise MemoryError(f"{name} could not allocate its buffers")
-    return bool(status == 0)
+
+
+def _as_c(value: Tensor | list[Tensor] | list[int] | float | None) -> object:
+    """Return the address of a tensor, an array of addresses or of int64, int for a bool, int64, float, or null."""
+    if isinstance(value, list):
+        numbers = [item.data_ptr() if isinstance(item, Tensor) else item for item in value]
+        return (ctypes.c_int64 * len(numbers))(*numbers)
+    if isinstance(value, bool):
+        return ctypes.c_int(value)
+    if isinstance(value, int | float):
+        return ctypes.c_int64(value) if isinstance(value, int) else ctypes.c_float(value)
+    return ctypes.c_void_p(None if value is None else value.data_ptr())
 
 
 def _compile(compiler: str, sources: Sequence[Path], library: Path) -> None:

@@ -21,13 +21,13 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from models.layers.cpu_kernels.product_kernel import multiply_by_kernel, supports_product
+from models.layers.cpu_kernels.library import call_kernel
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -77,8 +77,6 @@ def upcast_products(enabled: bool, *, by_kernel: bool = False) -> None:
             compute = _upcast_kernel(kernel, DIMENSIONS[name])
             library.impl(name, compute, "CPU", with_keyset=True)
             library.impl(f"{name}.out", _with_output(compute), "CPU", with_keyset=True)
-            if name.startswith(("add", "badd")):
-                library.impl(f"{name}_", _in_place(compute), "CPU", with_keyset=True)
     _overrides = library
 
 
@@ -105,9 +103,9 @@ def _upcast_kernel(kernel: Any, dimensions: int) -> Callable[..., Tensor]:
             result: Tensor = kernel.call_boxed(keys, *args, **kwargs)
             return result
         out = a.new_empty(*a.shape[:-1], b.shape[-1])
-        if len(args) == 2:
-            return multiply(a, b, out) if dimensions == 2 else _multiply_batch(a, b, out)
-        return _multiply_add(args[0], a, b, out, kwargs.get("beta", 1), kwargs.get("alpha", 1))
+        if args[:-2] or dimensions == 3:
+            return _multiply_add(args[0] if args[:-2] else None, a, b, out, **kwargs)
+        return multiply(a, b, out)
 
     return compute
 
@@ -127,20 +125,6 @@ def _with_output(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return out.copy_(result)
 
     return compute_into
-
-
-def _in_place(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return `compute` for the variant that overwrites its first argument."""
-
-    def overwrite(keys: Any, c: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        result = compute(keys, c, *args, **kwargs)
-        if c.shape != result.shape:
-            raise RuntimeError(
-                f"The result has the shape {tuple(result.shape)}, and the tensor to overwrite {tuple(c.shape)}"
-            )
-        return c.copy_(result)
-
-    return overwrite
 
 
 def _is_upcast(a: Tensor, b: Tensor, dimensions: int) -> bool:
@@ -178,59 +162,51 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
     return out
 
 
-@_without_autocast
-def projection_gradients_upcast(
-    g: Tensor, x: Tensor, weight: Tensor, sizes: Sequence[int]
-) -> tuple[Tensor, list[Tensor]]:
-    """Return the gradients of x (n, D) and, in fp32, of each part of `weight` (sum of sizes, D), from that of the
-    output, g (n, sum of sizes).
-
-    The same numbers as those of `multiply`, but each number of g is cast once, unless the kernel converts them.
-    """
-    if _by_kernel:
-        parts = g.split([*sizes], dim=1)
-        return multiply(g, weight, x.new_empty(x.shape)), [
-            multiply(part.t(), x, x.new_empty(part.shape[1], x.shape[1], dtype=torch.float32)) for part in parts
-        ]
-    dx, weight = x.new_empty(x.shape), weight.float()
-    dw: list[Tensor | None] = [None] * len(sizes)
-    for block in _blocks(len(g), g.shape[1] + x.shape[1]):
-        g_block, x_block = g[block].float(), x[block].float()
-        dx[block] = g_block @ weight
-        dw = [
-            _multiply_fp32(part.t(), x_block, total)
-            for part, total in zip(g_block.split([*sizes], dim=1), dw, strict=True)
-        ]
-    return dx, [
-        x.new_zeros(size, x.shape[1], dtype=torch.float32) if total is None else total
-        for size, total in zip(sizes, dw, strict=True)
-    ]
-
-
 def _multiply_fp32(a: Tensor, b: Tensor, total: Tensor | None) -> Tensor:
     """Return a @ b, or total + a @ b."""
     return a @ b if total is None else torch.addmm(total, a, b)
 
 
 @_without_autocast
-def _multiply_batch(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """a: (S, M, K), b: (S, K, N) -> out (S, M, N)."""
-    for block in _blocks(len(a), _numbers(a) + _numbers(b) + _numbers(out), smallest=1):
-        out[block] = a[block].float() @ b[block].float()
+def _multiply_add(c: Tensor | None, a: Tensor, b: Tensor, out: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """a: (M, K), b: (K, N), or S of each -> out (M, N) = beta * c + alpha * a @ b; c: anything that broadcasts to out,
+    or None, only for S of them.
+    """
+    is_batch = a.dim() == 3
+    c = None if c is None else c.expand(out.shape)
+    numbers = _numbers(a) + (1 if c is None else 2) * _numbers(out) + (_numbers(b) if is_batch else 0)
+    b = b if is_batch else b.float()
+    for block in _blocks(len(a), numbers, smallest=1 if is_batch else MIN_BLOCK):
+        a_block, b_block = a[block].float(), b[block].float() if is_batch else b
+        if c is None:
+            out[block] = a_block @ b_block
+        else:
+            add = torch.baddbmm if is_batch else torch.addmm
+            out[block] = add(c[block].float(), a_block, b_block, beta=beta, alpha=alpha)
     return out
 
 
-@_without_autocast
-def _multiply_add(c: Tensor, a: Tensor, b: Tensor, out: Tensor, beta: float, alpha: float) -> Tensor:
-    """a: (M, K), b: (K, N), or S of each -> out (M, N) = beta * c + alpha * a @ b; c: anything that broadcasts to out."""
-    c, is_batch = c.expand(out.shape), a.dim() == 3
-    if is_batch:
-        for block in _blocks(len(a), _numbers(a) + _numbers(b) + 2 * _numbers(out), smallest=1):
-            out[block] = torch.baddbmm(c[block].float(), a[block].float(), b[block].float(), beta=beta, alpha=alpha)
+def supports_product(a: Tensor, b: Tensor, out: Tensor) -> bool:
+    """Return whether the kernel computes out (M, N) = a (M, K) @ b (K, N): operands in bf16, each with contiguous rows
+    or columns, out as well.
+    """
+    if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16 or out.dtype not in (torch.bfloat16, torch.float32):
+        return False
+    return all(1 in x.stride() and x.numel() > 0 for x in (a, b, out))
+
+
+def multiply_by_kernel(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
+    """a: (M, K), b: (K, N) -> out (M, N) = a @ b, or out += a @ b in fp32: those of `supports_product`.
+
+    Raises MemoryError.
+    """
+    if out.stride(1) != 1:
+        multiply_by_kernel(b.t(), a.t(), out.t(), add=add)
         return out
-    b = b.float()
-    for block in _blocks(len(a), _numbers(a) + 2 * _numbers(out)):
-        out[block] = torch.addmm(c[block].float(), a[block].float(), b, beta=beta, alpha=alpha)
+    is_fp32 = out.dtype == torch.float32
+    call_kernel(
+        "lm_runner_multiply", a, *a.stride(), b, *b.stride(), out, out.stride(0), *out.shape, a.shape[1], is_fp32, add
+    )
     return out
 
 

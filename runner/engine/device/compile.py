@@ -1,6 +1,6 @@
 """torch.compile: whether and in which mode the layers are compiled.
 
-`train.compile=auto` decides from settings; a long run on a CPU measures, too (choices/).
+`train.compile=auto` decides from settings; a long run on a CPU measures, too (autotune/).
 """
 
 from __future__ import annotations

@@ -6,12 +6,12 @@ Shapes: (M, N) of a matrix, M <= N after a tall one is transposed; (G, M, N) of 
 
 from __future__ import annotations
 
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from runner.engine.choices.measured_choice import KernelChoice
+from runner.engine.autotune.kernel_choice import times_of_growing_operands
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,10 +24,7 @@ MIN_NORM = 1e-7
 BATCH_NUMBERS = 2**21
 # N / M above which steps on x x^T need fewer operations: 17 M^3 + 2 M^2 N multiplications instead of 5 M^3 + 10 M^2 N
 GRAM_RATIO = 1.5
-MEASURED_FLOP = 2e11  # of measure_orthogonalization: one second at 200 GFLOP/s
-# of these FLOP, to find variants that are not measured on: those slower by this factor than the fastest
-PILOT_SHARE, PILOT_FACTOR = 0.02, 4
-TURNS = 3
+MATRICES_PER_SHAPE = 4  # matrices of each shape that are timed
 
 
 class Orthogonalization(NamedTuple):
@@ -79,21 +76,6 @@ def orthogonalize(batch: Sequence[Tensor], name: str) -> list[Tensor]:
     return [result.T if _is_tall(matrix) else result for result, matrix in zip(results, batch, strict=True)]
 
 
-def orthogonalization_choice(shapes: Sequence[tuple[int, ...]], apply: Callable[[str], None]) -> KernelChoice:
-    """Return the choice between ORTHOGONALIZATIONS for matrices of these shapes, (M, N) of each."""
-    default, *others = ORTHOGONALIZATIONS
-    counts = Counter(f"{rows}x{columns}" for rows, columns in shapes)
-    return KernelChoice(
-        fact="orthogonalization",
-        default=default,
-        others=tuple(others),
-        workload=dict(sorted(counts.items())),
-        measure=lambda names: measure_orthogonalization(((rows, columns) for rows, columns in shapes), names),
-        apply=apply,
-        unit="ms an update",
-    )
-
-
 def _is_tall(matrix: Tensor) -> bool:
     return matrix.shape[0] > matrix.shape[1]
 
@@ -133,47 +115,27 @@ def _gram_polynomial(gram: Tensor) -> Tensor:
 
 
 def measure_orthogonalization(shapes: Iterable[tuple[int, int]], names: Sequence[str]) -> dict[str, float]:
-    """Return variant -> seconds of one orthogonalisation of CPU matrices of these shapes, one item per matrix.
-
-    The variants take turns, and the minimum counts. A sample of each shape is measured, of smaller matrices where two
-    are too many operations: all together MEASURED_FLOP. A short pilot excludes variants that are slower by
-    PILOT_FACTOR, as bf16 where the processor has no instructions for it: their seconds are those of the pilot. Leaves
-    torch's global random state as it is.
+    """Return variant -> the shortest time to orthogonalize a sample of CPU matrices of these shapes, one item per
+    matrix, seconds. Leaves torch's global random state as it is.
     """
     import torch
 
     counts = Counter((min(shape), max(shape)) for shape in shapes)
+
+    def runs(largest: int) -> tuple[float, dict[str, Callable[[], object]]]:
+        generator = torch.Generator().manual_seed(0)
+        sample = [
+            torch.randn(min(rows, largest), min(columns, largest), generator=generator)
+            for (rows, columns), count in counts.items()
+            for _ in range(min(count, MATRICES_PER_SHAPE))
+        ]
+        flops = sum(float(len(matrix)) ** 2 * matrix.shape[1] for matrix in sample)
+        return flops, {name: partial(_orthogonalize_all, sample, name) for name in names}
+
     with torch.no_grad():
-        seconds = _measure(counts, names, PILOT_SHARE * MEASURED_FLOP)
-        measured = [name for name in names if seconds[name] <= PILOT_FACTOR * min(seconds.values())]
-        if len(measured) > 1:
-            seconds |= _measure(counts, measured, (1 - PILOT_SHARE) * MEASURED_FLOP)
-    return seconds
+        return times_of_growing_operands(runs)
 
 
-def _measure(counts: Counter[tuple[int, int]], names: Sequence[str], flop: float) -> dict[str, float]:
-    """`counts`: (M, N) -> number of matrices; `flop`: of all turns of all variants."""
-    import torch
-
-    generator = torch.Generator().manual_seed(0)  # torch's own random state must not depend on what is measured
-    share = flop / len(names) / TURNS / sum(count * _flop(*shape) for shape, count in counts.items())
-    seconds = dict.fromkeys(names, 0.0)
-    for shape, count in counts.items():
-        size = max(min(count, 2), min(count, int(count * share)))
-        scale = min(1.0, count * share / size) ** (1 / 3)
-        rows, columns = (max(1, int(dimension * scale)) for dimension in shape)
-        sample = [torch.randn(rows, columns, generator=generator) for _ in range(size)]
-        times: dict[str, list[float]] = defaultdict(list)
-        for name in list(names) * TURNS:
-            start = time.perf_counter()
-            for batch in split_batches(sample, name):
-                orthogonalize(batch, name)
-            times[name].append(time.perf_counter() - start)
-        for name in names:
-            seconds[name] += min(times[name]) * count * _flop(*shape) / (size * _flop(rows, columns))
-    return seconds
-
-
-def _flop(rows: int, columns: int) -> float:
-    """Return the operations of one (M, N) matrix without _gram_polynomial, which needs fewer."""
-    return NEWTON_SCHULZ_STEPS * (4.0 * rows**2 * columns + 2.0 * rows**3)
+def _orthogonalize_all(matrices: Iterable[Tensor], name: str) -> None:
+    for batch in split_batches(matrices, name):
+        orthogonalize(batch, name)

@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from runner.engine.autotune.kernel_choice import KernelChoice
 from runner.engine.device.mesh import distribute_like, full_tensor
-from runner.engine.optim.orthogonalize import orthogonalize, split_batches
+from runner.engine.optim.orthogonalize import (
+    ORTHOGONALIZATIONS,
+    measure_orthogonalization,
+    orthogonalize,
+    split_batches,
+)
 
 
 class NoDynamoOptimizer(Optimizer):
@@ -72,3 +81,23 @@ class Muon(NoDynamoOptimizer):
         buffer.copy_(torch.where(skip, buffer, momentum))
         # fsdp: one gather for each matrix, not one for each product
         return full_tensor(grad.lerp(momentum, group["momentum"]))
+
+
+def orthogonalization_choice(optimizers: Sequence[Muon]) -> KernelChoice:
+    """Return the choice between ORTHOGONALIZATIONS for the matrices of the optimizers."""
+    default, *others = ORTHOGONALIZATIONS
+    shapes = [tuple(p.shape) for part in optimizers for group in part.param_groups for p in group["params"]]
+
+    def apply(kernel: str) -> None:
+        for part in optimizers:
+            part.orthogonalization = kernel
+
+    return KernelChoice(
+        fact="orthogonalization",
+        default=default,
+        others=tuple(others),
+        workload=dict(sorted(Counter(f"{rows}x{columns}" for rows, columns in shapes).items())),
+        measure=partial(measure_orthogonalization, shapes),
+        apply=apply,
+        unit="ms a sample",
+    )

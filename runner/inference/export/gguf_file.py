@@ -7,8 +7,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 from gguf import (
@@ -26,11 +29,16 @@ from gguf import (
 
 from common.errors import UserError
 from models.families.decoder import DecoderConfig
-from runner.inference.export.gguf_tokenizer import CONVERTER_FIX, add_tokenizer, check_tokenizer_is_supported
-
-if TYPE_CHECKING:
-    from models.language_model import LanguageModel
-    from runner.inference.load import LoadedModel
+from models.formats.save import save_model
+from models.language_model import LanguageModel
+from runner.inference.export.gguf_tokenizer import (
+    CONVERTER_FIX,
+    GENERATION_TAGS,
+    add_tokenizer,
+    check_tokenizer_is_supported,
+)
+from runner.inference.export.hf_compatibility import make_readable_by_transformers_4, model_class_of
+from runner.inference.load import LoadedModel
 
 # model_type of config.json -> architecture of llama.cpp
 ARCHITECTURES = {
@@ -46,6 +54,9 @@ QUANTIZATIONS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0":
 # largest error of a value, relative to the largest of its tensor
 ROUNDING = {"float32": 0.0, "float16": 1e-3, "bfloat16": 8e-3, "q8_0": 1e-2}
 YARN_BETAS = (32.0, 1.0)  # of llama.cpp: it does not read those of a file
+CONVERTER_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}  # --outtype of convert_hf_to_gguf.py
+MAX_SUM_ERROR = 1e-6  # relative; of sums over all weights in another order
+NEWER_CONVERTER = "use the converter of a newer llama.cpp; verify=false keeps the file"
 EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)\.weight")
 
 
@@ -69,10 +80,10 @@ def write_gguf(path: Path, source: LoadedModel, dtype: str, name: str) -> dict[s
     for hf_name, array in _decoder_arrays(source.model, cfg, permuted=architecture is MODEL_ARCH.LLAMA).items():
         gguf_name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
         assert gguf_name is not None, hf_name
-        tensors[gguf_name] = array
-    for gguf_name, array in tensors.items():
-        kind = GGMLQuantizationType.F32 if array.ndim == 1 or _is_router(gguf_name) else _quantization(array, dtype)
+        is_exact = array.ndim == 1 or "ffn_gate_inp" in gguf_name  # the router
+        kind = GGMLQuantizationType.F32 if is_exact else _quantization(array, dtype)
         writer.add_tensor(gguf_name, quants.quantize(array, kind), raw_dtype=kind)
+        tensors[gguf_name] = array
     if cfg.rope_scaling is not None and cfg.rope_scaling.type == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_factors(cfg))
     writer.write_header_to_file()
@@ -82,43 +93,69 @@ def write_gguf(path: Path, source: LoadedModel, dtype: str, name: str) -> dict[s
     return tensors
 
 
-def largest_tensor_error(path: Path, tensors: dict[str, np.ndarray]) -> float:
-    """Read the file again; return the largest difference from `tensors`, relative to the largest value of each: what
-    rounding has changed.
-
-    Raises ValueError if a tensor is missing or of another shape.
-    """
+def check_written(path: Path, tensors: dict[str, np.ndarray], dtype: str) -> str:
+    """Read the file again, and compare each tensor relative to its largest value. Raises UserError."""
     stored = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
-    if missing := tensors.keys() - stored.keys():
-        raise ValueError(f"{path} has no tensor {min(missing)}")
-    largest = 0.0
+    difference, limit = 0.0, ROUNDING[dtype]
     for name, expected in tensors.items():
         values = quants.dequantize(stored[name].data, stored[name].tensor_type).reshape(expected.shape)
-        largest = max(largest, float(np.abs(values - expected).max() / max(np.abs(expected).max(), 1e-12)))
-    return largest
+        difference = max(difference, float(np.abs(values - expected).max() / max(np.abs(expected).max(), 1e-12)))
+    if not difference <= limit:
+        raise UserError(
+            f"a tensor of model.gguf differs by {difference:.2g} of its largest value, rounding to {dtype} by {limit:.0e}",
+            str(path),
+            "report this",
+        )
+    return f"read again: {len(tensors)} tensors, largest difference {difference:.1g} of a tensor's largest value"
 
 
-def norm_difference_and_tokens(path: Path, model: LanguageModel) -> tuple[float, list[str]]:
-    """Return the difference of the norm of all matrices in the file from that of the model's, relative to the latter,
-    and the tokens by id.
+def convert(converter: str, path: Path, source: LoadedModel, dtype: str) -> None:
+    """Write a Hugging Face folder beside `path` and let llama.cpp's converter read it; the user names that program, so
+    it is trusted.
+    """
+    with TemporaryDirectory(dir=path.parent) as temporary:
+        folder = Path(temporary)
+        save_model(folder, source.model, source.model.cfg, source.tokenizer.folder, source.tokenizer.stop_ids)
+        if (template := folder / "chat_template.jinja").exists():
+            template.write_text(GENERATION_TAGS.sub("", source.tokenizer.chat_template or ""), encoding="utf-8")
+        make_readable_by_transformers_4(folder, model_class_of(source))
+        options = ["--outfile", str(path), "--outtype", CONVERTER_DTYPES.get(dtype, dtype)]
+        command = [sys.executable, converter, temporary, *options]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
+    if done.returncode or not path.is_file():
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        raise UserError(
+            f"the converter failed: {lines[-1] if lines else 'it wrote no file and no message'}",
+            f"converter={converter}",
+            "format=hf, then convert the folder yourself to see all of its output",
+        )
 
-    The norm does not depend on how matrices are named, fused, split, stacked or permuted; vectors are left out, some
-    converters add 1 to those of norms. Raises KeyError if the file has no tokens.
+
+def check_converted(converter: str, path: Path, source: LoadedModel, dtype: str) -> str:
+    """Compare what does not depend on how a converter names, splits and orders the weights: tokens, and the norm of all
+    matrices. Vectors are left out: some converters add 1 to those of norms.
+
+    Raises UserError, and KeyError if the file has no tokens.
     """
     reader = GGUFReader(path)
-    stored = sum(
-        float(np.square(quants.dequantize(t.data, t.tensor_type), dtype=np.float64).sum())
-        for t in reader.tensors
-        if len(t.shape) > 1
-    )
-    expected = sum(
-        float(tensor.detach().double().square().sum())
-        for name, tensor in model.named_parameters()
-        if tensor.ndim > 1 and ".lora." not in name
-    )
-    return abs(math.sqrt(stored) - math.sqrt(expected)) / math.sqrt(expected), reader.fields[
-        "tokenizer.ggml.tokens"
-    ].contents()
+    stored, expected = 0.0, 0.0
+    for tensor in reader.tensors:
+        if len(tensor.shape) > 1:
+            values = quants.dequantize(tensor.data, tensor.tensor_type)
+            stored += float(np.square(values, dtype=np.float64).sum())
+    for name, parameter in source.model.named_parameters():
+        if parameter.ndim > 1 and ".lora." not in name:
+            expected += float(parameter.detach().double().square().sum())
+    difference = abs(math.sqrt(stored) - math.sqrt(expected)) / math.sqrt(expected)
+    if not difference <= max(ROUNDING[dtype], MAX_SUM_ERROR):
+        message = f"the norm of all matrices that the converter wrote differs by {difference:.2g} of that of the model"
+        raise UserError(message, f"converter={converter}", NEWER_CONVERTER)
+    tokens, tokenizer = reader.fields["tokenizer.ggml.tokens"].contents(), source.tokenizer
+    own = {token: number for token, number in tokenizer.token_ids().items() if token not in tokenizer.control_ids}
+    if wrong := [token for token, number in own.items() if number >= len(tokens) or tokens[number] != token]:
+        message = f"{len(wrong)} tokens of model.gguf differ from those of the tokenizer, e.g. {min(wrong)!r}"
+        raise UserError(message, f"converter={converter}", NEWER_CONVERTER)
+    return f"read again: {len(own)} tokens are those of the tokenizer; the norm of all matrices differs by {difference:.1g} of that of the model"
 
 
 def _supported_config(model: LanguageModel) -> DecoderConfig:
@@ -134,15 +171,12 @@ def _supported_config(model: LanguageModel) -> DecoderConfig:
     model_type = cfg.to_hf_config()["model_type"]
     if model_type not in ARCHITECTURES or (cfg.qk_norm and cfg.attention_bias):
         raise UserError(f"llama.cpp does not compute a {model_type} with these biases", "format=gguf", CONVERTER_FIX)
-    if cfg.rope_scaling is not None and cfg.rope_scaling.type == "llama3" and ARCHITECTURES[model_type] != "LLAMA":
+    scaling = cfg.rope_scaling
+    if scaling is not None and scaling.type == "llama3" and ARCHITECTURES[model_type] != "LLAMA":
         raise UserError(
             f"llama.cpp has no model.rope_scaling.type=llama3 for a {model_type}", "format=gguf", CONVERTER_FIX
         )
-    if (
-        cfg.rope_scaling is not None
-        and cfg.rope_scaling.type == "yarn"
-        and (cfg.rope_scaling.beta_fast, cfg.rope_scaling.beta_slow) != YARN_BETAS
-    ):
+    if scaling is not None and scaling.type == "yarn" and (scaling.beta_fast, scaling.beta_slow) != YARN_BETAS:
         raise UserError(
             f"llama.cpp takes beta_fast and beta_slow of YaRN from its command line, a file with others than {YARN_BETAS} would be computed wrongly",
             "format=gguf",
@@ -161,10 +195,6 @@ def _quantization(array: np.ndarray, dtype: str) -> Any:
     kind = GGMLQuantizationType[QUANTIZATIONS[dtype]]
     # rows that no number of blocks fills
     return kind if array.shape[-1] % GGML_QUANT_SIZES[kind][0] == 0 else GGMLQuantizationType.F16
-
-
-def _is_router(gguf_name: str) -> bool:
-    return "ffn_gate_inp" in gguf_name
 
 
 def _decoder_arrays(model: LanguageModel, cfg: DecoderConfig, permuted: bool) -> dict[str, np.ndarray]:
@@ -193,8 +223,6 @@ def _decoder_arrays(model: LanguageModel, cfg: DecoderConfig, permuted: bool) ->
 
 def _llama3_factors(cfg: DecoderConfig) -> np.ndarray:
     """Return by what the frequency of each channel pair is divided, (H/2,)."""
-    import dataclasses
-
     from models.layers.attention_block import rope_frequencies
 
     plain, scaled = rope_frequencies(dataclasses.replace(cfg, rope_scaling=None))[0], rope_frequencies(cfg)[0]

@@ -10,11 +10,19 @@ from typing import Any
 
 from common.guarded_files import read_source_file
 from models.formats.json_files import read_json_file, write_json_file
+from runner.inference.load import LoadedModel
 
 TOKENIZER_CLASSES_OF_5 = ("TokenizersBackend", "PythonBackend")  # transformers 4 does not know them
 GENERIC_TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # reads tokenizer.json as it is, in both versions
 JINJA_FILE, MAX_TEMPLATE_BYTES = "chat_template.jinja", 4 << 20
 CODE_FIELDS = ("auto_map", "custom_pipelines")  # name files of Python
+
+
+def model_class_of(source: LoadedModel) -> str | None:
+    """Return the name of the class of transformers that a model is one of; None: config.json of the decoder names it."""
+    from models.families.transformers import TransformersConfig
+
+    return type(source.model.hf).__name__ if isinstance(source.model.cfg, TransformersConfig) else None
 
 
 def make_readable_by_transformers_4(folder: Path, model_class: str | None = None) -> list[str]:

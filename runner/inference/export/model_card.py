@@ -7,25 +7,23 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from common.errors import strip_control
-from common.filesystem import read_bounded, read_json_object
+from common.filesystem import read_json_object
 from common.hub import hub_name_of, parse_hub_name
-from common.limits.parsers import parse_yaml
 from common.paths import command_line
-
-if TYPE_CHECKING:
-    from runner.inference.load import LoadedModel
+from runner.inference.export.formats import ExportSettings
+from runner.inference.load import LoadedModel
+from runner.run_dir.metadata import RunMetadata
+from runner.run_dir.saved_config import OVERRIDES_FILE, load_yaml
 
 MAX_CELL = 300  # characters of a value
 MAX_CARD_ENTRIES = 50  # files of data, overrides
-OVERRIDES_LIMIT = 1 << 20
 # all but its last name: folders of this machine are no fact about the model
 ABSOLUTE_PATH = re.compile(r"(?<![\w.])/(?:[^\s,'\"\]\[=]+/)*(?=[^\s,'\"/\]\[=])")
 NOT_IN_TITLE = re.compile(r"[^\w .+-]")
@@ -42,92 +40,56 @@ GENERATE = """output = model.generate(**inputs, max_new_tokens=128)
 print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))"""
 
 
-@dataclass(frozen=True)
-class ModelFacts:
-    """What the card and the lines after an export say."""
-
-    format: str
-    is_chat: bool
-    license: str | None
-    base_model: str | None  # name on the hub
-    relation: str | None  # of the model to base_model, as the hub names it: adapter, quantized or finetune
-    rows: dict[str, str]  # of the table
-    commands: list[str]
-
-    @classmethod
-    def collect(
-        cls,
-        source: LoadedModel,
-        run: Mapping[str, Any],
-        run_dir: Path,
-        format: str,
-        dtype: str,
-        license: str | None,
-        base_model: str | None,
-    ) -> ModelFacts:
-        """`run`: the content of run.json, {} for a folder without a run."""
-        start = run.get("init_from") or (None if run else source.folder)
-        lineage, of_hub = _lineage(Path(str(start))) if start else ([], None)
-        base_model = base_model or of_hub
-        relation = "adapter" if format == "peft" else "quantized" if dtype == "q8_0" else "finetune" if run else None
-        model = source.model.cfg
-        sizes = {is_adapter: 0 for is_adapter in (False, True)}
-        for name, parameter in source.model.named_parameters():
-            sizes[".lora." in name] += parameter.numel()
-        rows = {
-            "model": f"{_code(model.to_hf_config().get('model_type', model.name))}, {model.num_hidden_layers} layers, {model.vocab_size:,} tokens, "
-            f"{sizes[False]:,} parameters",
-            "adapter": f"{sizes[True]:,} parameters{'' if format == 'peft' else ', merged'}" if sizes[True] else None,
-            "started from": _code(" from ".join(lineage)) if run and lineage else None,
-            "licence": license or "not given",
-            "dtype": dtype,
-            **_training_facts(run, source.folder),
-        }
-        export = shlex.join(
-            [*command_line("export"), f"run={run_dir.name}", "to=FOLDER", f"format={format}", f"dtype={dtype}"]
-        )
-        commands = [*_training_command(run_dir), export]
-        return cls(
-            format,
-            source.is_chat_model,
-            license,
-            base_model,
-            relation,
-            {name: text for name, text in rows.items() if text},
-            commands,
-        )
-
-
-def write_model_card(target: Path, facts: ModelFacts, name: str) -> None:
-    """Write README.md into `target`."""
-    header: dict[str, Any] = {"pipeline_tag": "text-generation"}
-    if facts.format in LIBRARIES:
-        header["library_name"] = LIBRARIES[facts.format]
-    if facts.license:
-        header["license"] = facts.license
-    if facts.base_model:
-        header |= {"base_model": facts.base_model} | ({"base_model_relation": facts.relation} if facts.relation else {})
-    table = ["| | |", "|---|---|", *(f"| {key} | {text} |" for key, text in facts.rows.items())]
-    commands = [f"    {_one_line(command, 4000)}" for command in facts.commands]
+def model_card(cfg: ExportSettings, source: LoadedModel, run: Mapping[str, Any], run_dir: Path, name: str) -> str:
+    """Return the card of a model whose adapter is not merged yet. `run`: the fields of run.json, {} without a run."""
+    start = run.get("init_from") or (None if run else source.folder)
+    lineage, of_hub = _lineage(Path(str(start))) if start else ([], None)
+    base_model = cfg.base_model or of_hub
+    relation = (
+        "adapter" if cfg.format == "peft" else "quantized" if cfg.dtype == "q8_0" else "finetune" if run else None
+    )
+    header = {
+        "pipeline_tag": "text-generation",
+        "library_name": LIBRARIES.get(cfg.format),
+        "license": cfg.license,
+        "base_model": base_model,
+        "base_model_relation": base_model and relation,
+    }
+    model, sizes = source.model.cfg, {False: 0, True: 0}  # parameters of the model, and of its adapter
+    for path, parameter in source.model.named_parameters():
+        sizes[".lora." in path] += parameter.numel()
+    model_type = _code(model.to_hf_config().get("model_type", model.name))
+    rows = {
+        "model": f"{model_type}, {model.num_hidden_layers} layers, {model.vocab_size:,} tokens, {sizes[False]:,} parameters",
+        "adapter": f"{sizes[True]:,} parameters{'' if cfg.format == 'peft' else ', merged'}" if sizes[True] else None,
+        "started from": _code(" from ".join(lineage)) if run and lineage else None,
+        "licence": cfg.license or "not given",
+        "dtype": cfg.dtype,
+        **_training_facts(run, source.folder),
+    }
+    export = [f"run={run_dir.name}", "to=FOLDER", f"format={cfg.format}", f"dtype={cfg.dtype}"]
+    commands = [*_training_command(run_dir), shlex.join([*command_line("export"), *export])]
     lines = [
         f"# {NOT_IN_TITLE.sub('-', name)}",
         "",
-        *table,
+        "| | |",
+        "|---|---|",
+        *(f"| {key} | {text} |" for key, text in rows.items() if text),
         "",
         "## Use",
         "",
-        *_usage(facts),
+        *_usage(cfg.format, base_model, source.is_chat_model),
         "",
         "## Commands",
         "",
-        *commands,
+        *(f"    {_one_line(command, 4000)}" for command in commands),
         "",
     ]
-    text = f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n" + strip_control("\n".join(lines))
-    (target / "README.md").write_text(text, encoding="utf-8")
+    known = {key: value for key, value in header.items() if value}
+    return f"---\n{yaml.safe_dump(known, sort_keys=False)}---\n\n" + strip_control("\n".join(lines))
 
 
-def usage_lines(facts: ModelFacts, target: Path) -> list[str]:
+def usage_lines(format: str, target: Path) -> list[str]:
     """Return commands that use the exported folder, for the console."""
     folder = shlex.quote(str(target))
     chat = shlex.join([*command_line("chat"), f"run={target}"])
@@ -141,25 +103,23 @@ def usage_lines(facts: ModelFacts, target: Path) -> list[str]:
         "minimind": [f"copy {folder}/model.pth to MiniMind's out/ under the name that its scripts expect"],
         "peft": [chat, upload],
     }
-    return by_format.get(facts.format, [chat, f"vllm serve {folder}", upload])
+    return by_format.get(format, [chat, f"vllm serve {folder}", upload])
 
 
-def _usage(facts: ModelFacts) -> list[str]:
-    if facts.format == "gguf":
+def _usage(format: str, base_model: str | None, is_chat: bool) -> list[str]:
+    if format == "gguf":
         return ["    llama-cli -m model.gguf", "", "    ollama create NAME -f Modelfile && ollama run NAME"]
-    if facts.format == "minimind":
+    if format == "minimind":
         return ["Copy model.pth to MiniMind's `out/` under the name that its scripts expect."]
-    peft = ["from peft import PeftModel"] if facts.format == "peft" else []
-    load = LOAD["peft"].replace("BASE", facts.base_model or "BASE") if peft else LOAD["hf"]
-    inputs = CHAT_INPUTS if facts.is_chat else TEXT_INPUTS
-    imports = [*peft, "from transformers import AutoModelForCausalLM, AutoTokenizer"]
+    is_adapter = format == "peft"
     return [
         "```python",
-        *imports,
+        *(["from peft import PeftModel"] if is_adapter else []),
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
         'tokenizer = AutoTokenizer.from_pretrained("FOLDER")',
-        load,
-        inputs,
+        LOAD["peft"].replace("BASE", base_model or "BASE") if is_adapter else LOAD["hf"],
+        CHAT_INPUTS if is_chat else TEXT_INPUTS,
         GENERATE,
         "```",
     ]
@@ -173,89 +133,66 @@ def _lineage(source: Path) -> tuple[list[str], str | None]:
     for _ in range(MAX_LINEAGE):
         if of_hub := hub_name_of(source):
             return [*names, str(of_hub)], of_hub.repo
-        run = next(
-            (folder for folder in (source, source.parent, source.parent.parent) if (folder / "run.json").is_file()),
-            None,
-        )
+        runs = ((folder, RunMetadata.read(folder)) for folder in (source, source.parent, source.parent.parent))
+        run, fields = next(((folder, fields) for folder, fields in runs if fields), (None, {}))
         names.append((run or source).name)
-        if run:
-            start: Any = read_json_object(run / "run.json").get("init_from")
-        elif not (start := read_json_object(source / "adapter_config.json").get("base_model_name_or_path")):
+        start: Any = fields.get("init_from")
+        if run is None and not (
+            start := read_json_object(source / "adapter_config.json").get("base_model_name_or_path")
+        ):
             # where transformers loaded it from: of the hub, or not known
             start = read_json_object(source / "config.json").get("_name_or_path")
             name = parse_hub_name(start) if isinstance(start, str) else None
             return [*names, *([str(name)] if name else [])], name.repo if name else None
         if not isinstance(start, str) or not start:
             break
-        if not run and (name := parse_hub_name(start)) and not (source / start).is_dir():
+        if run is None and (name := parse_hub_name(start)) and not (source / start).is_dir():
             return [*names, str(name)], name.repo
-        source = source / start if not run else Path(start)
+        source = source / start if run is None else Path(start)
     return names, None
 
 
 def _training_facts(run: Mapping[str, Any], folder: Path) -> dict[str, str | None]:
     """Return the rows of the table that come from run.json, which anyone may have written."""
-    exported, metrics, code = (
-        value if isinstance(value := run.get(key), dict) else {} for key in ("export", "metrics", "code")
+    exported, metrics, code, versions = (
+        value if isinstance(value := run.get(key), dict) else {} for key in ("export", "metrics", "code", "versions")
     )
-    listed = run.get("data")
-    files = (
-        [entry for entry in listed if isinstance(entry, dict)][:MAX_CARD_ENTRIES] if isinstance(listed, list) else []
-    )
-    losses = [
-        f"{label} {_number(metrics[key])}"
-        for label, key in (("training", "loss"), ("evaluation", "val_loss"), ("best", "best_val_loss"))
-        if _number(metrics.get(key))
-    ]
+    files = data if isinstance(data := run.get("data"), list) else []
     loss = _number(exported.get("loss"))  # None: no evaluation of these weights
-    weights = (
-        f"{exported.get('weights')}, step {exported.get('step')}{f', evaluation loss {loss}' if loss else ''}"
-        if exported
-        else "not recorded"
-    )
-    versions = run.get("versions") if isinstance(run.get("versions"), dict) else {}
+    weights = "not recorded"
+    if folder.parent.name == "checkpoints":
+        weights = f"checkpoint {folder.name}"
+    elif exported:
+        weights = f"{exported.get('weights')}, step {exported.get('step')}{f', evaluation loss {loss}' if loss else ''}"
+    measured = {"training": "loss", "evaluation": "val_loss", "best": "best_val_loss"}
+    losses = [f"{label} {number}" for label, key in measured.items() if (number := _number(metrics.get(key)))]
+    libraries = [f"{name} {versions[name]}" for name in ("torch", "transformers", "tokenizers") if name in versions]
     return {
-        "stage": _code(run["stage"]) if run.get("stage") else None,
-        "weights": _code(f"checkpoint {folder.name}" if folder.parent.name == "checkpoints" else weights)
-        if exported or run
-        else None,
+        "stage": _code(run.get("stage")),
+        "weights": _code(weights) if run else None,
         "steps": _number(run.get("step")),
         "tokens": _number(run.get("tokens")),
         "tokens with a loss": _number(run.get("loss_tokens")),
-        "losses": _code(", ".join(losses)) if losses else None,
-        "data": ", ".join(
-            f"{_code(Path(str(entry.get('file'))).name)}"
-            + (
-                f" ({', '.join(counts)})"
-                if (
-                    counts := [
-                        f"{n} {unit}"
-                        for key, unit in (("kept", "rows"), ("tokens", "tokens"))
-                        if (n := _number(entry.get(key)))
-                    ]
-                )
-                else ""
-            )
-            for entry in files
-        ),
-        "code": _code(code["commit"]) if code.get("commit") else None,
-        "versions": _code(
-            ", ".join(
-                f"{name} {versions[name]}" for name in ("torch", "transformers", "tokenizers") if name in versions
-            )
-        )
-        if versions
-        else None,
+        "losses": _code(", ".join(losses)),
+        "data": ", ".join(_data_file(entry) for entry in files[:MAX_CARD_ENTRIES] if isinstance(entry, dict)),
+        "code": _code(code.get("commit")),
+        "versions": _code(", ".join(libraries)),
     }
+
+
+def _data_file(entry: Mapping[str, Any]) -> str:
+    counts = ((_number(entry.get(key)), unit) for key, unit in (("kept", "rows"), ("tokens", "tokens")))
+    known = ", ".join(f"{count} {unit}" for count, unit in counts if count)
+    return f"{_code(Path(str(entry.get('file'))).name)}{f' ({known})' if known else ''}"
 
 
 def _training_command(run_dir: Path) -> list[str]:
     """Return the command that trained the run, without the folders of this machine."""
     try:
-        typed = parse_yaml(read_bounded(run_dir / ".hydra" / "overrides.yaml", OVERRIDES_LIMIT).decode("utf-8"))
+        overrides = load_yaml(run_dir / OVERRIDES_FILE)
     except (OSError, ValueError):
         return []
-    overrides: Sequence[Any] = typed[:MAX_CARD_ENTRIES] if isinstance(typed, list) else []
+    overrides = overrides[:MAX_CARD_ENTRIES] if isinstance(overrides, list) else []
     return [shlex.join([*command_line("train"), *(ABSOLUTE_PATH.sub("", str(override)) for override in overrides)])]
 
 
@@ -265,9 +202,9 @@ def _number(value: Any) -> str | None:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def _code(value: Any) -> str:
-    """Return untrusted text as a code span, in which nothing is markup."""
-    return f"`{_one_line(value, MAX_CELL).replace('`', chr(39)).replace('|', '/')}`"
+def _code(value: Any) -> str | None:
+    """Return untrusted text as a code span, in which nothing is markup; None if there is none."""
+    return f"`{_one_line(value, MAX_CELL).replace('`', chr(39)).replace('|', '/')}`" if value else None
 
 
 def _one_line(value: Any, limit: int) -> str:

@@ -1,108 +1,21 @@
-"""Comparison of an exported model with the trained one, and folders of a whole model.
+"""Comparison of an exported model with the trained one.
 
 Compared are log-probabilities and token ids of texts in several languages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
-from runner.inference.export.command import ExportSettings
-from runner.inference.export.hf_compatibility import make_readable_by_transformers_4
 from runner.inference.load import LoadedModel
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from data.tokenize.tokenizer import Tokenizer
-
-
-def has_adapter(model: nn.Module) -> bool:
-    from models.lora import lora_layers
-
-    return bool(lora_layers(model))
-
-
-def write_whole_model(cfg: ExportSettings, source: LoadedModel, folder: Path, before: Any) -> Callable[[], list[str]]:
-    import torch
-
-    from models.formats.load import load_model
-    from models.formats.save import save_model
-
-    stop_ids = source.tokenizer.stop_ids
-    save_model(
-        folder,
-        source.model,
-        source.model.cfg,
-        source.tokenizer.folder,
-        stop_ids,
-        dtype=cfg.dtype,
-        shard_size=cfg.max_shard_size,
-    )
-    problems_of_4 = make_readable_by_transformers_4(folder, model_class_of(source))
-
-    def verify() -> list[str]:
-        found = []
-        if before is not None:
-            difference = largest_difference(log_probs(source.model, source.tokenizer), before)
-            check_difference(difference, MAX_MERGE_DIFFERENCE, "the merged model", f"run={cfg.run}")
-            found.append(f"merging changed a log-probability by at most {difference:.1g}")
-        round_weights(source.model, getattr(torch, cfg.dtype))
-        expected = log_probs(source.model, source.tokenizer)
-        for reader, load in (
-            ("read again", load_model),
-            (f"read by transformers {version('transformers')}", TransformersReader),
-        ):
-            # one copy in memory at a time
-            difference = largest_difference(log_probs(load(folder), source.tokenizer), expected)
-            check_difference(difference, MAX_DIFFERENCE, f"what was {reader}", f"to={cfg.to}")
-            found.append(f"{reader}: largest difference of a log-probability {difference:.1g}")
-        compare_tokenizer(folder, source.tokenizer)
-        return [
-            *found,
-            f"read by transformers: the same token ids of {len(TEXTS)} texts, and the same control tokens",
-        ] + [f"transformers 4 does not read this model: {problem}" for problem in problems_of_4]
-
-    return verify
-
-
-def model_class_of(source: LoadedModel) -> str | None:
-    """Return the name of the class of transformers that a model is one of; None: config.json of the decoder names it."""
-    from models.families.transformers import TransformersConfig
-
-    return type(source.model.hf).__name__ if isinstance(source.model.cfg, TransformersConfig) else None
-
-
-class TransformersReader:
-    """The folder as AutoModelForCausalLM loads it, called like a LanguageModel."""
-
-    def __init__(self, folder: Path) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
-        self.model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
-        ).eval()
-        self.cfg = self.model.config
-
-    def __call__(self, ids: Any) -> Any:
-        return self.model(ids)
-
-
-def round_weights(model: nn.Module, dtype: Any) -> None:
-    """Round the weights in place as a file in `dtype` holds them."""
-    import torch
-
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.to(dtype))
-
 
 TEXTS = (
     "The lake lies north of the old mill, 12 km away.",
@@ -115,34 +28,68 @@ MAX_DIFFERENCE = 1e-4
 MAX_MERGE_DIFFERENCE = 1e-3  # of a log-probability that merging an adapter into fp32 weights may change
 
 
-def log_probs(model: Any, tokenizer: Tokenizer) -> list[Tensor]:
+def round_weights(model: nn.Module, dtype: str) -> None:
+    """Round the weights in place as a file in `dtype` holds them."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(getattr(torch, dtype)))
+
+
+def log_probs(model: Any, source: LoadedModel) -> list[Tensor]:
     """Return the log-probabilities of all tokens at each position of TEXTS, (T, V) each.
 
-    `model`: a LanguageModel, or a reader that is called like one.
+    `model`: a LanguageModel, or a model of transformers.
     """
     import torch
 
+    longest = source.model.cfg.max_position_embeddings
     with torch.inference_mode():
-        rows = [
-            torch.tensor([[*tokenizer.bos_ids, *tokenizer.encode(text)][: model.cfg.max_position_embeddings]])
-            for text in TEXTS
-        ]
-        logits = [model(row).logits for row in rows]
-    return [each[0].float().log_softmax(-1) for each in logits if each is not None]
+        logits = [model(torch.tensor([source.encode_text(text)[:longest]])).logits for text in TEXTS]
+    return [each[0].float().log_softmax(-1) for each in logits]
 
 
-def largest_difference(one: list[Tensor], other: list[Tensor]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
+def compare_model(model: Any, expected: list[Tensor], source: LoadedModel, how: str, to: str) -> str:
+    """Compare the log-probabilities of a model that was read from the written files. Raises UserError."""
+    difference = _difference(log_probs(model, source), expected, MAX_DIFFERENCE, f"what was {how}", f"to={to}")
+    return f"{how}: largest difference of a log-probability {difference:.1g}"
 
 
-def check_difference(difference: float, limit: float, what: str, setting: str) -> None:
-    """Raise UserError if `difference` is above `limit` or not a number."""
+def compare_merged(source: LoadedModel, before: list[Tensor], run: str) -> str:
+    after = log_probs(source.model, source)
+    difference = _difference(after, before, MAX_MERGE_DIFFERENCE, "the merged model", f"run={run}")
+    return f"merging changed a log-probability by at most {difference:.1g}"
+
+
+def _difference(one: list[Tensor], other: list[Tensor], limit: float, what: str, setting: str) -> float:
+    """Return the largest difference. Raises UserError if it is above `limit` or not a number."""
+    difference = max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
     if not difference <= limit:
         raise UserError(
             f"{what} differs from the trained model by {difference:.2g} in a log-probability, allowed are {limit:.0e}",
             setting,
             "report this; nothing was written",
         )
+    return difference
+
+
+def compare_with_transformers(folder: Path, expected: list[Tensor], source: LoadedModel, to: str) -> list[str]:
+    """Compare the model and the tokenizer in `folder` as AutoModelForCausalLM and AutoTokenizer read them.
+
+    Raises UserError.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+    )
+    found = compare_model(model.eval(), expected, source, f"read by transformers {version('transformers')}", to)
+    compare_tokenizer(folder, source.tokenizer)
+    return [found, f"read by transformers: the same token ids of {len(TEXTS)} texts, and the same control tokens"]
 
 
 def compare_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:

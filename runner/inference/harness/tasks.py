@@ -19,10 +19,9 @@ from runner.inference.evaluate import (
     exported_weights,
     print_partial,
     record_results,
-    records_dir,
 )
 from runner.inference.harness.loading import LoadedTasks, check_shots, harness_version, load_tasks
-from runner.inference.load import load_trained, weights_dir
+from runner.inference.load import load_trained, run_dir_of
 from runner.tracking.progress import EvaluationProgress
 
 if TYPE_CHECKING:
@@ -42,13 +41,11 @@ def evaluate_tasks(
     Where the user stops (`listen`), the result over the documents so far is printed and not recorded. Raises
     KeyboardInterrupt then.
     """
-    from data.tokenize.tokenizer import Tokenizer
-
-    check_own_files(records_dir(folder), (EVALUATIONS_FILE,))
-    if cfg.chat_template and Tokenizer.load(weights_dir(folder)).chat_template is None:
-        raise UserError("this model has no chat template", "chat_template=true", "chat_template=false")
+    check_own_files(run_dir_of(folder), (EVALUATIONS_FILE,))
     tasks = load_tasks(cfg.tasks, cfg.tasks_path)
     trained, records = load_trained(folder, cfg.device), []
+    if cfg.chat_template and trained.tokenizer.chat_template is None:
+        raise UserError("this model has no chat template", "chat_template=true", "chat_template=false")
     with EvaluationProgress("tasks", listen) as progress:
         from runner.inference.harness.model import HarnessModel
 

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from runner.sweep.backends.local import LocalOptions
-from runner.sweep.backends.ray import RayOptions
-from runner.sweep.backends.submitit import SubmititOptions
+from runner.sweep.backends.local import LocalBackend
+from runner.sweep.backends.ray import RayBackend
+from runner.sweep.backends.submitit import SubmititBackend
 
-LAUNCHERS = {"local": LocalOptions, "submitit": SubmititOptions, "ray": RayOptions}  # options of hydra/launcher
+LAUNCHERS = {"local": LocalBackend, "submitit": SubmititBackend, "ray": RayBackend}  # options of hydra/launcher

@@ -1,7 +1,8 @@
-"""Interface of a backend, the options that all launchers share, and how a job runs in a worker on another machine."""
+"""What all backends share: options, the interface of the scheduler, and how a job runs in a worker on another machine."""
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import threading
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import Any, Optional, Protocol
+from typing import Any, Optional
 
 from common.errors import UserError
 from common.exit_codes import INTERRUPTED
@@ -30,30 +31,12 @@ class JobExit:
     reason: str | None = None
 
 
-class Backend(Protocol):
-    """Starts jobs.
+@dataclass
+class Backend:
+    """Options of every `hydra/launcher`, and how it runs jobs.
 
     A job is the command line of a process in `run_dir`, which exists; its output goes to `run_dir/console.log`.
     """
-
-    capacity: int | None  # jobs at the same time; None: no limit
-
-    def submit(self, run_dir: Path, command: list[str], env: dict[str, str]) -> Any:
-        """Start `python *command` with `env` added to the environment and return a handle."""
-
-    def poll(self, handle: Any) -> JobExit | None:
-        """Return how the job ended, or None while it runs."""
-
-    def cancel(self, handle: Any) -> None:
-        """Ask the job to save and exit."""
-
-    def close(self) -> None:
-        """Release what the backend holds; all its jobs have ended."""
-
-
-@dataclass
-class LauncherOptions:
-    """Options of every `hydra/launcher`."""
 
     _target_: str = "hydra_plugins.lm_runner.JobLauncher"
     workers: Optional[int] = None  # jobs at the same time, 1 or more
@@ -64,12 +47,28 @@ class LauncherOptions:
         if self.workers is not None:
             check_at_least("hydra.launcher.workers", self.workers, 1, example=2)
         check_at_least("hydra.launcher.retries", self.retries, 0, example=1)
+        self.capacity: float = self.workers or math.inf  # jobs at the same time
 
     def check_available(self) -> None:
         """Raise UserError if the package of the backend is missing."""
 
-    def make_backend(self, sweep_dir: Path) -> Backend:
+    def open(self, sweep_dir: Path) -> None:
+        """Get ready for the jobs of the sweep in `sweep_dir`."""
+
+    def submit(self, run_dir: Path, command: list[str], env: dict[str, str]) -> Any:
+        """Start `python *command` with `env` added to the environment and return a handle."""
         raise NotImplementedError
+
+    def poll(self, handle: Any) -> JobExit | None:
+        """Return how the job ended, or None while it runs."""
+        raise NotImplementedError
+
+    def cancel(self, handle: Any) -> None:
+        """Ask the job to save and exit."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Release what `open` has taken; all jobs have ended."""
 
 
 def check_installed(package: str, setting: str) -> None:
@@ -79,6 +78,12 @@ def check_installed(package: str, setting: str) -> None:
             setting,
             f"pip install 'lm-runner[{package}]'",
         )
+
+
+def start_job(command: list[str], env: dict[str, str], log: Path) -> subprocess.Popen:
+    """Start `python *command` with its output in `log`."""
+    with open_append(log) as out:
+        return subprocesses.spawn(command, subprocesses.child_env() | {"PYTHONUNBUFFERED": "1"} | env, out.fileno())
 
 
 def run_job(command: list[str], env: dict[str, str], log: Path) -> tuple[int, list[int]]:
@@ -103,10 +108,7 @@ def run_job(command: list[str], env: dict[str, str], log: Path) -> tuple[int, li
     try:
         if received:
             return INTERRUPTED, received
-        with open_append(log) as out:
-            process = subprocesses.spawn(
-                command, subprocesses.child_env() | {"PYTHONUNBUFFERED": "1"} | env, out.fileno()
-            )
+        process = start_job(command, env, log)
         if received:  # arrived while the process was being started
             process.terminate()
         # not wait(): Ray sets the signal within the process, which interrupts no system call

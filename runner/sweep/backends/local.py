@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.guarded_files import open_append
 from runner.engine.device.cpu.threads import THREADS_ENV, available_cores
-from runner.launch import subprocesses
-from runner.sweep.backends.base import CONSOLE_LOG, JobExit, LauncherOptions
+from runner.sweep.backends.base import CONSOLE_LOG, Backend, JobExit, start_job
 
 
 @dataclass
-class LocalOptions(LauncherOptions):
+class LocalBackend(Backend):
     """Options of `hydra/launcher=local`. Without `workers` one job runs per device, or one."""
 
     # list of GPUs that are divided among the workers, e.g. [0,1]; numbers or the names of nvidia-smi -L
@@ -37,40 +35,12 @@ class LocalOptions(LauncherOptions):
                 f"hydra.launcher.devices={self.devices}",
                 fix,
             )
-        make_slots(self.workers, self.devices)
-
-    def make_backend(self, sweep_dir: Path) -> LocalBackend:
-        return LocalBackend(make_slots(self.workers, self.devices))
-
-
-@dataclass
-class Slot:
-    """The share of the machine that one job gets."""
-
-    threads: int | None  # None: torch's default
-    devices: list[str] | None  # None: all
-
-
-@dataclass
-class LocalJob:
-    process: subprocess.Popen
-    slot: Slot
-
-
-class LocalBackend:
-    def __init__(self, slots: list[Slot]) -> None:
-        self.capacity: int | None = len(slots)
-        self._free = list(slots)
+        self._free = make_slots(self.workers, self.devices)
+        self.capacity = len(self._free)
 
     def submit(self, run_dir: Path, command: list[str], env: dict[str, str]) -> LocalJob:
         slot = self._free.pop(0)
-        env = subprocesses.child_env() | {"PYTHONUNBUFFERED": "1"} | env
-        if slot.threads:
-            env |= {"OMP_NUM_THREADS": str(slot.threads), THREADS_ENV: str(slot.threads)}
-        if slot.devices:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(slot.devices)
-        with open_append(run_dir / CONSOLE_LOG) as out:
-            return LocalJob(subprocesses.spawn(command, env, out.fileno()), slot)
+        return LocalJob(start_job(command, env | slot, run_dir / CONSOLE_LOG), slot)
 
     def poll(self, handle: LocalJob) -> JobExit | None:
         code = handle.process.poll()
@@ -82,11 +52,18 @@ class LocalBackend:
     def cancel(self, handle: LocalJob) -> None:
         handle.process.terminate()
 
-    def close(self) -> None: ...
+
+@dataclass
+class LocalJob:
+    process: subprocess.Popen
+    slot: dict[str, str]
 
 
-def make_slots(workers: int | None, devices: Sequence[Any] | None) -> list[Slot]:
-    """Divide devices and cores among `workers`. Raises UserError if a device would stay unused."""
+def make_slots(workers: int | None, devices: Sequence[Any] | None) -> list[dict[str, str]]:
+    """Divide devices and cores among `workers`; return the variables that give each worker its share.
+
+    Raises UserError if a device would stay unused.
+    """
     names = [str(device) for device in devices or []]
     count = workers or len(names) or 1
     if len(names) > count and len(names) % count:  # a worker with more GPUs than another would train differently
@@ -96,12 +73,14 @@ def make_slots(workers: int | None, devices: Sequence[Any] | None) -> list[Slot]
             f"hydra.launcher.workers={len(names)}, or give {len(names) // count * count} devices",
         )
     per_worker = max(1, len(names) // count)
+    shared = {}
     # each torch process takes all cores by default: two of them would wait for each other
-    threads = None if count == 1 or "OMP_NUM_THREADS" in os.environ else max(1, available_cores() // count)
-    return [
-        Slot(threads, [names[(worker * per_worker + i) % len(names)] for i in range(per_worker)] if names else None)
-        for worker in range(count)
-    ]
+    if count > 1 and "OMP_NUM_THREADS" not in os.environ:
+        shared = dict.fromkeys(("OMP_NUM_THREADS", THREADS_ENV), str(max(1, available_cores() // count)))
+    if not names:
+        return [shared] * count
+    shares = ([names[(worker * per_worker + i) % len(names)] for i in range(per_worker)] for worker in range(count))
+    return [shared | {"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]
 
 
 def _is_device(value: Any) -> bool:

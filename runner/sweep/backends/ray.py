@@ -9,11 +9,11 @@ from typing import Any, Optional
 from common.exit_codes import FAILED, INTERRUPTED
 from common.paths import REPO_ROOT
 from common.settings import check_at_least
-from runner.sweep.backends.base import CONSOLE_LOG, JobExit, LauncherOptions, check_installed, run_job
+from runner.sweep.backends.base import CONSOLE_LOG, Backend, JobExit, check_installed, run_job
 
 
 @dataclass
-class RayOptions(LauncherOptions):
+class RayBackend(Backend):
     """Options of `hydra/launcher=ray`.
 
     Without `workers` as many jobs run at the same time as the cluster has CPUs and GPUs for.
@@ -31,42 +31,40 @@ class RayOptions(LauncherOptions):
     def check_available(self) -> None:
         check_installed("ray", "hydra/launcher=ray")
 
-    def make_backend(self, sweep_dir: Path) -> RayBackend:
-        return RayBackend(self)
-
-
-class RayBackend:
-    def __init__(self, options: RayOptions) -> None:
+    def open(self, sweep_dir: Path) -> None:
         import ray
 
-        self._ray = ray
-        self.capacity: int | None = options.workers
-        runtime_env = {"env_vars": {"PYTHONPATH": str(REPO_ROOT)}}  # workers import this repository
         ray.init(
-            address=options.address,
-            runtime_env=runtime_env,
-            include_dashboard=False if options.address is None else None,
+            address=self.address,
+            runtime_env={"env_vars": {"PYTHONPATH": str(REPO_ROOT)}},  # workers import this repository
+            include_dashboard=False if self.address is None else None,
             logging_level="WARNING",
         )
-        self._run = ray.remote(run_job).options(num_cpus=options.num_cpus, num_gpus=options.num_gpus, max_retries=0)
+        self._run = ray.remote(run_job).options(num_cpus=self.num_cpus, num_gpus=self.num_gpus, max_retries=0)
 
     def submit(self, run_dir: Path, command: list[str], env: dict[str, str]) -> Any:
         return self._run.remote(command, env, run_dir / CONSOLE_LOG)
 
     def poll(self, handle: Any) -> JobExit | None:
-        ready, _ = self._ray.wait([handle], timeout=0)
+        import ray
+
+        ready, _ = ray.wait([handle], timeout=0)
         if not ready:
             return None
         try:
-            return JobExit(self._ray.get(handle)[0])
-        except self._ray.exceptions.TaskCancelledError:
+            return JobExit(ray.get(handle)[0])
+        except ray.exceptions.TaskCancelledError:
             return JobExit(INTERRUPTED)
-        except self._ray.exceptions.RayError as error:
+        except ray.exceptions.RayError as error:
             lines = str(error).strip().splitlines()
             return JobExit(FAILED, f"ray: {lines[-1] if lines else type(error).__name__}")
 
     def cancel(self, handle: Any) -> None:
-        self._ray.cancel(handle)  # SIGINT in the worker, which `run_job` forwards
+        import ray
+
+        ray.cancel(handle)  # SIGINT in the worker, which `run_job` forwards
 
     def close(self) -> None:
-        self._ray.shutdown()
+        import ray
+
+        ray.shutdown()

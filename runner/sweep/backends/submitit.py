@@ -14,11 +14,11 @@ from common.errors import UserError
 from common.exit_codes import FAILED, INTERRUPTED
 from common.paths import REPO_ROOT
 from common.settings import check_choice
-from runner.sweep.backends.base import CONSOLE_LOG, JobExit, LauncherOptions, check_installed, run_job
+from runner.sweep.backends.base import CONSOLE_LOG, Backend, JobExit, check_installed, run_job
 
 
 @dataclass
-class SubmititOptions(LauncherOptions):
+class SubmititBackend(Backend):
     """Options of `hydra/launcher=submitit`. `workers` jobs are in the queue or running at the same time."""
 
     workers: Optional[int] = 8
@@ -47,54 +47,26 @@ class SubmititOptions(LauncherOptions):
                 fix,
             )
 
-    def make_backend(self, sweep_dir: Path) -> SubmititBackend:
-        return SubmititBackend(self, sweep_dir)
-
-
-class JobCommand:
-    """What submitit pickles and calls in its worker.
-
-    After a timeout or a preemption submitit puts it into the queue again.
-    """
-
-    def __init__(self, command: list[str], env: dict[str, str], log: Path) -> None:
-        self.command, self.env, self.log = command, env, log
-
-    def __call__(self) -> int:
-        code, signals = run_job(self.command, self.env, self.log)
-        if code == INTERRUPTED and signal.SIGUSR2 in signals:
-            signal.raise_signal(signal.SIGUSR2)  # the job has saved: let submitit's handler put it into the queue again
-        return code
-
-    def checkpoint(self) -> Any:
-        from submitit.helpers import DelayedSubmission
-
-        return DelayedSubmission(self)
-
-
-class SubmititBackend:
-    def __init__(self, options: SubmititOptions, sweep_dir: Path) -> None:
+    def open(self, sweep_dir: Path) -> None:
         import submitit
 
-        self.capacity: int | None = options.workers
         # workers import this repository
         os.environ["PYTHONPATH"] = os.pathsep.join([str(REPO_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         # submitit unpickles files of its folder: a new folder for each launch, so that no file which another program
         # has put there is read
         folder = sweep_dir / ".submitit" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         folder.mkdir(parents=True)
-        limits = {f"{name}_max_num_timeout": options.max_num_timeout for name in ("slurm", "local")}
-        self._executor = submitit.AutoExecutor(folder, cluster=options.cluster, **limits)
-        self._is_local = options.cluster == "local"
+        limits = {f"{name}_max_num_timeout": self.max_num_timeout for name in ("slurm", "local")}
+        self._executor = submitit.AutoExecutor(folder, cluster=self.cluster, **limits)
         self._executor.update_parameters(
-            timeout_min=options.timeout_min,
-            cpus_per_task=options.cpus_per_task,
-            gpus_per_node=options.gpus_per_node,
-            mem_gb=options.mem_gb,
-            slurm_partition=options.partition,
-            slurm_account=options.account,
-            slurm_signal_delay_s=options.signal_delay_s,
-            **options.parameters,
+            timeout_min=self.timeout_min,
+            cpus_per_task=self.cpus_per_task,
+            gpus_per_node=self.gpus_per_node,
+            mem_gb=self.mem_gb,
+            slurm_partition=self.partition,
+            slurm_account=self.account,
+            slurm_signal_delay_s=self.signal_delay_s,
+            **self.parameters,
         )
 
     def submit(self, run_dir: Path, command: list[str], env: dict[str, str]) -> Any:
@@ -113,9 +85,30 @@ class SubmititBackend:
             )
 
     def cancel(self, handle: Any) -> None:
-        if self._is_local:
+        if self.cluster == "local":
             os.kill(int(handle.job_id), signal.SIGTERM)  # handle.cancel() would leave the job one second to save
         else:
             handle.cancel(check=False)  # scancel: SIGTERM, and SIGKILL after Slurm's KillWait
 
-    def close(self) -> None: ...
+
+@dataclass
+class JobCommand:
+    """What submitit pickles and calls in its worker.
+
+    After a timeout or a preemption submitit puts it into the queue again.
+    """
+
+    command: list[str]
+    env: dict[str, str]
+    log: Path
+
+    def __call__(self) -> int:
+        code, signals = run_job(self.command, self.env, self.log)
+        if code == INTERRUPTED and signal.SIGUSR2 in signals:
+            signal.raise_signal(signal.SIGUSR2)  # the job has saved: let submitit's handler put it into the queue again
+        return code
+
+    def checkpoint(self) -> Any:
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self)

@@ -1,19 +1,22 @@
-"""Progress bars, and text that fits the width of a terminal in cells.
+"""Progress bars of a run and of a single long task, and text that fits the width of a terminal.
 
-A Chinese character takes two cells. Bars: that of a run, and that of a single long task.
+Widths are in cells: a Chinese character takes two.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from runner.tracking.console.base import Console, Event
+from runner.tracking.console.plain import LINE_WIDTH, Console, Event, LineConsole
 
-LINE_WIDTH = 80  # cells, of files and pipes
+if TYPE_CHECKING:
+    from rich.console import Console as RichTerminal
+    from rich.progress import Progress, ProgressColumn
+
 MIN_WIDTH, MAX_WIDTH = 40, 120  # of a terminal
 CONTINUED = " \\"  # at the end of a line of a shell command that goes on
 ELLIPSIS = "..."
@@ -32,13 +35,11 @@ def has_colours() -> bool:
 
 def cell_width(text: str) -> int:
     """Return the number of terminal cells of `text`: two for a wide character, none for a combining one."""
-    return len(text) if text.isascii() else sum(map(_cells, text))
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
 
-
-def _cells(character: str) -> int:
-    if unicodedata.combining(character) or unicodedata.category(character) in ("Mn", "Me"):
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+    return cell_len(text)
 
 
 def pad(text: str, width: int, is_number: bool = False) -> str:
@@ -56,7 +57,7 @@ def wrap_text(text: str, first: str, indent: str, width: int = LINE_WIDTH) -> li
     lines, line, has_part = [], first, False
     for part in text.split(" "):
         fits = cell_width(line) + has_part + cell_width(part) <= width
-        if not fits and "/" not in part and any(_cells(character) == 2 for character in part):
+        if not fits and "/" not in part and any(cell_width(character) == 2 for character in part):
             for character in f"{' ' * has_part}{part}":
                 if cell_width(line + character) > width:
                     lines.append(line)
@@ -71,16 +72,11 @@ def wrap_text(text: str, first: str, indent: str, width: int = LINE_WIDTH) -> li
     return [*lines, line.rstrip()]
 
 
-def labelled_lines(rows: Mapping[str, object], width: int = LINE_WIDTH) -> list[str]:
+def labelled_lines(rows: Collection[tuple[str, object]], width: int = LINE_WIDTH) -> list[str]:
     """Return `label  value` for each row, values in one column and wrapped below each other.
 
     A line break in a value begins another line.
     """
-    return labelled_lines_of(list(rows.items()), width)
-
-
-def labelled_lines_of(rows: Sequence[tuple[str, object]], width: int = LINE_WIDTH) -> list[str]:
-    """The same for labels that may occur twice."""
     column = max((cell_width(label) for label, _ in rows), default=0) + 2
     lines: list[str] = []
     for label, value in rows:
@@ -135,10 +131,6 @@ def widest(lines: Iterable[str]) -> int:
     return max(map(cell_width, lines), default=0)
 
 
-if TYPE_CHECKING:
-    from rich.console import Console as RichTerminal
-    from rich.progress import Progress, TaskID
-
 REFRESH_PER_SECOND = 4  # more takes CPU time from training
 BAR_MIN_CELLS = 4  # on a narrow terminal the bar shrinks, not the numbers
 TITLE_CELLS = 32  # of the title of a task
@@ -154,6 +146,24 @@ def open_terminal(stream: TextIO) -> RichTerminal:
     )
 
 
+def _create_bar(
+    terminal: RichTerminal, before: ProgressColumn, *after: ProgressColumn, transient: bool = False
+) -> Progress:
+    """Return a bar between other columns, with the field `numbers` of its task beside it."""
+    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.table import Column
+
+    bar = BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=BAR_MIN_CELLS))
+    numbers = TextColumn("{task.fields[numbers]}", markup=False, table_column=Column(no_wrap=True))
+    return Progress(
+        *(before, bar, numbers, *after),
+        console=terminal,
+        refresh_per_second=REFRESH_PER_SECOND,
+        expand=True,
+        transient=transient,
+    )
+
+
 class BarConsole(Console):
     """A progress bar fixed at the bottom; messages scroll above it."""
 
@@ -161,98 +171,74 @@ class BarConsole(Console):
         self._terminal = open_terminal(stream)
         self.width = min(max(self._terminal.width, MIN_WIDTH), MAX_WIDTH)
         self._bar: Progress | None = None
-        self._task: TaskID | None = None
         self._numbers = "first step"  # next to the bar: of the newest logged step
 
-    def start(self, lines: list[str], event: Event) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn
+    def show(self, name: str, event: Event, text: str, numbers: str = "") -> None:
+        if name == "step":
+            self._numbers = numbers
+            self._update(numbers, completed=event["step"])
+        elif name == "progress":
+            self._update(numbers if event["done"] < event["total"] else self._numbers)
+        elif name == "warning":
+            lines = wrap_text(event["text"], "warning: ", "  ", self.width)
+            self._terminal.print("\n".join(lines), markup=False, soft_wrap=True, style=WARNING_STYLE)
+        else:
+            self._terminal.print(text, markup=False, soft_wrap=True)
+        if name == "start":
+            self._start_bar(event)
+
+    def _start_bar(self, event: Event) -> None:
+        from rich.progress import TextColumn
         from rich.table import Column
 
-        self.print("\n".join(lines))
         steps = TextColumn("{task.completed}/{task.total}", table_column=Column(no_wrap=True))
-        bar = BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=BAR_MIN_CELLS))
-        numbers = TextColumn("{task.fields[numbers]}", markup=False, table_column=Column(no_wrap=True))
-        self._bar = Progress(
-            steps, bar, numbers, console=self._terminal, refresh_per_second=REFRESH_PER_SECOND, expand=True
-        )
-        self._task = self._bar.add_task(
-            "train", total=event["total_steps"], completed=event["step"], numbers=self._numbers
-        )
+        self._bar = _create_bar(self._terminal, steps)
+        self._bar.add_task("train", total=event["total_steps"], completed=event["step"], numbers=self._numbers)
         self._bar.start()
 
-    def show_record(self, record: Event, line: str, numbers: str) -> None:
-        if record["kind"] != "train":
-            return self.print(line)
-        self._numbers = numbers
-        self._update(numbers, completed=record["step"])
-
-    def show_activity(self, name: str, done: int, total: int, unit: str) -> None:
-        self._update(f"{name} {done:,}/{total:,} {unit}" if done < total else self._numbers)
-
     def _update(self, numbers: str, completed: int | None = None) -> None:
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=completed, numbers=numbers)
-
-    def show_sample(self, record: Event, line: str) -> None:
-        self.print(line)
-
-    def print(self, text: str) -> None:
-        self._terminal.print(text, markup=False, soft_wrap=True)
-
-    def warn(self, text: str) -> None:
-        lines = wrap_text(text, "warning: ", "  ", self.width)
-        self._terminal.print("\n".join(lines), markup=False, soft_wrap=True, style=WARNING_STYLE)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=completed, numbers=numbers)
 
     def stop(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-            self._bar = self._task = None
-
-    def end(self, lines: list[str], event: Event) -> None:
-        self.print("\n".join(lines))
+            self._bar = None
 
 
 class TaskBar:
-    """The bar of one long task: title, bar, `done/total unit`, time left.
+    """The bar of one long task: title, bar, `done/total unit`, time left. It disappears at the end."""
 
-    It disappears at the end unless it is `kept`.
-    """
-
-    def __init__(self, title: str, unit: str, total: int, stream: TextIO, kept: bool = False) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    def __init__(self, title: str, unit: str, total: int, stream: TextIO) -> None:
+        from rich.progress import TextColumn, TimeRemainingColumn
         from rich.table import Column
 
-        text = TextColumn(
-            "{task.description}",
-            markup=False,
-            table_column=Column(overflow="ellipsis", no_wrap=True, max_width=TITLE_CELLS),
-        )
-        bar = BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=BAR_MIN_CELLS))
-        count = TextColumn("{task.fields[count]}", markup=False, table_column=Column(no_wrap=True))
-        self._bar = Progress(
-            text,
-            bar,
-            count,
-            TimeRemainingColumn(),
-            console=open_terminal(stream),
-            refresh_per_second=REFRESH_PER_SECOND,
-            expand=True,
-            transient=not kept,
-        )
+        column = Column(overflow="ellipsis", no_wrap=True, max_width=TITLE_CELLS)
+        text = TextColumn("{task.description}", markup=False, table_column=column)
+        self._bar = _create_bar(open_terminal(stream), text, TimeRemainingColumn(), transient=True)
         # None: a bar that only moves
         self._task = self._bar.add_task(
-            shorten_middle(title, TITLE_CELLS), total=total or None, count=f"0/{total:,} {unit}"
+            shorten_middle(title, TITLE_CELLS), total=total or None, numbers=f"0/{total:,} {unit}"
         )
         self._bar.start()
 
     def reset(self, title: str, unit: str, total: int) -> None:
         """Begin another task in the same bar."""
-        self._bar.reset(
-            self._task, total=total, description=shorten_middle(title, TITLE_CELLS), count=f"0/{total:,} {unit}"
-        )
+        title = shorten_middle(title, TITLE_CELLS)
+        self._bar.reset(self._task, total=total, description=title, numbers=f"0/{total:,} {unit}")
 
     def update(self, done: int, count: str) -> None:
-        self._bar.update(self._task, completed=done, count=count)
+        self._bar.update(self._task, completed=done, numbers=count)
 
     def stop(self) -> None:
         self._bar.stop()
+
+
+def open_console(mode: str, stream: TextIO | None = None) -> Console:
+    """Return the console of `tracker.console=mode`, which writes to stdout."""
+    stream = stream or sys.stdout
+    if mode == "quiet":
+        return Console()
+    if mode == "rich" or (mode == "auto" and is_live_terminal(stream)):
+        return BarConsole(stream)
+    return LineConsole(stream, is_json=mode == "json")

@@ -1,22 +1,51 @@
-"""Lines without control codes: text for pipes, files and logs, and JSON for programs."""
+"""The consoles of tracker.console that need no terminal: nothing, lines of text, or JSON lines for programs."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from typing import Any, TextIO
 
-from runner.tracking.console.base import Console, Event
-
+LINE_WIDTH = 80  # cells, of files and pipes
+CONSOLE_MODES = ("auto", "rich", "plain", "json", "quiet")
 ACTIVITY_INTERVAL = 10.0  # seconds between two lines about what happens between two steps
+
+Event = Mapping[str, Any]  # JSON values
+
+
+class Console:
+    """No output (`tracker.console=quiet`)."""
+
+    width = LINE_WIDTH
+
+    def show(self, name: str, event: Event, text: str, numbers: str = "") -> None:
+        """Show an event of docs/reference/console-events.md, which a program reads instead of `text`.
+
+        `numbers`: the few values of a step or an activity that fit next to a bar.
+        """
+
+    def print(self, text: str) -> None:
+        self.show("message", {"text": text}, text)
+
+    def stop(self) -> None:
+        """End what is drawn again and again."""
 
 
 class LineConsole(Console):
-    """Writes lines. A closed pipe or terminal does not stop training: train.log has every line."""
+    """Lines of text, or of JSON in ASCII: text of a model may hold control characters.
 
-    def __init__(self, stream: TextIO) -> None:
+    A closed pipe or terminal does not stop training: train.log has every line.
+    """
+
+    def __init__(self, stream: TextIO, is_json: bool = False) -> None:
         self._stream: TextIO | None = stream
+        self._is_json = is_json
         self._shown = 0.0  # when the current activity began, or was last mentioned
+
+    def show(self, name: str, event: Event, text: str, numbers: str = "") -> None:
+        if name != "progress" or self._is_due(event["done"], event["total"]):
+            self.write_line(json.dumps({"event": name, **event}) if self._is_json else text)
 
     def write_line(self, text: str) -> None:
         if self._stream is None:
@@ -27,72 +56,12 @@ class LineConsole(Console):
         except (OSError, ValueError):
             self._stream = None
 
-    def is_activity_due(self, done: int, total: int) -> bool:
+    def _is_due(self, done: int, total: int) -> bool:
         """Return whether to mention an activity now: it is neither new nor done, and was not mentioned for
         ACTIVITY_INTERVAL seconds.
         """
         now = time.monotonic()
-        if done == 0:
+        is_due = 0 < done < total and now - self._shown >= ACTIVITY_INTERVAL
+        if is_due or done == 0:
             self._shown = now
-        if not 0 < done < total or now - self._shown < ACTIVITY_INTERVAL:
-            return False
-        self._shown = now
-        return True
-
-
-class PlainConsole(LineConsole):
-    """One line per message."""
-
-    def start(self, lines: list[str], event: Event) -> None:
-        self.print("\n".join(lines))
-
-    def show_record(self, record: Event, line: str, numbers: str) -> None:
-        self.print(line)
-
-    def show_activity(self, name: str, done: int, total: int, unit: str) -> None:
-        if self.is_activity_due(done, total):
-            self.print(f"{name}: {done:,} of {total:,} {unit}")
-
-    def show_sample(self, record: Event, line: str) -> None:
-        self.print(line)
-
-    def print(self, text: str) -> None:
-        self.write_line(text)
-
-    def warn(self, text: str) -> None:
-        self.print(f"warning: {text}")
-
-    def end(self, lines: list[str], event: Event) -> None:
-        self.print("\n".join(lines))
-
-
-class JsonConsole(LineConsole):
-    """One JSON object per line with the field `event`: docs/reference/console-events.md."""
-
-    def write_event(self, name: str, event: Event) -> None:
-        self.write_line(json.dumps({"event": name, **event}))  # ASCII: text of a model may hold control characters
-
-    def start(self, lines: list[str], event: Event) -> None:
-        self.write_event("start", event)
-
-    def show_data(self, files: list[dict[str, Any]], text: str) -> None:
-        self.write_event("data", {"files": files})
-
-    def show_record(self, record: Event, line: str, numbers: str) -> None:
-        self.write_event("eval" if record["kind"] == "eval" else "step", record)
-
-    def show_activity(self, name: str, done: int, total: int, unit: str) -> None:
-        if self.is_activity_due(done, total):
-            self.write_event("progress", {"activity": name, "done": done, "total": total, "unit": unit})
-
-    def show_sample(self, record: Event, line: str) -> None:
-        self.write_event("sample", record)
-
-    def print(self, text: str) -> None:
-        self.write_event("message", {"text": text})
-
-    def warn(self, text: str) -> None:
-        self.write_event("warning", {"text": text})
-
-    def end(self, lines: list[str], event: Event) -> None:
-        self.write_event("end", event)
+        return is_due

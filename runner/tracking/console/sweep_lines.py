@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from common.errors import print_note, print_safely
-from runner.tracking.console.plain import JsonConsole
+from runner.tracking.console.plain import Event, LineConsole
 
 MAX_EVENT_CHARACTERS = 1 << 20  # of a line of a job that is passed on as an event
 
@@ -20,36 +19,36 @@ class SweepLines:
     """
 
     def __init__(self, mode: str) -> None:
-        self._json = JsonConsole(sys.stdout) if mode == "json" else None
+        self._json = LineConsole(sys.stdout, is_json=True) if mode == "json" else None
 
-    def start(self, text: str, event: Mapping[str, Any]) -> None:
-        if self._json:
-            return self._json.write_event("sweep_start", event)
-        print_safely(text)
+    def _show(self, name: str, event: Event, text: str) -> None:
+        if self._json is None:
+            return print_safely(text)
+        self._json.show(name, event, text)
+
+    def start(self, text: str, event: Event) -> None:
+        self._show("sweep_start", event, text)
 
     def job_output(self, job: str, prefix: str, line: str) -> None:
         """Pass on a line that a job has printed."""
         if self._json is None:
-            return print_safely(f"{prefix}{line}")
-        if event := _event_of(line):
-            return self._json.write_event(str(event.pop("event")), {"job": job} | event)
-        print_note(f"{prefix}{line}")
+            print_safely(f"{prefix}{line}")
+        elif event := _event_of(line):
+            self._json.write_line(json.dumps({"event": event["event"], "job": job, **event}))
+        else:
+            print_note(f"{prefix}{line}")
 
     def job_started(self, number: str, job: str, verb: str) -> None:
         """`verb`: starts or continues; `number`: e.g. 2/8."""
-        if self._json:
-            return self._json.write_event("job_start", {"job": job, "number": number, "verb": verb})
-        print_safely(f"[{number}] {job} {verb}")
+        self._show("job_start", {"job": job, "number": number, "verb": verb}, f"[{number}] {job} {verb}")
 
     def job_failed(self, number: str, job: str, reason: str) -> None:
-        if self._json:
-            self._json.write_event("job_failed", {"job": job, "number": number, "error": reason})
+        if self._json is not None:
+            self._json.show("job_failed", {"job": job, "number": number, "error": reason}, "")
         print_note(f"[{number}] {job} failed: {reason}")
 
-    def end(self, text: str, event: Mapping[str, Any]) -> None:
-        if self._json:
-            return self._json.write_event("sweep_end", event)
-        print_safely(text)
+    def end(self, text: str, event: Event) -> None:
+        self._show("sweep_end", event, text)
 
 
 def _event_of(line: str) -> dict[str, Any] | None:

@@ -61,9 +61,24 @@ class Experiment:
     history: dict[str, int] | None = None
     is_replay: bool = False  # of a run that has ended: what the tracker has of it is replaced
 
-    def old_records(self, pattern: str) -> list[Path]:
-        """Return the files and folders in `folder` that earlier attempts have written offline."""
-        return sorted(self.folder.glob(pattern))
+    def connect(
+        self, api_key: str | None, api_host: str, variable: str, pattern: str
+    ) -> tuple[ConnectedMode, str, int | None]:
+        """Return (mode, reason, `history_from`) of an experiment of a service.
+
+        What earlier attempts wrote offline, names of `pattern` in `folder`, is deleted: it is written again from
+        metrics.jsonl, so that no step is there twice.
+        """
+        mode, reason = choose_mode(self.mode, api_key, api_host, variable)
+        offline = sorted(self.folder.glob(pattern))
+        for path in offline:
+            remove_tree(path)
+        return mode, reason, 0 if mode == "offline" or offline else None
+
+    def init_arguments(self) -> dict[str, Any]:
+        """Return the arguments that `init` of SwanLab and of wandb have in common."""
+        texts = {"project": self.project, "name": self.name, "id": self.id, "group": self.group or None}
+        return {**texts, "job_type": self.stage or None, "tags": self.tags, "config": self.config, "resume": "allow"}
 
 
 class ExperimentLog(Protocol):
@@ -177,14 +192,6 @@ def choose_mode(requested: str, api_key: str | None, api_host: str, variable: st
     except OSError:
         return "offline", f"{api_host} does not answer"
     return "online", "API key found"
-
-
-def remove_records(records: list[Path]) -> None:
-    """Delete what earlier attempts wrote offline: it is written again from metrics.jsonl, so that no step is there
-    twice.
-    """
-    for path in records:
-        remove_tree(path)
 
 
 def read_history(experiment: Experiment) -> Iterator[dict[str, Any]]:

@@ -6,11 +6,10 @@ sees the end of its stdin instead and finishes the record as crashed.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 from runner.tracking.config import TRACKERS, ExternalTrackerConfig, require_package
-from runner.tracking.trackers.program import Experiment, choose_mode, remove_records, run_program
+from runner.tracking.trackers.program import Experiment, run_program
 
 SWANLAB_STATES = {"completed": "success", "interrupted": "aborted", "failed": "crashed"}
 
@@ -18,9 +17,6 @@ SWANLAB_STATES = {"completed": "success", "interrupted": "aborted", "failed": "c
 @TRACKERS.register("swanlab")
 @dataclass
 class SwanlabConfig(ExternalTrackerConfig):
-    def command(self) -> list[str]:
-        return [sys.executable, "-P", "-m", __spec__.name]  # -P: this file must not be imported as `swanlab`
-
     def check_installed(self) -> None:
         require_package("swanlab", extra="swanlab")
 
@@ -36,22 +32,11 @@ class SwanlabLog:
             # Off: SwanLab would record the command, packages and load of this process as those of the run.
             probe=swanlab.Settings.Probe(monitor=False, requirements=False, git=False, runtime=False),
         )
-        mode, reason = choose_mode(experiment.mode, settings.api_key, settings.api_host, "SWANLAB_MODE")
-        offline = experiment.old_records("run-*-*")
-        self.history_from = 0 if mode == "offline" or offline else None
-        remove_records(offline)
+        mode, reason, self.history_from = experiment.connect(
+            settings.api_key, settings.api_host, "SWANLAB_MODE", "run-*-*"
+        )
         self._run = swanlab.init(
-            project=experiment.project,
-            name=experiment.name,
-            id=experiment.id,
-            resume="allow",
-            group=experiment.group or None,
-            tags=experiment.tags,
-            description=experiment.note or None,
-            job_type=experiment.stage or None,
-            config=experiment.config,
-            mode=mode,
-            settings=settings,
+            **experiment.init_arguments(), description=experiment.note or None, mode=mode, settings=settings
         )
         self.location = f"{mode} ({reason}), {self._run.url if mode == 'online' else self._run.dir}"
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from runner.tracking.config import TRACKERS, ExternalTrackerConfig, require_package
-from runner.tracking.trackers.program import Experiment, flat_settings, read_history, remove_records, run_program
+from runner.tracking.trackers.program import Experiment, flat_settings, read_history, run_program
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -21,9 +20,6 @@ FLUSH_SECONDS = 5
 class TensorboardConfig(ExternalTrackerConfig):
     HAS_PROJECTS: ClassVar[bool] = False
 
-    def command(self) -> list[str]:
-        return [sys.executable, "-P", "-m", __spec__.name]  # -P: this file must not be imported as `tensorboard`
-
     def check_installed(self) -> None:
         require_package("tensorboard", extra="tensorboard")
 
@@ -35,10 +31,9 @@ class TensorboardLog:
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        old = experiment.old_records("events.out.tfevents.*")
-        if experiment.is_replay:
-            remove_records(old)
-            old = []
+        old = list(experiment.folder.glob("events.out.tfevents.*"))
+        while experiment.is_replay and old:
+            old.pop().unlink()
         # A reader forgets what follows this step in earlier files, which stay: an open one would miss all files after a
         # deleted one.
         self._step = self.history_from = (
@@ -86,17 +81,9 @@ class TensorboardLog:
 
 def text_summary(tag: str, texts: list[str]) -> Summary:
     """Return texts for TensorBoard's text plugin, which renders Markdown: indented lines are shown as they are."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.compat.proto.tensor_pb2 import TensorProto
-    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-    from tensorboard.compat.proto.types_pb2 import DT_STRING
-    from tensorboard.plugins.text.metadata import create_summary_metadata
+    from tensorboard.plugins.text.summary_v2 import text_pb
 
-    blocks = ["\n".join(f"    {line}" for line in text.split("\n")) for text in texts]
-    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=len(blocks))])
-    tensor = TensorProto(dtype=DT_STRING, string_val=[block.encode() for block in blocks], tensor_shape=shape)
-    metadata = create_summary_metadata(display_name=tag, description="")
-    return Summary(value=[Summary.Value(tag=tag, tensor=tensor, metadata=metadata)])
+    return text_pb(tag, ["\n".join(f"    {line}" for line in text.split("\n")) for text in texts])
 
 
 def _hparams_start(settings: dict[str, Any], experiment: Experiment) -> Summary:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import html
 import netrc
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from common.errors import UserError
 from runner.tracking.config import TRACKERS, ExternalTrackerConfig, require_package
-from runner.tracking.trackers.program import Experiment, choose_mode, remove_records, run_program
+from runner.tracking.trackers.program import Experiment, run_program
 
 API_HOST = "https://api.wandb.ai"  # unless WANDB_BASE_URL is set
 WANDB_EXIT_CODES = {"completed": 0, "interrupted": 75, "failed": 1}
@@ -21,9 +20,6 @@ WANDB_EXIT_CODES = {"completed": 0, "interrupted": 75, "failed": 1}
 @TRACKERS.register("wandb")
 @dataclass
 class WandbConfig(ExternalTrackerConfig):
-    def command(self) -> list[str]:
-        return [sys.executable, "-P", "-m", __spec__.name]  # -P: this file must not be imported as `wandb`
-
     def check_installed(self) -> None:
         require_package("wandb", extra="wandb")
 
@@ -53,21 +49,11 @@ class WandbLog:
                 "wandb would write into this folder instead of wandb/", str(run_dir / ".wandb"), "remove it"
             )
         host = os.environ.get("WANDB_BASE_URL") or API_HOST
-        mode, reason = choose_mode(experiment.mode, find_api_key(host), host, "WANDB_MODE")
-        offline = experiment.old_records("offline-run-*")
-        self.history_from = 0 if mode == "offline" or offline else None
-        remove_records(offline)
+        mode, reason, self.history_from = experiment.connect(find_api_key(host), host, "WANDB_MODE", "offline-run-*")
         self._wandb = wandb
         self._run = wandb.init(
-            project=experiment.project,
-            name=experiment.name,
-            id=experiment.id,
-            resume="allow",
-            group=experiment.group or None,
-            tags=experiment.tags,
+            **experiment.init_arguments(),
             notes=experiment.note or None,
-            job_type=experiment.stage or None,
-            config=experiment.config,
             dir=run_dir,
             mode=mode,
             settings=wandb.Settings(

@@ -1,0 +1,185 @@
+"""Answers that grow token by token, and log-probabilities of texts, each computed in batches.
+
+Every command that lets a model generate or score uses these two functions. Shapes: B rows, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from models.generate import generate
+
+if TYPE_CHECKING:
+    from data.tokenize.tokenizer import Tokenizer
+    from runner.inference.load import LoadedModel
+
+MAX_LOGITS = 1 << 28  # of a batch that is scored: fewer rows where the vocabulary is large
+SCORED_POSITIONS = 256  # whose log-probabilities are in memory at once
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. Answers with equal values can share a batch."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    stop_ids: tuple[int, ...] = ()
+
+
+@dataclass(eq=False)
+class Work:
+    """`done` ends in the thread of the model; any thread may cancel it."""
+
+    done: Future[None] = field(default_factory=Future)
+
+    def finish(self, error: Exception | None = None) -> None:
+        with suppress(InvalidStateError):  # it was cancelled, or is done
+            self.done.set_result(None) if error is None else self.done.set_exception(error)
+
+
+@dataclass(eq=False)
+class Answer(Work):
+    """One continuation of a prompt."""
+
+    prompt: list[int] = field(default_factory=list)
+    sampling: Sampling = Sampling(0)
+    generator: torch.Generator | None = None  # of its samples; None: one for the batch, with seed 0
+    stops: tuple[str, ...] = ()  # texts that end it; they are not part of it
+    on_text: Callable[[str], object] = lambda text: None  # called for each new piece of text with whole characters
+    ids: list[int] = field(default_factory=list)  # tokens, without the stop token that ended it
+    text: str = ""
+    finish_reason: str | None = None  # stop or length
+    has_stop_token: bool = False  # ended by a stop token, which is not in `ids`
+    _sent: int = 0  # characters
+    # tokens start:end are decoded again with new ones: a tokenizer may treat the first of a text differently
+    _start: int = 0
+    _end: int = 0
+
+    def add_token(self, token: int, tokenizer: Tokenizer) -> None:
+        self.ids.append(token)
+        self._decode(tokenizer)
+        if self.stops:  # may be texts of control tokens, which `text` does not have
+            longest = max(len(stop.encode()) for stop in self.stops) + 1  # tokens; one is at least a byte
+            tail = tokenizer.decode(self.ids[-longest:], skip_special=False)
+            if any(stop in tail for stop in self.stops):
+                self.finish_reason = "stop"
+
+    def end(self, tokenizer: Tokenizer, has_stop_token: bool = False) -> None:
+        """Send what is left of the text."""
+        self._decode(tokenizer, is_last=True)
+        if self.finish_reason is None:
+            self.has_stop_token = has_stop_token
+            self.finish_reason = "stop" if has_stop_token else "length"
+        self._send(len(self.text))
+
+    def add_text(self, text: str) -> None:
+        """Append text; hold back what may be the beginning of a stop text."""
+        start = max(0, len(self.text) - max(map(len, self.stops), default=0))
+        self.text += text
+        held = 0
+        if found := [at for stop in self.stops if (at := self.text.find(stop, start)) >= 0]:
+            self.text, self.finish_reason = self.text[: min(found)], "stop"
+        else:
+            beginnings = (n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
+            held = max(beginnings, default=0)
+        self._send(len(self.text) - held)
+
+    def _decode(self, tokenizer: Tokenizer, is_last: bool = False) -> None:
+        """Add the text of new tokens, unless its last character is incomplete: its bytes may be in several tokens."""
+        text = tokenizer.decode(self.ids[self._start :])
+        if text.endswith("\ufffd") and not is_last:
+            return
+        new = text[len(tokenizer.decode(self.ids[self._start : self._end])) :]
+        self._start, self._end = self._end, len(self.ids)
+        self.add_text(new)
+
+    def _send(self, end: int) -> None:
+        if end > self._sent:
+            self.on_text(self.text[self._sent : end])
+            self._sent = end
+
+
+def generate_answers(
+    trained: LoadedModel, answers: Sequence[Answer], before_token: Callable[[], None] = lambda: None
+) -> None:
+    """Continue `answers`, whose sampling is equal; each is done as soon as it ends. `before_token` may raise to stop."""
+    sampling, tokenizer = answers[0].sampling, trained.tokenizer
+
+    def on_token(row: int, token: int) -> bool:
+        if answers[row].done.cancelled():
+            return True
+        answers[row].add_token(token, tokenizer)
+        return answers[row].finish_reason is not None
+
+    def on_end(row: int, has_stop_token: bool) -> None:
+        if not answers[row].done.cancelled():
+            answers[row].end(tokenizer, has_stop_token)
+            answers[row].finish()
+
+    generate(
+        trained.model,
+        [answer.prompt for answer in answers],
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        repetition_penalty=sampling.repetition_penalty,
+        stop_ids=list(sampling.stop_ids),
+        generator=[answer.generator for answer in answers if answer.generator] or None,
+        on_token=on_token,
+        on_end=on_end,
+        before_token=before_token,
+    )
+
+
+@dataclass(eq=False)
+class Score(Work):
+    """Log-probabilities of the tokens of a text from number `first` on, each given those before it."""
+
+    ids: list[int] = field(default_factory=list)  # (T,)
+    first: int = 1  # at least 1: nothing predicts the first token
+    top: int = 1  # how many of the likeliest tokens are listed for each position
+    own: list[float] = field(default_factory=list)  # (T - first,)
+    # (T - first, top) of (token, log-probability), the likeliest first
+    best: list[list[tuple[int, float]]] = field(default_factory=list)
+
+    def read(self, logits: Tensor) -> None:
+        """logits: (T, V)"""
+        for start in range(self.first, len(self.ids), SCORED_POSITIONS):
+            targets = torch.tensor(self.ids[start : start + SCORED_POSITIONS], device=logits.device)
+            log_probs = logits[start - 1 : start - 1 + len(targets)].float().log_softmax(-1)
+            self.own += log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1).tolist()
+            best = log_probs.topk(min(self.top, log_probs.shape[-1]))
+            self.best += [
+                list(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            ]
+        self.finish()
+
+
+@torch.inference_mode()
+def score_texts(
+    trained: LoadedModel, scores: Sequence[Score], max_rows: int, before_batch: Callable[[], None] = lambda: None
+) -> None:
+    """Compute `scores`, the longest first. `before_batch` may raise to stop."""
+    rest = sorted(scores, key=lambda score: -len(score.ids))
+    while rest:
+        before_batch()
+        most = MAX_LOGITS // (trained.model.cfg.vocab_size * len(rest[0].ids))
+        batch = rest[: max(1, min(max_rows, most))]
+        rest = rest[len(batch) :]
+        rows = [torch.tensor(score.ids[:-1] or score.ids) for score in batch]  # nothing is read behind the last token
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(trained.device)
+        logits = trained.model(ids).logits  # (B, T, V)
+        assert logits is not None
+        for score, row in zip(batch, logits, strict=True):
+            score.read(row)

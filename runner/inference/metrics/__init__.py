@@ -1,4 +1,0 @@
-"""Evaluation metrics, one module each, found by `metric=NAME`.
-
-May import runner.inference and what it imports.
-"""

@@ -1,1 +1,0 @@
-"""What is known of a run before it trains: its model, its data, and this machine."""

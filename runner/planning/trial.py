@@ -1,0 +1,197 @@
+"""The first steps of a planned run, really run in a child process with a temporary folder in the token cache: `python
+runner/planning/trial.py FOLDER`.
+
+The child reads FOLDER/trial.json and writes FOLDER/result.json. The folder is removed by the process that started it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if not __package__:  # started by path: replace runner/planning/ on sys.path by the repository root
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import dataclasses
+import glob
+import itertools
+import shutil
+import signal
+import socket
+import statistics
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.errors import TrainingError, UserError
+from common.filesystem import make_dirs, read_json_object, write_json
+from common.registry import import_inherited_plugins
+from runner.engine.config import Config
+from runner.engine.device.cpu.spinning import adapt_spinning, set_wait_policy
+from runner.launch.subprocesses import child_env, failure_reason, last_lines, spawn
+from runner.launch.train_process import config_from_json
+from runner.tracking.config import TrackerConfig
+
+if TYPE_CHECKING:
+    from runner.engine.state import TrainState
+
+TIMED_STEPS = 3  # after the first one, which also allocates memory and compiles
+TIMED_MICRO_BATCHES = 4  # of a step; the time of the others is added
+TIMED_EVAL_BATCHES = 16
+SECONDS = 60.0  # after which no further step is timed
+
+
+def trial_of(cfg: Config) -> dict[str, Any]:
+    """Return the result of the trial with these settings.
+
+    Raises UserError where the run refuses its settings, TrainingError where it fails.
+    """
+    tracker = TrackerConfig(name="none", page=False, console="quiet")
+    cfg = dataclasses.replace(
+        cfg, tracker=tracker, train=dataclasses.replace(cfg.train, verify_resume=False, supervise=False)
+    )
+    cache = Path(cfg.data.cache)
+    make_dirs(cache)
+    remove_leftovers(cache)
+    with tempfile.TemporaryDirectory(prefix=f"{_prefix()}{os.getpid()}-", dir=cache) as folder:
+        write_json(Path(folder) / "trial.json", {"config": dataclasses.asdict(cfg)})
+        log = Path(folder) / "trial.log"
+        code = _run_child(Path(folder), log)
+        result = read_json_object(Path(folder) / "result.json")
+        if error := result.get("error"):
+            raise UserError(*error)
+        if code or not result:
+            lines = last_lines(log)
+            raise TrainingError(
+                f"the trial of the first steps failed: {failure_reason(code, {}, lines)}; timing=false estimates without it"
+            )
+    return result
+
+
+def remove_leftovers(cache: Path) -> None:
+    """Delete the folders of trials whose process was killed on this machine."""
+    for folder in cache.glob(f"{glob.escape(_prefix())}*"):
+        pid = folder.name.removeprefix(_prefix()).partition("-")[0]
+        if (
+            pid.isdigit()
+            and not folder.is_symlink()
+            and not Path(f"/proc/{pid}").exists()
+            and Path("/proc/self").exists()
+        ):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _prefix() -> str:
+    return f"plan-{socket.gethostname()}-"
+
+
+def _run_child(folder: Path, log: Path) -> int:
+    with log.open("wb") as out:
+        child = spawn([__file__, str(folder)], child_env(), out.fileno())
+        try:
+            return child.wait()
+        except BaseException:  # Ctrl-C: the child has a process group of its own
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            raise
+
+
+def run_trial_process(folder: Path) -> None:
+    set_wait_policy()
+    import_inherited_plugins()
+    request = folder / "trial.json"
+    try:
+        with adapt_spinning():
+            result = run_trial(config_from_json(read_json_object(request)["config"], request), folder / "run")
+    except UserError as error:
+        result = {"error": [error.message, error.setting, error.fix]}
+    write_json(folder / "result.json", result)
+
+
+def run_trial(cfg: Config, run_dir: Path) -> dict[str, Any]:
+    """Return seconds by what they were spent on, bytes of a checkpoint, and the peak of the memory (bytes)."""
+    from runner.engine.build import build_run
+    from runner.engine.step_metrics import peak_memory
+
+    run_dir.mkdir()
+    state = build_run(cfg, run_dir, 1, lambda **fields: None)
+    state.logger.start(
+        {}, total_steps=1, attempt=1, run_config=dataclasses.asdict(cfg), resume_at=None, tracker_id=None
+    )
+    try:
+        result = {
+            **time_steps(state),
+            **time_evaluation(state),
+            "sample_seconds": time_sample(state),
+            **time_save(state),
+        }
+    finally:
+        state.checkpoints.close()
+        state.logger.finish("interrupted", {})
+    return result | {"compile": state.compile_decision.reason, "peak_bytes": peak_memory(state.dist.device)}
+
+
+def time_steps(state: TrainState) -> dict[str, Any]:
+    from runner.engine.loop import step_with_retries
+    from runner.engine.optim.schedules import lr_at
+    from runner.engine.step_metrics import flush_steps
+    from runner.planning.data import longest_batch
+
+    cfg, seconds, started = state.cfg, list[float](), time.perf_counter()
+    micro_batches = -(-state.loader.sampler.global_batch_size // cfg.train.batch_size)
+    batch = longest_batch(state.loader, state.total_steps)
+    batches = [batch] * min(micro_batches, TIMED_MICRO_BATCHES)
+    while len(seconds) < 1 + TIMED_STEPS and (len(seconds) < 2 or time.perf_counter() - started < SECONDS):
+        before = time.perf_counter()
+        step_with_retries(state, batches, lr_at(0, state.total_steps, cfg.optimizer.lr, cfg.schedule))
+        flush_steps(state)  # waits for the device
+        seconds.append(time.perf_counter() - before)
+    return {
+        "first_step_seconds": seconds[0],
+        "step_seconds": statistics.median(seconds[1:]) * micro_batches / len(batches),
+        "timed_steps": len(seconds) - 1,
+        "step_tokens": batch.input_ids.numel() * micro_batches,
+    }
+
+
+def time_evaluation(state: TrainState) -> dict[str, float]:
+    """Return the seconds of an evaluation: of some batches, times their number."""
+    import torch
+
+    if state.val_loader is None:
+        return {"eval_seconds": 0.0}
+    count, before = 0, time.perf_counter()
+    state.model.eval()
+    with torch.no_grad(), closing(state.val_loader.iter_epoch(0)) as steps:
+        for batch in itertools.islice(itertools.chain.from_iterable(steps), TIMED_EVAL_BATCHES):
+            with state.precision.autocast():
+                float(state.objective.loss(state.model, batch.to(state.dist.device))["loss"])
+            count += 1
+    return {"eval_seconds": (time.perf_counter() - before) * state.val_loader.steps_per_epoch / max(1, count)}
+
+
+def time_sample(state: TrainState) -> float:
+    from runner.engine.evaluation import generate_samples
+
+    if not state.cfg.train.sample_prompts:
+        return 0.0
+    before = time.perf_counter()
+    generate_samples(state)
+    return time.perf_counter() - before
+
+
+def time_save(state: TrainState) -> dict[str, Any]:
+    from runner.checkpoint.manager import newest_checkpoint
+
+    before = time.perf_counter()
+    state.checkpoints.save_async(state.progress.step, state)
+    stall = time.perf_counter() - before  # training waits for the copy only
+    state.checkpoints.save_blocking(state.progress.step, state)
+    size = sum(file.stat().st_size for file in newest_checkpoint(state.run_dir).rglob("*") if file.is_file())
+    return {"save_stall_seconds": stall, "save_seconds": time.perf_counter() - before, "checkpoint_bytes": size}
+
+
+if __name__ == "__main__":
+    run_trial_process(Path(sys.argv[1]))
