@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # for a process to be ready, which takes long on a busy machine; a longer data.worker_timeout holds here, too
 START_SECONDS = 60.0
+DATA_WORKER = "data worker"  # beginning of the names of processes that prepare batches
 END_SECONDS = 1.0  # for a process that was killed, or has closed its pipe, to be gone
 _PR_SET_PDEATHSIG = 1
 

@@ -8,6 +8,7 @@ has one, a preference pair two. Without packing each document is a batch row (R 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -106,10 +107,10 @@ def collate(sequences: list[list[EncodedRow]], pad_id: int, packed: bool) -> Bat
     # (id, tokens)
     documents = [[(part * len(rows) + i, row.sequences[part]) for part in range(per_row)] for i, row in enumerate(rows)]
     if packed:
-        ends = np.cumsum([len(sequence) for sequence in sequences]).tolist()
+        remaining = iter(documents)
         batch_rows = [
-            [document for row in documents[end - len(sequence) : end] for document in row]
-            for end, sequence in zip(ends, sequences, strict=True)
+            [document for row in itertools.islice(remaining, len(sequence)) for document in row]
+            for sequence in sequences
         ]
     else:
         batch_rows = [[row[part]] for part in range(per_row) for row in documents]

@@ -1,19 +1,41 @@
-"""Optimizer steps as lists of micro-batches: which rows a step holds is a function of (seed, epoch, step) alone."""
+"""Optimizer steps as lists of micro-batches: which rows a step holds is a function of (seed, epoch, step) alone. Workers
+prepare them in advance; of one that does not, the error says which, where it was, and how it ended.
+
+torch's DataLoader sends batches through shared memory and passed file descriptors: a full /dev/shm or `ulimit -n` ends
+in a bus error or a hang. When a worker dies, it raises from a signal handler, which may be in the middle of an optimizer
+step; here the error is raised where the batch is requested. Workers need no requests.
+"""
 
 from __future__ import annotations
 
+import mmap
+import queue
+import sys
+import threading
+import traceback
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, partial
+from multiprocessing.connection import Connection
 
+import numpy as np
 import torch
 
-from data.background import Watch, never, prefetch
+from common.errors import TrainingError, one_line, print_safely
+from data.background import Watch, describe_state, never, prefetch
 from data.batching.batch import Batch, collate
-from data.batching.batch_workers import BatchTask, BatchWorkers, shared_positions
-from data.batching.packing import Sequences
+from data.batching.packing import PackedSequences, Sequences
 from data.batching.sampler import ShuffledSampler
+from data.types import EncodedRow
+from data.worker_process import DATA_WORKER, START_SECONDS, Worker, start_workers, stop_workers
+
+TRACEBACK_LINES = 30
+NAME_SECONDS = 1.0  # for reading the names of the rows that a worker was stuck at; reading them may be what hangs
+HINTS = {
+    "Too many open files": "raise the limit, e.g. ulimit -n 65536, or use data.num_workers=0",
+    "No space left": "free disk space, or use data.cache=FOLDER",
+}
 
 
 @dataclass(eq=False)
@@ -124,3 +146,160 @@ class StepLoader:
                 batches = self._batch_indices(step)
                 yield from (batches[i] for i in chosen)
             number += count
+
+
+def shared_positions(num_workers: int) -> np.ndarray:
+    """Return int64 (num_workers, 2): the sequence that each worker reads, -1 at first, and a count of its steps.
+
+    Forked workers share the memory; a spawned one has a copy of its own.
+    """
+    positions = np.frombuffer(mmap.mmap(-1, 16 * num_workers), np.int64).reshape(num_workers, 2)
+    positions[:, 0] = -1
+    return positions
+
+
+@dataclass(frozen=True)
+class BatchTask:
+    """What the workers share. It can be pickled."""
+
+    sequences: Sequences
+    collate: Callable[[list[list[EncodedRow]]], Batch]
+    # (worker, number of workers) -> sequences of each of its micro-batches, in order
+    indices: Callable[[int, int], Iterator[list[int]]]
+    positions: np.ndarray  # of `shared_positions`
+
+    def batches(self, worker: int, num_workers: int) -> Iterator[Batch]:
+        """Yield every `num_workers`th micro-batch, from number `worker` on."""
+        position = self.positions[worker]
+
+        def count_step(*_: int) -> None:
+            position[1] += 1
+
+        if isinstance(self.sequences, PackedSequences):
+            self.sequences.progress = count_step
+        for indices in self.indices(worker, num_workers):
+            rows = []
+            for index in indices:
+                position[0] = index
+                count_step()
+                rows.append(self.sequences[index])
+            yield self.collate(rows)
+
+    def describe(self, worker: int) -> str:
+        """Return the rows that a worker reads now, or their sequence if they cannot be read within NAME_SECONDS."""
+        index = int(self.positions[worker, 0])
+        if index < 0:
+            return "its data"
+        names: list[str] = []
+
+        def read_names() -> None:
+            with suppress(Exception):
+                names.extend(row.name for row in self.sequences[index])
+
+        thread = threading.Thread(target=read_names, daemon=True)
+        thread.start()
+        thread.join(NAME_SECONDS)
+        return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "") if names else f"sequence {index}"
+
+
+WorkerFailure = tuple[str, str, str]  # of a worker: type of the exception, message, traceback
+
+
+class BatchWorkers:
+    """Iterator over the micro-batches of a task: number i is computed by worker i % count.
+
+    One batch waits in the queue of its worker, one in the thread, one in the process. Raises TrainingError if a worker
+    fails, StopRequested.
+    """
+
+    def __init__(self, task: BatchTask, count: int, watch: Watch, receive: Callable[[Batch], Batch]) -> None:
+        """`receive`: applied to each batch in a thread, e.g. to pin its memory."""
+        self.task, self.watch, self.receive = task, watch, receive
+        self._next, self._is_closed = 0, False
+        self._queues: dict[Worker, queue.Queue[Batch | WorkerFailure | None]] = {}  # None: the process has ended
+        self._workers: list[Worker] = []
+        try:
+            bodies = [partial(_send_batches, task, index, count) for index in range(count)]
+            self._workers = start_workers(DATA_WORKER, bodies, self._receive_batches)
+        except OSError as error:
+            self.close()
+            message = f"{count} data workers cannot be started: {error.strerror or error}"
+            raise TrainingError(f"{message}; {_hint(str(error), 'use data.num_workers=0')}") from error
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        worker = self._workers[self._next % len(self._workers)]
+        self._next += 1
+        stuck = partial(self._stuck_error, worker)
+        self.watch.wait_for(worker.ready.wait, stuck, START_SECONDS)
+        message = self.watch.take(self._queue_of(worker), stuck)
+        if isinstance(message, Batch):
+            return message
+        raise self._exit_error(worker) if message is None else self._read_error(worker, *message)
+
+    def close(self) -> None:
+        """Kill the workers, whatever they do, and wait a limited time for their end."""
+        self._is_closed = True  # a thread ends after the message that it holds now
+        for received in self._queues.values():
+            with suppress(queue.Empty):
+                received.get_nowait()  # it may wait for space
+        stop_workers(self._workers)
+        self._workers = []
+
+    def _queue_of(self, worker: Worker) -> queue.Queue[Batch | WorkerFailure | None]:
+        return self._queues.setdefault(worker, queue.Queue(1))
+
+    def _receive_batches(self, worker: Worker) -> None:
+        """Body of the thread of a worker."""
+        received = self._queue_of(worker)
+        try:
+            worker.connection.recv()  # it is ready
+            worker.ready.set()
+            while not self._is_closed:
+                message = worker.connection.recv()
+                received.put(self.receive(message) if isinstance(message, Batch) else message)
+        except (EOFError, OSError):
+            worker.ready.set()
+            received.put(None)
+
+    def _reading(self, worker: Worker) -> str:
+        return f" while it read {self.task.describe(self._workers.index(worker))}"
+
+    def _stuck_error(self, worker: Worker, seconds: float) -> TrainingError:
+        state = describe_state(worker.process.pid or 0)
+        done = "no progress for" if worker.ready.is_set() else "not ready after"
+        text = f"{worker.name} is stuck: {done} {seconds:.1f} s (data.worker_timeout){self._reading(worker)}{state}"
+        return TrainingError(f"{text}; try data.num_workers=0, or a larger data.worker_timeout if reading is this slow")
+
+    def _exit_error(self, worker: Worker) -> TrainingError:
+        text = f"{worker.name} {worker.describe_end()}{self._reading(worker)}"
+        return TrainingError(f"{text}; try fewer data.num_workers, or data.num_workers=0")
+
+    def _read_error(self, worker: Worker, kind: str, message: str, trace: str) -> TrainingError:
+        if kind == "DamagedStoreError":  # it says what to do, and its traceback tells nothing
+            return TrainingError(message)
+        lines = trace.splitlines()
+        print_safely(
+            "\n".join([*(["..."] if len(lines) > TRACEBACK_LINES else []), *lines[-TRACEBACK_LINES:]]), sys.stderr
+        )
+        text = f"{worker.name} failed{self._reading(worker)}: {kind}: {one_line(message)[:500]}"
+        return TrainingError(f"{text}; {_hint(message, 'data.num_workers=0 reads in the training process')}")
+
+
+def _send_batches(task: BatchTask, index: int, count: int, connection: Connection) -> None:
+    """Body of a worker: send None when it is ready, then its batches, or the first error."""
+    torch.set_num_threads(1)
+    connection.send(None)
+    try:
+        for batch in task.batches(index, count):
+            connection.send(batch)
+    except BrokenPipeError:
+        raise
+    except Exception as error:  # whatever a reader raises: the training process reports it
+        connection.send((type(error).__name__, str(error), traceback.format_exc()))
+
+
+def _hint(message: str, otherwise: str) -> str:
+    return next((hint for text, hint in HINTS.items() if text in message), otherwise)

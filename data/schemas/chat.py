@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from typing import Any
 
 from data.errors import BadRowError, type_name
@@ -158,14 +157,12 @@ def parse_openai(row: dict, where: str) -> ChatExample:
 # --- preferences: those with more keys come later, because the last one that matches is used ---
 
 
-def preference_pair(
-    parse: Callable[[str], ChatExample], where: str, keys: tuple[str, str] = PREFERENCE_KEYS
-) -> PreferencePair:
-    """Return the two conversations that `parse` returns for the two keys.
+def preference_pair(prompt: Any, row: dict, where: str, keys: tuple[str, str] = PREFERENCE_KEYS) -> PreferencePair:
+    """Return the conversations of `prompt` with the answers in the two `keys` of the row, as `answer_example` reads them.
 
     Raises BadRowError if they are equal, or a message has a weight that is not 0 or 1.
     """
-    chosen, rejected = map(parse, keys)
+    chosen, rejected = (answer_example(prompt, row, key, where) for key in keys)
     for key, chat in zip(keys, (chosen, rejected), strict=True):
         for message in chat.messages:
             if (weight := message.get("weight", 1)) not in (0, 1):
@@ -189,9 +186,8 @@ def _is_hh(row: dict) -> bool:
 
 @register_schema("hh-rlhf", "preference", keys=PREFERENCE_KEYS, detect=_is_hh, optional=CHAT_FIELDS)
 def parse_hh(row: dict, where: str) -> PreferencePair:
-    return preference_pair(
-        lambda key: chat_example(_hh_messages(row[key], f"{where} {key}"), row, f"{where} {key}"), where
-    )
+    dialogues = {key: _hh_messages(row[key], f"{where} {key}") for key in PREFERENCE_KEYS}
+    return preference_pair(NO_PROMPT, row | dialogues, where)
 
 
 def _hh_messages(text: Any, where: str) -> list[dict]:
@@ -210,7 +206,7 @@ def _hh_messages(text: Any, where: str) -> list[dict]:
     "minimind preference", "preference", keys=PREFERENCE_KEYS, detect=lambda row: not _is_hh(row), optional=CHAT_FIELDS
 )
 def parse_minimind_preference(row: dict, where: str) -> PreferencePair:
-    return preference_pair(lambda key: answer_example(NO_PROMPT, row, key, where), where)
+    return preference_pair(NO_PROMPT, row, where)
 
 
 @register_schema(
@@ -224,11 +220,7 @@ def parse_openai_preference(row: dict, where: str) -> PreferencePair:
             "wrong type", f"input must be an object with messages, found {type_name(prompt)}", f"{where} input", fix
         )
     row = {**row, "tools": chat_tools(prompt, f"{where} input")}
-    return preference_pair(
-        lambda key: answer_example(prompt["messages"], row, key, where),
-        where,
-        ("preferred_output", "non_preferred_output"),
-    )
+    return preference_pair(prompt["messages"], row, where, ("preferred_output", "non_preferred_output"))
 
 
 @register_schema(
@@ -238,14 +230,14 @@ def parse_openai_preference(row: dict, where: str) -> PreferencePair:
     optional=(*CHAT_FIELDS, "history", "input"),
 )
 def parse_alpaca_preference(row: dict, where: str) -> PreferencePair:
-    return preference_pair(lambda key: answer_example(alpaca_prompt(row, where), row, key, where), where)
+    return preference_pair(alpaca_prompt(row, where), row, where)
 
 
 @register_schema("sharegpt preference", "preference", keys=("conversations", *PREFERENCE_KEYS), optional=CHAT_FIELDS)
 def parse_sharegpt_preference(row: dict, where: str) -> PreferencePair:
-    return preference_pair(lambda key: answer_example(row["conversations"], row, key, where), where)
+    return preference_pair(row["conversations"], row, where)
 
 
 @register_schema("trl preference", "preference", keys=("prompt", *PREFERENCE_KEYS), optional=CHAT_FIELDS)
 def parse_trl_preference(row: dict, where: str) -> PreferencePair:
-    return preference_pair(lambda key: answer_example(prompt_messages(row, where), row, key, where), where)
+    return preference_pair(prompt_messages(row, where), row, where)

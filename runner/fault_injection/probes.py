@@ -22,6 +22,7 @@ from typing import Any
 
 from common import filesystem
 from common.ownership import start_ticks
+from data.worker_process import DATA_WORKER
 
 FREEING_CALLS = ("unlink", "remove", "rmdir", "truncate", "ftruncate")  # a full disk does not refuse them
 # the first argument is a path
@@ -164,7 +165,7 @@ class WorkerProbe:
 
         def recording_start(process: multiprocessing.process.BaseProcess) -> None:
             start(process)
-            if process.name.startswith("data worker") and process.pid:
+            if process.name.startswith(DATA_WORKER) and process.pid:
                 self._pids[min(self._count.value, MAX_WORKERS - 1)] = process.pid
                 self._count.value += 1
                 if self._count.value == victim:

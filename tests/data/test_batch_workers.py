@@ -25,7 +25,7 @@ from common.errors import StopRequested, TrainingError
 from common.paths import REPO_ROOT
 from data import background, worker_process
 from data.background import Watch, prefetch
-from data.batching import batch_workers
+from data.batching import loader
 from data.batching.packing import UnpackedSequences
 from data.batching.sampler import LengthGroupedSampler
 from data.types import EncodedRow
@@ -39,7 +39,7 @@ DEADLINE = 60.0  # seconds after which a test counts as hanging
 def short_grace(monkeypatch):
     """Threads that are blocked for ever are waited for, but not for long."""
     monkeypatch.setattr(background, "GRACE_SECONDS", 0.05)
-    monkeypatch.setattr(batch_workers, "NAME_SECONDS", 0.1)
+    monkeypatch.setattr(loader, "NAME_SECONDS", 0.1)
 
 
 def open_many_files():
@@ -151,7 +151,7 @@ def test_worker_has_its_time_limit_from_when_it_is_ready(monkeypatch, tmp_path):
 
 
 def test_worker_that_is_never_ready_is_named(monkeypatch):
-    monkeypatch.setattr(batch_workers, "START_SECONDS", 0.3)
+    monkeypatch.setattr(loader, "START_SECONDS", 0.3)
     monkeypatch.setattr(worker_process, "kill_with_parent", lambda parent: os.kill(os.getpid(), signal.SIGSTOP))
     with closing(make_loader(unpacked(ROWS), BATCH, num_workers=1, worker_timeout=0.1).iter_steps(0, 1)) as steps:
         with pytest.raises(
