@@ -42,11 +42,10 @@ def translating_hydra_errors(typed: list[str], names_files: bool = True) -> Iter
     """
     try:
         yield
-    except UserError as error:
-        raise yaml_files.with_position(error, typed) if names_files else error from error.__cause__
-    except (HydraException, OmegaConfBaseException) as error:
-        translated = translate_hydra_error(error, typed)
-        raise yaml_files.with_position(translated, typed) if names_files else translated from error
+    except (UserError, HydraException, OmegaConfBaseException) as error:
+        translated = error if isinstance(error, UserError) else translate_hydra_error(error, typed)
+        cause = error.__cause__ if translated is error else error
+        raise yaml_files.with_position(translated, typed) if names_files else translated from cause
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         position = f"{mark.name.strip()}:{mark.line + 1}:{mark.column + 1}" if mark else "a YAML file of the config"
@@ -57,10 +56,8 @@ def translating_hydra_errors(typed: list[str], names_files: bool = True) -> Iter
         ) from error
     # omegaconf 2.3, for an override of a key inside a section that is null
     except (AttributeError, AssertionError) as error:
-        inside = next(
-            (override for override in typed for name in OPTIONAL_SECTIONS if re.match(rf"\+*{name}[.=]", override)),
-            None,
-        )
+        sections = tuple(OPTIONAL_SECTIONS)
+        inside = next((override for override in typed if overrides.key_of(override).startswith(sections)), None)
         if inside is None:
             raise
         raise null_section_error(inside) from error
@@ -172,7 +169,7 @@ def _unknown_key_error(cause: ConfigKeyError | ConfigAttributeError, key: str, o
     if key.startswith("hydra."):
         section, _, name = key.rpartition(".")
         known = [str(option) for option in cause.parent_node] if isinstance(cause.parent_node, DictConfig) else []
-        if "not in struct" in str(cause).replace("is not in struct", "not in struct"):  # a dict, which takes any key
+        if "not in struct" in str(cause):  # a dict, which takes any key
             return UserError(f"{section} has no key {name} yet; + adds one", override, f"+{override}")
         return UserError(
             f"unknown setting {key}",

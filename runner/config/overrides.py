@@ -20,6 +20,7 @@ from common.paths import CONF_DIR
 from common.registry import locate_plugin
 from runner.config.literals import (
     COLUMNS_KEY,
+    QUOTED_ITEM,
     hydra_quote,
     literal_output,
     literal_path,
@@ -254,17 +255,13 @@ def nearest_key(key: str) -> str:
     similarly.
     """
     section, _, last = key.rpartition(".")
-    same = [known for known in config_schema() if known.rsplit(".", 1)[-1] == last]
-    beginning = [
-        known
-        for known in config_schema()
-        if section and known.startswith(key) and "." not in known.removeprefix(f"{section}.")
-    ]
-    if nearest := same[:1] or (beginning if len(beginning) <= 2 else []):  # stage.lora.r: stage.lora.rank
-        return f"did you mean {' or '.join(nearest)}?"
+    same = [known for known in config_schema() if known.rpartition(".")[2] == last]
     siblings = [
         known.rpartition(".")[2] for known in config_schema() if section and known.rpartition(".")[0] == section
     ]
+    beginning = [f"{section}.{name}" for name in siblings if name.startswith(last)]
+    if nearest := same[:1] or (beginning if len(beginning) <= 2 else []):  # stage.lora.r: stage.lora.rank
+        return f"did you mean {' or '.join(nearest)}?"
     if siblings and not difflib.get_close_matches(last, siblings, 1):
         return (
             f"{section} has {', '.join(siblings)}"
@@ -339,16 +336,10 @@ def literal_text(override: str, is_list: bool) -> str:
 
     Of a name, commas separate the values of a sweep; one tag is a list of one.
     """
-    key, equals, value = override.partition("=")
+    key, _, value = override.partition("=")
     if "${" in value:
         raise UserError(f"{key} is text and takes no interpolation", override, "write it without ${")
-    if (
-        not equals
-        or not value
-        or value == "null"
-        or value.startswith(("[", "choice("))
-        or (value[0] in "'\"" and value[-1:] == value[0])
-    ):
+    if value in ("", "null") or value.startswith(("[", "choice(")) or QUOTED_ITEM.match(value):
         return override
     if "," in value and key != "run.note":
         return override

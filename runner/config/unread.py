@@ -153,9 +153,7 @@ def check_typed_are_read(typed: Iterable[str], configs: Iterable[Config]) -> Non
     for override in typed:
         key = key_of(override)
         rules = [rule for rule in RULES if key in rule.keys]
-        reasons = (
-            [next((rule for rule in rules if rule.applies(config)), None) for config in configs] if rules else [None]
-        )
+        reasons = [next((rule for rule in rules if rule.applies(config)), None) for config in configs]
         if reasons and all(reasons):
             assert reasons[0] is not None
             raise UserError(f"{key} is not read: {reasons[0].reason}", override, reasons[0].fix)
