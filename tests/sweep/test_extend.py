@@ -10,6 +10,7 @@ import pytest
 from fake_jobs import GOOD, FakeJobs, read_run, read_sweep
 
 from common.errors import UserError
+from runner.checkpoint.atomic_dir import write_atomic_dir
 from runner.checkpoint.format import CHECKPOINT_FORMAT
 from runner.launch import resume as resume_module
 from runner.reporting.read_sweep import read_sweep_results
@@ -71,10 +72,9 @@ def test_extend_leaves_a_job_that_patience_has_stopped(
     finished: Path, resume: Any, capsys: pytest.CaptureFixture
 ) -> None:
     resume_alone(finished / NAMES[0], ["train.patience=2"])
-    checkpoint = finished / NAMES[0] / "checkpoints" / "step-00000060"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "state.json").write_text(
-        json.dumps({"format": CHECKPOINT_FORMAT, "progress": {"step": 60, "evals_since_best": 2}})
+    state = {"format": CHECKPOINT_FORMAT, "progress": {"step": 60, "evals_since_best": 2}}
+    write_atomic_dir(
+        finished / NAMES[0] / "checkpoints", "step-00000060", {"state.json": [json.dumps(state).encode()]}, {}
     )
     assert resume("train.max_steps=80") == 0
     assert applied(finished) == [[], ["train.max_steps=20"]]
