@@ -173,7 +173,7 @@ class LanguageModel(nn.Module):
         from torch._functorch import config as functorch_config
 
         if not self.compiled_layers:
-            raise NotImplementedError
+            raise NotImplementedError("a family without `compiled_layers` overrides this method")
         functorch_config.ban_recompute_materialized_backward = False
         for layer in self.compiled_layers:
             compiled = torch.compile(self.compiled_function(layer), dynamic=True, **options)

@@ -48,7 +48,7 @@ def _read_shapes(path: Path) -> list[list[int]]:
         raise _damaged(path, f"its header has {length:,} bytes, {limit}")
     try:
         with safe_open(path, "np") as header:
-            return [header.get_slice(name).get_shape() for name in header.keys()]  # noqa: SIM118
+            return [header.get_slice(name).get_shape() for name in header.keys()]  # noqa: SIM118  safe_open cannot be iterated
     except SafetensorError as error:
         raise _damaged(path, f"{error}; the file has {size:,} bytes") from error
 

@@ -56,8 +56,8 @@ def translating_hydra_errors(typed: list[str], names_files: bool = True) -> Iter
         ) from error
     # omegaconf 2.3, for an override of a key inside a section that is null
     except (AttributeError, AssertionError) as error:
-        sections = tuple(OPTIONAL_SECTIONS)
-        inside = next((override for override in typed if overrides.key_of(override).startswith(sections)), None)
+        names = tuple(f"{name}." for name in OPTIONAL_SECTIONS)
+        inside = next((override for override in typed if f"{overrides.key_of(override)}.".startswith(names)), None)
         if inside is None:
             raise
         raise null_section_error(inside) from error

@@ -35,7 +35,8 @@ class JobExit:
 class Backend:
     """Options of every `hydra/launcher`, and how it runs jobs.
 
-    A job is the command line of a process in `run_dir`, which exists; its output goes to `run_dir/console.log`.
+    A job is the command line of a process in `run_dir`, which exists; its output goes to `run_dir/console.log`. Each
+    backend has `submit`, `poll` and `cancel` of its own.
     """
 
     _target_: str = "hydra_plugins.lm_runner.JobLauncher"
