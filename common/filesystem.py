@@ -246,8 +246,13 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
     Raises ValueError for NaN and infinities, which JSON cannot represent.
     """
+    write_atomic_file(path, json_bytes(content))
+
+
+def json_bytes(content: dict[str, Any]) -> bytes:
+    """Return what `write_json` writes; a byte of a path that is not UTF-8 becomes an escape."""
     text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
-    write_atomic_file(path, f"{text}\n".encode("utf-8", "backslashreplace"))
+    return f"{text}\n".encode("utf-8", "backslashreplace")
 
 
 def dump_sealed_json(body: dict[str, Any]) -> bytes:

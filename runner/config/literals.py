@@ -16,7 +16,7 @@ COLUMNS_KEY = "data.columns"
 # values of settings of paths; a file of such a name is written ./auto
 NOT_PATHS = ("", "null", "auto", "scratch", "???")
 LIST_ITEM = re.compile(r"""\s*'[^']*'\s*|\s*"[^"]*"\s*|[^,]+""")
-QUOTED_ITEM = re.compile(r"\A(['\"])(.*)\1\Z")
+QUOTED_ITEM = re.compile(r"\A(['\"])(.*)\1\Z", re.DOTALL)
 
 
 def literal_path(override: str) -> str:

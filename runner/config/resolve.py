@@ -18,6 +18,7 @@ from runner.run_dir.best_job import find_best_job, model_score
 from runner.run_dir.contents import (
     RUN_FILE,
     check_run_files,
+    enclosing_record,
     enclosing_run,
     find_runs,
     has_started,
@@ -169,7 +170,7 @@ def check_not_inside_run(folder: Path) -> None:
 
     RunMetadata.open refuses a directory that is itself a run.
     """
-    if found := enclosing_run(folder if is_sweep_dir(folder) else folder.parent):
+    if found := enclosing_record(folder if is_sweep_dir(folder) else folder.parent):
         found = sweep_of(found)
         kind, relation = "sweep" if is_sweep_dir(found) else "run", "holds" if found == folder else "is inside"
         raise UserError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from runner.engine.device.cpu.threads import choose_threads
 from runner.engine.device.distributed import DistributedContext, init_distributed
 from runner.engine.device.precision import Precision
 from runner.engine.device.rng import seed_all
-from runner.engine.device.stop import as_stop_requests, stopping_together
+from runner.engine.device.stop import as_stop_requests, do_unless_stopped
 from runner.engine.kernels import choose_cpu_kernels, cpu_choices, decide_compilation, kernel_facts, wrap_model
 from runner.engine.objectives.config import prepare_stage
 from runner.engine.objectives.objective import Objective
@@ -185,21 +186,23 @@ def build_run(
     check_machine(cfg, dist.device, precision)
     tokenizer = load_tokenizer(cfg, run_dir)
     stop = as_stop_requests(stop_requested)
-    with stopping_together(dist, stop):
-        pipeline = build_data_pipeline(cfg, tokenizer)
-        rows_per_step = resolve_rows_per_step(cfg, dist.size, saved["compatibility"] if saved else {})
-        check_cuda_graphs(cfg.train.compile, dist.device, math.ceil(rows_per_step / (dist.size * cfg.train.batch_size)))
-        model, objective, frozen = prepare_model(cfg, dist.device, resumed_run=None if saved is None else run_dir)
-        compatibility = describe_run(
-            cfg,
-            device=dist.device,
-            num_ranks=dist.size,
-            rows_per_step=rows_per_step,
-            frozen=frozen,
-            data=pipeline.fingerprint,
-            tokenizer=tokenizer.fingerprint,
-        )
+    pipeline = do_unless_stopped(dist, stop, partial(build_data_pipeline, cfg, tokenizer))
     update_metadata(data=pipeline.files, evaluation=pipeline.evaluation)
+    rows_per_step = resolve_rows_per_step(cfg, dist.size, saved["compatibility"] if saved else {})
+    check_cuda_graphs(cfg.train.compile, dist.device, math.ceil(rows_per_step / (dist.size * cfg.train.batch_size)))
+    build = partial(prepare_model, cfg, dist.device, resumed_run=None if saved is None else run_dir)
+    model, objective, frozen = do_unless_stopped(dist, stop, build)
+    facts = partial(
+        describe_run,
+        cfg,
+        device=dist.device,
+        num_ranks=dist.size,
+        rows_per_step=rows_per_step,
+        frozen=frozen,
+        data=pipeline.fingerprint,
+        tokenizer=tokenizer.fingerprint,
+    )
+    compatibility = do_unless_stopped(dist, stop, facts)
     distribute(cfg, dist, precision, (model, *objective.extra_models))
     loader, val_loader = build_loaders(pipeline, cfg, tokenizer, rows_per_step, dist)
     check_warmup(cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch, cfg.schedule)

@@ -59,7 +59,7 @@ from runner.engine.device.compile import (
 )
 from runner.engine.device.distributed import DistributedContext
 from runner.engine.device.precision import Precision
-from runner.engine.device.stop import StopRequests, stopping_together
+from runner.engine.device.stop import StopRequests, do_unless_stopped
 from runner.engine.optim.groups import OptimizerGroup
 from runner.engine.optim.torch_optimizers import Muon, orthogonalization_choice
 
@@ -144,8 +144,7 @@ def choose_cpu_kernels(
     facts, reasons, compilation = {}, {}, decision
     announce = cache(_announce_measuring) if dist.is_rank_zero else lambda: None
     for choice in choices:
-        with stopping_together(dist, stop):
-            mine = _choose(choice, saved, dist.size, announce)
+        mine = do_unless_stopped(dist, stop, partial(_choose, choice, saved, dist.size, announce))
         chosen = agree_on_kernel(choice, dist.gather(list(mine)))
         choice.apply(chosen.kernel)
         if chosen.kernel != choice.default:

@@ -7,8 +7,8 @@ are kept in `damaged/`. doctor.py prints the same problems.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.filesystem import make_dirs, read_bounded, write_atomic_file
+from common.filesystem import json_bytes, make_dirs, read_bounded, write_atomic_file
 from common.guarded_files import (
     GENERATION_CONFIG,
     MAX_TOKENIZER_BYTES,
@@ -47,6 +47,7 @@ from runner.tracking.jsonl import LogChecksum, inspect_log
 
 CONFIG, OVERRIDES, COPIES = str(CONFIG_FILE), str(OVERRIDES_FILE), f"{SNAPSHOT_DIR}/"
 LOGS = ("metrics", "samples")
+ARCHIVE = re.compile(r"metrics\.attempt(\d{1,6})\.jsonl")
 TAIL_BYTES = 1 << 16  # of metrics.jsonl, where its last record is
 # Fields of run.json that describe one process or the newest state: they are not restored, or the checkpoint itself
 # knows them.
@@ -249,13 +250,12 @@ def _run_json_again(state: CheckpointState, damage: str) -> Problem:
         return Problem(RUN_FILE, Severity.BLOCKING, damage, fix)
     name, saved = state.newest_whole
     try:
-        fields = _fields_of_checkpoint(state.folder, name, saved)
-        content = json.dumps(fields, indent=2, ensure_ascii=False, allow_nan=False).encode()
+        content = json_bytes(_fields_of_checkpoint(state.folder, name, saved))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         damage += f", and state.json of {name} has no usable value: {error}"
         fix = "restore run.json from a backup, or start a new run in another directory"
         return Problem(RUN_FILE, Severity.BLOCKING, damage, fix)
-    return _restored(RUN_FILE, damage, f"written again from {name}", content + b"\n")
+    return _restored(RUN_FILE, damage, f"written again from {name}", content)
 
 
 def _fields_of_checkpoint(folder: Path, checkpoint: str, saved: dict[str, Any]) -> dict[str, Any]:
@@ -268,10 +268,11 @@ def _fields_of_checkpoint(folder: Path, checkpoint: str, saved: dict[str, Any]) 
 
 
 def _newest_attempt(folder: Path) -> int:
-    """Return the attempt that wrote the last record of metrics.jsonl, 0 if it cannot be read."""
+    """Return the highest number of an attempt in the last record of metrics.jsonl and in the names of its archives."""
+    attempts = [int(match[1]) for path in folder.iterdir() if (match := ARCHIVE.fullmatch(path.name))]
     with suppress(OSError, ValueError, TypeError, KeyError, IndexError):
-        return int(parse_json(read_from(folder / "metrics.jsonl", 0, TAIL_BYTES).splitlines()[-1])["attempt"])
-    return 0
+        attempts.append(int(parse_json(read_from(folder / "metrics.jsonl", 0, TAIL_BYTES).splitlines()[-1])["attempt"]))
+    return max(attempts, default=0)
 
 
 def _check_settings(state: CheckpointState) -> Iterator[Problem]:

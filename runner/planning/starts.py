@@ -5,7 +5,6 @@ Nothing is written.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from runner.config import overrides as checks
 from runner.config import snapshot
 from runner.config.compose import compose_tree, to_config, without_hydra
 from runner.config.hydra_errors import translating_hydra_errors
-from runner.config.overrides import RESUME_KEY, has_flag, is_hydra_override
+from runner.config.overrides import RESUME_KEY, has_flag, is_hydra_override, to_overrides
 from runner.config.resolve import resolve_run
 from runner.config.unread import check_typed_are_read
 from runner.engine.config import Config
@@ -104,7 +103,7 @@ def _new_sweep(typed: list[str]) -> PlannedStart:
     listed, _ = grid.split_swept([*hydra, *plain], is_grid=False)
     tree = compose_tree(listed)
     sweeper, _ = validation.hydra_options(tree)
-    params = _typed(sweeper.params)
+    params = to_overrides(sweeper.params)
     shared, swept = grid.split_swept([*hydra, *grid.merge_overrides(params, plain)], is_grid=sweeper.is_grid)
     composer = grid.PointComposer(shared, tree=tree)
     points = sweeper.points(swept, tree.sweep.zip)
@@ -122,14 +121,10 @@ def _new_sweep(typed: list[str]) -> PlannedStart:
     runs = []
     for point, config in zip(points, configs, strict=True):
         derived = budget.matching_overrides(config, base, swept) | budget.evaluation_overrides(config)
-        with translating_hydra_errors(_typed(point)):
+        with translating_hydra_errors(to_overrides(point)):
             final = to_config(composer.tree(point, derived))
-        runs.append(PlannedRun(" ".join(_typed(point)), _checked(final), tuple(_typed(point | derived))))
+        runs.append(PlannedRun(" ".join(to_overrides(point)), _checked(final), tuple(to_overrides(point | derived))))
     return PlannedStart(tuple(runs), is_sweep=True)
-
-
-def _typed(values: Mapping[str, str]) -> list[str]:
-    return [f"{key}={value}" for key, value in values.items()]
 
 
 def _resumed_sweep(folder: Path, typed: list[str]) -> PlannedStart:
@@ -142,7 +137,7 @@ def _resumed_sweep(folder: Path, typed: list[str]) -> PlannedStart:
             extend.apply_additions(state, additions, conf)
         session = SweepSession(state, conf)
         for job in state.jobs:
-            name = " ".join(_typed(job.overrides))
+            name = " ".join(to_overrides(job.overrides))
             if not job.needs_run:
                 continue
             if has_started(RunMetadata.read(folder / job.name)):

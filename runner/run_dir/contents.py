@@ -93,6 +93,16 @@ def enclosing_run(path: Path) -> Path | None:
     return next((folder for folder in (path, *path.parents) if holds_run(folder) or is_sweep_dir(folder)), None)
 
 
+def enclosing_record(path: Path) -> Path | None:
+    """Return the innermost directory with a run.json or sweep.json that is `path` or contains it.
+
+    Folders above may belong to others: nothing in them is listed.
+    """
+    return next(
+        (folder for folder in (path, *path.parents) if (folder / RUN_FILE).is_file() or is_sweep_dir(folder)), None
+    )
+
+
 def has_checkpoints(folder: Path) -> bool:
     """Return whether the run has checkpoints, whole or not."""
     return bool(step_names(folder / "checkpoints"))

@@ -6,6 +6,7 @@ Hydra composes it and calls the sweeper plugin, which calls `run_sweep`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +89,11 @@ def run_sweep(config: DictConfig, overrides: list[str]) -> None:
         session.lines.start(text, {"folder": str(state.folder), "jobs": len(state.jobs)})
         if not sweeper.resume:  # a resumed one may have much to read: its first job starts before
             session.page.write()
-        search = sweeper.search(state)
         try:
-            is_stopped = SweepScheduler(session, backend, search).run()
+            with closing(backend), closing(sweeper.search(state)) as search:
+                is_stopped = SweepScheduler(session, backend, search).run()
         except KeyboardInterrupt:
             is_stopped = True
-        finally:
-            search.close()
-            backend.close()
         session.finish(is_stopped)
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from common import ownership
 from common.errors import Outcome, UserError, print_note
 from common.file_lock import FileLock
 from common.filesystem import read_bounded, remove_quietly, write_json
@@ -39,7 +38,7 @@ from runner.run_dir.contents import (
     RUN_STATUSES,
     SWEEP_FILE,
     check_run_files,
-    enclosing_run,
+    enclosing_record,
     exported_loss,
     has_diverged,
     has_started,
@@ -47,7 +46,7 @@ from runner.run_dir.contents import (
     job_dirname,
     timestamp,
 )
-from runner.run_dir.lock import describe_holder
+from runner.run_dir.lock import describe_holder, write_owner
 from runner.run_dir.metadata import RunMetadata
 from runner.sweep.budget import StepSize
 
@@ -118,7 +117,7 @@ class SweepState:
 
         Raises UserError if it holds, or is inside, a sweep or run.
         """
-        if found := enclosing_run(folder):
+        if found := enclosing_record(folder):
             relation = "already holds" if found == folder else "is inside"
             kind = "sweep" if is_sweep_dir(found) else "run"
             fix = f"resume={found} continues it; hydra.sweep.dir=DIR sets another directory for the new one"
@@ -289,7 +288,7 @@ def _acquire_lock(folder: Path) -> FileLock:
             "choose another with hydra.sweep.dir=DIR",
         ) from error
     with suppress(OSError):  # only the error message of another process loses a detail
-        write_json(folder / OWNER_FILE, {**ownership.process_id(), "since": timestamp()})
+        write_owner(folder)
     return lock
 
 

@@ -166,7 +166,7 @@ class LogDamage:
 
 def inspect_log(name: str, content: bytes | None, position: int, proof: LogChecksum) -> LogDamage | None:
     """Return what is wrong with the first `position` bytes of the log `name` (metrics, samples), None if nothing is.
-    `content` None: no such file.
+    `content` None: no such file. Where `proof` has no checksum of the log, its size alone counts.
     """
     size = len(content or b"")
     expected = proof.sha256.get(name)

@@ -66,6 +66,11 @@ def test_note_is_limited_and_reads_no_environment() -> None:
             absolutize_path(override)
 
 
+def test_quoted_note_of_two_lines_is_quoted_once() -> None:
+    """As .hydra/overrides.yaml has it; the error is about the line break then."""
+    assert absolutize_path("run.note='two\nlines'") == "run.note='two\nlines'"
+
+
 def test_name_with_commas_is_left_to_a_sweep() -> None:
     assert absolutize_path("run.name=a,b") == "run.name=a,b" and absolutize_path("run.note=a,b") == "run.note='a,b'"
 

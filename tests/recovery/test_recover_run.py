@@ -30,6 +30,7 @@ from damaged_runs import (
 )
 
 from common.errors import UserError
+from runner.checkpoint.atomic_dir import write_atomic_dir
 from runner.checkpoint.format import read_newest_state
 from runner.checkpoint.manager import newest_checkpoint
 from runner.checkpoint.retention import RetentionPolicy, prune_checkpoints
@@ -103,6 +104,21 @@ def test_restored_run_json_is_that_of_the_run(killed: Path) -> None:
     assert {name: after[name] for name in same} == {name: before[name] for name in same} and after[
         "status"
     ] == "interrupted"
+
+
+def test_restored_run_json_counts_archives_and_keeps_any_byte(killed: Path) -> None:
+    """A byte of a path that is not UTF-8, and an attempt that was killed before its first checkpoint."""
+    newest = newest_checkpoint(killed)
+    files = {path.name: [path.read_bytes()] for path in newest.iterdir() if path.name != "MANIFEST.json"}
+    state = json.loads(files["state.json"][0])
+    state["run"]["fields"]["note"] = "caf\udce9"
+    shutil.rmtree(newest)
+    write_atomic_dir(newest.parent, newest.name, files | {"state.json": [json.dumps(state).encode()]}, {})
+    (killed / "metrics.attempt7.jsonl").touch()
+    (killed / "run.json").unlink()
+    recover_run(killed)
+    restored = json.loads((killed / "run.json").read_text())
+    assert (restored["attempt"], restored["note"]) == (7, "caf\udce9")
 
 
 def test_restored_settings_are_byte_for_byte_those_of_the_run(killed: Path) -> None:

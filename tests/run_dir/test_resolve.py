@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,17 @@ def test_new_run_is_not_placed_inside_a_run_or_sweep(run: Path, tmp_path: Path) 
         check_not_inside_run(tmp_path)
     with pytest.raises(UserError, match="inside a sweep"):
         check_not_inside_run(tmp_path / "seed=3")  # a job of the sweep may be placed there
+
+
+def test_folders_above_a_new_run_are_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may belong to others, who have folders named checkpoints that cannot be read."""
+
+    def refuse(folder: Path) -> list[str]:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    (tmp_path / "checkpoints" / "step-00000100").mkdir(parents=True)
+    monkeypatch.setattr(os, "listdir", refuse)
+    check_not_inside_run(tmp_path / "alice" / "run")
 
 
 def test_launches_in_one_second_get_directories_of_their_own(tmp_path: Path) -> None:

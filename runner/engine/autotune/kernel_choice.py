@@ -38,7 +38,7 @@ class KernelChoice:
     default: str  # what short runs compute with
     others: tuple[str, ...]
     workload: Mapping[str, Any]  # JSON values: all that the times depend on in this run
-    # kernel -> seconds; None: the first of `others` that this machine can compute is taken
+    # kernel -> seconds; None: the last of `others` that this machine can compute is taken
     measure: Callable[[Sequence[str]], dict[str, float]] | None
     apply: Callable[[str], None]
     unit: str = "ms"  # of the times in the log, with what they are times of

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 from common.errors import StopRequested
 from runner.engine.device.distributed import DistributedContext
+
+T = TypeVar("T")
 
 
 class StopRequests:
@@ -47,15 +50,15 @@ def as_stop_requests(stop_requested: Callable[[], bool]) -> StopRequests:
     return stop_requested if isinstance(stop_requested, StopRequests) else StopRequests(stop_requested)
 
 
-@contextmanager
-def stopping_together(dist: DistributedContext, stop: StopRequests) -> Iterator[None]:
-    """Run the preparation of a run, without any collective in it.
+def do_unless_stopped(dist: DistributedContext, stop: StopRequests, work: Callable[[], T]) -> T:
+    """Return what `work`, a preparation without any collective, returns.
 
-    Raises StopRequested on every rank if some rank is asked to stop meanwhile.
+    Raises StopRequested on every rank if some rank is asked to stop meanwhile. No context manager: a signal within one
+    would leave the others in the collective.
     """
-    is_done = False
+    results: list[T] = []
     with suppress(StopRequested), stop.interrupting("before the first step"):
-        yield
-        is_done = True
-    if dist.any(stop()) or not is_done:
+        results.append(work())
+    if dist.any(stop()) or not results:
         raise StopRequested
+    return results[0]
