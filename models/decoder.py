@@ -78,7 +78,9 @@ class Decoder(LanguageModel):
         T = input_ids.shape[1]
         x = self.dropout(self.model.embed_tokens(input_ids))  # (B, T, D)
         if document_ids is not None:
-            mask = document_mask(document_ids, self.cfg.dropout if self.training else 0.0)
+            is_compiled = self.training and "forward" in vars(self.layers[0])
+            dropout = self.cfg.dropout if self.training else 0.0
+            mask = document_mask(document_ids, dropout, self.cfg.head_dim, is_compiled)
         mode = self.activation_checkpointing if self.training and torch.is_grad_enabled() else "none"
         # only the load-balancing loss reads it
         documents = index_documents(T, lengths, document_ids) if lengths is not None and self.cfg.num_experts else None

@@ -10,7 +10,7 @@ key/value heads, H head width, r = N / K query heads per key head, Q queries of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache
 from typing import NamedTuple
@@ -19,12 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from models.layers.cpu_kernels.fused_attention import fused_attention, supports
 from models.layers.ops import custom_op, empty_heads
 
 QUERY_BLOCK = 64  # queries of a block
+# Queries, and keys, of a block of FlexAttention. With heads of 16 and rows of 64 tokens its gradients in 16 bits were
+# wrong by a factor of 8, without an error (H100, torch 2.11, triton 3.6; right with heads of 32 and rows of 256)
+FLEX_BLOCK, MIN_FLEX_WIDTH = 128, 32
+# (query, key) pairs of a boolean mask on a GPU; FlexAttention computes rows with more of them, compiled or not
+MAX_MASKED_PAIRS = 1 << 28
 # attention probabilities of a layer saved for the backward pass; a larger number is recomputed
 MAX_SAVED_PROBS = 1 << 24
 SDPA_BACKENDS = {
@@ -39,13 +44,58 @@ MASKED_QUERY_CHUNK = 128  # queries per call of the CPU kernel with a mask
 AttentionMask = Tensor | BlockMask | None  # (B, 1, T, C), True where attention is allowed; None: causal
 
 
-def document_mask(document_ids: Tensor, dropout: float) -> AttentionMask:
-    """Return the causal mask of packed rows: tokens attend within their document. document_ids: (B, T), -1 for padding."""
-    B, T = document_ids.shape
-    # FlexAttention skips blocks without allowed pairs; it has no dropout
-    if document_ids.device.type == "cuda" and dropout == 0:
-        return create_block_mask(document_mask_mod(document_ids), B, None, T, T, device=document_ids.device)
+def document_mask(
+    document_ids: Tensor, dropout: float = 0.0, head_width: int = MIN_FLEX_WIDTH, is_compiled: bool = False
+) -> AttentionMask:
+    """Return the causal mask of packed rows: tokens attend within their document. document_ids: (B, T), -1 for padding.
+
+    is_compiled: the layers are compiled. FlexAttention skips blocks without allowed pairs; it has no dropout, and where
+    it is compiled alone the first step takes half a minute longer (H100, torch 2.11).
+    """
+    if document_ids.is_cuda and fits_flex_attention(document_ids.shape, dropout, head_width, is_compiled):
+        return document_blocks(document_ids)
     return boolean_document_mask(document_ids)
+
+
+def fits_flex_attention(shape: Sequence[int], dropout: float, head_width: int, is_compiled: bool) -> bool:
+    """Return whether FlexAttention is exact and worth its compilation on a GPU. shape: (B, T)."""
+    B, T = shape
+    return (
+        dropout == 0
+        and head_width >= MIN_FLEX_WIDTH
+        and T >= FLEX_BLOCK
+        and (is_compiled or B * T * T > MAX_MASKED_PAIRS)
+    )
+
+
+def document_blocks(document_ids: Tensor) -> BlockMask:
+    """Return the same mask for FlexAttention, from the first token of each document: the T x T mask, from which torch
+    makes one, is never in memory.
+    """
+    T, device = document_ids.shape[1], document_ids.device
+    position = torch.arange(T, device=device)
+    is_first = torch.ones_like(document_ids, dtype=torch.bool)
+    is_first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    start = torch.where(is_first, position, 0).cummax(-1).values  # (B, T): first token of the document of each token
+    block = torch.arange(-(-T // FLEX_BLOCK), device=device)
+    query, key = block[None, :, None], block  # (1, Q, 1), (Q,): numbers of blocks
+    first, last = start[:, ::FLEX_BLOCK], start[:, (block * FLEX_BLOCK + FLEX_BLOCK - 1).clamp(max=T - 1)]  # (B, Q)
+    allowed = (key >= (first // FLEX_BLOCK)[..., None]) & (key <= query)  # some query attends to some key
+    # every query attends to every key; as torch, none of a block that ends after the row
+    full = (key * FLEX_BLOCK >= last[..., None]) & (key < query) & ((query + 1) * FLEX_BLOCK <= T)
+    return BlockMask.from_kv_blocks(
+        *_listed_blocks(allowed & ~full),
+        *_listed_blocks(full),
+        BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=document_mask_mod(document_ids),
+        seq_lengths=(T, T),
+    )
+
+
+def _listed_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """blocks: (B, Q, Q), bool -> the number of key blocks of each query block (B, 1, Q), and theirs first (B, 1, Q, Q)."""
+    order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1).int().unsqueeze(1), order.int().unsqueeze(1)
 
 
 def boolean_document_mask(document_ids: Tensor) -> Tensor:
@@ -77,14 +127,16 @@ def attention(
     otherwise the backward pass recomputes them.
     """
     if isinstance(mask, BlockMask):
-        return _flex()(q, k, v, block_mask=mask, enable_gqa=True)
+        if torch.compiler.is_compiling():
+            return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+        return _compiled_flex()(q, k, v, block_mask=mask, enable_gqa=True)
     if q.device.type == "cpu" and kernel in CPU_KERNELS and dropout == 0 and not cached:
         if kernel == FUSED_KERNEL and supports(q.dtype, q.shape[-1]):
             return fused_attention(q, k, v, mask)[0]
         num_probs = q.shape[0] * q.shape[1] * q.shape[2] ** 2
         save_probs = save_probs and torch.is_grad_enabled() and q.requires_grad and num_probs <= MAX_SAVED_PROBS
         return cpu_attention(q, k, v, mask, save_probs)[0]
-    if q.device.type == "mps":
+    if needs_repeated_heads(q, mask, kernel):
         k, v = repeat_heads(q, k), repeat_heads(q, v)
     if mask is not None:
         return _masked_attention(q, k, v, mask, dropout)
@@ -93,10 +145,14 @@ def attention(
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=True)
 
 
+def needs_repeated_heads(q: Tensor, mask: Tensor | None, kernel: str) -> bool:
+    """Return whether no fast kernel has groups of heads: on mps none has, on CUDA the one for fp32 and masks has not."""
+    is_flash = mask is None and kernel != "efficient" and q.dtype != torch.float32
+    return q.device.type == "mps" or (q.is_cuda and not is_flash)
+
+
 def repeat_heads(q: Tensor, x: Tensor) -> Tensor:
-    """Repeat the heads of keys or values (B, K, C, H) to those of the queries (B, N, T, H): `enable_gqa` is implemented
-    for CPU and CUDA.
-    """
+    """Repeat the heads of keys or values (B, K, C, H) to those of the queries (B, N, T, H)."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
@@ -125,7 +181,7 @@ def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: fl
 
 
 @cache
-def _flex() -> Callable[..., Tensor]:
+def _compiled_flex() -> Callable[..., Tensor]:
     return torch.compile(flex_attention)  # uncompiled, FlexAttention computes all scores
 
 

@@ -30,7 +30,8 @@ def fused_projection(x: Tensor, *linears: nn.Linear, use_kernel: bool = False) -
     tokens, a product for each is faster: a token of a chat in fp32 takes half the time. The gradients of x differ by
     rounding.
     """
-    if any(type(linear) is not nn.Linear for linear in linears):
+    # a compiler for a GPU fuses the casts of the weights, and cannot look into an operator
+    if any(type(linear) is not nn.Linear for linear in linears) or (x.is_cuda and torch.compiler.is_compiling()):
         return tuple(linear(x) for linear in linears)
     x = x.to(compute_dtype(x))
     if len(linears) > 1 and x.dtype == linears[0].weight.dtype and x.numel() < x.shape[-1] ** 2:

@@ -9,17 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import flex_attention_mask, sdpa_mask
+from transformers.masking_utils import sdpa_mask
 from transformers.utils import logging
 
-from models.layers.attention import AttentionMask, attention
+from models.layers.attention import attention
 
 IMPLEMENTATION = "lm_runner"
 MARKER = "lm_runner_marker"  # attention that only says that it is called
-# probabilities of attention dropout in configs of transformers
-DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
 class UnsupportedAttentionError(RuntimeError):
@@ -39,7 +36,7 @@ def own_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: AttentionMask,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
@@ -50,7 +47,7 @@ def own_attention(
 ) -> tuple[Tensor, None]:
     """query: (B, N, T, H); key, value: (B, K, C, H) -> (B, T, N, H).
 
-    `attention_mask` is one of `own_mask`, with sliding windows in it.
+    `attention_mask` (B, 1, T, C) is True where attention is allowed, with sliding windows in it; None: causal.
     """
     if softcap or s_aux is not None or position_bias is not None or value.shape[-1] != query.shape[-1]:
         raise UnsupportedAttentionError("softcap, attention sinks, position biases and values of another width")
@@ -62,8 +59,6 @@ def own_attention(
     default = query.shape[-1] ** -0.5
     if scaling is not None and abs(scaling - default) > 1e-9:
         query = query * (scaling / default)
-    if isinstance(attention_mask, BlockMask) and dropout:
-        raise UnsupportedAttentionError("attention dropout with FlexAttention")
     cached = key.shape[2] != query.shape[2] or _has_empty_rows(attention_mask)
     if cached and attention_mask is None:  # one new token, or a prompt after cached tokens, without padding
         T, C = query.shape[2], key.shape[2]
@@ -74,26 +69,11 @@ def own_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _has_empty_rows(mask: AttentionMask) -> bool:
+def _has_empty_rows(mask: Tensor | None) -> bool:
     """Return whether a query may attend to nothing, as padding on the left of a prompt: only the kernels of torch give
     it a finite output.
     """
-    return (
-        isinstance(mask, Tensor)
-        and mask.device.type == "cpu"
-        and not torch.is_grad_enabled()
-        and not mask.any(-1).all()
-    )
-
-
-def own_mask(*, device: torch.device | str = "cpu", **options: Any) -> AttentionMask:
-    """Return the mask of a layer: for FlexAttention, which has no dropout, on a GPU while training, else boolean (B, 1,
-    T, C), True where attention is allowed.
-    """
-    has_dropout = any(getattr(options.get("config"), name, 0) for name in DROPOUT_FIELDS)
-    if torch.device(device).type == "cuda" and torch.is_grad_enabled() and not has_dropout:
-        return flex_attention_mask(device=device, **options)
-    return sdpa_mask(device=device, **options)
+    return mask is not None and mask.device.type == "cpu" and not torch.is_grad_enabled() and not mask.any(-1).all()
 
 
 def register_attention() -> None:
@@ -105,4 +85,4 @@ def register_attention() -> None:
     AttentionInterface.register(IMPLEMENTATION, own_attention)
     AttentionInterface.register(MARKER, _report_call)
     for name in (IMPLEMENTATION, MARKER):
-        AttentionMaskInterface.register(name, own_mask)
+        AttentionMaskInterface.register(name, sdpa_mask)

@@ -24,7 +24,7 @@ from models.families.transformers import TransformersConfig, create_hf_config, l
 from models.language_model import LanguageModel, ModelOutput
 from models.layers.chunked_loss import IGNORE_LABEL, LMHead
 from models.layers.ops import full_checkpointing, selective_checkpointing
-from models.transformers_adapter.attention import DROPOUT_FIELDS, IMPLEMENTATION, register_attention
+from models.transformers_adapter.attention import IMPLEMENTATION, register_attention
 from models.transformers_adapter.balance import BalanceLoss
 from models.transformers_adapter.generation import (
     GenerationMethod,
@@ -32,7 +32,7 @@ from models.transformers_adapter.generation import (
     choose_generation,
     generation_step,
 )
-from models.transformers_adapter.kernels import WINDOW_FIELDS, Kernels, choose_kernels, packed_arguments
+from models.transformers_adapter.kernels import DROPOUT_FIELDS, WINDOW_FIELDS, Kernels, choose_kernels, packed_arguments
 
 
 class TransformersModel(LanguageModel):

@@ -44,7 +44,7 @@ from runner.engine.device.cpu.allocator import separate_large_blocks, use_memory
 from runner.engine.device.cpu.threads import choose_threads
 from runner.engine.device.distributed import DistributedContext, init_distributed
 from runner.engine.device.precision import Precision
-from runner.engine.device.rng import seed_all
+from runner.engine.device.rng import seed_all, use_deterministic_kernels
 from runner.engine.device.stop import as_stop_requests, do_unless_stopped
 from runner.engine.kernels import choose_cpu_kernels, cpu_choices, decide_compilation, kernel_facts, wrap_model
 from runner.engine.objectives.config import prepare_stage
@@ -182,6 +182,8 @@ def build_run(
     saved = read_newest_state(run_dir)
     upcast_products(False)  # an earlier run in this process may have chosen otherwise
     thread_reason = configure_cpu(saved) if dist.device.type == "cpu" else None
+    if dist.device.type == "cuda":
+        use_deterministic_kernels(cfg.train.deterministic)
     precision = Precision(cfg.precision, dist.device)
     check_machine(cfg, dist.device, precision)
     tokenizer = load_tokenizer(cfg, run_dir)

@@ -64,6 +64,8 @@ class TrainConfig:
     compile: str = field(metadata=CHANGES_ROUNDING)
     # recompute in the backward pass: none, selective (all but matmuls and attention) or full
     activation_checkpointing: str = field(metadata=CHANGES_ROUNDING)
+    # a GPU computes the same bits each time; false: kernels that sum in a varying order, which may be faster
+    deterministic: bool = field(metadata=CHANGES_ROUNDING)
     verify_resume: bool  # instead of training: check that a run that is stopped and resumed gives the same bits
     # train in a child process that is restarted from the newest checkpoint after a crash, a lack of memory or a hang
     supervise: bool

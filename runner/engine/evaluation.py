@@ -16,6 +16,7 @@ from models.generate import generate
 from models.layers.ops import widest_float
 from runner.diagnostics.validation_interval import tiny_validation
 from runner.engine.device.heartbeat import enter
+from runner.engine.device.rng import allow_varying_kernels
 from runner.engine.objectives.objective import mask_dummy_batch
 from runner.engine.state import TrainState, finite_or_none, propagate_failure
 
@@ -143,6 +144,7 @@ def generate_samples(state: TrainState) -> list[dict[str, str]]:
         state.stop.working_on("after this token, then saving"),
         ending_together(state),
         autocast,
+        allow_varying_kernels(),
         suppress(StopRequested),
     ):
         enter("while it generates samples", state.progress.step)

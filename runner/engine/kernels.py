@@ -93,6 +93,7 @@ def compile_model(model: LanguageModel, cfg: Config, mode: str) -> None:
     set_inductor_cache()
     tag_compiled_programs(code_fingerprint())
     model.compile_layers(single_row=micro_batch_rows(cfg) == 1, mode=mode)
+    chunked_loss.compile_blocks(next(model.parameters()).device.type)
 
 
 def wrap_model(

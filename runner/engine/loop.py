@@ -19,7 +19,7 @@ from runner.engine.build import run_summary
 from runner.engine.device.compile import describe_compile_error, is_compile_error
 from runner.engine.device.cpu.allocator import keep_freed_memory
 from runner.engine.device.heartbeat import enter
-from runner.engine.device.rng import get_rng_state, set_rng_state
+from runner.engine.device.rng import get_rng_state, is_varying_kernel, set_rng_state
 from runner.engine.device.stop import as_stop_requests
 from runner.engine.evaluation import evaluate_if_due
 from runner.engine.export import choose_weights, export_model
@@ -62,6 +62,9 @@ def train(state: TrainState, stop_requested: Callable[[], bool] = lambda: False)
         except StopRequested:
             save_and_interrupt(state)
         except Exception as error:
+            if is_varying_kernel(error):
+                text = f"the model needs an operator whose bits vary on a GPU: {str(error).partition('.')[0]}"
+                raise UserError(text, "train.deterministic=true", "train.deterministic=false") from error
             if not is_compile_error(error):
                 raise
             if state.stop() and state.dist.size == 1:  # the signal has ended the compiler, too

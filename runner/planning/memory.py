@@ -254,14 +254,16 @@ def _moments(
     head = FP32 * numbers
     # of stages with a reference each token has a weight of its own: logits are computed again in the backward pass
     saved_by_loss = n * D * c + (0 if cfg.stage.needs_reference else head)
-    mask = n * shape.tokens if shape.is_packed and layer.execution.on_cpu else 0  # that all layers share
+    # that all layers share
+    mask = n * shape.tokens if shape.is_packed and (layer.execution.on_cpu or not layer.execution.is_compiled) else 0
     forward = {
         "gradients": gradients if keeps_gradients else 0,
         "activations": model.layer.layers * layer.saved() + mask,
         "allocator": model.layer.layers * layer.holes(),
     }
-    # Muon updates matrices one by one, or several together where a long run chooses that
-    updated = max(model.largest_matrix, min(model.trained, BATCH_NUMBERS if layer.execution.has_pool else 0))
+    # Muon updates matrices one by one, on a GPU or where a long run chooses that several together
+    batch = BATCH_NUMBERS["cpu"] * layer.execution.has_pool if layer.execution.on_cpu else BATCH_NUMBERS["cuda"]
+    updated = max(model.largest_matrix, min(model.trained, batch))
     of_update = MUON_BYTES * updated if cfg.optimizer.name == "muon" else 0
     return {
         # the loss and its gradients are computed in chunks of tokens

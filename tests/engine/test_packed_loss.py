@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_fixtures import RandomRows
 from tiny_models import TOP_TWO, config, lora_config
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from transformers_families import random_family
 
 from common.errors import UserError
@@ -15,7 +16,7 @@ from data.batching.batch import Batch, collate
 from data.batching.packing import best_fit_plan
 from models.decoder import Decoder
 from models.language_model import LanguageModel
-from models.layers.attention import attention, document_mask
+from models.layers.attention import attention, document_blocks, document_mask, document_mask_mod, fits_flex_attention
 from runner.engine.objectives.config import StageConfig, prepare_stage
 from runner.engine.objectives.dpo import DpoConfig
 from runner.engine.objectives.next_token import NextTokenConfig
@@ -111,15 +112,36 @@ def test_document_mask_in_query_blocks_equals_the_full_mask(T):
     torch.testing.assert_close(attention(q, k, v, mask, 0.0, "auto"), expected, rtol=0, atol=1e-6)
 
 
-def test_document_mask_of_the_gpu_equals_that_of_the_cpu():
-    from torch.nn.attention.flex_attention import create_mask
+@pytest.mark.parametrize(
+    ("shape", "head_width", "is_compiled", "expected"),
+    [
+        ((4, 512), 64, True, True),
+        ((4, 512), 16, True, False),  # its gradients were wrong on an H100
+        ((2, 64), 64, True, False),
+        ((4, 512), 64, False, False),
+        ((1, 32768), 64, False, True),  # a mask of 1 GiB
+    ],
+)
+def test_flex_attention_is_used_where_it_is_exact_and_pays(shape, head_width, is_compiled, expected):
+    assert fits_flex_attention(shape, 0.0, head_width, is_compiled) == expected
+    assert not fits_flex_attention(shape, 0.1, head_width, is_compiled)
 
-    from models.layers.attention import document_mask_mod
 
-    document_ids = torch.tensor([[0, 0, 1, 1, 1, -1], [2, 2, 2, 2, 3, 3]])
-    assert torch.equal(
-        create_mask(document_mask_mod(document_ids), 2, None, 6, 6, device="cpu"), document_mask(document_ids, 0.0)
-    )
+@settings(max_examples=30, deadline=None)
+@given(rows=st.lists(st.lists(st.integers(1, 200), min_size=1, max_size=9), min_size=1, max_size=3))
+def test_blocks_of_the_gpu_mask_equal_those_of_torch(rows):
+    """Documents of these lengths, one row each, padded to the longest."""
+    T = max(map(sum, rows))
+    ids = [[i for i, length in enumerate(row) for _ in range(length)] + [-1] * (T - sum(row)) for row in rows]
+    document_ids = torch.tensor(ids)
+    mask_mod = document_mask_mod(document_ids)
+    assert torch.equal(create_mask(mask_mod, len(rows), None, T, T, device="cpu"), document_mask(document_ids, 0.0))
+    ours, expected = document_blocks(document_ids), create_block_mask(mask_mod, len(rows), None, T, T, device="cpu")
+    for name in ("kv", "full_kv", "q", "full_q"):
+        counts = getattr(expected, f"{name}_num_blocks")
+        assert torch.equal(getattr(ours, f"{name}_num_blocks"), counts), name
+        listed = torch.arange(counts.shape[-1]) < counts.unsqueeze(-1)
+        assert torch.equal(getattr(ours, f"{name}_indices")[listed], getattr(expected, f"{name}_indices")[listed]), name
 
 
 @pytest.mark.parametrize("family", ["decoder", "transformers"])

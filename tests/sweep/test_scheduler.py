@@ -187,6 +187,7 @@ def test_scheduler_takes_the_reason_of_a_backend_and_has_no_limit(tmp_path: Path
 
 def test_slots_divide_cores_and_devices_among_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
     assert make_slots(None, None) == [{}]
     assert make_slots(3, None) == [{"OMP_NUM_THREADS": "2", THREADS_ENV: "2"}] * 3
@@ -197,6 +198,14 @@ def test_slots_divide_cores_and_devices_among_the_workers(monkeypatch: pytest.Mo
     assert [slot["CUDA_VISIBLE_DEVICES"] for slot in make_slots(3, [0, 1])] == ["0", "1", "0"]
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert make_slots(2, None) == [{}, {}]
+
+
+def test_slots_number_the_devices_that_the_sweep_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-a1b2")
+    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in make_slots(None, [0, 1])] == ["4", "GPU-a1b2"]
+    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in make_slots(None, ["GPU-a1b2"])] == ["GPU-a1b2"]
+    with pytest.raises(UserError, match="has device 2, but CUDA_VISIBLE_DEVICES=4,GPU-a1b2 leaves 2"):
+        make_slots(None, [2])
 
 
 def test_slots_refuse_devices_that_cannot_be_divided() -> None:
@@ -213,6 +222,7 @@ def test_local_backend_passes_the_slot_to_the_job_but_not_hydra_full_error(
 ) -> None:
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(6))
     backend = LocalBackend(workers=2, devices=[2, 5, 6, 7])
     names = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HYDRA_FULL_ERROR", "EXTRA")

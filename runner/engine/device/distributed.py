@@ -275,14 +275,14 @@ def init_distributed(cfg: DistributedConfig, device: str) -> DistributedContext:
     dist = DistributedContext(rank, size, resolve_device(device, local_rank if size > 1 else None), cfg)
     if dist.device.type == "mps":
         cfg.check_device("mps")
+    if dist.device.index is not None:  # what names no device, as pinned memory and random states, must not use another
+        torch.cuda.set_device(dist.device)
     if size == 1 or not rendezvous:
         RENDEZVOUS_DONE.set()
         return dist
     cfg.check_device(dist.device.type)
     cfg.check_shares(size)
     listen_on_loopback(rendezvous, size)
-    if dist.device.type == "cuda":
-        torch.cuda.set_device(dist.device)
     if not is_initialized():  # never destroyed: over gloo that can wait forever for ranks that have exited
         backend = (
             "gloo" if dist.device.type == "cpu" else f"cpu:gloo,cuda:{'nccl' if cfg.backend == 'auto' else cfg.backend}"

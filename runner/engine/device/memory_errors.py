@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 # of a RuntimeError of PyTorch
-OUT_OF_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc")
+OUT_OF_MEMORY_TEXTS = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "bad_alloc",
+    "cublas_status_alloc_failed",
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

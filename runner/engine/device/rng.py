@@ -1,12 +1,16 @@
-"""Global random states of Python, NumPy and torch: seed, save, restore."""
+"""Global random states of Python, NumPy and torch: seed, save, restore; kernels of a GPU that repeat their bits."""
 
 from __future__ import annotations
 
+import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+import torch.utils.deterministic
 from torch import Tensor
 
 
@@ -16,6 +20,37 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)  # all devices
 
 
+def use_deterministic_kernels(is_deterministic: bool) -> None:
+    """Let a GPU compute the same bits each time: a resumed run is then bitwise equal to one that was not stopped.
+
+    An operator without such a kernel raises an error that `is_varying_kernel` recognises. torch's attention chooses
+    deterministic kernels only if it may raise (`warn_only=False`).
+    """
+    # cuBLAS reads it when it is first used (https://docs.nvidia.com/cuda/cublas/#results-reproducibility)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # a pass over every new tensor, which no result needs
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a property of the module
+    torch.use_deterministic_algorithms(is_deterministic)
+
+
+@contextmanager
+def allow_varying_kernels() -> Iterator[None]:
+    """Compute the block without deterministic kernels: top-p sampling adds up probabilities, for which there is none."""
+    if not torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True)
+
+
+def is_varying_kernel(error: BaseException) -> bool:
+    """Return whether an operator without a deterministic kernel has raised `error`."""
+    return isinstance(error, RuntimeError) and "does not have a deterministic implementation" in str(error)
+
+
 def get_rng_state() -> dict[str, Any]:
     """Return the states as JSON values."""
     version, numbers, gauss = random.getstate()
@@ -23,7 +58,8 @@ def get_rng_state() -> dict[str, Any]:
         "python": [version, list(numbers), gauss],
         "numpy": [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state()],
         "torch": _to_hex(torch.get_rng_state()),
-        "cuda": [_to_hex(state) for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else [],
+        # of this process's GPU: on resume others may be visible
+        "cuda": [_to_hex(torch.cuda.get_rng_state())] if torch.cuda.is_available() else [],
         **({"mps": _to_hex(torch.mps.get_rng_state())} if torch.backends.mps.is_available() else {}),
     }
 
@@ -33,8 +69,8 @@ def set_rng_state(state: dict[str, Any]) -> None:
     random.setstate((version, tuple(numbers), gauss))
     np.random.set_state(tuple(state["numpy"]))
     torch.set_rng_state(_from_hex(state["torch"]))
-    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all([_from_hex(device) for device in state["cuda"]])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_from_hex(state["cuda"][0]))
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(_from_hex(state["mps"]))
 

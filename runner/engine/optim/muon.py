@@ -34,5 +34,8 @@ class MuonConfig(AdamWConfig):
     def build(self, groups: ParamGroups) -> list[Optimizer]:
         from runner.engine.optim.torch_optimizers import Muon
 
-        muon = Muon(groups.decay, lr=self.lr, momentum=self.momentum)
+        # a GPU waits for launches; where ranks share the matrices, each is gathered alone
+        matrices = [p for group in groups.decay for p in group["params"]]
+        is_batched = all(p.is_cuda and not hasattr(p, "placements") for p in matrices)
+        muon = Muon(groups.decay, self.lr, self.momentum, "bf16-batched" if is_batched else "bf16")
         return [muon, *super().build(ParamGroups([], groups.no_decay))] if groups.no_decay else [muon]

@@ -20,8 +20,8 @@ NEWTON_SCHULZ_STEPS = 5
 # of the polynomial a x + b x^3 + c x^5, steep at 0
 COEFFICIENT_A, COEFFICIENT_B, COEFFICIENT_C = 3.4445, -4.7750, 2.0315
 MIN_NORM = 1e-7
-# numbers of the matrices that are multiplied together, unless one matrix alone has more; bounds the memory of an update
-BATCH_NUMBERS = 2**21
+# numbers of the matrices that are updated together, unless one matrix alone has more; bounds the memory of an update
+BATCH_NUMBERS = {"cpu": 2**21, "cuda": 2**26}
 # N / M above which steps on x x^T need fewer operations: 17 M^3 + 2 M^2 N multiplications instead of 5 M^3 + 10 M^2 N
 GRAM_RATIO = 1.5
 MATRICES_PER_SHAPE = 4  # matrices of each shape that are timed
@@ -43,23 +43,28 @@ ORTHOGONALIZATIONS = {
 
 
 def split_batches(matrices: Iterable[Tensor], name: str) -> list[list[Tensor]]:
-    """Return the matrices in batches for `orthogonalize`: of one shape but for transposition, and of at most
-    BATCH_NUMBERS.
-    """
+    """Return the matrices in batches for `join_batch`: each of one shape and of a bounded number of numbers."""
     if not ORTHOGONALIZATIONS[name].is_batched:
         return [[matrix] for matrix in matrices]
     by_shape: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
     for matrix in matrices:
-        by_shape[tuple(sorted(matrix.shape))].append(matrix)
+        by_shape[tuple(matrix.shape)].append(matrix)
     batches: list[list[Tensor]] = []
     for (rows, columns), same in by_shape.items():
-        size = max(1, BATCH_NUMBERS // (rows * columns))
+        size = max(1, BATCH_NUMBERS["cuda" if same[0].is_cuda else "cpu"] // (rows * columns))
         batches += [same[first : first + size] for first in range(0, len(same), size)]
     return batches
 
 
-def orthogonalize(batch: Sequence[Tensor], name: str) -> list[Tensor]:
-    """Return each matrix of a batch of `split_batches` with singular values near 1, in the dtype of the products.
+def join_batch(batch: Sequence[Tensor]) -> Tensor:
+    """Return the matrices as (G, M, N), one alone as it is: (M, N)."""
+    import torch
+
+    return batch[0] if len(batch) == 1 else torch.stack(list(batch))
+
+
+def orthogonalize(matrices: Tensor, name: str) -> Tensor:
+    """Return matrices (M, N) or (G, M, N) with singular values near 1, in the dtype of the products.
 
     Error, as Frobenius norm of the difference from fp64 by that of the result, for matrices whose singular values are
     of one magnitude: at most 3 % in bf16, 1e-4 in fp32. If they decay to 0, which the steps amplify with their
@@ -67,17 +72,8 @@ def orthogonalize(batch: Sequence[Tensor], name: str) -> list[Tensor]:
     """
     import torch
 
-    dtype = getattr(torch, ORTHOGONALIZATIONS[name].dtype)
-    wide = [matrix.T if _is_tall(matrix) else matrix for matrix in batch]
-    if len(wide) == 1:
-        results: Sequence[Tensor] = [_newton_schulz(wide[0].to(dtype))]
-    else:
-        results = _newton_schulz(torch.stack([matrix.to(dtype) for matrix in wide])).unbind()
-    return [result.T if _is_tall(matrix) else result for result, matrix in zip(results, batch, strict=True)]
-
-
-def _is_tall(matrix: Tensor) -> bool:
-    return matrix.shape[0] > matrix.shape[1]
+    x = matrices.to(getattr(torch, ORTHOGONALIZATIONS[name].dtype))
+    return _newton_schulz(x.mT).mT if x.shape[-2] > x.shape[-1] else _newton_schulz(x)
 
 
 def _newton_schulz(x: Tensor) -> Tensor:
@@ -138,4 +134,4 @@ def measure_orthogonalization(shapes: Iterable[tuple[int, int]], names: Sequence
 
 def _orthogonalize_all(matrices: Iterable[Tensor], name: str) -> None:
     for batch in split_batches(matrices, name):
-        orthogonalize(batch, name)
+        orthogonalize(join_batch(batch), name)

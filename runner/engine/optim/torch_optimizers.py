@@ -21,6 +21,7 @@ from runner.engine.autotune.kernel_choice import KernelChoice
 from runner.engine.device.mesh import distribute_like, full_tensor
 from runner.engine.optim.orthogonalize import (
     ORTHOGONALIZATIONS,
+    join_batch,
     measure_orthogonalization,
     orthogonalize,
     split_batches,
@@ -63,24 +64,31 @@ class Muon(NoDynamoOptimizer):
                 self._update(batch, group, skip)
 
     def _update(self, batch: list[Tensor], group: dict[str, Any], skip: Tensor) -> None:
-        directions = orthogonalize([self._next_momentum(p, group, skip) for p in batch], self.orthogonalization)
-        for p, direction in zip(batch, directions, strict=True):
-            # Scaled to the usual size of AdamW's update (https://arxiv.org/abs/2502.16982), so that one lr fits both.
-            lr = group["lr"] * 0.2 * math.sqrt(max(p.shape))
-            updated = p.mul(1 - group["lr"] * group["weight_decay"]).add_(distribute_like(direction, p), alpha=-lr)
-            p.copy_(torch.where(skip, p, updated))
-
-    def _next_momentum(self, p: Tensor, group: dict[str, Any], skip: Tensor) -> Tensor:
-        """Update the momentum of p; return that of Nesterov, in full on every rank."""
-        grad, state = p.grad, self.state[p]
-        assert grad is not None
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(grad)
-        buffer = state["momentum_buffer"]
+        """Update matrices of one shape as one tensor: on a GPU a step of many matrices takes as long as its launches."""
+        for p in batch:
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        buffers = [self.state[p]["momentum_buffer"] for p in batch]
+        grad = join_batch([p.grad for p in batch if p.grad is not None])
+        buffer, weight = join_batch(buffers), join_batch(batch)
         momentum = buffer.lerp(grad, 1 - group["momentum"])
-        buffer.copy_(torch.where(skip, buffer, momentum))
         # fsdp: one gather for each matrix, not one for each product
-        return full_tensor(grad.lerp(momentum, group["momentum"]))
+        direction = orthogonalize(full_tensor(grad.lerp(momentum, group["momentum"])), self.orthogonalization)
+        # Scaled to the usual size of AdamW's update (https://arxiv.org/abs/2502.16982), so that one lr fits both.
+        lr = group["lr"] * 0.2 * math.sqrt(max(batch[0].shape))
+        updated = weight.mul(1 - group["lr"] * group["weight_decay"]).add_(
+            distribute_like(direction, weight), alpha=-lr
+        )
+        _write(buffers, torch.where(skip, buffer, momentum))
+        _write(batch, torch.where(skip, weight, updated))
+
+
+def _write(targets: Sequence[Tensor], joined: Tensor) -> None:
+    """Write a result of `join_batch` to its tensors."""
+    if len(targets) == 1:
+        targets[0].copy_(joined)
+    else:
+        torch._foreach_copy_(list(targets), joined.unbind())
 
 
 def orthogonalization_choice(optimizers: Sequence[Muon]) -> KernelChoice:

@@ -64,7 +64,7 @@ def make_slots(workers: int | None, devices: Sequence[Any] | None) -> list[dict[
 
     Raises UserError if a device would stay unused.
     """
-    names = [str(device) for device in devices or []]
+    names = [_device_name(device) for device in devices or []]
     count = workers or len(names) or 1
     if len(names) > count and len(names) % count:  # a worker with more GPUs than another would train differently
         raise UserError(
@@ -81,6 +81,21 @@ def make_slots(workers: int | None, devices: Sequence[Any] | None) -> list[dict[
         return [shared] * count
     shares = ([names[(worker * per_worker + i) % len(names)] for i in range(per_worker)] for worker in range(count))
     return [shared | {"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]
+
+
+def _device_name(device: Any) -> str:
+    """Return what CUDA_VISIBLE_DEVICES calls a device. A number counts the GPUs that this process may use, as in torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not isinstance(device, int):
+        return str(device)
+    names = [name for name in visible.split(",") if name]
+    if device >= len(names):
+        raise UserError(
+            f"hydra.launcher.devices has device {device}, but CUDA_VISIBLE_DEVICES={visible} leaves {len(names)}",
+            f"hydra.launcher.devices={device}",
+            "numbers count the visible devices from 0; or change CUDA_VISIBLE_DEVICES",
+        )
+    return names[device]
 
 
 def _is_device(value: Any) -> bool:
