@@ -2,7 +2,6 @@
 does not wait for the device.
 """
 
-import itertools
 import json
 import math
 import time
