@@ -200,7 +200,7 @@ def remove_temp(parent: Path, kinds: tuple[str, ...] = (".tmp-", ".del-")) -> li
 
 
 def write_pointer(parent: Path, kind: str, name: str) -> None:
-    """Write `name` to the file `parent/kind` (latest, best). For users: no code of this program reads it."""
+    """Write `name` to the file `parent/kind` (latest, best). For users, and for commands that are given this path; `best` also keeps a folder from pruning. A resume reads neither."""
     try:
         write_atomic_file(parent / kind, f"{name}\n".encode())
     except OSError as error:

@@ -52,7 +52,7 @@ def check_other_files(state: CheckpointState, holds_lock: bool = False) -> Itera
 
 
 def _check_pointers(state: CheckpointState) -> Iterator[Problem]:
-    """`latest` and `best` are for users; no code reads them."""
+    """`latest` and `best` are for users and for commands that are given this path; a resume reads neither."""
     checkpoints = state.checkpoints
     if state.newest_whole is None:
         return
@@ -67,7 +67,7 @@ def _check_pointers(state: CheckpointState) -> Iterator[Problem]:
             yield Problem(file, Severity.SOUND, actual)
         elif name is not None:
             damage, write = f"{actual or 'missing'}, should be {name}", partial(atomic_dir.write_pointer, checkpoints)
-            no_loss, repair = "for users only, no code reads it", f"{name} written"
+            no_loss, repair = "no resume reads it", f"{name} written"
             yield Problem(file, Severity.NOTE, damage, no_loss, repair, apply=partial(write, pointer, name))
     if best_step is not None and best is None:
         damage = f"the weights of the best evaluation, step {best_step}, are not on disk"
