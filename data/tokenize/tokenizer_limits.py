@@ -89,7 +89,7 @@ def _find_problem(stored: dict[str, Any]) -> str | None:
             return f"the {section} has {len(parts)} parts, at most {MAX_COMPONENTS} are allowed"
         if math.prod(map(_growth, parts)) > MAX_GROWTH:
             return f"the {section} can make a text more than {MAX_GROWTH} times as long"
-        unknown |= {pattern for part in parts if (pattern := _regular_expression(part))} - KNOWN_PATTERNS
+        unknown |= {pattern for part in parts if (pattern := _regular_expression(part)) is not None} - KNOWN_PATTERNS
     if length := max((len(each) for each in unknown if len(each) > MAX_PATTERN_CHARACTERS), default=0):
         return f"a regular expression has {length:,} characters, at most {MAX_PATTERN_CHARACTERS:,} are allowed"
     # Without the vocabulary: 260,000 tokens need most of the probe's time and memory, and regular expressions do not

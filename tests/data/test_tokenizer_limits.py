@@ -113,6 +113,12 @@ def test_regular_expression_of_public_tokenizers_needs_no_probe(
         assert Tokenizer.load(write(tmp_path / str(number), with_split(pattern))).encode("a 12 b") or expected
 
 
+def test_empty_regular_expression_is_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_limits, "_probe", lambda stored, patterns: f"probed: {patterns}")
+    with pytest.raises(UserError, match="probed: \\(''"):
+        Tokenizer.load(write(tmp_path / "tokenizer", with_split("")))
+
+
 def test_unknown_regular_expression_that_is_fast_is_used(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write(tmp_path / "tokenizer", with_split(r"[aeiou]+|\p{L}|[^\p{L}]+")))
     assert tokenizer.decode(tokenizer.encode("the lake of Oru")) == "the lake of Oru"
