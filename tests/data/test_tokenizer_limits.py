@@ -56,6 +56,8 @@ def write(folder: Path, change: Change) -> Path:
         (normalized(replace("a", "b" * 1000)), "more than 64 times as long"),
         (normalized(*[replace("a", "aaaa")] * 4), "more than 64 times as long"),
         (normalized({"type": "Prepend", "prepend": "x" * 1000}), "more than 64 times as long"),
+        (normalized({"prepend": "x" * 1000}), "more than 64 times as long"),
+        (normalized({"pattern": {"Regex": "a" * 5000}, "content": "x"}), "at most 4,000 are allowed"),
         (lambda stored: stored.update(normalizer=charsmap(b"Z" * 1000)), "more than 64 times as long"),
         (
             lambda stored: stored.update(decoder={"type": "Sequence", "decoders": [replace("a", "b" * 1000)]}),
