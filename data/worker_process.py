@@ -48,7 +48,13 @@ class Worker:
             end.close()  # the process has the only one, so that its death ends the pipe
         self.process, self.name = process, f"{name} (pid {process.pid})"
         self.thread = threading.Thread(target=exchange, args=(self,), name=name, daemon=True)
-        self.thread.start()
+        try:
+            self.thread.start()
+        except RuntimeError as error:  # the limit of threads
+            process.kill()
+            process.join(END_SECONDS)
+            self.connection.close()
+            raise OSError(str(error)) from error
 
     def describe_end(self) -> str:
         """Return how the process ended, once its end of the pipe is closed."""

@@ -175,14 +175,16 @@ class LanguageModel(nn.Module):
         if not self.compiled_layers:
             raise NotImplementedError("a family without `compiled_layers` overrides this method")
         functorch_config.ban_recompute_materialized_backward = False
+        self.uncompile_layers()
         for layer in self.compiled_layers:
             compiled = torch.compile(self.compiled_function(layer), dynamic=True, **options)
             vars(layer)["forward"] = partial(_forward, layer, layer.forward, compiled, single_row)
 
     def uncompile_layers(self) -> None:
-        """Train with uncompiled layers again."""
+        """Train with uncompiled layers, again or still."""
         for layer in self.compiled_layers:
-            vars(layer)["forward"] = vars(layer)["forward"].args[1]
+            if isinstance(layer.forward, partial) and layer.forward.func is _forward:
+                vars(layer)["forward"] = layer.forward.args[1]
 
     def generates_in_batches(self, max_length: int) -> bool:
         """Return whether rows of different lengths, padded on the left, get the logits that each gets alone.

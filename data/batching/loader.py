@@ -263,6 +263,9 @@ class BatchWorkers:
         except (EOFError, OSError):
             worker.ready.set()
             received.put(None)
+        except Exception as error:  # e.g. no memory for a batch
+            worker.ready.set()
+            received.put(_failure_of(error))
 
     def _reading(self, worker: Worker) -> str:
         return f" while it read {self.task.describe(self._workers.index(worker))}"
@@ -298,7 +301,11 @@ def _send_batches(task: BatchTask, index: int, count: int, connection: Connectio
     except BrokenPipeError:
         raise
     except Exception as error:  # whatever a reader raises: the training process reports it
-        connection.send((type(error).__name__, str(error), traceback.format_exc()))
+        connection.send(_failure_of(error))
+
+
+def _failure_of(error: Exception) -> WorkerFailure:
+    return type(error).__name__, str(error), traceback.format_exc()
 
 
 def _hint(message: str, otherwise: str) -> str:

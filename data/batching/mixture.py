@@ -60,7 +60,7 @@ class HoldoutSplit:
         return first + offset + (offset >= chosen)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class WeightedSource:
     """Rows of one store: all of them, the held-out ones, or the others."""
 

@@ -55,6 +55,9 @@ def detect_format(path: Path, encoding: str | None, text_unit: str) -> tuple[str
         raise UserError("no permission to read the file", str(path), f"chmod u+r {path}") from error
     except OSError as error:
         raise UserError(f"the file cannot be read: {error}", str(path), "copy it again") from error
+    except UnicodeError as error:  # of the whole file: invalid characters are those of a row
+        fix = "name another encoding, of a file without a byte order mark e.g. data.encoding=utf-16-le"
+        raise UserError(f"not text in {encoding}: {error}", f"{path}, data.encoding={encoding}", fix) from error
     if not content:
         raise _empty_file(path)
     if known in ("csv", "tsv"):

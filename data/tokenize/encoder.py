@@ -30,6 +30,7 @@ from data.tokenize.tokenizer import Tokenizer
 from data.types import EncodingConfig
 
 MAX_BATCH_CHARACTERS = 1 << 23  # rendered text that is encoded at once
+ROWS_RENDERED_TOGETHER = 32
 TOO_LONG_REASON = "longer than data.max_length"
 NO_ANSWER_REASON = "all tokens with loss are beyond data.max_length"
 NO_DIFFERENCE_REASON = "chosen and rejected differ only beyond data.max_length"
@@ -106,20 +107,24 @@ class Encoder:
     def _usable_rows(self, source: Source, chunk: Iterable[tuple[int, object]]) -> Iterator[UsableRow]:
         """Yield the rows that are not bad."""
         rows = [self._read_row(source, position, raw) for position, raw in chunk]
-        if self.template is not None:
-            read = [row for row in rows if not isinstance(row, BadRowError)]
-            chats = [(chat.messages, chat.tools, where) for _, where, _, example in read for chat in _chats_of(example)]
-            self.template.render_ahead(chats, self.encoding.loss_on)
-        for row in rows:
-            try:
-                if isinstance(row, BadRowError):
-                    raise row
-                position, where, weight, example = row
-                content = example.text if isinstance(example, TextExample) else self._segments(example, where)
-            except BadRowError as error:
-                self._handle_bad_row(error)
-            else:
-                yield position, where, weight, content
+        for start in range(0, len(rows), ROWS_RENDERED_TOGETHER):
+            group = rows[start : start + ROWS_RENDERED_TOGETHER]
+            if self.template is not None:
+                read = [row for row in group if not isinstance(row, BadRowError)]
+                chats = [
+                    (chat.messages, chat.tools, where) for _, where, _, example in read for chat in _chats_of(example)
+                ]
+                self.template.render_ahead(chats, self.encoding.loss_on)
+            for row in group:
+                try:
+                    if isinstance(row, BadRowError):
+                        raise row
+                    position, where, weight, example = row
+                    content = example.text if isinstance(example, TextExample) else self._segments(example, where)
+                except BadRowError as error:
+                    self._handle_bad_row(error)
+                else:
+                    yield position, where, weight, content
 
     def _segments(self, example: ChatExample | PreferencePair, where: str) -> list[list[TemplateSegment]]:
         """Render a conversation; chosen and rejected for a preference."""

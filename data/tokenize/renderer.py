@@ -30,6 +30,7 @@ from data.tokenize.training_version import template_sha256
 MAX_SECONDS = 3.0  # processor time of one conversation, and of all that exceed the rate below
 # several times those of public templates
 SECONDS_PER_RENDERING, SECONDS_PER_MESSAGE, SECONDS_PER_CHARACTER = 1e-3, 5e-6, 1e-7
+TOGETHER_SECONDS = 0.5  # of several conversations; if they take longer, each is rendered by itself
 WALL_SECONDS = 30.0  # until a process that does not compute is given up
 MAX_REPLY = 1 << 28  # bytes
 MAX_TEXT, MAX_TEXT_RATIO = 1 << 20, 4  # characters of a rendering: MAX_TEXT and this multiple of the conversation
@@ -126,17 +127,20 @@ class Conversation:
     def render_together(conversations: Sequence[Conversation], expected: Sequence[Sequence[Rendering]]) -> None:
         """Render what is expected of each of several conversations, with one unknown template, by one request.
 
-        What fails here is rendered again when it is asked for.
+        If that fails, it is not charged to the budget, and each is rendered when it is asked for.
         """
         if not conversations or (process := conversations[0].process) is None:
             return
-        pairs = list(zip(conversations, expected, strict=True))
+        pairs, budget = list(zip(conversations, expected, strict=True)), process._budget
         allowance = sum(each._allowance * len(renderings) for each, renderings in pairs)
-        with suppress(TemplateError):
-            requests: list[Request] = [(each._variables, renderings) for each, renderings in pairs]
-            _, texts = process.render(requests, allowance, allowance)
-            for (each, renderings), rendered in zip(pairs, texts, strict=True):
-                each._rendered.update(zip(renderings, rendered, strict=True))
+        requests: list[Request] = [(each._variables, renderings) for each, renderings in pairs]
+        try:
+            _, texts = process.render(requests, allowance, TOGETHER_SECONDS)
+        except TemplateError:
+            process._budget = budget
+            return
+        for (each, renderings), rendered in zip(pairs, texts, strict=True):
+            each._rendered.update(zip(renderings, rendered, strict=True))
 
 
 class RenderProcess:

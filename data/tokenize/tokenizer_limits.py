@@ -34,6 +34,7 @@ MAX_GROWTH = 64  # characters that the normalizers, or the decoders, make of one
 PROBE_SECONDS, PROBE_CHARACTERS, PROBE_UNITS = 3, 10_000, 60  # processor time of a probe; of a text, and the texts
 PROBE_MEMORY = 1 << 30  # bytes of the process
 SECTIONS = ("normalizer", "pre_tokenizer", "decoder")
+PART_FIELDS = {"type", "pattern", "prepend", "precompiled_charsmap"}  # the library knows some parts without a type
 ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -89,7 +90,7 @@ def _find_problem(stored: dict[str, Any]) -> str | None:
             return f"the {section} has {len(parts)} parts, at most {MAX_COMPONENTS} are allowed"
         if math.prod(map(_growth, parts)) > MAX_GROWTH:
             return f"the {section} can make a text more than {MAX_GROWTH} times as long"
-        unknown |= {pattern for part in parts if (pattern := _regular_expression(part))} - KNOWN_PATTERNS
+        unknown |= {pattern for part in parts if (pattern := _regular_expression(part)) is not None} - KNOWN_PATTERNS
     if length := max((len(each) for each in unknown if len(each) > MAX_PATTERN_CHARACTERS), default=0):
         return f"a regular expression has {length:,} characters, at most {MAX_PATTERN_CHARACTERS:,} are allowed"
     # Without the vocabulary: 260,000 tokens need most of the probe's time and memory, and regular expressions do not
@@ -104,7 +105,7 @@ def _components(value: Any) -> Iterator[dict[str, Any]]:
     """Yield every part of a section, those in a Sequence too."""
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         yield from _components(item)
-    if isinstance(value, dict) and "type" in value:
+    if isinstance(value, dict) and PART_FIELDS & value.keys():
         yield value
 
 
@@ -120,10 +121,10 @@ def _growth(part: dict[str, Any]) -> float:
 
     Prepend adds its text once; it counts like a replacement of one character.
     """
-    if part["type"] == "Precompiled":
+    if "precompiled_charsmap" in part:
         return max(1.0, _longest_text(part["precompiled_charsmap"]))
     content = part.get("content", part.get("prepend", part.get("replacement", "")))
-    if part["type"] not in ("Replace", "Prepend", "Metaspace") or not isinstance(content, str):
+    if not isinstance(content, str):
         return 1.0
     match part:
         case {"pattern": {"String": str(replaced)}}:

@@ -43,12 +43,18 @@ def own_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """query: (B, N, T, H); key, value: (B, K, C, H) -> (B, T, N, H).
 
-    `attention_mask` (B, 1, T, C) is True where attention is allowed, with sliding windows in it; None: causal.
+    `attention_mask` (B, 1, T, C) is True where attention is allowed, with sliding windows in it; None: causal. Sparse
+    layers say by `indices` or `block_indices` which keys a query attends to; only for kernels of transformers they put
+    these into the mask.
     """
+    if indices is not None or block_indices is not None:
+        raise UnsupportedAttentionError("sparse attention")
     if softcap or s_aux is not None or position_bias is not None or value.shape[-1] != query.shape[-1]:
         raise UnsupportedAttentionError("softcap, attention sinks, position biases and values of another width")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):

@@ -185,7 +185,7 @@ class TransformersModel(LanguageModel):
 
     @property
     def attention_sizes(self) -> tuple[int, int, int] | None:
-        """None for sliding windows, which the fused kernel computes slowly, for dropout of probabilities, and for
+        """None for sliding windows, whose masks the fused kernel refuses, for dropout of probabilities, and for
         attention of transformers.
         """
         if self.kernels.attention != IMPLEMENTATION or not self.kernels.is_called:

@@ -128,6 +128,17 @@ def test_worker_that_fails_is_named_with_its_row(fault, phase, capfd):
     assert no_workers_left() and len(capfd.readouterr().err) < 10_000
 
 
+def test_batch_that_cannot_be_received_ends_the_training(monkeypatch):
+    def receive(batch):
+        raise MemoryError("no pinned memory")
+
+    monkeypatch.setattr(loader.StepLoader, "_pinning", lambda self: receive)
+    with closing(make_loader(unpacked(ROWS), BATCH, num_workers=1, worker_timeout=TIMEOUT).iter_steps(0, 1)) as steps:
+        with pytest.raises(TrainingError, match="MemoryError: no pinned memory"):
+            next(steps)
+    assert no_workers_left()
+
+
 def test_worker_has_its_time_limit_from_when_it_is_ready(monkeypatch, tmp_path):
     """Before: stuck after `worker_timeout` seconds in which a busy machine had not started it."""
     ready = tmp_path / "ready"

@@ -1,6 +1,7 @@
 import dataclasses
 import itertools
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -9,7 +10,10 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from data.errors import BadRowError
+from data.sources.files import Source
 from data.tokenize.block import RowStats
+from data.tokenize.encoder import Encoder
+from data.tokenize.renderer import TOGETHER_SECONDS, RenderProcess
 from data.types import EncodingConfig
 
 
@@ -95,6 +99,28 @@ def test_conversation_is_encoded_by_the_chat_template(template, write, build):
     for row, source in zip(list_of(build("chat", write(data))), data, strict=True):
         ids, loss_mask = template.encode(source["conversations"])
         assert row.sequences[0].ids.tolist() == ids and row.sequences[0].loss_mask.tolist() == loss_mask
+
+
+def test_rows_of_an_unknown_template_are_rendered_in_groups(tokenizer, tmp_path, write, monkeypatch):
+    requested = []
+    render = RenderProcess.render
+
+    def recording_render(process, requests, allowance, seconds_left):
+        requested.append((len(requests), seconds_left))
+        return render(process, requests, allowance, seconds_left)
+
+    monkeypatch.setattr(RenderProcess, "render", recording_render)
+    folder = shutil.copytree(tokenizer.folder, tmp_path / "tokenizer")
+    (folder / "chat_template.jinja").write_text(f"{{# another #}}{tokenizer.chat_template}")
+    path = write([chat(("user", f"question {i}"), ("assistant", f"answer {i}")) for i in range(70)])
+    encoding = EncodingConfig("chat", "sharegpt", tokenizer.folder, 64, "truncate", "assistant", "error")
+    known, unknown = (
+        Encoder(dataclasses.replace(encoding, tokenizer=each)).encode(Source.open(path), Source.open(path).items())
+        for each in (tokenizer.folder, folder)
+    )
+    together = [request for request in requested if request[0] > 1]
+    assert together == [(32, TOGETHER_SECONDS), (32, TOGETHER_SECONDS), (6, TOGETHER_SECONDS)]
+    assert np.array_equal(known.tokens, unknown.tokens) and np.array_equal(known.spans, unknown.spans)
 
 
 def test_long_conversation_ends_with_the_last_complete_answer(tokenizer, template, write, build):

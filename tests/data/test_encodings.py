@@ -96,6 +96,12 @@ def test_encoding_that_does_not_fit_makes_rows_bad_and_not_wrong(write):
         rows(Source.open(write(TEXTS["fr"].encode("cp1252"), "book.txt"), ReadOptions(encoding="ascii")))
 
 
+def test_encoding_without_its_byte_order_mark_is_refused(write):
+    with pytest.raises(UserError, match="not text in utf-16") as error:
+        Source.open(write("été".encode("utf-16-le"), "book.txt"), ReadOptions("utf-16"))
+    assert "data.encoding=utf-16-le" in error.value.fix
+
+
 @pytest.mark.parametrize("name", ["hex", "nope", "rot13", ""])
 def test_encoding_that_python_does_not_know_is_refused(name):
     with pytest.raises(UserError) as error:

@@ -158,3 +158,8 @@ def test_mixture_fingerprint_depends_on_how_often_rows_are_repeated():
 def test_mixture_fingerprint_depends_on_which_rows_are_left_out():
     parts = [replace(source(10), excluded=np.array(rows)) for rows in ([0, 1], [0, 2])]
     assert len({mix_sources([[part]], None).fingerprint for part in parts}) == 2
+
+
+def test_weighted_sources_can_be_compared_and_hashed():
+    first, second = source(3).upsampled(2), source(3).upsampled(2)
+    assert first != second and first == first and len({first, second}) == 2

@@ -80,6 +80,14 @@ def test_conversations_rendered_together_are_not_exchanged() -> None:
     assert [(each.text, each.render(0, prompt=True)) for each in both] == [("[a]", ">"), ("[b]", ">")]
 
 
+def test_failed_rendering_of_several_conversations_costs_no_time() -> None:
+    slow = "{% if messages[0].content == 'slow' %}" + NESTED + "{% endif %}" + SOURCE
+    both = [conversation(slow), conversation(slow, [{"role": "user", "content": "slow"}])]
+    budget = open_process(slow)._budget
+    Conversation.render_together(both, [[(1, False)] * 100] * 2)
+    assert open_process(slow)._budget == budget and both[0].render(1) == "[hello]"
+
+
 @pytest.mark.parametrize(
     "source, reason",
     [

@@ -56,6 +56,8 @@ def write(folder: Path, change: Change) -> Path:
         (normalized(replace("a", "b" * 1000)), "more than 64 times as long"),
         (normalized(*[replace("a", "aaaa")] * 4), "more than 64 times as long"),
         (normalized({"type": "Prepend", "prepend": "x" * 1000}), "more than 64 times as long"),
+        (normalized({"prepend": "x" * 1000}), "more than 64 times as long"),
+        (normalized({"pattern": {"Regex": "a" * 5000}, "content": "x"}), "at most 4,000 are allowed"),
         (lambda stored: stored.update(normalizer=charsmap(b"Z" * 1000)), "more than 64 times as long"),
         (
             lambda stored: stored.update(decoder={"type": "Sequence", "decoders": [replace("a", "b" * 1000)]}),
@@ -111,6 +113,12 @@ def test_regular_expression_of_public_tokenizers_needs_no_probe(
     expected = Tokenizer.load(SAMPLE_TOKENIZER).encode("the lake of Oru, 1234")
     for number, pattern in enumerate(pattern for pattern in sorted(KNOWN_PATTERNS) if len(pattern) > 40):
         assert Tokenizer.load(write(tmp_path / str(number), with_split(pattern))).encode("a 12 b") or expected
+
+
+def test_empty_regular_expression_is_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_limits, "_probe", lambda stored, patterns: f"probed: {patterns}")
+    with pytest.raises(UserError, match="probed: \\(''"):
+        Tokenizer.load(write(tmp_path / "tokenizer", with_split("")))
 
 
 def test_unknown_regular_expression_that_is_fast_is_used(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -123,17 +124,22 @@ def test_tokenizing_process_that_is_never_ready_is_named(load_with, monkeypatch)
         load_with(lambda: None, 0, 0.1)
 
 
-def test_tokenizing_processes_that_cannot_be_started_are_refused(load_with, monkeypatch):
-    start, calls = BaseProcess.start, []
+@pytest.mark.parametrize(
+    "started, error",
+    [(BaseProcess, OSError(24, "Too many open files")), (threading.Thread, RuntimeError("can't start new thread"))],
+    ids=["process", "thread"],
+)
+def test_tokenizing_processes_that_cannot_be_started_are_refused(started, error, load_with, monkeypatch):
+    start, calls = started.start, []
 
-    def failing(process):
-        calls.append(process)
+    def failing(each):
+        calls.append(each)
         if len(calls) == 2:
-            raise OSError(24, "Too many open files")
-        start(process)
+            raise error
+        start(each)
 
-    monkeypatch.setattr(BaseProcess, "start", failing)
-    with pytest.raises(UserError, match="2 tokenizing processes cannot be started: Too many open files"):
+    monkeypatch.setattr(started, "start", failing)
+    with pytest.raises(UserError, match=f"2 tokenizing processes cannot be started: {error.args[-1]}"):
         load_with(lambda: None, 0, NO_LIMIT)
 
 

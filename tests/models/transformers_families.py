@@ -79,6 +79,22 @@ FAMILIES: dict[str, Family] = {
         | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4},
         own_attention=False,
     ),
+    # sparse attention in rows that are longer than those of the probe
+    "glm_moe_dsa": Family(
+        EXPERTS
+        | {
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "mlp_layer_types": ["dense", "sparse"],
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+        }
+        | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4}
+        | {"index_topk": 30, "index_head_dim": 16, "index_n_heads": 16},
+        own_attention=False,
+    ),
     # a frozen router bias
     "ernie4_5_moe": Family(
         {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1}
