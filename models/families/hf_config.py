@@ -141,7 +141,7 @@ NEUTRAL_VALUES: Settings = {
 
 # Fields that change no logit: names and versions, token ids, storage, initialization, outputs, dropout (model.dropout
 # sets it), generation,
-# and settings of a sliding window that is not used. tests/models/test_families_fuzz.py compares with transformers.
+# and settings of a sliding window that is not used. tests/models/test_hf_families.py compares with transformers.
 NO_INFLUENCE = frozenset(
     """
     model_type architectures _name_or_path name_or_path transformers_version auto_map tokenizer_class is_llama_config transformers.js_config

@@ -24,6 +24,7 @@ from runner.checkpoint.format import TENSOR_FILES, checkpoint_name, read_state, 
 
 BEST_DIR = re.compile(r"best-[0-9]{8}")
 BEST_POINTER = "best"  # file with the name of the folder that holds the best weights
+MAX_POINTER_BYTES = 200
 
 
 def best_dirname(step: int) -> str:
@@ -42,6 +43,20 @@ def find_best_weights(checkpoints: Path, step: int) -> Path | None:
     """Return the valid folder whose model.safetensors holds the weights of `step`; None if there is none."""
     candidates = (checkpoints / checkpoint_name(step), checkpoints / best_dirname(step))
     return next((folder for folder in candidates if folder.is_dir() and atomic_dir.verify_dir(folder) is None), None)
+
+
+def has_weights_name(folder: Path) -> bool:
+    """Return whether `folder` has the name of a checkpoint or of a folder of best weights."""
+    return bool(atomic_dir.STEP_NAME.fullmatch(folder.name) or BEST_DIR.fullmatch(folder.name))
+
+
+def follow_pointer(path: Path) -> Path | None:
+    """Return the folder that the file `latest` or `best` names, which may not exist; None if it names none."""
+    try:
+        folder = path.parent / read_bounded(path, MAX_POINTER_BYTES).decode("utf-8", "replace").strip()
+    except OSError:
+        return None
+    return folder if folder.parent == path.parent and has_weights_name(folder) else None
 
 
 def point_to_best(checkpoints: Path, step: int | None) -> bool:

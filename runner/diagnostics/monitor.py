@@ -61,7 +61,9 @@ def watch_records(facts: RunFacts, earlier: Path | None, warn: Callable[[str], N
             warn(symptom.message)
 
     if earlier:
-        monitor.skip(reported_symptoms(earlier.with_name("train.log")))
+        # the log has those of steps that are trained again, too: it counts where not all records are replayed
+        if earlier.exists() and earlier.stat().st_size > MAX_REPLAYED_BYTES:
+            monitor.skip(reported_symptoms(earlier.with_name("train.log")))
         for record in read_metrics(earlier):
             watch(record, is_new=False)
     return watch

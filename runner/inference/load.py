@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, print_note
-from common.filesystem import read_bounded
 from common.guarded_files import check_own_files
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.saved_config import CONFIG_FILE, load_yaml
@@ -133,16 +132,20 @@ def weights_dir(folder: Path) -> Path:
 def find_checkpoint(folder: Path) -> Path | None:
     """Return the folder of a checkpoint, or of best weights, that `folder` is or that the file `checkpoints/best` or
     `checkpoints/latest` names; None if it is none of a run.
+
+    Raises UserError if the file names none.
     """
-    from runner.checkpoint.atomic_dir import STEP_NAME
     from runner.checkpoint.format import CHECKPOINTS_DIR
-    from runner.checkpoint.retention import BEST_DIR
+    from runner.checkpoint.retention import follow_pointer, has_weights_name
 
     if folder.parent.name != CHECKPOINTS_DIR or not (folder.parents[1] / CONFIG_FILE).is_file():
         return None
     if folder.name in CHECKPOINT_POINTERS and folder.is_file():
-        folder = folder.with_name(Path(read_bounded(folder, 64).decode("utf-8", "replace").strip()).name)
-    return folder if STEP_NAME.fullmatch(folder.name) or BEST_DIR.fullmatch(folder.name) else None
+        if (checkpoint := follow_pointer(folder)) is None:
+            fix = f"doctor.py run={folder.parents[1]} repair=true writes it again; ls {folder.parent} lists the checkpoints"
+            raise UserError("the file names no checkpoint", str(folder), fix)
+        return checkpoint
+    return folder if has_weights_name(folder) else None
 
 
 def run_dir_of(folder: Path) -> Path:

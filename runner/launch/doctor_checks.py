@@ -15,14 +15,14 @@ from typing import Any
 
 from common import filesystem
 from common.errors import UserError
-from common.filesystem import make_dirs, read_bounded
+from common.filesystem import make_dirs
 from common.guarded_files import DAMAGED_DIR, open_source_file
 from common.limits.parsers import parse_json
 from common.ownership import is_owner_file
 from models.formats.stored_size import stored_size
 from runner.checkpoint import atomic_dir
 from runner.checkpoint.format import CHECKPOINTS_DIR, TENSOR_FILES, step_of
-from runner.checkpoint.retention import BEST_DIR, BEST_POINTER, find_best_weights
+from runner.checkpoint.retention import BEST_POINTER, find_best_weights, follow_pointer
 from runner.launch.recovery import CheckpointState, Problem, Severity
 from runner.run_dir.contents import GUARDED_NAMES, LOCK_FILE, OWN_NAMES
 from runner.run_dir.lock import describe_holder, is_locked
@@ -31,7 +31,6 @@ from runner.tracking.config import TRACKERS
 
 LENGTH_BYTES = 8  # before the header of a safetensors file
 LATEST_POINTER = "latest"
-MAX_POINTER_BYTES = 200
 OTHER_NAMES = {"report.html", "diagnosis.json"}
 TEMPORARY = (".tmp-", ".del-")
 MAX_FOREIGN = 20  # problems of foreign files
@@ -60,7 +59,8 @@ def _check_pointers(state: CheckpointState) -> Iterator[Problem]:
     best_step = saved["progress"]["best_step"]
     best = None if best_step is None else find_best_weights(checkpoints, best_step)
     for pointer, name in ((LATEST_POINTER, newest), (BEST_POINTER, best.name if best else None)):
-        file, actual = f"{CHECKPOINTS_DIR}/{pointer}", _read_pointer(checkpoints / pointer)
+        file, named = f"{CHECKPOINTS_DIR}/{pointer}", follow_pointer(checkpoints / pointer)
+        actual = named.name if named else None
         # `best` may be of an evaluation after the save
         is_later_best = pointer == BEST_POINTER and actual and find_best_weights(checkpoints, step_of(actual))
         if actual and (actual == name or is_later_best):
@@ -73,15 +73,6 @@ def _check_pointers(state: CheckpointState) -> Iterator[Problem]:
         damage = f"the weights of the best evaluation, step {best_step}, are not on disk"
         lost = "model/ gets the last weights unless a better evaluation follows"
         yield Problem(f"{CHECKPOINTS_DIR}/{BEST_POINTER}", Severity.DAMAGED, damage, lost)
-
-
-def _read_pointer(path: Path) -> str | None:
-    """Return the name of the checkpoint or of the folder of best weights in the file, None if it has none."""
-    try:
-        name = read_bounded(path, MAX_POINTER_BYTES).decode("utf-8", "replace").strip()
-    except OSError:
-        return None
-    return name if atomic_dir.STEP_NAME.fullmatch(name) or BEST_DIR.fullmatch(name) else None
 
 
 def _check_model(state: CheckpointState) -> Iterator[Problem]:

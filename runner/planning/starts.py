@@ -37,7 +37,7 @@ class PlannedRun:
 class PlannedStart:
     runs: tuple[PlannedRun, ...]
     is_sweep: bool
-    trials: int = 1  # runs that the only one of `runs` stands for: a sampler draws their values later
+    trials: int | None = None  # runs of a study, whose values a sampler draws later; `runs` bound them
 
 
 def planned_start(typed: list[str], flags: list[str]) -> PlannedStart:
@@ -108,15 +108,13 @@ def _new_sweep(typed: list[str]) -> PlannedStart:
     composer = grid.PointComposer(shared, tree=tree)
     points = sweeper.points(swept, tree.sweep.zip)
     configs = composer.checked_configs(points)
-    check_typed_are_read([*shared, *swept], configs or [composer.config({})])
-    if not points:
-        trials = getattr(sweeper, "n_trials", 1)
+    check_typed_are_read([*shared, *swept], configs)
+    trials = getattr(sweeper, "n_trials", None)
+    if trials:
         print_note(
-            f"the sampler draws the values of {', '.join(swept)} later: each of its {trials} jobs is planned with the values of the other settings"
+            f"the sampler draws the values of {', '.join(swept)} later: planned are every choice and both ends of every interval, and {trials} jobs of the largest"
         )
-        config = composer.config({})
-        return PlannedStart((PlannedRun("one trial", _checked(config), tuple(shared)),), is_sweep=True, trials=trials)
-    base = budget.smallest_step(configs)
+    base = budget.smallest_step(configs if sweeper.is_grid else [composer.config({})])
     budget.check_countable(configs, tree.sweep.match_budget, swept)
     runs = []
     for point, config in zip(points, configs, strict=True):
@@ -124,7 +122,7 @@ def _new_sweep(typed: list[str]) -> PlannedStart:
         with translating_hydra_errors(to_overrides(point)):
             final = to_config(composer.tree(point, derived))
         runs.append(PlannedRun(" ".join(to_overrides(point)), _checked(final), tuple(to_overrides(point | derived))))
-    return PlannedStart(tuple(runs), is_sweep=True)
+    return PlannedStart(tuple(runs), is_sweep=True, trials=trials)
 
 
 def _resumed_sweep(folder: Path, typed: list[str]) -> PlannedStart:

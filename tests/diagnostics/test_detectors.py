@@ -269,6 +269,20 @@ def test_symptom_is_reported_once_also_by_a_resumed_run(tmp_path: Path) -> None:
     assert len(shown) == 1
 
 
+def test_symptom_of_steps_that_are_trained_again_is_reported_again(tmp_path: Path) -> None:
+    """E.g. by `resume=DIR optimizer.lr=SMALLER`, which a diverged run proposes: metrics.jsonl is cut back, train.log is
+    not.
+    """
+    hot, shown = [step(1, 8.8), *(step(i, 30.0) for i in range(2, 40))], list[str]()
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(hot[0]) + "\n")
+    for _ in range(2):
+        (tmp_path / "train.log").write_text("".join(f"warning: {message}\n" for message in shown))
+        watch = watch_records(FACTS, tmp_path / "metrics.jsonl", shown.append)
+        for record in hot[1:]:
+            watch(record)
+    assert len(shown) == 2
+
+
 def test_numbers_that_no_float_holds_do_not_end_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = list[str]()
     watch = watch_records(FACTS, None, shown.append)

@@ -20,7 +20,7 @@ from data.tokenize.chat_template import ChatTemplate
 from models.generate import generate
 from runner.inference.evaluate import METRICS, EvaluateConfig, evaluate, exported_weights, register_metric
 from runner.inference.evaluation_data import EvaluationData
-from runner.inference.load import LoadedModel, load_trained
+from runner.inference.load import LoadedModel, find_checkpoint, load_trained
 from runner.reporting.evaluations import record_everywhere
 
 TEXTS = [
@@ -341,6 +341,20 @@ def test_evaluation_of_a_checkpoint_is_recorded_in_its_run(tmp_path: Path) -> No
         {"metric": "perplexity", "weights": "step-00000040", "step": 40}
     ]
     assert list(checkpoint.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"../step-00000040", b"step-00000040\0", b"s" * 5000, None])
+def test_checkpoint_file_that_names_none_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    (pointer := tmp_path / "run" / "checkpoints" / "latest").parent.mkdir(parents=True)
+    (tmp_path / "run" / ".hydra").mkdir()
+    (tmp_path / "run" / ".hydra" / "config.yaml").write_text("seed: 0\n")
+    if content is None:  # a link
+        pointer.symlink_to(tmp_path / "run" / ".hydra" / "config.yaml")
+    else:
+        pointer.write_bytes(content)
+    with pytest.raises(UserError, match="names no checkpoint") as raised:
+        find_checkpoint(pointer)
+    assert "doctor.py" in raised.value.fix
 
 
 @pytest.mark.parametrize("metric, rows", [("perplexity", 6), ("exact_match", 6), ("conversation", 3)])

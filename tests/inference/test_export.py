@@ -250,9 +250,10 @@ def test_export_settings_are_checked(tmp_path: Path, changes: dict, message: str
         export_config(tmp_path, tmp_path / "to", **changes)
 
 
-def test_gguf_of_an_unknown_tokenizer_is_refused(own_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [[{"type": "Punctuation", "behavior": "Isolated"}], []])
+def test_gguf_of_an_unknown_tokenizer_is_refused(own_folder: Path, tmp_path: Path, steps: list) -> None:
     stored = json.loads((own_folder / "tokenizer.json").read_text())
-    stored["pre_tokenizer"]["pretokenizers"].insert(0, {"type": "Punctuation", "behavior": "Isolated"})
+    stored["pre_tokenizer"]["pretokenizers"] = steps and steps + stored["pre_tokenizer"]["pretokenizers"]
     (own_folder / "tokenizer.json").write_text(json.dumps(stored))
     with pytest.raises(UserError, match="no name for how this tokenizer splits texts"):
         run_export(own_folder, tmp_path / "to", format="gguf")

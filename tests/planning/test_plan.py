@@ -43,7 +43,7 @@ from runner.planning.memory import (
     plan_execution,
 )
 from runner.planning.model import model_facts
-from runner.planning.report import plan_dict, plan_text, sweep_text
+from runner.planning.report import bytes_text, plan_dict, plan_text, short_count, sweep_text
 from runner.planning.starts import planned_start
 from runner.planning.trial import remove_leftovers
 
@@ -422,6 +422,19 @@ def test_sweep_plans_every_point_with_the_settings_that_it_derives():
     text = sweep_text(plans, start.trials)
     assert "total of 2 jobs" in text and max(map(len, text.splitlines())) <= 80
     assert plans[0].model is plans[1].model  # built once
+
+
+def test_plan_of_a_study_counts_all_its_trials(capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("optuna")
+    study = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=7", "train.batch_size=2,4", "sweep.match_budget=steps"]
+    start = planned_start([*TINY, *study], ["--multirun"])
+    planner = Planner()
+    plans = [planner.plan(run) for run in start.runs]
+    disk = 7 * max(plan.disk.total for plan in plans)
+    text = sweep_text(plans, start.trials)
+    assert f"total of at most 7 jobs: {short_count(7 * max(plan.data.run_tokens for plan in plans))} tokens" in text
+    assert f"{bytes_text(disk)} of disk" in text and len(plans) == 2
+    assert "7 jobs of the largest" in capsys.readouterr().err
 
 
 def test_plan_refuses_what_train_refuses_and_writes_nothing(tmp_path: Path):

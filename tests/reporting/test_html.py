@@ -319,6 +319,16 @@ def test_progress_expects_the_mean_time_of_completed_jobs(tmp_path: Path) -> Non
     assert sweep_progress(sweep, now).remaining == "about 00:11:00"
 
 
+def test_progress_of_a_study_ignores_a_number_of_trials_that_is_none(tmp_path: Path) -> None:
+    times = {"started": "2026-11-22T10:00:00+00:00", "ended": "2026-11-22T10:10:00+00:00"}
+    folder = write_sweep(tmp_path, [job({LR: "1"}, training(2.0), **times)], status="running")
+    sweep = read_sweep_results(folder)
+    sweep.sweeper = "optuna"
+    for trials, total in (("12", 12), ("9" * 400, 1), ("9" * 5000, 1)):
+        sweep.shared_overrides = [f"hydra.sweeper.n_trials={trials}"]
+        assert sweep_progress(sweep, 0.0).total == total
+
+
 def test_curves_of_jobs_are_read_once_and_keep_extremes(tmp_path: Path) -> None:
     losses = [5 + math.sin(step) for step in range(5000)]
     losses[2222], losses[3333] = 99.0, 0.5

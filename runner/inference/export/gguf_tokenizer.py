@@ -71,8 +71,8 @@ def pre_tokenizer_name(tokenizer: Tokenizer) -> str:
     Raises UserError if it does not know it.
     """
     stored = _stored(tokenizer)
-    steps = stored["pre_tokenizer"] or {"type": "none"}
-    *before, last = steps["pretokenizers"] if steps["type"] == "Sequence" else [steps]
+    steps = stored["pre_tokenizer"] or {"pretokenizers": []}
+    *before, last = steps.get("pretokenizers", [steps]) or [{"type": "none"}]
     uses_regex = last.get("use_regex", True)
     is_byte_level = last["type"] == "ByteLevel" and not last.get("add_prefix_space")
     if is_byte_level and stored["normalizer"] in (None, {"type": "NFC"}):
