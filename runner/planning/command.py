@@ -44,7 +44,9 @@ def plan(cfg: PlanConfig, start: PlannedStart) -> None:
     if cfg.timing:
         planner.time(plans)
     if cfg.json:
-        return print_safely(json.dumps({"runs": [plan_dict(each) for each in plans], "trials": start.trials}, indent=1))
+        return print_safely(
+            json.dumps({"runs": [plan_dict(each) for each in plans], "trials": start.trials or 1}, indent=1)
+        )
     print_safely(sweep_text(plans, start.trials) if start.is_sweep else plan_text(plans[0]))
 
 

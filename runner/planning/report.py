@@ -23,8 +23,13 @@ def plan_text(plan: RunPlan) -> str:
     return "\n\n".join([*map("\n".join, sections), verdict_text(plan)])
 
 
-def sweep_text(plans: list[RunPlan], trials: int) -> str:
-    """Return a table of the jobs of a sweep, their effective settings, and the total."""
+def sweep_text(plans: list[RunPlan], trials: int | None) -> str:
+    """Return a table of the jobs of a sweep, their effective settings, and the total.
+
+    `trials`: jobs of a sampler, each counted as the mean of `plans`; None: the jobs are those of `plans`.
+    """
+    jobs = trials or len(plans)
+    share = jobs / len(plans)
     lines = [f"{'job':>3}  {'steps':>7}  {'tokens':>8}  {'memory':>9}  {'disk':>9}  {'time':>9}  fits"]
     for number, plan in enumerate(plans):
         time = "" if plan.seconds is None else duration_text(plan.seconds)
@@ -33,12 +38,12 @@ def sweep_text(plans: list[RunPlan], trials: int) -> str:
         if plan.run.overrides:
             lines.append(_wrapped(" " * 5, ", ".join(plan.run.overrides)))
     times = [plan.seconds for plan in plans if plan.seconds is not None]
-    tokens = trials * sum(plan.data.run_tokens for plan in plans)
-    disk, machine = trials * sum(plan.disk.total for plan in plans), plans[0].machine
+    tokens = round(share * sum(plan.data.run_tokens for plan in plans))
+    disk, machine = round(share * sum(plan.disk.total for plan in plans)), plans[0].machine
     total = f"{short_count(tokens)} tokens, {bytes_text(disk)} of disk"
     if len(times) == len(plans):
-        total += f", {duration_text(trials * sum(times))} one after the other"
-    lines += ["", _wrapped("", f"total of {trials * len(plans)} jobs: {total}")]
+        total += f", {duration_text(share * sum(times))} one after the other"
+    lines += ["", _wrapped("", f"total of {jobs} jobs: {total}")]
     if notes := dict.fromkeys(note for plan in plans for note in plan.notes):
         lines += ["", *_note_lines(notes)]
     failing = [number for number, plan in enumerate(plans) if not plan.fits]

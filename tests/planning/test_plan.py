@@ -43,7 +43,7 @@ from runner.planning.memory import (
     plan_execution,
 )
 from runner.planning.model import model_facts
-from runner.planning.report import plan_dict, plan_text, sweep_text
+from runner.planning.report import plan_dict, plan_text, short_count, sweep_text
 from runner.planning.starts import planned_start
 from runner.planning.trial import remove_leftovers
 
@@ -422,6 +422,17 @@ def test_sweep_plans_every_point_with_the_settings_that_it_derives():
     text = sweep_text(plans, start.trials)
     assert "total of 2 jobs" in text and max(map(len, text.splitlines())) <= 80
     assert plans[0].model is plans[1].model  # built once
+
+
+def test_sweep_of_a_sampler_counts_its_trials_as_the_mean_of_the_ends():
+    start = planned_start(
+        [*TINY, "hydra/sweeper=optuna", "hydra.sweeper.n_trials=7", "train.batch_size=range(2,5)"], ["--multirun"]
+    )
+    assert [run.config.train.batch_size for run in start.runs] == [2, 4]
+    planner = Planner()
+    plans = [planner.plan(run) for run in start.runs]
+    text, tokens = sweep_text(plans, start.trials), sum(plan.data.run_tokens for plan in plans)
+    assert f"total of 7 jobs: {short_count(round(3.5 * tokens))} tokens" in text
 
 
 def test_plan_refuses_what_train_refuses_and_writes_nothing(tmp_path: Path):
