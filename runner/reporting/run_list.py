@@ -17,10 +17,12 @@ from urllib.parse import quote
 
 from common.filesystem import read_json_object
 from common.guarded_files import read_from
+from common.limits.parsers import parse_record
 from common.paths import command_line_here
+from runner.diagnostics.history import finite_number
 from runner.reporting.columns import loss_text
 from runner.reporting.compare import shortened_table
-from runner.reporting.metrics import count_number, finite_number, parse_record
+from runner.reporting.metrics import count_number
 from runner.reporting.page_kit import RELOAD_SECONDS, render
 from runner.reporting.runs import (
     NO_STATUS,
@@ -30,13 +32,12 @@ from runner.reporting.runs import (
     as_dict,
     is_file,
     job_folders,
-    parse_time,
     sweep_status,
     text_of,
     typed,
 )
 from runner.run_dir.best_job import comparison_problem
-from runner.run_dir.contents import RUN_FILE, SWEEP_FILE
+from runner.run_dir.contents import RUN_FILE, SWEEP_FILE, parse_time
 
 MAX_DEPTH = 6  # of a run below the folder
 MAX_FOLDERS = 20_000  # folders, links and jobs that are looked at

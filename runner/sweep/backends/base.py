@@ -8,12 +8,10 @@ import subprocess
 import threading
 import time
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any, Optional
 
-from common.errors import UserError
 from common.exit_codes import INTERRUPTED
 from common.guarded_files import open_append
 from common.settings import check_at_least
@@ -70,15 +68,6 @@ class Backend:
 
     def close(self) -> None:
         """Release what `open` has taken; all jobs have ended."""
-
-
-def check_installed(package: str, setting: str) -> None:
-    if find_spec(package) is None:
-        raise UserError(
-            f"{setting} needs the package {package}, which is not installed",
-            setting,
-            f"pip install 'lm-runner[{package}]'",
-        )
 
 
 def start_job(command: list[str], env: dict[str, str], log: Path) -> subprocess.Popen:

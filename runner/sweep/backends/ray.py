@@ -8,8 +8,8 @@ from typing import Any, Optional
 
 from common.exit_codes import FAILED, INTERRUPTED
 from common.paths import REPO_ROOT
-from common.settings import check_at_least
-from runner.sweep.backends.base import CONSOLE_LOG, Backend, JobExit, check_installed, run_job
+from common.settings import check_at_least, check_installed
+from runner.sweep.backends.base import CONSOLE_LOG, Backend, JobExit, run_job
 
 
 @dataclass

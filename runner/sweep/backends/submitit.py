@@ -13,8 +13,8 @@ from typing import Any, Optional
 from common.errors import UserError
 from common.exit_codes import FAILED, INTERRUPTED
 from common.paths import REPO_ROOT
-from common.settings import check_choice
-from runner.sweep.backends.base import CONSOLE_LOG, Backend, JobExit, check_installed, run_job
+from common.settings import check_choice, check_installed
+from runner.sweep.backends.base import CONSOLE_LOG, Backend, JobExit, run_job
 
 
 @dataclass
