@@ -167,7 +167,7 @@ def _read_file(path: Path) -> tuple[str, dict[str, Any]]:
     ):
         raise UserError("the run's copy of conf/ was not written by this program", str(path), REFUSED_HINT)
     tree = _without_hydra(tree)  # a user's callbacks have _target_ keys; nothing of the section is used
-    reject_interpolations(_drop_strings(tree), "", path)
+    reject_interpolations(tree, "", path, is_resolved=False)  # resume.py checks those that it resolves
     return (f"# @package {package[1]}\n" if package else ""), tree
 
 
@@ -177,19 +177,6 @@ def _has_outside_defaults(defaults: Any) -> bool:
     """
     entries = OPTION_NAME.sub("", str(defaults))
     return defaults is not None and ("${" in entries or ".." in entries or not isinstance(defaults, list))
-
-
-def _drop_strings(value: Any) -> Any:
-    """Return `value` without its strings: interpolations are allowed here, resume.py checks those that it resolves."""
-    if isinstance(value, dict):
-        return {key: _drop_strings(item) for key, item in value.items()}
-    return (
-        None
-        if isinstance(value, str)
-        else [_drop_strings(item) for item in value]
-        if isinstance(value, list)
-        else value
-    )
 
 
 def _without_hydra(tree: dict[str, Any]) -> dict[str, Any]:

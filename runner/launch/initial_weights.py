@@ -26,7 +26,8 @@ from data.tokenize.origin import (
 )
 from models.formats.hub import fetch_model
 from models.formats.json_files import read_adapter_settings, read_config_of_weights, why_transformers
-from runner.config.compose import files_that_choose, section_object
+from runner.config.compose import compose_tree, files_that_choose, section_object, to_config, without_hydra
+from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.overrides import key_of
 from runner.engine.config import Config
 from runner.launch.auto_choice import newest_completed_run
@@ -55,6 +56,14 @@ def compatibility_fingerprints(config: Config, tokenizer: Path | None = None) ->
     return fingerprints | {
         "tokenizer": Tokenizer.load(tokenizer or check_tokenizer_path(config.data.tokenizer)).tokens_fingerprint
     }
+
+
+def compose_with_model(typed: list[str]) -> Config:
+    """Return the config that `python runner/train.py <typed>` trains, with the model of its initial weights."""
+    tree = without_hydra(compose_tree(typed))
+    with translating_hydra_errors(typed):
+        adopt_model(tree, typed)
+        return to_config(tree)
 
 
 def adopt_model(tree: MutableMapping[str, Any], typed: list[str], conf: Path = CONF_DIR) -> str | None:
@@ -230,9 +239,7 @@ def _model_settings(source: Path, family: str | None = None) -> dict[str, Any]:
     """
     run = _model_source(source)
     if (run / saved_config.CONFIG_FILE).is_file():
-        recorded: dict[str, Any] = saved_config.reject_interpolations(
-            saved_config.load_saved_config(run), "", run / saved_config.CONFIG_FILE
-        )["model"]
+        recorded: dict[str, Any] = saved_config.load_literal_config(run)["model"]
         return recorded
     return dataclasses.asdict(read_config_of_weights(source, family))
 

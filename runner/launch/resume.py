@@ -64,9 +64,7 @@ def plan_resume(folder: Path, extra: list[str], has_started: bool = True) -> Res
     """
     register_configs()
     parsed = _parse_extra(folder, extra)
-    saved = saved_config.reject_interpolations(
-        saved_config.load_saved_config(folder), "", folder / saved_config.CONFIG_FILE
-    )
+    saved = saved_config.load_literal_config(folder)
     _check_sections_exist(folder, parsed, saved)
     if any(override.key_or_group == overrides.PLUGINS_KEY for override in parsed):
         saved["plugins"] = overrides.plugins_of(extra)

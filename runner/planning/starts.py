@@ -11,7 +11,7 @@ from pathlib import Path
 from common.errors import UserError, print_note
 from runner.config import overrides as checks
 from runner.config import snapshot
-from runner.config.compose import compose_tree, to_config, without_hydra
+from runner.config.compose import compose_tree, to_config
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.overrides import RESUME_KEY, has_flag, to_overrides
 from runner.config.resolve import resolve_run
@@ -66,10 +66,7 @@ def planned_start(typed: list[str], flags: list[str]) -> PlannedStart:
 
 
 def _new_run(typed: list[str]) -> PlannedRun:
-    tree = without_hydra(compose_tree(typed))
-    with translating_hydra_errors(typed):
-        initial_weights.adopt_model(tree, typed)
-        config = to_config(tree)
+    config = initial_weights.compose_with_model(typed)
     check_typed_are_read(typed, [config])
     return PlannedRun(" ".join(typed) or "default settings", _checked(config), tuple(typed))
 
