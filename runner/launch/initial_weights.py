@@ -110,12 +110,7 @@ def _describe_family(source: Path, settings: Mapping[str, Any], typed: str | Non
     of this program.
     """
     family = settings["family"]
-    if (
-        _model_source(source) != source
-        or not source.is_dir()
-        or family not in ("decoder", "transformers")
-        or (source / RUN_FILE).exists()
-    ):
+    if not _is_published(source) or family not in ("decoder", "transformers"):
         return ""
     balance = _describe_balance(settings) if family == "decoder" else ""
     if typed is not None:
@@ -185,13 +180,7 @@ def warn_of_lr(config: Config) -> None:
     """Print a warning if the learning rate is far above what published weights are fine-tuned with: the defaults are
     those of small models.
     """
-    source = Path(config.init_from)
-    if (
-        config.init_from in ("auto", "scratch")
-        or not source.is_dir()
-        or _model_source(source) != source
-        or (source / RUN_FILE).exists()
-    ):
+    if config.init_from in ("auto", "scratch") or not _is_published(Path(config.init_from)):
         return
     limit, usual = (MAX_ADAPTER_LR, "2e-4") if config.stage.lora else (MAX_FULL_LR, "2e-5")
     if config.optimizer.lr > limit:
@@ -255,6 +244,16 @@ def _model_source(source: Path) -> Path:
     return run if run is not None and is_of_run and (run / saved_config.CONFIG_FILE).is_file() else source
 
 
+def _is_published(source: Path) -> bool:
+    """Return whether weights are in a folder of transformers that is no run, nor a part of one."""
+    return source.is_dir() and _model_source(source) == source and not (source / RUN_FILE).exists()
+
+
+def _run_of_best_job(init_from: str) -> str:
+    """Return the best job of a sweep; any other `init_from` as it is."""
+    return str(find_best_job(Path(init_from))) if is_sweep_dir(Path(init_from)) else init_from
+
+
 def resolve_init_from(config: Config, folder: Path, fingerprints: dict[str, str], warn: bool = True) -> str:
     """Return `config.init_from` as a path or "scratch"; `auto` searches outputs/ and the directories beside `folder`. A
     sweep means its best job.
@@ -262,7 +261,7 @@ def resolve_init_from(config: Config, folder: Path, fingerprints: dict[str, str]
     if config.init_from == "auto":
         return newest_completed_run(config, folder, fingerprints, warn)
     check_init_from(config)
-    return str(find_best_job(Path(config.init_from))) if is_sweep_dir(Path(config.init_from)) else config.init_from
+    return _run_of_best_job(config.init_from)
 
 
 def check_init_from(config: Config) -> None:
@@ -284,9 +283,7 @@ def check_tokenizer(config: Config) -> None:
 
     if config.init_from != "auto" or config.stage.init_from_stage is None:
         init_from = "scratch" if config.init_from == "auto" else config.init_from
-        folder = resolve_tokenizer(
-            config.data, str(find_best_job(Path(init_from))) if is_sweep_dir(Path(init_from)) else init_from
-        )
+        folder = resolve_tokenizer(config.data, _run_of_best_job(init_from))
     elif config.data.tokenizer not in (AUTO, MINIMIND):
         folder = check_tokenizer_path(config.data.tokenizer)
     else:
