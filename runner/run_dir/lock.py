@@ -112,7 +112,7 @@ class RunLock:
         return LostRunDirError(f"{message}: the run directory was {where}; this process has stopped writing")
 
 
-BUSY = {  # kind of a directory: what is said of it, and what to do
+BUSY = {  # kind of a directory: message, and what to do
     "run": (
         "this run is being trained by",
         "wait for it to end; hydra.run.dir=DIR places a new run in another directory",
