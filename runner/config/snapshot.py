@@ -23,7 +23,7 @@ from common.filesystem import make_dirs, read_bounded, remove_tree, write_atomic
 from common.paths import CONF_DIR
 from common.registry import imported_plugins, plugin_files
 from runner.config.compose import source_files
-from runner.config.overrides import check_stored, is_hydra_override
+from runner.config.overrides import check_stored, is_hydra_override, is_override_list
 from runner.run_dir.saved_config import (
     MAX_YAML_BYTES,
     OVERRIDES_FILE,
@@ -45,8 +45,8 @@ REFUSED_HINT = "do not resume this directory; nothing in it was run"
 
 def load_overrides(folder: Path) -> list[str]:
     """Return the saved overrides of all launches, without those of Hydra's own settings."""
-    typed = read_saved(folder / OVERRIDES_FILE, folder)
-    if not isinstance(typed, list) or not all(isinstance(override, str) for override in typed):
+    typed: list[str] = read_saved(folder / OVERRIDES_FILE, folder)
+    if not is_override_list(typed):
         raise UserError(
             "the saved overrides are not a list of strings",
             str(folder / OVERRIDES_FILE),

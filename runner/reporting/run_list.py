@@ -38,6 +38,7 @@ from runner.reporting.runs import (
 )
 from runner.run_dir.best_job import comparison_problem
 from runner.run_dir.contents import RUN_FILE, SWEEP_FILE, parse_time
+from runner.tracking.data_report import listed
 
 MAX_DEPTH = 6  # of a run below the folder
 MAX_FOLDERS = 20_000  # folders, links and jobs that are looked at
@@ -171,7 +172,6 @@ def _listed(run: Run, kind: str, sweep: ListedRun | None = None) -> ListedRun:
         return ListedRun(run.folder, BROKEN, "other" if kind == "run" else kind, problem, sweep=sweep)
     fields, values, files = run.fields, run.fields["metrics"], run.fields["data"]
     losses = (values.get("best_val_loss"), values.get("val_loss"), as_dict(fields["export"]).get("loss"))
-    names = ", ".join(Path(text_of(file.get("file"))).name for file in files[:3])
     row = ListedRun(
         run.folder,
         run.status,
@@ -182,7 +182,7 @@ def _listed(run: Run, kind: str, sweep: ListedRun | None = None) -> ListedRun:
         error=fields["error"][:MAX_SHOWN_TEXT],
         stage=text_of(fields["stage"], 40),
         model=text_of(fields["model"], 60),
-        data=names + (f" and {len(files) - 3} more" if len(files) > 3 else ""),
+        data=listed([Path(text_of(file.get("file"))).name for file in files], 3),
         init_from=text_of(fields["init_from"], MAX_SHOWN_TEXT),
         begun=parse_time(run.started),
         evaluation_loss=next((loss for loss in map(finite_number, losses) if loss is not None), None),

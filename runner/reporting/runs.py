@@ -16,7 +16,7 @@ from common.errors import UserError
 from common.filesystem import read_json_object
 from common.ownership import is_alive
 from common.settings import as_typed, flat_settings
-from runner.config.overrides import is_storable
+from runner.config.overrides import is_override_list, is_storable
 from runner.config.resolve import resolve_run
 from runner.reporting.metrics import Metrics, file_signature, read_job_metrics
 from runner.run_dir.contents import DEFAULT_METADATA, OWNER_FILE, RUN_FILE, SWEEP_FILE, is_sweep_dir
@@ -154,8 +154,7 @@ def read_override_list(path: Path) -> list[str]:
         content = load_yaml(path)
     except (OSError, ValueError):
         return []
-    is_known = isinstance(content, list) and all(isinstance(item, str) and is_storable(item) for item in content)
-    return content if is_known else []
+    return content if is_override_list(content) and all(map(is_storable, content)) else []
 
 
 def differing_values(settings: list[dict[str, str]]) -> dict[str, list[str | None]]:

@@ -23,6 +23,7 @@ from runner.config.overrides import (
     canonical_value,
     check_stored,
     is_hydra_override,
+    is_override_list,
     is_storable,
     key_of,
     plugins_of,
@@ -288,14 +289,13 @@ def _read_state(folder: Path) -> SweepState:
             **{name: fields[name] for name in STORED_FIELDS if name in fields},
             jobs=[SweepJob(**job) for job in fields["jobs"]],
         )
-        for strings in (
-            state.overrides,
-            [*state.init_from.values()],
-            *([key, *values] for key, values in state.swept.items()),
-        ):
-            _check_strings(strings)
+        lists: list[Any] = [state.overrides, [*state.init_from.values()]]
+        lists += [[key, *values] for key, values in state.swept.items()]
+        lists += [[*job.overrides.values(), *job.pending_overrides, *job.applied_overrides] for job in state.jobs]
+        for strings in lists:
+            if not is_override_list(strings):
+                raise ValueError(f"not a list of strings: {strings}")
         for job in state.jobs:
-            _check_strings([*job.overrides.values(), *job.pending_overrides, *job.applied_overrides])
             if job.status not in RUN_STATUSES:
                 raise ValueError(f"unknown status of a job: {job.status}")
             if job.name != job_dirname(job.overrides):  # the directory that is written to
@@ -319,8 +319,3 @@ def _stored_overrides(state: SweepState) -> list[str]:
         for override in (*to_overrides(job.overrides), *job.pending_overrides, *job.applied_overrides)
     ]
     return [*state.overrides, *swept, *of_jobs]
-
-
-def _check_strings(values: Any) -> None:
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise ValueError(f"not a list of strings: {values}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Optional
 
-from common.exit_codes import INTERRUPTED
+from common.exit_codes import FAILED, INTERRUPTED
 from common.guarded_files import open_append
 from common.settings import check_at_least
 from runner.launch import subprocesses
@@ -68,6 +68,12 @@ class Backend:
 
     def close(self) -> None:
         """Release what `open` has taken; all jobs have ended."""
+
+
+def failed_exit(error: Exception, prefix: str) -> JobExit:
+    """Return the end of a job that a cluster could not run, with the last line of its error."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return JobExit(FAILED, f"{prefix}: {lines[-1] if lines else type(error).__name__}")
 
 
 def start_job(command: list[str], env: dict[str, str], log: Path) -> subprocess.Popen:
