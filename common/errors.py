@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import io
+import math
 import os
 import re
 import shlex
@@ -109,6 +110,19 @@ def strip_control(text: str) -> str:
         else c.encode("unicode_escape", "surrogatepass").decode("ascii")
         for c in text
     )
+
+
+def clean_texts(value: Any) -> Any:
+    """Return a JSON value with its texts and names without control characters and lone surrogates; numbers that JSON
+    has not become text.
+    """
+    if isinstance(value, dict):
+        return {strip_control(str(name)): clean_texts(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [clean_texts(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return strip_control(value) if isinstance(value, str) else value
 
 
 def one_line(text: str) -> str:

@@ -58,6 +58,14 @@ def read_from(path: Path, start: int, limit: int | None = None) -> bytes:
         return file.read()
 
 
+def last_lines(path: Path, limit: int, start: int = 0) -> list[str]:
+    """Return the lines in the last `limit` bytes of a text file, from byte `start` on; [] if it cannot be read."""
+    try:
+        return read_from(path, start, limit).decode("utf-8", "replace").splitlines()
+    except OSError:
+        return []
+
+
 def check_own_files(folder: Path, names: Iterable[str], shallow: Iterable[str] = ()) -> None:
     """Raise UserError if one of `names` in `folder`, or anything below it, is neither a regular file nor a folder.
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -26,6 +27,20 @@ IGNORED: Mapping[str, OnResume] = MappingProxyType({"on_resume": "ignored"})
 CHANGES_TRAINING: Mapping[str, OnResume] = MappingProxyType({"on_resume": "changes_training"})
 CHANGES_ROUNDING: Mapping[str, OnResume] = MappingProxyType({"on_resume": "changes_rounding"})
 INCOMPATIBLE: Mapping[str, OnResume] = MappingProxyType({"on_resume": "incompatible"})
+
+
+def flat_settings(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of each setting of a mapping; an empty section is a value."""
+    if isinstance(tree, Mapping) and tree:
+        for name, value in tree.items():
+            yield from flat_settings(value, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, tree
+
+
+def as_typed(value: Any) -> str:
+    """Return a value as it is typed in an override: null, true, 0.001."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def setting_values(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -76,6 +91,13 @@ def check_at_least(setting: str, value: float, minimum: float, example: object) 
         raise UserError(
             f"{setting} must be at least {minimum}, got {value}", f"{setting}={value}", f"e.g. {setting}={example}"
         )
+
+
+def check_installed(package: str, setting: str, fix: str = "") -> None:
+    """Raise UserError if the package that `setting` needs is missing. `fix`: "" for that of the extra of its name."""
+    if find_spec(package) is None:
+        fix = fix or f"pip install 'lm-runner[{package}]'"
+        raise UserError(f"{setting} needs the package {package}, which is not installed", setting, fix)
 
 
 def check_fraction(setting: str, value: float, example: float) -> None:

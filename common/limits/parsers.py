@@ -1,6 +1,6 @@
 """JSON and YAML that another may have written: values and nesting are limited, and numbers are finite.
 
-Both parsers raise nothing but ValueError. The size of a file is limited where it is read (common/filesystem.py).
+`parse_json` and `parse_yaml` raise nothing but ValueError. The size of a file is limited where it is read (common/filesystem.py).
 """
 
 from __future__ import annotations
@@ -39,6 +39,15 @@ def parse_json(text: bytes | str) -> Any:
         raise ValueError(TOO_DEEP) from error
     check_nesting(value)
     return value
+
+
+def parse_record(line: bytes) -> dict[str, Any]:
+    """Return the JSON object of a line of a log; {} if it is none."""
+    try:
+        record = json.loads(line.decode("utf-8", "replace"))
+    except (ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def check_json_size(text: bytes | str) -> None:

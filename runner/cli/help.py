@@ -6,7 +6,7 @@ import ast
 import re
 import shlex
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from common.paths import CONF_DIR, REPO_ROOT, command_line
-from common.settings import field_comments
+from common.settings import as_typed, field_comments, flat_settings
 from data.schemas.registry import STAGE_OF_FORMAT, schemas_of
 from runner.config.schema import config_groups, strip_optional
 from runner.engine.config import Config
@@ -98,7 +98,7 @@ def subcommand_help(name: str, schema: type, with_train_config: bool) -> str:
         for key, registry in getattr(schema, "REGISTRIES", {}).items()
     }
     settings = [
-        (f"{key}={'...' if value == '???' else _as_typed(value)}", comments.get(key, ""))
+        (f"{key}={'...' if value == '???' else as_typed(value)}", comments.get(key, ""))
         for key, value in default_settings(name).items()
     ]
     flags = (
@@ -116,16 +116,7 @@ def subcommand_help(name: str, schema: type, with_train_config: bool) -> str:
 
 def default_settings(name: str) -> dict[str, Any]:
     """Return the settings in conf/<name>.yaml by their dotted keys."""
-    tree = typing.cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(CONF_DIR / f"{name}.yaml")))
-    return dict(_flatten(tree, ""))
-
-
-def _flatten(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+    return dict(flat_settings(OmegaConf.to_container(OmegaConf.load(CONF_DIR / f"{name}.yaml"))))
 
 
 def _comments(config_class: type, prefix: str = "") -> dict[str, str]:
@@ -135,10 +126,6 @@ def _comments(config_class: type, prefix: str = "") -> dict[str, str]:
         if is_dataclass(inner := strip_optional(kind)):
             comments |= _comments(typing.cast(type, inner), f"{prefix}{name}.")
     return comments
-
-
-def _as_typed(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _with_typed_commands(page: str) -> str:

@@ -78,16 +78,18 @@ def run_hydra(
         RunMetadata.discard_opened()
 
 
+def _composed_overrides(typed: Any) -> list[str]:
+    """Return the overrides that a config is composed from: without those of Hydra, but with its search path."""
+    return [*(override for override in typed.hydra if key_of(override) == SEARCHPATH_KEY), *typed.task]
+
+
 class RunDirCallback(Callback):
     """`hydra.callbacks.run_dir`: refuses a run before its directory exists, and creates and locks the directory before
     Hydra writes to it.
     """
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        typed = [
-            *(override for override in config.hydra.overrides.hydra if key_of(override) == SEARCHPATH_KEY),
-            *config.hydra.overrides.task,
-        ]
+        typed = _composed_overrides(config.hydra.overrides)
         # Hydra turns any other exception of a callback into a warning
         with exiting_with_code(), translating_hydra_errors(typed):
             model_source = adopt_model(config, [*config.hydra.overrides.hydra, *typed])
@@ -109,12 +111,9 @@ class RunDirCallback(Callback):
                 config.hydra.run.dir = str(folder)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        searchpath = [override for override in config.hydra.overrides.hydra if key_of(override) == SEARCHPATH_KEY]
+        typed = _composed_overrides(config.hydra.overrides)
         # without swept values
-        typed = [
-            *searchpath,
-            *(override for override in config.hydra.overrides.task if not re.search("[,(]", override)),
-        ]
+        typed = [each for each in typed if key_of(each) == SEARCHPATH_KEY or not re.search("[,(]", each)]
         with exiting_with_code(), translating_hydra_errors(typed):
             check_plugins(config, typed)
 
@@ -132,9 +131,8 @@ def train_in_run_dir(cfg: DictConfig) -> float:
     from runner.launch.run import run
 
     hydra_config = HydraConfig.get()
-    searchpath = [override for override in hydra_config.overrides.hydra if key_of(override) == SEARCHPATH_KEY]
     with RunMetadata.opened(Path(hydra_config.runtime.output_dir)) as metadata:
-        complete_hydra_dir(metadata.folder, cfg, [*searchpath, *hydra_config.overrides.task])
+        complete_hydra_dir(metadata.folder, cfg, _composed_overrides(hydra_config.overrides))
         metadata.record_created()
         tree, config = _checked.pop(metadata.folder, (None, None))
         # another callback may have changed the settings

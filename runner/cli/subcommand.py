@@ -25,15 +25,14 @@ from common.registry import import_plugins
 from runner.cli import help, hydra_app
 from runner.cli.exit_code import exiting_with_code
 from runner.config import overrides
-from runner.config.compose import check_no_missing, compose_command, compose_tree, to_config, without_hydra
-from runner.config.hydra_errors import translating_hydra_errors, value_error
+from runner.config.compose import check_no_missing, compose_command
+from runner.config.hydra_errors import value_error
 from runner.config.literals import COLUMNS_KEY, hydra_quote, literal_path, quote_columns
 from runner.config.overrides import flag_value, has_flag, parse_argv
 from runner.config.resolve import resolve_model_override
 from runner.config.schema import config_groups, config_schema, iter_fields
-from runner.engine.config import Config
 from runner.engine.device.cpu.spinning import adapt_spinning, set_wait_policy
-from runner.launch.initial_weights import adopt_model, resolve_start
+from runner.launch.initial_weights import compose_with_model, resolve_start
 from runner.launch.signals import CtrlC
 
 T = TypeVar("T")
@@ -82,16 +81,8 @@ def run_subcommand(
                 resumed,
                 "give the overrides of the run, which are in its .hydra/overrides.yaml",
             )
-        start = _compose_start(others)
+        start = compose_with_model(others)
         action(to_schema(compose_command(name, own), schema, own), others if passes_overrides else resolve_start(start))
-
-
-def _compose_start(typed: list[str]) -> Config:
-    """Return the config that `python runner/train.py <typed>` trains, with the model of its initial weights."""
-    tree = without_hydra(compose_tree(typed))
-    with translating_hydra_errors(typed):
-        adopt_model(tree, typed)
-        return to_config(tree)
 
 
 def _parse(argv: list[str], kinds: dict[str, str], with_train_config: bool) -> tuple[list[str], list[str]]:

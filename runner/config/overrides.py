@@ -149,6 +149,11 @@ def is_storable(override: str) -> bool:
     return is_override and (is_hydra_override(override) or RESOLVER.search(OWN_RESOLVER.sub("", override)) is None)
 
 
+def is_override_list(value: object) -> bool:
+    """Return whether what a file holds is a list of strings."""
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
 def check_stored(stored: Iterable[str], path: Path, is_allowed: Callable[[str], bool] = is_storable) -> None:
     """Raise UserError unless `path` may hold all overrides read from it: called by whatever reads them, before anything
     uses them.

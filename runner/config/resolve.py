@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from datetime import datetime
 from pathlib import Path
 
 from common.errors import UserError, did_you_mean_path, print_note
@@ -23,6 +22,7 @@ from runner.run_dir.contents import (
     find_runs,
     has_started,
     is_sweep_dir,
+    parse_time,
     sweep_of,
 )
 from runner.run_dir.metadata import RunMetadata
@@ -115,10 +115,8 @@ def _unquoted(value: str) -> Path:
 
 def _last_start(run: Path) -> float:
     """Return when training last began (seconds since 1970)."""
-    try:
-        return datetime.fromisoformat(RunMetadata.read(run)["started"]).timestamp()
-    except (ValueError, KeyError, TypeError):
-        return (run / RUN_FILE).stat().st_mtime
+    started = parse_time(RunMetadata.read(run).get("started"))
+    return (run / RUN_FILE).stat().st_mtime if started is None else started
 
 
 def _no_run_error(path: Path, name: str, setting: str) -> UserError:

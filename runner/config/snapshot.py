@@ -23,7 +23,7 @@ from common.filesystem import make_dirs, read_bounded, remove_tree, write_atomic
 from common.paths import CONF_DIR
 from common.registry import imported_plugins, plugin_files
 from runner.config.compose import source_files
-from runner.config.overrides import check_stored, is_hydra_override
+from runner.config.overrides import check_stored, is_hydra_override, is_override_list
 from runner.run_dir.saved_config import (
     MAX_YAML_BYTES,
     OVERRIDES_FILE,
@@ -45,8 +45,8 @@ REFUSED_HINT = "do not resume this directory; nothing in it was run"
 
 def load_overrides(folder: Path) -> list[str]:
     """Return the saved overrides of all launches, without those of Hydra's own settings."""
-    typed = read_saved(folder / OVERRIDES_FILE, folder)
-    if not isinstance(typed, list) or not all(isinstance(override, str) for override in typed):
+    typed: list[str] = read_saved(folder / OVERRIDES_FILE, folder)
+    if not is_override_list(typed):
         raise UserError(
             "the saved overrides are not a list of strings",
             str(folder / OVERRIDES_FILE),
@@ -167,7 +167,7 @@ def _read_file(path: Path) -> tuple[str, dict[str, Any]]:
     ):
         raise UserError("the run's copy of conf/ was not written by this program", str(path), REFUSED_HINT)
     tree = _without_hydra(tree)  # a user's callbacks have _target_ keys; nothing of the section is used
-    reject_interpolations(_drop_strings(tree), "", path)
+    reject_interpolations(tree, "", path, is_resolved=False)  # resume.py checks those that it resolves
     return (f"# @package {package[1]}\n" if package else ""), tree
 
 
@@ -177,19 +177,6 @@ def _has_outside_defaults(defaults: Any) -> bool:
     """
     entries = OPTION_NAME.sub("", str(defaults))
     return defaults is not None and ("${" in entries or ".." in entries or not isinstance(defaults, list))
-
-
-def _drop_strings(value: Any) -> Any:
-    """Return `value` without its strings: interpolations are allowed here, resume.py checks those that it resolves."""
-    if isinstance(value, dict):
-        return {key: _drop_strings(item) for key, item in value.items()}
-    return (
-        None
-        if isinstance(value, str)
-        else [_drop_strings(item) for item in value]
-        if isinstance(value, list)
-        else value
-    )
 
 
 def _without_hydra(tree: dict[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from runner.diagnostics.symptoms import LoggedRecord
 RECENT, WINDOW = 5, 20
 # evaluations in a row above the best, the last by this factor (healthy: 1.008)
 RISING_EVALS, OVERFITTING_RISE = 2, 1.02
-# larger numbers count as not finite; a record of a larger step is left out
-MAX_LOGGED_NUMBER, MAX_LOGGED_STEP = 1e100, 1 << 63
+# larger numbers count as not finite, so that sums and axes stay finite; a record of a larger step is left out
+MAX_NUMBER, MAX_LOGGED_STEP = 1e100, 1 << 63
 CLIPPED_RECORDS = 50  # newest gradient norms that are kept
 
 
@@ -91,7 +91,7 @@ class RunHistory:
 
     def add(self, record: LoggedRecord) -> None:
         """Add a record; fields that are missing or of another type are left out."""
-        step, loss = record.get("step"), _finite(record.get("loss"))
+        step, loss = record.get("step"), finite_number(record.get("loss"))
         if not isinstance(step, int) or not 0 <= step < MAX_LOGGED_STEP:
             return
         if record.get("kind") == "eval" and loss is not None:
@@ -101,14 +101,14 @@ class RunHistory:
 
     def _add_step(self, step: int, loss: float | None, record: LoggedRecord) -> None:
         self.train_records += 1
-        tokens, speed, wait = (_finite(record.get(name)) for name in ("tokens", "tokens_per_second", "data_wait"))
+        tokens, speed, wait = (finite_number(record.get(name)) for name in ("tokens", "tokens_per_second", "data_wait"))
         # the first steps also start workers and compile
         if self.train_records > 1 and tokens and speed and wait is not None:
             seconds = max(0.0, tokens - self._tokens) / speed
             self.seconds += seconds
             self.waited += seconds * wait
         self._tokens = tokens or self._tokens
-        if (norm := _finite(record.get("grad_norm"))) is not None:
+        if (norm := finite_number(record.get("grad_norm"))) is not None:
             self.grad_norms.append(norm)
             self.zero_gradients = self.zero_gradients + 1 if norm == 0 else 0
         if loss is None:
@@ -121,5 +121,11 @@ class RunHistory:
             self.lowest_level, self.lowest_step, self.high_at_lowest = level, step, max(self.losses[-WINDOW:])
 
 
-def _finite(value: object) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and abs(value) < MAX_LOGGED_NUMBER else None
+def finite_number(value: object) -> float | None:
+    """Return `value` as a float if it is a finite number below MAX_NUMBER, else None.
+
+    A bool is not a number.
+    """
+    if type(value) is not float and type(value) is not int:
+        return None
+    return float(value) if abs(value) < MAX_NUMBER else None

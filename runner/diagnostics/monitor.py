@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from common.filesystem import open_regular
+from common.limits.parsers import parse_record
 from runner.diagnostics.detectors import OF_EVALUATIONS, OF_STEPS
 from runner.diagnostics.history import RunHistory
 from runner.diagnostics.symptoms import PAGE, LoggedRecord, RunFacts, Symptom
@@ -73,13 +73,7 @@ def read_metrics(path: Path) -> Iterator[LoggedRecord]:
     """Yield the records of a metrics.jsonl, of a long one the first and the newest; a line that is no object is left
     out.
     """
-    for line in _first_and_newest(path):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
-            yield record
+    return filter(None, map(parse_record, _first_and_newest(path)))
 
 
 def reported_symptoms(log: Path) -> set[str]:

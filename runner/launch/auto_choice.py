@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from common.errors import UserError, print_note
 from common.paths import outputs_dir
 from runner.engine.config import Config
 from runner.run_dir.best_job import comparison_problem, find_best_job, model_score
-from runner.run_dir.contents import RUN_FILE, find_runs, sweep_of
+from runner.run_dir.contents import RUN_FILE, find_runs, parse_time, sweep_of
 from runner.run_dir.metadata import RunMetadata
 
 AGE_UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))
@@ -97,10 +97,9 @@ def _better_run_warning(taken: Path, found: Mapping[Path, Mapping[str, Any]]) ->
 
 
 def _age(ended: object) -> str:
-    try:
-        seconds = (datetime.now().astimezone() - datetime.fromisoformat(str(ended))).total_seconds()
-    except (ValueError, TypeError):
+    if (time_of_end := parse_time(ended)) is None:
         return "at an unknown time"
+    seconds = time.time() - time_of_end
     unit, size = next((each for each in AGE_UNITS if seconds >= 2 * each[1]), ("seconds", 1))
     return f"{max(0, int(seconds / size)):,} {unit} ago"
 

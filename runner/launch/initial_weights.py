@@ -26,7 +26,8 @@ from data.tokenize.origin import (
 )
 from models.formats.hub import fetch_model
 from models.formats.json_files import read_adapter_settings, read_config_of_weights, why_transformers
-from runner.config.compose import files_that_choose, section_object
+from runner.config.compose import compose_tree, files_that_choose, section_object, to_config, without_hydra
+from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.overrides import key_of
 from runner.engine.config import Config
 from runner.launch.auto_choice import newest_completed_run
@@ -55,6 +56,14 @@ def compatibility_fingerprints(config: Config, tokenizer: Path | None = None) ->
     return fingerprints | {
         "tokenizer": Tokenizer.load(tokenizer or check_tokenizer_path(config.data.tokenizer)).tokens_fingerprint
     }
+
+
+def compose_with_model(typed: list[str]) -> Config:
+    """Return the config that `python runner/train.py <typed>` trains, with the model of its initial weights."""
+    tree = without_hydra(compose_tree(typed))
+    with translating_hydra_errors(typed):
+        adopt_model(tree, typed)
+        return to_config(tree)
 
 
 def adopt_model(tree: MutableMapping[str, Any], typed: list[str], conf: Path = CONF_DIR) -> str | None:
@@ -101,12 +110,7 @@ def _describe_family(source: Path, settings: Mapping[str, Any], typed: str | Non
     of this program.
     """
     family = settings["family"]
-    if (
-        _model_source(source) != source
-        or not source.is_dir()
-        or family not in ("decoder", "transformers")
-        or (source / RUN_FILE).exists()
-    ):
+    if not _is_published(source) or family not in ("decoder", "transformers"):
         return ""
     balance = _describe_balance(settings) if family == "decoder" else ""
     if typed is not None:
@@ -176,13 +180,7 @@ def warn_of_lr(config: Config) -> None:
     """Print a warning if the learning rate is far above what published weights are fine-tuned with: the defaults are
     those of small models.
     """
-    source = Path(config.init_from)
-    if (
-        config.init_from in ("auto", "scratch")
-        or not source.is_dir()
-        or _model_source(source) != source
-        or (source / RUN_FILE).exists()
-    ):
+    if config.init_from in ("auto", "scratch") or not _is_published(Path(config.init_from)):
         return
     limit, usual = (MAX_ADAPTER_LR, "2e-4") if config.stage.lora else (MAX_FULL_LR, "2e-5")
     if config.optimizer.lr > limit:
@@ -230,9 +228,7 @@ def _model_settings(source: Path, family: str | None = None) -> dict[str, Any]:
     """
     run = _model_source(source)
     if (run / saved_config.CONFIG_FILE).is_file():
-        recorded: dict[str, Any] = saved_config.reject_interpolations(
-            saved_config.load_saved_config(run), "", run / saved_config.CONFIG_FILE
-        )["model"]
+        recorded: dict[str, Any] = saved_config.load_literal_config(run)["model"]
         return recorded
     return dataclasses.asdict(read_config_of_weights(source, family))
 
@@ -248,6 +244,16 @@ def _model_source(source: Path) -> Path:
     return run if run is not None and is_of_run and (run / saved_config.CONFIG_FILE).is_file() else source
 
 
+def _is_published(source: Path) -> bool:
+    """Return whether weights are in a folder of transformers that is no run, nor a part of one."""
+    return source.is_dir() and _model_source(source) == source and not (source / RUN_FILE).exists()
+
+
+def _run_of_best_job(init_from: str) -> str:
+    """Return the best job of a sweep; any other `init_from` as it is."""
+    return str(find_best_job(Path(init_from))) if is_sweep_dir(Path(init_from)) else init_from
+
+
 def resolve_init_from(config: Config, folder: Path, fingerprints: dict[str, str], warn: bool = True) -> str:
     """Return `config.init_from` as a path or "scratch"; `auto` searches outputs/ and the directories beside `folder`. A
     sweep means its best job.
@@ -255,7 +261,7 @@ def resolve_init_from(config: Config, folder: Path, fingerprints: dict[str, str]
     if config.init_from == "auto":
         return newest_completed_run(config, folder, fingerprints, warn)
     check_init_from(config)
-    return str(find_best_job(Path(config.init_from))) if is_sweep_dir(Path(config.init_from)) else config.init_from
+    return _run_of_best_job(config.init_from)
 
 
 def check_init_from(config: Config) -> None:
@@ -277,9 +283,7 @@ def check_tokenizer(config: Config) -> None:
 
     if config.init_from != "auto" or config.stage.init_from_stage is None:
         init_from = "scratch" if config.init_from == "auto" else config.init_from
-        folder = resolve_tokenizer(
-            config.data, str(find_best_job(Path(init_from))) if is_sweep_dir(Path(init_from)) else init_from
-        )
+        folder = resolve_tokenizer(config.data, _run_of_best_job(init_from))
     elif config.data.tokenizer not in (AUTO, MINIMIND):
         folder = check_tokenizer_path(config.data.tokenizer)
     else:

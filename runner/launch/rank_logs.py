@@ -12,10 +12,10 @@ from typing import BinaryIO, TextIO
 
 from common.errors import print_safely
 from common.filesystem import make_dirs
-from common.guarded_files import open_append, read_from
+from common.guarded_files import last_lines, open_append
 
 LOGS_DIR = "logs"
-STACKS_MARK = b"Timeout ("  # first bytes of the report that faulthandler writes for a rank that hangs
+STACKS_MARK = "Timeout ("  # first bytes of the report that faulthandler writes for a rank that hangs
 TAIL_LINES, MAX_STACK_LINES = 30, 200
 MAX_LOG_BYTES = 1 << 20  # read from the end of a log
 
@@ -36,7 +36,7 @@ class RankLog:
         return out
 
     def tail(self) -> list[str]:
-        return self._read().decode("utf-8", "replace").splitlines()[-TAIL_LINES:]
+        return self._lines()[-TAIL_LINES:]
 
     def last_error_lines(self) -> list[str]:
         """Return the last lines from the first traceback on, or else from the first `error:` on, or else all of them."""
@@ -48,14 +48,11 @@ class RankLog:
 
     def stacks(self) -> list[str]:
         """Return the stack traces of a rank that waited for longer than distributed.timeout; empty for the others."""
-        _, mark, stacks = self._read().partition(STACKS_MARK)
-        return (mark + stacks).decode("utf-8", "replace").splitlines()[:MAX_STACK_LINES]
+        _, mark, stacks = "\n".join(self._lines()).partition(STACKS_MARK)
+        return (mark + stacks).splitlines()[:MAX_STACK_LINES]
 
-    def _read(self) -> bytes:
-        try:
-            return read_from(self.path, self._start, MAX_LOG_BYTES)
-        except OSError:
-            return b""
+    def _lines(self) -> list[str]:
+        return last_lines(self.path, MAX_LOG_BYTES, self._start)
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from common.limits.parsers import parse_json, parse_yaml
 from data.tokenize.origin import COPIED_FILES, RUN_TOKENIZER, generation_config_of_run
 from runner.checkpoint import atomic_dir
 from runner.checkpoint.format import CHECKPOINTS_DIR, read_newest_state, read_state
+from runner.config.overrides import is_override_list
 from runner.config.snapshot import CONFIG_FILE_NAME, SNAPSHOT_DIR, load_overrides
 from runner.run_dir.contents import (
     DEFAULT_METADATA,
@@ -316,8 +317,7 @@ def _settings_damage(path: Path, name: str, text: str) -> str | None:
     except (OSError, ValueError) as error:
         return f"cannot be read: {' '.join(str(error).split())[:200]}"
     if name == OVERRIDES:
-        is_list = isinstance(tree, list) and all(isinstance(override, str) for override in tree)
-        return None if is_list else "not a list of overrides"
+        return None if is_override_list(tree) else "not a list of overrides"
     if not isinstance(tree, dict):
         return None if tree is saved is None else "not a mapping"
     missing = _missing_settings(saved, tree) if name == CONFIG and isinstance(saved, dict) else []

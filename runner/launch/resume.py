@@ -64,9 +64,7 @@ def plan_resume(folder: Path, extra: list[str], has_started: bool = True) -> Res
     """
     register_configs()
     parsed = _parse_extra(folder, extra)
-    saved = saved_config.reject_interpolations(
-        saved_config.load_saved_config(folder), "", folder / saved_config.CONFIG_FILE
-    )
+    saved = saved_config.load_literal_config(folder)
     _check_sections_exist(folder, parsed, saved)
     if any(override.key_or_group == overrides.PLUGINS_KEY for override in parsed):
         saved["plugins"] = overrides.plugins_of(extra)
@@ -225,13 +223,13 @@ def complete_hydra_dir(folder: Path, tree: DictConfig, typed: list[str]) -> None
     config = saved_config.freeze_values(OmegaConf.to_container(tree, resolve=True), written)
     try:
         if config != written:
-            _write_yaml(folder / saved_config.CONFIG_FILE, config)
+            write_yaml(folder / saved_config.CONFIG_FILE, config)
         snapshot.save_snapshot(folder, typed)
     except OSError as error:
         raise unusable_error(folder, error) from error
 
 
-def _write_yaml(path: Path, content: Any) -> None:
+def write_yaml(path: Path, content: Any) -> None:
     write_atomic_file(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True).encode())
 
 
@@ -276,8 +274,8 @@ def _save_plan(plan: ResumePlan) -> Path:
     config = saved_config.freeze_values(
         OmegaConf.to_container(plan.tree, resolve=True), saved_config.load_saved_config(plan.folder)
     )
-    _write_yaml(plan.folder / saved_config.CONFIG_FILE, config)
-    _write_yaml(
+    write_yaml(plan.folder / saved_config.CONFIG_FILE, config)
+    write_yaml(
         plan.folder / saved_config.OVERRIDES_FILE,
         [override for override in plan.overrides if not overrides.is_hydra_override(override)],
     )

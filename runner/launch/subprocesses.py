@@ -8,13 +8,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
-from common.guarded_files import read_from
-
 POLL_SECONDS = 0.05
-LAST_LINES = 12
 PR_SET_PDEATHSIG = 1
 
 
@@ -78,11 +74,6 @@ def run_then_hard_exit(main: Callable[[], int | None]) -> NoReturn:
         for stream in filter(None, (sys.stdout, sys.stderr)):  # None where the parent closed it
             stream.flush()
         os._exit(code if isinstance(code, int) else 0 if code is None else 1)
-
-
-def last_lines(log: Path) -> list[str]:
-    """Return the last LAST_LINES lines of `log`."""
-    return read_from(log, 0, 1 << 16).decode("utf-8", "replace").splitlines()[-LAST_LINES:]
 
 
 def failure_reason(code: int, fields: dict[str, Any], lines: list[str]) -> str:

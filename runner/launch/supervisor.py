@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from common.errors import Interrupted, Outcome, TrainingError, print_note, print_safely
-from common.guarded_files import read_from
+from common.guarded_files import last_lines
 from runner.checkpoint.atomic_dir import step_names
 from runner.checkpoint.format import CHECKPOINTS_DIR, step_of
 from runner.diagnostics.symptoms import troubleshooting
@@ -101,14 +101,7 @@ class Liveness:
 
     def stacks(self, rank: int) -> list[str]:
         """Return the stacks that `rank` has written, at a crash or on request."""
-        try:
-            return (
-                read_from(self._stacks[rank], 0, MAX_STACKS_BYTES)
-                .decode("utf-8", "replace")
-                .splitlines()[:MAX_STACKS_LINES]
-            )
-        except OSError:
-            return []
+        return last_lines(self._stacks[rank], MAX_STACKS_BYTES)[:MAX_STACKS_LINES]
 
     def close(self) -> None:
         self._folder.cleanup()
@@ -229,10 +222,7 @@ class Supervisor:
 
     def _record(self, failure: Failure, action: str, stacks: list[str]) -> None:
         folder, fields = self._metadata.folder, self._metadata.fields
-        try:
-            lines = read_from(folder / "train.log", 0, LOG_BYTES).decode("utf-8", "replace").splitlines()[-LOG_LINES:]
-        except OSError:
-            lines = []
+        lines = last_lines(folder / "train.log", LOG_BYTES)[-LOG_LINES:]
         where = {"time": timestamp(), "attempt": fields["attempt"], "step": self._saved_step(), "rank": failure.rank}
         ended = {
             "kind": failure.kind,

@@ -11,16 +11,16 @@ from pathlib import Path
 from common.errors import UserError, print_note
 from runner.config import overrides as checks
 from runner.config import snapshot
-from runner.config.compose import compose_tree, to_config, without_hydra
+from runner.config.compose import compose_tree, to_config
 from runner.config.hydra_errors import translating_hydra_errors
-from runner.config.overrides import RESUME_KEY, has_flag, is_hydra_override, to_overrides
+from runner.config.overrides import RESUME_KEY, has_flag, to_overrides
 from runner.config.resolve import resolve_run
 from runner.config.unread import check_typed_are_read
 from runner.engine.config import Config
 from runner.launch import initial_weights, resume, run
 from runner.run_dir.contents import has_started, is_sweep_dir
 from runner.run_dir.metadata import RunMetadata
-from runner.sweep import budget, extend, grid, validation
+from runner.sweep import extend, grid, validation
 from runner.sweep.session import SweepSession
 from runner.sweep.state import SweepState
 
@@ -64,10 +64,7 @@ def planned_start(typed: list[str], flags: list[str]) -> PlannedStart:
 
 
 def _new_run(typed: list[str]) -> PlannedRun:
-    tree = without_hydra(compose_tree(typed))
-    with translating_hydra_errors(typed):
-        initial_weights.adopt_model(tree, typed)
-        config = to_config(tree)
+    config = initial_weights.compose_with_model(typed)
     check_typed_are_read(typed, [config])
     return PlannedRun(" ".join(typed) or "default settings", _checked(config), tuple(typed))
 
@@ -97,30 +94,18 @@ def _checked(config: Config) -> Config:
 
 def _new_sweep(typed: list[str]) -> PlannedStart:
     validation.check_hydra_overrides(typed)
-    hydra, plain = (
-        [override for override in typed if is_hydra_override(override) is wanted] for wanted in (True, False)
-    )
-    listed, _ = grid.split_swept([*hydra, *plain], is_grid=False)
-    tree = compose_tree(listed)
+    tree = compose_tree(grid.split_swept(typed, is_grid=False)[0])
     sweeper, _ = validation.hydra_options(tree)
-    params = to_overrides(sweeper.params)
-    shared, swept = grid.split_swept([*hydra, *grid.merge_overrides(params, plain)], is_grid=sweeper.is_grid)
-    composer = grid.PointComposer(shared, tree=tree)
-    points = sweeper.points(swept, tree.sweep.zip)
-    configs = composer.checked_configs(points)
-    check_typed_are_read([*shared, *swept], configs)
+    plan = validation.plan_sweep(tree, typed, sweeper)
     trials = getattr(sweeper, "n_trials", None)
     if trials:
         print_note(
-            f"the sampler draws the values of {', '.join(swept)} later: planned are every choice and both ends of every interval, and {trials} jobs of the largest"
+            f"the sampler draws the values of {', '.join(plan.swept)} later: planned are every choice and both ends of every interval, and {trials} jobs of the largest"
         )
-    base = budget.smallest_step(configs if sweeper.is_grid else [composer.config({})])
-    budget.check_countable(configs, tree.sweep.match_budget, swept)
     runs = []
-    for point, config in zip(points, configs, strict=True):
-        derived = budget.matching_overrides(config, base, swept) | budget.evaluation_overrides(config)
+    for point, derived in zip(plan.points, plan.derived, strict=True):
         with translating_hydra_errors(to_overrides(point)):
-            final = to_config(composer.tree(point, derived))
+            final = to_config(plan.composer.tree(point, derived))
         runs.append(PlannedRun(" ".join(to_overrides(point)), _checked(final), tuple(to_overrides(point | derived))))
     return PlannedStart(tuple(runs), is_sweep=True, trials=trials)
 

@@ -27,10 +27,11 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import TrainingError, UserError
 from common.filesystem import make_dirs, read_json_object, write_json
+from common.guarded_files import last_lines
 from common.registry import import_inherited_plugins
 from runner.engine.config import Config
 from runner.engine.device.cpu.spinning import adapt_spinning, set_wait_policy
-from runner.launch.subprocesses import child_env, failure_reason, last_lines, spawn
+from runner.launch.subprocesses import child_env, failure_reason, spawn
 from runner.launch.train_process import config_from_json
 from runner.tracking.config import TrackerConfig
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 TIMED_STEPS = 3  # after the first one, which also allocates memory and compiles
 TIMED_MICRO_BATCHES = 4  # of a step; the time of the others is added
 TIMED_EVAL_BATCHES = 16
+TRIAL_LOG_BYTES = 1 << 16  # of the output of a trial that failed
 SECONDS = 60.0  # after which no further step is timed
 
 
@@ -63,10 +65,8 @@ def trial_of(cfg: Config) -> dict[str, Any]:
         if error := result.get("error"):
             raise UserError(*error)
         if code or not result:
-            lines = last_lines(log)
-            raise TrainingError(
-                f"the trial of the first steps failed: {failure_reason(code, {}, lines)}; timing=false estimates without it"
-            )
+            reason = failure_reason(code, {}, last_lines(log, TRIAL_LOG_BYTES))
+            raise TrainingError(f"the trial of the first steps failed: {reason}; timing=false estimates without it")
     return result
 
 

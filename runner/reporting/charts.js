@@ -60,6 +60,14 @@ function lossBounds(values, isLog, cuts) {
   return [low - pad, high + pad];
 }
 
+// Losses of the curves that are shown: in the visible part, or all where it has none; and whether all of the x axis is visible.
+function visibleLosses(u) {
+  const end = u.data[0].length - 1, [i0, i1] = u.series[0].idxs || [0, end]; // scales.x is that of the zoom before
+  const part = (from, to) => u.data.slice(1).flatMap((column, index) => (u.series[index + 1].show ? column.slice(from, to).filter(isNumber) : []));
+  const visible = part(i0, i1 + 1);
+  return [visible.length ? visible : part(0), i0 === 0 && i1 === end];
+}
+
 // --- state ------------------------------------------------------------------------------------------------------------------------------------------
 
 function remembered(name, value, storage = "sessionStorage") {

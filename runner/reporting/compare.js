@@ -8,12 +8,9 @@
   let chart = null, curves = []; // curves: of each series after x, {run, kind, x, values}
   for (const run of data.runs) for (const kind of ["train", "eval"]) expandTokens(run[kind]);
 
-  // All values, or those of the part that is zoomed into.
-  function visibleRange(u) {
-    const { min, max } = u.scales.x, x = u.data[0], isWhole = !x.length || (min <= x[0] && max >= x[x.length - 1]);
-    const part = (fits) => curves.flatMap((curve) => curve.values.filter((value, index) => value !== null && fits(curve.x[index])));
-    const zoomed = isWhole ? [] : part((value) => value >= min && value <= max);
-    return lossBounds(zoomed.length ? zoomed : part(() => true), controls.log.checked, !zoomed.length);
+  function lossRange(u) {
+    const [values, isWhole] = visibleLosses(u);
+    return lossBounds(values, controls.log.checked, isWhole);
   }
 
   function chosenCurves() {
@@ -57,7 +54,7 @@
     if (!curves.length) { place.textContent = "No curve is chosen, or nothing is logged yet."; return; }
     chart = new uPlot({
       width: place.clientWidth, height: 360, legend: { show: false }, focus: { alpha: 0.25 }, cursor: { focus: { prox: 20 } },
-      series: [{}, ...curves.map(series)], scales: { x: { time: false }, y: { distr: isLog ? 3 : 1, range: visibleRange } },
+      series: [{}, ...curves.map(series)], scales: { x: { time: false }, y: { distr: isLog ? 3 : 1, range: lossRange } },
       axes: axesOf(axis, { label: TITLES[axis], labelSize: 22 }), hooks: { setSeries: [focus] },
     }, uPlot.join(curves.map((curve) => [curve.x, curve.values]), curves.map(() => [2])), place);
   }

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, print_note
+from runner.diagnostics.history import finite_number
 from runner.inference.evaluate import Record, record_results
-from runner.reporting.metrics import finite_number
 from runner.run_dir.contents import RUN_FILE
 from runner.run_dir.metadata import RunMetadata
 

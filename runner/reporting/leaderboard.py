@@ -29,14 +29,13 @@ from runner.reporting.verdict import SweepVerdict, sweep_verdict
 from runner.run_dir.best_job import SEED_KEY, parse_number
 from runner.tracking.console.bar import (
     LINE_WIDTH,
-    command_lines,
     labelled_lines,
     shorten_middle,
     table_lines,
     widest,
     wrap_text,
 )
-from runner.tracking.run_end import COMMAND_INDENT
+from runner.tracking.run_end import COMMAND_INDENT, next_lines
 
 CONTINUE = "train the jobs that are not completed"  # the last line of the process has this command
 MAX_LEADERS = 10  # points of the table
@@ -154,10 +153,7 @@ def describe_sweep_end(folder: Path) -> tuple[str, dict[str, Any]]:
     verdict = sweep_verdict(sweep)
     commands = next_sweep_commands(sweep, verdict)
     lines = [*_leaders(sweep, verdict), *labelled_lines(_rows(sweep, verdict).items())]
-    printed = [(arguments, purpose) for arguments, purpose in commands if purpose != CONTINUE]
-    lines += ["next"] if printed else []
-    for arguments, purpose in printed:
-        lines += [COMMAND_INDENT + line for line in command_lines(arguments, purpose, LINE_WIDTH - len(COMMAND_INDENT))]
+    lines += next_lines([each for each in commands if each[1] != CONTINUE], LINE_WIDTH)
     event = {
         "folder": str(sweep.folder),
         "status": sweep.status,

@@ -5,7 +5,6 @@ A missing or damaged file gives fewer values, or none, and never raises.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,14 +15,14 @@ from typing import Any, NamedTuple
 
 from common.errors import strip_control
 from common.filesystem import open_regular
-from runner.diagnostics.history import Evaluation, RecordedEvaluations
+from common.limits.parsers import parse_record
+from runner.diagnostics.history import Evaluation, RecordedEvaluations, finite_number
 
 MAX_METRICS_BYTES = 256 << 20  # a larger metrics.jsonl is not read
 MAX_RECORDS = 2_000_000  # of metrics.jsonl; a file of MAX_METRICS_BYTES that a run has written has about one million
 METRICS_READ_BYTES = 1 << 20  # of metrics.jsonl that are parsed at a time; a longer line is not read
 MAX_POINTS, MAX_CURVE_POINTS = 2000, 500  # of one kind of record: of a run's page, of a job or a compared run
 MAX_FIELDS, MAX_NAME_CHARS = 60, 60  # of one kind of record, and characters of their names
-MAX_NUMBER = 1e100  # larger values count as infinite, so that sums and axes stay finite
 # of steps and tokens, exclusive: all smaller whole numbers are exact floats, here and in the scripts of a page
 MAX_COUNT = 2**53
 AXES = ("step", "tokens", "seconds")
@@ -197,25 +196,6 @@ def _iter_lines(path: Path) -> Iterator[bytes]:
                 yield from (line for line in lines if len(line) <= METRICS_READ_BYTES)
     except OSError:
         return
-
-
-def parse_record(line: bytes) -> dict[str, Any]:
-    """Return the JSON object of a line; {} if it is none."""
-    try:
-        record = json.loads(line.decode("utf-8", "replace"))
-    except (ValueError, RecursionError):
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
-def finite_number(value: object) -> float | None:
-    """Return `value` as a float if it is a finite number of at most MAX_NUMBER, else None.
-
-    A bool is not a number.
-    """
-    if type(value) is not float and type(value) is not int:
-        return None
-    return float(value) if abs(value) < MAX_NUMBER else None
 
 
 def count_number(value: object) -> float | None:

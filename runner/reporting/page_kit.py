@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from common.errors import strip_control
+from common.errors import clean_texts, strip_control
 from common.filesystem import retry_disk, write_atomic_file
 from runner.reporting.columns import count_text, loss_text
 from runner.reporting.metrics import Curve, choose_points
@@ -100,15 +100,7 @@ def json_block(content: Any) -> Markup:
     """
     from markupsafe import Markup
 
-    return Markup(json.dumps(_without_control(content), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"))
-
-
-def _without_control(content: Any) -> Any:
-    if isinstance(content, str):
-        return strip_control(content)
-    if isinstance(content, dict):
-        return {_without_control(key): _without_control(value) for key, value in content.items()}
-    return [_without_control(value) for value in content] if isinstance(content, list | tuple) else content
+    return Markup(json.dumps(clean_texts(content), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"))
 
 
 def encode_page(text: str) -> bytes:

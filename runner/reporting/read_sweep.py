@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import Outcome
+from runner.diagnostics.history import finite_number
 from runner.reporting.evaluations import current_evaluations
-from runner.reporting.metrics import count_number, finite_number
+from runner.reporting.metrics import count_number
 from runner.reporting.runs import (
     Run,
     as_dict,
-    parse_time,
     read_override_list,
     read_sweep_file,
     saved_settings,
@@ -25,6 +25,7 @@ from runner.reporting.runs import (
 )
 from runner.reporting.sweep_results import JOB_STATUSES, LOSS_KINDS, JobResult, SweepResults, last_value, result_rows
 from runner.run_dir.best_job import SEED_KEY, model_score, parse_number
+from runner.run_dir.contents import parse_time
 from runner.run_dir.saved_config import OVERRIDES_FILE
 
 LR_KEY = "optimizer.lr"

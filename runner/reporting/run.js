@@ -25,11 +25,8 @@
     return uPlot.join(parts.map((part) => [part.x, ...part.columns]), parts.map((part) => part.columns.map(() => 2)));
   }
 
-  // Range of the y axis of the loss: that of the curves that are shown, in the visible part.
   function lossRange(u) {
-    const [i0, i1] = u.series[0].idxs || [0, u.data[0].length - 1], isWhole = i0 === 0 && i1 === u.data[0].length - 1;
-    const part = (from, to) => u.data.slice(1).flatMap((column, index) => (u.series[index + 1].show ? column.slice(from, to).filter(isNumber) : []));
-    const visible = part(i0, i1 + 1), values = visible.length ? visible : part(0);
+    const [values, isWhole] = visibleLosses(u);
     const [low, high] = lossBounds(values, controls.log.checked, isWhole && !controls.whole.checked), highest = values.reduce((a, b) => Math.max(a, b), -Infinity);
     u.highest = highest > high ? highest : null;
     return [low, high];

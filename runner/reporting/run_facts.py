@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import strip_control
-from common.guarded_files import read_from
+from common.guarded_files import last_lines
 from common.paths import CONF_DIR, REPO_ROOT
+from common.settings import as_typed, flat_settings
 from runner.checkpoint.atomic_dir import step_names
 from runner.config.compose import compose_values
 from runner.reporting.metrics import MAX_METRICS_BYTES, Metrics, count_number, iter_records, metrics_of
-from runner.reporting.runs import Run, as_dict, flatten_settings, is_file, longer_override, read_override_list
+from runner.reporting.runs import Run, as_dict, is_file, longer_override, read_override_list
 from runner.run_dir.best_job import parse_number
 from runner.run_dir.saved_config import OVERRIDES_FILE, REPO_INTERPOLATION
 from runner.tracking.console.numbers import format_seconds, format_size, remaining_seconds
@@ -110,10 +111,7 @@ class RunReport(Run):
     @cached_property
     def log(self) -> str:
         """The end of train.log."""
-        try:
-            return read_from(self.folder / "train.log", 0, LOG_TAIL_BYTES).decode("utf-8", "replace")
-        except OSError:
-            return ""
+        return "\n".join(last_lines(self.folder / "train.log", LOG_TAIL_BYTES))
 
     @property
     def total_steps(self) -> int | None:
@@ -224,7 +222,8 @@ def stage_defaults(stage: str) -> dict[str, str]:
     for a stage that is not in conf/.
     """
     known = {path.stem for path in (CONF_DIR / "stage").glob("*.yaml")}
-    return dict(flatten_settings(compose_values([f"stage={stage}"] if stage in known else [])))
+    values = flat_settings(compose_values([f"stage={stage}"] if stage in known else []))
+    return {key: as_typed(value) for key, value in values}
 
 
 def _size(folder: Path) -> int:

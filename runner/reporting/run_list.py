@@ -17,10 +17,12 @@ from urllib.parse import quote
 
 from common.filesystem import read_json_object
 from common.guarded_files import read_from
+from common.limits.parsers import parse_record
 from common.paths import command_line_here
+from runner.diagnostics.history import finite_number
 from runner.reporting.columns import loss_text
 from runner.reporting.compare import shortened_table
-from runner.reporting.metrics import count_number, finite_number, parse_record
+from runner.reporting.metrics import count_number
 from runner.reporting.page_kit import RELOAD_SECONDS, render
 from runner.reporting.runs import (
     NO_STATUS,
@@ -30,13 +32,13 @@ from runner.reporting.runs import (
     as_dict,
     is_file,
     job_folders,
-    parse_time,
     sweep_status,
     text_of,
     typed,
 )
 from runner.run_dir.best_job import comparison_problem
-from runner.run_dir.contents import RUN_FILE, SWEEP_FILE
+from runner.run_dir.contents import RUN_FILE, SWEEP_FILE, parse_time
+from runner.tracking.data_report import listed
 
 MAX_DEPTH = 6  # of a run below the folder
 MAX_FOLDERS = 20_000  # folders, links and jobs that are looked at
@@ -170,7 +172,6 @@ def _listed(run: Run, kind: str, sweep: ListedRun | None = None) -> ListedRun:
         return ListedRun(run.folder, BROKEN, "other" if kind == "run" else kind, problem, sweep=sweep)
     fields, values, files = run.fields, run.fields["metrics"], run.fields["data"]
     losses = (values.get("best_val_loss"), values.get("val_loss"), as_dict(fields["export"]).get("loss"))
-    names = ", ".join(Path(text_of(file.get("file"))).name for file in files[:3])
     row = ListedRun(
         run.folder,
         run.status,
@@ -181,7 +182,7 @@ def _listed(run: Run, kind: str, sweep: ListedRun | None = None) -> ListedRun:
         error=fields["error"][:MAX_SHOWN_TEXT],
         stage=text_of(fields["stage"], 40),
         model=text_of(fields["model"], 60),
-        data=names + (f" and {len(files) - 3} more" if len(files) > 3 else ""),
+        data=listed([Path(text_of(file.get("file"))).name for file in files], 3),
         init_from=text_of(fields["init_from"], MAX_SHOWN_TEXT),
         begun=parse_time(run.started),
         evaluation_loss=next((loss for loss in map(finite_number, losses) if loss is not None), None),

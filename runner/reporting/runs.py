@@ -6,9 +6,8 @@ No link is followed. A missing or damaged file leaves its part out and never rai
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
@@ -16,7 +15,8 @@ from typing import Any, Self
 from common.errors import UserError
 from common.filesystem import read_json_object
 from common.ownership import is_alive
-from runner.config.overrides import is_storable
+from common.settings import as_typed, flat_settings
+from runner.config.overrides import is_override_list, is_storable
 from runner.config.resolve import resolve_run
 from runner.reporting.metrics import Metrics, file_signature, read_job_metrics
 from runner.run_dir.contents import DEFAULT_METADATA, OWNER_FILE, RUN_FILE, SWEEP_FILE, is_sweep_dir
@@ -131,15 +131,6 @@ def as_dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def flatten_settings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (key, value) of each setting, values as they are typed: null, true, 0.001."""
-    if isinstance(value, Mapping) and value:
-        for name, inner in value.items():
-            yield from flatten_settings(inner, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def saved_settings(run_dir: Path) -> dict[str, str]:
     """Return the composed settings in .hydra/config.yaml by key, without Hydra's own; {} if they cannot be read.
 
@@ -154,7 +145,7 @@ def _saved_settings(run_dir: Path, signature: object) -> dict[str, str]:
         values = load_saved_config(run_dir)
     except (UserError, OSError, ValueError):
         return {}
-    return {key: value for key, value in flatten_settings(values) if not key.startswith("hydra.")}
+    return {key: as_typed(value) for key, value in flat_settings(values) if not key.startswith("hydra.")}
 
 
 def read_override_list(path: Path) -> list[str]:
@@ -163,8 +154,7 @@ def read_override_list(path: Path) -> list[str]:
         content = load_yaml(path)
     except (OSError, ValueError):
         return []
-    is_known = isinstance(content, list) and all(isinstance(item, str) and is_storable(item) for item in content)
-    return content if is_known else []
+    return content if is_override_list(content) and all(map(is_storable, content)) else []
 
 
 def differing_values(settings: list[dict[str, str]]) -> dict[str, list[str | None]]:
@@ -181,14 +171,6 @@ def longer_override(settings: Mapping[str, str]) -> str | None:
         if value.isdecimal() and len(value) <= STEP_DIGITS and int(value) > 0:
             return f"{key}={2 * int(value)}"
     return None
-
-
-def parse_time(text: str) -> float | None:
-    """Return the seconds since 1970 of a time in ISO format; None if it is none."""
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except (ValueError, OverflowError, OSError):
-        return None
 
 
 # --- which directories --------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from runner.reporting.columns import loss_text
 from runner.reporting.runs import longer_override, saved_settings
 from runner.reporting.sweep_results import JobResult, ResultRow, SweepResults, difference_interval, point_label
 from runner.run_dir.best_job import parse_number
-from runner.run_dir.saved_config import load_saved_config, reject_interpolations
+from runner.run_dir.saved_config import load_literal_config
 
 # two neighbouring values further apart than this are continued by their ratio, others by their difference
 GEOMETRIC_RATIO = 1.5
@@ -157,7 +157,7 @@ def _is_allowed(sweep: SweepResults, job: JobResult, key: str, value: float) -> 
     section, _, path = key.partition(".")
     try:
         folder = sweep.folder / (job.folder or ".none")
-        values = reject_interpolations(load_saved_config(folder)[section], section, folder)
+        values = load_literal_config(folder)[section]
     except (UserError, OSError, ValueError, KeyError):
         return True
     if not path or not isinstance(values, dict):

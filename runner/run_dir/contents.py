@@ -262,6 +262,14 @@ def timestamp() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
+def parse_time(text: object) -> float | None:
+    """Return the seconds since 1970 of a time in ISO format; None if it is none."""
+    try:
+        return datetime.fromisoformat(str(text)).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
 def check_fields(fields: Any) -> dict[str, Any]:
     """Return the content of run.json with defaults for a new run.
 

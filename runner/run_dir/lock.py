@@ -1,4 +1,4 @@
-"""The lock of a run directory, held as long as any process of one launch lives.
+"""The lock of a run or sweep directory, held as long as any process of one launch lives.
 
 A launch locks all bytes of `.lock`. Before it starts ranks it keeps byte 0 only, and rank k locks byte k + 1. The next
 launch asks for all bytes again and is refused until the last of these processes has ended. The owner is recorded in a
@@ -34,7 +34,11 @@ class RunLock:
     def shrink(self, length: int) -> None:
         self._lock.shrink(length)
 
-    def release(self) -> None:
+    def release(self, is_owner: bool = False) -> None:
+        """`is_owner`: this process is named in the owner file, which is removed, too."""
+        with suppress(OSError):
+            if is_owner and ownership.is_same_process(read_json_object(self._folder / OWNER_FILE), self._owner):
+                (self._folder / OWNER_FILE).unlink(missing_ok=True)
         self._lock.release()
         os.close(self._fd)
 
@@ -76,9 +80,6 @@ class RunLock:
         except OSError:
             return
 
-    def owns_owner_file(self) -> bool:
-        return ownership.is_same_process(read_json_object(self._folder / OWNER_FILE), self._owner)
-
     def _check_owner(self) -> None:
         status = os.stat(self._folder / OWNER_FILE, follow_symlinks=False)
         if (seen := (status.st_ino, status.st_mtime_ns)) == self._seen_owner_file:
@@ -111,20 +112,29 @@ class RunLock:
         return LostRunDirError(f"{message}: the run directory was {where}; this process has stopped writing")
 
 
-def acquire_run(folder: Path) -> RunLock:
+BUSY = {  # kind of a directory: message, and what to do
+    "run": (
+        "this run is being trained by",
+        "wait for it to end; hydra.run.dir=DIR places a new run in another directory",
+    ),
+    "sweep": ("this sweep is being run by", "wait for it to end, or stop it"),
+}
+
+
+def acquire_dir(folder: Path, kind: str = "run") -> RunLock:
     """Lock `folder`, which is created if needed. Raises UserError, which names the owner, if it is locked."""
     try:
         create_dirs(folder)
         lock = retry_disk(partial(FileLock.acquire, folder / LOCK_FILE))
     except BlockingIOError as error:
-        raise busy_error(folder) from error
+        raise busy_error(folder, kind) from error
     except OSError as error:
         if claim(folder):
             remove_dir(folder)
-        raise unusable_error(folder, error) from error
+        raise unusable_error(folder, error, kind) from error
     if _has_living_owner(read_json_object(folder / OWNER_FILE)):  # the lock file that it holds was deleted
         lock.release()
-        raise busy_error(folder)
+        raise busy_error(folder, kind)
     return RunLock(folder, lock, ownership.process_id())
 
 
@@ -153,19 +163,16 @@ def _has_living_owner(owner: Mapping[str, Any]) -> bool:
     return False
 
 
-def busy_error(folder: Path) -> UserError:
-    return UserError(
-        f"this run is being trained by {describe_holder(folder)}",
-        str(folder),
-        "wait for it to end; hydra.run.dir=DIR places a new run in another directory",
-    )
+def busy_error(folder: Path, kind: str = "run") -> UserError:
+    message, fix = BUSY[kind]
+    return UserError(f"{message} {describe_holder(folder)}", str(folder), fix)
 
 
-def unusable_error(folder: Path, error: OSError) -> UserError:
+def unusable_error(folder: Path, error: OSError, kind: str = "run") -> UserError:
     return UserError(
-        f"the run directory cannot be used: {describe_disk_error(error, folder)}",
+        f"the {kind} directory cannot be used: {describe_disk_error(error, folder)}",
         str(folder),
-        "place the run in another directory with hydra.run.dir=DIR",
+        f"place the {kind} in another directory with hydra.{kind}.dir=DIR",
     )
 
 

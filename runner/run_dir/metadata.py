@@ -32,7 +32,6 @@ from runner.run_dir.contents import (
     HYDRA_DIR,
     LOCK_FILE,
     OWN_NAMES,
-    OWNER_FILE,
     RUN_FILE,
     RUN_STATUSES,
     check_no_run,
@@ -44,7 +43,7 @@ from runner.run_dir.contents import (
     timestamp,
     to_json,
 )
-from runner.run_dir.lock import RunLock, acquire_rank, acquire_run, unusable_error, write_owner
+from runner.run_dir.lock import RunLock, acquire_dir, acquire_rank, unusable_error, write_owner
 
 MAX_ATTEMPTS = 200  # newest attempts that run.json keeps
 RECORDED_AT_THE_END = ("outcome", "error", "ended", "step")  # fields of run.json that its newest attempt gets, too
@@ -97,7 +96,7 @@ class RunMetadata:
                 "give a run directory, e.g. resume=last",
             )
         check_run_files(folder)
-        is_new_run, lock = not holds_run(folder), acquire_run(folder)
+        is_new_run, lock = not holds_run(folder), acquire_dir(folder)
         is_new_dir = contents.claim(folder)
         try:
             names = [name for name in os.listdir(folder) if name != LOCK_FILE and not is_owner_file(LOCK_FILE, name)]
@@ -317,11 +316,8 @@ class RunMetadata:
         """Release the lock. The operating system releases it too when the process ends."""
         if self._lock is not None:
             if self._owns_folder:
-                with suppress(OSError):
-                    if self._lock.owns_owner_file():
-                        (self.folder / OWNER_FILE).unlink(missing_ok=True)
                 self._opened.pop(self.folder, None)
-            self._lock.release()
+            self._lock.release(self._owns_folder)
             self._lock = None
 
     def __enter__(self) -> Self:

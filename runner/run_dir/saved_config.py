@@ -48,11 +48,17 @@ def load_yaml(path: Path) -> Any:
     return parse_yaml(read_bounded(path, MAX_YAML_BYTES).decode("utf-8"))
 
 
-def reject_interpolations(value: Any, key: str, path: Path) -> Any:
+def load_literal_config(folder: Path) -> dict[str, Any]:
+    """Return the content of the saved config.yaml, without interpolations and keys that could name code."""
+    config: dict[str, Any] = reject_interpolations(load_saved_config(folder), "", folder / CONFIG_FILE)
+    return config
+
+
+def reject_interpolations(value: Any, key: str, path: Path, is_resolved: bool = True) -> Any:
     """Return `value` of `key` in `path` with paths of this checkout.
 
-    Raises UserError for an interpolation, which could read the environment, and for a key such as `_target_`, which
-    could name code.
+    Raises UserError for an interpolation that would be resolved, which could read the environment, and for a key such
+    as `_target_`, which could name code.
     """
     if isinstance(value, dict):
         if special := next((name for name in value if str(name).startswith("_") and str(name).endswith("_")), None):
@@ -61,10 +67,13 @@ def reject_interpolations(value: Any, key: str, path: Path) -> Any:
                 f"{path}: {key}.{special}",
                 "do not resume this directory; nothing was run",
             )
-        return {name: reject_interpolations(item, f"{key}.{name}".lstrip("."), path) for name, item in value.items()}
+        return {
+            name: reject_interpolations(item, f"{key}.{name}".lstrip("."), path, is_resolved)
+            for name, item in value.items()
+        }
     if isinstance(value, list):
-        return [reject_interpolations(item, key, path) for item in value]
-    if isinstance(value, str) and "${" in (value := rebase_repo_path(value)):
+        return [reject_interpolations(item, key, path, is_resolved) for item in value]
+    if is_resolved and isinstance(value, str) and "${" in (value := rebase_repo_path(value)):
         raise UserError(
             "the saved config has an interpolation", f"{path}: {key}={value}", "write the value itself into the file"
         )

@@ -17,16 +17,15 @@ from common.errors import print_note
 from runner.config import snapshot
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.literals import hydra_quote
-from runner.config.overrides import is_hydra_override, to_overrides
-from runner.config.unread import check_typed_are_read
+from runner.config.overrides import is_hydra_override
 from runner.launch import torchrun
 from runner.run_dir import contents
-from runner.sweep import budget, extend, validation
+from runner.sweep import extend, validation
 from runner.sweep.backends.base import Backend
-from runner.sweep.grid import PointComposer, SweeperOptions, merge_overrides, split_swept
+from runner.sweep.grid import PointComposer, SweeperOptions, merge_overrides
 from runner.sweep.scheduler import SweepScheduler
 from runner.sweep.session import SweepSession
-from runner.sweep.state import SweepState, storable_overrides
+from runner.sweep.state import SweepState
 
 MULTIRUN_FLAGS = ("--multirun", "-m")
 
@@ -100,27 +99,7 @@ def run_sweep(config: DictConfig, overrides: list[str]) -> None:
 def _create_state(
     config: DictConfig, overrides: list[str], sweeper: SweeperOptions, backend: Backend
 ) -> tuple[SweepState, PointComposer]:
-    hydra_overrides = [
-        override for override in config.hydra.overrides.hydra if not override.startswith(validation.LAUNCH_KEYS)
-    ]
-    shared, swept = split_swept(
-        [*hydra_overrides, *merge_overrides(to_overrides(sweeper.params), overrides)], is_grid=sweeper.is_grid
-    )
-    stored = storable_overrides(shared)
-    composer = PointComposer(shared, tree=config)
-    points = sweeper.points(swept, config.sweep.zip)
-    configs = composer.checked_configs(points)
-    check_typed_are_read([*shared, *swept], configs)
-    base = budget.smallest_step(configs if sweeper.is_grid else [composer.config({})])
-    budget.check_countable(configs, config.sweep.match_budget, swept)
-    for job_config in configs:
-        budget.matching_overrides(job_config, base, swept)
-    if sweeper.is_grid:
-        budget.warn_if_unequal(configs, base, swept)
-    if any(budget.evaluation_overrides(job_config) for job_config in configs):
-        print_note(
-            f"jobs without evaluation are judged at their end, without validation data on the same {budget.FINAL_EVAL_ROWS} training rows"
-        )
+    plan = validation.plan_sweep(config, [*config.hydra.overrides.hydra, *overrides], sweeper)
     folder = Path(config.hydra.sweep.dir).absolute()
     if not any(override.startswith(validation.SWEEP_DIR_KEY) for override in config.hydra.overrides.hydra):
         folder = contents.create_unique(folder)
@@ -128,22 +107,22 @@ def _create_state(
             config.hydra.sweep.dir = str(folder)
     state = SweepState.create(
         folder,
-        overrides=stored,
-        swept=swept,
+        overrides=plan.stored,
+        swept=plan.swept,
         sweeper=validation.plugin_name(sweeper),
         launcher=validation.plugin_name(backend),
-        base_rows=base.rows,
-        base_tokens=base.tokens,
+        base_rows=plan.base.rows,
+        base_tokens=plan.base.tokens,
     )
     try:
-        for point in points if sweeper.is_grid else ():
+        for point in plan.points if sweeper.is_grid else ():
             state.add_job(point)
-        snapshot.save_snapshot(state.folder, shared)
-        for groups in composer.group_choices:
-            snapshot.extend_snapshot(state.folder, [*shared, *groups], paths.CONF_DIR)
+        snapshot.save_snapshot(state.folder, plan.composer.shared)
+        for groups in plan.composer.group_choices:
+            snapshot.extend_snapshot(state.folder, [*plan.composer.shared, *groups], paths.CONF_DIR)
         state.write()
     except BaseException:
         state.discard()
         state.close()
         raise
-    return state, composer
+    return state, plan.composer

@@ -23,13 +23,12 @@ from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 from common.errors import UserError
 from common.filesystem import read_bounded, read_json_object, write_atomic_file
 from common.guarded_files import check_own_files, read_from
-from common.limits.parsers import check_json_size, check_nesting
-from common.settings import check_at_least, check_choice
+from common.limits.parsers import check_json_size, check_nesting, parse_record
+from common.settings import check_at_least, check_choice, check_installed
 from runner.config import schema
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.run_dir.best_job import comparison_problem
 from runner.run_dir.contents import RUN_FILE
-from runner.sweep.backends.base import check_installed
 from runner.sweep.grid import GridPoint, Search, SweeperOptions, listed_values
 from runner.sweep.state import SweepJob, SweepState
 
@@ -291,8 +290,8 @@ def _to_overrides(params: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _last_train_record(metrics: Path) -> dict[str, Any]:
-    lines = read_from(metrics, 0).decode("utf-8").splitlines()
-    return next((record for record in map(json.loads, reversed(lines)) if record["kind"] == "train"), {})
+    records = map(parse_record, reversed(read_from(metrics, 0).split(b"\n")))
+    return next((record for record in records if record.get("kind") == "train"), {})
 
 
 def _drop_partial_line(path: Path) -> None:

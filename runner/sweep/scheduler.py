@@ -13,13 +13,13 @@ from typing import Any
 
 from common.errors import Outcome, UserError
 from common.exit_codes import INTERRUPTED, OK, USER_ERROR
-from common.guarded_files import read_from
+from common.guarded_files import last_lines, read_from
 from common.paths import REPO_ROOT
 from common.registry import PLUGINS_ENV
 from runner.config import hydra_runtime
 from runner.launch import torchrun
 from runner.launch.signals import StopFlag
-from runner.launch.subprocesses import POLL_SECONDS, failure_reason, last_lines
+from runner.launch.subprocesses import POLL_SECONDS, failure_reason
 from runner.run_dir.contents import has_diverged, has_started, size_of, timestamp
 from runner.run_dir.lock import is_locked
 from runner.run_dir.metadata import RunMetadata
@@ -29,6 +29,7 @@ from runner.sweep.session import SweepSession
 from runner.sweep.state import INFINITE, SweepJob
 from runner.tracking.console.sweep_lines import SweepLines
 
+JOB_LOG_LINES, JOB_LOG_BYTES = 12, 1 << 16  # of the end of console.log of a failed job
 TRAIN_SCRIPT = str(REPO_ROOT / "runner" / "train.py")
 
 
@@ -140,7 +141,7 @@ class SweepScheduler:
             self.state.update_job(job, pending_overrides=[] if exit.code == OK else job.pending_overrides)
             self.search.job_ended(job)
         else:
-            lines = last_lines(running.log) if running.log.exists() else []
+            lines = last_lines(running.log, JOB_LOG_BYTES)[-JOB_LOG_LINES:]
             reason = exit.reason or failure_reason(exit.code, run, lines)
             if exit.code == USER_ERROR and not has_started(run):
                 self.session.refused_jobs.append(job)

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from common import paths
 from common.errors import UserError, print_note, resume_command
 from common.exit_codes import FAILED, INTERRUPTED
-from common.filesystem import make_dirs, write_atomic_file
+from common.filesystem import make_dirs
 from runner.config import snapshot
 from runner.config.literals import quote_path
 from runner.config.overrides import is_hydra_override, to_overrides
 from runner.engine.config import Config
 from runner.launch import initial_weights
+from runner.launch.resume import write_yaml
 from runner.reporting.live import RepeatedPage
 from runner.run_dir import saved_config
 from runner.run_dir.contents import has_checkpoints, has_started
@@ -98,12 +98,9 @@ class SweepSession:
             make_dirs(Path(tree.data.cache))
         with RunMetadata.open(run_dir) as metadata:
             make_dirs(run_dir / ".hydra")
-            write_atomic_file(run_dir / saved_config.OVERRIDES_FILE, yaml.safe_dump(overrides).encode())
+            write_yaml(run_dir / saved_config.OVERRIDES_FILE, overrides)
             snapshot.save_snapshot(run_dir, overrides, self.conf)
-            write_atomic_file(
-                run_dir / saved_config.CONFIG_FILE,
-                yaml.safe_dump(config, sort_keys=False, allow_unicode=True).encode(),
-            )
+            write_yaml(run_dir / saved_config.CONFIG_FILE, config)
             metadata.record_created()
         return [f"resume={run_dir}"]
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from common.errors import Outcome, UserError, print_note
-from common.file_lock import FileLock
 from common.filesystem import read_bounded, remove_quietly, write_json
 from common.guarded_files import check_own_files
 from common.limits.parsers import parse_json
@@ -24,6 +23,7 @@ from runner.config.overrides import (
     canonical_value,
     check_stored,
     is_hydra_override,
+    is_override_list,
     is_storable,
     key_of,
     plugins_of,
@@ -32,9 +32,7 @@ from runner.config.overrides import (
 from runner.run_dir import contents
 from runner.run_dir.contents import (
     HYDRA_DIR,
-    LOCK_FILE,
     MAX_JSON_BYTES,
-    OWNER_FILE,
     RUN_STATUSES,
     SWEEP_FILE,
     check_run_files,
@@ -46,7 +44,7 @@ from runner.run_dir.contents import (
     job_dirname,
     timestamp,
 )
-from runner.run_dir.lock import describe_holder, write_owner
+from runner.run_dir.lock import RunLock, acquire_dir, write_owner
 from runner.run_dir.metadata import RunMetadata
 from runner.sweep.budget import StepSize
 
@@ -106,7 +104,7 @@ class SweepState:
     status: str = "running"
     created: str = field(default_factory=timestamp)
     jobs: list[SweepJob] = field(default_factory=list)
-    lock: FileLock | None = None  # None: read only
+    lock: RunLock | None = None  # None: read only
     is_stale: bool = False  # whether sweep.json was behind the run.json of a job
     is_new_dir: bool = False  # whether this process has created the directory
     has_begun: bool = True  # False until a sweep that `create` returned is running: a refusal removes its directory
@@ -132,7 +130,7 @@ class SweepState:
             state = cls.open_readonly(folder)
             state.check_files()
         except BaseException:
-            _release_lock(folder, lock)
+            lock.release(is_owner=True)
             raise
         state.lock = lock
         return state
@@ -194,7 +192,7 @@ class SweepState:
 
     def close(self) -> None:
         if self.lock is not None:
-            _release_lock(self.folder, self.lock)
+            self.lock.release(is_owner=True)
             self.lock = None
 
     def __enter__(self) -> Self:
@@ -273,29 +271,11 @@ def _canonical(overrides: Mapping[str, str]) -> dict[str, object]:
     return {key: canonical_value(key, value) for key, value in overrides.items()}
 
 
-def _acquire_lock(folder: Path) -> FileLock:
-    try:
-        contents.create_dirs(folder)
-        lock = FileLock.acquire(folder / LOCK_FILE)
-    except BlockingIOError as error:
-        raise UserError(
-            f"this sweep is being run by {describe_holder(folder)}", str(folder), "wait for it to end, or stop it"
-        ) from error
-    except OSError as error:
-        raise UserError(
-            f"the sweep directory cannot be used: {error.strerror or error}",
-            str(folder),
-            "choose another with hydra.sweep.dir=DIR",
-        ) from error
+def _acquire_lock(folder: Path) -> RunLock:
+    lock = acquire_dir(folder, "sweep")
     with suppress(OSError):  # only the error message of another process loses a detail
         write_owner(folder)
     return lock
-
-
-def _release_lock(folder: Path, lock: FileLock) -> None:
-    with suppress(OSError):
-        (folder / OWNER_FILE).unlink(missing_ok=True)
-    lock.release()
 
 
 def _read_state(folder: Path) -> SweepState:
@@ -309,14 +289,13 @@ def _read_state(folder: Path) -> SweepState:
             **{name: fields[name] for name in STORED_FIELDS if name in fields},
             jobs=[SweepJob(**job) for job in fields["jobs"]],
         )
-        for strings in (
-            state.overrides,
-            [*state.init_from.values()],
-            *([key, *values] for key, values in state.swept.items()),
-        ):
-            _check_strings(strings)
+        lists: list[Any] = [state.overrides, [*state.init_from.values()]]
+        lists += [[key, *values] for key, values in state.swept.items()]
+        lists += [[*job.overrides.values(), *job.pending_overrides, *job.applied_overrides] for job in state.jobs]
+        for strings in lists:
+            if not is_override_list(strings):
+                raise ValueError(f"not a list of strings: {strings}")
         for job in state.jobs:
-            _check_strings([*job.overrides.values(), *job.pending_overrides, *job.applied_overrides])
             if job.status not in RUN_STATUSES:
                 raise ValueError(f"unknown status of a job: {job.status}")
             if job.name != job_dirname(job.overrides):  # the directory that is written to
@@ -340,8 +319,3 @@ def _stored_overrides(state: SweepState) -> list[str]:
         for override in (*to_overrides(job.overrides), *job.pending_overrides, *job.applied_overrides)
     ]
     return [*state.overrides, *swept, *of_jobs]
-
-
-def _check_strings(values: Any) -> None:
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise ValueError(f"not a list of strings: {values}")

@@ -6,21 +6,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from common.errors import UserError, did_you_mean
+from common.errors import UserError, did_you_mean, print_note
 from runner.config.hydra_errors import translating_hydra_errors
-from runner.config.overrides import config_dirs, is_hydra_override, key_of
+from runner.config.overrides import config_dirs, is_hydra_override, key_of, to_overrides
+from runner.config.unread import check_typed_are_read
 from runner.config.yaml_files import ineffective_override
 from runner.launch import torchrun
+from runner.sweep import budget
 from runner.sweep.backends import LAUNCHERS
 from runner.sweep.backends.base import Backend
-from runner.sweep.grid import SweeperOptions
+from runner.sweep.grid import GridPoint, PointComposer, SweeperOptions, merge_overrides, split_swept
 from runner.sweep.optuna_search import SWEEPERS
-from runner.sweep.state import STORED_HYDRA_PREFIX
+from runner.sweep.state import STORED_HYDRA_PREFIX, storable_overrides
 
 SWEEP_DIR_KEY = "hydra.sweep.dir="
 LAUNCH_KEYS = (SWEEP_DIR_KEY, "hydra.sweeper.resume=", "hydra.mode=")  # of one launch, never stored
@@ -86,6 +88,42 @@ def hydra_options(config: DictConfig) -> tuple[SweeperOptions, Backend]:
     sweeper.check_available()
     torchrun.check_sweep_launcher(plugin_name(launcher), vars(launcher))
     return sweeper, launcher
+
+
+class SweepPlan(NamedTuple):
+    """A new sweep whose jobs are checked. Nothing is written yet."""
+
+    stored: list[str]  # overrides of all jobs that sweep.json stores
+    swept: dict[str, list[str]]  # key -> values
+    composer: PointComposer
+    points: list[GridPoint]  # the jobs; of a sampler the ends of what it draws from
+    derived: list[dict[str, str]]  # of each point: overrides that the sweep adds
+    base: budget.StepSize
+
+
+def plan_sweep(tree: DictConfig, typed: list[str], sweeper: SweeperOptions) -> SweepPlan:
+    """Return the plan of the sweep with the composed config `tree` and the overrides `typed`.
+
+    Raises UserError for a job that could not start, and for budgets that cannot be matched.
+    """
+    typed = merge_overrides(to_overrides(sweeper.params), typed)
+    own = [override for override in typed if not override.startswith(LAUNCH_KEYS)]
+    shared, swept = split_swept(sorted(own, key=is_hydra_override, reverse=True), is_grid=sweeper.is_grid)
+    stored = storable_overrides(shared)
+    composer = PointComposer(shared, tree=tree)
+    points = sweeper.points(swept, tree.sweep.zip)
+    configs = composer.checked_configs(points)
+    check_typed_are_read([*shared, *swept], configs)
+    base = budget.smallest_step(configs if sweeper.is_grid else [composer.config({})])
+    budget.check_countable(configs, tree.sweep.match_budget, swept)
+    derived = [budget.matching_overrides(each, base, swept) | budget.evaluation_overrides(each) for each in configs]
+    if sweeper.is_grid:
+        budget.warn_if_unequal(configs, base, swept)
+    if any(map(budget.evaluation_overrides, configs)):
+        print_note(
+            f"jobs without evaluation are judged at their end, without validation data on the same {budget.FINAL_EVAL_ROWS} training rows"
+        )
+    return SweepPlan(stored, swept, composer, points, derived, base)
 
 
 def check_plugins(config: DictConfig, typed: Sequence[str]) -> None:

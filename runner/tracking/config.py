@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import re
 import sys
 from collections import Counter
@@ -12,7 +11,7 @@ from typing import Any, ClassVar
 
 from common.errors import UserError, did_you_mean, one_line
 from common.registry import Registry
-from common.settings import check_choice
+from common.settings import check_choice, check_installed
 from runner.tracking.console.plain import CONSOLE_MODES
 
 TRACKERS: Registry[type[TrackerConfig]] = Registry("tracker", "runner.tracking.trackers", helpers=("program",))
@@ -116,9 +115,4 @@ class ExternalTrackerConfig(TrackerConfig):
 
 def require_package(name: str, extra: str) -> None:
     """Raise UserError with the install command if the package that `tracker=extra` needs cannot be imported."""
-    if importlib.util.find_spec(name) is None:
-        raise UserError(
-            f"tracker={extra} needs the package {name}, which is not installed",
-            f"tracker={extra}",
-            f"pip install 'lm-runner[{extra}]', or tracker=none",
-        )
+    check_installed(name, f"tracker={extra}", f"pip install 'lm-runner[{extra}]', or tracker=none")

@@ -44,7 +44,7 @@ def reading_notes(sources: list[Source]) -> list[str]:
 
 def unused_columns(files: list[dict[str, Any]]) -> list[str]:
     """Return a line for the files with fields that training ignores; rows in which they are null do not count."""
-    named = ((_listed(sorted(file["unused"]), MAX_LISTED_COLUMNS), Path(file["file"]).name) for file in files)
+    named = ((listed(sorted(file["unused"]), MAX_LISTED_COLUMNS), Path(file["file"]).name) for file in files)
     return [f"unused columns of {where}: {columns}" for columns, where in _grouped(named)]
 
 
@@ -53,10 +53,11 @@ def _grouped(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     groups: dict[str, list[str]] = {}
     for text, file in pairs:
         groups.setdefault(text, []).append(file)
-    return [(text, _listed(files, MAX_LISTED_FILES)) for text, files in groups.items() if text]
+    return [(text, listed(files, MAX_LISTED_FILES)) for text, files in groups.items() if text]
 
 
-def _listed(names: list[str], limit: int) -> str:
+def listed(names: list[str], limit: int) -> str:
+    """Return the first `limit` names, and how many more there are."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit:,} more" if len(names) > limit else "")
 
 
@@ -67,9 +68,7 @@ def data_summary(paths: list[str], files: list[dict[str, Any]], rows: int, held_
     )
     cut = f"{lost / (loss_tokens + lost):.1%} cut off" if lost else "none cut off"
     held = f", {held_out:,} more held out" if held_out else ", none held out"
-    named = _listed(
-        [display_path(Path(path)) if Path(path).is_absolute() else path for path in paths], MAX_LISTED_FILES
-    )
+    named = listed([display_path(Path(path)) if Path(path).is_absolute() else path for path in paths], MAX_LISTED_FILES)
     return f"{named}\n{rows:,} rows{held}; {tokens:,} tokens in all files, {loss_tokens:,} with loss, {cut}"
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,12 @@ class NextCommand:
     purpose: str
 
 
+def next_lines(commands: Sequence[tuple[Sequence[str], str]], width: int) -> list[str]:
+    """Return the (arguments, purpose) of commands in lines of `width` cells below `next`; none without commands."""
+    lines = (line for each in commands for line in command_lines(*each, width - len(COMMAND_INDENT)))
+    return ["next", *(strip_control(COMMAND_INDENT + line) for line in lines)] if commands else []
+
+
 @dataclass(frozen=True)
 class RunEnd:
     """What the end of a run shows. Fields that are None have no line."""
@@ -129,12 +135,8 @@ class RunEnd:
     def lines(self, width: int) -> list[str]:
         """Return the table and the commands in lines of `width` cells."""
         lines = labelled_lines([(label, strip_control(text)) for label, text in self._rows().items() if text], width)
-        if self.commands and self.prints_commands:
-            lines.append("next")
-            for command in self.commands:
-                texts = command_lines(command.arguments, command.purpose, width - len(COMMAND_INDENT))
-                lines += [strip_control(COMMAND_INDENT + text) for text in texts]
-        return lines
+        commands = self.commands if self.prints_commands else ()
+        return lines + next_lines([(command.arguments, command.purpose) for command in commands], width)
 
     def event(self) -> dict[str, Any]:
         """Return the same as JSON values."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
-from common.guarded_files import open_append, read_from
+from common.guarded_files import last_lines, open_append
 from common.paths import REPO_ROOT
 
 QUEUE_SIZE = 10_000  # messages kept for a slow tracker
@@ -186,8 +186,5 @@ def _limit_files(pid: int) -> None:
 
 
 def _last_line(path: Path) -> str:
-    try:
-        lines = read_from(path, 0, MAX_TRACKER_LOG_BYTES).decode("utf-8", "replace").split("\n")
-    except OSError:
-        return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    lines = reversed(last_lines(path, MAX_TRACKER_LOG_BYTES))
+    return next((line.strip() for line in lines if line.strip()), "")

@@ -113,6 +113,21 @@ def test_comparison_draws_what_metrics_jsonl_holds(open_page: Any, comparison: P
     )
 
 
+def test_comparison_fits_the_y_axis_to_the_part_that_is_zoomed_into(open_page: Any, comparison: Path) -> None:
+    page = open_page(comparison)
+    page.evaluate("() => lmRunner.chart().setScale('x', { min: 60, max: 100 })")
+    page.wait_for_function("() => lmRunner.chart().scales.x.min === 60")
+    values = [
+        value
+        for curve in page.evaluate("() => lmRunner.curves()")
+        for x, value in zip(curve["x"], curve["values"], strict=True)
+        if 60 <= x <= 100 and value is not None
+    ]
+    low, high = page.evaluate("() => [lmRunner.chart().scales.y.min, lmRunner.chart().scales.y.max]")
+    margin = (max(values) - min(values)) * 0.06
+    assert min(values) - margin < low < min(values) and max(values) < high < max(values) + margin
+
+
 def test_comparison_controls_choose_curves_sort_and_filter_by_keyboard(open_page: Any, comparison: Path) -> None:
     page = open_page(comparison)
     page.select_option("#kinds", "eval")

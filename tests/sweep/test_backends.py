@@ -59,14 +59,14 @@ def test_worker_forwards_a_signal_and_waits_until_the_job_has_saved(tmp_path: Pa
 def test_plugin_whose_package_is_missing_names_the_install_command(
     monkeypatch: pytest.MonkeyPatch, name: str, package: str
 ) -> None:
-    monkeypatch.setattr("runner.sweep.backends.base.find_spec", lambda package: None)
+    monkeypatch.setattr("common.settings.find_spec", lambda package: None)
     with pytest.raises(UserError, match=f"needs the package {package}") as error:
         hydra_options(compose_tree([f"hydra/{name}"]))
     assert error.value.fix == f"pip install 'lm-runner[{package}]'"
 
 
 def test_submitit_on_a_machine_without_slurm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.sweep.backends.base.find_spec", lambda package: object())
+    monkeypatch.setattr("common.settings.find_spec", lambda package: object())
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match="needs the command sbatch"):
         hydra_options(compose_tree(["hydra/launcher=submitit"]))

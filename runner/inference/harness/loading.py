@@ -10,6 +10,7 @@ import logging
 import os
 import shlex
 import socket
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from urllib.parse import urlsplit
 
 from common.errors import UserError, did_you_mean
 from common.hub import is_hub_offline
+from runner.tracking.progress import PolledProgress
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
@@ -35,16 +37,13 @@ def load_tasks(names: list[str], folder: str | None) -> dict[str, LoadedTasks]:
     Raises UserError without the harness, for an unknown name, and for a task whose data are not on this machine and
     cannot be downloaded.
     """
-    folders = [Path(folder).expanduser()] if folder else []
-    if folder and not folders[0].is_dir():
+    if folder and not Path(folder := os.path.expanduser(folder)).is_dir():
         raise UserError(
             "the folder of tasks does not exist", f"tasks_path={folder}", "give a folder with task files (YAML)"
         )
     _set_environment()
     try:
-        import lm_eval.tasks
-
-        from runner.inference.harness.task_index import TaskLibrary
+        import lm_eval.tasks._index
     except ImportError as error:
         is_other_version = (error.name or "").startswith("lm_eval.")
         message = (
@@ -56,13 +55,22 @@ def load_tasks(names: list[str], folder: str | None) -> dict[str, LoadedTasks]:
             message, f"tasks={names}", f'pip install "lm-runner[eval]", or pip install lm-eval=={KNOWN_VERSION}'
         ) from error
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about defaults of its own task files
-    folders += [Path(lm_eval.tasks.__file__).parent]
-    library = TaskLibrary(folders)
-    manager, unknown = library.find(names)
-    if unknown:
-        hint = did_you_mean(unknown[0], library.names(), "tasks_path=FOLDER adds your own")
-        raise UserError(f"lm-evaluation-harness has no task {unknown[0]}", f"tasks={names}", hint)
+    with PolledProgress("reading the task files"):
+        manager = lm_eval.tasks.TaskManager(include_path=folder, include_defaults=False)
+        index = manager.task_index
+        index |= {name: entry for name, entry in _tasks_of_harness().items() if name not in index}
+    if unknown := next((name for name in names if name not in index), None):
+        hint = did_you_mean(unknown, index, "tasks_path=FOLDER adds your own")
+        raise UserError(f"lm-evaluation-harness has no task {unknown}", f"tasks={names}", hint)
     return {name: _load(manager, name) for name in dict.fromkeys(names)}
+
+
+@cache
+def _tasks_of_harness() -> dict[str, Any]:
+    """Return its index of tasks, groups and tags, which takes 10 seconds."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager().task_index
 
 
 def harness_version() -> str:
@@ -104,16 +112,14 @@ def _load(manager: TaskManager, name: str) -> LoadedTasks:
 
 def _find_failing(manager: TaskManager, name: str, error: Exception) -> tuple[str, Exception]:
     """Return the task of a group or tag that cannot be loaded, and why."""
-    from lm_eval.tasks._index import Kind
-
-    index = manager.task_index
-    if index[name].kind not in (Kind.GROUP, Kind.TAG):
-        return name, error
-    for member in sorted(other for other, entry in index.items() if entry.kind in (Kind.TASK, Kind.PY_TASK)):
+    entry = manager.task_index[name]
+    members = entry.tags if entry.kind.name == "TAG" else (entry.cfg or {}).get("task")
+    for member in () if isinstance(members, str | None) else members:
         try:
             manager.load(member)
         except Exception as cause:  # as above
-            return member, cause
+            is_known = isinstance(member, str) and member in manager.task_index
+            return _find_failing(manager, member, cause) if is_known else (name, cause)
     return name, error
 
 

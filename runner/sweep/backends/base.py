@@ -8,13 +8,11 @@ import subprocess
 import threading
 import time
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any, Optional
 
-from common.errors import UserError
-from common.exit_codes import INTERRUPTED
+from common.exit_codes import FAILED, INTERRUPTED
 from common.guarded_files import open_append
 from common.settings import check_at_least
 from runner.launch import subprocesses
@@ -72,13 +70,10 @@ class Backend:
         """Release what `open` has taken; all jobs have ended."""
 
 
-def check_installed(package: str, setting: str) -> None:
-    if find_spec(package) is None:
-        raise UserError(
-            f"{setting} needs the package {package}, which is not installed",
-            setting,
-            f"pip install 'lm-runner[{package}]'",
-        )
+def failed_exit(error: Exception, prefix: str) -> JobExit:
+    """Return the end of a job that a cluster could not run, with the last line of its error."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return JobExit(FAILED, f"{prefix}: {lines[-1] if lines else type(error).__name__}")
 
 
 def start_job(command: list[str], env: dict[str, str], log: Path) -> subprocess.Popen:

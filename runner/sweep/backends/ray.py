@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from common.exit_codes import FAILED, INTERRUPTED
+from common.exit_codes import INTERRUPTED
 from common.paths import REPO_ROOT
-from common.settings import check_at_least
-from runner.sweep.backends.base import CONSOLE_LOG, Backend, JobExit, check_installed, run_job
+from common.settings import check_at_least, check_installed
+from runner.sweep.backends.base import CONSOLE_LOG, Backend, JobExit, failed_exit, run_job
 
 
 @dataclass
@@ -56,8 +56,7 @@ class RayBackend(Backend):
         except ray.exceptions.TaskCancelledError:
             return JobExit(INTERRUPTED)
         except ray.exceptions.RayError as error:
-            lines = str(error).strip().splitlines()
-            return JobExit(FAILED, f"ray: {lines[-1] if lines else type(error).__name__}")
+            return failed_exit(error, "ray")
 
     def cancel(self, handle: Any) -> None:
         import ray

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Optional
 
 from common.errors import UserError
-from common.exit_codes import FAILED, INTERRUPTED
+from common.exit_codes import INTERRUPTED
 from common.paths import REPO_ROOT
-from common.settings import check_choice
-from runner.sweep.backends.base import CONSOLE_LOG, Backend, JobExit, check_installed, run_job
+from common.settings import check_choice, check_installed
+from runner.sweep.backends.base import CONSOLE_LOG, Backend, JobExit, failed_exit, run_job
 
 
 @dataclass
@@ -79,10 +79,7 @@ class SubmititBackend(Backend):
         try:
             return JobExit(int(handle.result()))
         except Exception as error:  # submitit raises what its worker raised, and several classes of its own
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            return JobExit(
-                FAILED, f"submitit job {handle.job_id} ({handle.state}): {lines[-1] if lines else type(error).__name__}"
-            )
+            return failed_exit(error, f"submitit job {handle.job_id} ({handle.state})")
 
     def cancel(self, handle: Any) -> None:
         if self.cluster == "local":

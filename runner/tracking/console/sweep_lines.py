@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from common.errors import print_note, print_safely
+from common.limits.parsers import parse_record
 from runner.tracking.console.plain import Event, LineConsole
 
 MAX_EVENT_CHARACTERS = 1 << 20  # of a line of a job that is passed on as an event
@@ -55,8 +56,5 @@ def _event_of(line: str) -> dict[str, Any] | None:
     """Return the event that a job has printed; None for any other line."""
     if not line.startswith('{"event": "') or len(line) > MAX_EVENT_CHARACTERS:
         return None
-    try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+    event = parse_record(line.encode())
+    return event if isinstance(event.get("event"), str) else None

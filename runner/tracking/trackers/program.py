@@ -11,7 +11,6 @@ import hashlib
 import heapq
 import itertools
 import json
-import math
 import os
 import re
 import signal
@@ -24,7 +23,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from common.errors import strip_control
+from common.errors import clean_texts
 from common.filesystem import open_regular, remove_tree
 from common.guarded_files import check_own_files
 from common.limits.parsers import parse_json
@@ -146,30 +145,8 @@ def read_start(start: dict[str, Any]) -> Experiment:
     )
 
 
-def clean_texts(value: Any) -> Any:
-    """Return `value` with its texts and names without control characters and lone surrogates; numbers that JSON has not
-    become text.
-    """
-    if isinstance(value, dict):
-        return {strip_control(str(name)): clean_texts(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [clean_texts(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return strip_control(value) if isinstance(value, str) else value
-
-
 def shorten(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
-
-
-def flat_settings(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of each setting."""
-    for name, value in config.items():
-        if isinstance(value, dict):
-            yield from flat_settings(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def choose_mode(requested: str, api_key: str | None, api_host: str, variable: str) -> tuple[ConnectedMode, str]:

@@ -6,8 +6,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from common.settings import flat_settings
 from runner.tracking.config import TRACKERS, ExternalTrackerConfig, require_package
-from runner.tracking.trackers.program import Experiment, flat_settings, read_history, run_program
+from runner.tracking.trackers.program import Experiment, read_history, run_program
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
