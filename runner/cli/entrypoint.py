@@ -72,7 +72,7 @@ def _dispatch(argv: list[str], task: Task) -> None:
     typed = overrides.add_config_dir(typed, flag_value(flags, "--config-dir"))
     config_dirs = overrides.config_dirs(typed)
     if has_flag(flags, "--help"):
-        import_plugins(overrides.plugins_of([overrides.absolutize_path(override) for override in typed]))
+        import_plugins(overrides.plugins_of(overrides.absolutize_paths(typed)))
         from runner.cli import help
 
         return print(help.train_help(config_dirs))
@@ -93,9 +93,9 @@ def _dispatch(argv: list[str], task: Task) -> None:
         for override in typed
         if override.startswith(overrides.RESUME_KEY)
     ]
-    typed = [overrides.absolutize_path(override) for override in typed if not override.startswith(overrides.RESUME_KEY)]
+    typed = overrides.absolutize_paths(override for override in typed if not override.startswith(overrides.RESUME_KEY))
     import_plugins(overrides.plugins_of(typed))
-    typed = [overrides.normalize_int(override) for override in typed]
+    typed = overrides.normalize_ints(typed)
     if folder := torchrun.previous_run_dir():
         return _resume(folder, [], [flag for flag in flags if flag != "--multirun"], run_hydra)
     if resume_from and resume_from[-1] != "null":
@@ -105,7 +105,7 @@ def _dispatch(argv: list[str], task: Task) -> None:
         return run_hydra(typed, flags)
     if not is_multirun:
         overrides.check_single_run(typed)
-    typed = [resolve.resolve_model_override(override) for override in typed]
+    typed = resolve.resolve_model_overrides(typed)
     if is_multirun:
         from runner.sweep.command import start_sweep
 

@@ -34,11 +34,9 @@ def register_configs(dirs: Sequence[Path] = (CONF_DIR,)) -> None:
             name="run_dir",
             node={"run_dir": {"_target_": "runner.cli.hydra_app.RunDirCallback"}},
         )
-    for section, (_, registry) in REGISTERED_SECTIONS.items():
-        for name in registry.names():
-            if not any((folder / section / f"{name}.yaml").is_file() for folder in dirs) and (
-                values := schema.default_values(section, name)
-            ):
+    for section, registered in schema.registered_options().items():
+        for name, values in registered.items():
+            if not any((folder / section / f"{name}.yaml").is_file() for folder in dirs):
                 store.store(group=section, name=name, node=values)
     register_resolver("repo", lambda: str(REPO_ROOT))
     register_resolver("workspace", lambda: str(workspace_dir()))
@@ -72,7 +70,7 @@ def compose_tree(typed: list[str], conf: Path = CONF_DIR) -> DictConfig:
 
     Raises UserError.
     """
-    typed = [overrides.normalize_int(override) for override in typed]
+    typed = overrides.normalize_ints(typed)
     overrides.check_overrides(typed, conf)
     register_configs(overrides.config_dirs(typed, conf))
     with composing_from(conf), translating_hydra_errors(typed):

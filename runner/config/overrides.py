@@ -159,18 +159,21 @@ def check_stored(stored: Iterable[str], path: Path, is_allowed: Callable[[str], 
         raise UserError(f"{path.name} holds an override that it may not hold", f"{path}: {refused}", fix)
 
 
-def normalize_int(override: str) -> str:
+def normalize_ints(typed: Iterable[str]) -> list[str]:
     """Return `train.max_steps=1e3` as `train.max_steps=1000`: Hydra parses 1e3 as a float and refuses it for an
     integer.
     """
-    key, equals, value = override.partition("=")
-    if config_schema().get(key) is not int:
-        return override
-    values = [
-        str(int(float(part))) if INTEGER_WITH_EXPONENT.fullmatch(part) and float(part).is_integer() else part
-        for part in value.split(",")
-    ]
-    return key + equals + ",".join(values)
+    schema, normalized = config_schema(), []
+    for override in typed:
+        key, equals, value = override.partition("=")
+        if schema.get(key) is int:
+            values = [
+                str(int(float(part))) if INTEGER_WITH_EXPONENT.fullmatch(part) and float(part).is_integer() else part
+                for part in value.split(",")
+            ]
+            override = key + equals + ",".join(values)
+        normalized.append(override)
+    return normalized
 
 
 def canonical_value(key: str, value: str) -> object:
@@ -184,7 +187,7 @@ def canonical_value(key: str, value: str) -> object:
 
 def check_overrides(typed: list[str], conf: Path = CONF_DIR) -> None:
     """Raise UserError for an override that no setting reads. Hydra accepts `+train.typo=1` silently."""
-    groups = config_groups(*config_dirs(typed, conf))
+    groups, settings = config_groups(*config_dirs(typed, conf)), config_schema()
     for override in typed:
         if "=" not in override:
             if override.startswith("~"):
@@ -208,7 +211,7 @@ def check_overrides(typed: list[str], conf: Path = CONF_DIR) -> None:
         check_not_renamed(key, value)
         if is_hydra_override(override):
             continue
-        if key not in groups and key not in config_schema():
+        if key not in groups and key not in settings:
             raise UserError(
                 f"unknown setting {key}" if key else "an override begins with the name of a setting",
                 key or override,
@@ -358,3 +361,7 @@ def absolutize_path(override: str) -> str:
     if key in TEXT_KEYS or key == TAGS_KEY:
         return literal_text(override, is_list=key == TAGS_KEY)
     return literal_path(override) if key in PATH_KEYS and equals else override
+
+
+def absolutize_paths(typed: Iterable[str]) -> list[str]:
+    return [absolutize_path(override) for override in typed]

@@ -12,7 +12,7 @@ from typing import Any
 
 from common.errors import UserError, did_you_mean
 from common.paths import CONF_DIR
-from common.registry import imported_plugins
+from common.registry import IMPORTED_MODULES
 from runner.engine.config import REGISTERED_SECTIONS, Config
 
 OWN_PACKAGES = ("runner", "models")  # of the classes that have YAML files in conf/
@@ -23,7 +23,7 @@ def config_schema() -> dict[str, Any]:
 
     Of a section with a registry (e.g. `optimizer`) it has the settings of all registered classes.
     """
-    return _config_schema(tuple(imported_plugins()))
+    return _config_schema(tuple(IMPORTED_MODULES))
 
 
 @cache
@@ -63,13 +63,23 @@ def unread_setting(key: str, chosen: str) -> UserError:
     return UserError(f"{key} is not read by {registry.setting}={chosen}", key, fix)
 
 
-def default_values(section: str, name: str) -> dict[str, Any] | None:
-    """Return the values of the class registered as `name`, as a YAML file of the group would have them; None if a
-    setting has no default.
+def registered_options() -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the values of each registered class with a default for each of its settings, as a YAML file of its group
+    would have them: {"optimizer": {"muon": {"name": "muon", "lr": 0.02, ...}}}.
     """
-    key, registry = REGISTERED_SECTIONS[section]
-    values = _field_defaults(registry.get(name), key)
-    return None if dataclasses.MISSING in values.values() else {"name": name, key: name, **values}
+    return _registered_options(tuple(IMPORTED_MODULES))
+
+
+@cache
+def _registered_options(plugins: tuple[str, ...]) -> dict[str, dict[str, dict[str, Any]]]:
+    return {
+        section: {
+            name: {"name": name, key: name, **values}
+            for name, cls in registry.entries().items()
+            if dataclasses.MISSING not in (values := _field_defaults(cls, key)).values()
+        }
+        for section, (key, registry) in REGISTERED_SECTIONS.items()
+    }
 
 
 def unknown_option(group: str, name: str, position: str, options: list[str]) -> UserError:
@@ -113,19 +123,16 @@ def config_groups(*dirs: Path) -> dict[str, list[str]]:
     """Return the options of each config group, {"precision": ["bf16", "fp16"], ...}: the YAML files in the subfolders
     of `dirs` (default: conf/), and the registered classes with a default for each of their settings.
     """
-    return _config_groups(tuple(imported_plugins()), *dirs)
+    return _config_groups(tuple(IMPORTED_MODULES), *(dirs or (CONF_DIR,)))
 
 
 @cache
 def _config_groups(plugins: tuple[str, ...], *dirs: Path) -> dict[str, list[str]]:
     groups: dict[str, set[str]] = {}
     for folder in sorted(
-        folder
-        for conf in dirs or (CONF_DIR,)
-        for folder in conf.iterdir()
-        if folder.is_dir() and folder.name != "hydra"
+        folder for conf in dirs for folder in conf.iterdir() if folder.is_dir() and folder.name != "hydra"
     ):
         groups.setdefault(folder.name, set()).update(file.stem for file in folder.glob("*.yaml"))
-    for section, (_, registry) in REGISTERED_SECTIONS.items():
-        groups.setdefault(section, set()).update(name for name in registry.names() if default_values(section, name))
+    for section, registered in _registered_options(plugins).items():
+        groups.setdefault(section, set()).update(registered)
     return {group: sorted(options) for group, options in sorted(groups.items()) if options}

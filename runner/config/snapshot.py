@@ -21,7 +21,7 @@ import yaml
 from common.errors import UserError
 from common.filesystem import make_dirs, read_bounded, remove_tree, write_atomic_file
 from common.paths import CONF_DIR
-from common.registry import imported_plugins, plugin_files
+from common.registry import plugin_files
 from runner.config.compose import source_files
 from runner.config.overrides import check_stored, is_hydra_override
 from runner.run_dir.saved_config import (
@@ -69,11 +69,7 @@ def save_snapshot(folder: Path, typed: list[str], conf: Path = CONF_DIR) -> None
 def extend_snapshot(folder: Path, typed: list[str], conf: Path) -> list[Path]:
     """Copy the files of `typed` that the run has no copy of yet; return the new copies."""
     sources = {folder / SNAPSHOT_DIR / name: file for name, file in source_files(typed, conf).items()}
-    sources |= {
-        folder / PLUGINS_DIR / name: file
-        for plugin in imported_plugins()
-        for name, file in plugin_files(plugin).items()
-    }
+    sources |= {folder / PLUGINS_DIR / name: file for name, file in plugin_files().items()}
     new = [copy for copy in sources if not copy.exists()]
     for copy in new:
         make_dirs(copy.parent)
@@ -88,14 +84,13 @@ def changed_files(folder: Path, dirs: Iterable[Path] = (CONF_DIR,)) -> list[str]
         for name, (_, own) in _read_snapshot(folder).items()
         if (change := _describe_change(name, own, dirs))
     ]
-    for plugin in imported_plugins():
-        for name, file in plugin_files(plugin).items():
-            try:
-                is_equal = read_bounded(folder / PLUGINS_DIR / name, MAX_YAML_BYTES) == file.read_bytes()
-            except OSError:
-                is_equal = False
-            if not is_equal:
-                notes.append(f"plugin {name} differs from the copy in {PLUGINS_DIR}: the file {file} is used")
+    for name, file in plugin_files().items():
+        try:
+            is_equal = read_bounded(folder / PLUGINS_DIR / name, MAX_YAML_BYTES) == file.read_bytes()
+        except OSError:
+            is_equal = False
+        if not is_equal:
+            notes.append(f"plugin {name} differs from the copy in {PLUGINS_DIR}: the file {file} is used")
     return notes
 
 
