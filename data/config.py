@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from common.errors import UserError
-from common.settings import IGNORED, check_at_least, check_choice, check_fraction
+from common.settings import IGNORED, check_at_least, check_choice, check_choices, check_fields, check_fraction
 from data.schemas.registry import SCHEMAS, check_columns
 
 if TYPE_CHECKING:
@@ -90,16 +90,14 @@ class DataConfig:
         _ = self.read_options  # refuses what it cannot read
         if self.schema is not None:
             check_choice("data.schema", self.schema, SCHEMAS)
-        for key, choices in CHOICES.items():
-            check_choice(f"data.{key}", getattr(self, key), choices)
+        check_choices("data", self, CHOICES)
         check_at_least("data.max_length", self.max_length, 2, 512)
         if self.val_fraction != "auto" and not (
             isinstance(self.val_fraction, int | float) and 0 <= self.val_fraction < 1
         ):
             message = f"data.val_fraction must be auto or in [0, 1), got {self.val_fraction}"
             raise UserError(message, f"data.val_fraction={self.val_fraction}", "e.g. data.val_fraction=0.02")
-        for key in ("max_bad_fraction", "system_prob", "empty_think_prob"):
-            check_fraction(f"data.{key}", getattr(self, key), 0.1)
+        check_fields("data", self, ("max_bad_fraction", "system_prob", "empty_think_prob"), check_fraction, 0.1)
         if self.group_by_length and self.packing != "none":
             raise UserError(
                 f"data.group_by_length needs data.packing=none, got {self.packing}",

@@ -49,13 +49,16 @@ def detect_format(path: Path, encoding: str | None, text_unit: str) -> tuple[str
         if known in ("parquet", "arrow") or (known is None and head.startswith(b"PAR1")):
             return known or "parquet", UTF8
         encoding = encoding_of(head, known in (None, "json"), encoding)
-        with open_stream(path) as (_, file):
-            content = _first_content(utf8_stream(file, encoding), b"\r\n" if known in ("csv", "tsv") else b" \t\r\n")
+        blanks = b"\r\n" if known in ("csv", "tsv") else b" \t\r\n"
+        content = head.removeprefix(BOM).lstrip(blanks) if encoding == UTF8 else b""
+        if not content:  # in another encoding, or blank so far
+            with open_stream(path) as (_, file):
+                content = _first_content(utf8_stream(file, encoding), blanks)
     except PermissionError as error:
         raise UserError("no permission to read the file", str(path), f"chmod u+r {path}") from error
     except OSError as error:
         raise UserError(f"the file cannot be read: {error}", str(path), "copy it again") from error
-    if not content:
+    if not content.strip():
         raise _empty_file(path)
     if known in ("csv", "tsv"):
         return detect_csv(content, known), encoding
@@ -82,7 +85,7 @@ def _first_content(file: BinaryIO, blanks: bytes) -> bytes:
     """Return the first chunk that is not blank, without leading `blanks`; b"" if there is none."""
     while chunk := file.read(READ_BYTES):
         if content := chunk.removeprefix(BOM).lstrip(blanks):
-            return content if content.strip() else b""
+            return content
     return b""
 
 

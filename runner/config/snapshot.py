@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from common.errors import UserError
-from common.filesystem import make_dirs, read_bounded, remove_tree, write_atomic_file
+from common.filesystem import read_bounded, remove_tree, write_atomic_files
 from common.paths import CONF_DIR
 from common.registry import plugin_files
 from runner.config.compose import source_files
@@ -71,9 +71,7 @@ def extend_snapshot(folder: Path, typed: list[str], conf: Path) -> list[Path]:
     sources = {folder / SNAPSHOT_DIR / name: file for name, file in source_files(typed, conf).items()}
     sources |= {folder / PLUGINS_DIR / name: file for name, file in plugin_files().items()}
     new = [copy for copy in sources if not copy.exists()]
-    for copy in new:
-        make_dirs(copy.parent)
-        write_atomic_file(copy, sources[copy].read_bytes())
+    write_atomic_files((copy, sources[copy].read_bytes()) for copy in new)
     return new
 
 

@@ -109,7 +109,6 @@ def _train(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
         # its import does so at its end; if interrupted, its exit functions would print
         logging.getLogger("torch").setLevel(logging.WARNING)
         raise _interrupted_at_start(metadata) from None
-    metadata.update(fingerprints=metadata.fields["fingerprints"] | {"data": state.compatibility[DATA_FINGERPRINT]})
     state.run_record = record_run_dir(metadata)
     state.checkpoints.check_run_dir = state.logger.check_run_dir = metadata.check_owned
     state.follow_run_dir = partial(_follow_run_dir, state, metadata)
@@ -177,7 +176,9 @@ def _record_attempt(state: TrainState, metadata: RunMetadata, git: GitReader) ->
         "precision": cfg.precision.name,
         "settings": settings_fingerprint(cfg),
     }
+    fingerprints = metadata.fields["fingerprints"] | {"data": state.compatibility[DATA_FINGERPRINT]}
     metadata.describe_attempt(
+        fingerprints,
         commit | {"fingerprint": environment.pop("code")},
         environment=environment,
         interop_threads=torch.get_num_interop_threads(),

@@ -16,12 +16,12 @@ from typing import Any, ClassVar, Self
 from common import ownership
 from common.errors import Outcome, TrainingError, UserError, print_note
 from common.filesystem import (
+    WEAKER_PROMISES,
     describe_disk_error,
     read_json_object,
     remove_quietly,
     retry_disk,
     sync_path,
-    weaker_promises,
     write_json,
 )
 from common.ownership import is_owner_file
@@ -237,9 +237,9 @@ class RunMetadata:
         except OSError:
             return
 
-    def describe_attempt(self, code: Mapping[str, Any], **facts: Any) -> None:
+    def describe_attempt(self, fingerprints: Mapping[str, str], code: Mapping[str, Any], **facts: Any) -> None:
         """Record what this attempt computes with. `code`: commit, uncommitted changes and fingerprint."""
-        self.update(code=code, attempts=self._described(code=code, **facts))
+        self.update(fingerprints=fingerprints, code=code, attempts=self._described(code=code, **facts))
 
     def _described(self, **facts: Any) -> list[dict[str, Any]]:
         """Return `attempts` with `facts` about the newest one."""
@@ -333,7 +333,7 @@ class RunMetadata:
         self.close()
 
     def _write(self, changed: Mapping[str, Any]) -> None:
-        self.fields = {**self.fields, **to_json(changed), "weaker_promises": weaker_promises()}
+        self.fields = {**self.fields, **to_json(changed), "weaker_promises": [*WEAKER_PROMISES]}
         if self.is_writer:
             self.check_owned()
             retry_disk(partial(write_json, self.folder / RUN_FILE, self.fields))
