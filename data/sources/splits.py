@@ -31,6 +31,7 @@ class DataFiles:
     train: list[list[Source]] = field(default_factory=list)  # of each entry of data.path
     validation: list[Source] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what was chosen by name, for the log
+    schemas: dict[Source, str] = field(default_factory=dict)  # those that were detected already
 
 
 def resolve_data_files(paths: list[str], val_path: str | None, options: ReadOptions) -> DataFiles:

@@ -17,16 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError
-from common.filesystem import read_bounded, remove_tree, write_atomic_files
+from common.filesystem import read_bounded, remove_tree, write_atomic_file, write_atomic_files
 from common.paths import CONF_DIR
 from common.registry import plugin_files
 from runner.config.compose import source_files
 from runner.config.overrides import check_stored, is_hydra_override
+from runner.run_dir.lock import unusable_error
 from runner.run_dir.saved_config import (
+    CONFIG_FILE,
     MAX_YAML_BYTES,
     OVERRIDES_FILE,
+    freeze_values,
     load_yaml,
     read_saved,
     reject_interpolations,
@@ -54,6 +58,24 @@ def load_overrides(folder: Path) -> list[str]:
         )
     check_stored(typed, folder / OVERRIDES_FILE)
     return [override for override in typed if not is_hydra_override(override)]
+
+
+def complete_hydra_dir(folder: Path, tree: DictConfig, typed: list[str]) -> None:
+    """Complete `.hydra/` of a new run: values in place of interpolations, which may differ tomorrow, and copies of the
+    YAML files and plugins.
+    """
+    written = OmegaConf.to_container(tree)
+    config = freeze_values(OmegaConf.to_container(tree, resolve=True), written)
+    try:
+        if config != written:
+            write_yaml(folder / CONFIG_FILE, config)
+        save_snapshot(folder, typed)
+    except OSError as error:
+        raise unusable_error(folder, error) from error
+
+
+def write_yaml(path: Path, content: Any) -> None:
+    write_atomic_file(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True).encode())
 
 
 def save_snapshot(folder: Path, typed: list[str], conf: Path = CONF_DIR) -> None:

@@ -19,6 +19,7 @@ from common.errors import UserError
 from common.paths import display_path
 from data.batching.loader import StepLoader
 from data.batching.packing import PackedSequences
+from data.sources.splits import DataFiles
 from data.tokenize.origin import open_tokenizer
 from data.tokenize.tokenizer import Tokenizer
 from models.formats.load import load_into, load_weights, weights_under_adapter
@@ -170,10 +171,12 @@ def build_run(
     attempt: int,
     update_metadata: Callable[..., None],
     stop_requested: Callable[[], bool] = lambda: False,
+    data_files: DataFiles | None = None,
 ) -> TrainState:
     """Build all parts of a run.
 
-    `cfg.init_from` is a path or "scratch", `update_metadata` writes fields of run.json.
+    `cfg.init_from` is a path or "scratch", `update_metadata` writes fields of run.json. `data_files`: None: they are
+    resolved here.
 
     Raises UserError if the settings, the data and the machine do not fit together, StopRequested if `stop_requested()`
     on some rank.
@@ -186,7 +189,7 @@ def build_run(
     check_machine(cfg, dist.device, precision)
     tokenizer = load_tokenizer(cfg, run_dir)
     stop = as_stop_requests(stop_requested)
-    pipeline = do_unless_stopped(dist, stop, partial(build_data_pipeline, cfg, tokenizer))
+    pipeline = do_unless_stopped(dist, stop, partial(build_data_pipeline, cfg, tokenizer, data_files))
     update_metadata(data=pipeline.files, evaluation=pipeline.evaluation)
     rows_per_step = resolve_rows_per_step(cfg, dist.size, saved["compatibility"] if saved else {})
     check_cuda_graphs(cfg.train.compile, dist.device, math.ceil(rows_per_step / (dist.size * cfg.train.batch_size)))
