@@ -16,6 +16,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Generic, TypeVar
@@ -134,6 +135,12 @@ def import_plugins(names: Iterable[str]) -> None:
             ) from error
     if IMPORTED_MODULES:
         os.environ[PLUGINS_ENV] = json.dumps([*IMPORTED_MODULES])
+
+
+def cached_with_plugins(function: Callable[..., T]) -> Callable[..., T]:
+    """Cache the results of a function of hashable arguments that depends on what plugins register, too."""
+    cached = cache(lambda plugins, *args: function(*args))
+    return lambda *args: cached(tuple(IMPORTED_MODULES), *args)
 
 
 def import_inherited_plugins() -> None:

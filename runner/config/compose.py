@@ -28,7 +28,10 @@ def register_configs(dirs: Sequence[Path] = (CONF_DIR,)) -> None:
     """
     store = ConfigStore.instance()
     if "schema.yaml" not in store.repo:  # Hydra 1.4 warns about a second registration
-        store.store(name="schema", node=_untyped_sections())
+        hints = get_type_hints(Config)
+        # `to_config` types the sections where a registry chooses the class
+        fields: list[Any] = [(key, Any if key in REGISTERED_SECTIONS else kind) for key, kind in hints.items()]
+        store.store(name="schema", node=dataclasses.make_dataclass("ConfigSchema", fields))
         store.store(
             group="hydra/callbacks",
             name="run_dir",
@@ -40,16 +43,6 @@ def register_configs(dirs: Sequence[Path] = (CONF_DIR,)) -> None:
                 store.store(group=section, name=name, node=values)
     register_resolver("repo", lambda: str(REPO_ROOT))
     register_resolver("workspace", lambda: str(workspace_dir()))
-
-
-def _untyped_sections() -> type:
-    """Return Config with sections of any type where a registry chooses the class: `to_config` types them."""
-    hints = get_type_hints(Config)
-    fields: list[Any] = [
-        (field.name, Any if field.name in REGISTERED_SECTIONS else hints[field.name])
-        for field in dataclasses.fields(Config)
-    ]
-    return dataclasses.make_dataclass("ConfigSchema", fields)
 
 
 def register_resolver(name: str, resolver: Callable[..., str]) -> None:

@@ -108,7 +108,8 @@ def _resolve_model(value: str, key: str) -> str:
         return quote_path(str(resolve_model_run(value, key)))
     if is_sweep_dir(path):
         return quote_path(str(find_best_job(path)))
-    found = fetch_model(str(path), f"{key}={path}", watch_download)
+    # without a slash it is no model of the hub, e.g. scratch
+    found = fetch_model(str(path), f"{key}={path}", watch_download) if "/" in value else None
     return quote_path(str(found)) if found else value
 
 

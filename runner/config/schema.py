@@ -6,28 +6,23 @@ import dataclasses
 import types
 import typing
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, did_you_mean
 from common.paths import CONF_DIR
-from common.registry import IMPORTED_MODULES
+from common.registry import cached_with_plugins
 from runner.engine.config import REGISTERED_SECTIONS, Config
 
 OWN_PACKAGES = ("runner", "models")  # of the classes that have YAML files in conf/
 
 
+@cached_with_plugins
 def config_schema() -> dict[str, Any]:
     """Return the type of every setting by its dotted key; a section is there too, with its dataclass.
 
     Of a section with a registry (e.g. `optimizer`) it has the settings of all registered classes.
     """
-    return _config_schema(tuple(IMPORTED_MODULES))
-
-
-@cache
-def _config_schema(plugins: tuple[str, ...]) -> dict[str, Any]:
     registered = [
         (section, cls) for section, (_, registry) in REGISTERED_SECTIONS.items() for cls in registry.entries().values()
     ]
@@ -63,15 +58,11 @@ def unread_setting(key: str, chosen: str) -> UserError:
     return UserError(f"{key} is not read by {registry.setting}={chosen}", key, fix)
 
 
+@cached_with_plugins
 def registered_options() -> dict[str, dict[str, dict[str, Any]]]:
     """Return the values of each registered class with a default for each of its settings, as a YAML file of its group
     would have them: {"optimizer": {"muon": {"name": "muon", "lr": 0.02, ...}}}.
     """
-    return _registered_options(tuple(IMPORTED_MODULES))
-
-
-@cache
-def _registered_options(plugins: tuple[str, ...]) -> dict[str, dict[str, dict[str, Any]]]:
     return {
         section: {
             name: {"name": name, key: name, **values}
@@ -119,20 +110,19 @@ def strip_optional(kind: Any) -> Any:
     return kind
 
 
+@cached_with_plugins
 def config_groups(*dirs: Path) -> dict[str, list[str]]:
     """Return the options of each config group, {"precision": ["bf16", "fp16"], ...}: the YAML files in the subfolders
     of `dirs` (default: conf/), and the registered classes with a default for each of their settings.
     """
-    return _config_groups(tuple(IMPORTED_MODULES), *(dirs or (CONF_DIR,)))
-
-
-@cache
-def _config_groups(plugins: tuple[str, ...], *dirs: Path) -> dict[str, list[str]]:
     groups: dict[str, set[str]] = {}
     for folder in sorted(
-        folder for conf in dirs for folder in conf.iterdir() if folder.is_dir() and folder.name != "hydra"
+        folder
+        for conf in dirs or (CONF_DIR,)
+        for folder in conf.iterdir()
+        if folder.is_dir() and folder.name != "hydra"
     ):
         groups.setdefault(folder.name, set()).update(file.stem for file in folder.glob("*.yaml"))
-    for section, registered in _registered_options(plugins).items():
+    for section, registered in registered_options().items():
         groups.setdefault(section, set()).update(registered)
     return {group: sorted(options) for group, options in sorted(groups.items()) if options}

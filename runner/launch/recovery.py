@@ -66,7 +66,9 @@ def record_run_dir(metadata: RunMetadata) -> Callable[[], dict[str, Any]]:
     """
     if not metadata.is_writer:
         return dict
-    files = {"files": _settings_texts(metadata.folder), "tokenizer": _tokenizer_checksums(metadata.folder)}
+    copies = [copy for name in COPIED_FILES if os.path.lexists(copy := metadata.folder / RUN_TOKENIZER / name)]
+    checksums = {copy.name: _sha256(read_bounded(copy, MAX_TOKENIZER_BYTES)) for copy in copies}
+    files = {"files": _settings_texts(metadata.folder), "tokenizer": checksums}
 
     def record() -> dict[str, Any]:
         fields = {name: value for name, value in metadata.fields.items() if name not in PASSING_FIELDS}
@@ -94,11 +96,6 @@ def _is_settings_file(name: object) -> bool:
     return name in (CONFIG, OVERRIDES) or (
         name.startswith(COPIES) and CONFIG_FILE_NAME.fullmatch(name.removeprefix(COPIES)) is not None
     )
-
-
-def _tokenizer_checksums(folder: Path) -> dict[str, str]:
-    copies = [copy for name in COPIED_FILES if os.path.lexists(copy := folder / RUN_TOKENIZER / name)]
-    return {copy.name: _sha256(read_bounded(copy, MAX_TOKENIZER_BYTES)) for copy in copies}
 
 
 def _sha256(content: bytes) -> str:

@@ -17,7 +17,7 @@ from data.schemas.registry import schema_of_source
 from data.sources.splits import DataFiles, resolve_data_files
 from data.tokenize.origin import RUN_TOKENIZER
 from runner.engine.config import Config
-from runner.launch import local_ranks, torchrun
+from runner.launch import torchrun
 from runner.launch.initial_weights import (
     check_init_from,
     check_model,
@@ -108,9 +108,10 @@ def run(config: Config, metadata: RunMetadata, data_files: DataFiles | None = No
             if init_from != config.init_from:
                 config = dataclasses.replace(config, init_from=init_from)
             check_model(config)
-        elif config.init_from == "auto":  # resolved once, at the start of the run
-            config = dataclasses.replace(config, init_from=before["init_from"])
-        config = restore_hub_weights(config)
+        else:
+            if config.init_from == "auto":  # resolved once, at the start of the run
+                config = dataclasses.replace(config, init_from=before["init_from"])
+            config = restore_hub_weights(config)
         with refusing_disk_errors(metadata.folder):
             copy = partial(
                 with_tokenizer, config, metadata.folder, before["tokenizer_source"], is_new=before["init_from"] is None
@@ -121,10 +122,11 @@ def run(config: Config, metadata: RunMetadata, data_files: DataFiles | None = No
         metadata.mark_running(
             stage=config.stage.name, model=config.model.name, fingerprints=fingerprints, **sources, **vars(config.run)
         )
-        if not torchrun.under_torchrun() and (
-            (count := local_ranks.count_local_ranks(config)) > 1 or config.train.supervise
-        ):
-            return local_ranks.train_on_ranks(config, metadata, count)
+        if not torchrun.under_torchrun() and (config.distributed.name != "single" or config.train.supervise):
+            from runner.launch.local_ranks import count_local_ranks, train_on_ranks
+
+            if (count := count_local_ranks(config)) > 1 or config.train.supervise:
+                return train_on_ranks(config, metadata, count)
         with StopFlag(announces=True) as stop:
             torchrun.broadcast_config(config, metadata)
             return train_or_verify(config, metadata, stop, data_files)
