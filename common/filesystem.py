@@ -13,7 +13,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -156,6 +156,17 @@ def read_bounded(path: Path, limit: int) -> bytes:
         return b"".join(_chunks(fd))
     finally:
         fs.close(fd)
+
+
+def read_texts(folder: Path, names: Iterable[str], limit: int) -> dict[str, str]:
+    """Return name -> text of the files that can be read, of at most `limit` bytes together."""
+    texts: dict[str, str] = {}
+    for name in names:
+        with suppress(OSError, ValueError):
+            content = read_bounded(folder / name, limit)
+            texts[name] = content.decode("utf-8")
+            limit -= len(content)
+    return texts
 
 
 def read_json_object(path: Path, limit: int = 16 << 20) -> dict[str, Any]:

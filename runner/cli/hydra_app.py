@@ -25,7 +25,7 @@ from runner.cli.exit_code import exiting_with_code
 from runner.config import resolve, snapshot
 from runner.config.compose import register_configs, to_config, without_hydra
 from runner.config.hydra_errors import translating_hydra_errors
-from runner.config.overrides import SEARCHPATH_KEY, config_dirs, has_flag, key_of
+from runner.config.overrides import SEARCHPATH_KEY, config_dirs, has_flag, overrides_of
 from runner.config.unread import check_typed_are_read
 from runner.engine.config import Config
 from runner.launch import run
@@ -85,10 +85,7 @@ class RunDirCallback(Callback):
     """
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        typed = [
-            *(override for override in config.hydra.overrides.hydra if key_of(override) == SEARCHPATH_KEY),
-            *config.hydra.overrides.task,
-        ]
+        typed = [*overrides_of(SEARCHPATH_KEY, config.hydra.overrides.hydra), *config.hydra.overrides.task]
         # Hydra turns any other exception of a callback into a warning
         with exiting_with_code(), translating_hydra_errors(typed):
             model_source = adopt_model(config, [*config.hydra.overrides.hydra, *typed])
@@ -100,7 +97,7 @@ class RunDirCallback(Callback):
                 print_note(f"model: the settings are those of the weights, {model_source}")
             warn_of_lr(job_config)
             folder = Path(config.hydra.run.dir).absolute()
-            if any(key_of(override) == "hydra.run.dir" for override in config.hydra.overrides.hydra):
+            if overrides_of("hydra.run.dir", config.hydra.overrides.hydra):
                 resolve.check_not_inside_run(folder)
             else:
                 folder = contents.create_unique(folder)
@@ -110,10 +107,9 @@ class RunDirCallback(Callback):
                 config.hydra.run.dir = str(folder)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        searchpath = [override for override in config.hydra.overrides.hydra if key_of(override) == SEARCHPATH_KEY]
         # without swept values
         typed = [
-            *searchpath,
+            *overrides_of(SEARCHPATH_KEY, config.hydra.overrides.hydra),
             *(override for override in config.hydra.overrides.task if not re.search("[,(]", override)),
         ]
         with exiting_with_code(), translating_hydra_errors(typed):
@@ -133,7 +129,7 @@ def train_in_run_dir(cfg: DictConfig) -> float:
     from runner.launch.run import run
 
     hydra_config = HydraConfig.get()
-    searchpath = [override for override in hydra_config.overrides.hydra if key_of(override) == SEARCHPATH_KEY]
+    searchpath = overrides_of(SEARCHPATH_KEY, hydra_config.overrides.hydra)
     with RunMetadata.opened(Path(hydra_config.runtime.output_dir)) as metadata:
         snapshot.complete_hydra_dir(metadata.folder, cfg, [*searchpath, *hydra_config.overrides.task])
         metadata.record_created()

@@ -131,6 +131,11 @@ def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
+def overrides_of(key: str, typed: Iterable[str]) -> list[str]:
+    """Return the overrides of one setting."""
+    return [override for override in typed if key_of(override) == key]
+
+
 def to_overrides(values: Mapping[str, object]) -> list[str]:
     return [f"{key}={value}" for key, value in values.items()]
 
@@ -280,7 +285,7 @@ def add_config_dir(typed: list[str], folder: str | None) -> list[str]:
     """Return the overrides with the folder of `--config-dir` in hydra.searchpath, whose folders become absolute
     `file://` URLs.
     """
-    if folder is None and not any(key_of(override) == SEARCHPATH_KEY for override in typed):
+    if folder is None and not overrides_of(SEARCHPATH_KEY, typed):
         return typed
     urls = [_config_dir_url(url) for url in [*([folder] if folder else []), *_searchpath(typed)]]
     return [
@@ -309,7 +314,7 @@ def _searchpath(typed: list[str]) -> list[str]:
 
 def _values_of(key: str, typed: list[str]) -> list[str]:
     """Return the values of the last override of a setting that is a list of strings."""
-    given = [override for override in typed if key_of(override) == key]
+    given = overrides_of(key, typed)
     value = parse_value(given[-1]) if given else []
     if not isinstance(value, list) and key == PLUGINS_KEY:
         raise UserError("plugins must be a list", given[-1], f"plugins=[{value}]")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.filesystem import json_bytes, make_dirs, read_bounded, write_atomic_file
+from common.filesystem import json_bytes, make_dirs, read_bounded, read_texts, write_atomic_file
 from common.guarded_files import (
     GENERATION_CONFIG,
     MAX_TOKENIZER_BYTES,
@@ -80,13 +80,7 @@ def record_run_dir(metadata: RunMetadata) -> Callable[[], dict[str, Any]]:
 def _settings_texts(folder: Path) -> dict[str, str]:
     """Return name -> text of the saved config, the overrides, and the copies of YAML files that can be read."""
     copies = sorted(str(path.relative_to(folder)) for path in (folder / SNAPSHOT_DIR).rglob("*.yaml"))
-    texts: dict[str, str] = {}
-    for name in filter(_is_settings_file, (CONFIG, OVERRIDES, *copies)):
-        with suppress(OSError, ValueError):
-            text = read_bounded(folder / name, MAX_YAML_BYTES).decode("utf-8")
-            if sum(map(len, texts.values())) + len(text) <= MAX_TEXT_BYTES:
-                texts[name] = text
-    return texts
+    return read_texts(folder, filter(_is_settings_file, (CONFIG, OVERRIDES, *copies)), MAX_TEXT_BYTES)
 
 
 def _is_settings_file(name: object) -> bool:

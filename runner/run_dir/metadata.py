@@ -5,6 +5,7 @@ Only the process that holds the lock of the run directory changes it.
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
@@ -42,7 +43,6 @@ from runner.run_dir.contents import (
     load_fields,
     size_of,
     timestamp,
-    to_json,
 )
 from runner.run_dir.lock import RunLock, acquire_rank, acquire_run, unusable_error, write_owner
 
@@ -337,3 +337,14 @@ class RunMetadata:
         if self.is_writer:
             self.check_owned()
             retry_disk(partial(write_json, self.folder / RUN_FILE, self.fields))
+
+
+def to_json(value: Any) -> Any:
+    """Return `value` with paths as text and with null for NaN and infinities, which JSON lacks."""
+    if isinstance(value, Mapping):
+        return {str(name): to_json(item) for name, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [to_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value
