@@ -252,14 +252,15 @@ class PackedSequences:
             file = OpenFile(path)
         except FileNotFoundError:
             return None
-        size = 8 * (len(self.rows) + len(self) + 1)
+        num_rows = len(self.rows)
+        size = 8 * (num_rows + len(self) + 1)
         if os.fstat(file.fd).st_size != size + PLAN_TAIL:
             return None
         if int.from_bytes(os.pread(file.fd, PLAN_TAIL, size), "little") != crc32_of(file.fd, size):
             return None
         return EpochPlan(
             lambda start, stop: np.frombuffer(os.pread(file.fd, 8 * (stop - start), 8 * start), np.int64),
-            len(self.rows),
+            num_rows,
         )
 
     def _read_sizes(self) -> list[int] | None:

@@ -131,6 +131,10 @@ def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
+def keys_of(typed: Iterable[str]) -> list[str]:
+    return [key_of(override) for override in typed]
+
+
 def overrides_of(key: str, typed: Iterable[str]) -> list[str]:
     """Return the overrides of one setting."""
     return [override for override in typed if key_of(override) == key]
@@ -287,7 +291,7 @@ def add_config_dir(typed: list[str], folder: str | None) -> list[str]:
     """
     if folder is None and not overrides_of(SEARCHPATH_KEY, typed):
         return typed
-    urls = [_config_dir_url(url) for url in [*([folder] if folder else []), *_searchpath(typed)]]
+    urls = [_config_dir_url(url) for url in [*([folder] if folder else []), *_values_of(SEARCHPATH_KEY, typed)]]
     return [
         *(override for override in typed if key_of(override) != SEARCHPATH_KEY),
         f"{SEARCHPATH_KEY}=[{','.join(map(hydra_quote, urls))}]",
@@ -297,7 +301,7 @@ def add_config_dir(typed: list[str], folder: str | None) -> list[str]:
 def config_dirs(typed: list[str], conf: Path = CONF_DIR) -> list[Path]:
     """Return the folders that hold config groups, in Hydra's order: `conf` and those of hydra.searchpath."""
     dirs = [conf]
-    for url in _searchpath(typed):
+    for url in _values_of(SEARCHPATH_KEY, typed):
         scheme, _, location = url.rpartition("://")
         if scheme == "pkg":
             package, *parts = location.split("/")
@@ -306,10 +310,6 @@ def config_dirs(typed: list[str], conf: Path = CONF_DIR) -> list[Path]:
         else:
             dirs.append(Path(location))
     return [folder for folder in dirs if folder.is_dir()]
-
-
-def _searchpath(typed: list[str]) -> list[str]:
-    return _values_of(SEARCHPATH_KEY, typed)
 
 
 def _values_of(key: str, typed: list[str]) -> list[str]:

@@ -27,7 +27,7 @@ from data.tokenize.origin import (
 from models.formats.hub import fetch_model
 from models.formats.json_files import read_adapter_settings, read_config_of_weights, why_transformers
 from runner.config.compose import files_that_choose, section_object
-from runner.config.overrides import key_of
+from runner.config.overrides import keys_of
 from runner.engine.config import Config
 from runner.launch.auto_choice import newest_completed_run
 from runner.run_dir import saved_config
@@ -64,7 +64,7 @@ def adopt_model(tree: MutableMapping[str, Any], typed: list[str], conf: Path = C
     A model that is chosen, by model=... or by an experiment, stays as it is, and None is returned: `check_model`
     compares it.
     """
-    keys = {key_of(override) for override in typed}
+    keys = set(keys_of(typed))
     if tree["init_from"] not in ("auto", "scratch"):
         tree["init_from"] = _local_path(tree["init_from"], "init_from")
     if tree["model"].get("path"):

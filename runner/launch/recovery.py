@@ -80,7 +80,8 @@ def record_run_dir(metadata: RunMetadata) -> Callable[[], dict[str, Any]]:
 def _settings_texts(folder: Path) -> dict[str, str]:
     """Return name -> text of the saved config, the overrides, and the copies of YAML files that can be read."""
     copies = sorted(str(path.relative_to(folder)) for path in (folder / SNAPSHOT_DIR).rglob("*.yaml"))
-    return read_texts(folder, filter(_is_settings_file, (CONFIG, OVERRIDES, *copies)), MAX_TEXT_BYTES)
+    names = [name for name in (CONFIG, OVERRIDES, *copies) if _is_settings_file(name)]
+    return read_texts(folder, names, MAX_TEXT_BYTES)
 
 
 def _is_settings_file(name: object) -> bool:
