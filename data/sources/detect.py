@@ -74,7 +74,10 @@ def detect_format(path: Path, encoding: str | None, text_unit: str) -> tuple[str
             str(path),
             f"use one of the extensions {KNOWN_EXTENSIONS}",
         )
-    return "json array" if _is_array(content) else "jsonl", encoding
+    first_line, _, rest = content.partition(b"\n")
+    # a list on the first line with more lines after it is a (wrong) row of JSON Lines
+    is_array = content.startswith(b"[") and not (rest.strip() and isinstance(_value_of(first_line), list))
+    return "json array" if is_array else "jsonl", encoding
 
 
 def _empty_file(path: Path) -> UserError:
@@ -115,15 +118,6 @@ def _begins_with_indented_object(content: bytes) -> bool:
 
 def _is_object(line: bytes) -> bool:
     return line.lstrip().startswith(b"{") and isinstance(_value_of(line), dict)
-
-
-def _is_array(content: bytes) -> bool:
-    """Whether the file is a JSON array.
-
-    A list on the first line with more lines after it is a (wrong) row of JSON Lines.
-    """
-    first_line, _, rest = content.partition(b"\n")
-    return content.startswith(b"[") and not (rest.strip() and isinstance(_value_of(first_line), list))
 
 
 def _value_of(line: bytes) -> Any:

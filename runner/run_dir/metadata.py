@@ -111,7 +111,10 @@ class RunMetadata:
                     remove_temp(parent)
             metadata = cls(folder, lock, fields)
             metadata._is_new_dir, metadata._names_before = is_new_dir, names if is_new_run else None
-            metadata._record_recovery(recovered)
+            for message in recovered:
+                print_note(f"resume: {message}")
+            if recovered:
+                metadata.update(recovered=recovered)
         except BaseException as error:
             if is_new_dir:
                 contents.remove_dir(folder)
@@ -203,12 +206,6 @@ class RunMetadata:
         except UserError:
             self.revert(before)
             raise
-
-    def _record_recovery(self, messages: list[str]) -> None:
-        for message in messages:
-            print_note(f"resume: {message}")
-        if messages:
-            self.update(recovered=messages)
 
     def mark_running(self, **fields: Any) -> None:
         """Begin an attempt: record its number, process, start time and library versions."""
