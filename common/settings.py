@@ -64,7 +64,7 @@ def field_comments(config_class: type) -> dict[str, str]:
     return comments
 
 
-def check_fields(
+def check_settings(
     section: str, config: object, keys: Iterable[str], check: Callable[..., None], *limits: object
 ) -> None:
     """Call `check` for several settings of a section with the same limits."""

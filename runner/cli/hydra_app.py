@@ -130,7 +130,7 @@ def train_in_run_dir(cfg: DictConfig) -> float:
 
     hydra_config = HydraConfig.get()
     searchpath = overrides_of(SEARCHPATH_KEY, hydra_config.overrides.hydra)
-    with RunMetadata.opened(Path(hydra_config.runtime.output_dir)) as metadata:
+    with RunMetadata.opened[Path(hydra_config.runtime.output_dir)] as metadata:
         snapshot.complete_hydra_dir(metadata.folder, cfg, [*searchpath, *hydra_config.overrides.task])
         metadata.record_created()
         tree, config, data_files = _checked.pop(metadata.folder, (None, None, None))

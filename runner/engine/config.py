@@ -15,7 +15,7 @@ from common.settings import (
     check_at_least,
     check_choice,
     check_choices,
-    check_fields,
+    check_settings,
 )
 from data.config import DataConfig
 from data.schemas.registry import SCHEMAS, STAGE_OF_FORMAT
@@ -95,8 +95,8 @@ class TrainConfig:
             "keep_every",
             "patience",
         )
-        check_fields("train", self, at_least_1, check_at_least, 1, 1)
-        check_fields("train", self, at_least_0, check_at_least, 0, 0)
+        check_settings("train", self, at_least_1, check_at_least, 1, 1)
+        check_settings("train", self, at_least_0, check_at_least, 0, 0)
         check_at_least("train.keep_checkpoints", self.keep_checkpoints, 2, 3)  # a damaged one leaves one to resume from
         check_choices(
             "train", self, {"activation_checkpointing": ACTIVATION_CHECKPOINTING_MODES, "compile": COMPILE_MODES}
@@ -182,7 +182,7 @@ class SuperviseConfig:
 
     def __post_init__(self) -> None:
         check_at_least("supervise.max_restarts", self.max_restarts, 1, 3)
-        check_fields("supervise", self, ("delay", "hang_timeout"), check_at_least, 0, 5)
+        check_settings("supervise", self, ("delay", "hang_timeout"), check_at_least, 0, 5)
 
 
 # Swept, they change how many tokens a step holds.

@@ -66,22 +66,17 @@ def record_run_dir(metadata: RunMetadata) -> Callable[[], dict[str, Any]]:
     """
     if not metadata.is_writer:
         return dict
-    copies = [copy for name in COPIED_FILES if os.path.lexists(copy := metadata.folder / RUN_TOKENIZER / name)]
-    checksums = {copy.name: _sha256(read_bounded(copy, MAX_TOKENIZER_BYTES)) for copy in copies}
-    files = {"files": _settings_texts(metadata.folder), "tokenizer": checksums}
+    tokenizer = [file for name in COPIED_FILES if os.path.lexists(file := metadata.folder / RUN_TOKENIZER / name)]
+    checksums = {file.name: _sha256(read_bounded(file, MAX_TOKENIZER_BYTES)) for file in tokenizer}
+    copies = sorted(str(path.relative_to(metadata.folder)) for path in (metadata.folder / SNAPSHOT_DIR).rglob("*.yaml"))
+    names = [name for name in (CONFIG, OVERRIDES, *copies) if _is_settings_file(name)]
+    files = {"files": read_texts(metadata.folder, names, MAX_TEXT_BYTES), "tokenizer": checksums}
 
     def record() -> dict[str, Any]:
         fields = {name: value for name, value in metadata.fields.items() if name not in PASSING_FIELDS}
         return {"fields": fields | {"attempts": fields["attempts"][-MAX_STORED_ATTEMPTS:]}, **files}
 
     return record
-
-
-def _settings_texts(folder: Path) -> dict[str, str]:
-    """Return name -> text of the saved config, the overrides, and the copies of YAML files that can be read."""
-    copies = sorted(str(path.relative_to(folder)) for path in (folder / SNAPSHOT_DIR).rglob("*.yaml"))
-    names = [name for name in (CONFIG, OVERRIDES, *copies) if _is_settings_file(name)]
-    return read_texts(folder, names, MAX_TEXT_BYTES)
 
 
 def _is_settings_file(name: object) -> bool:

@@ -57,7 +57,7 @@ class RunMetadata:
     `fields` is the content of run.json; only the methods change it.
     """
 
-    _opened: ClassVar[dict[Path, RunMetadata]] = {}  # of this process, by run directory
+    opened: ClassVar[dict[Path, RunMetadata]] = {}  # what `open` has returned in this process, by run directory
 
     def __init__(
         self,
@@ -122,13 +122,8 @@ class RunMetadata:
             if isinstance(error, OSError):
                 raise unusable_error(folder, error) from error
             raise
-        cls._opened[folder] = metadata
+        cls.opened[folder] = metadata
         return metadata
-
-    @classmethod
-    def opened(cls, folder: Path) -> RunMetadata:
-        """Return what `open` has returned in this process for `folder`."""
-        return cls._opened[folder]
 
     @classmethod
     def attach(cls, folder: Path, rank: int) -> RunMetadata:
@@ -262,7 +257,7 @@ class RunMetadata:
         """
         if self._lock is None or (folder := self._lock.follow_move()) is None:
             return None
-        self._opened[folder] = self._opened.pop(self.folder, self)
+        self.opened[folder] = self.opened.pop(self.folder, self)
         self.folder = folder
         return folder
 
@@ -305,7 +300,7 @@ class RunMetadata:
         """Discard and close the new runs that this process has opened and not closed: Hydra failed before it called the
         task.
         """
-        for metadata in [*cls._opened.values()]:
+        for metadata in [*cls.opened.values()]:
             if metadata._names_before is not None:
                 metadata.discard_if_empty()
                 metadata.close()
@@ -317,7 +312,7 @@ class RunMetadata:
                 with suppress(OSError):
                     if self._lock.owns_owner_file():
                         (self.folder / OWNER_FILE).unlink(missing_ok=True)
-                self._opened.pop(self.folder, None)
+                self.opened.pop(self.folder, None)
             self._lock.release()
             self._lock = None
 
