@@ -12,8 +12,8 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,7 +41,7 @@ RETRY_SECONDS = (0.1, 1.0)  # waits before an operation of a disk that failed is
 NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EISDIR})
 NO_FOLDER_SYNC_PROMISE = "this file system does not sync folders: after a power cut the newest checkpoints may be missing; a kill of the process loses none"
 
-_weaker_promises: list[str] = []
+WEAKER_PROMISES: list[str] = []  # what the file systems that this process has written to cannot do
 
 
 class FileSystem:
@@ -97,13 +97,8 @@ def describe_disk_error(error: OSError, folder: Path, need: int = 0) -> str:
 
 def add_weaker_promise(promise: str) -> None:
     """Record what this file system cannot do. The run says it once."""
-    if promise not in _weaker_promises:
-        _weaker_promises.append(promise)
-
-
-def weaker_promises() -> list[str]:
-    """Return what the file systems that this process has written to cannot do."""
-    return list(_weaker_promises)
+    if promise not in WEAKER_PROMISES:
+        WEAKER_PROMISES.append(promise)
 
 
 def make_dir(path: Path) -> None:
@@ -161,6 +156,17 @@ def read_bounded(path: Path, limit: int) -> bytes:
         return b"".join(_chunks(fd))
     finally:
         fs.close(fd)
+
+
+def read_texts(folder: Path, names: Iterable[str], limit: int) -> dict[str, str]:
+    """Return name -> text of the files that can be read, of at most `limit` bytes together."""
+    texts: dict[str, str] = {}
+    for name in names:
+        with suppress(OSError, ValueError):
+            content = read_bounded(folder / name, limit)
+            texts[name] = content.decode("utf-8")
+            limit -= len(content)
+    return texts
 
 
 def read_json_object(path: Path, limit: int = 16 << 20) -> dict[str, Any]:
@@ -239,6 +245,13 @@ def write_atomic_file(path: Path, data: Chunks) -> None:
     """Replace `path` by `data`: readers see the old file or the new one, and the new one survives a power cut."""
     with atomic_path(path) as temp:
         write_new_file(temp, data)
+
+
+def write_atomic_files(files: Iterable[tuple[Path, Chunks]]) -> None:
+    """Write each file with `write_atomic_file`, in a folder that is created if it is missing."""
+    for path, data in files:
+        make_dirs(path.parent)
+        write_atomic_file(path, data)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -108,7 +108,7 @@ def check_source_file(path: Path) -> Path:
 
     Raises UserError for any other link, a pipe or a device.
     """
-    source = snapshot_link_target(path) or path
+    source = (path.is_symlink() and snapshot_link_target(path)) or path
     _check_entry(source)
     return source
 

@@ -100,11 +100,9 @@ def cached_snapshot(name: HubName) -> Path | None:
 
 
 def snapshot_link_target(path: Path) -> Path | None:
-    """Return the blob that a link in a snapshot means; None for any other path: only a link to a regular file in
-    `blobs` of the same model is one.
+    """Return the blob that a link in a snapshot means; None for any other link: only one to a regular file in `blobs`
+    of the same model is followed.
     """
-    if not path.is_symlink():
-        return None
     home = path.parent.resolve()
     cache = next((parent for parent in home.parents if parent.name.startswith(CACHE_PREFIX)), None)
     if cache is None or home.relative_to(cache).parts[0] != SNAPSHOTS:

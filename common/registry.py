@@ -16,6 +16,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Generic, TypeVar
@@ -133,7 +134,13 @@ def import_plugins(names: Iterable[str]) -> None:
                 "correct the module",
             ) from error
     if IMPORTED_MODULES:
-        os.environ[PLUGINS_ENV] = json.dumps(imported_plugins())
+        os.environ[PLUGINS_ENV] = json.dumps([*IMPORTED_MODULES])
+
+
+def cached_with_plugins(function: Callable[..., T]) -> Callable[..., T]:
+    """Cache the results of a function of hashable arguments that depends on what plugins register, too."""
+    cached = cache(lambda plugins, *args: function(*args))
+    return lambda *args: cached(tuple(IMPORTED_MODULES), *args)
 
 
 def import_inherited_plugins() -> None:
@@ -142,10 +149,6 @@ def import_inherited_plugins() -> None:
     if not _inherited:
         _inherited = True
         import_plugins(json.loads(os.environ.get(PLUGINS_ENV, "[]")))
-
-
-def imported_plugins() -> list[str]:
-    return [*IMPORTED_MODULES]
 
 
 def check_imported(names: Iterable[str]) -> None:
@@ -159,13 +162,17 @@ def check_imported(names: Iterable[str]) -> None:
         )
 
 
-def plugin_files(name: str) -> dict[str, Path]:
-    """Return the Python files of an imported plugin, by their path relative to the folder that holds the plugin."""
-    file = Path(IMPORTED_MODULES[name].__file__ or "")
-    if file.name != "__init__.py":
-        return {file.name: file} if file.suffix == ".py" else {}
-    files = sorted(path for path in file.parent.rglob("*.py") if path.is_file())[:MAX_PLUGIN_FILES]
-    return {str(path.relative_to(file.parents[1])): path for path in files}
+def plugin_files() -> dict[str, Path]:
+    """Return the Python files of the imported plugins, by their path relative to the folder that holds the plugin."""
+    found: dict[str, Path] = {}
+    for module in IMPORTED_MODULES.values():
+        file = Path(module.__file__ or "")
+        if file.name == "__init__.py":
+            files = sorted(path for path in file.parent.rglob("*.py") if path.is_file())[:MAX_PLUGIN_FILES]
+            found |= {str(path.relative_to(file.parents[1])): path for path in files}
+        elif file.suffix == ".py":
+            found[file.name] = file
+    return found
 
 
 def _import_file(path: Path) -> ModuleType:

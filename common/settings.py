@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, Literal
@@ -77,6 +77,20 @@ def field_comments(config_class: type) -> dict[str, str]:
                 comments[field[1]] = field[2] or " ".join(above)
             above = [*above, line.removeprefix("    # ")] if line.startswith("    # ") else []
     return comments
+
+
+def check_settings(
+    section: str, config: object, keys: Iterable[str], check: Callable[..., None], *limits: object
+) -> None:
+    """Call `check` for several settings of a section with the same limits."""
+    for key in keys:
+        check(f"{section}.{key}", getattr(config, key), *limits)
+
+
+def check_choices(section: str, config: object, choices: Mapping[str, Collection[str]]) -> None:
+    """Refuse a value of a section that is not among the `choices` of its setting."""
+    for key, allowed in choices.items():
+        check_choice(f"{section}.{key}", getattr(config, key), allowed)
 
 
 def check_choice(setting: str, value: object, allowed: Collection[str]) -> None:

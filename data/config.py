@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from common.errors import UserError
-from common.settings import IGNORED, check_at_least, check_choice, check_fraction
+from common.settings import IGNORED, check_at_least, check_choice, check_choices, check_fraction, check_settings
 from data.schemas.registry import SCHEMAS, check_columns
 
 if TYPE_CHECKING:
@@ -85,21 +85,29 @@ class DataConfig:
                 f"data.path={self.path}",
                 "e.g. data.path=[a.jsonl,b.parquet]",
             )
-        self._check_weights()
+        if self.weights is not None and len(self.weights) != len(self.paths):
+            message = f"data.weights must have one number per entry of data.path, got {len(self.weights)} for {len(self.paths)}"
+            raise UserError(
+                message, f"data.weights={self.weights}", f"e.g. data.weights=[{','.join(['1'] * len(self.paths))}]"
+            )
+        if not all(0 < weight < float("inf") for weight in self.weights or ()):
+            raise UserError(
+                f"data.weights must be positive numbers, got {self.weights}",
+                f"data.weights={self.weights}",
+                "remove the entry from data.path instead",
+            )
         check_columns(self.columns or {})
         _ = self.read_options  # refuses what it cannot read
         if self.schema is not None:
             check_choice("data.schema", self.schema, SCHEMAS)
-        for key, choices in CHOICES.items():
-            check_choice(f"data.{key}", getattr(self, key), choices)
+        check_choices("data", self, CHOICES)
         check_at_least("data.max_length", self.max_length, 2, 512)
         if self.val_fraction != "auto" and not (
             isinstance(self.val_fraction, int | float) and 0 <= self.val_fraction < 1
         ):
             message = f"data.val_fraction must be auto or in [0, 1), got {self.val_fraction}"
             raise UserError(message, f"data.val_fraction={self.val_fraction}", "e.g. data.val_fraction=0.02")
-        for key in ("max_bad_fraction", "system_prob", "empty_think_prob"):
-            check_fraction(f"data.{key}", getattr(self, key), 0.1)
+        check_settings("data", self, ("max_bad_fraction", "system_prob", "empty_think_prob"), check_fraction, 0.1)
         if self.group_by_length and self.packing != "none":
             raise UserError(
                 f"data.group_by_length needs data.packing=none, got {self.packing}",
@@ -114,21 +122,6 @@ class DataConfig:
             )
         check_at_least("data.num_workers", self.num_workers, 0, 2)
         check_at_least("data.worker_timeout", self.worker_timeout, 0, 300)
-
-    def _check_weights(self) -> None:
-        if self.weights is None:
-            return
-        if len(self.weights) != len(self.paths):
-            message = f"data.weights must have one number per entry of data.path, got {len(self.weights)} for {len(self.paths)}"
-            raise UserError(
-                message, f"data.weights={self.weights}", f"e.g. data.weights=[{','.join(['1'] * len(self.paths))}]"
-            )
-        if not all(0 < weight < float("inf") for weight in self.weights):
-            raise UserError(
-                f"data.weights must be positive numbers, got {self.weights}",
-                f"data.weights={self.weights}",
-                "remove the entry from data.path instead",
-            )
 
 
 @dataclass

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Optional, Self
 
 from common.errors import UserError
 from common.registry import Registry
-from common.settings import IGNORED, check_at_least, check_choice
+from common.settings import IGNORED, check_at_least, check_choice, check_settings
 
 if TYPE_CHECKING:
     import torch
@@ -64,8 +64,8 @@ class ModelConfig:
     hf_model_types: ClassVar[tuple[str, ...]]  # values of model_type in config.json that from_hf_config reads
 
     def __post_init__(self) -> None:
-        for key in ("vocab_size", "num_hidden_layers", "max_position_embeddings"):
-            check_at_least(f"model.{key}", getattr(self, key), 1, 1)
+        sizes = ("vocab_size", "num_hidden_layers", "max_position_embeddings")
+        check_settings("model", self, sizes, check_at_least, 1, 1)
 
     def size(self) -> ModelSize | None:
         """Return the size of the model from its settings alone; None if the family does not say before the model is

@@ -226,18 +226,15 @@ def plan_error(text: str) -> str | None:
     from common.registry import import_plugins
     from runner.config import overrides
     from runner.config.overrides import flag_value, parse_argv
-    from runner.config.resolve import resolve_model_override
+    from runner.config.resolve import resolve_model_overrides
     from runner.config.schema import config_groups, config_schema
     from runner.planning.starts import planned_start
 
     try:
         typed, flags = parse_argv(arguments_of(text)[2:], [*config_schema(), *config_groups()])
-        typed = [
-            overrides.absolutize_path(override)
-            for override in overrides.add_config_dir(typed, flag_value(flags, "--config-dir"))
-        ]
+        typed = overrides.absolutize_paths(overrides.add_config_dir(typed, flag_value(flags, "--config-dir")))
         import_plugins(overrides.plugins_of(typed))
-        planned_start([resolve_model_override(override) for override in typed], flags)
+        planned_start(resolve_model_overrides(typed), flags)
     except UserError as error:
         return f"{error.message} ({error.setting}); {error.fix}"
     return None

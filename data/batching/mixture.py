@@ -73,14 +73,14 @@ class WeightedSource:
     rows_per_epoch: int = -1  # -1: each row once
     # with row weights: rows of an epoch up to and including each row
     cumulative: np.ndarray | None = field(default=None, repr=False)
+    num_rows: int = field(init=False)  # distinct rows
 
-    @property
-    def num_rows(self) -> int:
-        """Number of distinct rows."""
+    def __post_init__(self) -> None:
         if self.split is None:
-            return len(self.store) - len(self.excluded)
-        used = self.split.held_out if self.is_held_out else self.split.size - self.split.held_out
-        return used - len(self.excluded)
+            used = len(self.store)
+        else:
+            used = self.split.held_out if self.is_held_out else self.split.size - self.split.held_out
+        object.__setattr__(self, "num_rows", used - len(self.excluded))
 
     def __len__(self) -> int:
         return self.num_rows if self.rows_per_epoch < 0 else self.rows_per_epoch

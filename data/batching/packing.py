@@ -32,6 +32,7 @@ from common.filesystem import (
 from data.batching.mixture import MixedRows
 from data.batching.sampler import ORDER_VERSION, random_bits, shuffled_index
 from data.store.cache import ProgressCallback, no_progress, open_or_build
+from data.store.reader import OpenFile
 from data.types import EncodedRow
 
 PLAN_VERSION = f"2.{ORDER_VERSION}"  # of the algorithm: another plan is another training
@@ -248,15 +249,19 @@ class PackedSequences:
     def _open_plan(self, path: Path) -> EpochPlan | None:
         """Open a stored plan; None if there is no complete one."""
         try:
-            file = _PlanFile(path)
+            file = OpenFile(path)
         except FileNotFoundError:
             return None
-        size = 8 * (len(self.rows) + len(self) + 1)
+        num_rows = len(self.rows)
+        size = 8 * (num_rows + len(self) + 1)
         if os.fstat(file.fd).st_size != size + PLAN_TAIL:
             return None
         if int.from_bytes(os.pread(file.fd, PLAN_TAIL, size), "little") != crc32_of(file.fd, size):
             return None
-        return EpochPlan(file.read, len(self.rows))
+        return EpochPlan(
+            lambda start, stop: np.frombuffer(os.pread(file.fd, 8 * (stop - start), 8 * start), np.int64),
+            num_rows,
+        )
 
     def _read_sizes(self) -> list[int] | None:
         """Return the number of sequences of each slice; None if the file is missing or damaged."""
@@ -273,20 +278,6 @@ class PackedSequences:
             sizes.append(count_sequences(part, self.capacity))
             tokens += int(part.lengths.sum())
         write_atomic_file(self.path, dump_sealed_json({"sequences": sizes, "tokens": tokens}))
-
-
-class _PlanFile:
-    """Open plan, closed with its last reference."""
-
-    def __init__(self, path: Path) -> None:
-        self.fd = os.open(path, os.O_RDONLY)
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        return np.frombuffer(os.pread(self.fd, 8 * (stop - start), 8 * start), np.int64)
-
-    def __del__(self) -> None:
-        if hasattr(self, "fd"):
-            os.close(self.fd)
 
 
 def _write_plan(path: Path, parts: Iterator[np.ndarray]) -> None:

@@ -167,12 +167,12 @@ def schema_of_source(source: Source, data_format: str) -> str:
 
     Raises UserError if there is none.
     """
-    error = UserError("the file has no rows", source.name, "write rows into it, or leave it out")
+    error: BadRowError | None = None
     for position, raw in itertools.islice(source.items(), DETECTION_ROWS):
         try:
             return detect_schema(source.parse(position, raw), data_format, source.where(position)).name
         except BadRowError as bad:
-            error = error if isinstance(error, BadRowError) else bad
+            error = error or bad
     columns = first_columns(source)
     missing = [
         column
@@ -186,7 +186,7 @@ def schema_of_source(source: Source, data_format: str) -> str:
             source.name,
             fix,
         )
-    raise error
+    raise error or UserError("the file has no rows", source.name, "write rows into it, or leave it out")
 
 
 def first_columns(source: Source) -> dict[str, None]:

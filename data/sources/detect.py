@@ -49,8 +49,11 @@ def detect_format(path: Path, encoding: str | None, text_unit: str) -> tuple[str
         if known in ("parquet", "arrow") or (known is None and head.startswith(b"PAR1")):
             return known or "parquet", UTF8
         encoding = encoding_of(head, known in (None, "json"), encoding)
-        with open_stream(path) as (_, file):
-            content = _first_content(utf8_stream(file, encoding), b"\r\n" if known in ("csv", "tsv") else b" \t\r\n")
+        blanks = b"\r\n" if known in ("csv", "tsv") else b" \t\r\n"
+        content = head.removeprefix(BOM).lstrip(blanks) if encoding == UTF8 else b""
+        if not content:  # in another encoding, or blank so far
+            with open_stream(path) as (_, file):
+                content = _first_content(utf8_stream(file, encoding), blanks)
     except PermissionError as error:
         raise UserError("no permission to read the file", str(path), f"chmod u+r {path}") from error
     except OSError as error:
@@ -58,7 +61,7 @@ def detect_format(path: Path, encoding: str | None, text_unit: str) -> tuple[str
     except UnicodeError as error:  # of the whole file: invalid characters are those of a row
         fix = "name another encoding, of a file without a byte order mark e.g. data.encoding=utf-16-le"
         raise UserError(f"not text in {encoding}: {error}", f"{path}, data.encoding={encoding}", fix) from error
-    if not content:
+    if not content.strip():
         raise _empty_file(path)
     if known in ("csv", "tsv"):
         return detect_csv(content, known), encoding
@@ -74,7 +77,10 @@ def detect_format(path: Path, encoding: str | None, text_unit: str) -> tuple[str
             str(path),
             f"use one of the extensions {KNOWN_EXTENSIONS}",
         )
-    return "json array" if _is_array(content) else "jsonl", encoding
+    first_line, _, rest = content.partition(b"\n")
+    # a list on the first line with more lines after it is a (wrong) row of JSON Lines
+    is_array = content.startswith(b"[") and not (rest.strip() and isinstance(_value_of(first_line), list))
+    return "json array" if is_array else "jsonl", encoding
 
 
 def _empty_file(path: Path) -> UserError:
@@ -85,7 +91,7 @@ def _first_content(file: BinaryIO, blanks: bytes) -> bytes:
     """Return the first chunk that is not blank, without leading `blanks`; b"" if there is none."""
     while chunk := file.read(READ_BYTES):
         if content := chunk.removeprefix(BOM).lstrip(blanks):
-            return content if content.strip() else b""
+            return content
     return b""
 
 
@@ -115,15 +121,6 @@ def _begins_with_indented_object(content: bytes) -> bool:
 
 def _is_object(line: bytes) -> bool:
     return line.lstrip().startswith(b"{") and isinstance(_value_of(line), dict)
-
-
-def _is_array(content: bytes) -> bool:
-    """Whether the file is a JSON array.
-
-    A list on the first line with more lines after it is a (wrong) row of JSON Lines.
-    """
-    first_line, _, rest = content.partition(b"\n")
-    return content.startswith(b"[") and not (rest.strip() and isinstance(_value_of(first_line), list))
 
 
 def _value_of(line: bytes) -> Any:

@@ -31,6 +31,7 @@ class DataFiles:
     train: list[list[Source]] = field(default_factory=list)  # of each entry of data.path
     validation: list[Source] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what was chosen by name, for the log
+    schemas: dict[Source, str] = field(default_factory=dict)  # those that were detected already
 
 
 def resolve_data_files(paths: list[str], val_path: str | None, options: ReadOptions) -> DataFiles:
@@ -156,13 +157,10 @@ def _validation_files_of(files: Iterable[Path]) -> list[Path]:
         for file in folder.iterdir()
         if extension_of(file) in EXTENSIONS
     ]
-    found = {file for file in siblings if (file.parent, _stem(file)) in expected} | {_with_val(file) for file in files}
+    found = {file for file in siblings if (file.parent, _stem(file)) in expected} | {
+        file.with_name(f"{name}_val{file.name.removeprefix(name)}") for file in files for name in [_bare_name(file)]
+    }
     return sorted(file for file in found if file.is_file())
-
-
-def _with_val(file: Path) -> Path:
-    name = _bare_name(file)
-    return file.with_name(f"{name}_val{file.name.removeprefix(name)}")
 
 
 def _validation_names(stem: str) -> list[str]:

@@ -217,10 +217,10 @@ def _file_id(path: Path) -> FileId:
     return FileId(str(path), stat.st_dev, stat.st_ino, stat.st_size)
 
 
-class _File:
+class OpenFile:
     """Open file that is closed with its last reference: not while another thread still reads from it."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str | Path) -> None:
         self.fd = os.open(path, os.O_RDONLY)
 
     def __del__(self) -> None:
@@ -229,8 +229,8 @@ class _File:
 
 
 @lru_cache(OPEN_FILES)
-def _opened(file: FileId) -> _File:
-    return _File(file.path)
+def _opened(file: FileId) -> OpenFile:
+    return OpenFile(file.path)
 
 
 def _slices(start: int, stop: int) -> Iterator[tuple[int, int]]:

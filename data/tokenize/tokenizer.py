@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,19 @@ SENTENCEPIECE_SPACE = "\u2581"
 GPT2_TOKEN = "<|endoftext|>"
 COPY_AGAIN_HINT = "copy the tokenizer folder again"
 TRAIN_TOKENIZER_HINT = "train one: python runner/tokenizer.py path=[text.jsonl] to=my_tokenizer"
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The contents of a tokenizer folder; a copy of it in another folder is equal."""
+
+    folder: Path = field(compare=False)
+    tokenizer: str
+    config: str
+    # None: there is no such file
+    template: str | None
+    special_tokens_map: str | None
+    generation_config: str | None
 
 
 @dataclass(frozen=True)
@@ -60,12 +73,14 @@ class Tokenizer:
         """Raises UserError if a file is missing or cannot be used."""
         folder = Path(folder)
         optional = (folder / name for name in (TEMPLATE_FILE, SPECIAL_TOKENS_MAP, GENERATION_CONFIG))
-        return _build_tokenizer(
+        files = _Files(
             folder,
             _read_text(folder / "tokenizer.json"),
             _read_text(folder / TOKENIZER_CONFIG),
             *(_read_text(file) if os.path.lexists(file) else None for file in optional),
         )
+        tokenizer = _build_tokenizer(files)
+        return tokenizer if tokenizer.folder == folder else replace(tokenizer, folder=folder)
 
     @property
     def bos_ids(self) -> list[int]:
@@ -165,21 +180,13 @@ class Tokenizer:
 
 
 @lru_cache(maxsize=2)  # the checks, the data pipeline and the training of a run load the same one
-def _build_tokenizer(
-    folder: Path,
-    tokenizer_json: str,
-    config_json: str,
-    template_file: str | None,
-    special_tokens_map: str | None,
-    generation_config: str | None,
-) -> Tokenizer:
-    """The arguments are the contents of the files. chat_template.jinja takes precedence over the field chat_template,
-    as in transformers.
-    """
-    stored = _parse_json(tokenizer_json, folder / "tokenizer.json")
-    config = _parse_json(config_json, folder / TOKENIZER_CONFIG)
-    others = _parse_json(special_tokens_map or "{}", folder / SPECIAL_TOKENS_MAP)
-    listed = _parse_json(generation_config or "{}", folder / GENERATION_CONFIG).get("eos_token_id")
+def _build_tokenizer(files: _Files) -> Tokenizer:
+    """chat_template.jinja takes precedence over the field chat_template, as in transformers."""
+    folder = files.folder
+    stored = _parse_json(files.tokenizer, folder / "tokenizer.json")
+    config = _parse_json(files.config, folder / TOKENIZER_CONFIG)
+    others = _parse_json(files.special_tokens_map or "{}", folder / SPECIAL_TOKENS_MAP)
+    listed = _parse_json(files.generation_config or "{}", folder / GENERATION_CONFIG).get("eos_token_id")
     with _reporting_form(folder):
         if stored["model"]["type"] != "BPE":
             message = f"the model of the tokenizer must be byte-level BPE, got {stored['model']['type']}"
@@ -197,7 +204,7 @@ def _build_tokenizer(
         bos_id = _token_id(full, named, "bos_token", folder) if "bos_token" in named else None
         pad_id = _token_id(full, named, "pad_token", folder) if "pad_token" in named else eos_id
         ends = listed if isinstance(listed, list) else [listed]
-        template = config.get("chat_template") if template_file is None else template_file
+        template = config.get("chat_template") if files.template is None else files.template
         return Tokenizer(
             folder=folder,
             vocab_size=max(full.get_vocab_size(), 1 + max(full.get_vocab(with_added_tokens=True).values())),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, Self
 
 from common.errors import UserError
-from common.settings import CHANGES_ROUNDING, IGNORED, check_at_least, check_choice
+from common.settings import CHANGES_ROUNDING, IGNORED, check_at_least, check_choice, check_settings
 from models.config import ModelConfig, ModelSize, UnsupportedVariantError, check_dropout, register_model
 from models.families.hf_config import FAMILIES, architecture_of, read_hf_config, write_hf_config
 from models.families.hf_rope import SCALING_FIELDS
@@ -81,8 +81,7 @@ class DecoderConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in SIZES:
-            check_at_least(f"model.{key}", getattr(self, key), 1, 64)
+        check_settings("model", self, SIZES, check_at_least, 1, 64)
         if self.num_attention_heads % self.num_key_value_heads:
             raise UserError(
                 f"model.num_key_value_heads must divide model.num_attention_heads={self.num_attention_heads}, got {self.num_key_value_heads}",

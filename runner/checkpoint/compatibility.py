@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from common.paths import REPO_ROOT
-from common.registry import imported_plugins, plugin_files
+from common.registry import plugin_files
 from common.settings import OnResume, resume_rules, setting_values
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def code_fingerprint(root: Path = REPO_ROOT) -> str:
         for path in (root / folder).rglob("*")
         if path.suffix in CODE_SUFFIXES
     }
-    files |= {f"plugin/{path}": file for name in imported_plugins() for path, file in plugin_files(name).items()}
+    files |= {f"plugin/{path}": file for path, file in plugin_files().items()}
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):
         digest.update(f"{name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())

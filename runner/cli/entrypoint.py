@@ -44,7 +44,7 @@ def train_command(task: Task, argv: list[str] | None = None) -> None:
     if torchrun.is_multi_process():
         from runner.launch.subprocesses import run_then_hard_exit
 
-        run_then_hard_exit(lambda: _worker_main(argv) if torchrun.is_worker() else _main(task, argv))
+        run_then_hard_exit(lambda: _main(task, argv) if torchrun.is_rank_zero() else _worker_main(argv))
     _main(task, argv)
 
 
@@ -65,14 +65,15 @@ def _dispatch(argv: list[str], task: Task) -> None:
     What a branch alone needs is imported in it: `--help` imports neither sweeps nor the engine.
     """
     typed, flags = _parse(argv)
-    if has_flag(flags, "--shell-completion", "--hydra-help"):
+    names = {flag.partition("=")[0] for flag in flags}
+    if names & {"--shell-completion", "--hydra-help"}:
         if "COMP_LINE" in os.environ:  # Hydra's parser refuses some paths, and resume= changes no completion
             os.environ["COMP_LINE"] = RESUME_IN_COMP_LINE.sub("", os.environ["COMP_LINE"])
         return _run_hydra(task)(typed, flags)
     typed = overrides.add_config_dir(typed, flag_value(flags, "--config-dir"))
     config_dirs = overrides.config_dirs(typed)
-    if has_flag(flags, "--help"):
-        import_plugins(overrides.plugins_of([overrides.absolutize_path(override) for override in typed]))
+    if "--help" in names:
+        import_plugins(overrides.plugins_of(overrides.absolutize_paths(typed)))
         from runner.cli import help
 
         return print(help.train_help(config_dirs))
@@ -81,7 +82,7 @@ def _dispatch(argv: list[str], task: Task) -> None:
     run_hydra = _run_hydra(task)
     resolve.check_not_rerun(flags, config_dirs[1:])
     flags = [flag for flag in flags if flag.partition("=")[0] not in (*RERUN_FLAGS, "--config-dir")]
-    is_show, is_multirun = has_flag(flags, "--cfg", "--info"), has_flag(flags, "--multirun")
+    is_show, is_multirun = bool(names & {"--cfg", "--info"}), "--multirun" in names
     if is_multirun and is_show:
         raise UserError(
             "a sweep is many runs, --cfg and --info print one",
@@ -93,9 +94,9 @@ def _dispatch(argv: list[str], task: Task) -> None:
         for override in typed
         if override.startswith(overrides.RESUME_KEY)
     ]
-    typed = [overrides.absolutize_path(override) for override in typed if not override.startswith(overrides.RESUME_KEY)]
+    typed = overrides.absolutize_paths(override for override in typed if not override.startswith(overrides.RESUME_KEY))
     import_plugins(overrides.plugins_of(typed))
-    typed = [overrides.normalize_int(override) for override in typed]
+    typed = overrides.normalize_ints(typed)
     if folder := torchrun.previous_run_dir():
         return _resume(folder, [], [flag for flag in flags if flag != "--multirun"], run_hydra)
     if resume_from and resume_from[-1] != "null":
@@ -105,7 +106,7 @@ def _dispatch(argv: list[str], task: Task) -> None:
         return run_hydra(typed, flags)
     if not is_multirun:
         overrides.check_single_run(typed)
-    typed = [resolve.resolve_model_override(override) for override in typed]
+    typed = resolve.resolve_model_overrides(typed)
     if is_multirun:
         from runner.sweep.command import start_sweep
 

@@ -20,21 +20,22 @@ from omegaconf import DictConfig, read_write
 
 from common.errors import print_note, stripping_stdout
 from common.paths import CONF_DIR
+from data.sources.splits import DataFiles
 from runner.cli.exit_code import exiting_with_code
-from runner.config import resolve
+from runner.config import resolve, snapshot
 from runner.config.compose import register_configs, to_config, without_hydra
 from runner.config.hydra_errors import translating_hydra_errors
-from runner.config.overrides import SEARCHPATH_KEY, config_dirs, has_flag, key_of
+from runner.config.overrides import SEARCHPATH_KEY, config_dirs, has_flag, overrides_of
 from runner.config.unread import check_typed_are_read
 from runner.engine.config import Config
 from runner.launch import run
 from runner.launch.initial_weights import adopt_model, warn_of_lr
-from runner.launch.resume import complete_hydra_dir
 from runner.run_dir import contents
 from runner.run_dir.metadata import RunMetadata
 from runner.sweep.validation import check_plugins
 
-_checked: dict[Path, tuple[DictConfig, Config]] = {}  # run directory -> what was composed and checked for it
+# run directory -> what was composed for it, and what the checks found
+_checked: dict[Path, tuple[DictConfig, Config, DataFiles | None]] = {}
 PRINT_FLAGS = ("--cfg", "--info", "--hydra-help", "--shell-completion")
 
 
@@ -80,7 +81,7 @@ def run_hydra(
 
 def _composed_overrides(typed: Any) -> list[str]:
     """Return the overrides that a config is composed from: without those of Hydra, but with its search path."""
-    return [*(override for override in typed.hydra if key_of(override) == SEARCHPATH_KEY), *typed.task]
+    return [*overrides_of(SEARCHPATH_KEY, typed.hydra), *typed.task]
 
 
 class RunDirCallback(Callback):
@@ -95,25 +96,27 @@ class RunDirCallback(Callback):
             model_source = adopt_model(config, [*config.hydra.overrides.hydra, *typed])
             tree = without_hydra(config)
             job_config = to_config(tree)
-            run.check_start(job_config)
+            data_files = run.check_start(job_config)
             check_typed_are_read(typed, [job_config])
             if model_source:
                 print_note(f"model: the settings are those of the weights, {model_source}")
             warn_of_lr(job_config)
             folder = Path(config.hydra.run.dir).absolute()
-            if any(key_of(override) == "hydra.run.dir" for override in config.hydra.overrides.hydra):
+            if overrides_of("hydra.run.dir", config.hydra.overrides.hydra):
                 resolve.check_not_inside_run(folder)
             else:
                 folder = contents.create_unique(folder)
             RunMetadata.open(folder)
-            _checked[folder] = tree, job_config
+            _checked[folder] = tree, job_config, data_files
             with read_write(config.hydra):
                 config.hydra.run.dir = str(folder)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        typed = _composed_overrides(config.hydra.overrides)
         # without swept values
-        typed = [each for each in typed if key_of(each) == SEARCHPATH_KEY or not re.search("[,(]", each)]
+        typed = [
+            *overrides_of(SEARCHPATH_KEY, config.hydra.overrides.hydra),
+            *(override for override in config.hydra.overrides.task if not re.search("[,(]", override)),
+        ]
         with exiting_with_code(), translating_hydra_errors(typed):
             check_plugins(config, typed)
 
@@ -131,9 +134,10 @@ def train_in_run_dir(cfg: DictConfig) -> float:
     from runner.launch.run import run
 
     hydra_config = HydraConfig.get()
-    with RunMetadata.opened(Path(hydra_config.runtime.output_dir)) as metadata:
-        complete_hydra_dir(metadata.folder, cfg, _composed_overrides(hydra_config.overrides))
+    with RunMetadata.opened[Path(hydra_config.runtime.output_dir)] as metadata:
+        snapshot.complete_hydra_dir(metadata.folder, cfg, _composed_overrides(hydra_config.overrides))
         metadata.record_created()
-        tree, config = _checked.pop(metadata.folder, (None, None))
-        # another callback may have changed the settings
-        return run(config if config is not None and cfg == tree else to_config(cfg), metadata)
+        tree, config, data_files = _checked.pop(metadata.folder, (None, None, None))
+        if config is None or cfg != tree:  # another callback may have changed the settings
+            config, data_files = to_config(cfg), None
+        return run(config, metadata, data_files)

@@ -29,7 +29,7 @@ from runner.config.compose import check_no_missing, compose_command
 from runner.config.hydra_errors import value_error
 from runner.config.literals import COLUMNS_KEY, hydra_quote, literal_path, quote_columns
 from runner.config.overrides import flag_value, has_flag, parse_argv
-from runner.config.resolve import resolve_model_override
+from runner.config.resolve import resolve_model_overrides
 from runner.config.schema import config_groups, config_schema, iter_fields
 from runner.engine.device.cpu.spinning import adapt_spinning, set_wait_policy
 from runner.launch.initial_weights import compose_with_model, resolve_start
@@ -105,10 +105,7 @@ def _split(typed: list[str], kinds: dict[str, str], config_dir: str | None) -> t
     """Return the overrides of the command, and the others with absolute paths; the plugins among these are imported."""
     own = quote_free_text([override for override in typed if overrides.key_of(override) in kinds], kinds)
     others = [override for override in typed if overrides.key_of(override) not in kinds]
-    others = [
-        resolve_model_override(overrides.absolutize_path(override))
-        for override in overrides.add_config_dir(others, config_dir)
-    ]
+    others = resolve_model_overrides(overrides.absolutize_paths(overrides.add_config_dir(others, config_dir)))
     import_plugins(overrides.plugins_of(others))
     return own, others
 

@@ -28,30 +28,21 @@ def register_configs(dirs: Sequence[Path] = (CONF_DIR,)) -> None:
     """
     store = ConfigStore.instance()
     if "schema.yaml" not in store.repo:  # Hydra 1.4 warns about a second registration
-        store.store(name="schema", node=_untyped_sections())
+        hints = get_type_hints(Config)
+        # `to_config` types the sections where a registry chooses the class
+        fields: list[Any] = [(key, Any if key in REGISTERED_SECTIONS else kind) for key, kind in hints.items()]
+        store.store(name="schema", node=dataclasses.make_dataclass("ConfigSchema", fields))
         store.store(
             group="hydra/callbacks",
             name="run_dir",
             node={"run_dir": {"_target_": "runner.cli.hydra_app.RunDirCallback"}},
         )
-    for section, (_, registry) in REGISTERED_SECTIONS.items():
-        for name in registry.names():
-            if not any((folder / section / f"{name}.yaml").is_file() for folder in dirs) and (
-                values := schema.default_values(section, name)
-            ):
+    for section, registered in schema.registered_options().items():
+        for name, values in registered.items():
+            if not any((folder / section / f"{name}.yaml").is_file() for folder in dirs):
                 store.store(group=section, name=name, node=values)
     register_resolver("repo", lambda: str(REPO_ROOT))
     register_resolver("workspace", lambda: str(workspace_dir()))
-
-
-def _untyped_sections() -> type:
-    """Return Config with sections of any type where a registry chooses the class: `to_config` types them."""
-    hints = get_type_hints(Config)
-    fields: list[Any] = [
-        (field.name, Any if field.name in REGISTERED_SECTIONS else hints[field.name])
-        for field in dataclasses.fields(Config)
-    ]
-    return dataclasses.make_dataclass("ConfigSchema", fields)
 
 
 def register_resolver(name: str, resolver: Callable[..., str]) -> None:
@@ -72,7 +63,7 @@ def compose_tree(typed: list[str], conf: Path = CONF_DIR) -> DictConfig:
 
     Raises UserError.
     """
-    typed = [overrides.normalize_int(override) for override in typed]
+    typed = overrides.normalize_ints(typed)
     overrides.check_overrides(typed, conf)
     register_configs(overrides.config_dirs(typed, conf))
     with composing_from(conf), translating_hydra_errors(typed):

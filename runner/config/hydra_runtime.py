@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from common.paths import CONF_DIR
 from runner.config.compose import compose_tree
-from runner.config.overrides import SEARCHPATH_KEY, is_hydra_override, key_of
+from runner.config.overrides import SEARCHPATH_KEY, is_hydra_override, key_of, overrides_of
 
 RUNTIME_PREFIXES = ("hydra.job.", "hydra.callbacks.", "hydra.job_logging", "hydra/job_logging", "hydra.verbose")
 HYDRA_CONFIG_ENV = "RUNNER_HYDRA_CONFIG"  # JSON of the section `hydra`, for a child process
@@ -73,7 +73,7 @@ def run_resumed(
     settings typed now.
     """
     inherited = _section_of_parent()
-    searchpath = [override for override in overrides if key_of(override) == SEARCHPATH_KEY]
+    searchpath = overrides_of(SEARCHPATH_KEY, overrides)
     section = inherited or compose_tree([*searchpath, *runtime]).hydra
     config = OmegaConf.create({**{str(key): tree._get_node(key) for key in tree}, "hydra": section})
     with read_write(config.hydra), open_dict(config.hydra):

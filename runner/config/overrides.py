@@ -131,6 +131,15 @@ def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
+def keys_of(typed: Iterable[str]) -> list[str]:
+    return [key_of(override) for override in typed]
+
+
+def overrides_of(key: str, typed: Iterable[str]) -> list[str]:
+    """Return the overrides of one setting."""
+    return [override for override in typed if key_of(override) == key]
+
+
 def to_overrides(values: Mapping[str, object]) -> list[str]:
     return [f"{key}={value}" for key, value in values.items()]
 
@@ -164,18 +173,21 @@ def check_stored(stored: Iterable[str], path: Path, is_allowed: Callable[[str], 
         raise UserError(f"{path.name} holds an override that it may not hold", f"{path}: {refused}", fix)
 
 
-def normalize_int(override: str) -> str:
+def normalize_ints(typed: Iterable[str]) -> list[str]:
     """Return `train.max_steps=1e3` as `train.max_steps=1000`: Hydra parses 1e3 as a float and refuses it for an
     integer.
     """
-    key, equals, value = override.partition("=")
-    if config_schema().get(key) is not int:
-        return override
-    values = [
-        str(int(float(part))) if INTEGER_WITH_EXPONENT.fullmatch(part) and float(part).is_integer() else part
-        for part in value.split(",")
-    ]
-    return key + equals + ",".join(values)
+    schema, normalized = config_schema(), []
+    for override in typed:
+        key, equals, value = override.partition("=")
+        if schema.get(key) is int:
+            values = [
+                str(int(float(part))) if INTEGER_WITH_EXPONENT.fullmatch(part) and float(part).is_integer() else part
+                for part in value.split(",")
+            ]
+            override = key + equals + ",".join(values)
+        normalized.append(override)
+    return normalized
 
 
 def canonical_value(key: str, value: str) -> object:
@@ -189,7 +201,7 @@ def canonical_value(key: str, value: str) -> object:
 
 def check_overrides(typed: list[str], conf: Path = CONF_DIR) -> None:
     """Raise UserError for an override that no setting reads. Hydra accepts `+train.typo=1` silently."""
-    groups = config_groups(*config_dirs(typed, conf))
+    groups, settings = config_groups(*config_dirs(typed, conf)), config_schema()
     for override in typed:
         if "=" not in override:
             if override.startswith("~"):
@@ -213,7 +225,7 @@ def check_overrides(typed: list[str], conf: Path = CONF_DIR) -> None:
         check_not_renamed(key, value)
         if is_hydra_override(override):
             continue
-        if key not in groups and key not in config_schema():
+        if key not in groups and key not in settings:
             raise UserError(
                 f"unknown setting {key}" if key else "an override begins with the name of a setting",
                 key or override,
@@ -282,9 +294,9 @@ def add_config_dir(typed: list[str], folder: str | None) -> list[str]:
     """Return the overrides with the folder of `--config-dir` in hydra.searchpath, whose folders become absolute
     `file://` URLs.
     """
-    if folder is None and not any(key_of(override) == SEARCHPATH_KEY for override in typed):
+    if folder is None and not overrides_of(SEARCHPATH_KEY, typed):
         return typed
-    urls = [_config_dir_url(url) for url in [*([folder] if folder else []), *_searchpath(typed)]]
+    urls = [_config_dir_url(url) for url in [*([folder] if folder else []), *_values_of(SEARCHPATH_KEY, typed)]]
     return [
         *(override for override in typed if key_of(override) != SEARCHPATH_KEY),
         f"{SEARCHPATH_KEY}=[{','.join(map(hydra_quote, urls))}]",
@@ -294,7 +306,7 @@ def add_config_dir(typed: list[str], folder: str | None) -> list[str]:
 def config_dirs(typed: list[str], conf: Path = CONF_DIR) -> list[Path]:
     """Return the folders that hold config groups, in Hydra's order: `conf` and those of hydra.searchpath."""
     dirs = [conf]
-    for url in _searchpath(typed):
+    for url in _values_of(SEARCHPATH_KEY, typed):
         scheme, _, location = url.rpartition("://")
         if scheme == "pkg":
             package, *parts = location.split("/")
@@ -305,13 +317,9 @@ def config_dirs(typed: list[str], conf: Path = CONF_DIR) -> list[Path]:
     return [folder for folder in dirs if folder.is_dir()]
 
 
-def _searchpath(typed: list[str]) -> list[str]:
-    return _values_of(SEARCHPATH_KEY, typed)
-
-
 def _values_of(key: str, typed: list[str]) -> list[str]:
     """Return the values of the last override of a setting that is a list of strings."""
-    given = [override for override in typed if key_of(override) == key]
+    given = overrides_of(key, typed)
     value = parse_value(given[-1]) if given else []
     if not isinstance(value, list) and key == PLUGINS_KEY:
         raise UserError("plugins must be a list", given[-1], f"plugins=[{value}]")
@@ -363,3 +371,7 @@ def absolutize_path(override: str) -> str:
     if key in TEXT_KEYS or key == TAGS_KEY:
         return literal_text(override, is_list=key == TAGS_KEY)
     return literal_path(override) if key in PATH_KEYS and equals else override
+
+
+def absolutize_paths(typed: Iterable[str]) -> list[str]:
+    return [absolutize_path(override) for override in typed]

@@ -11,7 +11,7 @@ from models.formats.hub import fetch_model
 from runner.checkpoint.atomic_dir import step_names, verify_dir
 from runner.config import snapshot
 from runner.config.literals import quote_path
-from runner.config.overrides import RERUN_FLAGS, flag_value, has_flag
+from runner.config.overrides import RERUN_FLAGS
 from runner.run_dir import saved_config
 from runner.run_dir.best_job import find_best_job, model_score
 from runner.run_dir.contents import (
@@ -85,18 +85,21 @@ def resolve_model_run(name: str, setting: str = "run") -> Path:
     return folder
 
 
-def resolve_model_override(override: str) -> str:
-    """Return the override with paths for names of models: of `init_from=SWEEP` that of its best job, of
+def resolve_model_overrides(typed: list[str]) -> list[str]:
+    """Return the overrides with paths for names of models: of `init_from=SWEEP` that of its best job, of
     `init_from=last` that of the run whose model was completed last, of a model of the hub its folder in the cache.
 
     One value or several. The folder of a model of the hub is that of one commit: what a run or sweep stores means the
     same for ever. Raises UserError.
     """
-    key, _, value = override.partition("=")
-    if key not in MODEL_KEYS or not value:
-        return override
-    values = [value] if is_sweep_dir(_unquoted(value)) else value.split(",")
-    return f"{key}={','.join(_resolve_model(each, key) for each in values)}"
+    resolved = []
+    for override in typed:
+        key, _, value = override.partition("=")
+        if key in MODEL_KEYS and value:
+            values = [value] if is_sweep_dir(_unquoted(value)) else value.split(",")
+            override = f"{key}={','.join(_resolve_model(each, key) for each in values)}"
+        resolved.append(override)
+    return resolved
 
 
 def _resolve_model(value: str, key: str) -> str:
@@ -105,7 +108,8 @@ def _resolve_model(value: str, key: str) -> str:
         return quote_path(str(resolve_model_run(value, key)))
     if is_sweep_dir(path):
         return quote_path(str(find_best_job(path)))
-    found = fetch_model(str(path), f"{key}={path}", watch_download)
+    # without a slash it is no model of the hub, e.g. scratch
+    found = fetch_model(str(path), f"{key}={path}", watch_download) if "/" in value else None
     return quote_path(str(found)) if found else value
 
 
@@ -182,11 +186,8 @@ def check_not_rerun(flags: list[str], config_dirs: list[Path]) -> None:
     """Raise UserError for Hydra's own ways to run a directory again: they lose the schema, the directory, or the state
     of the run.
     """
-    given = {
-        f"{name} {flag_value(flags, name)}": str(flag_value(flags, name))
-        for name in RERUN_FLAGS
-        if has_flag(flags, name)
-    }
+    parts = [flag.partition("=") for flag in flags]
+    given = {f"{name} {value}": value for name, _, value in parts if name in RERUN_FLAGS}
     for setting, value in {**given, **{f"--config-dir {folder}": str(folder) for folder in config_dirs}}.items():
         if run := enclosing_run(Path(value).expanduser().absolute()):
             raise UserError("a run is not started from the inside of another", setting, _resume_hint(run))

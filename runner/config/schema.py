@@ -6,28 +6,23 @@ import dataclasses
 import types
 import typing
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, did_you_mean
 from common.paths import CONF_DIR
-from common.registry import imported_plugins
+from common.registry import cached_with_plugins
 from runner.engine.config import REGISTERED_SECTIONS, Config
 
 OWN_PACKAGES = ("runner", "models")  # of the classes that have YAML files in conf/
 
 
+@cached_with_plugins
 def config_schema() -> dict[str, Any]:
     """Return the type of every setting by its dotted key; a section is there too, with its dataclass.
 
     Of a section with a registry (e.g. `optimizer`) it has the settings of all registered classes.
     """
-    return _config_schema(tuple(imported_plugins()))
-
-
-@cache
-def _config_schema(plugins: tuple[str, ...]) -> dict[str, Any]:
     registered = [
         (section, cls) for section, (_, registry) in REGISTERED_SECTIONS.items() for cls in registry.entries().values()
     ]
@@ -63,13 +58,19 @@ def unread_setting(key: str, chosen: str) -> UserError:
     return UserError(f"{key} is not read by {registry.setting}={chosen}", key, fix)
 
 
-def default_values(section: str, name: str) -> dict[str, Any] | None:
-    """Return the values of the class registered as `name`, as a YAML file of the group would have them; None if a
-    setting has no default.
+@cached_with_plugins
+def registered_options() -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the values of each registered class with a default for each of its settings, as a YAML file of its group
+    would have them: {"optimizer": {"muon": {"name": "muon", "lr": 0.02, ...}}}.
     """
-    key, registry = REGISTERED_SECTIONS[section]
-    values = _field_defaults(registry.get(name), key)
-    return None if dataclasses.MISSING in values.values() else {"name": name, key: name, **values}
+    return {
+        section: {
+            name: {"name": name, key: name, **values}
+            for name, cls in registry.entries().items()
+            if dataclasses.MISSING not in (values := _field_defaults(cls, key)).values()
+        }
+        for section, (key, registry) in REGISTERED_SECTIONS.items()
+    }
 
 
 def unknown_option(group: str, name: str, position: str, options: list[str]) -> UserError:
@@ -109,15 +110,11 @@ def strip_optional(kind: Any) -> Any:
     return kind
 
 
+@cached_with_plugins
 def config_groups(*dirs: Path) -> dict[str, list[str]]:
     """Return the options of each config group, {"precision": ["bf16", "fp16"], ...}: the YAML files in the subfolders
     of `dirs` (default: conf/), and the registered classes with a default for each of their settings.
     """
-    return _config_groups(tuple(imported_plugins()), *dirs)
-
-
-@cache
-def _config_groups(plugins: tuple[str, ...], *dirs: Path) -> dict[str, list[str]]:
     groups: dict[str, set[str]] = {}
     for folder in sorted(
         folder
@@ -126,6 +123,6 @@ def _config_groups(plugins: tuple[str, ...], *dirs: Path) -> dict[str, list[str]
         if folder.is_dir() and folder.name != "hydra"
     ):
         groups.setdefault(folder.name, set()).update(file.stem for file in folder.glob("*.yaml"))
-    for section, (_, registry) in REGISTERED_SECTIONS.items():
-        groups.setdefault(section, set()).update(name for name in registry.names() if default_values(section, name))
+    for section, registered in registered_options().items():
+        groups.setdefault(section, set()).update(registered)
     return {group: sorted(options) for group, options in sorted(groups.items()) if options}

@@ -17,16 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError
-from common.filesystem import make_dirs, read_bounded, remove_tree, write_atomic_file
+from common.filesystem import read_bounded, remove_tree, write_atomic_file, write_atomic_files
 from common.paths import CONF_DIR
-from common.registry import imported_plugins, plugin_files
+from common.registry import plugin_files
 from runner.config.compose import source_files
 from runner.config.overrides import check_stored, is_hydra_override, is_override_list
+from runner.run_dir.lock import unusable_error
 from runner.run_dir.saved_config import (
+    CONFIG_FILE,
     MAX_YAML_BYTES,
     OVERRIDES_FILE,
+    freeze_values,
     load_yaml,
     read_saved,
     reject_interpolations,
@@ -56,6 +60,24 @@ def load_overrides(folder: Path) -> list[str]:
     return [override for override in typed if not is_hydra_override(override)]
 
 
+def complete_hydra_dir(folder: Path, tree: DictConfig, typed: list[str]) -> None:
+    """Complete `.hydra/` of a new run: values in place of interpolations, which may differ tomorrow, and copies of the
+    YAML files and plugins.
+    """
+    written = OmegaConf.to_container(tree)
+    config = freeze_values(OmegaConf.to_container(tree, resolve=True), written)
+    try:
+        if config != written:
+            write_yaml(folder / CONFIG_FILE, config)
+        save_snapshot(folder, typed)
+    except OSError as error:
+        raise unusable_error(folder, error) from error
+
+
+def write_yaml(path: Path, content: Any) -> None:
+    write_atomic_file(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True).encode())
+
+
 def save_snapshot(folder: Path, typed: list[str], conf: Path = CONF_DIR) -> None:
     """Copy the YAML files that a new run is composed from, and its plugins, in place of the copies of a launch that was
     refused.
@@ -69,15 +91,9 @@ def save_snapshot(folder: Path, typed: list[str], conf: Path = CONF_DIR) -> None
 def extend_snapshot(folder: Path, typed: list[str], conf: Path) -> list[Path]:
     """Copy the files of `typed` that the run has no copy of yet; return the new copies."""
     sources = {folder / SNAPSHOT_DIR / name: file for name, file in source_files(typed, conf).items()}
-    sources |= {
-        folder / PLUGINS_DIR / name: file
-        for plugin in imported_plugins()
-        for name, file in plugin_files(plugin).items()
-    }
+    sources |= {folder / PLUGINS_DIR / name: file for name, file in plugin_files().items()}
     new = [copy for copy in sources if not copy.exists()]
-    for copy in new:
-        make_dirs(copy.parent)
-        write_atomic_file(copy, sources[copy].read_bytes())
+    write_atomic_files((copy, sources[copy].read_bytes()) for copy in new)
     return new
 
 
@@ -88,14 +104,13 @@ def changed_files(folder: Path, dirs: Iterable[Path] = (CONF_DIR,)) -> list[str]
         for name, (_, own) in _read_snapshot(folder).items()
         if (change := _describe_change(name, own, dirs))
     ]
-    for plugin in imported_plugins():
-        for name, file in plugin_files(plugin).items():
-            try:
-                is_equal = read_bounded(folder / PLUGINS_DIR / name, MAX_YAML_BYTES) == file.read_bytes()
-            except OSError:
-                is_equal = False
-            if not is_equal:
-                notes.append(f"plugin {name} differs from the copy in {PLUGINS_DIR}: the file {file} is used")
+    for name, file in plugin_files().items():
+        try:
+            is_equal = read_bounded(folder / PLUGINS_DIR / name, MAX_YAML_BYTES) == file.read_bytes()
+        except OSError:
+            is_equal = False
+        if not is_equal:
+            notes.append(f"plugin {name} differs from the copy in {PLUGINS_DIR}: the file {file} is used")
     return notes
 
 

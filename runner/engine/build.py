@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from common.errors import UserError
 from common.paths import display_path
 from data.batching.loader import StepLoader
 from data.batching.packing import PackedSequences
+from data.sources.splits import DataFiles
 from data.tokenize.origin import open_tokenizer
 from data.tokenize.tokenizer import Tokenizer
 from models.formats.load import load_into, load_weights, weights_under_adapter
@@ -78,11 +78,9 @@ def initial_weights_of(cfg: Config) -> Path | None:
 
 
 def prepare_model(
-    cfg: Config, device: torch.device, resumed_run: Path | None
-) -> tuple[LanguageModel, Objective, dict[str, Tensor]]:
-    """Return the model, the objective, and the tensors that no checkpoint holds, by name: of a base model, of a
-    reference. They are the same on every rank.
-    """
+    cfg: Config, device: torch.device, resumed_run: Path | None, **facts: Any
+) -> tuple[LanguageModel, Objective, dict[str, Any]]:
+    """Return the model, the objective, and the facts of the run: `facts`, and what `describe_run` adds."""
     seed_all(cfg.seed)
     model = build_model(cfg, load_initial_weights=resumed_run is None)
     if resumed_run is not None and model.probes_weights and not (cfg.stage.lora or cfg.stage.needs_reference):
@@ -95,10 +93,11 @@ def prepare_model(
     model.has_packed_rows = is_packed
     objective = prepare_stage(cfg.stage, model, cfg.init_from)
     saved = saved_tensors(model)
+    # what no checkpoint holds: a base model, a reference; the same on every rank
     frozen = {
         name: tensor for name, tensor in stored_tensors(model).items() if name not in saved
     } | objective.frozen_parameters
-    return model, objective, frozen
+    return model, objective, describe_run(cfg, device=device, frozen=frozen, **facts)
 
 
 def load_saved_weights(model: LanguageModel, run_dir: Path) -> None:
@@ -170,10 +169,12 @@ def build_run(
     attempt: int,
     update_metadata: Callable[..., None],
     stop_requested: Callable[[], bool] = lambda: False,
+    data_files: DataFiles | None = None,
 ) -> TrainState:
     """Build all parts of a run.
 
-    `cfg.init_from` is a path or "scratch", `update_metadata` writes fields of run.json.
+    `cfg.init_from` is a path or "scratch", `update_metadata` writes fields of run.json. `data_files`: None: they are
+    resolved here.
 
     Raises UserError if the settings, the data and the machine do not fit together, StopRequested if `stop_requested()`
     on some rank.
@@ -188,23 +189,21 @@ def build_run(
     check_machine(cfg, dist.device, precision)
     tokenizer = load_tokenizer(cfg, run_dir)
     stop = as_stop_requests(stop_requested)
-    pipeline = do_unless_stopped(dist, stop, partial(build_data_pipeline, cfg, tokenizer))
+    pipeline = do_unless_stopped(dist, stop, partial(build_data_pipeline, cfg, tokenizer, data_files))
     update_metadata(data=pipeline.files, evaluation=pipeline.evaluation)
     rows_per_step = resolve_rows_per_step(cfg, dist.size, saved["compatibility"] if saved else {})
     check_cuda_graphs(cfg.train.compile, dist.device, math.ceil(rows_per_step / (dist.size * cfg.train.batch_size)))
-    build = partial(prepare_model, cfg, dist.device, resumed_run=None if saved is None else run_dir)
-    model, objective, frozen = do_unless_stopped(dist, stop, build)
-    facts = partial(
-        describe_run,
+    build = partial(
+        prepare_model,
         cfg,
-        device=dist.device,
+        dist.device,
+        None if saved is None else run_dir,
         num_ranks=dist.size,
         rows_per_step=rows_per_step,
-        frozen=frozen,
         data=pipeline.fingerprint,
         tokenizer=tokenizer.fingerprint,
     )
-    compatibility = do_unless_stopped(dist, stop, facts)
+    model, objective, compatibility = do_unless_stopped(dist, stop, build)
     distribute(cfg, dist, precision, (model, *objective.extra_models))
     loader, val_loader = build_loaders(pipeline, cfg, tokenizer, rows_per_step, dist)
     check_warmup(cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch, cfg.schedule)

@@ -8,7 +8,15 @@ from typing import Any, Optional
 
 from common.errors import UserError, one_line
 from common.registry import Registry
-from common.settings import CHANGES_ROUNDING, CHANGES_TRAINING, IGNORED, check_at_least, check_choice
+from common.settings import (
+    CHANGES_ROUNDING,
+    CHANGES_TRAINING,
+    IGNORED,
+    check_at_least,
+    check_choice,
+    check_choices,
+    check_settings,
+)
 from data.config import DataConfig
 from data.schemas.registry import SCHEMAS, STAGE_OF_FORMAT
 from models.config import ACTIVATION_CHECKPOINTING_MODES, MODELS, ModelConfig
@@ -71,7 +79,7 @@ class TrainConfig:
     supervise: bool
 
     def __post_init__(self) -> None:
-        for key in (
+        at_least_1 = (
             "batch_size",
             "accumulation_steps",
             "epochs",
@@ -79,9 +87,8 @@ class TrainConfig:
             "sample_tokens",
             "max_nonfinite_steps",
             "max_failed_saves",
-        ):
-            check_at_least(f"train.{key}", getattr(self, key), 1, 1)
-        for key in (
+        )
+        at_least_0 = (
             "max_steps",
             "eval_every",
             "final_eval_rows",
@@ -89,11 +96,13 @@ class TrainConfig:
             "sample_every",
             "keep_every",
             "patience",
-        ):
-            check_at_least(f"train.{key}", getattr(self, key), 0, 0)
+        )
+        check_settings("train", self, at_least_1, check_at_least, 1, 1)
+        check_settings("train", self, at_least_0, check_at_least, 0, 0)
         check_at_least("train.keep_checkpoints", self.keep_checkpoints, 2, 3)  # a damaged one leaves one to resume from
-        check_choice("train.activation_checkpointing", self.activation_checkpointing, ACTIVATION_CHECKPOINTING_MODES)
-        check_choice("train.compile", self.compile, COMPILE_MODES)
+        check_choices(
+            "train", self, {"activation_checkpointing": ACTIVATION_CHECKPOINTING_MODES, "compile": COMPILE_MODES}
+        )
 
 
 @dataclass
@@ -175,8 +184,7 @@ class SuperviseConfig:
 
     def __post_init__(self) -> None:
         check_at_least("supervise.max_restarts", self.max_restarts, 1, 3)
-        for key in ("delay", "hang_timeout"):
-            check_at_least(f"supervise.{key}", getattr(self, key), 0, 5)
+        check_settings("supervise", self, ("delay", "hang_timeout"), check_at_least, 0, 5)
 
 
 # Swept, they change how many tokens a step holds.
@@ -204,8 +212,8 @@ class SweepConfig:
     zip: list[str]  # swept keys whose values are paired instead of combined
 
     def __post_init__(self) -> None:
-        check_choice("sweep.match_budget", self.match_budget, ("auto", "tokens", "steps", "epochs"))
-        check_choice("sweep.lr_scale", self.lr_scale, ("none", "linear", "sqrt"))
+        choices = {"match_budget": ("auto", "tokens", "steps", "epochs"), "lr_scale": ("none", "linear", "sqrt")}
+        check_choices("sweep", self, choices)
 
 
 @dataclass

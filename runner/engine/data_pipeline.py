@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from data.batching.mixture import MixedRows, WeightedSource
     from data.batching.packing import Sequences
     from data.sources.files import Source
+    from data.sources.splits import DataFiles
     from data.tokenize.block import RowStats
     from data.tokenize.tokenizer import Tokenizer
     from data.types import EncodingConfig
@@ -52,21 +53,22 @@ class DataPipeline:
     evaluation: dict[str, Any] | None = None
 
 
-def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
-    """Raises UserError if a row, a file or their combination cannot be trained on."""
+def build_data_pipeline(cfg: Config, tokenizer: Tokenizer, data_files: DataFiles | None = None) -> DataPipeline:
+    """`data_files`: those of cfg.data, None: they are resolved here.
+
+    Raises UserError if a row, a file or their combination cannot be trained on.
+    """
     from data.batching.mixture import MixedRows, mix_sources, separate_validation
     from data.schemas.registry import missing_columns
     from data.sources.splits import resolve_data_files
 
     encoding = encoding_config(cfg, tokenizer)
     tokenizer_notes, template_warnings = describe_tokenizer(tokenizer, cfg.stage.data_format)
-    data_files = resolve_data_files(cfg.data.paths, cfg.data.val_path, cfg.data.read_options)
-    groups = [
-        [tokenize_source(source, cfg.data, encoding, tokenizer, cfg.tracker.console) for source in group]
-        for group in data_files.train
-    ]
-    held_out = [
-        tokenize_source(source, cfg.data, encoding, tokenizer, cfg.tracker.console) for source in data_files.validation
+    data_files = data_files or resolve_data_files(cfg.data.paths, cfg.data.val_path, cfg.data.read_options)
+    schemas, console = data_files.schemas, cfg.tracker.console
+    *groups, held_out = [
+        [tokenize_source(source, cfg.data, encoding, tokenizer, console, schemas.get(source)) for source in group]
+        for group in (*data_files.train, data_files.validation)
     ]
     sources = [*itertools.chain.from_iterable(data_files.train), *data_files.validation]
     uses = [*((part, "training") for group in groups for part in group), *((part, "validation") for part in held_out)]
@@ -162,14 +164,17 @@ def encoding_config(cfg: Config, tokenizer: Tokenizer) -> EncodingConfig:
 
 
 def tokenize_source(
-    source: Source, data: DataConfig, encoding: EncodingConfig, tokenizer: Tokenizer, console: str
+    source: Source, data: DataConfig, encoding: EncodingConfig, tokenizer: Tokenizer, console: str, schema: str | None
 ) -> WeightedSource:
-    """Return the file as token ids, from the cache if it was tokenized before. `console`: tracker.console."""
+    """Return the file as token ids, from the cache if it was tokenized before. `console`: tracker.console; `schema`:
+    that of the file, None: it is detected unless data.schema names it.
+    """
     from data.batching.mixture import WeightedSource
     from data.schemas.registry import schema_of_source
     from data.store.cache import load_or_build
 
-    encoding = dataclasses.replace(encoding, schema=encoding.schema or schema_of_source(source, encoding.data_format))
+    schema = encoding.schema or schema or schema_of_source(source, encoding.data_format)
+    encoding = dataclasses.replace(encoding, schema=schema)
     with ProgressMeter(f"tokenizing {display_path(Path(source.name))}", console) as progress:
         try:
             store = load_or_build(

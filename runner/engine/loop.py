@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from common.errors import DivergedError, Interrupted, StopRequested, TrainingError, UserError, resume_command
-from common.filesystem import weaker_promises
+from common.filesystem import WEAKER_PROMISES
 from data.store.reader import DamagedStoreError
 from runner.checkpoint.compatibility import DATA_FINGERPRINT, TOKENIZER_FINGERPRINT, run_rules
 from runner.engine.build import run_summary
@@ -109,7 +109,7 @@ def start_or_resume(state: TrainState) -> None:
     state.logger.show_data(state.pipeline.files)
     for note in state.pipeline.notes:
         state.logger.info(note)
-    for warning in (*state.pipeline.warnings, *weaker_promises()):
+    for warning in (*state.pipeline.warnings, *WEAKER_PROMISES):
         state.logger.warning(warning)
     watch_numbers(state)
 

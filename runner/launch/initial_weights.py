@@ -28,7 +28,7 @@ from models.formats.hub import fetch_model
 from models.formats.json_files import read_adapter_settings, read_config_of_weights, why_transformers
 from runner.config.compose import compose_tree, files_that_choose, section_object, to_config, without_hydra
 from runner.config.hydra_errors import translating_hydra_errors
-from runner.config.overrides import key_of
+from runner.config.overrides import keys_of
 from runner.engine.config import Config
 from runner.launch.auto_choice import newest_completed_run
 from runner.run_dir import saved_config
@@ -73,8 +73,9 @@ def adopt_model(tree: MutableMapping[str, Any], typed: list[str], conf: Path = C
     A model that is chosen, by model=... or by an experiment, stays as it is, and None is returned: `check_model`
     compares it.
     """
-    keys = {key_of(override) for override in typed}
-    tree["init_from"] = _local_path(tree["init_from"], "init_from")
+    keys = set(keys_of(typed))
+    if tree["init_from"] not in ("auto", "scratch"):
+        tree["init_from"] = _local_path(tree["init_from"], "init_from")
     if tree["model"].get("path"):
         _adopt_path(tree, keys)
     init_from = tree["init_from"]

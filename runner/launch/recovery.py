@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.filesystem import json_bytes, make_dirs, read_bounded, write_atomic_file
+from common.filesystem import json_bytes, make_dirs, read_bounded, read_texts, write_atomic_file
 from common.guarded_files import (
     GENERATION_CONFIG,
     MAX_TOKENIZER_BYTES,
@@ -67,25 +67,17 @@ def record_run_dir(metadata: RunMetadata) -> Callable[[], dict[str, Any]]:
     """
     if not metadata.is_writer:
         return dict
-    files = {"files": _settings_texts(metadata.folder), "tokenizer": _tokenizer_checksums(metadata.folder)}
+    tokenizer = [file for name in COPIED_FILES if os.path.lexists(file := metadata.folder / RUN_TOKENIZER / name)]
+    checksums = {file.name: _sha256(read_bounded(file, MAX_TOKENIZER_BYTES)) for file in tokenizer}
+    copies = sorted(str(path.relative_to(metadata.folder)) for path in (metadata.folder / SNAPSHOT_DIR).rglob("*.yaml"))
+    names = [name for name in (CONFIG, OVERRIDES, *copies) if _is_settings_file(name)]
+    files = {"files": read_texts(metadata.folder, names, MAX_TEXT_BYTES), "tokenizer": checksums}
 
     def record() -> dict[str, Any]:
         fields = {name: value for name, value in metadata.fields.items() if name not in PASSING_FIELDS}
         return {"fields": fields | {"attempts": fields["attempts"][-MAX_STORED_ATTEMPTS:]}, **files}
 
     return record
-
-
-def _settings_texts(folder: Path) -> dict[str, str]:
-    """Return name -> text of the saved config, the overrides, and the copies of YAML files that can be read."""
-    copies = sorted(str(path.relative_to(folder)) for path in (folder / SNAPSHOT_DIR).rglob("*.yaml"))
-    texts: dict[str, str] = {}
-    for name in filter(_is_settings_file, (CONFIG, OVERRIDES, *copies)):
-        with suppress(OSError, ValueError):
-            text = read_bounded(folder / name, MAX_YAML_BYTES).decode("utf-8")
-            if sum(map(len, texts.values())) + len(text) <= MAX_TEXT_BYTES:
-                texts[name] = text
-    return texts
 
 
 def _is_settings_file(name: object) -> bool:
@@ -95,11 +87,6 @@ def _is_settings_file(name: object) -> bool:
     return name in (CONFIG, OVERRIDES) or (
         name.startswith(COPIES) and CONFIG_FILE_NAME.fullmatch(name.removeprefix(COPIES)) is not None
     )
-
-
-def _tokenizer_checksums(folder: Path) -> dict[str, str]:
-    copies = [copy for name in COPIED_FILES if os.path.lexists(copy := folder / RUN_TOKENIZER / name)]
-    return {copy.name: _sha256(read_bounded(copy, MAX_TOKENIZER_BYTES)) for copy in copies}
 
 
 def _sha256(content: bytes) -> str:

@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
@@ -31,7 +30,6 @@ from runner.engine.config import REGISTERED_SECTIONS, Config
 from runner.launch.recovery import recover_run
 from runner.launch.run import check_inputs, run
 from runner.run_dir import saved_config
-from runner.run_dir.lock import unusable_error
 from runner.run_dir.metadata import RunMetadata
 from runner.tracking.console.bar import open_console
 
@@ -215,24 +213,6 @@ def _copy_value(tree: DictConfig, key: str, fresh: DictConfig, folder: Path) -> 
     OmegaConf.update(tree, key, value, merge=False)
 
 
-def complete_hydra_dir(folder: Path, tree: DictConfig, typed: list[str]) -> None:
-    """Complete `.hydra/` of a new run: values in place of interpolations, which may differ tomorrow, and copies of the
-    YAML files and plugins.
-    """
-    written = OmegaConf.to_container(tree)
-    config = saved_config.freeze_values(OmegaConf.to_container(tree, resolve=True), written)
-    try:
-        if config != written:
-            write_yaml(folder / saved_config.CONFIG_FILE, config)
-        snapshot.save_snapshot(folder, typed)
-    except OSError as error:
-        raise unusable_error(folder, error) from error
-
-
-def write_yaml(path: Path, content: Any) -> None:
-    write_atomic_file(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True).encode())
-
-
 def print_notes(plan: ResumePlan) -> None:
     for note in plan.notes:
         print_note(f"resume: {note}")
@@ -274,8 +254,8 @@ def _save_plan(plan: ResumePlan) -> Path:
     config = saved_config.freeze_values(
         OmegaConf.to_container(plan.tree, resolve=True), saved_config.load_saved_config(plan.folder)
     )
-    write_yaml(plan.folder / saved_config.CONFIG_FILE, config)
-    write_yaml(
+    snapshot.write_yaml(plan.folder / saved_config.CONFIG_FILE, config)
+    snapshot.write_yaml(
         plan.folder / saved_config.OVERRIDES_FILE,
         [override for override in plan.overrides if not overrides.is_hydra_override(override)],
     )
@@ -312,7 +292,9 @@ def resume_run(folder: Path, extra: list[str]) -> None:
                 " ".join(extra),
                 f"add train.max_steps=N with N > {step}, or start a new run with init_from={folder}",
             )
-        check_inputs(plan.config)
+        data_files = check_inputs(plan.config)
         check_typed_are_read(extra, [plan.config])
         with metadata.reopened(), persisting_overrides(plan) as config:
-            hydra_runtime.run_resumed(lambda: run(config, metadata), folder, plan.tree, plan.overrides, runtime)
+            hydra_runtime.run_resumed(
+                lambda: run(config, metadata, data_files), folder, plan.tree, plan.overrides, runtime
+            )

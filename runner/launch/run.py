@@ -14,10 +14,10 @@ from common.errors import Outcome, UserError, did_you_mean_path
 from common.filesystem import retry_disk
 from data.config import DataConfig
 from data.schemas.registry import schema_of_source
-from data.sources.splits import resolve_data_files
+from data.sources.splits import DataFiles, resolve_data_files
 from data.tokenize.origin import RUN_TOKENIZER
 from runner.engine.config import Config
-from runner.launch import local_ranks, torchrun
+from runner.launch import torchrun
 from runner.launch.initial_weights import (
     check_init_from,
     check_model,
@@ -37,17 +37,23 @@ TORCHRUN_RESTARTS = (
 )
 
 
-def check_start(config: Config) -> None:
-    """Raise UserError if a new run of this config would not start: for its inputs, weights or tokenizer."""
-    check_inputs(config)
+def check_start(config: Config) -> DataFiles | None:
+    """Raise UserError if a new run of this config would not start: for its inputs, weights or tokenizer.
+
+    Returns what `check_data` returns.
+    """
+    data_files = check_inputs(config)
     check_init_from(config)
     check_model(config)
     check_tokenizer(config)
+    return data_files
 
 
-def check_inputs(config: Config) -> None:
+def check_inputs(config: Config) -> DataFiles | None:
     """Raise UserError if the config does not fit the processes that torchrun has started, needs a tracker that is not
     installed, or names a missing file.
+
+    Returns what `check_data` returns.
     """
     torchrun.check_world(config.distributed)
     if config.train.supervise and torchrun.under_torchrun():
@@ -58,14 +64,15 @@ def check_inputs(config: Config) -> None:
         )
     for tracker in config.tracker.selected():
         tracker.check_installed()
-    check_data(config.data, config.stage.data_format)
+    return check_data(config.data, config.stage.data_format)
 
 
-def check_data(data: DataConfig, data_format: str) -> None:
-    """Raise UserError if a data file is missing or cannot be read, or if the first one of an entry of data.path has no
+def check_data(data: DataConfig, data_format: str) -> DataFiles | None:
+    """Return the data files, with the schemas that were detected; None if some are data sets of the hub, which are
+    looked up when they are loaded.
+
+    Raises UserError if a data file is missing or cannot be read, or if the first one of an entry of data.path has no
     rows of `data_format`.
-
-    A data set of the hub is looked up when it is loaded.
     """
     val_path = None if data.val_path is None or data.val_path.startswith("hub:") else data.val_path
     if (
@@ -77,31 +84,34 @@ def check_data(data: DataConfig, data_format: str) -> None:
         raise UserError(
             f"data.val_path does not exist: {val_path}", f"data.val_path={val_path}", did_you_mean_path(val_path)
         )
-    files = resolve_data_files(
-        [path for path in data.paths if not path.startswith("hub:")], val_path, data.read_options
-    )
+    paths = [path for path in data.paths if not path.startswith("hub:")]
+    files = resolve_data_files(paths, val_path, data.read_options)
     if data.schema is None:
         for sources in (*files.train, files.validation):
             for source in sources[:1]:
-                schema_of_source(source, data_format)
+                files.schemas[source] = schema_of_source(source, data_format)
+    return files if (paths, val_path) == (data.paths, data.val_path) else None
 
 
-def run(config: Config, metadata: RunMetadata) -> float:
+def run(config: Config, metadata: RunMetadata, data_files: DataFiles | None = None) -> float:
     """Train in the directory of `metadata`, from its newest checkpoint if it has one; return the loss that a sweep
     compares.
+
+    `data_files`: those of `check_inputs`.
 
     Raises UserError (nothing was trained, run.json is as before), TrainingError, or Interrupted (resume= continues).
     """
     before = dict(metadata.fields)
     try:
         if before["init_from"] is None:
-            config = dataclasses.replace(
-                config, init_from=resolve_init_from(config, metadata.folder, compatibility_fingerprints(config))
-            )
+            init_from = resolve_init_from(config, metadata.folder, compatibility_fingerprints(config))
+            if init_from != config.init_from:
+                config = dataclasses.replace(config, init_from=init_from)
             check_model(config)
-        elif config.init_from == "auto":  # resolved once, at the start of the run
-            config = dataclasses.replace(config, init_from=before["init_from"])
-        config = restore_hub_weights(config)
+        else:
+            if config.init_from == "auto":  # resolved once, at the start of the run
+                config = dataclasses.replace(config, init_from=before["init_from"])
+            config = restore_hub_weights(config)
         with refusing_disk_errors(metadata.folder):
             copy = partial(
                 with_tokenizer, config, metadata.folder, before["tokenizer_source"], is_new=before["init_from"] is None
@@ -112,13 +122,14 @@ def run(config: Config, metadata: RunMetadata) -> float:
         metadata.mark_running(
             stage=config.stage.name, model=config.model.name, fingerprints=fingerprints, **sources, **vars(config.run)
         )
-        if not torchrun.under_torchrun() and (
-            (count := local_ranks.count_local_ranks(config)) > 1 or config.train.supervise
-        ):
-            return local_ranks.train_on_ranks(config, metadata, count)
+        if not torchrun.under_torchrun() and (config.distributed.name != "single" or config.train.supervise):
+            from runner.launch.local_ranks import count_local_ranks, train_on_ranks
+
+            if (count := count_local_ranks(config)) > 1 or config.train.supervise:
+                return train_on_ranks(config, metadata, count)
         with StopFlag(announces=True) as stop:
             torchrun.broadcast_config(config, metadata)
-            return train_or_verify(config, metadata, stop)
+            return train_or_verify(config, metadata, stop, data_files)
     except UserError:
         metadata.revert(before)
         raise

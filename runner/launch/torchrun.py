@@ -188,10 +188,6 @@ def end_job() -> None:
 # --- the other ranks ---
 
 
-def is_worker() -> bool:
-    return is_multi_process() and not is_rank_zero()
-
-
 def worker_main() -> int:
     """Execute the messages of rank 0; return the exit code."""
     from runner.launch.signals import StopFlag

@@ -23,6 +23,7 @@ from common.errors import (
     report_user_error,
 )
 from common.filesystem import DISK_ERRORS, describe_disk_error
+from data.sources.splits import DataFiles
 from runner.checkpoint.compatibility import DATA_FINGERPRINT, WRITTEN_BY, recorded_environment, settings_fingerprint
 from runner.config.compose import to_config
 from runner.config.snapshot import load_overrides
@@ -50,12 +51,16 @@ PEER_TIMEOUT_TEXTS = (
 PEER_LOST_TEXTS = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", *PEER_TIMEOUT_TEXTS)
 
 
-def train_or_verify(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
+def train_or_verify(
+    config: Config, metadata: RunMetadata, stop: StopFlag, data_files: DataFiles | None = None
+) -> float:
     """Train in the run directory of `metadata`, from its newest checkpoint if there is one; return the loss that a
     sweep compares.
     """
     with RunningTrainings().registered(), adapt_spinning():
-        return _verify_resume(config, metadata, stop) if config.train.verify_resume else _train(config, metadata, stop)
+        if config.train.verify_resume:
+            return _verify_resume(config, metadata, stop)
+        return _train(config, metadata, stop, data_files)
 
 
 def train_as_rank(config: Config, metadata: RunMetadata, stop: StopFlag) -> int:
@@ -95,7 +100,7 @@ def _report_failure(error: str, metadata: RunMetadata, outcome: Outcome = Outcom
         print_safely(f"error: {error}", sys.stderr)
 
 
-def _train(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
+def _train(config: Config, metadata: RunMetadata, stop: StopFlag, data_files: DataFiles | None) -> float:
     git = GitReader() if metadata.is_writer else None
     try:
         # other ranks would wait for this one
@@ -103,13 +108,17 @@ def _train(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
             from runner.engine.build import build_run
         with _peer_errors(config), _disk_errors(metadata.folder):
             state = build_run(
-                config, metadata.folder, attempt=metadata.attempt, update_metadata=metadata.update, stop_requested=stop
+                config,
+                metadata.folder,
+                attempt=metadata.attempt,
+                update_metadata=metadata.update,
+                stop_requested=stop,
+                data_files=data_files,
             )
     except StopRequested:
         # its import does so at its end; if interrupted, its exit functions would print
         logging.getLogger("torch").setLevel(logging.WARNING)
         raise _interrupted_at_start(metadata) from None
-    metadata.update(fingerprints=metadata.fields["fingerprints"] | {"data": state.compatibility[DATA_FINGERPRINT]})
     state.run_record = record_run_dir(metadata)
     state.checkpoints.check_run_dir = state.logger.check_run_dir = metadata.check_owned
     state.follow_run_dir = partial(_follow_run_dir, state, metadata)
@@ -177,7 +186,9 @@ def _record_attempt(state: TrainState, metadata: RunMetadata, git: GitReader) ->
         "precision": cfg.precision.name,
         "settings": settings_fingerprint(cfg),
     }
+    fingerprints = metadata.fields["fingerprints"] | {"data": state.compatibility[DATA_FINGERPRINT]}
     metadata.describe_attempt(
+        fingerprints,
         commit | {"fingerprint": environment.pop("code")},
         environment=environment,
         interop_threads=torch.get_num_interop_threads(),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 import os
 import platform
 import re
@@ -300,17 +299,6 @@ def load_fields(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         fix = f"resume={path.parent} restores it from a checkpoint; or start a new run with init_from=DIR"
         raise UserError(f"run.json cannot be read: {error}", str(path), fix) from error
-
-
-def to_json(value: Any) -> Any:
-    """Return `value` with paths as text and with null for NaN and infinities, which JSON lacks."""
-    if isinstance(value, Mapping):
-        return {str(name): to_json(item) for name, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [to_json(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return str(value) if isinstance(value, Path) else value
 
 
 RECORDED_LIBRARIES = (

@@ -5,6 +5,7 @@ Only the process that holds the lock of the run directory changes it.
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
@@ -16,12 +17,12 @@ from typing import Any, ClassVar, Self
 from common import ownership
 from common.errors import Outcome, TrainingError, UserError, print_note
 from common.filesystem import (
+    WEAKER_PROMISES,
     describe_disk_error,
     read_json_object,
     remove_quietly,
     retry_disk,
     sync_path,
-    weaker_promises,
     write_json,
 )
 from common.ownership import is_owner_file
@@ -41,7 +42,6 @@ from runner.run_dir.contents import (
     load_fields,
     size_of,
     timestamp,
-    to_json,
 )
 from runner.run_dir.lock import RunLock, acquire_dir, acquire_rank, unusable_error, write_owner
 
@@ -56,7 +56,7 @@ class RunMetadata:
     `fields` is the content of run.json; only the methods change it.
     """
 
-    _opened: ClassVar[dict[Path, RunMetadata]] = {}  # of this process, by run directory
+    opened: ClassVar[dict[Path, RunMetadata]] = {}  # what `open` has returned in this process, by run directory
 
     def __init__(
         self,
@@ -110,7 +110,10 @@ class RunMetadata:
                     remove_temp(parent)
             metadata = cls(folder, lock, fields)
             metadata._is_new_dir, metadata._names_before = is_new_dir, names if is_new_run else None
-            metadata._record_recovery(recovered)
+            for message in recovered:
+                print_note(f"resume: {message}")
+            if recovered:
+                metadata.update(recovered=recovered)
         except BaseException as error:
             if is_new_dir:
                 contents.remove_dir(folder)
@@ -118,13 +121,8 @@ class RunMetadata:
             if isinstance(error, OSError):
                 raise unusable_error(folder, error) from error
             raise
-        cls._opened[folder] = metadata
+        cls.opened[folder] = metadata
         return metadata
-
-    @classmethod
-    def opened(cls, folder: Path) -> RunMetadata:
-        """Return what `open` has returned in this process for `folder`."""
-        return cls._opened[folder]
 
     @classmethod
     def attach(cls, folder: Path, rank: int) -> RunMetadata:
@@ -203,12 +201,6 @@ class RunMetadata:
             self.revert(before)
             raise
 
-    def _record_recovery(self, messages: list[str]) -> None:
-        for message in messages:
-            print_note(f"resume: {message}")
-        if messages:
-            self.update(recovered=messages)
-
     def mark_running(self, **fields: Any) -> None:
         """Begin an attempt: record its number, process, start time and library versions."""
         begun = {"attempt": self.attempt + 1, "started": timestamp(), "versions": contents.library_versions()}
@@ -236,9 +228,9 @@ class RunMetadata:
         except OSError:
             return
 
-    def describe_attempt(self, code: Mapping[str, Any], **facts: Any) -> None:
+    def describe_attempt(self, fingerprints: Mapping[str, str], code: Mapping[str, Any], **facts: Any) -> None:
         """Record what this attempt computes with. `code`: commit, uncommitted changes and fingerprint."""
-        self.update(code=code, attempts=self._described(code=code, **facts))
+        self.update(fingerprints=fingerprints, code=code, attempts=self._described(code=code, **facts))
 
     def _described(self, **facts: Any) -> list[dict[str, Any]]:
         """Return `attempts` with `facts` about the newest one."""
@@ -264,7 +256,7 @@ class RunMetadata:
         """
         if self._lock is None or (folder := self._lock.follow_move()) is None:
             return None
-        self._opened[folder] = self._opened.pop(self.folder, self)
+        self.opened[folder] = self.opened.pop(self.folder, self)
         self.folder = folder
         return folder
 
@@ -307,7 +299,7 @@ class RunMetadata:
         """Discard and close the new runs that this process has opened and not closed: Hydra failed before it called the
         task.
         """
-        for metadata in [*cls._opened.values()]:
+        for metadata in [*cls.opened.values()]:
             if metadata._names_before is not None:
                 metadata.discard_if_empty()
                 metadata.close()
@@ -316,7 +308,7 @@ class RunMetadata:
         """Release the lock. The operating system releases it too when the process ends."""
         if self._lock is not None:
             if self._owns_folder:
-                self._opened.pop(self.folder, None)
+                self.opened.pop(self.folder, None)
             self._lock.release(self._owns_folder)
             self._lock = None
 
@@ -329,7 +321,18 @@ class RunMetadata:
         self.close()
 
     def _write(self, changed: Mapping[str, Any]) -> None:
-        self.fields = {**self.fields, **to_json(changed), "weaker_promises": weaker_promises()}
+        self.fields = {**self.fields, **to_json(changed), "weaker_promises": [*WEAKER_PROMISES]}
         if self.is_writer:
             self.check_owned()
             retry_disk(partial(write_json, self.folder / RUN_FILE, self.fields))
+
+
+def to_json(value: Any) -> Any:
+    """Return `value` with paths as text and with null for NaN and infinities, which JSON lacks."""
+    if isinstance(value, Mapping):
+        return {str(name): to_json(item) for name, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [to_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value

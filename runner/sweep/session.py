@@ -18,7 +18,6 @@ from runner.config.literals import quote_path
 from runner.config.overrides import is_hydra_override, to_overrides
 from runner.engine.config import Config
 from runner.launch import initial_weights
-from runner.launch.resume import write_yaml
 from runner.reporting.live import RepeatedPage
 from runner.run_dir import saved_config
 from runner.run_dir.contents import has_checkpoints, has_started
@@ -98,9 +97,9 @@ class SweepSession:
             make_dirs(Path(tree.data.cache))
         with RunMetadata.open(run_dir) as metadata:
             make_dirs(run_dir / ".hydra")
-            write_yaml(run_dir / saved_config.OVERRIDES_FILE, overrides)
+            snapshot.write_yaml(run_dir / saved_config.OVERRIDES_FILE, overrides)
             snapshot.save_snapshot(run_dir, overrides, self.conf)
-            write_yaml(run_dir / saved_config.CONFIG_FILE, config)
+            snapshot.write_yaml(run_dir / saved_config.CONFIG_FILE, config)
             metadata.record_created()
         return [f"resume={run_dir}"]
 

@@ -56,11 +56,11 @@ def config_dir(workspace: Path) -> Path:
 
 
 @pytest.fixture
-def plugin(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def plugin(workspace: Path) -> Iterator[Path]:
     """A plugin with the optimizer `plainsgd`, which no process knows before or after the test."""
     file = workspace / "my_optimizers.py"
     file.write_text(PLUGIN)
-    monkeypatch.setattr(plugins, "IMPORTED_MODULES", {})
+    plugins.IMPORTED_MODULES.clear()
     yield file
     sys.modules.pop(file.stem, None)
     OPTIMIZERS.remove("plainsgd")
@@ -70,7 +70,7 @@ def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the plugins, as a new process would."""
     sys.modules.pop("my_optimizers", None)
     OPTIMIZERS.remove("plainsgd")
-    monkeypatch.setattr(plugins, "IMPORTED_MODULES", {})
+    plugins.IMPORTED_MODULES.clear()
     monkeypatch.delenv(plugins.PLUGINS_ENV, raising=False)
 
 

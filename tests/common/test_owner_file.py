@@ -23,7 +23,7 @@ def refuse_locks(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "lockf", lockf)
-    monkeypatch.setattr(filesystem, "_weaker_promises", [])
+    monkeypatch.setattr(filesystem, "WEAKER_PROMISES", [])
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def test_lock_without_lockf_is_exclusive_and_says_what_is_weaker(
         with pytest.raises(BlockingIOError):
             FileLock.acquire(tmp_path / "lock")
     assert not is_file_locked(tmp_path / "lock") and os.listdir(tmp_path) == ["lock"]
-    assert filesystem.weaker_promises() == [NO_LOCKS_PROMISE]
+    assert filesystem.WEAKER_PROMISES == [NO_LOCKS_PROMISE]
 
 
 @pytest.mark.parametrize(

@@ -202,8 +202,8 @@ def test_minimind_experiment_has_minimind_s_settings(name: str) -> None:
 def test_integer_may_be_written_with_an_exponent() -> None:
     config = compose_config(["train.max_steps=1e3", "optimizer.lr=1e-3"])
     assert config.train.max_steps == 1000 and config.optimizer.lr == 1e-3
-    assert overrides.normalize_int("train.max_steps=1e3,2e3,x") == "train.max_steps=1000,2000,x"
-    assert overrides.normalize_int("optimizer.lr=1e3") == "optimizer.lr=1e3"
+    assert overrides.normalize_ints(["train.max_steps=1e3,2e3,x"]) == ["train.max_steps=1000,2000,x"]
+    assert overrides.normalize_ints(["optimizer.lr=1e3"]) == ["optimizer.lr=1e3"]
 
 
 def test_conf_has_interpolations_of_time_and_environment_under_hydra_only() -> None:

@@ -228,3 +228,8 @@ def test_merge_that_makes_a_control_token_is_not_applied_to_texts(folder):
         and 6400 not in tokenizer.encode("x<ab>y")
         and tokenizer.decode(tokenizer.encode("x<ab>y")) == "x<ab>y"
     )
+
+
+def test_tokenizer_that_was_copied_is_built_once(folder, tmp_path):
+    first, copy = Tokenizer.load(folder), Tokenizer.load(shutil.copytree(folder, tmp_path / "another"))
+    assert copy._full is first._full and copy.folder == tmp_path / "another" and first.folder == folder

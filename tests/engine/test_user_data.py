@@ -10,6 +10,7 @@ import pytest
 from engine_fixtures import composed
 
 from common.errors import UserError
+from data.sources import files
 from data.tokenize.tokenizer import Tokenizer
 from runner.config.overrides import absolutize_path
 from runner.engine.data_pipeline import build_data_pipeline
@@ -38,8 +39,12 @@ def pipeline(tmp_path, monkeypatch):
             "data.max_length=64",
         )
         cfg = composed(*defaults, *(absolutize_path(override) for override in typed))
-        run.check_data(cfg.data, cfg.stage.data_format)
-        return build_data_pipeline(cfg, Tokenizer.load(TOKENIZER))
+        data_files = run.check_data(cfg.data, cfg.stage.data_format)
+        with monkeypatch.context() as patched:
+            patched.setattr(files, "detect_format", None)  # a file whose format is detected again fails
+            checked = build_data_pipeline(cfg, Tokenizer.load(TOKENIZER), data_files)
+        assert checked.fingerprint == build_data_pipeline(cfg, Tokenizer.load(TOKENIZER)).fingerprint
+        return checked
 
     return pipeline
 
@@ -65,6 +70,14 @@ def test_columns_of_a_user_s_file_are_refused_with_a_guess_that_then_trains(pipe
     assert override == "data.columns={prompt: question, completion: answer}"
     result = pipeline("stage=sft", "data.path=qa.jsonl", override)
     assert len(result.train) == 16 and result.notes[-1] == "unused columns of qa.jsonl: id, source"
+
+
+def test_data_sets_of_the_hub_are_not_resolved_before_they_are_loaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write("a.jsonl", [{"text": "a"}])
+    for path in ("data.path=[a.jsonl,hub:owner/name]", "data.val_path=hub:owner/name"):
+        data = composed("data=own", "data.path=a.jsonl", "data.val_path=null", path).data
+        assert run.check_data(data, "text") is None
 
 
 def test_unused_columns_are_reported_once_and_from_the_cache_too(pipeline):

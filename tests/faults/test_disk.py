@@ -144,7 +144,7 @@ def weaken_file_system() -> None:
         if stat.S_ISDIR(os.fstat(fd).st_mode):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
-    filesystem._weaker_promises.clear()
+    filesystem.WEAKER_PROMISES.clear()
     fcntl.lockf = refuse_lock
     os.fsync = sync_files_only
     FileSystem.fsync = staticmethod(sync_files_only)

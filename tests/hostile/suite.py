@@ -75,7 +75,7 @@ def make_base(base: Path, is_light: bool) -> None:
 
 def _write_new_run(run: Path) -> None:
     from runner.config.compose import compose_tree, without_hydra
-    from runner.launch.resume import complete_hydra_dir
+    from runner.config.snapshot import complete_hydra_dir
     from runner.run_dir.contents import DEFAULT_METADATA
 
     overrides = harness.TINY_RUN.split()

@@ -23,7 +23,7 @@ def attempt(
     """Begin and end an attempt; outcome None: it is killed."""
     with RunMetadata.open(folder, resume=resume) as metadata:
         metadata.mark_running()
-        metadata.describe_attempt({"commit": "c" * 40}, **facts, exact=True)
+        metadata.describe_attempt({}, {"commit": "c" * 40}, **facts, exact=True)
         if reasons:
             metadata.update(exact=False, inexact_because=reasons)
         if outcome is not None:

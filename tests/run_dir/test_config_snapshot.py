@@ -13,7 +13,6 @@ from common.errors import UserError
 from common.paths import CONF_DIR
 from runner.config import snapshot
 from runner.config.compose import compose_config, compose_tree, source_files, to_config, without_hydra
-from runner.launch import resume
 
 TYPED = ["stage=sft", "schedule=linear"]
 
@@ -139,7 +138,7 @@ def test_interpolations_are_saved_as_the_values_of_the_start(tmp_path: Path, mon
     monkeypatch.setenv("DATA", "/somewhere")
     (tmp_path / ".hydra").mkdir()
     typed = ["data.val_path='${oc.env:DATA}/x.jsonl'", "schedule.warmup_steps='${train.log_every}'"]
-    resume.complete_hydra_dir(tmp_path, without_hydra(compose_tree(typed)), typed)
+    snapshot.complete_hydra_dir(tmp_path, without_hydra(compose_tree(typed)), typed)
     config = yaml.safe_load((tmp_path / ".hydra" / "config.yaml").read_text())
     assert config["data"]["val_path"] == "/somewhere/x.jsonl" and config["schedule"]["warmup_steps"] == 10
     assert config["data"]["path"].startswith("${repo:}"), "paths of the repository follow the checkout"

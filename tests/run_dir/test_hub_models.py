@@ -23,7 +23,7 @@ from common.hub import HubName, hub_name_of, parse_hub_name
 from models.formats.hub import fetch_model
 from models.formats.load import load_weights
 from models.formats.save import save_adapter, save_model
-from runner.config.resolve import resolve_model_override, resolve_model_run
+from runner.config.resolve import resolve_model_overrides, resolve_model_run
 
 FIRST, SECOND = "a" * 40, "b" * 40
 SMALL = {
@@ -92,7 +92,7 @@ def test_mistyped_path_into_a_local_folder_is_no_hub_name(tmp_path: Path, monkey
     ],
 )
 def test_text_that_is_no_hub_name_stays_a_path(text: str) -> None:
-    assert parse_hub_name(text) is None and resolve_model_override(f"init_from={text}") == f"init_from={text}"
+    assert parse_hub_name(text) is None and resolve_model_overrides([f"init_from={text}"]) == [f"init_from={text}"]
 
 
 @pytest.mark.parametrize("folder", ['models--a")--b', "models--a--b\n```", "models--a--`b`", "models--..--b"])
@@ -106,23 +106,21 @@ def test_local_folder_comes_before_the_hub(publish: Publish, tmp_path: Path, mon
     snapshot = publish()
     monkeypatch.chdir(tmp_path)
     assert (
-        resolve_model_override("init_from=owner/name") == f"init_from={snapshot}"
+        resolve_model_overrides(["init_from=owner/name"]) == [f"init_from={snapshot}"]
         and resolve_model_run("owner/name") == snapshot
     )
     (tmp_path / "owner" / "name").mkdir(parents=True)
-    assert (
-        parse_hub_name("owner/name") is None
-        and resolve_model_override("init_from=owner/name") == "init_from=owner/name"
-    )
+    assert parse_hub_name("owner/name") is None and resolve_model_overrides(["init_from=owner/name"]) == [
+        "init_from=owner/name"
+    ]
 
 
 def test_several_models_of_a_sweep_become_folders(publish: Publish) -> None:
     first, second = publish(FIRST), publish(SECOND)
-    assert (
-        resolve_model_override(f"init_from=owner/name@{FIRST},scratch,owner/name")
-        == f"init_from={first},scratch,{second}"
-    )
-    assert resolve_model_override(f"model.path=owner/name@{FIRST}") == f"model.path={first}"
+    assert resolve_model_overrides([f"init_from=owner/name@{FIRST},scratch,owner/name"]) == [
+        f"init_from={first},scratch,{second}"
+    ]
+    assert resolve_model_overrides([f"model.path=owner/name@{FIRST}"]) == [f"model.path={first}"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from common.errors import UserError
 from data.tokenize.origin import SAMPLE_TOKENIZER
 from runner.config.compose import compose_config
-from runner.config.resolve import resolve_model_override, resolve_model_run
+from runner.config.resolve import resolve_model_overrides, resolve_model_run
 from runner.engine.config import Config
 from runner.launch.initial_weights import compatibility_fingerprints, resolve_init_from
 from runner.run_dir.best_job import find_best_job
@@ -126,16 +126,14 @@ def test_sweep_as_init_from_means_its_best_job(
 ) -> None:
     assert resolved(dataclasses.replace(sft, init_from=str(sweep)), day) == str(sweep / "optimizer.lr=0.2")
     assert "best job optimizer.lr=0.2, best weights, step 1000, evaluation loss 2.0000" in capsys.readouterr().err
-    assert resolve_model_override(f"init_from={sweep}") == f"init_from='{sweep}/optimizer.lr=0.2'"
-    assert (
-        resolve_model_override(f"init_from=scratch,{sweep}").startswith("init_from=scratch,'")
-        and resolve_model_override("seed=1") == "seed=1"
-    )
+    assert resolve_model_overrides([f"init_from={sweep}"]) == [f"init_from='{sweep}/optimizer.lr=0.2'"]
+    assert resolve_model_overrides([f"init_from=scratch,{sweep}"])[0].startswith(
+        "init_from=scratch,'"
+    ) and resolve_model_overrides(["seed=1"]) == ["seed=1"]
     assert resolve_model_run(str(sweep)) == resolve_model_run("last") == sweep / "optimizer.lr=0.2"
-    assert (
-        resolve_model_override("init_from=last") == f"init_from='{sweep}/optimizer.lr=0.2'"
-        and resolve_model_override("model.path=last") == "model.path=last"
-    )
+    assert resolve_model_overrides(["init_from=last"]) == [
+        f"init_from='{sweep}/optimizer.lr=0.2'"
+    ] and resolve_model_overrides(["model.path=last"]) == ["model.path=last"]
 
 
 def test_sweep_whose_jobs_were_judged_differently_has_no_best_job(sft: Config, day: Path, sweep: Path) -> None:

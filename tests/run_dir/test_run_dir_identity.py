@@ -19,6 +19,7 @@ from common import filesystem
 from common.errors import LostRunDirError, UserError
 from common.filesystem import NO_FOLDER_SYNC, NO_FOLDER_SYNC_PROMISE
 from common.ownership import process_id
+from runner.run_dir import metadata
 from runner.run_dir.metadata import RunMetadata
 from runner.tracking.config import TrackerConfig
 from runner.tracking.logger import RunLogger
@@ -130,7 +131,7 @@ def test_launch_on_another_host_that_takes_the_directory_stops_this_one(
     """E.g. on NFS mounted with local locks, or after somebody removed the owner file: the process that wrote
     .owner.json last trains.
     """
-    monkeypatch.setattr(filesystem, "_weaker_promises", [])
+    monkeypatch.setattr(filesystem, "WEAKER_PROMISES", [])
     if not has_locks:
         monkeypatch.setattr(fcntl, "lockf", lambda *args: (_ for _ in ()).throw(OSError(errno.ENOLCK, "no locks")))
     with RunMetadata.open(tmp_path / "run") as run:
@@ -181,8 +182,10 @@ def test_file_system_that_does_not_sync_folders_is_used_and_named(
                 raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(filesystem, "fs", NoFolderSync())
-    monkeypatch.setattr(filesystem, "_weaker_promises", [])
-    with RunMetadata.open(tmp_path / "run") as metadata:
-        metadata.record_created()
-        metadata.update(step=3)
+    promises: list[str] = []
+    for module in (filesystem, metadata):
+        monkeypatch.setattr(module, "WEAKER_PROMISES", promises)
+    with RunMetadata.open(tmp_path / "run") as run:
+        run.record_created()
+        run.update(step=3)
     assert RunMetadata.read(tmp_path / "run")["weaker_promises"] == [NO_FOLDER_SYNC_PROMISE]
