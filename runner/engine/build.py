@@ -1,7 +1,4 @@
-"""Build a run from its config: every part once, cheapest first.
-
-So errors of the settings or the data appear before the model is built.
-"""
+"""Build a run from its config: every part once, settings and data before the model, so that their errors come early."""
 
 from __future__ import annotations
 
@@ -193,6 +190,8 @@ def build_run(
     update_metadata(data=pipeline.files, evaluation=pipeline.evaluation)
     rows_per_step = resolve_rows_per_step(cfg, dist.size, saved["compatibility"] if saved else {})
     check_cuda_graphs(cfg.train.compile, dist.device, math.ceil(rows_per_step / (dist.size * cfg.train.batch_size)))
+    loader, val_loader = build_loaders(pipeline, cfg, tokenizer, rows_per_step, dist)
+    check_warmup(cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch, cfg.schedule)
     build = partial(
         prepare_model,
         cfg,
@@ -205,8 +204,6 @@ def build_run(
     )
     model, objective, compatibility = do_unless_stopped(dist, stop, build)
     distribute(cfg, dist, precision, (model, *objective.extra_models))
-    loader, val_loader = build_loaders(pipeline, cfg, tokenizer, rows_per_step, dist)
-    check_warmup(cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch, cfg.schedule)
     compile_decision = decide_compilation(cfg, model, loader, dist.device)
     if compile_decision.is_long_run and dist.device.type == "cpu":
         use_memory_pool(set_inductor_cache())

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from data.batching.batch import Batch
     from runner.engine.objectives.objective import LossSums
 
-STEP_TOTALS = 4  # numbers that the ranks sum first in a step: items, tokens with loss, tokens, examples
+STEP_TOTALS = 4  # numbers that `train_step` sums over ranks first; a rank whose loader fails adds as many zeros
 
 
 def train(state: TrainState, stop_requested: Callable[[], bool] = lambda: False) -> float:

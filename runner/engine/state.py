@@ -231,8 +231,8 @@ class TrainState:
 def propagate_failure(batches: Iterator[T], announce: Callable[[bool, bool], object]) -> Iterator[T]:
     """Yield what a loader of this rank yields.
 
-    Before an error of it is raised, call `announce(has_stopped, has_failed)`, which takes part in the collective in
-    which the other ranks wait for this one's batch.
+    If it raises, call `announce(has_stopped, has_failed)` first: it joins the collective in which the other ranks wait,
+    so that they end, too.
     """
     while True:
         enter("while it waits for data")

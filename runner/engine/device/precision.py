@@ -87,8 +87,9 @@ class Optimizers(Protocol):
 
 
 def exceeds(norm: Tensor, clip: float) -> bool:
-    """Return whether clipping would change the gradients; a factor of 1 is a pass over all of them for nothing. A GPU
-    would wait for the answer.
+    """Return whether clipping would change the gradients.
+
+    On the CPU that saves a pass over all of them. A GPU would wait for the answer, so it is not asked there.
     """
     return not bool(norm + CLIP_EPSILON <= clip)
 
@@ -164,7 +165,7 @@ class Precision:
 
     @property
     def uses_loss_scaling(self) -> bool:
-        """Whether the next step depends on the result of the last one."""
+        """Whether the loss is scaled (fp16): each step is then fetched before the next."""
         return self.scaler.is_enabled()
 
     def should_retry(self, stats: GradStats) -> bool:

@@ -1,4 +1,4 @@
-"""Next-token prediction: pretraining, SFT and LoRA differ only in which tokens have a label."""
+"""Next-token prediction: pretraining, SFT and LoRA differ in which tokens have a label and which weights are trained."""
 
 from __future__ import annotations
 
