@@ -124,6 +124,12 @@ def test_tokenizing_process_that_is_never_ready_is_named(load_with, monkeypatch)
         load_with(lambda: None, 0, 0.1)
 
 
+def test_tokenizing_processes_may_be_spawned_as_on_macos(load_with, monkeypatch):
+    get_context = multiprocessing.get_context
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: get_context("spawn"))
+    load_with(lambda: pytest.fail("a spawned process has a module of its own"), 0, NO_LIMIT)
+
+
 @pytest.mark.parametrize(
     "started, error",
     [(BaseProcess, OSError(24, "Too many open files")), (threading.Thread, RuntimeError("can't start new thread"))],
