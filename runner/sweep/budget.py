@@ -158,6 +158,8 @@ def warn_if_unequal(configs: Iterable[Config], base: StepSize, swept: Iterable[s
         for config in configs
         if config.train.max_steps and resolve_budget_rule(config.sweep.match_budget, swept) == "tokens"
     ]
+    if base.tokens and not all(step_size(config).tokens for config in matched):
+        return  # `check_countable` has warned
     unit = "tokens" if base.tokens else "rows"
     # jobs of different max_steps differ on purpose
     for length in sorted({config.train.max_steps for config in matched}):

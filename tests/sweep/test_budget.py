@@ -83,6 +83,16 @@ def test_budget_warning_names_the_numbers_of_jobs_that_cannot_be_equal(
     assert warning(30, rule="steps") == warning(160) == warning(160, 320) == warning(1601) == warning(0) == ""
 
 
+def test_budget_warning_compares_no_tokens_that_are_not_known(base: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of packed rows they are the settings' own, of other rows those of the data."""
+    base = job(base, match_budget="tokens", max_steps=30)
+    packed = dataclasses.replace(base, data=dataclasses.replace(base.data, packing="best_fit"))
+    known = budget.step_size(packed)
+    assert known.tokens and not budget.step_size(base).tokens
+    budget.warn_if_unequal([packed, base], known, ["data.packing"])
+    assert capsys.readouterr().err == ""
+
+
 def test_budget_rule_steps_changes_no_count(base: Config) -> None:
     assert budget.matching_overrides(job(base, accumulation_steps=4, match_budget="steps"), StepSize(8), []) == {}
 
