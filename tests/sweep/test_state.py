@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from common.errors import UserError
+from common.ownership import process_id, start_ticks
 from runner.sweep.state import SweepState
 
 POINTS = [{"optimizer.lr": lr, "seed": seed} for lr in ("0.1", "0.2") for seed in ("1", "2")]
@@ -39,6 +40,14 @@ def test_state_finds_a_job_by_its_overrides_in_any_order_and_spelling(sweep: Pat
             state.add_job(dict(reversed(point.items())))
             state.add_job({"optimizer.lr": point["optimizer.lr"] + "0", "seed": f"0{point['seed']}"})
         assert [job.name for job in state.jobs] == names and names[1] == "optimizer.lr=0.1,seed=2"
+
+
+def test_state_whose_lock_was_deleted_is_refused_while_its_process_lives(sweep: Path) -> None:
+    parent = {**process_id(), "pid": os.getppid(), "start_ticks": start_ticks(os.getppid())}
+    (sweep / ".owner.json").write_text(json.dumps(parent))
+    (sweep / ".lock").unlink()
+    with pytest.raises(UserError, match=f"this sweep is being run by process {os.getppid()} on "):
+        SweepState.open(sweep)
 
 
 def test_state_learns_from_run_json_what_a_killed_sweep_could_not_write(sweep: Path) -> None:
