@@ -15,7 +15,6 @@ from runner.engine.optim.groups import OptimizerGroup, build_optimizer
 from runner.engine.optim.muon import MuonConfig
 from runner.engine.optim.orthogonalize import (
     ORTHOGONALIZATIONS,
-    join_batch,
     measure_orthogonalization,
     orthogonalize,
     split_batches,
@@ -251,7 +250,7 @@ def test_muon_orthogonalization_is_near_that_of_fp64(
     batches = split_batches(matrices, name)
     assert sum(len(batch) for batch in batches) == len(matrices)
     for batch in batches:
-        results = orthogonalize(join_batch(batch), name)
+        results = orthogonalize(torch.stack(batch) if len(batch) > 1 else batch[0], name)
         for matrix, result in zip(batch, results if len(batch) > 1 else [results], strict=True):
             expected = orthogonalize_in_fp64(matrix)
             assert result.shape == matrix.shape and (result.double() - expected).norm() <= bound * expected.norm()
@@ -275,7 +274,7 @@ def test_muon_batches_have_one_shape_and_bounded_memory(name: str, monkeypatch: 
 def test_muon_batch_is_within_rounding_of_its_matrices_alone(name: str) -> None:
     """The products may add in another order: the bound is a few roundings of the dtype."""
     batch = random_matrices((96, 16), (96, 16), (96, 16))
-    for matrix, result in zip(batch, orthogonalize(join_batch(batch), name), strict=True):
+    for matrix, result in zip(batch, orthogonalize(torch.stack(batch), name), strict=True):
         alone = orthogonalize(matrix, name)
         assert (result - alone).norm() <= 8 * torch.finfo(result.dtype).eps * alone.norm()
 

@@ -43,7 +43,7 @@ ORTHOGONALIZATIONS = {
 
 
 def split_batches(matrices: Iterable[Tensor], name: str) -> list[list[Tensor]]:
-    """Return the matrices in batches for `join_batch`: each of one shape and of a bounded number of numbers."""
+    """Return the matrices in batches of one shape and of a bounded number of numbers, which are updated as one tensor."""
     if not ORTHOGONALIZATIONS[name].is_batched:
         return [[matrix] for matrix in matrices]
     by_shape: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
@@ -54,13 +54,6 @@ def split_batches(matrices: Iterable[Tensor], name: str) -> list[list[Tensor]]:
         size = max(1, BATCH_NUMBERS["cuda" if same[0].is_cuda else "cpu"] // (rows * columns))
         batches += [same[first : first + size] for first in range(0, len(same), size)]
     return batches
-
-
-def join_batch(batch: Sequence[Tensor]) -> Tensor:
-    """Return the matrices as (G, M, N), one alone as it is: (M, N)."""
-    import torch
-
-    return batch[0] if len(batch) == 1 else torch.stack(list(batch))
 
 
 def orthogonalize(matrices: Tensor, name: str) -> Tensor:
@@ -133,5 +126,7 @@ def measure_orthogonalization(shapes: Iterable[tuple[int, int]], names: Sequence
 
 
 def _orthogonalize_all(matrices: Iterable[Tensor], name: str) -> None:
+    import torch
+
     for batch in split_batches(matrices, name):
-        orthogonalize(join_batch(batch), name)
+        orthogonalize(batch[0] if len(batch) == 1 else torch.stack(batch), name)

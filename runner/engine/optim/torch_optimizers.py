@@ -21,7 +21,6 @@ from runner.engine.autotune.kernel_choice import KernelChoice
 from runner.engine.device.mesh import distribute_like, full_tensor
 from runner.engine.optim.orthogonalize import (
     ORTHOGONALIZATIONS,
-    join_batch,
     measure_orthogonalization,
     orthogonalize,
     split_batches,
@@ -69,22 +68,28 @@ class Muon(NoDynamoOptimizer):
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         buffers = [self.state[p]["momentum_buffer"] for p in batch]
-        grad = join_batch([p.grad for p in batch if p.grad is not None])
-        buffer, weight = join_batch(buffers), join_batch(batch)
+        grad = _joined([p.grad for p in batch if p.grad is not None])
+        buffer, weight = _joined(buffers), _joined(batch)
         momentum = buffer.lerp(grad, 1 - group["momentum"])
-        # fsdp: one gather for each matrix, not one for each product
-        direction = orthogonalize(full_tensor(grad.lerp(momentum, group["momentum"])), self.orthogonalization)
+        nesterov = grad.lerp(momentum, group["momentum"])
+        if hasattr(weight, "placements"):  # fsdp: one gather for each matrix, not one for each product
+            direction = distribute_like(orthogonalize(full_tensor(nesterov), self.orthogonalization), weight)
+        else:
+            direction = orthogonalize(nesterov, self.orthogonalization)
         # Scaled to the usual size of AdamW's update (https://arxiv.org/abs/2502.16982), so that one lr fits both.
         lr = group["lr"] * 0.2 * math.sqrt(max(batch[0].shape))
-        updated = weight.mul(1 - group["lr"] * group["weight_decay"]).add_(
-            distribute_like(direction, weight), alpha=-lr
-        )
+        updated = weight.mul(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-lr)
         _write(buffers, torch.where(skip, buffer, momentum))
         _write(batch, torch.where(skip, weight, updated))
 
 
+def _joined(matrices: Sequence[Tensor]) -> Tensor:
+    """Return the matrices as (G, M, N), one alone as it is: (M, N)."""
+    return matrices[0] if len(matrices) == 1 else torch.stack(list(matrices))
+
+
 def _write(targets: Sequence[Tensor], joined: Tensor) -> None:
-    """Write a result of `join_batch` to its tensors."""
+    """Write a result of `_joined` to its tensors."""
     if len(targets) == 1:
         targets[0].copy_(joined)
     else:
