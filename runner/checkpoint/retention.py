@@ -45,18 +45,20 @@ def find_best_weights(checkpoints: Path, step: int) -> Path | None:
     return next((folder for folder in candidates if folder.is_dir() and atomic_dir.verify_dir(folder) is None), None)
 
 
-def has_weights_name(folder: Path) -> bool:
-    """Return whether `folder` has the name of a checkpoint or of a folder of best weights."""
-    return bool(atomic_dir.STEP_NAME.fullmatch(folder.name) or BEST_DIR.fullmatch(folder.name))
+def is_weights_name(name: str) -> bool:
+    """Return whether `name` is that of a checkpoint or of a folder of best weights."""
+    return bool(atomic_dir.STEP_NAME.fullmatch(name) or BEST_DIR.fullmatch(name))
 
 
-def follow_pointer(path: Path) -> Path | None:
-    """Return the folder that the file `latest` or `best` names, which may not exist; None if it names none."""
+def read_pointer(path: Path) -> str | None:
+    """Return the name of a checkpoint, or of a folder of best weights, in the file `latest` or `best`; None if it has
+    none.
+    """
     try:
-        folder = path.parent / read_bounded(path, MAX_POINTER_BYTES).decode("utf-8", "replace").strip()
+        name = read_bounded(path, MAX_POINTER_BYTES).decode("utf-8", "replace").strip()
     except OSError:
         return None
-    return folder if folder.parent == path.parent and has_weights_name(folder) else None
+    return name if is_weights_name(name) else None
 
 
 def point_to_best(checkpoints: Path, step: int | None) -> bool:

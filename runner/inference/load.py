@@ -136,16 +136,16 @@ def find_checkpoint(folder: Path) -> Path | None:
     Raises UserError if the file names none.
     """
     from runner.checkpoint.format import CHECKPOINTS_DIR
-    from runner.checkpoint.retention import follow_pointer, has_weights_name
+    from runner.checkpoint.retention import is_weights_name, read_pointer
 
     if folder.parent.name != CHECKPOINTS_DIR or not (folder.parents[1] / CONFIG_FILE).is_file():
         return None
     if folder.name in CHECKPOINT_POINTERS and folder.is_file():
-        if (checkpoint := follow_pointer(folder)) is None:
+        if (name := read_pointer(folder)) is None:
             fix = f"doctor.py run={folder.parents[1]} repair=true writes it again; ls {folder.parent} lists the checkpoints"
             raise UserError("the file names no checkpoint", str(folder), fix)
-        return checkpoint
-    return folder if has_weights_name(folder) else None
+        return folder.with_name(name)
+    return folder if is_weights_name(folder.name) else None
 
 
 def run_dir_of(folder: Path) -> Path:

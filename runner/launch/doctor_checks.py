@@ -22,7 +22,7 @@ from common.ownership import is_owner_file
 from models.formats.stored_size import stored_size
 from runner.checkpoint import atomic_dir
 from runner.checkpoint.format import CHECKPOINTS_DIR, TENSOR_FILES, step_of
-from runner.checkpoint.retention import BEST_POINTER, find_best_weights, follow_pointer
+from runner.checkpoint.retention import BEST_POINTER, find_best_weights, read_pointer
 from runner.launch.recovery import CheckpointState, Problem, Severity
 from runner.run_dir.contents import GUARDED_NAMES, LOCK_FILE, OWN_NAMES
 from runner.run_dir.lock import describe_holder, is_locked
@@ -59,8 +59,7 @@ def _check_pointers(state: CheckpointState) -> Iterator[Problem]:
     best_step = saved["progress"]["best_step"]
     best = None if best_step is None else find_best_weights(checkpoints, best_step)
     for pointer, name in ((LATEST_POINTER, newest), (BEST_POINTER, best.name if best else None)):
-        file, named = f"{CHECKPOINTS_DIR}/{pointer}", follow_pointer(checkpoints / pointer)
-        actual = named.name if named else None
+        file, actual = f"{CHECKPOINTS_DIR}/{pointer}", read_pointer(checkpoints / pointer)
         # `best` may be of an evaluation after the save
         is_later_best = pointer == BEST_POINTER and actual and find_best_weights(checkpoints, step_of(actual))
         if actual and (actual == name or is_later_best):

@@ -23,7 +23,7 @@ def plan_text(plan: RunPlan) -> str:
     return "\n\n".join([*map("\n".join, sections), verdict_text(plan)])
 
 
-def sweep_text(plans: list[RunPlan], trials: int | None) -> str:
+def sweep_text(plans: list[RunPlan], trials: int) -> str:
     """Return a table of the jobs of a sweep, their effective settings, and the total: of a study of `trials` as many of
     the largest.
     """

@@ -37,7 +37,7 @@ class PlannedRun:
 class PlannedStart:
     runs: tuple[PlannedRun, ...]
     is_sweep: bool
-    trials: int | None = None  # runs of a study, whose values a sampler draws later; `runs` bound them
+    trials: int = 0  # of a study, whose values a sampler draws later: `runs` bound them
 
 
 def planned_start(typed: list[str], flags: list[str]) -> PlannedStart:
@@ -86,9 +86,7 @@ def _checked(config: Config) -> Config:
 
     Raises UserError as the start of the run would.
     """
-    run.check_inputs(config)
-    initial_weights.check_init_from(config)
-    initial_weights.check_model(config)
+    run.check_start(config)
     return initial_weights.resolve_start(config)
 
 
@@ -97,7 +95,7 @@ def _new_sweep(typed: list[str]) -> PlannedStart:
     tree = compose_tree(grid.split_swept(typed, is_grid=False)[0])
     sweeper, _ = validation.hydra_options(tree)
     plan = validation.plan_sweep(tree, typed, sweeper)
-    trials = getattr(sweeper, "n_trials", None)
+    trials = getattr(sweeper, "n_trials", 0)
     if trials:
         print_note(
             f"the sampler draws the values of {', '.join(plan.swept)} later: planned are every choice and both ends of every interval, and {trials} jobs of the largest"

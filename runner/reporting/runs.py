@@ -167,10 +167,13 @@ def differing_values(settings: list[dict[str, str]]) -> dict[str, list[str | Non
 def longer_override(settings: Mapping[str, str]) -> str | None:
     """Return the override that doubles a training; None if its length is not known."""
     for key in ("train.max_steps", "train.epochs"):
-        value = settings.get(key, "")
-        if value.isdecimal() and len(value) <= STEP_DIGITS and int(value) > 0:
-            return f"{key}={2 * int(value)}"
+        if value := whole_number(settings.get(key, "")):
+            return f"{key}={2 * value}"
     return None
+
+
+def whole_number(text: str) -> int | None:
+    return int(text) if text.isdecimal() and len(text) <= STEP_DIGITS else None
 
 
 # --- which directories --------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from runner.reporting.page_kit import (
     render,
     short_number,
 )
-from runner.reporting.runs import REPORT_FILE, STEP_DIGITS, differing_values, saved_settings
+from runner.reporting.runs import REPORT_FILE, differing_values, saved_settings, whole_number
 from runner.reporting.sweep_results import JobResult, ResultRow, SweepResults, last_value
 from runner.reporting.verdict import sweep_verdict
 from runner.tracking.console.numbers import format_seconds
@@ -90,7 +90,7 @@ def sweep_progress(sweep: SweepResults, now: float) -> SweepProgress:
 def _planned_trials(sweep: SweepResults) -> int | None:
     """Return hydra.sweeper.n_trials of a study where it was typed: its jobs are drawn one by one."""
     trials = last_value(sweep.shared_overrides, OPTUNA_TRIALS_KEY) if sweep.sweeper == "optuna" else None
-    return int(trials) if trials and trials.isdecimal() and len(trials) <= STEP_DIGITS else None
+    return whole_number(trials or "")
 
 
 def _remaining_seconds(completed: list[JobResult], running: list[JobResult], waiting: int, now: float) -> float | None:

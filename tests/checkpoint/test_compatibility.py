@@ -41,7 +41,7 @@ TRAINING_SETTINGS = {
 ROUNDING_SETTINGS = {
     "model": {"attention"},
     "distributed": {"name", "backend", "shard", "replicate", "reshard_after_forward", "cpu_offload"},
-    "train": {"compile", "activation_checkpointing", "batch_size", "accumulation_steps"},
+    "train": {"compile", "activation_checkpointing", "batch_size", "accumulation_steps", "deterministic"},
     "": {"device", "environment"},
 }
 
