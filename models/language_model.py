@@ -171,10 +171,12 @@ class LanguageModel(nn.Module):
         default the compiler saves it: saved activations are a quarter larger, and a step is 1 % shorter.
         """
         from torch._functorch import config as functorch_config
+        from torch.fx.experimental import _config as shape_config
 
         if not self.compiled_layers:
             raise NotImplementedError("a family without `compiled_layers` overrides this method")
         functorch_config.ban_recompute_materialized_backward = False
+        shape_config.use_duck_shape = False  # rows as long as the model is wide would have a program of their own
         self.uncompile_layers()
         for layer in self.compiled_layers:
             compiled = torch.compile(self.compiled_function(layer), dynamic=True, **options)

@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import config
+from torch.fx.experimental import _config as shape_config
 
 from common import paths
 from common.errors import Interrupted, TrainingError
+from models.decoder import Decoder
 from runner.checkpoint.compatibility import code_fingerprint
 from runner.engine import loop
 from runner.engine.build import run_summary
@@ -43,6 +46,17 @@ def test_compile_auto_decides_the_same_for_a_resumed_run(make_run):
     overrides = ["train.compile=auto", "train.max_steps=12", "train.save_every=6"]
     train(first := make_run("pretrain", *overrides))
     assert make_run("pretrain", *overrides, attempt=2).compile_decision == first.compile_decision
+
+
+def test_one_program_serves_rows_as_long_as_the_model_is_wide(monkeypatch):
+    """A resumed run may begin with rows of another length than the run: it would have computed by another program."""
+    monkeypatch.setattr(shape_config, "use_duck_shape", True)  # torch's default
+    model, programs = Decoder(config(vocab_size=300, hidden_size=64)).train(), []
+    model.compile_layers(single_row=False, backend=lambda graph, _: programs.append(graph) or graph.forward)
+    for tokens in (64, 56, 64, 48):
+        ids = torch.zeros(3, tokens, dtype=torch.long)
+        model(ids, ids, lengths=torch.full((3,), tokens))
+    assert len(programs) == 1
 
 
 def test_compile_cache_is_not_below_data_cache_unless_the_user_sets_it(make_run, tmp_path, monkeypatch):
