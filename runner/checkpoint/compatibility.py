@@ -14,6 +14,8 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -80,9 +82,19 @@ def describe_environment(device: torch.device, num_ranks: int) -> dict[str, Any]
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }
     if device.type == "cuda":
-        facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+        facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "driver": nvidia_driver()}
+        # which compiles the kernels of the GPU; as it is installed: importing it takes a second
+        facts["triton"] = version("triton") if find_spec("triton") else None
         facts["cudnn_benchmark"] = torch.backends.cudnn.benchmark
     return facts
+
+
+def nvidia_driver(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    """Return the first line that the NVIDIA driver says of itself (Linux); None if there is no driver."""
+    try:
+        return file.read_text(errors="replace").partition("\n")[0][:MAX_VALUE_LENGTH]
+    except OSError:
+        return None
 
 
 @cache

@@ -19,6 +19,7 @@ from runner.checkpoint.compatibility import (
     diff_facts,
     environment_facts,
     numeric_variables,
+    nvidia_driver,
     rank_differences,
     recorded_environment,
     run_rules,
@@ -35,6 +36,18 @@ RULES = {"environment": "changes_rounding", "written_by": "ignored"}
 
 def reasons(saved: dict, current: dict) -> list[str]:
     return diff_facts(saved, current, RULES)["changes_rounding"]
+
+
+def test_environment_of_a_gpu_names_driver_and_triton(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(compatibility, "nvidia_driver", lambda: "driver 1")
+    before = environment_facts(describe_environment(torch.device("cuda"), 1))
+    monkeypatch.setattr(compatibility, "nvidia_driver", lambda: "driver 2")
+    after = environment_facts(describe_environment(torch.device("cuda"), 1))
+    assert reasons(before, after) == ["environment.driver: driver 1 -> driver 2"]
+    assert "triton" in recorded_environment(before)
+    (file := tmp_path / "version").write_text("NVRM version: 580.159.04\nGCC version: 12\n")
+    assert nvidia_driver(file) == "NVRM version: 580.159.04" and nvidia_driver(tmp_path / "none") is None
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ No GPU is needed: its answers are patched in.
 import pytest
 import torch
 
+from runner.engine.device import distributed
 from runner.engine.device.compile import CUDA_GRAPH_MODES, check_cuda_graphs
 from runner.engine.device.precision import Precision, PrecisionConfig
 
@@ -68,3 +69,24 @@ def test_cuda_graphs_are_refused_for_several_micro_batches(mode):
     check_cuda_graphs("default", torch.device("cuda"), micro_batches=4)
     with pytest.raises(ValueError, match="one micro-batch per step, got 2"):
         check_cuda_graphs(mode, torch.device("cuda"), micro_batches=2)
+
+
+@pytest.mark.parametrize(
+    ("driver", "hidden", "built", "expected"),
+    [
+        ("NVRM 580", None, "13.0", "for CUDA 13.0, and the driver may be too old"),
+        ("NVRM 580", None, None, "without CUDA"),
+        ("NVRM 580", "", "13.0", None),
+        (None, None, "13.0", None),
+    ],
+)
+def test_gpu_that_torch_cannot_use_is_named(monkeypatch, capsys, driver, hidden, built, expected):
+    monkeypatch.setattr(distributed, "nvidia_driver", lambda: driver)
+    monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if hidden is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    distributed.warn_of_unused_gpu.cache_clear()
+    assert distributed.resolve_device("auto").type == "cpu"
+    error = capsys.readouterr().err
+    assert (expected or "") in error and ("computing on the CPU" in error) == (expected is not None)

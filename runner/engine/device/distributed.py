@@ -17,10 +17,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from common.errors import UserError
+from common.errors import UserError, print_note
 from common.settings import IGNORED, check_at_least, check_choice
+from runner.checkpoint.compatibility import nvidia_driver
 from runner.engine.device.heartbeat import beat, during
 from runner.engine.device.mesh import has_unused_parameters, prebuild_ddp_buckets
 
@@ -315,6 +317,19 @@ def open_store(rendezvous: str, size: int, timeout: timedelta) -> Store:
     return PrefixStore(rendezvous.removeprefix("torchrun:"), store)
 
 
+@cache
+def warn_of_unused_gpu() -> None:
+    """Say that a GPU is there and torch cannot use it: `device=auto` would train on the CPU without a word."""
+    import torch
+
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if (driver := nvidia_driver()) and not torch.cuda.is_available() and not hidden:
+        reason = f"torch {torch.__version__} is built " + (
+            f"for CUDA {torch.version.cuda}, and the driver may be too old" if torch.version.cuda else "without CUDA"
+        )
+        print_note(f"computing on the CPU: torch cannot use the GPU ({driver}); {reason}")
+
+
 def resolve_device(device: str, local_rank: int | None = None) -> torch.device:
     """Return the device of this process.
 
@@ -346,6 +361,7 @@ def resolve_device(device: str, local_rank: int | None = None) -> torch.device:
         )
         raise UserError(f"torch cannot compute on mps: {reason}", f"device={device}", "device=cpu or device=auto")
     if kind != "cuda":
+        warn_of_unused_gpu()
         return torch.device(device)
     if index and local_rank is not None:
         raise UserError(
