@@ -201,7 +201,7 @@ def test_slots_divide_cores_and_devices_among_the_workers(monkeypatch: pytest.Mo
 
 
 def test_slots_have_visible_devices_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As CUDA reads the variable: a job whose device is hidden would train on the CPU without a word."""
+    """As CUDA reads the variable: a job whose device is hidden would train on the CPU silently."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, GPU-a,-1,3")
     assert [slot["CUDA_VISIBLE_DEVICES"] for slot in make_slots(None, [1, 0])] == ["GPU-a", "2"]
     for visible, device in (("2, GPU-a,-1,3", 2), ("-1", 0), ("", 0)):
