@@ -134,7 +134,7 @@ def as_config_dir(folder: Path) -> Iterator[Path]:
         shutil.copytree(CONF_DIR, conf, dirs_exist_ok=True)
         for name, (header, tree) in _read_snapshot(folder).items():
             if name == MAIN_CONFIG:
-                tree = _with_current_hydra(tree)
+                tree = _completed(tree)
             (conf / name).parent.mkdir(parents=True, exist_ok=True)
             (conf / name).write_text(
                 header + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), encoding="utf-8"
@@ -208,10 +208,18 @@ def _names_hydra(entry: Any) -> bool:
     return any(HYDRA_KEY.search(str(name)) for name in (entry if isinstance(entry, dict) else [entry]))
 
 
-def _with_current_hydra(tree: dict[str, Any]) -> dict[str, Any]:
+def _completed(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the main config with today's settings of Hydra, and with the settings that are newer than the copy."""
     try:
         current = load_yaml(CONF_DIR / MAIN_CONFIG)
         hydra_defaults = [entry for entry in current["defaults"] if _names_hydra(entry)]
-        return {**tree, "defaults": [*tree["defaults"], *hydra_defaults], "hydra": current["hydra"]}
+        return {**_filled(tree, current), "defaults": [*tree["defaults"], *hydra_defaults], "hydra": current["hydra"]}
     except (OSError, ValueError, KeyError, TypeError):  # conf/config.yaml is gone or changed: resume without it
         return tree
+
+
+def _filled(tree: Any, current: Any) -> Any:
+    """Return `tree` with what `current` has and it lacks."""
+    if not (isinstance(tree, dict) and isinstance(current, dict)):
+        return tree
+    return tree | {key: _filled(tree[key], value) if key in tree else value for key, value in current.items()}

@@ -2,12 +2,14 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from runner.config.compose import compose_config
+from runner.engine.device.mesh import full_tensor
 from runner.engine.optim import orthogonalize as orthogonalization
 from runner.engine.optim.adamw import AdamWConfig
 from runner.engine.optim.config import OPTIMIZERS, OptimizerConfig
@@ -308,6 +310,30 @@ def test_muon_of_every_orthogonalization_trains_deterministically_and_skips(name
     (losses, weights), (_, again) = train(), train()
     assert all(math.isfinite(loss) for loss in losses) and losses[-1] < 0.9 * losses[0]
     assert all(torch.equal(p, q) for p, q in zip(weights, again, strict=True))
+
+
+def test_muon_batch_of_shards_is_updated_as_the_matrices(tmp_path: Path) -> None:
+    """fsdp on a CPU whose measurements choose batches. torch has no operator that copies several sharded tensors."""
+    from torch.distributed import FileStore, destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    def updated(shard: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        weights = [nn.Parameter(shard(matrix)) for matrix in random_matrices((6, 4), (6, 4), (6, 4))]
+        muon = Muon([{"params": weights, "weight_decay": 0.1}], 0.02, 0.95, orthogonalization="bf16-batched")
+        for gradients in (random_matrices((4, 6), (4, 6), (4, 6)), random_matrices((3, 8), (3, 8), (3, 8))):
+            for p, gradient in zip(weights, gradients, strict=True):
+                p.grad = shard(gradient.reshape(6, 4))
+            muon.step()
+        return [full_tensor(p.detach()) for p in weights]
+
+    init_process_group("gloo", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = updated(lambda matrix: distribute_tensor(matrix, mesh, [Shard(0)]))
+    finally:
+        destroy_process_group()
+    assert all(map(torch.equal, sharded, updated(lambda matrix: matrix)))
 
 
 def test_muon_orthogonalization_is_measured_without_the_random_state(monkeypatch: pytest.MonkeyPatch) -> None:

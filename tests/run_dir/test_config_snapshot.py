@@ -47,6 +47,15 @@ def test_snapshot_composes_to_the_same_config(run: Path) -> None:
         assert to_config(without_hydra(compose_tree(TYPED, conf))) == compose_config(TYPED)
 
 
+def test_snapshot_takes_settings_that_are_newer_from_conf(run: Path, copies: Path) -> None:
+    """The next jobs of a sweep that an earlier version began are composed from its copies."""
+    content = yaml.safe_load((copies / "config.yaml").read_text())
+    del content["run"], content["train"]["keep_every"]
+    (copies / "config.yaml").write_text(yaml.safe_dump(content | {"seed": 7}))
+    with snapshot.as_config_dir(run) as conf:
+        assert to_config(without_hydra(compose_tree(TYPED, conf))) == compose_config([*TYPED, "seed=7"])
+
+
 def test_extended_snapshot_keeps_the_first_copy_of_a_file(run: Path, copies: Path) -> None:
     (copies / "schedule" / "linear.yaml").write_text("name: linear\n")
     assert snapshot.extend_snapshot(run, [*TYPED, "optimizer=adamw"], CONF_DIR) == [

@@ -200,6 +200,16 @@ def test_slots_divide_cores_and_devices_among_the_workers(monkeypatch: pytest.Mo
     assert make_slots(2, None) == [{}, {}]
 
 
+def test_slots_have_visible_devices_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CUDA reads the variable: a job whose device is hidden would train on the CPU silently."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, GPU-a,-1,3")
+    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in make_slots(None, [1, 0])] == ["GPU-a", "2"]
+    for visible, device in (("2, GPU-a,-1,3", 2), ("-1", 0), ("", 0)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        with pytest.raises(UserError, match="leaves"):
+            make_slots(None, [device])
+
+
 def test_slots_number_the_devices_that_the_sweep_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-a1b2")
     assert [slot["CUDA_VISIBLE_DEVICES"] for slot in make_slots(None, [0, 1])] == ["4", "GPU-a1b2"]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from runner.engine.autotune.kernel_choice import KernelChoice
-from runner.engine.device.mesh import distribute_like, full_tensor
+from runner.engine.device.mesh import distribute_like, full_tensor, local_shard
 from runner.engine.optim.orthogonalize import (
     ORTHOGONALIZATIONS,
     measure_orthogonalization,
@@ -92,8 +92,8 @@ def _write(targets: Sequence[Tensor], joined: Tensor) -> None:
     """Write a result of `_joined` to its tensors."""
     if len(targets) == 1:
         targets[0].copy_(joined)
-    else:
-        torch._foreach_copy_(list(targets), joined.unbind())
+    else:  # of shards, which are shards of the result
+        torch._foreach_copy_([local_shard(target) for target in targets], local_shard(joined).unbind())
 
 
 def orthogonalization_choice(optimizers: Sequence[Muon]) -> KernelChoice:

@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,8 @@ def _device_name(device: Any) -> str:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not isinstance(device, int):
         return str(device)
-    names = [name for name in visible.split(",") if name]
+    # CUDA ignores what follows an invalid name; CUDA_VISIBLE_DEVICES=-1 hides all
+    names = list(takewhile(lambda name: name and name[0] != "-", map(str.strip, visible.split(","))))
     if device >= len(names):
         raise UserError(
             f"hydra.launcher.devices has device {device}, but CUDA_VISIBLE_DEVICES={visible} leaves {len(names)}",
