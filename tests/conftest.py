@@ -9,6 +9,9 @@ import pytest
 from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network
+# without bytecode every process that a test starts compiles torch again: 6 s
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # small tensors: more threads only wait for each other, for minutes on a busy machine
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the commands do

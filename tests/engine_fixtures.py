@@ -6,7 +6,6 @@ import copy
 import functools
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -239,17 +238,16 @@ def registered_combinations(warmup_steps: int):
 
 
 @pytest.fixture(scope="session")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The C++ kernels, compiled once for all processes of the session."""
+def kernels(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The C++ kernels, compiled once: .pytest_cache keeps them for all processes and later sessions."""
     from models.layers.cpu_kernels.fused_attention import fused_attention
     from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
 
-    shared = (
-        tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else tmp_path_factory.getbasetemp()
-    )
+    cache = getattr(pytestconfig, "cache", None)  # there is none with -p no:cacheprovider
+    folder = cache.mkdir("kernels") if cache else tmp_path_factory.getbasetemp() / "kernels"
     x = torch.randn(1, 1, 16, 16)
     try:
-        load_kernels(shared / "kernels")
+        load_kernels(folder)
         fused_attention(x, x, x, None)
     except KernelsUnavailableError as error:
         pytest.skip(f"no C++ kernels on this machine: {error}")

@@ -3,7 +3,7 @@ on the wrong thing, listed otherwise.
 """
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.errors import BadRowError
@@ -59,6 +59,7 @@ def test_columns_without_a_guess_have_none():
     assert columns_override({"x": "a", "y": "b"}, "chat") == columns_override({"x": "a", "y": "b"}, "text") == ""
 
 
+@settings(max_examples=25)
 @given(
     st.text(min_size=1).filter(
         lambda name: "\\" not in name and "$" not in name and "'" not in name and name.isprintable()

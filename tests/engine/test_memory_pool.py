@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from warm_programs import WarmPrograms
 
 from models.layers.cpu_kernels import library
 from models.layers.cpu_kernels.library import KernelsUnavailableError
@@ -23,6 +24,9 @@ needs_pool = pytest.mark.skipif(platform.system() != "Linux", reason="the pool i
 PRELUDE = """
 import json, os, sys
 from pathlib import Path
+for name in [*os.environ]:
+    if name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")):
+        del os.environ[name]
 import torch
 from runner.engine.device.cpu.allocator import pool_size, use_memory_pool
 
@@ -43,25 +47,15 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def child(programs: Path):
+def child(programs: Path, tmp_path: Path, warm: WarmPrograms):
     """`child(code)`: run it in a process that uses the pool; return the JSON values that it prints, a line each."""
 
     def run(code: str, use: str = USE_POOL) -> list:
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD"))
-        }
-        done = subprocess.run(
-            [sys.executable, "-c", PRELUDE + use + code, str(programs)],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return [json.loads(line) for line in done.stdout.splitlines()]
+        script, output = tmp_path / "code.py", tmp_path / "output"
+        script.write_text(PRELUDE + use + code)
+        status = warm.start(script, str(programs), cwd=ROOT, out=output).wait(500)
+        assert status == 0, output.read_text()
+        return [json.loads(line) for line in output.read_text().splitlines()]
 
     return run
 
@@ -276,6 +270,7 @@ print(json.dumps(sorted(set(codes))))
 def test_profiler_counts_blocks_of_the_pool(child) -> None:
     code = """
 from torch.profiler import profile
+os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # it logs its start
 with profile(profile_memory=True) as recorded:
     kept = torch.empty(3 * MIB, dtype=torch.uint8)
 print(json.dumps(sum(event.self_cpu_memory_usage for event in recorded.key_averages())))

@@ -411,7 +411,7 @@ def test_library_that_a_crash_or_a_disk_has_damaged_is_compiled_again(damage: st
         'extern "C" int answer() { return 42; }\n'
         + "\n".join(f'extern "C" int f{i}(int x) {{ return x * {i}; }}' for i in range(50))
     )
-    library.load_library("test", [source], [], tmp_path)
+    assert answer_in_a_fork(source) == 42
     (program,) = tmp_path.rglob("test-*.so")
     whole = program.read_bytes()
     program.unlink()
@@ -425,12 +425,17 @@ def test_library_that_a_crash_or_a_disk_has_damaged_is_compiled_again(damage: st
     }
     assert contents[damage] != whole
     program.write_bytes(contents[damage])
-    code = f"from pathlib import Path; from models.layers.cpu_kernels.library import load_library; p = Path({str(tmp_path)!r})\n"
-    code += "print(load_library('test', [p / 'source.cpp'], [], p).answer())"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
-    )
-    assert done.stdout == "42\n" and len(program.read_bytes()) == len(whole), done
+    assert answer_in_a_fork(source) == 42 and len(program.read_bytes()) == len(whole)
+
+
+def answer_in_a_fork(source: Path) -> int:
+    """Return what `answer` of the library returns, in a process that has not loaded it before, or its signal."""
+    if not (pid := os.fork()):
+        try:
+            os._exit(library.load_library("test", [source], [], source.parent).answer())
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def test_compiler_that_answers_nothing_leaves_the_kernels_unavailable(

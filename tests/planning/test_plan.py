@@ -13,18 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_fixtures import require_product
 from fault_counts import only_full
 
 from common.errors import UserError
 from data.store.writer import measure_truncation
 from data.tokenize.block import RowStats
 from models.language_model import create_model
-from models.layers.cpu_kernels.fused_attention import check_product
-from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
 from models.lora import add_lora
 from runner.config.compose import compose_config
 from runner.engine.config import Config
-from runner.engine.device.compile import set_inductor_cache
 from runner.engine.device.cpu import threads
 from runner.engine.optim.groups import build_optimizer
 from runner.planning import memory
@@ -110,6 +108,7 @@ def test_formula_counts_the_tensors_that_autograd_saves_in_a_layer(overrides: li
     assert layer.saved() == pytest.approx(saved[1] - saved[0], rel=0.03)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("overrides", "compiled"),
     [
@@ -123,11 +122,7 @@ def test_formula_counts_the_tensors_that_autograd_saves_in_a_layer(overrides: li
     ids=["fp32", "bf16", "moe_bf16", "fp32_compiled", "bf16_compiled", "lora_bf16_compiled"],
 )
 def test_formula_counts_the_tensors_that_the_kernels_of_long_runs_save(overrides: list[str], compiled: bool):
-    try:
-        load_kernels(set_inductor_cache())
-        check_product(torch.bfloat16 if "precision=bf16" in overrides else torch.float32, 16)
-    except KernelsUnavailableError as error:
-        pytest.skip(f"no C++ kernels on this machine, whose tensors are counted: {error}")
+    require_product(torch.bfloat16 if "precision=bf16" in overrides else torch.float32)
     cfg = compose_config([*TINY, *overrides])
     of_layers = [
         dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, num_hidden_layers=layers)) for layers in (1, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from command_fixtures import TINY_RUN, Call
+from omegaconf import OmegaConf
 
 from common.errors import UserError
 from common.settings import setting_values
@@ -78,7 +80,7 @@ def decoder(*typed: str) -> DecoderConfig:
 
 def write_run(folder: Path, **changes: Any) -> Path:
     """Write the recorded config of a run with the default model and these changes."""
-    config = yaml.safe_load(yaml.safe_dump(_as_dict(without_hydra(compose_tree([])))))
+    config = json.loads(default_config())
     config["model"] |= changes
     (folder / ".hydra").mkdir(parents=True)
     (folder / ".hydra" / "config.yaml").write_text(yaml.safe_dump(config))
@@ -86,14 +88,9 @@ def write_run(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def _as_dict(tree: Any) -> Any:
-    return (
-        {key: _as_dict(value) for key, value in tree.items()}
-        if hasattr(tree, "items")
-        else list(tree)
-        if hasattr(tree, "__iter__") and not isinstance(tree, str)
-        else tree
-    )
+@functools.cache
+def default_config() -> str:
+    return json.dumps(OmegaConf.to_container(without_hydra(compose_tree([])), resolve=True))
 
 
 def test_model_that_is_not_typed_is_that_of_the_folder(llama: Callable[..., str]) -> None:
