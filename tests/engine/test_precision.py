@@ -6,6 +6,7 @@ No GPU is needed: its answers are patched in.
 import pytest
 import torch
 
+from runner.checkpoint import compatibility
 from runner.engine.device import distributed
 from runner.engine.device.compile import CUDA_GRAPH_MODES, check_cuda_graphs
 from runner.engine.device.precision import Precision, PrecisionConfig
@@ -81,7 +82,7 @@ def test_cuda_graphs_are_refused_for_several_micro_batches(mode):
     ],
 )
 def test_gpu_that_torch_cannot_use_is_named(monkeypatch, capsys, driver, hidden, built, expected):
-    monkeypatch.setattr(distributed, "nvidia_driver", lambda: driver)
+    monkeypatch.setattr(compatibility, "nvidia_driver", lambda: driver)
     monkeypatch.setattr(torch.version, "cuda", built)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if hidden is not None:

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, print_note
 from common.settings import IGNORED, check_at_least, check_choice
-from runner.checkpoint.compatibility import nvidia_driver
 from runner.engine.device.heartbeat import beat, during
 from runner.engine.device.mesh import has_unused_parameters, prebuild_ddp_buckets
 
@@ -319,8 +318,10 @@ def open_store(rendezvous: str, size: int, timeout: timedelta) -> Store:
 
 @cache
 def warn_of_unused_gpu() -> None:
-    """Say that a GPU is there and torch cannot use it: `device=auto` would train on the CPU without a word."""
+    """Say that a GPU is there and torch cannot use it: `device=auto` would train on the CPU silently."""
     import torch
+
+    from runner.checkpoint.compatibility import nvidia_driver
 
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if (driver := nvidia_driver()) and not torch.cuda.is_available() and not hidden:
