@@ -142,7 +142,7 @@ def notes_of(plan: RunPlan) -> list[str]:
         )
     if execution.has_kernels:
         notes.append(
-            "kernels are measured when a long run starts: counted is the fused attention kernel, others save probabilities, too"
+            "counted is the C++ attention of long runs: where it cannot be compiled, probabilities of attention are saved, too"
         )
     if plan.fits_memory and plan.needed_memory > machine.available:
         notes.append(f"other programs use the memory now: {machine.available / 2**30:.2f} GiB are available")
