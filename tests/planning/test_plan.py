@@ -274,11 +274,11 @@ def test_attention_buffers_of_a_long_document_are_those_that_were_measured() -> 
     assert layer_memory(cfg, model, shape, plain).attention_buffers() == 0
 
 
-def test_plan_says_that_the_kernels_of_a_long_run_are_not_known(tiny_plan: RunPlan) -> None:
+def test_plan_says_that_what_a_run_without_the_kernels_saves(tiny_plan: RunPlan) -> None:
     execution = Execution(True, has_kernels=True)
     long = dataclasses.replace(tiny_plan, memory=dataclasses.replace(tiny_plan.memory, execution=execution))
-    assert any("attention kernel" in note for note in notes_of(long))
-    assert not any("attention kernel" in note for note in notes_of(tiny_plan))
+    assert any("C++ attention" in note for note in notes_of(long))
+    assert not any("C++ attention" in note for note in notes_of(tiny_plan))
 
 
 def test_steps_rows_and_tokens_are_those_of_the_run(tiny_plan: RunPlan):
