@@ -184,7 +184,7 @@ def compile_blocks(device_type: str) -> None:
     """
     _COMPILED_BLOCKS.clear()
     if device_type == "cuda":
-        _COMPILED_BLOCKS[:] = (torch.compile(each, dynamic=True) for each in (_fused_nll, _fused_gradient))
+        _COMPILED_BLOCKS[:] = (torch.compile(each, dynamic=True) for each in (fused_nll, fused_gradient))
 
 
 def _block_functions(x: Tensor) -> Sequence[Callable[..., Any]]:
@@ -192,16 +192,17 @@ def _block_functions(x: Tensor) -> Sequence[Callable[..., Any]]:
     return _COMPILED_BLOCKS if _COMPILED_BLOCKS and x.is_cuda else (_block_nll, _write_gradient)
 
 
-def _fused_nll(logits: Tensor, y: Tensor, overwrite: bool) -> Tensor:
+def fused_nll(logits: Tensor, y: Tensor, overwrite: bool) -> Tensor:
     """Return what `_block_nll` returns, without an operator that a compiler cannot fuse."""
     log_sum = logits.float().logsumexp(-1, keepdim=True)
     nll = torch.where(y == IGNORE_LABEL, 0.0, log_sum.squeeze(-1) - _at_labels(logits, y).float())
     if overwrite:
-        _fused_gradient(logits, y, log_sum, torch.ones_like(log_sum))
+        fused_gradient(logits, y, log_sum, torch.ones_like(log_sum))
     return nll
 
 
-def _fused_gradient(logits: Tensor, y: Tensor, log_sum: Tensor, g: Tensor) -> None:
+def fused_gradient(logits: Tensor, y: Tensor, log_sum: Tensor, g: Tensor) -> None:
+    """Do what `_write_gradient` does, without an operator that a compiler cannot fuse."""
     is_label = torch.arange(logits.shape[-1], device=y.device) == y.unsqueeze(-1)
     kept = (y != IGNORE_LABEL).unsqueeze(-1)
     logits.copy_(((logits.float() - log_sum).exp() - is_label.float()) * kept * g)

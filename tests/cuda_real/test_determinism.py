@@ -6,7 +6,9 @@ from engine_fixtures import composed
 
 from runner.engine.verify_resume import verify_resume
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU: CI has none, type pytest tests/cuda_real on one"
+)
 
 LONG = ["model.hidden_size=256", "model.head_dim=64", "data.max_length=512", "train.batch_size=8", "train.max_steps=6"]
 PACKED = "data.packing=best_fit"

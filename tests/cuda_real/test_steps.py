@@ -8,7 +8,9 @@ import torch
 from runner.engine import loop
 from runner.engine.state import TrainState
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU: CI has none, type pytest tests/cuda_real on one"
+)
 
 # FlexAttention needs heads of 16 channels or more
 WIDER = ["model.hidden_size=64", "model.head_dim=16", "train.batch_size=2", "train.accumulation_steps=2"]

@@ -91,3 +91,5 @@ def test_gpu_that_torch_cannot_use_is_named(monkeypatch, capsys, driver, hidden,
     assert distributed.resolve_device("auto").type == "cpu"
     error = capsys.readouterr().err
     assert (expected or "") in error and ("computing on the CPU" in error) == (expected is not None)
+    distributed.warn_of_unused_gpu.cache_clear()
+    assert distributed.resolve_device("cpu").type == "cpu" and not capsys.readouterr().err  # as asked for

@@ -139,3 +139,21 @@ def test_logits_of_one_chunk_are_in_memory_at_a_time(reduction: str, monkeypatch
     monkeypatch.setattr(chunked_loss, "pad_tokens", counting_pad)
     linear_cross_entropy(x, weight, labels, reduction).sum().backward()
     assert len(alive) >= 5 and set(alive) == {0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_of_a_gpu_have_the_loss_and_gradients_of_autograd(dtype: torch.dtype) -> None:
+    """What a compiler fuses on a GPU, here uncompiled: the gradients of the sum, and of weighted tokens."""
+    torch.manual_seed(0)
+    logits, y, g = (3 * torch.randn(37, 101)).to(dtype), torch.randint(0, 101, (37,)), torch.randn(37)
+    y[::5] = IGNORE_LABEL
+    reference = logits.float().requires_grad_()
+    nll = F.cross_entropy(reference, y, ignore_index=IGNORE_LABEL, reduction="none")
+    (of_sum,) = torch.autograd.grad(nll.sum(), reference, retain_graph=True)
+    (weighted,) = torch.autograd.grad((nll * g).sum(), reference)
+    of_the_sum, of_weights = logits.clone(), logits.clone()
+    torch.testing.assert_close(chunked_loss.fused_nll(of_the_sum, y, True), nll.detach(), rtol=0, atol=1e-5)
+    chunked_loss.fused_gradient(of_weights, y, logits.float().logsumexp(-1, keepdim=True), g.unsqueeze(-1))
+    bound = 1e-6 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(of_the_sum.float(), of_sum, rtol=bound, atol=1e-6)
+    torch.testing.assert_close(of_weights.float(), weighted, rtol=bound, atol=1e-6)

@@ -34,6 +34,7 @@ EXPERTS: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
 }
+DEEPSEEK_EXPERTS = EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 GPT: dict[str, Any] = {
     "n_embd": 32,
     "n_layer": 2,
@@ -66,31 +67,15 @@ FAMILIES: dict[str, Family] = {
     "olmoe": Family(EXPERTS),
     "granitemoe": Family(EXPERTS | {"logits_scaling": 4.0}, chunked_loss=False),
     "deepseek_v3": Family(
-        EXPERTS
-        | {
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "q_lora_rank": None,
-            "kv_lora_rank": 16,
-        }
+        DEEPSEEK_EXPERTS
+        | {"first_k_dense_replace": 1, "q_lora_rank": None, "kv_lora_rank": 16}
         | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4},
         own_attention=False,
     ),
     # sparse attention in rows that are longer than those of the probe
     "glm_moe_dsa": Family(
-        EXPERTS
-        | {
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "mlp_layer_types": ["dense", "sparse"],
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-        }
+        DEEPSEEK_EXPERTS
+        | {"mlp_layer_types": ["dense", "sparse"], "q_lora_rank": 16, "kv_lora_rank": 16}
         | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4}
         | {"index_topk": 30, "index_head_dim": 16, "index_n_heads": 16},
         own_attention=False,

@@ -347,6 +347,8 @@ def resolve_device(device: str, local_rank: int | None = None) -> torch.device:
             if torch.backends.mps.is_available() and not several
             else "cpu"
         )
+        if device == "cpu":
+            warn_of_unused_gpu()
     kind, _, index = device.partition(":")
     if kind not in ("cpu", "cuda", "mps") or (index and not index.isdigit()) or device.startswith("mps:"):
         raise UserError(
@@ -362,7 +364,6 @@ def resolve_device(device: str, local_rank: int | None = None) -> torch.device:
         )
         raise UserError(f"torch cannot compute on mps: {reason}", f"device={device}", "device=cpu or device=auto")
     if kind != "cuda":
-        warn_of_unused_gpu()
         return torch.device(device)
     if index and local_rank is not None:
         raise UserError(

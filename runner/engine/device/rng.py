@@ -29,7 +29,7 @@ def use_deterministic_kernels(is_deterministic: bool) -> None:
     # cuBLAS reads it when it is first used (https://docs.nvidia.com/cuda/cublas/#results-reproducibility)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # a pass over every new tensor, which no result needs
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a property of the module
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # torch's stubs lack it
     torch.use_deterministic_algorithms(is_deterministic)
 
 
