@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.limits.parsers import parse_json
+from common.limits import parse_json
 
 Result = TypeVar("Result")
 Bytes = bytes | bytearray | memoryview

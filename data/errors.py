@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from common.errors import UserError
-from common.limits.parsers import MAX_NESTING, check_json_size, check_nesting
+from common.limits import MAX_NESTING, check_json_size, check_nesting
 
 
 class BadRowError(UserError):

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from common.errors import UserError
-from common.limits.memory import allocating_at_most
-from common.limits.parsers import MAX_JSON_VALUES
+from common.limits import MAX_JSON_VALUES, allocating_at_most
 from data.errors import BadRowError, not_utf8
 from data.sources.byte_stream import (
     MAX_ROW_BYTES,

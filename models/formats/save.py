@@ -14,7 +14,7 @@ from torch import Tensor
 from common.errors import print_note
 from common.guarded_files import GENERATION_CONFIG, MAX_TOKENIZER_BYTES, copy_source_file, read_source_file
 from common.hub import hub_name_of
-from common.limits.parsers import parse_json
+from common.limits import parse_json
 from models.config import LoraConfig, ModelConfig
 from models.families.decoder import DecoderConfig
 from models.families.transformers import TransformersConfig

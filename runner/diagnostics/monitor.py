@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from common.filesystem import open_regular
-from common.limits.parsers import parse_record
+from common.limits import parse_record
 from runner.diagnostics.detectors import OF_EVALUATIONS, OF_STEPS
 from runner.diagnostics.history import RunHistory
 from runner.diagnostics.symptoms import PAGE, LoggedRecord, RunFacts, Symptom

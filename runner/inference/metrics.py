@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, print_safely
 from common.guarded_files import MAX_TOKENIZER_BYTES, read_source_file
-from common.limits.parsers import parse_json
+from common.limits import parse_json
 from data.schemas.registry import ChatExample
 from runner.inference.evaluate import EvaluateConfig, MetricResults, register_metric
 from runner.inference.evaluation_data import EvaluationSet

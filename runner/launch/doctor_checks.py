@@ -17,7 +17,7 @@ from common import filesystem
 from common.errors import UserError
 from common.filesystem import make_dirs
 from common.guarded_files import DAMAGED_DIR, open_source_file
-from common.limits.parsers import parse_json
+from common.limits import parse_json
 from common.ownership import is_owner_file
 from models.formats.stored_size import stored_size
 from runner.checkpoint import atomic_dir

@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.limits.memory import MEMINFO, machine_memory, peak_resident_bytes
+from common.limits import MEMINFO, machine_memory, peak_resident_bytes
 from common.paths import outputs_dir
 
 

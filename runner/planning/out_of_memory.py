@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from common.limits.memory import peak_resident_bytes, smallest_limit
+from common.limits import peak_resident_bytes, smallest_limit
 from common.paths import command_line
 from runner.diagnostics.symptoms import troubleshooting
 from runner.planning.alternatives import Alternative, find_alternatives

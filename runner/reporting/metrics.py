@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from common.errors import strip_control
 from common.filesystem import open_regular
-from common.limits.parsers import parse_record
+from common.limits import parse_record
 from runner.diagnostics.history import Evaluation, RecordedEvaluations, finite_number
 
 MAX_METRICS_BYTES = 256 << 20  # a larger metrics.jsonl is not read

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from common.filesystem import read_json_object
 from common.guarded_files import read_from
-from common.limits.parsers import parse_record
+from common.limits import parse_record
 from common.paths import command_line_here
 from runner.diagnostics.history import finite_number
 from runner.reporting.columns import loss_text

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from common.limits.parsers import parse_json
+from common.limits import parse_json
 
 # Fields that clients send and that change no answer of any server
 HARMLESS = (

@@ -12,7 +12,7 @@ import uuid
 from itertools import accumulate, islice
 from typing import Any
 
-from common.limits.parsers import parse_json
+from common.limits import parse_json
 from data.tokenize.chat_template import ChatTemplate
 from data.tokenize.tokenizer import Tokenizer
 from runner.inference.generation import Answer, Score

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from common.errors import UserError
-from common.limits.memory import allocating_at_most
+from common.limits import allocating_at_most
 from data.errors import BadRowError
 from data.sources import byte_stream, tables
 from data.sources.files import Source

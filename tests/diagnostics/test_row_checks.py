@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.limits.memory import smallest_limit
+from common.limits import smallest_limit
 from common.ownership import process_id
 from data.schemas.registry import schema_of_source
 from data.sources.files import Source

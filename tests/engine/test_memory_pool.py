@@ -212,7 +212,7 @@ def test_available_memory_is_bounded_by_swap_and_cgroup(
 def test_pool_refuses_a_block_larger_than_the_memory_that_is_available(child) -> None:
     """Its region is reserved without memory: the kernel grants any growth, and kills the process when it writes to it."""
     code = """
-from common.limits.memory import smallest_limit
+from common.limits import smallest_limit
 
 def attempt(*sizes):
     try:

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from common.errors import print_note, print_safely
-from common.limits.parsers import parse_record
+from common.limits import parse_record
 from runner.tracking.console.plain import Event, LineConsole
 
 MAX_EVENT_CHARACTERS = 1 << 20  # of a line of a job that is passed on as an event

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from common.limits.memory import MEMINFO, memory_cgroups
+from common.limits import MEMINFO, memory_cgroups
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # numbers of glibc's malloc.h
 DEFAULT_TRIM_THRESHOLD = 1 << 17  # bytes
