@@ -2,7 +2,7 @@
 
 registry.py has the table of schemas; text.py and chat.py register the built-in ones, and a new module in this folder is
 found without further registration. messages.py checks conversations, augment.py changes them at random.
-May import: common, data.errors, data.sources, numpy (inside functions).
+May import: common, data.types, data.sources, numpy (inside functions).
 """
 
 import importlib

@@ -8,10 +8,10 @@ import json
 import re
 from typing import Any
 
-from data.errors import BadRowError, type_name
 from data.schemas.messages import as_objects, check_chat, check_order, drop_empty_system, parse_json_field
 from data.schemas.registry import ChatExample, PreferencePair, register_schema
 from data.schemas.text import optional_text, required_text
+from data.types import BadRowError, type_name
 
 CHAT_FIELDS = ("system", "tools")  # optional fields of conversations of every schema
 PREFERENCE_KEYS = ("chosen", "rejected")

@@ -14,7 +14,7 @@ import torch
 from common.errors import StopRequested
 from models.generate import generate
 from models.layers.ops import widest_float
-from runner.diagnostics.validation_interval import tiny_validation
+from runner.diagnostics.symptoms import tiny_validation
 from runner.engine.device.heartbeat import enter
 from runner.engine.device.rng import allow_varying_kernels
 from runner.engine.objectives.objective import mask_dummy_batch
