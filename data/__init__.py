@@ -6,8 +6,7 @@ Modules import only what is above them in this list:
 
     common                     errors, files, locks
     types.py                   bad rows; encoding settings and encoded rows
-    background.py              waits for threads and processes: stop requests, deadlines
-    worker_process.py          processes that tokenize or prepare batches: how they start and end
+    background.py              waits for threads and processes, and processes that tokenize or prepare batches
     sources/                   files -> rows (pyarrow, datasets)
     schemas/                   rows -> examples: text, conversation, preference
     config.py                  settings of the group `data`

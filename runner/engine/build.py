@@ -21,8 +21,8 @@ from data.tokenize.tokenizer import Tokenizer
 from models.formats.load import load_into, load_weights, weights_under_adapter
 from models.formats.stored_size import check_size_of_weights
 from models.language_model import LanguageModel, create_model, stored_tensors, trained_parameters
+from models.layers.adapter import check_quantization, quantize_linear_layers
 from models.layers.cpu_kernels.upcast_products import upcast_products
-from models.layers.quantized import check_quantization, quantize_linear_layers
 from models.lora import lora_warnings
 from runner.checkpoint.compatibility import (
     ROWS_PER_STEP,

@@ -22,7 +22,7 @@ from common.exit_codes import FAILED, INTERRUPTED, OK, PEER_LOST, USER_ERROR
 from common.filesystem import make_dirs, remove_quietly, temp_name, write_new_file
 from common.paths import REPO_ROOT
 from data.background import describe_state
-from runner.config.hydra_runtime import rank_environment
+from runner.config.compose import rank_environment
 from runner.engine.config import Config
 from runner.engine.device.cpu.threads import threads_per_rank
 from runner.engine.device.distributed import RENDEZVOUS_ENV

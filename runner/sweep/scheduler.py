@@ -16,7 +16,7 @@ from common.exit_codes import INTERRUPTED, OK, USER_ERROR
 from common.guarded_files import last_lines, read_from
 from common.paths import REPO_ROOT
 from common.registry import PLUGINS_ENV
-from runner.config import hydra_runtime
+from runner.config import compose
 from runner.launch import torchrun
 from runner.launch.signals import StopFlag
 from runner.launch.subprocesses import POLL_SECONDS, failure_reason
@@ -127,7 +127,7 @@ class SweepScheduler:
     def _environment(self, job: SweepJob) -> dict[str, str]:
         """Return the variables of the job's process, which are added to those of this one."""
         config = self.session.hydra_config
-        section = hydra_runtime.job_environment(config, self.state.jobs.index(job), job.name) if config else {}
+        section = compose.job_environment(config, self.state.jobs.index(job), job.name) if config else {}
         # those the user typed: a worker on another machine does not inherit the environment
         plugins = {PLUGINS_ENV: os.environ[PLUGINS_ENV]} if PLUGINS_ENV in os.environ else {}
         return plugins | torchrun.begin_job() | section
