@@ -1,4 +1,4 @@
-"""Exceptions with a meaning for the user, how they are printed, and output streams that survive a closed pipe."""
+"""Exceptions with a meaning for the user, exit codes, printing, and output streams that survive a closed pipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TextIO
 
-from common.exit_codes import USER_ERROR
 from common.paths import command_line_here
 
 # Format characters (direction overrides among them), surrogates and unassigned code points can rewrite a terminal as
@@ -25,6 +24,11 @@ CONTROL_CHARACTERS = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 MAX_PRINTED = 10_000  # characters of each part of an error
 # A line of untrusted text that looks like one of the three lines of an error.
 OWN_LINE = re.compile(r"\n(?=\s*(error|where|fix|warning):)")
+# Exit codes of every command: part of the contract with the user's scripts.
+OK, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 75
+PEER_LOST = 69  # a rank exits with it when another rank died; read by its launcher, never by the user
+INTERRUPTED_BY_USER = 130  # 128 + SIGINT: Ctrl-C before training has begun, or in a command that saves nothing
+INTERRUPTED_MESSAGE = "interrupted"
 
 
 class Outcome(StrEnum):

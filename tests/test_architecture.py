@@ -33,8 +33,7 @@ runner.reporting
 runner.config
 runner.inference.export | runner.inference.harness
 runner.inference
-runner.planning.out_of_memory > runner.planning.alternatives > runner.planning.memory
-runner.planning.model | runner.planning.data | runner.planning.machine | runner.planning.micro_batch
+runner.planning.alternatives > runner.planning.memory > runner.planning.facts
 runner.engine > runner.engine.state > runner.engine.data_pipeline > runner.engine.config
 runner.engine.objectives | runner.engine.optim > runner.engine.autotune > runner.engine.device > runner.engine.device.cpu
 runner.run_dir > runner.run_dir.contents

@@ -36,7 +36,7 @@ Task = Callable[[DictConfig], float]
 def train_command(task: Task, argv: list[str] | None = None) -> None:
     """Execute the command line `argv` (default: of this process); Hydra calls `task` for a new run.
 
-    Exits with the code of common/exit_codes.py.
+    Exits with the code of common/errors.py.
     """
     set_wait_policy()
     ignore_broken_pipe()

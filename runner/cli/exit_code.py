@@ -8,8 +8,18 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from common import exit_codes
-from common.errors import Interrupted, TrainingError, UserError, print_safely, report_user_error, resume_command
+from common.errors import (
+    FAILED,
+    INTERRUPTED,
+    INTERRUPTED_BY_USER,
+    INTERRUPTED_MESSAGE,
+    Interrupted,
+    TrainingError,
+    UserError,
+    print_safely,
+    report_user_error,
+    resume_command,
+)
 from common.filesystem import DISK_ERRORS
 
 SHOW_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"  # as the user has set it; hydra_app sets it too
@@ -26,8 +36,8 @@ def exiting_with_code() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        print_safely(f"\n{exit_codes.INTERRUPTED_MESSAGE}", sys.stderr)
-        raise SystemExit(exit_codes.INTERRUPTED_BY_USER) from error
+        print_safely(f"\n{INTERRUPTED_MESSAGE}", sys.stderr)
+        raise SystemExit(INTERRUPTED_BY_USER) from error
     except Exception as error:
         raise SystemExit(_report(error)) from error
 
@@ -38,14 +48,14 @@ def _report(error: Exception) -> int:
             return report_user_error(error)
         if isinstance(error, Interrupted):
             print_safely(f"{error}; continue with: {resume_command(error.folder)}", sys.stderr)
-            return exit_codes.INTERRUPTED
+            return INTERRUPTED
         if isinstance(error, TrainingError):
             print_safely(f"error: {error}", sys.stderr)
-            return exit_codes.FAILED
+            return FAILED
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             print_safely(
                 f"error: {error.filename or 'a file'} could not be written or read: {error.strerror}", sys.stderr
             )
-            return exit_codes.FAILED
+            return FAILED
     print_safely("".join(traceback.format_exception(error)).rstrip("\n"), sys.stderr)
-    return exit_codes.FAILED
+    return FAILED

@@ -51,7 +51,7 @@ def run_subcommand(
 
     `passes_overrides`: with the checked overrides of train.py instead of their config. `start_of`: with what this
     function of (overrides, flags) returns instead; resume= and --multirun are then allowed. Exits with the code of
-    common/exit_codes.py unless the action returns.
+    common/errors.py unless the action returns.
     """
     set_wait_policy()
     ignore_broken_pipe()

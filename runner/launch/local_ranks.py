@@ -17,8 +17,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from common.errors import AlreadyReported, Interrupted, Outcome, TrainingError, print_safely
-from common.exit_codes import FAILED, INTERRUPTED, OK, PEER_LOST, USER_ERROR
+from common.errors import (
+    FAILED,
+    INTERRUPTED,
+    OK,
+    PEER_LOST,
+    USER_ERROR,
+    AlreadyReported,
+    Interrupted,
+    Outcome,
+    TrainingError,
+    print_safely,
+)
 from common.filesystem import make_dirs, remove_quietly, temp_name, write_new_file
 from common.paths import REPO_ROOT
 from data.background import describe_state

@@ -19,8 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import UserError
-from common.exit_codes import FAILED, INTERRUPTED, OK, PEER_LOST
+from common.errors import FAILED, INTERRUPTED, OK, PEER_LOST, UserError
 from common.paths import REPO_ROOT
 from runner.engine.config import Config
 from runner.engine.device.distributed import RENDEZVOUS_ENV, DistributedConfig

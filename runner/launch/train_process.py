@@ -11,8 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import exit_codes
 from common.errors import (
+    FAILED,
+    INTERRUPTED,
+    OK,
+    PEER_LOST,
     Interrupted,
     Outcome,
     PeerLostError,
@@ -68,17 +71,17 @@ def train_as_rank(config: Config, metadata: RunMetadata, stop: StopFlag) -> int:
     try:
         train_or_verify(config, metadata, stop)
     except Interrupted:
-        return exit_codes.INTERRUPTED
+        return INTERRUPTED
     except UserError as error:
         return report_user_error(error)
     except TrainingError as error:
         _report_failure(str(error), metadata, error.outcome)
-        return exit_codes.PEER_LOST if isinstance(error, PeerLostError) else exit_codes.FAILED
+        return PEER_LOST if isinstance(error, PeerLostError) else FAILED
     except Exception as error:
         traceback.print_exc()
         _report_failure(f"{type(error).__name__}: {error}", metadata)
-        return exit_codes.FAILED
-    return exit_codes.OK
+        return FAILED
+    return OK
 
 
 def config_from_json(values: Any, source: Path) -> Config:
@@ -224,7 +227,7 @@ def _memory_errors(state: TrainState) -> Iterator[None]:
         yield
     except (MemoryError, RuntimeError) as error:  # that of PyTorch is a RuntimeError
         from runner.engine.device.memory_errors import is_out_of_memory
-        from runner.planning.out_of_memory import describe_out_of_memory
+        from runner.planning.alternatives import describe_out_of_memory
 
         if not is_out_of_memory(error):
             raise

@@ -16,9 +16,7 @@ from runner.engine.device.cpu.allocator import why_no_memory_pool
 from runner.engine.device.cpu.threads import threads_per_rank
 from runner.engine.device.precision import PRECISIONS
 from runner.engine.optim.orthogonalize import BATCH_NUMBERS
-from runner.planning.data import BatchShape, DataFacts
-from runner.planning.machine import Machine
-from runner.planning.model import LayerSizes, ModelSizes
+from runner.planning.facts import BatchShape, DataFacts, LayerSizes, Machine, ModelSizes
 
 FP32 = 4
 NF4 = 0.5625  # bytes of a weight of 4 bits with its share of the scale of its block

@@ -137,7 +137,7 @@ def time_steps(state: TrainState) -> dict[str, Any]:
     from runner.engine.loop import step_with_retries
     from runner.engine.optim.schedules import lr_at
     from runner.engine.step_metrics import flush_steps
-    from runner.planning.data import longest_batch
+    from runner.planning.facts import longest_batch
 
     cfg, seconds, started = state.cfg, list[float](), time.perf_counter()
     micro_batches = -(-state.loader.sampler.global_batch_size // cfg.train.batch_size)

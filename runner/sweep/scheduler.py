@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import Outcome, UserError
-from common.exit_codes import INTERRUPTED, OK, USER_ERROR
+from common.errors import INTERRUPTED, OK, USER_ERROR, Outcome, UserError
 from common.guarded_files import last_lines, read_from
 from common.paths import REPO_ROOT
 from common.registry import PLUGINS_ENV

@@ -10,8 +10,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from common import paths
-from common.errors import UserError, print_note, resume_command
-from common.exit_codes import FAILED, INTERRUPTED
+from common.errors import FAILED, INTERRUPTED, UserError, print_note, resume_command
 from common.filesystem import make_dirs
 from runner.config import snapshot
 from runner.config.literals import quote_path

@@ -31,7 +31,7 @@ from runner.diagnostics.rows import (
 from runner.diagnostics.symptoms import PAGE
 from runner.engine.device.memory_errors import is_out_of_memory
 from runner.engine.loop import train
-from runner.planning.out_of_memory import describe_out_of_memory, measured_parts
+from runner.planning.alternatives import describe_out_of_memory, measured_parts
 
 ROOT = Path(__file__).parents[2]
 CHATML = (ROOT / "data" / "tokenize" / "chatml.jinja").read_text()

@@ -20,8 +20,15 @@ from typing import Any
 
 import pytest
 
-from common.errors import AlreadyReported, Interrupted, StopRequested, TrainingError, report_user_error
-from common.exit_codes import INTERRUPTED, USER_ERROR
+from common.errors import (
+    INTERRUPTED,
+    USER_ERROR,
+    AlreadyReported,
+    Interrupted,
+    StopRequested,
+    TrainingError,
+    report_user_error,
+)
 from runner.config.compose import compose_config
 from runner.engine.device import distributed
 from runner.engine.device.cpu import threads

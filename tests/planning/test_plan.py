@@ -28,8 +28,8 @@ from runner.engine.optim.groups import build_optimizer
 from runner.planning import memory
 from runner.planning.alternatives import find_alternatives, with_train
 from runner.planning.command import Planner, notes_of, timed_settings
-from runner.planning.data import BatchShape, DataFacts
-from runner.planning.estimate import RunPlan, estimate_disk
+from runner.planning.estimate import RunPlan, bytes_text, estimate_disk, plan_dict, plan_text, short_count, sweep_text
+from runner.planning.facts import BatchShape, DataFacts, model_facts
 from runner.planning.memory import (
     COMPILER,
     CPU_LIBRARIES,
@@ -40,8 +40,6 @@ from runner.planning.memory import (
     layer_memory,
     plan_execution,
 )
-from runner.planning.model import model_facts
-from runner.planning.report import bytes_text, plan_dict, plan_text, short_count, sweep_text
 from runner.planning.starts import planned_start
 from runner.planning.trial import remove_leftovers
 

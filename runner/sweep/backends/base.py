@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Optional
 
-from common.exit_codes import FAILED, INTERRUPTED
+from common.errors import FAILED, INTERRUPTED
 from common.guarded_files import open_append
 from common.settings import check_at_least
 from runner.launch import subprocesses

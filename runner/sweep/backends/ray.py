@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from common.exit_codes import INTERRUPTED
+from common.errors import INTERRUPTED
 from common.paths import REPO_ROOT
 from common.settings import check_at_least, check_installed
 from runner.sweep.backends.base import CONSOLE_LOG, Backend, JobExit, failed_exit, run_job

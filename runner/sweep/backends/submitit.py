@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
-from common.errors import UserError
-from common.exit_codes import INTERRUPTED
+from common.errors import INTERRUPTED, UserError
 from common.paths import REPO_ROOT
 from common.settings import check_choice, check_installed
 from runner.sweep.backends.base import CONSOLE_LOG, Backend, JobExit, failed_exit, run_job
