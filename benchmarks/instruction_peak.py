@@ -52,7 +52,7 @@ def instruction_rate(function: Callable[..., int], threads: int, repetitions: in
 def product_rates(layer: dict[str, int]) -> dict[str, float]:
     """Return name -> operations per second of the products of a linear layer, forward and backward."""
     from models.layers.cpu_kernels.library import KernelsUnavailableError
-    from runner.engine.autotune.operators import (
+    from runner.engine.autotune.candidates import (
         NATIVE,
         ProductShape,
         load_products,

@@ -37,7 +37,7 @@ runner.planning.alternatives > runner.planning.memory > runner.planning.facts
 runner.engine > runner.engine.state > runner.engine.data_pipeline > runner.engine.config
 runner.engine.objectives | runner.engine.optim > runner.engine.autotune > runner.engine.device > runner.engine.device.cpu
 runner.run_dir > runner.run_dir.contents
-runner.checkpoint | runner.tracking.trackers > runner.tracking > runner.tracking.console
+runner.checkpoint | runner.tracking.trackers > runner.tracking > runner.tracking.bar > runner.tracking.lines
 runner.diagnostics
 data.batching > data.store > data.tokenize > data.tokenize.pieces > data.tokenize.tokenizer_limits > data.tokenize.renderer > data.tokenize.training_version > data.tokenize.jinja_sandbox > data.config > data.schemas > data.sources > data | models.formats > models.transformers_adapter > models > models.layers > models.layers.cpu_kernels > models.layers.ops > models.families > models.config
 common.file_lock > common.ownership > common.guarded_files > common.hub > common > common.limits

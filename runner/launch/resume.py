@@ -31,7 +31,7 @@ from runner.launch.recovery import recover_run
 from runner.launch.run import check_inputs, run
 from runner.run_dir import saved_config
 from runner.run_dir.metadata import RunMetadata
-from runner.tracking.console.bar import open_console
+from runner.tracking.bar import open_console
 
 SAVED_FILES = (saved_config.CONFIG_FILE, saved_config.OVERRIDES_FILE)
 CACHE_KEY = "data.cache"

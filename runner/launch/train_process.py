@@ -40,7 +40,7 @@ from runner.reporting.live import LivePage
 from runner.run_dir.contents import GitReader, is_sweep_dir
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.saved_config import reject_interpolations
-from runner.tracking.console.bar import open_console
+from runner.tracking.bar import open_console
 from runner.tracking.run_end import NextCommand, RunEnd, commands_after_divergence, commands_to_continue, next_commands
 
 # gloo, NCCL and their stores raise a plain RuntimeError when a peer dies or does not come; only its text tells

@@ -16,7 +16,7 @@ from runner.planning.alternatives import Alternative
 from runner.planning.facts import DataFacts, Machine, ModelSizes
 from runner.planning.memory import CUDA_CONTEXT, FP32, MemoryEstimate
 from runner.planning.starts import PlannedRun
-from runner.tracking.console.bar import LINE_WIDTH
+from runner.tracking.bar import LINE_WIDTH
 
 LOG_LINE = 330  # bytes of a line of metrics.jsonl and of train.log, together
 TOKENIZER = 1 << 20  # bytes of the copy of a tokenizer, usually

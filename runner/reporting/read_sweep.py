@@ -11,7 +11,7 @@ from typing import Any
 
 from common.errors import Outcome
 from runner.diagnostics.history import finite_number
-from runner.reporting.evaluations import current_evaluations
+from runner.inference.evaluate import current_evaluations
 from runner.reporting.metrics import count_number
 from runner.reporting.runs import (
     Run,

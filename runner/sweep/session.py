@@ -24,7 +24,7 @@ from runner.run_dir.metadata import RunMetadata
 from runner.sweep import budget
 from runner.sweep.grid import PointComposer, merge_overrides
 from runner.sweep.state import SweepJob, SweepState
-from runner.tracking.console.sweep_lines import SweepLines
+from runner.tracking.lines import SweepLines
 
 
 class SweepSession:

@@ -18,8 +18,7 @@ from runner.config.unread import check_typed_are_read
 from runner.config.yaml_files import ineffective_override
 from runner.launch import torchrun
 from runner.sweep import budget
-from runner.sweep.backends import LAUNCHERS
-from runner.sweep.backends.base import Backend
+from runner.sweep.backends import LAUNCHERS, Backend
 from runner.sweep.grid import GridPoint, PointComposer, SweeperOptions, merge_overrides, split_swept
 from runner.sweep.optuna_search import SWEEPERS
 from runner.sweep.state import STORED_HYDRA_PREFIX, storable_overrides
