@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from data.schemas.augment import augment_example
+from data.schemas.chat import augment_example
 from data.schemas.columns import unused_fields, unused_message_fields
 from data.schemas.messages import CHECKED_FIELDS
 from data.schemas.registry import SCHEMAS, ChatExample, Example, PreferencePair, TextExample

@@ -33,11 +33,11 @@ from runner.checkpoint.compatibility import (
 )
 from runner.checkpoint.format import read_model_tensors, read_newest_state
 from runner.checkpoint.manager import CheckpointManager, newest_checkpoint
-from runner.checkpoint.retention import RetentionPolicy
+from runner.checkpoint.saving import RetentionPolicy
 from runner.engine.config import Config
 from runner.engine.data_pipeline import DataPipeline, build_data_pipeline, build_loader
 from runner.engine.device.compile import check_cuda_graphs, set_inductor_cache
-from runner.engine.device.cpu.allocator import separate_large_blocks, use_memory_pool
+from runner.engine.device.cpu.memory import separate_large_blocks, use_memory_pool
 from runner.engine.device.cpu.threads import choose_threads
 from runner.engine.device.distributed import DistributedContext, init_distributed
 from runner.engine.device.precision import Precision

@@ -97,7 +97,7 @@ PRINTS = {  # files that print without these functions, and what
     "runner/cli/help.py": "stripped",
     "runner/inference/chat.py": "numbers; stripped",
     "runner/inference/evaluate.py": "JSON if it has control characters",
-    "runner/inference/export/model_card.py": "the example of a model card",
+    "runner/inference/export/command.py": "the example of a model card",
     "runner/inference/inspect_rows.py": "by the token view, which strips",
     "runner/inference/token_view.py": "stripped",
     "runner/launch/resume.py": "stripped",

@@ -18,7 +18,6 @@ import torch
 
 from runner.engine.build import configure_cpu
 from runner.engine.device.cpu import spinning, threads
-from runner.engine.device.cpu.running_trainings import RunningTrainings
 from runner.engine.device.cpu.spinning import (
     ForeignLoad,
     SleepingThreads,
@@ -27,6 +26,7 @@ from runner.engine.device.cpu.spinning import (
     read_busy_seconds,
     set_wait_policy,
 )
+from runner.engine.device.cpu.threads import RunningTrainings
 
 STAT = """cpu  600 0 60 9000 0 0 0 0 0 0
 cpu0 100 1 20 4000 50 3 4 9 0 0

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 OPTIMIZERS: Registry[type[OptimizerConfig]] = Registry(
-    "optimizer", "runner.engine.optim", helpers=("config", "groups", "orthogonalize", "schedules", "torch_optimizers")
+    "optimizer", "runner.engine.optim", helpers=("config", "groups", "schedules", "torch_optimizers")
 )
 register_optimizer = OPTIMIZERS.register
 

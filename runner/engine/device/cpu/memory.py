@@ -1,4 +1,4 @@
-"""Memory allocator of a process that trains on a CPU."""
+"""Memory of a process that trains on a CPU: its allocator; and errors of any device that mean a lack of memory."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ POOL_SOURCE = Path(__file__).parent / "memory_pool.cpp"
 POOL_REGION = 1 << 42  # bytes of addresses; memory is used as tensors need it
 POOLED_BLOCK = 1 << 16  # bytes: smaller tensors stay in the heap
 PRIMITIVES = 128  # matrix products of different shapes that oneDNN keeps ready; its default is 1,024
+# of a RuntimeError of PyTorch
+OUT_OF_MEMORY_TEXTS = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "bad_alloc",
+    "cublas_status_alloc_failed",
+)
 
 
 def separate_large_blocks() -> None:
@@ -124,3 +132,12 @@ def _glibc_mallopt() -> Callable[[int, int], int] | None:
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return None
     return getattr(ctypes.CDLL(None), "mallopt", None)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether `error` says that this machine, or its GPU, has no memory left."""
+    import torch
+
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and any(text in str(error).lower() for text in OUT_OF_MEMORY_TEXTS)
+    )
