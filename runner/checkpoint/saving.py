@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common import filesystem
-from common.filesystem import DISK_ERRORS, FULL_DISK_ERRORS, Chunks, read_bounded
+from common.errors import DISK_ERRORS, FULL_DISK_ERRORS
+from common.filesystem import Chunks, read_bounded
 from runner.checkpoint import atomic_dir
 from runner.checkpoint.format import TENSOR_FILES, checkpoint_name, read_state, safetensors_chunks, step_of
 

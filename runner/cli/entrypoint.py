@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from common.errors import UserError, ignore_broken_pipe
+from common.errors import UserError, exiting_with_code, ignore_broken_pipe
 from common.registry import import_plugins
-from runner.cli.exit_code import exiting_with_code
 from runner.config import overrides
 from runner.config.overrides import RERUN_FLAGS, flag_value, has_flag, parse_argv
 from runner.config.schema import config_groups, config_schema

@@ -20,10 +20,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from common.errors import UserError, did_you_mean, ignore_broken_pipe
+from common.errors import UserError, did_you_mean, exiting_with_code, ignore_broken_pipe
 from common.registry import import_plugins
 from runner.cli import help, hydra_app
-from runner.cli.exit_code import exiting_with_code
 from runner.config import overrides
 from runner.config.compose import check_no_missing, compose_command
 from runner.config.hydra_errors import value_error

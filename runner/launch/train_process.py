@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import (
+    DISK_ERRORS,
     FAILED,
     INTERRUPTED,
     OK,
@@ -25,7 +26,7 @@ from common.errors import (
     print_safely,
     report_user_error,
 )
-from common.filesystem import DISK_ERRORS, describe_disk_error
+from common.filesystem import describe_disk_error
 from data.sources.splits import DataFiles
 from runner.checkpoint.compatibility import DATA_FINGERPRINT, WRITTEN_BY, recorded_environment, settings_fingerprint
 from runner.config.compose import to_config

@@ -12,12 +12,12 @@ from common.errors import (
     Interrupted,
     TrainingError,
     UserError,
+    exiting_with_code,
     print_note,
     print_safely,
     strip_control,
     stripping_stdout,
 )
-from runner.cli.exit_code import exiting_with_code
 
 
 @pytest.mark.parametrize(
