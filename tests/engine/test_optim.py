@@ -11,10 +11,8 @@ from torch import nn
 from runner.config.compose import compose_config
 from runner.engine.device.mesh import full_tensor
 from runner.engine.optim import torch_optimizers as orthogonalization
-from runner.engine.optim.adamw import AdamWConfig
-from runner.engine.optim.config import OPTIMIZERS, OptimizerConfig
+from runner.engine.optim.config import OPTIMIZERS, AdamWConfig, MuonConfig, OptimizerConfig
 from runner.engine.optim.groups import OptimizerGroup, build_optimizer
-from runner.engine.optim.muon import MuonConfig
 from runner.engine.optim.schedules import (
     SCHEDULES,
     ConstantConfig,
