@@ -113,7 +113,7 @@ def table_row(name: str, rates: Sequence[float], peaks: Sequence[float]) -> str:
 
 
 def main(args: argparse.Namespace) -> None:
-    from runner.engine.device.cpu.spinning import set_wait_policy
+    from runner.engine.device.spinning import set_wait_policy
 
     set_wait_policy()  # as train.py does, before torch is imported
     command = f"python benchmarks/instruction_peak.py --rounds {args.rounds} --write"

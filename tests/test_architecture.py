@@ -35,7 +35,7 @@ runner.inference.export | runner.inference.harness
 runner.inference
 runner.planning.alternatives > runner.planning.memory > runner.planning.facts
 runner.engine > runner.engine.state > runner.engine.data_pipeline > runner.engine.config
-runner.engine.objectives | runner.engine.optim > runner.engine.autotune > runner.engine.device > runner.engine.device.cpu
+runner.engine.objectives | runner.engine.optim > runner.engine.autotune > runner.engine.device > runner.engine.device.spinning > runner.engine.device.cpu
 runner.run_dir > runner.run_dir.contents
 runner.checkpoint | runner.tracking.trackers > runner.tracking > runner.tracking.bar > runner.tracking.lines
 runner.diagnostics

@@ -20,7 +20,7 @@ from common.registry import import_plugins
 from runner.config import overrides
 from runner.config.overrides import RERUN_FLAGS, flag_value, has_flag, parse_argv
 from runner.config.schema import config_groups, config_schema
-from runner.engine.device.cpu.spinning import set_wait_policy
+from runner.engine.device.spinning import set_wait_policy
 from runner.launch import torchrun
 
 if TYPE_CHECKING:

@@ -37,8 +37,7 @@ from runner.checkpoint.saving import RetentionPolicy
 from runner.engine.config import Config
 from runner.engine.data_pipeline import DataPipeline, build_data_pipeline, build_loader
 from runner.engine.device.compile import check_cuda_graphs, set_inductor_cache
-from runner.engine.device.cpu.memory import separate_large_blocks, use_memory_pool
-from runner.engine.device.cpu.threads import choose_threads
+from runner.engine.device.cpu import choose_threads, separate_large_blocks, use_memory_pool
 from runner.engine.device.distributed import DistributedContext, init_distributed
 from runner.engine.device.precision import Precision
 from runner.engine.device.rng import seed_all, use_deterministic_kernels

@@ -17,7 +17,7 @@ from data.store.reader import DamagedStoreError
 from runner.checkpoint.compatibility import DATA_FINGERPRINT, TOKENIZER_FINGERPRINT, run_rules
 from runner.engine.build import run_summary
 from runner.engine.device.compile import describe_compile_error, is_compile_error
-from runner.engine.device.cpu.memory import keep_freed_memory
+from runner.engine.device.cpu import keep_freed_memory
 from runner.engine.device.heartbeat import enter
 from runner.engine.device.rng import get_rng_state, is_varying_kernel, set_rng_state
 from runner.engine.device.stop import as_stop_requests

@@ -34,7 +34,7 @@ from common.paths import REPO_ROOT
 from data.background import describe_state
 from runner.config.compose import rank_environment
 from runner.engine.config import Config
-from runner.engine.device.cpu.threads import threads_per_rank
+from runner.engine.device.cpu import threads_per_rank
 from runner.engine.device.distributed import RENDEZVOUS_ENV
 from runner.engine.device.heartbeat import Sign
 from runner.launch import subprocesses

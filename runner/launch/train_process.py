@@ -32,8 +32,8 @@ from runner.checkpoint.compatibility import DATA_FINGERPRINT, WRITTEN_BY, record
 from runner.config.compose import to_config
 from runner.config.snapshot import load_overrides
 from runner.engine.config import Config
-from runner.engine.device.cpu.spinning import adapt_spinning
-from runner.engine.device.cpu.threads import RunningTrainings
+from runner.engine.device.cpu import RunningTrainings
+from runner.engine.device.spinning import adapt_spinning
 from runner.engine.state import TrainState
 from runner.launch.recovery import record_run_dir
 from runner.launch.signals import StopFlag
@@ -227,7 +227,7 @@ def _memory_errors(state: TrainState) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:  # that of PyTorch is a RuntimeError
-        from runner.engine.device.cpu.memory import is_out_of_memory
+        from runner.engine.device.compile import is_out_of_memory
         from runner.planning.alternatives import describe_out_of_memory
 
         if not is_out_of_memory(error):

@@ -30,7 +30,7 @@ from common.filesystem import make_dirs, read_json_object, write_json
 from common.guarded_files import last_lines
 from common.registry import import_inherited_plugins
 from runner.engine.config import Config
-from runner.engine.device.cpu.spinning import adapt_spinning, set_wait_policy
+from runner.engine.device.spinning import adapt_spinning, set_wait_policy
 from runner.launch.subprocesses import child_env, failure_reason, spawn
 from runner.launch.train_process import config_from_json
 from runner.tracking.config import TrackerConfig

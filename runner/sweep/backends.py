@@ -20,7 +20,7 @@ from common.errors import FAILED, INTERRUPTED, UserError
 from common.guarded_files import open_append
 from common.paths import REPO_ROOT
 from common.settings import check_at_least, check_choice, check_installed
-from runner.engine.device.cpu.threads import THREADS_ENV, available_cores
+from runner.engine.device.cpu import THREADS_ENV, available_cores
 from runner.launch import subprocesses
 from runner.launch.signals import handled_signals
 

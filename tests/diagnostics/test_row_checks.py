@@ -29,7 +29,7 @@ from runner.diagnostics.rows import (
     training_overlap,
 )
 from runner.diagnostics.symptoms import PAGE
-from runner.engine.device.cpu.memory import is_out_of_memory
+from runner.engine.device.compile import is_out_of_memory
 from runner.engine.loop import train
 from runner.planning.alternatives import describe_out_of_memory, measured_parts
 

@@ -23,7 +23,7 @@ from models.language_model import create_model
 from models.lora import add_lora
 from runner.config.compose import compose_config
 from runner.engine.config import Config
-from runner.engine.device.cpu import threads
+from runner.engine.device import cpu
 from runner.engine.optim.groups import build_optimizer
 from runner.planning import memory
 from runner.planning.alternatives import find_alternatives, with_train
@@ -467,9 +467,9 @@ def test_planned_threads_are_those_of_a_rank_and_of_the_container(
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    monkeypatch.setattr(threads, "cpu_limit", lambda: None)
+    monkeypatch.setattr(cpu, "cpu_limit", lambda: None)
     assert [planned(ranks) for ranks in (1, 2, 3)] == [8, 4, 2]
-    monkeypatch.setattr(threads, "cpu_limit", lambda: 2.5)
+    monkeypatch.setattr(cpu, "cpu_limit", lambda: 2.5)
     assert planned(1) == 2
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
     assert planned(2) == 6

@@ -18,7 +18,7 @@ import pytest
 from fake_jobs import BUG, DIVERGED, FLAKY, GOOD, KILLED, REFUSED, SAVES, FakeJobs, read_sweep, wait_until
 
 from common.errors import UserError
-from runner.engine.device.cpu.threads import THREADS_ENV
+from runner.engine.device.cpu import THREADS_ENV
 from runner.reporting.live import RepeatedPage
 from runner.sweep import command
 from runner.sweep.backends import Backend, JobExit, LocalBackend, make_slots
