@@ -1,5 +1,5 @@
-"""Threads and processes in the background: waits for them that end by a stop request or because nothing moves, and the worker
-processes that tokenize rows and prepare batches.
+"""Threads and processes in the background: waits for them that end by a stop request or because nothing moves, and the
+worker processes that tokenize rows and prepare batches.
 
 multiprocessing.Pool and torch's DataLoader are not used: their processes survive a killed parent, or a wait for one
 that is stuck or dead has no end. A process here dies with its parent, is forked where that is possible, so that it

@@ -1,5 +1,5 @@
-"""What a save copies and writes, on a thread beside the training; the weights of the best evaluation, and which checkpoints
-stay on disk.
+"""What a save copies and writes, on a thread beside the training; the weights of the best evaluation, and which
+checkpoints stay on disk.
 
 Tensors are copied to host memory; the writer thread writes a checkpoint or the best weights. These are in the
 checkpoint of that step where there is one, otherwise in a folder of their own:

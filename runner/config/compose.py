@@ -32,9 +32,8 @@ from common.errors import UserError, did_you_mean
 from common.paths import CONF_DIR, REPO_ROOT, workspace_dir
 from common.registry import check_imported
 from runner.config import overrides, schema
-from runner.config.hydra_errors import translating_hydra_errors
+from runner.config.hydra_errors import composed_files, composing_from, translating_hydra_errors
 from runner.config.overrides import SEARCHPATH_KEY, is_hydra_override, key_of, overrides_of
-from runner.config.yaml_files import composed_files, composing_from
 from runner.engine.config import REGISTERED_SECTIONS, Config
 
 RUNTIME_PREFIXES = ("hydra.job.", "hydra.callbacks.", "hydra.job_logging", "hydra/job_logging", "hydra.verbose")

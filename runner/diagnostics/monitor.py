@@ -17,8 +17,17 @@ from pathlib import Path
 
 from common.filesystem import open_regular
 from common.limits import parse_record
-from runner.diagnostics.history import RECENT, RISING_EVALS, WINDOW, RunHistory
-from runner.diagnostics.symptoms import PAGE, LoggedRecord, RunFacts, Symptom, lr_after_divergence
+from runner.diagnostics.symptoms import (
+    PAGE,
+    RECENT,
+    RISING_EVALS,
+    WINDOW,
+    LoggedRecord,
+    RunFacts,
+    RunHistory,
+    Symptom,
+    lr_after_divergence,
+)
 
 # A step may have the rows of one of several data sets only: with adapters and one sequence per step, healthy losses
 # alternate between 0 and 8.

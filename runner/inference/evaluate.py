@@ -1,4 +1,5 @@
-"""Evaluate a trained model on data files: settings, the registry of metrics, and the record that is written and read again.
+"""Evaluate a trained model on data files: settings, the registry of metrics, and the record that is written and read
+again.
 
 A metric is a function in metrics.py, or in a module that the user names in `plugins=[...]`:
 
@@ -25,9 +26,8 @@ from common.errors import UserError, print_note, strip_control
 from common.guarded_files import check_own_files, open_append
 from common.registry import Registry
 from common.settings import check_at_least
-from runner.diagnostics.history import finite_number
 from runner.diagnostics.rows import training_overlap
-from runner.diagnostics.symptoms import troubleshooting
+from runner.diagnostics.symptoms import finite_number, troubleshooting
 from runner.inference.evaluation_data import EvaluationData, EvaluationSet
 from runner.inference.load import LoadedModel, find_checkpoint, load_trained, run_dir_of
 from runner.run_dir.contents import RUN_FILE

@@ -1,5 +1,5 @@
-"""Child processes of this program (ranks, jobs of a sweep): start them, end with the parent, explain how they ended; and
-logs/rank<k>.log of a run directory, the output of every rank but rank 0, over all attempts.
+"""Child processes of this program (ranks, jobs of a sweep): start them, end with the parent, explain how they ended;
+and logs/rank<k>.log of a run directory, the output of every rank but rank 0, over all attempts.
 """
 
 from __future__ import annotations

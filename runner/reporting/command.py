@@ -1,5 +1,5 @@
-"""report.py: the page of a run or sweep, of several runs side by side, or of all runs; its numbers as text, or written to a
-tracker; all of it served on this machine.
+"""report.py: the page of a run or sweep, of several runs side by side, or of all runs; its numbers as text, or written
+to a tracker; all of it served on this machine.
 """
 
 from __future__ import annotations

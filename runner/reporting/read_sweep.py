@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import Outcome
-from runner.diagnostics.history import finite_number
+from runner.diagnostics.symptoms import finite_number
 from runner.inference.evaluate import current_evaluations
 from runner.reporting.metrics import count_number
 from runner.reporting.runs import (

@@ -1,5 +1,5 @@
-"""What a sweep says at its end: the winner, how sure that is, whether it is at the edge of a range, the commands that come
-next; the effect of each swept setting, and which settings explain the differences of the loss.
+"""What a sweep says at its end: the winner, how sure that is, whether it is at the edge of a range, the commands that
+come next; the effect of each swept setting, and which settings explain the differences of the loss.
 
 The effect of a setting: mean, spread and best loss of the points with each of its values. Which settings explain the
 differences: Optuna's fANOVA (Hutter et al., 2014, An efficient approach for assessing hyperparameter importance), where

@@ -1,5 +1,5 @@
-"""Routes of the server: /v1/models, /v1/chat/completions, /v1/completions, /health; and the one thread that owns the model:
-answers wait in a queue, those with equal settings are generated as one batch.
+"""Routes of the server: /v1/models, /v1/chat/completions, /v1/completions, /health; and the one thread that owns the
+model: answers wait in a queue, those with equal settings are generated as one batch.
 """
 
 from __future__ import annotations

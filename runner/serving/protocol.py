@@ -1,5 +1,5 @@
-"""Requests and answers of the HTTP interface of OpenAI (https://platform.openai.com/docs/api-reference), as far as they are
-answered, and tool calls in the text of an answer.
+"""Requests and answers of the HTTP interface of OpenAI (https://platform.openai.com/docs/api-reference), as far as they
+are answered, and tool calls in the text of an answer.
 
 A field that would change the answer and that this server does not read is refused, never ignored. A tool call is a JSON
 object between `<tool_call>` tags, as the templates of MiniMind, Qwen and Hermes write them.

@@ -1,5 +1,5 @@
-"""Start a sweep with --multirun, or resume one, and run its jobs on a backend: one starts when a worker is free; how it ended
-is recorded; it is retried; all are stopped when asked.
+"""Start a sweep with --multirun, or resume one, and run its jobs on a backend: one starts when a worker is free; how it
+ended is recorded; it is retried; all are stopped when asked.
 
 Hydra composes the sweep and calls the sweeper plugin, which calls `run_sweep`.
 """

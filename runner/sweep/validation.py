@@ -12,10 +12,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError, did_you_mean, print_note
-from runner.config.hydra_errors import translating_hydra_errors
+from runner.config.hydra_errors import ineffective_override, translating_hydra_errors
 from runner.config.overrides import config_dirs, is_hydra_override, key_of, to_overrides
 from runner.config.unread import check_typed_are_read
-from runner.config.yaml_files import ineffective_override
 from runner.launch import torchrun
 from runner.sweep import budget
 from runner.sweep.backends import LAUNCHERS, Backend

@@ -1,5 +1,5 @@
-"""What a run or a sweep prints without a terminal: nothing, lines of text, or JSON lines for programs; and numbers as short
-text.
+"""What a run or a sweep prints without a terminal: nothing, lines of text, or JSON lines for programs; and numbers as
+short text.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What a process that trains on a CPU sets for itself: its memory allocator, and how many threads it computes with beside
-the other trainings that this user runs on this machine now.
+"""What a process that trains on a CPU sets for itself: its memory allocator, and how many threads it computes with
+beside the other trainings that this user runs on this machine now.
 
 The bits of a result depend on the number of threads, so a resumed run takes that of its checkpoint.
 """

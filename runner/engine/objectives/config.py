@@ -2,7 +2,8 @@
 next-token prediction: pretraining, SFT and LoRA differ in which tokens have a label and which weights are trained.
 
 A stage is three choices: the data format, the objective, and which parameters are trained. An objective gives sums over
-countable items, so that micro-batches and ranks add up exactly. It is one file: `kto.py` in this folder, or a module that the user names in `plugins=[...]`, with its settings and an Objective:
+countable items, so that micro-batches and ranks add up exactly. It is one file: `kto.py` in this folder, or a module
+that the user names in `plugins=[...]`, with its settings and an Objective:
 
     @register_objective("kto")
     @dataclass
