@@ -12,15 +12,13 @@ from typing import Any
 import torch
 
 from common.errors import UserError
-from common.paths import display_path
 from data.batching.loader import StepLoader
-from data.batching.packing import PackedSequences
 from data.sources.splits import DataFiles
 from data.tokenize.origin import open_tokenizer
 from data.tokenize.tokenizer import Tokenizer
 from models.formats.load import load_into, load_weights, weights_under_adapter
 from models.formats.stored_size import check_size_of_weights
-from models.language_model import LanguageModel, create_model, stored_tensors, trained_parameters
+from models.language_model import LanguageModel, create_model, stored_tensors
 from models.layers.cpu_kernels.upcast_products import upcast_products
 from models.layers.quantized import check_quantization, quantize_linear_layers
 from models.lora import lora_warnings
@@ -49,7 +47,6 @@ from runner.engine.objectives.objective import Objective
 from runner.engine.optim.groups import build_optimizer
 from runner.engine.optim.schedules import check_warmup
 from runner.engine.state import TrainState, load_strict, saved_tensors
-from runner.tracking.data_report import data_summary
 from runner.tracking.logger import RunLogger
 
 
@@ -105,59 +102,6 @@ def load_saved_weights(model: LanguageModel, run_dir: Path) -> None:
     with suppress(FileNotFoundError):
         checkpoint = newest_checkpoint(run_dir)
         load_strict(saved_tensors(model), read_model_tensors(checkpoint), checkpoint)
-
-
-def run_summary(state: TrainState) -> dict[str, str]:
-    """Return the header of the log, title -> text."""
-    cfg, ranks = state.cfg, state.dist.size
-    model, unused = state.model, state.model.modules_unused_by_text
-    parameters = sum(p.numel() for p in model.parameters())
-    trainable = sum(p.numel() for p in trained_parameters(model).values())
-    trained = (
-        "all trained" if trainable == parameters else f"{trainable:,} of them trained ({trainable / parameters:.2%})"
-    )
-    trained += f"\ntext does not use {', '.join(unused)}: no gradient, no adapter" if unused else ""
-    labels = (("name", cfg.run.name), ("tags", ", ".join(cfg.run.tags)), ("note", cfg.run.note))
-    threads = f"{torch.get_num_threads()} threads" + (f" ({state.thread_reason})" if state.thread_reason else "")
-    summary = {
-        "run": display_path(state.run_dir),
-        **{title: text for title, text in labels if text},
-        "stage": f"{cfg.stage.name}, weights from {cfg.init_from if cfg.init_from == 'scratch' else display_path(Path(cfg.init_from))}",
-        "model": f"{cfg.model.name}, {parameters:,} parameters, {trained}",
-        **({"kernels": state.model.kernels_description} if state.model.kernels_description else {}),
-        "tokenizer": f"{state.tokenizer.vocab_size:,} tokens, {display_path(Path(cfg.data.tokenizer))}",
-        "data": data_summary(
-            cfg.data.paths, state.pipeline.files, len(state.pipeline.train.rows), state.pipeline.held_out
-        ),
-        "batch": batch_summary(state),
-        "steps": f"{state.total_steps:,} ({state.total_steps / state.loader.steps_per_epoch:.2f} epochs of {state.loader.steps_per_epoch:,} steps)",
-        "device": f"{state.dist.device}, {cfg.precision.name}, {threads}"
-        + (f", {cfg.distributed.name} on {ranks} ranks" if ranks > 1 else ""),
-        "compile": state.compile_decision.reason,
-        **state.kernel_reasons,
-    }
-    return summary | (
-        {"resumed": f"at step {state.progress.step:,} (attempt {state.attempt})"} if state.progress.step else {}
-    )
-
-
-def batch_summary(state: TrainState) -> str:
-    """Return the rows of a step: micro-batch, accumulation and ranks."""
-    train, sequences, ranks, rows = (
-        state.cfg.train,
-        state.pipeline.train,
-        state.dist.size,
-        state.loader.sampler.global_batch_size,
-    )
-    if isinstance(sequences, PackedSequences):
-        kind = f"packed sequences of {sequences.capacity:,} tokens"
-        details = f"\n{len(sequences.rows) / len(sequences):.1f} examples in each, {sequences.fill_ratio:.1%} filled"
-    else:
-        kind, details = f"examples of at most {state.cfg.data.max_length:,} tokens", ""
-    micro_batches = math.ceil(math.ceil(rows / ranks) / train.batch_size)
-    if rows > (available := state.loader.sampler.size):
-        details = f", of which an epoch has {available:,}{details}"
-    return f"{train.batch_size:,} {kind} x {micro_batches} micro-batches{f' x {ranks} ranks' if ranks > 1 else ''} = {rows:,} a step{details}"
 
 
 def build_run(
