@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from runner.engine.device.compile import check_cuda_graphs, set_inductor_cache
 from runner.engine.device.cpu.allocator import separate_large_blocks, use_memory_pool
 from runner.engine.device.cpu.threads import choose_threads
 from runner.engine.device.distributed import DistributedContext, init_distributed
-from runner.engine.device.precision import Precision
+from runner.engine.device.precision import Precision, PrecisionConfig
 from runner.engine.device.rng import seed_all, use_deterministic_kernels
 from runner.engine.device.stop import as_stop_requests, do_unless_stopped
 from runner.engine.kernels import choose_cpu_kernels, cpu_choices, decide_compilation, kernel_facts, wrap_model
@@ -126,6 +127,7 @@ def build_run(
     thread_reason = configure_cpu(saved) if dist.device.type == "cpu" else None
     if dist.device.type == "cuda":
         use_deterministic_kernels(cfg.train.deterministic)
+    cfg = resolve_precision(cfg, dist, saved)
     precision = Precision(cfg.precision, dist.device)
     check_machine(cfg, dist.device, precision)
     tokenizer = load_tokenizer(cfg, run_dir)
@@ -180,6 +182,12 @@ def build_run(
         thread_reason=thread_reason,
         kernel_reasons=kernels.reasons,
     )
+
+
+def resolve_precision(cfg: Config, dist: DistributedContext, saved: dict[str, Any] | None) -> Config:
+    """Return the config with the precision that all ranks compute in: that of the checkpoint `saved`, or of rank 0."""
+    recorded = saved["compatibility"].get("precision.name") if saved else None
+    return replace(cfg, precision=PrecisionConfig(dist.gather(cfg.precision.on(dist.device.type, recorded).name)[0]))
 
 
 def configure_cpu(saved: dict[str, Any] | None) -> str | None:

@@ -90,11 +90,11 @@ def test_active_parameters_of_a_mixture_are_those_of_the_chosen_experts():
 @pytest.mark.parametrize(
     ("overrides", "packed"),
     [
-        ([], False),
+        (["precision=fp32"], False),
         (["precision=bf16"], True),
-        (["stage=lora"], True),
+        (["stage=lora", "precision=fp32"], True),
         (["stage=lora", "precision=bf16"], False),
-        (SMALL_MOE, True),
+        ([*SMALL_MOE, "precision=fp32"], True),
     ],
     ids=["fp32", "bf16", "lora", "lora_bf16", "moe"],
 )
@@ -112,10 +112,10 @@ def test_formula_counts_the_tensors_that_autograd_saves_in_a_layer(overrides: li
 @pytest.mark.parametrize(
     ("overrides", "compiled"),
     [
-        ([], False),
+        (["precision=fp32"], False),
         (["precision=bf16"], False),
         ([*SMALL_MOE, "model.head_dim=16", "precision=bf16"], False),
-        pytest.param([], True, marks=[pytest.mark.slow, only_full]),
+        pytest.param(["precision=fp32"], True, marks=[pytest.mark.slow, only_full]),
         pytest.param(["precision=bf16"], True, marks=pytest.mark.slow),
         pytest.param(["stage=lora", "precision=bf16"], True, marks=pytest.mark.slow),
     ],
@@ -226,7 +226,7 @@ def test_long_runs_are_compiled_and_have_a_pool_by_the_rules_of_the_engine(
     monkeypatch.setattr("runner.engine.device.compile.has_cpp_compiler", lambda: True)
     monkeypatch.setattr("models.layers.cpu_kernels.library.is_supported_machine", lambda: True)
     facts, data = tiny_plan.model, dataclasses.replace(tiny_plan.data, steps=1_000_000)
-    cfg = compose_config([*TINY, "model.head_dim=16"])
+    cfg = compose_config([*TINY, "model.head_dim=16", "precision=fp32"])
     heads_of_16 = dataclasses.replace(facts, layer=dataclasses.replace(facts.layer, queries=16 * facts.layer.heads))
 
     def execution(data: DataFacts) -> Execution:
