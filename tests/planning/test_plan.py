@@ -216,6 +216,16 @@ def test_step_after_a_save_needs_the_copies_that_are_written_too(tiny_plan: RunP
     assert estimated(tiny_plan, cfg, 3, "cuda").total == estimated(tiny_plan, cfg, 2, "cuda").total
 
 
+@pytest.mark.parametrize("size", [8, 24, 80])
+def test_experiment_of_a_gpu_fits_into_its_memory_and_uses_a_third_of_it(tiny_plan: RunPlan, size: int) -> None:
+    cfg = compose_config([f"experiment=gpu_{size}gb"])
+    shape = BatchShape(cfg.train.batch_size, cfg.data.max_length, True)
+    data = dataclasses.replace(tiny_plan.data, shape=shape, micro_batches=cfg.train.accumulation_steps)
+    machine = dataclasses.replace(tiny_plan.machine, device="cuda")
+    needed = estimate_memory(cfg, model_facts(cfg), data, machine, 1, 0).total
+    assert size / 3 < needed / 10**9 < 0.9 * size
+
+
 def test_long_runs_are_compiled_and_have_a_pool_by_the_rules_of_the_engine(
     tiny_plan: RunPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
