@@ -80,6 +80,7 @@ NOT_EXECUTED = {
     ("*", "llama-cli *"): "needs llama.cpp; tests/inference/test_export.py opens the file with xllamacpp",
     ("*", "ollama *"): "needs ollama",
     ("*", "hf *"): "needs an account",
+    ("*", "docker *"): "needs a daemon; tests/test_packaging.py installs what the image does",
     ("*", "git clone *"): "needs the network",
     ("*", ". .venv/bin/activate"): "changes a shell",
     ("*", "*fresh*"): "installs packages",

@@ -5,6 +5,7 @@ site-packages.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -19,7 +20,10 @@ SMALL = ["model.hidden_size=32", "model.num_hidden_layers=1", "model.head_dim=8"
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = tmp_path_factory.mktemp("dist")
+    """Built, as in the Dockerfile, from what .dockerignore leaves of the checkout."""
+    target, context = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("context") / "src"
+    ignored = [line.removeprefix("**/") for line in (ROOT / ".dockerignore").read_text().splitlines()]
+    shutil.copytree(ROOT, context, ignore=shutil.ignore_patterns(*ignored))
     command = [
         sys.executable,
         "-m",
@@ -30,7 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--no-build-isolation",
         "--wheel-dir",
         str(target),
-        str(ROOT),
+        str(context),
     ]
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=550)
     return next(target.glob("*.whl"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,13 @@ from typing import Any
 import torch
 
 from common.errors import UserError
-from common.paths import display_path
 from data.batching.loader import StepLoader
-from data.batching.packing import PackedSequences
 from data.sources.splits import DataFiles
 from data.tokenize.origin import open_tokenizer
 from data.tokenize.tokenizer import Tokenizer
 from models.formats.load import load_into, load_weights, weights_under_adapter
 from models.formats.stored_size import check_size_of_weights
-from models.language_model import LanguageModel, create_model, stored_tensors, trained_parameters
+from models.language_model import LanguageModel, create_model, stored_tensors
 from models.layers.adapter import check_quantization, quantize_linear_layers
 from models.layers.cpu_kernels.upcast_products import upcast_products
 from models.lora import lora_warnings
@@ -39,7 +38,7 @@ from runner.engine.data_pipeline import DataPipeline, build_data_pipeline, build
 from runner.engine.device.compile import check_cuda_graphs, set_inductor_cache
 from runner.engine.device.cpu import choose_threads, separate_large_blocks, use_memory_pool
 from runner.engine.device.distributed import DistributedContext, init_distributed
-from runner.engine.device.precision import Precision
+from runner.engine.device.precision import Precision, PrecisionConfig
 from runner.engine.device.rng import seed_all, use_deterministic_kernels
 from runner.engine.device.stop import as_stop_requests, do_unless_stopped
 from runner.engine.kernels import choose_cpu_kernels, cpu_choices, decide_compilation, kernel_facts, wrap_model
@@ -47,7 +46,6 @@ from runner.engine.objectives.config import Objective, prepare_stage
 from runner.engine.optim.groups import build_optimizer
 from runner.engine.optim.schedules import check_warmup
 from runner.engine.state import TrainState, load_strict, saved_tensors
-from runner.tracking.data_report import data_summary
 from runner.tracking.logger import RunLogger
 
 
@@ -105,59 +103,6 @@ def load_saved_weights(model: LanguageModel, run_dir: Path) -> None:
         load_strict(saved_tensors(model), read_model_tensors(checkpoint), checkpoint)
 
 
-def run_summary(state: TrainState) -> dict[str, str]:
-    """Return the header of the log, title -> text."""
-    cfg, ranks = state.cfg, state.dist.size
-    model, unused = state.model, state.model.modules_unused_by_text
-    parameters = sum(p.numel() for p in model.parameters())
-    trainable = sum(p.numel() for p in trained_parameters(model).values())
-    trained = (
-        "all trained" if trainable == parameters else f"{trainable:,} of them trained ({trainable / parameters:.2%})"
-    )
-    trained += f"\ntext does not use {', '.join(unused)}: no gradient, no adapter" if unused else ""
-    labels = (("name", cfg.run.name), ("tags", ", ".join(cfg.run.tags)), ("note", cfg.run.note))
-    threads = f"{torch.get_num_threads()} threads" + (f" ({state.thread_reason})" if state.thread_reason else "")
-    summary = {
-        "run": display_path(state.run_dir),
-        **{title: text for title, text in labels if text},
-        "stage": f"{cfg.stage.name}, weights from {cfg.init_from if cfg.init_from == 'scratch' else display_path(Path(cfg.init_from))}",
-        "model": f"{cfg.model.name}, {parameters:,} parameters, {trained}",
-        **({"kernels": state.model.kernels_description} if state.model.kernels_description else {}),
-        "tokenizer": f"{state.tokenizer.vocab_size:,} tokens, {display_path(Path(cfg.data.tokenizer))}",
-        "data": data_summary(
-            cfg.data.paths, state.pipeline.files, len(state.pipeline.train.rows), state.pipeline.held_out
-        ),
-        "batch": batch_summary(state),
-        "steps": f"{state.total_steps:,} ({state.total_steps / state.loader.steps_per_epoch:.2f} epochs of {state.loader.steps_per_epoch:,} steps)",
-        "device": f"{state.dist.device}, {cfg.precision.name}, {threads}"
-        + (f", {cfg.distributed.name} on {ranks} ranks" if ranks > 1 else ""),
-        "compile": state.compile_decision.reason,
-        **state.kernel_reasons,
-    }
-    return summary | (
-        {"resumed": f"at step {state.progress.step:,} (attempt {state.attempt})"} if state.progress.step else {}
-    )
-
-
-def batch_summary(state: TrainState) -> str:
-    """Return the rows of a step: micro-batch, accumulation and ranks."""
-    train, sequences, ranks, rows = (
-        state.cfg.train,
-        state.pipeline.train,
-        state.dist.size,
-        state.loader.sampler.global_batch_size,
-    )
-    if isinstance(sequences, PackedSequences):
-        kind = f"packed sequences of {sequences.capacity:,} tokens"
-        details = f"\n{len(sequences.rows) / len(sequences):.1f} examples in each, {sequences.fill_ratio:.1%} filled"
-    else:
-        kind, details = f"examples of at most {state.cfg.data.max_length:,} tokens", ""
-    micro_batches = math.ceil(math.ceil(rows / ranks) / train.batch_size)
-    if rows > (available := state.loader.sampler.size):
-        details = f", of which an epoch has {available:,}{details}"
-    return f"{train.batch_size:,} {kind} x {micro_batches} micro-batches{f' x {ranks} ranks' if ranks > 1 else ''} = {rows:,} a step{details}"
-
-
 def build_run(
     cfg: Config,
     run_dir: Path,
@@ -180,6 +125,7 @@ def build_run(
     thread_reason = configure_cpu(saved) if dist.device.type == "cpu" else None
     if dist.device.type == "cuda":
         use_deterministic_kernels(cfg.train.deterministic)
+    cfg = resolve_precision(cfg, dist, saved)
     precision = Precision(cfg.precision, dist.device)
     check_machine(cfg, dist.device, precision)
     tokenizer = load_tokenizer(cfg, run_dir)
@@ -234,6 +180,12 @@ def build_run(
         thread_reason=thread_reason,
         kernel_reasons=kernels.reasons,
     )
+
+
+def resolve_precision(cfg: Config, dist: DistributedContext, saved: dict[str, Any] | None) -> Config:
+    """Return the config with the precision that all ranks compute in: that of the checkpoint `saved`, or of rank 0."""
+    recorded = saved["compatibility"].get("precision.name") if saved else None
+    return replace(cfg, precision=PrecisionConfig(dist.gather(cfg.precision.on(dist.device.type, recorded).name)[0]))
 
 
 def configure_cpu(saved: dict[str, Any] | None) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import shutil
 import traceback
@@ -12,10 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from common.errors import DivergedError, Interrupted, StopRequested, TrainingError, UserError, resume_command
-from common.filesystem import WEAKER_PROMISES
 from data.store.reader import DamagedStoreError
 from runner.checkpoint.compatibility import DATA_FINGERPRINT, TOKENIZER_FINGERPRINT, run_rules
-from runner.engine.build import run_summary
 from runner.engine.device.compile import describe_compile_error, is_compile_error
 from runner.engine.device.cpu import keep_freed_memory
 from runner.engine.device.heartbeat import enter
@@ -24,6 +21,7 @@ from runner.engine.device.stop import as_stop_requests
 from runner.engine.evaluation import evaluate_if_due
 from runner.engine.export import choose_weights, export_model
 from runner.engine.objectives.config import mask_dummy_batch
+from runner.engine.open_logs import open_logs
 from runner.engine.optim.schedules import lr_at
 from runner.engine.state import StepOutput, TrainState, propagate_failure
 from runner.engine.step_metrics import (
@@ -33,7 +31,6 @@ from runner.engine.step_metrics import (
     flush_steps,
     peak_memory,
     should_flush,
-    watch_numbers,
 )
 
 if TYPE_CHECKING:
@@ -93,25 +90,7 @@ def start_or_resume(state: TrainState) -> None:
     if not state.finished and state.dist.is_rank_zero:
         shutil.rmtree(state.run_dir / "model", ignore_errors=True)  # an earlier, shorter run may have exported it
         state.update_metadata(export=None)
-    recovered = state.logger.start(
-        run_summary(state),
-        total_steps=state.total_steps,
-        attempt=state.attempt,
-        run_config=dataclasses.asdict(state.cfg),
-        resume_at=state.log_position,
-        tracker_id=state.tracker_id or state.run_record().get("fields", {}).get("id"),
-        proof=state.log_checksum,
-        first_step=state.progress.step,
-        first_tokens=state.progress.tokens,
-    )
-    if recovered:
-        state.update_metadata(recovered=recovered)
-    state.logger.show_data(state.pipeline.files)
-    for note in state.pipeline.notes:
-        state.logger.info(note)
-    for warning in (*state.pipeline.warnings, *WEAKER_PROMISES):
-        state.logger.warning(warning)
-    watch_numbers(state)
+    open_logs(state)
 
 
 def check_ranks_agree(state: TrainState) -> None:

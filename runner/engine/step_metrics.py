@@ -7,7 +7,6 @@ Steps that are not finite are handled when they are fetched; their updates were 
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,8 +18,7 @@ import torch
 from common.errors import DivergedError
 from common.filesystem import write_json
 from common.limits import peak_resident_bytes
-from runner.diagnostics.monitor import watch_records
-from runner.diagnostics.symptoms import RunFacts, troubleshooting
+from runner.diagnostics.symptoms import troubleshooting
 from runner.engine.state import StepOutput, TrainState, finite_or_none
 
 if TYPE_CHECKING:
@@ -173,29 +171,6 @@ def check_converged(state: TrainState, loss: float | None) -> None:
 def peak_memory(device: torch.device) -> int:
     """Return the largest memory so far (bytes): of tensors on a GPU, otherwise of this process."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
-
-
-def watch_numbers(state: TrainState) -> None:
-    """Let the logger warn, once each, of what the logged numbers say: docs/guide/troubleshooting.md.
-
-    Records of earlier attempts count.
-    """
-    if not state.dist.is_rank_zero:
-        return
-    cfg = state.cfg
-    facts = RunFacts(
-        total_steps=state.total_steps,
-        lr=cfg.optimizer.lr,
-        warmup_steps=cfg.schedule.warmup_steps,
-        grad_clip=cfg.optimizer.grad_clip,
-        num_workers=cfg.data.num_workers,
-        cores=os.cpu_count() or 1,
-        starts_from_weights=cfg.init_from != "scratch",
-        uniform_loss=state.objective.uniform_loss(cfg.model.vocab_size),
-    )
-    state.logger.watch_record = watch_records(
-        facts, state.run_dir / "metrics.jsonl" if state.progress.step else None, state.logger.warning
-    )
 
 
 class Throughput:

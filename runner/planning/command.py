@@ -6,7 +6,7 @@ Leaves nothing behind but the token cache, which the run reads.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -58,8 +58,9 @@ class Planner:
         set_inductor_cache()
 
     def plan(self, run: PlannedRun) -> RunPlan:
-        cfg = run.config
-        machine, ranks = self._machine(cfg.device), count_local_ranks(cfg)
+        machine = self._machine(run.config.device)
+        cfg = replace(run.config, precision=run.config.precision.on(machine.device))
+        run, ranks = replace(run, config=cfg), count_local_ranks(cfg)
         world = ranks * cfg.distributed.nnodes
         cfg.model.check_memory()
         # before the model, whose modules without memory import more than a run does

@@ -91,6 +91,14 @@ CHANGES = {
 }  # fmt: skip
 
 
+def test_precision_auto_of_a_resumed_run_is_that_of_its_checkpoint(make_run) -> None:
+    assert interrupted_run(make_run, "sft", "precision=bf16").cfg.precision.name == "bf16"
+    resumed = make_run("sft", "train.max_steps=6", "precision=auto")
+    train(resumed)
+    assert resumed.cfg.precision.name == resumed.precision.name == "bf16" and resumed.first_step > 0
+    assert interrupted_run(make_run, "sft", "precision=auto", folder="auto").cfg.precision.name == "fp32"
+
+
 def test_resume_refuses_settings_that_make_another_run(make_run) -> None:
     interrupted_run(make_run, "pretrain")
     for override, difference in CHANGES.items():

@@ -18,9 +18,9 @@ from common.errors import Interrupted, TrainingError
 from models.decoder import Decoder
 from runner.checkpoint.compatibility import code_fingerprint
 from runner.engine import loop
-from runner.engine.build import run_summary
 from runner.engine.device.compile import BREAK_EVEN_FLOPS, resolve_compile_mode, set_inductor_cache
 from runner.engine.loop import train
+from runner.engine.open_logs import run_summary
 
 CPU = torch.device("cpu")
 

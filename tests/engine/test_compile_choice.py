@@ -16,9 +16,9 @@ from common.errors import Interrupted
 from runner.engine import kernels as kernels_of_run
 from runner.engine.autotune import candidates
 from runner.engine.autotune.candidates import COMPILED, UNCOMPILED, compiled_layers, find_layer_call, measure_layers
-from runner.engine.build import run_summary
 from runner.engine.device.compile import CompileDecision
 from runner.engine.loop import train
+from runner.engine.open_logs import run_summary
 from runner.engine.verify_resume import diff_run_dirs
 
 AUTO = ["train.compile=auto", "train.max_steps=4", "train.save_every=2"]

@@ -28,10 +28,10 @@ from runner.engine.autotune.kernel_choice import (
     measured_kernel,
     shortest_times,
 )
-from runner.engine.build import run_summary
 from runner.engine.device.compile import CompileDecision
 from runner.engine.device.stop import StopRequests, as_stop_requests
 from runner.engine.loop import train
+from runner.engine.open_logs import run_summary
 from runner.engine.verify_resume import diff_run_dirs
 
 HEADS_OF_16 = ["model.head_dim=16", "model.attention=auto"]

@@ -63,6 +63,16 @@ def test_precision_fp32_disables_tf32_and_autocast(gpu):
     assert not torch.backends.cuda.matmul.allow_tf32
 
 
+@pytest.mark.parametrize(
+    ("device", "has_bf16", "expected"),
+    [("cuda", True, "bf16"), ("cuda", False, "fp32"), ("cpu", True, "fp32"), ("mps", True, "fp32")],
+)
+def test_precision_auto_is_bf16_on_a_gpu_that_computes_it(monkeypatch, device, has_bf16, expected):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16 or including_emulation)
+    assert PrecisionConfig("auto").on(device) == PrecisionConfig(expected)
+    assert PrecisionConfig("fp16").on(device) == PrecisionConfig("fp16")
+
+
 @pytest.mark.parametrize("mode", CUDA_GRAPH_MODES)
 def test_cuda_graphs_are_refused_for_several_micro_batches(mode):
     check_cuda_graphs(mode, torch.device("cuda"), micro_batches=1)

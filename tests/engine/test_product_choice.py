@@ -23,10 +23,10 @@ from runner.engine.autotune.candidates import (
     measure_products,
     product_choice,
 )
-from runner.engine.build import run_summary
 from runner.engine.device.compile import CompileDecision
 from runner.engine.kernels import main_linear, measured_facts
 from runner.engine.loop import train
+from runner.engine.open_logs import run_summary
 from runner.engine.verify_resume import diff_run_dirs
 
 SETTINGS = ["precision=bf16", "train.max_steps=4", "train.save_every=2"]

@@ -88,11 +88,11 @@ def test_active_parameters_of_a_mixture_are_those_of_the_chosen_experts():
 @pytest.mark.parametrize(
     ("overrides", "packed"),
     [
-        ([], False),
+        (["precision=fp32"], False),
         (["precision=bf16"], True),
-        (["stage=lora"], True),
+        (["stage=lora", "precision=fp32"], True),
         (["stage=lora", "precision=bf16"], False),
-        (SMALL_MOE, True),
+        ([*SMALL_MOE, "precision=fp32"], True),
     ],
     ids=["fp32", "bf16", "lora", "lora_bf16", "moe"],
 )
@@ -110,10 +110,10 @@ def test_formula_counts_the_tensors_that_autograd_saves_in_a_layer(overrides: li
 @pytest.mark.parametrize(
     ("overrides", "compiled"),
     [
-        ([], False),
+        (["precision=fp32"], False),
         (["precision=bf16"], False),
         ([*SMALL_MOE, "model.head_dim=16", "precision=bf16"], False),
-        pytest.param([], True, marks=[pytest.mark.slow, only_full]),
+        pytest.param(["precision=fp32"], True, marks=[pytest.mark.slow, only_full]),
         pytest.param(["precision=bf16"], True, marks=pytest.mark.slow),
         pytest.param(["stage=lora", "precision=bf16"], True, marks=pytest.mark.slow),
     ],
@@ -214,6 +214,16 @@ def test_step_after_a_save_needs_the_copies_that_are_written_too(tiny_plan: RunP
     assert estimated(tiny_plan, cfg, 3, "cuda").total == estimated(tiny_plan, cfg, 2, "cuda").total
 
 
+@pytest.mark.parametrize("size", [8, 24, 80])
+def test_experiment_of_a_gpu_fits_into_its_memory_and_uses_a_third_of_it(tiny_plan: RunPlan, size: int) -> None:
+    cfg = compose_config([f"experiment=gpu_{size}gb"])
+    shape = BatchShape(cfg.train.batch_size, cfg.data.max_length, True)
+    data = dataclasses.replace(tiny_plan.data, shape=shape, micro_batches=cfg.train.accumulation_steps)
+    machine = dataclasses.replace(tiny_plan.machine, device="cuda")
+    needed = estimate_memory(cfg, model_facts(cfg), data, machine, 1, 0).total
+    assert size / 3 < needed / 10**9 < 0.9 * size
+
+
 def test_long_runs_are_compiled_and_have_a_pool_by_the_rules_of_the_engine(
     tiny_plan: RunPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,7 +234,7 @@ def test_long_runs_are_compiled_and_have_a_pool_by_the_rules_of_the_engine(
     monkeypatch.setattr("runner.engine.device.compile.has_cpp_compiler", lambda: True)
     monkeypatch.setattr("models.layers.cpu_kernels.library.is_supported_machine", lambda: True)
     facts, data = tiny_plan.model, dataclasses.replace(tiny_plan.data, steps=1_000_000)
-    cfg = compose_config([*TINY, "model.head_dim=16"])
+    cfg = compose_config([*TINY, "model.head_dim=16", "precision=fp32"])
     heads_of_16 = dataclasses.replace(facts, layer=dataclasses.replace(facts.layer, queries=16 * facts.layer.heads))
 
     def execution(data: DataFacts) -> Execution:

@@ -113,6 +113,9 @@ def test_local_folder_comes_before_the_hub(publish: Publish, tmp_path: Path, mon
     assert parse_hub_name("owner/name") is None and resolve_model_overrides(["init_from=owner/name"]) == [
         "init_from=owner/name"
     ]
+    assert parse_hub_name("owner/name@main") is not None
+    (tmp_path / "owner" / "name@main").mkdir()
+    assert parse_hub_name("owner/name@main") is None
 
 
 def test_several_models_of_a_sweep_become_folders(publish: Publish) -> None:

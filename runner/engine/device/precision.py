@@ -43,24 +43,39 @@ PRECISIONS = {
 
 @dataclass
 class PrecisionConfig:
-    name: str  # fp32, tf32 (NVIDIA GPUs from Ampere on), bf16 or fp16
+    name: str  # auto (bf16 on a GPU that computes it, else fp32), fp32, tf32 (NVIDIA GPUs from Ampere on), bf16 or fp16
 
     def __post_init__(self) -> None:
-        check_choice("precision.name", self.name, PRECISIONS)
+        check_choice("precision.name", self.name, ("auto", *PRECISIONS))
+
+    def on(self, device_type: str, recorded: object = None) -> PrecisionConfig:
+        """Return what `auto` means on a cpu, cuda or mps device; for a resumed run what it has `recorded`, whatever the device."""
+        if self.name != "auto":
+            return self
+        if recorded in PRECISIONS:
+            return PrecisionConfig(str(recorded))
+        return PrecisionConfig("bf16" if device_type == "cuda" and _computes_bf16() else "fp32")
 
     def check_device(self, device_name: str, capability: tuple[int, int] | None) -> None:
         """`capability`: of an NVIDIA GPU, None for other devices.
 
         Raises UserError if the device does not compute in this precision.
         """
-        spec = PRECISIONS[self.name]
-        if spec.min_capability and (capability is None or capability < spec.min_capability):
+        spec = PRECISIONS.get(self.name)
+        if spec and spec.min_capability and (capability is None or capability < spec.min_capability):
             major, minor = spec.min_capability
             raise UserError(
                 f"precision={self.name} needs an NVIDIA GPU of compute capability {major}.{minor} or higher, got {device_name}",
                 f"precision={self.name} on {device_name}",
                 f"precision={spec.fallback}; resume runs in {self.name} on such a GPU",
             )
+
+
+def _computes_bf16() -> bool:
+    """Return whether the current GPU does, not by emulation."""
+    import torch
+
+    return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 class GradStats(NamedTuple):
@@ -106,7 +121,7 @@ class Precision:
         if device.type == "cuda":
             name = torch.cuda.get_device_name(device)
             cfg.check_device(name, None if torch.version.hip else torch.cuda.get_device_capability(device))
-            if cfg.name == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            if cfg.name == "bf16" and not _computes_bf16():
                 raise UserError(
                     f"{name} does not compute in bf16", "precision=bf16", "precision=fp16 or precision=fp32"
                 )
