@@ -61,9 +61,6 @@ class ReadOptions:
 DETECTED = ReadOptions()  # everything is detected
 
 
-def _ignore_progress(consumed: int) -> None: ...
-
-
 def _raise_error(error: BadRowError) -> None:
     raise error
 
@@ -132,7 +129,7 @@ class Source:
         """Return `file:line` or `file[index]`, for messages."""
         return f"{self.name}:{position}" if self.file_format not in INDEXED else f"{self.name}[{position}]"
 
-    def items(self, progress: Callable[[int], None] = _ignore_progress) -> Items:
+    def items(self, progress: Callable[[int], None] = lambda consumed: None) -> Items:
         """Yield (position, raw) in file order; `parse` makes a row of `raw`, in any process.
 
         `raw` is a BadRowError if the row cannot be read but later ones can. `progress` is called now and then with the

@@ -59,15 +59,11 @@ def register_configs(dirs: Sequence[Path] = (CONF_DIR,)) -> None:
         for name, values in registered.items():
             if not any((folder / section / f"{name}.yaml").is_file() for folder in dirs):
                 store.store(group=section, name=name, node=values)
-    register_resolver("repo", lambda: str(REPO_ROOT))
-    register_resolver("workspace", lambda: str(workspace_dir()))
-
-
-def register_resolver(name: str, resolver: Callable[..., str]) -> None:
     # OmegaConf 2.4 renamed the function; 2.3 has another one of the new name, which cannot replace
     is_renamed = "replace" in inspect.signature(OmegaConf.register_resolver).parameters
     register: Any = OmegaConf.register_resolver if is_renamed else OmegaConf.register_new_resolver
-    register(name, resolver, replace=True)
+    register("repo", lambda: str(REPO_ROOT), replace=True)
+    register("workspace", lambda: str(workspace_dir()), replace=True)
 
 
 def compose_config(typed: list[str]) -> Config:
