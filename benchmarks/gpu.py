@@ -149,7 +149,7 @@ def results(cases: list[CaseProcess]) -> Iterator[dict[str, Any]]:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    def shown(value: float | None, form: str) -> str:
+    def number_text(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
 
     rows = []
@@ -158,9 +158,9 @@ def table(lines: list[dict[str, Any]]) -> str:
         busy = None if "busy" not in profile else profile["busy"] * 1e3
         rows.append(
             f"| {line['case']} | {line['useful_tokens_per_second']:,.0f} | {line['raw_tokens_per_second']:,.0f} | {line['useful_share']:.1%} | "
-            f"{line['share_of_peak']:.1%} of {line['peak_tflops']:,.1f} TFLOP/s | {shown(line['mfu'], '.1%')} | {shown(profile.get('launches'), ',.0f')} | "
-            f"{shown(busy, '.1f')} | {line['step_seconds'] * 1e3:.1f} | {line['peak_memory_mb']:,.0f} | {line['first_step_seconds']:.1f} | "
-            f"{shown(line['useful_against_bf16'], '.2f')} |"
+            f"{line['share_of_peak']:.1%} of {line['peak_tflops']:,.1f} TFLOP/s | {number_text(line['mfu'], '.1%')} | {number_text(profile.get('launches'), ',.0f')} | "
+            f"{number_text(busy, '.1f')} | {line['step_seconds'] * 1e3:.1f} | {line['peak_memory_mb']:,.0f} | {line['first_step_seconds']:.1f} | "
+            f"{number_text(line['useful_against_bf16'], '.2f')} |"
         )
     longest = [
         f"- {line['case']}: " + ", ".join(f"{name} {share:.0%}" for name, share in line["profile"]["longest"])
