@@ -13,7 +13,6 @@ CHECKOUT, --litgpt, --nanochat) are left out and named.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import tempfile
 from collections.abc import Iterator
@@ -25,12 +24,11 @@ from lib.interleave import CaseProcess, case_spec, flops_per_second, measure, ra
 from lib.results import RESULTS, file_part, machine_facts, machine_name, report_result, result_parser, write_numbers
 from lib.runs import SAMPLES
 from lib.speed_summary import summary_table
+from lib.trainers import CHECKOUTS, why_left_out
 
 ROWS, LENGTH = 4, 512  # rows per step, tokens per row
 # processor time does not depend on other load; with OMP_NUM_THREADS=1 no thread waits for another
 CLOCKS = ("seconds", "cpu")
-CHECKOUTS = {"MiniMind's": "minimind", "litgpt,": "litgpt", "nanochat,": "nanochat"}
-PACKAGES = {"HF": ("transformers", "accelerate"), "TRL": ("transformers", "trl", "datasets")}
 PRECISIONS = ("fp32", "bf16")
 FACTS = machine_facts()  # before modules are imported that add variables
 HEAD = (
@@ -63,14 +61,6 @@ def write_rows(args: argparse.Namespace, folder: str) -> dict[str, str]:
                 for file in (messages, minimind):
                     print(json.dumps({"text": example.text}, ensure_ascii=False), file=file)
     return files
-
-
-def why_left_out(case: str, args: argparse.Namespace) -> str | None:
-    trainer = case.split()[0]
-    if (flag := CHECKOUTS.get(trainer)) and not getattr(args, flag):
-        return f"no checkout given: --{flag} PATH"
-    missing = [package for package in PACKAGES.get(trainer, ()) if importlib.util.find_spec(package) is None]
-    return f"{', '.join(missing)} not installed: pip install lm-runner[bench]" if missing else None
 
 
 def results(cases: list[CaseProcess], precision: str) -> Iterator[dict[str, Any]]:
@@ -142,7 +132,7 @@ def choose_cases(args: argparse.Namespace, spec: dict) -> tuple[list[tuple[str, 
         for name in CASES | EXTRA_CASES if args.cases else CASES:
             if name != "machine" and args.cases and not any(part in name for part in args.cases.split("+")):
                 continue
-            if reason := why_left_out(name, args):
+            if reason := why_left_out(name, vars(args)):
                 messages.append(f"left out: {name}, {precision}: {reason}")
             else:
                 chosen.append((name, spec | {"case": name, "precision": precision}))

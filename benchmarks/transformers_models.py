@@ -19,7 +19,8 @@ from typing import Any
 from lib.interleave import CaseProcess, case_spec, measure, ratio, tokens_per_second
 from lib.results import machine_line, report_result, result_parser, write_numbers
 from lib.runs import SAMPLES, compose_run
-from speed import why_left_out, write_rows
+from lib.trainers import why_left_out
+from speed import write_rows
 
 ROWS, LENGTH = 4, 512  # rows per micro-batch, tokens per row
 OURS, TRAINER, TRL = "ours, packed, compiled", "HF Trainer, packed, compiled", "TRL SFTTrainer, padded"
@@ -125,7 +126,7 @@ def model_specs(
     # TRL is measured beside the same shape without it
     default = (OURS, TRAINER) if FORCED[0] in overrides else (OURS, TRAINER, TRL)
     for case in args.cases.split("+") if args.cases else default:
-        if reason := why_left_out(case, args):
+        if reason := why_left_out(case, vars(args)):
             messages.append(f"left out: {case}: {reason}")
             continue
         chosen.append((case, spec | {"case": case} | accumulation.get(case, {})))

@@ -58,7 +58,12 @@ def test_gpu_benchmark_runs_the_cases_that_the_gpu_computes_and_holds(import_ben
     gpu: ModuleType = import_benchmark("gpu")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=80e9))
-    names = [name for name in gpu.CASES if gpu.why_left_out(name, "cuda") is None]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "NVIDIA A100-SXM4-80GB")
+    args = SimpleNamespace(device="cuda", litgpt=None, nanochat=None)
+    names = [name for name, (case, *_) in gpu.CASES.items() if case == "ours" and gpu.why_left_out(name, args) is None]
+    assert gpu.nominal_flops("bf16") == 312e12 and gpu.nominal_flops("fp32") is None
+    assert gpu.why_left_out("litgpt, compiled", args) == "no checkout given: --litgpt PATH"
     assert names == ["fp32", "tf32", "bf16 plain", "bf16", "bf16 graphs"]
     spec = {
         "device": "cuda",
@@ -73,8 +78,10 @@ def test_gpu_benchmark_runs_the_cases_that_the_gpu_computes_and_holds(import_ben
 
 @pytest.mark.slow
 def test_gpu_benchmark_measures_a_step_on_the_cpu():
-    arguments = "--device cpu --models tiny --length 64 --rounds 1 --steps-per-turn 2 --cases".split()
+    arguments = "--device cpu --models tiny --tokens 128 --length 64 --rounds 2 --minutes 0 --steps-per-turn 2 --profile --cases".split()
     output = run_benchmark("gpu.py", *arguments, "bf16 plain+tf32+bf16 graphs")
+    assert "tiny, 1,607,040 parameters, 2 x 64" in output and "1 of 2 rounds: the time was over" in output
+    assert "- bf16 plain: aten::" in output
     rows = [line for line in output.splitlines() if line.startswith("| bf16 plain |")]
     assert len(rows) == 1 and "TFLOP/s" in rows[0]
     assert [line.split(":")[1].strip() for line in output.splitlines() if line.startswith("left out")] == [

@@ -14,7 +14,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from lib.environment import imported_code, process_facts
 from lib.runs import build_state
 
 PADDING_BATCHES = 150  # from which the share of padding is counted: more than are timed
+LONGEST_KERNELS = 8  # that a profile names
 PEAK_SECONDS = 0.5  # per round, for the peak of the machine
 
 
@@ -47,7 +48,7 @@ class Gate:
         print(json.dumps(values), file=self.output, flush=True)
 
     def wait(self) -> str:
-        """Return the next request: step or padding. Ends the process when stdin is closed."""
+        """Return the next request: step, profile or padding. Ends the process when stdin is closed."""
         while (request := sys.stdin.readline().strip()) in ("environment", "code"):
             self.send(
                 **(
@@ -63,12 +64,12 @@ class Gate:
     def through(self, batches: Iterable, count: CountFunction) -> Iterator:
         batches = iter(batches)
         while True:
-            if self.wait() == "padding":
+            if (request := self.wait()) == "padding":
                 counts = [count(batch) for batch in itertools.islice(batches, PADDING_BATCHES)]
                 self.send(useful=sum(each.useful for each in counts), computed=sum(each.computed for each in counts))
                 continue
             started, processor, useful, computed, flops = time.perf_counter(), time.process_time(), 0, 0, 0.0
-            with self.during_turn():
+            with self.profiled() if request == "profile" else self.during_turn():
                 for _ in range(self.spec.get("steps_per_turn", 1)):
                     batch = next(batches, None)
                     if batch is None:
@@ -92,6 +93,32 @@ class Gate:
                 memory=peak_memory_mb(),
                 **self.recorded,
             )
+
+    @contextmanager
+    def profiled(self) -> Iterator[None]:
+        """Send with the turn what its kernels took: launches and seconds of each step, and the shares of the longest.
+
+        On a CPU kernels are operators.
+        """
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        kind, steps = "device" if uses_gpu() else "cpu", self.spec.get("steps_per_turn", 1)
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if uses_gpu() else [])]
+        with profile(activities=activities) as profiler, self.during_turn():
+            yield
+        kernels = [
+            (getattr(event, f"self_{kind}_time_total") / 1e6, event.count, event.key)
+            for event in profiler.key_averages()
+            if event.device_type == (torch.autograd.DeviceType.CUDA if uses_gpu() else torch.autograd.DeviceType.CPU)
+        ]
+        total = sum(seconds for seconds, *_ in kernels)
+        longest = [[name[:80], seconds / total] for seconds, _, name in sorted(kernels, reverse=True)[:LONGEST_KERNELS]]
+        self.recorded |= {
+            "launches": sum(count for _, count, _ in kernels) / steps,
+            "busy": total / steps,
+            "longest": longest,
+        }
 
     def flops(self, count: BatchCount) -> float:
         """Return the operations of forward and backward pass; attention is causal and limited to its sequence."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import statistics
@@ -41,7 +42,9 @@ class CaseProcess:
     """
 
     def __init__(self, name: str, spec: dict, setting: str = OWN, variables: dict[str, str] | None = None) -> None:
+        self.steps_per_turn = spec.get("steps_per_turn", 1)
         self.name, self.precision, self.steps, self.fill_ratio = name, spec["precision"], list[Step](), 1.0
+        self.profile = dict[str, Any]()  # see cases.Gate.profiled
         self.first_steps = list[Step]()  # not among `steps`: they compile and fill caches
         self.setting, self.facts = setting, dict[str, Any]()
         started = time.perf_counter()
@@ -173,36 +176,50 @@ def is_better(challenger: CaseProcess, best: CaseProcess) -> bool:
     return gain > MIN_GAIN
 
 
-def run_rounds(cases: list[CaseProcess], rounds: int) -> list[str]:
-    """Run one turn of each case per round.
+def run_rounds(
+    cases: list[CaseProcess],
+    rounds: int,
+    after_round: Callable[[list[CaseProcess]], None] = lambda cases: None,
+    deadline: float = math.inf,
+) -> list[str]:
+    """Run one turn of each case per round, and no round after the first that begins later than `deadline` (of
+    time.monotonic).
 
     A case that fails is closed and removed from `cases`; returns a message for each.
     """
     messages = []
+    for case in cases:
+        if case.name != "machine":
+            counts = case.request("padding")
+            case.fill_ratio = counts["useful"] / counts["computed"]
     for number in range(rounds):
+        if number and time.monotonic() > deadline:
+            messages.append(f"{number} of {rounds} rounds: the time was over")
+            break
         for case in list(cases):
             if error := case.step().get("error"):
                 messages.append(f"failed: {case.name}, {case.precision}: {error}")
                 case.close()
                 cases.remove(case)
         print(f"round {number + 1} of {rounds}", file=sys.stderr)
-    for case in cases:
-        if case.name != "machine":
-            counts = case.request("padding")
-            case.fill_ratio = counts["useful"] / counts["computed"]
+        after_round(cases)
     return messages
 
 
 def measure(
-    specs: Iterable[tuple[str, dict]], rounds: int, with_best: bool = False
+    specs: Iterable[tuple[str, dict]], rounds: int, with_best: bool = False, profiles: bool = False, **options: Any
 ) -> tuple[list[CaseProcess], list[str]]:
-    """Start the cases, run all rounds and end their processes; return the cases that did not fail, and the messages of
-    the others.
+    """Start the cases, run all rounds (`options`: of `run_rounds`) and end their processes; return the cases that did
+    not fail, and the messages of the others.
+
+    `profiles`: one more turn of each fills `CaseProcess.profile`.
     """
     started = list[CaseProcess]()
     try:
         cases, messages = start_cases(specs, with_best, started)
-        messages += run_rounds(cases, rounds)
+        messages += run_rounds(cases, rounds, **options)
+        for case in cases if profiles else ():
+            case.profile = case.request("profile") if case.name != "machine" else {}
     finally:
         for case in started:
             case.close()
@@ -229,7 +246,15 @@ def ratio(value: Callable[[Step, str], float], case: CaseProcess, other: CasePro
 
 
 def case_spec(
-    overrides: list[str], *, stage: str, path: str, tokenizer: str, rows: int, length: int, folder: str
+    overrides: list[str],
+    *,
+    stage: str,
+    path: str,
+    tokenizer: str,
+    rows: int,
+    length: int,
+    folder: str,
+    optimizer: str = "adamw",
 ) -> dict[str, Any]:
     """Return the spec of the cases.
 
@@ -248,7 +273,7 @@ def case_spec(
     overrides = [
         f"stage={stage}", "init_from=scratch", "data=own", f"data.path={Path(path).resolve()}", f"data.tokenizer={Path(tokenizer).resolve()}", "data.val_path=null",
         "data.val_fraction=0", f"data.max_length={length}", "data.num_workers=0", f"data.cache={folder}/cache", f"train.batch_size={rows}",
-        "optimizer=adamw", "tracker.console=quiet", *overrides,
+        f"optimizer={optimizer}", "tracker.console=quiet", *overrides,
     ]  # fmt: skip
     config = compose_run(overrides)
     build_data_pipeline(config, Tokenizer.load(Path(tokenizer)))

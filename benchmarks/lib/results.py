@@ -46,10 +46,13 @@ def report_result(name: str, title: str, command: str, table: str, write: bool) 
     """Print `table`; with `write`, store it as results/<name>.md below `command`, which measures it again."""
     print(table)
     if write:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{name}.md").write_text(
-            f"# {title}\n\n`{command}`. {machine_line()}.\n\n{table}\n", encoding="utf-8"
-        )
+        write_result(name, title, command, table)
+
+
+def write_result(name: str, title: str, command: str, table: str) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    text = f"# {title}\n\n`{command}`. {machine_line()}.\n\n{table}\n"
+    (RESULTS / f"{name}.md").write_text(text, encoding="utf-8")
 
 
 def write_numbers(name: str, numbers: dict[str, Any]) -> None:

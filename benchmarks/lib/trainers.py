@@ -5,6 +5,7 @@ Their packages are imported in the process that measures them.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -18,8 +19,19 @@ from typing import Any
 
 from lib.cases import BatchCount, CountFunction, Gate, forever
 
+CHECKOUTS = {"MiniMind's": "minimind", "litgpt,": "litgpt", "nanochat,": "nanochat"}
+PACKAGES = {"HF": ("transformers", "accelerate"), "TRL": ("transformers", "trl", "datasets")}
 IGNORE_INDEX = -100
 MAX_STEPS = 1_000_000  # more than are measured
+
+
+def why_left_out(case: str, checkouts: dict[str, str | None]) -> str | None:
+    """Return why a case cannot run: its trainer is not installed, or its checkout not given; None if it can."""
+    trainer = case.split()[0]
+    if (flag := CHECKOUTS.get(trainer)) and not checkouts.get(flag):
+        return f"no checkout given: --{flag} PATH"
+    missing = [package for package in PACKAGES.get(trainer, ()) if importlib.util.find_spec(package) is None]
+    return f"{', '.join(missing)} not installed: pip install lm-runner[bench]" if missing else None
 
 
 def equal_lengths(spec: dict) -> list[list[int]]:
@@ -60,9 +72,14 @@ def transformers_model(spec: dict) -> Any:
     )
 
 
-def training_arguments(spec: dict, compiled: bool) -> dict[str, Any]:
+def device_of(spec: dict) -> str:
+    """Return cuda or cpu."""
     import torch
 
+    return spec.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def training_arguments(spec: dict, compiled: bool) -> dict[str, Any]:
     return {
         "output_dir": tempfile.mkdtemp(),
         "per_device_train_batch_size": spec["rows"],
@@ -70,7 +87,7 @@ def training_arguments(spec: dict, compiled: bool) -> dict[str, Any]:
         "max_steps": MAX_STEPS,
         "bf16": spec["precision"] == "bf16",
         "torch_compile": compiled,
-        "use_cpu": not torch.cuda.is_available(),
+        "use_cpu": device_of(spec) == "cpu",
         "report_to": [],
         "save_strategy": "no",
         "logging_steps": 50,
@@ -180,7 +197,7 @@ def tensor_batches(spec: dict, gate: Gate) -> Iterator[Any]:
         {"input_ids": ids} for ids in torch.tensor(equal_lengths(spec)).split(spec["rows"]) if len(ids) == spec["rows"]
     ]
     for batch in gate.through(forever(batches), count_all):
-        yield batch["input_ids"]
+        yield batch["input_ids"].to(device_of(spec))
 
 
 def litgpt(spec: dict, gate: Gate, compiled: bool) -> None:
@@ -202,10 +219,11 @@ def litgpt(spec: dict, gate: Gate, compiled: bool) -> None:
         norm_class_name="RMSNorm", norm_qk=True, mlp_class_name="LLaMAMLP", intermediate_size=shape["intermediate_size"], rope_base=1_000_000,
     ))  # fmt: skip
     model.lm_head.weight = model.transformer.wte.weight
+    model.to(device_of(spec))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     forward = torch.compile(model) if compiled else model
     for ids in tensor_batches(spec, gate):
-        with torch.autocast("cpu", torch.bfloat16, enabled=spec["precision"] == "bf16"):
+        with torch.autocast(device_of(spec), torch.bfloat16, enabled=spec["precision"] == "bf16"):
             loss = torch.nn.functional.cross_entropy(forward(ids)[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -226,7 +244,7 @@ def nanochat(spec: dict, gate: Gate, compiled: bool) -> None:
         sequence_len=spec["length"], vocab_size=shape["vocab_size"], n_layer=shape["num_hidden_layers"], n_head=shape["num_attention_heads"],
         n_kv_head=shape["num_key_value_heads"], n_embd=shape["hidden_size"], window_pattern="L",
     ))  # fmt: skip
-    model.init_weights()
+    model.to(device_of(spec)).init_weights()
     spec["parameters"] = model.num_matmul_params()
     optimizer = model.setup_optimizer()
     forward = torch.compile(model, dynamic=False) if compiled else model

@@ -178,7 +178,7 @@ def test_stop_flag_ends_at_the_second_signal_in_c_code():
     block = "StopFlag(announces=True) as stop, stop.working_on('after this micro-batch, then saving')"
     with in_c_code(block, NO_DUPLICATES) as child:
         child.send_signal(signal.SIGTERM)
-        assert select.select([child.stderr], [], [], 500)[0], "no acknowledgement"
+        assert select.select([child.stderr], [], [], 100)[0], "no acknowledgement"
         assert [child.stderr.readline(), child.stderr.readline()] == [
             "\n",
             "SIGTERM: stopping after this micro-batch, then saving; again to stop now\n",
