@@ -72,7 +72,7 @@ def measure_attention(
 
 
 def main(args: argparse.Namespace) -> None:
-    from runner.engine.device.cpu.spinning import set_wait_policy
+    from runner.engine.device.spinning import set_wait_policy
 
     set_wait_policy()  # as train.py does, before torch is imported
     command = f"python benchmarks/attention.py --rounds {args.rounds} --write"

@@ -52,7 +52,7 @@ def instruction_rate(function: Callable[..., int], threads: int, repetitions: in
 def product_rates(layer: dict[str, int]) -> dict[str, float]:
     """Return name -> operations per second of the products of a linear layer, forward and backward."""
     from models.layers.cpu_kernels.library import KernelsUnavailableError
-    from runner.engine.autotune.operators import (
+    from runner.engine.autotune.candidates import (
         NATIVE,
         ProductShape,
         load_products,
@@ -113,7 +113,7 @@ def table_row(name: str, rates: Sequence[float], peaks: Sequence[float]) -> str:
 
 
 def main(args: argparse.Namespace) -> None:
-    from runner.engine.device.cpu.spinning import set_wait_policy
+    from runner.engine.device.spinning import set_wait_policy
 
     set_wait_policy()  # as train.py does, before torch is imported
     command = f"python benchmarks/instruction_peak.py --rounds {args.rounds} --write"

@@ -154,7 +154,7 @@ def record_calls(state: Any) -> None:
 
 def profile_steps(overrides: list[str], steps: int) -> Profile:
     """Profile the engine in this process."""
-    from runner.engine.device.cpu.spinning import adapt_spinning, set_wait_policy
+    from runner.engine.device.spinning import adapt_spinning, set_wait_policy
 
     set_wait_policy()  # as the command does, before torch is imported
     import torch

@@ -68,7 +68,7 @@ def table(rounds: int) -> str:
 
 
 def main(args: argparse.Namespace) -> None:
-    from runner.engine.device.cpu.spinning import adapt_spinning, set_wait_policy
+    from runner.engine.device.spinning import adapt_spinning, set_wait_policy
 
     set_wait_policy()  # as train.py does, before torch is imported
     with adapt_spinning():

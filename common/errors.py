@@ -1,14 +1,18 @@
-"""Exceptions with a meaning for the user, how they are printed, and output streams that survive a closed pipe."""
+"""Exceptions with a meaning for the user, exit code and message of every way a command can end, and output streams that
+survive a closed pipe.
+"""
 
 from __future__ import annotations
 
 import difflib
+import errno
 import io
 import math
 import os
 import re
 import shlex
 import sys
+import traceback
 import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -16,7 +20,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TextIO
 
-from common.exit_codes import USER_ERROR
 from common.paths import command_line_here
 
 # Format characters (direction overrides among them), surrogates and unassigned code points can rewrite a terminal as
@@ -25,6 +28,23 @@ CONTROL_CHARACTERS = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 MAX_PRINTED = 10_000  # characters of each part of an error
 # A line of untrusted text that looks like one of the three lines of an error.
 OWN_LINE = re.compile(r"\n(?=\s*(error|where|fix|warning):)")
+# Exit codes of every command: part of the contract with the user's scripts.
+OK, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 75
+PEER_LOST = 69  # a rank exits with it when another rank died; read by its launcher, never by the user
+INTERRUPTED_BY_USER = 130  # 128 + SIGINT: Ctrl-C before training has begun, or in a command that saves nothing
+INTERRUPTED_MESSAGE = "interrupted"
+FULL_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT})
+DISK_ERRORS = FULL_DISK_ERRORS | {
+    errno.EIO,
+    errno.EROFS,
+    errno.EFBIG,
+    errno.ESTALE,
+    errno.ENXIO,
+    errno.ENODEV,
+    errno.ETIMEDOUT,
+    errno.EUCLEAN,
+}
+SHOW_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"  # as the user has set it; hydra_app sets it too
 
 
 class Outcome(StrEnum):
@@ -256,3 +276,42 @@ def _is_open(descriptor: int) -> bool:
     except OSError:
         return False
     return True
+
+
+# --- exit code and message for every way a command can end ---
+
+
+@contextmanager
+def exiting_with_code() -> Iterator[None]:
+    """Turn an exception into its message on stderr and SystemExit with its code.
+
+    A bug shows its traceback and exits with 1, Ctrl-C with 130.
+
+    With HYDRA_FULL_ERROR=1 every exception shows its traceback.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        print_safely(f"\n{INTERRUPTED_MESSAGE}", sys.stderr)
+        raise SystemExit(INTERRUPTED_BY_USER) from error
+    except Exception as error:
+        raise SystemExit(_report(error)) from error
+
+
+def _report(error: Exception) -> int:
+    if not SHOW_TRACEBACKS:
+        if isinstance(error, UserError):
+            return report_user_error(error)
+        if isinstance(error, Interrupted):
+            print_safely(f"{error}; continue with: {resume_command(error.folder)}", sys.stderr)
+            return INTERRUPTED
+        if isinstance(error, TrainingError):
+            print_safely(f"error: {error}", sys.stderr)
+            return FAILED
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            print_safely(
+                f"error: {error.filename or 'a file'} could not be written or read: {error.strerror}", sys.stderr
+            )
+            return FAILED
+    print_safely("".join(traceback.format_exception(error)).rstrip("\n"), sys.stderr)
+    return FAILED

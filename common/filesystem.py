@@ -17,7 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.limits.parsers import parse_json
+from common.errors import DISK_ERRORS
+from common.limits import parse_json
 
 Result = TypeVar("Result")
 Bytes = bytes | bytearray | memoryview
@@ -25,17 +26,6 @@ Chunks = Bytes | Sequence[Bytes]  # content of a file, in order; parts of it nee
 
 ELF_HEADER = struct.Struct("<40sQ10xHH2x")  # the offset of the table of sections, the size of an entry, their number
 CHUNK_BYTES = 4 << 20  # bytes per write or read call
-FULL_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT})
-DISK_ERRORS = FULL_DISK_ERRORS | {
-    errno.EIO,
-    errno.EROFS,
-    errno.EFBIG,
-    errno.ESTALE,
-    errno.ENXIO,
-    errno.ENODEV,
-    errno.ETIMEDOUT,
-    errno.EUCLEAN,
-}
 RETRY_SECONDS = (0.1, 1.0)  # waits before an operation of a disk that failed is tried again
 # e.g. of FUSE and of Windows mounts
 NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EISDIR})

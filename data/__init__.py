@@ -5,9 +5,8 @@ No module imports runner/ or models/.
 Modules import only what is above them in this list:
 
     common                     errors, files, locks
-    errors.py, types.py        bad rows; encoding settings and encoded rows (numpy)
-    background.py              waits for threads and processes: stop requests, deadlines
-    worker_process.py          processes that tokenize or prepare batches: how they start and end
+    types.py                   bad rows; encoding settings and encoded rows
+    background.py              waits for threads and processes, and processes that tokenize or prepare batches
     sources/                   files -> rows (pyarrow, datasets)
     schemas/                   rows -> examples: text, conversation, preference
     config.py                  settings of the group `data`

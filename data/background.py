@@ -1,14 +1,27 @@
-"""Waits for a thread or a process that end: by a stop request, or because nothing moves."""
+"""Threads and processes in the background: waits for them that end by a stop request or because nothing moves, and the
+worker processes that tokenize rows and prepare batches.
+
+multiprocessing.Pool and torch's DataLoader are not used: their processes survive a killed parent, or a wait for one
+that is stuck or dead has no end. A process here dies with its parent, is forked where that is possible, so that it
+starts without an import, and talks through a pipe, which needs no shared memory and no file descriptor per message.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import math
+import multiprocessing
+import os
 import queue
+import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+import warnings
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +36,12 @@ PROCESS_STATES = {
     "D": "it waits for a disk or a network file system",
 }
 _END = object()  # in place of an item: there are no more
+BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+# for a process to be ready, which takes long on a busy machine; a longer data.worker_timeout holds here, too
+START_SECONDS = 60.0
+DATA_WORKER = "data worker"  # beginning of the names of processes that prepare batches
+END_SECONDS = 1.0  # for a process that was killed, or has closed its pipe, to be gone
+_PR_SET_PDEATHSIG = 1
 
 
 def never() -> bool:
@@ -121,3 +140,107 @@ def describe_state(pid: int) -> str:
         state = PROCESS_STATES.get(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0])
         return f": {state}" if state else ""
     return ""
+
+
+class Worker:
+    """One process, its end of the pipe, and the thread of this process that exchanges messages with it."""
+
+    def __init__(self, name: str, body: Callable[[Connection], None], exchange: Callable[[Worker], None]) -> None:
+        """`body(connection)` runs in the process, `exchange(self)` in the thread; at the end of the pipe both return."""
+        self.ready = threading.Event()  # or ended; `exchange` sets it
+        context = multiprocessing.get_context("fork" if sys.platform.startswith("linux") else None)
+        self.connection, end = context.Pipe()
+        process = context.Process(target=_run_body, args=(body, end, os.getpid()), name=name, daemon=True)
+        try:
+            with warnings.catch_warnings():
+                # a fork beside threads: the child uses none of their locks
+                warnings.simplefilter("ignore", DeprecationWarning)
+                process.start()
+        except OSError:
+            self.connection.close()
+            raise
+        finally:
+            end.close()  # the process has the only one, so that its death ends the pipe
+        self.process, self.name = process, f"{name} (pid {process.pid})"
+        self.thread = threading.Thread(target=exchange, args=(self,), name=name, daemon=True)
+        try:
+            self.thread.start()
+        except RuntimeError as error:  # the limit of threads
+            process.kill()
+            process.join(END_SECONDS)
+            self.connection.close()
+            raise OSError(str(error)) from error
+
+    def describe_end(self) -> str:
+        """Return how the process ended, once its end of the pipe is closed."""
+        self.process.join(END_SECONDS)
+        return describe_exit(self.process.exitcode)
+
+
+def start_workers(
+    name: str, bodies: Sequence[Callable[[Connection], None]], exchange: Callable[[Worker], None]
+) -> list[Worker]:
+    """Start a worker for each of `bodies`. Raises OSError if one cannot be started; then none is left."""
+    workers: list[Worker] = []
+    try:
+        with _signals_blocked():
+            for index, body in enumerate(bodies):
+                workers.append(Worker(f"{name} {index} of {len(bodies)}", body, exchange))
+    except OSError:
+        stop_workers(workers)
+        raise
+    return workers
+
+
+def stop_workers(workers: Sequence[Worker]) -> None:
+    """Kill the workers, whatever they do, and wait a limited time for their end and that of their threads."""
+    deadline = time.monotonic() + END_SECONDS
+    for worker in workers:
+        worker.process.kill()
+    for worker in workers:
+        worker.process.join(max(0.0, deadline - time.monotonic()))
+        worker.thread.join(max(0.0, deadline - time.monotonic()))
+        if not worker.thread.is_alive():
+            worker.connection.close()
+
+
+def _run_body(body: Callable[[Connection], None], connection: Connection, parent: int) -> None:
+    kill_with_parent(parent)
+    with suppress(BrokenPipeError, EOFError):  # the parent has ended
+        body(connection)
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Block stop signals while workers start: they inherit the mask and keep it.
+
+    Ctrl-C goes to the whole process group; the workers survive it, so that the parent can finish its step.
+    """
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def kill_with_parent(parent: int) -> None:
+    """Make the kernel kill this process when process `parent` dies, even if this one is stuck (Linux; on other systems
+    it ends when it is not stuck).
+    """
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent died before the call
+        os._exit(128 + signal.SIGKILL)
+
+
+def describe_exit(code: int | None) -> str:
+    """Return how a process ended, from its exit code: negative for a signal, None if it is not known."""
+    if code is None:
+        return "ended early"
+    if code >= 0:
+        return f"ended early with exit code {code}"
+    reasons = {
+        signal.SIGKILL: " (out of memory, or kill -9)",
+        signal.SIGBUS: " (a file that it reads became shorter, or its disk failed)",
+    }
+    return f"was killed by {signal.Signals(-code).name}{reasons.get(signal.Signals(-code), '')}"

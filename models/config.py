@@ -77,7 +77,7 @@ class ModelConfig:
         """Raise UserError if the weights in fp32, which are first created in host memory, cannot fit into it."""
         if (size := self.size()) is None:
             return
-        from common.limits.memory import machine_memory
+        from common.limits import machine_memory
 
         memory, needed = machine_memory(), 4 * size.parameters
         if size.tensors > MAX_TENSORS or needed > memory:

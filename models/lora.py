@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from common.errors import UserError
-from common.limits.memory import machine_memory
-from common.limits.patterns import match_patterns
+from common.limits import machine_memory, match_patterns
 from models.config import LoraConfig
 from models.language_model import LanguageModel
 from models.layers.adapter import LoraLayer, adapt, is_adaptable, is_transposed, weight_shape

@@ -12,10 +12,9 @@ from typing import Any
 
 from runner.cli.subcommand import run_subcommand
 from runner.config.resolve import resolve_model_run
-from runner.inference.evaluate import EvaluateConfig, evaluate
+from runner.inference.evaluate import EvaluateConfig, evaluate, record_everywhere
 from runner.inference.harness.tasks import evaluate_tasks
 from runner.launch.signals import StopFlag
-from runner.reporting.evaluations import record_everywhere
 
 
 def run_evaluation(cfg: EvaluateConfig) -> Any:

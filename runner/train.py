@@ -10,7 +10,7 @@ import hydra
 from omegaconf import DictConfig
 
 from runner.cli.entrypoint import train_command
-from runner.config.yaml_files import HYDRA_VERSION_BASE
+from runner.config.hydra_errors import HYDRA_VERSION_BASE
 
 
 @hydra.main(**HYDRA_VERSION_BASE, config_path="../conf", config_name="config")

@@ -33,12 +33,11 @@ runner.reporting
 runner.config
 runner.inference.export | runner.inference.harness
 runner.inference
-runner.planning.out_of_memory > runner.planning.alternatives > runner.planning.memory
-runner.planning.model | runner.planning.data | runner.planning.machine | runner.planning.micro_batch
+runner.planning.alternatives > runner.planning.memory > runner.planning.facts
 runner.engine > runner.engine.state > runner.engine.data_pipeline > runner.engine.config
-runner.engine.objectives | runner.engine.optim > runner.engine.autotune > runner.engine.device > runner.engine.device.cpu
+runner.engine.objectives | runner.engine.optim > runner.engine.autotune > runner.engine.device > runner.engine.device.spinning > runner.engine.device.cpu
 runner.run_dir > runner.run_dir.contents
-runner.checkpoint | runner.tracking.trackers > runner.tracking > runner.tracking.console
+runner.checkpoint | runner.tracking.trackers > runner.tracking > runner.tracking.bar > runner.tracking.lines
 runner.diagnostics
 data.batching > data.store > data.tokenize > data.tokenize.pieces > data.tokenize.tokenizer_limits > data.tokenize.renderer > data.tokenize.training_version > data.tokenize.jinja_sandbox > data.config > data.schemas > data.sources > data | models.formats > models.transformers_adapter > models > models.layers > models.layers.cpu_kernels > models.layers.ops > models.families > models.config
 common.file_lock > common.ownership > common.guarded_files > common.hub > common > common.limits
@@ -351,16 +350,16 @@ def test_conf_names_no_class():
 
 # --- size: ratchets. A change that grows one moves its number here, and its commit says why --------------------------
 
-MAX_PYTHON_TOKENS = 306_250
-MAX_PYTHON_FILES = 308
-MAX_EAGER_MODULES = 69  # imported by runner/train.py --help
+MAX_PYTHON_TOKENS = 304_400
+MAX_PYTHON_FILES = 262
+MAX_EAGER_MODULES = 59  # imported by runner/train.py --help
 # Executed by one SFT step. A few functions depend on the load of the machine: a number may be 1 % above the measured one
 MAX_FIRST_STEP = {
-    "files": 123,
+    "files": 112,
     "functions": 700,
-    "hops": 1_680,
-    "files_before_build_run": 65,
-    "functions_before_build_run": 305,
+    "hops": 1_610,
+    "files_before_build_run": 60,
+    "functions_before_build_run": 304,
 }
 
 

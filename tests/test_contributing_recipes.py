@@ -23,6 +23,7 @@ SHORT = [
     *TINY_MODEL, "train.max_steps=2", "train.batch_size=2", "train.eval_every=0", "train.save_every=0", "train.sample_every=0", "data.max_length=64", "device=cpu",
     "init_from=scratch", "tracker.page=false", "tracker.console=quiet",
 ]  # fmt: skip
+LAUNCHER = re.findall(r"^@dataclass\nclass NiceBackend.*?(?=^```)", TEXT, re.M | re.S)[0]
 LAUNCHER_ROW = '"nice": NiceBackend'
 # (file, what the page says to add) -> the text before it, what is added. A row of a table is shown without its table.
 EDITS = {
@@ -42,7 +43,7 @@ EDITS = {
         r"^COLUMNS\b.*[(\[]\n",
         re.findall(r'^\(\n(    Column\(\n        "loss_tokens_percent".*?),\n\)\n', TEXT, re.M | re.S)[0] + ",\n",
     ),
-    "runner/sweep/backends/__init__.py": (r"^LAUNCHERS\b.*\{", f"{LAUNCHER_ROW}, "),
+    "runner/sweep/backends.py": (r"^LAUNCHERS\b.*\{", f"{LAUNCHER_ROW}, "),
 }
 PLANNED = ("tracker=wandb", "--multirun")  # composed and checked only: wandb takes seconds, jobs are processes
 NEEDS_A_SWEEP = "runner/report.py sweep=last"  # tests/reporting/test_leaderboard.py adds a column
@@ -112,12 +113,9 @@ def test_contributing_recipes_run(checkout: Path, tmp_path: Path) -> None:
             re.sub(before, lambda match, added=added: f"{match[0]}{added}", source, count=1, flags=re.M),
             encoding="utf-8",
         )
-    launchers = program / "runner/sweep/backends/__init__.py"
+    launchers = program / "runner/sweep/backends.py"
     source = launchers.read_text(encoding="utf-8")
-    launchers.write_text(
-        source.replace("\nLAUNCHERS", "\nfrom runner.sweep.backends.nice import NiceBackend\n\nLAUNCHERS", 1),
-        encoding="utf-8",
-    )
+    launchers.write_text(source.replace("\nLAUNCHERS", f"\n{LAUNCHER}\nLAUNCHERS", 1), encoding="utf-8")
     (program / "qa.jsonl").write_text(
         "".join(f'{{"question": "{n} + 1?", "answer": "{n + 1}"}}\n' for n in range(9)), encoding="utf-8"
     )

@@ -171,7 +171,7 @@ def ours(
     `record_loss` of the spec: send the loss of each step, too.
     """
     with suppress(ModuleNotFoundError):  # an older checkout has no such module, and its command does not adapt
-        from runner.engine.device.cpu.spinning import adapt_spinning, set_wait_policy
+        from runner.engine.device.spinning import adapt_spinning, set_wait_policy
 
         # as the command does, before torch is imported; building the state does what else the command decides
         set_wait_policy()

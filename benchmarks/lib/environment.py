@@ -55,7 +55,7 @@ def process_facts(adapts_spinning: bool) -> dict[str, Any]:
             name for name in names if name.startswith(("libgomp", "libiomp", "libomp", "libjemalloc", "libtcmalloc"))
         }
     variables = recorded_variables(os.environ)
-    allocator = sys.modules.get("runner.engine.device.cpu.allocator")
+    allocator = sys.modules.get("runner.engine.device.cpu")
     is_set_by_us = (
         allocator is not None
         and allocator.keep_freed_memory.cache_info().currsize

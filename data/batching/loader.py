@@ -23,12 +23,21 @@ import numpy as np
 import torch
 
 from common.errors import TrainingError, one_line, print_safely
-from data.background import Watch, describe_state, never, prefetch
+from data.background import (
+    DATA_WORKER,
+    START_SECONDS,
+    Watch,
+    Worker,
+    describe_state,
+    never,
+    prefetch,
+    start_workers,
+    stop_workers,
+)
 from data.batching.batch import Batch, collate
 from data.batching.packing import PackedSequences, Sequences
 from data.batching.sampler import ShuffledSampler
 from data.types import EncodedRow
-from data.worker_process import DATA_WORKER, START_SECONDS, Worker, start_workers, stop_workers
 
 TRACEBACK_LINES = 30
 NAME_SECONDS = 1.0  # for reading the names of the rows that a worker was stuck at; reading them may be what hangs

@@ -1,22 +1,26 @@
 """Schemas of conversations: OpenAI, ShareGPT, MiniMind, Alpaca, Dolly, and prompts with one answer; and of preferences,
 a prompt with a chosen and a rejected answer: TRL, ShareGPT, Alpaca, OpenAI, MiniMind and hh-rlhf.
+And random changes of both, as in MiniMind: add a system message, add an empty think block.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from data.errors import BadRowError, type_name
 from data.schemas.messages import as_objects, check_chat, check_order, drop_empty_system, parse_json_field
 from data.schemas.registry import ChatExample, PreferencePair, register_schema
 from data.schemas.text import optional_text, required_text
+from data.types import BadRowError, type_name
 
 CHAT_FIELDS = ("system", "tools")  # optional fields of conversations of every schema
 PREFERENCE_KEYS = ("chosen", "rejected")
 HH_TURN = "\n\nHuman:"  # beginning of each dialogue of hh-rlhf
 NO_PROMPT: list[dict] = []  # of rows whose answers contain the prompt
+EMPTY_THINK = "<think>\n\n</think>\n\n"
 
 
 def chat_message(role: str, text: str) -> dict:
@@ -241,3 +245,55 @@ def parse_sharegpt_preference(row: dict, where: str) -> PreferencePair:
 @register_schema("trl preference", "preference", keys=("prompt", *PREFERENCE_KEYS), optional=CHAT_FIELDS)
 def parse_trl_preference(row: dict, where: str) -> PreferencePair:
     return preference_pair(prompt_messages(row, where), row, where)
+
+
+# --- random changes ---
+
+
+def augment_example(
+    example: ChatExample | PreferencePair,
+    system_prob: float,
+    system_prompts: Sequence[str],
+    empty_think_prob: float,
+    seed: int,
+    index: int,
+) -> ChatExample | PreferencePair:
+    """Return `example`, or a changed copy: both changes are off where their probability is 0. Chosen and rejected of a
+    preference get the same change.
+
+    The draws depend on (seed, index) only, so that a row gives the same conversation in every process and epoch.
+
+    With probability `system_prob`, one of `system_prompts` becomes the system message of a conversation without system
+    message and tools. With probability `empty_think_prob`, each answer without reasoning begins with an empty think
+    block, the form that a model uses when its chat template disables thinking. `index` is the position of the row in
+    its file.
+    """
+    if not system_prob and not empty_think_prob:
+        return example
+    import numpy as np
+
+    rng = np.random.default_rng([seed, index])
+    system_draw, think_draw = rng.random(2)  # both always, so that one probability does not change the other's draws
+    system = system_prompts[int(rng.integers(len(system_prompts)))] if system_draw < system_prob else None
+    empty_think = bool(think_draw < empty_think_prob)
+    if isinstance(example, PreferencePair):
+        return replace(
+            example,
+            chosen=_augmented(example.chosen, system, empty_think),
+            rejected=_augmented(example.rejected, system, empty_think),
+        )
+    return _augmented(example, system, empty_think)
+
+
+def _augmented(chat: ChatExample, system: str | None, empty_think: bool) -> ChatExample:
+    messages = [_with_empty_think(message) for message in chat.messages] if empty_think else chat.messages
+    if system is not None and not chat.tools and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    return replace(chat, messages=messages)
+
+
+def _with_empty_think(message: dict) -> dict:
+    has_reasoning = message.get("reasoning_content") or "</think>" in (message.get("content") or "")
+    if message["role"] != "assistant" or has_reasoning:
+        return message
+    return {**message, "content": EMPTY_THINK + (message.get("content") or "")}

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from common.errors import UserError, did_you_mean_path
-from data.errors import BadRowError, parse_json_row, type_name
 from data.sources.byte_stream import UTF8, Items, Locate, check_encoding, encoding_hint, open_stream, utf8_stream
 from data.sources.detect import CSV_FORMATS, EXTENSIONS, KNOWN_EXTENSIONS, detect_format, extension_of
 from data.sources.json_text import read_json_array, read_jsonl, read_text, read_text_lines
 from data.sources.tables import read_arrow, read_csv, read_parquet
+from data.types import BadRowError, parse_json_row, type_name
 
 # By file format. Whether a JSON file has lines or one array is read from its first byte, whatever the file is called.
 READERS: dict[str, Callable[[BinaryIO, Locate], Items]] = {
@@ -59,9 +59,6 @@ class ReadOptions:
 
 
 DETECTED = ReadOptions()  # everything is detected
-
-
-def _ignore_progress(consumed: int) -> None: ...
 
 
 def _raise_error(error: BadRowError) -> None:
@@ -132,7 +129,7 @@ class Source:
         """Return `file:line` or `file[index]`, for messages."""
         return f"{self.name}:{position}" if self.file_format not in INDEXED else f"{self.name}[{position}]"
 
-    def items(self, progress: Callable[[int], None] = _ignore_progress) -> Items:
+    def items(self, progress: Callable[[int], None] = lambda consumed: None) -> Items:
         """Yield (position, raw) in file order; `parse` makes a row of `raw`, in any process.
 
         `raw` is a BadRowError if the row cannot be read but later ones can. `progress` is called now and then with the

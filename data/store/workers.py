@@ -16,12 +16,11 @@ from typing import Any
 
 from common.errors import UserError
 from common.registry import import_inherited_plugins
-from data.background import Watch, describe_state
+from data.background import START_SECONDS, Watch, Worker, describe_state, start_workers, stop_workers
 from data.sources.files import Source
 from data.tokenize.block import EncodedBlock
 from data.tokenize.encoder import Encoder
 from data.types import EncodingConfig
-from data.worker_process import START_SECONDS, Worker, start_workers, stop_workers
 
 # of Python's garbage collector in a worker: it looks for cycles, and rows have none
 NEW_OBJECTS_PER_COLLECTION = 50_000

@@ -18,7 +18,7 @@ from common.guarded_files import (
     read_source_file,
 )
 from common.hub import cached_snapshot, parse_hub_name
-from common.limits.parsers import parse_json
+from common.limits import parse_json
 from data.config import DataConfig
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Engine
 
 from common.errors import UserError
 from common.guarded_files import GENERATION_CONFIG, MAX_TOKENIZER_BYTES, read_source_file
-from common.limits.parsers import parse_json
+from common.limits import parse_json
 from data.tokenize.pieces import FlatEncoder, PieceCache, cut_pattern, flat_ids
 from data.tokenize.tokenizer_limits import check_stored_tokenizer
 

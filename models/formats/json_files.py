@@ -16,7 +16,7 @@ from typing import Any
 from common.errors import UserError
 from common.guarded_files import MAX_MODEL_JSON_BYTES, check_own_files, read_source_file
 from common.hub import cached_snapshot, parse_hub_name
-from common.limits.parsers import parse_json
+from common.limits import parse_json
 from models.config import MODELS, ModelConfig, UnsupportedVariantError
 
 NUMBER_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "bool": (bool,)}  # by annotation

@@ -139,7 +139,7 @@ def load_weights(source: Path, family: str | None = None) -> dict[str, Tensor]:
     cfg = read_model_config(folder, family) if (folder / "config.json").exists() else None
     stored = read_weights(folder)
     if isinstance(cfg, TransformersConfig):
-        from models.transformers_adapter.load import to_transformers_names
+        from models.transformers_adapter.model import to_transformers_names
 
         return to_transformers_names(stored, cfg, str(folder))
     if cfg is None:

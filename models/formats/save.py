@@ -14,7 +14,7 @@ from torch import Tensor
 from common.errors import print_note
 from common.guarded_files import GENERATION_CONFIG, MAX_TOKENIZER_BYTES, copy_source_file, read_source_file
 from common.hub import hub_name_of
-from common.limits.parsers import parse_json
+from common.limits import parse_json
 from models.config import LoraConfig, ModelConfig
 from models.families.decoder import DecoderConfig
 from models.families.transformers import TransformersConfig
@@ -32,8 +32,7 @@ from models.formats.load import HEAD_KEY, load_into, load_weights
 from models.formats.peft import BASE_DIR, MATRICES, PEFT_PREFIX, adapter_config
 from models.formats.tensor_files import to_folder_names, write_tensors
 from models.language_model import LanguageModel, create_model
-from models.layers.adapter import is_transposed
-from models.layers.quantized import is_quantized
+from models.layers.adapter import is_quantized, is_transposed
 from models.lora import linear_layers_of, lora_layers, short_names
 
 TOKENIZER_FILES = (
@@ -78,7 +77,7 @@ def save_model(
         for name, tensor in state.items()
     }
     if isinstance(cfg, TransformersConfig):
-        from models.transformers_adapter.load import save_transformers_weights
+        from models.transformers_adapter.model import save_transformers_weights
 
         save_transformers_weights(folder, model, state, shard_size)
         return

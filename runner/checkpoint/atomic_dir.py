@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from common import filesystem
+from common.errors import FULL_DISK_ERRORS
 from common.filesystem import (
-    FULL_DISK_ERRORS,
     Chunks,
     as_chunks,
     atomic_path,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import TrainingError, UserError
 from common.filesystem import Chunks
-from common.limits.parsers import parse_json
+from common.limits import parse_json
 from runner.checkpoint import atomic_dir
 
 if TYPE_CHECKING:

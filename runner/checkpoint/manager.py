@@ -22,12 +22,15 @@ from runner.checkpoint.format import (
     read_state,
     step_of,
 )
-from runner.checkpoint.retention import RetentionPolicy, best_dirname, discard_best_after, point_to_best
 from runner.checkpoint.saving import (
     AsyncWriter,
     BestWeights,
+    RetentionPolicy,
     SaveResult,
+    best_dirname,
     copy_to_host,
+    discard_best_after,
+    point_to_best,
     save_and_prune,
     write_checkpoint,
 )

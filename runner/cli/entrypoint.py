@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from common.errors import UserError, ignore_broken_pipe
+from common.errors import UserError, exiting_with_code, ignore_broken_pipe
 from common.registry import import_plugins
-from runner.cli.exit_code import exiting_with_code
 from runner.config import overrides
 from runner.config.overrides import RERUN_FLAGS, flag_value, has_flag, parse_argv
 from runner.config.schema import config_groups, config_schema
-from runner.engine.device.cpu.spinning import set_wait_policy
+from runner.engine.device.spinning import set_wait_policy
 from runner.launch import torchrun
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ Task = Callable[[DictConfig], float]
 def train_command(task: Task, argv: list[str] | None = None) -> None:
     """Execute the command line `argv` (default: of this process); Hydra calls `task` for a new run.
 
-    Exits with the code of common/exit_codes.py.
+    Exits with the code of common/errors.py.
     """
     set_wait_policy()
     ignore_broken_pipe()

@@ -18,10 +18,9 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, read_write
 
-from common.errors import print_note, stripping_stdout
+from common.errors import exiting_with_code, print_note, stripping_stdout
 from common.paths import CONF_DIR
 from data.sources.splits import DataFiles
-from runner.cli.exit_code import exiting_with_code
 from runner.config import resolve, snapshot
 from runner.config.compose import register_configs, to_config, without_hydra
 from runner.config.hydra_errors import translating_hydra_errors

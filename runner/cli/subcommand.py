@@ -20,10 +20,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from common.errors import UserError, did_you_mean, ignore_broken_pipe
+from common.errors import UserError, did_you_mean, exiting_with_code, ignore_broken_pipe
 from common.registry import import_plugins
 from runner.cli import help, hydra_app
-from runner.cli.exit_code import exiting_with_code
 from runner.config import overrides
 from runner.config.compose import check_no_missing, compose_command
 from runner.config.hydra_errors import value_error
@@ -31,7 +30,7 @@ from runner.config.literals import COLUMNS_KEY, hydra_quote, literal_path, quote
 from runner.config.overrides import flag_value, has_flag, parse_argv
 from runner.config.resolve import resolve_model_overrides
 from runner.config.schema import config_groups, config_schema, iter_fields
-from runner.engine.device.cpu.spinning import adapt_spinning, set_wait_policy
+from runner.engine.device.spinning import adapt_spinning, set_wait_policy
 from runner.launch.initial_weights import compose_with_model, resolve_start
 from runner.launch.signals import CtrlC
 
@@ -51,7 +50,7 @@ def run_subcommand(
 
     `passes_overrides`: with the checked overrides of train.py instead of their config. `start_of`: with what this
     function of (overrides, flags) returns instead; resume= and --multirun are then allowed. Exits with the code of
-    common/exit_codes.py unless the action returns.
+    common/errors.py unless the action returns.
     """
     set_wait_policy()
     ignore_broken_pipe()

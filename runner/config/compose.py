@@ -1,25 +1,43 @@
-"""Composes overrides and the YAML files of conf/ with Hydra, and converts the result to dataclasses."""
+"""Composes overrides and the YAML files of conf/ with Hydra, and converts the result to dataclasses; Hydra's runtime in
+processes that Hydra's own command did not start: jobs of a sweep, resumed runs and ranks.
+
+A job gets the section `hydra` as the sweep has composed it, through an environment variable, as Hydra's own launchers
+hand it to theirs. A resumed run composes it from what is typed with `resume=`. It is never read from a run directory:
+`hydra.callbacks` names code.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
+import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
 from hydra import compose as hydra_compose
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_config_search_path
+from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, OmegaConf
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobStatus, run_job
+from hydra.types import HydraContext, RunMode
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict, read_write
 
 from common.errors import UserError, did_you_mean
 from common.paths import CONF_DIR, REPO_ROOT, workspace_dir
 from common.registry import check_imported
 from runner.config import overrides, schema
-from runner.config.hydra_errors import translating_hydra_errors
-from runner.config.yaml_files import composed_files, composing_from
+from runner.config.hydra_errors import composed_files, composing_from, translating_hydra_errors
+from runner.config.overrides import SEARCHPATH_KEY, is_hydra_override, key_of, overrides_of
 from runner.engine.config import REGISTERED_SECTIONS, Config
+
+RUNTIME_PREFIXES = ("hydra.job.", "hydra.callbacks.", "hydra.job_logging", "hydra/job_logging", "hydra.verbose")
+HYDRA_CONFIG_ENV = "RUNNER_HYDRA_CONFIG"  # JSON of the section `hydra`, for a child process
 
 
 def register_configs(dirs: Sequence[Path] = (CONF_DIR,)) -> None:
@@ -41,15 +59,11 @@ def register_configs(dirs: Sequence[Path] = (CONF_DIR,)) -> None:
         for name, values in registered.items():
             if not any((folder / section / f"{name}.yaml").is_file() for folder in dirs):
                 store.store(group=section, name=name, node=values)
-    register_resolver("repo", lambda: str(REPO_ROOT))
-    register_resolver("workspace", lambda: str(workspace_dir()))
-
-
-def register_resolver(name: str, resolver: Callable[..., str]) -> None:
     # OmegaConf 2.4 renamed the function; 2.3 has another one of the new name, which cannot replace
     is_renamed = "replace" in inspect.signature(OmegaConf.register_resolver).parameters
     register: Any = OmegaConf.register_resolver if is_renamed else OmegaConf.register_new_resolver
-    register(name, resolver, replace=True)
+    register("repo", lambda: str(REPO_ROOT), replace=True)
+    register("workspace", lambda: str(workspace_dir()), replace=True)
 
 
 def compose_config(typed: list[str]) -> Config:
@@ -209,3 +223,82 @@ def check_all_read(values: dict[str, Any]) -> None:
         for name in values[section] if cls else ():
             if name not in {field.name for field in dataclasses.fields(cast(Any, cls))}:
                 raise schema.unread_setting(f"{section}.{name}", values[section][key])
+
+
+def job_environment(config: DictConfig, number: int, name: str) -> dict[str, str]:
+    """Return the environment variable that gives job `name` of a sweep, the `number`-th from 0, the section `hydra` of
+    the sweep's `config`.
+    """
+    section: Any = OmegaConf.to_container(config.hydra, enum_to_str=True)
+    section["job"] |= {"num": number, "id": name}
+    section["sweep"]["subdir"] = name
+    return {HYDRA_CONFIG_ENV: json.dumps(section)}
+
+
+def rank_environment() -> dict[str, str]:
+    """Return the environment variable that gives a rank the HydraConfig of this process; empty if it has none."""
+    if not HydraConfig.initialized():
+        return {}
+    return {
+        HYDRA_CONFIG_ENV: json.dumps(
+            OmegaConf.to_container(cast(DictConfig, HydraConfig.instance().cfg).hydra, enum_to_str=True)
+        )
+    }
+
+
+def restore_hydra_config() -> None:
+    """In a rank: set HydraConfig to that of the launcher."""
+    if section := _section_of_parent():
+        HydraConfig.instance().set_config(OmegaConf.create({"hydra": section}))
+
+
+def typed_settings(typed: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divide the overrides typed with `resume=` into those of the run and those of Hydra's runtime."""
+    runtime = [override for override in typed if key_of(override).startswith(RUNTIME_PREFIXES)]
+    return [override for override in typed if override not in runtime], runtime
+
+
+def run_resumed(
+    task: Callable[[], float], folder: Path, tree: DictConfig, overrides: Sequence[str], runtime: Sequence[str]
+) -> float:
+    """Call `task` as Hydra calls the task of a job: HydraConfig, hydra.job.env_set, hydra.job.chdir, logging and
+    callbacks apply. Return its result.
+
+    `tree` is the config of the run in `folder`, `overrides` are those that it is composed from, `runtime` Hydra's
+    settings typed now.
+    """
+    inherited = _section_of_parent()
+    searchpath = overrides_of(SEARCHPATH_KEY, overrides)
+    section = inherited or compose_tree([*searchpath, *runtime]).hydra
+    config = OmegaConf.create({**{str(key): tree._get_node(key) for key in tree}, "hydra": section})
+    with read_write(config.hydra), open_dict(config.hydra):
+        config.hydra.overrides.task = [override for override in overrides if not is_hydra_override(override)]
+        config.hydra.output_subdir = None  # .hydra/ is written already
+        config.hydra.callbacks.pop("run_dir", None)  # the directory exists and is locked
+        if not inherited:
+            config.hydra.run.dir, config.hydra.mode = str(folder), RunMode.RUN
+    callbacks = Callbacks(config)
+    if not inherited:
+        callbacks.on_run_start(config=config, config_name="config")
+    context = HydraContext(
+        config_loader=ConfigLoaderImpl(create_config_search_path(str(CONF_DIR))), callbacks=callbacks
+    )
+    dir_key, subdir_key = ("hydra.sweep.dir", "hydra.sweep.subdir") if inherited else ("hydra.run.dir", None)
+    result = run_job(lambda _: task(), config, dir_key, subdir_key, hydra_context=context)
+    if not inherited:
+        callbacks.on_run_end(config=config, config_name="config", job_return=result)
+    result.status = JobStatus.COMPLETED  # `return_value` of a failed job prints a line of Hydra's
+    if isinstance(result.return_value, Exception):
+        raise result.return_value
+    return cast(float, result.return_value)
+
+
+def _section_of_parent() -> DictConfig | None:
+    """Return the section `hydra` that the parent process has passed; only once, so that it does not reach a command
+    started by this process.
+    """
+    if not (text := os.environ.pop(HYDRA_CONFIG_ENV, None)):
+        return None
+    section = OmegaConf.structured(HydraConf)
+    OmegaConf.set_struct(section, False)  # it may hold more: hydra.env
+    return cast(DictConfig, OmegaConf.merge(section, json.loads(text)))

@@ -20,8 +20,8 @@ from data.tokenize.tokenizer import Tokenizer
 from models.formats.load import load_into, load_weights, weights_under_adapter
 from models.formats.stored_size import check_size_of_weights
 from models.language_model import LanguageModel, create_model, stored_tensors
+from models.layers.adapter import check_quantization, quantize_linear_layers
 from models.layers.cpu_kernels.upcast_products import upcast_products
-from models.layers.quantized import check_quantization, quantize_linear_layers
 from models.lora import lora_warnings
 from runner.checkpoint.compatibility import (
     ROWS_PER_STEP,
@@ -32,19 +32,17 @@ from runner.checkpoint.compatibility import (
 )
 from runner.checkpoint.format import read_model_tensors, read_newest_state
 from runner.checkpoint.manager import CheckpointManager, newest_checkpoint
-from runner.checkpoint.retention import RetentionPolicy
+from runner.checkpoint.saving import RetentionPolicy
 from runner.engine.config import Config
 from runner.engine.data_pipeline import DataPipeline, build_data_pipeline, build_loader
 from runner.engine.device.compile import check_cuda_graphs, set_inductor_cache
-from runner.engine.device.cpu.allocator import separate_large_blocks, use_memory_pool
-from runner.engine.device.cpu.threads import choose_threads
+from runner.engine.device.cpu import choose_threads, separate_large_blocks, use_memory_pool
 from runner.engine.device.distributed import DistributedContext, init_distributed
 from runner.engine.device.precision import Precision, PrecisionConfig
 from runner.engine.device.rng import seed_all, use_deterministic_kernels
 from runner.engine.device.stop import as_stop_requests, do_unless_stopped
 from runner.engine.kernels import choose_cpu_kernels, cpu_choices, decide_compilation, kernel_facts, wrap_model
-from runner.engine.objectives.config import prepare_stage
-from runner.engine.objectives.objective import Objective
+from runner.engine.objectives.config import Objective, prepare_stage
 from runner.engine.optim.groups import build_optimizer
 from runner.engine.optim.schedules import check_warmup
 from runner.engine.state import TrainState, load_strict, saved_tensors

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 from common.errors import UserError
 from common.paths import display_path
 from data.config import DataConfig
-from data.errors import BadRowError
-from runner.diagnostics.symptoms import troubleshooting
-from runner.diagnostics.validation_interval import FEW_ROWS, few_validation_rows
+from data.types import BadRowError
+from runner.diagnostics.symptoms import FEW_ROWS, few_validation_rows, troubleshooting
 from runner.engine.config import Config
 from runner.engine.objectives.config import StageConfig
 from runner.tracking.data_report import describe_source, reading_notes, unused_columns

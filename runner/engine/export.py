@@ -17,7 +17,7 @@ from models.formats import save
 from models.language_model import LanguageModel
 from runner.checkpoint.format import read_model_tensors
 from runner.checkpoint.manager import newest_checkpoint
-from runner.checkpoint.retention import find_best_weights, save_freeing_space
+from runner.checkpoint.saving import find_best_weights, save_freeing_space
 from runner.engine.build import build_model, initial_weights_of
 from runner.engine.device import rng
 from runner.engine.evaluation import is_evaluation_due

@@ -27,28 +27,26 @@ from runner.checkpoint.compatibility import (
     numeric_variables,
     recorded_environment,
 )
+from runner.engine.autotune.candidates import (
+    LAYERS_FACT,
+    MIN_RUN_FLOPS,
+    PRODUCT_DTYPES,
+    UNCOMPILED,
+    LayerCall,
+    ProductShape,
+    attention_choice,
+    compile_choice,
+    compiled_layers,
+    current_products,
+    find_layer_call,
+    product_choice,
+)
 from runner.engine.autotune.kernel_choice import (
     ChosenKernel,
     KernelChoice,
     agree_on_kernel,
     kernel_of_checkpoint,
     measured_kernel,
-)
-from runner.engine.autotune.layers import (
-    LAYERS_FACT,
-    UNCOMPILED,
-    LayerCall,
-    compile_choice,
-    compiled_layers,
-    find_layer_call,
-)
-from runner.engine.autotune.operators import (
-    MIN_RUN_FLOPS,
-    PRODUCT_DTYPES,
-    ProductShape,
-    attention_choice,
-    current_products,
-    product_choice,
 )
 from runner.engine.config import Config
 from runner.engine.device.compile import (

@@ -17,7 +17,7 @@ import torch
 
 from common.errors import DivergedError
 from common.filesystem import write_json
-from common.limits.memory import peak_resident_bytes
+from common.limits import peak_resident_bytes
 from runner.diagnostics.symptoms import troubleshooting
 from runner.engine.state import StepOutput, TrainState, finite_or_none
 

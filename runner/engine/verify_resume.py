@@ -14,7 +14,7 @@ from common.errors import Interrupted
 from runner.checkpoint.compatibility import WRITTEN_BY
 from runner.checkpoint.format import CHECKPOINTS_DIR, TENSOR_FILES, read_state, step_of
 from runner.checkpoint.manager import newest_checkpoint
-from runner.checkpoint.retention import BEST_POINTER
+from runner.checkpoint.saving import BEST_POINTER
 from runner.engine.build import build_run
 from runner.engine.config import Config
 from runner.engine.device.rng import seed_all

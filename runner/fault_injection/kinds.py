@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from common.exit_codes import OK
+from common.errors import OK
 from runner.fault_injection.probes import PHASES, DiskFault, DiskHook, WorkerProbe
 from runner.fault_injection.rig import Trial, UninterruptedRun
 

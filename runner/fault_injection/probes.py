@@ -22,7 +22,7 @@ from typing import Any
 
 from common import filesystem
 from common.ownership import start_ticks
-from data.worker_process import DATA_WORKER
+from data.background import DATA_WORKER
 
 FREEING_CALLS = ("unlink", "remove", "rmdir", "truncate", "ftruncate")  # a full disk does not refuse them
 # the first argument is a path

@@ -20,8 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common import exit_codes
-from common.errors import UserError
+from common.errors import FAILED, INTERRUPTED, OK, USER_ERROR, UserError
 from common.filesystem import read_json_object
 from common.ownership import start_ticks
 from common.paths import REPO_ROOT, command_line
@@ -296,32 +295,32 @@ class Trial:
         """
         fields = read_json_object(self.run_dir / "run.json")
         code, status = launch.code, fields.get("status")
-        expected = {exit_codes.OK: "completed", exit_codes.INTERRUPTED: "interrupted"}
+        expected = {OK: "completed", INTERRUPTED: "interrupted"}
         if code in expected and status != expected[code]:
             return f"exit code {code}, and run.json has status {status}"
-        if code == exit_codes.OK and not (self.run_dir / "model").is_dir():
+        if code == OK and not (self.run_dir / "model").is_dir():
             return "exit code 0, and there is no model/"
-        if code in (exit_codes.FAILED, exit_codes.USER_ERROR) and "error: " not in launch.text():
+        if code in (FAILED, USER_ERROR) and "error: " not in launch.text():
             return f"exit code {code} without an error message"
-        is_known = code in (*expected, exit_codes.FAILED, exit_codes.USER_ERROR)
+        is_known = code in (*expected, FAILED, USER_ERROR)
         return None if is_known or disturbed else f"exit code {code}"
 
     def finish(self) -> None:
         """Continue as a user would until the run is complete."""
-        while self.result.codes[-1] != exit_codes.OK and len(self.result.codes) < MAX_LAUNCHES:
-            if self.launch_to_end() == exit_codes.USER_ERROR:
+        while self.result.codes[-1] != OK and len(self.result.codes) < MAX_LAUNCHES:
+            if self.launch_to_end() == USER_ERROR:
                 refused = (self._launch.errors() or ["no message"])[0]
-                if self.launch_to_end(self.rig.argv(self.run_dir)) == exit_codes.USER_ERROR:
+                if self.launch_to_end(self.rig.argv(self.run_dir)) == USER_ERROR:
                     self.result.hand.append(f"resume= refused: {refused}; the same command is refused, too")
                     return
-        if self.result.codes[-1] != exit_codes.OK:
+        if self.result.codes[-1] != OK:
             self.result.hand.append(f"not complete after {MAX_LAUNCHES} launches, exit codes {self.result.codes}")
 
     def compare(self, reference: UninterruptedRun) -> None:
         """Record how the run differs from the undisturbed one, and which temporary files it has left."""
         from runner.engine.verify_resume import diff_run_dirs
 
-        if self.result.codes[-1] != exit_codes.OK:
+        if self.result.codes[-1] != OK:
             return
         self.result.bits += diff_run_dirs(reference.run_dir, self.run_dir)
         weights = [
@@ -353,7 +352,7 @@ def run_reference(rig: Rig, name: str = "reference") -> UninterruptedRun:
     launch = launch_training(rig.argv(run_dir), run_dir.parent / "launch1.txt", prepare)
     launch.wait(rig.timeout)
     seconds = time.monotonic() - launch.started
-    if launch.code != exit_codes.OK:
+    if launch.code != OK:
         raise UserError(
             f"the undisturbed run ended with exit code {launch.code}:\n{launch.text()[-2000:]}",
             shlex.join([*command_line("train"), *rig.overrides]),

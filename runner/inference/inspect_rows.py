@@ -191,7 +191,7 @@ def _turn_ends(names: set[str], pipeline: DataPipeline, run: Config, tokenizer: 
 
     Token stores do not have it, so the files are read again.
     """
-    from data.schemas.augment import augment_example
+    from data.schemas.chat import augment_example
     from data.schemas.registry import SCHEMAS, PreferencePair, TextExample
     from data.tokenize.chat_template import ChatTemplate
 

@@ -136,7 +136,7 @@ def find_checkpoint(folder: Path) -> Path | None:
     Raises UserError if the file names none.
     """
     from runner.checkpoint.format import CHECKPOINTS_DIR
-    from runner.checkpoint.retention import is_weights_name, read_pointer
+    from runner.checkpoint.saving import is_weights_name, read_pointer
 
     if folder.parent.name != CHECKPOINTS_DIR or not (folder.parents[1] / CONFIG_FILE).is_file():
         return None

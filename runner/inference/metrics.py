@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, print_safely
 from common.guarded_files import MAX_TOKENIZER_BYTES, read_source_file
-from common.limits.parsers import parse_json
+from common.limits import parse_json
 from data.schemas.registry import ChatExample
 from runner.inference.evaluate import EvaluateConfig, MetricResults, register_metric
 from runner.inference.evaluation_data import EvaluationSet
@@ -114,8 +114,8 @@ def preference(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateConfi
 
     The reward is the log-ratio of model and reference in nats: beta is 1.
     """
+    from runner.engine.objectives.config import Reference
     from runner.engine.objectives.dpo import Dpo
-    from runner.engine.objectives.objective import Reference
 
     reference = load_trained(Path(cfg.reference or _reference_of(trained.run_dir)), cfg.device)
     objective = Dpo(1.0, Reference(reference.model))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 import numpy as np
 
 from common.errors import strip_control
-from runner.tracking.console.plain import LineConsole
+from runner.tracking.lines import LineConsole
 
 if TYPE_CHECKING:
     from data.tokenize.tokenizer import Tokenizer

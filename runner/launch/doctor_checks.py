@@ -17,12 +17,12 @@ from common import filesystem
 from common.errors import UserError
 from common.filesystem import make_dirs
 from common.guarded_files import DAMAGED_DIR, open_source_file
-from common.limits.parsers import parse_json
+from common.limits import parse_json
 from common.ownership import is_owner_file
 from models.formats.stored_size import stored_size
 from runner.checkpoint import atomic_dir
 from runner.checkpoint.format import CHECKPOINTS_DIR, TENSOR_FILES, step_of
-from runner.checkpoint.retention import BEST_POINTER, find_best_weights, read_pointer
+from runner.checkpoint.saving import BEST_POINTER, find_best_weights, read_pointer
 from runner.launch.recovery import CheckpointState, Problem, Severity
 from runner.run_dir.contents import GUARDED_NAMES, LOCK_FILE, OWN_NAMES
 from runner.run_dir.lock import describe_holder, is_locked

@@ -17,17 +17,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from common.errors import AlreadyReported, Interrupted, Outcome, TrainingError, print_safely
-from common.exit_codes import FAILED, INTERRUPTED, OK, PEER_LOST, USER_ERROR
+from common.errors import (
+    FAILED,
+    INTERRUPTED,
+    OK,
+    PEER_LOST,
+    USER_ERROR,
+    AlreadyReported,
+    Interrupted,
+    Outcome,
+    TrainingError,
+    print_safely,
+)
 from common.filesystem import make_dirs, remove_quietly, temp_name, write_new_file
 from common.paths import REPO_ROOT
 from data.background import describe_state
-from runner.config.hydra_runtime import rank_environment
+from runner.config.compose import rank_environment
 from runner.engine.config import Config
-from runner.engine.device.cpu.threads import threads_per_rank
+from runner.engine.device.cpu import threads_per_rank
 from runner.engine.device.distributed import RENDEZVOUS_ENV
 from runner.engine.device.heartbeat import Sign
-from runner.launch import rank_logs, subprocesses
+from runner.launch import subprocesses
 from runner.launch.signals import STOP_SIGNALS, SignalForwarder
 from runner.launch.supervisor import Liveness, Supervisor
 from runner.launch.train_process import PEER_TIMEOUT_TEXTS
@@ -114,11 +124,11 @@ class RankGroup:
         self._is_ending = False
         self._liveness = liveness
         self.processes: list[subprocess.Popen] = []
-        self.logs = [rank_logs.RankLog(folder, rank, count, attempt) for rank in range(1, count)]
+        self.logs = [subprocesses.RankLog(folder, rank, count, attempt) for rank in range(1, count)]
         self._rendezvous_file = folder / temp_name("tmp", "rendezvous")
 
     def start(self, config_file: Path) -> None:
-        make_dirs(self.folder / rank_logs.LOGS_DIR)
+        make_dirs(self.folder / subprocesses.LOGS_DIR)
         # Signals stay blocked in a rank until it has a handler. SIGTTOU: a rank may write to a terminal whose
         # foreground group is the launcher's.
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGTTOU})
@@ -275,7 +285,7 @@ def _failure_of(group: RankGroup, first: int, metadata: RunMetadata, config: Con
     codes = group.exit_codes()
     hanging = [log.rank for log in group.logs if log.stacks()]
     for rank in hanging:
-        rank_logs.print_rank_lines(rank, group.logs[rank - 1].stacks())
+        subprocesses.print_rank_lines(rank, group.logs[rank - 1].stacks())
     if codes[first] == USER_ERROR:
         # rank 0 writes to the terminal itself, unless it was asked to end before it found the error
         if codes[0] != USER_ERROR:
@@ -304,7 +314,7 @@ def _failure_of(group: RankGroup, first: int, metadata: RunMetadata, config: Con
         if group.hanging is None and hanging and any(text in error for text in PEER_TIMEOUT_TEXTS):
             error = f"no step for {config.distributed.timeout:g} minutes (distributed.timeout); rank {first} timed out first, the stack of each rank is printed above"
         elif first:
-            rank_logs.print_rank_lines(first, group.logs[first - 1].last_error_lines())
+            subprocesses.print_rank_lines(first, group.logs[first - 1].last_error_lines())
     metadata.finish(Outcome.DIVERGED if has_diverged(metadata.fields) else Outcome.FAILED, error)
     return TrainingError(error)
 

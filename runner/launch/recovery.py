@@ -27,7 +27,7 @@ from common.guarded_files import (
     read_from,
     read_source_file,
 )
-from common.limits.parsers import parse_json, parse_yaml
+from common.limits import parse_json, parse_yaml
 from data.tokenize.origin import COPIED_FILES, RUN_TOKENIZER, generation_config_of_run
 from runner.checkpoint import atomic_dir
 from runner.checkpoint.format import CHECKPOINTS_DIR, read_newest_state, read_state

@@ -22,7 +22,7 @@ from common.errors import UserError, print_note, print_safely, strip_control
 from common.filesystem import atomic_path, make_dirs, write_atomic_file
 from common.paths import CONF_DIR, workspace_dir
 from common.registry import check_imported
-from runner.config import hydra_runtime, overrides, schema, snapshot
+from runner.config import compose, overrides, schema, snapshot
 from runner.config.compose import compose_tree, merge_into_schema, register_configs, section_class, to_config
 from runner.config.hydra_errors import OPTIONAL_SECTIONS, translating_hydra_errors
 from runner.config.unread import check_typed_are_read
@@ -31,7 +31,7 @@ from runner.launch.recovery import recover_run
 from runner.launch.run import check_inputs, run
 from runner.run_dir import saved_config
 from runner.run_dir.metadata import RunMetadata
-from runner.tracking.console.bar import open_console
+from runner.tracking.bar import open_console
 
 SAVED_FILES = (saved_config.CONFIG_FILE, saved_config.OVERRIDES_FILE)
 CACHE_KEY = "data.cache"
@@ -273,7 +273,7 @@ def _label_run(metadata: RunMetadata, plan: ResumePlan) -> None:
 
 def resume_run(folder: Path, extra: list[str]) -> None:
     """Train on in `folder` with the overrides `extra`, unless the run is completed and they change nothing."""
-    extra, runtime = hydra_runtime.typed_settings(extra)
+    extra, runtime = compose.typed_settings(extra)
     with RunMetadata.open(folder, resume=True, recover=recover_run) as metadata:
         plan = plan_resume(folder, extra, has_started=metadata.attempt > 0)
         if metadata.attempt:  # for a job of a sweep that has not begun, nothing can have changed
@@ -295,6 +295,4 @@ def resume_run(folder: Path, extra: list[str]) -> None:
         data_files = check_inputs(plan.config)
         check_typed_are_read(extra, [plan.config])
         with metadata.reopened(), persisting_overrides(plan) as config:
-            hydra_runtime.run_resumed(
-                lambda: run(config, metadata, data_files), folder, plan.tree, plan.overrides, runtime
-            )
+            compose.run_resumed(lambda: run(config, metadata, data_files), folder, plan.tree, plan.overrides, runtime)

@@ -16,11 +16,10 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Self
 
-from common.errors import StopRequested
-from common.exit_codes import INTERRUPTED_BY_USER, INTERRUPTED_MESSAGE
+from common.errors import INTERRUPTED_BY_USER, INTERRUPTED_MESSAGE, StopRequested
 from runner.engine.device.heartbeat import beat
 from runner.engine.device.stop import StopRequests
-from runner.tracking.console.bar import DUMB_TERMINALS
+from runner.tracking.bar import DUMB_TERMINALS
 
 # SIGUSR1: Slurm, before the time limit; SIGHUP: the terminal was closed
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)

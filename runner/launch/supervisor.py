@@ -32,7 +32,6 @@ from runner.launch.failures import (
     classify_failure,
     count_oom_kills,
 )
-from runner.planning.micro_batch import half_micro_batch, smaller_micro_batch
 from runner.run_dir.contents import timestamp
 from runner.run_dir.metadata import RunMetadata
 
@@ -200,6 +199,8 @@ class Supervisor:
         train = self.config.train
         if kind != FailureKind.OUT_OF_MEMORY or not (self._is_on and self.config.supervise.halve_batch):
             return ""
+        from runner.planning.alternatives import smaller_micro_batch
+
         if (smaller := smaller_micro_batch(train.batch_size, train.accumulation_steps)) is None:
             return ""
         changed = dataclasses.replace(train, batch_size=smaller.size, accumulation_steps=smaller.accumulation)
@@ -213,6 +214,8 @@ class Supervisor:
             return f"hang: the stacks show what the process waits for; {troubleshooting('hang')}"
         if kind != FailureKind.OUT_OF_MEMORY or (self._is_on and self.config.supervise.halve_batch):
             return ""
+        from runner.planning.alternatives import half_micro_batch, smaller_micro_batch
+
         same_rows, half = (
             find(train.batch_size, train.accumulation_steps) for find in (smaller_micro_batch, half_micro_batch)
         )

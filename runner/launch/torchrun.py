@@ -19,8 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import UserError
-from common.exit_codes import FAILED, INTERRUPTED, OK, PEER_LOST
+from common.errors import FAILED, INTERRUPTED, OK, PEER_LOST, UserError
 from common.paths import REPO_ROOT
 from runner.engine.config import Config
 from runner.engine.device.distributed import RENDEZVOUS_ENV, DistributedConfig
@@ -240,7 +239,7 @@ def _wait_for_job(job: subprocess.Popen, seconds: float | None) -> None:
 
 
 def _train_rank(message: dict[str, Any], stop: StopFlag) -> int:
-    from runner.launch import rank_logs
+    from runner.launch import subprocesses
     from runner.launch.train_process import config_from_json, train_as_rank
     from runner.run_dir.contents import RUN_FILE
     from runner.run_dir.metadata import RunMetadata
@@ -250,9 +249,9 @@ def _train_rank(message: dict[str, Any], stop: StopFlag) -> int:
     config = config_from_json(message["config"], folder)
     if not (folder / RUN_FILE).is_file():  # another node, without a shared file system: print to its terminal
         return train_as_rank(config, RunMetadata.detached(folder, message["attempt"]), stop)
-    log = rank_logs.RankLog(folder, rank, _env_int("WORLD_SIZE", 1), message["attempt"])
-    with RunMetadata.attach(folder, rank) as metadata, rank_logs.redirect_stdio_to(log) as terminal:
+    log = subprocesses.RankLog(folder, rank, _env_int("WORLD_SIZE", 1), message["attempt"])
+    with RunMetadata.attach(folder, rank) as metadata, subprocesses.redirect_stdio_to(log) as terminal:
         code = train_as_rank(config, metadata, stop)
         if code in (FAILED, PEER_LOST):  # a user error is printed by rank 0
-            rank_logs.print_rank_lines(rank, log.last_error_lines(), terminal)
+            subprocesses.print_rank_lines(rank, log.last_error_lines(), terminal)
         return code

@@ -11,8 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import exit_codes
 from common.errors import (
+    DISK_ERRORS,
+    FAILED,
+    INTERRUPTED,
+    OK,
+    PEER_LOST,
     Interrupted,
     Outcome,
     PeerLostError,
@@ -22,14 +26,14 @@ from common.errors import (
     print_safely,
     report_user_error,
 )
-from common.filesystem import DISK_ERRORS, describe_disk_error
+from common.filesystem import describe_disk_error
 from data.sources.splits import DataFiles
 from runner.checkpoint.compatibility import DATA_FINGERPRINT, WRITTEN_BY, recorded_environment, settings_fingerprint
 from runner.config.compose import to_config
 from runner.config.snapshot import load_overrides
 from runner.engine.config import Config
-from runner.engine.device.cpu.running_trainings import RunningTrainings
-from runner.engine.device.cpu.spinning import adapt_spinning
+from runner.engine.device.cpu import RunningTrainings
+from runner.engine.device.spinning import adapt_spinning
 from runner.engine.state import TrainState
 from runner.launch.recovery import record_run_dir
 from runner.launch.signals import StopFlag
@@ -37,7 +41,7 @@ from runner.reporting.live import LivePage
 from runner.run_dir.contents import GitReader, is_sweep_dir
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.saved_config import reject_interpolations
-from runner.tracking.console.bar import open_console
+from runner.tracking.bar import open_console
 from runner.tracking.run_end import NextCommand, RunEnd, commands_after_divergence, commands_to_continue, next_commands
 
 # gloo, NCCL and their stores raise a plain RuntimeError when a peer dies or does not come; only its text tells
@@ -68,17 +72,17 @@ def train_as_rank(config: Config, metadata: RunMetadata, stop: StopFlag) -> int:
     try:
         train_or_verify(config, metadata, stop)
     except Interrupted:
-        return exit_codes.INTERRUPTED
+        return INTERRUPTED
     except UserError as error:
         return report_user_error(error)
     except TrainingError as error:
         _report_failure(str(error), metadata, error.outcome)
-        return exit_codes.PEER_LOST if isinstance(error, PeerLostError) else exit_codes.FAILED
+        return PEER_LOST if isinstance(error, PeerLostError) else FAILED
     except Exception as error:
         traceback.print_exc()
         _report_failure(f"{type(error).__name__}: {error}", metadata)
-        return exit_codes.FAILED
-    return exit_codes.OK
+        return FAILED
+    return OK
 
 
 def config_from_json(values: Any, source: Path) -> Config:
@@ -223,8 +227,8 @@ def _memory_errors(state: TrainState) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:  # that of PyTorch is a RuntimeError
-        from runner.engine.device.memory_errors import is_out_of_memory
-        from runner.planning.out_of_memory import describe_out_of_memory
+        from runner.engine.device.compile import is_out_of_memory
+        from runner.planning.alternatives import describe_out_of_memory
 
         if not is_out_of_memory(error):
             raise

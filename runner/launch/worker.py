@@ -15,10 +15,9 @@ import threading
 from pathlib import Path
 from types import FrameType
 
-from common.errors import ignore_broken_pipe
-from common.exit_codes import INTERRUPTED
+from common.errors import INTERRUPTED, ignore_broken_pipe
 from common.filesystem import read_bounded
-from runner.config.hydra_runtime import restore_hydra_config
+from runner.config.compose import restore_hydra_config
 from runner.engine.device.distributed import RENDEZVOUS_DONE
 from runner.engine.device.heartbeat import start_heartbeat
 from runner.launch.signals import STOP_SIGNALS, StopFlag, handled_signals

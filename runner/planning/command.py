@@ -16,12 +16,9 @@ from runner.engine.data_pipeline import build_data_pipeline
 from runner.engine.device.compile import set_inductor_cache
 from runner.launch.local_ranks import count_local_ranks
 from runner.planning.alternatives import find_alternatives
-from runner.planning.data import DataFacts, data_facts
-from runner.planning.estimate import RunPlan, estimate_disk
-from runner.planning.machine import resident_bytes, this_machine
+from runner.planning.estimate import RunPlan, estimate_disk, plan_dict, plan_text, sweep_text
+from runner.planning.facts import DataFacts, data_facts, model_facts, resident_bytes, this_machine
 from runner.planning.memory import estimate_memory, layer_memory
-from runner.planning.model import model_facts
-from runner.planning.report import plan_dict, plan_text, sweep_text
 from runner.planning.starts import PlannedRun, PlannedStart
 from runner.planning.trial import trial_of
 

@@ -12,13 +12,9 @@ from dataclasses import dataclass, replace
 from data.types import sequences_per_row
 from runner.engine.config import Config
 from runner.engine.device.compile import has_cpp_compiler, resolve_compile_mode
-from runner.engine.device.cpu.allocator import why_no_memory_pool
-from runner.engine.device.cpu.threads import threads_per_rank
+from runner.engine.device.cpu import threads_per_rank, why_no_memory_pool
 from runner.engine.device.precision import PRECISIONS
-from runner.engine.optim.orthogonalize import BATCH_NUMBERS
-from runner.planning.data import BatchShape, DataFacts
-from runner.planning.machine import Machine
-from runner.planning.model import LayerSizes, ModelSizes
+from runner.planning.facts import BatchShape, DataFacts, LayerSizes, Machine, ModelSizes
 
 FP32 = 4
 NF4 = 0.5625  # bytes of a weight of 4 bits with its share of the scale of its block
@@ -32,7 +28,7 @@ LIBRARIES_16_BIT = 40 << 20
 # of torch.compile in the process: its modules, and what it keeps of the layers; fitted as the share below (bytes)
 COMPILER = 180 << 20
 POOL_HOLES = 0.03  # of the saved activations: free blocks of the memory pool of long runs
-# The heap of a CPU process keeps freed memory (runner/engine/device/cpu/allocator.py), and holes between saved tensors
+# The heap of a CPU process keeps freed memory (runner/engine/device/cpu.py), and holes between saved tensors
 # are not all used again. The share grows with the size of the tensors; it is fitted to benchmarks/results/plan.md, not
 # derived.
 HOLES_PER_MIB = 0.022  # of the saved activations, or of those to recompute, per MiB of the largest temporary tensor
@@ -261,6 +257,8 @@ def _moments(
         "activations": model.layer.layers * layer.saved() + mask,
         "allocator": model.layer.layers * layer.holes(),
     }
+    from runner.engine.optim.torch_optimizers import BATCH_NUMBERS
+
     # Muon updates matrices one by one, on a GPU or where a long run chooses that several together
     batch = BATCH_NUMBERS["cpu"] * layer.execution.has_pool if layer.execution.on_cpu else BATCH_NUMBERS["cuda"]
     updated = max(model.largest_matrix, min(model.trained, batch))

@@ -30,7 +30,7 @@ from common.filesystem import make_dirs, read_json_object, write_json
 from common.guarded_files import last_lines
 from common.registry import import_inherited_plugins
 from runner.engine.config import Config
-from runner.engine.device.cpu.spinning import adapt_spinning, set_wait_policy
+from runner.engine.device.spinning import adapt_spinning, set_wait_policy
 from runner.launch.subprocesses import child_env, failure_reason, spawn
 from runner.launch.train_process import config_from_json
 from runner.tracking.config import TrackerConfig
@@ -137,7 +137,7 @@ def time_steps(state: TrainState) -> dict[str, Any]:
     from runner.engine.loop import step_with_retries
     from runner.engine.optim.schedules import lr_at
     from runner.engine.step_metrics import flush_steps
-    from runner.planning.data import longest_batch
+    from runner.planning.facts import longest_batch
 
     cfg, seconds, started = state.cfg, list[float](), time.perf_counter()
     micro_batches = -(-state.loader.sampler.global_batch_size // cfg.train.batch_size)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from runner.reporting.evaluations import evaluation_label, headline, results_of
+from runner.inference.evaluate import evaluation_label, headline, results_of
 from runner.reporting.sweep_results import JobResult, MeanStd, ResultRow, SweepResults, mean_interval, mean_std
 from runner.run_dir.best_job import SEED_KEY, ModelScore, fewest_rows
-from runner.tracking.console.numbers import format_seconds
+from runner.tracking.lines import format_seconds
 
 # evaluations with a column of their own; leaderboard.csv has all numbers of all
 TERMINAL_EVALUATIONS, PAGE_EVALUATIONS = 3, 12

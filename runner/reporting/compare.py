@@ -18,7 +18,7 @@ from runner.reporting.page_kit import RELOAD_SECONDS, loss_curve, render
 from runner.reporting.runs import Run, as_dict, differing_values, text_of
 from runner.run_dir.best_job import comparison_problem
 from runner.run_dir.contents import is_sweep_dir
-from runner.tracking.console.bar import table_lines
+from runner.tracking.bar import table_lines
 
 MAX_COMPARED = 400  # of one comparison
 MAX_VALUE = 120  # characters of a setting

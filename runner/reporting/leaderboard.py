@@ -27,7 +27,7 @@ from runner.reporting.sweep_page import sweep_page
 from runner.reporting.sweep_results import ResultRow, SweepResults
 from runner.reporting.verdict import SweepVerdict, sweep_verdict
 from runner.run_dir.best_job import SEED_KEY, parse_number
-from runner.tracking.console.bar import (
+from runner.tracking.bar import (
     LINE_WIDTH,
     labelled_lines,
     shorten_middle,

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from common.errors import strip_control
 from common.filesystem import open_regular
-from common.limits.parsers import parse_record
-from runner.diagnostics.history import Evaluation, RecordedEvaluations, finite_number
+from common.limits import parse_record
+from runner.diagnostics.symptoms import Evaluation, RecordedEvaluations, finite_number
 
 MAX_METRICS_BYTES = 256 << 20  # a larger metrics.jsonl is not read
 MAX_RECORDS = 2_000_000  # of metrics.jsonl; a file of MAX_METRICS_BYTES that a run has written has about one million

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import Outcome
-from runner.diagnostics.history import finite_number
-from runner.reporting.evaluations import current_evaluations
+from runner.diagnostics.symptoms import finite_number
+from runner.inference.evaluate import current_evaluations
 from runner.reporting.metrics import count_number
 from runner.reporting.runs import (
     Run,

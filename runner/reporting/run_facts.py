@@ -27,7 +27,7 @@ from runner.reporting.metrics import MAX_METRICS_BYTES, Metrics, count_number, i
 from runner.reporting.runs import Run, as_dict, is_file, longer_override, read_override_list
 from runner.run_dir.best_job import parse_number
 from runner.run_dir.saved_config import OVERRIDES_FILE, REPO_INTERPOLATION
-from runner.tracking.console.numbers import format_seconds, format_size, remaining_seconds
+from runner.tracking.lines import format_seconds, format_size, remaining_seconds
 from runner.tracking.run_end import STAGE_METRICS, commands_after_divergence, commands_to_continue, next_commands
 
 # steps and prompts that are shown; characters of an answer

@@ -17,9 +17,9 @@ from urllib.parse import quote
 
 from common.filesystem import read_json_object
 from common.guarded_files import read_from
-from common.limits.parsers import parse_record
+from common.limits import parse_record
 from common.paths import command_line_here
-from runner.diagnostics.history import finite_number
+from runner.diagnostics.symptoms import finite_number
 from runner.reporting.columns import loss_text
 from runner.reporting.compare import shortened_table
 from runner.reporting.metrics import count_number

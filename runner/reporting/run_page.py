@@ -11,7 +11,7 @@ from runner.reporting.metrics import AXES, Curve
 from runner.reporting.page_kit import RELOAD_SECONDS, render, short_number, write_text
 from runner.reporting.run_facts import RunReport, error_line, format_number
 from runner.reporting.runs import REPORT_FILE, as_dict
-from runner.tracking.console.numbers import format_size
+from runner.tracking.lines import format_size
 
 # a page that is older than the time of 10 records, and than STALE_SECONDS, says that the run may have ended
 STALE_RECORDS = 10

@@ -9,7 +9,6 @@ from typing import Any
 
 from runner.engine.config import STEP_SIZE_KEYS
 from runner.reporting.columns import swept_text, table_columns, with_note
-from runner.reporting.importance import Importance, setting_effects, setting_importance, sorted_values
 from runner.reporting.page_kit import (
     RELOAD_SECONDS,
     loss_curve,
@@ -18,8 +17,8 @@ from runner.reporting.page_kit import (
 )
 from runner.reporting.runs import REPORT_FILE, differing_values, saved_settings, whole_number
 from runner.reporting.sweep_results import JobResult, ResultRow, SweepResults, last_value
-from runner.reporting.verdict import sweep_verdict
-from runner.tracking.console.numbers import format_seconds
+from runner.reporting.verdict import Importance, setting_effects, setting_importance, sorted_values, sweep_verdict
+from runner.tracking.lines import format_seconds
 
 # last lines of a failed job; characters of one; of all jobs together
 MAX_LINES, MAX_LINE_CHARS, MAX_TAIL_CHARS = 20, 400, 120_000

@@ -22,7 +22,7 @@ from typing import Any
 from common.hub import parse_hub_name
 from common.paths import command_line
 from runner.config.overrides import PATH_KEYS, PLUGINS_KEY, SEARCHPATH_KEY, is_storable, key_of
-from runner.diagnostics.history import Evaluation
+from runner.diagnostics.symptoms import Evaluation
 from runner.reporting.metrics import Metrics
 from runner.run_dir.best_job import SEED_KEY, ModelScore, comparison_problem, point_of, swept_sort_key
 

@@ -18,7 +18,7 @@ from typing import Any
 from common.errors import UserError, print_note
 from common.filesystem import read_json_object
 from common.guarded_files import check_own_files
-from runner.diagnostics.validation_interval import FEW_ROWS, few_rows
+from runner.diagnostics.symptoms import FEW_ROWS, few_rows
 
 SEED_KEY = "seed"
 EVALUATION_PARTS = {

@@ -23,7 +23,7 @@ from typing import Any
 from common.errors import Outcome, UserError
 from common.filesystem import fs, make_dirs, read_bounded, remove_tree, temp_name
 from common.guarded_files import DAMAGED_DIR, check_own_files
-from common.limits.parsers import parse_json
+from common.limits import parse_json
 from common.paths import REPO_ROOT, outputs_dir
 from runner.checkpoint.atomic_dir import step_names
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from common import ownership
-from common.errors import LostRunDirError, UserError, print_note
+from common.errors import DISK_ERRORS, LostRunDirError, UserError, print_note
 from common.file_lock import FileLock, is_file_locked
-from common.filesystem import DISK_ERRORS, describe_disk_error, read_json_object, retry_disk, write_json
+from common.filesystem import describe_disk_error, read_json_object, retry_disk, write_json
 from runner.run_dir.contents import LOCK_FILE, OWNER_FILE, claim, create_dirs, remove_dir, timestamp
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from common.errors import UserError
 from common.filesystem import read_bounded
 from common.guarded_files import check_own_files
-from common.limits.parsers import parse_yaml
+from common.limits import parse_yaml
 from common.paths import REPO_ROOT
 
 CONFIG_FILE = Path(".hydra") / "config.yaml"

@@ -44,9 +44,8 @@ def serve(cfg: ServeConfig, folder: Path) -> None:
     try:
         import uvicorn
 
-        from runner.serving.app import create_app
+        from runner.serving.app import GenerationQueue, create_app
         from runner.serving.guard import HeaderDeadlineProtocol
-        from runner.serving.queue import GenerationQueue
     except ModuleNotFoundError as error:
         raise UserError(
             f"serve.py needs the package {error.name}",

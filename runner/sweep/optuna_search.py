@@ -23,7 +23,7 @@ from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 from common.errors import UserError
 from common.filesystem import read_bounded, read_json_object, write_atomic_file
 from common.guarded_files import check_own_files, read_from
-from common.limits.parsers import check_json_size, check_nesting, parse_record
+from common.limits import check_json_size, check_nesting, parse_record
 from common.settings import check_at_least, check_choice, check_installed
 from runner.config import schema
 from runner.config.hydra_errors import translating_hydra_errors

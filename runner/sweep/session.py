@@ -10,8 +10,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from common import paths
-from common.errors import UserError, print_note, resume_command
-from common.exit_codes import FAILED, INTERRUPTED
+from common.errors import FAILED, INTERRUPTED, UserError, print_note, resume_command
 from common.filesystem import make_dirs
 from runner.config import snapshot
 from runner.config.literals import quote_path
@@ -25,7 +24,7 @@ from runner.run_dir.metadata import RunMetadata
 from runner.sweep import budget
 from runner.sweep.grid import PointComposer, merge_overrides
 from runner.sweep.state import SweepJob, SweepState
-from runner.tracking.console.sweep_lines import SweepLines
+from runner.tracking.lines import SweepLines
 
 
 class SweepSession:

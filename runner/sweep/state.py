@@ -17,7 +17,7 @@ from typing import Any, Self
 from common.errors import Outcome, UserError, print_note
 from common.filesystem import read_bounded, remove_quietly, write_json
 from common.guarded_files import check_own_files
-from common.limits.parsers import parse_json
+from common.limits import parse_json
 from common.registry import check_imported
 from runner.config.overrides import (
     canonical_value,

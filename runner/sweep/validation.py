@@ -12,14 +12,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError, did_you_mean, print_note
-from runner.config.hydra_errors import translating_hydra_errors
+from runner.config.hydra_errors import ineffective_override, translating_hydra_errors
 from runner.config.overrides import config_dirs, is_hydra_override, key_of, to_overrides
 from runner.config.unread import check_typed_are_read
-from runner.config.yaml_files import ineffective_override
 from runner.launch import torchrun
 from runner.sweep import budget
-from runner.sweep.backends import LAUNCHERS
-from runner.sweep.backends.base import Backend
+from runner.sweep.backends import LAUNCHERS, Backend
 from runner.sweep.grid import GridPoint, PointComposer, SweeperOptions, merge_overrides, split_swept
 from runner.sweep.optuna_search import SWEEPERS
 from runner.sweep.state import STORED_HYDRA_PREFIX, storable_overrides

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from common.errors import UserError, did_you_mean, one_line
 from common.registry import Registry
 from common.settings import check_choice, check_installed
-from runner.tracking.console.plain import CONSOLE_MODES
+from runner.tracking.lines import CONSOLE_MODES
 
 TRACKERS: Registry[type[TrackerConfig]] = Registry("tracker", "runner.tracking.trackers", helpers=("program",))
 TRACKER_MODES = ("auto", "online", "offline")

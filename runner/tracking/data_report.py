@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.paths import display_path
-from runner.tracking.console.bar import LINE_WIDTH, labelled_lines, shorten_middle, table_lines, widest, wrap_text
+from runner.tracking.bar import LINE_WIDTH, labelled_lines, shorten_middle, table_lines, widest, wrap_text
 
 if TYPE_CHECKING:
     from data.batching.mixture import WeightedSource

@@ -15,7 +15,7 @@ from typing import Any
 
 from common.filesystem import write_all, write_atomic_file
 from common.guarded_files import keep_damaged, open_append, read_from
-from common.limits.parsers import parse_json
+from common.limits import parse_json
 
 
 class JsonlLog:

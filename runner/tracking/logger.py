@@ -16,12 +16,19 @@ from typing import Any
 from common.errors import LostRunDirError, TrainingError, strip_control
 from common.filesystem import describe_disk_error, retry_disk
 from common.guarded_files import open_append
+from runner.tracking.bar import labelled_lines, open_console
 from runner.tracking.config import TrackerConfig
-from runner.tracking.console.bar import labelled_lines, open_console
-from runner.tracking.console.numbers import BAR_FIELDS, MetricValues, format_seconds, format_values, remaining_seconds
-from runner.tracking.console.plain import LINE_WIDTH, Event
 from runner.tracking.data_report import data_table
 from runner.tracking.jsonl import JsonlLog, LogChecksum
+from runner.tracking.lines import (
+    BAR_FIELDS,
+    LINE_WIDTH,
+    Event,
+    MetricValues,
+    format_seconds,
+    format_values,
+    remaining_seconds,
+)
 from runner.tracking.run_end import RunEnd, finite_json
 from runner.tracking.tracker_process import TrackerProcess, describe_experiment, finish_trackers
 

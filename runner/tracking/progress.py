@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Self
 
 from common.errors import strip_control
-from runner.tracking.console.bar import TaskBar, is_live_terminal
-from runner.tracking.console.numbers import format_seconds, format_size
+from runner.tracking.bar import TaskBar, is_live_terminal
+from runner.tracking.lines import format_seconds, format_size
 
 PROGRESS_POLL_SECONDS = 1.0
 DELAY, INTERVAL = 2.0, 10.0  # seconds before a task is shown, and between two of its lines where stderr is no terminal

@@ -15,8 +15,8 @@ from typing import Any
 from common.errors import strip_control
 from common.paths import REPO_ROOT, command_line_here, display_path
 from runner.diagnostics.symptoms import lr_after_divergence
-from runner.tracking.console.bar import command_lines, labelled_lines
-from runner.tracking.console.numbers import format_rate, format_size
+from runner.tracking.bar import command_lines, labelled_lines
+from runner.tracking.lines import format_rate, format_size
 
 # of evaluate.py, by data format
 STAGE_METRICS = {"text": "perplexity", "chat": "exact_match", "preference": "preference"}

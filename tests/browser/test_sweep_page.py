@@ -14,7 +14,7 @@ import page_checks
 import pytest
 from sweep_fixtures import job, record, training, write_sweep
 
-from runner.reporting import importance, sweep_page
+from runner.reporting import sweep_page, verdict
 from runner.reporting.leaderboard import update_report
 from runner.reporting.page_server import PageServer, folder_pages
 from runner.reporting.runs import REPORT_FILE
@@ -233,7 +233,7 @@ def test_sweep_page_of_hostile_text_stays_text(open_page: Any, tmp_path: Path) -
 def test_sweep_page_draws_any_number_of_jobs(
     open_page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int
 ) -> None:
-    monkeypatch.setattr(importance, "MIN_JOBS", 1000)  # it takes seconds
+    monkeypatch.setattr(verdict, "MIN_JOBS", 1000)  # it takes seconds
     sweep = [
         job({LR: f"{i + 1}e-5", ACC: str(i % 4), DECAY: str(i % 3)}, training(2 + i / 100, steps=200, eval_every=10))
         for i in range(jobs)

@@ -18,7 +18,7 @@ from common.errors import TrainingError, UserError
 from runner.checkpoint.atomic_dir import MANIFEST_FILE, write_atomic_dir
 from runner.checkpoint.format import read_newest_state
 from runner.checkpoint.manager import CheckpointManager, newest_checkpoint
-from runner.checkpoint.retention import RetentionPolicy
+from runner.checkpoint.saving import RetentionPolicy
 
 FACTS = {"model.hidden_size": 32, "optimizer.lr": 1e-3, "train.batch_size": 4}
 RULES = {"optimizer": "changes_training", "train.batch_size": "changes_rounding"}

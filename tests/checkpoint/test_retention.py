@@ -18,7 +18,7 @@ from common.filesystem import FileSystem
 from runner.checkpoint import atomic_dir
 from runner.checkpoint.atomic_dir import RESERVED_BYTES, SaveError
 from runner.checkpoint.format import CHECKPOINT_FORMAT
-from runner.checkpoint.retention import RetentionPolicy, free_space, prune_checkpoints, save_freeing_space
+from runner.checkpoint.saving import RetentionPolicy, free_space, prune_checkpoints, save_freeing_space
 
 SIZE = 20_000  # bytes of a checkpoint
 

@@ -17,7 +17,7 @@ from common.errors import UserError
 from runner.checkpoint import atomic_dir
 from runner.checkpoint.format import read_checkpoint_tensors, safetensors_chunks
 from runner.checkpoint.manager import CheckpointManager, newest_checkpoint
-from runner.checkpoint.retention import RetentionPolicy, find_best_weights
+from runner.checkpoint.saving import RetentionPolicy, find_best_weights
 from runner.engine.state import load_strict, saved_tensors
 
 

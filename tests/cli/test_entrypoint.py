@@ -15,8 +15,8 @@ import pytest
 import yaml
 from command_fixtures import TINY_RUN, Call, Program, is_user_error
 
+from common import errors
 from common.paths import CONF_DIR, REPO_ROOT
-from runner.cli import exit_code
 from runner.run_dir.contents import find_runs
 
 
@@ -83,7 +83,7 @@ def test_training_imports_only_what_it_uses(program: Program, tmp_path: Path, st
 
 
 def test_user_error_shows_a_traceback_with_hydra_full_error(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exit_code, "SHOW_TRACEBACKS", True)
+    monkeypatch.setattr(errors, "SHOW_TRACEBACKS", True)
     result = call("optimizer.lrr=1")
     assert result.returncode == 1 and "Traceback" in result.stderr and "UserError" in result.stderr
 

@@ -12,12 +12,12 @@ from common.errors import (
     Interrupted,
     TrainingError,
     UserError,
+    exiting_with_code,
     print_note,
     print_safely,
     strip_control,
     stripping_stdout,
 )
-from runner.cli.exit_code import exiting_with_code
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ PRINTS = {  # files that print without these functions, and what
     "runner/cli/help.py": "stripped",
     "runner/inference/chat.py": "numbers; stripped",
     "runner/inference/evaluate.py": "JSON if it has control characters",
-    "runner/inference/export/model_card.py": "the example of a model card",
+    "runner/inference/export/command.py": "the example of a model card",
     "runner/inference/inspect_rows.py": "by the token view, which strips",
     "runner/inference/token_view.py": "stripped",
     "runner/launch/resume.py": "stripped",
@@ -105,8 +105,8 @@ PRINTS = {  # files that print without these functions, and what
     "runner/launch/train_process.py": "a constant",
     "runner/tracking/trackers/program.py": "read by the logger, which strips",
     "runner/sweep/session.py": "the leaderboard, which is stripped; numbers",
-    "runner/tracking/console/bar.py": "lines that the logger has stripped",
-    "runner/tracking/console/plain.py": "lines that the logger has stripped; JSON",
+    "runner/tracking/bar.py": "lines that the logger has stripped",
+    "runner/tracking/lines.py": "lines that the logger has stripped; JSON",
     "runner/tracking/logger.py": "stripped",
     "runner/tracking/progress.py": "stripped",
     "runner/tracking/trackers/swanlab.py": "a path",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.filesystem import load_sealed_json, read_json_object
-from common.limits.parsers import MAX_JSON_VALUES, MAX_NESTING, check_nesting, parse_json, parse_yaml
+from common.limits import MAX_JSON_VALUES, MAX_NESTING, check_nesting, parse_json, parse_yaml
 
 HOSTILE_JSON = {
     "nested lists": "[" * 100_000,

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from data.schemas.augment import EMPTY_THINK, augment_example
+from data.schemas.chat import EMPTY_THINK, augment_example
 from data.schemas.registry import ChatExample, PreferencePair
 
 PROMPTS = ("Be brief.", "Be kind.", "你是助手。")

@@ -23,7 +23,7 @@ from row_fixtures import RandomRows, make_loader, names_of, unpacked
 
 from common.errors import StopRequested, TrainingError
 from common.paths import REPO_ROOT
-from data import background, worker_process
+from data import background
 from data.background import Watch, prefetch
 from data.batching import loader
 from data.batching.packing import UnpackedSequences
@@ -156,14 +156,14 @@ def test_worker_has_its_time_limit_from_when_it_is_ready(monkeypatch, tmp_path):
             time.sleep(0.01)
 
     monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=monotonic))
-    monkeypatch.setattr(worker_process, "kill_with_parent", start_late)
+    monkeypatch.setattr(background, "kill_with_parent", start_late)
     with closing(make_loader(unpacked(ROWS), BATCH, num_workers=2, worker_timeout=TIMEOUT).iter_steps(0, 1)) as steps:
         assert len(names_of(steps)) == 1 and ready.exists()
 
 
 def test_worker_that_is_never_ready_is_named(monkeypatch):
     monkeypatch.setattr(loader, "START_SECONDS", 0.3)
-    monkeypatch.setattr(worker_process, "kill_with_parent", lambda parent: os.kill(os.getpid(), signal.SIGSTOP))
+    monkeypatch.setattr(background, "kill_with_parent", lambda parent: os.kill(os.getpid(), signal.SIGSTOP))
     with closing(make_loader(unpacked(ROWS), BATCH, num_workers=1, worker_timeout=0.1).iter_steps(0, 1)) as steps:
         with pytest.raises(
             TrainingError,

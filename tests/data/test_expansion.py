@@ -15,10 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from common.errors import UserError
-from common.limits.memory import allocating_at_most
-from data.errors import BadRowError
+from common.limits import allocating_at_most
 from data.sources import byte_stream, tables
 from data.sources.files import Source
+from data.types import BadRowError
 
 MIB = 1 << 20
 

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 
 from common.errors import UserError
-from data import background, worker_process
+from data import background
 from data.sources.files import Source
 from data.store import cache as cache_module
 from data.store import workers
@@ -109,14 +109,14 @@ def test_tokenizing_process_has_its_time_limit_from_when_it_is_ready(load_with, 
             time.sleep(0.01)
 
     monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=monotonic))
-    monkeypatch.setattr(worker_process, "kill_with_parent", start_late)
+    monkeypatch.setattr(background, "kill_with_parent", start_late)
     load_with(lambda: None, 0, TIMEOUT)
     assert ready.exists()
 
 
 def test_tokenizing_process_that_is_never_ready_is_named(load_with, monkeypatch):
     monkeypatch.setattr(workers, "START_SECONDS", 0.3)
-    monkeypatch.setattr(worker_process, "kill_with_parent", lambda parent: os.kill(os.getpid(), signal.SIGSTOP))
+    monkeypatch.setattr(background, "kill_with_parent", lambda parent: os.kill(os.getpid(), signal.SIGSTOP))
     with pytest.raises(
         UserError,
         match=r"tokenizing process [01] of 2 \(pid \d+\) stuck: not ready after 0\.\d s \(data\.worker_timeout\)",
@@ -152,7 +152,7 @@ def test_tokenizing_processes_that_cannot_be_started_are_refused(started, error,
 ORPHANS = """
 import multiprocessing, os, signal, sys, time, threading
 from pathlib import Path
-from data import worker_process
+from data import background
 from data.sources.files import Source
 from data.store import cache as cache_module
 from data.store.cache import load_or_build
@@ -163,13 +163,13 @@ cache_module.MAX_CHUNK_ROWS = 8
 folder, run = Path(sys.argv[1]), os.getpid()
 tokenizer = Tokenizer.load(Path("data/samples/tokenizer").absolute())
 encoding = EncodingConfig("text", "text", tokenizer.folder, max_length=16, too_long="split", loss_on="assistant", on_bad_row="error")
-kill_with_parent = worker_process.kill_with_parent
+kill_with_parent = background.kill_with_parent
 def late(parent):
     while os.getppid() == run:
         time.sleep(0.01)
     kill_with_parent(parent)
 if sys.argv[2] == "start":
-    worker_process.kill_with_parent = late
+    background.kill_with_parent = late
 Encoder.encode = lambda *args: os.kill(os.getpid(), signal.SIGSTOP)
 def is_stuck(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.limits.memory import allocating_at_most
+from common.limits import allocating_at_most
 from data.store.reader import TokenStore
 
 ROOT = Path(__file__).parents[2]

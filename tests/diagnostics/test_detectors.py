@@ -20,8 +20,7 @@ import pytest
 import torch
 
 from runner.diagnostics.monitor import RunMonitor, read_metrics, watch_records
-from runner.diagnostics.symptoms import RunFacts, Symptom
-from runner.diagnostics.validation_interval import FEW_ROWS, few_validation_rows, half_width, tiny_validation
+from runner.diagnostics.symptoms import FEW_ROWS, RunFacts, Symptom, few_validation_rows, half_width, tiny_validation
 from runner.engine import evaluation as engine_evaluation
 from runner.engine.data_pipeline import rows_to_hold_out
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.limits.memory import smallest_limit
+from common.limits import smallest_limit
 from common.ownership import process_id
 from data.schemas.registry import schema_of_source
 from data.sources.files import Source
@@ -29,9 +29,9 @@ from runner.diagnostics.rows import (
     training_overlap,
 )
 from runner.diagnostics.symptoms import PAGE
-from runner.engine.device.memory_errors import is_out_of_memory
+from runner.engine.device.compile import is_out_of_memory
 from runner.engine.loop import train
-from runner.planning.out_of_memory import describe_out_of_memory, measured_parts
+from runner.planning.alternatives import describe_out_of_memory, measured_parts
 
 ROOT = Path(__file__).parents[2]
 CHATML = (ROOT / "data" / "tokenize" / "chatml.jinja").read_text()

@@ -8,7 +8,7 @@ import torch
 
 from common.errors import Interrupted, UserError
 from models.formats.load import load_weights
-from runner.checkpoint.retention import find_best_weights
+from runner.checkpoint.saving import find_best_weights
 from runner.engine import evaluation, loop
 from runner.engine.loop import train
 from runner.engine.verify_resume import diff_run_dirs

@@ -32,7 +32,9 @@ def unset_cache_dir(monkeypatch):
 
 
 def test_compile_auto_compiles_long_runs_only(make_run, monkeypatch):
-    monkeypatch.setattr("runner.engine.autotune.layers.measure_layers", lambda *_: {"compiled": 0.5, "uncompiled": 1.0})
+    monkeypatch.setattr(
+        "runner.engine.autotune.candidates.measure_layers", lambda *_: {"compiled": 0.5, "uncompiled": 1.0}
+    )
     short, long = (
         make_run("pretrain", "train.compile=auto"),
         make_run("pretrain", "train.compile=auto", "train.max_steps=10000000", folder="long"),

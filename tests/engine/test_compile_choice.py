@@ -14,8 +14,8 @@ from torch import nn
 
 from common.errors import Interrupted
 from runner.engine import kernels as kernels_of_run
-from runner.engine.autotune import layers
-from runner.engine.autotune.layers import COMPILED, UNCOMPILED, compiled_layers, find_layer_call, measure_layers
+from runner.engine.autotune import candidates
+from runner.engine.autotune.candidates import COMPILED, UNCOMPILED, compiled_layers, find_layer_call, measure_layers
 from runner.engine.device.compile import CompileDecision
 from runner.engine.loop import train
 from runner.engine.open_logs import run_summary
@@ -45,7 +45,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float
             return {COMPILED: 1.0, UNCOMPILED: uncompiled}
 
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / f"programs-{uncompiled}"))  # where times are kept
-        monkeypatch.setattr(layers, "measure_layers", measure)
+        monkeypatch.setattr(candidates, "measure_layers", measure)
         return modes
 
     return measured
@@ -111,7 +111,7 @@ def test_run_that_has_measured_has_the_bits_of_one_that_has_not(
     ]
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "programs"))
     monkeypatch.setattr(
-        layers,
+        candidates,
         "measure_layers",
         lambda *arguments: measure_layers(*arguments) | {UNCOMPILED: 2.0, COMPILED: 1.0},
     )
@@ -119,7 +119,7 @@ def test_run_that_has_measured_has_the_bits_of_one_that_has_not(
     assert is_compiled(measuring) and "measured" in run_summary(measuring)["compile"]
     train(measuring)
     torch._dynamo.reset()  # as in another process
-    monkeypatch.setattr(layers, "measure_layers", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(candidates, "measure_layers", lambda *_: pytest.fail("measured again"))
     knowing = make_run("sft", *AUTO, *settings, folder="knowing")
     train(knowing)
     for state in (measuring, knowing):
@@ -244,8 +244,8 @@ def test_compiler_that_fails_leaves_the_choice_to_the_settings(
 
     modes = measured(0.5)
     with monkeypatch.context() as failing:
-        failing.setattr(layers, "measure_layers", measure_layers)
-        failing.setattr(layers.LayerCall, "compute", fail)
+        failing.setattr(candidates, "measure_layers", measure_layers)
+        failing.setattr(candidates.LayerCall, "compute", fail)
         state = make_run("pretrain", *AUTO, folder="failing")
         assert (
             is_compiled(state)

@@ -17,9 +17,8 @@ from data.batching.batch import Batch, collate
 from data.types import TokenSequence
 from models.formats.load import load_model
 from models.language_model import LanguageModel
+from runner.engine.objectives.config import NextToken, Objective, Reference
 from runner.engine.objectives.dpo import Dpo
-from runner.engine.objectives.next_token import NextToken
-from runner.engine.objectives.objective import Objective, Reference
 
 VOCABULARY = 96
 SIZES = {

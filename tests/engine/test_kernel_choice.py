@@ -19,6 +19,7 @@ from models.layers.cpu_kernels import fused_attention, library
 from models.layers.cpu_kernels.library import KernelsUnavailableError
 from runner.engine import kernels as kernels_of_run
 from runner.engine.autotune import kernel_choice
+from runner.engine.autotune.candidates import attention_choice
 from runner.engine.autotune.kernel_choice import (
     ChosenKernel,
     KernelChoice,
@@ -27,7 +28,6 @@ from runner.engine.autotune.kernel_choice import (
     measured_kernel,
     shortest_times,
 )
-from runner.engine.autotune.operators import attention_choice
 from runner.engine.device.compile import CompileDecision
 from runner.engine.device.stop import StopRequests, as_stop_requests
 from runner.engine.loop import train

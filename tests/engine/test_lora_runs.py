@@ -129,7 +129,7 @@ def test_quantized_weights_are_refused_where_they_make_no_sense(base: Path, tmp_
 @needs_bitsandbytes
 @torch.no_grad()
 def test_quantized_layers_compute_the_product_of_their_dequantized_weights() -> None:
-    from models.layers.quantized import Linear4bit, quantize_linear_layers
+    from models.layers.adapter import Linear4bit, quantize_linear_layers
 
     model = random_model(std=0.1, tie_word_embeddings=False)
     before = model(IDS).logits

@@ -20,7 +20,7 @@ from data.types import EncodedRow, TokenSequence
 from models.decoder import Decoder
 from runner.engine.evaluation import evaluate_loss
 from runner.engine.loop import train, train_step
-from runner.engine.objectives.next_token import NextToken
+from runner.engine.objectives.config import NextToken
 from runner.engine.state import TrainState
 from runner.engine.step_metrics import fetch_results
 from runner.engine.verify_resume import diff_run_dirs

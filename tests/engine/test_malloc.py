@@ -13,7 +13,7 @@ from runner.engine.loop import train_step
 
 ROOT = Path(__file__).parents[2]
 RESIDENT_AFTER_FREE = """
-from runner.engine.device.cpu.allocator import keep_freed_memory, separate_large_blocks
+from runner.engine.device.cpu import keep_freed_memory, separate_large_blocks
 
 def resident_mb():
     with open("/proc/self/statm") as file:

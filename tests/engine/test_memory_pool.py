@@ -16,8 +16,8 @@ from warm_programs import WarmPrograms
 from models.layers.cpu_kernels import library
 from models.layers.cpu_kernels.library import KernelsUnavailableError
 from runner.engine import build, kernels
+from runner.engine.device import cpu
 from runner.engine.device.compile import CompileDecision
-from runner.engine.device.cpu import allocator
 
 ROOT = Path(__file__).parents[2]
 needs_pool = pytest.mark.skipif(platform.system() != "Linux", reason="the pool is for Linux")
@@ -28,7 +28,7 @@ for name in [*os.environ]:
     if name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")):
         del os.environ[name]
 import torch
-from runner.engine.device.cpu.allocator import pool_size, use_memory_pool
+from runner.engine.device.cpu import pool_size, use_memory_pool
 
 MIB = 1 << 20
 
@@ -201,7 +201,7 @@ def test_available_memory_is_bounded_by_swap_and_cgroup(
     (tmp_path / "meminfo").write_text(meminfo)
     for name, content in cgroup.items():
         (tmp_path / name).write_text(str(content))
-    function = library.load_library("memory_pool", [allocator.POOL_SOURCE], [], programs).lm_runner_available_memory
+    function = library.load_library("memory_pool", [cpu.POOL_SOURCE], [], programs).lm_runner_available_memory
     function.restype = ctypes.c_size_t
     folders = os.fsencode(tmp_path / "meminfo"), os.fsencode(tmp_path)
     assert function(*folders, ctypes.c_size_t(0)) == available * MIB
@@ -212,7 +212,7 @@ def test_available_memory_is_bounded_by_swap_and_cgroup(
 def test_pool_refuses_a_block_larger_than_the_memory_that_is_available(child) -> None:
     """Its region is reserved without memory: the kernel grants any growth, and kills the process when it writes to it."""
     code = """
-from common.limits.memory import smallest_limit
+from common.limits import smallest_limit
 
 def attempt(*sizes):
     try:
@@ -287,7 +287,7 @@ def test_steps_in_the_pool_are_bitwise_equal_and_stop_growing(programs: Path) ->
 import sys, hashlib
 from pathlib import Path
 import torch
-from runner.engine.device.cpu.allocator import pool_size, use_memory_pool
+from runner.engine.device.cpu import pool_size, use_memory_pool
 
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 512))
@@ -318,17 +318,17 @@ print(digest, (sizes[-1] > 1 << 23) == (sys.argv[2] == "pool"), sizes[-1] == siz
 def test_allocator_chosen_by_the_environment_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(allocator, "_pool", None)
+    monkeypatch.setattr(cpu, "_pool", None)
     monkeypatch.setenv(name, "x")
     monkeypatch.setattr(library, "load_library", lambda *_: pytest.fail("compiled"))
-    assert allocator.use_memory_pool(tmp_path) == "the environment chooses another allocator"
+    assert cpu.use_memory_pool(tmp_path) == "the environment chooses another allocator"
 
 
 @needs_pool
 def test_limit_of_addresses_leaves_them_to_the_run(programs: Path) -> None:
     """A region of reserved addresses would take those that the tensors of the run need."""
     code = "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (1 << 36, 1 << 36))\n" + (
-        "from pathlib import Path; from runner.engine.device.cpu.allocator import use_memory_pool; print(use_memory_pool(Path(sys.argv[1])))"
+        "from pathlib import Path; from runner.engine.device.cpu import use_memory_pool; print(use_memory_pool(Path(sys.argv[1])))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(programs)], cwd=ROOT, capture_output=True, text=True, check=True
@@ -340,15 +340,15 @@ def test_machine_without_a_compiler_trains_without_the_pool(tmp_path: Path, monk
     def unavailable(*_):
         raise KernelsUnavailableError("no C++ compiler, neither g++ nor CXX")
 
-    monkeypatch.setattr(allocator, "_pool", None)
+    monkeypatch.setattr(cpu, "_pool", None)
     monkeypatch.setattr(library, "load_library", unavailable)
     for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD"))]:
         monkeypatch.delenv(name)
-    reason = allocator.use_memory_pool(tmp_path)
+    reason = cpu.use_memory_pool(tmp_path)
     assert reason == (
         "no C++ compiler, neither g++ nor CXX" if platform.system() == "Linux" else f"not on {platform.system()}"
     )
-    assert allocator.pool_size() == 0
+    assert cpu.pool_size() == 0
 
 
 @pytest.mark.parametrize("is_long_run", [True, False])

@@ -10,17 +10,9 @@ from torch import nn
 
 from runner.config.compose import compose_config
 from runner.engine.device.mesh import full_tensor
-from runner.engine.optim import orthogonalize as orthogonalization
-from runner.engine.optim.adamw import AdamWConfig
-from runner.engine.optim.config import OPTIMIZERS, OptimizerConfig
+from runner.engine.optim import torch_optimizers as orthogonalization
+from runner.engine.optim.config import OPTIMIZERS, AdamWConfig, MuonConfig, OptimizerConfig
 from runner.engine.optim.groups import OptimizerGroup, build_optimizer
-from runner.engine.optim.muon import MuonConfig
-from runner.engine.optim.orthogonalize import (
-    ORTHOGONALIZATIONS,
-    measure_orthogonalization,
-    orthogonalize,
-    split_batches,
-)
 from runner.engine.optim.schedules import (
     SCHEDULES,
     ConstantConfig,
@@ -31,7 +23,13 @@ from runner.engine.optim.schedules import (
     describe_lr_jump,
     lr_at,
 )
-from runner.engine.optim.torch_optimizers import Muon
+from runner.engine.optim.torch_optimizers import (
+    ORTHOGONALIZATIONS,
+    Muon,
+    measure_orthogonalization,
+    orthogonalize,
+    split_batches,
+)
 
 
 def adamw(layer_decay: float = 1.0) -> AdamWConfig:

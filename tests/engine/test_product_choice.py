@@ -15,8 +15,8 @@ from common.errors import Interrupted
 from models.layers.cpu_kernels.library import KernelsUnavailableError
 from models.layers.cpu_kernels.upcast_products import are_products_by_kernel, are_products_upcast, upcast_products
 from runner.engine import kernels as kernels_of_run
-from runner.engine.autotune import operators
-from runner.engine.autotune.operators import (
+from runner.engine.autotune import candidates
+from runner.engine.autotune.candidates import (
     MIN_RUN_FLOPS,
     ProductShape,
     load_products,
@@ -46,7 +46,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     def measured(fp32: float) -> None:
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / f"programs-{fp32}"))  # where times are kept
         monkeypatch.setattr(
-            operators,
+            candidates,
             "measure_products",
             lambda shape, kernels: {
                 name: seconds
@@ -187,14 +187,14 @@ def test_products_are_measured_where_those_of_torch_are_very_slow(monkeypatch: p
     """0.1 GFLOP/s without instructions for 16 bits: matrices of all sizes would take longer than the limit, and none
     would be compared.
     """
-    native = operators._native
+    native = candidates._native
 
     def slow(x: torch.Tensor, g: torch.Tensor, weight: torch.Tensor) -> None:
         clock[0] += 6 * len(x) * weight.numel() / 1e8
         native(x, g, weight)
 
     clock = [0.0]
-    monkeypatch.setattr(operators, "_native", slow)
+    monkeypatch.setattr(candidates, "_native", slow)
     monkeypatch.setattr("runner.engine.autotune.kernel_choice.time.perf_counter", lambda: clock[0] + time.monotonic())
     times = measure_products(
         ProductShape(tokens=8_192, outputs=11_008, inputs=1_024, dtype="bfloat16"), ["native", "fp32"]

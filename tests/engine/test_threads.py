@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from runner.engine.build import configure_cpu
-from runner.engine.device.cpu import spinning, threads
-from runner.engine.device.cpu.running_trainings import RunningTrainings
-from runner.engine.device.cpu.spinning import (
+from runner.engine.device import cpu, spinning
+from runner.engine.device.cpu import RunningTrainings
+from runner.engine.device.spinning import (
     ForeignLoad,
     SleepingThreads,
     SpinControl,
@@ -42,9 +42,9 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     numbers = list[int]()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
-    monkeypatch.setattr(threads, "default_threads", lambda: 8)
-    monkeypatch.setattr(threads, "cpu_limit", lambda: None)
-    monkeypatch.setattr(threads, "_chosen", None)
+    monkeypatch.setattr(cpu, "default_threads", lambda: 8)
+    monkeypatch.setattr(cpu, "cpu_limit", lambda: None)
+    monkeypatch.setattr(cpu, "_chosen", None)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(RunningTrainings, "threads_of_others", lambda self: [])
     monkeypatch.setattr(torch, "set_num_threads", numbers.append)
@@ -55,20 +55,20 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_threads_are_those_of_torch_alone_and_shared_with_other_trainings(
     chosen: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert threads.choose_threads() is None and chosen == [8] and threads.current_threads() == 8
+    assert cpu.choose_threads() is None and chosen == [8] and cpu.current_threads() == 8
     monkeypatch.setattr(RunningTrainings, "threads_of_others", lambda self: [0])  # has not chosen yet: both take half
-    assert threads.choose_threads() == "1 other training on 8 cores" and chosen[-1] == 4
+    assert cpu.choose_threads() == "1 other training on 8 cores" and chosen[-1] == 4
     monkeypatch.setattr(RunningTrainings, "threads_of_others", lambda self: [1, 1])
-    assert threads.choose_threads() == "2 other trainings on 8 cores" and chosen[-1] == 6
+    assert cpu.choose_threads() == "2 other trainings on 8 cores" and chosen[-1] == 6
     monkeypatch.setattr(RunningTrainings, "threads_of_others", lambda self: [8] * 20)
-    assert threads.choose_threads() and chosen[-1] == 1
+    assert cpu.choose_threads() and chosen[-1] == 1
 
 
 def test_threads_follow_the_limit_of_a_container(chosen: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "cpu_limit", lambda: 2.5)
-    assert threads.choose_threads() == "this container may use 2.5 cores" and chosen == [2]
-    monkeypatch.setattr(threads, "cpu_limit", lambda: 0.5)
-    assert threads.choose_threads() and chosen[-1] == 1
+    monkeypatch.setattr(cpu, "cpu_limit", lambda: 2.5)
+    assert cpu.choose_threads() == "this container may use 2.5 cores" and chosen == [2]
+    monkeypatch.setattr(cpu, "cpu_limit", lambda: 0.5)
+    assert cpu.choose_threads() and chosen[-1] == 1
 
 
 def test_resumed_run_takes_the_threads_of_its_checkpoint(chosen: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,32 +80,32 @@ def test_resumed_run_takes_the_threads_of_its_checkpoint(chosen: list[int], monk
         assert chosen[-1] == 4  # a new choice, beside the other training
 
 
-@pytest.mark.parametrize("name", threads.THREAD_VARIABLES)
+@pytest.mark.parametrize("name", cpu.THREAD_VARIABLES)
 def test_threads_of_the_user_win(name: str, chosen: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "8")
     monkeypatch.setattr(RunningTrainings, "threads_of_others", lambda self: [8])
-    assert threads.choose_threads(saved=3) is None and chosen == [8]
+    assert cpu.choose_threads(saved=3) is None and chosen == [8]
 
 
 def test_cpu_limit_is_the_smallest_of_the_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, group, name = tmp_path / "cgroup", tmp_path / "cgroup/outer/inner", tmp_path / "name"
     group.mkdir(parents=True)
-    monkeypatch.setattr(threads, "CGROUP_ROOT", root)
-    monkeypatch.setattr(threads, "PROC_CGROUP", name)
-    assert threads.cpu_limit() is None
+    monkeypatch.setattr(cpu, "CGROUP_ROOT", root)
+    monkeypatch.setattr(cpu, "PROC_CGROUP", name)
+    assert cpu.cpu_limit() is None
     name.write_text("1:cpu:/old\n0::/outer/inner\n")
-    assert threads.cpu_limit() is None
+    assert cpu.cpu_limit() is None
     (group / "cpu.max").write_text("400000 100000\n")
-    assert threads.cpu_limit() == 4
+    assert cpu.cpu_limit() == 4
     (root / "outer/cpu.max").write_text("150000 100000\n")
-    assert threads.cpu_limit() == 1.5
+    assert cpu.cpu_limit() == 1.5
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    assert threads.available_cores() == 1
+    assert cpu.available_cores() == 1
     (root / "outer/cpu.max").write_text("max 100000\n")
     (group / "cpu.max").write_text("damaged\n")
-    assert threads.cpu_limit() is None and threads.available_cores() == 8
+    assert cpu.cpu_limit() is None and cpu.available_cores() == 8
     name.write_text("0::/../../etc\n")
-    assert threads.cpu_limit() is None
+    assert cpu.cpu_limit() is None
 
 
 def test_running_trainings_are_counted_until_their_process_ends(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_spinning_ends_at_once_and_begins_after_a_quiet_second_or_longer() -> No
 SPIN = """
 import os, sys, time, torch
 sys.path.insert(0, sys.argv[1])
-from runner.engine.device.cpu.spinning import SleepingThreads, find_libgomp
+from runner.engine.device.spinning import SleepingThreads, find_libgomp
 
 def seconds_of_waiting():
     x, used = torch.ones(1 << 17), 0.0

@@ -136,18 +136,18 @@ def repair(run: str, state: dict[str, Any]) -> None:
 def start_sweep(script: str, sweep: str) -> None:
     from fake_jobs import run_sweep
 
-    from runner.sweep import command, scheduler
+    from runner.sweep import command
 
-    scheduler.TRAIN_SCRIPT = script
+    command.TRAIN_SCRIPT = script
     command.start_sweep(["seed=1,2", f"hydra.sweep.dir={sweep}"], ["--multirun"], run_sweep)
 
 
 def resume_sweep(script: str, sweep: str) -> None:
     from fake_jobs import run_sweep
 
-    from runner.sweep import command, scheduler
+    from runner.sweep import command
 
-    scheduler.TRAIN_SCRIPT = script
+    command.TRAIN_SCRIPT = script
     command.resume_sweep(Path(sweep), [], [], run_sweep)
 
 

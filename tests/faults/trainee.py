@@ -15,9 +15,9 @@ from tempfile import TemporaryDirectory
 import torch
 import torch._dynamo  # otherwise the first AdamW imports it, for a second, in every child
 
+from common.errors import exiting_with_code
 from common.filesystem import FileSystem
 from runner.checkpoint.atomic_dir import verify_dir
-from runner.cli.exit_code import exiting_with_code
 from runner.config.compose import compose_config
 from runner.engine.config import Config
 from runner.fault_injection.rig import Launch, launch_fork

@@ -120,7 +120,7 @@ def main() -> int:
             "runner.launch.run",
             "runner.engine.build",
             "runner.inference.load",
-            "models.transformers_adapter.load",
+            "models.transformers_adapter.model",
         ):
             importlib.import_module(module)
     if args.template_seconds:

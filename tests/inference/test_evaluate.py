@@ -18,10 +18,16 @@ from command_fixtures import TINY_RUN, Call
 from common.errors import UserError
 from data.tokenize.chat_template import ChatTemplate
 from models.generate import generate
-from runner.inference.evaluate import METRICS, EvaluateConfig, evaluate, exported_weights, register_metric
+from runner.inference.evaluate import (
+    METRICS,
+    EvaluateConfig,
+    evaluate,
+    exported_weights,
+    record_everywhere,
+    register_metric,
+)
 from runner.inference.evaluation_data import EvaluationData
 from runner.inference.load import LoadedModel, find_checkpoint, load_trained
-from runner.reporting.evaluations import record_everywhere
 
 TEXTS = [
     "Ludo lives in Sarro.",

@@ -24,11 +24,10 @@ from models.formats.save import generation_settings, save_adapter
 from models.generate import generate
 from models.lora import add_lora
 from runner.inference.export import verify
-from runner.inference.export.command import export
+from runner.inference.export.command import export, model_card
 from runner.inference.export.formats import ExportSettings
 from runner.inference.export.gguf_file import check_converted
 from runner.inference.export.hf_compatibility import make_readable_by_transformers_4
-from runner.inference.export.model_card import model_card
 from runner.inference.load import load_trained
 
 ROUNDING_OF_LLAMA_CPP = 0.05  # of a log-probability

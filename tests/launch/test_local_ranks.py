@@ -20,11 +20,17 @@ from typing import Any
 
 import pytest
 
-from common.errors import AlreadyReported, Interrupted, StopRequested, TrainingError, report_user_error
-from common.exit_codes import INTERRUPTED, USER_ERROR
+from common.errors import (
+    INTERRUPTED,
+    USER_ERROR,
+    AlreadyReported,
+    Interrupted,
+    StopRequested,
+    TrainingError,
+    report_user_error,
+)
 from runner.config.compose import compose_config
-from runner.engine.device import distributed
-from runner.engine.device.cpu import threads
+from runner.engine.device import cpu, distributed
 from runner.engine.device.distributed import RENDEZVOUS_ENV
 from runner.launch import local_ranks, subprocesses, torchrun, train_process
 from runner.launch.signals import SignalForwarder, StopFlag
@@ -140,11 +146,11 @@ def test_rank_environment_has_rank_world_size_and_threads(
 def test_threads_per_rank_divide_the_cores_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
-    assert [threads.threads_per_rank(count) for count in (2, 3, 16)] == ["4", "2", "1"]
+    assert [cpu.threads_per_rank(count) for count in (2, 3, 16)] == ["4", "2", "1"]
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    assert threads.threads_per_rank(2) == "4"
-    monkeypatch.setenv(threads.THREADS_ENV, "4")  # a sweep of two jobs at a time has set it
-    assert threads.threads_per_rank(2) == "2"
+    assert cpu.threads_per_rank(2) == "4"
+    monkeypatch.setenv(cpu.THREADS_ENV, "4")  # a sweep of two jobs at a time has set it
+    assert cpu.threads_per_rank(2) == "2"
 
 
 def test_rank_that_raises_ends_the_others_and_its_traceback_is_printed(

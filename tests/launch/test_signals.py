@@ -32,7 +32,7 @@ from trainee import (
 )
 
 from common import filesystem
-from data import worker_process
+from data import background
 from data.store import cache
 from data.store.writer import StoreWriter
 from runner.checkpoint.manager import CheckpointManager
@@ -221,7 +221,7 @@ def test_signal_at_any_phase_saves_within_a_step_bitwise(tmp_path):
 @pytest.mark.slow
 def test_signal_to_the_group_while_data_workers_start(tmp_path):
     def start_slowly():
-        worker_process.kill_with_parent = lambda parent: ((root / "starting").touch(), time.sleep(20))
+        background.kill_with_parent = lambda parent: ((root / "starting").touch(), time.sleep(20))
 
     with memory_dir(tmp_path) as root:
         cfg = make_config(root, "data.num_workers=2")

@@ -9,8 +9,8 @@ import torch
 from tiny_models import EXPERTS, lora_config, max_difference, random_model, tokens
 from torch import Tensor, nn
 
+from common import limits
 from common.errors import UserError
-from common.limits import patterns
 from models.config import LoraConfig
 from models.decoder import Decoder
 from models.layers.adapter import LoraLayer
@@ -146,8 +146,8 @@ def test_lora_targets_name_layers_as_in_peft() -> None:
 
 def test_lora_pattern_that_takes_forever_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed run, or an adapter that is continued, of others has such a pattern."""
-    monkeypatch.setattr(patterns, "MATCH_SECONDS", 1)
-    monkeypatch.setattr(patterns, "OWN_LIMIT", 20)
+    monkeypatch.setattr(limits, "MATCH_SECONDS", 1)
+    monkeypatch.setattr(limits, "OWN_LIMIT", 20)
     with pytest.raises(UserError, match="takes more than 1 seconds"):
         add_lora(random_model(), lora(targets=[r"re:((\w|\.)+)+!"]))
     with pytest.raises(UserError, match="at most 1,000 are allowed"):

@@ -13,7 +13,7 @@ import torch
 from tiny_models import EXPERTS, LLAMA, TOKENIZER, TOP_TWO, YARN, config, lora_config, random_model
 
 from common.errors import UserError
-from common.limits.memory import machine_memory
+from common.limits import machine_memory
 from models.config import MAX_TENSORS
 from models.formats.load import load_model, load_weights
 from models.formats.save import save_adapter, save_model

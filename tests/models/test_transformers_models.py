@@ -25,7 +25,7 @@ from models.formats.save import save_model
 from models.generate import generate
 from models.language_model import LanguageModel, create_model
 from models.transformers_adapter.attention import IMPLEMENTATION
-from runner.engine.autotune.layers import COMPILED, UNCOMPILED, compiled_layers, find_layer_call, measure_layers
+from runner.engine.autotune.candidates import COMPILED, UNCOMPILED, compiled_layers, find_layer_call, measure_layers
 from runner.engine.device.compile import resolve_compile_mode
 
 FAST = ("gemma2", "mistral_window", "glm_moe_dsa")

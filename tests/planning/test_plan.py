@@ -23,13 +23,13 @@ from models.language_model import create_model
 from models.lora import add_lora
 from runner.config.compose import compose_config
 from runner.engine.config import Config
-from runner.engine.device.cpu import threads
+from runner.engine.device import cpu
 from runner.engine.optim.groups import build_optimizer
 from runner.planning import memory
 from runner.planning.alternatives import find_alternatives, with_train
 from runner.planning.command import Planner, notes_of, timed_settings
-from runner.planning.data import BatchShape, DataFacts
-from runner.planning.estimate import RunPlan, estimate_disk
+from runner.planning.estimate import RunPlan, bytes_text, estimate_disk, plan_dict, plan_text, short_count, sweep_text
+from runner.planning.facts import BatchShape, DataFacts, model_facts
 from runner.planning.memory import (
     COMPILER,
     CPU_LIBRARIES,
@@ -40,8 +40,6 @@ from runner.planning.memory import (
     layer_memory,
     plan_execution,
 )
-from runner.planning.model import model_facts
-from runner.planning.report import bytes_text, plan_dict, plan_text, short_count, sweep_text
 from runner.planning.starts import planned_start
 from runner.planning.trial import remove_leftovers
 
@@ -479,9 +477,9 @@ def test_planned_threads_are_those_of_a_rank_and_of_the_container(
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    monkeypatch.setattr(threads, "cpu_limit", lambda: None)
+    monkeypatch.setattr(cpu, "cpu_limit", lambda: None)
     assert [planned(ranks) for ranks in (1, 2, 3)] == [8, 4, 2]
-    monkeypatch.setattr(threads, "cpu_limit", lambda: 2.5)
+    monkeypatch.setattr(cpu, "cpu_limit", lambda: 2.5)
     assert planned(1) == 2
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
     assert planned(2) == 6

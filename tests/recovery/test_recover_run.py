@@ -33,7 +33,7 @@ from common.errors import UserError
 from runner.checkpoint.atomic_dir import write_atomic_dir
 from runner.checkpoint.format import read_newest_state
 from runner.checkpoint.manager import newest_checkpoint
-from runner.checkpoint.retention import RetentionPolicy, prune_checkpoints
+from runner.checkpoint.saving import RetentionPolicy, prune_checkpoints
 from runner.config.snapshot import load_overrides
 from runner.engine.verify_resume import EXCLUDED_METRICS, diff_run_dirs
 from runner.launch.doctor import Verdict, examine_run

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from runner.reporting.columns import evaluation_columns
-from runner.reporting.evaluations import (
+from runner.inference.evaluate import (
     MAX_LABEL,
     current_evaluations,
     evaluation_label,
@@ -18,6 +17,7 @@ from runner.reporting.evaluations import (
     record_everywhere,
     results_of,
 )
+from runner.reporting.columns import evaluation_columns
 from runner.reporting.sweep_results import JobResult
 from runner.run_dir.metadata import RunMetadata
 

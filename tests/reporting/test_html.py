@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 from sweep_fixtures import job, record, training, write_sweep
 
-from runner.reporting.importance import MIN_JOBS, setting_effects, setting_importance
 from runner.reporting.leaderboard import update_report
 from runner.reporting.live import RepeatedPage
 from runner.reporting.metrics import MAX_CURVE_POINTS, read_job_metrics
 from runner.reporting.page_kit import RELOAD_SECONDS
 from runner.reporting.read_sweep import read_sweep_results
 from runner.reporting.sweep_page import sweep_page, sweep_progress
+from runner.reporting.verdict import MIN_JOBS, setting_effects, setting_importance
 
 LR, ACC, DECAY = "optimizer.lr", "train.accumulation_steps", "optimizer.weight_decay"
 VOID_TAGS = {"meta", "wbr", "br", "input"}

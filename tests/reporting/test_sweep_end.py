@@ -11,7 +11,7 @@ from sweep_fixtures import job, training, write_sweep
 
 from common.paths import REPO_ROOT
 from runner.reporting.leaderboard import describe_sweep_end
-from runner.tracking.console.bar import cell_width
+from runner.tracking.bar import cell_width
 
 LR = "optimizer.lr"
 

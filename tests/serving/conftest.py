@@ -73,7 +73,7 @@ def trained(served_folder: Path) -> LoadedModel:
 @pytest.fixture(scope="session")
 def queue(trained: LoadedModel) -> Iterator[Any]:
     pytest.importorskip("uvicorn", reason="part of the extra serve")
-    from runner.serving.queue import GenerationQueue
+    from runner.serving.app import GenerationQueue
 
     queue = GenerationQueue(trained, max_batch=4, max_waiting=100)
     yield queue

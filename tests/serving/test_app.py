@@ -253,7 +253,7 @@ def test_serve_answers_503_when_too_many_wait_and_hides_causes(
     queue: Any, http: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from runner.inference import generation
-    from runner.serving.queue import QueueFullError
+    from runner.serving.app import QueueFullError
 
     def fail(*arguments: Any, **settings: Any) -> None:
         raise RuntimeError("/private/path")

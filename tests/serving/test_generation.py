@@ -16,8 +16,8 @@ from runner.inference.load import LoadedModel
 
 pytest.importorskip("uvicorn", reason="part of the extra serve")
 
-from runner.serving.queue import GenerationQueue, QueueFullError, StoppingError
-from runner.serving.responses import split_tool_calls
+from runner.serving.app import GenerationQueue, QueueFullError, StoppingError
+from runner.serving.protocol import split_tool_calls
 
 TOKENIZER = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
 GREEDY = Sampling(8, temperature=0)

@@ -19,8 +19,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import UserError
-from common.exit_codes import INTERRUPTED_BY_USER
+from common.errors import INTERRUPTED_BY_USER, UserError
 from models.generate import generate
 from runner.inference.load import LoadedModel
 from runner.serving.command import API_KEY, ServeConfig, serve

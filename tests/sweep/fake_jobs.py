@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from runner.cli.hydra_app import run_hydra
-from runner.sweep import command, scheduler
+from runner.sweep import command
 
 HEAD = """
 import json, os, signal, sys, time
@@ -66,7 +66,7 @@ class FakeJobs:
 @pytest.fixture
 def fake_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeJobs:
     jobs = FakeJobs(tmp_path / "jobs")
-    monkeypatch.setattr(scheduler, "TRAIN_SCRIPT", str(jobs.script))
+    monkeypatch.setattr(command, "TRAIN_SCRIPT", str(jobs.script))
     return jobs
 
 
@@ -93,7 +93,7 @@ def finished_sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     jobs = FakeJobs(folder / "jobs")
     jobs.set(default=GOOD.replace("metrics", "step=15 if os.path.basename(run_dir).endswith('4') else 60, metrics"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "TRAIN_SCRIPT", str(jobs.script))
+        patch.setattr(command, "TRAIN_SCRIPT", str(jobs.script))
         command.start_sweep([*FINISHED, f"hydra.sweep.dir={folder / 'sweep'}"], ["--multirun"], run_sweep)
     return folder / "sweep"
 

@@ -15,8 +15,7 @@ from fake_jobs import DIVERGED, SAVES, FakeJobs, read_run, read_sweep, wait_unti
 
 from common.errors import UserError
 from runner.config.compose import compose_tree
-from runner.sweep.backends.base import run_job
-from runner.sweep.backends.submitit import SubmititBackend
+from runner.sweep.backends import SubmititBackend, run_job
 from runner.sweep.validation import hydra_options
 
 SUBMITIT = ("hydra/launcher=submitit", "hydra.launcher.cluster=local", "hydra.launcher.gpus_per_node=0")

@@ -18,14 +18,13 @@ import pytest
 from fake_jobs import BUG, DIVERGED, FLAKY, GOOD, KILLED, REFUSED, SAVES, FakeJobs, read_sweep, wait_until
 
 from common.errors import UserError
-from runner.engine.device.cpu.threads import THREADS_ENV
+from runner.engine.device.cpu import THREADS_ENV
 from runner.reporting.live import RepeatedPage
-from runner.sweep import scheduler
-from runner.sweep.backends.base import Backend, JobExit
-from runner.sweep.backends.local import LocalBackend, make_slots
+from runner.sweep import command
+from runner.sweep.backends import Backend, JobExit, LocalBackend, make_slots
 from runner.sweep.grid import Search
 from runner.sweep.state import SweepJob, SweepState
-from runner.tracking.console.sweep_lines import SweepLines
+from runner.tracking.lines import SweepLines
 
 
 class FakeSession:
@@ -57,7 +56,7 @@ def run_jobs(tmp_path: Path, fake_jobs: FakeJobs) -> Callable[..., tuple[bool, l
         ) as state:
             for number in range(len(scripts)):
                 state.add_job({"seed": str(number)})
-            run = scheduler.SweepScheduler(FakeSession(state), LocalBackend(**options), Search(state)).run
+            run = command.SweepScheduler(FakeSession(state), LocalBackend(**options), Search(state)).run
             return run(), state.jobs
 
     return run
@@ -173,7 +172,7 @@ def test_scheduler_takes_the_reason_of_a_backend_and_has_no_limit(tmp_path: Path
             (tmp_path / "sweep" / job.name).mkdir()
             run = {"status": status, "outcome": None, "attempt": 1, "metrics": {"loss": 2.0}}
             (tmp_path / "sweep" / job.name / "run.json").write_text(json.dumps(run))
-        scheduler.SweepScheduler(FakeSession(state), backend, Search(state)).run()
+        command.SweepScheduler(FakeSession(state), backend, Search(state)).run()
     assert [(job.status, job.error) for job in jobs] == [
         ("completed", None),
         ("failed", "the node has failed"),
@@ -252,7 +251,7 @@ def test_local_backend_job_saves_when_its_sweep_is_killed(tmp_path: Path, fake_j
     (tmp_path / "run").mkdir()
     code = f"""
 import pathlib, sys, time
-from runner.sweep.backends.local import LocalBackend
+from runner.sweep.backends import LocalBackend
 handle = LocalBackend().submit(pathlib.Path({str(tmp_path / "run")!r}), [{str(fake_jobs.script)!r}, "resume={tmp_path / "run"}"], {{}})
 print(handle.process.pid, flush=True)
 time.sleep(60)

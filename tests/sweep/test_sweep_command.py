@@ -193,8 +193,8 @@ def test_sweep_whose_console_is_closed_saves_at_ctrl_c_and_exits_with_75(fake_jo
     folder = tmp_path / "sweep"
     code = f"""
 import runpy, sys
-from runner.sweep import scheduler
-scheduler.TRAIN_SCRIPT = {str(fake_jobs.script)!r}
+from runner.sweep import command
+command.TRAIN_SCRIPT = {str(fake_jobs.script)!r}
 sys.argv = ["runner/train.py", "-m", "seed=1,2", "hydra.sweep.dir={folder}"]
 runpy.run_path("runner/train.py", run_name="__main__")
 """
@@ -236,8 +236,8 @@ def test_resume_after_a_killed_driver_finds_what_its_jobs_have_done(
     fake_jobs.set_all({"seed=2": f"if fields['attempt'] > 1: {GOOD}; sys.exit(0)\n{SAVES}"})
     code = f"""
 import runpy, sys
-from runner.sweep import scheduler
-scheduler.TRAIN_SCRIPT = {str(fake_jobs.script)!r}
+from runner.sweep import command
+command.TRAIN_SCRIPT = {str(fake_jobs.script)!r}
 sys.argv = ["runner/train.py", "-m", "seed=1,2,3", "hydra.sweep.dir={tmp_path / "sweep"}"]
 runpy.run_path("runner/train.py", run_name="__main__")
 """

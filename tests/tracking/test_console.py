@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from common.paths import REPO_ROOT
+from runner.tracking.bar import BarConsole, TaskBar, cell_width, open_console
 from runner.tracking.config import TrackerConfig
-from runner.tracking.console.bar import BarConsole, TaskBar, cell_width, open_console
-from runner.tracking.console.plain import CONSOLE_MODES, LineConsole
-from runner.tracking.console.sweep_lines import SweepLines
+from runner.tracking.lines import CONSOLE_MODES, LineConsole, SweepLines
 from runner.tracking.logger import RunLogger
 from runner.tracking.progress import PolledProgress, ProgressMeter, TaskProgress, watch_download
 from runner.tracking.run_end import NextCommand, RunEnd
@@ -263,7 +262,7 @@ def test_sweep_in_json_passes_on_the_events_of_its_jobs(capsys: pytest.CaptureFi
 
 def test_events_and_modes_are_documented() -> None:
     text = (REPO_ROOT / "docs" / "reference" / "console-events.md").read_text(encoding="utf-8")
-    files = ("logger.py", "console/plain.py", "console/sweep_lines.py")
+    files = ("logger.py", "lines.py")
     source = "".join((REPO_ROOT / "runner" / "tracking" / file).read_text() for file in files)
     events = {*re.findall(r'show\("(\w+)"', source)}
     assert events == set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))

@@ -9,7 +9,7 @@ import shlex
 
 import pytest
 
-from runner.tracking.console.bar import (
+from runner.tracking.bar import (
     cell_width,
     command_lines,
     labelled_lines,
@@ -17,8 +17,8 @@ from runner.tracking.console.bar import (
     table_lines,
     wrap_text,
 )
-from runner.tracking.console.numbers import format_size, remaining_seconds
 from runner.tracking.data_report import data_summary, data_table
+from runner.tracking.lines import format_size, remaining_seconds
 
 
 def test_cell_width_counts_wide_and_combining_characters() -> None:

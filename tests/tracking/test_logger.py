@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from common.errors import strip_control
+from runner.tracking.bar import BarConsole
 from runner.tracking.config import TrackerConfig
-from runner.tracking.console.bar import BarConsole
-from runner.tracking.console.plain import Console, LineConsole
+from runner.tracking.lines import Console, LineConsole
 from runner.tracking.logger import RunLogger
 from runner.tracking.progress import EvaluationProgress
 
@@ -243,7 +243,7 @@ def show_validation(console: Console, done: int) -> None:
 def test_console_shows_how_far_an_evaluation_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     seconds = iter([0.0, 4.0, 11.0, 12.0, 22.0, 40.0])
-    monkeypatch.setattr("runner.tracking.console.plain.time.monotonic", lambda: next(seconds))
+    monkeypatch.setattr("runner.tracking.lines.time.monotonic", lambda: next(seconds))
     lines = io.StringIO()
     plain = LineConsole(lines)
     for done in range(6):

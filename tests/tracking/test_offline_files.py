@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from test_trackers import ROOT, log_steps, offline_tracker
 
-from runner.reporting.replay import replay
+from runner.reporting.command import replay
 from runner.tracking import tracker_process
 from runner.tracking.logger import RunLogger
 from runner.tracking.trackers.program import Experiment

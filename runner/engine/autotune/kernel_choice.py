@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from runner.engine.device.cpu.allocator import freed_memory_kept
-from runner.engine.device.memory_errors import is_out_of_memory
+from runner.engine.device.compile import is_out_of_memory
+from runner.engine.device.cpu import freed_memory_kept
 
 # another kernel than the default takes at most this share of its time: a choice by chance would change the bits of a
 # run for nothing

@@ -1,4 +1,4 @@
-"""torch.compile: whether and in which mode the layers are compiled.
+"""torch.compile: whether and in which mode the layers are compiled; errors of compilers and those of a lack of memory.
 
 `train.compile=auto` decides from settings; a long run on a CPU measures, too (autotune/).
 """
@@ -26,6 +26,14 @@ COMPILE_MODES = ("auto", "off", "default", "reduce-overhead", "max-autotune")
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # record CUDA graphs on a GPU
 MAX_REASON = 300  # characters
 BREAK_EVEN_FLOPS = {"cpu": 1e14, "cuda": 3e16}  # of a run that gains as much as compiling costs; cpu: per thread
+# of a RuntimeError of PyTorch
+OUT_OF_MEMORY_TEXTS = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "bad_alloc",
+    "cublas_status_alloc_failed",
+)
 
 
 @dataclass(frozen=True)
@@ -171,6 +179,15 @@ def describe_compile_error(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = next((line for line in lines if "error: " in line), lines[0] if lines else type(error).__name__)
     return f"torch.compile failed: {reason[:MAX_REASON]}; train without it: train.compile=off"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether `error` says that this machine, or its GPU, has no memory left."""
+    import torch
+
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and any(text in str(error).lower() for text in OUT_OF_MEMORY_TEXTS)
+    )
 
 
 def _is_private(folder: Path) -> bool:

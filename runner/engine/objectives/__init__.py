@@ -2,6 +2,6 @@
 
 May import common, data.batching and models.
 
-config.py has the registry; each objective is one module here, found by its name (next_token.py, dpo.py), or a class in
-a plugin. torch is imported inside functions only, so that settings are checked without it.
+config.py has the registry and next-token prediction; each other objective is one module here, found by its name
+(dpo.py), or a class in a plugin. torch is imported inside functions only, so that settings are checked without it.
 """

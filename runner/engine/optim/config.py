@@ -1,4 +1,6 @@
-"""Section `optimizer` of the config: settings of all optimizers, and the registry.
+"""Section `optimizer` of the config: settings of all optimizers, the registry, and the two built-in ones: AdamW
+(https://arxiv.org/abs/1711.05101) for all parameters, and Muon (https://kellerjordan.github.io/posts/muon) for the
+hidden matrices with AdamW for embeddings, output layer, norms and biases.
 
 An optimizer is one file: `lion.py` in this folder, or a module that the user names in `plugins=[...]`:
 
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 OPTIMIZERS: Registry[type[OptimizerConfig]] = Registry(
-    "optimizer", "runner.engine.optim", helpers=("config", "groups", "orthogonalize", "schedules", "torch_optimizers")
+    "optimizer", "runner.engine.optim", helpers=("config", "groups", "schedules", "torch_optimizers")
 )
 register_optimizer = OPTIMIZERS.register
 
@@ -81,3 +83,59 @@ class OptimizerConfig:
         Their state must be tensors: it is saved by parameter name.
         """
         raise NotImplementedError
+
+
+@register_optimizer("adamw")
+@dataclass
+class AdamWConfig(OptimizerConfig):
+    betas: list[float]  # decay rates of the first and second moment, each in [0, 1)
+    eps: float  # added to the root of the second moment, above 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise UserError(
+                f"optimizer.betas must be two numbers in [0, 1), got {self.betas}",
+                f"optimizer.betas={self.betas}",
+                "e.g. optimizer.betas=[0.9,0.95]",
+            )
+        if not self.eps > 0:
+            raise UserError(
+                f"optimizer.eps must be a positive number, got {self.eps}",
+                f"optimizer.eps={self.eps}",
+                "e.g. optimizer.eps=1e-8",
+            )
+
+    def build(self, groups: ParamGroups) -> list[Optimizer]:
+        from runner.engine.optim.torch_optimizers import AdamW
+
+        parameters = [*groups.decay, *groups.no_decay]
+        devices = {parameter.device.type for group in parameters for parameter in group["params"]}
+        is_fused = "mps" not in devices  # whether its kernel skips an update by found_inf was never tested
+        return [AdamW(parameters, lr=self.lr, betas=(self.betas[0], self.betas[1]), eps=self.eps, fused=is_fused)]
+
+
+@register_optimizer("muon")
+@dataclass
+class MuonConfig(AdamWConfig):
+    """`betas` and `eps` are those of AdamW."""
+
+    momentum: float  # decay rate of Muon's momentum, in [0, 1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.momentum < 1:
+            raise UserError(
+                f"optimizer.momentum must be in [0, 1), got {self.momentum}",
+                f"optimizer.momentum={self.momentum}",
+                "e.g. optimizer.momentum=0.95",
+            )
+
+    def build(self, groups: ParamGroups) -> list[Optimizer]:
+        from runner.engine.optim.torch_optimizers import Muon
+
+        # a GPU waits for launches; where ranks share the matrices, each is gathered alone
+        matrices = [p for group in groups.decay for p in group["params"]]
+        is_batched = all(p.is_cuda and not hasattr(p, "placements") for p in matrices)
+        muon = Muon(groups.decay, self.lr, self.momentum, "bf16-batched" if is_batched else "bf16")
+        return [muon, *super().build(ParamGroups([], groups.no_decay))] if groups.no_decay else [muon]

@@ -26,7 +26,7 @@ from typing import Any, Literal, Protocol
 from common.errors import clean_texts
 from common.filesystem import open_regular, remove_tree
 from common.guarded_files import check_own_files
-from common.limits.parsers import parse_json
+from common.limits import parse_json
 
 NICENESS = 10  # training comes first where processors are short
 PROBE_TIMEOUT = 3  # seconds

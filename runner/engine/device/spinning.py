@@ -186,7 +186,7 @@ def _watch_load(is_over: threading.Event) -> None:
         if control is None and hasattr(sys.modules.get("torch"), "get_num_threads"):
             if not (libraries := find_libgomp()):
                 return
-            from runner.engine.device.cpu.threads import current_threads
+            from runner.engine.device.cpu import current_threads
 
             control = SpinControl(SleepingThreads(libraries), lambda: cores - current_threads())
         if control is not None:

@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from runner.tracking.console.plain import LINE_WIDTH, Console, Event, LineConsole
+from runner.tracking.lines import LINE_WIDTH, Console, Event, LineConsole
 
 if TYPE_CHECKING:
     from rich.console import Console as RichTerminal

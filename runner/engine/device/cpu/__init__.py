@@ -1,1 +1,0 @@
-"""What a process that trains on a CPU sets for itself: memory allocator, threads, and how they wait."""
