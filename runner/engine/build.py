@@ -42,7 +42,8 @@ from runner.engine.device.precision import Precision, PrecisionConfig
 from runner.engine.device.rng import seed_all, use_deterministic_kernels
 from runner.engine.device.stop import as_stop_requests, do_unless_stopped
 from runner.engine.kernels import choose_cpu_kernels, cpu_choices, decide_compilation, kernel_facts, wrap_model
-from runner.engine.objectives.config import Objective, prepare_stage
+from runner.engine.objectives.config import prepare_stage
+from runner.engine.objectives.objective import Objective
 from runner.engine.optim.groups import build_optimizer
 from runner.engine.optim.schedules import check_warmup
 from runner.engine.state import TrainState, load_strict, saved_tensors

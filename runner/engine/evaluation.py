@@ -17,7 +17,7 @@ from models.layers.ops import widest_float
 from runner.diagnostics.symptoms import tiny_validation
 from runner.engine.device.heartbeat import enter
 from runner.engine.device.rng import allow_varying_kernels
-from runner.engine.objectives.config import mask_dummy_batch
+from runner.engine.objectives.objective import mask_dummy_batch
 from runner.engine.state import TrainState, finite_or_none, propagate_failure
 
 SAMPLE_SEED = 0x5A3D  # samples have a generator of their own, so that the run's random state does not change

@@ -20,7 +20,7 @@ from runner.engine.device.rng import get_rng_state, is_varying_kernel, set_rng_s
 from runner.engine.device.stop import as_stop_requests
 from runner.engine.evaluation import evaluate_if_due
 from runner.engine.export import choose_weights, export_model
-from runner.engine.objectives.config import mask_dummy_batch
+from runner.engine.objectives.objective import mask_dummy_batch
 from runner.engine.open_logs import open_logs
 from runner.engine.optim.schedules import lr_at
 from runner.engine.state import StepOutput, TrainState, propagate_failure
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from data.batching.batch import Batch
-    from runner.engine.objectives.config import LossSums
+    from runner.engine.objectives.objective import LossSums
 
 STEP_TOTALS = 4  # numbers that `train_step` sums over ranks first; a rank whose loader fails adds as many zeros
 

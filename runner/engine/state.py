@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from data.tokenize.tokenizer import Tokenizer
     from models.language_model import LanguageModel
     from runner.checkpoint.manager import CheckpointManager
-    from runner.engine.objectives.config import LossSums, Objective
+    from runner.engine.objectives.objective import LossSums, Objective
 
 T = TypeVar("T")
 

@@ -114,8 +114,8 @@ def preference(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateConfi
 
     The reward is the log-ratio of model and reference in nats: beta is 1.
     """
-    from runner.engine.objectives.config import Reference
     from runner.engine.objectives.dpo import Dpo
+    from runner.engine.objectives.objective import Reference
 
     reference = load_trained(Path(cfg.reference or _reference_of(trained.run_dir)), cfg.device)
     objective = Dpo(1.0, Reference(reference.model))

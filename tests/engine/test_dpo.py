@@ -13,8 +13,8 @@ from tiny_models import TOP_TWO, config
 from common.errors import UserError
 from data.batching.batch import IGNORE_INDEX, Batch, collate
 from models.decoder import Decoder
-from runner.engine.objectives.config import Reference
 from runner.engine.objectives.dpo import Dpo, DpoConfig
+from runner.engine.objectives.objective import Reference
 
 BETA, VOCABULARY = 0.4, 40
 LENGTHS = [3, 17, 9, 30, 12]

@@ -17,8 +17,9 @@ from data.batching.batch import Batch, collate
 from data.types import TokenSequence
 from models.formats.load import load_model
 from models.language_model import LanguageModel
-from runner.engine.objectives.config import NextToken, Objective, Reference
+from runner.engine.objectives.config import NextToken
 from runner.engine.objectives.dpo import Dpo
+from runner.engine.objectives.objective import Objective, Reference
 
 VOCABULARY = 96
 SIZES = {

@@ -16,8 +16,9 @@ from data.batching.batch import Batch, collate
 from models.decoder import Decoder
 from models.lora import adapter_state_dict, add_lora
 from runner.engine.evaluation import evaluate_loss
-from runner.engine.objectives.config import NextToken, Objective, Reference, mask_dummy_batch
+from runner.engine.objectives.config import NextToken
 from runner.engine.objectives.dpo import Dpo
+from runner.engine.objectives.objective import Objective, Reference, mask_dummy_batch
 
 LENGTHS = [3, 17, 9, 12]
 EXPERTS: dict[str, Any] = TOP_TWO | {"router_aux_loss_coef": 0.5}

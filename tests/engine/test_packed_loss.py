@@ -17,8 +17,9 @@ from data.batching.packing import best_fit_plan
 from models.decoder import Decoder
 from models.language_model import LanguageModel
 from models.layers.attention import attention, document_blocks, document_mask, document_mask_mod, fits_flex_attention
-from runner.engine.objectives.config import NextTokenConfig, Objective, StageConfig, prepare_stage
+from runner.engine.objectives.config import NextTokenConfig, StageConfig, prepare_stage
 from runner.engine.objectives.dpo import DpoConfig
+from runner.engine.objectives.objective import Objective
 
 CAPACITY = 96
 LORA = lora_config(rank=4, alpha=8.0, dropout=0.0, targets=["q_proj", "v_proj"])

@@ -52,7 +52,7 @@ from typing import Optional
 
 from models.config import LoraConfig
 from runner.engine.objectives.config import StageConfig, register_objective
-from runner.engine.objectives.config import Objective, Reference
+from runner.engine.objectives.objective import Objective, Reference
 
 
 @register_objective("ipo")

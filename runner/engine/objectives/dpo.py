@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 
 from common.errors import UserError
 from common.settings import check_at_least, check_choice
-from runner.engine.objectives.config import Objective, Reference, StageConfig, register_objective
+from runner.engine.objectives.config import StageConfig, register_objective
+from runner.engine.objectives.objective import Objective, Reference
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from data.batching.batch import Batch
     from models.language_model import LanguageModel
-    from runner.engine.objectives.config import LossSums
+    from runner.engine.objectives.objective import LossSums
 
 LOSS_TYPES = ("sigmoid", "ipo")
 
