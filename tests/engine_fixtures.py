@@ -17,6 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from warm_programs import WarmPrograms, warm_programs
 
+from common.file_lock import FileLock
 from runner.config.compose import check_all_read, compose_tree, section_class, section_object, without_hydra
 from runner.engine import build
 from runner.engine.build import build_run
@@ -256,10 +257,11 @@ def kernels(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactor
     from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
 
     cache = getattr(pytestconfig, "cache", None)  # there is none with -p no:cacheprovider
-    folder = cache.mkdir("kernels") if cache else tmp_path_factory.getbasetemp() / "kernels"
+    folder = cache.mkdir("kernels") if cache else tmp_path_factory.mktemp("kernels")
     x = torch.randn(1, 1, 16, 16)
     try:
-        load_kernels(folder)
+        with FileLock.acquire(folder / "lock", wait=True):  # one of the processes compiles for all
+            load_kernels(folder)
         fused_attention(x, x, x, None)
     except KernelsUnavailableError as error:
         pytest.skip(f"no C++ kernels on this machine: {error}")
