@@ -146,6 +146,7 @@ def test_resume_with_another_micro_batch_size_is_recorded_as_inexact(make_run) -
     ]
 
 
+@pytest.mark.slow
 def test_resume_with_activation_checkpointing_ends_in_the_same_weights(make_run, tmp_path: Path) -> None:
     train(make_run("pretrain", "train.max_steps=6", folder="uninterrupted"))
     interrupted_run(make_run, "pretrain")

@@ -216,6 +216,7 @@ def write_recorder(workspace: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_hydra_callbacks_and_job_settings_of_the_user_take_effect(call: Call, workspace: Path, rows: str) -> None:
     typed = write_recorder(workspace)
     result = call(*TINY_RUN, rows, *typed, "hydra.run.dir=run")

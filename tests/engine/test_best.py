@@ -37,7 +37,9 @@ def assert_equal_weights(saved, weights):
     assert saved.keys() == weights.keys() and all(torch.equal(saved[name], weights[name]) for name in weights)
 
 
-@pytest.mark.parametrize("stage", ["sft", "lora", "dpo"])
+@pytest.mark.parametrize(
+    "stage", [pytest.param("sft", marks=pytest.mark.slow), "lora", pytest.param("dpo", marks=pytest.mark.slow)]
+)
 def test_best_weights_of_every_stage_are_saved_and_exported(make_run, scripted_losses, stage):
     """As in the sweep whose winner had 4.11 in the table and exported weights that evaluate to 6.95."""
     metadata = {}

@@ -13,7 +13,6 @@ from runner.engine.loop import step_with_retries, train, train_step
 from runner.engine.optim.schedules import lr_at
 from runner.engine.step_metrics import fetch_results
 
-STAGES = ["pretrain", "sft", "lora", "dpo", "dpo_lora"]
 PACKED = ["data.packing=best_fit"]
 MOE = [
     "model.num_experts=4",
@@ -69,7 +68,10 @@ def assert_accumulation_changes_no_update(make_run, stage, *overrides, rows=36, 
         pytest.param(MOE + PACKED, id="packed-moe", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage",
+    ["sft", "dpo_lora", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("pretrain", "lora", "dpo"))],
+)
 def test_accumulation_changes_no_update_in_any_stage(make_run, stage, overrides):
     assert_accumulation_changes_no_update(make_run, stage, *overrides, rows=60 if PACKED[0] in overrides else 36)
 
@@ -99,7 +101,12 @@ def test_loss_of_dpo_at_its_reference_is_log_2(make_run, stage):
 
 
 @pytest.mark.parametrize(
-    "stage, rows, overrides", [("pretrain", 1, []), ("sft", 4, []), ("dpo", 4, ["stage.nll_coef=0"])]
+    "stage, rows, overrides",
+    [
+        ("pretrain", 1, []),
+        pytest.param("sft", 4, [], marks=pytest.mark.slow),
+        pytest.param("dpo", 4, ["stage.nll_coef=0"], marks=pytest.mark.slow),
+    ],
 )
 def test_loss_of_a_memorized_batch_goes_to_zero(make_run, stage, rows, overrides):
     """Pretraining on one row: the first token of several rows cannot be predicted."""

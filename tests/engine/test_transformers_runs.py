@@ -52,7 +52,7 @@ def test_resume_of_transformers_model_on_packed_rows_is_bitwise_equal(tmp_path: 
     assert all(map(torch.equal, resumed.model.parameters(), state.model.parameters()))
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "ernie4_5_moe"])
+@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("ernie4_5_moe", marks=pytest.mark.slow)])
 def test_router_bias_that_is_not_trained_is_resumed_and_exported(name: str, tmp_path: Path) -> None:
     """Without it in the checkpoint the resumed run routed tokens with a bias of zero, and was called exact."""
     runs = FamilyRuns(name, tmp_path)
@@ -71,6 +71,7 @@ def test_router_bias_that_is_not_trained_is_resumed_and_exported(name: str, tmp_
     )
 
 
+@pytest.mark.slow
 def test_adapters_of_another_router_bias_are_not_resumed(tmp_path: Path) -> None:
     """A checkpoint of adapters has no tensor of the base model: its buffers are compared by checksum, too."""
     runs = FamilyRuns("deepseek_v3", tmp_path)

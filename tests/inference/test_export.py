@@ -564,6 +564,7 @@ def test_gguf_of_a_llama_has_its_rotary_pairs_side_by_side(write_model: Callable
         assert torch.equal(written, weight[rows]), name
 
 
+@pytest.mark.slow
 def test_gguf_has_the_scaling_of_the_rotary_embeddings(write_model: Callable[..., Path], tmp_path: Path) -> None:
     from gguf import GGUFReader
 

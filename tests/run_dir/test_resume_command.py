@@ -263,6 +263,7 @@ def test_saved_settings_of_hydra_are_not_used(call: Call, run: Path) -> None:
     assert not (run / "hacked").exists()
 
 
+@pytest.mark.slow
 def test_resume_uses_a_saved_cache_only_if_it_is_a_token_cache_of_this_user(
     call: Call, run: Path, tmp_path: Path
 ) -> None:

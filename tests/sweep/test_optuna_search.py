@@ -122,6 +122,7 @@ def test_optuna_draws_points_and_reports_losses_to_its_study(
         resume("train.accumulation_steps=4")
 
 
+@pytest.mark.slow
 def test_optuna_draws_the_next_point_as_soon_as_a_worker_is_free(
     optuna: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path
 ) -> None:
@@ -165,6 +166,7 @@ def trials_after_repair(log: Path) -> list[Any]:
     return trials(copy)
 
 
+@pytest.mark.slow
 def test_optuna_results_say_that_jobs_judged_on_few_rows_are_not_ranked(
     optuna: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path
 ) -> None:
@@ -187,6 +189,7 @@ def test_optuna_takes_a_diverged_point_as_infinitely_bad(
     assert sorted(trial.value for trial in trials(tmp_path / "sweep")) == [1.5, float("inf")]
 
 
+@pytest.mark.slow
 def test_optuna_takes_several_objectives_from_the_metrics(
     optuna: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path
 ) -> None:
@@ -204,7 +207,7 @@ def test_optuna_takes_several_objectives_from_the_metrics(
     assert len(yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())["solutions"]) == 1
 
 
-@pytest.mark.parametrize("sampler", ["random", "qmc"])
+@pytest.mark.parametrize("sampler", ["random", pytest.param("qmc", marks=pytest.mark.slow)])
 def test_optuna_runs_with_every_sampler(optuna: Any, sweep: Any, tmp_path: Path, sampler: str) -> None:
     if sampler == "qmc":
         pytest.importorskip("scipy", reason="sampler=qmc needs SciPy")
@@ -220,6 +223,7 @@ def test_optuna_search_space_may_be_in_a_yaml_file(optuna: Any, sweep: Any, tmp_
     assert len(trials(tmp_path / "sweep")) == 2
 
 
+@pytest.mark.slow
 def test_optuna_leaves_the_trial_of_an_interrupted_job_open(
     optuna: Any, sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path
 ) -> None:

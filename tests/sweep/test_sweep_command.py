@@ -454,6 +454,7 @@ def test_continue_command_can_be_pasted_whatever_the_directory_is_called(
     assert shlex.split(line)[-1] == f"resume={folder}"
 
 
+@pytest.mark.slow
 def test_show_config_prints_the_job_that_resume_would_run_and_writes_nothing(
     finished: Path, capsys: pytest.CaptureFixture
 ) -> None:
