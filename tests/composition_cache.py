@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 
 def install() -> None:
-    """Replace the functions of Hydra and OmegaConf that parse a text. An error is not kept, and nobody shares a result."""
+    """Replace the functions of Hydra and OmegaConf that parse a text. An error is not kept, and each caller gets a copy."""
     OverridesParser.parse_rule = _returning_copies(OverridesParser.parse_rule, lambda parser, text, rule: (text, rule))
     Plugins.instance()  # registers the sources
     for scheme in ("file", "pkg"):

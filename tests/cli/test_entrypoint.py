@@ -253,6 +253,7 @@ def test_hydra_callbacks_and_job_settings_reach_the_jobs_of_a_sweep(
     assert logs == [[f"on_job_start mine{number} blue 2", f"on_job_end mine{number} COMPLETED"] for number in (0, 1)]
 
 
+@pytest.mark.slow
 def test_run_in_the_directory_of_another_changes_nothing(call: Call, workspace: Path, rows: str) -> None:
     placed = f"hydra.run.dir={workspace / 'run'}"
     assert call(*TINY_RUN, rows, placed).returncode == 0

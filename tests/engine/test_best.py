@@ -150,6 +150,7 @@ def test_best_weights_that_are_gone_are_not_replaced_in_silence(make_run, script
     assert "weights of the best evaluation, step 4, are not on disk" in (state.run_dir / "train.log").read_text()
 
 
+@pytest.mark.slow
 def test_run_without_validation_data_is_judged_on_training_rows(make_run):
     """Two batch sizes and seeds: the slice is the same, is evaluated once, and changes no bit of the training."""
     runs, metadata = {}, {}

@@ -70,7 +70,7 @@ def assert_accumulation_changes_no_update(make_run, stage, *overrides, rows=36, 
 )
 @pytest.mark.parametrize(
     "stage",
-    ["sft", "dpo_lora", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("pretrain", "lora", "dpo"))],
+    ["dpo_lora", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("pretrain", "sft", "lora", "dpo"))],
 )
 def test_accumulation_changes_no_update_in_any_stage(make_run, stage, overrides):
     assert_accumulation_changes_no_update(make_run, stage, *overrides, rows=60 if PACKED[0] in overrides else 36)
@@ -271,6 +271,7 @@ def set_nonfinite_loss(state, steps):
     return state
 
 
+@pytest.mark.slow
 def test_fp16_repeats_an_overflowing_step_with_a_smaller_loss_scale(make_run, logged):
     state = make_run("pretrain", "precision=fp16", "train.max_steps=3")
     state.precision.load_state_dict(state.precision.state_dict() | {"scale": 2.0**40})
@@ -318,7 +319,7 @@ def test_precision_is_the_dtype_of_matmuls_and_not_of_weights(make_run, name, dt
     assert dtypes == {dtype} and all(p.dtype == torch.float32 for p in state.model.parameters())
 
 
-@pytest.mark.parametrize("stage, mode", [("sft", "full"), ("dpo_lora", "selective"), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in [("sft", "selective"), ("dpo_lora", "full")])])  # fmt: skip
+@pytest.mark.parametrize("stage, mode", [("sft", "full"), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in [("dpo_lora", "selective"), ("sft", "selective"), ("dpo_lora", "full")])])  # fmt: skip
 def test_activation_checkpointing_changes_no_bit(make_run, logged, stage, mode):
     overrides = ["precision=bf16", "data.packing=best_fit", "model.dropout=0.1", "train.max_steps=3"]
     train(stored := make_run(stage, *overrides, "train.activation_checkpointing=none", folder="stored"))

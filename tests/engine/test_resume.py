@@ -92,6 +92,7 @@ def test_resume_of_packed_sequences_is_bitwise_equal(assert_exact, stage):
     assert_exact(stage, *overrides, stops=[2, 5])
 
 
+@pytest.mark.slow
 def test_resume_of_batches_grouped_by_length_is_bitwise_equal(assert_exact):
     assert_exact("sft", "data.group_by_length=true", "model.dropout=0.1", stops=[4])
 

@@ -85,7 +85,7 @@ class HostSyncs(TorchDispatchMode):
         pytest.param("sft", ["precision=bf16"], marks=pytest.mark.slow),
         pytest.param("lora", ["optimizer=muon"], marks=pytest.mark.slow),
         pytest.param("dpo", [], marks=pytest.mark.slow),
-        ("dpo_lora", ["data.packing=best_fit"]),
+        pytest.param("dpo_lora", ["data.packing=best_fit"], marks=pytest.mark.slow),
     ],
     ids=["packed-muon-bf16", "moe", "sft-bf16", "lora-muon", "dpo", "packed-dpo_lora"],
 )

@@ -169,6 +169,7 @@ def saved_bytes(cfg: Config, packed: bool, kernel: str = "auto", compiled: bool 
     return sum(sizes.values())
 
 
+@pytest.mark.slow
 def test_every_part_of_the_memory_grows_with_what_it_holds(tiny_plan: RunPlan):
     parts = tiny_plan.memory.parts
     assert parts["weights"] == FP32 * tiny_plan.model.parameters
