@@ -116,7 +116,7 @@ def test_formula_counts_the_tensors_that_autograd_saves_in_a_layer(overrides: li
         (["precision=bf16"], False),
         ([*SMALL_MOE, "model.head_dim=16", "precision=bf16"], False),
         pytest.param([], True, marks=[pytest.mark.slow, only_full]),
-        pytest.param(["precision=bf16"], True, marks=pytest.mark.slow),
+        pytest.param(["precision=bf16"], True, marks=[pytest.mark.slow, only_full]),
         pytest.param(["stage=lora", "precision=bf16"], True, marks=pytest.mark.slow),
     ],
     ids=["fp32", "bf16", "moe_bf16", "fp32_compiled", "bf16_compiled", "lora_bf16_compiled"],
