@@ -192,6 +192,7 @@ def test_commands_refuse_a_damaged_model_folder(
     assert ended.returncode == 2 and NORM in ended.stderr and str(folder) in ended.stderr, ended
 
 
+@pytest.mark.slow
 def test_commands_refuse_a_damaged_adapter(
     adapter: Path, workspace: Path, rows: str, call: Call, call_command: Call
 ) -> None:
@@ -223,6 +224,7 @@ def test_training_refuses_a_damaged_minimind_file(hf_folder: Path, workspace: Pa
     assert ended.returncode == 2 and NORM in ended.stderr, ended
 
 
+@pytest.mark.slow
 def test_commands_refuse_a_damaged_checkpoint(workspace: Path, rows: str, call: Call, call_command: Call) -> None:
     assert call(*TINY_RUN, rows, "hydra.run.dir=run").returncode == 0
     checkpoint = next((workspace / "run" / "checkpoints").glob("step-*"))
