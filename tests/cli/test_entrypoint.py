@@ -101,7 +101,11 @@ def test_overrides_and_flags_may_be_mixed(call: Call) -> None:
 
 @pytest.mark.parametrize(
     ("argv", "expected"),
-    [(["--info"], "Config search path"), (["--info", "plugins"], "GridSweeper"), (["--hydra-help"], "hydra")],
+    [
+        pytest.param(["--info"], "Config search path", marks=pytest.mark.slow),
+        (["--info", "plugins"], "GridSweeper"),
+        pytest.param(["--hydra-help"], "hydra", marks=pytest.mark.slow),
+    ],
 )
 def test_hydra_flags_print_what_hydra_knows(call: Call, argv: list[str], expected: str) -> None:
     result = call(*argv)

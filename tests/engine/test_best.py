@@ -92,7 +92,12 @@ def test_best_weights_without_evaluations_are_refused(make_run):
 
 
 @pytest.mark.parametrize(
-    "stops", [(4,), pytest.param((5,), marks=pytest.mark.slow), pytest.param((3, 7, 9), marks=pytest.mark.slow)]
+    "stops",
+    [
+        pytest.param((4,), marks=pytest.mark.slow),
+        pytest.param((5,), marks=pytest.mark.slow),
+        pytest.param((3, 7, 9), marks=pytest.mark.slow),
+    ],
 )
 def test_best_weights_after_a_resume_are_those_of_the_uninterrupted_run(make_run, scripted_losses, stops):
     train(make_run("pretrain", *RUN, folder="uninterrupted"))

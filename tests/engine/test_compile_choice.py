@@ -152,6 +152,7 @@ def test_layer_whose_input_is_tokens_is_not_measured(make_run: Callable) -> None
     assert find_layer_call(nn.Linear(1, 1), lambda: None, nullcontext) is None  # never called
 
 
+@pytest.mark.slow
 def test_both_ways_are_measured_and_no_layer_stays_compiled(make_run: Callable) -> None:
     state = make_run("pretrain", *UNCOMPILED_RUN, "train.batch_size=2")
     compiled_calls = []

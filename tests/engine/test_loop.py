@@ -220,8 +220,10 @@ def test_train_with_lora_changes_adapters_only(make_run, stage):
 
 @pytest.mark.parametrize(
     "overrides",
-    [["train.eval_every=1", "data.val_fraction=0.1"], ["train.sample_every=1", "train.sample_prompts=[goats]"]],
-    ids=["evaluation", "samples"],
+    [
+        pytest.param(["train.eval_every=1", "data.val_fraction=0.1"], id="evaluation"),
+        pytest.param(["train.sample_every=1", "train.sample_prompts=[goats]"], id="samples", marks=pytest.mark.slow),
+    ],
 )
 def test_evaluation_and_samples_do_not_change_the_training(make_run, overrides):
     shared = [

@@ -150,6 +150,7 @@ def test_another_option_is_composed_as_in_a_new_run(run: Path) -> None:
     assert resumed_config(run, "optimizer=adamw") == compose_config([*TYPED, "optimizer=adamw"])
 
 
+@pytest.mark.slow
 def test_option_is_taken_from_the_run_s_copy_before_conf(run: Path) -> None:
     own = run / snapshot.SNAPSHOT_DIR / "schedule"
     (own / "cosine.yaml").write_text(
