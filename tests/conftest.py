@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 
+import composition_cache
 import pytest
 from hypothesis import settings
 
@@ -20,6 +21,7 @@ pytest_plugins = ("command_fixtures", "engine_fixtures")
 
 settings.register_profile("project", deadline=None)  # a slow machine is not a counterexample
 settings.load_profile("project")
+composition_cache.install()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

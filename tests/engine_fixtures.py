@@ -17,7 +17,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from warm_programs import WarmPrograms, warm_programs
 
-from runner.config.compose import compose_tree, to_config, without_hydra
+from common.file_lock import FileLock
+from runner.config.compose import check_all_read, compose_tree, section_class, section_object, without_hydra
 from runner.engine import build
 from runner.engine.build import build_run
 from runner.engine.config import Config
@@ -95,7 +96,7 @@ def overrides_for(tmp_path: Path) -> Callable[..., list[str]]:
 
 def composed(*overrides: str) -> Config:
     """Return what `compose_config` returns; Hydra, which takes half the time of a small run, composes each set of group
-    options once.
+    options once, and OmegaConf types each set of values of a section once.
     """
     options = [override for override in overrides if "." not in override.partition("=")[0]]
     values = copy.deepcopy(_composed_values(*options))
@@ -103,7 +104,19 @@ def composed(*overrides: str) -> Config:
         *sections, name = key.split(".")
         # a later override may be of a part of it
         functools.reduce(lambda section, inner: section[inner], sections, values)[name] = copy.deepcopy(value)
-    return to_config(OmegaConf.create(values))
+    check_all_read(values)
+    sections = {
+        key: copy.deepcopy(_typed_section(key, section_class(key, value), json.dumps(value)))
+        for key, value in values.items()
+        if isinstance(value, dict)
+    }
+    return Config(**(values | sections))
+
+
+@functools.cache
+def _typed_section(key: str, cls: type, values: str) -> Any:
+    """Return the section as `cls`, the class that `values`, as JSON, choose; that of a plugin is another in each test."""
+    return section_object(key, json.loads(values))
 
 
 @functools.cache
@@ -216,13 +229,17 @@ def pairwise(*values: list[Any]) -> list[tuple[Any, ...]]:
 
 def registered_combinations(warmup_steps: int):
     """Yield (stage, overrides) of every registered optimizer, schedule and objective, each with the first of the other
-    two; the slow ones have all pairs.
+    two; the fast ones are those of the optimizers, the slow ones have all pairs.
     """
     names = [OBJECTIVES.names(), OPTIMIZERS.names(), SCHEDULES.names()]
     firsts = ("next_token", "adamw", "cosine")
     fast = [each for each in itertools.product(*names) if sum(map(str.__eq__, each, firsts)) == 2]
     for objective, optimizer, schedule in dict.fromkeys([*fast, *pairwise(*names)]):
-        marks = [] if (objective, optimizer, schedule) in fast else [pytest.mark.slow]
+        marks = (
+            []
+            if (objective, optimizer, schedule) in fast and (objective, schedule) == firsts[::2]
+            else [pytest.mark.slow]
+        )
         overrides = [
             f"optimizer={optimizer}",
             f"schedule={schedule}",
@@ -244,10 +261,11 @@ def kernels(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactor
     from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
 
     cache = getattr(pytestconfig, "cache", None)  # there is none with -p no:cacheprovider
-    folder = cache.mkdir("kernels") if cache else tmp_path_factory.getbasetemp() / "kernels"
+    folder = cache.mkdir("kernels") if cache else tmp_path_factory.mktemp("kernels")
     x = torch.randn(1, 1, 16, 16)
     try:
-        load_kernels(folder)
+        with FileLock.acquire(folder / "lock", wait=True):  # one of the processes compiles for all
+            load_kernels(folder)
         fused_attention(x, x, x, None)
     except KernelsUnavailableError as error:
         pytest.skip(f"no C++ kernels on this machine: {error}")

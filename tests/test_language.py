@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import json
 import re
 import subprocess
@@ -131,6 +132,7 @@ def flexible(pattern: str) -> str:
     return pattern.replace(" ", r"(?:[\s#]+)")
 
 
+@functools.cache
 def spaced(name: str) -> str:
     """`_letIn_2` as `let in 2`."""
     return WORD_BREAK.sub(" ", name).strip().lower()

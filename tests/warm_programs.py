@@ -57,7 +57,7 @@ class ForkedProcess:
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired(f"fork {self.pid}", timeout)
-            time.sleep(0.005)
+            time.sleep(0.02)
         return code
 
     def send_signal(self, number: int) -> None:

@@ -154,6 +154,7 @@ def test_resume_with_another_micro_batch_size_is_recorded_as_inexact(make_run) -
     ]
 
 
+@pytest.mark.slow
 def test_resume_with_activation_checkpointing_ends_in_the_same_weights(make_run, tmp_path: Path) -> None:
     train(make_run("pretrain", "train.max_steps=6", folder="uninterrupted"))
     interrupted_run(make_run, "pretrain")
@@ -168,6 +169,7 @@ def test_resume_with_activation_checkpointing_ends_in_the_same_weights(make_run,
     assert all(torch.equal(expected[name], weight) for name, weight in weights.items())
 
 
+@pytest.mark.slow
 def test_resume_does_not_need_the_folder_of_the_initial_weights(make_run, tmp_path: Path) -> None:
     first = make_run("pretrain", "train.max_steps=1", folder="first")
     train(first)

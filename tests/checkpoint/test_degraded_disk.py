@@ -133,8 +133,15 @@ def stop_at(step: int) -> None:
     loop.train_step = stopping_step
 
 
-@pytest.mark.parametrize("last", [7, STEPS], ids=["interrupted", "completed"])
-@pytest.mark.parametrize("times", [1, 1000], ids=["one error", "many errors"])
+@pytest.mark.parametrize(
+    "last, times",
+    [
+        pytest.param(7, 1, id="interrupted, one error"),
+        pytest.param(7, 1000, id="interrupted, many errors", marks=pytest.mark.slow),
+        pytest.param(STEPS, 1, id="completed, one error", marks=pytest.mark.slow),
+        pytest.param(STEPS, 1000, id="completed, many errors"),
+    ],
+)
 def test_last_save_is_retried_until_it_succeeds_or_the_run_fails(last: int, times: int, tmp_path: Path) -> None:
     def break_disk() -> None:
         filesystem.fs = FaultyDisk("write", errno.EIO, steps=(last,), times=times)
@@ -226,7 +233,10 @@ def test_run_loses_nothing_while_the_disk_is_full_for_some_steps(tmp_path: Path)
         assert (fields["status"], fields["degraded"]) == ("completed", None)
 
 
-@pytest.mark.parametrize("exists", [False, True], ids=["new run", "existing run"])
+@pytest.mark.parametrize(
+    "exists",
+    [pytest.param(False, id="new run"), pytest.param(True, id="existing run", marks=pytest.mark.slow)],
+)
 def test_read_only_run_directory_is_refused_and_left_unchanged(exists: bool, tmp_path: Path) -> None:
     def drop_privileges() -> None:
         if os.geteuid() == 0:  # root may write anywhere

@@ -101,7 +101,11 @@ def test_overrides_and_flags_may_be_mixed(call: Call) -> None:
 
 @pytest.mark.parametrize(
     ("argv", "expected"),
-    [(["--info"], "Config search path"), (["--info", "plugins"], "GridSweeper"), (["--hydra-help"], "hydra")],
+    [
+        pytest.param(["--info"], "Config search path", marks=pytest.mark.slow),
+        (["--info", "plugins"], "GridSweeper"),
+        pytest.param(["--hydra-help"], "hydra", marks=pytest.mark.slow),
+    ],
 )
 def test_hydra_flags_print_what_hydra_knows(call: Call, argv: list[str], expected: str) -> None:
     result = call(*argv)
@@ -216,6 +220,7 @@ def write_recorder(workspace: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_hydra_callbacks_and_job_settings_of_the_user_take_effect(call: Call, workspace: Path, rows: str) -> None:
     typed = write_recorder(workspace)
     result = call(*TINY_RUN, rows, *typed, "hydra.run.dir=run")
@@ -252,6 +257,7 @@ def test_hydra_callbacks_and_job_settings_reach_the_jobs_of_a_sweep(
     assert logs == [[f"on_job_start mine{number} blue 2", f"on_job_end mine{number} COMPLETED"] for number in (0, 1)]
 
 
+@pytest.mark.slow
 def test_run_in_the_directory_of_another_changes_nothing(call: Call, workspace: Path, rows: str) -> None:
     placed = f"hydra.run.dir={workspace / 'run'}"
     assert call(*TINY_RUN, rows, placed).returncode == 0

@@ -102,6 +102,7 @@ def test_config_dir_setting_that_no_class_has_is_refused(call: Call, config_dir:
     assert is_user_error(result) and "model.hiden_size" in result.stderr
 
 
+@pytest.mark.slow
 def test_config_dir_files_are_copied_and_resume_reports_changes(
     call: Call, config_dir: Path, workspace: Path, rows: str
 ) -> None:

@@ -52,6 +52,7 @@ def parsed(override: str) -> object:
 
 
 @given(SPECIAL | st.text(max_size=30))
+@pytest.mark.slow
 def test_free_text_reaches_the_command_to_the_character(text: str) -> None:
     if text != "null":
         (override,) = quote_free_text([f"prompt={text}"], {"prompt": "str"})

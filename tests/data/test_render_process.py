@@ -80,6 +80,7 @@ def test_conversations_rendered_together_are_not_exchanged() -> None:
     assert [(each.text, each.render(0, prompt=True)) for each in both] == [("[a]", ">"), ("[b]", ">")]
 
 
+@pytest.mark.slow
 def test_failed_rendering_of_several_conversations_costs_no_time() -> None:
     slow = "{% if messages[0].content == 'slow' %}" + NESTED + "{% endif %}" + SOURCE
     both = [conversation(slow), conversation(slow, [{"role": "user", "content": "slow"}])]
@@ -93,11 +94,12 @@ def test_failed_rendering_of_several_conversations_costs_no_time() -> None:
     [
         (NESTED, "too long"),
         ("{{ '%0999999999d' % 1 }}", "memory"),
-        (
+        pytest.param(
             "{% set n = namespace(x=[]) %}{% for a in range(1000) %}{% set n.x = n.x + [('x ' * 1000000).split()] %}{% endfor %}",
             "memory|too long",
+            marks=pytest.mark.slow,
         ),
-        ("{{ 'x' * 9000000 }}", "9,000,007 characters"),
+        pytest.param("{{ 'x' * 9000000 }}", "9,000,007 characters", marks=pytest.mark.slow),
     ],
     ids=["time", "memory of a constant", "memory of a list", "text"],
 )
@@ -111,12 +113,19 @@ def test_rendering_is_ended_at_a_limit_and_the_next_one_works(source: str, reaso
     assert conversation(slow).render(1) == "[hello]"
 
 
-@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(source, id=name, marks=() if number % 2 else pytest.mark.slow)
+        for number, (name, source) in enumerate(HOSTILE.items())
+    ],
+)
 def test_hostile_template_is_refused(source: str) -> None:
     with pytest.raises((BadRowError, TemplateError)):
         conversation(source).render(1)
 
 
+@pytest.mark.slow
 def test_slow_template_is_ended_sooner_at_each_row() -> None:
     for _ in range(3):
         with pytest.raises(BadRowError, match="too long"):

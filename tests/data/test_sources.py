@@ -486,6 +486,7 @@ def test_open_entry_refuses_a_path_without_rows(tmp_path, monkeypatch, path, mes
     assert message in error.value.message and path in error.value.setting and fix in error.value.fix
 
 
+@pytest.mark.slow
 def test_open_entry_reads_a_hub_data_set_from_the_cache(tmp_path, monkeypatch, write):
     pytest.importorskip("datasets", reason="the optional extra [hub] is not installed")
     folder = tmp_path / "set"

@@ -277,6 +277,7 @@ def test_store_build_killed_at_any_call_leaves_all_or_nothing(tmp_path, write, l
     assert number > 20 and status == 0, "all calls were tried"
 
 
+@pytest.mark.slow
 def test_store_is_built_once_by_concurrent_processes(tmp_path, write):
     path, cache, log = write(texts(100)), tmp_path / "cache", tmp_path / "log"
     before = f"""

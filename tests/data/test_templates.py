@@ -90,14 +90,14 @@ TWO_TURNS = {
 }
 
 
-@pytest.mark.parametrize("name, answers", TWO_TURNS.items(), ids=TWO_TURNS)
+@pytest.mark.parametrize("name, answers", TWO_TURNS.items(), ids=TWO_TURNS, scope="module")
 def test_template_gives_loss_to_both_answers_only(load_template, name, answers):
     messages = [QUESTION, answer("four"), FOLLOW_UP, answer("4")]
     assert texts_with_loss(load_template(name), messages) == answers
     assert texts_with_loss(load_template(name), messages, loss_on="last_assistant") == answers[1:]
 
 
-@pytest.mark.parametrize("name, answers", TWO_TURNS.items(), ids=TWO_TURNS)
+@pytest.mark.parametrize("name, answers", TWO_TURNS.items(), ids=TWO_TURNS, scope="module")
 def test_template_gives_no_loss_to_a_message_of_weight_0(load_template, name, answers):
     without_loss = answer("four", weight=0)
     assert texts_with_loss(load_template(name), [QUESTION, without_loss, FOLLOW_UP, answer("4")]) == answers[1:]
@@ -107,21 +107,21 @@ def test_template_gives_no_loss_to_a_message_of_weight_0(load_template, name, an
     assert [span.replace("\n<|endoftext|>", "") for span in spans] == [answers[1].replace("\n<|endoftext|>", "")]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES, scope="module")
 def test_template_answer_follows_the_generation_prompt(load_template, name):
     template = load_template(name)
     ids, loss_mask = template.encode([QUESTION, answer("4")])
     assert template.encode_prompt([QUESTION]) == ids[: loss_mask.index(True)]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES, scope="module")
 def test_template_loss_on_all_covers_every_token_but_the_first(load_template, name):
     template = load_template(name)
     ids, loss_mask = template.encode([QUESTION, answer("four"), FOLLOW_UP, answer("4")], loss_on="all")
     assert loss_mask == [False] + [True] * (len(ids) - 1)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES, scope="module")
 def test_template_encodes_control_tokens_of_a_user_as_text_without_loss(load_template, name):
     template = load_template(name)
     attacked, harmless = [{"role": "user", "content": ATTACK}, answer("good")], [QUESTION, answer("good")]
@@ -273,7 +273,7 @@ def test_template_date_does_not_depend_on_the_day(load_template):
 
 
 # the current date; an end token is added
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("llama3", "vicuna")])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("llama3", "vicuna")], scope="module")
 def test_template_renders_the_same_text_as_transformers(load_template, name):
     transformers = pytest.importorskip("transformers")
     template = load_template(name)
@@ -283,7 +283,7 @@ def test_template_renders_the_same_text_as_transformers(load_template, name):
     assert reference.apply_chat_template(messages, tokenize=False) == template.tokenizer.decode(ids, skip_special=False)
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "qwen3"])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "qwen3"], scope="module")
 def test_template_turn_ends_split_the_text_by_role(load_template, name):
     template = load_template(name)
     messages = [QUESTION, answer("four"), FOLLOW_UP, answer("4")]

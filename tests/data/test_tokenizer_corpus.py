@@ -101,6 +101,7 @@ def test_tokenizer_report_counts_unknown_bytes_and_names_changed_texts(tokenizer
     assert shipped.unknown_bytes == 0 and shipped.not_restored == []
 
 
+@pytest.mark.slow
 def test_tokenizer_command_trains_on_a_file_with_any_name(tmp_path):
     (tmp_path / "it's a, b.jsonl").write_bytes(b"\n".join(json.dumps(row).encode() for row in CATS) + b"\n{")
     result = run_command("path=it's a, b.jsonl", "to=new", "vocab_size=280", folder=tmp_path)

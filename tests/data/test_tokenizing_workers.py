@@ -124,6 +124,7 @@ def test_tokenizing_process_that_is_never_ready_is_named(load_with, monkeypatch)
         load_with(lambda: None, 0, 0.1)
 
 
+@pytest.mark.slow
 def test_tokenizing_processes_may_be_spawned_as_on_macos(load_with, monkeypatch):
     get_context = multiprocessing.get_context
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: get_context("spawn"))

@@ -37,7 +37,9 @@ def assert_equal_weights(saved, weights):
     assert saved.keys() == weights.keys() and all(torch.equal(saved[name], weights[name]) for name in weights)
 
 
-@pytest.mark.parametrize("stage", ["sft", "lora", "dpo"])
+@pytest.mark.parametrize(
+    "stage", [pytest.param("sft", marks=pytest.mark.slow), "lora", pytest.param("dpo", marks=pytest.mark.slow)]
+)
 def test_best_weights_of_every_stage_are_saved_and_exported(make_run, scripted_losses, stage):
     """As in the sweep whose winner had 4.11 in the table and exported weights that evaluate to 6.95."""
     metadata = {}
@@ -90,7 +92,12 @@ def test_best_weights_without_evaluations_are_refused(make_run):
 
 
 @pytest.mark.parametrize(
-    "stops", [(4,), pytest.param((5,), marks=pytest.mark.slow), pytest.param((3, 7, 9), marks=pytest.mark.slow)]
+    "stops",
+    [
+        pytest.param((4,), marks=pytest.mark.slow),
+        pytest.param((5,), marks=pytest.mark.slow),
+        pytest.param((3, 7, 9), marks=pytest.mark.slow),
+    ],
 )
 def test_best_weights_after_a_resume_are_those_of_the_uninterrupted_run(make_run, scripted_losses, stops):
     train(make_run("pretrain", *RUN, folder="uninterrupted"))
@@ -148,6 +155,7 @@ def test_best_weights_that_are_gone_are_not_replaced_in_silence(make_run, script
     assert "weights of the best evaluation, step 4, are not on disk" in (state.run_dir / "train.log").read_text()
 
 
+@pytest.mark.slow
 def test_run_without_validation_data_is_judged_on_training_rows(make_run):
     """Two batch sizes and seeds: the slice is the same, is evaluated once, and changes no bit of the training."""
     runs, metadata = {}, {}

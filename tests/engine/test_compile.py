@@ -50,6 +50,7 @@ def test_compile_auto_decides_the_same_for_a_resumed_run(make_run):
     assert make_run("pretrain", *overrides, attempt=2).compile_decision == first.compile_decision
 
 
+@pytest.mark.slow
 def test_one_program_serves_rows_as_long_as_the_model_is_wide(monkeypatch):
     """A resumed run may begin with rows of another length than the run: it would have computed by another program."""
     monkeypatch.setattr(shape_config, "use_duck_shape", True)  # torch's default
@@ -188,6 +189,7 @@ with ThreadPoolExecutor(1) as threads:
 """
 
 
+@pytest.mark.slow
 def test_tag_of_compiled_programs_holds_in_other_threads():
     """Autograd compiles and finds the backward pass of a GPU in threads of its own.
 

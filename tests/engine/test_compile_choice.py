@@ -152,6 +152,7 @@ def test_layer_whose_input_is_tokens_is_not_measured(make_run: Callable) -> None
     assert find_layer_call(nn.Linear(1, 1), lambda: None, nullcontext) is None  # never called
 
 
+@pytest.mark.slow
 def test_both_ways_are_measured_and_no_layer_stays_compiled(make_run: Callable) -> None:
     state = make_run("pretrain", *UNCOMPILED_RUN, "train.batch_size=2")
     compiled_calls = []
@@ -169,6 +170,7 @@ def test_both_ways_are_measured_and_no_layer_stays_compiled(make_run: Callable) 
     assert len(compiled_calls) > 2 and not is_compiled(state) and all(p.grad is None for p in state.model.parameters())
 
 
+@pytest.mark.slow
 def test_uncompiled_layer_is_timed_without_its_program(make_run: Callable) -> None:
     state = make_run("pretrain", *UNCOMPILED_RUN, "train.batch_size=2")
     call, calls = call_of(state, state.model.layers[0]), []
@@ -216,6 +218,7 @@ def test_short_run_that_is_continued_as_a_long_one_is_compiled(
     assert is_compiled(resumed) and not modes and resumed.compatibility["environment.compiled"] == "default"
 
 
+@pytest.mark.slow
 def test_compiled_programs_do_not_stay_in_the_process(make_run: Callable) -> None:
     def backend(graph, inputs):
         programs.append(graph)

@@ -13,7 +13,6 @@ from runner.engine.loop import step_with_retries, train, train_step
 from runner.engine.optim.schedules import lr_at
 from runner.engine.step_metrics import fetch_results
 
-STAGES = ["pretrain", "sft", "lora", "dpo", "dpo_lora"]
 PACKED = ["data.packing=best_fit"]
 MOE = [
     "model.num_experts=4",
@@ -69,7 +68,10 @@ def assert_accumulation_changes_no_update(make_run, stage, *overrides, rows=36, 
         pytest.param(MOE + PACKED, id="packed-moe", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage",
+    ["dpo_lora", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("pretrain", "sft", "lora", "dpo"))],
+)
 def test_accumulation_changes_no_update_in_any_stage(make_run, stage, overrides):
     assert_accumulation_changes_no_update(make_run, stage, *overrides, rows=60 if PACKED[0] in overrides else 36)
 
@@ -99,7 +101,12 @@ def test_loss_of_dpo_at_its_reference_is_log_2(make_run, stage):
 
 
 @pytest.mark.parametrize(
-    "stage, rows, overrides", [("pretrain", 1, []), ("sft", 4, []), ("dpo", 4, ["stage.nll_coef=0"])]
+    "stage, rows, overrides",
+    [
+        ("pretrain", 1, []),
+        pytest.param("sft", 4, [], marks=pytest.mark.slow),
+        pytest.param("dpo", 4, ["stage.nll_coef=0"], marks=pytest.mark.slow),
+    ],
 )
 def test_loss_of_a_memorized_batch_goes_to_zero(make_run, stage, rows, overrides):
     """Pretraining on one row: the first token of several rows cannot be predicted."""
@@ -213,8 +220,10 @@ def test_train_with_lora_changes_adapters_only(make_run, stage):
 
 @pytest.mark.parametrize(
     "overrides",
-    [["train.eval_every=1", "data.val_fraction=0.1"], ["train.sample_every=1", "train.sample_prompts=[goats]"]],
-    ids=["evaluation", "samples"],
+    [
+        pytest.param(["train.eval_every=1", "data.val_fraction=0.1"], id="evaluation"),
+        pytest.param(["train.sample_every=1", "train.sample_prompts=[goats]"], id="samples", marks=pytest.mark.slow),
+    ],
 )
 def test_evaluation_and_samples_do_not_change_the_training(make_run, overrides):
     shared = [
@@ -264,6 +273,7 @@ def set_nonfinite_loss(state, steps):
     return state
 
 
+@pytest.mark.slow
 def test_fp16_repeats_an_overflowing_step_with_a_smaller_loss_scale(make_run, logged):
     state = make_run("pretrain", "precision=fp16", "train.max_steps=3")
     state.precision.load_state_dict(state.precision.state_dict() | {"scale": 2.0**40})
@@ -311,7 +321,7 @@ def test_precision_is_the_dtype_of_matmuls_and_not_of_weights(make_run, name, dt
     assert dtypes == {dtype} and all(p.dtype == torch.float32 for p in state.model.parameters())
 
 
-@pytest.mark.parametrize("stage, mode", [("sft", "full"), ("dpo_lora", "selective"), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in [("sft", "selective"), ("dpo_lora", "full")])])  # fmt: skip
+@pytest.mark.parametrize("stage, mode", [("sft", "full"), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in [("dpo_lora", "selective"), ("sft", "selective"), ("dpo_lora", "full")])])  # fmt: skip
 def test_activation_checkpointing_changes_no_bit(make_run, logged, stage, mode):
     overrides = ["precision=bf16", "data.packing=best_fit", "model.dropout=0.1", "train.max_steps=3"]
     train(stored := make_run(stage, *overrides, "train.activation_checkpointing=none", folder="stored"))

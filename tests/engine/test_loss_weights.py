@@ -158,8 +158,10 @@ def test_evaluation_with_loss_weights_is_the_weighted_mean(make_run: Callable[..
 
 @pytest.mark.parametrize(
     "overrides",
-    [["data.packing=best_fit", "data.num_workers=1"], ["precision=fp16", "train.accumulation_steps=2"]],
-    ids=" ".join,
+    [
+        pytest.param(["data.packing=best_fit", "data.num_workers=1"], id="packed"),
+        pytest.param(["precision=fp16", "train.accumulation_steps=2"], id="fp16", marks=pytest.mark.slow),
+    ],
 )
 def test_resume_with_loss_weights_is_bitwise_equal(
     make_run: Callable[..., TrainState], data_path: str, overrides: list[str]

@@ -279,6 +279,7 @@ print(json.dumps(sum(event.self_cpu_memory_usage for event in recorded.key_avera
 
 
 @needs_pool
+@pytest.mark.slow
 def test_steps_in_the_pool_are_bitwise_equal_and_stop_growing(programs: Path) -> None:
     """A model whose weights were made before the pool trains as without it; buffers of ATen, oneDNN and autograd come
     from the pool.
@@ -325,6 +326,7 @@ def test_allocator_chosen_by_the_environment_is_left_alone(
 
 
 @needs_pool
+@pytest.mark.slow
 def test_limit_of_addresses_leaves_them_to_the_run(programs: Path) -> None:
     """A region of reserved addresses would take those that the tensors of the run need."""
     code = "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (1 << 36, 1 << 36))\n" + (

@@ -128,6 +128,7 @@ def test_flex_attention_is_used_where_it_is_exact_and_pays(shape, head_width, is
 
 @settings(max_examples=30, deadline=None)
 @given(rows=st.lists(st.lists(st.integers(1, 200), min_size=1, max_size=9), min_size=1, max_size=3))
+@pytest.mark.slow
 def test_blocks_of_the_gpu_mask_equal_those_of_torch(rows):
     """Documents of these lengths, one row each, padded to the longest."""
     T = max(map(sum, rows))

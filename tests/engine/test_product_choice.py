@@ -90,7 +90,9 @@ def test_products_of_a_short_run_are_not_measured(make_run: Callable, monkeypatc
     assert not are_products_upcast()
 
 
-@pytest.mark.parametrize("kernel, other", [(0.5, 2.0), (2.0, 0.5)], ids=["in fp32", "native"])
+@pytest.mark.parametrize(
+    "kernel, other", [(0.5, 2.0), pytest.param(2.0, 0.5, marks=pytest.mark.slow)], ids=["in fp32", "native"]
+)
 def test_resume_repeats_the_products_of_its_checkpoint_bitwise_equal(
     make_run: Callable, measured: Callable[..., None], kernel: float, other: float
 ) -> None:

@@ -82,10 +82,10 @@ class HostSyncs(TorchDispatchMode):
     [
         ("pretrain", ["data.packing=best_fit", "optimizer=muon", "precision=bf16"]),
         ("pretrain", MOE),
-        ("sft", ["precision=bf16"]),
-        ("lora", ["optimizer=muon"]),
-        ("dpo", []),
-        ("dpo_lora", ["data.packing=best_fit"]),
+        pytest.param("sft", ["precision=bf16"], marks=pytest.mark.slow),
+        pytest.param("lora", ["optimizer=muon"], marks=pytest.mark.slow),
+        pytest.param("dpo", [], marks=pytest.mark.slow),
+        pytest.param("dpo_lora", ["data.packing=best_fit"], marks=pytest.mark.slow),
     ],
     ids=["packed-muon-bf16", "moe", "sft-bf16", "lora-muon", "dpo", "packed-dpo_lora"],
 )
@@ -108,7 +108,7 @@ def with_nonfinite_gradient(state, *steps):
     return state
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_nonfinite_step_changes_no_weight_and_names_its_rows(make_run, logged, precision):
     state, weights = (
         with_nonfinite_gradient(make_run("pretrain", f"precision={precision}", "train.max_steps=3"), 1, 2),
@@ -129,7 +129,7 @@ def test_nonfinite_step_changes_no_weight_and_names_its_rows(make_run, logged, p
     assert all(name in (state.run_dir / "train.log").read_text() for name in rows)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_flush_interval_does_not_change_weights_or_progress(make_run, optimizer):
     overrides = [
         "train.max_steps=9",
@@ -206,7 +206,7 @@ def test_flush_happens_at_the_latest_after_max_pending_steps(make_run, monkeypat
     assert pending == [1, 2, 3] * 4
 
 
-@pytest.mark.parametrize("stop", [1, 5])
+@pytest.mark.parametrize("stop", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_resume_between_two_flushes_is_bitwise_equal(make_run, stop):
     overrides = ["train.max_steps=9", "train.log_every=3", "model.dropout=0.1"]
     train(with_nonfinite_gradient(make_run("pretrain", *overrides, folder="uninterrupted"), 0, 3))

@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 from engine_fixtures import SMALL_LORA, composed
 from families_report import PACKED, FamilyResult, FamilyRuns, measure_family
+from fault_counts import only_full
 from transformers_families import FAMILIES, write_family
 
 from common.errors import UserError
@@ -52,6 +53,7 @@ def test_resume_of_transformers_model_on_packed_rows_is_bitwise_equal(tmp_path: 
     assert all(map(torch.equal, resumed.model.parameters(), state.model.parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek_v3", "ernie4_5_moe"])
 def test_router_bias_that_is_not_trained_is_resumed_and_exported(name: str, tmp_path: Path) -> None:
     """Without it in the checkpoint the resumed run routed tokens with a bias of zero, and was called exact."""
@@ -71,6 +73,7 @@ def test_router_bias_that_is_not_trained_is_resumed_and_exported(name: str, tmp_
     )
 
 
+@pytest.mark.slow
 def test_adapters_of_another_router_bias_are_not_resumed(tmp_path: Path) -> None:
     """A checkpoint of adapters has no tensor of the base model: its buffers are compared by checksum, too."""
     runs = FamilyRuns("deepseek_v3", tmp_path)
@@ -115,7 +118,7 @@ def test_fp16_run_of_transformers_model_resumes_bitwise_equal_after_a_kill(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3_text", "olmoe"])
+@pytest.mark.parametrize("name", [pytest.param("gemma3_text", marks=only_full), "olmoe"])
 def test_compiled_layer_of_other_families_resumes_bitwise_equal(name: str, tmp_path: Path) -> None:
     runs = FamilyRuns(name, tmp_path)
     write_family(runs.weights, name, num_hidden_layers=1)

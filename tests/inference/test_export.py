@@ -399,6 +399,7 @@ def test_rotary_settings_are_written_for_transformers_4(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
+@pytest.mark.slow
 def test_converter_runs_in_a_process_and_its_file_is_compared(hf_folder: Path, tmp_path: Path) -> None:
     converter = tmp_path / "convert_hf_to_gguf.py"
     converter.write_text("import sys; sys.exit('no such architecture')")
@@ -549,6 +550,7 @@ def test_llama_cpp_computes_every_shape_that_is_written(write_model: Callable[..
         assert compared >= 8, name
 
 
+@pytest.mark.slow
 def test_gguf_of_a_llama_has_its_rotary_pairs_side_by_side(write_model: Callable[..., Path], tmp_path: Path) -> None:
     from gguf import GGUFReader
 
@@ -563,6 +565,7 @@ def test_gguf_of_a_llama_has_its_rotary_pairs_side_by_side(write_model: Callable
         assert torch.equal(written, weight[rows]), name
 
 
+@pytest.mark.slow
 def test_gguf_has_the_scaling_of_the_rotary_embeddings(write_model: Callable[..., Path], tmp_path: Path) -> None:
     from gguf import GGUFReader
 

@@ -129,6 +129,7 @@ def test_rows_prints_all_parts_of_a_split_text(rows) -> None:
     assert printed.count("rows.jsonl:1: ") > 4
 
 
+@pytest.mark.slow
 def test_rows_finds_held_out_rows(rows) -> None:
     lines = "".join(f'{{"text": "This is row {i}."}}\n' for i in range(7))
     for line in range(1, 8):
@@ -159,7 +160,9 @@ def test_length_histogram_counts_every_row_once(tmp_path: Path) -> None:
     assert sum(int(line.split()[1].replace(",", "")) for line in length_histogram(rows)[1:]) == len(rows)
 
 
-@pytest.mark.parametrize("stage", ["pretrain", "sft", "lora", "dpo"])
+@pytest.mark.parametrize(
+    "stage", ["pretrain", "dpo", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("sft", "lora"))]
+)
 def test_rows_prints_the_shipped_samples_of_every_stage(
     stage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -497,6 +497,7 @@ def test_ranks_save_and_hold_the_lock_when_the_launcher_is_killed(tmp_path: Path
     wait_until(lambda: all(map(is_gone, ranks)))
 
 
+@pytest.mark.slow
 def test_rank_0_writes_to_the_terminal(tmp_path: Path) -> None:
     reader, terminal = pty.openpty()
     child = launcher(
@@ -553,6 +554,7 @@ def test_torchrun_world_that_does_not_fit_is_refused_with_the_command(
     assert fix in raised.value.args[2]
 
 
+@pytest.mark.slow
 def test_torchrun_world_that_fits_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     torchrun.check_world(compose_config(["distributed=ddp", "distributed.nproc=2"]).distributed)
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}.items():

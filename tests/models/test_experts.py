@@ -74,6 +74,7 @@ def test_step_of_generation_has_no_product_of_many_rows_in_bf16() -> None:
         assert products.rows - {0, tokens_per_step} <= rows
 
 
+@pytest.mark.slow
 def test_compiled_layers_with_experts_have_one_program_for_any_tokens() -> None:
     programs: list[Any] = []
     model = random_model(**EIGHT).train()

@@ -205,6 +205,7 @@ def test_kernels_that_cannot_be_compiled_are_unavailable_with_the_reason(
     assert not list((tmp_path / "kernels").rglob("*.so"))
 
 
+@pytest.mark.slow
 def test_brgemm_of_an_old_instruction_set_is_unavailable_in_bf16(
     kernels: None, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -32,7 +32,11 @@ def one_by_one(model: Decoder, ids: list[int], count: int) -> list[int]:
     return ids[-count:]
 
 
-@pytest.mark.parametrize("changes", [{}, TOP_TWO, YARN], ids=["dense", "moe", "yarn"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, *(pytest.param(changes, marks=pytest.mark.slow) for changes in (TOP_TWO, YARN))],
+    ids=["dense", "moe", "yarn"],
+)
 def test_generate_in_a_batch_equals_each_prompt_alone(changes: dict[str, Any]) -> None:
     model = random_model(**changes)
     assert generate(model, PROMPTS, **GREEDY) == [one_by_one(model, prompt, 24) for prompt in PROMPTS]

@@ -144,6 +144,7 @@ def test_lora_targets_name_layers_as_in_peft() -> None:
         adapted_paths("all-linear", "lm_head")
 
 
+@pytest.mark.slow
 def test_lora_pattern_that_takes_forever_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed run, or an adapter that is continued, of others has such a pattern."""
     monkeypatch.setattr(limits, "MATCH_SECONDS", 1)

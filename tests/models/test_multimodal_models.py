@@ -126,7 +126,13 @@ def test_multimodal_target_that_text_does_not_use_is_refused(name: str, base: Pa
 
 @names
 @pytest.mark.parametrize(
-    "targets", [["q_proj", "k_proj", "v_proj", "o_proj"], ["all-linear"], ["0.self_attn.q_proj"]], ids=str
+    "targets",
+    [
+        ["all-linear"],
+        pytest.param(["q_proj", "k_proj", "v_proj", "o_proj"], marks=pytest.mark.slow),
+        pytest.param(["0.self_attn.q_proj"], marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 @torch.no_grad()
 def test_multimodal_adapter_and_merged_model_have_the_logits_of_peft(

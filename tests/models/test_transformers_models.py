@@ -32,14 +32,16 @@ FAST = ("gemma2", "mistral_window", "glm_moe_dsa")
 LENGTHS = (23, 5, 40)  # longer than the windows of the models
 
 families = pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+    "name",
+    [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+    scope="module",  # all tests of a family one after the other
 )
 
 
-@pytest.fixture
-def folder(name: str, tmp_path: Path) -> Path:
-    write_family(tmp_path / "folder", name)
-    return tmp_path / "folder"
+@pytest.fixture(scope="module")
+def folder(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    write_family(folder := tmp_path_factory.mktemp(name), name)
+    return folder
 
 
 def reference_of(folder: Path) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
@@ -193,7 +195,8 @@ def test_field_of_config_json_that_the_class_computes_has_no_warning() -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["gemma2"])
+@pytest.mark.parametrize("name", ["gemma2"], scope="module")
+@pytest.mark.slow
 def test_layer_of_transformers_model_is_measured_compiled_and_uncompiled(name: str, folder: Path) -> None:
     def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
         return lambda *values: calls.append(1) or graph(*values)

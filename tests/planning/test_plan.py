@@ -114,7 +114,7 @@ def test_formula_counts_the_tensors_that_autograd_saves_in_a_layer(overrides: li
         (["precision=bf16"], False),
         ([*SMALL_MOE, "model.head_dim=16", "precision=bf16"], False),
         pytest.param(["precision=fp32"], True, marks=[pytest.mark.slow, only_full]),
-        pytest.param(["precision=bf16"], True, marks=pytest.mark.slow),
+        pytest.param(["precision=bf16"], True, marks=[pytest.mark.slow, only_full]),
         pytest.param(["stage=lora", "precision=bf16"], True, marks=pytest.mark.slow),
     ],
     ids=["fp32", "bf16", "moe_bf16", "fp32_compiled", "bf16_compiled", "lora_bf16_compiled"],
@@ -167,6 +167,7 @@ def saved_bytes(cfg: Config, packed: bool, kernel: str = "auto", compiled: bool 
     return sum(sizes.values())
 
 
+@pytest.mark.slow
 def test_every_part_of_the_memory_grows_with_what_it_holds(tiny_plan: RunPlan):
     parts = tiny_plan.memory.parts
     assert parts["weights"] == FP32 * tiny_plan.model.parameters

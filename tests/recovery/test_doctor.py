@@ -144,6 +144,7 @@ def severity_of(examination: Examination, file: str) -> Severity:
     return next(problem.severity for problem in examination.problems if problem.file == file)
 
 
+@pytest.mark.slow
 def test_doctor_finds_a_damaged_model_of_a_complete_run(uninterrupted: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
     assert (

@@ -299,6 +299,7 @@ def test_resolve_sweep_takes_a_directory_any_path_in_it_and_last(
             resolve_sweep(name)
 
 
+@pytest.mark.slow
 def test_report_command_prints_the_text_and_the_paths_of_both_files(program, tmp_path: Path) -> None:
     folder = write_sweep(tmp_path / "a sweep, it's", [job({LR: "1"}, training(1.0)), job({LR: "2"}, training(2.0))])
     done = program(f"sweep={folder}", command="report.py")

@@ -299,6 +299,7 @@ def test_run_page_is_written_whatever_numbers_a_damaged_run_names(
     assert "run" in run_text(folder) and "<html" in page_of(folder)
 
 
+@pytest.mark.slow
 def test_live_page_of_a_run_whose_metrics_are_large_is_written_by_a_child(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

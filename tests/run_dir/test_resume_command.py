@@ -66,6 +66,7 @@ def contents(folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_resume_composes_from_the_copy_of_conf_and_names_changed_files(call: Call, run: Path) -> None:
     own = run / ".hydra" / "conf"
     (own / "schedule" / "linear.yaml").write_text("name: linear\nwarmup_steps: 0\nmin_lr_ratio: 0.3\n")
@@ -108,7 +109,13 @@ def test_resume_of_a_completed_run_changes_nothing(call: Call, run: Path) -> Non
     assert contents(run) == before
 
 
-@pytest.mark.parametrize("flags", [("--info",), ("--cfg=job", "--package", "schedule")], ids=" ".join)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(("--info",), id="--info", marks=pytest.mark.slow),
+        pytest.param(("--cfg=job", "--package", "schedule"), id="--cfg"),
+    ],
+)
 def test_printing_the_config_of_a_resume_writes_nothing(call: Call, run: Path, flags: tuple[str, ...]) -> None:
     before = contents(run)
     result = call(*flags, f"resume={run}", "schedule=linear")
@@ -263,6 +270,7 @@ def test_saved_settings_of_hydra_are_not_used(call: Call, run: Path) -> None:
     assert not (run / "hacked").exists()
 
 
+@pytest.mark.slow
 def test_resume_uses_a_saved_cache_only_if_it_is_a_token_cache_of_this_user(
     call: Call, run: Path, tmp_path: Path
 ) -> None:

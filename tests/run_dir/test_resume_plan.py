@@ -62,6 +62,7 @@ def test_resume_without_overrides_takes_the_saved_config(run: Path, start_config
     assert contents(run) == before
 
 
+@pytest.mark.slow
 def test_resume_saves_its_overrides_and_keeps_the_former_files(run: Path) -> None:
     config = resumed_config(run, "train.max_steps=50", "schedule=linear")
     assert (config.train.max_steps, config.schedule.name) == (50, "linear")
@@ -132,6 +133,7 @@ def test_saved_paths_of_the_repository_follow_the_checkout(run: Path, start_conf
     assert resumed_config(run) == start_config
 
 
+@pytest.mark.slow
 def test_another_option_drops_the_overrides_of_the_former_one(run: Path) -> None:
     resumed_config(run, "schedule.min_lr_ratio=0.5", "optimizer.weight_decay=0.3")
     plan = plan_resume(run, ["schedule=linear", "schedule.warmup_steps=3"])
@@ -142,11 +144,13 @@ def test_another_option_drops_the_overrides_of_the_former_one(run: Path) -> None
     assert plan.notes == ["schedule.min_lr_ratio=0.5 is dropped: it was given for the former option of schedule"]
 
 
+@pytest.mark.slow
 def test_another_option_is_composed_as_in_a_new_run(run: Path) -> None:
     """The stage's own settings of the optimizer override those of the optimizer's file."""
     assert resumed_config(run, "optimizer=adamw") == compose_config([*TYPED, "optimizer=adamw"])
 
 
+@pytest.mark.slow
 def test_option_is_taken_from_the_run_s_copy_before_conf(run: Path) -> None:
     own = run / snapshot.SNAPSHOT_DIR / "schedule"
     (own / "cosine.yaml").write_text(

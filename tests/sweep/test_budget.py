@@ -143,6 +143,7 @@ def composed(**values: object) -> Config:
     return compose_config([f"{key.replace('__', '.')}={value}" for key, value in values.items()])
 
 
+@pytest.mark.slow
 def test_budget_of_packed_sequences_counts_their_tokens() -> None:
     """`sweep.fix=tokens data.max_length=128,256` gave both jobs 400 steps: one saw twice the tokens."""
     jobs = [composed(data__max_length=length, train__batch_size=4, train__max_steps=400) for length in (128, 256)]

@@ -92,6 +92,7 @@ def test_options_of_optuna_are_refused(options: dict[str, Any]) -> None:
         OptunaOptions(**options)
 
 
+@pytest.mark.slow
 def test_optuna_refuses_an_end_of_an_interval_that_no_job_could_take(optuna: Any, sweep: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="min_lr_ratio"):
         sweep(*OPTUNA, "schedule.min_lr_ratio=interval(0,2)")
@@ -104,6 +105,7 @@ def test_optuna_refuses_an_end_of_an_interval_that_no_job_could_take(optuna: Any
     assert not (tmp_path / "sweep").exists()
 
 
+@pytest.mark.slow
 def test_optuna_draws_points_and_reports_losses_to_its_study(
     optuna: Any, sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path
 ) -> None:
@@ -122,6 +124,7 @@ def test_optuna_draws_points_and_reports_losses_to_its_study(
         resume("train.accumulation_steps=4")
 
 
+@pytest.mark.slow
 def test_optuna_draws_the_next_point_as_soon_as_a_worker_is_free(
     optuna: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path
 ) -> None:
@@ -137,6 +140,7 @@ while first and len(others()) < 3: time.sleep(0.01)
     assert [trial.state.name for trial in trials(tmp_path / "sweep")] == ["COMPLETE"] * 4
 
 
+@pytest.mark.slow
 def test_optuna_continues_open_and_failed_trials_in_their_directories(
     optuna: Any, sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path
 ) -> None:
@@ -165,6 +169,7 @@ def trials_after_repair(log: Path) -> list[Any]:
     return trials(copy)
 
 
+@pytest.mark.slow
 def test_optuna_results_say_that_jobs_judged_on_few_rows_are_not_ranked(
     optuna: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path
 ) -> None:
@@ -187,6 +192,7 @@ def test_optuna_takes_a_diverged_point_as_infinitely_bad(
     assert sorted(trial.value for trial in trials(tmp_path / "sweep")) == [1.5, float("inf")]
 
 
+@pytest.mark.slow
 def test_optuna_takes_several_objectives_from_the_metrics(
     optuna: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path
 ) -> None:
@@ -204,6 +210,7 @@ def test_optuna_takes_several_objectives_from_the_metrics(
     assert len(yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())["solutions"]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["random", "qmc"])
 def test_optuna_runs_with_every_sampler(optuna: Any, sweep: Any, tmp_path: Path, sampler: str) -> None:
     if sampler == "qmc":
@@ -212,6 +219,7 @@ def test_optuna_runs_with_every_sampler(optuna: Any, sweep: Any, tmp_path: Path,
     assert len(trials(tmp_path / "sweep")) == 2
 
 
+@pytest.mark.slow
 def test_optuna_search_space_may_be_in_a_yaml_file(optuna: Any, sweep: Any, tmp_path: Path) -> None:
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
     search = {"hydra": {"sweeper": {"n_trials": 2, "params": {"optimizer.lr": "tag(log,interval(1e-5,1e-2))"}}}}
@@ -220,6 +228,7 @@ def test_optuna_search_space_may_be_in_a_yaml_file(optuna: Any, sweep: Any, tmp_
     assert len(trials(tmp_path / "sweep")) == 2
 
 
+@pytest.mark.slow
 def test_optuna_leaves_the_trial_of_an_interrupted_job_open(
     optuna: Any, sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path
 ) -> None:

@@ -77,6 +77,7 @@ assert "2 jobs: 2 new" in open("../report.html").read()
     assert (tmp_path / "sweep" / "report.html").is_file() and (tmp_path / "sweep" / "leaderboard.csv").is_file()
 
 
+@pytest.mark.slow
 def test_sweep_goes_on_without_a_page_and_warns_once(
     sweep: Any, fake_jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,6 +215,7 @@ runpy.run_path("runner/train.py", run_name="__main__")
 # Resuming
 
 
+@pytest.mark.slow
 def test_resume_runs_failed_and_new_jobs_only(sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
     fake_jobs.set_all({"seed=1": FLAKY, "seed=3": DIVERGED})
     assert sweep("seed=1,2,3,4", "hydra.launcher.fail_fast=true") == 1
@@ -250,6 +252,7 @@ runpy.run_path("runner/train.py", run_name="__main__")
     assert [read_run(tmp_path / "sweep" / f"seed={seed}")["attempt"] for seed in (1, 2, 3)] == [1, 2, 1]
 
 
+@pytest.mark.slow
 def test_sweep_whose_jobs_are_all_refused_is_refused_and_leaves_nothing(
     sweep: Any, fake_jobs: FakeJobs, tmp_path: Path
 ) -> None:
@@ -454,6 +457,7 @@ def test_continue_command_can_be_pasted_whatever_the_directory_is_called(
     assert shlex.split(line)[-1] == f"resume={folder}"
 
 
+@pytest.mark.slow
 def test_show_config_prints_the_job_that_resume_would_run_and_writes_nothing(
     finished: Path, capsys: pytest.CaptureFixture
 ) -> None:
