@@ -63,7 +63,7 @@ def fits_flex_attention(shape: Sequence[int], dropout: float, head_width: int, i
     return (
         dropout == 0
         and head_width >= MIN_FLEX_WIDTH
-        and T >= FLEX_BLOCK
+        and T > FLEX_BLOCK  # a single block would have a program of its own
         and (is_compiled or B * T * T > MAX_MASKED_PAIRS)
     )
 

@@ -118,6 +118,7 @@ def test_document_mask_in_query_blocks_equals_the_full_mask(T):
         ((4, 512), 64, True, True),
         ((4, 512), 16, True, False),  # its gradients were wrong on an H100
         ((2, 64), 64, True, False),
+        ((4, 128), 64, True, False),  # one block: compiled again, for a program that longer rows do not share
         ((4, 512), 64, False, False),
         ((1, 32768), 64, False, True),  # a mask of 1 GiB
     ],

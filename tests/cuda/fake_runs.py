@@ -1,0 +1,152 @@
+"""A program of the tests in this folder: reads [function, cases], calls the function with each case, writes its
+results.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import fake_gpu
+import torch
+from engine_fixtures import DATA_FORMAT, composed, stage_overrides, write_examples
+from torch import Tensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
+
+from models.language_model import LanguageModel, create_model
+from runner.engine import build, loop
+from runner.engine.state import TrainState
+
+MODE = fake_gpu.pretend_gpus()
+PHASES, TRAIN_STEP = ("forward", "backward", "update", "optimizer"), loop.train_step
+PINNED_ON: set[int] = set()  # numbers of the GPUs
+
+
+def within_mode(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        with MODE:
+            return function(*args, **options)
+
+    return call
+
+
+def pin_memory(tensor: Tensor) -> Tensor:
+    PINNED_ON.add(torch.cuda.current_device())
+    return tensor
+
+
+def prepare_build() -> None:
+    """Let `build_run` create models on the GPU, where Module.to cannot bring them, without digests of their weights."""
+    build_model = build.build_model
+
+    def build_on_gpu(cfg: Any, **options: Any) -> LanguageModel:
+        with torch.device("cuda", torch.cuda.current_device()):
+            return build_model(cfg, **options)
+
+    build.build_model = build_on_gpu
+    LanguageModel.to = lambda model, device: model
+    Tensor.pin_memory = pin_memory
+    build.describe_run = lambda *_, **__: {}
+    loop.get_rng_state, loop.set_rng_state = dict, lambda state: None  # of the CPU
+    for name in ("prepare_model", "distribute", "build_optimizer", "wrap_model"):
+        setattr(build, name, within_mode(getattr(build, name)))
+
+
+def new_run(folder: Path, stage: str, *overrides: str) -> TrainState:
+    data = write_examples(folder, DATA_FORMAT[stage], 36)
+    cfg = composed(
+        *stage_overrides(stage), f"data.path={data}", f"data.cache={folder / 'cache'}", "device=cuda", *overrides
+    )
+    return build.build_run(cfg, folder, attempt=1, update_metadata=lambda **fields: None)
+
+
+def watch_steps(state: TrainState, launches: fake_gpu.Launches) -> Callable[..., Any]:
+    """Name the phases of a step for `launches`; return the step."""
+    state.logger.log = lambda kind, step, **metrics: None
+    state.precision.backward = launches.within("backward", state.precision.backward)
+    state.precision.step = launches.within("update", state.precision.step)
+    state.optimizers.step = launches.within("optimizer", state.optimizers.step)
+    train_step = launches.within("forward", TRAIN_STEP)
+
+    def step(*args: Any) -> Any:
+        output = train_step(*args)
+        launches.phase = f"after {output.step}"
+        return output
+
+    return step
+
+
+def steps(folder: Path, case: list[str]) -> dict[str, Any]:
+    """Train as the loop does; return what makes the host wait within steps and after which steps, launches, and
+    devices.
+    """
+    PINNED_ON.clear()
+    state, launches = new_run(folder, *case), fake_gpu.Launches()
+    loop.train_step = watch_steps(state, launches)
+    with MODE, launches:
+        loop.train_steps(state)
+    return {
+        "syncs": sorted({name for phase, name in launches.syncs if phase in PHASES}),
+        "fetched after": sorted({int(phase.split()[1]) for phase, _ in launches.syncs if phase.startswith("after")}),
+        "devices": sorted({device for phase, device in launches.devices if phase in PHASES}),
+        "state": sorted({str(value.device) for value in state.optimizers.state_dict().values()}),
+        "pinned on": sorted(PINNED_ON),
+    }
+
+
+def updates(folder: Path, case: list[str]) -> dict[str, int]:
+    """Update the weights twice; return the launches of the second update, with clipping: the first makes the state of
+    the optimizer.
+    """
+    state = new_run(folder, *case)
+    with MODE:
+        for _ in range(2):
+            for p in state.optimizers.names:
+                p.grad = torch.empty_like(p)
+            with fake_gpu.Launches() as launches:
+                state.precision.step(state.optimizers, 1.0)
+    return launches.operators
+
+
+def programs(folder: Path, case: dict[str, Any]) -> list[int]:
+    """Compute packed batches of (rows, tokens) with compiled layers, each of a new document every 40 tokens; return the
+    number of programs after each.
+    """
+    torch.nn.functional.scaled_dot_product_attention = fake_gpu.TORCH_ATTENTION  # which dynamo knows
+    found: list[Any] = []
+    with MODE, torch.device("cuda", 0):
+        model = create_model(composed(*stage_overrides("pretrain"), *case["overrides"]).model).train()
+        model.compile_layers(single_row=case["shapes"][0][0] == 1, backend=lambda graph, _: found.append(1) or graph)
+        numbers = []
+        for rows, tokens in case["shapes"]:
+            ids = torch.empty(rows, tokens, dtype=torch.long)
+            documents = torch.empty(rows * -(-tokens // 40), dtype=torch.long)
+            with torch.autocast("cuda", torch.bfloat16):
+                model(ids, ids, lengths=documents, document_ids=ids, position_ids=ids).nll.sum().backward()
+            numbers.append(len(found))
+    return numbers
+
+
+def syncs_of_statements(folder: Path, case: list[str]) -> list[str]:
+    """Return what each statement about `x` of a GPU makes the host wait for."""
+    found = []
+    for statement in case:
+        with MODE, (launches := fake_gpu.Launches()), suppress(DynamicOutputShapeException):
+            exec(statement, {"torch": torch, "x": torch.ones(3, device="cuda")})
+        found.append(", ".join(sorted(name for _, name in launches.syncs)))
+    return found
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    function, cases = json.loads((folder / "cases.json").read_text())
+    prepare_build()
+    results = {name: globals()[function](folder, case) for name, case in cases.items()}
+    (folder / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
