@@ -8,10 +8,10 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 torch_libraries = Path(find_spec("torch").origin).parent / "lib"
@@ -36,7 +36,6 @@ ANSWERS: dict[str, Any] = {  # of torch.cuda
     "get_device_name": "a fake GPU",
     "get_device_capability": (9, 0),
     "is_bf16_supported": True,
-    "current_stream": SimpleNamespace(query=lambda: True),
     "get_rng_state": torch.zeros(16, dtype=torch.uint8),
     "set_rng_state": None,
     "max_memory_allocated": 0,
@@ -47,6 +46,20 @@ ANSWERS: dict[str, Any] = {  # of torch.cuda
 VIEWS = {"alias", "as_strided", "detach", "device", "empty", "empty_like", "empty_strided", "expand", "lift_fresh", "new_empty", "new_empty_strided", "permute", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view", "_record_function_enter_new", "_record_function_exit", "_unsafe_view"}  # fmt: skip
 # operators whose result, or its shape, Python needs as a number
 SYNCING = {"_local_scalar_dense", "bincount", "equal", "is_nonzero", "masked_select", "nonzero", "_unique2"}
+
+
+class Stream:
+    """Of nothing; also an event."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, *_: object) -> Stream:
+        return self
+
+    record = synchronize = wait = wait_event = wait_stream = record_event
 
 
 def exchange_device(number: int) -> int:
@@ -77,10 +90,13 @@ def pretend_gpus() -> FakeTensorMode:
     """Let this process find GPUS of compute capability 9.0; return the mode in which their tensors are made."""
     for name, answer in ANSWERS.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    torch.cuda.current_stream = lambda *_: Stream()
     torch.cuda.current_device = torch._C._accelerator_getDeviceIndex
     torch.cuda.set_device = lambda device: torch._C._accelerator_setDeviceIndex(torch.device(device).index)
     torch.cuda._exchange_device, torch.cuda._maybe_exchange_device = exchange_device, partial(exchange_device)
     cuda_amp.amp_definitely_not_available = lambda: False
+    torch.cuda.Stream = torch.cuda.Event = Stream
+    torch.cuda.stream = nullcontext
     fake_tensor.init_gpu_context = lambda device: None
     FakeTensorMode.avoid_device_init = True
     torch.nn.functional.scaled_dot_product_attention = attention

@@ -3,6 +3,7 @@ results.
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,10 +14,11 @@ import fake_gpu
 import torch
 from engine_fixtures import DATA_FORMAT, composed, stage_overrides, write_examples
 from torch import Tensor
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, unset_fake_temporarily
 
 from models.language_model import LanguageModel, create_model
 from runner.engine import build, loop
+from runner.engine.device.distributed import DistributedContext
 from runner.engine.state import TrainState
 
 MODE = fake_gpu.pretend_gpus()
@@ -54,12 +56,33 @@ def prepare_build() -> None:
         setattr(build, name, within_mode(getattr(build, name)))
 
 
+def join_fake_ranks(size: int) -> None:
+    """Let this process be one of `size` ranks, whose collectives exchange nothing."""
+    from torch.distributed import device_mesh, init_process_group
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    init_mesh = device_mesh.init_device_mesh
+
+    def init_real_mesh(*args: Any, **options: Any) -> Any:
+        with unset_fake_temporarily():
+            return init_mesh(*args, **options)
+
+    device_mesh.init_device_mesh = init_real_mesh
+    init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    DistributedContext.all_reduce_sum = lambda dist, numbers: [dist.size * number for number in numbers]
+    DistributedContext.gather = lambda dist, value: [value] * dist.size
+
+
 def new_run(folder: Path, stage: str, *overrides: str) -> TrainState:
     data = write_examples(folder, DATA_FORMAT[stage], 36)
     cfg = composed(
         *stage_overrides(stage), f"data.path={data}", f"data.cache={folder / 'cache'}", "device=cuda", *overrides
     )
     return build.build_run(cfg, folder, attempt=1, update_metadata=lambda **fields: None)
+
+
+def devices_of_state(state: TrainState) -> list[str]:
+    return sorted({str(value.device) for value in state.optimizers.state_dict().values()})
 
 
 def watch_steps(state: TrainState, launches: fake_gpu.Launches) -> Callable[..., Any]:
@@ -91,9 +114,26 @@ def steps(folder: Path, case: list[str]) -> dict[str, Any]:
         "syncs": sorted({name for phase, name in launches.syncs if phase in PHASES}),
         "fetched after": sorted({int(phase.split()[1]) for phase, _ in launches.syncs if phase.startswith("after")}),
         "devices": sorted({device for phase, device in launches.devices if phase in PHASES}),
-        "state": sorted({str(value.device) for value in state.optimizers.state_dict().values()}),
+        "state": devices_of_state(state),
         "pinned on": sorted(PINNED_ON),
     }
+
+
+def resumed_state(folder: Path, case: list[str]) -> list[list[str]]:
+    """Train, load what a checkpoint would hold, and train on; return the devices of the optimizer's state each time."""
+    state, devices = new_run(folder, *case), []
+    state.logger.log, loop.train_step = lambda kind, step, **metrics: None, TRAIN_STEP
+    with MODE, fake_gpu.Launches():
+        for _ in range(2):
+            loop.train_steps(state)
+            devices.append(devices_of_state(state))
+            files = {
+                file: {name: source().cpu() for name, source in sources.items()}
+                for file, sources in state.tensor_sources().items()
+            }
+            state.load_tensors(files, folder)
+            state.cfg.train.max_steps += 1
+    return devices
 
 
 def updates(folder: Path, case: list[str]) -> dict[str, int]:
@@ -144,6 +184,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     function, cases = json.loads((folder / "cases.json").read_text())
     prepare_build()
+    if (size := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        join_fake_ranks(size)
     results = {name: globals()[function](folder, case) for name, case in cases.items()}
     (folder / "results.json").write_text(json.dumps(results))
 
