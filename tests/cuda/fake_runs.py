@@ -136,6 +136,11 @@ def resumed_state(folder: Path, case: list[str]) -> list[list[str]]:
     return devices
 
 
+def is_deterministic(folder: Path, case: list[str]) -> bool:
+    new_run(folder, *case)
+    return torch.are_deterministic_algorithms_enabled()
+
+
 def updates(folder: Path, case: list[str]) -> dict[str, int]:
     """Update the weights twice; return the launches of the second update, with clipping: the first makes the state of
     the optimizer.

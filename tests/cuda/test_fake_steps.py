@@ -107,6 +107,11 @@ def test_statements_that_wait_for_a_gpu_are_seen(run_on_gpu):
     assert run_on_gpu("syncs_of_statements", {"": list(seen)})[""] == list(seen.values())
 
 
+def test_run_on_a_gpu_repeats_its_bits_unless_told_otherwise(run_on_gpu):
+    cases = {"default": ["pretrain"], "off": ["pretrain", "train.deterministic=false"]}
+    assert run_on_gpu("is_deterministic", cases) == {"default": True, "off": False}
+
+
 WIDE = ["model.hidden_size=256", "model.head_dim=64", "model.num_hidden_layers=1", "model.max_position_embeddings=1024"]
 SHAPES = {  # (rows, tokens) of packed batches, and the number of programs after all of them
     "rows as long as the model is wide": ([[4, 512], [4, 256], [3, 504], [4, 264]], 1),
