@@ -44,7 +44,8 @@ FUSED_KERNEL = "fused"  # the C++ kernel, where `load_kernels` was called
 CPU_KERNELS = ("auto", FUSED_KERNEL)
 MASKED_QUERY_CHUNK = 128  # queries per call of the CPU kernel with a mask
 
-AttentionMask = Tensor | BlockMask | None  # (B, 1, T, C), True where attention is allowed; None: causal
+# (B, 1, T, C), True where attention is allowed, or as `additive_mask`; None: causal
+AttentionMask = Tensor | BlockMask | None
 
 
 def document_mask(
@@ -58,6 +59,15 @@ def document_mask(
     if document_ids.is_cuda and fits_flex_attention(document_ids.shape, dropout, head_width, is_compiled):
         return document_blocks(document_ids)
     return boolean_document_mask(document_ids)
+
+
+def additive_mask(mask: AttentionMask, dtype: torch.dtype) -> AttentionMask:
+    """Return a boolean mask of a GPU as what is added to scores of `dtype`: every layer would convert it, and save a mask
+    of its own for the backward pass.
+    """
+    if not (isinstance(mask, Tensor) and mask.is_cuda):
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
 
 
 def fits_flex_attention(shape: Sequence[int], dropout: float, head_width: int, is_compiled: bool) -> bool:

@@ -68,6 +68,10 @@ def exchange_device(number: int) -> int:
     return before
 
 
+def is_boolean(mask: Tensor | None) -> bool:
+    return mask is not None and mask.dtype == torch.bool
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -81,7 +85,7 @@ def attention(
     if attn_mask is None and q.dtype.itemsize == 2 and torch.backends.cuda.flash_sdp_enabled():
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
     if q.shape[1] == k.shape[1] and torch.backends.cuda.mem_efficient_sdp_enabled():
-        bias = None if attn_mask is None else torch.where(attn_mask, 0.0, -torch.inf).to(q.dtype)
+        bias = torch.where(attn_mask, 0.0, -torch.inf).to(q.dtype) if is_boolean(attn_mask) else attn_mask
         return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal)[0]
     raise RuntimeError(f"no fast kernel: {q.dtype}, {q.shape[1]} and {k.shape[1]} heads, mask: {attn_mask is not None}")
 

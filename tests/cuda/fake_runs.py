@@ -16,6 +16,7 @@ from engine_fixtures import DATA_FORMAT, composed, stage_overrides, write_exampl
 from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, unset_fake_temporarily
 
+from data.batching.batch import Batch
 from models.language_model import LanguageModel, create_model
 from runner.engine import build, loop
 from runner.engine.device.distributed import DistributedContext
@@ -134,6 +135,24 @@ def resumed_state(folder: Path, case: list[str]) -> list[list[str]]:
             state.load_tensors(files, folder)
             state.cfg.train.max_steps += 1
     return devices
+
+
+def saved_bytes(folder: Path, case: list[str]) -> int:
+    """Return the bytes of distinct storages, without those of parameters, that 4 x 64 tokens save for a backward pass."""
+    state, ids = new_run(folder, *case), torch.zeros(4, 64, dtype=torch.long)
+    documents = (ids, ids) if state.cfg.data.packing != "none" else ()
+    batch = Batch(ids, ids, torch.full((4,), 64), ["rows"], *documents)
+    own = {p.untyped_storage()._cdata for p in state.model.parameters()}
+    sizes, alive = {}, []
+
+    def pack(tensor: Tensor) -> Tensor:
+        sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        alive.append(tensor)
+        return tensor
+
+    with MODE, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), state.precision.autocast():
+        state.objective.loss(state.model.train(), batch.to(state.dist.device))
+    return sum(size for storage, size in sizes.items() if storage not in own)
 
 
 def is_deterministic(folder: Path, case: list[str]) -> bool:

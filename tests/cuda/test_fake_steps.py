@@ -5,10 +5,15 @@ launch.
 import itertools
 
 import pytest
-from engine_fixtures import pairwise
+from engine_fixtures import composed, pairwise, stage_overrides
+
+from runner.planning.data import BatchShape
+from runner.planning.memory import Execution, layer_memory
+from runner.planning.model import model_facts
 
 STAGES, PRECISIONS, PACKINGS = ("pretrain", "sft", "lora", "dpo"), ("fp32", "bf16", "fp16"), ("none", "best_fit")
-ONE_STEP = ["model.num_hidden_layers=1", "train.max_steps=1"]
+LAYERS = "model.num_hidden_layers"
+ONE_STEP = [f"{LAYERS}=1", "train.max_steps=1"]
 PACKED = "data.packing=best_fit"
 EXPERTS = ["model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=32"]
 WAITS = ["_local_scalar_dense"]  # for a number
@@ -110,6 +115,35 @@ def test_statements_that_wait_for_a_gpu_are_seen(run_on_gpu):
 def test_run_on_a_gpu_repeats_its_bits_unless_told_otherwise(run_on_gpu):
     cases = {"default": ["pretrain"], "off": ["pretrain", "train.deterministic=false"]}
     assert run_on_gpu("is_deterministic", cases) == {"default": True, "off": False}
+
+
+def test_mask_is_made_once_for_all_layers(run_on_gpu):
+    """Each layer would save one for its backward pass: 8 GiB for eight of them and one row of 16,000 tokens in fp32."""
+    saved = run_on_gpu(
+        "saved_bytes",
+        {
+            f"{packing} {layers}": ["pretrain", f"data.packing={packing}", f"{LAYERS}={layers}"]
+            for packing, layers in itertools.product(PACKINGS, (1, 2))
+        },
+    )
+    assert saved["best_fit 2"] - saved["none 2"] == saved["best_fit 1"] - saved["none 1"] > 4 * 4 * 64**2
+
+
+@pytest.mark.slow
+def test_saved_tensors_of_a_layer_are_those_of_the_plan(run_on_gpu):
+    """Packed layers share their mask, and keys are repeated for each query head where a kernel has no groups."""
+    cases = {
+        f"{precision} {packing} {layers}": [*overrides_of("pretrain", precision, packing), f"{LAYERS}={layers}"]
+        for precision, packing, layers in itertools.product(("fp32", "bf16"), PACKINGS, (1, 2))
+    }
+    saved = run_on_gpu("saved_bytes", cases)
+    for precision, packing in itertools.product(("fp32", "bf16"), PACKINGS):
+        stage, *overrides = overrides_of("pretrain", precision, packing)
+        cfg = composed(*stage_overrides(stage), *overrides, "data.path=none")
+        shape = BatchShape(4, 64, is_packed=packing != "none")
+        planned = layer_memory(cfg, model_facts(cfg), shape, Execution(on_cpu=False)).saved()
+        one, two = (saved[f"{precision} {packing} {layers}"] for layers in (1, 2))
+        assert planned == pytest.approx(two - one, rel=0.08), (precision, packing)
 
 
 WIDE = ["model.hidden_size=256", "model.head_dim=64", "model.num_hidden_layers=1", "model.max_position_embeddings=1024"]
