@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from engine_fixtures import DATA_FORMAT, stage_overrides
 from warm_programs import WarmPrograms, warm_programs
 
 FOLDER = Path(__file__).parent
@@ -36,6 +37,8 @@ def fake_gpu_library(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempP
 @pytest.fixture(scope="session")
 def warm_gpu(fake_gpu_library: Path) -> Iterator[WarmPrograms]:
     with warm_programs(FOLDER.parents[1], FOLDER / "fake_gpu.py", FAKE_GPU_LIBRARY=str(fake_gpu_library)) as warm:
+        for stage in DATA_FORMAT:
+            warm.call("engine_fixtures", "composed", *stage_overrides(stage), "device=cuda", "data.path=none")
         yield warm
 
 

@@ -3,10 +3,10 @@
 import pytest
 
 OFFLOAD = "distributed.cpu_offload=true"
-STEPS = ["pretrain", "model.num_hidden_layers=1", "train.max_steps=1", "distributed=fsdp", "distributed.nproc=2"]
+STEPS = ["pretrain", "model.num_hidden_layers=1", "train.max_steps=1", "distributed.name=fsdp", "distributed.nproc=2"]
 CASES = {
-    "adamw": ["optimizer=adamw", "precision=bf16"],
-    "muon": ["optimizer=muon", "precision=bf16", "data.packing=best_fit"],
+    "adamw": ["optimizer=adamw", "precision.name=bf16"],
+    "muon": ["optimizer=muon", "precision.name=bf16", "data.packing=best_fit"],
 }
 
 
