@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ QUERY_BLOCK = 64  # queries of a block
 FLEX_BLOCK, MIN_FLEX_WIDTH = 128, 32
 # its tiles in fp32: torch's own need 82 to 183 KB of shared memory with heads of 96 or 128, a block of a T4 has 64, of an
 # RTX 4090 99, of an A100 163
-FLEX_OPTIONS_FP32 = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32, "fwd_num_stages": 2}
+FLEX_OPTIONS_FP32: Any = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32, "fwd_num_stages": 2}
 # (query, key) pairs of a boolean mask on a GPU; FlexAttention computes rows with more of them, compiled or not
 MAX_MASKED_PAIRS = 1 << 28
 # attention probabilities of a layer saved for the backward pass; a larger number is recomputed
@@ -140,9 +140,10 @@ def attention(
     otherwise the backward pass recomputes them.
     """
     if isinstance(mask, BlockMask):
-        flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
         options = FLEX_OPTIONS_FP32 if q.dtype == torch.float32 else None
-        return flex(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options)
+        if torch.compiler.is_compiling():
+            return flex_attention(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options)
+        return _compiled_flex()(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options)
     if q.device.type == "cpu" and kernel in CPU_KERNELS and dropout == 0 and not cached:
         if kernel == FUSED_KERNEL and supports(q.dtype, q.shape[-1]):
             return fused_attention(q, k, v, mask)[0]

@@ -86,6 +86,7 @@ def attention(
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
     if q.shape[1] == k.shape[1] and torch.backends.cuda.mem_efficient_sdp_enabled():
         bias = torch.where(attn_mask, 0.0, -torch.inf).to(q.dtype) if is_boolean(attn_mask) else attn_mask
+        assert bias is None or bias.dtype == q.dtype
         return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal)[0]
     raise RuntimeError(f"no fast kernel: {q.dtype}, {q.shape[1]} and {k.shape[1]} heads, mask: {attn_mask is not None}")
 
