@@ -2,6 +2,7 @@
 results.
 """
 
+import gc
 import json
 import os
 import sys
@@ -125,15 +126,16 @@ def resumed_state(folder: Path, case: list[str]) -> list[list[str]]:
     state, devices = new_run(folder, *case), []
     state.logger.log, loop.train_step = lambda kind, step, **metrics: None, TRAIN_STEP
     with MODE, fake_gpu.Launches():
-        for _ in range(2):
-            loop.train_steps(state)
-            devices.append(devices_of_state(state))
-            files = {
-                file: {name: source().cpu() for name, source in sources.items()}
-                for file, sources in state.tensor_sources().items()
-            }
-            state.load_tensors(files, folder)
-            state.cfg.train.max_steps += 1
+        loop.train_steps(state)
+        devices.append(devices_of_state(state))
+        files = {
+            file: {name: source().cpu() for name, source in sources.items()}
+            for file, sources in state.tensor_sources().items()
+        }
+        state.load_tensors(files, folder)
+        state.cfg.train.max_steps += 1
+        loop.train_steps(state)
+        devices.append(devices_of_state(state))
     return devices
 
 
@@ -205,6 +207,7 @@ def syncs_of_statements(folder: Path, case: list[str]) -> list[str]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    gc.disable()  # the process is short, and has the modules of the server
     folder = Path(sys.argv[1])
     function, cases = json.loads((folder / "cases.json").read_text())
     prepare_build()

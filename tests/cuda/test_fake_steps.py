@@ -18,16 +18,19 @@ PACKED = "data.packing=best_fit"
 EXPERTS = ["model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=32"]
 WAITS = ["_local_scalar_dense"]  # for a number
 # as documented: fp16 for the norm in each step, experts for their numbers of tokens
-VARIANTS = {
+FAST_VARIANTS = {
     "muon": (["pretrain", PACKED, "precision.name=bf16", "optimizer=muon"], []),
-    "accumulation": (["pretrain", "precision.name=bf16", "train.accumulation_steps=2", "train.batch_size=2"], []),
     "selective": (["pretrain", PACKED, "train.activation_checkpointing=selective"], []),
-    "full": (["sft", "precision.name=bf16", "train.activation_checkpointing=full"], []),
     "efficient": (["pretrain", "precision.name=bf16", "model.attention=efficient"], []),
+    "experts": (["pretrain", PACKED, "precision.name=bf16", *EXPERTS], [*WAITS, "bincount"]),
+}
+SLOW_VARIANTS = {
+    "accumulation": (["pretrain", "precision.name=bf16", "train.accumulation_steps=2", "train.batch_size=2"], []),
+    "full": (["sft", "precision.name=bf16", "train.activation_checkpointing=full"], []),
     "flash": (["pretrain", "precision.name=bf16", "model.attention=flash"], []),
     "dropout": (["pretrain", PACKED, "model.dropout=0.1"], []),
     "lora of dpo": (["dpo_lora", PACKED, "optimizer=muon"], []),
-    "experts": (["pretrain", PACKED, "precision.name=bf16", *EXPERTS], [*WAITS, "bincount"]),
+    "experts in fp16": (["sft", "precision.name=fp16", *EXPERTS], [*WAITS, "bincount"]),
 }
 MINIMIND_64M = ["model.hidden_size=768", "model.num_hidden_layers=8", "model.num_attention_heads=8", "model.num_key_value_heads=4", "model.head_dim=96", "model.intermediate_size=2432"]  # fmt: skip
 LAUNCHES = {"muon": 160, "adamw": 30}  # of an update with clipping; Muon without batches has 1,600
@@ -69,10 +72,13 @@ def test_step_stays_on_its_gpu_and_waits_in_fp16_only(run_on_gpu, stage, combina
     }
 
 
-def test_step_of_each_variant_stays_on_its_gpu(run_on_gpu):
-    results = run_on_gpu("steps", {name: [*overrides, *ONE_STEP] for name, (overrides, _) in VARIANTS.items()})
+@pytest.mark.parametrize(
+    "variants", [FAST_VARIANTS, pytest.param(SLOW_VARIANTS, marks=pytest.mark.slow)], ids=["first", "others"]
+)
+def test_step_of_each_variant_stays_on_its_gpu(run_on_gpu, variants):
+    results = run_on_gpu("steps", {name: [*overrides, *ONE_STEP] for name, (overrides, _) in variants.items()})
     assert {name: facts(result) for name, result in results.items()} == {
-        name: expected(waits) for name, (_, waits) in VARIANTS.items()
+        name: expected(waits) for name, (_, waits) in variants.items()
     }
 
 
