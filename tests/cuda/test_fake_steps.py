@@ -20,7 +20,7 @@ WAITS = ["_local_scalar_dense"]  # for a number
 # as documented: fp16 for the norm in each step, experts for their numbers of tokens
 FAST_VARIANTS = {
     "muon": (["pretrain", PACKED, "precision.name=bf16", "optimizer=muon"], []),
-    "selective": (["pretrain", PACKED, "train.activation_checkpointing=selective"], []),
+    "selective": (["pretrain", PACKED, "train.activation_checkpointing=selective"], []),  # precision=auto
     "efficient": (["pretrain", "precision.name=bf16", "model.attention=efficient"], []),
     "experts": (["pretrain", PACKED, "precision.name=bf16", *EXPERTS], [*WAITS, "bincount"]),
 }
@@ -128,7 +128,7 @@ def test_mask_is_made_once_for_all_layers(run_on_gpu):
     saved = run_on_gpu(
         "saved_bytes",
         {
-            f"{packing} {layers}": ["pretrain", f"data.packing={packing}", f"{LAYERS}={layers}"]
+            f"{packing} {layers}": [*overrides_of("pretrain", "fp32", packing), f"{LAYERS}={layers}"]
             for packing, layers in itertools.product(PACKINGS, (1, 2))
         },
     )
