@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from models.families.decoder import DecoderConfig
 from models.language_model import LanguageModel, ModelOutput
-from models.layers.attention import AttentionMask, document_mask
+from models.layers.attention import AttentionMask, additive_mask, document_mask
 from models.layers.attention_block import (
     WEIGHT_INIT_STD,
     DecoderLayer,
@@ -26,7 +26,7 @@ from models.layers.attention_block import (
 )
 from models.layers.chunked_loss import LMHead
 from models.layers.mlp import MoE, index_documents, load_balancing_loss
-from models.layers.ops import full_checkpointing
+from models.layers.ops import compute_dtype, full_checkpointing
 
 
 class DecoderBackbone(nn.Module):
@@ -81,6 +81,7 @@ class Decoder(LanguageModel):
             is_compiled = self.training and "forward" in vars(self.layers[0])
             dropout = self.cfg.dropout if self.training else 0.0
             mask = document_mask(document_ids, dropout, self.cfg.head_dim, is_compiled)
+            mask = additive_mask(mask, compute_dtype(x))
         mode = self.activation_checkpointing if self.training and torch.is_grad_enabled() else "none"
         # only the load-balancing loss reads it
         documents = index_documents(T, lengths, document_ids) if lengths is not None and self.cfg.num_experts else None

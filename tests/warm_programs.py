@@ -98,10 +98,20 @@ class WarmPrograms:
 
 
 @contextmanager
-def warm_programs(root: Path) -> Iterator[WarmPrograms]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"}
+def warm_programs(root: Path, *before_torch: Path, **variables: str) -> Iterator[WarmPrograms]:
+    """`before_torch`: files of modules that the server imports first; `variables`: of its environment."""
+    environment = {
+        **os.environ,
+        **variables,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}",
+    }
     with subprocess.Popen(
-        [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, __file__, *map(str, before_torch)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as server:
         try:
             yield WarmPrograms(server)
@@ -109,7 +119,10 @@ def warm_programs(root: Path) -> Iterator[WarmPrograms]:
             server.kill()
 
 
-def serve(search: list[str]) -> None:
+def serve(search: list[str], before_torch: list[str]) -> None:
+    for file in before_torch:
+        sys.path.insert(0, str(Path(file).parent))
+        importlib.import_module(Path(file).stem)
     for module in IMPORTS:
         importlib.import_module(module)
     for line in sys.stdin:
@@ -205,4 +218,4 @@ def run_program(program: list[str], search: list[str]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    serve(sys.path[1:])
+    serve(sys.path[1:], sys.argv[1:])

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,9 @@ QUERY_BLOCK = 64  # queries of a block
 # Queries, and keys, of a block of FlexAttention. With heads of 16 and rows of 64 tokens its gradients in 16 bits were
 # wrong by a factor of 8, without an error (H100, torch 2.11, triton 3.6; right with heads of 32 and rows of 256)
 FLEX_BLOCK, MIN_FLEX_WIDTH = 128, 32
+# its tiles in fp32: torch's own need 82 to 183 KB of shared memory with heads of 96 or 128, a block of a T4 has 64, of an
+# RTX 4090 99, of an A100 163
+FLEX_OPTIONS_FP32: Any = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32, "fwd_num_stages": 2}
 # (query, key) pairs of a boolean mask on a GPU; FlexAttention computes rows with more of them, compiled or not
 MAX_MASKED_PAIRS = 1 << 28
 # attention probabilities of a layer saved for the backward pass; a larger number is recomputed
@@ -41,7 +44,8 @@ FUSED_KERNEL = "fused"  # the C++ kernel, where `load_kernels` was called
 CPU_KERNELS = ("auto", FUSED_KERNEL)
 MASKED_QUERY_CHUNK = 128  # queries per call of the CPU kernel with a mask
 
-AttentionMask = Tensor | BlockMask | None  # (B, 1, T, C), True where attention is allowed; None: causal
+# (B, 1, T, C), True where attention is allowed, or as `additive_mask`; None: causal
+AttentionMask = Tensor | BlockMask | None
 
 
 def document_mask(
@@ -57,13 +61,22 @@ def document_mask(
     return boolean_document_mask(document_ids)
 
 
+def additive_mask(mask: AttentionMask, dtype: torch.dtype) -> AttentionMask:
+    """Return a boolean mask of a GPU as what is added to scores of `dtype`: every layer would convert it, and save a mask
+    of its own for the backward pass.
+    """
+    if not (isinstance(mask, Tensor) and mask.is_cuda):
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+
+
 def fits_flex_attention(shape: Sequence[int], dropout: float, head_width: int, is_compiled: bool) -> bool:
     """Return whether FlexAttention is exact and worth its compilation on a GPU. shape: (B, T)."""
     B, T = shape
     return (
         dropout == 0
         and head_width >= MIN_FLEX_WIDTH
-        and T >= FLEX_BLOCK
+        and T > FLEX_BLOCK  # a single block would have a program of its own
         and (is_compiled or B * T * T > MAX_MASKED_PAIRS)
     )
 
@@ -127,9 +140,10 @@ def attention(
     otherwise the backward pass recomputes them.
     """
     if isinstance(mask, BlockMask):
+        options = FLEX_OPTIONS_FP32 if q.dtype == torch.float32 else None
         if torch.compiler.is_compiling():
-            return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
-        return _compiled_flex()(q, k, v, block_mask=mask, enable_gqa=True)
+            return flex_attention(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options)
+        return _compiled_flex()(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options)
     if q.device.type == "cpu" and kernel in CPU_KERNELS and dropout == 0 and not cached:
         if kernel == FUSED_KERNEL and supports(q.dtype, q.shape[-1]):
             return fused_attention(q, k, v, mask)[0]

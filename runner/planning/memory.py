@@ -104,6 +104,8 @@ class LayerMemory:
         per_token += (2 * D + 3 * Q + 3 * K) * c  # inputs of the projections, projected, and rotated queries and keys
         per_token += (Q + K) * FP32 * (trained + (c != FP32)) if layer.qk_norm else 0
         per_token += (2 if has_fused_mlp else 3) * F * c
+        if not self.execution.on_cpu and (c == FP32 or self.shape.is_packed):
+            per_token += (2 * Q - K) * c  # keys and values of each query head: attention.needs_repeated_heads
         # inputs and outputs of the experts, probabilities
         per_token += 2 * layer.experts_per_token * D * c + 3 * layer.experts * FP32 if layer.experts else 0
         weights = 0  # rounded to 16 bits; those that are joined for one product are joined again in the backward pass
@@ -245,13 +247,18 @@ def _moments(
 
     `keeps_gradients`: they are there before the backward pass.
     """
+    from models.layers.attention import fits_flex_attention
+
     shape, D, n, c = layer.shape, model.layer.hidden, layer.shape.numbers, layer.width
     numbers = 0 if model.adapter_numbers else model.vocab * D  # of the trained output layer
     head = FP32 * numbers
     # of stages with a reference each token has a weight of its own: logits are computed again in the backward pass
     saved_by_loss = n * D * c + (0 if cfg.stage.needs_reference else head)
     # that all layers share
-    mask = n * shape.tokens if shape.is_packed and (layer.execution.on_cpu or not layer.execution.is_compiled) else 0
+    mask = n * shape.tokens if shape.is_packed else 0
+    if not layer.execution.on_cpu:  # what is added to scores, unless FlexAttention computes them
+        head_width, dropout = model.layer.queries // model.layer.heads, getattr(cfg.model, "dropout", 0.0)
+        mask *= 0 if fits_flex_attention((shape.rows, shape.tokens), dropout, head_width, False) else c
     forward = {
         "gradients": gradients if keeps_gradients else 0,
         "activations": model.layer.layers * layer.saved() + mask,

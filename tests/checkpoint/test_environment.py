@@ -45,7 +45,10 @@ def test_environment_of_a_gpu_names_driver_and_triton(monkeypatch: pytest.Monkey
     monkeypatch.setattr(compatibility, "nvidia_driver", lambda: "driver 2")
     after = environment_facts(describe_environment(torch.device("cuda"), 1))
     assert reasons(before, after) == ["environment.driver: driver 1 -> driver 2"]
-    assert "triton" in recorded_environment(before)
+    monkeypatch.setattr(compatibility, "find_spec", lambda name: name)
+    monkeypatch.setattr(compatibility, "version", lambda name: f"{name} 3.8")
+    facts = recorded_environment(environment_facts(describe_environment(torch.device("cuda"), 1)))
+    assert facts["triton"] == "triton 3.8"
     (file := tmp_path / "version").write_text("NVRM version: 580.159.04\nGCC version: 12\n")
     assert nvidia_driver(file) == "NVRM version: 580.159.04" and nvidia_driver(tmp_path / "none") is None
 

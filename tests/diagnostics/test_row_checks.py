@@ -214,6 +214,7 @@ def test_lack_of_memory_is_recognized_by_type_and_text() -> None:
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     )
     assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes"))
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
     assert not is_out_of_memory(RuntimeError("shape mismatch")) and not is_out_of_memory(
         OSError("Cannot allocate memory")
     )

@@ -225,6 +225,18 @@ def test_experiment_of_a_gpu_fits_into_its_memory_and_uses_a_third_of_it(tiny_pl
     assert size / 3 < needed / 10**9 < 0.9 * size
 
 
+@pytest.mark.parametrize(("rows", "tokens", "per_pair"), [(4, 512, FP32), (16, 2048, FP32), (1, 32768, 0)])
+def test_mask_of_packed_rows_on_a_gpu_is_counted_once(
+    tiny_plan: RunPlan, rows: int, tokens: int, per_pair: int
+) -> None:
+    """All layers share it; FlexAttention, which computes long rows, has none."""
+    packed, plain = (
+        estimated(tiny_plan, tiny_plan.run.config, 4, "cuda", rows=rows, tokens=tokens, is_packed=is_packed)
+        for is_packed in (True, False)
+    )
+    assert packed.parts["activations"] - plain.parts["activations"] == per_pair * rows * tokens**2
+
+
 def test_long_runs_are_compiled_and_have_a_pool_by_the_rules_of_the_engine(
     tiny_plan: RunPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,10 +52,11 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def distribute_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return `tensor`, which every rank has in full, sharded as `like` is. Scalars are not sharded."""
+    """Return `tensor`, which every rank has in full, sharded and on the device as `like` is. Scalars are not sharded."""
     if not hasattr(like, "placements") or tensor.ndim == 0:
         return tensor
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     assert isinstance(like, DTensor)
-    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+    # distributed over GPUs by torch, also where cpu_offload keeps the shards in host memory
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None).to(like.device)
