@@ -1,6 +1,7 @@
 """`run_on_gpu(cases)`: trainings on GPUs that compute nothing (see fake_gpu.py), in forks of one process."""
 
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -28,9 +29,9 @@ def fake_gpu_library(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempP
     folder = cache.mkdir("fake_gpu") if cache else tmp_path_factory.getbasetemp()
     library = folder / f"{torch.__version__}-{source.stat().st_mtime_ns}.so"
     if not library.exists():
-        own = tmp_path_factory.mktemp("compiled") / library.name  # other processes of pytest may compile, too
+        own = library.with_suffix(f".{os.getpid()}")  # other processes of pytest may compile, too
         subprocess.run([*COMPILER, f"-I{Path(torch.__file__).parent / 'include'}", source, "-o", own], check=True)
-        shutil.move(own, library)
+        own.replace(library)
     return library
 
 
