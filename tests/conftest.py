@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -16,6 +17,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # small tensors: more threads only wait for each other, for minutes on a busy machine
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the commands do
+
+# nohup, and a shell that starts tests in the background, ignore them: so would every process that a test starts
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ("command_fixtures", "engine_fixtures")
 

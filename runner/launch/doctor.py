@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
@@ -154,7 +154,9 @@ def _compare(state: CheckpointState, config: Config, started: bool) -> ResumeOut
     if 0 < config.train.max_steps < step:
         text = f"refuses: the run is already at step {step}, and train.max_steps={config.train.max_steps}"
         return ResumeOutcome(Verdict.REFUSES, text, f"{command} train.max_steps={step}")
-    differences = diff_facts(saved["compatibility"], current_facts(saved["compatibility"], config), run_rules(config))
+    facts = saved["compatibility"]
+    config = replace(config, precision=config.precision.on("cpu", facts.get("precision.name")))
+    differences = diff_facts(facts, current_facts(facts, config), run_rules(config))
     if differences["incompatible"]:
         text = f"refuses: another configuration saved {name}: {'; '.join(differences['incompatible'])}"
         return ResumeOutcome(Verdict.REFUSES, text, "restore the settings")
