@@ -15,7 +15,7 @@ COPY requirements.lock /src/
 # a wheel of the CPU index has a higher version than that of PyPI: no package of CUDA is installed
 RUN pip install --no-cache-dir --constraint /src/requirements.lock --extra-index-url "$TORCH_INDEX" torch
 COPY . /src
-RUN pip install --no-cache-dir --constraint /src/requirements.lock "/src[$EXTRAS]"
+RUN pip install --no-cache-dir --constraint /src/requirements.lock "/src${EXTRAS:+[$EXTRAS]}"
 WORKDIR /work
 RUN chmod 1777 /work
 USER 1000:1000

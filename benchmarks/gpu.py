@@ -51,6 +51,7 @@ CASES = {  # name -> case of lib/case_process.py, precision, train.compile
     "nanochat, its own model, compiled": ("nanochat, its own model, equal lengths, compiled", "bf16", None),
 }
 NOMINAL = {  # part of a card's name -> precision -> TFLOP/s of its data sheet, without sparsity
+    "H100 NVL": {"bf16": 835, "tf32": 418},
     "H100 PCIe": {"bf16": 756, "tf32": 378},
     "H100": {"bf16": 989, "tf32": 495},
     "H200": {"bf16": 989, "tf32": 495},
@@ -59,6 +60,7 @@ NOMINAL = {  # part of a card's name -> precision -> TFLOP/s of its data sheet, 
     "L4": {"bf16": 121, "tf32": 60},
     "A10": {"bf16": 125, "tf32": 62},
     "RTX 4090": {"bf16": 165, "tf32": 82},
+    "RTX 3090 Ti": {"bf16": 80, "tf32": 40},
     "RTX 3090": {"bf16": 71, "tf32": 36},
 }
 CPU_ROWS = 4  # per step

@@ -7,6 +7,7 @@ A trainer is measured by the batches it takes: one turn lasts from taking a batc
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import os
@@ -170,13 +171,15 @@ def ours(
 
     `record_loss` of the spec: send the loss of each step, too.
     """
-    with suppress(ModuleNotFoundError):  # an older checkout has no such module, and its command does not adapt
-        from runner.engine.device.spinning import adapt_spinning, set_wait_policy
-
-        # as the command does, before torch is imported; building the state does what else the command decides
-        set_wait_policy()
-        # per turn: while this process is stopped, the load of the other cases is none that it meets
-        gate.during_turn = adapt_spinning
+    # of another checkout the module may have its earlier name; an older one has none, and its command does not adapt
+    for module in ("runner.engine.device.spinning", "runner.engine.device.cpu.spinning"):
+        with suppress(ModuleNotFoundError):
+            spinning = importlib.import_module(module)
+            # as the command does, before torch is imported; building the state does what else the command decides
+            spinning.set_wait_policy()
+            # per turn: while this process is stopped, the load of the other cases is none that it meets
+            gate.during_turn = spinning.adapt_spinning
+            break
     from runner.engine.loop import train_step
 
     overrides = [

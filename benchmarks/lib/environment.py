@@ -55,7 +55,9 @@ def process_facts(adapts_spinning: bool) -> dict[str, Any]:
             name for name in names if name.startswith(("libgomp", "libiomp", "libomp", "libjemalloc", "libtcmalloc"))
         }
     variables = recorded_variables(os.environ)
-    allocator = sys.modules.get("runner.engine.device.cpu")
+    # of another checkout (commits.py), the modules may have other names
+    modules = (sys.modules.get(name) for name in ("runner.engine.device.cpu", "runner.engine.device.cpu.allocator"))
+    allocator = next((module for module in modules if hasattr(module, "keep_freed_memory")), None)
     is_set_by_us = (
         allocator is not None
         and allocator.keep_freed_memory.cache_info().currsize

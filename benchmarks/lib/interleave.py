@@ -220,6 +220,7 @@ def measure(
         messages += run_rounds(cases, rounds, **options)
         for case in cases if profiles else ():
             case.profile = case.request("profile") if case.name != "machine" else {}
+            messages += [f"no profile: {case.name}: {error}"] if (error := case.profile.get("error")) else []
     finally:
         for case in started:
             case.close()

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from data.errors import BadRowError, type_name
 from data.schemas.messages import as_objects, check_chat, check_order, drop_empty_system, parse_json_field
 from data.schemas.registry import ChatExample, PreferencePair, register_schema
 from data.schemas.text import optional_text, required_text
-from data.types import BadRowError, type_name
 
 CHAT_FIELDS = ("system", "tools")  # optional fields of conversations of every schema
 PREFERENCE_KEYS = ("chosen", "rejected")

@@ -8,8 +8,8 @@ import json
 from typing import Any
 
 from common.errors import did_you_mean
+from data.errors import BadRowError, parse_json_row, type_name
 from data.schemas.columns import check_no_loss_mask, check_no_media
-from data.types import BadRowError, parse_json_row, type_name
 
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
 OPENAI_ROLES = ROLES | {"developer": "system", "function": "tool"}

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, did_you_mean
+from data.errors import BadRowError
 from data.schemas.columns import (
     HIDE_MEDIA,
     check_no_ignored_content,
@@ -31,7 +32,6 @@ from data.schemas.columns import (
     columns_setting,
     has_verdict,
 )
-from data.types import BadRowError
 
 if TYPE_CHECKING:
     from data.sources.files import Source

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from common.errors import UserError
-from data.types import BadRowError
+from data.errors import BadRowError
 
 if TYPE_CHECKING:
     from charset_normalizer import CharsetMatch

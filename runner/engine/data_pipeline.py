@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import UserError
 from common.paths import display_path
 from data.config import DataConfig
-from data.types import BadRowError
+from data.errors import BadRowError
 from runner.diagnostics.symptoms import FEW_ROWS, few_validation_rows, troubleshooting
 from runner.engine.config import Config
 from runner.engine.objectives.config import StageConfig

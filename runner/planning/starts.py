@@ -18,7 +18,7 @@ from runner.config.resolve import resolve_run
 from runner.config.unread import check_typed_are_read
 from runner.engine.config import Config
 from runner.launch import initial_weights, resume, run
-from runner.run_dir.contents import has_started, is_sweep_dir
+from runner.run_dir.contents import has_started, is_sweep_dir, recorded_precision
 from runner.run_dir.metadata import RunMetadata
 from runner.sweep import extend, grid, validation
 from runner.sweep.session import SweepSession
@@ -75,6 +75,8 @@ def _resumed_run(folder: Path, typed: list[str], name: str = "") -> PlannedRun:
     config = plan.config
     if isinstance(fields.get("init_from"), str) and config.init_from == "auto":
         config = dataclasses.replace(config, init_from=fields["init_from"])
+    if recorded := recorded_precision(fields):
+        config = dataclasses.replace(config, precision=config.precision.on("cpu", recorded))
     done = fields.get("step")
     return PlannedRun(
         name or f"resume={folder.name}", _checked(config), tuple(typed), done if isinstance(done, int) else 0

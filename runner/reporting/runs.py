@@ -19,7 +19,7 @@ from common.settings import as_typed, flat_settings
 from runner.config.overrides import is_override_list, is_storable
 from runner.config.resolve import resolve_run
 from runner.reporting.metrics import Metrics, file_signature, read_job_metrics
-from runner.run_dir.contents import DEFAULT_METADATA, OWNER_FILE, RUN_FILE, SWEEP_FILE, is_sweep_dir
+from runner.run_dir.contents import DEFAULT_METADATA, OWNER_FILE, RUN_FILE, SWEEP_FILE, is_sweep_dir, recorded_precision
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.saved_config import CONFIG_FILE, load_saved_config, load_yaml
 
@@ -134,9 +134,12 @@ def as_dict(value: Any) -> dict[str, Any]:
 def saved_settings(run_dir: Path) -> dict[str, str]:
     """Return the composed settings in .hydra/config.yaml by key, without Hydra's own; {} if they cannot be read.
 
-    Nothing in the file is resolved.
+    Nothing in the file is resolved but precision=auto.
     """
-    return _saved_settings(run_dir, file_signature(run_dir / CONFIG_FILE))
+    settings = _saved_settings(run_dir, file_signature(run_dir / CONFIG_FILE))
+    if settings.get("precision.name") == "auto" and (precision := recorded_precision(RunMetadata.read(run_dir))):
+        return settings | {"precision.name": precision}
+    return settings
 
 
 @lru_cache(maxsize=1024)

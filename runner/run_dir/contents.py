@@ -366,3 +366,9 @@ def _git(root: Path, *arguments: str) -> bytes | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return result.stdout if result.returncode == 0 else None
+
+
+def recorded_precision(fields: Mapping[str, Any]) -> str | None:
+    """Return what the newest attempt has computed in, by run.json: `precision=auto` does not say it."""
+    attempts = [each for each in fields.get("attempts", ()) if isinstance(each, dict)]
+    return next((text for each in reversed(attempts) if isinstance(text := each.get("precision"), str)), None)

@@ -14,7 +14,7 @@ LONG = ["model.hidden_size=256", "model.head_dim=64", "data.max_length=512", "tr
 PACKED = "data.packing=best_fit"
 EXPERTS = ["model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=64"]
 CASES = {
-    "packed-fp32": ("pretrain", [PACKED]),
+    "packed-fp32": ("pretrain", [PACKED, "precision=fp32"]),
     "packed-bf16": ("pretrain", [PACKED, "precision=bf16"]),
     "compiled-bf16": ("pretrain", [PACKED, "precision=bf16", "train.compile=default"]),
     "rows-bf16": ("sft", ["precision=bf16"]),

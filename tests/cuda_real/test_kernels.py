@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from models.language_model import create_model
-from models.layers.attention import attention, document_mask
+from models.layers.attention import additive_mask, attention, document_mask
 from models.layers.chunked_loss import IGNORE_LABEL, linear_cross_entropy
 from runner.config.compose import compose_config
 from runner.engine.optim.groups import build_optimizer
@@ -49,7 +49,7 @@ def test_attention_has_the_values_and_gradients_of_fp64(shape, is_packed, width,
     expected = scores.softmax(-1) @ v
     for is_compiled in (False, True):  # where layers are compiled, FlexAttention computes long rows
         mine = [each.to(DEVICE, dtype).requires_grad_() for each in inputs]
-        mask = document_mask(ids.to(DEVICE), 0.0, width, is_compiled) if is_packed else None
+        mask = additive_mask(document_mask(ids.to(DEVICE), 0.0, width, is_compiled), dtype) if is_packed else None
         actual = attention(*mine, mask, 0.0, "auto")
         assert_near(actual, expected, dtype)
         grads = torch.autograd.grad(actual, mine, upstream.to(DEVICE, dtype))

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from command_fixtures import TINY_RUN, Program
 
+from runner.planning.starts import planned_start
+
 pytestmark = pytest.mark.slow
 
 
@@ -49,6 +51,10 @@ def test_plan_of_a_resumed_run_counts_the_steps_that_are_left(program: Program, 
     plan = plan_of(program, f"resume={run}", "train.max_steps=6", "timing=false")
     assert (plan["resumed_at"], plan["data"]["steps"], plan["time"]) == (2, 6, None)
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == files
+    fields = json.loads((run / "run.json").read_text())
+    fields["attempts"][-1]["precision"] = "bf16"  # as a GPU would have computed it: its config says auto
+    (run / "run.json").write_text(json.dumps(fields))
+    assert planned_start([f"resume={run}", "train.max_steps=6"], []).runs[0].config.precision.name == "bf16"
 
 
 def test_plan_refuses_settings_with_the_exit_code_of_train(program: Program):

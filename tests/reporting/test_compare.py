@@ -219,6 +219,13 @@ def test_settings_that_are_read_again_follow_the_file(tmp_path: Path) -> None:
     assert dict(read_comparison(runs).differing)["optimizer.lr"] == ["0.5", "0.001"]
 
 
+def test_comparison_names_the_precision_that_auto_was(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, attempts=[{"precision": name}]) for name in ("bf16", "fp32")]
+    for run in runs:
+        (run / ".hydra" / "config.yaml").write_text(json.dumps({"precision": {"name": "auto"}}))
+    assert dict(read_comparison(runs).differing)["precision.name"] == ["bf16", "fp32"]
+
+
 def test_comparison_on_a_terminal_aligns_wide_characters(tmp_path: Path) -> None:
     lines = compare_text(
         read_comparison([make_run(tmp_path / "a", name="模型一"), make_run(tmp_path / "b", name="plain")])

@@ -123,7 +123,9 @@ class Precision:
             cfg.check_device(name, None if torch.version.hip else torch.cuda.get_device_capability(device))
             if cfg.name == "bf16" and not _computes_bf16():
                 raise UserError(
-                    f"{name} does not compute in bf16", "precision=bf16", "precision=fp16 or precision=fp32"
+                    f"{name} does not compute in bf16",
+                    "precision=bf16",
+                    "precision=fp16 or precision=fp32; resume runs in bf16 on a GPU that computes it, or with device=cpu",
                 )
         else:
             cfg.check_device("a GPU of Apple" if device.type == "mps" else "the CPU", None)
