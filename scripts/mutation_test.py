@@ -63,8 +63,6 @@ PROFILE = "mutation"  # of hypothesis
 PYTEST_OPTIONS = (
     "-q",
     "--tb=line",
-    "-m",
-    "not slow",
     "-p",
     "no:cacheprovider",
     "-p",
@@ -73,6 +71,7 @@ PYTEST_OPTIONS = (
     "_hypothesis_pytestplugin",
     f"--hypothesis-profile={PROFILE}",
 )
+NO_TESTS_COLLECTED = 5  # exit code of pytest
 TIME_LIMIT = 120  # seconds of one pytest run; a mutant may loop forever
 LOG_LINES = 20  # of pytest, if it neither passes nor fails
 
@@ -92,7 +91,7 @@ class Mutant:
     file: str  # below the root of the checkout
     old: str  # occurs exactly once in the file, however its lines are broken
     new: str
-    tests: list[str]  # arguments of pytest; slow tests are left out
+    tests: list[str]  # arguments of pytest; slow tests are left out where others are among them
     imports: list[str]  # further packages that its tests import: imported once, before the fork
 
     def mutated(self, root: Path) -> str:
@@ -223,7 +222,10 @@ class PytestProcess:
             recorder = FailureRecorder()
             register_hypothesis_profile()
             options = [*PYTEST_OPTIONS, f"--basetemp={self.root.parent / 'tmp'}", *(["-x"] if stop_at_first else [])]
-            code = int(importlib.import_module("pytest").main([*tests, *options], plugins=[recorder]))
+            pytest = importlib.import_module("pytest")
+            code = int(pytest.main([*tests, "-m", "not slow", *options], plugins=[recorder]))
+            if code == NO_TESTS_COLLECTED:
+                code = int(pytest.main([*tests, *options], plugins=[recorder]))
             self.report.write_text(json.dumps({"code": code, "failed": recorder.failed}))
         finally:
             os._exit(0)  # no cleanup of the parent's objects
