@@ -91,7 +91,7 @@ class Mutant:
     file: str  # below the root of the checkout
     old: str  # occurs exactly once in the file, however its lines are broken
     new: str
-    tests: list[str]  # arguments of pytest; slow tests are left out where others are among them
+    tests: list[str]  # arguments of pytest; slow tests are run where the others pass
     imports: list[str]  # further packages that its tests import: imported once, before the fork
 
     def mutated(self, root: Path) -> str:
@@ -224,8 +224,9 @@ class PytestProcess:
             options = [*PYTEST_OPTIONS, f"--basetemp={self.root.parent / 'tmp'}", *(["-x"] if stop_at_first else [])]
             pytest = importlib.import_module("pytest")
             code = int(pytest.main([*tests, "-m", "not slow", *options], plugins=[recorder]))
-            if code == NO_TESTS_COLLECTED:
-                code = int(pytest.main([*tests, *options], plugins=[recorder]))
+            if code in (0, NO_TESTS_COLLECTED):
+                slow = int(pytest.main([*tests, "-m", "slow", *options], plugins=[recorder]))
+                code = code if slow == NO_TESTS_COLLECTED else slow
             self.report.write_text(json.dumps({"code": code, "failed": recorder.failed}))
         finally:
             os._exit(0)  # no cleanup of the parent's objects
