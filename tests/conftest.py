@@ -65,11 +65,12 @@ def remove_entries_of(plugin: str) -> None:
 
 
 @pytest.fixture(autouse=True)
-def forget_plugins() -> Iterator[None]:
-    """Forget the plugins that a test has imported, and what they have registered: a run copies their source, its jobs
+def forget_commands() -> Iterator[None]:
+    """Forget what commands leave in this process: the plugins that a test has imported, and what they have registered: a run copies their source, its jobs
     import them, messages list them.
     """
     yield
+    os.environ.pop("HYDRA_FULL_ERROR", None)  # a command in this process sets it, and programs would inherit it
     if plugins := sys.modules.get("common.registry"):
         for module in plugins.IMPORTED_MODULES.values():
             remove_entries_of(module.__name__)
