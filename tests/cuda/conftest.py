@@ -21,9 +21,9 @@ def fake_gpu_library(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempP
     import torch
 
     if torch.version.cuda or torch.version.hip:
-        pytest.skip("this torch has GPUs of its own")
+        pytest.skip("torch was built for GPUs: it registers the device that the fakes take; tests/cuda_real runs there")
     if shutil.which("g++") is None:
-        pytest.skip("no g++")
+        pytest.skip("no g++, which compiles fake_gpu.cpp")
     source = FOLDER / "fake_gpu.cpp"
     cache = getattr(pytestconfig, "cache", None)  # there is none with -p no:cacheprovider
     folder = cache.mkdir("fake_gpu") if cache else tmp_path_factory.getbasetemp()

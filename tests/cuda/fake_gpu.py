@@ -19,13 +19,13 @@ for library in (torch_libraries / "libc10.so", torch_libraries / "libtorch_cpu.s
     ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
 
 import torch  # noqa: E402  after its libraries
-from torch import Tensor  # noqa: E402
-from torch._subclasses import fake_tensor  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
-from torch.cuda.amp import common as cuda_amp  # noqa: E402
-from torch.utils import _foreach_utils as foreach  # noqa: E402
-from torch.utils._mode_utils import no_dispatch  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch import Tensor  # noqa: E402  after its libraries
+from torch._subclasses import fake_tensor  # noqa: E402  after its libraries
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402  after its libraries
+from torch.cuda.amp import common as cuda_amp  # noqa: E402  after its libraries
+from torch.utils import _foreach_utils as foreach  # noqa: E402  after its libraries
+from torch.utils._mode_utils import no_dispatch  # noqa: E402  after its libraries
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402  after its libraries
 
 aten = torch.ops.aten
 TORCH_ATTENTION = torch.nn.functional.scaled_dot_product_attention
