@@ -170,7 +170,7 @@ def describe_out_of_memory(state: TrainState, error: BaseException) -> str:
     )
     try:
         alternatives = smaller_settings(state, peak, requested)
-    except Exception:  # the formula needs memory, too, and facts that may be missing: the cause is reported all the same
+    except Exception:  # the formula needs memory and facts that may be missing: the cause is reported all the same
         alternatives = []
     fixes = [
         f"{each.overrides} (about {_mib(each.memory)} in all{', ' + each.changes if each.changes else ''})"
