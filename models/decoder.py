@@ -119,8 +119,8 @@ class Decoder(LanguageModel):
             layer.mlp.exclude_from_compile()
         return layer.body
 
-    def compile_layers(self, *, single_row: bool, **options: Any) -> None:
-        super().compile_layers(single_row=single_row, fullgraph=not self.cfg.num_experts, **options)
+    def compile_layers(self, *, single_row: bool, dynamic: bool = True, **options: Any) -> None:
+        super().compile_layers(single_row=single_row, dynamic=dynamic, fullgraph=not self.cfg.num_experts, **options)
 
     def new_cache(self, rows: int, max_length: int, dtype: torch.dtype) -> KVCache:
         return KVCache(self.cfg, rows, max_length, self.frequencies.device, dtype)

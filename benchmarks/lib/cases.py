@@ -112,6 +112,7 @@ class Gate:
             (getattr(event, f"self_{kind}_time_total") / 1e6, event.count, event.key)
             for event in profiler.key_averages()
             if event.device_type == (torch.autograd.DeviceType.CUDA if uses_gpu() else torch.autograd.DeviceType.CPU)
+            and not event.is_user_annotation  # the span of an optimizer's step on the GPU
         ]
         total = sum(seconds for seconds, *_ in kernels)
         longest = [[name[:80], seconds / total] for seconds, _, name in sorted(kernels, reverse=True)[:LONGEST_KERNELS]]

@@ -100,8 +100,13 @@ class Batch:
         return values.new_zeros(count + 1).index_add(0, slots, values.flatten())[:count]
 
 
-def collate(sequences: list[list[EncodedRow]], pad_id: int, packed: bool) -> Batch:
-    """Return the batch of `sequences`: packed, one batch row per sequence; else one per document."""
+def collate(
+    sequences: list[list[EncodedRow]], pad_id: int, packed: bool, shape: tuple[int, int] | None = None
+) -> Batch:
+    """Return the batch of `sequences`: packed, one batch row per sequence; else one per document.
+
+    shape: (R, T) of the batch, padded, for packed sequences of at most T tokens; None: as large as they need.
+    """
     rows = [row for sequence in sequences for row in sequence]
     per_row = len(rows[0].sequences)
     # (id, tokens)
@@ -115,7 +120,8 @@ def collate(sequences: list[list[EncodedRow]], pad_id: int, packed: bool) -> Bat
     else:
         batch_rows = [[row[part]] for part in range(per_row) for row in documents]
     width = max(sum(len(tokens.ids) - 1 for _, tokens in batch_row) for batch_row in batch_rows)
-    shape = (len(batch_rows), -(-width // ROUND_TO) * ROUND_TO)
+    R, T = shape or (len(batch_rows), width)
+    shape = (R, -(-T // ROUND_TO) * ROUND_TO)
     input_ids, labels = np.full(shape, pad_id), np.full(shape, IGNORE_INDEX)
     document_ids, position_ids = np.full(shape, PADDING), np.zeros(shape, np.int64)
     loss_weights = np.zeros(shape, np.float32)

@@ -283,7 +283,7 @@ def build_loaders(
 ) -> tuple[StepLoader, StepLoader | None]:
     """Return the loaders of the training and the validation rows (None: there are none)."""
     ranks = (dist.rank, dist.size, dist.device.type == "cuda")
-    loader = build_loader(pipeline.train, cfg, tokenizer, rows_per_step, *ranks)
+    loader = build_loader(pipeline.train, cfg, tokenizer, rows_per_step, *ranks, has_one_shape=ranks[-1])
     return loader, build_loader(
         pipeline.val, cfg, tokenizer, cfg.train.batch_size * dist.size, *ranks
     ) if pipeline.val else None

@@ -90,8 +90,10 @@ def estimate_flops(cfg: Config, model: LanguageModel, loader: StepLoader) -> flo
 def compile_model(model: LanguageModel, cfg: Config, mode: str) -> None:
     set_inductor_cache()
     tag_compiled_programs(code_fingerprint())
-    model.compile_layers(single_row=micro_batch_rows(cfg) == 1, mode=mode)
-    chunked_loss.compile_blocks(next(model.parameters()).device.type)
+    device = next(model.parameters()).device.type
+    has_one_shape = device == "cuda" and cfg.data.packing != "none"  # of the batches (StepLoader)
+    model.compile_layers(single_row=micro_batch_rows(cfg) == 1, dynamic=not has_one_shape, mode=mode)
+    chunked_loss.compile_blocks(device, dynamic=not has_one_shape)
 
 
 def wrap_model(

@@ -300,9 +300,9 @@ def checkpoint_copies(cfg: Config, model: ModelSizes, steps: int) -> int:
 
 def _logits_bytes(model: ModelSizes, layer: LayerMemory) -> int:
     """Return the bytes of a chunk of logits, and of the output layer rounded to 16 bits."""
-    from models.layers.chunked_loss import LOGITS_PER_CHUNK, tokens_per_chunk
+    from models.layers.chunked_loss import tokens_per_block, tokens_per_chunk
 
     V, c, device = model.vocab, layer.width, "cpu" if layer.execution.on_cpu else "cuda"
     chunk = min(layer.shape.numbers, tokens_per_chunk(V, device)) * V
-    block = min(chunk, LOGITS_PER_CHUNK[device])  # of its rows, in fp32
+    block = min(chunk, tokens_per_block(V, device) * V)  # of its rows, in fp32
     return chunk * FP32 if c == FP32 else block * (FP32 + c) + chunk * c + V * model.layer.hidden * c

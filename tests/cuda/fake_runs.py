@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, unset_fak
 from data.batching.batch import Batch
 from models.language_model import LanguageModel, create_model
 from runner.engine import build, loop
+from runner.engine.device import rng
 from runner.engine.device.distributed import DistributedContext
 from runner.engine.state import TrainState
 
@@ -54,6 +55,7 @@ def prepare_build() -> None:
     Tensor.pin_memory = pin_memory
     build.describe_run = lambda *_, **__: {}
     loop.get_rng_state, loop.set_rng_state = dict, lambda state: None  # of the CPU
+    rng.accept_products = lambda: None  # of cuBLAS
     for name in ("prepare_model", "distribute", "build_optimizer", "wrap_model"):
         setattr(build, name, within_mode(getattr(build, name)))
 
@@ -155,6 +157,11 @@ def saved_bytes(folder: Path, case: list[str]) -> int:
     with MODE, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), state.precision.autocast():
         state.objective.loss(state.model.train(), batch.to(state.dist.device))
     return sum(size for storage, size in sizes.items() if storage not in own)
+
+
+def shapes_of_batches(folder: Path, case: list[str]) -> list[tuple[int, int]]:
+    epoch = new_run(folder, *case).loader.iter_epoch(0)
+    return sorted({tuple(batch.input_ids.shape) for batches in epoch for batch in batches})
 
 
 def is_deterministic(folder: Path, case: list[str]) -> bool:

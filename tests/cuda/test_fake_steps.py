@@ -122,6 +122,13 @@ def test_run_on_a_gpu_repeats_its_bits_unless_told_otherwise(run_on_gpu):
     assert run_on_gpu("is_deterministic", cases) == {"default": True, "off": False}
 
 
+def test_packed_batches_of_a_gpu_have_one_shape(run_on_gpu):
+    """The last one of an epoch, too: a compiled program for one shape is faster than one for all."""
+    cases = {packing: overrides_of("pretrain", "bf16", packing) for packing in PACKINGS}
+    shapes = run_on_gpu("shapes_of_batches", cases)
+    assert shapes["best_fit"] == [[4, 64]] and len(shapes["none"]) > 1
+
+
 def test_mask_is_made_once_for_all_layers(run_on_gpu):
     """Each layer would save one for its backward pass: 8 GiB for eight of them and one row of 16,000 tokens in fp32."""
     saved = run_on_gpu(

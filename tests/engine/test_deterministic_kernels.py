@@ -17,11 +17,16 @@ def default_kernels(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
-def test_operators_must_be_deterministic_but_for_sampling():
+def test_operators_must_be_deterministic_but_for_sampling(monkeypatch):
     """Without `warn_only`: with it torch's attention on a GPU keeps its varying kernels."""
+    seen = []  # by torch when it asks
+    monkeypatch.setattr(
+        torch, "ones", lambda *_, **__: seen.append(rng.os.environ["CUBLAS_WORKSPACE_CONFIG"]) or torch.zeros(1, 1)
+    )
     use_deterministic_kernels(True)
     assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    assert rng.os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    # as long as it is set each product takes four times as long to launch
+    assert seen == [":4096:8"] and "CUBLAS_WORKSPACE_CONFIG" not in rng.os.environ
     with pytest.raises(KeyError), allow_varying_kernels():
         assert not torch.are_deterministic_algorithms_enabled()
         raise KeyError
