@@ -12,6 +12,7 @@ from common.settings import (
     CHANGES_ROUNDING,
     CHANGES_TRAINING,
     IGNORED,
+    as_typed,
     check_at_least,
     check_choice,
     check_choices,
@@ -60,7 +61,8 @@ class TrainConfig:
     final_eval_rows: int
     save_every: int  # steps between two checkpoints
     sample_every: int  # steps between two sets of generated samples
-    sample_prompts: list[str]  # prompts of the generated samples
+    # prompts of the generated samples, e.g. ["Once upon a time"]; auto: the beginnings of held-out rows
+    sample_prompts: Any
     sample_tokens: int  # length limit of a sample (tokens)
     keep_checkpoints: int  # newest checkpoints that are kept, at least 2; the best one is kept, too
     keep_every: int  # steps; checkpoints of multiples of it are kept, too
@@ -99,6 +101,14 @@ class TrainConfig:
         )
         check_settings("train", self, at_least_1, check_at_least, 1, 1)
         check_settings("train", self, at_least_0, check_at_least, 0, 0)
+        if self.sample_prompts != "auto" and not isinstance(self.sample_prompts, list):
+            raise UserError(
+                f"train.sample_prompts must be auto or a list of texts, got {self.sample_prompts}",
+                f"train.sample_prompts={self.sample_prompts}",
+                'train.sample_prompts=["Once upon a time"]',
+            )
+        if self.sample_prompts != "auto":
+            self.sample_prompts = [as_typed(prompt) for prompt in self.sample_prompts]
         check_at_least("train.keep_checkpoints", self.keep_checkpoints, 2, 3)  # a damaged one leaves one to resume from
         check_choices(
             "train", self, {"activation_checkpointing": ACTIVATION_CHECKPOINTING_MODES, "compile": COMPILE_MODES}
