@@ -178,7 +178,9 @@ def sample_prompts(state: TrainState) -> list[tuple[str, list[int]]]:
 def prompt_of_row(sequence: TokenSequence) -> list[int]:
     """Return the tokens of a row before its first answer; its first tokens where all of them have loss, as in a text."""
     without_loss = int(sequence.loss_mask.argmax())
-    return sequence.ids[: without_loss if without_loss > 1 else min(TEXT_PROMPT_TOKENS, len(sequence.ids) // 2)].tolist()
+    return sequence.ids[
+        : without_loss if without_loss > 1 else min(TEXT_PROMPT_TOKENS, len(sequence.ids) // 2)
+    ].tolist()
 
 
 def generate_sample_ids(state: TrainState, prompts: list[list[int]]) -> list[list[int]]:

@@ -14,6 +14,7 @@ from data.sources import files
 from data.tokenize.tokenizer import Tokenizer
 from runner.config.overrides import absolutize_path
 from runner.engine.data_pipeline import build_data_pipeline
+from runner.engine.evaluation import sample_prompts
 from runner.launch import run
 
 TOKENIZER = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
@@ -177,3 +178,19 @@ def test_columns_that_no_file_has_warn_where_the_field_itself_is_read(pipeline):
     (warning,) = pipeline("data.path=a.jsonl", "data.columns={text: bodi}", *overrides).warnings
     assert warning == "data.columns names bodi, which the first 100 rows of no file have; their columns are text, body"
     assert pipeline("data.path=[b.jsonl,a.jsonl]", "data.columns={text: body}", *overrides).warnings == []
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "sft", "dpo"])
+@pytest.mark.parametrize("packing", ["none", "best_fit"])
+def test_prompts_of_samples_are_beginnings_of_held_out_rows(make_run, stage, packing):
+    state = make_run(stage, "train.sample_prompts=auto", "data.val_fraction=0.2", f"data.packing={packing}")
+    held_out = [state.pipeline.val[index][0].sequences[0] for index in range(3)]
+    prompts = sample_prompts(state)
+    assert [ids for _, ids in prompts] == [
+        row.ids[: len(ids)].tolist() for row, (_, ids) in zip(held_out, prompts, strict=True)
+    ]
+    for row, (_, ids) in zip(held_out, prompts, strict=True):
+        if stage == "pretrain":
+            assert 0 < len(ids) <= len(row.ids) // 2
+        else:  # up to its answer
+            assert row.loss_mask[len(ids)] and not row.loss_mask[: len(ids)].any()
