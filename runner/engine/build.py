@@ -19,7 +19,7 @@ from data.tokenize.origin import open_tokenizer
 from data.tokenize.tokenizer import Tokenizer
 from models.formats.load import load_into, load_weights, weights_under_adapter
 from models.formats.stored_size import check_size_of_weights
-from models.language_model import LanguageModel, create_model, stored_tensors
+from models.language_model import LanguageModel, create_model, freeze, stored_tensors
 from models.layers.adapter import check_quantization, quantize_linear_layers
 from models.layers.cpu_kernels.upcast_products import upcast_products
 from models.lora import lora_warnings
@@ -86,6 +86,7 @@ def prepare_model(
     model.kernels_description = model.prepare(is_packed)
     model.has_packed_rows = is_packed
     objective = prepare_stage(cfg.stage, model, cfg.init_from)
+    freeze(model, cfg.train.freeze)
     saved = saved_tensors(model)
     # what no checkpoint holds: a base model, a reference; the same on every rank
     frozen = {

@@ -12,6 +12,7 @@ from common.settings import (
     CHANGES_ROUNDING,
     CHANGES_TRAINING,
     IGNORED,
+    INCOMPATIBLE,
     as_typed,
     check_at_least,
     check_choice,
@@ -72,6 +73,8 @@ class TrainConfig:
     max_failed_saves: int  # consecutive failed saves (e.g. a full disk) after which the run fails
     # auto (if the run is long enough to gain from it), off, default, reduce-overhead or max-autotune
     compile: str = field(metadata=CHANGES_ROUNDING)
+    # parameters that keep their initial values, e.g. [embed_tokens, layers.0-3]
+    freeze: list[str] = field(metadata=INCOMPATIBLE)
     # recompute in the backward pass: none, selective (all but matmuls and attention) or full
     activation_checkpointing: str = field(metadata=CHANGES_ROUNDING)
     # a GPU computes the same bits each time; false: kernels that sum in a varying order, which may be faster
