@@ -165,9 +165,9 @@ class LanguageModel(nn.Module):
     def compile_layers(self, *, single_row: bool, dynamic: bool = True, **options: Any) -> None:
         """Train with compiled layers. single_row: batches have one row; options: those of torch.compile.
 
-        One compiled program serves all layers and all shapes: with one program for the first shapes and another for
-        later ones, a resumed run would round differently. dynamic=False: for batches of one shape; FlexAttention then
-        takes half the time. Hooks of DDP and FSDP stay outside. Compiled layers recompute
+        One compiled program serves all layers and, unless dynamic=False, all shapes: with one program for the first
+        shapes and another for later ones, a resumed run would round differently. With dynamic=False, for batches of one
+        shape, FlexAttention takes half the time. Hooks of DDP and FSDP stay outside. Compiled layers recompute
         what a matrix product of the backward pass reads if that is cheap: silu(gate) * up, the output of a norm. By
         default the compiler saves it: saved activations are a quarter larger, and a step is 1 % shorter.
         """

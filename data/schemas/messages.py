@@ -146,6 +146,8 @@ def _check_message(message: Any, where: str, allows_empty_answers: bool) -> dict
             "wrong type", f"a message must be a JSON object, found {type_name(message)}", where, MESSAGE_FIX
         )
     check_no_media(message, where)
+    if "value" in message and "role" in message and "content" not in message:  # as beside "from"
+        message = {"content" if key == "value" else key: value for key, value in message.items()}
     if "from" in message and "role" not in message:
         turn = _from_sharegpt(message, where)
     else:
@@ -195,9 +197,9 @@ def _check_role(name: Any, where: str) -> str:
     if isinstance(name, str) and name in ROLES:
         return ROLES[name]
     message = f"role must be one of {', '.join(dict.fromkeys(ROLES.values()))}, got {json.dumps(name, ensure_ascii=False, default=str)}"
-    raise BadRowError(
-        "unknown role", message, where, did_you_mean(name if isinstance(name, str) else "", ROLES, "correct the role")
-    )
+    known = sorted(ROLES.keys() - {"function"})  # function_call is none of its calls
+    fix = did_you_mean(name if isinstance(name, str) else "", known, "correct the role")
+    raise BadRowError("unknown role", message, where, fix)
 
 
 def _from_sharegpt(message: dict, where: str) -> dict:

@@ -62,7 +62,8 @@ class TrainConfig:
     final_eval_rows: int
     save_every: int  # steps between two checkpoints
     sample_every: int  # steps between two sets of generated samples
-    # prompts of the generated samples, e.g. ["Once upon a time"]; auto: the beginnings of held-out rows
+    # prompts of the generated samples, e.g. ["Once upon a time"]; auto: beginnings of held-out rows (without any, of
+    # training rows), which trackers get, too
     sample_prompts: Any
     sample_tokens: int  # length limit of a sample (tokens)
     keep_checkpoints: int  # newest checkpoints that are kept, at least 2; the best one is kept, too
@@ -104,14 +105,16 @@ class TrainConfig:
         )
         check_settings("train", self, at_least_1, check_at_least, 1, 1)
         check_settings("train", self, at_least_0, check_at_least, 0, 0)
-        if self.sample_prompts != "auto" and not isinstance(self.sample_prompts, list):
-            raise UserError(
-                f"train.sample_prompts must be auto or a list of texts, got {self.sample_prompts}",
-                f"train.sample_prompts={self.sample_prompts}",
-                'train.sample_prompts=["Once upon a time"]',
-            )
         if self.sample_prompts != "auto":
-            self.sample_prompts = [as_typed(prompt) for prompt in self.sample_prompts]
+            prompts = self.sample_prompts if isinstance(self.sample_prompts, list) else [None]
+            if not all(isinstance(prompt, (str, int, float)) and str(prompt).strip() for prompt in prompts):
+                typed = as_typed(self.sample_prompts)
+                raise UserError(
+                    f"train.sample_prompts must be auto or a list of texts, got {typed}",
+                    f"train.sample_prompts={typed}",
+                    'train.sample_prompts=["Once upon a time"]',
+                )
+            self.sample_prompts = [as_typed(prompt) for prompt in prompts]
         check_at_least("train.keep_checkpoints", self.keep_checkpoints, 2, 3)  # a damaged one leaves one to resume from
         check_choices(
             "train", self, {"activation_checkpointing": ACTIVATION_CHECKPOINTING_MODES, "compile": COMPILE_MODES}

@@ -22,8 +22,8 @@ from runner.engine.device.rng import allow_varying_kernels
 from runner.engine.objectives.objective import mask_dummy_batch
 from runner.engine.state import TrainState, finite_or_none, propagate_failure
 
-# of train.sample_prompts=auto: how many, of the first held-out rows, none longer; tokens of a text
-NUM_PROMPTS, PROMPT_ROWS, MAX_PROMPT_TOKENS, TEXT_PROMPT_TOKENS = 3, 64, 256, 12
+# of train.sample_prompts=auto: the shortest ones, of rows from all parts of the held-out ones; tokens of a text
+NUM_PROMPTS, PROMPT_ROWS, TEXT_PROMPT_TOKENS = 3, 32, 12
 SAMPLE_SEED = 0x5A3D  # samples have a generator of their own, so that the run's random state does not change
 
 
@@ -141,8 +141,8 @@ def generate_samples(state: TrainState) -> list[dict[str, str]]:
 
     Raises StopRequested on every rank if some rank is stopped.
     """
+    prompts: list[tuple[str, list[int]]] = []
     answers: list[list[int]] = []
-    prompts = sample_prompts(state)
     # Sharded weights are gathered in the dtype of the computation, so the inputs need it too.
     autocast = state.precision.autocast() if state.dist.sharded else nullcontext()
     with (
@@ -153,6 +153,7 @@ def generate_samples(state: TrainState) -> list[dict[str, str]]:
         suppress(StopRequested),
     ):
         enter("while it generates samples", state.progress.step)
+        prompts = sample_prompts(state)
         answers = generate_sample_ids(state, [ids for _, ids in prompts])
     state.check_stop()
     return [
@@ -165,10 +166,10 @@ def sample_prompts(state: TrainState) -> list[tuple[str, list[int]]]:
     """Return (text, token ids) of each prompt of train.sample_prompts; auto: of the beginnings of held-out rows."""
     tokenizer, chosen = state.tokenizer, state.cfg.train.sample_prompts
     if chosen == "auto":
-        rows = state.pipeline.val or state.pipeline.train
-        begun = (prompt_of_row(rows[index][0].sequences[0]) for index in range(min(len(rows), PROMPT_ROWS)))
-        prompts = [ids for ids in begun if 0 < len(ids) <= MAX_PROMPT_TOKENS]
-        return [(tokenizer.decode(ids), ids) for ids in prompts[:NUM_PROMPTS]]
+        rows = (state.pipeline.val or state.pipeline.train).rows
+        numbers = range(0, len(rows), -(-len(rows) // PROMPT_ROWS))
+        prompts = filter(None, (prompt_of_row(rows[number].sequences[0]) for number in numbers))
+        return [(tokenizer.decode(ids), ids) for ids in sorted(prompts, key=len)[:NUM_PROMPTS]]
     if state.cfg.stage.data_format == "text":  # the model continues text
         return [(prompt, [*tokenizer.bos_ids, *tokenizer.encode(prompt)]) for prompt in chosen]
     template = ChatTemplate(tokenizer)
@@ -176,11 +177,14 @@ def sample_prompts(state: TrainState) -> list[tuple[str, list[int]]]:
 
 
 def prompt_of_row(sequence: TokenSequence) -> list[int]:
-    """Return the tokens of a row before its first answer; its first tokens where all of them have loss, as in a text."""
-    without_loss = int(sequence.loss_mask.argmax())
-    return sequence.ids[
-        : without_loss if without_loss > 1 else min(TEXT_PROMPT_TOKENS, len(sequence.ids) // 2)
-    ].tolist()
+    """Return the tokens of a row before the first one with loss; if all have loss, as in a text, the first tokens, and
+    none if none has.
+    """
+    has_loss = sequence.loss_mask != 0
+    begin = int(has_loss.argmax())
+    if begin <= 1 and has_loss.any():
+        begin = min(TEXT_PROMPT_TOKENS, len(has_loss) // 2)
+    return sequence.ids[:begin].tolist()
 
 
 def generate_sample_ids(state: TrainState, prompts: list[list[int]]) -> list[list[int]]:

@@ -197,7 +197,7 @@ def data_facts(cfg: Config, pipeline: DataPipeline, tokenizer: Tokenizer, ranks:
     batch = longest_batch(loader, steps)
     rows, length = batch.input_ids.shape
     if isinstance(sequences, PackedSequences):
-        tokens, padding = round(sequences.fill_ratio * len(sequences) * sequences.capacity), 1.0
+        tokens, padding = sequences.num_tokens, 1.0
     else:
         tokens, padding = int(_lengths(loader).sum()), _usual_share(loader, steps)
     return DataFacts(

@@ -278,6 +278,11 @@ def test_roles_have_the_names_of_other_tools_in_messages_of_any_form(names, key)
     assert [(turn["role"], turn["content"]) for turn in turns] == [("user", "a"), ("assistant", "a")]
 
 
+def test_text_of_a_message_with_a_role_may_be_its_value():
+    turns, _ = check_chat([{"role": "human", "value": "a"}], None, "file:1 messages")
+    assert turns == [{"role": "user", "content": "a", "reasoning_content": "", "tool_calls": None}]
+
+
 def test_check_chat_keeps_valid_values_unchanged():
     messages = [
         {"role": "user", "content": " hi\n", "name": "Ada"},
