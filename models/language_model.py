@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from common.errors import UserError
+from common.errors import UserError, did_you_mean
 from models.config import ModelConfig
 
 CALLS = "model(**batch.inputs) for the loss of each token, model(**batch.inputs_without_labels) for logits"
@@ -165,9 +165,9 @@ class LanguageModel(nn.Module):
     def compile_layers(self, *, single_row: bool, dynamic: bool = True, **options: Any) -> None:
         """Train with compiled layers. single_row: batches have one row; options: those of torch.compile.
 
-        One compiled program serves all layers and all shapes: with one program for the first shapes and another for
-        later ones, a resumed run would round differently. dynamic=False: for batches of one shape; FlexAttention then
-        takes half the time. Hooks of DDP and FSDP stay outside. Compiled layers recompute
+        One compiled program serves all layers and, unless dynamic=False, all shapes: with one program for the first
+        shapes and another for later ones, a resumed run would round differently. With dynamic=False, for batches of one
+        shape, FlexAttention takes half the time. Hooks of DDP and FSDP stay outside. Compiled layers recompute
         what a matrix product of the backward pass reads if that is cheap: silu(gate) * up, the output of a norm. By
         default the compiler saves it: saved activations are a quarter larger, and a step is 1 % shorter.
         """
@@ -223,6 +223,42 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that get a gradient from text, by name."""
     is_used = getattr(model, "is_used_by_text", lambda name: True)  # of a LanguageModel
     return {name: p for name, p in model.named_parameters() if p.requires_grad and is_used(name)}
+
+
+def freeze(model: nn.Module, paths: Sequence[str]) -> None:
+    """Let training leave the parameters below these paths as they are, e.g. embed_tokens, layers.0-3, layers.0.mlp.
+
+    Raises UserError for a path without parameters, and if no parameter is left to train.
+    """
+    for path in paths:
+        found = [p for name, p in model.named_parameters() if _has_path(name.split("."), path.split("."))]
+        if not found:
+            names = {
+                part for name, _ in model.named_parameters() for part in name.split(".")[:-1] if not part.isdigit()
+            }
+            raise UserError(
+                f"train.freeze: the model has no parameters below {path}",
+                f"train.freeze={','.join(paths)}",
+                did_you_mean(path, names, f"e.g. train.freeze=[{', '.join(sorted(names)[:3])}]"),
+            )
+        for p in found:
+            p.requires_grad_(False)
+    if paths and not trained_parameters(model):
+        raise UserError(
+            "train.freeze leaves no parameter to train", f"train.freeze={','.join(paths)}", "leave some out"
+        )
+
+
+def _has_path(name: list[str], path: list[str]) -> bool:
+    """Return whether the parts of `path`, some of them ranges of layers (0-3), follow each other in `name`."""
+
+    def matches(part: str, wanted: str) -> bool:
+        first, dash, last = wanted.partition("-")
+        is_range = dash and first.isdigit() and last.isdigit() and part.isdigit()
+        return int(first) <= int(part) <= int(last) if is_range else part == wanted
+
+    starts = range(len(name) - len(path) + 1)
+    return any(all(map(matches, name[start:], path)) for start in starts)
 
 
 def create_model(cfg: ModelConfig) -> LanguageModel:

@@ -121,11 +121,13 @@ def collate(
         batch_rows = [[row[part]] for part in range(per_row) for row in documents]
     width = max(sum(len(tokens.ids) - 1 for _, tokens in batch_row) for batch_row in batch_rows)
     R, T = shape or (len(batch_rows), width)
-    shape = (R, -(-T // ROUND_TO) * ROUND_TO)
-    input_ids, labels = np.full(shape, pad_id), np.full(shape, IGNORE_INDEX)
-    document_ids, position_ids = np.full(shape, PADDING), np.zeros(shape, np.int64)
-    loss_weights = np.zeros(shape, np.float32)
+    T = -(-T // ROUND_TO) * ROUND_TO
+    input_ids, labels = np.full((R, T), pad_id), np.full((R, T), IGNORE_INDEX)
+    document_ids, position_ids = np.full((R, T), PADDING), np.zeros((R, T), np.int64)
+    loss_weights = np.zeros((R, T), np.float32)
     lengths = np.empty(per_row * len(rows), np.int64)
+    if shape:  # rows of padding only are one document each, also for models that find documents by positions
+        position_ids[len(batch_rows) :] = np.arange(T)
     for r, batch_row in enumerate(batch_rows):
         start = 0
         for document_id, (ids, loss_mask) in batch_row:

@@ -71,18 +71,18 @@ class StepLoader:
     rank: int = 0
     world_size: int = 1
     pin_memory: bool = False
-    has_one_shape: bool = False  # pad every micro-batch of packed rows to the same (R, T): one program of a compiler
 
     def __post_init__(self) -> None:
-        # not a lambda: spawned workers unpickle it
-        self.collate = partial(collate, pad_id=self.pad_id, packed=self.packed, shape=self._shape())
+        self.collate = partial(
+            collate, pad_id=self.pad_id, packed=self.packed
+        )  # not a lambda: spawned workers unpickle it
 
-    def _shape(self) -> tuple[int, int] | None:
-        """Return (R, T) of the largest micro-batch."""
-        if not (self.has_one_shape and isinstance(self.sequences, PackedSequences)):
-            return None
+    def pad_to_one_shape(self) -> None:
+        """Pad every micro-batch of packed sequences to the (R, T) of the largest: compiled layers have one program."""
+        assert isinstance(self.sequences, PackedSequences)
         rows_per_step = min(self.sampler.global_batch_size, len(self.sequences))
-        return min(self.batch_size, -(-rows_per_step // self.world_size)), self.sequences.capacity
+        R = min(self.batch_size, -(-rows_per_step // self.world_size))
+        self.collate = partial(self.collate, shape=(R, min(self.sequences.capacity, self.sequences.num_tokens)))
 
     @property
     def steps_per_epoch(self) -> int:

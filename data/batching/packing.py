@@ -201,7 +201,7 @@ class PackedSequences:
     @property
     def fill_ratio(self) -> float:
         """Share of the tokens that are no padding."""
-        return self._num_tokens / (self._num_sequences * self.capacity)
+        return self.num_tokens / (self._num_sequences * self.capacity)
 
     def __getitem__(self, i: int) -> list[EncodedRow]:
         epoch, number = divmod(i, len(self))
@@ -269,7 +269,7 @@ class PackedSequences:
             content = load_sealed_json(self.path.read_bytes())
         except (FileNotFoundError, ValueError):
             return None
-        self._num_tokens: int = content["tokens"]
+        self.num_tokens: int = content["tokens"]
         return content["sequences"]
 
     def _write_sizes(self) -> None:

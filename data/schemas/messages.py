@@ -11,13 +11,12 @@ from common.errors import did_you_mean
 from data.errors import BadRowError, parse_json_row, type_name
 from data.schemas.columns import check_no_loss_mask, check_no_media
 
-ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
-OPENAI_ROLES = ROLES | {"developer": "system", "function": "tool"}
-SHAREGPT_ROLES = {
-    **ROLES,
+# as role or from; also a message whose `from` is function_call, whose text is a call
+ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {
+    "developer": "system",
     "human": "user",
-    **dict.fromkeys(("gpt", "bing", "chatgpt", "bard", "function_call"), "assistant"),
-    "observation": "tool",
+    **dict.fromkeys(("gpt", "bing", "chatgpt", "bard", "bot", "model"), "assistant"),
+    **dict.fromkeys(("function", "observation"), "tool"),
 }
 # Role -> roles allowed after it; "" is the beginning. An assistant message with tool calls may also follow another one
 # (`check_order`).
@@ -141,16 +140,18 @@ def _check_message(message: Any, where: str, allows_empty_answers: bool) -> dict
     another role. Raises BadRowError.
     """
     if _is_plain(message):  # most messages, in a fifth of the time
-        return {**message, "role": OPENAI_ROLES[message["role"]], "reasoning_content": "", "tool_calls": None}
+        return {**message, "role": ROLES[message["role"]], "reasoning_content": "", "tool_calls": None}
     if not isinstance(message, dict):
         raise BadRowError(
             "wrong type", f"a message must be a JSON object, found {type_name(message)}", where, MESSAGE_FIX
         )
     check_no_media(message, where)
+    if "value" in message and "role" in message and "content" not in message:  # as beside "from"
+        message = {"content" if key == "value" else key: value for key, value in message.items()}
     if "from" in message and "role" not in message:
         turn = _from_sharegpt(message, where)
     else:
-        turn = {**message, "role": _check_role(message.get("role"), OPENAI_ROLES, f"{where}.role")}
+        turn = {**message, "role": _check_role(message.get("role"), f"{where}.role")}
     is_assistant = turn["role"] == "assistant"
     may_be_null = turn["role"] in ("assistant", "system")
     turn["content"] = (
@@ -187,29 +188,29 @@ def _is_plain(message: Any) -> bool:
     if not isinstance(message, dict) or not PLAIN_FIELDS.issuperset(message) or message.get("tool_calls") is not None:
         return False
     role, content, reasoning = message.get("role"), message.get("content"), message.get("reasoning_content")
-    if not isinstance(role, str) or role not in OPENAI_ROLES or not isinstance(content, str):
+    if not isinstance(role, str) or role not in ROLES or not isinstance(content, str):
         return False
     return (reasoning is None or reasoning == "") and not content.isspace() and content != ""
 
 
-def _check_role(name: Any, roles: dict[str, str], where: str) -> str:
-    if isinstance(name, str) and name in roles:
-        return roles[name]
-    message = f"role must be one of {', '.join(roles)}, got {json.dumps(name, ensure_ascii=False, default=str)}"
-    raise BadRowError(
-        "unknown role", message, where, did_you_mean(name if isinstance(name, str) else "", roles, "correct the role")
-    )
+def _check_role(name: Any, where: str) -> str:
+    if isinstance(name, str) and name in ROLES:
+        return ROLES[name]
+    message = f"role must be one of {', '.join(dict.fromkeys(ROLES.values()))}, got {json.dumps(name, ensure_ascii=False, default=str)}"
+    known = sorted(ROLES.keys() - {"function"})  # function_call is none of its calls
+    fix = did_you_mean(name if isinstance(name, str) else "", known, "correct the role")
+    raise BadRowError("unknown role", message, where, fix)
 
 
 def _from_sharegpt(message: dict, where: str) -> dict:
     turn = {key: value for key, value in message.items() if key not in ("from", "value")}
-    turn["role"] = _check_role(message["from"], SHAREGPT_ROLES, f"{where}.from")
     if message["from"] == "function_call":
         value = message.get("value")
         calls = parse_json_row(value.encode(), f"{where}.value") if isinstance(value, str) and value.strip() else value
-        return {**turn, "tool_calls": [calls] if isinstance(calls, dict) else calls}
+        return {**turn, "role": "assistant", "tool_calls": [calls] if isinstance(calls, dict) else calls}
     return {
         **turn,
+        "role": _check_role(message["from"], f"{where}.from"),
         "content": None if message.get("value") is None else _check_content(message["value"], f"{where}.value"),
     }
 

@@ -96,16 +96,16 @@ def document_blocks(document_ids: Tensor) -> BlockMask:
     allowed = (key >= (first // FLEX_BLOCK)[..., None]) & (key <= query)  # some query attends to some key
     # every query attends to every key; as torch, none of a block that ends after the row
     full = (key * FLEX_BLOCK >= last[..., None]) & (key < query) & ((query + 1) * FLEX_BLOCK <= T)
-    partial = allowed & ~full
+    masked = allowed & ~full
     mask = BlockMask.from_kv_blocks(
-        *_listed_blocks(partial),
+        *_listed_blocks(masked),
         *_listed_blocks(full),
         BLOCK_SIZE=FLEX_BLOCK,
         mask_mod=document_mask_mod(document_ids),
         seq_lengths=(T, T),
         compute_q_blocks=False,  # torch makes them from the lists, with ten times as many launches
     )
-    mask.q_num_blocks, mask.q_indices = _listed_blocks(partial.mT)
+    mask.q_num_blocks, mask.q_indices = _listed_blocks(masked.mT)
     mask.full_q_num_blocks, mask.full_q_indices = _listed_blocks(full.mT)
     return mask
 

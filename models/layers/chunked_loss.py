@@ -83,7 +83,7 @@ def _nll_gradients(
     With log_sum and g (N,), the result of `_nll` and the gradient of each token's loss: the gradients only.
     """
     w = weight.to(x.dtype)
-    block_nll, write_gradient = _block_functions(x)
+    block_nll, write_gradient = block_functions(x, need_dx or need_dw)
     nll = x.new_zeros(len(x), dtype=torch.float32)
     # dw: fp32
     dx, dw = x.new_zeros(x.shape if need_dx else 0), torch.zeros(weight.shape if need_dw else 0, device=x.device)
@@ -195,9 +195,12 @@ def compile_blocks(device_type: str, dynamic: bool) -> None:
         _COMPILED_BLOCKS[:] = (torch.compile(each, dynamic=dynamic) for each in (fused_nll, fused_gradient))
 
 
-def _block_functions(x: Tensor) -> Sequence[Callable[..., Any]]:
-    """Return `_block_nll` and `_write_gradient`, compiled ones if the run has them."""
-    return _COMPILED_BLOCKS if _COMPILED_BLOCKS and x.is_cuda else (_block_nll, _write_gradient)
+def block_functions(x: Tensor, is_training: bool) -> Sequence[Callable[..., Any]]:
+    """Return `_block_nll` and `_write_gradient`, compiled ones if the run has them.
+
+    Not for evaluations, whose shapes would each need a program, and use up the number that the compiler makes.
+    """
+    return _COMPILED_BLOCKS if _COMPILED_BLOCKS and x.is_cuda and is_training else (_block_nll, _write_gradient)
 
 
 def fused_nll(logits: Tensor, y: Tensor, overwrite: bool) -> Tensor:
@@ -237,8 +240,8 @@ def _block_nll(logits: Tensor, y: Tensor, overwrite: bool) -> Tensor:
 
 
 def _add_weight_grad(dw: Tensor, p: Tensor, x: Tensor) -> None:
-    """dw += p.t() @ x: within the product, or where it cannot be added there in blocks of rows, because the product of
-    all would take half of the memory of dw.
+    """dw += p.t() @ x: within the product, or in 16 bits on the CPU and on AMD GPUs in blocks of rows, because the
+    product of all would take half of the memory of dw.
 
     dw: (V, D) in fp32, p: (n, V), x: (n, D).
     """
@@ -248,12 +251,12 @@ def _add_weight_grad(dw: Tensor, p: Tensor, x: Tensor) -> None:
     if dw.device.type == "cpu" and are_products_upcast():
         multiply(p.t(), x, dw, add=True)
         return
-    if dw.is_cuda and not torch.version.hip:
+    if dw.is_cuda and p.dtype.itemsize == 2 and not torch.version.hip:
         torch.addmm(dw, p.t(), x, out_dtype=dw.dtype, out=dw)
         return
-    size = len(dw) if dw.is_cuda else WEIGHT_ROWS_PER_BLOCK
-    for start in range(0, len(dw), size):
-        dw[start : start + size] += p[:, start : start + size].t() @ x
+    for start in range(0, len(dw), WEIGHT_ROWS_PER_BLOCK):
+        block = slice(start, start + WEIGHT_ROWS_PER_BLOCK)
+        dw[block] += p[:, block].t() @ x
 
 
 def _at_labels(values: Tensor, y: Tensor) -> Tensor:

@@ -232,9 +232,10 @@ def diff_facts(saved: Mapping[str, Any], current: Mapping[str, Any], rules: Mapp
     """Return rule -> differences of that rule, each as "key: saved -> current", or as a sentence."""
     differences: dict[str, list[str]] = {rule: [] for rule in get_args(OnResume)}
     for fact in sorted(saved.keys() | current.keys()):
-        if saved.get(fact) != current.get(fact):
+        before, now = saved.get(fact), current.get(fact)
+        if before != now and not (before is None and now == []):  # an empty list that is newer than the run
             text = (
-                f"{fact}: {saved.get(fact)} -> {current.get(fact)}{_cause(fact, saved, current)}"
+                f"{fact}: {before} -> {now}{_cause(fact, saved, current)}"
                 if fact != CODE
                 else describe_changed_code(saved, current)
             )

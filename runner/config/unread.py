@@ -71,6 +71,12 @@ RULES = (
         'e.g. train.sample_prompts=["Once upon a time"], or leave it out',
     ),
     Rule(
+        ("train.freeze",),
+        lambda config: config.train.freeze and config.stage.lora,
+        "adapters are trained, and nothing else",
+        "stage.lora.targets=[...] chooses their layers, or leave it out",
+    ),
+    Rule(
         ("train.eval_every",),
         lambda config: (
             config.train.eval_every and not config.data.val_fraction and not _has_validation_files(config.data)

@@ -19,7 +19,7 @@ from data.tokenize.origin import open_tokenizer
 from data.tokenize.tokenizer import Tokenizer
 from models.formats.load import load_into, load_weights, weights_under_adapter
 from models.formats.stored_size import check_size_of_weights
-from models.language_model import LanguageModel, create_model, stored_tensors
+from models.language_model import LanguageModel, create_model, freeze, stored_tensors
 from models.layers.adapter import check_quantization, quantize_linear_layers
 from models.layers.cpu_kernels.upcast_products import upcast_products
 from models.lora import lora_warnings
@@ -41,7 +41,14 @@ from runner.engine.device.distributed import DistributedContext, init_distribute
 from runner.engine.device.precision import Precision, PrecisionConfig
 from runner.engine.device.rng import seed_all, use_deterministic_kernels
 from runner.engine.device.stop import as_stop_requests, do_unless_stopped
-from runner.engine.kernels import choose_cpu_kernels, cpu_choices, decide_compilation, kernel_facts, wrap_model
+from runner.engine.kernels import (
+    choose_cpu_kernels,
+    cpu_choices,
+    decide_compilation,
+    has_one_shape,
+    kernel_facts,
+    wrap_model,
+)
 from runner.engine.objectives.config import prepare_stage
 from runner.engine.objectives.objective import Objective
 from runner.engine.optim.groups import build_optimizer
@@ -86,6 +93,7 @@ def prepare_model(
     model.kernels_description = model.prepare(is_packed)
     model.has_packed_rows = is_packed
     objective = prepare_stage(cfg.stage, model, cfg.init_from)
+    freeze(model, cfg.train.freeze)
     saved = saved_tensors(model)
     # what no checkpoint holds: a base model, a reference; the same on every rank
     frozen = {
@@ -158,6 +166,8 @@ def build_run(
     kernels = choose_cpu_kernels(choices, compile_decision, dist, saved, stop)
     compatibility |= kernel_facts(cfg, model, dist.device, kernels)
     compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))
+    if has_one_shape(cfg, dist.device, kernels.compilation.mode):
+        loader.pad_to_one_shape()
     logger = open_logger(cfg, run_dir, model, dist)
     return TrainState(
         cfg=cfg,
@@ -283,7 +293,7 @@ def build_loaders(
 ) -> tuple[StepLoader, StepLoader | None]:
     """Return the loaders of the training and the validation rows (None: there are none)."""
     ranks = (dist.rank, dist.size, dist.device.type == "cuda")
-    loader = build_loader(pipeline.train, cfg, tokenizer, rows_per_step, *ranks, has_one_shape=ranks[-1])
+    loader = build_loader(pipeline.train, cfg, tokenizer, rows_per_step, *ranks)
     return loader, build_loader(
         pipeline.val, cfg, tokenizer, cfg.train.batch_size * dist.size, *ranks
     ) if pipeline.val else None

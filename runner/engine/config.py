@@ -12,6 +12,8 @@ from common.settings import (
     CHANGES_ROUNDING,
     CHANGES_TRAINING,
     IGNORED,
+    INCOMPATIBLE,
+    as_typed,
     check_at_least,
     check_choice,
     check_choices,
@@ -60,7 +62,9 @@ class TrainConfig:
     final_eval_rows: int
     save_every: int  # steps between two checkpoints
     sample_every: int  # steps between two sets of generated samples
-    sample_prompts: list[str]  # prompts of the generated samples
+    # prompts of the generated samples, e.g. ["Once upon a time"]; auto: beginnings of held-out rows (without any, of
+    # training rows), which trackers get, too
+    sample_prompts: Any
     sample_tokens: int  # length limit of a sample (tokens)
     keep_checkpoints: int  # newest checkpoints that are kept, at least 2; the best one is kept, too
     keep_every: int  # steps; checkpoints of multiples of it are kept, too
@@ -70,6 +74,8 @@ class TrainConfig:
     max_failed_saves: int  # consecutive failed saves (e.g. a full disk) after which the run fails
     # auto (if the run is long enough to gain from it), off, default, reduce-overhead or max-autotune
     compile: str = field(metadata=CHANGES_ROUNDING)
+    # parameters that keep their initial values, e.g. [embed_tokens, layers.0-3]
+    freeze: list[str] = field(metadata=INCOMPATIBLE)
     # recompute in the backward pass: none, selective (all but matmuls and attention) or full
     activation_checkpointing: str = field(metadata=CHANGES_ROUNDING)
     # a GPU computes the same bits each time; false: kernels that sum in a varying order, which may be faster
@@ -99,6 +105,16 @@ class TrainConfig:
         )
         check_settings("train", self, at_least_1, check_at_least, 1, 1)
         check_settings("train", self, at_least_0, check_at_least, 0, 0)
+        if self.sample_prompts != "auto":
+            prompts = self.sample_prompts if isinstance(self.sample_prompts, list) else [None]
+            if not all(isinstance(prompt, (str, int, float)) and str(prompt).strip() for prompt in prompts):
+                typed = as_typed(self.sample_prompts)
+                raise UserError(
+                    f"train.sample_prompts must be auto or a list of texts, got {typed}",
+                    f"train.sample_prompts={typed}",
+                    'train.sample_prompts=["Once upon a time"]',
+                )
+            self.sample_prompts = [as_typed(prompt) for prompt in prompts]
         check_at_least("train.keep_checkpoints", self.keep_checkpoints, 2, 3)  # a damaged one leaves one to resume from
         check_choices(
             "train", self, {"activation_checkpointing": ACTIVATION_CHECKPOINTING_MODES, "compile": COMPILE_MODES}

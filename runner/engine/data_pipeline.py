@@ -345,9 +345,8 @@ def build_loader(
     rank: int = 0,
     world_size: int = 1,
     pin_memory: bool = False,
-    has_one_shape: bool = False,
 ) -> StepLoader:
-    """`global_batch_size`: sequences per step, over all ranks. `has_one_shape`: see StepLoader."""
+    """`global_batch_size`: sequences per step, over all ranks."""
     from data.batching.loader import StepLoader
     from data.batching.sampler import LengthGroupedSampler, ShuffledSampler
 
@@ -368,5 +367,4 @@ def build_loader(
         rank=rank,
         world_size=world_size,
         pin_memory=pin_memory,
-        has_one_shape=has_one_shape,
     )

@@ -12,6 +12,8 @@ from functools import partial
 import torch
 
 from common.errors import StopRequested
+from data.tokenize.chat_template import ChatTemplate
+from data.types import TokenSequence
 from models.generate import generate
 from models.layers.ops import widest_float
 from runner.diagnostics.symptoms import tiny_validation
@@ -20,6 +22,8 @@ from runner.engine.device.rng import allow_varying_kernels
 from runner.engine.objectives.objective import mask_dummy_batch
 from runner.engine.state import TrainState, finite_or_none, propagate_failure
 
+# of train.sample_prompts=auto: the shortest ones, of rows from all parts of the held-out ones; tokens of a text
+NUM_PROMPTS, PROMPT_ROWS, TEXT_PROMPT_TOKENS = 3, 32, 12
 SAMPLE_SEED = 0x5A3D  # samples have a generator of their own, so that the run's random state does not change
 
 
@@ -133,10 +137,11 @@ def ending_together(state: TrainState) -> Iterator[None]:
 
 
 def generate_samples(state: TrainState) -> list[dict[str, str]]:
-    """Return the model's answers to train.sample_prompts, as a function of weights and step.
+    """Return the model's answers to the prompts of `sample_prompts`, as a function of weights and step.
 
     Raises StopRequested on every rank if some rank is stopped.
     """
+    prompts: list[tuple[str, list[int]]] = []
     answers: list[list[int]] = []
     # Sharded weights are gathered in the dtype of the computation, so the inputs need it too.
     autocast = state.precision.autocast() if state.dist.sharded else nullcontext()
@@ -148,26 +153,44 @@ def generate_samples(state: TrainState) -> list[dict[str, str]]:
         suppress(StopRequested),
     ):
         enter("while it generates samples", state.progress.step)
-        answers = generate_sample_ids(state)
+        prompts = sample_prompts(state)
+        answers = generate_sample_ids(state, [ids for _, ids in prompts])
     state.check_stop()
     return [
         {"prompt": prompt, "answer": state.tokenizer.decode(ids)}
-        for prompt, ids in zip(state.cfg.train.sample_prompts, answers, strict=True)
+        for (prompt, _), ids in zip(prompts, answers, strict=True)
     ]
 
 
-def generate_sample_ids(state: TrainState) -> list[list[int]]:
-    """Return the token ids of the answers. Raises StopRequested before a token."""
-    from data.tokenize.chat_template import ChatTemplate
+def sample_prompts(state: TrainState) -> list[tuple[str, list[int]]]:
+    """Return (text, token ids) of each prompt of train.sample_prompts; auto: of the beginnings of held-out rows."""
+    tokenizer, chosen = state.tokenizer, state.cfg.train.sample_prompts
+    if chosen == "auto":
+        rows = (state.pipeline.val or state.pipeline.train).rows
+        numbers = range(0, len(rows), -(-len(rows) // PROMPT_ROWS))
+        prompts = filter(None, (prompt_of_row(rows[number].sequences[0]) for number in numbers))
+        return [(tokenizer.decode(ids), ids) for ids in sorted(prompts, key=len)[:NUM_PROMPTS]]
+    if state.cfg.stage.data_format == "text":  # the model continues text
+        return [(prompt, [*tokenizer.bos_ids, *tokenizer.encode(prompt)]) for prompt in chosen]
+    template = ChatTemplate(tokenizer)
+    return [(prompt, template.encode_prompt([{"role": "user", "content": prompt}])) for prompt in chosen]
 
+
+def prompt_of_row(sequence: TokenSequence) -> list[int]:
+    """Return the tokens of a row before the first one with loss; if all have loss, as in a text, the first tokens, and
+    none if none has.
+    """
+    has_loss = sequence.loss_mask != 0
+    begin = int(has_loss.argmax())
+    if begin <= 1 and has_loss.any():
+        begin = min(TEXT_PROMPT_TOKENS, len(has_loss) // 2)
+    return sequence.ids[:begin].tolist()
+
+
+def generate_sample_ids(state: TrainState, prompts: list[list[int]]) -> list[list[int]]:
+    """Return the token ids of the answers. Raises StopRequested before a token."""
     cfg, tokenizer = state.cfg, state.tokenizer
-    if cfg.stage.data_format == "text":  # the model continues text
-        prompts = [[*tokenizer.bos_ids, *tokenizer.encode(prompt)] for prompt in cfg.train.sample_prompts]
-        stop_ids = list(tokenizer.stop_ids)
-    else:
-        template = ChatTemplate(tokenizer)
-        stop_ids = template.stop_ids
-        prompts = [template.encode_prompt([{"role": "user", "content": prompt}]) for prompt in cfg.train.sample_prompts]
+    stop_ids = list(tokenizer.stop_ids) if cfg.stage.data_format == "text" else ChatTemplate(tokenizer).stop_ids
 
     tokens = itertools.count()
     check_stop = state.check_stop if state.dist.sharded else partial(check_stop_of_rank, state)

@@ -87,13 +87,23 @@ def estimate_flops(cfg: Config, model: LanguageModel, loader: StepLoader) -> flo
     return 6.0 * tokens * sum(p.numel() for p in model.parameters())
 
 
+def has_one_shape(cfg: Config, device: torch.device, compile_mode: str) -> bool:
+    """Return whether all micro-batches are padded to one shape, for which alone layers are compiled: packed rows on a
+    GPU, except for experts, which get other numbers of documents and tokens in each batch.
+    """
+    is_packed = cfg.data.packing != "none" and not cfg.model.has_dynamic_shapes
+    return device.type == "cuda" and compile_mode != "off" and is_packed
+
+
 def compile_model(model: LanguageModel, cfg: Config, mode: str) -> None:
     set_inductor_cache()
     tag_compiled_programs(code_fingerprint())
-    device = next(model.parameters()).device.type
-    has_one_shape = device == "cuda" and cfg.data.packing != "none"  # of the batches (StepLoader)
-    model.compile_layers(single_row=micro_batch_rows(cfg) == 1, dynamic=not has_one_shape, mode=mode)
-    chunked_loss.compile_blocks(device, dynamic=not has_one_shape)
+    device = next(model.parameters()).device
+    is_static = has_one_shape(cfg, device, mode)
+    if is_static:  # programs of earlier runs of this process count for the limit of recompilations
+        torch._dynamo.reset()
+    model.compile_layers(single_row=micro_batch_rows(cfg) == 1, mode=mode, **({"dynamic": False} if is_static else {}))
+    chunked_loss.compile_blocks(device.type, dynamic=not is_static)
 
 
 def wrap_model(

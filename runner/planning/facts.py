@@ -73,12 +73,13 @@ def model_facts(cfg: Config) -> ModelSizes:
     """Raises UserError as training would, e.g. for weights that do not fit into the memory of this machine."""
     import torch
 
-    from models.language_model import create_model, trained_parameters
+    from models.language_model import create_model, freeze, trained_parameters
     from runner.engine.objectives.config import prepare_stage
 
     with torch.device("meta"):
         model = create_model(cfg.model)
         objective = prepare_stage(cfg.stage, model, cfg.init_from)
+        freeze(model, cfg.train.freeze)
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     hidden_matrices = {
         name
@@ -196,7 +197,7 @@ def data_facts(cfg: Config, pipeline: DataPipeline, tokenizer: Tokenizer, ranks:
     batch = longest_batch(loader, steps)
     rows, length = batch.input_ids.shape
     if isinstance(sequences, PackedSequences):
-        tokens, padding = round(sequences.fill_ratio * len(sequences) * sequences.capacity), 1.0
+        tokens, padding = sequences.num_tokens, 1.0
     else:
         tokens, padding = int(_lengths(loader).sum()), _usual_share(loader, steps)
     return DataFacts(

@@ -74,6 +74,12 @@ def test_rule_of_a_setting_that_another_class_has_is_that_of_its_section() -> No
     ]  # fmt: skip
 
 
+def test_setting_newer_than_the_run_is_no_difference_where_it_is_empty() -> None:
+    saved, rules = {"a": 1}, {"a": "ignored", "freeze": "incompatible"}
+    assert not any(diff_facts(saved, {"a": 1, "freeze": []}, rules).values())
+    assert diff_facts(saved, {"a": 1, "freeze": ["norm"]}, rules)["incompatible"] == ["freeze: None -> ['norm']"]
+
+
 def test_diff_facts_lists_differences_by_rule() -> None:
     saved, current = {"a": 1, "b": 2, "c": 3, "same": 0}, {"a": 2, "b": 3, "d": 4, "same": 0}
     differences = diff_facts(saved, current, {"a": "ignored", "b": "changes_training", "c": "changes_rounding"})

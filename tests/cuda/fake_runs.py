@@ -55,7 +55,7 @@ def prepare_build() -> None:
     Tensor.pin_memory = pin_memory
     build.describe_run = lambda *_, **__: {}
     loop.get_rng_state, loop.set_rng_state = dict, lambda state: None  # of the CPU
-    rng.accept_products = lambda: None  # of cuBLAS
+    rng.mark_products_deterministic = lambda: None  # of cuBLAS
     for name in ("prepare_model", "distribute", "build_optimizer", "wrap_model"):
         setattr(build, name, within_mode(getattr(build, name)))
 

@@ -124,9 +124,15 @@ def test_run_on_a_gpu_repeats_its_bits_unless_told_otherwise(run_on_gpu):
 
 def test_packed_batches_of_a_gpu_have_one_shape(run_on_gpu):
     """The last one of an epoch, too: a compiled program for one shape is faster than one for all."""
-    cases = {packing: overrides_of("pretrain", "bf16", packing) for packing in PACKINGS}
-    shapes = run_on_gpu("shapes_of_batches", cases)
-    assert shapes["best_fit"] == [[4, 64]] and len(shapes["none"]) > 1
+    packed, compiled = overrides_of("pretrain", "bf16", "best_fit"), "train.compile=default"
+    cases = {
+        "compiled": [*packed, compiled],
+        "uncompiled": packed,
+        "experts": [*packed, compiled, *EXPERTS],
+        "rows": [*overrides_of("pretrain", "bf16", "none"), compiled],
+    }
+    shapes = run_on_gpu("shapes_of_batches", {name: [*case, "train.batch_size=5"] for name, case in cases.items()})
+    assert shapes.pop("compiled") == [[5, 64]] and all(len(each) > 1 for each in shapes.values())
 
 
 def test_mask_is_made_once_for_all_layers(run_on_gpu):

@@ -124,7 +124,7 @@ BAD_ROWS = [  # schema of the file, its second line, reason, message, position
     ),
     (
         "minimind chat",
-        chat({"role": "user", "value": "ho"}, ANSWER),
+        chat({"role": "user", "text": "ho"}, ANSWER),
         "wrong type",
         "content must be a string, found null",
         ":2 conversations[0].content",

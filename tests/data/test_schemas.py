@@ -270,6 +270,19 @@ def test_schema_keeps_every_character_of_a_text():
     assert read({"text": " a\n", "url": "b"}, "text") == TextExample(" a\n")
 
 
+@pytest.mark.parametrize("names", [("human", "gpt"), ("user", "bot"), ("human", "model")], ids=" ".join)
+@pytest.mark.parametrize("key", ["role", "from"])
+def test_roles_have_the_names_of_other_tools_in_messages_of_any_form(names, key):
+    text = "content" if key == "role" else "value"
+    turns, _ = check_chat([{key: name, text: "a"} for name in names], None, "file:1 messages")
+    assert [(turn["role"], turn["content"]) for turn in turns] == [("user", "a"), ("assistant", "a")]
+
+
+def test_text_of_a_message_with_a_role_may_be_its_value():
+    turns, _ = check_chat([{"role": "human", "value": "a"}], None, "file:1 messages")
+    assert turns == [{"role": "user", "content": "a", "reasoning_content": "", "tool_calls": None}]
+
+
 def test_check_chat_keeps_valid_values_unchanged():
     messages = [
         {"role": "user", "content": " hi\n", "name": "Ada"},

@@ -7,7 +7,7 @@ import pytest
 import torch
 from engine_fixtures import registered_combinations
 
-from common.errors import DivergedError, Interrupted, TrainingError
+from common.errors import DivergedError, Interrupted, TrainingError, UserError
 from runner.engine.evaluation import evaluate_loss
 from runner.engine.loop import step_with_retries, train, train_step
 from runner.engine.optim.schedules import lr_at
@@ -354,3 +354,25 @@ def test_router_gets_a_gradient_from_the_language_model_loss(make_run):
     assert (
         max(p.grad.abs().max() for name, p in state.model.named_parameters() if name.endswith("mlp.gate.weight")) > 1e-4
     )
+
+
+def test_frozen_parameters_keep_their_values_and_others_change(make_run):
+    state = make_run("sft", "train.freeze=[embed_tokens,layers.0-0]", "optimizer=muon", "train.max_steps=3")
+    before = {name: p.detach().clone() for name, p in state.model.named_parameters()}
+    train(state)
+    changed = {name for name, p in state.model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {name for name in before if "layers.1." in name or name == "model.norm.weight"}
+
+
+@pytest.mark.parametrize(
+    ("paths", "problem", "fix"),
+    [
+        (["embed_token"], "no parameters below embed_token", "did you mean embed_tokens?"),
+        (["layers.2-9"], "no parameters below layers.2-9", "did you mean layers?"),
+        (["mlp", "model"], "leaves no parameter to train", "leave some out"),
+    ],
+)
+def test_frozen_paths_that_cannot_be_meant_are_refused(make_run, paths, problem, fix):
+    with pytest.raises(UserError, match=problem) as raised:
+        make_run("sft", f"train.freeze=[{','.join(paths)}]")
+    assert raised.value.fix == fix

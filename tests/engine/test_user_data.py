@@ -6,14 +6,17 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from engine_fixtures import composed
 
 from common.errors import UserError
 from data.sources import files
 from data.tokenize.tokenizer import Tokenizer
+from data.types import TokenSequence
 from runner.config.overrides import absolutize_path
 from runner.engine.data_pipeline import build_data_pipeline
+from runner.engine.evaluation import prompt_of_row, sample_prompts
 from runner.launch import run
 
 TOKENIZER = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
@@ -177,3 +180,34 @@ def test_columns_that_no_file_has_warn_where_the_field_itself_is_read(pipeline):
     (warning,) = pipeline("data.path=a.jsonl", "data.columns={text: bodi}", *overrides).warnings
     assert warning == "data.columns names bodi, which the first 100 rows of no file have; their columns are text, body"
     assert pipeline("data.path=[b.jsonl,a.jsonl]", "data.columns={text: body}", *overrides).warnings == []
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "sft", "dpo"])
+@pytest.mark.parametrize("packing", ["none", "best_fit"])
+def test_prompts_of_samples_are_beginnings_of_held_out_rows(make_run, stage, packing):
+    state = make_run(stage, "train.sample_prompts=auto", "data.val_fraction=0.2", f"data.packing={packing}")
+    rows = [state.pipeline.val.rows[number].sequences[0] for number in range(len(state.pipeline.val.rows))]
+    prompts = [ids for _, ids in sample_prompts(state)]
+    assert len(prompts) == 3 and prompts == sorted(prompts, key=len)
+    for ids in prompts:
+        row = next(row for row in rows if row.ids[: len(ids)].tolist() == ids)
+        if stage == "pretrain":
+            assert 0 < len(ids) <= len(row.ids) // 2
+        else:  # up to its answer
+            assert row.loss_mask[len(ids)] and not row.loss_mask[: len(ids)].any()
+
+
+@pytest.mark.parametrize(
+    ("mask", "length"),
+    [([0] * 5 + [0.5] * 2 + [0] * 3 + [1] * 2, 5), ([0] * 12, 0), ([1] * 12, 6), ([0] + [1] * 40, 12), ([1], 0)],
+    ids=["fractions", "no loss", "short text", "text", "one token"],
+)
+def test_prompt_of_a_row_ends_before_its_first_token_with_loss(mask, length):
+    ids = np.arange(len(mask))
+    assert prompt_of_row(TokenSequence(ids, np.array(mask, np.float32))) == ids[:length].tolist()
+
+
+@pytest.mark.parametrize("prompts", ["hello", "null", "[[a]]", "[{a: b}]", "['']"])
+def test_prompts_that_are_no_texts_are_refused(prompts):
+    with pytest.raises(UserError, match="auto or a list of texts"):
+        composed("stage=pretrain", f"train.sample_prompts={prompts}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -139,6 +141,24 @@ def test_logits_of_one_chunk_are_in_memory_at_a_time(reduction: str, monkeypatch
     monkeypatch.setattr(chunked_loss, "pad_tokens", counting_pad)
     linear_cross_entropy(x, weight, labels, reduction).sum().backward()
     assert len(alive) >= 5 and set(alive) == {0}
+
+
+def test_evaluation_computes_the_loss_without_compiled_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each width of its rows would need a program, and after eight torch compiles none, also not for training."""
+    choose, used = chunked_loss.block_functions, []
+
+    def spy(x: Tensor, is_training: bool) -> Any:
+        used.append(is_training)
+        return choose(x, is_training)
+
+    monkeypatch.setattr(chunked_loss, "block_functions", spy)
+    x, weight, labels = torch.randn(1, 1, 8), torch.randn(11, 8), torch.ones(1, 1, dtype=torch.long)
+    linear_cross_entropy(x, weight, labels, "sum")
+    linear_cross_entropy(x, weight.requires_grad_(), labels, "sum")
+    assert used == [False, True]
+    on_gpu: Any = SimpleNamespace(is_cuda=True)
+    monkeypatch.setattr(chunked_loss, "_COMPILED_BLOCKS", ["compiled"])
+    assert choose(on_gpu, True) == ["compiled"] and choose(on_gpu, False) == choose(x, True) != ["compiled"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

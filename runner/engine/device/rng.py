@@ -26,15 +26,14 @@ def use_deterministic_kernels(is_deterministic: bool) -> None:
     An operator without such a kernel raises an error that `is_varying_kernel` recognises. torch's attention chooses
     deterministic kernels only if it may raise (`warn_only=False`).
     """
-    accept_products()
+    mark_products_deterministic()
     # a pass over every new tensor, which no result needs
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # torch's stubs lack it
     torch.use_deterministic_algorithms(is_deterministic)
 
 
-def accept_products() -> None:
-    """Let torch take matrix products of the current GPU for deterministic, as they are: it gives cuBLAS a workspace for
-    each stream (https://docs.nvidia.com/cuda/cublas/#results-reproducibility).
+def mark_products_deterministic() -> None:
+    """Let torch take matrix products on a GPU for deterministic, as they are: it gives cuBLAS a workspace for each stream (https://docs.nvidia.com/cuda/cublas/#results-reproducibility).
 
     It asks for an environment variable, once. While that is set every product parses it: 95 us of the host instead of
     24 (H100, torch 2.11), 12 ms of a step of `minimind_64m`.
