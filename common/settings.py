@@ -1,5 +1,11 @@
-"""Settings of the config dataclasses: checks of their values, and what a changed value means for a run that is resumed
+"""Settings of the config dataclasses: limits of their values, and what a changed value means for a run that is resumed
 from a checkpoint.
+
+    @settings_class
+    class TrainConfig(CheckedSettings):
+        SECTION = "train"
+
+        epochs: int = at_least(1, resume=CHANGES_TRAINING)  # passes over the data
 
 ignored           no number of the training depends on it
 changes_training  allowed and recorded; the training differs from here on, and is exactly reproducible
@@ -12,21 +18,87 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, dataclass_transform
 
 from common.errors import UserError, did_you_mean
 
 OnResume = Literal["ignored", "changes_training", "changes_rounding", "incompatible"]
 
-# Rule of one field: `log_every: int = field(metadata=IGNORED)`. Other fields have the attribute ON_RESUME of their
-# class, or incompatible.
+# A field without a rule of its own has the attribute ON_RESUME of its class, or incompatible.
 IGNORED: Mapping[str, OnResume] = MappingProxyType({"on_resume": "ignored"})
 CHANGES_TRAINING: Mapping[str, OnResume] = MappingProxyType({"on_resume": "changes_training"})
 CHANGES_ROUNDING: Mapping[str, OnResume] = MappingProxyType({"on_resume": "changes_rounding"})
 INCOMPATIBLE: Mapping[str, OnResume] = MappingProxyType({"on_resume": "incompatible"})
+
+
+class Limit(NamedTuple):
+    """Values that a setting may have."""
+
+    text: str  # what follows "must be"
+    allows: Callable[[Any], bool]
+    example: object
+    choices: Collection[str] = ()
+
+    def check(self, setting: str, value: object) -> None:
+        if not self.allows(value):
+            fix = did_you_mean(str(value), self.choices, f"e.g. {setting}={self.example}")
+            raise UserError(f"{setting} must be {self.text}, got {value}", f"{setting}={value}", fix)
+
+
+class CheckedSettings:
+    """Base class of config dataclasses, which checks the limits of the fields. A nullable setting may be null."""
+
+    SECTION = ""  # dotted key; "" for the top level and the settings of a command
+
+    def __post_init__(self) -> None:
+        for name, setting in _limited_fields(type(self)).items():  # type: ignore[arg-type]  # classes are hashable
+            value = getattr(self, name)
+            if value is not None or not re.search("Optional|None", str(setting.type)):
+                setting.metadata["limit"].check(f"{self.SECTION}.{name}".strip("."), value)
+
+
+@cache
+def _limited_fields(config_class: type) -> dict[str, Any]:
+    """Return the fields with a limit. A class that declares one again, with a default, has the limit of its base."""
+    classes = reversed(config_class.__mro__)
+    declared = [item for cls in classes for item in vars(cls).get("__dataclass_fields__", {}).items()]
+    return {name: setting for name, setting in declared if "limit" in setting.metadata}
+
+
+def limited(limit: Limit, resume: Mapping[str, OnResume] = MappingProxyType({}), **options: Any) -> Any:
+    """Return a field with a limit. `resume`: its rule, e.g. IGNORED; `options`: of dataclasses.field."""
+    return field(metadata={"limit": limit, **resume}, **options)
+
+
+def at_least(minimum: float, example: object = None, **options: Any) -> Any:
+    example = minimum if example is None else example
+    return within(f"[{minimum}, inf]", example, f"at least {minimum}", **options)
+
+
+def within(interval: str, example: object, text: str = "", **options: Any) -> Any:
+    """`interval`: "[0, 1)" is 0 <= value < 1."""
+    low, high = map(float, interval[1:-1].split(","))
+    excluded = [low] * ("(" in interval) + [high] * (")" in interval)
+    limit = Limit(text or f"in {interval}", lambda value: low <= value <= high and value not in excluded, example)
+    return limited(limit, **options)
+
+
+def one_of(*allowed: str, **options: Any) -> Any:
+    return limited(Limit(f"one of {', '.join(allowed)}", allowed.__contains__, allowed[0], allowed), **options)
+
+
+if TYPE_CHECKING:  # `at_least`, `within` and `one_of` are no defaults, as `field` is none
+
+    @dataclass_transform(field_specifiers=(field, limited, at_least, within, one_of))
+    def settings_class(cls: Any) -> Any: ...
+
+else:
+    settings_class = dataclass
 
 
 def flat_settings(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -46,10 +118,10 @@ def as_typed(value: Any) -> str:
 def setting_values(config: Any, prefix: str = "") -> dict[str, Any]:
     """Return dotted key -> value of every setting of a config dataclass and the sections below it."""
     values: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
+    for setting in dataclasses.fields(config):
+        value = getattr(config, setting.name)
         is_section = dataclasses.is_dataclass(value)
-        values |= setting_values(value, f"{prefix}{field.name}.") if is_section else {prefix + field.name: value}
+        values |= setting_values(value, f"{prefix}{setting.name}.") if is_section else {prefix + setting.name: value}
     return values
 
 
@@ -59,16 +131,18 @@ def resume_rules(config: Any, prefix: str = "") -> dict[str, str]:
     """
     default: str = getattr(config, "ON_RESUME", "incompatible")
     rules = {prefix.removesuffix("."): default}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
+    for setting in dataclasses.fields(config):
+        value = getattr(config, setting.name)
         is_section = dataclasses.is_dataclass(value)
-        own = {prefix + field.name: field.metadata.get("on_resume", default)}
-        rules |= resume_rules(value, f"{prefix}{field.name}.") if is_section else own
+        own = {prefix + setting.name: setting.metadata.get("on_resume", default)}
+        rules |= resume_rules(value, f"{prefix}{setting.name}.") if is_section else own
     return rules
 
 
 def field_comments(config_class: type) -> dict[str, str]:
-    """Return the comment behind or above each field, which describes the setting, with the fields of base classes."""
+    """Return the comment behind or above each field, which describes the setting, and its limit, with the fields of base
+    classes.
+    """
     comments: dict[str, str] = {}
     for cls in reversed(config_class.__mro__):
         above: list[str] = []
@@ -76,35 +150,21 @@ def field_comments(config_class: type) -> dict[str, str]:
             if field := re.match(r"    (\w+): [^#]*(?:# (.*))?$", line):
                 comments[field[1]] = field[2] or " ".join(above)
             above = [*above, line.removeprefix("    # ")] if line.startswith("    # ") else []
+    for name, setting in _limited_fields(config_class).items():
+        limit = setting.metadata["limit"]
+        # the comment says what each choice means; a number of things is never negative
+        if not limit.choices and limit.text != "at least 0":
+            comments[name] += f"; {limit.text}"
     return comments
 
 
-def check_settings(
-    section: str, config: object, keys: Iterable[str], check: Callable[..., None], *limits: object
-) -> None:
-    """Call `check` for several settings of a section with the same limits."""
-    for key in keys:
-        check(f"{section}.{key}", getattr(config, key), *limits)
-
-
-def check_choices(section: str, config: object, choices: Mapping[str, Collection[str]]) -> None:
-    """Refuse a value of a section that is not among the `choices` of its setting."""
-    for key, allowed in choices.items():
-        check_choice(f"{section}.{key}", getattr(config, key), allowed)
-
-
 def check_choice(setting: str, value: object, allowed: Collection[str]) -> None:
-    if value not in allowed:
-        fix = did_you_mean(str(value), allowed, f"e.g. {setting}={next(iter(allowed))}")
-        raise UserError(f"{setting} must be one of {', '.join(allowed)}, got {value}", f"{setting}={value}", fix)
+    one_of(*allowed).metadata["limit"].check(setting, value)
 
 
 def check_at_least(setting: str, value: float, minimum: float, example: object) -> None:
     """`example`: an allowed value, for the fix."""
-    if not value >= minimum:  # also refuses NaN
-        raise UserError(
-            f"{setting} must be at least {minimum}, got {value}", f"{setting}={value}", f"e.g. {setting}={example}"
-        )
+    at_least(minimum, example).metadata["limit"].check(setting, value)
 
 
 def check_installed(package: str, setting: str, fix: str = "") -> None:
@@ -112,9 +172,3 @@ def check_installed(package: str, setting: str, fix: str = "") -> None:
     if find_spec(package) is None:
         fix = fix or f"pip install 'lm-runner[{package}]'"
         raise UserError(f"{setting} needs the package {package}, which is not installed", setting, fix)
-
-
-def check_fraction(setting: str, value: float, example: float) -> None:
-    """Refuse a value outside [0, 1]. `example`: an allowed value, for the fix."""
-    if not 0 <= value <= 1:
-        raise UserError(f"{setting} must be in [0, 1], got {value}", f"{setting}={value}", f"e.g. {setting}={example}")

@@ -5,29 +5,25 @@ Imports neither torch nor numpy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from common.errors import UserError
-from common.settings import IGNORED, check_at_least, check_choice, check_choices, check_fraction, check_settings
+from common.settings import IGNORED, CheckedSettings, at_least, check_choice, one_of, settings_class, within
 from data.schemas.registry import SCHEMAS, check_columns
 
 if TYPE_CHECKING:
     from data.sources.files import ReadOptions
 
-CHOICES = {
-    "too_long": ("auto", "truncate", "drop", "split"),
-    "on_bad_row": ("error", "skip"),
-    "loss_on": ("assistant", "last_assistant", "all"),
-    "val_duplicates": ("auto", "drop", "keep"),
-    "packing": ("none", "best_fit"),
-    "text_unit": ("file", "line"),
-}
+LOSS_TOKENS = ("assistant", "last_assistant", "all")
+TEXT_UNITS = ("file", "line")
 
 
-@dataclass(kw_only=True)
-class DataConfig:
+@settings_class
+class DataConfig(CheckedSettings):
+    SECTION = "data"
+
     name: str = field(metadata=IGNORED)  # name of the group file in conf/data/
     # training data: a file, a glob, a folder, hub:owner/name[@config][:split], or a list of these
     path: Any = field(metadata=IGNORED)
@@ -37,7 +33,8 @@ class DataConfig:
     columns: Any = field(metadata=IGNORED)
     # of text files that are not UTF-8, e.g. gb18030, cp1252; null: detected
     encoding: Optional[str] = field(metadata=IGNORED)
-    text_unit: str = field(metadata=IGNORED)  # a row of a .txt or .md file: file (long ones in parts), or line
+    # a row of a .txt or .md file: file (long ones in parts), or line
+    text_unit: str = one_of(*TEXT_UNITS, resume=IGNORED)
     schema: Optional[str] = field(metadata=IGNORED)  # row schema, e.g. "openai messages"; null: detected per file
     # validation data, as data.path; auto: files named so (validation-*, X_val.jsonl by X.jsonl); null: none
     val_path: Optional[str] = field(metadata=IGNORED)
@@ -46,27 +43,31 @@ class DataConfig:
     val_fraction: Any
     # training rows with the tokens of a validation row: drop, keep, or auto: drop with data.val_fraction, keep with
     # data.val_path
-    val_duplicates: str
+    val_duplicates: str = one_of("auto", "drop", "keep")
     # auto (that of init_from's weights; from scratch the sample's), minimind (from scratch MiniMind's), or a folder
     tokenizer: str = field(metadata=IGNORED)
-    max_length: int  # longest sequence (input tokens per example); with packing, the length of a packed sequence
-    too_long: str  # longer examples: truncate, drop, split (texts only), or auto: split texts, truncate conversations
+    # longest sequence (input tokens per example); with packing, the length of a packed sequence
+    max_length: int = at_least(2, 512)
+    # longer examples: truncate, drop, split (texts only), or auto: split texts, truncate conversations
+    too_long: str = one_of("auto", "truncate", "drop", "split")
     # a row that cannot be used: error (stop at the first) or skip (count and continue)
-    on_bad_row: str = field(metadata=IGNORED)
-    # with on_bad_row=skip: largest fraction of bad rows per file, in [0, 1]
-    max_bad_fraction: float = field(metadata=IGNORED)
-    loss_on: str  # tokens with loss in a conversation: assistant (all its messages), last_assistant, or all
+    on_bad_row: str = one_of("error", "skip", resume=IGNORED)
+    # with on_bad_row=skip: largest fraction of bad rows per file
+    max_bad_fraction: float = within("[0, 1]", 0.1, resume=IGNORED)
+    # tokens with loss in a conversation: assistant (all its messages), last_assistant, or all
+    loss_on: str = one_of(*LOSS_TOKENS)
     # best_fit: several examples per sequence, separated by the document mask; none: one example per sequence
-    packing: str
+    packing: str = one_of("none", "best_fit")
     group_by_length: bool  # batches of examples of similar length, to reduce padding; needs packing=none
     system_prompts: list[str]  # candidates for the random system message of a conversation that has none
-    system_prob: float  # probability of adding one of data.system_prompts, in [0, 1]
-    empty_think_prob: float  # probability of starting answers without reasoning with an empty think block, in [0, 1]
+    system_prob: float = within("[0, 1]", 0.1)  # probability of adding one of data.system_prompts
+    # probability of starting answers without reasoning with an empty think block
+    empty_think_prob: float = within("[0, 1]", 0.1)
     cache: str = field(metadata=IGNORED)  # folder of the token stores, shared by all runs
     # processes that prepare batches in advance; 0: the training process does it
-    num_workers: int = field(metadata=IGNORED)
+    num_workers: int = at_least(0, 2, resume=IGNORED)
     # seconds without progress after which a wait for a batch, or for a tokenizing process, fails; 0: no limit
-    worker_timeout: float = field(metadata=IGNORED)
+    worker_timeout: float = at_least(0, 300, resume=IGNORED)
 
     @property
     def read_options(self) -> ReadOptions:
@@ -79,6 +80,7 @@ class DataConfig:
         return list(self.path) if isinstance(self.path, (list, tuple)) else [self.path]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.paths or not all(isinstance(path, str) and path for path in self.paths):
             raise UserError(
                 "data.path must name a file, a folder, or a list of these",
@@ -96,18 +98,15 @@ class DataConfig:
                 f"data.weights={self.weights}",
                 "remove the entry from data.path instead",
             )
-        check_columns(self.columns or {})
-        _ = self.read_options  # refuses what it cannot read
         if self.schema is not None:
             check_choice("data.schema", self.schema, SCHEMAS)
-        check_choices("data", self, CHOICES)
-        check_at_least("data.max_length", self.max_length, 2, 512)
+        check_columns(self.columns or {})
+        _ = self.read_options  # refuses what it cannot read
         if self.val_fraction != "auto" and not (
             isinstance(self.val_fraction, int | float) and 0 <= self.val_fraction < 1
         ):
             message = f"data.val_fraction must be auto or in [0, 1), got {self.val_fraction}"
             raise UserError(message, f"data.val_fraction={self.val_fraction}", "e.g. data.val_fraction=0.02")
-        check_settings("data", self, ("max_bad_fraction", "system_prob", "empty_think_prob"), check_fraction, 0.1)
         if self.group_by_length and self.packing != "none":
             raise UserError(
                 f"data.group_by_length needs data.packing=none, got {self.packing}",
@@ -120,27 +119,25 @@ class DataConfig:
                 f"data.system_prob={self.system_prob}",
                 'data.system_prompts=["..."]',
             )
-        check_at_least("data.num_workers", self.num_workers, 0, 2)
-        check_at_least("data.worker_timeout", self.worker_timeout, 0, 300)
 
 
-@dataclass
-class TokenizerConfig:
+@settings_class
+class TokenizerConfig(CheckedSettings):
     """Settings of runner/tokenizer.py."""
 
     path: list[str]  # files, globs, folders, hub:owner/name; a file named twice counts double
     to: Optional[str]  # folder to write the tokenizer to; null with tokenizer=DIR
     vocab_size: int  # number of tokens, at most
-    max_lines: int  # rows read from each file, at most
+    max_lines: int = at_least(1, 500000)  # rows read from each file, at most
     tokenizer: Optional[str]  # folder of a tokenizer to evaluate instead of training one
     compare: Optional[str]  # folder of a second tokenizer to evaluate on the same rows
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.path:
             raise UserError(
                 "path must name at least one file, got none", "path=[]", "e.g. path=[text.jsonl,chats.jsonl]"
             )
-        check_at_least("max_lines", self.max_lines, 1, 500000)
         if self.to and self.tokenizer:
             raise UserError(
                 "to= trains a tokenizer, tokenizer= evaluates one: they exclude each other",

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Optional, Self
 
 from common.errors import UserError
 from common.registry import Registry
-from common.settings import IGNORED, check_at_least, check_choice, check_settings
+from common.settings import IGNORED, CheckedSettings, at_least, one_of, settings_class, within
 
 if TYPE_CHECKING:
     import torch
@@ -48,24 +48,22 @@ class ModelSize(NamedTuple):
     tensors: int  # of parameters
 
 
-@dataclass
-class ModelConfig:
+@settings_class
+class ModelConfig(CheckedSettings):
     """Settings that every model has. Field names are those of a transformers config."""
+
+    SECTION = "model"
 
     family: str  # a module of models/families/, or a family that a plugin registers
     name: str = field(metadata=IGNORED)  # name of the architecture, for reports
-    vocab_size: int  # tokens of the vocabulary (V)
-    num_hidden_layers: int  # layers
-    max_position_embeddings: int  # longest sequence (tokens)
+    vocab_size: int = at_least(1)  # tokens of the vocabulary (V)
+    num_hidden_layers: int = at_least(1)  # layers
+    max_position_embeddings: int = at_least(1)  # longest sequence (tokens)
     tie_word_embeddings: bool  # the output layer shares its weight with the embedding
 
     # module and name of the LanguageModel; imported when a model is created, because it imports torch
     model_class: ClassVar[str]
     hf_model_types: ClassVar[tuple[str, ...]]  # values of model_type in config.json that from_hf_config reads
-
-    def __post_init__(self) -> None:
-        sizes = ("vocab_size", "num_hidden_layers", "max_position_embeddings")
-        check_settings("model", self, sizes, check_at_least, 1, 1)
 
     def size(self) -> ModelSize | None:
         """Return the size of the model from its settings alone; None if the family does not say before the model is
@@ -126,37 +124,25 @@ class ModelConfig:
         raise NotImplementedError
 
 
-def check_dropout(setting: str, value: float) -> None:
-    if not 0 <= value < 1:
-        raise UserError(f"{setting} must be in [0, 1), got {value}", f"{setting}={value}", f"e.g. {setting}=0.1")
-
-
-LORA_WEIGHTS = ("nf4",)
-
-
-@dataclass
-class LoraConfig:
+@settings_class
+class LoraConfig(CheckedSettings):
     """Low-rank adapters (https://arxiv.org/abs/2106.09685): W x + scale * B A x."""
 
-    rank: int  # rows of A and columns of B, at least 1
+    SECTION = "stage.lora"
+
+    rank: int = at_least(1, 8)  # rows of A and columns of B
     alpha: float  # scale of the adapter's output, times 1 / rank
-    dropout: float  # on the adapter's input; probability, in [0, 1)
+    dropout: float = within("[0, 1)", 0.1)  # on the adapter's input; probability
     # layers with an adapter: names, ends of paths (q_proj, 0.mlp.up_proj), re:PATTERN; [all-linear]: all but the output
     # layer
     targets: list[str]
     rslora: bool  # scale alpha / sqrt(rank) in place of alpha / rank: larger ranks learn as fast as small ones (rsLoRA)
     dora: bool  # train the length of each row of the weight, too (DoRA); a step takes longer
     # nf4: the frozen linear layers have 4 bits per weight (QLoRA), needs bitsandbytes; null: fp32
-    quantize: Optional[str]
+    quantize: Optional[str] = one_of("nf4")
     # init_from is an adapter: train it on, with its rank, alpha and targets; false: merge it into the model, train a
     # new one
     continue_adapter: bool
-
-    def __post_init__(self) -> None:
-        check_at_least("stage.lora.rank", self.rank, 1, 8)
-        check_dropout("stage.lora.dropout", self.dropout)
-        if self.quantize is not None:
-            check_choice("stage.lora.quantize", self.quantize, LORA_WEIGHTS)
 
     @property
     def scale(self) -> float:

@@ -37,7 +37,7 @@ def described_fields(cls: type) -> Iterator[tuple[str, Any, str]]:
     """Yield (name, type, description) of the fields of `cls`, those of its base classes first."""
     comments, hints = field_comments(cls), typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        yield field.name, hints[field.name], comments.get(field.name, "")
+        yield field.name, hints[field.name], comments.get(field.name, "").replace("; at least ", "; ≥")
         for kind in (hints[field.name], *typing.get_args(hints[field.name])):
             if dataclasses.is_dataclass(kind):  # a section within the section, such as stage.lora
                 yield from (

@@ -249,7 +249,8 @@ def test_commands_refuse_settings_before_torch_is_imported():
 def settings_with_values() -> list[str]:
     """Fields of config classes with a default.
 
-    `field(metadata=...)` has none: it declares what a changed value means on resume.
+    `field(metadata=...)` and the fields with a limit have none: they declare what a changed value means on resume, and
+    which values are allowed.
     """
     classes = [
         node
@@ -264,8 +265,8 @@ def settings_with_values() -> list[str]:
             is_setting = isinstance(item, ast.AnnAssign) and not ast.unparse(item.annotation).startswith("ClassVar")
             is_metadata = (
                 isinstance(value, ast.Call)
-                and ast.unparse(value.func) == "field"
-                and keywords(value).keys() == {"metadata"}
+                and ast.unparse(value.func) in ("field", "at_least", "within", "one_of")
+                and keywords(value).keys() <= {"metadata", "resume"}
             )
             if is_setting and value is not None and not is_metadata and node.name not in NOT_SETTINGS:
                 found.append(f"{node.name}: {ast.unparse(item)}")
@@ -278,7 +279,7 @@ def test_config_classes_hold_no_values():
     Earlier runs and YAML files of users have no model.model_type.
     """
     assert settings_with_values() == [
-        "DecoderConfig: model_type: Optional[str] = field(default=None, metadata=IGNORED)"
+        "DecoderConfig: model_type: Optional[str] = one_of(*FAMILIES, default=None, resume=IGNORED)"
     ]
 
 

@@ -5,44 +5,52 @@ their config.json.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, Self
 
 from common.errors import UserError
-from common.settings import CHANGES_ROUNDING, IGNORED, check_at_least, check_choice, check_settings
-from models.config import ModelConfig, ModelSize, UnsupportedVariantError, check_dropout, register_model
+from common.settings import (
+    CHANGES_ROUNDING,
+    IGNORED,
+    CheckedSettings,
+    at_least,
+    check_at_least,
+    one_of,
+    settings_class,
+    within,
+)
+from models.config import ModelConfig, ModelSize, UnsupportedVariantError, register_model
 from models.families.hf_config import FAMILIES, architecture_of, read_hf_config, write_hf_config
 from models.families.hf_rope import SCALING_FIELDS
 
 if TYPE_CHECKING:
     import torch
 
-ATTENTION_KERNELS = ("auto", "flash", "efficient", "math")
 # that a class of transformers may lack
 CLASS_SETTINGS = ("qk_norm", "attention_bias", "attention_out_bias", "mlp_bias", "num_experts")
-SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
 
 
-@dataclass
-class RopeScaling:
+@settings_class
+class RopeScaling(CheckedSettings):
     """Extension of rotary position embeddings beyond the trained length: YaRN (https://arxiv.org/abs/2309.00071), that
     of Llama 3.1, or linear (https://arxiv.org/abs/2306.15595).
     """
 
-    factor: float  # extended length / trained length, at least 1
+    SECTION = "model.rope_scaling"
+
+    factor: float = at_least(1, 4)  # extended length / trained length
     original_max_position_embeddings: int = 0  # trained length (tokens); yarn, llama3
     beta_fast: float = 32.0  # channels with more rotations than this over the trained length keep their frequency; yarn
     beta_slow: float = 1.0  # frequencies of channels with fewer rotations than this are divided by factor; yarn
     attention_factor: float = 1.0  # factor on cos and sin; yarn
-    type: str = "yarn"  # yarn, llama3, or linear: every frequency is divided by factor
+    # yarn, llama3, or linear: every frequency is divided by factor
+    type: str = one_of("yarn", "llama3", "linear", default="yarn")
     low_freq_factor: float = 1.0  # frequencies of channels with fewer rotations than this are divided by factor; llama3
     # channels with more rotations than this over the trained length keep their frequency; llama3
     high_freq_factor: float = 4.0
 
     def __post_init__(self) -> None:
-        check_choice("model.rope_scaling.type", self.type, ("yarn", "llama3", "linear"))
-        check_at_least("model.rope_scaling.factor", self.factor, 1, 4)
+        super().__post_init__()
         if self.type != "linear":
             check_at_least(
                 "model.rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings, 1, 2048
@@ -50,15 +58,15 @@ class RopeScaling:
 
 
 @register_model("decoder")
-@dataclass
+@settings_class
 class DecoderConfig(ModelConfig):
     """Decoder-only transformer, dense or mixture of experts."""
 
-    hidden_size: int  # width of the residual stream (D)
-    num_attention_heads: int  # query heads (N)
-    num_key_value_heads: int  # key/value heads (K), a divisor of num_attention_heads
-    head_dim: int  # width of a head (H), even
-    intermediate_size: int  # width of a dense MLP
+    hidden_size: int = at_least(1, 64)  # width of the residual stream (D)
+    num_attention_heads: int = at_least(1, 64)  # query heads (N)
+    num_key_value_heads: int = at_least(1, 64)  # key/value heads (K), a divisor of num_attention_heads
+    head_dim: int = at_least(1, 64)  # width of a head (H), even
+    intermediate_size: int = at_least(1, 64)  # width of a dense MLP
     rope_theta: float  # base of the rotary position embeddings
     rope_scaling: Optional[RopeScaling]  # null: none
     rms_norm_eps: float  # added to the mean square in every norm
@@ -66,22 +74,22 @@ class DecoderConfig(ModelConfig):
     attention_bias: bool  # query, key and value projections have biases, as in Qwen2
     attention_out_bias: bool  # the output projection of attention has one
     mlp_bias: bool  # the projections of a dense MLP have biases
-    dropout: float  # probability, in [0, 1)
+    dropout: float = within("[0, 1)", 0.1)  # probability
     num_experts: int  # experts per layer (E); 0: dense
     num_experts_per_tok: int  # experts that a token is routed to (k)
     moe_intermediate_size: int  # width of an expert
     norm_topk_prob: bool  # renormalize the k routing weights to sum to 1
     router_aux_loss_coef: float  # weight of the load-balancing loss
-    attention: str = field(metadata=CHANGES_ROUNDING)  # kernel: auto, flash, efficient or math
+    # kernel: auto, flash, efficient or math
+    attention: str = one_of("auto", "flash", "efficient", "math", resume=CHANGES_ROUNDING)
     # class that the model is written as, e.g. phi3; null: the first that computes the same
-    model_type: Optional[str] = field(default=None, metadata=IGNORED)
+    model_type: Optional[str] = one_of(*FAMILIES, default=None, resume=IGNORED)
 
     model_class = "models.decoder.Decoder"
     hf_model_types = tuple(FAMILIES)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_settings("model", self, SIZES, check_at_least, 1, 64)
         if self.num_attention_heads % self.num_key_value_heads:
             raise UserError(
                 f"model.num_key_value_heads must divide model.num_attention_heads={self.num_attention_heads}, got {self.num_key_value_heads}",
@@ -94,8 +102,6 @@ class DecoderConfig(ModelConfig):
                 f"model.head_dim={self.head_dim}",
                 f"e.g. model.head_dim={self.head_dim + 1}",
             )
-        check_dropout("model.dropout", self.dropout)
-        check_choice("model.attention", self.attention, ATTENTION_KERNELS)
         if self.num_experts and not 1 <= self.num_experts_per_tok <= self.num_experts:
             raise UserError(
                 f"model.num_experts_per_tok must be in [1, model.num_experts={self.num_experts}], got {self.num_experts_per_tok}",
@@ -115,7 +121,6 @@ class DecoderConfig(ModelConfig):
 
     def _check_model_type(self, model_type: str) -> None:
         """Raise UserError if a model of this type would not be read again with these settings."""
-        check_choice("model.model_type", model_type, tuple(FAMILIES))
         own = dataclasses.asdict(self)
         try:
             read = read_hf_config(write_hf_config(own), Path("config.json"))

@@ -7,17 +7,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Optional, Self
 
 from common.errors import UserError
-from common.settings import CHANGES_ROUNDING, check_at_least, check_choice
+from common.settings import CHANGES_ROUNDING, at_least, one_of, settings_class
 from models.config import ModelConfig, ModelSize, register_model
 from models.families.hf_config import NO_INFLUENCE, ROPE_FIELDS
 from models.families.hf_rope import list_fields
 
-HF_ATTENTION = ("auto", "own", "sdpa", "eager")
 # Fields of config.json, at any depth, that name code or kernels to download, how a file was written, or labels of other
 # tasks: nothing of them is used.
 UNREAD_FIELDS = (
@@ -52,16 +50,15 @@ CHOOSE_ANOTHER = "choose another model; docs/reference/models.md lists what load
 
 
 @register_model("transformers")
-@dataclass
+@settings_class
 class TransformersConfig(ModelConfig):
     """A causal language model class of transformers."""
 
     config: dict[str, Any]  # content of config.json
-    attention: str = field(
-        metadata=CHANGES_ROUNDING
-    )  # own (the kernels of this program), a kernel of transformers (sdpa, eager), or auto: own where it is exact
+    # own (the kernels of this program), a kernel of transformers (sdpa, eager), or auto: own where it is exact
+    attention: str = one_of("auto", "own", "sdpa", "eager", resume=CHANGES_ROUNDING)
     # weight of the load-balancing loss of experts; null: that of config.json, none if output_router_logits=false there
-    router_aux_loss_coef: Optional[float]
+    router_aux_loss_coef: Optional[float] = at_least(0, 0.001)
     # model=transformers: folder, or owner/name[@revision] of the hub, of `config`, and of the weights unless init_from
     # names others
     path: Optional[str]
@@ -71,9 +68,6 @@ class TransformersConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("model.attention", self.attention, HF_ATTENTION)
-        if self.router_aux_loss_coef is not None:
-            check_at_least("model.router_aux_loss_coef", self.router_aux_loss_coef, 0, 0.001)
         if not isinstance(self.config.get("model_type"), str):
             raise UserError(
                 "model.config has no model_type", "model.config", "model.path=FOLDER with a config.json reads it"

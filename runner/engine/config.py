@@ -13,11 +13,13 @@ from common.settings import (
     CHANGES_TRAINING,
     IGNORED,
     INCOMPATIBLE,
-    as_typed,
-    check_at_least,
-    check_choice,
-    check_choices,
-    check_settings,
+    CheckedSettings,
+    Limit,
+    at_least,
+    limited,
+    one_of,
+    settings_class,
+    within,
 )
 from data.config import DataConfig
 from data.schemas.registry import SCHEMAS, STAGE_OF_FORMAT
@@ -30,6 +32,15 @@ from runner.engine.optim.config import OPTIMIZERS, OptimizerConfig
 from runner.engine.optim.schedules import SCHEDULES, ScheduleConfig, check_warmup
 from runner.tracking.config import TRACKERS, TrackerConfig
 
+PROMPTS = Limit(
+    "auto or a list of texts",
+    lambda value: (
+        value == "auto"
+        or isinstance(value, list)
+        and all(isinstance(prompt, (str, int, float)) and str(prompt).strip() for prompt in value)
+    ),
+    '["Once upon a time"]',
+)
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 TAG = re.compile(r"[\w.+:=-]+")
 MAX_NAME, MAX_NOTE, MAX_TAG, MAX_TAGS = 80, 500, 40, 20  # characters; number of tags
@@ -43,82 +54,51 @@ REGISTERED_SECTIONS: dict[str, tuple[str, Registry[Any]]] = {
 }
 
 
-@dataclass
-class TrainConfig:
+@settings_class
+class TrainConfig(CheckedSettings):
     """Steps are optimizer steps. An interval of 0 switches it off."""
 
+    SECTION = "train"
     ON_RESUME = "ignored"
 
     # batch rows of a micro-batch on each rank: examples, or packed sequences
-    batch_size: int = field(metadata=CHANGES_ROUNDING)
-    accumulation_steps: int = field(metadata=CHANGES_ROUNDING)  # micro-batches per step
-    epochs: int = field(metadata=CHANGES_TRAINING)  # passes over the data
+    batch_size: int = at_least(1, resume=CHANGES_ROUNDING)
+    accumulation_steps: int = at_least(1, resume=CHANGES_ROUNDING)  # micro-batches per step
+    epochs: int = at_least(1, resume=CHANGES_TRAINING)  # passes over the data
     # steps of the run, whatever train.epochs is; 0: as many as the epochs take
-    max_steps: int = field(metadata=CHANGES_TRAINING)
-    log_every: int  # steps between two lines of metrics.jsonl, at least 1; losses are fetched from the device then
-    eval_every: int  # steps between two evaluations
+    max_steps: int = at_least(0, resume=CHANGES_TRAINING)
+    # steps between two lines of metrics.jsonl; losses are fetched from the device then
+    log_every: int = at_least(1)
+    eval_every: int = at_least(0)  # steps between two evaluations
     # evaluate after the last step whatever eval_every is, without validation data on this many training rows; 0: no;
     # jobs of a sweep that do not evaluate get 256
-    final_eval_rows: int
-    save_every: int  # steps between two checkpoints
-    sample_every: int  # steps between two sets of generated samples
+    final_eval_rows: int = at_least(0)
+    save_every: int = at_least(0)  # steps between two checkpoints
+    sample_every: int = at_least(0)  # steps between two sets of generated samples
     # prompts of the generated samples, e.g. ["Once upon a time"]; auto: beginnings of held-out rows (without any, of
     # training rows), which trackers get, too
-    sample_prompts: Any
-    sample_tokens: int  # length limit of a sample (tokens)
-    keep_checkpoints: int  # newest checkpoints that are kept, at least 2; the best one is kept, too
-    keep_every: int  # steps; checkpoints of multiples of it are kept, too
-    patience: int  # evaluations without a better loss after which the run ends early; 0: never
+    sample_prompts: Any = limited(PROMPTS)
+    sample_tokens: int = at_least(1)  # length limit of a sample (tokens)
+    # two, so that a damaged one leaves one to resume from
+    keep_checkpoints: int = at_least(2, 3)  # newest checkpoints that are kept; the best one is kept, too
+    keep_every: int = at_least(0)  # steps; checkpoints of multiples of it are kept, too
+    # evaluations without a better loss after which the run ends early; 0: never
+    patience: int = at_least(0)
     # consecutive skipped steps (loss or gradient not finite) after which the run fails
-    max_nonfinite_steps: int = field(metadata=CHANGES_TRAINING)
-    max_failed_saves: int  # consecutive failed saves (e.g. a full disk) after which the run fails
+    max_nonfinite_steps: int = at_least(1, resume=CHANGES_TRAINING)
+    # consecutive failed saves (e.g. a full disk) after which the run fails
+    max_failed_saves: int = at_least(1)
     # auto (if the run is long enough to gain from it), off, default, reduce-overhead or max-autotune
-    compile: str = field(metadata=CHANGES_ROUNDING)
+    compile: str = one_of(*COMPILE_MODES, resume=CHANGES_ROUNDING)
     # parameters that keep their initial values, e.g. [embed_tokens, layers.0-3]
     freeze: list[str] = field(metadata=INCOMPATIBLE)
     # recompute in the backward pass: none, selective (all but matmuls and attention) or full
-    activation_checkpointing: str = field(metadata=CHANGES_ROUNDING)
+    activation_checkpointing: str = one_of(*ACTIVATION_CHECKPOINTING_MODES, resume=CHANGES_ROUNDING)
     # a GPU computes the same bits each time; false: kernels that sum in a varying order, which may be faster
     deterministic: bool = field(metadata=CHANGES_ROUNDING)
     verify_resume: bool  # instead of training: check that a run that is stopped and resumed gives the same bits
     # train in a child process that is restarted from the newest checkpoint after a crash, a lack of memory or a hang
     supervise: bool
-
-    def __post_init__(self) -> None:
-        at_least_1 = (
-            "batch_size",
-            "accumulation_steps",
-            "epochs",
-            "log_every",
-            "sample_tokens",
-            "max_nonfinite_steps",
-            "max_failed_saves",
-        )
-        at_least_0 = (
-            "max_steps",
-            "eval_every",
-            "final_eval_rows",
-            "save_every",
-            "sample_every",
-            "keep_every",
-            "patience",
-        )
-        check_settings("train", self, at_least_1, check_at_least, 1, 1)
-        check_settings("train", self, at_least_0, check_at_least, 0, 0)
-        if self.sample_prompts != "auto":
-            prompts = self.sample_prompts if isinstance(self.sample_prompts, list) else [None]
-            if not all(isinstance(prompt, (str, int, float)) and str(prompt).strip() for prompt in prompts):
-                typed = as_typed(self.sample_prompts)
-                raise UserError(
-                    f"train.sample_prompts must be auto or a list of texts, got {typed}",
-                    f"train.sample_prompts={typed}",
-                    'train.sample_prompts=["Once upon a time"]',
-                )
-            self.sample_prompts = [as_typed(prompt) for prompt in prompts]
-        check_at_least("train.keep_checkpoints", self.keep_checkpoints, 2, 3)  # a damaged one leaves one to resume from
-        check_choices(
-            "train", self, {"activation_checkpointing": ACTIVATION_CHECKPOINTING_MODES, "compile": COMPILE_MODES}
-        )
 
 
 @dataclass
@@ -169,38 +149,34 @@ def check_label(setting: str, text: str, limit: int) -> None:
         raise UserError(f"{setting} must not hold ${{", f"{setting}={text}", "write it without the brace")
 
 
-@dataclass
-class ExportConfig:
+@settings_class
+class ExportConfig(CheckedSettings):
     """What a completed run writes to `model/`."""
 
+    SECTION = "export"
     ON_RESUME = "ignored"
 
     # of model/: best (those of the lowest validation loss), last, or auto: best if the run evaluates on validation
     # data, otherwise last
-    weights: str
-
-    def __post_init__(self) -> None:
-        check_choice("export.weights", self.weights, ("auto", "best", "last"))
+    weights: str = one_of("auto", "best", "last")
 
 
-@dataclass
-class SuperviseConfig:
+@settings_class
+class SuperviseConfig(CheckedSettings):
     """Restarts of train.supervise=true."""
 
+    SECTION = "supervise"
     ON_RESUME = "ignored"
 
-    # restarts in a row without a newer checkpoint, at least 1; after that the fault counts as permanent
-    max_restarts: int
-    delay: float  # seconds before the first restart of a row; doubled with every further one, up to 300
+    # restarts in a row without a newer checkpoint; after that the fault counts as permanent
+    max_restarts: int = at_least(1, 3)
+    # seconds before the first restart of a row; doubled with every further one, up to 300
+    delay: float = at_least(0, 5)
     # minutes without a sign of life (a micro-batch, an evaluation batch) after which a process is ended; 0: never
-    hang_timeout: float
+    hang_timeout: float = at_least(0, 5)
     # after a lack of memory: at most half of train.batch_size and as many train.accumulation_steps as keep the rows per
     # step
     halve_batch: bool
-
-    def __post_init__(self) -> None:
-        check_at_least("supervise.max_restarts", self.max_restarts, 1, 3)
-        check_settings("supervise", self, ("delay", "hang_timeout"), check_at_least, 0, 5)
 
 
 # Swept, they change how many tokens a step holds.
@@ -214,26 +190,25 @@ STEP_SIZE_KEYS = {
 }
 
 
-@dataclass
-class SweepConfig:
+@settings_class
+class SweepConfig(CheckedSettings):
     """Rules of the sweep that a run is a job of.
 
     Training does not read them: they become overrides of each job.
     """
 
+    SECTION = "sweep"
     ON_RESUME = "ignored"
 
-    match_budget: str  # what all jobs have in common: auto, tokens, steps or epochs
-    lr_scale: str  # how optimizer.lr follows the batch size: none, linear or sqrt
+    # what all jobs have in common: auto, tokens, steps or epochs
+    match_budget: str = one_of("auto", "tokens", "steps", "epochs")
+    # how optimizer.lr follows the batch size: none, linear or sqrt
+    lr_scale: str = one_of("none", "linear", "sqrt")
     zip: list[str]  # swept keys whose values are paired instead of combined
 
-    def __post_init__(self) -> None:
-        choices = {"match_budget": ("auto", "tokens", "steps", "epochs"), "lr_scale": ("none", "linear", "sqrt")}
-        check_choices("sweep", self, choices)
 
-
-@dataclass
-class Config:
+@settings_class
+class Config(CheckedSettings):
     model: ModelConfig
     data: DataConfig
     optimizer: OptimizerConfig
@@ -247,7 +222,7 @@ class Config:
     export: ExportConfig
     supervise: SuperviseConfig
     sweep: SweepConfig
-    seed: int  # of weights, data order and dropout, from 0 to 2**32 - 1
+    seed: int = within("[0, 4294967295]", 42)  # of weights, data order and dropout
     # auto (a GPU if there is one), cpu, cuda, cuda:<number> or mps (GPU of a Mac)
     device: str = field(metadata=CHANGES_ROUNDING)
     # initial weights: auto, scratch, last, a run, a sweep, a Hugging Face folder, owner/name of the hub, a .pth
@@ -264,6 +239,7 @@ class Config:
         return bool(self.train.eval_every and (self.data.val_path or self.data.val_fraction))
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         data, stage, train = self.data, self.stage, self.train
         if data.max_length > self.model.max_position_embeddings:
             raise UserError(
@@ -297,8 +273,6 @@ class Config:
             self.distributed.check_device("mps")
             self.precision.check_device("a GPU of Apple", None)
             check_compile_mode(train.compile, "mps")
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"seed must be in [0, 4294967295], got {self.seed}", f"seed={self.seed}", "e.g. seed=42")
         if self.export.weights == "best" and not self.evaluates:
             raise UserError(
                 "export.weights=best needs evaluations on validation data, and this run has none",

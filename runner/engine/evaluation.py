@@ -164,12 +164,13 @@ def generate_samples(state: TrainState) -> list[dict[str, str]]:
 
 def sample_prompts(state: TrainState) -> list[tuple[str, list[int]]]:
     """Return (text, token ids) of each prompt of train.sample_prompts; auto: of the beginnings of held-out rows."""
-    tokenizer, chosen = state.tokenizer, state.cfg.train.sample_prompts
-    if chosen == "auto":
+    tokenizer = state.tokenizer
+    if state.cfg.train.sample_prompts == "auto":
         rows = (state.pipeline.val or state.pipeline.train).rows
         numbers = range(0, len(rows), -(-len(rows) // PROMPT_ROWS))
         prompts = filter(None, (prompt_of_row(rows[number].sequences[0]) for number in numbers))
         return [(tokenizer.decode(ids), ids) for ids in sorted(prompts, key=len)[:NUM_PROMPTS]]
+    chosen = [str(prompt) for prompt in state.cfg.train.sample_prompts]
     if state.cfg.stage.data_format == "text":  # the model continues text
         return [(prompt, [*tokenizer.bos_ids, *tokenizer.encode(prompt)]) for prompt in chosen]
     template = ChatTemplate(tokenizer)

@@ -4,52 +4,39 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from common.errors import UserError, print_note, strip_control
-from common.settings import check_at_least, check_choice
+from common.settings import CheckedSettings, at_least, one_of, settings_class, within
 from runner.inference.load import LoadedModel, load_trained
 from runner.run_dir.metadata import RunMetadata
 
 if TYPE_CHECKING:
     import torch
 
-CHAT_MODES = ("auto", "chat", "text")
 MAX_STAGES = 32  # that are followed: init_from of a damaged run.json may lead in a circle
 CHAT_HELP = (
     "Type a message and press Enter. /new starts a new conversation, /exit or Ctrl-D quits, Ctrl-C stops an answer."
 )
 
 
-@dataclass
-class ChatConfig:
+@settings_class
+class ChatConfig(CheckedSettings):
     run: str  # run directory, Hugging Face or PEFT folder, or last: the newest finished run
     prompt: Optional[str]  # print one answer to it; null: a conversation on standard input
-    mode: str  # chat (messages), text (continue the prompt) or auto (as the model was trained)
+    # chat (messages), text (continue the prompt) or auto (as the model was trained)
+    mode: str = one_of("auto", "chat", "text")
     system: Optional[str]  # system message
-    temperature: float  # of sampling; 0: greedy
-    top_k: int  # sample from the k most likely tokens; 0: from all
-    top_p: float  # sample from the most likely tokens with this probability together, in (0, 1]
-    repetition_penalty: float  # above 1: tokens of the conversation become less likely
-    max_new_tokens: int  # length limit of an answer (tokens)
+    temperature: float = at_least(0, 0.7)  # of sampling; 0: greedy
+    top_k: int = at_least(0)  # sample from the k most likely tokens; 0: from all
+    # sample from the most likely tokens with this probability together
+    top_p: float = within("(0, 1]", 1)
+    # above 1: tokens of the conversation become less likely
+    repetition_penalty: float = within("(0, inf]", 1, "above 0")
+    max_new_tokens: int = at_least(1, 256)  # length limit of an answer (tokens)
     seed: int  # of sampling
     device: str  # auto (a GPU if there is one), cpu, cuda, cuda:<number> or mps (GPU of a Mac)
-
-    def __post_init__(self) -> None:
-        check_choice("mode", self.mode, CHAT_MODES)
-        check_at_least("temperature", self.temperature, 0, 0.7)
-        check_at_least("top_k", self.top_k, 0, 0)
-        check_at_least("max_new_tokens", self.max_new_tokens, 1, 256)
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p must be in (0, 1], got {self.top_p}", f"top_p={self.top_p}", "e.g. top_p=1")
-        if self.repetition_penalty <= 0:
-            raise UserError(
-                f"repetition_penalty must be above 0, got {self.repetition_penalty}",
-                f"repetition_penalty={self.repetition_penalty}",
-                "e.g. repetition_penalty=1",
-            )
 
 
 def chat(cfg: ChatConfig, folder: Path) -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from common.errors import UserError, print_note, strip_control
 from common.guarded_files import check_own_files, open_append
 from common.registry import Registry
-from common.settings import check_at_least
+from common.settings import CheckedSettings, at_least, settings_class
 from runner.diagnostics.rows import training_overlap
 from runner.diagnostics.symptoms import finite_number, troubleshooting
 from runner.inference.evaluation_data import EvaluationData, EvaluationSet
@@ -82,18 +82,18 @@ def register_metric(name: str, reads: tuple[str, ...]) -> Callable[[ComputeMetri
     return register
 
 
-@dataclass
-class EvaluateConfig:
+@settings_class
+class EvaluateConfig(CheckedSettings):
     run: str  # run directory, Hugging Face or PEFT folder, or last: the newest finished run
     metric: str  # what to measure
     data: EvaluationData
-    batch_size: int  # examples per batch
-    max_new_tokens: int  # exact_match, conversation: length limit of an answer (tokens)
-    show: int  # exact_match, conversation: number of wrong answers to print
+    batch_size: int = at_least(1, 16)  # examples per batch
+    max_new_tokens: int = at_least(1, 128)  # exact_match, conversation: length limit of an answer (tokens)
+    show: int = at_least(0, 5)  # exact_match, conversation: number of wrong answers to print
     tasks: list[str]  # instead of metric and data: tasks of lm-evaluation-harness, e.g. [hellaswag,arc_easy]
     tasks_path: Optional[str]  # folder with your own task files (YAML)
-    limit: Optional[int]  # tasks: rows of each task; null: all
-    shots: Optional[int]  # tasks: solved examples in the context; null: as the task says
+    limit: Optional[int] = at_least(1, 100)  # tasks: rows of each task; null: all
+    shots: Optional[int] = at_least(0, 5)  # tasks: solved examples in the context; null: as the task says
     chat_template: bool  # tasks: put questions into the model's chat template
     reference: Optional[str]  # preference: the model before DPO; null: the one that the run started from
     device: str  # auto (a GPU if there is one), cpu, cuda, cuda:<number> or mps (GPU of a Mac)
@@ -101,6 +101,7 @@ class EvaluateConfig:
     REGISTRIES = {"metric": METRICS}  # --help lists their names
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         METRICS.get(self.metric)
         if bool(self.tasks) == bool(self.data.path):
             message = "tasks and data.path are two kinds of evaluation: give one of them"
@@ -109,13 +110,6 @@ class EvaluateConfig:
                 f"tasks={self.tasks} data.path={self.data.path}",
                 "data.path=FILE metric=perplexity, or tasks=[hellaswag]",
             )
-        check_at_least("batch_size", self.batch_size, 1, 16)
-        check_at_least("max_new_tokens", self.max_new_tokens, 1, 128)
-        check_at_least("show", self.show, 0, 5)
-        if self.limit is not None:
-            check_at_least("limit", self.limit, 1, 100)
-        if self.shots is not None:
-            check_at_least("shots", self.shots, 0, 5)
         given = next((name for name in TASK_SETTINGS if getattr(self, name) not in (None, False)), None)
         if given and not self.tasks:
             raise UserError(

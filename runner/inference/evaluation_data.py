@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from common.errors import UserError
-from common.settings import check_at_least, check_choice
-from data.config import CHOICES
+from common.settings import CheckedSettings, at_least, one_of, settings_class
+from data.config import LOSS_TOKENS, TEXT_UNITS
 from data.schemas.registry import check_columns
 from data.sources.files import ReadOptions
 from runner.tracking.progress import EvaluationProgress
@@ -24,25 +24,24 @@ if TYPE_CHECKING:
 DEFAULT_MAX_LENGTH = 1024  # tokens, of a model without a run
 
 
-@dataclass
-class EvaluationData:
+@settings_class
+class EvaluationData(CheckedSettings):
+    SECTION = "data"
+
     path: Optional[str]  # file, glob or folder
     columns: Any  # columns of your files, e.g. {prompt: question}: the field prompt is the column question
     encoding: Optional[str]  # of text files that are not UTF-8, e.g. gb18030; null: detected
-    text_unit: str  # a row of a .txt or .md file: file (long ones in parts), or line
+    # a row of a .txt or .md file: file (long ones in parts), or line
+    text_unit: str = one_of(*TEXT_UNITS)
     # length limit of an example (tokens): a text is split, a conversation truncated; null: that of the run, 1024
     # without one
-    max_length: Optional[int]
+    max_length: Optional[int] = at_least(2, DEFAULT_MAX_LENGTH)
     # tokens with loss in a conversation: assistant, last_assistant or all; null: as in the run, assistant without one
-    loss_on: Optional[str]
+    loss_on: Optional[str] = one_of(*LOSS_TOKENS)
     cache: str  # folder of the token stores
 
     def __post_init__(self) -> None:
-        if self.max_length is not None:
-            check_at_least("data.max_length", self.max_length, 2, DEFAULT_MAX_LENGTH)
-        if self.loss_on is not None:
-            check_choice("data.loss_on", self.loss_on, CHOICES["loss_on"])
-        check_choice("data.text_unit", self.text_unit, ("file", "line"))
+        super().__post_init__()
         check_columns(self.columns or {})
         ReadOptions.of(self)
 

@@ -9,13 +9,12 @@ import itertools
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Optional
 
 import numpy as np
 
 from common.errors import UserError
-from common.settings import check_at_least
+from common.settings import CheckedSettings, at_least, settings_class
 from runner.engine.config import Config
 from runner.engine.data_pipeline import build_data_pipeline, build_loader, encoding_config
 from runner.inference.token_view import TokenView, token_spans
@@ -35,16 +34,14 @@ SEQUENCE_LABELS = {1: ("",), 2: ("chosen", "rejected")}
 TurnEnds = list[list[tuple[int, str]]]  # ChatTemplate.turn_ends of each sequence of a row
 
 
-@dataclass
-class RowsConfig:
-    n: int  # sequences to print, in training order: rows, or packed sequences
+@settings_class
+class RowsConfig(CheckedSettings):
+    # sequences to print, in training order: rows, or packed sequences
+    n: int = at_least(0, 3)
     row: Optional[str]  # print this row instead: its number, or its file and line (rows.jsonl:12)
     ids: bool  # print token ids, too
     packed: Optional[bool]  # true: as with data.packing=best_fit; false: none; null: as data.packing
     plain: bool  # no colours, tokens with loss in [brackets]; always without a terminal
-
-    def __post_init__(self) -> None:
-        check_at_least("n", self.n, 0, 3)
 
 
 def inspect_rows(cfg: RowsConfig, run: Config) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Optional
 
 from common.errors import UserError, did_you_mean_path, one_line, print_note, print_safely, resume_command
 from common.paths import outputs_dir
-from common.settings import check_choice, setting_values
+from common.settings import CheckedSettings, one_of, setting_values, settings_class
 from runner.checkpoint.compatibility import (
     ENVIRONMENT,
     code_fingerprint,
@@ -47,14 +47,15 @@ UNKNOWN_WITHOUT_TORCH = "the data, and the number of threads and ranks, are comp
 GROUPED_FOLDERS = (f"{HYDRA_DIR}/", "tokenizer/")
 
 
-@dataclass
-class DoctorConfig:
+@settings_class
+class DoctorConfig(CheckedSettings):
     run: Optional[str]  # run directory, any path in it, a sweep (all of its jobs), or last
     all: bool  # every run in outputs/ instead of one
-    repair: str  # false: report only; true: repair what can be repaired; ask: after a question on the terminal
+    # false: report only; true: repair what can be repaired; ask: after a question on the terminal
+    repair: str = one_of("false", "true", "ask")
 
     def __post_init__(self) -> None:
-        check_choice("repair", self.repair, ("false", "true", "ask"))
+        super().__post_init__()
         if self.all == (self.run is not None):
             raise UserError("give a run, or all=true", f"run={self.run} all={str(self.all).lower()}", "e.g. run=last")
 

@@ -6,37 +6,29 @@ import ipaddress
 import logging
 import os
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Optional
 
 from common.errors import UserError, print_note
-from common.settings import check_at_least
+from common.settings import CheckedSettings, at_least, settings_class, within
 from runner.inference.load import load_trained
 
 API_KEY = "RUNNER_API_KEY"  # environment variable: the token that clients must send
 MAX_CONNECTIONS = 1024  # more are refused with status 503
 
 
-@dataclass
-class ServeConfig:
+@settings_class
+class ServeConfig(CheckedSettings):
     run: str  # run directory, Hugging Face or PEFT folder, sweep (its best job), or last: the newest finished run
     # address to listen on; other machines reach it only if it is not a loopback address, which needs RUNNER_API_KEY
     host: str
-    port: int  # TCP port; 0: a free one, which is printed
+    port: int = within("[0, 65535]", 8000)  # TCP port; 0: a free one, which is printed
     name: Optional[str]  # name of the model for clients; null: that of the folder
-    max_batch: int  # answers with equal settings that are generated together
-    max_waiting: int  # answers that may wait; a request beyond gets status 503
-    max_new_tokens: int  # length of an answer (tokens) where a request gives none
+    max_batch: int = at_least(1, 8)  # answers with equal settings that are generated together
+    max_waiting: int = at_least(1, 1000)  # answers that may wait; a request beyond gets status 503
+    max_new_tokens: int = at_least(1, 256)  # length of an answer (tokens) where a request gives none
     device: str  # auto (a GPU if there is one), cpu, cuda, cuda:<number> or mps (GPU of a Mac)
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise UserError(f"port must be in [0, 65535], got {self.port}", f"port={self.port}", "e.g. port=8000")
-        check_at_least("max_batch", self.max_batch, 1, 8)
-        check_at_least("max_waiting", self.max_waiting, 1, 1000)
-        check_at_least("max_new_tokens", self.max_new_tokens, 1, 256)
 
 
 def serve(cfg: ServeConfig, folder: Path) -> None:

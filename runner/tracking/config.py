@@ -6,27 +6,26 @@ import dataclasses
 import re
 import sys
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from common.errors import UserError, did_you_mean, one_line
 from common.registry import Registry
-from common.settings import check_choice, check_installed
+from common.settings import CheckedSettings, check_installed, one_of, settings_class
 from runner.tracking.lines import CONSOLE_MODES
 
 TRACKERS: Registry[type[TrackerConfig]] = Registry("tracker", "runner.tracking.trackers", helpers=("program",))
-TRACKER_MODES = ("auto", "online", "offline")
 PROJECT_NAME = re.compile(r"[0-9a-zA-Z_+.-]{1,100}")  # what SwanLab and wandb accept
 
 
 @TRACKERS.register("none")
-@dataclass
-class TrackerConfig:
+@settings_class
+class TrackerConfig(CheckedSettings):
     """Settings of all trackers, and the config of `tracker=none`.
 
     An external tracker extends it with its own settings and `command()`.
     """
 
+    SECTION = "tracker"
     ON_RESUME = "ignored"
     HAS_PROJECTS: ClassVar[bool] = True  # whether the tracker reads `project` and `mode`, if it has them
 
@@ -34,10 +33,7 @@ class TrackerConfig:
     page: bool  # write report.html of the run while it trains, in at most 0.5 % of its time
     # auto (progress bar on a terminal, otherwise one line per train.log_every), rich, plain, json (an object per line)
     # or quiet
-    console: str
-
-    def __post_init__(self) -> None:
-        check_choice("tracker.console", self.console, CONSOLE_MODES)
+    console: str = one_of(*CONSOLE_MODES)
 
     def command(self) -> list[str] | None:
         """Return the command of the tracker's process, which reads messages on stdin (see tracker_process.py); None: no
@@ -53,7 +49,7 @@ class TrackerConfig:
         return [] if self.name == "none" else [self]
 
 
-@dataclass
+@settings_class
 class ExternalTrackerConfig(TrackerConfig):
     """Settings of trackers that can be combined.
 
@@ -64,11 +60,10 @@ class ExternalTrackerConfig(TrackerConfig):
     project: str  # project of SwanLab and wandb
     # of SwanLab and wandb: auto (online if there is an API key and the server answers, otherwise offline), online or
     # offline
-    mode: str
+    mode: str = one_of("auto", "online", "offline")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("tracker.mode", self.mode, TRACKER_MODES)
         if not PROJECT_NAME.fullmatch(self.project):
             message = f"tracker.project must be 1 to 100 letters, digits or _-+., got {one_line(self.project)!r}"
             raise UserError(message, f"tracker.project={self.project}", "e.g. tracker.project=training")
@@ -101,14 +96,14 @@ class ExternalTrackerConfig(TrackerConfig):
         cls: Any = TRACKERS.get(name)
         own: dict[str, Any] = {"name": name, "also": []}
         shared: dict[str, Any] = {}
-        for field in dataclasses.fields(cls):
-            if field.name in own or hasattr(self, field.name):
-                shared[field.name] = own.get(field.name, getattr(self, field.name, None))
-            elif field.default is field.default_factory is dataclasses.MISSING:
+        for setting in dataclasses.fields(cls):
+            if setting.name in own or hasattr(self, setting.name):
+                shared[setting.name] = own.get(setting.name, getattr(self, setting.name, None))
+            elif setting.default is setting.default_factory is dataclasses.MISSING:
                 raise UserError(
-                    f"the tracker {name} needs the setting {field.name}, which tracker={self.name} does not have",
+                    f"the tracker {name} needs the setting {setting.name}, which tracker={self.name} does not have",
                     f"tracker.also=[{name}]",
-                    f"give {field.name} a default in {cls.__name__}",
+                    f"give {setting.name} a default in {cls.__name__}",
                 )
         return cls(**shared)
 

@@ -21,7 +21,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, print_note
-from common.settings import IGNORED, check_at_least, check_choice
+from common.settings import IGNORED, CheckedSettings, at_least, one_of, settings_class, within
 from runner.engine.device.heartbeat import beat, during
 from runner.engine.device.mesh import has_unused_parameters, prebuild_ddp_buckets
 
@@ -37,34 +37,30 @@ LOOPBACK = "lo"  # interface of Linux
 WATCHDOG_EXIT_SECONDS = 5  # collectives time out this much later than the watchdog prints the stacks
 
 
-@dataclass
-class DistributedConfig:
+@settings_class
+class DistributedConfig(CheckedSettings):
+    SECTION = "distributed"
     ON_RESUME = "changes_rounding"
 
-    name: str  # single (one process), ddp (each rank has the whole model) or fsdp (the ranks share the model)
+    # single (one process), ddp (each rank has the whole model) or fsdp (the ranks share the model)
+    name: str = one_of("single", "ddp", "fsdp")
     nproc: str = field(metadata=IGNORED)  # processes on this machine; auto: one per GPU
-    nnodes: int = field(metadata=IGNORED)  # machines; more than one are started by torchrun
-    backend: str  # auto (nccl between GPUs, gloo between CPUs), nccl or gloo
-    timeout: float = field(metadata=IGNORED)  # minutes without a step after which a rank counts as hanging
+    nnodes: int = at_least(1, resume=IGNORED)  # machines; more than one are started by torchrun
+    # auto (nccl between GPUs, gloo between CPUs), nccl or gloo
+    backend: str = one_of("auto", "nccl", "gloo")
+    # minutes without a step after which a rank counts as hanging
+    timeout: float = within("(0, inf]", 10, "above 0 minutes", resume=IGNORED)
     # restarts of all ranks from the last checkpoint after a rank has failed
-    max_restarts: int = field(metadata=IGNORED)
-    shard: int  # fsdp: ranks that share one copy of the weights; 0: all
-    replicate: int  # fsdp: copies of the weights; more than one is HSDP
+    max_restarts: int = at_least(0, resume=IGNORED)
+    # fsdp: ranks that share one copy of the weights; 0: all
+    shard: int = at_least(0)
+    replicate: int = at_least(1)  # fsdp: copies of the weights; more than one is HSDP
     # fsdp: gather each layer again for the backward pass (less memory); false: keep it gathered
     reshard_after_forward: bool
     cpu_offload: bool  # fsdp: keep weights, gradients and optimizer state in host memory
 
     def __post_init__(self) -> None:
-        check_choice("distributed.name", self.name, ("single", "ddp", "fsdp"))
-        check_choice("distributed.backend", self.backend, ("auto", "nccl", "gloo"))
-        for key, minimum in (("nnodes", 1), ("max_restarts", 0), ("shard", 0), ("replicate", 1)):
-            check_at_least(f"distributed.{key}", getattr(self, key), minimum, minimum)
-        if not self.timeout > 0:
-            raise UserError(
-                f"distributed.timeout must be above 0 minutes, got {self.timeout}",
-                f"distributed.timeout={self.timeout}",
-                "e.g. distributed.timeout=10",
-            )
+        super().__post_init__()
         if self.nproc != "auto":
             if not (self.nproc.isdigit() and int(self.nproc)):
                 raise UserError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from common.errors import UserError
-from common.settings import check_choice
+from common.settings import CheckedSettings, one_of, settings_class
 from runner.engine.device.mesh import full_tensor, local_shard
 
 if TYPE_CHECKING:
@@ -41,12 +41,12 @@ PRECISIONS = {
 }
 
 
-@dataclass
-class PrecisionConfig:
-    name: str  # auto (bf16 on a GPU that computes it, else fp32), fp32, tf32 (NVIDIA GPUs from Ampere on), bf16 or fp16
+@settings_class
+class PrecisionConfig(CheckedSettings):
+    SECTION = "precision"
 
-    def __post_init__(self) -> None:
-        check_choice("precision.name", self.name, ("auto", *PRECISIONS))
+    # auto (bf16 on a GPU that computes it, else fp32), fp32, tf32 (NVIDIA GPUs from Ampere on), bf16 or fp16
+    name: str = one_of("auto", *PRECISIONS)
 
     def on(self, device_type: str, recorded: object = None) -> PrecisionConfig:
         """Return what `auto` means on a cpu, cuda or mps device; for a resumed run what it has `recorded`, whatever the device."""

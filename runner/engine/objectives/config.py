@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, ClassVar, Optional
 
 from common.errors import UserError
 from common.registry import Registry
-from common.settings import IGNORED, check_choice
+from common.settings import IGNORED, CheckedSettings, one_of, settings_class
 from models.config import LoraConfig
 from runner.engine.objectives.objective import Objective
 
@@ -46,12 +46,14 @@ OBJECTIVES: Registry[type[StageConfig]] = Registry(
 register_objective = OBJECTIVES.register
 
 
-@dataclass
-class StageConfig:
+@settings_class
+class StageConfig(CheckedSettings):
     """Settings that every stage has."""
 
+    SECTION = "stage"
+
     name: str  # name of the stage, for init_from=auto and reports
-    data_format: str  # format of the examples: text, chat or preference
+    data_format: str = one_of(*DATA_FORMATS)  # format of the examples: text, chat or preference
     objective: str  # a module of runner/engine/objectives/, or an objective that a plugin registers
     lora: Optional[LoraConfig]  # train adapters of these settings; null: train all parameters
     # init_from=auto takes the newest finished run of this stage; null: random weights
@@ -61,7 +63,7 @@ class StageConfig:
     needs_reference: ClassVar[bool] = False  # the objective compares with the weights that the run starts from
 
     def __post_init__(self) -> None:
-        check_choice("stage.data_format", self.data_format, DATA_FORMATS)
+        super().__post_init__()
         if self.data_format not in self.data_formats:
             raise UserError(
                 f"stage.objective={self.objective} needs stage.data_format {' or '.join(self.data_formats)}, got {self.data_format}",

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.errors import UserError
-from common.settings import check_at_least, check_choice
+from common.settings import at_least, one_of, settings_class, within
 from runner.engine.objectives.config import StageConfig, register_objective
 from runner.engine.objectives.objective import Objective, Reference
 
@@ -18,45 +16,30 @@ if TYPE_CHECKING:
     from models.language_model import LanguageModel
     from runner.engine.objectives.objective import LossSums
 
-LOSS_TYPES = ("sigmoid", "ipo")
-
 
 @register_objective("dpo")
-@dataclass
+@settings_class
 class DpoConfig(StageConfig):
-    beta: float  # strength of the KL constraint, positive: a larger value keeps the model closer to the reference
-    loss_type: str  # sigmoid (DPO) or ipo (bounded margins, log-probabilities per token)
-    # cDPO: fraction of pairs assumed to be labelled the wrong way round, in [0, 0.5); sigmoid only
-    label_smoothing: float
+    # strength of the KL constraint: a larger value keeps the model closer to the reference
+    beta: float = within("(0, inf)", 0.1, "a positive number")
+    # sigmoid (DPO) or ipo (bounded margins, log-probabilities per token)
+    loss_type: str = one_of("sigmoid", "ipo")
+    # cDPO: fraction of pairs assumed to be labelled the wrong way round; sigmoid only
+    label_smoothing: float = within("[0, 0.5)", 0.1)
     # weight of the chosen answer's negative log-likelihood per token, which is added to the loss; 0: none
-    nll_coef: float
+    nll_coef: float = at_least(0, 0.2)
 
     data_formats = ("preference",)
     needs_reference = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.beta < math.inf:
-            raise UserError(
-                f"stage.beta must be a positive number, got {self.beta}",
-                f"stage.beta={self.beta}",
-                "e.g. stage.beta=0.1",
-            )
-        check_choice("stage.loss_type", self.loss_type, LOSS_TYPES)
-        setting = f"stage.label_smoothing={self.label_smoothing}"
-        if not 0 <= self.label_smoothing < 0.5:
-            raise UserError(
-                f"stage.label_smoothing must be in [0, 0.5), got {self.label_smoothing}",
-                setting,
-                "e.g. stage.label_smoothing=0.1",
-            )
         if self.label_smoothing and self.loss_type != "sigmoid":
             raise UserError(
                 f"stage.loss_type={self.loss_type} has no label smoothing",
-                setting,
+                f"stage.label_smoothing={self.label_smoothing}",
                 "stage.label_smoothing=0, or stage.loss_type=sigmoid",
             )
-        check_at_least("stage.nll_coef", self.nll_coef, 0, 0.2)
 
     def build_objective(self, model: LanguageModel) -> Objective:
         return Dpo(self.beta, Reference.of(model, self.lora), self.loss_type, self.label_smoothing, self.nll_coef)

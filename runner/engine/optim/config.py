@@ -20,13 +20,12 @@ belongs into build().
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.errors import UserError
 from common.registry import Registry
-from common.settings import INCOMPATIBLE, check_at_least
+from common.settings import INCOMPATIBLE, CheckedSettings, at_least, settings_class, within
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -47,35 +46,23 @@ class ParamGroups(NamedTuple):
     no_decay: list[dict[str, Any]]
 
 
-@dataclass
-class OptimizerConfig:
+@settings_class
+class OptimizerConfig(CheckedSettings):
     """Settings that every optimizer has."""
 
+    SECTION = "optimizer"
     ON_RESUME = "changes_training"
 
     # a module of runner/engine/optim/, or an optimizer that a plugin registers
     name: str = field(metadata=INCOMPATIBLE)
-    lr: float  # largest learning rate (per step), reached after the warmup
+    # largest learning rate (per step), reached after the warmup
+    lr: float = within("(0, inf)", "5e-4", "a positive number")
     # decoupled weight decay of the hidden matrices; embeddings, output layer, norms and biases have none
-    weight_decay: float
-    grad_clip: float  # largest norm of the gradient over all parameters; 0: no clipping
-    layer_decay: float  # lr of each layer divided by that of the layer above, in (0, 1]; 1: the same lr everywhere
-
-    def __post_init__(self) -> None:
-        if not (self.lr > 0 and math.isfinite(self.lr)):
-            raise UserError(
-                f"optimizer.lr must be a positive number, got {self.lr}",
-                f"optimizer.lr={self.lr}",
-                "e.g. optimizer.lr=5e-4",
-            )
-        check_at_least("optimizer.weight_decay", self.weight_decay, 0, 0.1)
-        check_at_least("optimizer.grad_clip", self.grad_clip, 0, 1.0)
-        if not 0 < self.layer_decay <= 1:
-            raise UserError(
-                f"optimizer.layer_decay must be in (0, 1], got {self.layer_decay}",
-                f"optimizer.layer_decay={self.layer_decay}",
-                "e.g. optimizer.layer_decay=0.9",
-            )
+    weight_decay: float = at_least(0, 0.1)
+    # largest norm of the gradient over all parameters; 0: no clipping
+    grad_clip: float = at_least(0, 1.0)
+    # lr of each layer divided by that of the layer above; 1: the same lr everywhere
+    layer_decay: float = within("(0, 1]", 0.9)
 
     def build(self, groups: ParamGroups) -> list[Optimizer]:
         """Return the torch optimizers that together update all groups.
@@ -86,10 +73,11 @@ class OptimizerConfig:
 
 
 @register_optimizer("adamw")
-@dataclass
+@settings_class
 class AdamWConfig(OptimizerConfig):
     betas: list[float]  # decay rates of the first and second moment, each in [0, 1)
-    eps: float  # added to the root of the second moment, above 0
+    # added to the root of the second moment
+    eps: float = within("(0, inf)", "1e-8", "a positive number")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,12 +86,6 @@ class AdamWConfig(OptimizerConfig):
                 f"optimizer.betas must be two numbers in [0, 1), got {self.betas}",
                 f"optimizer.betas={self.betas}",
                 "e.g. optimizer.betas=[0.9,0.95]",
-            )
-        if not self.eps > 0:
-            raise UserError(
-                f"optimizer.eps must be a positive number, got {self.eps}",
-                f"optimizer.eps={self.eps}",
-                "e.g. optimizer.eps=1e-8",
             )
 
     def build(self, groups: ParamGroups) -> list[Optimizer]:
@@ -116,20 +98,11 @@ class AdamWConfig(OptimizerConfig):
 
 
 @register_optimizer("muon")
-@dataclass
+@settings_class
 class MuonConfig(AdamWConfig):
     """`betas` and `eps` are those of AdamW."""
 
-    momentum: float  # decay rate of Muon's momentum, in [0, 1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.momentum < 1:
-            raise UserError(
-                f"optimizer.momentum must be in [0, 1), got {self.momentum}",
-                f"optimizer.momentum={self.momentum}",
-                "e.g. optimizer.momentum=0.95",
-            )
+    momentum: float = within("[0, 1)", 0.95)  # decay rate of Muon's momentum
 
     def build(self, groups: ParamGroups) -> list[Optimizer]:
         from runner.engine.optim.torch_optimizers import Muon

@@ -12,7 +12,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.registry import Registry
-from common.settings import check_at_least
+from common.settings import CheckedSettings, at_least, settings_class, within
 
 SCHEDULES: Registry[type[ScheduleConfig]] = Registry("schedule", None)
 register_schedule = SCHEDULES.register
@@ -61,17 +61,16 @@ def check_warmup(total: int, schedule: ScheduleConfig) -> None:
         )
 
 
-@dataclass
-class ScheduleConfig:
+@settings_class
+class ScheduleConfig(CheckedSettings):
     """Settings that every schedule has."""
 
+    SECTION = "schedule"
     ON_RESUME = "changes_training"
 
     name: str  # cosine, linear, wsd, constant, or a schedule that a plugin registers
-    warmup_steps: int  # steps in which lr rises linearly to optimizer.lr; 0: none
-
-    def __post_init__(self) -> None:
-        check_at_least("schedule.warmup_steps", self.warmup_steps, 0, 100)
+    # steps in which lr rises linearly to optimizer.lr; 0: none
+    warmup_steps: int = at_least(0, 100)
 
     def lr_factor(self, progress: float) -> float:
         """Return lr / optimizer.lr after the share `progress` (in [0, 1]) of the steps that follow the warmup."""
@@ -87,20 +86,11 @@ class ConstantConfig(ScheduleConfig):
         return 1.0
 
 
-@dataclass
+@settings_class
 class DecayConfig(ScheduleConfig):
     """Schedules that go from 1 down to min_lr_ratio."""
 
-    min_lr_ratio: float  # last lr / optimizer.lr, in [0, 1]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.min_lr_ratio <= 1:
-            raise UserError(
-                f"schedule.min_lr_ratio must be in [0, 1], got {self.min_lr_ratio}",
-                f"schedule.min_lr_ratio={self.min_lr_ratio}",
-                "e.g. schedule.min_lr_ratio=0.1",
-            )
+    min_lr_ratio: float = within("[0, 1]", 0.1)  # last lr / optimizer.lr
 
     def lr_factor(self, progress: float) -> float:
         return 1 - (1 - self.min_lr_ratio) * (1 - self.decay(progress))
@@ -130,20 +120,11 @@ class LinearConfig(DecayConfig):
 
 
 @register_schedule("wsd")
-@dataclass
+@settings_class
 class WsdConfig(DecayConfig):
     """Warmup, stable, decay (https://arxiv.org/abs/2404.06395): constant, then linear in the last share of the steps."""
 
-    decay_fraction: float  # share of the steps in which lr goes down, in (0, 1]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.decay_fraction <= 1:
-            raise UserError(
-                f"schedule.decay_fraction must be in (0, 1], got {self.decay_fraction}",
-                f"schedule.decay_fraction={self.decay_fraction}",
-                "e.g. schedule.decay_fraction=0.2",
-            )
+    decay_fraction: float = within("(0, 1]", 0.2)  # share of the steps in which lr goes down
 
     def decay(self, progress: float) -> float:
         return 1.0 if progress <= 1 - self.decay_fraction else (1 - progress) / self.decay_fraction
