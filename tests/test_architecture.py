@@ -265,7 +265,7 @@ def settings_with_values() -> list[str]:
             is_setting = isinstance(item, ast.AnnAssign) and not ast.unparse(item.annotation).startswith("ClassVar")
             is_metadata = (
                 isinstance(value, ast.Call)
-                and ast.unparse(value.func) in ("field", "at_least", "within", "one_of")
+                and ast.unparse(value.func) in ("field", "limited", "at_least", "within", "one_of")
                 and keywords(value).keys() <= {"metadata", "resume"}
             )
             if is_setting and value is not None and not is_metadata and node.name not in NOT_SETTINGS:
@@ -351,16 +351,16 @@ def test_conf_names_no_class():
 
 # --- size: ratchets. A change that grows one moves its number here, and its commit says why --------------------------
 
-MAX_PYTHON_TOKENS = 305_800
+MAX_PYTHON_TOKENS = 305_850
 MAX_PYTHON_FILES = 264
 MAX_EAGER_MODULES = 60  # imported by runner/train.py --help
 # Executed by one SFT step. A few functions depend on the load of the machine: a number may be 1 % above the measured one
 MAX_FIRST_STEP = {
     "files": 113,
-    "functions": 700,
+    "functions": 697,
     "hops": 1_610,
-    "files_before_build_run": 60,
-    "functions_before_build_run": 304,
+    "files_before_build_run": 58,
+    "functions_before_build_run": 294,
 }
 
 

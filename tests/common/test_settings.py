@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -137,6 +138,6 @@ def test_limits_of_each_config_class_are_checked_and_allow_their_example() -> No
     for cls in classes:
         for setting in dataclasses.fields(cls):
             if limit := setting.metadata.get("limit"):
-                example = limit.example if limit.choices else float(limit.example)
+                example = limit.example if limit.choices else json.loads(str(limit.example))
                 refused += [f"{cls.__name__}.{setting.name}"] if not limit.allows(example) else []
     assert refused == []
