@@ -202,11 +202,15 @@ def base_model_dir(source: Path) -> Path:
 
     Raises UserError if that is an adapter of an adapter and so on.
     """
-    folder = model_dir(source)
+    folder, seen = model_dir(source), set()
     for _ in range(MAX_BASE_MODELS):
         if not is_adapter_dir(folder):
             return folder
-        folder = model_dir(base_model_of(folder))
+        seen.add(folder.resolve())
+        if (base := model_dir(base_model_of(folder))).resolve() in seen:
+            fix = f"correct base_model_name_or_path in {folder / 'adapter_config.json'}"
+            raise UserError("the adapter is its own base model", str(source), fix)
+        folder = base
     raise UserError(
         f"the adapter has more than {MAX_BASE_MODELS} adapters as base models",
         str(source),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -353,6 +354,19 @@ def test_adapter_of_another_kind_or_base_is_refused(tmp_path: Path) -> None:
         for load in (load_model, load_weights):
             with pytest.raises(UserError, match="base model does not exist"):
                 load(tmp_path / "adapter")
+
+
+def test_adapter_that_is_its_own_base_is_refused_with_the_field_to_correct(tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    save_adapter(adapter, adapt(write(tmp_path / "base")), LORA, str(tmp_path / "base"), TOKENIZER)
+    shutil.copytree(adapter, tmp_path / "other")
+    for base, other, corrected in ((".", "", adapter), (adapter, "", adapter), (tmp_path / "other", adapter, "other")):
+        rewrite(adapter / "adapter_config.json", base_model_name_or_path=str(base))
+        rewrite(tmp_path / "other" / "adapter_config.json", base_model_name_or_path=str(other))
+        for load in (load_model, load_weights):
+            with pytest.raises(UserError, match="the adapter is its own base model") as caught:
+                load(adapter)
+            assert caught.value.fix.endswith(f"{tmp_path / corrected / 'adapter_config.json'}")
 
 
 def test_model_folder_of_the_hub_cache_loads_but_no_link_to_the_outside(tmp_path: Path) -> None:
