@@ -229,8 +229,10 @@ def _model_settings(source: Path, family: str | None = None) -> dict[str, Any]:
     """
     run = _model_source(source)
     if (run / saved_config.CONFIG_FILE).is_file():
-        recorded: dict[str, Any] = saved_config.load_literal_config(run)["model"]
-        return recorded
+        recorded = saved_config.load_literal_config(run).get("model")
+        if isinstance(recorded, dict) and "family" in recorded:
+            return recorded
+        source = run  # of an older version: its model/ has the settings under the names of today
     return dataclasses.asdict(read_config_of_weights(source, family))
 
 
