@@ -32,11 +32,12 @@ from torch import Tensor
 
 from common.errors import UserError
 from models.decoder import Decoder
-from models.formats.json_files import read_model_config
+from models.formats.json_files import read_config_of_weights, read_model_config
 from models.formats.load import load_into, load_model, load_weights
 from models.formats.save import save_adapter, save_model
 from models.formats.tensor_files import check_finite
 from models.lora import adapter_state_dict, add_lora, disable_adapters, merge_adapters
+from runner.inference.load import weights_dir
 
 IDS = tokens(2, 100)
 LORA = lora_config(rank=4, alpha=8.0, dropout=0.0, targets=["q_proj", "down_proj"])
@@ -367,6 +368,51 @@ def test_adapter_that_is_its_own_base_is_refused_with_the_field_to_correct(tmp_p
             with pytest.raises(UserError, match="the adapter is its own base model") as caught:
                 load(adapter)
             assert caught.value.fix.endswith(f"{tmp_path / corrected / 'adapter_config.json'}")
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "fix"),
+    [
+        ("model-q4.gguf", "a GGUF file", "choose the folder of the original weights"),
+        (
+            "lit_model.pth",
+            "a checkpoint of litgpt",
+            "litgpt convert_from_litgpt 'my models/one' NEW && mv NEW/model.pth",
+        ),
+        ("model_000650.pt", "a checkpoint of nanochat", "--input_dir 'my models/one' --output_dir NEW"),
+    ],
+)
+def test_model_of_another_tool_is_named_with_its_conversion(
+    name: str, what: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path("my models/one")
+    folder.mkdir(parents=True)
+    (folder / "other.pth").write_bytes(b"x")
+    for source, message in ((folder, "config.json is missing"), (folder / "other.pth", "not a file of weights")):
+        with pytest.raises(UserError, match=message):
+            read_config_of_weights(source)
+    (folder / name).write_bytes(b"GGUF")
+    for read, source in (
+        (load_model, folder),
+        (read_config_of_weights, folder),
+        (read_config_of_weights, folder / name),
+        (weights_dir, folder / name),
+    ):
+        with pytest.raises(UserError, match=f"this is {what}, no Hugging Face folder") as refused:
+            read(source)
+        assert fix in refused.value.fix
+    with pytest.raises(UserError, match="not a file of weights"):
+        read_config_of_weights(folder / "other.pth")
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_pointer_of_git_lfs_is_named_with_the_command_that_replaces_it(file: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    with pytest.raises(UserError, match="a pointer of Git LFS") as refused:
+        load_model(tmp_path)
+    assert refused.value.fix == f"git -C {tmp_path} lfs pull"
 
 
 def test_model_folder_of_the_hub_cache_loads_but_no_link_to_the_outside(tmp_path: Path) -> None:
