@@ -406,6 +406,24 @@ def test_model_of_another_tool_is_named_with_its_conversion(
         read_config_of_weights(folder / "other.pth")
 
 
+@pytest.mark.parametrize("stored_class", ["TokenizersBackend", "PreTrainedTokenizerFast"])
+def test_saved_tokenizer_names_a_class_that_transformers_4_has(stored_class: str, tmp_path: Path) -> None:
+    """Folders that transformers 5 has written gave it to `model/` of runs, and to adapters."""
+    shutil.copytree(TOKENIZER, tmp_path / "tokenizer")
+    config_file = tmp_path / "tokenizer" / "tokenizer_config.json"
+    rewrite(config_file, tokenizer_class=stored_class, extra_special_tokens=["<|im_start|>"])
+    model = random_model()
+    save_model(tmp_path / "model", model, model.cfg, tmp_path / "tokenizer")
+    save_adapter(tmp_path / "adapter", adapt(model), LORA, "scratch", tmp_path / "tokenizer")
+    for folder in (tmp_path / "model", tmp_path / "adapter", tmp_path / "adapter" / "base"):
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+        if stored_class == "PreTrainedTokenizerFast":  # as it is
+            assert config == json.loads(config_file.read_text())
+        else:
+            assert config["additional_special_tokens"] == ["<|im_start|>"] and "extra_special_tokens" not in config
+
+
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
 def test_pointer_of_git_lfs_is_named_with_the_command_that_replaces_it(file: str, tmp_path: Path) -> None:
     write(tmp_path)
