@@ -30,8 +30,8 @@ MAX_ADDED_CHARACTERS = 1000  # of an added token
 MAX_TOKEN_ID = 4_000_000
 MODEL_TYPES = ("BPE", "Unigram", "WordPiece", "WordLevel")
 # of Unigram, which compares each character of a text with as many, and takes 350 bytes of memory for each byte
-MAX_PIECE_CHARACTERS, MAX_PIECE_BYTES = 64, 4 << 20
-MAX_WORD_CHARACTERS = 100  # of WordPiece, whose time grows with the square of a word
+MAX_UNIGRAM_PIECE, MAX_PIECE_BYTES = 64, 4 << 20
+MAX_WORDPIECE_INPUT = 100  # of WordPiece, whose time grows with its square
 MAX_COMPONENTS = 64  # normalizers, pre-tokenizers and decoders
 MAX_PATTERN_CHARACTERS = 4000  # of a regular expression
 MAX_GROWTH = 64  # characters that the normalizers, or the decoders, make of one
@@ -88,11 +88,15 @@ def _find_problem(stored: dict[str, Any]) -> str | None:
     if model["type"] == "Unigram":
         pieces = [*(piece for piece, _ in vocab), *(token["content"] for token in added)]
         vocab = dict(enumerate(range(len(vocab))))
-        if max(map(len, pieces), default=0) > MAX_PIECE_CHARACTERS or len("".join(pieces).encode()) > MAX_PIECE_BYTES:
-            return f"a piece has more than {MAX_PIECE_CHARACTERS} characters, or all have more than {MAX_PIECE_BYTES:,} bytes"
+        if max(map(len, pieces), default=0) > MAX_UNIGRAM_PIECE or len("".join(pieces).encode()) > MAX_PIECE_BYTES:
+            return (
+                f"a piece has more than {MAX_UNIGRAM_PIECE} characters, or all have more than {MAX_PIECE_BYTES:,} bytes"
+            )
     texts = [value for value in model.values() if isinstance(value, str)]
-    if max(map(len, texts)) > MAX_PIECE_CHARACTERS or model.get("max_input_chars_per_word", 0) > MAX_WORD_CHARACTERS:
-        return f"a prefix of the model has more than {MAX_PIECE_CHARACTERS} characters, or its words more than {MAX_WORD_CHARACTERS}"
+    # language: allow word
+    longest_input = model.get("max_input_chars_per_word", 0)
+    if max(map(len, texts)) > MAX_UNIGRAM_PIECE or longest_input > MAX_WORDPIECE_INPUT:
+        return f"a prefix of the model has more than {MAX_UNIGRAM_PIECE} characters, or WordPiece splits more than {MAX_WORDPIECE_INPUT}"
     ids = [*vocab.values(), *(token["id"] for token in added)]
     if not all(type(token_id) is int and 0 <= token_id < MAX_TOKEN_ID for token_id in ids):
         return f"a token has an id outside of [0, {MAX_TOKEN_ID:,})"

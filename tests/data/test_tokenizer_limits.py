@@ -47,9 +47,10 @@ def unigram(pieces: list[Any], **of_token: Any) -> Change:
     return lambda stored: stored.update(model=model) or stored["added_tokens"][0].update(of_token)
 
 
-def word_piece(**changes: Any) -> Change:
+def word_piece(longest: Any) -> Change:
     model = {"type": "WordPiece", "unk_token": "a", "continuing_subword_prefix": "##", "vocab": {"a": 0}}
-    return lambda stored: stored.update(model=model | {"max_input_chars_per_word": 100} | changes)
+    # language: allow word
+    return lambda stored: stored.update(model=model | {"max_input_chars_per_word": longest})
 
 
 def write(folder: Path, change: Change) -> Path:
@@ -93,8 +94,8 @@ def write(folder: Path, change: Change) -> Path:
         (unigram([]), "the tokenizer cannot be loaded"),
         (unigram([[1, 0.0]]), "missing or has another type"),
         (unigram([["a", "b"]]), "the tokenizer cannot be loaded"),
-        (word_piece(max_input_chars_per_word=101), "its words more than 100"),
-        (word_piece(max_input_chars_per_word="9"), "missing or has another type"),
+        (word_piece(101), "WordPiece splits more than 100"),
+        (word_piece("9"), "missing or has another type"),
         (lambda stored: stored["model"].update(merges=[1]), "missing or has another type"),
         (
             lambda stored: stored.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),

@@ -100,8 +100,8 @@ def has_cpp_compiler() -> bool:
 def _compiler_command() -> list[str]:
     """Return the program that compiles C++ and its arguments, of CXX="g++ -O2"; [] if there is none."""
     command = os.environ.get("CXX", "g++")
-    words = [command] if shutil.which(command) else command.split()
-    return words if words and shutil.which(words[0]) else []
+    parts = [command] if shutil.which(command) else command.split()
+    return parts if parts and shutil.which(parts[0]) else []
 
 
 def set_inductor_cache() -> Path:
@@ -110,7 +110,7 @@ def set_inductor_cache() -> Path:
     if len(command := _compiler_command()) > 1:  # torch and the C++ kernels take the path of a program
         content = f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n'.encode()
         # torch knows a compiler by its name
-        name = "-".join(Path(word).name for word in command if word[0] != "-")[:50]
+        name = "-".join(Path(part).name for part in command if part[0] != "-")[:50]
         program = folder / f"compiler-{hashlib.sha256(content).hexdigest()[:16]}" / name
         if not os.access(program, os.X_OK):
             write_atomic_files([(program, content)])
