@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import shlex
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,6 +24,7 @@ MAX_TOKENIZER_BYTES = 64 << 20  # of each file of a tokenizer; the largest token
 GENERATION_CONFIG = "generation_config.json"  # how a model is sampled, and its stop tokens
 MAX_MODEL_JSON_BYTES = 16 << 20  # of config.json and its like
 DAMAGED_DIR = "damaged"  # in a run directory: files that could not be read, as they were
+LFS_POINTER = b"version https://git-lfs"
 REPLACE_HINT = "replace it by a regular file or folder, if you trust where this folder came from"
 
 
@@ -132,11 +134,23 @@ def read_source_file(path: Path, limit: int) -> bytes:
     """
     source = check_source_file(path)
     try:
-        return read_bounded(source, limit)
+        content = read_bounded(source, limit)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise _unreadable(path, error) from error
+    check_pointer(path, content)
+    return content
+
+
+def check_pointer(path: Path, content: bytes) -> None:
+    """Raise UserError if a file that begins with `content` is one that a clone without Git LFS has."""
+    if content.startswith(LFS_POINTER):
+        raise UserError(
+            "a pointer of Git LFS is in place of the file",
+            str(path),
+            f"git -C {shlex.quote(str(path.parent))} lfs pull",
+        )
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:

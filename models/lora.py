@@ -127,7 +127,7 @@ def _matched_paths(layers: LinearLayers, targets: list[str]) -> dict[str, set[st
             raise UserError(
                 f"stage.lora.targets: {error}",
                 f"stage.lora.targets={targets}",
-                f"e.g. stage.lora.targets=['{PATTERN}.*(q|v)_proj']",
+                f"""e.g. "stage.lora.targets=['{PATTERN}.*(q|v)_proj']\"""",
             ) from error
         found |= {
             pattern: {path for path, is_match in zip(paths, row, strict=True) if is_match}

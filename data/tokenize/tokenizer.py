@@ -1,4 +1,4 @@
-"""Reads a tokenizer folder (byte-level BPE, as AutoTokenizer reads it) with the `tokenizers` library alone."""
+"""Reads a tokenizer folder (as AutoTokenizer reads it) with the `tokenizers` library alone."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import hashlib
 import json
 import os
 import re
+import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -29,6 +30,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 SENTENCEPIECE_SPACE = "\u2581"
 # bos_token, eos_token and unk_token of a tokenizer whose files name none, as in transformers
 GPT2_TOKEN = "<|endoftext|>"
+RARE_TEXT = "\U00013000"  # a hieroglyph: only tokenizers that fall back to bytes have tokens for it
 COPY_AGAIN_HINT = "copy the tokenizer folder again"
 TRAIN_TOKENIZER_HINT = "train one: python runner/tokenizer.py path=[text.jsonl] to=my_tokenizer"
 
@@ -100,6 +102,10 @@ class Tokenizer:
         notes = self.dropout_note
         if of_texts and self.bos_id is None:
             notes.append("the tokenizer has no bos_token: texts begin without one")
+        unknown_id = self._full.token_to_id(self.named_tokens.get("unk_token", ""))
+        with suppress(UserError):
+            if unknown_id in self.encode(RARE_TEXT):
+                notes.append(f"texts that the tokenizer has no tokens for become {self.named_tokens['unk_token']}")
         if "pad_token" not in self.named_tokens:
             notes.append(
                 f"the tokenizer has no pad_token: batches are padded with its eos_token {self.named_tokens['eos_token']}, without loss and attention"
@@ -113,7 +119,9 @@ class Tokenizer:
         """
         stored = json.loads(self._full.to_str())
         model = {
-            key: value for key, value in stored["model"].items() if key != "vocab" and value not in (None, False, "")
+            key: value
+            for key, value in stored["model"].items()
+            if value not in (None, False, "") and not (key == "vocab" and isinstance(value, dict))
         }
         added = sorted(token["content"] for token in stored["added_tokens"])
         parts = [model, self.token_ids(), added, stored["normalizer"], stored["pre_tokenizer"]]
@@ -188,9 +196,6 @@ def _build_tokenizer(files: _Files) -> Tokenizer:
     others = _parse_json(files.special_tokens_map or "{}", folder / SPECIAL_TOKENS_MAP)
     listed = _parse_json(files.generation_config or "{}", folder / GENERATION_CONFIG).get("eos_token_id")
     with _reporting_form(folder):
-        if stored["model"]["type"] != "BPE":
-            message = f"the model of the tokenizer must be byte-level BPE, got {stored['model']['type']}"
-            raise UserError(message, f"{folder}/tokenizer.json", TRAIN_TOKENIZER_HINT)
         check_stored_tokenizer(stored, folder / "tokenizer.json")
         dropout = stored["model"].get("dropout") or 0.0
         if dropout:
@@ -248,23 +253,28 @@ def _is_text(added: dict) -> bool:
 
 
 def _without_control_tokens(stored: dict) -> dict:
-    """Return the same BPE without control tokens: no text is encoded to one, and no merge makes one, because merges of
-    and to control tokens are left out.
+    """Return the same model without control tokens: no text is encoded to one, and no merge makes one, because merges
+    of and to control tokens are left out. Only the unknown token stays, for what the vocabulary lacks.
     """
     model, added = stored["model"], stored["added_tokens"]
     texts = [token for token in added if _is_text(token)]
     control = {token["content"] for token in added if not _is_text(token)}
-    vocab = {token: token_id for token, token_id in model["vocab"].items() if token not in control}
     # those that are no part of the vocabulary would get other ids
-    vocab |= {token["content"]: token["id"] for token in texts}
-    parts = ((merge, merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in model["merges"])
-    merges = [merge for merge, (left, right) in parts if control.isdisjoint((left, right, left + right))]
-    return {
-        **stored,
-        "added_tokens": texts,
-        "post_processor": None,
-        "model": {**model, "vocab": vocab, "merges": merges},
-    }
+    changed: dict[str, Any] = {}
+    if model["type"] == "Unigram":  # the id of a piece is its position: a control token becomes what no text has
+        known, name = {piece for piece, _ in model["vocab"]}, secrets.token_hex(16)
+        pieces = [*model["vocab"], *([token["content"], 0.0] for token in added if token["content"] not in known)]
+        changed["vocab"] = [
+            [f"{name}{i}" if text in control else text, score] for i, (text, score) in enumerate(pieces)
+        ]
+    else:
+        hidden = control - {model.get("unk_token")}
+        changed["vocab"] = {token: i for token, i in model["vocab"].items() if token not in hidden}
+        changed["vocab"] |= {token["content"]: token["id"] for token in texts}
+    if "merges" in model:
+        parts = ((merge, merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in model["merges"])
+        changed["merges"] = [merge for merge, (left, right) in parts if control.isdisjoint((left, right, left + right))]
+    return {**stored, "added_tokens": texts, "post_processor": None, "model": {**model, **changed}}
 
 
 def _build_engine(stored: dict, folder: Path) -> Engine:
@@ -306,10 +316,10 @@ def _read_text(path: Path) -> str:
 
 
 def _panic_error(error: BaseException, folder: Path) -> BaseException:
-    """Return a UserError for a panic of the library, which is no Exception: a regular expression that gave up, for
-    example. Else `error`.
+    """Return a UserError for an error of the library (a text that the model has no token for) or a panic, which is no
+    Exception (a regular expression that gave up). Else `error`.
     """
-    if type(error).__name__ != "PanicException":
+    if type(error).__name__ not in ("PanicException", "Exception"):
         return error
     return UserError(f"the tokenizer fails: {str(error)[:200]}", f"{folder}/tokenizer.json", TRAIN_TOKENIZER_HINT)
 

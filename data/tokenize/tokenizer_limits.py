@@ -28,6 +28,10 @@ from data.tokenize.renderer import WALL_SECONDS, limited_environment
 MAX_ADDED_TOKENS = 100_000
 MAX_ADDED_CHARACTERS = 1000  # of an added token
 MAX_TOKEN_ID = 4_000_000
+MODEL_TYPES = ("BPE", "Unigram", "WordPiece", "WordLevel")
+# of Unigram, which compares each character of a text with as many, and takes 350 bytes of memory for each byte
+MAX_UNIGRAM_PIECE, MAX_PIECE_BYTES = 64, 4 << 20
+MAX_WORDPIECE_INPUT = 100  # of WordPiece, whose time grows with its square
 MAX_COMPONENTS = 64  # normalizers, pre-tokenizers and decoders
 MAX_PATTERN_CHARACTERS = 4000  # of a regular expression
 MAX_GROWTH = 64  # characters that the normalizers, or the decoders, make of one
@@ -77,7 +81,22 @@ def check_stored_tokenizer(stored: dict[str, Any], path: Path) -> None:
 
 
 def _find_problem(stored: dict[str, Any]) -> str | None:
-    added, vocab = stored["added_tokens"], stored["model"]["vocab"]
+    added, model = stored["added_tokens"], stored["model"]
+    if model["type"] not in MODEL_TYPES:
+        return f"the model of the tokenizer must be one of {', '.join(MODEL_TYPES)}, got {model['type']}"
+    vocab = model["vocab"]
+    if model["type"] == "Unigram":
+        pieces = [*(piece for piece, _ in vocab), *(token["content"] for token in added)]
+        vocab = dict(enumerate(range(len(vocab))))
+        if max(map(len, pieces), default=0) > MAX_UNIGRAM_PIECE or len("".join(pieces).encode()) > MAX_PIECE_BYTES:
+            return (
+                f"a piece has more than {MAX_UNIGRAM_PIECE} characters, or all have more than {MAX_PIECE_BYTES:,} bytes"
+            )
+    texts = [value for value in model.values() if isinstance(value, str)]
+    # language: allow word
+    longest_input = model.get("max_input_chars_per_word", 0)
+    if max(map(len, texts)) > MAX_UNIGRAM_PIECE or longest_input > MAX_WORDPIECE_INPUT:
+        return f"a prefix of the model has more than {MAX_UNIGRAM_PIECE} characters, or WordPiece splits more than {MAX_WORDPIECE_INPUT}"
     ids = [*vocab.values(), *(token["id"] for token in added)]
     if not all(type(token_id) is int and 0 <= token_id < MAX_TOKEN_ID for token_id in ids):
         return f"a token has an id outside of [0, {MAX_TOKEN_ID:,})"

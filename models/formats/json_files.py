@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,30 @@ NUMBER_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float, int
 # model_type of folders whose layers PEFT finds under other names than the decoder's
 RENAMED_TYPES = ("mixtral", "phi3")
 MAX_BASE_MODELS = 8  # adapters of adapters that are followed to their base model
+
+
+# file of another tool's model -> its name, and what writes a Hugging Face folder NEW of it
+OTHER_TOOLS = {
+    "*.gguf": ("a GGUF file", "choose the folder of the original weights"),
+    "lit_model.pth": (
+        "a checkpoint of litgpt",
+        "litgpt convert_from_litgpt {0} NEW && mv NEW/model.pth NEW/pytorch_model.bin && cp {0}/*.json NEW",
+    ),
+    "model_[0-9]*.pt": (
+        "a checkpoint of nanochat",
+        "python src/transformers/models/nanochat/convert_nanochat_checkpoints.py --input_dir {0} --output_dir NEW, in a checkout of transformers",
+    ),
+}
+
+
+def check_other_tools(source: Path) -> None:
+    """Raise UserError, with the conversion to type, if a folder or file is a model that another tool has written."""
+    folder, name = (source.parent, source.name) if source.is_file() else (source, "*")
+    for pattern, (what, fix) in OTHER_TOOLS.items():
+        if any(fnmatch(file.name, name) for file in folder.glob(pattern)):
+            raise UserError(
+                f"this is {what}, no Hugging Face folder", str(source), fix.format(shlex.quote(str(folder)))
+            )
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
@@ -66,6 +92,7 @@ def read_model_config(folder: Path, family: str | None = None) -> ModelConfig:
     """
     path = folder / "config.json"
     if not path.exists():
+        check_other_tools(folder)
         raise UserError(
             "config.json is missing: this is no model folder",
             str(path),
@@ -125,6 +152,7 @@ def read_config_of_weights(source: Path, family: str | None = None) -> ModelConf
     folder, or a MiniMind .pth file.
     """
     if source.is_file():
+        check_other_tools(source)
         from models.formats.tensor_files import read_pth_config
 
         return read_pth_config(source)
@@ -202,11 +230,15 @@ def base_model_dir(source: Path) -> Path:
 
     Raises UserError if that is an adapter of an adapter and so on.
     """
-    folder = model_dir(source)
+    folder, seen = model_dir(source), set()
     for _ in range(MAX_BASE_MODELS):
         if not is_adapter_dir(folder):
             return folder
-        folder = model_dir(base_model_of(folder))
+        seen.add(folder.resolve())
+        if (base := model_dir(base_model_of(folder))).resolve() in seen:
+            fix = f"correct base_model_name_or_path in {folder / 'adapter_config.json'}"
+            raise UserError("the adapter is its own base model", str(source), fix)
+        folder = base
     raise UserError(
         f"the adapter has more than {MAX_BASE_MODELS} adapters as base models",
         str(source),

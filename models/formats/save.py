@@ -42,6 +42,8 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
 )
+TOKENIZER_CLASSES_OF_5 = ("TokenizersBackend", "PythonBackend")  # transformers 4 does not know them
+GENERIC_TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # reads tokenizer.json as it is, in both versions
 MAX_LEFT_OUT = 200  # characters of names
 SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -200,8 +202,22 @@ def _is_plain(value: Any) -> bool:
     return not any(isinstance(item, dict | list) for item in items)
 
 
+def tokenizer_config_of_4(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a tokenizer_config.json that versions 4 and 5 of transformers read."""
+    config = dict(config)
+    if config.get("tokenizer_class") in (None, *TOKENIZER_CLASSES_OF_5):
+        config["tokenizer_class"] = GENERIC_TOKENIZER_CLASS
+    # returns token_type_ids otherwise, which `generate` refuses
+    if config["tokenizer_class"] == GENERIC_TOKENIZER_CLASS:
+        config.setdefault("model_input_names", ["input_ids", "attention_mask"])
+    # a dictionary in version 4, which had this name for lists
+    if isinstance(config.get("extra_special_tokens"), list):
+        config.setdefault("additional_special_tokens", config.pop("extra_special_tokens"))
+    return config
+
+
 def copy_tokenizer_files(source: Path, folder: Path) -> dict[str, int]:
-    """Copy the tokenizer files, without BPE dropout; return the ids of its control tokens as transformers names them:
+    """Copy the tokenizer files, without BPE dropout and classes that transformers 4 lacks; return the ids of its control tokens as transformers names them:
     bos_token_id, eos_token_id, pad_token_id.
     """
     for name in TOKENIZER_FILES:
@@ -212,6 +228,8 @@ def copy_tokenizer_files(source: Path, folder: Path) -> dict[str, int]:
     if stored["model"].get("dropout"):  # off in training and here, so that other programs get the same ids
         stored["model"]["dropout"] = None
         write_json_file(folder / "tokenizer.json", stored)
+    if config.get("tokenizer_class") in TOKENIZER_CLASSES_OF_5:
+        write_json_file(folder / "tokenizer_config.json", tokenizer_config_of_4(config))
     ids = {token["content"]: token["id"] for token in stored["added_tokens"]}
     token_ids = {}
     for role in ("bos", "eos", "pad"):

@@ -12,7 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from common.errors import UserError
-from common.guarded_files import open_source_file
+from common.guarded_files import LFS_POINTER, check_pointer, open_source_file
 from models.config import ModelConfig, ModelSize
 from models.formats.json_files import base_model_dir, read_json_file
 
@@ -42,7 +42,9 @@ def _read_shapes(path: Path) -> list[list[int]]:
     """Return the shape of each tensor in a safetensors file, whose header has a limit and describes the whole file."""
     fd, size = open_source_file(path)
     with open(fd, "rb") as file:
-        length = int.from_bytes(file.read(PREFIX_BYTES), "little")
+        beginning = file.read(len(LFS_POINTER))
+    check_pointer(path, beginning)
+    length = int.from_bytes(beginning[:PREFIX_BYTES], "little")
     if not 0 < length <= min(MAX_HEADER_BYTES, size - PREFIX_BYTES):
         limit = f"at most {MAX_HEADER_BYTES:,} are read" if length > MAX_HEADER_BYTES else f"the file has {size:,}"
         raise _damaged(path, f"its header has {length:,} bytes, {limit}")

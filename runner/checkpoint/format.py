@@ -64,7 +64,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         raise UserError(
             f"the checkpoint has format {found}, this version reads format {CHECKPOINT_FORMAT} only",
             str(checkpoint),
-            "resume with the version that wrote it, or start a new run from its weights with init_from=",
+            f"resume with the version that wrote it, or start a new run from its weights: init_from={checkpoint}",
         )
     return state
 

@@ -66,6 +66,7 @@ class Answer(Work):
     finish_reason: str | None = None  # stop or length
     has_stop_token: bool = False  # ended by a stop token, which is not in `ids`
     _sent: int = 0  # characters
+    _begun: dict[str, int] = field(default_factory=dict)  # stop text -> its first characters that `text` ends with
     # tokens start:end are decoded again with new ones: a tokenizer may treat the first of a text differently
     _start: int = 0
     _end: int = 0
@@ -99,8 +100,10 @@ class Answer(Work):
         if found := [at for stop in self.stops if (at := self.text.find(stop, start)) >= 0]:
             self.text, self.finish_reason = self.text[: min(found)], "stop"
         else:
-            beginnings = (n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
-            held = max(beginnings, default=0)
+            for stop in self.stops:  # its beginning at the end of the text grows by the new characters at most
+                longest = min(self._begun.get(stop, 0) + len(text), len(stop) - 1)
+                self._begun[stop] = next(n for n in range(longest, -1, -1) if self.text.endswith(stop[:n]))
+                held = max(held, self._begun[stop])
         self._send(len(self.text) - held)
 
     def _decode(self, tokenizer: Tokenizer, is_last: bool = False) -> None:

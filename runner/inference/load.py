@@ -111,7 +111,10 @@ def _data_format(settings: RunSettings) -> str | None:
 
 def weights_dir(folder: Path) -> Path:
     """Return the model folder of a run, or `folder` if it is no run."""
+    from models.formats.json_files import check_other_tools
+
     if not folder.is_dir():
+        check_other_tools(folder)
         raise UserError(
             "the folder does not exist",
             f"run={folder}",

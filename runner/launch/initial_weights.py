@@ -12,7 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError, did_you_mean_path, print_note
+from common.errors import UserError, did_you_mean_path, print_note, resume_command
+from common.guarded_files import check_own_files
 from common.hub import hub_name_of
 from common.paths import CONF_DIR, outputs_dir
 from data.tokenize.origin import (
@@ -26,6 +27,8 @@ from data.tokenize.origin import (
 )
 from models.formats.hub import fetch_model
 from models.formats.json_files import read_adapter_settings, read_config_of_weights, why_transformers
+from runner.checkpoint.atomic_dir import step_names, verify_dir
+from runner.checkpoint.format import CHECKPOINTS_DIR
 from runner.config.compose import compose_tree, files_that_choose, section_object, to_config, without_hydra
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.overrides import keys_of
@@ -33,7 +36,7 @@ from runner.engine.config import Config
 from runner.launch.auto_choice import newest_completed_run
 from runner.run_dir import saved_config
 from runner.run_dir.best_job import find_best_job
-from runner.run_dir.contents import RUN_FILE, enclosing_run, is_sweep_dir
+from runner.run_dir.contents import RUN_FILE, enclosing_run, holds_run, is_sweep_dir
 from runner.tracking.progress import watch_download
 
 MAX_FULL_LR, MAX_ADAPTER_LR = 2e-4, 1e-3  # above them a fine-tuning of published weights gets a warning
@@ -229,8 +232,10 @@ def _model_settings(source: Path, family: str | None = None) -> dict[str, Any]:
     """
     run = _model_source(source)
     if (run / saved_config.CONFIG_FILE).is_file():
-        recorded: dict[str, Any] = saved_config.load_literal_config(run)["model"]
-        return recorded
+        recorded = saved_config.load_literal_config(run).get("model")
+        if isinstance(recorded, dict) and "family" in recorded:
+            return recorded
+        source = run  # of an older version: its model/ has the settings under the names of today
     return dataclasses.asdict(read_config_of_weights(source, family))
 
 
@@ -250,19 +255,36 @@ def _is_published(source: Path) -> bool:
     return source.is_dir() and _model_source(source) == source and not (source / RUN_FILE).exists()
 
 
-def _run_of_best_job(init_from: str) -> str:
-    """Return the best job of a sweep; any other `init_from` as it is."""
-    return str(find_best_job(Path(init_from))) if is_sweep_dir(Path(init_from)) else init_from
+@cache
+def _folder_of_weights(init_from: str) -> str:
+    """Return the best job of a sweep, the newest whole checkpoint of a run that has no model yet; any other `init_from`
+    as it is.
+    """
+    source = Path(init_from)
+    if is_sweep_dir(source):
+        return str(find_best_job(source))
+    if not holds_run(source) or (source / "model").is_dir():
+        return init_from
+    check_own_files(source, (CHECKPOINTS_DIR,))
+    for name in step_names(source / CHECKPOINTS_DIR):
+        if verify_dir(checkpoint := source / CHECKPOINTS_DIR / name) is None:
+            print_note(f"init_from={init_from}: the run has no model yet, the weights are those of {name}")
+            return str(checkpoint)
+    raise UserError(
+        "this run has no model and no whole checkpoint",
+        f"init_from={init_from}",
+        f"finish it: {resume_command(source)}",
+    )
 
 
 def resolve_init_from(config: Config, folder: Path, fingerprints: dict[str, str], warn: bool = True) -> str:
     """Return `config.init_from` as a path or "scratch"; `auto` searches outputs/ and the directories beside `folder`. A
-    sweep means its best job.
+    sweep means its best job, a run that is not completed its newest checkpoint.
     """
     if config.init_from == "auto":
         return newest_completed_run(config, folder, fingerprints, warn)
     check_init_from(config)
-    return _run_of_best_job(config.init_from)
+    return _folder_of_weights(config.init_from)
 
 
 def check_init_from(config: Config) -> None:
@@ -284,7 +306,7 @@ def check_tokenizer(config: Config) -> None:
 
     if config.init_from != "auto" or config.stage.init_from_stage is None:
         init_from = "scratch" if config.init_from == "auto" else config.init_from
-        folder = resolve_tokenizer(config.data, _run_of_best_job(init_from))
+        folder = resolve_tokenizer(config.data, _folder_of_weights(init_from))
     elif config.data.tokenizer not in (AUTO, MINIMIND):
         folder = check_tokenizer_path(config.data.tokenizer)
     else:

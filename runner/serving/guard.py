@@ -57,6 +57,7 @@ class HeaderDeadlineProtocol(H11Protocol):
 
 
 MAX_BODY_BYTES = 4 << 20
+MAX_DISCARDED_BYTES = 64 << 20  # of a larger body, which is refused when it has been read
 BODY_SECONDS = 60  # a body that takes longer to arrive is refused
 PATHS = "the paths are GET /v1/models, POST /v1/chat/completions, POST /v1/completions, GET /health"
 OPEN_PATHS = ("/health",)  # answered without the key
@@ -132,21 +133,27 @@ def _host_of(url: str) -> str:
 async def read_body(request: Request) -> bytes:
     """Return the body, whether it has a length or comes in chunks.
 
-    Raises ApiError if it is too large or too slow.
+    Raises ApiError if it is too large or too slow. A large body is read to its end, within a limit: a client that is
+    still sending would not see the response.
     """
     too_large = ApiError(413, f"the request is larger than {MAX_BODY_BYTES:,} bytes")
     length = request.headers.get("content-length", "0")
-    if not length.isascii() or not length.isdigit() or len(length) > 20 or int(length) > MAX_BODY_BYTES:
+    is_number = length.isascii() and length.isdigit() and len(length) <= 20
+    if not is_number or int(length) > (MAX_BODY_BYTES if "expect" in request.headers else MAX_DISCARDED_BYTES):
         raise too_large
-    body = bytearray()
+    body, received = bytearray(), 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
-                body += part
-                if len(body) > MAX_BODY_BYTES:
+                received += len(part)
+                if received > MAX_DISCARDED_BYTES:
                     raise too_large
+                if received <= MAX_BODY_BYTES:
+                    body += part
     except TimeoutError:
         raise ApiError(408, f"the request took longer than {BODY_SECONDS} seconds to arrive") from None
     except ClientDisconnect:
         raise ApiError(499, "the client has closed the connection") from None
+    if received > MAX_BODY_BYTES:
+        raise too_large
     return bytes(body)

@@ -40,8 +40,11 @@ ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
 }
 MIN_DIVISOR = 1e-5  # of logits: smaller ones give infinite logits
 MAX_ROWS = 1024  # answers of one request: prompts x n
+MAX_TOOLS = 1024
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
-TokenIds = Annotated[list[Annotated[int, Field(strict=True)]], Field(min_length=1)]
+# fail_fast: an error for each of a million items would take half a minute, in which no other request is answered
+TokenIds = Annotated[list[Annotated[int, Field(strict=True)]], Field(min_length=1, fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 OPENING_TAG = "<tool_call>"
 OPENING = re.compile(r"<tool_call>\s*(?=\{)")
 CLOSING = re.compile(r"\}\s*</tool_call>")
@@ -114,11 +117,11 @@ class _Body(BaseModel):
 
 
 class ChatRequest(_Body):
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Objects = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=0)
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=20)
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[Objects, Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none"] = "auto"
 
     @property
@@ -143,9 +146,22 @@ class ChatRequest(_Body):
 
 
 class CompletionRequest(_Body):
-    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
+    )
     echo: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=20)
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_number(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        prompts = raw.get("prompt")
+        if isinstance(prompts, list) and len(prompts) > MAX_ROWS and not isinstance(prompts[0], int):
+            raise ValueError(f"prompt has {len(prompts):,} prompts, at most {MAX_ROWS:,} are allowed")
+        return raw
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -90,7 +90,7 @@ class OptunaOptions(SweeperOptions):
             raise UserError(
                 "hydra.sweeper.sampler=grid needs lists or ranges of values",
                 interval,
-                "choose sampler=qmc or list values",
+                "choose hydra.sweeper.sampler=qmc or list values",
             )
         first = {key: values[0] for key, values in space.items()}
         return [first, *({**first, key: value} for key, values in space.items() for value in values[1:])]

@@ -193,8 +193,9 @@ def test_load_refuses_fewer_total_steps_than_were_trained(tmp_path: Path) -> Non
 def test_load_refuses_checkpoints_of_another_format(tmp_path: Path) -> None:
     write_atomic_dir(tmp_path / "checkpoints", "step-00000001", {"state.json": json.dumps({"format": 1}).encode()}, {})
     for read in (lambda: load(tmp_path, FakeRun()), lambda: read_newest_state(tmp_path)):
-        with pytest.raises(UserError, match="format 1, this version reads format 3"):
+        with pytest.raises(UserError, match="format 1, this version reads format 3") as caught:
             read()
+        assert caught.value.fix.endswith(f"init_from={tmp_path / 'checkpoints' / 'step-00000001'}")
 
 
 def test_load_refuses_incompatible_facts_and_lists_them(tmp_path: Path) -> None:

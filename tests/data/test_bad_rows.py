@@ -40,6 +40,7 @@ BAD_ROWS = [  # schema of the file, its second line, reason, message, position
     ("text", b"{'text': 1}", "invalid JSON", "double quotes", ":2:2"),
     ("text", b'{"text": "a\0"}', "invalid JSON", "control character", ":2:12"),
     ("text", b'{"text": "a"},', "invalid JSON", "a comma after the row", ":2:14"),
+    ("text", b"version https://git-lfs.github.com/spec/v1", "Git LFS", "a pointer of Git LFS", ":2"),
     ("text", b"{", "invalid JSON", "the line ends within an object", ":2"),
     ("text", b'{"data": [', "invalid JSON", "the line ends within an object", ":2"),
     ("text", b"[" * 100_000, "JSON beyond limits", "recursion", ":2"),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from data.tokenize.chat_template import CHATML
+from data.tokenize.origin import SAMPLE_TOKENIZER
 from data.tokenize.tokenizer import SPECIAL_TOKENS, Tokenizer
 from data.tokenize.train import MIN_VOCAB_SIZE, RESERVED_TAGS, train_bpe
 
@@ -233,3 +234,70 @@ def test_merge_that_makes_a_control_token_is_not_applied_to_texts(folder):
 def test_tokenizer_that_was_copied_is_built_once(folder, tmp_path):
     first, copy = Tokenizer.load(folder), Tokenizer.load(shutil.copytree(folder, tmp_path / "another"))
     assert copy._full is first._full and copy.folder == tmp_path / "another" and first.folder == folder
+
+
+TEXTS = ["Where does Tolo live? In Oru.", "8 + 7 = 15, and  two spaces", "a b c", "Tolo\nOru"]
+MODELS = ("Unigram", "WordPiece", "WordLevel", "BPE")
+
+
+def model_of(kind: str) -> dict:
+    """Return the model of a small tokenizer, trained on TEXTS, with the control tokens <unk>, <s> and </s>."""
+    from tokenizers import Tokenizer as Engine
+    from tokenizers import models, pre_tokenizers, trainers
+
+    unknown = {"unk_token": "<unk>"}
+    engine = Engine(getattr(models, kind)(**({} if kind == "Unigram" else unknown)))
+    engine.pre_tokenizer = pre_tokenizers.Whitespace()
+    settings = {"special_tokens": ["<unk>", "<s>", "</s>"], "show_progress": False, "vocab_size": 90}
+    trainer = getattr(trainers, f"{kind.replace('BPE', 'Bpe')}Trainer")
+    engine.train_from_iterator(TEXTS, trainer(**settings, **(unknown if kind == "Unigram" else {})))
+    return json.loads(engine.to_str())["model"]
+
+
+def write_model(folder: Path, model: dict, pre_tokenizer: dict | None = None, **more: object) -> Path:
+    special = [added_token(token, i, special=True) for i, token in enumerate(["<unk>", "<s>", "</s>"])]
+    stored = {"version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None}
+    stored |= {"decoder": None, "pre_tokenizer": pre_tokenizer, "added_tokens": special, "model": model} | more
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(stored))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    return folder
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_tokenizer_of_every_model_encodes_as_the_library_does(kind, tmp_path):
+    tokenizer = Tokenizer.load(write_model(tmp_path / kind, model_of(kind), {"type": "Whitespace"}))
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert ids == tokenizer.encode_rendered(text) and set(ids).isdisjoint({0, 1, 2})
+    assert tokenizer.encode("\u4e2d") == [0]
+    assert {1, 2}.isdisjoint(tokenizer.encode("<s> Tolo </s> <s>Oru"))
+    assert tokenizer.encode_rendered("<s>Tolo</s>") == [1, *tokenizer.encode("Tolo"), 2]
+    assert "texts that the tokenizer has no tokens for become <unk>" in tokenizer.notes(True)
+    assert Tokenizer.load(SAMPLE_TOKENIZER).notes(True) == []
+
+
+def test_unigram_tokens_keep_their_ids_beside_control_tokens(tmp_path):
+    """The id of a piece is its position; nothing that a text can have is encoded to a control token."""
+    pieces = [["<unk>", 0.0], ["<s>", 0.0], ["</s>", 0.0], *([c, -3.0] for c in "<s>/ab \u2581"), ["ab", -1.0]]
+    stored = {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False}
+    special = (("<unk>", 0), ("<s>", 1), ("</s>", 2), ("<x>", 12))
+    added = [added_token(token, i, special=True) for token, i in special] + [added_token("\u2581\u2581", 13)]
+    tokenizer = Tokenizer.load(write_model(tmp_path / "first", stored, added_tokens=added))
+    assert tokenizer.encode("<s>ab</s>") == [3, 4, 5, 11, 3, 6, 4, 5]
+    assert tokenizer.encode("a\u2581\u2581b") == [7, 13, 8] == tokenizer.encode_rendered("a\u2581\u2581b")
+    pieces[-1][1] = -9.0
+    other = Tokenizer.load(write_model(tmp_path / "second", stored, added_tokens=added))
+    assert other.encode("ab") == [7, 8] and other.tokens_fingerprint != tokenizer.tokens_fingerprint
+    assert other.token_ids() == tokenizer.token_ids()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_text_without_tokens_is_refused_where_there_is_no_unknown_token(kind, tmp_path):
+    """BPE ended with a traceback."""
+    model = model_of(kind) | ({"unk_id": None} if kind == "Unigram" else {"unk_token": "<nothing>"})
+    tokenizer = Tokenizer.load(write_model(tmp_path / kind, model, {"type": "Whitespace"}))
+    with pytest.raises(UserError, match="the tokenizer fails: "):
+        tokenizer.encode("\u4e2d")
+    assert not any("become" in note for note in tokenizer.notes(True))

@@ -42,6 +42,17 @@ def charsmap(text: bytes) -> dict[str, Any]:
     return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(content).decode()}
 
 
+def unigram(pieces: list[Any], **of_token: Any) -> Change:
+    model = {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False}
+    return lambda stored: stored.update(model=model) or stored["added_tokens"][0].update(of_token)
+
+
+def word_piece(longest: Any) -> Change:
+    model = {"type": "WordPiece", "unk_token": "a", "continuing_subword_prefix": "##", "vocab": {"a": 0}}
+    # language: allow word
+    return lambda stored: stored.update(model=model | {"max_input_chars_per_word": longest})
+
+
 def write(folder: Path, change: Change) -> Path:
     shutil.copytree(SAMPLE_TOKENIZER, folder)
     stored = json.loads((folder / "tokenizer.json").read_text())
@@ -74,7 +85,17 @@ def write(folder: Path, change: Change) -> Path:
         (lambda stored: stored.update(added_tokens=None), "missing or has another type"),
         (lambda stored: stored.update(added_tokens=[1]), "missing or has another type"),
         (lambda stored: stored["model"].update(vocab=[]), "missing or has another type"),
-        (lambda stored: stored["model"].update(type="Unigram"), "must be byte-level BPE"),
+        (lambda stored: stored["model"].update(type="Unigram"), "missing or has another type"),
+        (lambda stored: stored["model"].update(type="Other"), "must be one of BPE, Unigram, WordPiece, WordLevel"),
+        (lambda stored: stored["model"].update(continuing_subword_prefix="#" * 65), "a prefix of the model"),
+        (unigram([["a" * 65, 0.0]]), "a piece has more than 64 characters"),
+        (unigram([[f"{i:064}", 0.0] for i in range(1 << 16)] + [["a", 0.0]]), "or all have more than 4,194,304 bytes"),
+        (unigram([["a", 0.0]], content=" " * 65), "a piece has more than 64 characters"),
+        (unigram([]), "the tokenizer cannot be loaded"),
+        (unigram([[1, 0.0]]), "missing or has another type"),
+        (unigram([["a", "b"]]), "the tokenizer cannot be loaded"),
+        (word_piece(101), "WordPiece splits more than 100"),
+        (word_piece("9"), "missing or has another type"),
         (lambda stored: stored["model"].update(merges=[1]), "missing or has another type"),
         (
             lambda stored: stored.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),

@@ -112,6 +112,27 @@ def test_compile_auto_is_off_with_experts_or_without_a_compiler(monkeypatch):
     assert resolve_compile_mode("auto", 1e30, CPU, threads=2, has_experts=False).mode == "off"
 
 
+@pytest.mark.parametrize("cache", [None, "mine"])
+def test_compiler_with_arguments_is_one_for_torch_too(cache, tmp_path, monkeypatch):
+    """CXX="g++ -O2" was no compiler: `auto` trained without compiled layers, `default` failed."""
+    monkeypatch.setattr(paths, "REPO_ROOT", tmp_path)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
+    if cache is None:
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    compiler = tmp_path / "my g++"
+    compiler.write_text('#!/bin/sh\necho "$@"\n')
+    compiler.chmod(0o755)
+    for command, arguments in ((str(compiler), "-c x"), ("echo -O2 -g", "-O2 -g -c x")):
+        monkeypatch.setenv("CXX", command)
+        assert resolve_compile_mode("auto", 1e30, CPU, threads=2, has_experts=False).mode == "default"
+        for _ in range(2):
+            set_inductor_cache()
+        printed = subprocess.run([os.environ["CXX"], "-c", "x"], check=True, capture_output=True, text=True)
+        assert printed.stdout.strip() == arguments
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    assert resolve_compile_mode("auto", 1e30, CPU, threads=2, has_experts=False).mode == "off"
+
+
 def test_compiled_programs_that_are_incomplete_are_removed(tmp_path, monkeypatch):
     """A run that was killed while it compiled made every later one fail: torch loads what is in its cache."""
     monkeypatch.setattr(paths, "REPO_ROOT", tmp_path)

@@ -83,3 +83,13 @@ def test_bytes_count_exactly_the_tokens_with_a_label() -> None:
     loss_mask = np.arange(len(ids)) > len(first)
     batch = collate([[EncodedRow((TokenSequence(ids, loss_mask),), "row")]], tokenizer.pad_id, packed=False)
     assert TokenBytes(tokenizer).count(batch) == len("An answer, é 🙂.".encode())
+
+
+def test_bytes_of_tokens_without_their_spaces_are_not_known(tmp_path: Path) -> None:
+    """`bits_per_byte` of WordPiece and WordLevel is left out: it counted ## as two bytes, and spaces as none."""
+    vocab = {"<unk>": 0, "</s>": 1, "pla": 2, "##in": 3, "plain": 4}
+    for model in (models.WordPiece(vocab, unk_token="<unk>"), models.WordLevel(vocab, unk_token="<unk>")):
+        Engine(model).save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+        tokenizer = Tokenizer.load(tmp_path)
+        assert TokenBytes(tokenizer).count(batch_of(tokenizer, ["plain"])) == 0

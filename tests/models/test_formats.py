@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -31,11 +32,12 @@ from torch import Tensor
 
 from common.errors import UserError
 from models.decoder import Decoder
-from models.formats.json_files import read_model_config
+from models.formats.json_files import read_config_of_weights, read_model_config
 from models.formats.load import load_into, load_model, load_weights
 from models.formats.save import save_adapter, save_model
 from models.formats.tensor_files import check_finite
 from models.lora import adapter_state_dict, add_lora, disable_adapters, merge_adapters
+from runner.inference.load import weights_dir
 
 IDS = tokens(2, 100)
 LORA = lora_config(rank=4, alpha=8.0, dropout=0.0, targets=["q_proj", "down_proj"])
@@ -353,6 +355,82 @@ def test_adapter_of_another_kind_or_base_is_refused(tmp_path: Path) -> None:
         for load in (load_model, load_weights):
             with pytest.raises(UserError, match="base model does not exist"):
                 load(tmp_path / "adapter")
+
+
+def test_adapter_that_is_its_own_base_is_refused_with_the_field_to_correct(tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    save_adapter(adapter, adapt(write(tmp_path / "base")), LORA, str(tmp_path / "base"), TOKENIZER)
+    shutil.copytree(adapter, tmp_path / "other")
+    for base, other, corrected in ((".", "", adapter), (adapter, "", adapter), (tmp_path / "other", adapter, "other")):
+        rewrite(adapter / "adapter_config.json", base_model_name_or_path=str(base))
+        rewrite(tmp_path / "other" / "adapter_config.json", base_model_name_or_path=str(other))
+        for load in (load_model, load_weights):
+            with pytest.raises(UserError, match="the adapter is its own base model") as caught:
+                load(adapter)
+            assert caught.value.fix.endswith(f"{tmp_path / corrected / 'adapter_config.json'}")
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "fix"),
+    [
+        ("model-q4.gguf", "a GGUF file", "choose the folder of the original weights"),
+        (
+            "lit_model.pth",
+            "a checkpoint of litgpt",
+            "litgpt convert_from_litgpt 'my models/one' NEW && mv NEW/model.pth",
+        ),
+        ("model_000650.pt", "a checkpoint of nanochat", "--input_dir 'my models/one' --output_dir NEW"),
+    ],
+)
+def test_model_of_another_tool_is_named_with_its_conversion(
+    name: str, what: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path("my models/one")
+    folder.mkdir(parents=True)
+    (folder / "other.pth").write_bytes(b"x")
+    for source, message in ((folder, "config.json is missing"), (folder / "other.pth", "not a file of weights")):
+        with pytest.raises(UserError, match=message):
+            read_config_of_weights(source)
+    (folder / name).write_bytes(b"GGUF")
+    for read, source in (
+        (load_model, folder),
+        (read_config_of_weights, folder),
+        (read_config_of_weights, folder / name),
+        (weights_dir, folder / name),
+    ):
+        with pytest.raises(UserError, match=f"this is {what}, no Hugging Face folder") as refused:
+            read(source)
+        assert fix in refused.value.fix
+    with pytest.raises(UserError, match="not a file of weights"):
+        read_config_of_weights(folder / "other.pth")
+
+
+@pytest.mark.parametrize("stored_class", ["TokenizersBackend", "PreTrainedTokenizerFast"])
+def test_saved_tokenizer_names_a_class_that_transformers_4_has(stored_class: str, tmp_path: Path) -> None:
+    """Folders that transformers 5 has written gave it to `model/` of runs, and to adapters."""
+    shutil.copytree(TOKENIZER, tmp_path / "tokenizer")
+    config_file = tmp_path / "tokenizer" / "tokenizer_config.json"
+    rewrite(config_file, tokenizer_class=stored_class, extra_special_tokens=["<|im_start|>"])
+    model = random_model()
+    save_model(tmp_path / "model", model, model.cfg, tmp_path / "tokenizer")
+    save_adapter(tmp_path / "adapter", adapt(model), LORA, "scratch", tmp_path / "tokenizer")
+    for folder in (tmp_path / "model", tmp_path / "adapter", tmp_path / "adapter" / "base"):
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+        if stored_class == "PreTrainedTokenizerFast":  # as it is
+            assert config == json.loads(config_file.read_text())
+        else:
+            assert config["additional_special_tokens"] == ["<|im_start|>"] and "extra_special_tokens" not in config
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_pointer_of_git_lfs_is_named_with_the_command_that_replaces_it(file: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    with pytest.raises(UserError, match="a pointer of Git LFS") as refused:
+        load_model(tmp_path)
+    assert refused.value.fix == f"git -C {tmp_path} lfs pull"
 
 
 def test_model_folder_of_the_hub_cache_loads_but_no_link_to_the_outside(tmp_path: Path) -> None:

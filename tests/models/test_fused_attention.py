@@ -439,6 +439,18 @@ def answer_in_a_fork(source: Path) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+def test_build_deletes_the_folders_of_builds_that_were_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "false")
+    old, running = (tmp_path / library.FOLDER / name for name in ("tmp_old", "tmp_running"))
+    for folder in (old, running):
+        folder.mkdir(parents=True)
+        (folder / "kernels.so").touch()
+    os.utime(old, (1e9, 1e9))
+    with pytest.raises(KernelsUnavailableError):
+        library.load_library("test", [], [], tmp_path)
+    assert list((tmp_path / library.FOLDER).iterdir()) == [running]
+
+
 def test_compiler_that_answers_nothing_leaves_the_kernels_unavailable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

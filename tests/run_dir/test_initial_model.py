@@ -221,6 +221,24 @@ def test_model_of_a_run_of_an_older_version_gets_the_settings_that_are_newer(tmp
     assert decoder(f"init_from={run}").attention_bias is False
 
 
+def test_model_of_a_run_without_family_is_that_of_its_model_folder(llama: Callable[..., str], tmp_path: Path) -> None:
+    """Runs of 0.1 have no model.family: KeyError."""
+    llama()
+    run = write_run(tmp_path / "run")
+    config = yaml.safe_load((run / ".hydra" / "config.yaml").read_text())
+    del config["model"]["family"]
+    (run / ".hydra" / "config.yaml").write_text(yaml.safe_dump(config))
+    checkpoint = run / "checkpoints" / "step-00000100"
+    checkpoint.mkdir(parents=True)
+    with pytest.raises(UserError, match="config.json is missing"):
+        decoder(f"init_from={run}")
+    shutil.move(tmp_path / "llama", run / "model")
+    for source in (run, checkpoint):
+        assert decoder(f"init_from={source}", "stage=sft").rope_theta == 5e5
+        with pytest.raises(UserError, match="model.rope_theta=1000000.0, in the weights 500000.0"):
+            decoder(f"init_from={source}", "model=tiny")
+
+
 def test_model_of_an_adapter_is_that_of_its_base_model(llama: Callable[..., str], tmp_path: Path) -> None:
     llama()
     (tmp_path / "adapter").mkdir()

@@ -7,9 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from common.errors import UserError
 from data.tokenize.origin import SAMPLE_TOKENIZER
+from models.formats.load import load_weights
+from runner.checkpoint.atomic_dir import write_atomic_dir
 from runner.config.compose import compose_config
 from runner.config.resolve import resolve_model_overrides, resolve_model_run
 from runner.engine.config import Config
@@ -188,6 +192,38 @@ def test_first_stage_starts_from_random_weights_without_a_warning(
 def test_scratch_ignores_completed_runs(sft: Config, day: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(day / "10-00-00", compatibility_fingerprints(sft), "10:05:00")
     assert resolved(dataclasses.replace(sft, init_from="scratch"), day) == "scratch" and capsys.readouterr().err == ""
+
+
+def test_run_that_is_not_completed_gives_its_newest_whole_checkpoint(
+    sft: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`start a new run with init_from=RUN` is what a resume proposes, mostly of such a run."""
+    from_run = dataclasses.replace(sft, init_from=str(tmp_path / "run"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
+    with pytest.raises(UserError, match="no model and no whole checkpoint") as error:
+        resolved(from_run, tmp_path)
+    assert error.value.fix.endswith(f"resume={tmp_path / 'run'}")
+    for step in (1, 2, 3):
+        write_atomic_dir(tmp_path / "run" / "checkpoints", f"step-{step:08}", {"model.safetensors": b"weights"}, {})
+    (tmp_path / "run" / "checkpoints" / "step-00000003" / "model.safetensors").write_bytes(b"damaged")
+    for _ in range(2):  # the checks of a start, and the start
+        assert resolved(from_run, tmp_path) == str(tmp_path / "run" / "checkpoints" / "step-00000002")
+    assert capsys.readouterr().err.count("the run has no model yet, the weights are those of step-00000002") == 1
+    (tmp_path / "completed" / "model").mkdir(parents=True)
+    (tmp_path / "completed" / "run.json").write_text("{}")
+    assert resolved(dataclasses.replace(sft, init_from=f"{tmp_path / 'completed'}"), tmp_path).endswith("completed")
+
+
+def test_checkpoint_of_an_adapter_is_refused_with_its_run(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
+    checkpoint.mkdir(parents=True)
+    save_file({"q_proj.lora.default.A": torch.zeros(2, 2)}, checkpoint / "model.safetensors")
+    with pytest.raises(UserError, match="an adapter without its base model") as error:
+        load_weights(checkpoint)
+    assert f"resume={tmp_path / 'run'} " in error.value.fix and error.value.fix.endswith(
+        f"init_from={tmp_path / 'run'}"
+    )
 
 
 def test_missing_path_is_refused_with_the_nearest_name(sft: Config, day: Path, tmp_path: Path) -> None:

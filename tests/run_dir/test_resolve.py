@@ -39,8 +39,9 @@ def test_checkpoint_must_be_valid_and_the_newest(run: Path) -> None:
     for folder in (older, newest):
         write_atomic_dir(folder.parent, folder.name, {"state.json": b"{}"}, {})
     assert resolve_run(str(newest)) == run
-    with pytest.raises(UserError, match="newer ones: step-00000020"):
+    with pytest.raises(UserError, match="newer ones: step-00000020") as refused:
         resolve_run(str(older))
+    assert refused.value.fix.endswith(f"start a new run from these weights with init_from={older}")
     (newest / "state.json").write_bytes(b"[]")
     with pytest.raises(UserError, match="damaged"):
         resolve_run(str(newest))

@@ -14,7 +14,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -37,6 +39,7 @@ FLAGS = (
     "-Wno-psabi",
 )  # fmt: skip  (no -ffast-math: NaN must stay NaN)
 COMPILE_TIMEOUT = 300.0
+BUILD_PREFIX = "tmp"  # of the folder of a build
 MACHINES = ("x86_64", "AMD64")
 FOLDER = "cpu_kernels"  # in that of compiled programs
 CHECKSUM_BYTES = 32  # sha256
@@ -115,6 +118,10 @@ def _as_c(value: Tensor | list[Tensor] | list[int] | float | None) -> object:
 def _compile(compiler: str, sources: Sequence[Path], library: Path) -> None:
     """Write `library` at once, so that another process never loads a part of it."""
     library.parent.mkdir(parents=True, exist_ok=True)
+    for left in library.parent.glob(f"{BUILD_PREFIX}*"):  # by a build that was killed: no other takes that long
+        with suppress(FileNotFoundError):
+            if time.time() - left.stat().st_mtime > 2 * COMPILE_TIMEOUT:
+                shutil.rmtree(left, ignore_errors=True)
     torch_folder = Path(torch.__file__).parent
     locations = (
         f"-I{torch_folder / 'include'}",
@@ -123,7 +130,7 @@ def _compile(compiler: str, sources: Sequence[Path], library: Path) -> None:
         "-lc10",
         f"-Wl,-rpath,{torch_folder / 'lib'}",
     )
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=BUILD_PREFIX, dir=library.parent) as folder:
         output = Path(folder) / library.name
         try:  # in a session of its own: Ctrl-C of a terminal is the run's
             subprocess.run(

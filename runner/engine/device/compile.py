@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
+import shlex
 import shutil
 import stat
 import tempfile
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from common import paths
 from common.errors import UserError, print_note
-from common.filesystem import is_complete_program
+from common.filesystem import is_complete_program, write_atomic_files
 
 if TYPE_CHECKING:
     import torch
@@ -92,10 +94,32 @@ def check_cuda_graphs(mode: str, device: torch.device, micro_batches: int) -> No
 
 def has_cpp_compiler() -> bool:
     """Return whether the compiler that torch.compile uses on a CPU exists."""
-    return shutil.which(os.environ.get("CXX", "g++")) is not None
+    return bool(_compiler_command())
+
+
+def _compiler_command() -> list[str]:
+    """Return the program that compiles C++ and its arguments, of CXX="g++ -O2"; [] if there is none."""
+    command = os.environ.get("CXX", "g++")
+    parts = [command] if shutil.which(command) else command.split()
+    return parts if parts and shutil.which(parts[0]) else []
 
 
 def set_inductor_cache() -> Path:
+    """Set the folder of compiled programs, and a compiler whose arguments torch can use; return the folder."""
+    folder = _inductor_cache()
+    if len(command := _compiler_command()) > 1:  # torch and the C++ kernels take the path of a program
+        content = f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n'.encode()
+        # torch knows a compiler by its name
+        name = "-".join(Path(part).name for part in command if part[0] != "-")[:50]
+        program = folder / f"compiler-{hashlib.sha256(content).hexdigest()[:16]}" / name
+        if not os.access(program, os.X_OK):
+            write_atomic_files([(program, content)])
+            program.chmod(0o700)
+        os.environ["CXX"] = str(program)
+    return folder
+
+
+def _inductor_cache() -> Path:
     """Keep compiled programs between runs, unless the user has set a directory: loading one takes a second. Return
     their folder.
 

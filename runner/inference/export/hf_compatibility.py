@@ -10,10 +10,9 @@ from typing import Any
 
 from common.guarded_files import read_source_file
 from models.formats.json_files import read_json_file, write_json_file
+from models.formats.save import tokenizer_config_of_4
 from runner.inference.load import LoadedModel
 
-TOKENIZER_CLASSES_OF_5 = ("TokenizersBackend", "PythonBackend")  # transformers 4 does not know them
-GENERIC_TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # reads tokenizer.json as it is, in both versions
 JINJA_FILE, MAX_TEMPLATE_BYTES = "chat_template.jinja", 4 << 20
 CODE_FIELDS = ("auto_map", "custom_pipelines")  # name files of Python
 
@@ -37,15 +36,7 @@ def make_readable_by_transformers_4(folder: Path, model_class: str | None = None
     fields = _rope_fields_of_4(config)
     is_same_in_5 = not fields or model_class is None or _rope_of_5(config) == _rope_of_5(config | fields)
     write_json_file(folder / "config.json", config | fields if is_same_in_5 else config)
-    tokenizer = _read_without_code(folder / "tokenizer_config.json")
-    if tokenizer.get("tokenizer_class") in (None, *TOKENIZER_CLASSES_OF_5):
-        tokenizer["tokenizer_class"] = GENERIC_TOKENIZER_CLASS
-    # returns token_type_ids otherwise, which `generate` refuses
-    if tokenizer["tokenizer_class"] == GENERIC_TOKENIZER_CLASS:
-        tokenizer.setdefault("model_input_names", ["input_ids", "attention_mask"])
-    # a dictionary in version 4, which had this name for lists
-    if isinstance(tokenizer.get("extra_special_tokens"), list):
-        tokenizer.setdefault("additional_special_tokens", tokenizer.pop("extra_special_tokens"))
+    tokenizer = tokenizer_config_of_4(_read_without_code(folder / "tokenizer_config.json"))
     if (folder / JINJA_FILE).exists():  # read from this file since 4.43, from the field before
         tokenizer["chat_template"] = read_source_file(folder / JINJA_FILE, MAX_TEMPLATE_BYTES).decode("utf-8")
     write_json_file(folder / "tokenizer_config.json", tokenizer)
