@@ -22,7 +22,6 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from common.errors import UserError, did_you_mean
 from common.paths import CONF_DIR, REPO_ROOT
 from runner.config import overrides, schema
-from runner.engine.config import REGISTERED_SECTIONS
 
 SETTING = re.compile(r"[a-z]\w*(\.\w+)*")
 # 1.3 warns without it, 1.4 with it
@@ -204,19 +203,6 @@ def translating_hydra_errors(typed: list[str], names_files: bool = True) -> Iter
             position.replace('"', "").replace("in ", ""),
             "correct the file",
         ) from error
-    # omegaconf 2.3, for an override of a key inside a section that is null
-    except (AttributeError, AssertionError) as error:
-        names = tuple(f"{name}." for name in OPTIONAL_SECTIONS)
-        inside = next((override for override in typed if f"{overrides.key_of(override)}.".startswith(names)), None)
-        if inside is None:
-            raise
-        raise null_section_error(inside) from error
-
-
-def null_section_error(override: str) -> UserError:
-    key = overrides.key_of(override)
-    section = next(section for section in OPTIONAL_SECTIONS if key.startswith(section))
-    return UserError(f"{section} is null here, its keys cannot be set one by one", override, OPTIONAL_SECTIONS[section])
 
 
 def translate_hydra_error(error: BaseException, typed: list[str]) -> UserError:
@@ -326,13 +312,4 @@ def _unknown_key_error(cause: ConfigKeyError | ConfigAttributeError, key: str, o
         )
     if isinstance(cause, ConfigKeyError) and key not in schema.config_schema():
         return UserError(f"unknown setting {key}", key, overrides.nearest_key(key))
-    section = key.rpartition(".")[0]
-    if section in OPTIONAL_SECTIONS:
-        return null_section_error(override)
-    if (
-        section in REGISTERED_SECTIONS
-        and isinstance(cause.parent_node, DictConfig)
-        and (chosen := cause.parent_node.get(REGISTERED_SECTIONS[section][0]))
-    ):
-        return schema.unread_setting(key, chosen)
     return None

@@ -95,7 +95,7 @@ EARLY: list[tuple[list[str], list[str]]] = [
     (["hydra/callbacks=null"], ["hydra/callbacks cannot be set"]),
     # settings that this run does not read
     (["schedule.decay_fraction=0.1"], ["schedule.decay_fraction is not read by schedule=cosine", "schedule=wsd"]),
-    (["stage=sft", "stage.beta=0.2"], ["stage.beta is not read by stage.objective=next_token"]),
+    (["stage=sft", "stage.beta=0.2"], ["stage.beta is not read by stage.objective=next_token", "stage=dpo reads it"]),
     (["stage.lora.rank=4"], ["stage.lora is null here", "stage=lora or stage=dpo_lora"]),
     (["distributed.timeout=3"], ["distributed.timeout is not read: distributed=single is one process"]),
     (["train.max_steps=5", "train.epochs=3"], ["train.epochs is not read: train.max_steps sets the length"]),

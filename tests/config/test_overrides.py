@@ -13,7 +13,6 @@ from models.config import LoraConfig
 from runner.cli import help
 from runner.config import overrides
 from runner.config.compose import compose_config, source_files
-from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.schema import config_groups, config_schema
 from runner.engine.config import Config
 
@@ -308,9 +307,3 @@ def test_stored_override_may_refer_to_settings_and_own_folders() -> None:
         ["data.path=${repo:}/rows.jsonl", "train.eval_every=${train.save_every}", "hydra.run.dir=${now:%Y}", "seed=1"],
         Path("overrides.yaml"),
     )
-
-
-@pytest.mark.parametrize("override, is_inside", [("stage.lora_x=1", False), ("+stage.lora.rank=4", True)])
-def test_error_of_omegaconf_is_about_a_null_section_only_for_its_keys(override: str, is_inside: bool) -> None:
-    with pytest.raises(UserError if is_inside else AttributeError), translating_hydra_errors([override]):
-        raise AttributeError("as omegaconf raises it")
