@@ -80,7 +80,7 @@ def compose_tree(typed: list[str], conf: Path = CONF_DIR) -> DictConfig:
 
     Raises UserError.
     """
-    typed = overrides.normalize_ints(typed)
+    typed = overrides.normalize_values(typed)
     overrides.check_overrides(typed, conf)
     register_configs(overrides.config_dirs(typed, conf))
     with composing_from(conf), translating_hydra_errors(typed):

@@ -62,7 +62,10 @@ def composed_files(typed: Sequence[str], conf: Path = CONF_DIR) -> list[tuple[Pa
     """
     with composing_from(conf):
         defaults = (
-            GlobalHydra.instance().config_loader().compute_defaults_list("config", list(typed), RunMode.RUN).defaults
+            GlobalHydra.instance()
+            .config_loader()
+            .compute_defaults_list("config", overrides.normalize_values(typed), RunMode.RUN)
+            .defaults
         )
     dirs, files = overrides.config_dirs(list(typed), conf), []
     for default in defaults:

@@ -173,12 +173,14 @@ def check_stored(stored: Iterable[str], path: Path, is_allowed: Callable[[str], 
         raise UserError(f"{path.name} holds an override that it may not hold", f"{path}: {refused}", fix)
 
 
-def normalize_ints(typed: Iterable[str]) -> list[str]:
-    """Return `train.max_steps=1e3` as `train.max_steps=1000`: Hydra parses 1e3 as a float and refuses it for an
-    integer.
+def normalize_values(typed: Iterable[str]) -> list[str]:
+    """Return the overrides as Hydra takes them: `train.max_steps=1e3` as `train.max_steps=1000`, because it parses 1e3
+    as a float; without `experiment=null`, the default, because it takes no null for a group.
     """
     schema, normalized = config_schema(), []
     for override in typed:
+        if override == "experiment=null":
+            continue
         key, equals, value = override.partition("=")
         if schema.get(key) is int:
             values = [

@@ -201,8 +201,13 @@ def test_minimind_experiment_has_minimind_s_settings(name: str) -> None:
 def test_integer_may_be_written_with_an_exponent() -> None:
     config = compose_config(["train.max_steps=1e3", "optimizer.lr=1e-3"])
     assert config.train.max_steps == 1000 and config.optimizer.lr == 1e-3
-    assert overrides.normalize_ints(["train.max_steps=1e3,2e3,x"]) == ["train.max_steps=1000,2000,x"]
-    assert overrides.normalize_ints(["optimizer.lr=1e3"]) == ["optimizer.lr=1e3"]
+    assert overrides.normalize_values(["train.max_steps=1e3,2e3,x"]) == ["train.max_steps=1000,2000,x"]
+    assert overrides.normalize_values(["optimizer.lr=1e3"]) == ["optimizer.lr=1e3"]
+
+
+def test_experiment_may_be_null_as_a_value_of_a_sweep() -> None:
+    assert compose_config(["experiment=null"]) == compose_config([])
+    assert source_files(["experiment=null"]) == source_files([])
 
 
 def test_conf_has_interpolations_of_time_and_environment_under_hydra_only() -> None:
