@@ -232,6 +232,8 @@ def translate_hydra_error(error: BaseException, typed: list[str]) -> UserError:
             values[1] if values else override,
             "add --multirun to train once with each; a list is written [1,2]",
         )
+    if variable := re.search("Environment variable '(.*)' not found", message):
+        return UserError(f"{key}: {variable[0]}", override, f"export {variable[1]}=<value>")
     kind = schema.config_schema().get(key)
     if key == "run" and "=" in override:  # run=DIR of the commands that read a run
         name = override.partition("=")[2]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import itertools
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -99,6 +100,7 @@ INTEGER_WITH_EXPONENT = re.compile(r"\d+(\.\d+)?e\+?\d+")  # 1e3
 STORED_OVERRIDE = re.compile(r"[+~]{0,2}(?!hydra=)[^\W\d][\w./+-]*=.*", re.DOTALL)
 OWN_RESOLVER = re.compile(r"\$\{(repo|workspace):\}")  # folders of this program
 RESOLVER = re.compile(r"\$\{[^}]*[:$]")  # ${oc.env:HOME}, ${oc.${x}:HOME}; ${train.max_steps} refers to a setting
+ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+)(?:, *([^{}]*))?\}")  # with a default: ${oc.env:SEED,42}
 RENAMED_SETTINGS = {  # former key, or key=value, and what replaces it
     "stage.rows": "stage.data_format",
     "stage.after": "stage.init_from_stage",
@@ -236,6 +238,12 @@ def check_overrides(typed: list[str], conf: Path = CONF_DIR) -> None:
         # a group of the user's own is added with +
         if override.startswith("+") and (key not in groups or key in config_groups()):
             raise UserError(f"{key} exists, an override of it has no +", override, override.lstrip("+"))
+        if not is_storable(override):
+            raise UserError(
+                "a run stores its overrides, without a resolver other than ${oc.env:NAME} of a variable that is set",
+                override,
+                f"{key}=<value>, or set the variable: export NAME=<value>",
+            )
         if key in groups:
             _check_options(key, value, groups[key])
 
@@ -376,4 +384,8 @@ def absolutize_path(override: str) -> str:
 
 
 def absolutize_paths(typed: Iterable[str]) -> list[str]:
-    return [absolutize_path(override) for override in typed]
+    """Return the overrides as `absolutize_path` does, with the values of the environment variables that they name."""
+    return [
+        absolutize_path(ENVIRONMENT.sub(lambda name: os.environ.get(name[1], name[2] or name[0]), override))
+        for override in typed
+    ]

@@ -205,6 +205,25 @@ def test_integer_may_be_written_with_an_exponent() -> None:
     assert overrides.normalize_values(["optimizer.lr=1e3"]) == ["optimizer.lr=1e3"]
 
 
+def test_variable_of_the_environment_is_stored_as_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEED", "7")
+    typed = ["seed=${oc.env:SEED}", "train.epochs='${oc.env:UNSET,3}'", "data.path=${oc.env:UNSET}"]
+    stored = overrides.absolutize_paths(typed)
+    assert stored == ["seed=7", "train.epochs='3'", typed[2]] and compose_config(stored[:2]).train.epochs == 3
+    for override in (typed[2], "seed=${oc.decode:3}"):
+        with pytest.raises(UserError, match="without a resolver") as refused:
+            compose_config([override])
+        assert "export NAME=" in refused.value.fix
+
+
+def test_variable_that_a_yaml_file_names_and_nobody_set_is_named(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nseed: ${oc.env:UNSET}\n")
+    with pytest.raises(UserError, match="'UNSET' not found") as refused:
+        compose_config([f"hydra.searchpath=['file://{tmp_path}']", "experiment=mine"])
+    assert refused.value.fix == "export UNSET=<value>"
+
+
 def test_experiment_may_be_null_as_a_value_of_a_sweep() -> None:
     assert compose_config(["experiment=null"]) == compose_config([])
     assert source_files(["experiment=null"]) == source_files([])
