@@ -207,15 +207,14 @@ def check_overrides(typed: list[str], conf: Path = CONF_DIR) -> None:
     """Raise UserError for an override that no setting reads. Hydra accepts `+train.typo=1` silently."""
     groups, settings = config_groups(*config_dirs(typed, conf)), config_schema()
     for override in typed:
+        key, value = key_of(override), override.partition("=")[2]
+        if override.startswith("~"):
+            fix = f"leave it out, or set another value: {key}={' or '.join(groups.get(key, ['<value>']))}"
+            raise UserError("a setting cannot be deleted", override, fix)
         if "=" not in override:
-            if override.startswith("~"):
-                raise UserError(
-                    "a setting cannot be deleted", override, f"set it to another value, e.g. {key_of(override)}=null"
-                )
             raise UserError(
                 "an override is written key=value", override, f"{override}=<value>; --help lists the settings"
             )
-        key, value = key_of(override), override.partition("=")[2]
         if key in HYDRA_KEYS_REFUSED:
             raise UserError(
                 f"{key} cannot be set: {HYDRA_KEYS_REFUSED[key]}",
