@@ -347,6 +347,19 @@ def test_source_row_of_a_table_that_is_not_utf8_leaves_the_others_readable():
     assert [raw.reason if isinstance(raw, BadRowError) else raw["text"] for _, raw in items] == ["a", "not UTF-8", "b"]
 
 
+@pytest.mark.parametrize("name", ["rows.arrow", "rows.feather", "rows"])
+def test_source_reads_an_arrow_file_like_a_stream(tmp_path: Path, name: str) -> None:
+    table = pyarrow.table({"text": [f"text {i}" for i in range(600)]})
+    with pyarrow.ipc.new_file(tmp_path / name, table.schema) as out:
+        out.write_table(table, max_chunksize=7)
+    assert [row for _, row in Source.open(tmp_path / name).rows()] == table.to_pylist()
+
+
+def test_source_reads_a_table_where_there_is_no_proc(write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.limits.STATM", Path("/nowhere"))
+    assert [row for _, row in Source.open(write(as_parquet(ROWS), "rows.parquet")).rows()] == ROWS
+
+
 @pytest.mark.parametrize(
     "content", [b"PAR1 is how it begins", as_parquet(ROWS)[:-20]], ids=["header only", "truncated"]
 )
