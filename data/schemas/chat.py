@@ -46,7 +46,7 @@ def chat_example(messages: Any, row: dict, where: str) -> ChatExample:
 def answer_example(prompt: Any, row: dict, key: str, where: str) -> ChatExample:
     """Return `prompt` and the answer in `row[key]`: a string, a message, or messages, which may repeat the prompt."""
     answer = _messages_or_text(row[key], f"{where} {key}")
-    if isinstance(answer, str) and prompt:
+    if prompt and not isinstance(answer, list | dict):
         answer = [chat_message("assistant", required_text(row, key, where))]
     question, tools = (
         check_chat(prompt, row.get("tools"), f"{where} prompt") if prompt is not NO_PROMPT else ([], row.get("tools"))
@@ -61,9 +61,9 @@ def answer_example(prompt: Any, row: dict, key: str, where: str) -> ChatExample:
 def prompt_messages(row: dict, where: str) -> Any:
     """Return the messages in `row["prompt"]`, a string or a list of messages."""
     prompt = _messages_or_text(row["prompt"], f"{where} prompt")
-    if not isinstance(prompt, str):
+    if isinstance(prompt, list | dict):
         return prompt
-    if not prompt.strip():
+    if not optional_text(row, "prompt", where).strip():
         raise BadRowError("empty text", "the prompt is empty", f"{where} prompt", "delete the row")
     return [chat_message("user", prompt)]
 

@@ -47,6 +47,12 @@ def detect_format(path: Path, encoding: str | None, text_unit: str) -> tuple[str
             head = file.read(READ_BYTES)
         if not head:
             raise _empty_file(path)
+        start = head[:100].lstrip().lower()
+        if start.startswith(b"version https://git-lfs"):
+            raise UserError("the file is a pointer of Git LFS, not data", str(path), "git lfs pull")
+        if known != "text" and start.startswith((b"<!doctype html", b"<html")):
+            fix = "download the file itself; its address on the Hugging Face hub has /resolve/ in place of /blob/"
+            raise UserError("the file is an HTML page, not data", str(path), fix)
         if known in ("parquet", "arrow") or (known is None and head[:4] in TABLE_MAGIC):
             return known or TABLE_MAGIC[head[:4]], UTF8
         encoding = encoding_of(head, known in (None, "json"), encoding)

@@ -55,7 +55,21 @@ def test_columns_of_another_stage_are_guessed_with_that_stage():
     assert "stage=sft 'data.columns={prompt: question, completion: answer}'" in error.value.fix
 
 
+def test_columns_with_numbers_in_place_of_answers_are_guessed():
+    assert (
+        columns_override({"question": "a", "answer": 4}, "chat")
+        == "'data.columns={prompt: question, completion: answer}'"
+    )
+
+
+def test_columns_of_a_csv_file_without_a_header_are_not_guessed(write):
+    with pytest.raises(BadRowError) as error:
+        schema_of_source(Source.open(write(b"What is up\nIt is fine\n", "rows.csv")), "text")
+    assert "write a line with the names of the columns before it" in error.value.fix and "guess" not in error.value.fix
+
+
 def test_columns_without_a_guess_have_none():
+    assert columns_override({"license": "MIT", "n": 1}, "text") == ""
     assert columns_override({"x": "a", "y": "b"}, "chat") == columns_override({"x": "a", "y": "b"}, "text") == ""
 
 

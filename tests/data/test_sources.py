@@ -449,6 +449,8 @@ def test_open_entry_accepts_a_file_a_glob_and_a_folder(tmp_path, monkeypatch):
         "deep/c.csv",
         "deep/notes.rst",
         "README.md",
+        "README_zh.md",
+        "requirements-dev.txt",
         ".hidden/d.jsonl",
         "deep/[x].txt",
         "dataset_info.json",
@@ -478,6 +480,9 @@ def test_open_entry_accepts_a_file_a_glob_and_a_folder(tmp_path, monkeypatch):
         ("blank.jsonl", "the file is empty", "one JSON object per line"),
         ("blank.txt", "the file is empty", "one JSON object per line"),
         ("torn.jsonl.gz", "cannot be read", "copy it again"),
+        ("page.jsonl", "an HTML page, not data", "/resolve/ in place of /blob/"),
+        ("page.arrow", "an HTML page, not data", "/resolve/ in place of /blob/"),
+        ("pointer.txt", "a pointer of Git LFS, not data", "git lfs pull"),
     ],
     ids=lambda value: value[:30],
 )
@@ -492,6 +497,9 @@ def test_open_entry_refuses_a_path_without_rows(tmp_path, monkeypatch, path, mes
         ("blank.jsonl", b"\xef\xbb\xbf\n \r\n"),
         ("blank.txt", b""),
         ("torn.jsonl.gz", gzip.compress(b"{}")[:12]),
+        ("page.jsonl", b"\n<!DOCTYPE html>\n<html>"),
+        ("page.arrow", b"<html>"),
+        ("pointer.txt", b"version https://git-lfs.github.com/spec/v1\noid sha256:0"),
     ):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as error:
