@@ -384,6 +384,12 @@ def absolutize_path(override: str) -> str:
 
 def absolutize_paths(typed: Iterable[str]) -> list[str]:
     """Return the overrides as `absolutize_path` does, with the values of the environment variables that they name."""
+    typed = list(typed)
+    for override, following in itertools.pairwise(typed):
+        if override.endswith(",") and "=" not in following:
+            command = " ".join(typed)
+            fix = re.sub(r", (?=[^ =]+( |$))", ",", command)
+            raise UserError("a space after a comma ends the values of a sweep", command, fix)
     return [
         absolutize_path(ENVIRONMENT.sub(lambda name: os.environ.get(name[1], name[2] or name[0]), override))
         for override in typed

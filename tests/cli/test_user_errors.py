@@ -123,6 +123,10 @@ EARLY: list[tuple[list[str], list[str]]] = [
         ["-m", "seed=1,2", *MINE, "experiment=optuna"],
         ["hydra/sweeper cannot be selected in a file", "my/experiment/optuna.yaml:3", "type hydra/sweeper=optuna"],
     ),
+    (
+        ["-m", "optimizer.lr=1e-3,", "5e-4,", "1e-4", "seed=1"],
+        ["a space after a comma", "fix:   optimizer.lr=1e-3,5e-4,1e-4 seed=1"],
+    ),
     # YAML files of the user
     ([*MINE, "model=no_family"], ["model.family has no value, it must be one of", "my/model/no_family.yaml"]),
     (
