@@ -61,7 +61,10 @@ def parse_argv(argv: list[str], settings: Iterable[str]) -> tuple[list[str], lis
         value = value or next(
             (arg for arg in argv[argv.index(flag) + 1 :][:1] if "=" not in arg and not arg.startswith("-")), ""
         )
-        key = next((key for key in settings if name.replace("-", "_") in (key, key.rsplit(".", 1)[-1])), None)
+        name = name.replace("-", "_")
+        key = next(
+            (key for key in settings if name in (key, key.rsplit(".", 1)[-1], *OTHER_NAMES.get(key, "").split())), None
+        )
         if key and flag.startswith("--"):
             raise UserError(
                 f"{flag} is not a flag; settings are given without dashes", flag, f"{key}={value or '<value>'}"
@@ -123,6 +126,36 @@ RENAMED_SETTINGS = {  # former key, or key=value, and what replaces it
     "hydra.launcher.ray.init.address": "hydra.launcher.address",
     "hydra.launcher.ray.remote.num_cpus": "hydra.launcher.num_cpus",
     "hydra.launcher.ray.remote.num_gpus": "hydra.launcher.num_gpus",
+}
+OTHER_NAMES = {  # setting or override, and its names in Hugging Face, LLaMA-Factory, axolotl and Lightning
+    "optimizer.lr": "learning_rate",
+    "optimizer.grad_clip": "max_grad_norm gradient_clip_val gradient_clipping",
+    "optimizer": "optim",
+    "schedule.warmup_steps=STEPS": "warmup_ratio",
+    "schedule": "lr_scheduler lr_scheduler_type",
+    "precision=bf16": "bf16",
+    "precision=fp16": "fp16",
+    "precision": "mixed_precision torch_dtype dtype",
+    "init_from": "model_name_or_path pretrained_model_name_or_path base_model model_name model_id",
+    "data.path": "dataset datasets dataset_name train_file train_data",
+    "data.val_path": "eval_dataset validation_file",
+    "data.max_length": "cutoff_len sequence_len max_seq_len max_seq_length block_size context_length",
+    "hydra.run.dir": "output_dir default_root_dir save_dir",
+    "resume": "resume_from_checkpoint ckpt_path",
+    "tracker": "logger report_to",
+    "train.epochs": "max_epochs",
+    "train.max_steps": "num_steps max_iters",
+    "train.accumulation_steps": "accumulate_grad_batches grad_accum",
+    "train.save_every": "save_steps",
+    "train.eval_every": "eval_steps val_check_interval",
+    "train.log_every": "logging_steps log_every_n_steps",
+    "train.keep_checkpoints": "save_total_limit save_top_k",
+    "train.patience": "early_stopping early_stopping_patience",
+    "train.activation_checkpointing=full": "gradient_checkpointing",
+    "distributed=ddp distributed.nproc=RANKS": "devices num_processes",
+    "stage=lora": "adapter finetuning_type use_lora use_peft",
+    "stage=lora stage.lora.rank=RANK": "lora_r lora_rank",
+    "stage=lora stage.lora.quantize=nf4": "load_in_4bit",
 }
 # read with --multirun only
 SWEEP_PREFIXES = ("hydra/launcher", "hydra/sweeper", "hydra.launcher.", "hydra.sweeper.", "hydra.sweep.", "sweep.")
@@ -282,6 +315,7 @@ def nearest_key(key: str) -> str:
     """
     section, _, last = key.rpartition(".")
     same = [known for known in config_schema() if known.rpartition(".")[2] == last]
+    same += [known for known, names in OTHER_NAMES.items() if last in names.split()]
     siblings = [
         known.rpartition(".")[2] for known in config_schema() if section and known.rpartition(".")[0] == section
     ]

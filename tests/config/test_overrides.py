@@ -224,6 +224,15 @@ def test_variable_that_a_yaml_file_names_and_nobody_set_is_named(tmp_path: Path)
     assert refused.value.fix == "export UNSET=<value>"
 
 
+def test_names_of_other_programs_lead_to_settings_that_exist() -> None:
+    known = {*config_schema(), *config_groups(), "hydra.run.dir"}
+    for own, names in overrides.OTHER_NAMES.items():
+        assert {part.partition("=")[0] for part in own.split()} <= known
+        assert not known & {*names.split()}
+        for name in names.split():
+            assert overrides.nearest_key(name) == overrides.nearest_key(f"trainer.{name}") == f"did you mean {own}?"
+
+
 def test_experiment_may_be_null_as_a_value_of_a_sweep() -> None:
     assert compose_config(["experiment=null"]) == compose_config([])
     assert source_files(["experiment=null"]) == source_files([])
