@@ -46,7 +46,7 @@ def command_line_here(command: str) -> list[str]:
 def display_path(path: Path) -> str:
     """Return the path relative to the current directory if it is inside.
 
-    Inside a run, where hydra.job.chdir=true goes, the shell is elsewhere.
+    hydra.job.chdir=true changes to the run directory; the shell is in another one: the path is whole then.
     """
     try:
         path, current = Path(os.path.abspath(path)), Path.cwd()

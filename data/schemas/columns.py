@@ -158,8 +158,8 @@ def columns_override(row: dict, data_format: str) -> str:
     for fields in SYNONYMS[data_format]:
         if columns := _guess(row, fields, TEXT_TYPES if data_format == "text" else CHAT_TYPES):
             return columns_setting(columns)
-    words = SYNONYMS["text"][0]["text"]
-    texts = [name for name, value in row.items() if isinstance(value, str) and any(word in str(name) for word in words)]
+    known = SYNONYMS["text"][0]["text"]
+    texts = [name for name, value in row.items() if isinstance(value, str) and any(part in str(name) for part in known)]
     return columns_setting({"text": texts[0]}) if data_format == "text" and len(texts) == 1 else ""
 
 

@@ -63,7 +63,12 @@ def parse_argv(argv: list[str], settings: Iterable[str]) -> tuple[list[str], lis
         )
         name = name.replace("-", "_")
         key = next(
-            (key for key in settings if name in (key, key.rsplit(".", 1)[-1], *OTHER_NAMES.get(key, "").split())), None
+            (
+                key
+                for key in settings
+                if name in (key, key.rsplit(".", 1)[-1], *EQUIVALENT_SETTINGS.get(key, "").split())
+            ),
+            None,
         )
         if key and flag.startswith("--"):
             raise UserError(
@@ -103,7 +108,7 @@ INTEGER_WITH_EXPONENT = re.compile(r"\d+(\.\d+)?e\+?\d+")  # 1e3
 STORED_OVERRIDE = re.compile(r"[+~]{0,2}(?!hydra=)[^\W\d][\w./+-]*=.*", re.DOTALL)
 OWN_RESOLVER = re.compile(r"\$\{(repo|workspace):\}")  # folders of this program
 RESOLVER = re.compile(r"\$\{[^}]*[:$]")  # ${oc.env:HOME}, ${oc.${x}:HOME}; ${train.max_steps} refers to a setting
-ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+)(?:, *([^{}]*))?\}")  # with a default: ${oc.env:SEED,42}
+ENV_RESOLVER = re.compile(r"\$\{oc\.env:(\w+)(?:, *([^{}]*))?\}")  # with a default: ${oc.env:SEED,42}
 RENAMED_SETTINGS = {  # former key, or key=value, and what replaces it
     "stage.rows": "stage.data_format",
     "stage.after": "stage.init_from_stage",
@@ -127,7 +132,7 @@ RENAMED_SETTINGS = {  # former key, or key=value, and what replaces it
     "hydra.launcher.ray.remote.num_cpus": "hydra.launcher.num_cpus",
     "hydra.launcher.ray.remote.num_gpus": "hydra.launcher.num_gpus",
 }
-OTHER_NAMES = {  # setting or override, and its names in Hugging Face, LLaMA-Factory, axolotl and Lightning
+EQUIVALENT_SETTINGS = {  # setting or override, and its names in Hugging Face, LLaMA-Factory, axolotl and Lightning
     "optimizer.lr": "learning_rate",
     "optimizer.grad_clip": "max_grad_norm gradient_clip_val gradient_clipping",
     "optimizer": "optim",
@@ -315,7 +320,7 @@ def nearest_key(key: str) -> str:
     """
     section, _, last = key.rpartition(".")
     same = [known for known in config_schema() if known.rpartition(".")[2] == last]
-    same += [known for known, names in OTHER_NAMES.items() if last in names.split()]
+    same += [known for known, names in EQUIVALENT_SETTINGS.items() if last in names.split()]
     siblings = [
         known.rpartition(".")[2] for known in config_schema() if section and known.rpartition(".")[0] == section
     ]
@@ -425,6 +430,6 @@ def absolutize_paths(typed: Iterable[str]) -> list[str]:
             fix = re.sub(r", (?=[^ =]+( |$))", ",", command)
             raise UserError("a space after a comma ends the values of a sweep", command, fix)
     return [
-        absolutize_path(ENVIRONMENT.sub(lambda name: os.environ.get(name[1], name[2] or name[0]), override))
+        absolutize_path(ENV_RESOLVER.sub(lambda name: os.environ.get(name[1], name[2] or name[0]), override))
         for override in typed
     ]

@@ -216,7 +216,7 @@ def test_variable_of_the_environment_is_stored_as_its_value(monkeypatch: pytest.
         assert "export NAME=" in refused.value.fix
 
 
-def test_variable_that_a_yaml_file_names_and_nobody_set_is_named(tmp_path: Path) -> None:
+def test_variable_that_a_yaml_file_names_but_is_not_set_is_named(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nseed: ${oc.env:UNSET}\n")
     with pytest.raises(UserError, match="'UNSET' not found") as refused:
@@ -226,7 +226,7 @@ def test_variable_that_a_yaml_file_names_and_nobody_set_is_named(tmp_path: Path)
 
 def test_names_of_other_programs_lead_to_settings_that_exist() -> None:
     known = {*config_schema(), *config_groups(), "hydra.run.dir"}
-    for own, names in overrides.OTHER_NAMES.items():
+    for own, names in overrides.EQUIVALENT_SETTINGS.items():
         assert {part.partition("=")[0] for part in own.split()} <= known
         assert not known & {*names.split()}
         for name in names.split():

@@ -368,7 +368,7 @@ def test_open_refuses_a_directory_that_cannot_be_created(tmp_path):
     assert "cannot be used" in caught.value.message
 
 
-def test_resumed_run_on_a_read_only_disk_is_copied_not_placed_elsewhere(tmp_path):
+def test_resumed_run_on_a_read_only_disk_is_copied_to_another_one(tmp_path):
     """hydra.run.dir is refused with resume=."""
     error = OSError(errno.EROFS, "Read-only file system")
     assert "hydra.run.dir=DIR" in unusable_error(tmp_path, error).fix

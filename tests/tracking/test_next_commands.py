@@ -86,7 +86,7 @@ def test_next_commands_name_this_python_and_checkout_from_another_folder(
 
 
 def test_next_commands_name_the_whole_path_inside_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`hydra.job.chdir=true` trains there; the shell is elsewhere."""
+    """`hydra.job.chdir=true` trains there; the shell is in another directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.json").touch()
     assert commands_to_continue(tmp_path, True)[0].arguments[-1] == f"resume={tmp_path}"
