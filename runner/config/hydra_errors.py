@@ -34,7 +34,7 @@ EXPECTED = {
     "int": "an integer, e.g. 100",
     "float": "a number, e.g. 5e-4",
     "bool": "true or false",
-    "list": "a list in brackets, e.g. [0.9,0.95]",
+    "list": "a list in brackets, e.g. [{value}]",
 }
 OMEGACONF_TYPES = {"Integer": "int", "Float": "float", "Boolean": "bool"}  # in its messages
 # from Hydra's override grammar
@@ -246,10 +246,13 @@ def translate_hydra_error(error: BaseException, typed: list[str]) -> UserError:
             f"e.g. {key}.{dataclasses.fields(kind)[0].name}=<value>",
         )
     if isinstance(error, OverrideParseException) or message.startswith(SYNTAX_ERRORS):
+        override = getattr(error, "override", override)
         return UserError(
             f"this override cannot be parsed: {message}",
-            getattr(error, "override", override),
-            "quote a value that has brackets, commas, spaces or = in it: 'key=\"value\"'",
+            override,
+            "remove the comma at the end"
+            if override.endswith(",")
+            else "quote a value that has brackets, commas, spaces or = in it: 'key=\"value\"'",
         )
     return value_error(key, getattr(kind, "__name__", ""), message, override) or UserError(message, override, HELP_HINT)
 
@@ -271,7 +274,9 @@ def value_error(key: str, kind: str, message: str, override: str) -> UserError |
     return UserError(
         f"{key} must be {name}{got}",
         override,
-        f"{key}={example.removeprefix('e.g. ')}" if example else f"{key}=true or {key}=false",
+        f"{key}={example.removeprefix('e.g. ').format(value=value.replace('null', ''))}"
+        if example
+        else f"{key}=true or {key}=false",
     )
 
 

@@ -64,6 +64,8 @@ EARLY: list[tuple[list[str], list[str]]] = [
     (["seed=null"], ["seed must be an integer, got null"]),
     (["train.epochs=x"], ["train.epochs must be an integer, got x"]),
     (["optimizer.lr=[1"], ["cannot be parsed"]),
+    (["optimizer.lr=1e-3,", "seed=1"], ["where: optimizer.lr=1e-3,\n", "remove the comma"]),
+    (["train.sample_prompts=Hello"], ["must be a list", "fix:   train.sample_prompts=[Hello]"]),
     (["train.epochs=1,2"], ["several values for one run", "--multirun"]),
     (["schedule.min_lr_ratio=4"], ["schedule.min_lr_ratio must be in [0, 1], got 4.0"]),
     (["device=gpu"], ["device must be auto, cpu, cuda, cuda:<number> or mps, got gpu"]),
