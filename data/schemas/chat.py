@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from data.errors import BadRowError, type_name
+from data.schemas.columns import columns_override
 from data.schemas.messages import as_objects, check_chat, check_order, drop_empty_system, parse_json_field
 from data.schemas.registry import ChatExample, PreferencePair, register_schema
 from data.schemas.text import optional_text, required_text
@@ -46,6 +47,11 @@ def chat_example(messages: Any, row: dict, where: str) -> ChatExample:
 def answer_example(prompt: Any, row: dict, key: str, where: str) -> ChatExample:
     """Return `prompt` and the answer in `row[key]`: a string, a message, or messages, which may repeat the prompt."""
     answer = _messages_or_text(row[key], f"{where} {key}")
+    if isinstance(answer, str) and prompt is NO_PROMPT:
+        guess = columns_override(row, "preference")
+        fix = f"name the column of the prompt, a guess is {guess}" if guess else "add the field prompt"
+        message = f"without a prompt, {key} must be a list of messages, found a string"
+        raise BadRowError("wrong type", message, f"{where} {key}", fix)
     if prompt and not isinstance(answer, list | dict):
         answer = [chat_message("assistant", required_text(row, key, where))]
     question, tools = (

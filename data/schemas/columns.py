@@ -69,7 +69,8 @@ SYNONYMS: dict[str, list[dict[str, tuple[str, ...]]]] = {
                 "better",
             ),
             "rejected": ("rejected", "dispreferred", "rejected_response", "response_rejected", "bad", "lose", "worse"),
-        }
+        },
+        {"chosen": ("chosen_messages",), "rejected": ("rejected_messages",)},
     ],
     "chat": [
         {"messages": ("messages", "conversation", "conversations", "dialog", "dialogue", "chat", "turns")},
