@@ -224,7 +224,7 @@ def _check_content(value: Any, where: str) -> str:
             text = isinstance(part, dict) and part.get("type") == "text" and part.get("text", part.get("value"))
             if not isinstance(text, str):
                 found = part.get("type") if isinstance(part, dict) else type_name(part)
-                fix = 'write {"type": "text", "text": "..."}, and leave out images, audio and video: models of this program read and write text'
+                fix = 'write {"type": "text", "text": "..."}; reasoning and calls are the fields reasoning_content and tool_calls of the message; leave out images, audio and video: models of this program read and write text'
                 raise BadRowError("wrong type", f"only text parts are supported, found {found}", where, fix)
             check_no_loss_mask(part, where)
             texts.append(text)
