@@ -142,7 +142,7 @@ EQUIVALENT_SETTINGS = {  # setting or override, and its names in Hugging Face, L
     "precision=fp16": "fp16",
     "precision": "mixed_precision torch_dtype dtype",
     "init_from": "model_name_or_path pretrained_model_name_or_path base_model model_name model_id",
-    "data.path": "dataset datasets dataset_name train_file train_data",
+    "data.path": "dataset datasets dataset_name train_file train_data train_path",
     "data.val_path": "eval_dataset validation_file",
     "data.max_length": "cutoff_len sequence_len max_seq_len max_seq_length block_size context_length",
     "hydra.run.dir": "output_dir default_root_dir save_dir",
@@ -159,7 +159,7 @@ EQUIVALENT_SETTINGS = {  # setting or override, and its names in Hugging Face, L
     "train.activation_checkpointing=full": "gradient_checkpointing",
     "distributed=ddp distributed.nproc=RANKS": "devices num_processes",
     "stage=lora": "adapter finetuning_type use_lora use_peft",
-    "stage=lora stage.lora.rank=RANK": "lora_r lora_rank",
+    "stage=lora stage.lora.rank=RANK": "lora_r lora_rank r",
     "stage=lora stage.lora.quantize=nf4": "load_in_4bit",
 }
 # read with --multirun only

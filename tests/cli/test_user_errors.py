@@ -63,6 +63,7 @@ EARLY: list[tuple[list[str], list[str]]] = [
     # values
     (["seed=null"], ["seed must be an integer, got null"]),
     (["train.epochs=x"], ["train.epochs must be an integer, got x"]),
+    (["train.epochs=${train.nothing}"], ["train.epochs must be an integer, got ${train.nothing}"]),
     (["optimizer.lr=[1"], ["cannot be parsed"]),
     (["optimizer.lr=1e-3,", "seed=1"], ["where: optimizer.lr=1e-3,\n", "remove the comma"]),
     (["train.sample_prompts=Hello"], ["must be a list", "fix:   train.sample_prompts=[Hello]"]),
