@@ -44,6 +44,7 @@ DISK_ERRORS = FULL_DISK_ERRORS | {
     errno.ETIMEDOUT,
     errno.EUCLEAN,
 }
+MORE_FILES = "raise the limit, e.g. ulimit -n $(ulimit -Hn)"
 SHOW_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"  # as the user has set it; hydra_app sets it too
 
 
@@ -312,6 +313,9 @@ def _report(error: Exception) -> int:
             print_safely(
                 f"error: {error.filename or 'a file'} could not be written or read: {error.strerror}", sys.stderr
             )
+            return FAILED
+        if isinstance(error, OSError) and error.errno == errno.EMFILE:
+            print_safely(f"error: {error.strerror}; {MORE_FILES}", sys.stderr)
             return FAILED
     print_safely("".join(traceback.format_exception(error)).rstrip("\n"), sys.stderr)
     return FAILED

@@ -27,7 +27,7 @@ MAX_YAML_VALUES = 20_000  # a saved config has 300
 MAX_DIGITS = 100  # of a whole number; larger ones are no finite float, and PyYAML needs quadratic time for `1:1:1:...`
 NUMBER = re.compile(r"[-+.\d][-+.:_\w]*")
 TOO_DEEP = f"nested deeper than {MAX_NESTING} levels"
-MEMINFO = Path("/proc/meminfo")
+MEMINFO, STATM = Path("/proc/meminfo"), Path("/proc/self/statm")
 CGROUPS_OF_PROCESS, MEMORY_CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 CGROUP_LIMITS = ("memory.max", "memory.limit_in_bytes")  # cgroup 2, 1
 MATCH_SECONDS = 3  # processor time for all patterns
@@ -236,10 +236,13 @@ def allocating_at_most(size: int) -> Iterator[None]:
     """Let allocations of this process fail, with MemoryError, that would enlarge its address space by more than `size`
     bytes.
 
-    The limit is that of the whole process: other threads should be idle.
+    The limit is that of the whole process: other threads should be idle. Without /proc (macOS) there is none.
     """
+    if not STATM.exists():
+        yield
+        return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    pages = int(STATM.read_text().split()[0])
     limit = pages * os.sysconf("SC_PAGE_SIZE") + size
     if soft != resource.RLIM_INFINITY:
         limit = min(limit, soft)

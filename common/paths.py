@@ -44,9 +44,13 @@ def command_line_here(command: str) -> list[str]:
 
 
 def display_path(path: Path) -> str:
-    """Return the path relative to the current directory if it is inside."""
+    """Return the path relative to the current directory if it is inside.
+
+    hydra.job.chdir=true changes to the run directory; the shell is in another one: the path is whole then.
+    """
     try:
         path, current = Path(os.path.abspath(path)), Path.cwd()
     except OSError:  # the current directory was deleted
         return str(path)
-    return str(path.relative_to(current)) if path.is_relative_to(current) else str(path)
+    is_shown_relative = path.is_relative_to(current) and not (current / "run.json").exists()
+    return str(path.relative_to(current) if is_shown_relative else path)

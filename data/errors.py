@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 from common.errors import UserError
-from common.guarded_files import LFS_POINTER
 from common.limits import MAX_NESTING, check_json_size, check_nesting
 
 
@@ -52,9 +51,6 @@ def parse_json_row(raw: bytes, where: str, last_line: bool = False) -> Any:
             "lone surrogate", message, where, "write both halves of the pair, or delete the escape"
         ) from error
     except json.JSONDecodeError as error:
-        if raw.startswith(LFS_POINTER):
-            message = "a pointer of Git LFS is in place of the file"
-            raise BadRowError("Git LFS", message, where, "git lfs pull, in the folder of the file") from error
         where = f"{where}:{error.colno}"
         if last_line:
             fix = "the file may be truncated: copy it again, or delete the last line"

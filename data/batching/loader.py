@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import torch
 
-from common.errors import TrainingError, one_line, print_safely
+from common.errors import MORE_FILES, TrainingError, one_line, print_safely
 from data.background import (
     DATA_WORKER,
     START_SECONDS,
@@ -42,7 +42,7 @@ from data.types import EncodedRow
 TRACEBACK_LINES = 30
 NAME_SECONDS = 1.0  # for reading the names of the rows that a worker was stuck at; reading them may be what hangs
 HINTS = {
-    "Too many open files": "raise the limit, e.g. ulimit -n 65536, or use data.num_workers=0",
+    "Too many open files": f"{MORE_FILES}, or use data.num_workers=0",
     "No space left": "free disk space, or use data.cache=FOLDER",
 }
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from data.errors import BadRowError, type_name
+from data.schemas.columns import columns_override
 from data.schemas.messages import as_objects, check_chat, check_order, drop_empty_system, parse_json_field
 from data.schemas.registry import ChatExample, PreferencePair, register_schema
 from data.schemas.text import optional_text, required_text
@@ -46,7 +47,12 @@ def chat_example(messages: Any, row: dict, where: str) -> ChatExample:
 def answer_example(prompt: Any, row: dict, key: str, where: str) -> ChatExample:
     """Return `prompt` and the answer in `row[key]`: a string, a message, or messages, which may repeat the prompt."""
     answer = _messages_or_text(row[key], f"{where} {key}")
-    if isinstance(answer, str) and prompt:
+    if isinstance(answer, str) and prompt is NO_PROMPT:
+        guess = columns_override(row, "preference")
+        fix = f"name the column of the prompt, a guess is {guess}" if guess else "add the field prompt"
+        message = f"without a prompt, {key} must be a list of messages, found a string"
+        raise BadRowError("wrong type", message, f"{where} {key}", fix)
+    if prompt and not isinstance(answer, list | dict):
         answer = [chat_message("assistant", required_text(row, key, where))]
     question, tools = (
         check_chat(prompt, row.get("tools"), f"{where} prompt") if prompt is not NO_PROMPT else ([], row.get("tools"))
@@ -61,9 +67,9 @@ def answer_example(prompt: Any, row: dict, key: str, where: str) -> ChatExample:
 def prompt_messages(row: dict, where: str) -> Any:
     """Return the messages in `row["prompt"]`, a string or a list of messages."""
     prompt = _messages_or_text(row["prompt"], f"{where} prompt")
-    if not isinstance(prompt, str):
+    if isinstance(prompt, list | dict):
         return prompt
-    if not prompt.strip():
+    if not optional_text(row, "prompt", where).strip():
         raise BadRowError("empty text", "the prompt is empty", f"{where} prompt", "delete the row")
     return [chat_message("user", prompt)]
 

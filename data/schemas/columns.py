@@ -18,7 +18,7 @@ LOSS_TERM = re.compile(
 )  # of the name of a field: whether tokens have loss
 VERDICT_FIELDS = ("label", "kto_tag")  # of KTO: whether the answer is a good one
 VERDICTS = ((True, False), (1, 0), ("true", "false"), ("True", "False"), ("1", "0"))  # (good, bad)
-CHAT_TYPES, TEXT_TYPES = (str, list), (str,)
+CHAT_TYPES, TEXT_TYPES = (str, list, int, float), (str,)  # a number is refused by the schema
 # By data format: the fields of a schema, and the columns that may be meant by each.
 QUESTIONS = (
     "prompt",
@@ -69,7 +69,8 @@ SYNONYMS: dict[str, list[dict[str, tuple[str, ...]]]] = {
                 "better",
             ),
             "rejected": ("rejected", "dispreferred", "rejected_response", "response_rejected", "bad", "lose", "worse"),
-        }
+        },
+        {"chosen": ("chosen_messages",), "rejected": ("rejected_messages",)},
     ],
     "chat": [
         {"messages": ("messages", "conversation", "conversations", "dialog", "dialogue", "chat", "turns")},
@@ -158,7 +159,8 @@ def columns_override(row: dict, data_format: str) -> str:
     for fields in SYNONYMS[data_format]:
         if columns := _guess(row, fields, TEXT_TYPES if data_format == "text" else CHAT_TYPES):
             return columns_setting(columns)
-    texts = [name for name, value in row.items() if isinstance(value, str)]
+    known = SYNONYMS["text"][0]["text"]
+    texts = [name for name, value in row.items() if isinstance(value, str) and any(part in str(name) for part in known)]
     return columns_setting({"text": texts[0]}) if data_format == "text" and len(texts) == 1 else ""
 
 

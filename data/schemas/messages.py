@@ -216,15 +216,20 @@ def _from_sharegpt(message: dict, where: str) -> dict:
 
 
 def _check_content(value: Any, where: str) -> str:
-    """Return the text of a message: one string, or OpenAI's list of text parts."""
+    """Return the text of a message: one string, or a list of text parts as OpenAI ("text") or LLaMA-Factory ("value")
+    write them.
+    """
     if isinstance(value, list):
+        texts: list[str] = []
         for part in value:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            text = isinstance(part, dict) and part.get("type") == "text" and part.get("text", part.get("value"))
+            if not isinstance(text, str):
                 found = part.get("type") if isinstance(part, dict) else type_name(part)
-                fix = 'write {"type": "text", "text": "..."}, and leave out images, audio and video: models of this program read and write text'
+                fix = 'write {"type": "text", "text": "..."}; reasoning and calls are the fields reasoning_content and tool_calls of the message; leave out images, audio and video: models of this program read and write text'
                 raise BadRowError("wrong type", f"only text parts are supported, found {found}", where, fix)
             check_no_loss_mask(part, where)
-        return "".join(part["text"] for part in value)
+            texts.append(text)
+        return "".join(texts)
     if not isinstance(value, str):
         raise BadRowError(
             "wrong type",

@@ -173,6 +173,8 @@ def schema_of_source(source: Source, data_format: str) -> str:
             return detect_schema(source.parse(position, raw), data_format, source.where(position)).name
         except BadRowError as bad:
             error = error or bad
+    if error and error.reason == "wrong keys" and "csv" in source.file_format:
+        error.fix += "; if its first line is a row, write a line with the names of the columns before it"
     columns = first_columns(source)
     missing = [
         column

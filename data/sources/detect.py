@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from common.errors import UserError
+from common.guarded_files import check_pointer
 from data.sources.byte_stream import BOM, READ_BYTES, UTF8, encoding_of, open_stream, utf8_stream
 
 EXTENSIONS = {
@@ -26,6 +27,7 @@ CSV_FORMATS: dict[str, dict] = {
     "csv with |": {"delimiter": "|"},
     "tsv without quotes": {"delimiter": "\t", "quoting": csv.QUOTE_NONE},  # a quote is a character like any other
 }
+TABLE_MAGIC = {b"PAR1": "parquet", b"ARRO": "arrow"}  # of files without a known extension
 JSON_START = re.compile(rb'(\[\s*)?\{\s*"')
 SAMPLE_BYTES, SAMPLE_RECORDS = 256 << 10, 50  # of a CSV file, to detect its delimiter
 
@@ -46,8 +48,13 @@ def detect_format(path: Path, encoding: str | None, text_unit: str) -> tuple[str
             head = file.read(READ_BYTES)
         if not head:
             raise _empty_file(path)
-        if known in ("parquet", "arrow") or (known is None and head.startswith(b"PAR1")):
-            return known or "parquet", UTF8
+        start = head[:100].lstrip().lower()
+        check_pointer(path, head)
+        if known != "text" and start.startswith((b"<!doctype html", b"<html")):
+            fix = "download the file itself; its address on the Hugging Face hub has /resolve/ in place of /blob/"
+            raise UserError("the file is an HTML page, not data", str(path), fix)
+        if known in ("parquet", "arrow") or (known is None and head[:4] in TABLE_MAGIC):
+            return known or TABLE_MAGIC[head[:4]], UTF8
         encoding = encoding_of(head, known in (None, "json"), encoding)
         blanks = b"\r\n" if known in ("csv", "tsv") else b" \t\r\n"
         content = head.removeprefix(BOM).lstrip(blanks) if encoding == UTF8 else b""

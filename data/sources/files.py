@@ -34,7 +34,7 @@ TABLES, INDEXED = ("parquet", "arrow"), ("json array", "parquet", "arrow")
 JSON_NAMES = {"jsonl": "JSON Lines", "json array": "a JSON array"}
 HIDDEN = " (hidden by data.columns)"  # end of the name of a field that data.columns replaces
 NOT_DATA = re.compile(
-    r"(readme|license|licence|changelog|contributing|citation)(\b.*\.(md|txt|cff))?|dataset_infos?\.json|dataset_dict\.json",
+    r"(readme|license|licence|changelog|contributing|citation|requirements)(([^a-z].*)?\.(md|txt|rst|cff))?|dataset_infos?\.json|dataset_dict\.json",
     re.IGNORECASE,
 )
 
@@ -197,12 +197,18 @@ class Source:
         if error.reason == "invalid JSON" and line.endswith((b"{", b"[")):
             fix = "write each row on one line; for objects over several lines: jq -c . FILE"
             return BadRowError("invalid JSON", "invalid JSON: the line ends within an object", where, fix)
+        text = line.decode(UTF8, "replace")
         try:
-            json.loads(line.removesuffix(b","))
+            rest = text[json.JSONDecoder().raw_decode(text)[1] :].lstrip()
         except (ValueError, RecursionError):
             return error
-        fix = "remove the comma: JSON Lines has none between rows"
-        return BadRowError("invalid JSON", "invalid JSON: a comma after the row", error.setting, fix)
+        if rest == ",":
+            fix = "remove the comma: JSON Lines has none between rows"
+            return BadRowError("invalid JSON", "invalid JSON: a comma after the row", error.setting, fix)
+        if not rest.startswith(("{", ",")):
+            return error
+        fix = "jq -c . FILE > NEW.jsonl" if rest[0] == "{" else "sed '1s/^/[/; $s/$/]/' FILE > NEW.json"
+        return BadRowError("invalid JSON", "invalid JSON: several rows on one line", error.setting, fix)
 
     def rows(self, on_bad: Callable[[BadRowError], Any] = _raise_error) -> Iterator[tuple[int, dict]]:
         """Yield (position, row) in file order; skips a bad row if `on_bad` returns."""

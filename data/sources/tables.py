@@ -124,11 +124,14 @@ def read_parquet(file: BinaryIO, locate: Locate) -> Items:
 
 
 def read_arrow(file: BinaryIO, locate: Locate) -> Items:
-    """Yield (index from 0, row) of an Arrow stream, the format in which `datasets` caches data sets."""
+    """Yield (index from 0, row) of an Arrow stream, the format in which `datasets` caches data sets, or of an Arrow file
+    (Feather), which is a stream after its first 8 bytes.
+    """
     import pyarrow
 
     def batches(rows: int) -> Iterator[Any]:
         file.seek(0)
+        file.seek(8 if file.read(6) == b"ARROW1" else 0)
         for batch in pyarrow.ipc.open_stream(file):
             batch.validate()  # that its buffers are as long as they say
             yield from (batch.slice(start, rows) for start in range(0, len(batch), rows))

@@ -6,6 +6,7 @@ Safe for concurrent ranks and runs.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import inspect
 import json
@@ -20,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
-from common.errors import UserError, print_note
+from common.errors import FULL_DISK_ERRORS, MORE_FILES, UserError, print_note
 from common.file_lock import FileLock, lock_holder
 from common.filesystem import atomic_path, read_json_object, remove_tree
 from common.paths import workspace_dir
@@ -292,5 +293,9 @@ def with_cache_hint(cache: Path, content: str = "tokens") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        fix = "free disk space, or use another folder: data.cache=FOLDER"
+        fix = "use another folder: data.cache=FOLDER"
+        if error.errno in FULL_DISK_ERRORS:
+            fix = f"free disk space, or {fix}"
+        elif error.errno == errno.EMFILE:
+            fix = MORE_FILES
         raise UserError(f"{content} cannot be stored: {error.strerror or error}", f"data.cache={cache}", fix) from error

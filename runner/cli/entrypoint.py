@@ -95,7 +95,7 @@ def _dispatch(argv: list[str], task: Task) -> None:
     ]
     typed = overrides.absolutize_paths(override for override in typed if not override.startswith(overrides.RESUME_KEY))
     import_plugins(overrides.plugins_of(typed))
-    typed = overrides.normalize_ints(typed)
+    typed = overrides.normalize_values(typed)
     if folder := torchrun.previous_run_dir():
         return _resume(folder, [], [flag for flag in flags if flag != "--multirun"], run_hydra)
     if resume_from and resume_from[-1] != "null":

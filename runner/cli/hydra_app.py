@@ -16,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, read_write
+from omegaconf import DictConfig, OmegaConf, read_write
 
 from common.errors import exiting_with_code, print_note, stripping_stdout
 from common.paths import CONF_DIR
@@ -79,8 +79,12 @@ def run_hydra(
 
 
 def _composed_overrides(typed: Any) -> list[str]:
-    """Return the overrides that a config is composed from: without those of Hydra, but with its search path."""
-    return [*overrides_of(SEARCHPATH_KEY, typed.hydra), *typed.task]
+    """Return the overrides that a config is composed from: without those of Hydra, but with its search path.
+
+    Interpolations in them are not resolved.
+    """
+    given: Any = OmegaConf.to_container(typed)
+    return [*overrides_of(SEARCHPATH_KEY, given["hydra"]), *given["task"]]
 
 
 class RunDirCallback(Callback):

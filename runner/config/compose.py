@@ -32,7 +32,7 @@ from common.errors import UserError, did_you_mean
 from common.paths import CONF_DIR, REPO_ROOT, workspace_dir
 from common.registry import check_imported
 from runner.config import overrides, schema
-from runner.config.hydra_errors import composed_files, composing_from, translating_hydra_errors
+from runner.config.hydra_errors import OPTIONAL_SECTIONS, composed_files, composing_from, translating_hydra_errors
 from runner.config.overrides import SEARCHPATH_KEY, is_hydra_override, key_of, overrides_of
 from runner.engine.config import REGISTERED_SECTIONS, Config
 
@@ -49,7 +49,10 @@ def register_configs(dirs: Sequence[Path] = (CONF_DIR,)) -> None:
         hints = get_type_hints(Config)
         # `to_config` types the sections where a registry chooses the class
         fields: list[Any] = [(key, Any if key in REGISTERED_SECTIONS else kind) for key, kind in hints.items()]
-        store.store(name="schema", node=dataclasses.make_dataclass("ConfigSchema", fields))
+        node = OmegaConf.structured(dataclasses.make_dataclass("ConfigSchema", fields))
+        for section in REGISTERED_SECTIONS:  # takes settings that its YAML file lacks: those of a plugin's class
+            node[section] = OmegaConf.create({}, flags={"struct": False})
+        store.store(name="schema", node=node)
         store.store(
             group="hydra/callbacks",
             name="run_dir",
@@ -77,7 +80,7 @@ def compose_tree(typed: list[str], conf: Path = CONF_DIR) -> DictConfig:
 
     Raises UserError.
     """
-    typed = overrides.normalize_ints(typed)
+    typed = overrides.normalize_values(typed)
     overrides.check_overrides(typed, conf)
     register_configs(overrides.config_dirs(typed, conf))
     with composing_from(conf), translating_hydra_errors(typed):
@@ -181,7 +184,9 @@ def section_object(section: str, values: dict[str, Any]) -> Any:
 def check_no_missing(tree: Any, prefix: str = "") -> None:
     if missing := OmegaConf.missing_keys(tree):
         key = prefix + min(missing)
-        raise UserError(f"{key} has no value", key, f"{key}=<value>")
+        section = key.rpartition(".")[0]
+        reason = f": {section} is null here, or lacks some of its keys" if section in OPTIONAL_SECTIONS else ""
+        raise UserError(f"{key} has no value{reason}", key, OPTIONAL_SECTIONS.get(section, f"{key}=<value>"))
 
 
 def section_class(section: str, values: Any) -> type | None:

@@ -22,7 +22,6 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from common.errors import UserError, did_you_mean
 from common.paths import CONF_DIR, REPO_ROOT
 from runner.config import overrides, schema
-from runner.engine.config import REGISTERED_SECTIONS
 
 SETTING = re.compile(r"[a-z]\w*(\.\w+)*")
 # 1.3 warns without it, 1.4 with it
@@ -35,7 +34,7 @@ EXPECTED = {
     "int": "an integer, e.g. 100",
     "float": "a number, e.g. 5e-4",
     "bool": "true or false",
-    "list": "a list in brackets, e.g. [0.9,0.95]",
+    "list": "a list in brackets, e.g. [{value}]",
 }
 OMEGACONF_TYPES = {"Integer": "int", "Float": "float", "Boolean": "bool"}  # in its messages
 # from Hydra's override grammar
@@ -63,7 +62,10 @@ def composed_files(typed: Sequence[str], conf: Path = CONF_DIR) -> list[tuple[Pa
     """
     with composing_from(conf):
         defaults = (
-            GlobalHydra.instance().config_loader().compute_defaults_list("config", list(typed), RunMode.RUN).defaults
+            GlobalHydra.instance()
+            .config_loader()
+            .compute_defaults_list("config", overrides.normalize_values(typed), RunMode.RUN)
+            .defaults
         )
     dirs, files = overrides.config_dirs(list(typed), conf), []
     for default in defaults:
@@ -204,19 +206,6 @@ def translating_hydra_errors(typed: list[str], names_files: bool = True) -> Iter
             position.replace('"', "").replace("in ", ""),
             "correct the file",
         ) from error
-    # omegaconf 2.3, for an override of a key inside a section that is null
-    except (AttributeError, AssertionError) as error:
-        names = tuple(f"{name}." for name in OPTIONAL_SECTIONS)
-        inside = next((override for override in typed if f"{overrides.key_of(override)}.".startswith(names)), None)
-        if inside is None:
-            raise
-        raise null_section_error(inside) from error
-
-
-def null_section_error(override: str) -> UserError:
-    key = overrides.key_of(override)
-    section = next(section for section in OPTIONAL_SECTIONS if key.startswith(section))
-    return UserError(f"{section} is null here, its keys cannot be set one by one", override, OPTIONAL_SECTIONS[section])
 
 
 def translate_hydra_error(error: BaseException, typed: list[str]) -> UserError:
@@ -243,6 +232,8 @@ def translate_hydra_error(error: BaseException, typed: list[str]) -> UserError:
             values[1] if values else override,
             "add --multirun to train once with each; a list is written [1,2]",
         )
+    if variable := re.search("Environment variable '(.*)' not found", message):
+        return UserError(f"{key}: {variable[0]}", override, f"export {variable[1]}=<value>")
     kind = schema.config_schema().get(key)
     if key == "run" and "=" in override:  # run=DIR of the commands that read a run
         name = override.partition("=")[2]
@@ -255,10 +246,13 @@ def translate_hydra_error(error: BaseException, typed: list[str]) -> UserError:
             f"e.g. {key}.{dataclasses.fields(kind)[0].name}=<value>",
         )
     if isinstance(error, OverrideParseException) or message.startswith(SYNTAX_ERRORS):
+        override = getattr(error, "override", override)
         return UserError(
             f"this override cannot be parsed: {message}",
-            getattr(error, "override", override),
-            "quote a value that has brackets, commas, spaces or = in it: 'key=\"value\"'",
+            override,
+            "remove the comma at the end"
+            if override.endswith(",")
+            else "quote a value that has brackets, commas, spaces or = in it: 'key=\"value\"'",
         )
     return value_error(key, getattr(kind, "__name__", ""), message, override) or UserError(message, override, HELP_HINT)
 
@@ -280,7 +274,9 @@ def value_error(key: str, kind: str, message: str, override: str) -> UserError |
     return UserError(
         f"{key} must be {name}{got}",
         override,
-        f"{key}={example.removeprefix('e.g. ')}" if example else f"{key}=true or {key}=false",
+        f"{key}={example.removeprefix('e.g. ').format(value=value.replace('null', ''))}"
+        if example
+        else f"{key}=true or {key}=false",
     )
 
 
@@ -326,13 +322,4 @@ def _unknown_key_error(cause: ConfigKeyError | ConfigAttributeError, key: str, o
         )
     if isinstance(cause, ConfigKeyError) and key not in schema.config_schema():
         return UserError(f"unknown setting {key}", key, overrides.nearest_key(key))
-    section = key.rpartition(".")[0]
-    if section in OPTIONAL_SECTIONS:
-        return null_section_error(override)
-    if (
-        section in REGISTERED_SECTIONS
-        and isinstance(cause.parent_node, DictConfig)
-        and (chosen := cause.parent_node.get(REGISTERED_SECTIONS[section][0]))
-    ):
-        return schema.unread_setting(key, chosen)
     return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import itertools
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -60,7 +61,15 @@ def parse_argv(argv: list[str], settings: Iterable[str]) -> tuple[list[str], lis
         value = value or next(
             (arg for arg in argv[argv.index(flag) + 1 :][:1] if "=" not in arg and not arg.startswith("-")), ""
         )
-        key = next((key for key in settings if name.replace("-", "_") in (key, key.rsplit(".", 1)[-1])), None)
+        name = name.replace("-", "_")
+        key = next(
+            (
+                key
+                for key in settings
+                if name in (key, key.rsplit(".", 1)[-1], *EQUIVALENT_SETTINGS.get(key, "").split())
+            ),
+            None,
+        )
         if key and flag.startswith("--"):
             raise UserError(
                 f"{flag} is not a flag; settings are given without dashes", flag, f"{key}={value or '<value>'}"
@@ -99,6 +108,7 @@ INTEGER_WITH_EXPONENT = re.compile(r"\d+(\.\d+)?e\+?\d+")  # 1e3
 STORED_OVERRIDE = re.compile(r"[+~]{0,2}(?!hydra=)[^\W\d][\w./+-]*=.*", re.DOTALL)
 OWN_RESOLVER = re.compile(r"\$\{(repo|workspace):\}")  # folders of this program
 RESOLVER = re.compile(r"\$\{[^}]*[:$]")  # ${oc.env:HOME}, ${oc.${x}:HOME}; ${train.max_steps} refers to a setting
+ENV_RESOLVER = re.compile(r"\$\{oc\.env:(\w+)(?:, *([^{}]*))?\}")  # with a default: ${oc.env:SEED,42}
 RENAMED_SETTINGS = {  # former key, or key=value, and what replaces it
     "stage.rows": "stage.data_format",
     "stage.after": "stage.init_from_stage",
@@ -121,6 +131,36 @@ RENAMED_SETTINGS = {  # former key, or key=value, and what replaces it
     "hydra.launcher.ray.init.address": "hydra.launcher.address",
     "hydra.launcher.ray.remote.num_cpus": "hydra.launcher.num_cpus",
     "hydra.launcher.ray.remote.num_gpus": "hydra.launcher.num_gpus",
+}
+EQUIVALENT_SETTINGS = {  # setting or override, and its names in Hugging Face, LLaMA-Factory, axolotl and Lightning
+    "optimizer.lr": "learning_rate",
+    "optimizer.grad_clip": "max_grad_norm gradient_clip_val gradient_clipping",
+    "optimizer": "optim",
+    "schedule.warmup_steps=STEPS": "warmup_ratio",
+    "schedule": "lr_scheduler lr_scheduler_type",
+    "precision=bf16": "bf16",
+    "precision=fp16": "fp16",
+    "precision": "mixed_precision torch_dtype dtype",
+    "init_from": "model_name_or_path pretrained_model_name_or_path base_model model_name model_id",
+    "data.path": "dataset datasets dataset_name train_file train_data train_path",
+    "data.val_path": "eval_dataset validation_file",
+    "data.max_length": "cutoff_len sequence_len max_seq_len max_seq_length block_size context_length",
+    "hydra.run.dir": "output_dir default_root_dir save_dir",
+    "resume": "resume_from_checkpoint ckpt_path",
+    "tracker": "logger report_to",
+    "train.epochs": "max_epochs",
+    "train.max_steps": "num_steps max_iters",
+    "train.accumulation_steps": "accumulate_grad_batches grad_accum",
+    "train.save_every": "save_steps",
+    "train.eval_every": "eval_steps val_check_interval",
+    "train.log_every": "logging_steps log_every_n_steps",
+    "train.keep_checkpoints": "save_total_limit save_top_k",
+    "train.patience": "early_stopping early_stopping_patience",
+    "train.activation_checkpointing=full": "gradient_checkpointing",
+    "distributed=ddp distributed.nproc=RANKS": "devices num_processes",
+    "stage=lora": "adapter finetuning_type use_lora use_peft",
+    "stage=lora stage.lora.rank=RANK": "lora_r lora_rank r",
+    "stage=lora stage.lora.quantize=nf4": "load_in_4bit",
 }
 # read with --multirun only
 SWEEP_PREFIXES = ("hydra/launcher", "hydra/sweeper", "hydra.launcher.", "hydra.sweeper.", "hydra.sweep.", "sweep.")
@@ -173,12 +213,14 @@ def check_stored(stored: Iterable[str], path: Path, is_allowed: Callable[[str], 
         raise UserError(f"{path.name} holds an override that it may not hold", f"{path}: {refused}", fix)
 
 
-def normalize_ints(typed: Iterable[str]) -> list[str]:
-    """Return `train.max_steps=1e3` as `train.max_steps=1000`: Hydra parses 1e3 as a float and refuses it for an
-    integer.
+def normalize_values(typed: Iterable[str]) -> list[str]:
+    """Return the overrides as Hydra takes them: `train.max_steps=1e3` as `train.max_steps=1000`, because it parses 1e3
+    as a float; without `experiment=null`, the default, because it takes no null for a group.
     """
     schema, normalized = config_schema(), []
     for override in typed:
+        if override == "experiment=null":
+            continue
         key, equals, value = override.partition("=")
         if schema.get(key) is int:
             values = [
@@ -203,15 +245,14 @@ def check_overrides(typed: list[str], conf: Path = CONF_DIR) -> None:
     """Raise UserError for an override that no setting reads. Hydra accepts `+train.typo=1` silently."""
     groups, settings = config_groups(*config_dirs(typed, conf)), config_schema()
     for override in typed:
+        key, value = key_of(override), override.partition("=")[2]
+        if override.startswith("~"):
+            fix = f"leave it out, or set another value: {key}={' or '.join(groups.get(key, ['<value>']))}"
+            raise UserError("a setting cannot be deleted", override, fix)
         if "=" not in override:
-            if override.startswith("~"):
-                raise UserError(
-                    "a setting cannot be deleted", override, f"set it to another value, e.g. {key_of(override)}=null"
-                )
             raise UserError(
                 "an override is written key=value", override, f"{override}=<value>; --help lists the settings"
             )
-        key, value = key_of(override), override.partition("=")[2]
         if key in HYDRA_KEYS_REFUSED:
             raise UserError(
                 f"{key} cannot be set: {HYDRA_KEYS_REFUSED[key]}",
@@ -234,6 +275,12 @@ def check_overrides(typed: list[str], conf: Path = CONF_DIR) -> None:
         # a group of the user's own is added with +
         if override.startswith("+") and (key not in groups or key in config_groups()):
             raise UserError(f"{key} exists, an override of it has no +", override, override.lstrip("+"))
+        if not is_storable(override):
+            raise UserError(
+                "a run stores its overrides, without a resolver other than ${oc.env:NAME} of a variable that is set",
+                override,
+                f"{key}=<value>, or set the variable: export NAME=<value>",
+            )
         if key in groups:
             _check_options(key, value, groups[key])
 
@@ -273,6 +320,7 @@ def nearest_key(key: str) -> str:
     """
     section, _, last = key.rpartition(".")
     same = [known for known in config_schema() if known.rpartition(".")[2] == last]
+    same += [known for known, names in EQUIVALENT_SETTINGS.items() if last in names.split()]
     siblings = [
         known.rpartition(".")[2] for known in config_schema() if section and known.rpartition(".")[0] == section
     ]
@@ -374,4 +422,14 @@ def absolutize_path(override: str) -> str:
 
 
 def absolutize_paths(typed: Iterable[str]) -> list[str]:
-    return [absolutize_path(override) for override in typed]
+    """Return the overrides as `absolutize_path` does, with the values of the environment variables that they name."""
+    typed = list(typed)
+    for override, following in itertools.pairwise(typed):
+        if override.endswith(",") and "=" not in following:
+            command = " ".join(typed)
+            fix = re.sub(r", (?=[^ =]+( |$))", ",", command)
+            raise UserError("a space after a comma ends the values of a sweep", command, fix)
+    return [
+        absolutize_path(ENV_RESOLVER.sub(lambda name: os.environ.get(name[1], name[2] or name[0]), override))
+        for override in typed
+    ]

@@ -50,8 +50,9 @@ def unread_setting(key: str, chosen: str) -> UserError:
         )
     registry = REGISTERED_SECTIONS[section][1]
     readers = [other for other, cls in registry.entries().items() if name.partition(".")[0] in _names(cls)]
+    option = section if {*readers} <= {*config_groups()[section]} else registry.setting
     fix = (
-        f"{registry.setting}={' or '.join(readers)} reads it"
+        f"{option}={' or '.join(readers)} reads it"
         if readers
         else did_you_mean(name, _names(registry.get(chosen)), "remove it")
     )

@@ -199,12 +199,11 @@ def with_bad_fraction(
         stats = load_or_build(source, dataclasses.replace(encoding, on_bad_row="skip"), tokenizer, Path(folder)).stats
         bad = sum(stats.bad.values())
         if bad > data.max_bad_fraction * stats.read:
-            return BadRowError(
-                error.reason,
-                error.message,
-                error.setting,
-                f"{error.fix} {bad_fraction(bad, stats.read)} ({bad} of {stats.read} rows are bad)",
-            )
+            fix = f"{error.fix} {bad_fraction(bad, stats.read)}"
+            if bad == stats.read:  # nothing would be left
+                fix = error.fix.partition("; or skip such rows")[0]
+            fix += f" ({bad} of {stats.read} rows are bad)"
+            return BadRowError(error.reason, error.message, error.setting, fix)
     return error
 
 

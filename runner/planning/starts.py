@@ -43,7 +43,7 @@ class PlannedStart:
 def planned_start(typed: list[str], flags: list[str]) -> PlannedStart:
     """Return what `train.py <typed> <flags>` would train. Raises UserError where train.py refuses it."""
     resumed = [override.removeprefix(RESUME_KEY).strip("'\"") for override in typed if override.startswith(RESUME_KEY)]
-    typed = checks.normalize_ints(override for override in typed if not override.startswith(RESUME_KEY))
+    typed = checks.normalize_values(override for override in typed if not override.startswith(RESUME_KEY))
     is_multirun = has_flag(flags, "--multirun")
     if resumed and resumed[-1] != "null":
         folder = resolve_run(resumed[-1])

@@ -169,11 +169,10 @@ def busy_error(folder: Path, kind: str = "run") -> UserError:
 
 
 def unusable_error(folder: Path, error: OSError, kind: str = "run") -> UserError:
-    return UserError(
-        f"the {kind} directory cannot be used: {describe_disk_error(error, folder)}",
-        str(folder),
-        f"place the {kind} in another directory with hydra.{kind}.dir=DIR",
-    )
+    fix = f"place the {kind} in another directory with hydra.{kind}.dir=DIR"
+    if (folder / "checkpoints").exists():  # it is resumed, and stays in its directory
+        fix = f"copy it to another disk: cp -r {folder} DIR, and continue there: resume=DIR"
+    return UserError(f"the {kind} directory cannot be used: {describe_disk_error(error, folder)}", str(folder), fix)
 
 
 @contextmanager

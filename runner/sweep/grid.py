@@ -18,7 +18,14 @@ from common import paths
 from common.errors import UserError, print_note
 from runner.config.compose import compose_tree, to_config, without_hydra
 from runner.config.hydra_errors import translating_hydra_errors
-from runner.config.overrides import canonical_value, check_overrides, config_dirs, key_of, normalize_ints, to_overrides
+from runner.config.overrides import (
+    canonical_value,
+    check_overrides,
+    config_dirs,
+    key_of,
+    normalize_values,
+    to_overrides,
+)
 from runner.config.schema import config_groups
 from runner.engine.config import Config
 from runner.launch import initial_weights, run
@@ -213,7 +220,7 @@ class PointComposer:
         overrides = to_overrides(point)
         known_groups = config_groups(*config_dirs(self.shared, self.conf))
         groups = tuple(override for override in overrides if key_of(override) in known_groups)
-        values = normalize_ints(override for override in overrides if override not in groups)
+        values = normalize_values(override for override in overrides if override not in groups)
         check_overrides(values, self.conf)
         if groups not in self._trees:
             self._trees[groups] = without_hydra(compose_tree([*self.shared, *groups], self.conf))

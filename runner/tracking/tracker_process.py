@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import queue
+import shlex
 import signal
 import subprocess
 import threading
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from common.guarded_files import last_lines, open_append
-from common.paths import REPO_ROOT
+from common.paths import REPO_ROOT, command_line_here
 
 QUEUE_SIZE = 10_000  # messages kept for a slow tracker
 MAX_TRACKER_LOG_BYTES = 1 << 20  # read from the end of the log
@@ -81,7 +82,10 @@ class TrackerProcess:
         try:
             self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            self._warn_once("it did not finish in time and was ended")
+            again = [*command_line_here("report"), f"run={self._folder.parent}", f"to={self._folder.name}"]
+            self._warn_once(
+                f"it did not finish in time and was ended; its files are written again by {shlex.join(again)}"
+            )
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)  # a group of its own: start_new_session
         if self._reader is not None:

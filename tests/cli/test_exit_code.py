@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from pathlib import Path
 
@@ -32,8 +33,13 @@ from common.errors import (
         (TrainingError("the disk is full"), 1, "error: the disk is full"),
         (DivergedError("the loss is not finite"), 1, "error: the loss is not finite"),
         (KeyError("a bug"), 1, "Traceback (most recent call last)"),
+        (
+            OSError(errno.EMFILE, "Too many open files"),
+            1,
+            "error: Too many open files; raise the limit, e.g. ulimit -n",
+        ),
     ],
-    ids=["user-error", "interrupted", "failed", "diverged", "bug"],
+    ids=["user-error", "interrupted", "failed", "diverged", "bug", "files"],
 )
 def test_exit_code_and_message_tell_how_a_command_ended(
     error: Exception, code: int, message: str, capsys: pytest.CaptureFixture[str]

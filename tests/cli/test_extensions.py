@@ -13,6 +13,7 @@ import yaml
 from command_fixtures import TINY_RUN, Call, Program, is_user_error
 
 from common import registry as plugins
+from runner.engine.objectives.config import OBJECTIVES
 from runner.engine.optim.config import OPTIMIZERS
 
 MODEL = """
@@ -40,6 +41,15 @@ class PlainSGDConfig(OptimizerConfig):
     def build(self, groups):
         import torch
         return [torch.optim.SGD(groups.decay + groups.no_decay, lr=self.lr)]
+"""
+OBJECTIVE = """
+from dataclasses import dataclass
+from runner.engine.objectives.config import NextTokenConfig, register_objective
+
+@register_objective("smooth")
+@dataclass
+class SmoothConfig(NextTokenConfig):
+    smoothing: float = 0.1
 """
 SHORT_RUN = [override for override in TINY_RUN if not override.startswith("model.")]
 
@@ -142,6 +152,15 @@ def test_plugin_optimizer_trains_and_its_source_is_copied(
     plugin.write_text(PLUGIN + "# changed\n")
     result = call(f"resume={run}", "train.max_steps=3", f"plugins=[{plugin}]")
     assert result.returncode == 0 and "plugin my_optimizers.py differs from the copy" in result.stderr
+
+
+def test_plugin_setting_needs_no_yaml_file_to_be_overridden(
+    call: Call, workspace: Path, plugin: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OBJECTIVES, "_entries", {**OBJECTIVES.entries()})
+    plugin.write_text(OBJECTIVE)
+    result = call("plugins=[my_optimizers]", "stage.objective=smooth", "stage.smoothing=0.2", "--cfg=job")
+    assert result.returncode == 0 and "smoothing: 0.2" in result.stdout, result
 
 
 def test_resume_never_imports_a_plugin_that_is_not_typed(

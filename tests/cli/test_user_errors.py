@@ -43,7 +43,8 @@ EARLY: list[tuple[list[str], list[str]]] = [
     (["optimizer="], ["optimizer needs the name of an option", "adamw, muon"]),
     (["=3"], ["an override begins with the name of a setting", "=3"]),
     (["stage"], ["key=value", "stage=<value>"]),
-    (["~optimizer"], ["cannot be deleted"]),
+    (["~tracker"], ["cannot be deleted", "tracker=none or"]),
+    (["~optimizer.lr=1"], ["cannot be deleted", "leave it out"]),
     (["+experiment=gpu_8gb"], ["has no +", "fix:   experiment=gpu_8gb"]),
     (["+model=tiny"], ["has no +", "fix:   model=tiny"]),
     (["+seed=3"], ["has no +", "fix:   seed=3"]),
@@ -62,7 +63,10 @@ EARLY: list[tuple[list[str], list[str]]] = [
     # values
     (["seed=null"], ["seed must be an integer, got null"]),
     (["train.epochs=x"], ["train.epochs must be an integer, got x"]),
+    (["train.epochs=${train.nothing}"], ["train.epochs must be an integer, got ${train.nothing}"]),
     (["optimizer.lr=[1"], ["cannot be parsed"]),
+    (["optimizer.lr=1e-3,", "seed=1"], ["where: optimizer.lr=1e-3,\n", "remove the comma"]),
+    (["train.sample_prompts=Hello"], ["must be a list", "fix:   train.sample_prompts=[Hello]"]),
     (["train.epochs=1,2"], ["several values for one run", "--multirun"]),
     (["schedule.min_lr_ratio=4"], ["schedule.min_lr_ratio must be in [0, 1], got 4.0"]),
     (["device=gpu"], ["device must be auto, cpu, cuda, cuda:<number> or mps, got gpu"]),
@@ -95,7 +99,7 @@ EARLY: list[tuple[list[str], list[str]]] = [
     (["hydra/callbacks=null"], ["hydra/callbacks cannot be set"]),
     # settings that this run does not read
     (["schedule.decay_fraction=0.1"], ["schedule.decay_fraction is not read by schedule=cosine", "schedule=wsd"]),
-    (["stage=sft", "stage.beta=0.2"], ["stage.beta is not read by stage.objective=next_token"]),
+    (["stage=sft", "stage.beta=0.2"], ["stage.beta is not read by stage.objective=next_token", "stage=dpo reads it"]),
     (["stage.lora.rank=4"], ["stage.lora is null here", "stage=lora or stage=dpo_lora"]),
     (["distributed.timeout=3"], ["distributed.timeout is not read: distributed=single is one process"]),
     (["train.max_steps=5", "train.epochs=3"], ["train.epochs is not read: train.max_steps sets the length"]),
@@ -121,6 +125,10 @@ EARLY: list[tuple[list[str], list[str]]] = [
     (
         ["-m", "seed=1,2", *MINE, "experiment=optuna"],
         ["hydra/sweeper cannot be selected in a file", "my/experiment/optuna.yaml:3", "type hydra/sweeper=optuna"],
+    ),
+    (
+        ["-m", "optimizer.lr=1e-3,", "5e-4,", "1e-4", "seed=1"],
+        ["a space after a comma", "fix:   optimizer.lr=1e-3,5e-4,1e-4 seed=1"],
     ),
     # YAML files of the user
     ([*MINE, "model=no_family"], ["model.family has no value, it must be one of", "my/model/no_family.yaml"]),

@@ -37,6 +37,7 @@ def test_argv_is_split_as_hydra_does_with_flags_spelled_out(
         (["--batch-size=8"], "train.batch_size=8"),
         (["--optimizer.lr=1"], "optimizer.lr=1"),
         (["--stage=sft"], "stage=sft"),
+        (["--learning_rate", "1e-4"], "optimizer.lr=1e-4"),
         (["--epochs"], "train.epochs=<value>"),
         (["--epochs", "--cfg", "job"], "train.epochs=<value>"),
     ],

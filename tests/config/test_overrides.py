@@ -13,7 +13,6 @@ from models.config import LoraConfig
 from runner.cli import help
 from runner.config import overrides
 from runner.config.compose import compose_config, source_files
-from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.schema import config_groups, config_schema
 from runner.engine.config import Config
 
@@ -202,8 +201,41 @@ def test_minimind_experiment_has_minimind_s_settings(name: str) -> None:
 def test_integer_may_be_written_with_an_exponent() -> None:
     config = compose_config(["train.max_steps=1e3", "optimizer.lr=1e-3"])
     assert config.train.max_steps == 1000 and config.optimizer.lr == 1e-3
-    assert overrides.normalize_ints(["train.max_steps=1e3,2e3,x"]) == ["train.max_steps=1000,2000,x"]
-    assert overrides.normalize_ints(["optimizer.lr=1e3"]) == ["optimizer.lr=1e3"]
+    assert overrides.normalize_values(["train.max_steps=1e3,2e3,x"]) == ["train.max_steps=1000,2000,x"]
+    assert overrides.normalize_values(["optimizer.lr=1e3"]) == ["optimizer.lr=1e3"]
+
+
+def test_variable_of_the_environment_is_stored_as_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEED", "7")
+    typed = ["seed=${oc.env:SEED}", "train.epochs='${oc.env:UNSET,3}'", "data.path=${oc.env:UNSET}"]
+    stored = overrides.absolutize_paths(typed)
+    assert stored == ["seed=7", "train.epochs='3'", typed[2]] and compose_config(stored[:2]).train.epochs == 3
+    for override in (typed[2], "seed=${oc.decode:3}"):
+        with pytest.raises(UserError, match="without a resolver") as refused:
+            compose_config([override])
+        assert "export NAME=" in refused.value.fix
+
+
+def test_variable_that_a_yaml_file_names_but_is_not_set_is_named(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nseed: ${oc.env:UNSET}\n")
+    with pytest.raises(UserError, match="'UNSET' not found") as refused:
+        compose_config([f"hydra.searchpath=['file://{tmp_path}']", "experiment=mine"])
+    assert refused.value.fix == "export UNSET=<value>"
+
+
+def test_names_of_other_programs_lead_to_settings_that_exist() -> None:
+    known = {*config_schema(), *config_groups(), "hydra.run.dir"}
+    for own, names in overrides.EQUIVALENT_SETTINGS.items():
+        assert {part.partition("=")[0] for part in own.split()} <= known
+        assert not known & {*names.split()}
+        for name in names.split():
+            assert overrides.nearest_key(name) == overrides.nearest_key(f"trainer.{name}") == f"did you mean {own}?"
+
+
+def test_experiment_may_be_null_as_a_value_of_a_sweep() -> None:
+    assert compose_config(["experiment=null"]) == compose_config([])
+    assert source_files(["experiment=null"]) == source_files([])
 
 
 def test_conf_has_interpolations_of_time_and_environment_under_hydra_only() -> None:
@@ -308,9 +340,3 @@ def test_stored_override_may_refer_to_settings_and_own_folders() -> None:
         ["data.path=${repo:}/rows.jsonl", "train.eval_every=${train.save_every}", "hydra.run.dir=${now:%Y}", "seed=1"],
         Path("overrides.yaml"),
     )
-
-
-@pytest.mark.parametrize("override, is_inside", [("stage.lora_x=1", False), ("+stage.lora.rank=4", True)])
-def test_error_of_omegaconf_is_about_a_null_section_only_for_its_keys(override: str, is_inside: bool) -> None:
-    with pytest.raises(UserError if is_inside else AttributeError), translating_hydra_errors([override]):
-        raise AttributeError("as omegaconf raises it")

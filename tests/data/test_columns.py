@@ -29,6 +29,11 @@ def open_with(path, **columns):
         ({"问题": "a", "答案": "b"}, "chat", '{prompt: "问题", completion: "答案"}'),
         ({"dialog": CHAT, "id": 1}, "chat", "{messages: dialog}"),
         ({"question": "a", "chosen": "b", "bad": "c"}, "preference", "{prompt: question, rejected: bad}"),
+        (
+            {"chosen_messages": CHAT, "rejected_messages": [CHAT[0], {**CHAT[1], "content": "no"}]},
+            "preference",
+            "{chosen: chosen_messages, rejected: rejected_messages}",
+        ),
         ({"content": "a", "url": "b"}, "text", "{text: content}"),
         ({"raw text, cleaned": "a", "n": 1}, "text", '{text: "raw text, cleaned"}'),
     ],
@@ -55,7 +60,28 @@ def test_columns_of_another_stage_are_guessed_with_that_stage():
     assert "stage=sft 'data.columns={prompt: question, completion: answer}'" in error.value.fix
 
 
+def test_columns_with_numbers_in_place_of_answers_are_guessed():
+    assert (
+        columns_override({"question": "a", "answer": 4}, "chat")
+        == "'data.columns={prompt: question, completion: answer}'"
+    )
+
+
+def test_columns_of_a_csv_file_without_a_header_are_not_guessed(write):
+    with pytest.raises(BadRowError) as error:
+        schema_of_source(Source.open(write(b"What is up\nIt is fine\n", "rows.csv")), "text")
+    assert "write a line with the names of the columns before it" in error.value.fix and "guess" not in error.value.fix
+
+
+def test_column_of_the_prompt_of_a_preference_is_guessed():
+    row = {"question": "a", "chosen": "b", "rejected": "c"}
+    with pytest.raises(BadRowError) as error:
+        detect_schema(row, "preference", "file:1").read(row, "file:1")
+    assert error.value.fix.endswith("a guess is 'data.columns={prompt: question}'")
+
+
 def test_columns_without_a_guess_have_none():
+    assert columns_override({"license": "MIT", "n": 1}, "text") == ""
     assert columns_override({"x": "a", "y": "b"}, "chat") == columns_override({"x": "a", "y": "b"}, "text") == ""
 
 

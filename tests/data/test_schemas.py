@@ -69,7 +69,7 @@ CHATS = [  # schema, row, messages
         "openai messages",
         {
             "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]},
+                {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "value": "i"}]},
                 ANSWER,
             ]
         },

@@ -347,6 +347,19 @@ def test_source_row_of_a_table_that_is_not_utf8_leaves_the_others_readable():
     assert [raw.reason if isinstance(raw, BadRowError) else raw["text"] for _, raw in items] == ["a", "not UTF-8", "b"]
 
 
+@pytest.mark.parametrize("name", ["rows.arrow", "rows.feather", "rows"])
+def test_source_reads_an_arrow_file_like_a_stream(tmp_path: Path, name: str) -> None:
+    table = pyarrow.table({"text": [f"text {i}" for i in range(600)]})
+    with pyarrow.ipc.new_file(tmp_path / name, table.schema) as out:
+        out.write_table(table, max_chunksize=7)
+    assert [row for _, row in Source.open(tmp_path / name).rows()] == table.to_pylist()
+
+
+def test_source_reads_a_table_where_there_is_no_proc(write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.limits.STATM", Path("/nowhere"))
+    assert [row for _, row in Source.open(write(as_parquet(ROWS), "rows.parquet")).rows()] == ROWS
+
+
 @pytest.mark.parametrize(
     "content", [b"PAR1 is how it begins", as_parquet(ROWS)[:-20]], ids=["header only", "truncated"]
 )
@@ -436,6 +449,8 @@ def test_open_entry_accepts_a_file_a_glob_and_a_folder(tmp_path, monkeypatch):
         "deep/c.csv",
         "deep/notes.rst",
         "README.md",
+        "README_zh.md",
+        "requirements-dev.txt",
         ".hidden/d.jsonl",
         "deep/[x].txt",
         "dataset_info.json",
@@ -465,6 +480,9 @@ def test_open_entry_accepts_a_file_a_glob_and_a_folder(tmp_path, monkeypatch):
         ("blank.jsonl", "the file is empty", "one JSON object per line"),
         ("blank.txt", "the file is empty", "one JSON object per line"),
         ("torn.jsonl.gz", "cannot be read", "copy it again"),
+        ("page.jsonl", "an HTML page, not data", "/resolve/ in place of /blob/"),
+        ("page.arrow", "an HTML page, not data", "/resolve/ in place of /blob/"),
+        ("pointer.txt", "a pointer of Git LFS is in place of the file", "lfs pull"),
     ],
     ids=lambda value: value[:30],
 )
@@ -479,6 +497,9 @@ def test_open_entry_refuses_a_path_without_rows(tmp_path, monkeypatch, path, mes
         ("blank.jsonl", b"\xef\xbb\xbf\n \r\n"),
         ("blank.txt", b""),
         ("torn.jsonl.gz", gzip.compress(b"{}")[:12]),
+        ("page.jsonl", b"\n<!DOCTYPE html>\n<html>"),
+        ("page.arrow", b"<html>"),
+        ("pointer.txt", b"version https://git-lfs.github.com/spec/v1\noid sha256:0"),
     ):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as error:

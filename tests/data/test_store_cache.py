@@ -495,8 +495,9 @@ def test_cache_that_is_read_only_is_a_user_error(write, load, monkeypatch):
         return open_file(name, *args, **options)
 
     monkeypatch.setattr(os, "open", read_only)
-    with pytest.raises(UserError, match="cannot be stored: Read-only file system"):
+    with pytest.raises(UserError, match="cannot be stored: Read-only file system") as refused:
         load(path)
+    assert refused.value.fix == "use another folder: data.cache=FOLDER"
 
 
 def test_cache_removes_what_a_killed_build_of_another_store_left(tmp_path, write, load):

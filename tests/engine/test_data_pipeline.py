@@ -136,6 +136,12 @@ def test_first_bad_row_names_the_fraction_that_skipping_needs(pipeline_of, tmp_p
     assert len(pipeline_of(files, *overrides, "data.val_fraction=0").files) == 1
 
 
+def test_skipping_is_not_proposed_where_all_rows_are_bad(pipeline_of):
+    with pytest.raises(BadRowError) as error:
+        pipeline_of({"a.jsonl": jsonl(" ", "")})
+    assert error.value.fix == "delete the row (2 of 2 rows are bad)"
+
+
 @pytest.mark.parametrize(
     "overrides, fix",
     [(["data.schema=txt"], "did you mean text"), (["stage=sft", "data.schema=text"], "stage=pretrain")],

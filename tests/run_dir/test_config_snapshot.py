@@ -146,8 +146,10 @@ def test_links_pipes_and_odd_names_in_the_copy_are_refused(run: Path, copies: Pa
 def test_interpolations_are_saved_as_the_values_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATA", "/somewhere")
     (tmp_path / ".hydra").mkdir()
-    typed = ["data.val_path='${oc.env:DATA}/x.jsonl'", "schedule.warmup_steps='${train.log_every}'"]
-    snapshot.complete_hydra_dir(tmp_path, without_hydra(compose_tree(typed)), typed)
+    typed = ["schedule.warmup_steps='${train.log_every}'"]
+    tree = without_hydra(compose_tree(typed))
+    tree.data.val_path = "${oc.env:DATA}/x.jsonl"  # of a YAML file
+    snapshot.complete_hydra_dir(tmp_path, tree, typed)
     config = yaml.safe_load((tmp_path / ".hydra" / "config.yaml").read_text())
     assert config["data"]["val_path"] == "/somewhere/x.jsonl" and config["schedule"]["warmup_steps"] == 10
     assert config["data"]["path"].startswith("${repo:}"), "paths of the repository follow the checkout"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ from common import filesystem, ownership
 from common.errors import Outcome, UserError
 from runner.run_dir import contents
 from runner.run_dir.contents import has_diverged
+from runner.run_dir.lock import unusable_error
 from runner.run_dir.metadata import RunMetadata
 
 ROOT = Path(__file__).parents[2]
@@ -364,6 +366,14 @@ def test_open_refuses_a_directory_that_cannot_be_created(tmp_path):
     with pytest.raises(UserError) as caught:
         RunMetadata.open(tmp_path / "file" / "run")
     assert "cannot be used" in caught.value.message
+
+
+def test_resumed_run_on_a_read_only_disk_is_copied_to_another_one(tmp_path):
+    """hydra.run.dir is refused with resume=."""
+    error = OSError(errno.EROFS, "Read-only file system")
+    assert "hydra.run.dir=DIR" in unusable_error(tmp_path, error).fix
+    (tmp_path / "checkpoints").mkdir()
+    assert unusable_error(tmp_path, error).fix.startswith(f"copy it to another disk: cp -r {tmp_path} DIR")
 
 
 def test_git_state_is_the_commit_and_a_hash_of_changes(tmp_path):

@@ -85,6 +85,13 @@ def test_next_commands_name_this_python_and_checkout_from_another_folder(
     assert typed(next_commands(tmp_path / "run", "sft", "chat", None, None, "decoder"))[0] == "lm-chat run=run"
 
 
+def test_next_commands_name_the_whole_path_inside_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`hydra.job.chdir=true` trains there; the shell is in another directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.json").touch()
+    assert commands_to_continue(tmp_path, True)[0].arguments[-1] == f"resume={tmp_path}"
+
+
 def test_commands_after_divergence_keep_overrides_and_lower_the_rate() -> None:
     overrides = ["stage=sft", "optimizer.lr=0.03", "data.path=my texts.jsonl"]
     again, resume = commands_after_divergence(RUN, 0.03, overrides, can_resume=True)

@@ -258,7 +258,7 @@ def test_tracker_that_starts_children_ends_with_them(tmp_path: Path, monkeypatch
     while not messages:
         time.sleep(0.01)
     finish_trackers([process], "completed", "")
-    assert "did not finish in time" in messages[1]
+    assert "did not finish in time" in messages[1] and "report.py run=" in messages[1]
     attempts = 500  # the system ends it a moment later
     while attempts and not has_ended(int(messages[0])):
         attempts -= 1
