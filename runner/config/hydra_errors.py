@@ -270,13 +270,12 @@ def value_error(key: str, kind: str, message: str, override: str) -> UserError |
     given = re.search(r"[Vv]alue '(.*?)'", message)
     value = override.partition("=")[2] if "=" in override else given[1] if given else ""
     name, _, example = expected.partition(", ")
+    suggested = example.removeprefix("e.g. ").replace("{value}", value.replace("null", ""))
     got = f", got {'null' if value == 'None' else value}" if value else ""
     return UserError(
         f"{key} must be {name}{got}",
         override,
-        f"{key}={example.removeprefix('e.g. ').format(value=value.replace('null', ''))}"
-        if example
-        else f"{key}=true or {key}=false",
+        f"{key}={suggested}" if example else f"{key}=true or {key}=false",
     )
 
 
