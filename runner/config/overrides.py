@@ -159,7 +159,7 @@ EQUIVALENT_SETTINGS = {  # setting or override, and its names in Hugging Face, L
     "train.activation_checkpointing=full": "gradient_checkpointing",
     "distributed=ddp distributed.nproc=RANKS": "devices num_processes",
     "stage=lora": "adapter finetuning_type use_lora use_peft",
-    "stage=lora stage.lora.rank=RANK": "lora_r lora_rank r",
+    "stage=lora stage.lora.rank=RANK": "lora_r lora_rank",
     "stage=lora stage.lora.quantize=nf4": "load_in_4bit",
 }
 # read with --multirun only

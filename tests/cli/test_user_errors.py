@@ -66,7 +66,7 @@ EARLY: list[tuple[list[str], list[str]]] = [
     (["train.epochs=${train.nothing}"], ["train.epochs must be an integer, got ${train.nothing}"]),
     (["optimizer.lr=[1"], ["cannot be parsed"]),
     (["optimizer.lr=1e-3,", "seed=1"], ["where: optimizer.lr=1e-3,\n", "remove the comma"]),
-    (["train.sample_prompts=Hello"], ["must be a list", "fix:   train.sample_prompts=[Hello]"]),
+    (["data.system_prompts=Hello"], ["must be a list", "fix:   data.system_prompts=[Hello]"]),
     (["train.epochs=1,2"], ["several values for one run", "--multirun"]),
     (["schedule.min_lr_ratio=4"], ["schedule.min_lr_ratio must be in [0, 1], got 4.0"]),
     (["device=gpu"], ["device must be auto, cpu, cuda, cuda:<number> or mps, got gpu"]),
