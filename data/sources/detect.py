@@ -27,7 +27,7 @@ CSV_FORMATS: dict[str, dict] = {
     "csv with |": {"delimiter": "|"},
     "tsv without quotes": {"delimiter": "\t", "quoting": csv.QUOTE_NONE},  # a quote is a character like any other
 }
-TABLE_MAGIC = {b"PAR1": "parquet", b"ARRO": "arrow"}  # of files without a known extension
+TABLE_MAGIC = {b"PAR1": "parquet", b"ARROW1": "arrow"}  # of files without a known extension
 JSON_START = re.compile(rb'(\[\s*)?\{\s*"')
 SAMPLE_BYTES, SAMPLE_RECORDS = 256 << 10, 50  # of a CSV file, to detect its delimiter
 
@@ -53,8 +53,11 @@ def detect_format(path: Path, encoding: str | None, text_unit: str) -> tuple[str
         if known != "text" and start.startswith((b"<!doctype html", b"<html")):
             fix = "download the file itself; its address on the Hugging Face hub has /resolve/ in place of /blob/"
             raise UserError("the file is an HTML page, not data", str(path), fix)
-        if known in ("parquet", "arrow") or (known is None and head[:4] in TABLE_MAGIC):
-            return known or TABLE_MAGIC[head[:4]], UTF8
+        by_magic = next(
+            (kind for magic, kind in TABLE_MAGIC.items() if known is None and head.startswith(magic)), known
+        )
+        if by_magic in ("parquet", "arrow"):
+            return by_magic, UTF8
         encoding = encoding_of(head, known in (None, "json"), encoding)
         blanks = b"\r\n" if known in ("csv", "tsv") else b" \t\r\n"
         content = head.removeprefix(BOM).lstrip(blanks) if encoding == UTF8 else b""

@@ -34,7 +34,7 @@ TABLES, INDEXED = ("parquet", "arrow"), ("json array", "parquet", "arrow")
 JSON_NAMES = {"jsonl": "JSON Lines", "json array": "a JSON array"}
 HIDDEN = " (hidden by data.columns)"  # end of the name of a field that data.columns replaces
 NOT_DATA = re.compile(
-    r"(readme|license|licence|changelog|contributing|citation|requirements)(([^a-z].*)?\.(md|txt|rst|cff))?|dataset_infos?\.json|dataset_dict\.json",
+    r"(readme|license|licence|changelog|contributing|citation)(\b.*\.(md|txt|rst|cff))?|readme_\w{2,5}\.(md|txt|rst)|requirements([-_](dev|tests?|docs?))?\.txt|dataset_infos?\.json|dataset_dict\.json",
     re.IGNORECASE,
 )
 
@@ -207,7 +207,7 @@ class Source:
             return BadRowError("invalid JSON", "invalid JSON: a comma after the row", error.setting, fix)
         if not rest.startswith(("{", ",")):
             return error
-        fix = "jq -c . FILE > NEW.jsonl" if rest[0] == "{" else "sed '1s/^/[/; $s/$/]/' FILE > NEW.json"
+        fix = "jq -c . FILE > NEW.jsonl" if rest[0] == "{" else "sed '$!s/,*$/,/; $s/,*$/]/; 1s/^/[/' FILE > NEW.json"
         return BadRowError("invalid JSON", "invalid JSON: several rows on one line", error.setting, fix)
 
     def rows(self, on_bad: Callable[[BadRowError], Any] = _raise_error) -> Iterator[tuple[int, dict]]:

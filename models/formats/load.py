@@ -144,12 +144,8 @@ def load_weights(source: Path, family: str | None = None) -> dict[str, Tensor]:
         return to_transformers_names(stored, cfg, str(folder))
     if cfg is None:
         if any(".lora." in name for name in stored):
-            message = "these are the weights of an adapter without its base model"
-            raise UserError(
-                message,
-                str(source),
-                f"resume={source.parents[1]} completes its run, then init_from={source.parents[1]}",
-            )
+            run, message = source.absolute().parents[1], "these are the weights of an adapter without its base model"
+            raise UserError(message, str(source), f"resume={run} completes its run, then init_from={run}")
         return stored
     return to_floats(to_decoder_names(stored, cfg.to_hf_config()["model_type"], cfg), str(folder))
 

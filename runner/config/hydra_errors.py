@@ -270,7 +270,8 @@ def value_error(key: str, kind: str, message: str, override: str) -> UserError |
     given = re.search(r"[Vv]alue '(.*?)'", message)
     value = override.partition("=")[2] if "=" in override else given[1] if given else ""
     name, _, example = expected.partition(", ")
-    suggested = example.removeprefix("e.g. ").replace("{value}", value.replace("null", ""))
+    items = "" if value == "null" else re.sub(r"[\s,]+", ",", value.strip("\"'"))
+    suggested = example.removeprefix("e.g. ").replace("{value}", items)
     got = f", got {'null' if value == 'None' else value}" if value else ""
     return UserError(
         f"{key} must be {name}{got}",

@@ -10,6 +10,7 @@ import importlib.util
 import itertools
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NoReturn
@@ -62,18 +63,14 @@ def parse_argv(argv: list[str], settings: Iterable[str]) -> tuple[list[str], lis
             (arg for arg in argv[argv.index(flag) + 1 :][:1] if "=" not in arg and not arg.startswith("-")), ""
         )
         name = name.replace("-", "_")
-        key = next(
-            (
-                key
-                for key in settings
-                if name in (key, key.rsplit(".", 1)[-1], *EQUIVALENT_SETTINGS.get(key, "").split())
-            ),
-            None,
-        )
+        settings, named = list(settings), f"={value or '<value>'}"
+        key = next((f"{key}{named}" for key in settings if name in (key, key.rsplit(".", 1)[-1])), None)
+        if key is None and "optimizer.lr" in settings:
+            key = next((known for known, names in EQUIVALENT_SETTINGS.items() if name in names.split()), None)
+            # the names of options are other ones there
+            key = key if key is None or "=" in key else f"{key}{named}" if "." in key else f"{key}=<value>"
         if key and flag.startswith("--"):
-            raise UserError(
-                f"{flag} is not a flag; settings are given without dashes", flag, f"{key}={value or '<value>'}"
-            )
+            raise UserError(f"{flag} is not a flag; settings are given without dashes", flag, key)
         raise UserError("unknown flag", flag, "--help lists the settings, --hydra-help the flags")
     given = {name: value for name, value in vars(args).items() if name != "overrides" and value not in (None, False)}
     return args.overrides, [
@@ -160,7 +157,7 @@ EQUIVALENT_SETTINGS = {  # setting or override, and its names in Hugging Face, L
     "distributed=ddp distributed.nproc=RANKS": "devices num_processes",
     "stage=lora": "adapter finetuning_type use_lora use_peft",
     "stage=lora stage.lora.rank=RANK": "lora_r lora_rank",
-    "stage=lora stage.lora.quantize=nf4": "load_in_4bit",
+    "stage=lora stage.lora.quantize=nf4 init_from=DIR": "load_in_4bit",
 }
 # read with --multirun only
 SWEEP_PREFIXES = ("hydra/launcher", "hydra/sweeper", "hydra.launcher.", "hydra.sweeper.", "hydra.sweep.", "sweep.")
@@ -220,6 +217,7 @@ def normalize_values(typed: Iterable[str]) -> list[str]:
     schema, normalized = config_schema(), []
     for override in typed:
         if override == "experiment=null":
+            normalized = [each for each in normalized if not each.startswith("experiment=")]
             continue
         key, equals, value = override.partition("=")
         if schema.get(key) is int:
@@ -422,14 +420,23 @@ def absolutize_path(override: str) -> str:
 
 
 def absolutize_paths(typed: Iterable[str]) -> list[str]:
-    """Return the overrides as `absolutize_path` does, with the values of the environment variables that they name."""
+    """Return the overrides as `absolutize_path` does, with the values of the environment variables that they name.
+
+    Hydra resolves those of its own settings, which files of a run hold as they are typed: a value may be secret.
+    """
     typed = list(typed)
-    for override, following in itertools.pairwise(typed):
-        if override.endswith(",") and "=" not in following:
-            command = " ".join(typed)
-            fix = re.sub(r", (?=[^ =]+( |$))", ",", command)
-            raise UserError("a space after a comma ends the values of a sweep", command, fix)
+    for number, override in enumerate(typed):
+        values = list(itertools.takewhile(lambda value: "=" not in value, typed[number + 1 :]))
+        if override.endswith(",") and values:
+            where = shlex.join([override, *values])
+            raise UserError(
+                "a space after a comma ends the values of a sweep", where, shlex.quote(override + "".join(values))
+            )
     return [
-        absolutize_path(ENV_RESOLVER.sub(lambda name: os.environ.get(name[1], name[2] or name[0]), override))
+        absolutize_path(
+            override
+            if is_hydra_override(override) and key_of(override) not in OUTPUT_KEYS
+            else ENV_RESOLVER.sub(lambda name: os.environ.get(name[1], name[2] or name[0]), override)
+        )
         for override in typed
     ]

@@ -83,7 +83,11 @@ class TokenBytes:
                 size = 1 if has_byte_tokens and BYTE_TOKEN.fullmatch(token) else len(token.replace(SPACE, " ").encode())
                 self._starts_with_space[i] = token.startswith(SPACE)
             self._counts[i] = size
-        if stored["model"]["type"] in ("WordPiece", "WordLevel"):  # tokens without the spaces between them
+        unknown = stored["model"].get("unk_token") or stored["model"].get("unk_id") is not None
+        # tokens without the spaces between them, or a token for text of any length
+        if stored["model"]["type"] in ("WordPiece", "WordLevel") or (
+            unknown and not (is_byte_level or has_byte_tokens)
+        ):
             self._counts[:] = 0
         # SentencePiece's tokenizers put a space before a text, which is no byte of it.
         self._adds_space = _has_type(stored["normalizer"], "Prepend") or _prepends(stored["pre_tokenizer"])

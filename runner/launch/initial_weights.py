@@ -284,7 +284,16 @@ def resolve_init_from(config: Config, folder: Path, fingerprints: dict[str, str]
     if config.init_from == "auto":
         return newest_completed_run(config, folder, fingerprints, warn)
     check_init_from(config)
-    return _folder_of_weights(config.init_from)
+    found = _folder_of_weights(config.init_from)
+    if Path(found).parent.name == CHECKPOINTS_DIR != Path(config.init_from).parent.name and (
+        config.stage.lora or config.stage.needs_reference
+    ):
+        raise UserError(
+            f"stage={config.stage.name} reads the weights again at a resume, and this run has only checkpoints, which it deletes",
+            f"init_from={config.init_from}",
+            f"finish it: {resume_command(Path(config.init_from))}",
+        )
+    return found
 
 
 def check_init_from(config: Config) -> None:

@@ -8,6 +8,7 @@ second file, because closing any descriptor of `.lock` frees the lock.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -171,7 +172,7 @@ def busy_error(folder: Path, kind: str = "run") -> UserError:
 def unusable_error(folder: Path, error: OSError, kind: str = "run") -> UserError:
     fix = f"place the {kind} in another directory with hydra.{kind}.dir=DIR"
     if (folder / "checkpoints").exists():  # it is resumed, and stays in its directory
-        fix = f"copy it to another disk: cp -r {folder} DIR, and continue there: resume=DIR"
+        fix = f"copy it to another disk: cp -r {shlex.quote(str(folder))} DIR, and continue there: resume=DIR"
     return UserError(f"the {kind} directory cannot be used: {describe_disk_error(error, folder)}", str(folder), fix)
 
 

@@ -54,6 +54,9 @@ EARLY: list[tuple[list[str], list[str]]] = [
     (["hydra.launcher.array_parallelism=4", "-m", "seed=1,2"], ["fix:   hydra.launcher.workers=4"]),
     # flags
     (["--epochs", "3"], ["--epochs is not a flag", "train.epochs=3"]),
+    (["--bf16"], ["--bf16 is not a flag", "precision=bf16"]),
+    (["--output_dir", "x"], ["--output_dir is not a flag", "hydra.run.dir=x"]),
+    (["--optim", "adamw_torch"], ["--optim is not a flag", "optimizer=<value>"]),
     (["--no-such-flag"], ["unknown flag"]),
     (["--info", "job"], ["invalid flag"]),
     (["--config-name", "chat"], ["--config-name chat"]),
@@ -66,6 +69,7 @@ EARLY: list[tuple[list[str], list[str]]] = [
     (["train.epochs=${train.nothing}"], ["train.epochs must be an integer, got ${train.nothing}"]),
     (["optimizer.lr=[1"], ["cannot be parsed"]),
     (["optimizer.lr=1e-3,", "seed=1"], ["where: optimizer.lr=1e-3,\n", "remove the comma"]),
+    (["data.system_prompts='annulled x'"], ["must be a list", "fix:   data.system_prompts=[annulled,x]"]),
     (["data.system_prompts=Hello"], ["must be a list", "fix:   data.system_prompts=[Hello]"]),
     (["train.epochs=1,2"], ["several values for one run", "--multirun"]),
     (["schedule.min_lr_ratio=4"], ["schedule.min_lr_ratio must be in [0, 1], got 4.0"]),
@@ -128,7 +132,7 @@ EARLY: list[tuple[list[str], list[str]]] = [
     ),
     (
         ["-m", "optimizer.lr=1e-3,", "5e-4,", "1e-4", "seed=1"],
-        ["a space after a comma", "fix:   optimizer.lr=1e-3,5e-4,1e-4 seed=1"],
+        ["a space after a comma", "fix:   optimizer.lr=1e-3,5e-4,1e-4\n"],
     ),
     # YAML files of the user
     ([*MINE, "model=no_family"], ["model.family has no value, it must be one of", "my/model/no_family.yaml"]),

@@ -216,6 +216,20 @@ def test_variable_of_the_environment_is_stored_as_its_value(monkeypatch: pytest.
         assert "export NAME=" in refused.value.fix
 
 
+def test_variable_in_an_override_of_hydra_is_not_stored_as_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be secret; hydra.run.dir is a path of the run."""
+    monkeypatch.setenv("KEY", "secret")
+    of_hydra = ["+hydra.job.env_set.KEY=${oc.env:KEY}", "hydra.launcher.partition=${oc.env:KEY}"]
+    assert overrides.absolutize_paths(of_hydra) == of_hydra
+    assert overrides.absolutize_paths(["hydra.run.dir=/x/${oc.env:KEY}"]) == ["hydra.run.dir=/x/secret"]
+
+
+def test_fix_of_a_space_after_a_comma_is_quoted_for_a_shell() -> None:
+    with pytest.raises(UserError, match="space after a comma") as refused:
+        overrides.absolutize_paths(["run.name=a b,", "c", "run.note=a; rm b"])
+    assert refused.value.fix == "'run.name=a b,c'"
+
+
 def test_variable_that_a_yaml_file_names_but_is_not_set_is_named(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nseed: ${oc.env:UNSET}\n")
@@ -235,6 +249,7 @@ def test_names_of_other_programs_lead_to_settings_that_exist() -> None:
 
 def test_experiment_may_be_null_as_a_value_of_a_sweep() -> None:
     assert compose_config(["experiment=null"]) == compose_config([])
+    assert compose_config(["experiment=gpu_8gb", "experiment=null"]) == compose_config([])
     assert source_files(["experiment=null"]) == source_files([])
 
 

@@ -460,6 +460,13 @@ def test_open_entry_accepts_a_file_a_glob_and_a_folder(tmp_path, monkeypatch):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(gzip.compress(b"{}") if name.endswith("gz") else b"{}")
     assert names(".") == ["a.json.gz", "b.jsonl", "[x].txt", "c.csv"]
+    for name in ("license_corpus.txt", "requirements-engineering.txt"):  # are data
+        Path("texts").mkdir(exist_ok=True)
+        Path("texts", name).write_text("text")
+    assert names("texts") == ["license_corpus.txt", "requirements-engineering.txt"]
+    Path("corpus").write_text("ARROGANCE is a vice")  # no Arrow file
+    with pytest.raises(UserError, match="format cannot be detected"):
+        names("corpus")
     assert names("deep/[x].txt") == ["[x].txt"]  # an existing file is not a pattern
     assert (names("[ab].json*"), names("**/*.csv")) == (["a.json.gz", "b.jsonl"], ["c.csv"])
 

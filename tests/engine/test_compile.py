@@ -116,7 +116,8 @@ def test_compile_auto_is_off_with_experts_or_without_a_compiler(monkeypatch):
 def test_compiler_with_arguments_is_one_for_torch_too(cache, tmp_path, monkeypatch):
     """CXX="g++ -O2" was no compiler: `auto` trained without compiled layers, `default` failed."""
     monkeypatch.setattr(paths, "REPO_ROOT", tmp_path)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
     if cache is None:
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     compiler = tmp_path / "my g++"
@@ -127,7 +128,8 @@ def test_compiler_with_arguments_is_one_for_torch_too(cache, tmp_path, monkeypat
         assert resolve_compile_mode("auto", 1e30, CPU, threads=2, has_experts=False).mode == "default"
         for _ in range(2):
             set_inductor_cache()
-        printed = subprocess.run([os.environ["CXX"], "-c", "x"], check=True, capture_output=True, text=True)
+        run = {"check": True, "capture_output": True, "text": True, "cwd": "/"}
+        printed = subprocess.run([os.environ["CXX"], "-c", "x"], **run)
         assert printed.stdout.strip() == arguments
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
     assert resolve_compile_mode("auto", 1e30, CPU, threads=2, has_experts=False).mode == "off"

@@ -210,6 +210,12 @@ def test_run_that_is_not_completed_gives_its_newest_whole_checkpoint(
     for _ in range(2):  # the checks of a start, and the start
         assert resolved(from_run, tmp_path) == str(tmp_path / "run" / "checkpoints" / "step-00000002")
     assert capsys.readouterr().err.count("the run has no model yet, the weights are those of step-00000002") == 1
+    for read_again in ("dpo", "lora"):  # by a resume, when the run may have deleted the checkpoint
+        with pytest.raises(UserError, match="reads the weights again") as error:
+            resolved(
+                compose_config([f"stage={read_again}", f"init_from={tmp_path / 'run'}", "data.path=none"]), tmp_path
+            )
+        assert error.value.fix.endswith(f"resume={tmp_path / 'run'}")
     (tmp_path / "completed" / "model").mkdir(parents=True)
     (tmp_path / "completed" / "run.json").write_text("{}")
     assert resolved(dataclasses.replace(sft, init_from=f"{tmp_path / 'completed'}"), tmp_path).endswith("completed")

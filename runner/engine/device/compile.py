@@ -111,10 +111,12 @@ def set_inductor_cache() -> Path:
         content = f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n'.encode()
         # torch knows a compiler by its name
         name = "-".join(Path(part).name for part in command if part[0] != "-")[:50]
-        program = folder / f"compiler-{hashlib.sha256(content).hexdigest()[:16]}" / name
+        program = folder.absolute() / f"compiler-{hashlib.sha256(content).hexdigest()[:16]}" / name
         if not os.access(program, os.X_OK):
-            write_atomic_files([(program, content)])
-            program.chmod(0o700)
+            made = program.with_name(f"{name}.{os.getpid()}")  # executable before another process can find it
+            write_atomic_files([(made, content)])
+            made.chmod(0o700)
+            made.replace(program)
         os.environ["CXX"] = str(program)
     return folder
 
