@@ -214,7 +214,7 @@ def normalize_values(typed: Iterable[str]) -> list[str]:
     """Return the overrides as Hydra takes them: `train.max_steps=1e3` as `train.max_steps=1000`, because it parses 1e3
     as a float; without `experiment=null`, the default, because it takes no null for a group.
     """
-    schema, normalized = config_schema(), []
+    schema, normalized = config_schema(), list[str]()
     for override in typed:
         if override == "experiment=null":
             normalized = [each for each in normalized if not each.startswith("experiment=")]
