@@ -171,7 +171,7 @@ def literal_overrides() -> dict[str, str]:
 @pytest.mark.slow
 def test_every_written_out_override_of_a_fix_can_be_typed() -> None:
     faults, overrides = [], literal_overrides()
-    assert len(overrides) > 70
+    assert len(overrides) > 60  # examples of limits: tests/common/test_settings.py
     for override, fix in overrides.items():
         if override == "optimizer.lr=1e-4,5e-4":  # of a sweep
             continue
