@@ -257,7 +257,8 @@ def test_read_only_run_directory_is_refused_and_left_unchanged(exists: bool, tmp
         assert train(config, run_dir, drop_privileges) == 2
         assert modification_times() == before
         output = read_output(run_dir)
-        assert "Permission denied" in output and str(run_dir) in output and "hydra.run.dir=DIR" in output
+        fix = "continue there: resume=DIR" if exists else "hydra.run.dir=DIR"  # a run that is resumed stays where it is
+        assert "Permission denied" in output and str(run_dir) in output and fix in output
 
 
 def make_loss_nan(*steps: int) -> None:
