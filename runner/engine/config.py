@@ -90,9 +90,9 @@ class TrainConfig(CheckedSettings):
     max_failed_saves: int = at_least(1)
     # auto (if the run is long enough to gain from it), off, default, reduce-overhead or max-autotune
     compile: str = one_of(*COMPILE_MODES, resume=CHANGES_ROUNDING)
-    # hours after which this launch saves and ends with exit code 75, checked after each step; resume= continues; 0: never
+    # hours after which this launch saves and ends with exit code 75, checked after each step; 0: never
     max_hours: float = at_least(0)
-    # decay of the exponential moving average of the trained weights, e.g. 0.999; export.weights=ema exports it; 0: none
+    # decay of the exponential moving average of the trained weights, for export.weights=ema; 0: none
     ema_decay: float = within("[0, 1)", 0.999, resume=CHANGES_TRAINING)
     # write a trace of this many steps, after the first two of a launch, to profile.json; 0: none
     profile: int = at_least(0)
