@@ -64,6 +64,10 @@ class Decoder(LanguageModel):
     def layers(self) -> nn.ModuleList:
         return self.model.layers
 
+    @property
+    def input_layer(self) -> nn.Module:
+        return self.model.embed_tokens
+
     def forward(
         self,
         input_ids: Tensor,

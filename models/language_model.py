@@ -39,6 +39,7 @@ class LanguageModel(nn.Module):
     activation_checkpointing: str  # none, selective or full
     kernels_description: str | None = None  # what `prepare` has chosen, for the log
     probes_weights: ClassVar[bool] = False  # what `prepare` chooses depends on the weights
+    penalties: tuple[float, float] = (0.0, 0.0)  # of the loss in training
     has_packed_rows: bool = False  # of a run with packed rows: each call says which documents its rows have
 
     def __call__(
@@ -125,6 +126,16 @@ class LanguageModel(nn.Module):
         """
         for module in self.modules():
             vars(module)["attention_kernel"] = kernel
+
+    def use_penalties(self, label_smoothing: float, z_loss: float) -> None:
+        """Train with `chunked_loss.penalize`; evaluations have the loss without it."""
+        for module in self.modules():
+            vars(module)["penalties"] = label_smoothing, z_loss
+
+    @property
+    def input_layer(self) -> nn.Module:
+        """Layer that returns the embeddings of tokens, (B, T) -> (B, T, D)."""
+        raise NotImplementedError
 
     @property
     def output_layer(self) -> nn.Module | None:

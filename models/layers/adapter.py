@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from common.errors import UserError
 from models.config import LoraConfig
-from models.layers.chunked_loss import LMHead, linear_cross_entropy
+from models.layers.chunked_loss import LMHead
 from models.layers.ops import compute_dtype
 
 DEVICES = ("cuda", "cpu")
@@ -205,14 +205,14 @@ class LoraHead(LoraLayer, LMHead):
             return super().forward(x)
         adapter = self.active()
         if adapter is None:
-            return linear_cross_entropy(x, self.weight, labels, reduction)
+            return self.loss(x, self.weight, labels, reduction)
         dropped = adapter.dropout(x)
         h = (adapter.scale * F.linear(dropped, adapter.A)).to(x.dtype)
         inputs, weights = [x, h], [self.weight, adapter.B]
         if adapter.magnitude is not None:  # DoRA: W x + (f - 1) W dropout(x) + f s B h
             factors = adapter.row_factors(self.weight)[:, None]
             inputs, weights = [x, dropped, h], [self.weight, (factors - 1) * self.weight, factors * adapter.B]
-        return linear_cross_entropy(torch.cat(inputs, dim=-1), torch.cat(weights, dim=1), labels, reduction)
+        return self.loss(torch.cat(inputs, dim=-1), torch.cat(weights, dim=1), labels, reduction)
 
 
 ADAPTABLE: tuple[type[nn.Module], ...] = (nn.Linear, LMHead, Linear4bit)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.layers.cpu_kernels.upcast_products import are_products_upcast, multiply
@@ -36,8 +37,32 @@ _COMPILED_BLOCKS: list[Callable[..., Any]] = []  # of `compile_blocks`
 class LMHead(nn.Linear):
     """Output layer: logits, or the loss of given labels."""
 
+    penalties = (0.0, 0.0)  # label smoothing and z-loss (see `penalize`), in training only
+
     def forward(self, x: Tensor, labels: Tensor | None = None, reduction: str = "none") -> Tensor:
-        return super().forward(x) if labels is None else linear_cross_entropy(x, self.weight, labels, reduction)
+        return super().forward(x) if labels is None else self.loss(x, self.weight, labels, reduction)
+
+    def loss(self, x: Tensor, weight: Tensor, labels: Tensor, reduction: str) -> Tensor:
+        if not (self.training and any(self.penalties)):
+            return linear_cross_entropy(x, weight, labels, reduction)
+        nll = linear_cross_entropy(x, weight, labels, "none")
+        with torch.autocast(x.device.type, enabled=False):
+            x = x.float()
+            at_label = (x * F.embedding(labels.clamp(min=0), weight)).sum(-1)
+            return penalize(nll, at_label, x @ weight.mean(0), labels, self.penalties, reduction)
+
+
+def penalize(
+    nll: Tensor, at_label: Tensor, mean: Tensor, labels: Tensor, penalties: tuple[float, float], reduction: str
+) -> Tensor:
+    """Return the loss of each token, or the sum, with label smoothing s, as torch's cross_entropy has it, and z-loss z
+    (https://arxiv.org/abs/2204.02311): nll + s (at_label - mean) + z (nll + at_label)^2.
+
+    All (B, T): at_label, the logit of the label; mean, of all logits; nll + at_label is their logsumexp.
+    """
+    smoothing, z = penalties
+    nll = (nll + smoothing * (at_label - mean) + z * (nll + at_label).square()) * (labels != IGNORE_LABEL)
+    return nll if reduction == "none" else nll.sum()
 
 
 def tokens_per_chunk(vocab_size: int, device_type: str) -> int:
@@ -137,7 +162,7 @@ def _nll(x: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> tuple[
     for rows, y in _chunks(labels, chunk_tokens):
         logits = (pad_tokens(x[rows]) @ w.t())[: len(y)]
         log_sum[rows] = chunk_log_sum = torch.cat([logits[block].float().logsumexp(-1) for block in _blocks(logits)])
-        nll[rows] = torch.where(y == IGNORE_LABEL, 0.0, chunk_log_sum - _at_labels(logits, y).float())
+        nll[rows] = torch.where(y == IGNORE_LABEL, 0.0, chunk_log_sum - at_labels(logits, y).float())
         del logits
     return nll.clone(), log_sum.clone()  # outputs of an operator must not share memory
 
@@ -206,7 +231,7 @@ def block_functions(x: Tensor, is_training: bool) -> Sequence[Callable[..., Any]
 def fused_nll(logits: Tensor, y: Tensor, overwrite: bool) -> Tensor:
     """Return what `_block_nll` returns, without an operator that a compiler cannot fuse."""
     log_sum = logits.float().logsumexp(-1, keepdim=True)
-    nll = torch.where(y == IGNORE_LABEL, 0.0, log_sum.squeeze(-1) - _at_labels(logits, y).float())
+    nll = torch.where(y == IGNORE_LABEL, 0.0, log_sum.squeeze(-1) - at_labels(logits, y).float())
     if overwrite:
         fused_gradient(logits, y, log_sum, torch.ones_like(log_sum))
     return nll
@@ -231,7 +256,7 @@ def _block_nll(logits: Tensor, y: Tensor, overwrite: bool) -> Tensor:
     """
     log_p = logits.float()
     torch.log_softmax(log_p, -1, out=log_p)  # fp32 logits are overwritten, to save memory
-    nll = torch.where(y == IGNORE_LABEL, 0.0, -_at_labels(log_p, y))
+    nll = torch.where(y == IGNORE_LABEL, 0.0, -at_labels(log_p, y))
     if overwrite:
         gradient = _nll_grad(log_p, y)
         if gradient.dtype != logits.dtype:  # fp32 logits were overwritten
@@ -259,7 +284,7 @@ def _add_weight_grad(dw: Tensor, p: Tensor, x: Tensor) -> None:
         dw[block] += p[:, block].t() @ x
 
 
-def _at_labels(values: Tensor, y: Tensor) -> Tensor:
+def at_labels(values: Tensor, y: Tensor) -> Tensor:
     """values: (n, V), y: (n,) -> the value at each label (n,)."""
     return values.gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1)
 

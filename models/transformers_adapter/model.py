@@ -24,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from common.errors import UserError
 from models.families.transformers import TransformersConfig, create_hf_config, length_dependence
 from models.language_model import LanguageModel, ModelOutput
-from models.layers.chunked_loss import IGNORE_LABEL, LMHead
+from models.layers.chunked_loss import IGNORE_LABEL, LMHead, at_labels, penalize
 from models.layers.ops import full_checkpointing, selective_checkpointing
 from models.transformers_adapter.attention import IMPLEMENTATION, register_attention
 from models.transformers_adapter.balance import BalanceLoss
@@ -91,6 +91,11 @@ class TransformersModel(LanguageModel):
         self.hf.training = mode
         super().train(mode)
         return self
+
+    @property
+    def input_layer(self) -> nn.Module:
+        layer: nn.Module = self.hf.get_input_embeddings()
+        return layer
 
     @property
     def output_layer(self) -> nn.Module | None:
@@ -192,7 +197,12 @@ class TransformersModel(LanguageModel):
             x = self.hf.base_model(input_ids, **arguments).last_hidden_state  # (B, T, D)
             return None, self.hf.get_output_embeddings()(x, labels, reduction)
         logits = self.hf(input_ids, **arguments).logits.float()  # (B, T, V)
-        nll = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_LABEL, reduction=reduction)
+        is_penalized = self.training and any(self.penalties)
+        kind = "none" if is_penalized else reduction
+        nll = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_LABEL, reduction=kind)
+        if is_penalized:
+            parts = nll.view_as(labels), at_labels(logits, labels), logits.mean(-1), labels
+            return None, penalize(*parts, self.penalties, reduction)
         return None, nll if reduction == "sum" else nll.view_as(labels)
 
     @property

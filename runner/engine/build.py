@@ -160,7 +160,7 @@ def build_run(
     compile_decision = decide_compilation(cfg, model, loader, dist.device)
     if compile_decision.is_long_run and dist.device.type == "cpu":
         use_memory_pool(set_inductor_cache())
-    optimizers = build_optimizer(cfg.optimizer, model, cfg.model.num_hidden_layers)
+    optimizers = build_optimizer(cfg.optimizer, model, cfg.model.num_hidden_layers, cfg.train.ema_decay)
     models = (model, *objective.extra_models)
     choices = cpu_choices(cfg, models, optimizers, loader, precision, compile_decision, is_resumed=saved is not None)
     kernels = choose_cpu_kernels(choices, compile_decision, dist, saved, stop)

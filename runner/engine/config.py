@@ -90,6 +90,12 @@ class TrainConfig(CheckedSettings):
     max_failed_saves: int = at_least(1)
     # auto (if the run is long enough to gain from it), off, default, reduce-overhead or max-autotune
     compile: str = one_of(*COMPILE_MODES, resume=CHANGES_ROUNDING)
+    # hours after which this launch saves and ends with exit code 75, checked after each step; 0: never
+    max_hours: float = at_least(0)
+    # decay of the exponential moving average of the trained weights, for export.weights=ema; 0: none
+    ema_decay: float = within("[0, 1)", 0.999, resume=CHANGES_TRAINING)
+    # write a trace of this many steps, after the first two of a launch, to profile.json; 0: none
+    profile: int = at_least(0)
     # parameters that keep their initial values, e.g. [embed_tokens, layers.0-3]
     freeze: list[str] = field(metadata=INCOMPATIBLE)
     # recompute in the backward pass: none, selective (all but matmuls and attention) or full
@@ -156,9 +162,9 @@ class ExportConfig(CheckedSettings):
     SECTION = "export"
     ON_RESUME = "ignored"
 
-    # of model/: best (those of the lowest validation loss), last, or auto: best if the run evaluates on validation
-    # data, otherwise last
-    weights: str = one_of("auto", "best", "last")
+    # of model/: best (those of the lowest validation loss), last, ema (average of train.ema_decay, which is evaluated
+    # then), or auto: best if the run evaluates on validation data, otherwise last
+    weights: str = one_of("auto", "best", "last", "ema")
 
 
 @settings_class
@@ -278,6 +284,12 @@ class Config(CheckedSettings):
                 "export.weights=best needs evaluations on validation data, and this run has none",
                 "export.weights=best",
                 "set train.eval_every, and data.val_path or data.val_fraction; or export.weights=last",
+            )
+        if self.export.weights == "ema" and not train.ema_decay:
+            raise UserError(
+                "export.weights=ema needs the average of the weights, and this run has none",
+                "export.weights=ema",
+                "train.ema_decay=0.999",
             )
         if train.patience and not self.evaluates:
             raise UserError(

@@ -15,14 +15,15 @@ from common.filesystem import describe_disk_error, sync_path, sync_tree
 from data.tokenize.chat_template import ChatTemplate
 from models.formats import save
 from models.language_model import LanguageModel
-from runner.checkpoint.format import read_model_tensors
+from runner.checkpoint.format import read_checkpoint_tensors, read_model_tensors
 from runner.checkpoint.manager import newest_checkpoint
 from runner.checkpoint.saving import find_best_weights, save_freeing_space
 from runner.engine.build import build_model, initial_weights_of
 from runner.engine.device import rng
-from runner.engine.evaluation import is_evaluation_due
+from runner.engine.evaluation import evaluate_loss, is_evaluation_due
 from runner.engine.objectives.config import prepare_stage
-from runner.engine.state import TrainState, load_strict, saved_tensors
+from runner.engine.optim.groups import AVERAGE
+from runner.engine.state import TrainState, finite_or_none, load_strict, saved_tensors
 
 
 @dataclass(frozen=True)
@@ -32,18 +33,28 @@ class ExportedWeights:
     Readers (evaluate.py, leaderboards, samplers) name them by it.
     """
 
-    weights: str  # best or last
+    weights: str  # best, last or ema
     step: int
     loss: float | None  # of the evaluation of exactly these weights; None: there was none
     source: Path | None  # folder with their tensors; None: the model in memory
 
 
 def choose_weights(state: TrainState) -> ExportedWeights:
-    """Return the weights that export.weights means. Every rank returns the same step and loss."""
+    """Return the weights that export.weights means. Every rank returns the same step and loss.
+
+    ema: the model has them from here on.
+    """
     progress = state.progress
     is_evaluated = is_evaluation_due(state) or state.stopped_early
     checkpoint = newest_checkpoint(state.run_dir) if state.dist.sharded and state.dist.is_rank_zero else None
     last = ExportedWeights("last", progress.step, progress.eval_loss if is_evaluated else None, checkpoint)
+    if state.cfg.export.weights == "ema":
+        if not state.optimizers.averages:  # the run had no train.ema_decay until its last step
+            state.logger.warning("no step was averaged: the last weights are exported")
+            return last
+        state.optimizers.use_averages()
+        loss = finite_or_none(evaluate_loss(state)["loss"]) if state.val_loader else None
+        return dataclasses.replace(last, weights="ema", loss=loss)
     if state.cfg.export.weights == "last" or state.pipeline.evaluates_training_rows or progress.best_step is None:
         return last
     if progress.best_step == progress.step:
@@ -66,7 +77,7 @@ def export_model(state: TrainState, exported: ExportedWeights) -> None:
     refuses.
     """
     state.logger.show_activity("writing model/", 0, 1, "folders")
-    model = state.model if exported.source is None else _load_unsharded_model(state, exported.source)
+    model = state.model if exported.source is None else _load_unsharded_model(state, exported)
     try:
         save_freeing_space(
             partial(_write_folder, state, model),
@@ -125,9 +136,15 @@ def _move_away(folder: Path, to: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _load_unsharded_model(state: TrainState, source: Path) -> LanguageModel:
+def _load_unsharded_model(state: TrainState, exported: ExportedWeights) -> LanguageModel:
+    assert (source := exported.source)
     rng.seed_all(state.cfg.seed)
     model = build_model(state.cfg, load_initial_weights=False)
     prepare_stage(state.cfg.stage, model, state.cfg.init_from)
-    load_strict(saved_tensors(model), read_model_tensors(source), source)
+    tensors = read_model_tensors(source)
+    if exported.weights == "ema":
+        suffix = f"/{AVERAGE}"
+        optimizer = read_checkpoint_tensors(source)["optimizer"].items()
+        tensors |= {name.removesuffix(suffix): average for name, average in optimizer if name.endswith(suffix)}
+    load_strict(saved_tensors(model), tensors, source)
     return model

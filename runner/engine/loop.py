@@ -35,10 +35,12 @@ from runner.engine.step_metrics import (
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.profiler import profile
 
     from data.batching.batch import Batch
     from runner.engine.objectives.objective import LossSums
 
+PROFILE_WARMUP = 2  # steps before those of train.profile
 STEP_TOTALS = 4  # numbers that `train_step` sums over ranks first; a rank whose loader fails adds as many zeros
 
 
@@ -120,6 +122,7 @@ def train_steps(state: TrainState) -> None:
     with (
         state.stop.working_on("after this micro-batch, then saving"),
         closing(state.loader.iter_steps(progress.step, state.total_steps, state.stop)) as steps,
+        profile_steps(state) if cfg.train.profile and state.dist.is_rank_zero else nullcontext() as profiler,
     ):
         for batches in throughput.timed(
             propagate_failure(steps, partial(state.all_reduce_or_raise, [0.0] * STEP_TOTALS))
@@ -135,11 +138,28 @@ def train_steps(state: TrainState) -> None:
                 flush_steps(state)
             state.is_consistent = True
             checkpoints.report_finished()
-            state.check_stop()
+            if is_out_of_time := state.stop.is_out_of_time(cfg.train.max_hours):
+                state.logger.info(f"train.max_hours={cfg.train.max_hours:g} is over")
+            state.check_stop(is_out_of_time)
+            if profiler:
+                profiler.step()
             with throughput.paused():
                 if state.is_due(cfg.train.save_every):
                     checkpoints.save_async(progress.step, state)
                 evaluate_if_due(state)
+
+
+def profile_steps(state: TrainState) -> profile:
+    """Return a profiler that writes a trace of `train.profile` steps, after those that warm up."""
+    from torch.profiler import profile, schedule
+
+    steps, file = state.cfg.train.profile, state.run_dir / "profile.json"
+
+    def write(trace: profile) -> None:
+        trace.export_chrome_trace(str(file))
+        state.logger.info(f"a trace of {steps} steps is in {file}; open it at https://ui.perfetto.dev")
+
+    return profile(schedule=schedule(wait=0, warmup=PROFILE_WARMUP, active=steps, repeat=1), on_trace_ready=write)
 
 
 def step_with_retries(state: TrainState, batches: list[Batch], lr: float) -> StepOutput:

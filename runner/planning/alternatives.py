@@ -239,13 +239,7 @@ def live_bytes(state: TrainState) -> dict[str, int]:
     import torch
 
     parameters = [p for model in (state.model, *state.objective.extra_models) for p in model.parameters()]
-    optimizer = (
-        value
-        for part in state.optimizers.parts
-        for entry in part.state.values()
-        for value in entry.values()
-        if torch.is_tensor(value)
-    )
+    optimizer = filter(torch.is_tensor, state.optimizers.state_dict().values())
     gradients = (p.grad for p in parameters if p.grad is not None)
     return {"weights": _bytes(parameters), "gradients": _bytes(gradients), "optimizer": _bytes(optimizer)}
 

@@ -101,7 +101,7 @@ def estimate_disk(cfg: Config, facts: ModelSizes, steps: int) -> DiskEstimate:
     kept = min(max(1, saves), train.keep_checkpoints + milestones + 1)
     adapters = cfg.stage.lora is not None
     return DiskEstimate(
-        checkpoint=FP32 * (facts.trained + facts.optimizer_numbers(cfg.optimizer)),
+        checkpoint=FP32 * (facts.trained + facts.optimizer_numbers(cfg)),
         checkpoints=kept,
         best=FP32 * facts.trained if cfg.evaluates else 0,
         export=FP32 * (facts.trained if adapters else facts.parameters) + TOKENIZER,

@@ -14,7 +14,6 @@ from common.paths import outputs_dir
 from models.config import ModelConfig
 from models.families.decoder import DecoderConfig
 from runner.engine.config import Config
-from runner.engine.optim.config import OptimizerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,8 +63,11 @@ class ModelSizes:
     layer: LayerSizes
     optimizer_known: bool  # False: the state of this optimizer is taken to be that of AdamW
 
-    def optimizer_numbers(self, optimizer: OptimizerConfig) -> int:
-        of_matrices, of_others = OPTIMIZER_NUMBERS.get(optimizer.name, (2, 2))
+    def optimizer_numbers(self, cfg: Config) -> int:
+        """Return the numbers of the optimizer's state and of the average of the weights."""
+        of_matrices, of_others = (
+            numbers + bool(cfg.train.ema_decay) for numbers in OPTIMIZER_NUMBERS.get(cfg.optimizer.name, (2, 2))
+        )
         return of_matrices * self.matrices + of_others * (self.trained - self.matrices)
 
 

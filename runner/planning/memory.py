@@ -213,7 +213,7 @@ def estimate_memory(
     held = {
         "weights": (FP32 * (model.parameters - model.quantized) + round(NF4 * model.quantized)) // shards,
         "reference model": FP32 * model.reference // shards,
-        "optimizer": FP32 * model.optimizer_numbers(cfg.optimizer) // shards,
+        "optimizer": FP32 * model.optimizer_numbers(cfg) // shards,
         "process and data": process + libraries if on_cpu else CUDA_CONTEXT,
         "compiler": COMPILER if execution.is_compiled else 0,
         "attention buffers": layer.attention_buffers(),
@@ -295,7 +295,7 @@ def checkpoint_copies(cfg: Config, model: ModelSizes, steps: int) -> int:
         is_apart = cfg.evaluates and train.eval_every < steps and train.eval_every % train.save_every != 0
     else:
         is_apart = cfg.evaluates or train.final_eval_rows > 0
-    return FP32 * (model.trained * (1 + is_apart) + model.optimizer_numbers(cfg.optimizer))
+    return FP32 * (model.trained * (1 + is_apart) + model.optimizer_numbers(cfg))
 
 
 def _logits_bytes(model: ModelSizes, layer: LayerMemory) -> int:

@@ -57,6 +57,7 @@ GUARDED_NAMES = (
     "console.log",
     "evaluations.jsonl",
     "incidents.jsonl",
+    "profile.json",
     "report.html",
     "uninterrupted",
     "resumed",

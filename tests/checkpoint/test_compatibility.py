@@ -24,7 +24,7 @@ IGNORED_SETTINGS = {
     "distributed": {"nproc", "nnodes", "timeout", "max_restarts"},
     "train": {
         "log_every", "eval_every", "save_every", "sample_every", "sample_prompts", "sample_tokens", "keep_checkpoints", "keep_every", "patience", "max_failed_saves", "verify_resume", "supervise",
-        "final_eval_rows",
+        "final_eval_rows", "max_hours", "profile",
     },
     "run": {"name", "tags", "note"},
     "tracker": {"name", "page", "console"},
@@ -36,7 +36,8 @@ IGNORED_SETTINGS = {
 TRAINING_SETTINGS = {
     "optimizer": {"lr", "weight_decay", "betas", "eps", "grad_clip", "layer_decay"},
     "schedule": {"name", "warmup_steps", "min_lr_ratio"},
-    "train": {"max_steps", "epochs", "max_nonfinite_steps"},
+    "train": {"max_steps", "epochs", "max_nonfinite_steps", "ema_decay"},
+    "stage": {"label_smoothing", "z_loss", "neftune_alpha"},
 }
 ROUNDING_SETTINGS = {
     "model": {"attention"},

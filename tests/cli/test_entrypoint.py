@@ -266,3 +266,10 @@ def test_run_in_the_directory_of_another_changes_nothing(call: Call, workspace: 
         result = call(*TINY_RUN, rows, *argv)
         assert is_user_error(result) and f"resume={workspace / 'run'}" in result.stderr
         assert contents(workspace) == before
+
+
+def test_windows_is_refused_with_the_page_that_helps() -> None:
+    program = "import sys; sys.platform = 'win32'; import runner"
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPO_ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "use WSL: docs/guide/windows.md" in done.stderr
+    assert (REPO_ROOT / "docs" / "guide" / "windows.md").is_file()

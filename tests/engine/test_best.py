@@ -86,6 +86,33 @@ def test_last_weights_are_exported_if_asked_for_or_without_validation(make_run, 
         assert_equal_weights(load_weights(state.run_dir), dict(state.model.named_parameters()))
 
 
+def test_average_of_the_weights_is_evaluated_and_exported(make_run):
+    metadata, evaluate = {}, evaluation.evaluate_loss
+    overrides = ["train.ema_decay=0.5", "export.weights=ema", "optimizer.lr=1e-2"]
+    loss = train(state := make_run("sft", *RUN, *overrides, metadata=metadata))
+    exported = metadata["export"]
+    assert exported == {"weights": "ema", "step": 12, "loss": loss} and loss != state.progress.eval_loss
+    written = load_weights(state.run_dir)
+    saved = safetensors.torch.load_file(state.checkpoints.dir / "step-00000012" / "optimizer.safetensors")
+    averages = {name: saved[f"{name}/average"] for name, p in state.model.named_parameters()}
+    assert_equal_weights(written, averages)
+    last = safetensors.torch.load_file(state.checkpoints.dir / "step-00000012" / "model.safetensors")
+    assert not any(torch.equal(last[name], average) for name, average in averages.items())
+    state.model.load_state_dict(written, strict=False)
+    assert evaluate(state)["loss"] == pytest.approx(loss, abs=1e-6)
+
+
+def test_average_that_no_step_had_is_not_exported_in_silence(make_run):
+    with pytest.raises(UserError, match="export.weights=ema needs the average of the weights"):
+        make_run("sft", "export.weights=ema")
+    train(make_run("sft", *RUN, "export.weights=last"))
+    metadata = {}
+    resumed = make_run("sft", *RUN, "train.ema_decay=0.5", "export.weights=ema", attempt=2, metadata=metadata)
+    train(resumed)
+    assert "no step was averaged: the last weights are exported" in (resumed.run_dir / "train.log").read_text()
+    assert metadata["export"]["weights"] == "last"
+
+
 def test_best_weights_without_evaluations_are_refused(make_run):
     with pytest.raises(UserError, match="export.weights=best needs evaluations"):
         make_run("sft", "export.weights=best")
@@ -212,6 +239,24 @@ def test_best_weights_of_two_ranks_are_whole_and_exported(run_ranks, overrides_f
     assert saved.keys() <= exported.keys() and all(
         torch.equal(exported[name], weight) for name, weight in saved.items()
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_average_of_two_ranks_is_whole_and_exported(run_ranks, overrides_for, tmp_path, strategy):
+    overrides = [
+        *RUN,
+        f"distributed={strategy}",
+        "distributed.nproc=2",
+        "device=cpu",
+        "train.ema_decay=0.5",
+        "export.weights=ema",
+    ]
+    run_ranks(2, [{"folder": str(tmp_path / "run"), "overrides": overrides_for("sft", *overrides)}])
+    saved = safetensors.torch.load_file(tmp_path / "run" / "checkpoints" / "step-00000012" / "optimizer.safetensors")
+    exported = load_weights(tmp_path / "run")
+    averages = {name.removesuffix("/average"): tensor for name, tensor in saved.items() if name.endswith("/average")}
+    assert_equal_weights({name: exported[name] for name in averages}, averages)
 
 
 def test_last_weights_without_an_evaluation_of_their_own_have_no_loss(make_run, scripted_losses):

@@ -1,5 +1,6 @@
 """The training loop: accumulation, losses, evaluation, early stopping, failures, activation checkpointing."""
 
+import json
 import math
 import multiprocessing
 
@@ -376,3 +377,15 @@ def test_frozen_paths_that_cannot_be_meant_are_refused(make_run, paths, problem,
     with pytest.raises(UserError, match=problem) as raised:
         make_run("sft", f"train.freeze=[{','.join(paths)}]")
     assert raised.value.fix == fix
+
+
+def test_profile_traces_the_steps_that_are_asked_for(make_run):
+    overrides = ["train.max_steps=6", "train.eval_every=0", "train.save_every=0", "train.sample_every=0"]
+    train(plain := make_run("sft", *overrides, folder="plain"))
+    train(state := make_run("sft", *overrides, "train.profile=2"))
+    events = json.loads((state.run_dir / "profile.json").read_text())["traceEvents"]
+    steps = {event["name"] for event in events if event["name"].startswith("ProfilerStep#")}
+    assert steps == {"ProfilerStep#2", "ProfilerStep#3"} and any(event["name"] == "aten::mm" for event in events)
+    assert f"a trace of 2 steps is in {state.run_dir / 'profile.json'}" in (state.run_dir / "train.log").read_text()
+    for ours, others in zip(state.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(ours, others)

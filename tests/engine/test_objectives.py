@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from row_fixtures import RandomRows
-from tiny_models import TOP_TWO, lora_config, random_model
+from tiny_models import TOP_TWO, lora_config, random_model, randomize
 from torch import Tensor
 
 from data.batching.batch import Batch, collate
@@ -63,6 +64,40 @@ def test_next_token_loss_adds_the_balance_loss_of_a_document_per_label() -> None
     assert sums["aux_loss"].item() == pytest.approx(expected_aux.item(), rel=1e-5) and expected_aux > 1
     assert sums["loss"].item() == pytest.approx(out.nll.sum().item() + expected_aux.item(), rel=1e-5)
     assert_equal(gradients(sums["loss"], model), gradients(out.nll.sum() + expected_aux, model))
+
+
+@pytest.mark.parametrize("targets", [None, ["lm_head"]])
+def test_next_token_loss_has_label_smoothing_and_z_loss(targets: list[str] | None) -> None:
+    model, batch = small_model(tie_word_embeddings=False).train(), batch_of()
+    if targets:
+        randomize(add_lora(model, lora_config(targets=targets)) or model, 0.1)
+    logits = model(**batch.inputs_without_labels).logits
+    smoothed = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum", label_smoothing=0.2)
+    z = logits.logsumexp(-1).square()[batch.labels != -100].sum()
+    model.use_penalties(0.2, 0.03)
+    loss = NextToken().loss(model, batch)["loss"]
+    torch.testing.assert_close(loss, smoothed + 0.03 * z)
+    assert_equal(gradients(loss, model), gradients(smoothed + 0.03 * z, model))
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_next_token_noise_is_bounded_by_the_length_of_each_document(is_packed: bool) -> None:
+    """The sum of the noise over a document is that of L D uniform numbers in [-a, a], a = alpha / sqrt(L D)."""
+    rows = RandomRows(LENGTHS, 1, vocab_size=40)
+    each = [rows[i] for i in range(len(rows))]
+    batch = collate([each] if is_packed else [[row] for row in each], pad_id=0, packed=is_packed)
+    model = small_model().train()
+    embedded: list[Tensor] = []
+    model.dropout.register_forward_pre_hook(lambda _, inputs: embedded.append(inputs[0]))
+    objective = NextToken(model.input_layer, neftune_alpha=5.0)
+    objective.loss(model, batch)
+    noise = (embedded[0] - model.input_layer(batch.input_ids)).abs().amax(-1)  # (R, T)
+    for document, length in enumerate(batch.lengths.tolist()):
+        of_document = noise[document, :length] if batch.document_ids is None else noise[batch.document_ids == document]
+        bound = 5 / math.sqrt(length * model.cfg.hidden_size)
+        assert 0.9 * bound < of_document.max() <= bound * (1 + 1e-4)
+    objective.loss(model.eval(), batch)
+    assert torch.equal(embedded[1], model.input_layer(batch.input_ids))
 
 
 def test_dpo_loss_adds_half_the_balance_loss_of_the_two_sequences_of_a_pair() -> None:

@@ -389,6 +389,29 @@ def test_optimizer_state_is_restored_by_parameter_name_without_lr(config: Optimi
     assert {group["lr"] for part in second.parts for group in part.param_groups} == {0.5}
 
 
+def test_optimizer_averages_parameters_after_each_step_that_counts(config: OptimizerConfig) -> None:
+    model = SmallModel()
+    built = build_optimizer(config, model, num_layers=2, ema_decay=0.9)
+    expected: dict[str, torch.Tensor] = {}
+    for found_inf in (0.0, 0.0, 1.0, 0.0):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        built.step(torch.tensor(found_inf))
+        now = {name: p.detach().clone() for name, p in model.named_parameters()}
+        if not found_inf:
+            expected = {name: 0.9 * expected[name] + 0.1 * p if expected else p for name, p in now.items()}
+    restored = build_optimizer(config, other := SmallModel(), num_layers=2, ema_decay=0.9)
+    restored.load_state_dict(built.state_dict())
+    restored.use_averages()
+    for name, p in other.named_parameters():
+        torch.testing.assert_close(p, expected[name])
+    without = build_optimizer(config, SmallModel(), num_layers=2)
+    without.load_state_dict(built.state_dict())
+    assert not without.averages and without.state_dict().keys() == {
+        key for key in built.state_dict() if not key.endswith("/average")
+    }
+
+
 def test_optimizer_state_of_an_untrained_parameter_is_refused() -> None:
     with pytest.raises(ValueError, match=r"not trained here: value_head\.weight"):
         build_optimizer(adamw(), SmallModel(), num_layers=2).load_state_dict(

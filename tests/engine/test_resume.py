@@ -10,6 +10,7 @@ from engine_fixtures import pairwise, registered_combinations
 
 from common.errors import Interrupted
 from runner.checkpoint import atomic_dir
+from runner.checkpoint.format import read_model_tensors
 from runner.checkpoint.manager import newest_checkpoint
 from runner.engine.loop import train
 from runner.engine.verify_resume import diff_run_dirs
@@ -72,7 +73,28 @@ def assert_exact(run_with_stops):
 )
 def test_resume_after_every_step_is_bitwise_equal(assert_exact, stops):
     overrides = ["model.dropout=0.1", "precision=bf16", "train.batch_size=1", "train.accumulation_steps=3"]
+    overrides += ["train.ema_decay=0.9", "export.weights=ema", "stage.neftune_alpha=5", "stage.z_loss=1e-4"]
     assert_exact("sft", *overrides, stops=stops)
+
+
+def test_resume_after_max_hours_is_bitwise_equal(make_run):
+    """Each launch has this time, and takes at least one step."""
+    overrides = ["train.max_steps=3", "train.eval_every=0", "train.save_every=0", "train.sample_every=0"]
+    for folder, hours, stops in (("uninterrupted", "1000", []), ("stopped", "1e-9", [1, 2, 3])):
+        for attempt, stop in enumerate([*stops, None], 1):
+            limit = f"train.max_hours={hours}"
+            state = make_run("sft", *overrides, limit, folder=folder, attempt=attempt)
+            if stop is None:
+                train(state)
+                break
+            with pytest.raises(Interrupted, match=f"stopped after step {stop}, saved"):
+                train(state)
+            assert "train.max_hours=1e-09 is over" in (state.run_dir / "train.log").read_text()
+            state.logger.finish("interrupted", {})
+    saved = [
+        read_model_tensors(newest_checkpoint(state.run_dir.with_name(name))) for name in ("uninterrupted", "stopped")
+    ]
+    assert saved[0].keys() == saved[1].keys() and all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
 
 
 @pytest.mark.slow

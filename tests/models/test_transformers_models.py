@@ -75,6 +75,24 @@ def check_gradients(model: LanguageModel, expected: dict[str, Tensor]) -> None:
 
 
 @families
+def test_transformers_model_trains_with_label_smoothing_and_z_loss(name: str, folder: Path) -> None:
+    """Through the output layer, and of families that scale or cap its logits; evaluations have the plain loss."""
+    row = reference_of(folder)[0][0]
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    logits, labels = hf(row[None], use_cache=False).logits[0, :-1], row[1:]
+    plain = cross_entropy(logits, labels, reduction="sum")
+    smoothed = cross_entropy(logits, labels, reduction="sum", label_smoothing=0.1)
+    (expected := smoothed + 0.01 * logits.logsumexp(-1).square().sum()).backward()
+    model = trained_model(folder, is_packed=False)
+    model.use_penalties(0.1, 0.01)
+    nll = model(row[None, :-1], labels[None], reduction="sum").nll
+    torch.testing.assert_close(nll, expected)
+    nll.backward()
+    check_gradients(model, {name: p.grad for name, p in hf.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(model.eval()(row[None, :-1], labels[None], reduction="sum").nll, plain)
+
+
+@families
 def test_transformers_model_has_the_losses_and_gradients_of_single_rows(name: str, folder: Path) -> None:
     rows, losses, gradients = reference_of(folder)
     model = trained_model(folder, is_packed=False)

@@ -73,7 +73,7 @@ def test_model_facts_are_those_of_the_model_and_of_its_optimizer(overrides: list
     for p in model.parameters():
         p.grad = torch.zeros_like(p) if p.requires_grad else None
     optimizers.step(torch.zeros(()))
-    assert facts.optimizer_numbers(cfg.optimizer) == sum(
+    assert facts.optimizer_numbers(cfg) == sum(
         tensor.numel() for tensor in optimizers.state_dict().values() if tensor.ndim
     )
 
@@ -171,7 +171,7 @@ def saved_bytes(cfg: Config, packed: bool, kernel: str = "auto", compiled: bool 
 def test_every_part_of_the_memory_grows_with_what_it_holds(tiny_plan: RunPlan):
     parts = tiny_plan.memory.parts
     assert parts["weights"] == FP32 * tiny_plan.model.parameters
-    assert parts["optimizer"] == FP32 * tiny_plan.model.optimizer_numbers(tiny_plan.run.config.optimizer)
+    assert parts["optimizer"] == FP32 * tiny_plan.model.optimizer_numbers(tiny_plan.run.config)
     larger = Planner().plan(planned_start([*TINY, "train.batch_size=8"], []).runs[0])
     assert larger.data.shape.numbers == 2 * tiny_plan.data.shape.numbers
     assert larger.memory.parts["activations"] == pytest.approx(2 * parts["activations"], rel=0.1)
@@ -201,13 +201,13 @@ def test_save_counts_a_copy_of_the_best_weights_only_if_not_saved(
 ) -> None:
     cfg, facts = with_train(tiny_plan.run.config, **settings), tiny_plan.model
     parts = estimated(tiny_plan, cfg, steps, rows=1, tokens=8).parts
-    assert parts["checkpoint copy"] == FP32 * (copies * facts.trained + facts.optimizer_numbers(cfg.optimizer))
+    assert parts["checkpoint copy"] == FP32 * (copies * facts.trained + facts.optimizer_numbers(cfg))
 
 
 def test_step_after_a_save_needs_the_copies_that_are_written_too(tiny_plan: RunPlan) -> None:
     cfg, facts = with_train(tiny_plan.run.config, eval_every=2, save_every=2), tiny_plan.model
     at_end, between = (estimated(tiny_plan, cfg, steps) for steps in (2, 3))
-    copies = FP32 * (facts.trained + facts.optimizer_numbers(cfg.optimizer))
+    copies = FP32 * (facts.trained + facts.optimizer_numbers(cfg))
     assert (
         between.moment == f"{at_end.moment}, while a checkpoint is written" and between.total == at_end.total + copies
     )

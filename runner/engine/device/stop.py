@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
@@ -20,10 +21,15 @@ class StopRequests:
 
     def __init__(self, is_requested: Callable[[], bool] = lambda: False) -> None:
         self._is_requested = is_requested
+        self.started = time.monotonic()
         self.pending_work = "at the start"  # what a request waits for, in its acknowledgement: "stopping ..."
 
     def __call__(self) -> bool:
         return self._is_requested()
+
+    def is_out_of_time(self, max_hours: float) -> bool:
+        """Return whether this launch has lasted `max_hours`; 0: no limit."""
+        return 0 < max_hours <= (time.monotonic() - self.started) / 3600
 
     @contextmanager
     def interrupting(self, pending_work: str) -> Iterator[None]:

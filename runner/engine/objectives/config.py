@@ -22,17 +22,18 @@ conf/stage/kto.yaml sets objective: kto and its values; without such a file, eve
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import field
 from typing import TYPE_CHECKING, ClassVar, Optional
 
 from common.errors import UserError
 from common.registry import Registry
-from common.settings import IGNORED, CheckedSettings, one_of, settings_class
+from common.settings import CHANGES_TRAINING, IGNORED, CheckedSettings, at_least, one_of, settings_class, within
 from models.config import LoraConfig
 from runner.engine.objectives.objective import Objective
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from data.batching.batch import Batch
     from models.language_model import LanguageModel
@@ -95,16 +96,33 @@ def prepare_stage(stage: StageConfig, model: LanguageModel, init_from: str = "sc
 
 
 @register_objective("next_token")
-@dataclass
+@settings_class
 class NextTokenConfig(StageConfig):
+    """Evaluations have the plain cross-entropy."""
+
+    # share of the loss that is the mean over the vocabulary of -log p, as torch's cross_entropy has it
+    label_smoothing: float = within("[0, 1)", 0.1, resume=CHANGES_TRAINING, default=0.0)
+    # weight of the squared logsumexp of the logits, which keeps them from growing, e.g. 1e-4
+    z_loss: float = at_least(0, "1e-4", resume=CHANGES_TRAINING, default=0.0)
+    # NEFTune: uniform noise of up to this over sqrt(tokens of the document x hidden size) on embeddings, e.g. 5
+    neftune_alpha: float = at_least(0, 5, resume=CHANGES_TRAINING, default=0.0)
+
     data_formats = ("text", "chat")
 
     def build_objective(self, model: LanguageModel) -> Objective:
-        return NextToken()
+        if self.label_smoothing or self.z_loss:
+            model.use_penalties(self.label_smoothing, self.z_loss)
+        return NextToken(model.input_layer if self.neftune_alpha else None, self.neftune_alpha)
 
 
 class NextToken(Objective):
-    """Cross-entropy, summed over the tokens with a label times their weight; the count is the sum of the weights."""
+    """Cross-entropy, summed over the tokens with a label times their weight; the count is the sum of the weights.
+
+    In training the output of `noisy_layer` gets the noise of NEFTune (https://arxiv.org/abs/2310.05914).
+    """
+
+    def __init__(self, noisy_layer: nn.Module | None = None, neftune_alpha: float = 0.0) -> None:
+        self.noisy_layer, self.neftune_alpha = noisy_layer, neftune_alpha
 
     def count(self, batch: Batch) -> float:
         return batch.num_supervised_tokens if batch.loss_weights is None else batch.loss_weights.double().sum().item()
@@ -113,7 +131,8 @@ class NextToken(Objective):
         from data.batching.batch import IGNORE_INDEX
 
         weights = batch.loss_weights
-        out = model(**batch.inputs, reduction="sum" if weights is None else "none")
+        with self.noise(batch):
+            out = model(**batch.inputs, reduction="sum" if weights is None else "none")
         loss = out.nll if weights is None else (out.nll * weights).sum()
         if out.aux_loss is None:
             return {"loss": loss}
@@ -123,6 +142,21 @@ class NextToken(Objective):
             * batch.sum_per_document((batch.labels != IGNORE_INDEX).float() if weights is None else weights)
         ).sum()
         return {"loss": loss + aux, "aux_loss": aux}
+
+    def noise(self, batch: Batch) -> AbstractContextManager:
+        if self.noisy_layer is None or not self.noisy_layer.training:
+            return nullcontext()
+        import torch
+
+        bound = self.neftune_alpha * batch.lengths.rsqrt()  # (S,)
+        documents = batch.document_ids
+        bound = bound[:, None] if documents is None else bound[documents.clamp(min=0)]  # (R, 1 or T)
+
+        def add_noise(_: nn.Module, __: object, x: Tensor) -> Tensor:
+            noise = torch.empty_like(x).uniform_(-1, 1)
+            return x + noise * (bound / math.sqrt(x.shape[-1])).unsqueeze(-1).to(x.dtype)
+
+        return self.noisy_layer.register_forward_hook(add_noise)
 
     def eval_metrics(self, means: dict[str, float]) -> dict[str, float]:
         return {"perplexity": math.exp(min(means["loss"], 700.0))}  # e^710 overflows

@@ -7,7 +7,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from common.errors import UserError
-from runner.engine.device.mesh import distribute_like
+from runner.engine.device.mesh import distribute_like, local_shard
 from runner.engine.optim.config import OptimizerConfig, ParamGroups
 
 if TYPE_CHECKING:
@@ -17,11 +17,18 @@ if TYPE_CHECKING:
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")  # in names of parameters of transformers
 
 
-class OptimizerGroup:
-    """One torch optimizer or several (Muon and AdamW), used as one. State is keyed by parameter name."""
+AVERAGE = "average"  # key of the average of a parameter in the state
 
-    def __init__(self, parts: list[Optimizer], names: dict[nn.Parameter, str]) -> None:
-        self.parts, self.names = parts, names
+
+class OptimizerGroup:
+    """One torch optimizer or several (Muon and AdamW), used as one. State is keyed by parameter name.
+
+    ema_decay > 0: keep the exponential moving average of the parameters, from those after the first step on.
+    """
+
+    def __init__(self, parts: list[Optimizer], names: dict[nn.Parameter, str], ema_decay: float = 0.0) -> None:
+        self.parts, self.names, self.ema_decay = parts, names, ema_decay
+        self.averages: dict[nn.Parameter, Tensor] = {}
 
     def set_lr(self, lr: float) -> None:
         for part in self.parts:
@@ -40,6 +47,24 @@ class OptimizerGroup:
                 part.step()
             elif not found_inf.item():
                 part.step()
+        if self.ema_decay:
+            self._average(found_inf)
+
+    def _average(self, found_inf: Tensor) -> None:
+        import torch
+
+        weight = local_shard((1 - self.ema_decay) * (1 - found_inf))  # 0: the step was skipped
+        with torch.no_grad():
+            for p in self.names:
+                if p in self.averages:
+                    local_shard(self.averages[p]).lerp_(local_shard(p), weight.to(p.device))
+                else:
+                    self.averages[p] = p.detach().clone()
+
+    def use_averages(self) -> None:
+        """Replace the parameters by their averages."""
+        for p, average in self.averages.items():
+            p.detach().copy_(average)
 
     def zero_grad(self) -> None:
         for part in self.parts:
@@ -52,7 +77,7 @@ class OptimizerGroup:
             for part in self.parts
             for p, name in self.names.items()
             for key, value in part.state.get(p, {}).items()
-        }
+        } | {f"{self.names[p]}/{AVERAGE}": average for p, average in self.averages.items()}
 
     def load_state_dict(self, saved: dict[str, Tensor]) -> None:
         """Restore what `state_dict()` returned. torch's own load_state_dict goes by position and overrides lr: both are
@@ -68,6 +93,11 @@ class OptimizerGroup:
                 "optimizer.safetensors",
                 "resume with the stage and model the run was started with",
             )
+        self.averages = {
+            p: distribute_like(average.to(p.device, copy=True), like=p)
+            for p, name in self.names.items()
+            if (average := by_name[name].pop(AVERAGE, None)) is not None and self.ema_decay
+        }
         for part in self.parts:
             for group in part.param_groups:
                 for p in group["params"]:
@@ -78,7 +108,7 @@ class OptimizerGroup:
                         }
 
 
-def build_optimizer(cfg: OptimizerConfig, model: nn.Module, num_layers: int) -> OptimizerGroup:
+def build_optimizer(cfg: OptimizerConfig, model: nn.Module, num_layers: int, ema_decay: float = 0.0) -> OptimizerGroup:
     """Sort the trainable parameters into groups and build the optimizers that `cfg` describes."""
     from torch import nn
 
@@ -105,7 +135,7 @@ def build_optimizer(cfg: OptimizerConfig, model: nn.Module, num_layers: int) -> 
         return [{"params": params, "weight_decay": weight_decay, "lr_scale": scale} for scale, params in groups.items()]
 
     rest = by_lr_scale(stacks, cfg.weight_decay) + by_lr_scale(others, 0.0)
-    return OptimizerGroup(cfg.build(ParamGroups(by_lr_scale(matrices, cfg.weight_decay), rest)), names)
+    return OptimizerGroup(cfg.build(ParamGroups(by_lr_scale(matrices, cfg.weight_decay), rest)), names, ema_decay)
 
 
 def _depth(name: str, num_layers: int) -> int:
