@@ -3,5 +3,8 @@
 import sys
 
 if sys.platform == "win32":
-    print("error: this needs the signals and file locks of Linux or macOS; use WSL: docs/guide/windows.md", file=sys.stderr)
+    print(
+        "error: this needs the signals and file locks of Linux or macOS; use WSL: docs/guide/windows.md",
+        file=sys.stderr,
+    )
     sys.exit(2)

@@ -103,6 +103,10 @@ def _dispatch(argv: list[str], task: Task) -> None:
     overrides.check_overrides(typed)
     if is_show:
         return run_hydra(typed, flags)
+    if "train.batch_size=auto" in typed:
+        from runner.planning.batch_size import with_batch_size
+
+        typed = with_batch_size(typed, is_multirun)
     if not is_multirun:
         overrides.check_single_run(typed)
     typed = resolve.resolve_model_overrides(typed)

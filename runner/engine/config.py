@@ -61,7 +61,8 @@ class TrainConfig(CheckedSettings):
     SECTION = "train"
     ON_RESUME = "ignored"
 
-    # batch rows of a micro-batch on each rank: examples, or packed sequences
+    # batch rows of a micro-batch on each rank: examples, or packed sequences; auto: as many as fit by the estimate of
+    # plan.py, with equal rows per step
     batch_size: int = at_least(1, resume=CHANGES_ROUNDING)
     accumulation_steps: int = at_least(1, resume=CHANGES_ROUNDING)  # micro-batches per step
     epochs: int = at_least(1, resume=CHANGES_TRAINING)  # passes over the data

@@ -27,6 +27,7 @@ from runner.engine.device import cpu
 from runner.engine.optim.groups import build_optimizer
 from runner.planning import memory
 from runner.planning.alternatives import find_alternatives, with_train
+from runner.planning.batch_size import fitting_batch
 from runner.planning.command import Planner, notes_of, timed_settings
 from runner.planning.estimate import RunPlan, bytes_text, estimate_disk, plan_dict, plan_text, short_count, sweep_text
 from runner.planning.facts import BatchShape, DataFacts, model_facts
@@ -505,3 +506,22 @@ def test_plan_counts_the_ranks_of_a_machine_and_its_checkpoint(tiny_plan: RunPla
     cfg = with_train(tiny_plan.run.config, save_every=1, keep_checkpoints=2, keep_every=4)
     assert [estimate_disk(cfg, tiny_plan.model, steps).checkpoints for steps in (1, 3, 8)] == [1, 3, 5]
     assert dataclasses.replace(tiny_plan, run=dataclasses.replace(tiny_plan.run, done=3)).steps == 1
+
+
+def test_batch_size_auto_takes_the_largest_size_of_equal_rows_that_fits():
+    def alternative(overrides: str, fits: bool, changes: str = "") -> dict[str, object]:
+        return {"overrides": overrides, "fits": fits, "changes": changes}
+
+    fits = [
+        alternative("train.batch_size=8 train.accumulation_steps=2", fits=False),
+        alternative(
+            "train.batch_size=7 train.accumulation_steps=2", fits=True, changes="14 rows per step instead of 16"
+        ),
+        alternative("precision=bf16", fits=True),
+        alternative("train.batch_size=4 train.accumulation_steps=4", fits=True),
+    ]
+    assert fitting_batch({"alternatives": fits}, 16) == "train.batch_size=4 train.accumulation_steps=4"
+    assert fitting_batch({"alternatives": []}, 16) == "train.batch_size=16 train.accumulation_steps=1"
+    with pytest.raises(UserError, match="not even a micro-batch of one row fits") as raised:
+        fitting_batch({"alternatives": fits[:3]}, 16)
+    assert "precision=bf16" in raised.value.fix

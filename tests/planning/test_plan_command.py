@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from command_fixtures import TINY_RUN, Program
+import yaml
+from command_fixtures import TINY_RUN, Program, is_user_error
 
+from runner.config.compose import compose_config
 from runner.planning.starts import planned_start
 
 pytestmark = pytest.mark.slow
@@ -60,3 +62,24 @@ def test_plan_of_a_resumed_run_counts_the_steps_that_are_left(program: Program, 
 def test_plan_refuses_settings_with_the_exit_code_of_train(program: Program):
     refused = program("train.batch_size=0", command="plan.py")
     assert refused.returncode == 2 and "train.batch_size must be at least 1" in refused.stderr
+
+
+def test_batch_size_auto_trains_the_rows_of_a_step_in_micro_batches_that_fit(program: Program, tmp_path: Path):
+    sizes = ["train.batch_size=auto", "train.accumulation_steps=6"]
+    overrides = [override for override in TINY_RUN if not override.startswith("train.batch_size")]
+    done = program(*overrides, *sizes, "init_from=scratch", f"hydra.run.dir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+    rows = 6 * compose_config(overrides).train.batch_size
+    chosen = [f"train.batch_size={rows}", "train.accumulation_steps=1"]
+    assert f"train.batch_size=auto: {' '.join(chosen)}, {rows} rows per step" in done.stderr
+    recorded = yaml.safe_load((tmp_path / "run" / ".hydra" / "overrides.yaml").read_text())
+    assert recorded[-2:] == chosen and "train.batch_size=auto" not in recorded
+
+
+def test_batch_size_auto_is_refused_where_no_size_can_be_meant(program: Program):
+    for arguments, problem in (
+        (["--multirun", "seed=1,2"], "jobs of a sweep differ in what fits"),
+        (["data.path=missing.jsonl"], "no such file or folder"),
+    ):
+        done = program("train.batch_size=auto", *arguments)
+        assert is_user_error(done) and problem in done.stderr
