@@ -116,15 +116,15 @@ def plugin_sections() -> dict[str, dict[str, type]]:
 def section_table(
     section: str, classes: dict[str, type], defaults: dict[str, Any], options: dict[str, list[str]]
 ) -> str:
-    """Return one row per setting; one that some of the classes lack names those that read it."""
+    """Return one row per setting; one that some of the classes lack, or describe in another way, names those that read it."""
     rows: dict[str, tuple[str, Any, str, str]] = {}
-    readers: dict[str, list[str]] = {}
+    texts: dict[str, dict[str, str]] = {}  # by the option that reads the setting
     for option, cls in classes.items():
         own = {field.name: field for field in dataclasses.fields(cls)}
         for name, kind, text in described_fields(cls):
             if name.startswith("_"):
                 continue
-            readers.setdefault(name, []).append(option)
+            texts.setdefault(name, {})[option] = text
             field = own.get(name)
             if f"{section}.{name}" in defaults and not dataclasses.is_dataclass(kind):
                 default = show(defaults[f"{section}.{name}"])
@@ -135,10 +135,13 @@ def section_table(
             else:
                 default = "; ".join(options.get(name, []))
             rows.setdefault(name, (f"{section}.{name}", kind, text, default))
-    for name, given in readers.items():
-        if len(given) < len(classes):
-            key, kind, text, default = rows[name]
-            rows[name] = (key, kind, f"{text} ({', '.join(given)} only)", default)
+    for name, by_option in texts.items():
+        key, kind, text, default = rows[name]
+        if len(set(filter(None, by_option.values()))) > 1:
+            text = "; ".join(f"{option}: {text}" for option, text in by_option.items() if text)
+        elif len(by_option) < len(classes):
+            text = f"{text} ({', '.join(by_option)} only)"
+        rows[name] = (key, kind, text, default)
     return table(rows.values())
 
 

@@ -47,7 +47,7 @@ class LMHead(nn.Linear):
             return linear_cross_entropy(x, weight, labels, reduction)
         nll = linear_cross_entropy(x, weight, labels, "none")
         with torch.autocast(x.device.type, enabled=False):
-            x = x.float()
+            x, weight = x.float(), weight.float()  # fsdp gathers 16 bits
             at_label = (x * F.embedding(labels.clamp(min=0), weight)).sum(-1)
             return penalize(nll, at_label, x @ weight.mean(0), labels, self.penalties, reduction)
 

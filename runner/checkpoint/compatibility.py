@@ -233,7 +233,9 @@ def diff_facts(saved: Mapping[str, Any], current: Mapping[str, Any], rules: Mapp
     differences: dict[str, list[str]] = {rule: [] for rule in get_args(OnResume)}
     for fact in sorted(saved.keys() | current.keys()):
         before, now = saved.get(fact), current.get(fact)
-        if before != now and (fact in saved or now not in ([], 0)):  # a setting that is newer than the run, and off
+        if before != now and (
+            fact in saved or now is False or now not in ([], 0)
+        ):  # a setting that is newer than the run, and off
             text = (
                 f"{fact}: {before} -> {now}{_cause(fact, saved, current)}"
                 if fact != CODE

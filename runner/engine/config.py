@@ -91,12 +91,14 @@ class TrainConfig(CheckedSettings):
     max_failed_saves: int = at_least(1)
     # auto (if the run is long enough to gain from it), off, default, reduce-overhead or max-autotune
     compile: str = one_of(*COMPILE_MODES, resume=CHANGES_ROUNDING)
-    # hours after which this launch saves and ends with exit code 75, checked after each step; 0: never
+    # hours after which a process saves and ends with exit code 75, checked after each step, counted from its start;
+    # 0: never
     max_hours: float = at_least(0)
-    # decay of the exponential moving average of the trained weights, for export.weights=ema; 0: none
+    # decay of the exponential moving average of the trained weights, e.g. 0.999; 0: none
     ema_decay: float = within("[0, 1)", 0.999, resume=CHANGES_TRAINING)
-    # write a trace of this many steps, after the first two of a launch, to profile.json; 0: none
-    profile: int = at_least(0)
+    # write a trace of this many steps, after the first two of a launch, and of what is between them, to profile.json;
+    # 0: none
+    profile: int = within("[0, 100]", 5)
     # parameters that keep their initial values, e.g. [embed_tokens, layers.0-3]
     freeze: list[str] = field(metadata=INCOMPATIBLE)
     # recompute in the backward pass: none, selective (all but matmuls and attention) or full
@@ -164,7 +166,7 @@ class ExportConfig(CheckedSettings):
     ON_RESUME = "ignored"
 
     # of model/: best (those of the lowest validation loss), last, ema (average of train.ema_decay, which is evaluated
-    # then), or auto: best if the run evaluates on validation data, otherwise last
+    # then), or auto: ema if there is one, else best if the run evaluates on validation data, otherwise last
     weights: str = one_of("auto", "best", "last", "ema")
 
 

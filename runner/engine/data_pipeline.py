@@ -307,8 +307,12 @@ def evaluation_identity(
     ]
     # split texts have the same tokens at every length
     tokens = 0 if encoding.too_long == "split" else int(rows.lengths(0, len(rows)).sum())
-    shared = {field.name for field in dataclasses.fields(StageConfig)} - {"objective"}
-    loss = {f"stage.{key}": value for key, value in dataclasses.asdict(cfg.stage).items() if key not in shared}
+    others = {field.name for field in dataclasses.fields(StageConfig)} - {"objective"}
+    # what a resume may change is read by the training alone
+    others |= {
+        field.name for field in dataclasses.fields(cfg.stage) if field.metadata.get("on_resume") == "changes_training"
+    }
+    loss = {f"stage.{key}": value for key, value in dataclasses.asdict(cfg.stage).items() if key not in others}
     loss |= {f"data.{key}": getattr(cfg.data, key) for key in ("loss_on", "system_prob", "empty_think_prob")}
     return {
         "on": "training" if is_training_slice else "validation",

@@ -44,18 +44,18 @@ def choose_weights(state: TrainState) -> ExportedWeights:
 
     ema: the model has them from here on.
     """
-    progress = state.progress
+    progress, wanted = state.progress, state.cfg.export.weights
     is_evaluated = is_evaluation_due(state) or state.stopped_early
     checkpoint = newest_checkpoint(state.run_dir) if state.dist.sharded and state.dist.is_rank_zero else None
     last = ExportedWeights("last", progress.step, progress.eval_loss if is_evaluated else None, checkpoint)
-    if state.cfg.export.weights == "ema":
+    if wanted == "ema" or (wanted == "auto" and state.cfg.train.ema_decay):
         if not state.optimizers.averages:  # the run had no train.ema_decay until its last step
             state.logger.warning("no step was averaged: the last weights are exported")
             return last
         state.optimizers.use_averages()
         loss = finite_or_none(evaluate_loss(state)["loss"]) if state.val_loader else None
         return dataclasses.replace(last, weights="ema", loss=loss)
-    if state.cfg.export.weights == "last" or state.pipeline.evaluates_training_rows or progress.best_step is None:
+    if wanted == "last" or state.pipeline.evaluates_training_rows or progress.best_step is None:
         return last
     if progress.best_step == progress.step:
         return dataclasses.replace(last, weights="best", loss=progress.best_loss)

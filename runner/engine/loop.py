@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import traceback
 from collections.abc import Callable
@@ -153,12 +154,19 @@ def profile_steps(state: TrainState) -> profile:
     """Return a profiler that writes a trace of `train.profile` steps, after those that warm up."""
     from torch.profiler import profile, schedule
 
-    steps, file = state.cfg.train.profile, state.run_dir / "profile.json"
+    steps = state.cfg.train.profile
 
     def write(trace: profile) -> None:
+        file, traced = state.run_dir / "profile.json", state.progress.step - state.first_step - PROFILE_WARMUP
+        with suppress(OSError):
+            file.unlink()
         trace.export_chrome_trace(str(file))
-        state.logger.info(f"a trace of {steps} steps is in {file}; open it at https://ui.perfetto.dev")
+        if file.is_file():
+            state.logger.info(f"a trace of {min(steps, traced)} steps is in {file}; open it at https://ui.perfetto.dev")
+        else:
+            state.logger.warning(f"the trace of train.profile={steps} could not be written to {file}")
 
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     return profile(schedule=schedule(wait=0, warmup=PROFILE_WARMUP, active=steps, repeat=1), on_trace_ready=write)
 
 
@@ -216,6 +224,7 @@ def train_step(state: TrainState, batches: list[Batch], lr: float) -> StepOutput
             for name, part in parts.items():
                 sums[name] = sums[name] + part.detach() if name in sums else part.detach()
         state.optimizers.set_lr(lr)
+        state.optimizers.steps_done = state.progress.step
     except BaseException:
         set_rng_state(rng_at_start)
         raise

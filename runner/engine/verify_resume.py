@@ -30,7 +30,9 @@ def verify_resume(cfg: Config, work_dir: Path) -> list[str]:
     """Return the differences between a run of `cfg` and the same run stopped half way and resumed; [] if all bits are
     equal.
     """
-    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, max_steps=cfg.train.max_steps or VERIFY_STEPS))
+    cfg = dataclasses.replace(
+        cfg, train=dataclasses.replace(cfg.train, max_steps=cfg.train.max_steps or VERIFY_STEPS, max_hours=0)
+    )
     uninterrupted, resumed = work_dir / "uninterrupted", work_dir / "resumed"
     train_to_step(cfg, uninterrupted, None)
     train_to_step(cfg, resumed, stop_at=max(1, cfg.train.max_steps // 2))

@@ -121,6 +121,7 @@ def timed_settings(cfg: Config) -> tuple[object, ...]:
         train.sample_prompts,
         train.sample_tokens,
         train.final_eval_rows,
+        bool(train.ema_decay),
     )
     sections = cfg.model, cfg.stage, cfg.precision, cfg.data, cfg.distributed
     return *sections, cfg.optimizer.name, *of_train, cfg.init_from, cfg.device

@@ -254,6 +254,8 @@ def _moments(
     head = FP32 * numbers
     # of stages with a reference each token has a weight of its own: logits are computed again in the backward pass
     saved_by_loss = n * D * c + (0 if cfg.stage.needs_reference else head)
+    # another gradient of the output layer
+    penalties = head if getattr(cfg.stage, "has_penalties", False) else 0
     # that all layers share
     mask = n * shape.tokens if shape.is_packed else 0
     if not layer.execution.on_cpu:  # what is added to scores, unless FlexAttention computes them
@@ -272,7 +274,8 @@ def _moments(
     of_update = MUON_BYTES * updated if cfg.optimizer.name == "muon" else 0
     return {
         # the loss and its gradients are computed in chunks of tokens
-        "loss": forward | {"logits and loss": _logits_bytes(model, layer) + head + (numbers + 2 * n * D) * c},
+        "loss": forward
+        | {"logits and loss": _logits_bytes(model, layer) + head + (numbers + 2 * n * D) * c + penalties},
         "backward pass of the last layer": forward
         | {"logits and loss": head + saved_by_loss, "workspace": layer.workspace()},
         "end of the backward pass, or update of the weights": {

@@ -88,7 +88,7 @@ def test_last_weights_are_exported_if_asked_for_or_without_validation(make_run, 
 
 def test_average_of_the_weights_is_evaluated_and_exported(make_run):
     metadata, evaluate = {}, evaluation.evaluate_loss
-    overrides = ["train.ema_decay=0.5", "export.weights=ema", "optimizer.lr=1e-2"]
+    overrides = ["train.ema_decay=0.5", "optimizer.lr=1e-2"]  # which export.weights=auto exports
     loss = train(state := make_run("sft", *RUN, *overrides, metadata=metadata))
     exported = metadata["export"]
     assert exported == {"weights": "ema", "step": 12, "loss": loss} and loss != state.progress.eval_loss
@@ -256,6 +256,7 @@ def test_average_of_two_ranks_is_whole_and_exported(run_ranks, overrides_for, tm
     saved = safetensors.torch.load_file(tmp_path / "run" / "checkpoints" / "step-00000012" / "optimizer.safetensors")
     exported = load_weights(tmp_path / "run")
     averages = {name.removesuffix("/average"): tensor for name, tensor in saved.items() if name.endswith("/average")}
+    assert averages
     assert_equal_weights({name: exported[name] for name in averages}, averages)
 
 

@@ -113,7 +113,7 @@ def test_ranks_train_as_one_process_in_every_configuration(assert_ranks_equal_on
     "size, overrides",
     [
         (2, ["distributed=ddp"]),
-        (2, ["distributed=fsdp", "precision=bf16"]),
+        (2, ["distributed=fsdp", "precision=bf16", "stage.z_loss=1e-3", "train.ema_decay=0.9"]),
         (3, ["distributed=ddp", *MOE]),
         (3, ["distributed=fsdp", "data.packing=best_fit"]),
         (4, ["distributed=fsdp", "distributed.shard=2", "distributed.replicate=2"]),

@@ -379,13 +379,24 @@ def test_frozen_paths_that_cannot_be_meant_are_refused(make_run, paths, problem,
     assert raised.value.fix == fix
 
 
-def test_profile_traces_the_steps_that_are_asked_for(make_run):
+@pytest.mark.parametrize(("steps", "traced"), [(2, 2), (5, 4)])
+def test_profile_traces_the_steps_that_are_asked_for(make_run, steps, traced):
     overrides = ["train.max_steps=6", "train.eval_every=0", "train.save_every=0", "train.sample_every=0"]
     train(plain := make_run("sft", *overrides, folder="plain"))
-    train(state := make_run("sft", *overrides, "train.profile=2"))
+    train(state := make_run("sft", *overrides, f"train.profile={steps}"))
     events = json.loads((state.run_dir / "profile.json").read_text())["traceEvents"]
-    steps = {event["name"] for event in events if event["name"].startswith("ProfilerStep#")}
-    assert steps == {"ProfilerStep#2", "ProfilerStep#3"} and any(event["name"] == "aten::mm" for event in events)
-    assert f"a trace of 2 steps is in {state.run_dir / 'profile.json'}" in (state.run_dir / "train.log").read_text()
+    names = {event["name"] for event in events}
+    assert {"ProfilerStep#2", "ProfilerStep#3", "aten::mm"} <= names and "ProfilerStep#1" not in names
+    assert (
+        f"a trace of {traced} steps is in {state.run_dir / 'profile.json'}" in (state.run_dir / "train.log").read_text()
+    )
     for ours, others in zip(state.model.parameters(), plain.model.parameters(), strict=True):
         assert torch.equal(ours, others)
+
+
+def test_profile_that_cannot_be_written_is_a_warning(make_run):
+    state = make_run("sft", "train.max_steps=4", "train.profile=1", "train.eval_every=0")
+    (state.run_dir / "profile.json").mkdir()
+    (state.run_dir / "profile.json" / "mine").touch()
+    train(state)
+    assert "the trace of train.profile=1 could not be written" in (state.run_dir / "train.log").read_text()

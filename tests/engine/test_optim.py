@@ -393,13 +393,15 @@ def test_optimizer_averages_parameters_after_each_step_that_counts(config: Optim
     model = SmallModel()
     built = build_optimizer(config, model, num_layers=2, ema_decay=0.9)
     expected: dict[str, torch.Tensor] = {}
-    for found_inf in (0.0, 0.0, 1.0, 0.0):
+    for n, found_inf in ((0, 0.0), (1, 0.0), (2, 1.0), (3, 0.0), (99, 0.0)):
+        built.steps_done = n
         for p in model.parameters():
             p.grad = torch.randn_like(p)
         built.step(torch.tensor(found_inf))
         now = {name: p.detach().clone() for name, p in model.named_parameters()}
         if not found_inf:
-            expected = {name: 0.9 * expected[name] + 0.1 * p if expected else p for name, p in now.items()}
+            decay = min(0.9, (1 + n) / (10 + n))
+            expected = {name: decay * expected[name] + (1 - decay) * p if expected else p for name, p in now.items()}
     restored = build_optimizer(config, other := SmallModel(), num_layers=2, ema_decay=0.9)
     restored.load_state_dict(built.state_dict())
     restored.use_averages()

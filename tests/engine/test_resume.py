@@ -6,14 +6,14 @@ import shutil
 import pytest
 import safetensors.torch
 import torch
-from engine_fixtures import pairwise, registered_combinations
+from engine_fixtures import composed, pairwise, registered_combinations
 
 from common.errors import Interrupted
 from runner.checkpoint import atomic_dir
 from runner.checkpoint.format import read_model_tensors
 from runner.checkpoint.manager import newest_checkpoint
 from runner.engine.loop import train
-from runner.engine.verify_resume import diff_run_dirs
+from runner.engine.verify_resume import diff_run_dirs, verify_resume
 
 TWO_EPOCHS = [  # 18 rows and 2 for validation: two epochs of six steps
     "train.batch_size=3", "train.epochs=2", "train.save_every=5", "train.eval_every=4", "train.sample_every=6", "data.val_fraction=0.1",
@@ -95,6 +95,11 @@ def test_resume_after_max_hours_is_bitwise_equal(make_run):
         read_model_tensors(newest_checkpoint(state.run_dir.with_name(name))) for name in ("uninterrupted", "stopped")
     ]
     assert saved[0].keys() == saved[1].keys() and all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
+
+
+def test_verify_resume_does_not_end_after_max_hours(overrides_for, tmp_path):
+    cfg = composed(*overrides_for("sft", "train.max_steps=2", "train.max_hours=1e-9", "init_from=scratch"))
+    assert verify_resume(cfg, tmp_path / "work") == []
 
 
 @pytest.mark.slow

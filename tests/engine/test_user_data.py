@@ -172,6 +172,16 @@ def test_evaluations_of_one_file_that_is_read_differently_are_not_comparable(pip
     assert rows_read(*text) != rows_read(*text, "data.text_unit=line")
 
 
+def test_evaluations_are_comparable_whatever_only_the_training_reads(pipeline):
+    """Label smoothing, z-loss and NEFTune are no part of the loss of an evaluation, in a sweep or after a resume."""
+    Path("lines.txt").write_text("one\ntwo\nthree\n")
+    text = ("data.path=lines.txt", "data.val_path=lines.txt")
+    changed = ("stage.label_smoothing=0.1", "stage.z_loss=1e-3", "stage.neftune_alpha=5")
+    identity = pipeline(*text).evaluation
+    assert pipeline(*text, *changed).evaluation == identity
+    assert not any(key.startswith("stage.") and key != "stage.objective" for key in identity["loss"])
+
+
 def test_columns_that_no_file_has_warn_where_the_field_itself_is_read(pipeline):
     """Before: trained on the field text, without a message."""
     write("a.jsonl", [{"text": f"a {i}", "body": f"b {i}"} for i in range(4)])

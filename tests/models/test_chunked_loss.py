@@ -177,3 +177,18 @@ def test_blocks_of_a_gpu_have_the_loss_and_gradients_of_autograd(dtype: torch.dt
     bound = 1e-6 if dtype == torch.float32 else 4e-3
     torch.testing.assert_close(of_the_sum.float(), of_sum, rtol=bound, atol=1e-6)
     torch.testing.assert_close(of_weights.float(), weighted, rtol=bound, atol=1e-6)
+
+
+def test_penalties_of_weights_in_16_bits_are_computed_in_fp32() -> None:
+    """As fsdp gathers them."""
+    torch.manual_seed(0)
+    head = LMHead(16, 40, bias=False).bfloat16().train()
+    head.penalties = (0.1, 0.01)
+    x, labels = torch.randn(2, 5, 16).bfloat16(), torch.randint(0, 40, (2, 5))
+    logits = (x @ head.weight.t()).float().flatten(0, 1)
+    expected = F.cross_entropy(logits, labels.flatten(), reduction="sum", label_smoothing=0.1)
+    expected = expected + 0.01 * logits.logsumexp(-1).square().sum()
+    loss = head(x, labels, "sum")
+    torch.testing.assert_close(loss, expected, rtol=2e-3, atol=0.0)
+    loss.backward()
+    assert head.weight.grad is not None and head.weight.grad.dtype == torch.bfloat16

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, ClassVar, Optional
 
 from common.errors import UserError
 from common.registry import Registry
-from common.settings import CHANGES_TRAINING, IGNORED, CheckedSettings, at_least, one_of, settings_class, within
+from common.settings import CHANGES_TRAINING, IGNORED, CheckedSettings, one_of, settings_class, within
 from models.config import LoraConfig
 from runner.engine.objectives.objective import Objective
 
@@ -103,14 +103,18 @@ class NextTokenConfig(StageConfig):
     # share of the loss that is the mean over the vocabulary of -log p, as torch's cross_entropy has it
     label_smoothing: float = within("[0, 1)", 0.1, resume=CHANGES_TRAINING, default=0.0)
     # weight of the squared logsumexp of the logits, which keeps them from growing, e.g. 1e-4
-    z_loss: float = at_least(0, "1e-4", resume=CHANGES_TRAINING, default=0.0)
+    z_loss: float = within("[0, inf)", "1e-4", resume=CHANGES_TRAINING, default=0.0)
     # NEFTune: uniform noise of up to this over sqrt(tokens of the document x hidden size) on embeddings, e.g. 5
-    neftune_alpha: float = at_least(0, 5, resume=CHANGES_TRAINING, default=0.0)
+    neftune_alpha: float = within("[0, inf)", 5, resume=CHANGES_TRAINING, default=0.0)
 
     data_formats = ("text", "chat")
 
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.label_smoothing or self.z_loss)
+
     def build_objective(self, model: LanguageModel) -> Objective:
-        if self.label_smoothing or self.z_loss:
+        if self.has_penalties:
             model.use_penalties(self.label_smoothing, self.z_loss)
         return NextToken(model.input_layer if self.neftune_alpha else None, self.neftune_alpha)
 

@@ -23,8 +23,12 @@ AVERAGE = "average"  # key of the average of a parameter in the state
 class OptimizerGroup:
     """One torch optimizer or several (Muon and AdamW), used as one. State is keyed by parameter name.
 
-    ema_decay > 0: keep the exponential moving average of the parameters, from those after the first step on.
+    ema_decay > 0: keep the exponential moving average of the parameters, from those after the first step on. Of the
+    first steps it forgets more, as TensorFlow's ExponentialMovingAverage with `num_updates`: the decay after n steps is
+    min(ema_decay, (1 + n) / (10 + n)).
     """
+
+    steps_done = 0  # before the next one
 
     def __init__(self, parts: list[Optimizer], names: dict[nn.Parameter, str], ema_decay: float = 0.0) -> None:
         self.parts, self.names, self.ema_decay = parts, names, ema_decay
@@ -53,7 +57,8 @@ class OptimizerGroup:
     def _average(self, found_inf: Tensor) -> None:
         import torch
 
-        weight = local_shard((1 - self.ema_decay) * (1 - found_inf))  # 0: the step was skipped
+        n = self.steps_done
+        weight = local_shard((1 - min(self.ema_decay, (1 + n) / (10 + n))) * (1 - found_inf))  # 0: the step was skipped
         with torch.no_grad():
             for p in self.names:
                 if p in self.averages:
