@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 LOSS_TOKENS = ("assistant", "last_assistant", "all")
 TEXT_UNITS = ("file", "line")
+TURNS = ("strict", "merge")
 
 
 @settings_class
@@ -35,6 +36,8 @@ class DataConfig(CheckedSettings):
     encoding: Optional[str] = field(metadata=IGNORED)
     # a row of a .txt or .md file: file (long ones in parts), or line
     text_unit: str = one_of(*TEXT_UNITS, resume=IGNORED)
+    # turns of one role in a row, a first turn of the assistant: strict (refused) or merge (joined, kept)
+    turns: str = one_of(*TURNS, resume=IGNORED)
     schema: Optional[str] = field(metadata=IGNORED)  # row schema, e.g. "openai messages"; null: detected per file
     # validation data, as data.path; auto: files named so (validation-*, X_val.jsonl by X.jsonl); null: none
     val_path: Optional[str] = field(metadata=IGNORED)

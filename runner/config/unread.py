@@ -115,7 +115,7 @@ RULES = (
         "e.g. data.system_prob=0.2, or leave it out",
     ),
     Rule(
-        ("data.loss_on", "data.system_prompts", "data.system_prob", "data.empty_think_prob"),
+        ("data.loss_on", "data.turns", "data.system_prompts", "data.system_prob", "data.empty_think_prob"),
         lambda config: config.stage.data_format == "text",
         "texts have no messages",
         "stage=sft trains on conversations; or leave it out",

@@ -202,7 +202,7 @@ def _turn_ends(names: set[str], pipeline: DataPipeline, run: Config, tokenizer: 
             if len(ends) == len(names):
                 return ends
             if (where := part.source.where(position)) in names and where not in ends:
-                example = schema.read(part.source.parse(position, raw), where)
+                example = schema.read(part.source.parse(position, raw), where, part.source.turns)
                 assert not isinstance(example, TextExample)
                 example = augment_example(
                     example,

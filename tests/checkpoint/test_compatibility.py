@@ -17,7 +17,7 @@ from runner.engine.loop import train
 IGNORED_SETTINGS = {
     "model": {"name", "model_type"},
     "data": {
-        "cache", "columns", "encoding", "max_bad_fraction", "name", "num_workers", "on_bad_row", "path", "schema", "text_unit", "tokenizer", "val_path",
+        "cache", "columns", "encoding", "max_bad_fraction", "name", "num_workers", "on_bad_row", "path", "schema", "text_unit", "tokenizer", "turns", "val_path",
         "worker_timeout",
     },
     "stage": {"init_from_stage"},
