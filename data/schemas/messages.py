@@ -114,9 +114,8 @@ def _differing_fields(first: dict, second: dict) -> list[str]:
     """Return the fields for which two messages of one role cannot be one: a weight, a name, calls; reasoning comes
     before the content of a message, so the second may have none.
     """
-    expected = {**first, "content": second["content"], "reasoning_content": "", "tool_calls": None}
-    names = [name for name in {**expected, **second} if expected.get(name) != second.get(name)]
-    return names + ["tool_calls"] * bool(first.get("tool_calls"))
+    expected = {**first, "content": second["content"], "reasoning_content": ""}
+    return [name for name in {**expected, **second} if expected.get(name) != second.get(name)]
 
 
 def drop_empty_system(messages: list[dict]) -> list[dict]:

@@ -148,9 +148,9 @@ RULES = (
 
 def _has_validation_files(data: DataConfig) -> bool:
     if data.val_path != "auto":
-        return data.val_path is not None
+        return bool(data.val_paths)
     files = [path for path in data.paths if not path.startswith("hub:")]
-    return bool(resolve_data_files(files, data.val_path, data.read_options).validation)
+    return bool(resolve_data_files(files, data.val_paths, data.read_options).validation)
 
 
 def check_typed_are_read(typed: Iterable[str], configs: Iterable[Config]) -> None:

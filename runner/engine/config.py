@@ -243,7 +243,7 @@ class Config(CheckedSettings):
         """Whether the run evaluates on validation data while it trains. data.val_path=auto may find no file,
         data.val_fraction then holds out rows.
         """
-        return bool(self.train.eval_every and (self.data.val_path or self.data.val_fraction))
+        return bool(self.train.eval_every and (self.data.val_paths or self.data.val_fraction))
 
     def __post_init__(self) -> None:
         super().__post_init__()

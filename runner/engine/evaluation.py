@@ -62,14 +62,25 @@ def is_evaluation_due(state: TrainState) -> bool:
     """
     is_final = state.cfg.train.final_eval_rows > 0 and state.progress.step == state.total_steps
     intervals = not state.pipeline.evaluates_training_rows and state.is_due(state.cfg.train.eval_every)
-    return state.val_loader is not None and (is_final or intervals)
+    return bool(state.val_loaders) and (is_final or intervals)
 
 
 @torch.no_grad()
 def evaluate_loss(state: TrainState) -> dict[str, float]:
-    """Return the means of the objective over the held-out rows, and its evaluation metrics."""
+    """Return the means of the objective over the rows of the first validation set, and its evaluation metrics; then
+    those of each named set, as `loss/law`.
+    """
+    sets = {name: evaluate_set(state, name) for name in state.val_loaders}
+    means = {**next(iter(sets.values()))}
+    for name, own in sets.items():
+        means |= {f"{field}/{name}": value for field, value in own.items()} if name else {}
+    return means
+
+
+def evaluate_set(state: TrainState, name: str) -> dict[str, float]:
+    """Return the numbers of one validation set."""
     with state.stop.working_on("after this evaluation batch, then saving"), ending_together(state):
-        count, sums, per_batch = sum_losses(state)
+        count, sums, per_batch = sum_losses(state, name)
     state.check_stop()
     total, *values = state.dist.all_reduce_sum([count, *(value.item() for value in sums.values())])
     means = {name: value / total for name, value in zip(sums, values, strict=True)}
@@ -77,35 +88,35 @@ def evaluate_loss(state: TrainState) -> dict[str, float]:
     # one that was not finite counts
     is_first = state.progress.best_loss is None and not state.progress.evals_since_best
     if is_first and not state.pipeline.evaluates_training_rows:
-        warn_of_tiny_validation(state, per_batch)
+        warn_of_tiny_validation(state, len(state.pipeline.val[name].rows), per_batch)
     return means | state.objective.eval_metrics(means)
 
 
-def warn_of_tiny_validation(state: TrainState, per_batch: list[tuple[float, torch.Tensor]]) -> None:
-    """Warn if the loss over the validation rows is uncertain.
+def warn_of_tiny_validation(state: TrainState, rows: int, per_batch: list[tuple[float, torch.Tensor]]) -> None:
+    """Warn if the loss over the validation rows, `rows` of them, is uncertain.
 
     `per_batch`: of this rank; every rank must call it.
     """
     losses = torch.stack([loss for _, loss in per_batch]).tolist() if per_batch else []
     ranks = state.dist.gather([[items for items, _ in per_batch], losses])
     items, losses = ([number for rank in ranks for number in rank[column]] for column in (0, 1))
-    if symptom := tiny_validation(losses, items, state.pipeline.held_out, state.progress.step):
+    if symptom := tiny_validation(losses, items, rows, state.progress.step):
         state.logger.warning(symptom.message)
 
 
-def sum_losses(state: TrainState) -> tuple[float, dict[str, torch.Tensor], list[tuple[float, torch.Tensor]]]:
-    """Return (items, sums of the objective, and (items, loss) of each batch) over this rank's share of the held-out
-    rows.
+def sum_losses(state: TrainState, name: str) -> tuple[float, dict[str, torch.Tensor], list[tuple[float, torch.Tensor]]]:
+    """Return (items, sums of the objective, and (items, loss) of each batch) over this rank's share of the rows of a
+    validation set.
     """
-    assert state.val_loader
+    loader, activity = state.val_loaders[name], f"validation {name}".strip()
     state.model.eval()
     count = 0.0
     sums: dict[str, torch.Tensor] = {}
     per_batch: list[tuple[float, torch.Tensor]] = []
-    total = state.val_loader.steps_per_epoch
-    with closing(state.val_loader.iter_epoch(0, stop_requested=state.stop)) as steps:
+    total = loader.steps_per_epoch
+    with closing(loader.iter_epoch(0, stop_requested=state.stop)) as steps:
         for done, batches in enumerate(propagate_failure(steps, state.check_stop)):
-            state.logger.show_activity("validation", done, total, "batches")
+            state.logger.show_activity(activity, done, total, "batches")
             for batch in batches:
                 state.check_stop()
                 enter("in an evaluation", state.progress.step)
@@ -118,7 +129,7 @@ def sum_losses(state: TrainState) -> tuple[float, dict[str, torch.Tensor], list[
                 for name, part in parts.items():
                     wide = part.to(widest_float(part.device))
                     sums[name] = sums[name] + wide if name in sums else wide  # fetched once, at the end
-    state.logger.show_activity("validation", total, total, "batches")
+    state.logger.show_activity(activity, total, total, "batches")
     return count, sums, per_batch
 
 
@@ -166,7 +177,7 @@ def sample_prompts(state: TrainState) -> list[tuple[str, list[int]]]:
     """Return (text, token ids) of each prompt of train.sample_prompts; auto: of the beginnings of held-out rows."""
     tokenizer = state.tokenizer
     if state.cfg.train.sample_prompts == "auto":
-        rows = (state.pipeline.val or state.pipeline.train).rows
+        rows = next(iter(state.pipeline.val.values()), state.pipeline.train).rows
         numbers = range(0, len(rows), -(-len(rows) // PROMPT_ROWS))
         prompts = filter(None, (prompt_of_row(rows[number].sequences[0]) for number in numbers))
         return [(tokenizer.decode(ids), ids) for ids in sorted(prompts, key=len)[:NUM_PROMPTS]]

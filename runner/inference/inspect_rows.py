@@ -163,7 +163,7 @@ def _find_row(wanted: str, pipeline: DataPipeline) -> list[EncodedRow]:
 def _weighted_sources(pipeline: DataPipeline) -> list[WeightedSource]:
     from data.batching.mixture import MixedRows
 
-    rows = [sequences.rows for sequences in (pipeline.train, pipeline.val) if sequences is not None]
+    rows = [sequences.rows for sequences in (pipeline.train, *pipeline.val.values())]
     return [part for mixed in rows if isinstance(mixed, MixedRows) for part in mixed.sources]
 
 
