@@ -5,7 +5,7 @@ of the best evaluation are kept.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 
@@ -24,6 +24,7 @@ from runner.engine.state import TrainState, finite_or_none, propagate_failure
 
 # of train.sample_prompts=auto: the shortest ones, of rows from all parts of the held-out ones; tokens of a text
 NUM_PROMPTS, PROMPT_ROWS, TEXT_PROMPT_TOKENS = 3, 32, 12
+MATCHED_ROWS = 64  # of each validation set, for train.eval_metrics
 SAMPLE_SEED = 0x5A3D  # samples have a generator of their own, so that the run's random state does not change
 
 
@@ -89,7 +90,52 @@ def evaluate_set(state: TrainState, name: str) -> dict[str, float]:
     is_first = state.progress.best_loss is None and not state.progress.evals_since_best
     if is_first and not state.pipeline.evaluates_training_rows:
         warn_of_tiny_validation(state, len(state.pipeline.val[name].rows), per_batch)
-    return means | state.objective.eval_metrics(means)
+    return means | state.objective.eval_metrics(means) | generated_metrics(state, name)
+
+
+def generated_metrics(state: TrainState, name: str) -> dict[str, float]:
+    """Return the numbers of train.eval_metrics: the share of last answers that the model generates exactly, ignoring
+    white space at both ends, of at most MATCHED_ROWS rows from all parts of a validation set.
+    """
+    if not state.cfg.train.eval_metrics:
+        return {}
+    rows, size, decode = state.pipeline.val[name].rows, state.cfg.train.batch_size, state.tokenizer.decode
+    right = 0
+    with generating(state):
+        sequences = [rows[number].sequences[0] for number in range(0, len(rows), -(-len(rows) // MATCHED_ROWS))]
+        for start in range(0, len(sequences), size):
+            prompts, expected = zip(*map(split_last_answer, sequences[start : start + size]), strict=True)
+            limit = max(map(len, expected))  # with the token that ends an answer, which `generate_ids` leaves out
+            answers = generate_ids(state, "answers", prompts, limit, temperature=0)
+            right += sum(
+                len(ids) < limit and decode(ids).strip() == decode(own).strip()
+                for ids, own in zip(answers, expected, strict=True)
+            )
+    return {"exact_match": right / len(sequences)}
+
+
+def split_last_answer(sequence: TokenSequence) -> tuple[list[int], list[int]]:
+    """Return the tokens of a conversation before its last answer with loss, and those of the answer."""
+    has_loss = sequence.loss_mask != 0
+    begin = int((has_loss[1:] > has_loss[:-1]).nonzero()[0][-1]) + 1
+    return sequence.ids[:begin].tolist(), sequence.ids[begin:][has_loss[begin:]].tolist()
+
+
+@contextmanager
+def generating(state: TrainState) -> Iterator[None]:
+    """Generate in the block. A stop request ends it, and then raises StopRequested on every rank."""
+    # Sharded weights are gathered in the dtype of the computation, so the inputs need it too.
+    autocast = state.precision.autocast() if state.dist.sharded else nullcontext()
+    with (
+        state.stop.working_on("after this token, then saving"),
+        ending_together(state),
+        autocast,
+        allow_varying_kernels(),
+        suppress(StopRequested),
+    ):
+        enter("while it generates samples", state.progress.step)
+        yield
+    state.check_stop()
 
 
 def warn_of_tiny_validation(state: TrainState, rows: int, per_batch: list[tuple[float, torch.Tensor]]) -> None:
@@ -154,19 +200,11 @@ def generate_samples(state: TrainState) -> list[dict[str, str]]:
     """
     prompts: list[tuple[str, list[int]]] = []
     answers: list[list[int]] = []
-    # Sharded weights are gathered in the dtype of the computation, so the inputs need it too.
-    autocast = state.precision.autocast() if state.dist.sharded else nullcontext()
-    with (
-        state.stop.working_on("after this token, then saving"),
-        ending_together(state),
-        autocast,
-        allow_varying_kernels(),
-        suppress(StopRequested),
-    ):
-        enter("while it generates samples", state.progress.step)
+    with generating(state):
         prompts = sample_prompts(state)
-        answers = generate_sample_ids(state, [ids for _, ids in prompts])
-    state.check_stop()
+        answers = generate_ids(
+            state, "samples", [ids for _, ids in prompts], state.cfg.train.sample_tokens, temperature=0.7
+        )
     return [
         {"prompt": prompt, "answer": state.tokenizer.decode(ids)}
         for (prompt, _), ids in zip(prompts, answers, strict=True)
@@ -199,7 +237,13 @@ def prompt_of_row(sequence: TokenSequence) -> list[int]:
     return sequence.ids[:begin].tolist()
 
 
-def generate_sample_ids(state: TrainState, prompts: list[list[int]]) -> list[list[int]]:
+def generate_ids(
+    state: TrainState,
+    activity: str,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    temperature: float,
+) -> list[list[int]]:
     """Return the token ids of the answers. Raises StopRequested before a token."""
     cfg, tokenizer = state.cfg, state.tokenizer
     stop_ids = list(tokenizer.stop_ids) if cfg.stage.data_format == "text" else ChatTemplate(tokenizer).stop_ids
@@ -209,13 +253,13 @@ def generate_sample_ids(state: TrainState, prompts: list[list[int]]) -> list[lis
 
     def before_token() -> None:
         check_stop()
-        state.logger.show_activity("samples", next(tokens), cfg.train.sample_tokens * len(prompts), "tokens at most")
+        state.logger.show_activity(activity, next(tokens), max_new_tokens * len(prompts), "tokens at most")
 
     answers = generate(
         state.model,
-        prompts,
-        max_new_tokens=cfg.train.sample_tokens,
-        temperature=0.7,
+        list(prompts),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
         top_k=0,
         top_p=0.9,
         repetition_penalty=1.0,
@@ -225,7 +269,7 @@ def generate_sample_ids(state: TrainState, prompts: list[list[int]]) -> list[lis
         # end.
         before_token=before_token,
     )
-    state.logger.show_activity("samples", 1, 1, "")
+    state.logger.show_activity(activity, 1, 1, "")
     return answers
 
 

@@ -157,9 +157,14 @@ def time_steps(state: TrainState) -> dict[str, Any]:
 
 
 def time_evaluation(state: TrainState) -> dict[str, float]:
-    """Return the seconds of an evaluation: of some batches, times their number."""
+    """Return the seconds of an evaluation: of generated answers, and of some batches, times their number."""
     import torch
 
+    from runner.engine.evaluation import generated_metrics
+
+    start = time.perf_counter()
+    for name in state.val_loaders:
+        generated_metrics(state, name)
     count, before = 0, time.perf_counter()
     state.model.eval()
     for loader in state.val_loaders.values():
@@ -169,7 +174,7 @@ def time_evaluation(state: TrainState) -> dict[str, float]:
                     float(state.objective.loss(state.model, batch.to(state.dist.device))["loss"])
                 count += 1
     total = sum(loader.steps_per_epoch for loader in state.val_loaders.values())
-    return {"eval_seconds": (time.perf_counter() - before) * total / max(1, count)}
+    return {"eval_seconds": (time.perf_counter() - before) * total / max(1, count) + before - start}
 
 
 def time_sample(state: TrainState) -> float:

@@ -500,7 +500,7 @@ def test_conversation_counts_first_and_last_turns(
     assert (results["first_turn"], results["last_turn"]) == (first, last)
 
 
-def test_conversation_reads_merged_turns_and_no_answer_before_the_first_question(
+def test_conversation_of_merged_turns_has_no_answer_before_a_question(
     write_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder = write_model(tmp_path / "sure", seed=3, std=0.3)
