@@ -76,6 +76,7 @@ class Source:
     encoding: str = UTF8  # of text formats
     columns: tuple[tuple[str, str | None], ...] = ()  # ReadOptions.columns
     turns: str = "strict"  # ReadOptions.turns
+    val_set: str = ""  # name of the validation set that it is in, if that has one
 
     @classmethod
     def open(cls, path: str | Path, options: ReadOptions = DETECTED) -> Source:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from common.errors import UserError
@@ -29,7 +29,7 @@ LISTED_NAMES = 3
 @dataclass
 class DataFiles:
     train: list[list[Source]] = field(default_factory=list)  # of each entry of data.path
-    validation: dict[str, list[Source]] = field(default_factory=dict)  # of each set, the first one decides
+    validation: list[Source] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what was chosen by name, for the log
     schemas: dict[Source, str] = field(default_factory=dict)  # those that were detected already
 
@@ -44,8 +44,9 @@ def resolve_data_files(paths: list[str], val_paths: dict[str, str], options: Rea
     result, auto, used = DataFiles(), set[Path](), set[Path]()
     is_auto = val_paths.get("") == "auto"
     for name, entry in {} if is_auto else val_paths.items():
-        result.validation[name], note = resolve_evaluation_files(entry, options, "data.val_path")
-        used |= {source.path.absolute() for source in result.validation[name]}
+        found_files, note = resolve_evaluation_files(entry, options, "data.val_path")
+        result.validation += [replace(source, val_set=name) for source in found_files]
+        used |= {source.path.absolute() for source in found_files}
         result.notes += [note] if note else []
     named = {Path(entry).expanduser().absolute() for entry in paths}
     for entry in paths:
@@ -66,7 +67,7 @@ def resolve_data_files(paths: list[str], val_paths: dict[str, str], options: Rea
         result.train.append([Source.open(file, options) for file in splits["train"]])
     if auto:
         result.train = [[source for source in group if source.path.absolute() not in auto] for group in result.train]
-        result.validation[""] = [Source.open(file, options) for file in sorted(auto)]
+        result.validation = [Source.open(file, options) for file in sorted(auto)]
         if emptied := next((entry for entry, group in zip(paths, result.train, strict=True) if not group), None):
             message = "all files of this entry of data.path are, by their names, validation data of another one"
             raise UserError(

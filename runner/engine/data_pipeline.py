@@ -48,7 +48,7 @@ class DataPipeline:
     held_out: int  # validation rows of all sets
     # `val` is a slice of the training rows, which are trained on, too: train.final_eval_rows
     evaluates_training_rows: bool = False
-    # what identifies the rows of the first set of `val`, and `sets` the rows of all named ones, as JSON values; None without evaluation
+    # what identifies the rows of the first of `val`, and all named sets, as JSON values; None without evaluation
     evaluation: dict[str, Any] | None = None
 
 
@@ -65,27 +65,23 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer, data_files: DataFiles
     tokenizer_notes, template_warnings = describe_tokenizer(tokenizer, cfg.stage.data_format)
     data_files = data_files or resolve_data_files(cfg.data.paths, cfg.data.val_paths, cfg.data.read_options)
     schemas, console = data_files.schemas, cfg.tracker.console
-    tokenized = [
+    *groups, held_out = [
         [tokenize_source(source, cfg.data, encoding, tokenizer, console, schemas.get(source)) for source in group]
-        for group in (*data_files.train, *data_files.validation.values())
+        for group in (*data_files.train, data_files.validation)
     ]
-    uses = [{"use": "training"}] * len(data_files.train)
-    uses += [{"use": "validation", **({"set": name} if name else {})} for name in data_files.validation]
-    files = [describe_source(part) | use for use, group in zip(uses, tokenized, strict=True) for part in group]
-    sources = [part.source for group in tokenized for part in group]
-    groups = tokenized[: len(data_files.train)]
-    sets = dict(zip(data_files.validation, tokenized[len(groups) :], strict=True))
-    is_split = not sets
+    sources = [*itertools.chain.from_iterable(data_files.train), *data_files.validation]
+    uses = [*((part, "training") for group in groups for part in group), *((part, "validation") for part in held_out)]
+    files = [describe_source(part) | {"use": use} for part, use in uses]
+    is_split = not held_out
     if is_split:
-        groups, sets[""] = split_validation(groups, cfg.data)
-    held_out = [*itertools.chain(*sets.values())]
+        groups, held_out = split_validation(groups, cfg.data)
     groups, warnings = separate_validation(groups, held_out, cfg.data, is_split)
     rows = mix_sources(groups, cfg.data.weights)
     train = to_sequences(rows, cfg, cfg.seed)
     evaluates_training_rows = not held_out and cfg.train.final_eval_rows > 0
-    if evaluates_training_rows:
-        sets[""] = training_slice(groups, cfg.train.final_eval_rows)
-    val = {name: MixedRows(tuple(parts)) for name, parts in sets.items() if parts}
+    evaluated = training_slice(groups, cfg.train.final_eval_rows) if evaluates_training_rows else held_out
+    of_sets = itertools.groupby(evaluated, lambda part: part.source.val_set)
+    val = {name: MixedRows(tuple(parts)) for name, parts in of_sets}
     num_held_out, num_training = (
         sum(part.num_rows for part in parts) for parts in (held_out, itertools.chain.from_iterable(groups))
     )
@@ -108,8 +104,8 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer, data_files: DataFiles
             *tokenizer_notes,
             *data_files.notes,
             *(
-                [f"validation sets: {', '.join(sets)}; {next(iter(sets))} decides which weights are best"]
-                if "" not in sets
+                [f"validation sets: {', '.join(val)}; {next(iter(val))} decides which weights are best"]
+                if any(val)
                 else []
             ),
             *reading_notes(sources),

@@ -81,7 +81,7 @@ def check_data(data: DataConfig, data_format: str) -> DataFiles | None:
     paths = [path for path in data.paths if not path.startswith("hub:")]
     files = resolve_data_files(paths, val_paths, data.read_options)
     if data.schema is None:
-        for sources in (*files.train, *files.validation.values()):
+        for sources in (*files.train, files.validation):
             for source in sources[:1]:
                 files.schemas[source] = schema_of_source(source, data_format)
     return files if (paths, val_paths) == (data.paths, data.val_paths) else None

@@ -30,7 +30,7 @@ def files(tmp_path, monkeypatch):
         )
         train, validation = (
             sorted(str(source.path.absolute().relative_to(tmp_path)) for source in sources)
-            for sources in ([source for group in found.train for source in group], found.validation.get("", []))
+            for sources in ([source for group in found.train for source in group], found.validation)
         )
         return train, validation, found.notes
 

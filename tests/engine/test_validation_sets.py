@@ -143,7 +143,7 @@ def test_paths_of_sets_are_absolute_and_may_have_any_characters(tmp_path, monkey
 
 def test_missing_file_of_a_set_is_refused_before_the_run(make_run, sets):
     data = make_run("sft", *RUN, sets[1]).cfg.data
-    assert list(check_data(data, "chat").validation) == ["law", "chat"]
+    assert [source.val_set for source in check_data(data, "chat").validation] == ["law", "chat"]
     data.val_path = {**data.val_path, "chat": "nowhere.jsonl"}
     with pytest.raises(UserError, match="data.val_path does not exist: nowhere.jsonl"):
         check_data(data, "chat")
