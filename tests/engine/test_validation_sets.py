@@ -120,10 +120,18 @@ def test_evaluation_of_ranks_and_of_dpo_has_all_numbers_of_a_set(make_run, tmp_p
     assert list(numbers) == [*plain, *(f"{name}/{each}" for each in "ab" for name in plain)]
 
 
-@pytest.mark.parametrize("value", [{}, {"a": None}, {"a": ["b.jsonl"]}, ["a.jsonl"], 3])
+@pytest.mark.parametrize("value", [{"a": ["b.jsonl"]}, {"a": 3}, ["a.jsonl"], 3])
 def test_validation_path_of_another_type_is_refused(value):
     with pytest.raises(UserError, match=r"data.val_path must be auto, a path, or a path for each name of a set"):
         VAL_PATHS.check("data.val_path", value)
+
+
+def test_set_whose_path_is_null_is_none(make_run, sets):
+    """A resume adds to the sets that it has; null takes one away."""
+    paths, override = sets
+    assert [*make_run("sft", *RUN, override, "data.val_path.law=null").val_loaders] == ["chat"]
+    none = make_run("sft", *RUN, override, "data.val_path={law: null}", "data.val_fraction=0")
+    assert none.val_loaders == {} and not none.cfg.evaluates
 
 
 def test_paths_of_sets_are_absolute_and_may_have_any_characters(tmp_path, monkeypatch):
