@@ -85,8 +85,10 @@ def check_order(messages: list[dict], where: str) -> list[dict]:
         if role in ALLOWED_NEXT_ROLE[previous] or is_second_call:
             turns.append(message)
             continue
-        differing = _differing_fields(turns[-1], message) if role == previous else []
-        can_merge = not differing and role in (previous, "assistant")
+        # reasoning comes before the content of a message, so the second may have none
+        joined = {**(turns or [{}])[-1], "content": message["content"], "reasoning_content": ""}
+        differing = [name for name in {**joined, **message} if joined.get(name) != message.get(name)]
+        can_merge = not differing or role == "assistant" != previous
         if can_merge and TURNS_OF_ROW.get() == "merge":
             if role == previous:
                 text = "\n\n".join(filter(None, (turns[-1]["content"], message["content"])))
@@ -94,7 +96,7 @@ def check_order(messages: list[dict], where: str) -> list[dict]:
             turns.append(message)
             continue
         problem = f"{role} after {previous}" if previous else f"{role} comes first"
-        if differing:
+        if differing and role == previous:
             problem += f", which differ in {' and '.join(differing)}"
         fix = f"{'data.turns=merge' if can_merge else 'merge'} or delete messages: allowed here is {' or '.join(ALLOWED_NEXT_ROLE[previous])}"
         if role == "system" and not can_merge:
@@ -108,14 +110,6 @@ def check_order(messages: list[dict], where: str) -> list[dict]:
             "add an answer of the assistant, or delete the row",
         )
     return turns
-
-
-def _differing_fields(first: dict, second: dict) -> list[str]:
-    """Return the fields for which two messages of one role cannot be one: a weight, a name, calls; reasoning comes
-    before the content of a message, so the second may have none.
-    """
-    expected = {**first, "content": second["content"], "reasoning_content": ""}
-    return [name for name in {**expected, **second} if expected.get(name) != second.get(name)]
 
 
 def drop_empty_system(messages: list[dict]) -> list[dict]:

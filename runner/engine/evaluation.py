@@ -71,10 +71,10 @@ def evaluate_loss(state: TrainState) -> dict[str, float]:
     """Return the means of the objective over the rows of the first validation set, and its evaluation metrics; then
     those of each named set, as `loss/law`.
     """
-    sets = {name: evaluate_set(state, name) for name in state.val_loaders}
-    means = {**next(iter(sets.values()))}
-    for name, own in sets.items():
-        means |= {f"{field}/{name}": value for field, value in own.items()} if name else {}
+    means: dict[str, float] = {}
+    for name in state.val_loaders:
+        own = evaluate_set(state, name)
+        means = (means or own) | ({f"{field}/{name}": value for field, value in own.items()} if name else {})
     return means
 
 
