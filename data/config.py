@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from common.errors import UserError
-from common.settings import IGNORED, CheckedSettings, at_least, check_choice, one_of, settings_class, within
+from common.settings import (
+    IGNORED,
+    CheckedSettings,
+    Limit,
+    at_least,
+    check_choice,
+    limited,
+    one_of,
+    settings_class,
+    within,
+)
 from data.schemas.registry import SCHEMAS, check_columns
 
 if TYPE_CHECKING:
@@ -18,6 +28,14 @@ if TYPE_CHECKING:
 
 LOSS_TOKENS = ("assistant", "last_assistant", "all")
 TEXT_UNITS = ("file", "line")
+TURNS = ("strict", "merge")
+VAL_PATHS = Limit(
+    "auto, a path, or a path for each name of a set",
+    lambda value: all(
+        isinstance(path, str | None) for path in (value.values() if isinstance(value, dict) else [value])
+    ),
+    "{law: a.jsonl, chat: b.jsonl}",
+)
 
 
 @settings_class
@@ -35,9 +53,12 @@ class DataConfig(CheckedSettings):
     encoding: Optional[str] = field(metadata=IGNORED)
     # a row of a .txt or .md file: file (long ones in parts), or line
     text_unit: str = one_of(*TEXT_UNITS, resume=IGNORED)
+    # turns of one role in a row, a first turn of the assistant: strict (refused) or merge (joined, kept)
+    turns: str = one_of(*TURNS, resume=IGNORED)
     schema: Optional[str] = field(metadata=IGNORED)  # row schema, e.g. "openai messages"; null: detected per file
-    # validation data, as data.path; auto: files named so (validation-*, X_val.jsonl by X.jsonl); null: none
-    val_path: Optional[str] = field(metadata=IGNORED)
+    # validation data, as data.path; auto: files named so (validation-*, X_val.jsonl by X.jsonl); null: none;
+    # {law: a.jsonl, chat: b.jsonl}: named sets, the first of which decides which weights are the best
+    val_path: Any = limited(VAL_PATHS, IGNORED)
     # share of the rows held out where data.val_path gives none, in [0, 1); auto: 0.01, at least 10 rows, of fewer than
     # 50 a fifth
     val_fraction: Any
@@ -78,6 +99,12 @@ class DataConfig(CheckedSettings):
     @property
     def paths(self) -> list[str]:
         return list(self.path) if isinstance(self.path, (list, tuple)) else [self.path]
+
+    @property
+    def val_paths(self) -> dict[str, str]:
+        """The path of each validation set by its name, which is "" where data.val_path names none."""
+        sets = self.val_path if isinstance(self.val_path, dict) else {"": self.val_path}
+        return {name: path for name, path in sets.items() if path}
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -31,7 +31,7 @@ def chat_message(role: str, text: str) -> dict:
 def chat_example(messages: Any, row: dict, where: str) -> ChatExample:
     """Check `messages` and return them with the tools and the system message of `row`. Raises BadRowError."""
     turns, tools = check_chat(messages, row.get("tools"), where)
-    turns = drop_empty_system(check_order(turns, where))
+    turns = check_order(turns, where)
     system = optional_text(row, "system", where)
     if system and turns[0]["role"] == "system" and turns[0]["content"].strip() != system.strip():
         message = "the field system differs from the system message of the conversation"

@@ -5,6 +5,7 @@ API.
 from __future__ import annotations
 
 import json
+from contextvars import ContextVar
 from typing import Any
 
 from common.errors import did_you_mean
@@ -38,6 +39,8 @@ NUMBERS = ((int, float), "0", f"a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
 # The weight of a message in the loss, as OpenAI, LLaMA-Factory and axolotl write it -> types, value without loss, other
 # values
 LOSS_FIELDS = {"weight": NUMBERS, "loss_weight": NUMBERS, "train": ((bool,), "false", "true")}
+# data.turns of the row that is parsed now: `parse` of a schema takes a row and its position only
+TURNS_OF_ROW: ContextVar[str] = ContextVar("data.turns", default="strict")
 MESSAGE_FIX = 'write {"role": "user", "content": "..."}'
 
 
@@ -68,26 +71,37 @@ def check_chat(
 
 
 def check_order(messages: list[dict], where: str) -> list[dict]:
-    """Return `messages`.
+    """Return `messages` without blank system messages (MiniMind stores tools in such messages).
 
-    Raises BadRowError unless the roles alternate and at least one message is the assistant's.
+    Raises BadRowError unless the roles alternate and at least one message is the assistant's. data.turns=merge joins
+    messages that one role has in a row, and lets the assistant begin.
     """
-    previous = ""
+    turns: list[dict] = []
     for index, message in enumerate(messages):
-        role = message["role"]
+        role, previous = message["role"], turns[-1]["role"] if turns else ""
         if _is_empty_system(message):
             continue
         is_second_call = previous == role == "assistant" and message.get("tool_calls")
-        if role not in ALLOWED_NEXT_ROLE[previous] and not is_second_call:
-            problem = f"{role} after {previous}" if previous else f"{role} comes first"
-            allowed = " or ".join(ALLOWED_NEXT_ROLE[previous])
-            fix = (
-                "move the system message to the front"
-                if role == "system"
-                else f"merge or delete messages: allowed here is {allowed}"
-            )
-            raise BadRowError("roles out of order", f"roles out of order: {problem}", f"{where}[{index}].role", fix)
-        previous = role
+        if role in ALLOWED_NEXT_ROLE[previous] or is_second_call:
+            turns.append(message)
+            continue
+        # reasoning comes before the content of a message, so the second may have none
+        joined = {**(turns or [{}])[-1], "content": message["content"], "reasoning_content": ""}
+        differing = [name for name in {**joined, **message} if joined.get(name) != message.get(name)]
+        can_merge = not differing or role == "assistant" != previous
+        if can_merge and TURNS_OF_ROW.get() == "merge":
+            if role == previous:
+                text = "\n\n".join(filter(None, (turns[-1]["content"], message["content"])))
+                message = {**turns.pop(), "content": text}
+            turns.append(message)
+            continue
+        problem = f"{role} after {previous}" if previous else f"{role} comes first"
+        if differing and role == previous:
+            problem += f", which differ in {' and '.join(differing)}"
+        fix = f"{'data.turns=merge' if can_merge else 'merge'} or delete messages: allowed here is {' or '.join(ALLOWED_NEXT_ROLE[previous])}"
+        if role == "system" and not can_merge:
+            fix = "move the system message to the front"
+        raise BadRowError("roles out of order", f"roles out of order: {problem}", f"{where}[{index}].role", fix)
     if not any(message["role"] == "assistant" for message in messages):
         raise BadRowError(
             "no assistant turn",
@@ -95,7 +109,7 @@ def check_order(messages: list[dict], where: str) -> list[dict]:
             where,
             "add an answer of the assistant, or delete the row",
         )
-    return messages
+    return turns
 
 
 def drop_empty_system(messages: list[dict]) -> list[dict]:

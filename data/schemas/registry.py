@@ -32,6 +32,7 @@ from data.schemas.columns import (
     columns_setting,
     has_verdict,
 )
+from data.schemas.messages import TURNS_OF_ROW
 
 if TYPE_CHECKING:
     from data.sources.files import Source
@@ -79,8 +80,8 @@ class RowSchema:
     detect: Callable[[dict], bool]  # distinguishes schemas with the same keys
     fields: frozenset[str]  # all fields that are read; training ignores others
 
-    def read(self, row: dict, where: str) -> Example:
-        """Return the example in `row`.
+    def read(self, row: dict, where: str, turns: str = "strict") -> Example:
+        """Return the example in `row`. `turns`: data.turns.
 
         Raises BadRowError if the row does not have this schema or cannot be trained on.
         """
@@ -93,6 +94,7 @@ class RowSchema:
                 self.keys,
                 where,
             )
+        TURNS_OF_ROW.set(turns)
         return self.parse(row, where)
 
     def matches(self, row: dict) -> bool:

@@ -47,15 +47,16 @@ class ReadOptions:
     text_unit: str = "file"  # what a row of a text file is: file or line
     # (field of a row schema, column of the file that it is; None: the column of this name is not read)
     columns: tuple[tuple[str, str | None], ...] = ()
+    turns: str = "strict"  # of a conversation: strict or merge
 
     @classmethod
     def of(cls, section: Any) -> ReadOptions:
-        """Return the options of a section of settings with encoding, text_unit and columns.
+        """Return the options of a section of settings with encoding, text_unit, columns and turns.
 
         Raises UserError for an unknown encoding.
         """
         encoding = section.encoding if section.encoding is None else check_encoding(section.encoding)
-        return cls(encoding, section.text_unit, tuple(sorted((section.columns or {}).items())))
+        return cls(encoding, section.text_unit, tuple(sorted((section.columns or {}).items())), section.turns)
 
 
 DETECTED = ReadOptions()  # everything is detected
@@ -74,6 +75,8 @@ class Source:
     name: str  # for messages
     encoding: str = UTF8  # of text formats
     columns: tuple[tuple[str, str | None], ...] = ()  # ReadOptions.columns
+    turns: str = "strict"  # ReadOptions.turns
+    val_set: str = ""  # name of the validation set that it is in, if that has one
 
     @classmethod
     def open(cls, path: str | Path, options: ReadOptions = DETECTED) -> Source:
@@ -95,12 +98,12 @@ class Source:
                 "write its content to a file first",
             )
         file_format, encoding = detect_format(path, options.encoding, options.text_unit)
-        return cls(path, file_format, str(path), encoding, options.columns)
+        return cls(path, file_format, str(path), encoding, options.columns, options.turns)
 
     @property
     def reading(self) -> list:
         """What decides the rows beside the bytes of the file, as JSON values."""
-        return [self.file_format, self.encoding, self.columns]
+        return [self.file_format, self.encoding, self.columns, *[self.turns] * (self.turns != "strict")]
 
     @property
     def detected(self) -> str:
@@ -231,7 +234,10 @@ def open_entry(entry: str, options: ReadOptions = DETECTED, splits: Sequence[str
     if entry.startswith("hub:"):
         from data.sources.tables import load_hub_dataset
 
-        return [Source(file, "arrow", name, columns=options.columns) for file, name in load_hub_dataset(entry, splits)]
+        return [
+            Source(file, "arrow", name, UTF8, options.columns, options.turns)
+            for file, name in load_hub_dataset(entry, splits)
+        ]
     return [Source.open(file, options) for file in find_files(entry)]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from common.errors import UserError
@@ -34,17 +34,19 @@ class DataFiles:
     schemas: dict[Source, str] = field(default_factory=dict)  # those that were detected already
 
 
-def resolve_data_files(paths: list[str], val_path: str | None, options: ReadOptions) -> DataFiles:
-    """Return the files of `paths` to train on, and the validation files: those of `val_path`, or with auto those in the
-    folders of the training files.
+def resolve_data_files(paths: list[str], val_paths: dict[str, str], options: ReadOptions) -> DataFiles:
+    """Return the files of `paths` to train on, and the validation files: those of `val_paths` (DataConfig.val_paths), or
+    with auto those in the folders of the training files.
 
     A file that is named itself is trained on whatever its name is; of a folder or a glob, the files of other splits are
     not. Raises UserError if an entry has no file to train on.
     """
     result, auto, used = DataFiles(), set[Path](), set[Path]()
-    if val_path and val_path != "auto":
-        result.validation, note = resolve_evaluation_files(val_path, options, "data.val_path")
-        used = {source.path.absolute() for source in result.validation}
+    is_auto = val_paths.get("") == "auto"
+    for name, entry in {} if is_auto else val_paths.items():
+        found_files, note = resolve_evaluation_files(entry, options, "data.val_path")
+        result.validation += [replace(source, val_set=name) for source in found_files]
+        used |= {source.path.absolute() for source in found_files}
         result.notes += [note] if note else []
     named = {Path(entry).expanduser().absolute() for entry in paths}
     for entry in paths:
@@ -58,12 +60,12 @@ def resolve_data_files(paths: list[str], val_path: str | None, options: ReadOpti
             raise UserError(
                 message, f"data.path={entry}", f"data.path={first} trains on that file, whatever its name is"
             )
-        found = sorted({*splits["validation"], *_validation_files_of(splits["train"])}) if val_path == "auto" else []
+        found = sorted({*splits["validation"], *_validation_files_of(splits["train"])}) if is_auto else []
         found = [file for file in found if file.absolute() not in named]
         auto |= {file.absolute() for file in found}
         result.notes += _notes(entry, splits, found, used)
         result.train.append([Source.open(file, options) for file in splits["train"]])
-    if val_path == "auto":
+    if auto:
         result.train = [[source for source in group if source.path.absolute() not in auto] for group in result.train]
         result.validation = [Source.open(file, options) for file in sorted(auto)]
         if emptied := next((entry for entry, group in zip(paths, result.train, strict=True) if not group), None):

@@ -69,7 +69,7 @@ class Encoder:
         self._stats.read += 1
         try:
             row, where = source.parse(position, raw), source.where(position)
-            example = self.schema.read(row, where)
+            example = self.schema.read(row, where, source.turns)
             self._stats.unused.update(self._unused_fields(row, example))
             weight = example_weight(row, where)
             if not isinstance(example, TextExample):

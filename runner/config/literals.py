@@ -16,6 +16,7 @@ COLUMNS_KEY = "data.columns"
 # values of settings of paths; a file of such a name is written ./auto
 NOT_PATHS = ("", "null", "auto", "scratch", "???")
 LIST_ITEM = re.compile(r"""\s*'[^']*'\s*|\s*"[^"]*"\s*|[^,]+""")
+PAIR = re.compile(r"""(?:'[^']*'|"[^"]*"|[^,])+""")
 QUOTED_ITEM = re.compile(r"\A(['\"])(.*)\1\Z", re.DOTALL)
 
 
@@ -28,7 +29,7 @@ def literal_path(override: str) -> str:
     key, _, value = override.partition("=")
     if value in NOT_PATHS:
         return override
-    is_list = value.startswith(("[", "choice(")) or "," in value
+    is_list = value.startswith(("[", "{", "choice(")) or "," in value
     if not os.path.exists(value) and (is_list or value.startswith(("'", '"')) or "${" in value):
         return f"{key}={_absolutize_items(_parse_paths(override))}" if is_list or "${" not in value else override
     return f"{key}={quote_path(_absolute_path(value))}"
@@ -56,6 +57,8 @@ def _parse_paths(override: str) -> Any:
         return parse_value(override)
     except UserError as error:
         key, _, value = override.partition("=")
+        if value.startswith("{"):
+            return parse_value(quote_columns(override))
         is_list = value.startswith("[") and value.endswith("]")
         items = [QUOTED_ITEM.sub(r"\2", item.strip()) for item in LIST_ITEM.findall(value[1:-1] if is_list else value)]
         missing = [
@@ -76,7 +79,9 @@ class PathSweep:
 
 
 def _absolutize_items(value: Any) -> str:
-    """Return a list, the values of a sweep, or one path, as the value of an override."""
+    """Return a list, an object, the values of a sweep, or one path, as the value of an override."""
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{name}: {_absolutize_items(path)}' for name, path in value.items())}}}"
     if isinstance(value, list):
         return f"[{','.join(map(_absolutize_items, value))}]"
     if hasattr(value, "list"):
@@ -90,16 +95,16 @@ def _absolutize_items(value: Any) -> str:
 
 
 def quote_columns(override: str) -> str:
-    """Return `data.columns={prompt: 问题}` with quoted columns where Hydra's grammar refuses them without."""
+    """Return `data.columns={prompt: 问题}` with quoted values where Hydra's grammar refuses them without."""
     key, _, value = override.partition("=")
     try:
         parse_value(override)
         return override
     except UserError:
-        pairs = [pair.partition(":") for pair in value.strip().removeprefix("{").removesuffix("}").split(",")]
+        pairs = [pair.partition(":") for pair in PAIR.findall(value.strip().removeprefix("{").removesuffix("}"))]
         if not value.startswith("{") or not all(colon and column.strip() for _, colon, column in pairs):
-            fix = "'data.columns={prompt: question, completion: answer}'; a column with commas or colons is quoted: {prompt: \"a, b\"}"
-            raise UserError("data.columns must name the column of each field", override, fix) from None
+            fix = 'write {name: value, other: value}; a value with commas is quoted: {name: "a, b"}'
+            raise UserError(f"{key} must have a value for each name", override, fix) from None
         items = (f"{field.strip()}: {_quote_column(column.strip())}" for field, _, column in pairs)
         return f"{key}={{{', '.join(items)}}}"
 

@@ -115,7 +115,7 @@ RULES = (
         "e.g. data.system_prob=0.2, or leave it out",
     ),
     Rule(
-        ("data.loss_on", "data.system_prompts", "data.system_prob", "data.empty_think_prob"),
+        ("data.loss_on", "data.turns", "data.system_prompts", "data.system_prob", "data.empty_think_prob"),
         lambda config: config.stage.data_format == "text",
         "texts have no messages",
         "stage=sft trains on conversations; or leave it out",
@@ -148,9 +148,9 @@ RULES = (
 
 def _has_validation_files(data: DataConfig) -> bool:
     if data.val_path != "auto":
-        return data.val_path is not None
+        return bool(data.val_paths)
     files = [path for path in data.paths if not path.startswith("hub:")]
-    return bool(resolve_data_files(files, data.val_path, data.read_options).validation)
+    return bool(resolve_data_files(files, data.val_paths, data.read_options).validation)
 
 
 def check_typed_are_read(typed: Iterable[str], configs: Iterable[Config]) -> None:

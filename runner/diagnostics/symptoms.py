@@ -91,9 +91,9 @@ def few_rows(rows: int) -> str | None:
     return f"{rows} row{'s' * (rows > 1)}" if 0 < rows < FEW_ROWS else None
 
 
-def few_validation_rows(rows: int, training_rows: int) -> Symptom | None:
-    """Return a symptom, before the first step, if a run is evaluated on fewer than FEW_ROWS validation rows. 0: on
-    none.
+def few_validation_rows(rows: int, training_rows: int, name: str = "") -> Symptom | None:
+    """Return a symptom, before the first step, if a run is evaluated on fewer than FEW_ROWS validation rows, of the set
+    `name`. 0: on none.
     """
     if (count := few_rows(rows)) is None:
         return None
@@ -106,7 +106,7 @@ def few_validation_rows(rows: int, training_rows: int) -> Symptom | None:
     return Symptom(
         "tiny-validation",
         0,
-        f"validation has {count}: {'their' if rows > 1 else 'its'} loss does not tell one run from another",
+        f"validation{f' {name}' if name else ''} has {count}: {'their' if rows > 1 else 'its'} loss does not tell one run from another",
         fix,
     )
 

@@ -143,7 +143,7 @@ def build_run(
     update_metadata(data=pipeline.files, evaluation=pipeline.evaluation)
     rows_per_step = resolve_rows_per_step(cfg, dist.size, saved["compatibility"] if saved else {})
     check_cuda_graphs(cfg.train.compile, dist.device, math.ceil(rows_per_step / (dist.size * cfg.train.batch_size)))
-    loader, val_loader = build_loaders(pipeline, cfg, tokenizer, rows_per_step, dist)
+    loader, val_loaders = build_loaders(pipeline, cfg, tokenizer, rows_per_step, dist)
     check_warmup(cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch, cfg.schedule)
     build = partial(
         prepare_model,
@@ -180,7 +180,7 @@ def build_run(
         objective=objective,
         pipeline=pipeline,
         loader=loader,
-        val_loader=val_loader,
+        val_loaders=val_loaders,
         optimizers=optimizers,
         precision=precision,
         logger=logger,
@@ -290,10 +290,11 @@ def distribute(cfg: Config, dist: DistributedContext, precision: Precision, mode
 
 def build_loaders(
     pipeline: DataPipeline, cfg: Config, tokenizer: Tokenizer, rows_per_step: int, dist: DistributedContext
-) -> tuple[StepLoader, StepLoader | None]:
-    """Return the loaders of the training and the validation rows (None: there are none)."""
+) -> tuple[StepLoader, dict[str, StepLoader]]:
+    """Return the loaders of the training rows and of each validation set."""
     ranks = (dist.rank, dist.size, dist.device.type == "cuda")
     loader = build_loader(pipeline.train, cfg, tokenizer, rows_per_step, *ranks)
-    return loader, build_loader(
-        pipeline.val, cfg, tokenizer, cfg.train.batch_size * dist.size, *ranks
-    ) if pipeline.val else None
+    rows_per_batch = cfg.train.batch_size * dist.size
+    return loader, {
+        name: build_loader(rows, cfg, tokenizer, rows_per_batch, *ranks) for name, rows in pipeline.val.items()
+    }

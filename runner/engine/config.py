@@ -41,6 +41,7 @@ PROMPTS = Limit(
     ),
     '["Once upon a time"]',
 )
+EVAL_METRICS = Limit("a list of: exact_match", {"exact_match"}.issuperset, "[exact_match]")
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 TAG = re.compile(r"[\w.+:=-]+")
 MAX_NAME, MAX_NOTE, MAX_TAG, MAX_TAGS = 80, 500, 40, 20  # characters; number of tags
@@ -71,6 +72,8 @@ class TrainConfig(CheckedSettings):
     # steps between two lines of metrics.jsonl; losses are fetched from the device then
     log_every: int = at_least(1)
     eval_every: int = at_least(0)  # steps between two evaluations
+    # computed at each evaluation, too: exact_match, of answers generated for at most 64 rows of each validation set
+    eval_metrics: list[str] = limited(EVAL_METRICS)
     # evaluate after the last step whatever eval_every is, without validation data on this many training rows; 0: no;
     # jobs of a sweep that do not evaluate get 256
     final_eval_rows: int = at_least(0)
@@ -245,7 +248,7 @@ class Config(CheckedSettings):
         """Whether the run evaluates on validation data while it trains. data.val_path=auto may find no file,
         data.val_fraction then holds out rows.
         """
-        return bool(self.train.eval_every and (self.data.val_path or self.data.val_fraction))
+        return bool(self.train.eval_every and (self.data.val_paths or self.data.val_fraction))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -299,6 +302,12 @@ class Config(CheckedSettings):
                 f"train.patience={train.patience} counts evaluations, and this run has none",
                 f"train.patience={train.patience}",
                 "set train.eval_every, and data.val_path or data.val_fraction",
+            )
+        if train.eval_metrics and not (self.evaluates and stage.data_format == "chat" and data.loss_on != "all"):
+            raise UserError(
+                f"train.eval_metrics={train.eval_metrics} needs evaluations, conversations and loss on their answers alone: train.eval_every={train.eval_every}, stage.data_format={stage.data_format}, data.loss_on={data.loss_on}",
+                f"train.eval_metrics={train.eval_metrics}",
+                "train.eval_metrics=[]; the metrics that follow from the loss are in every evaluation",
             )
         if train.max_steps:
             check_warmup(train.max_steps, self.schedule)

@@ -40,15 +40,15 @@ AUTO_FRACTION, AUTO_DIVISOR = 0.01, 5  # data.val_fraction=auto: 1 %, at least F
 @dataclass
 class DataPipeline:
     train: Sequences
-    val: Sequences | None
+    val: dict[str, Sequences]  # of each validation set by its name, the deciding one first; "": the only one
     files: list[dict[str, Any]]  # counts of each file's rows, for run.json and the log
     warnings: list[str]  # of rows that are cut off, or are training and validation data
     notes: list[str]  # how files were chosen and read, and what of them is not used
     fingerprint: str  # of the training rows and how they are packed
-    held_out: int  # validation rows
+    held_out: int  # validation rows of all sets
     # `val` is a slice of the training rows, which are trained on, too: train.final_eval_rows
     evaluates_training_rows: bool = False
-    # what identifies the rows of `val`, as JSON values; None without evaluation
+    # what identifies the rows of the first of `val`, and all named sets, as JSON values; None without evaluation
     evaluation: dict[str, Any] | None = None
 
 
@@ -63,7 +63,7 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer, data_files: DataFiles
 
     encoding = encoding_config(cfg, tokenizer)
     tokenizer_notes, template_warnings = describe_tokenizer(tokenizer, cfg.stage.data_format)
-    data_files = data_files or resolve_data_files(cfg.data.paths, cfg.data.val_path, cfg.data.read_options)
+    data_files = data_files or resolve_data_files(cfg.data.paths, cfg.data.val_paths, cfg.data.read_options)
     schemas, console = data_files.schemas, cfg.tracker.console
     *groups, held_out = [
         [tokenize_source(source, cfg.data, encoding, tokenizer, console, schemas.get(source)) for source in group]
@@ -80,13 +80,14 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer, data_files: DataFiles
     train = to_sequences(rows, cfg, cfg.seed)
     evaluates_training_rows = not held_out and cfg.train.final_eval_rows > 0
     evaluated = training_slice(groups, cfg.train.final_eval_rows) if evaluates_training_rows else held_out
-    val = MixedRows(tuple(evaluated)) if evaluated else None
+    of_sets = itertools.groupby(evaluated, lambda part: part.source.val_set)
+    val = {name: MixedRows(tuple(parts)) for name, parts in of_sets}
     num_held_out, num_training = (
         sum(part.num_rows for part in parts) for parts in (held_out, itertools.chain.from_iterable(groups))
     )
     return DataPipeline(
         train,
-        to_sequences(val, cfg, seed=0) if val else None,
+        {name: to_sequences(rows, cfg, seed=0) for name, rows in val.items()},
         files,
         [
             *(f"{warning}; {troubleshooting('test-in-training')}" for warning in warnings),
@@ -94,14 +95,19 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer, data_files: DataFiles
             *template_warnings,
             *missing_columns(sources),
             *(
-                [few.message]
-                if (few := few_validation_rows(num_held_out if cfg.train.eval_every else 0, num_training))
-                else []
+                few.message
+                for name, rows in val.items()
+                if cfg.train.eval_every and held_out and (few := few_validation_rows(len(rows), num_training, name))
             ),
         ],
         [
             *tokenizer_notes,
             *data_files.notes,
+            *(
+                [f"validation sets: {', '.join(val)}; {next(iter(val))} decides which weights are best"]
+                if any(val)
+                else []
+            ),
             *reading_notes(sources),
             *unused_columns(files),
         ],
@@ -291,11 +297,12 @@ def training_slice(groups: list[list[WeightedSource]], count: int) -> list[Weigh
 
 
 def evaluation_identity(
-    rows: MixedRows, is_training_slice: bool, encoding: EncodingConfig, cfg: Config
+    sets: dict[str, MixedRows], is_training_slice: bool, encoding: EncodingConfig, cfg: Config
 ) -> dict[str, Any]:
-    """Return what two runs must have in common for their evaluation losses to be comparable: rows, tokens, tokenizer,
-    and settings of the loss.
+    """Return what two runs must have in common for their evaluation losses to be comparable: rows and tokens of the
+    first set, tokenizer, and settings of the loss; and the rows of all `sets` that have a name.
     """
+    first, rows = next(iter(sets.items()))
     files = [
         [
             part.store.metadata["content"],
@@ -321,6 +328,7 @@ def evaluation_identity(
         "data": hashlib.sha256(json.dumps(files).encode()).hexdigest(),
         "tokenizer": rows.sources[0].store.metadata["tokenizer"],
         "loss": loss,
+        **({"sets": {name: rows.fingerprint for name, rows in sets.items()}} if first else {}),
     }
 
 

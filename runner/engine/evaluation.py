@@ -5,7 +5,7 @@ of the best evaluation are kept.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 
@@ -24,6 +24,7 @@ from runner.engine.state import TrainState, finite_or_none, propagate_failure
 
 # of train.sample_prompts=auto: the shortest ones, of rows from all parts of the held-out ones; tokens of a text
 NUM_PROMPTS, PROMPT_ROWS, TEXT_PROMPT_TOKENS = 3, 32, 12
+MATCHED_ROWS = 64  # of each validation set, for train.eval_metrics
 SAMPLE_SEED = 0x5A3D  # samples have a generator of their own, so that the run's random state does not change
 
 
@@ -62,14 +63,25 @@ def is_evaluation_due(state: TrainState) -> bool:
     """
     is_final = state.cfg.train.final_eval_rows > 0 and state.progress.step == state.total_steps
     intervals = not state.pipeline.evaluates_training_rows and state.is_due(state.cfg.train.eval_every)
-    return state.val_loader is not None and (is_final or intervals)
+    return bool(state.val_loaders) and (is_final or intervals)
 
 
 @torch.no_grad()
 def evaluate_loss(state: TrainState) -> dict[str, float]:
-    """Return the means of the objective over the held-out rows, and its evaluation metrics."""
+    """Return the means of the objective over the rows of the first validation set, and its evaluation metrics; then
+    those of each named set, as `loss/law`.
+    """
+    means: dict[str, float] = {}
+    for name in state.val_loaders:
+        own = evaluate_set(state, name)
+        means = (means or own) | ({f"{field}/{name}": value for field, value in own.items()} if name else {})
+    return means
+
+
+def evaluate_set(state: TrainState, name: str) -> dict[str, float]:
+    """Return the numbers of one validation set."""
     with state.stop.working_on("after this evaluation batch, then saving"), ending_together(state):
-        count, sums, per_batch = sum_losses(state)
+        count, sums, per_batch = sum_losses(state, name)
     state.check_stop()
     total, *values = state.dist.all_reduce_sum([count, *(value.item() for value in sums.values())])
     means = {name: value / total for name, value in zip(sums, values, strict=True)}
@@ -77,35 +89,80 @@ def evaluate_loss(state: TrainState) -> dict[str, float]:
     # one that was not finite counts
     is_first = state.progress.best_loss is None and not state.progress.evals_since_best
     if is_first and not state.pipeline.evaluates_training_rows:
-        warn_of_tiny_validation(state, per_batch)
-    return means | state.objective.eval_metrics(means)
+        warn_of_tiny_validation(state, len(state.pipeline.val[name].rows), per_batch)
+    return means | state.objective.eval_metrics(means) | generated_metrics(state, name)
 
 
-def warn_of_tiny_validation(state: TrainState, per_batch: list[tuple[float, torch.Tensor]]) -> None:
-    """Warn if the loss over the validation rows is uncertain.
+def generated_metrics(state: TrainState, name: str) -> dict[str, float]:
+    """Return the numbers of train.eval_metrics: the share of last answers that the model generates exactly, ignoring
+    white space at both ends, of at most MATCHED_ROWS rows from all parts of a validation set.
+    """
+    if not state.cfg.train.eval_metrics:
+        return {}
+    rows, size, decode = state.pipeline.val[name].rows, state.cfg.train.batch_size, state.tokenizer.decode
+    right = 0
+    with generating(state):
+        sequences = [rows[number].sequences[0] for number in range(0, len(rows), -(-len(rows) // MATCHED_ROWS))]
+        for start in range(0, len(sequences), size):
+            prompts, expected = zip(*map(split_last_answer, sequences[start : start + size]), strict=True)
+            limit = max(map(len, expected))  # with the token that ends an answer, which `generate_ids` leaves out
+            answers = generate_ids(state, "answers", prompts, limit, temperature=0)
+            right += sum(
+                len(ids) < limit and decode(ids).strip() == decode(own).strip()
+                for ids, own in zip(answers, expected, strict=True)
+            )
+    return {"exact_match": right / len(sequences)}
+
+
+def split_last_answer(sequence: TokenSequence) -> tuple[list[int], list[int]]:
+    """Return the tokens of a conversation before its last answer with loss, and those of the answer."""
+    has_loss = sequence.loss_mask != 0
+    begin = int((has_loss[1:] > has_loss[:-1]).nonzero()[0][-1]) + 1
+    return sequence.ids[:begin].tolist(), sequence.ids[begin:][has_loss[begin:]].tolist()
+
+
+@contextmanager
+def generating(state: TrainState) -> Iterator[None]:
+    """Generate in the block. A stop request ends it, and then raises StopRequested on every rank."""
+    # Sharded weights are gathered in the dtype of the computation, so the inputs need it too.
+    autocast = state.precision.autocast() if state.dist.sharded else nullcontext()
+    with (
+        state.stop.working_on("after this token, then saving"),
+        ending_together(state),
+        autocast,
+        allow_varying_kernels(),
+        suppress(StopRequested),
+    ):
+        enter("while it generates samples", state.progress.step)
+        yield
+    state.check_stop()
+
+
+def warn_of_tiny_validation(state: TrainState, rows: int, per_batch: list[tuple[float, torch.Tensor]]) -> None:
+    """Warn if the loss over the validation rows, `rows` of them, is uncertain.
 
     `per_batch`: of this rank; every rank must call it.
     """
     losses = torch.stack([loss for _, loss in per_batch]).tolist() if per_batch else []
     ranks = state.dist.gather([[items for items, _ in per_batch], losses])
     items, losses = ([number for rank in ranks for number in rank[column]] for column in (0, 1))
-    if symptom := tiny_validation(losses, items, state.pipeline.held_out, state.progress.step):
+    if symptom := tiny_validation(losses, items, rows, state.progress.step):
         state.logger.warning(symptom.message)
 
 
-def sum_losses(state: TrainState) -> tuple[float, dict[str, torch.Tensor], list[tuple[float, torch.Tensor]]]:
-    """Return (items, sums of the objective, and (items, loss) of each batch) over this rank's share of the held-out
-    rows.
+def sum_losses(state: TrainState, name: str) -> tuple[float, dict[str, torch.Tensor], list[tuple[float, torch.Tensor]]]:
+    """Return (items, sums of the objective, and (items, loss) of each batch) over this rank's share of the rows of a
+    validation set.
     """
-    assert state.val_loader
+    loader, activity = state.val_loaders[name], f"validation {name}".strip()
     state.model.eval()
     count = 0.0
     sums: dict[str, torch.Tensor] = {}
     per_batch: list[tuple[float, torch.Tensor]] = []
-    total = state.val_loader.steps_per_epoch
-    with closing(state.val_loader.iter_epoch(0, stop_requested=state.stop)) as steps:
+    total = loader.steps_per_epoch
+    with closing(loader.iter_epoch(0, stop_requested=state.stop)) as steps:
         for done, batches in enumerate(propagate_failure(steps, state.check_stop)):
-            state.logger.show_activity("validation", done, total, "batches")
+            state.logger.show_activity(activity, done, total, "batches")
             for batch in batches:
                 state.check_stop()
                 enter("in an evaluation", state.progress.step)
@@ -118,7 +175,7 @@ def sum_losses(state: TrainState) -> tuple[float, dict[str, torch.Tensor], list[
                 for name, part in parts.items():
                     wide = part.to(widest_float(part.device))
                     sums[name] = sums[name] + wide if name in sums else wide  # fetched once, at the end
-    state.logger.show_activity("validation", total, total, "batches")
+    state.logger.show_activity(activity, total, total, "batches")
     return count, sums, per_batch
 
 
@@ -143,19 +200,11 @@ def generate_samples(state: TrainState) -> list[dict[str, str]]:
     """
     prompts: list[tuple[str, list[int]]] = []
     answers: list[list[int]] = []
-    # Sharded weights are gathered in the dtype of the computation, so the inputs need it too.
-    autocast = state.precision.autocast() if state.dist.sharded else nullcontext()
-    with (
-        state.stop.working_on("after this token, then saving"),
-        ending_together(state),
-        autocast,
-        allow_varying_kernels(),
-        suppress(StopRequested),
-    ):
-        enter("while it generates samples", state.progress.step)
+    with generating(state):
         prompts = sample_prompts(state)
-        answers = generate_sample_ids(state, [ids for _, ids in prompts])
-    state.check_stop()
+        answers = generate_ids(
+            state, "samples", [ids for _, ids in prompts], state.cfg.train.sample_tokens, temperature=0.7
+        )
     return [
         {"prompt": prompt, "answer": state.tokenizer.decode(ids)}
         for (prompt, _), ids in zip(prompts, answers, strict=True)
@@ -166,7 +215,7 @@ def sample_prompts(state: TrainState) -> list[tuple[str, list[int]]]:
     """Return (text, token ids) of each prompt of train.sample_prompts; auto: of the beginnings of held-out rows."""
     tokenizer = state.tokenizer
     if state.cfg.train.sample_prompts == "auto":
-        rows = (state.pipeline.val or state.pipeline.train).rows
+        rows = next(iter(state.pipeline.val.values()), state.pipeline.train).rows
         numbers = range(0, len(rows), -(-len(rows) // PROMPT_ROWS))
         prompts = filter(None, (prompt_of_row(rows[number].sequences[0]) for number in numbers))
         return [(tokenizer.decode(ids), ids) for ids in sorted(prompts, key=len)[:NUM_PROMPTS]]
@@ -188,7 +237,13 @@ def prompt_of_row(sequence: TokenSequence) -> list[int]:
     return sequence.ids[:begin].tolist()
 
 
-def generate_sample_ids(state: TrainState, prompts: list[list[int]]) -> list[list[int]]:
+def generate_ids(
+    state: TrainState,
+    activity: str,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    temperature: float,
+) -> list[list[int]]:
     """Return the token ids of the answers. Raises StopRequested before a token."""
     cfg, tokenizer = state.cfg, state.tokenizer
     stop_ids = list(tokenizer.stop_ids) if cfg.stage.data_format == "text" else ChatTemplate(tokenizer).stop_ids
@@ -198,13 +253,13 @@ def generate_sample_ids(state: TrainState, prompts: list[list[int]]) -> list[lis
 
     def before_token() -> None:
         check_stop()
-        state.logger.show_activity("samples", next(tokens), cfg.train.sample_tokens * len(prompts), "tokens at most")
+        state.logger.show_activity(activity, next(tokens), max_new_tokens * len(prompts), "tokens at most")
 
     answers = generate(
         state.model,
-        prompts,
-        max_new_tokens=cfg.train.sample_tokens,
-        temperature=0.7,
+        list(prompts),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
         top_k=0,
         top_p=0.9,
         repetition_penalty=1.0,
@@ -214,7 +269,7 @@ def generate_sample_ids(state: TrainState, prompts: list[list[int]]) -> list[lis
         # end.
         before_token=before_token,
     )
-    state.logger.show_activity("samples", 1, 1, "")
+    state.logger.show_activity(activity, 1, 1, "")
     return answers
 
 

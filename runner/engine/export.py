@@ -53,7 +53,7 @@ def choose_weights(state: TrainState) -> ExportedWeights:
             state.logger.warning("no step was averaged: the last weights are exported")
             return last
         state.optimizers.use_averages()
-        loss = finite_or_none(evaluate_loss(state)["loss"]) if state.val_loader else None
+        loss = finite_or_none(evaluate_loss(state)["loss"]) if state.val_loaders else None
         return dataclasses.replace(last, weights="ema", loss=loss)
     if wanted == "last" or state.pipeline.evaluates_training_rows or progress.best_step is None:
         return last

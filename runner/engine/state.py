@@ -89,7 +89,7 @@ class TrainState:
     objective: Objective
     pipeline: DataPipeline
     loader: StepLoader
-    val_loader: StepLoader | None
+    val_loaders: dict[str, StepLoader]  # of each validation set, as in `pipeline.val`
     optimizers: OptimizerGroup
     precision: Precision
     logger: RunLogger
@@ -186,8 +186,10 @@ class TrainState:
             self.progress.step, before, self.loader.steps_per_epoch, self.total_steps, cfg.optimizer.lr, cfg.schedule
         ):
             self.logger.info(f"changed from here on: {jump}")
-        before, now = saved["evaluation"], self.pipeline.evaluation
-        if before and now and before != now and self.progress.best_step is not None:
+        before, now = saved["evaluation"] or {}, self.pipeline.evaluation or {}
+        if before.get("sets") != now.get("sets"):
+            self.logger.warning("the validation sets have changed: their numbers are of other rows from here on")
+        if before and now and before | {"sets": 0} != now | {"sets": 0} and self.progress.best_step is not None:
             self.progress.forget_evaluations()
             self.logger.warning(
                 "the evaluation rows or their loss have changed: best weights are chosen among the evaluations from here on"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from common.errors import UserError
 from common.settings import CheckedSettings, at_least, one_of, settings_class
-from data.config import LOSS_TOKENS, TEXT_UNITS
+from data.config import LOSS_TOKENS, TEXT_UNITS, TURNS
 from data.schemas.registry import check_columns
 from data.sources.files import ReadOptions
 from runner.tracking.progress import EvaluationProgress
@@ -33,6 +33,8 @@ class EvaluationData(CheckedSettings):
     encoding: Optional[str]  # of text files that are not UTF-8, e.g. gb18030; null: detected
     # a row of a .txt or .md file: file (long ones in parts), or line
     text_unit: str = one_of(*TEXT_UNITS)
+    # turns of one role in a row, a first turn of the assistant: strict (refused) or merge (joined, kept)
+    turns: str = one_of(*TURNS)
     # length limit of an example (tokens): a text is split, a conversation truncated; null: that of the run, 1024
     # without one
     max_length: Optional[int] = at_least(2, DEFAULT_MAX_LENGTH)
@@ -66,7 +68,7 @@ class EvaluationSet:
                     if self._is_stopped():
                         return
                 where = source.where(position)
-                yield where, schema.read(row, where)
+                yield where, schema.read(row, where, source.turns)
                 done += 1
         self.progress.advance(done)
 

@@ -163,7 +163,7 @@ def _find_row(wanted: str, pipeline: DataPipeline) -> list[EncodedRow]:
 def _weighted_sources(pipeline: DataPipeline) -> list[WeightedSource]:
     from data.batching.mixture import MixedRows
 
-    rows = [sequences.rows for sequences in (pipeline.train, pipeline.val) if sequences is not None]
+    rows = [sequences.rows for sequences in (pipeline.train, *pipeline.val.values())]
     return [part for mixed in rows if isinstance(mixed, MixedRows) for part in mixed.sources]
 
 
@@ -202,7 +202,7 @@ def _turn_ends(names: set[str], pipeline: DataPipeline, run: Config, tokenizer: 
             if len(ends) == len(names):
                 return ends
             if (where := part.source.where(position)) in names and where not in ends:
-                example = schema.read(part.source.parse(position, raw), where)
+                example = schema.read(part.source.parse(position, raw), where, part.source.turns)
                 assert not isinstance(example, TextExample)
                 example = augment_example(
                     example,

@@ -244,7 +244,9 @@ def _last_turns(examples: EvaluationSet, batch_size: int) -> Iterator[Dialogue]:
 def _all_turns(examples: EvaluationSet, batch_size: int) -> Iterator[Dialogue]:
     for where, chat in examples.examples(batch_size):
         assert isinstance(chat, ChatExample)
-        turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        roles = [message["role"] for message in chat.messages]
+        # an assistant that begins (data.turns=merge) answers nothing
+        turns = [i for i, role in enumerate(roles) if role == "assistant" and "user" in roles[:i]]
         if not turns:
             raise UserError(
                 "the conversation has no answer of the assistant", where, "add the expected answers, or delete the row"

@@ -74,23 +74,17 @@ def check_data(data: DataConfig, data_format: str) -> DataFiles | None:
     Raises UserError if a data file is missing or cannot be read, or if the first one of an entry of data.path has no
     rows of `data_format`.
     """
-    val_path = None if data.val_path is None or data.val_path.startswith("hub:") else data.val_path
-    if (
-        val_path is not None
-        and val_path != "auto"
-        and not glob.has_magic(val_path)
-        and not Path(val_path).expanduser().exists()
-    ):
-        raise UserError(
-            f"data.val_path does not exist: {val_path}", f"data.val_path={val_path}", did_you_mean_path(val_path)
-        )
+    val_paths = {name: path for name, path in data.val_paths.items() if not path.startswith("hub:")}
+    for path in val_paths.values():
+        if path != "auto" and not glob.has_magic(path) and not Path(path).expanduser().exists():
+            raise UserError(f"data.val_path does not exist: {path}", f"data.val_path={path}", did_you_mean_path(path))
     paths = [path for path in data.paths if not path.startswith("hub:")]
-    files = resolve_data_files(paths, val_path, data.read_options)
+    files = resolve_data_files(paths, val_paths, data.read_options)
     if data.schema is None:
         for sources in (*files.train, files.validation):
             for source in sources[:1]:
                 files.schemas[source] = schema_of_source(source, data_format)
-    return files if (paths, val_path) == (data.paths, data.val_path) else None
+    return files if (paths, val_paths) == (data.paths, data.val_paths) else None
 
 
 def run(config: Config, metadata: RunMetadata, data_files: DataFiles | None = None) -> float:

@@ -212,7 +212,7 @@ def data_facts(cfg: Config, pipeline: DataPipeline, tokenizer: Tokenizer, ranks:
         steps=steps,
         micro_batches=math.ceil(min(per_step, len(sequences)) / (ranks * cfg.train.batch_size)),
         sequences_per_step=min(per_step, len(sequences)),
-        eval_batches=math.ceil(len(pipeline.val) / (cfg.train.batch_size * ranks)) if pipeline.val else 0,
+        eval_batches=sum(math.ceil(len(rows) / (cfg.train.batch_size * ranks)) for rows in pipeline.val.values()),
         shape=BatchShape(rows, length, is_packed=batch.document_ids is not None),
         padding=padding,
         lost_share=cut.share,

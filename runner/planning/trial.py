@@ -157,19 +157,24 @@ def time_steps(state: TrainState) -> dict[str, Any]:
 
 
 def time_evaluation(state: TrainState) -> dict[str, float]:
-    """Return the seconds of an evaluation: of some batches, times their number."""
+    """Return the seconds of an evaluation: of generated answers, and of some batches, times their number."""
     import torch
 
-    if state.val_loader is None:
-        return {"eval_seconds": 0.0}
+    from runner.engine.evaluation import generated_metrics
+
+    start = time.perf_counter()
+    for name in state.val_loaders:
+        generated_metrics(state, name)
     count, before = 0, time.perf_counter()
     state.model.eval()
-    with torch.no_grad(), closing(state.val_loader.iter_epoch(0)) as steps:
-        for batch in itertools.islice(itertools.chain.from_iterable(steps), TIMED_EVAL_BATCHES):
-            with state.precision.autocast():
-                float(state.objective.loss(state.model, batch.to(state.dist.device))["loss"])
-            count += 1
-    return {"eval_seconds": (time.perf_counter() - before) * state.val_loader.steps_per_epoch / max(1, count)}
+    for loader in state.val_loaders.values():
+        with torch.no_grad(), closing(loader.iter_epoch(0)) as steps:
+            for batch in itertools.islice(itertools.chain.from_iterable(steps), TIMED_EVAL_BATCHES):
+                with state.precision.autocast():
+                    float(state.objective.loss(state.model, batch.to(state.dist.device))["loss"])
+                count += 1
+    total = sum(loader.steps_per_epoch for loader in state.val_loaders.values())
+    return {"eval_seconds": (time.perf_counter() - before) * total / max(1, count) + before - start}
 
 
 def time_sample(state: TrainState) -> float:

@@ -69,9 +69,11 @@
         }
         parts.push({ x: rising(data.train[axis]), columns });
       }
-      if (data.eval[field]) {
-        const evalColor = color(`--c${index + 2}`);
-        add(`validation ${field}`, { stroke: evalColor, width: 2, points: { show: true, size: 6, fill: evalColor } });
+      // the numbers of the first of several sets are there by its name, too
+      if (data.eval[field] && !Object.keys(data.eval).some((name) => name.startsWith(`${field}/`))) {
+        const [name, set] = field.split("/"), evalColor = color(`--c${set === undefined ? index + 2 : 1 + ((index + 2) % 3)}`);
+        const dash = set !== undefined && index > 3 ? [6, 4] : []; // a set beyond the third
+        add(set === undefined ? `validation ${name}` : `validation ${set} ${name}`, { stroke: evalColor, width: 2, dash, points: { show: true, size: 6, fill: evalColor } });
         parts.push({ x: rising(data.eval[axis]), columns: [data.eval[field]] });
       }
     });
@@ -83,7 +85,7 @@
     const [parts, series] = seriesOf(chart, axis, chart.smooth ? Number(controls.smoothing.value) : 0);
     if (!parts.length) return null;
     const isLog = controls.log.checked && chart.log && parts.every((part) => part.columns.every((column) => column.every((value) => value === null || value > 0)));
-    const isLoss = chart.fields.join() === "loss";
+    const isLoss = chart.fields[0].split("/")[0] === "loss";
     const options = {
       width: figure.clientWidth, height: 260, series, legend: { live: true },
       cursor: { sync: { key: cursor.key }, focus: { prox: 24 }, dataIdx: (u, index, hovered) => (index ? nearestValue(u, index, hovered) : hovered) },
@@ -143,9 +145,10 @@
     });
   }
 
-  // A ring around the lowest validation loss.
+  // A ring around the lowest validation loss, of several sets that of the first.
   function markBest(u) {
-    const index = u.series.findIndex((series) => series.label === "validation loss" && series.show);
+    const index = u.series.findIndex((series) => /^validation .*loss$/.test(series.label));
+    if (index >= 0 && !u.series[index].show) return;
     if (index < 0) return;
     const values = u.data[index].map((value) => (isNumber(value) ? value : Infinity)), best = values.reduce((a, value, i) => (value < values[a] ? i : a), 0);
     if (values[best] === Infinity) return;

@@ -69,11 +69,9 @@ def run_page(run: RunReport) -> str:
 
 def _charts(run: RunReport) -> list[dict[str, Any]]:
     curves = (run.series.train, run.series.eval)
-    present = [
-        name for name in dict.fromkeys(name for curve in curves for name in curve.fields) if name not in NOT_CHARTED
-    ]
-    listed = {name for _, names, _ in CHARTS for name in names}
-    own = ((name.replace("_", " "), (name,), False) for name in present if name not in listed)
+    present = dict.fromkeys(name for curve in curves for name in curve.fields)  # loss/law: of the validation set law
+    listed = {name for _, names, _ in CHARTS for name in names} | NOT_CHARTED
+    own = ((name.replace("_", " "), (name,), False) for name in present if name.partition("/")[0] not in listed)
     return [
         {
             "title": title,
@@ -83,14 +81,14 @@ def _charts(run: RunReport) -> list[dict[str, Any]]:
             "bytes": BYTE_FIELDS.issuperset(names),
             # e.g. `3.0496, validation 2.6975`: the newest values
             "summary": ", ".join(
-                f"{prefix}{_value(name, curve.last(name))}"
-                for prefix, curve in zip(("", "validation "), curves, strict=True)
+                " ".join(filter(None, (prefix, name.partition("/")[2], _value(name, curve.last(name)))))
+                for prefix, curve in zip(("", "validation"), curves, strict=True)
                 for name in names
                 if name in curve.columns
             ),
         }
         for title, listed_names, log in (*CHARTS, *own)
-        if (names := [name for name in listed_names if name in present])
+        if (names := [name for each in listed_names for name in present if name.partition("/")[0] == each])
     ]
 
 

@@ -31,7 +31,8 @@ def describe_source(part: WeightedSource) -> dict[str, Any]:
         for name, value in vars(part.store.stats).items()
         if name != "lost_by_length"
     }
-    return {"file": part.source.name, "schema": part.store.metadata["encoding"]["schema"], **counts}
+    named = {"set": part.source.val_set} if part.source.val_set else {}
+    return {"file": part.source.name, "schema": part.store.metadata["encoding"]["schema"], **named, **counts}
 
 
 def reading_notes(sources: list[Source]) -> list[str]:

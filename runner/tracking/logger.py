@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -284,7 +285,12 @@ class RunLogger:
         if record["kind"] == "eval":
             loss = values.get("loss")
             self._validation = "" if loss is None else f"val {loss:.2f}@{step}"
-            return self._show("eval", record, f"{prefix} | validation | {format_values(values, '')}")
+            lines = [
+                f"{prefix} | {f'validation {name}'.strip()} | {format_values({field.partition('/')[0]: value for field, value in numbers}, '')}"
+                for name, numbers in groupby(values.items(), lambda item: item[0].partition("/")[2])  # loss/law
+            ]
+            # the numbers of the first of several sets are there by its name, too
+            return self._show("eval", record, "\n".join(lines[1:] or lines))
         eta = self._eta(step)
         numbers = format_values({name: values[name] for name in BAR_FIELDS if name in values}, "") + eta
         self._show("step", record, f"{prefix} | {format_values(values, self._validation)}{eta}", numbers)

@@ -173,6 +173,34 @@ def test_run_page_draws_and_shows_the_numbers_of_metrics_jsonl(open_page: Any, r
     assert first[:4] == ["120", "12,000", "240", f"{losses[-1][1]:.4f}"]
 
 
+def test_run_page_draws_a_curve_for_each_validation_set(open_page: Any, tmp_path: Path) -> None:
+    losses = {step: {"law": 1.2 + abs(step - 2) / 10, "chat": 2 - step / 10} for step in (1, 2, 3)}
+    records = [
+        record
+        for step, sets in losses.items()
+        for record in (
+            train(step),
+            {**evaluation(step, sets["law"]), **{f"loss/{name}": loss for name, loss in sets.items()}}
+            | {f"perplexity/{name}": 9.0 for name in sets}
+            | {"perplexity": 9.0, "exact_match": 0.5, "exact_match/law": 0.5, "exact_match/chat": step / 10},
+        )
+    ]
+    page = open_page(write_run_page(write_run(tmp_path / "run", records)))
+    curves = {curve["label"]: curve["points"] for curve in points(page)}
+    assert curves == {
+        "loss": [[step, pytest.approx(train(step)["loss"])] for step in losses],
+        **{f"validation {n} loss": [[step, pytest.approx(sets[n])] for step, sets in losses.items()] for n in ("law", "chat")},
+    }  # fmt: skip
+    titles = [chart.get_attribute("aria-label") for chart in page.locator("figure[data-chart]").all()]
+    assert titles[-1] == "exact match: validation 0.5000, validation law 0.5000, validation chat 0.3000"
+    assert not any("perplexity" in title for title in titles)
+    last = page.locator(CHART).count() - 1
+    assert [curve["label"] for curve in points(page, last)] == [
+        "validation law exact_match",
+        "validation chat exact_match",
+    ]
+
+
 def test_run_page_controls_choose_axis_smoothing_and_scale(open_page: Any, run_page: Path) -> None:
     page = open_page(run_page)
     page.locator("#smoothing").fill("0")

@@ -17,14 +17,14 @@ from runner.engine.loop import train
 IGNORED_SETTINGS = {
     "model": {"name", "model_type"},
     "data": {
-        "cache", "columns", "encoding", "max_bad_fraction", "name", "num_workers", "on_bad_row", "path", "schema", "text_unit", "tokenizer", "val_path",
+        "cache", "columns", "encoding", "max_bad_fraction", "name", "num_workers", "on_bad_row", "path", "schema", "text_unit", "tokenizer", "turns", "val_path",
         "worker_timeout",
     },
     "stage": {"init_from_stage"},
     "distributed": {"nproc", "nnodes", "timeout", "max_restarts"},
     "train": {
         "log_every", "eval_every", "save_every", "sample_every", "sample_prompts", "sample_tokens", "keep_checkpoints", "keep_every", "patience", "max_failed_saves", "verify_resume", "supervise",
-        "final_eval_rows", "max_hours", "profile",
+        "final_eval_rows", "eval_metrics", "max_hours", "profile",
     },
     "run": {"name", "tags", "note"},
     "tracker": {"name", "page", "console"},

@@ -6,7 +6,7 @@ from common.errors import UserError
 from data.config import DataConfig
 
 VALID = {
-    "name": "own", "path": "a.jsonl", "weights": None, "columns": None, "encoding": None, "text_unit": "file", "schema": None, "val_path": "auto", "val_fraction": 0.01, "val_duplicates": "auto", "tokenizer": "tokenizer", "max_length": 64,
+    "name": "own", "path": "a.jsonl", "weights": None, "columns": None, "encoding": None, "text_unit": "file", "turns": "strict", "schema": None, "val_path": "auto", "val_fraction": 0.01, "val_duplicates": "auto", "tokenizer": "tokenizer", "max_length": 64,
     "too_long": "auto", "on_bad_row": "error", "max_bad_fraction": 0.01, "loss_on": "assistant", "packing": "best_fit", "group_by_length": False,
     "system_prompts": [], "system_prob": 0.0, "empty_think_prob": 0.0, "cache": "cache", "num_workers": 0, "worker_timeout": 0.0,
 }  # fmt: skip

@@ -25,7 +25,9 @@ def files(tmp_path, monkeypatch):
         return resolve
 
     def resolve(paths, val_path="auto"):
-        found = resolve_data_files(paths if isinstance(paths, list) else [paths], val_path, ReadOptions())
+        found = resolve_data_files(
+            paths if isinstance(paths, list) else [paths], {"": val_path} if val_path else {}, ReadOptions()
+        )
         train, validation = (
             sorted(str(source.path.absolute().relative_to(tmp_path)) for source in sources)
             for sources in ([source for group in found.train for source in group], found.validation)

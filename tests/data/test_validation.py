@@ -41,7 +41,7 @@ TEXTS = [f"text number {i}" for i in range(60)]
 
 def test_rows_on_both_sides_of_a_split_are_kept_in_validation_and_counted(run_on):
     pipeline = run_on({"a.jsonl": TEXTS * 3}, "data.val_fraction=0.1").pipeline
-    validation, training = texts_of(pipeline.val), texts_of(pipeline.train)
+    validation, training = texts_of(pipeline.val[""]), texts_of(pipeline.train)
     assert len(validation) == 18 and not set(training) & set(validation)
     assert len(training) == 180 - 3 * len(set(validation))
     [warning] = pipeline.warnings
@@ -59,7 +59,7 @@ def test_rows_on_both_sides_of_a_split_of_several_files_are_found(run_on):
     pipeline = run_on(
         {"a.jsonl": TEXTS, "b.jsonl": TEXTS[::-1]}, "data.val_fraction=0.2", "data.packing=best_fit"
     ).pipeline
-    assert not set(texts_of(pipeline.train)) & set(texts_of(pipeline.val)) and len(texts_of(pipeline.val)) == 24
+    assert not set(texts_of(pipeline.train)) & set(texts_of(pipeline.val[""])) and len(texts_of(pipeline.val[""])) == 24
 
 
 def test_duplicates_of_validation_rows_are_trained_on_if_kept(run_on):

@@ -332,10 +332,10 @@ def test_few_rows_are_those_that_cannot_tell_the_best_of_sixteen_runs() -> None:
 
 def test_tiny_validation_is_named_once_also_if_the_first_loss_was_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     state, warned = MagicMock(), list[int]()
-    state.dist.all_reduce_sum = lambda numbers: numbers
+    state.dist.all_reduce_sum, state.val_loaders = lambda numbers: numbers, {"": None}
     state.pipeline.evaluates_training_rows, state.objective.eval_metrics = False, lambda means: {}
-    monkeypatch.setattr(engine_evaluation, "sum_losses", lambda state: (1, {"loss": torch.tensor(math.nan)}, []))
-    monkeypatch.setattr(engine_evaluation, "warn_of_tiny_validation", lambda state, per_batch: warned.append(1))
+    monkeypatch.setattr(engine_evaluation, "sum_losses", lambda *_: (1, {"loss": torch.tensor(math.nan)}, []))
+    monkeypatch.setattr(engine_evaluation, "warn_of_tiny_validation", lambda *_: warned.append(1))
     for number in range(3):
         state.progress = MagicMock(eval_loss=None, best_loss=None, evals_since_best=number)
         engine_evaluation.evaluate_loss(state)

@@ -33,8 +33,8 @@ def row_names(sequences):
 
 def test_validation_fraction_of_one_row_files_holds_out_one_row(pipeline_of):
     pipeline = pipeline_of({f"{i}.txt": f"text {i}" for i in range(5)}, "data.val_fraction=0.1")
-    assert (len(pipeline.train), len(pipeline.val)) == (4, 1)
-    assert sorted(row_names(pipeline.train) + row_names(pipeline.val)) == [f"{i}.txt:1" for i in range(5)]
+    assert (len(pipeline.train), len(pipeline.val[""])) == (4, 1)
+    assert sorted(row_names(pipeline.train) + row_names(pipeline.val[""])) == [f"{i}.txt:1" for i in range(5)]
 
 
 def test_few_validation_rows_are_named_at_the_start_of_a_run_that_evaluates(pipeline_of):
@@ -55,7 +55,7 @@ def test_validation_fraction_auto_holds_out_enough_rows_of_a_small_file(pipeline
     assert [rows_to_hold_out(total, 0.01) for total in (91, 1900)] == [1, 19]
     files = {"a.jsonl": jsonl(*(f"row {i}" for i in range(91)))}
     pipeline = pipeline_of(files, "data.val_fraction=auto", "train.eval_every=5")
-    assert (len(pipeline.train), len(pipeline.val)) == (81, 10) and not [
+    assert (len(pipeline.train), len(pipeline.val[""])) == (81, 10) and not [
         line for line in pipeline.warnings if "tiny-validation" in line
     ]
 
@@ -64,16 +64,16 @@ def test_validation_fraction_is_that_of_all_files_together(pipeline_of):
     pipeline = pipeline_of(
         {f"{i}.jsonl": jsonl(*(f"{letter} {i}" for letter in "abc")) for i in range(40)}, "data.val_fraction=0.1"
     )
-    assert (len(pipeline.train), len(pipeline.val)) == (108, 12)
+    assert (len(pipeline.train), len(pipeline.val[""])) == (108, 12)
 
 
 def test_validation_file_beside_its_file_is_found_in_a_folder(pipeline_of):
     pipeline = pipeline_of(
         {"a.v1.jsonl": jsonl("one", "two"), "a.v1_val.jsonl": jsonl("three"), "b.jsonl": jsonl("four")}
     )
-    assert row_names(pipeline.train) == ["a.v1.jsonl:1", "a.v1.jsonl:2", "b.jsonl:1"] and row_names(pipeline.val) == [
-        "a.v1_val.jsonl:1"
-    ]
+    assert row_names(pipeline.train) == ["a.v1.jsonl:1", "a.v1.jsonl:2", "b.jsonl:1"] and row_names(
+        pipeline.val[""]
+    ) == ["a.v1_val.jsonl:1"]
 
 
 def test_row_counts_of_each_file_are_in_the_data_table(pipeline_of):
@@ -157,7 +157,10 @@ def test_validation_rows_are_packed_alike_for_every_seed(pipeline_of):
     overrides = ["data.packing=best_fit", "data.max_length=16", "data.val_fraction=0.5", "data.val_duplicates=keep"]
     one, two = (pipeline_of(files, *overrides, f"seed={seed}") for seed in (1, 2))
     packed = [
-        [[[row.name for row in sequences[i]] for i in range(len(sequences))] for sequences in (each.train, each.val)]
+        [
+            [[row.name for row in sequences[i]] for i in range(len(sequences))]
+            for sequences in (each.train, each.val[""])
+        ]
         for each in (one, two)
     ]
     assert packed[0][1] == packed[1][1] and packed[0][0] != packed[1][0]

@@ -241,7 +241,7 @@ def test_evaluation_rows_are_never_trained_on(make_run):
     state = make_run("pretrain", "data.val_fraction=0.25")
     trained, evaluated = (
         {name for batches in loader.iter_epoch(0) for batch in batches for name in batch.names}
-        for loader in (state.loader, state.val_loader)
+        for loader in (state.loader, state.val_loaders[""])
     )
     assert len(trained) == 27 and len(evaluated) == 9 and not trained & evaluated
 

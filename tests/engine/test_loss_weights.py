@@ -150,8 +150,8 @@ def test_step_with_loss_weights_is_that_of_plain_torch(
 
 def test_evaluation_with_loss_weights_is_the_weighted_mean(make_run: Callable[..., TrainState], data_path: str) -> None:
     state = make_run("sft", data_path, "data.val_fraction=0.5", "train.batch_size=3", "train.eval_every=1")
-    assert state.val_loader
-    batches = [batch for step in state.val_loader.iter_epoch(0) for batch in step]
+    assert state.val_loaders
+    batches = [batch for step in state.val_loaders[""].iter_epoch(0) for batch in step]
     with torch.no_grad():
         assert evaluate_loss(state)["loss"] == pytest.approx(plain_mean(state.model.eval(), batches).item(), rel=1e-5)
 

@@ -168,7 +168,7 @@ def test_evaluation_loss_is_the_mean_nll_without_the_balance_loss(make_run) -> N
     state = make_run("sft", *MOE, "data.val_fraction=0.5", "train.batch_size=3")
     nll, count = 0.0, 0
     with torch.no_grad():
-        for batches in state.val_loader.iter_epoch(0):
+        for batches in state.val_loaders[""].iter_epoch(0):
             for batch in batches:
                 log_p = state.model.eval()(batch.input_ids, lengths=batch.lengths).logits.log_softmax(-1)
                 labelled = batch.labels != -100

@@ -58,7 +58,7 @@ def write(name, rows, encoding="utf-8"):
 
 
 def trained_files(pipeline):
-    sequences = [sequences for sequences in (pipeline.train, pipeline.val) if sequences is not None]
+    sequences = [sequences for sequences in (pipeline.train, *pipeline.val.values())]
     return [
         sorted({row.name.rsplit("/", 1)[-1].rpartition(":")[0] for i in range(len(part)) for row in part[i]})
         for part in sequences
@@ -196,7 +196,7 @@ def test_columns_that_no_file_has_warn_where_the_field_itself_is_read(pipeline):
 @pytest.mark.parametrize("packing", ["none", "best_fit"])
 def test_prompts_of_samples_are_beginnings_of_held_out_rows(make_run, stage, packing):
     state = make_run(stage, "train.sample_prompts=auto", "data.val_fraction=0.2", f"data.packing={packing}")
-    rows = [state.pipeline.val.rows[number].sequences[0] for number in range(len(state.pipeline.val.rows))]
+    rows = [state.pipeline.val[""].rows[number].sequences[0] for number in range(len(state.pipeline.val[""].rows))]
     prompts = [ids for _, ids in sample_prompts(state)]
     assert len(prompts) == 3 and prompts == sorted(prompts, key=len)
     for ids in prompts:

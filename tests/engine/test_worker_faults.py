@@ -66,7 +66,7 @@ def saved_step(state):
 def test_failed_worker_is_named_and_the_last_step_is_saved(make_run, fault, where):
     does, says = FAULTS[fault]
     state = make_run("pretrain", *RUN, f"data.worker_timeout={2 if fault in STUCK else 60}")
-    loader = getattr(state, where)
+    loader = state.loader if where == "loader" else state.val_loaders[""]
     loader.sequences = Faulty(loader.sequences, does, after=10 if where == "loader" else 1)
     with pytest.raises(TrainingError, match=says):
         train(state)

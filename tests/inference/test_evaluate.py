@@ -51,6 +51,7 @@ def evaluate_config(metric: str, data: Path, max_length: int = 128, **changes: o
             columns=None,
             encoding=None,
             text_unit="file",
+            turns="strict",
             max_length=max_length,
             loss_on=None,
             cache=str(data.parent / "cache"),
@@ -497,3 +498,19 @@ def test_conversation_counts_first_and_last_turns(
         evaluate_config("conversation", write(tmp_path / "chat.jsonl", [{"conversations": messages}])), folder
     )
     assert (results["first_turn"], results["last_turn"]) == (first, last)
+
+
+def test_conversation_of_merged_turns_has_no_answer_before_a_question(
+    write_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = write_model(tmp_path / "sure", seed=3, std=0.3)
+    begin = [{"role": "assistant", "content": "Welcome."}, {"role": "user", "content": "Who?\n\n8 + 7?"}]
+    answer = {"role": "assistant", "content": _greedy(load_trained(folder, "cpu"), begin)}
+    questions = [{"role": "user", "content": text} for text in ("Who?", "8 + 7?")]
+    data = write(tmp_path / "chat.jsonl", [{"messages": [begin[0], *questions, answer]}])
+    with pytest.raises(UserError, match="assistant comes first"):
+        evaluate(evaluate_config("conversation", data), folder)
+    for metric, counts in (("conversation", {"right": 1, "answers": 1}), ("exact_match", {"right": 1, "rows": 1})):
+        config = evaluate_config(metric, data)
+        results = evaluate(replace(config, data=replace(config.data, turns="merge")), folder)
+        assert results | counts == results

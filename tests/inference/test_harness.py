@@ -70,7 +70,9 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(names: list[str], folder: Path | str, **changes: Any) -> EvaluateConfig:
-    data = EvaluationData(None, columns=None, encoding=None, text_unit="file", max_length=None, loss_on=None, cache="")
+    data = EvaluationData(
+        None, columns=None, encoding=None, text_unit="file", turns="strict", max_length=None, loss_on=None, cache=""
+    )
     values = {
         "run": "here",
         "metric": "perplexity",
@@ -235,7 +237,14 @@ def test_tasks_whose_answers_do_not_fit_into_the_model_are_refused(
 
 def test_settings_of_tasks_are_refused_without_tasks(tasks: Path) -> None:
     data = EvaluationData(
-        "a.jsonl", columns=None, encoding=None, text_unit="file", max_length=None, loss_on=None, cache=""
+        "a.jsonl",
+        columns=None,
+        encoding=None,
+        text_unit="file",
+        turns="strict",
+        max_length=None,
+        loss_on=None,
+        cache="",
     )
     with pytest.raises(UserError, match="limit is read with tasks only"):
         config([], tasks, tasks_path=None, limit=5, data=data)
