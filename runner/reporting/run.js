@@ -71,9 +71,9 @@
       }
       // the numbers of the first of several sets are there by its name, too
       if (data.eval[field] && !Object.keys(data.eval).some((name) => name.startsWith(`${field}/`))) {
-        const [name, set] = field.split("/"), evalColor = color(`--c${set === undefined ? index + 2 : 1 + ((index + 2) % 3)}`);
+        const cut = field.lastIndexOf("/"), set = cut > 0 && data.eval[field.slice(0, cut)] ? field.slice(cut + 1) : undefined, evalColor = color(`--c${set === undefined ? index + 2 : 1 + ((index + 2) % 3)}`);
         const dash = set !== undefined && index > 3 ? [6, 4] : []; // a set beyond the third
-        add(set === undefined ? `validation ${name}` : `validation ${set} ${name}`, { stroke: evalColor, width: 2, dash, points: { show: true, size: 6, fill: evalColor } });
+        add(set === undefined ? `validation ${field}` : `validation ${set} ${field.slice(0, cut)}`, { stroke: evalColor, width: 2, dash, points: { show: true, size: 6, fill: evalColor } });
         parts.push({ x: rising(data.eval[axis]), columns: [data.eval[field]] });
       }
     });

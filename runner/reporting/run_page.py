@@ -69,9 +69,11 @@ def run_page(run: RunReport) -> str:
 
 def _charts(run: RunReport) -> list[dict[str, Any]]:
     curves = (run.series.train, run.series.eval)
-    present = dict.fromkeys(name for curve in curves for name in curve.fields)  # loss/law: of the validation set law
+    present = dict.fromkeys(name for curve in curves for name in curve.fields)
+    # loss/law, of the validation set law, is on the plot of the loss
+    plots = {name: base if (base := name.rpartition("/")[0]) in present else name for name in present}
     listed = {name for _, names, _ in CHARTS for name in names} | NOT_CHARTED
-    own = ((name.replace("_", " "), (name,), False) for name in present if name.partition("/")[0] not in listed)
+    own = ((name.replace("_", " "), (name,), False) for name in present if plots[name] not in listed)
     return [
         {
             "title": title,
@@ -81,14 +83,14 @@ def _charts(run: RunReport) -> list[dict[str, Any]]:
             "bytes": BYTE_FIELDS.issuperset(names),
             # e.g. `3.0496, validation 2.6975`: the newest values
             "summary": ", ".join(
-                " ".join(filter(None, (prefix, name.partition("/")[2], _value(name, curve.last(name)))))
+                " ".join(filter(None, (prefix, name.removeprefix(plots[name])[1:], _value(name, curve.last(name)))))
                 for prefix, curve in zip(("", "validation"), curves, strict=True)
                 for name in names
                 if name in curve.columns
             ),
         }
         for title, listed_names, log in (*CHARTS, *own)
-        if (names := [name for each in listed_names for name in present if name.partition("/")[0] == each])
+        if (names := [name for each in listed_names for name in present if plots[name] == each])
     ]
 
 

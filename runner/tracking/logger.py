@@ -285,9 +285,14 @@ class RunLogger:
         if record["kind"] == "eval":
             loss = values.get("loss")
             self._validation = "" if loss is None else f"val {loss:.2f}@{step}"
+
+            def set_of(name: str) -> str:  # loss/law is the loss of the set law
+                field, _, set_name = name.rpartition("/")
+                return set_name if field in values else ""
+
             lines = [
-                f"{prefix} | {f'validation {name}'.strip()} | {format_values({field.partition('/')[0]: value for field, value in numbers}, '')}"
-                for name, numbers in groupby(values.items(), lambda item: item[0].partition("/")[2])  # loss/law
+                f"{prefix} | {f'validation {name}'.strip()} | {format_values({field.removesuffix(f'/{name}'): value for field, value in numbers}, '')}"
+                for name, numbers in groupby(values.items(), lambda item: set_of(item[0]))
             ]
             # the numbers of the first of several sets are there by its name, too
             return self._show("eval", record, "\n".join(lines[1:] or lines))

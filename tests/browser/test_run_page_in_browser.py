@@ -182,7 +182,8 @@ def test_run_page_draws_a_curve_for_each_validation_set(open_page: Any, tmp_path
             train(step),
             {**evaluation(step, sets["law"]), **{f"loss/{name}": loss for name, loss in sets.items()}}
             | {f"perplexity/{name}": 9.0 for name in sets}
-            | {"perplexity": 9.0, "exact_match": 0.5, "exact_match/law": 0.5, "exact_match/chat": step / 10},
+            | {"perplexity": 9.0, "exact_match": 0.5, "exact_match/law": 0.5, "exact_match/chat": step / 10}
+            | {"head/acc": 0.25},
         )
     ]
     page = open_page(write_run_page(write_run(tmp_path / "run", records)))
@@ -191,14 +192,12 @@ def test_run_page_draws_a_curve_for_each_validation_set(open_page: Any, tmp_path
         "loss": [[step, pytest.approx(train(step)["loss"])] for step in losses],
         **{f"validation {n} loss": [[step, pytest.approx(sets[n])] for step, sets in losses.items()] for n in ("law", "chat")},
     }  # fmt: skip
+    labels = [[curve["label"] for curve in points(page, chart)] for chart in range(page.locator(CHART).count())]
+    assert ["validation head/acc"] in labels  # of an objective that names it so
     titles = [chart.get_attribute("aria-label") for chart in page.locator("figure[data-chart]").all()]
-    assert titles[-1] == "exact match: validation 0.5000, validation law 0.5000, validation chat 0.3000"
+    assert titles[-2] == "exact match: validation 0.5000, validation law 0.5000, validation chat 0.3000"
     assert not any("perplexity" in title for title in titles)
-    last = page.locator(CHART).count() - 1
-    assert [curve["label"] for curve in points(page, last)] == [
-        "validation law exact_match",
-        "validation chat exact_match",
-    ]
+    assert labels[-2] == ["validation law exact_match", "validation chat exact_match"]
 
 
 def test_run_page_controls_choose_axis_smoothing_and_scale(open_page: Any, run_page: Path) -> None:

@@ -333,6 +333,7 @@ def test_few_rows_are_those_that_cannot_tell_the_best_of_sixteen_runs() -> None:
 def test_tiny_validation_is_named_once_also_if_the_first_loss_was_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     state, warned = MagicMock(), list[int]()
     state.dist.all_reduce_sum, state.val_loaders = lambda numbers: numbers, {"": None}
+    state.cfg.train.eval_metrics = []
     state.pipeline.evaluates_training_rows, state.objective.eval_metrics = False, lambda means: {}
     monkeypatch.setattr(engine_evaluation, "sum_losses", lambda *_: (1, {"loss": torch.tensor(math.nan)}, []))
     monkeypatch.setattr(engine_evaluation, "warn_of_tiny_validation", lambda *_: warned.append(1))

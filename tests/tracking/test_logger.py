@@ -277,16 +277,24 @@ def test_evaluation_progress_prints_lines_where_stderr_is_no_terminal(
 
 def test_console_has_a_line_for_each_validation_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logger = start_logger(tmp_path)
-    logger.log("eval", 2, tokens=20, loss=2.5, perplexity=12.18, **{"loss/law": 2.5, "loss/chat": float("nan")})
+    logger.log(
+        "eval",
+        2,
+        tokens=20,
+        loss=2.5,
+        **{"head/acc": 0.5, "loss/law": 2.5, "head/acc/law": 0.5, "loss/chat": float("nan")},
+    )
+    logger.log("eval", 3, loss=2.0, **{"head/acc": 0.25})
     logger.log("train", 4, loss=2.0)
     logger.finish("completed", {})
     prefix = "step 2/20 10.0% | validation"
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith(prefix)] == [
-        f"{prefix} law | loss 2.500",
+        f"{prefix} law | loss 2.500 | head/acc 0.5",
         f"{prefix} chat | loss not finite",
     ]
-    assert any(line.startswith("step 4/20 20.0% | loss 2.000 | val 2.50@2") for line in lines)
+    assert "step 3/20 15.0% | validation | loss 2.000 | head/acc 0.25" in lines
+    assert any(line.startswith("step 4/20 20.0% | loss 2.000 | val 2.00@3") for line in lines)
     assert prefix + " chat" in (tmp_path / "train.log").read_text()
     record = read_records(tmp_path / "metrics.jsonl")[0]
     assert record["loss/law"] == record["loss"] == 2.5 and record["nonfinite"] == ["loss/chat"]
