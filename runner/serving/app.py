@@ -1,5 +1,5 @@
 """Routes of the server: /v1/models, /v1/chat/completions, /v1/completions, /health; and the one thread that owns the
-model: answers wait in a queue, those with equal settings are generated as one batch.
+model: answers wait in a queue, and join the batch that is generated between two of its tokens.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import islice, takewhile
+from typing import Any
 
 import torch
 from starlette.requests import Request
@@ -91,23 +93,32 @@ class GenerationQueue:
         _fail(self._waiting, StoppingError())
 
     def _next_batch(self) -> list[Work]:
-        """Return the oldest work and others that can be computed with it; []: stop."""
+        """Return the oldest works of one kind; []: stop."""
         with self._changed:
             while not self.is_stopping:
                 self._drop_cancelled()
                 if self._waiting:
-                    key = self._waiting[0].batch_key
-                    batch = [work for work in self._waiting if work.batch_key == key][: self._max_batch]
-                    self._waiting = deque(work for work in self._waiting if work not in batch)
-                    return batch
+                    return self._take(type(self._waiting[0]), self._max_batch)
                 self._changed.wait(timeout=1)  # a signal handler does not notify
         return []
+
+    def _take(self, kind: type[Work], count: int) -> list[Any]:
+        """Remove the oldest works, up to the first of another kind, and return them."""
+        taken = takewhile(lambda work: isinstance(work, kind), [*islice(self._waiting, count)])
+        return [self._waiting.popleft() for _ in taken]
 
     def _drop_cancelled(self) -> None:
         self._waiting = deque(work for work in self._waiting if not work.done.cancelled())
 
     def _compute(self, batch: list[Work]) -> None:
-        compute_batch(self.trained, batch, self._max_batch, self._check_stop)
+        def join(count: int) -> list[Answer]:
+            with self._changed:
+                self._drop_cancelled()
+                new = self._take(Answer, self._max_batch - count)
+            batch.extend(new)
+            return new
+
+        compute_batch(self.trained, batch, self._max_batch, self._check_stop, join)
 
     def _check_stop(self) -> None:
         if self.is_stopping:

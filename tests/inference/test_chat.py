@@ -7,13 +7,13 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from common.errors import UserError
 from data.tokenize.tokenizer import Tokenizer
+from models.generate import Row
 from runner.inference.chat import ChatConfig, ChatSession, chat, trained_length
 from runner.inference.generation import Answer
 from runner.inference.load import load_trained, weights_dir
@@ -72,11 +72,11 @@ def test_chat_escapes_control_characters_of_an_answer(
 ) -> None:
     text = "a\x1b[2Jb\nc"
 
-    def fake_generate(*_: object, on_token: Callable[[int, int], bool], **options: object) -> None:
+    def fake_generate(model: object, rows: list[Row], *_: object) -> None:
         for token in Tokenizer.load(TOKENIZER).encode(text):
-            on_token(0, token)
+            rows[0].add(token)
 
-    monkeypatch.setattr("runner.inference.generation.generate", fake_generate)
+    monkeypatch.setattr("runner.inference.generation.generate_rows", fake_generate)
     assert open_session(hf_folder).answer("Who?", lambda piece: None) == text
     chat(chat_config(hf_folder, prompt="Who?"), hf_folder)
     assert capsys.readouterr().out == "a\\x1b[2Jb\nc\n"

@@ -310,7 +310,7 @@ def test_serve_answers_503_when_too_many_wait_and_hides_causes(
     def fail(*arguments: Any, **settings: Any) -> None:
         raise RuntimeError("/private/path")
 
-    monkeypatch.setattr(generation, "generate", fail)
+    monkeypatch.setattr(generation, "generate_rows", fail)
     answer = http.post(COMPLETIONS, json={"prompt": "a"})
     assert answer.status_code == 500 and "private" not in answer.text
     monkeypatch.setattr(queue, "submit", lambda works: (_ for _ in ()).throw(QueueFullError))

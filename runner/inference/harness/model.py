@@ -63,7 +63,7 @@ def _key(request: Instance) -> tuple:
 def _order_key(works: list[Any]) -> tuple[str, int]:
     """Return (what the requests of a batch share, minus the length)."""
     lengths = [len(work.ids if isinstance(work, Score) else work.prompt) for work in works]
-    return repr([work.batch_key for work in works[:1]]), -sum(lengths)
+    return repr([vars(work).get("sampling") for work in works[:1]]), -sum(lengths)
 
 
 def _log_prob(score: Score) -> float:
