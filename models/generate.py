@@ -59,9 +59,12 @@ class Row:
     stop_ids: Collection[int]
     on_token: Callable[[int], object] = lambda token: None
     on_end: Callable[[bool], object] = lambda has_stop_token: None
-    allowed: Callable[[], Tensor] | None = None  # (V,) bool, the tokens that may follow; None: all
+    constrain: Callable[[Tensor, list[int]], Tensor] | None = None  # changes logits (1, V) after `ids`
     ids: list[int] = field(default_factory=list)  # new tokens
     has_ended: bool = False
+
+    def constrained(self, logits: Tensor) -> Tensor:
+        return logits if self.constrain is None or self.has_ended else self.constrain(logits, self.ids)
 
     def add(self, token: int) -> None:
         if token in self.stop_ids:
@@ -142,7 +145,7 @@ class _Batch:
         tokens = []
         for sampler, group in groupby(zip(self.rows, logits.split(1), strict=True), lambda pair: pair[0].sampler):
             rows, parts = zip(*group, strict=True)
-            tokens.append(sampler(torch.cat(parts), rows))
+            tokens.append(sampler(torch.cat([*map(Row.constrained, rows, parts)]), rows))
         self.ids = torch.cat(tokens).unsqueeze(1)  # (B, 1)
         for row, token in zip(self.rows, self.ids[:, 0].tolist(), strict=True):
             if not row.has_ended:

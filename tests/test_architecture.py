@@ -60,7 +60,7 @@ THIRD_PARTY = {
     "runner.inference": {"torch", "numpy", "rich", "yaml"},
     "runner.inference.export": {"torch", "numpy", "transformers", "gguf", "yaml"},
     "runner.inference.harness": {"torch", "numpy", "lm_eval"},
-    "runner.serving": {"torch", "starlette", "pydantic", "uvicorn"},
+    "runner.serving": {"torch", "starlette", "pydantic", "uvicorn", "llguidance"},
     "runner.engine": {"torch", "numpy"},
     "runner.checkpoint": {"torch", "numpy", "safetensors"},
     "runner.tracking": {"rich"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import select
@@ -61,8 +60,10 @@ def repl(session: ChatSession) -> None:
     """Answer each message of standard input. If it is a file or a pipe, only answers are printed."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        with suppress(ImportError):  # `input` then edits lines, and returns pasted ones together
-            importlib.import_module("readline")
+        with suppress(ImportError):  # with it `input` edits lines, and returns pasted ones together
+            import readline
+
+            readline.set_auto_history(True)
         print(CHAT_HELP if session.is_chat else f"This model continues text. {CHAT_HELP}")
     while True:
         try:

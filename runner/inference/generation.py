@@ -54,6 +54,7 @@ class Answer(Work):
     prompt: list[int] = field(default_factory=list)
     sampling: Sampling = Sampling(0)
     generator: torch.Generator | None = None  # of its samples; None: one for those with equal sampling, with seed 0
+    constrain: Callable[[Tensor, list[int]], Tensor] | None = None  # see Row
     stops: tuple[str, ...] = ()  # texts that end it; they are not part of it
     on_text: Callable[[str], object] = lambda text: None  # called for each new piece of text with whole characters
     ids: list[int] = field(default_factory=list)  # tokens, without the stop token that ended it
@@ -141,7 +142,8 @@ def generate_answers(
                 answer.end(trained.tokenizer, has_stop_token)
                 answer.finish()
 
-        return Row(answer.prompt, sampling.max_new_tokens, sampler, sampling.stop_ids, on_token, on_end)
+        limit, stop_ids = sampling.max_new_tokens, sampling.stop_ids
+        return Row(answer.prompt, limit, sampler, stop_ids, on_token, on_end, answer.constrain)
 
     generate_rows(trained.model, [*map(row, answers)], before_token, lambda count: [*map(row, join(count))])
 

@@ -28,6 +28,7 @@ from common.errors import UserError, print_safely
 from runner.inference.generation import Answer, Sampling, Work, compute_batch
 from runner.inference.load import LoadedModel
 from runner.serving.guard import Guard, read_body
+from runner.serving.json_mode import json_constraint
 from runner.serving.protocol import (
     ApiError,
     Body,
@@ -186,7 +187,7 @@ class _Server:
         # Beside the event loop, as texts may be long. Chat templates are rendered one at a time: those of other folders
         # share a process.
         async with self._rendering if kind is ChatRequest else nullcontext():
-            body, prompts = await asyncio.to_thread(self._parse, kind, data)
+            body, prompts, constraints = await asyncio.to_thread(self._parse, kind, data)
         sampling = self._sampling(body, max(map(len, prompts)))
         seed = secrets.randbits(62) if body.seed is None else body.seed
         # Choice i of a prompt has the seed + i: it does not depend on the other prompts, nor on what else is generated.
@@ -196,9 +197,10 @@ class _Server:
                 sampling=sampling,
                 generator=torch.Generator(self.trained.device).manual_seed((seed + i) % 2**63),
                 stops=body.stops,
+                constrain=constraint,
             )
             for prompt in prompts
-            for i in range(body.n)
+            for i, constraint in enumerate(constraints)
         ]
         responder = Responder(body, self.name, self.trained.tokenizer)
         if body.stream:
@@ -210,14 +212,19 @@ class _Server:
             await self._run(scores, request)
         return JSONResponse(responder.complete(answers, scores))
 
-    def _parse(self, kind: type[ChatRequest] | type[CompletionRequest], data: bytes) -> tuple[Body, list[list[int]]]:
+    def _parse(
+        self, kind: type[ChatRequest] | type[CompletionRequest], data: bytes
+    ) -> tuple[Body, list[list[int]], list[Any]]:
+        """Return the request, its prompts, and the constraint of each choice of a prompt."""
         body: Body = parse_request(kind, data)
         self.check_model(body.model)
+        schema = body.json_schema
         try:
-            return body, self._prompts(body)
+            prompts = self._prompts(body)
         except UserError as error:
             param = "prompt" if isinstance(body, CompletionRequest) else "messages"
             raise ApiError(400, error.message, param=param) from error
+        return body, prompts, [None if schema is None else json_constraint(self.trained, schema) for _ in range(body.n)]
 
     def _prompts(self, body: Body) -> list[list[int]]:
         if isinstance(body, CompletionRequest):
@@ -317,7 +324,8 @@ async def _events(responder: Responder, answers: list[Answer], pieces: Pieces) -
     while left:
         i, text = await pieces.get()
         if text is not None:
-            yield responder.text_event(i, text)
+            if event := responder.text_event(i, text):
+                yield event
             continue
         left -= 1
         if error := _error_of(answers[i]):
