@@ -46,7 +46,7 @@ StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 # fail_fast: an error for each of a million items would take half a minute, in which no other request is answered
 TokenIds = Annotated[list[Annotated[int, Field(strict=True)]], Field(min_length=1, fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
-OPENING_TAG, CLOSING_TAG = "<tool_call>", "</tool_call>"
+OPENING_TAG, END_OF_CALL = "<tool_call>", "</tool_call>"
 OPENING = re.compile(r"<tool_call>\s*(?=\{)")
 CLOSING = re.compile(r"\}\s*</tool_call>")
 
@@ -372,7 +372,7 @@ class Responder:
         held = self._held[index] + text
         end = len(held)
         if not is_last and OPENING_TAG in held:
-            before, tag, _ = held.rpartition(CLOSING_TAG)
+            before, tag, _ = held.rpartition(END_OF_CALL)
             end = len(before + tag) if before.rstrip().endswith("}") else 0
         elif not is_last:  # its end may begin a tag, or be the space before one
             start = held.rfind("<", 1 - len(OPENING_TAG))

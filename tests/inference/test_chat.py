@@ -196,7 +196,7 @@ def type_lines(monkeypatch: pytest.MonkeyPatch, *typed: str | type[BaseException
     monkeypatch.setattr("select.select", lambda *_: ([sys.stdin] if waiting[0] else [], [], []))
 
 
-def talk(folder: Path, monkeypatch: pytest.MonkeyPatch, *typed: str | type[BaseException]) -> ChatSession:
+def chat_typing(folder: Path, monkeypatch: pytest.MonkeyPatch, *typed: str | type[BaseException]) -> ChatSession:
     type_lines(monkeypatch, *typed)
     repl(session := open_session(folder, max_new_tokens=3))
     return session
@@ -209,7 +209,7 @@ def user_messages(session: ChatSession) -> list[str]:
 def test_chat_names_unknown_commands_with_the_nearest(
     hf_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session = talk(hf_folder, monkeypatch, "Hello", "/nwe", "/clear all", " /tmp?", "/usr/bin is what?")
+    session = chat_typing(hf_folder, monkeypatch, "Hello", "/nwe", "/clear all", " /tmp?", "/usr/bin is what?")
     assert user_messages(session) == ["Hello", "/tmp?", "/usr/bin is what?"]
     out = capsys.readouterr().out
     assert "unknown command /nwe: did you mean /new? Type a message" in out
@@ -219,7 +219,7 @@ def test_chat_names_unknown_commands_with_the_nearest(
 def test_chat_takes_lines_that_go_on_and_pasted_lines_as_one_message(
     hf_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = talk(hf_folder, monkeypatch, "one\\", "two", "three\n  four\n", "five")
+    session = chat_typing(hf_folder, monkeypatch, "one\\", "two", "three\n  four\n", "five")
     assert user_messages(session) == ["one\ntwo", "three\n  four", "five"]
 
 
@@ -235,7 +235,7 @@ def test_chat_keeps_the_conversation_after_ctrl_c(hf_folder: Path, monkeypatch: 
         compute(model, rows, *rest)  # type: ignore[arg-type]  # what the function was given
 
     monkeypatch.setattr(generation, "generate_rows", interrupt_the_second)
-    session = talk(hf_folder, monkeypatch, "one", KeyboardInterrupt, "two", "thr\\", KeyboardInterrupt, "four")
+    session = chat_typing(hf_folder, monkeypatch, "one", KeyboardInterrupt, "two", "thr\\", KeyboardInterrupt, "four")
     assert user_messages(session) == ["one", "two", "four"]
     assert [message["role"] for message in session.messages] == ["user", "assistant"] * 3
     partial = session.messages[3]["content"]
@@ -245,7 +245,7 @@ def test_chat_keeps_the_conversation_after_ctrl_c(hf_folder: Path, monkeypatch: 
 def test_chat_refused_message_leaves_the_conversation_as_it_was(
     hf_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert user_messages(talk(hf_folder, monkeypatch, "one", "text " * 200, "two")) == ["one", "two"]
+    assert user_messages(chat_typing(hf_folder, monkeypatch, "one", "text " * 200, "two")) == ["one", "two"]
 
 
 def test_chat_saves_conversations_as_training_data(
@@ -253,7 +253,7 @@ def test_chat_saves_conversations_as_training_data(
 ) -> None:
     file = tmp_path / "chat.jsonl"
     typed = ["Hello", f"/save {file}", "/new", "Ciao", f"/save {file}", f"/save {tmp_path}"]
-    session = talk(hf_folder, monkeypatch, *typed)
+    session = chat_typing(hf_folder, monkeypatch, *typed)
     first, second = [json.loads(line)["messages"] for line in file.read_text().splitlines()]
     assert first[0] == {"role": "user", "content": "Hello"} and second == session.messages
     assert "error: [Errno 21] Is a directory" in capsys.readouterr().out

@@ -73,8 +73,8 @@ def test_generate_ends_a_row_before_its_stop_token() -> None:
 
 
 def generate_greedily(model: Decoder, stop_ids: list[int], **options: Any) -> tuple[list[Row], list[list[int]], dict]:
-    """Return the rows of PROMPTS, the tokens that each was told, and how many it had at its end, with the reason."""
-    told: list[list[int]] = [[] for _ in PROMPTS]
+    """Return the rows of PROMPTS, the tokens reported for each, and how many it had at its end, with the reason."""
+    reported: list[list[int]] = [[] for _ in PROMPTS]
     ends: dict[int, tuple[int, bool]] = {}
     rows = [
         Row(
@@ -82,20 +82,20 @@ def generate_greedily(model: Decoder, stop_ids: list[int], **options: Any) -> tu
             24,
             Sampler(0.0, 0, 1.0, 1.0),
             stop_ids,
-            told[i].append,
-            lambda has_stop_token, i=i: ends.update({i: (len(told[i]), has_stop_token)}),
+            reported[i].append,
+            lambda has_stop_token, i=i: ends.update({i: (len(reported[i]), has_stop_token)}),
         )
         for i, prompt in enumerate(PROMPTS)
     ]
     generate_rows(model, rows, **options)
-    return rows, told, ends
+    return rows, reported, ends
 
 
 def test_generate_calls_on_token_for_each_token() -> None:
     model = random_model()
     stop = generate(model, PROMPTS, **GREEDY)[0][3]
-    rows, told, _ = generate_greedily(model, [stop])
-    assert told == [row.ids for row in rows] == generate(model, PROMPTS, **GREEDY | {"stop_ids": [stop]})
+    rows, reported, _ = generate_greedily(model, [stop])
+    assert reported == [row.ids for row in rows] == generate(model, PROMPTS, **GREEDY | {"stop_ids": [stop]})
 
 
 def test_generate_sampling_is_a_function_of_its_generator() -> None:

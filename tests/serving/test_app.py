@@ -116,13 +116,13 @@ def test_serve_streams_calls_of_tools_as_the_whole_answer_has_them(
 ) -> None:
     from runner.inference import generation
 
-    def say(model: object, rows: Any, *_: object) -> None:
+    def report_text(model: object, rows: Any, *_: object) -> None:
         rows[0].limit = 1000
         for token in trained.tokenizer.encode(text):
             rows[0].add(token)
         rows[0].end(has_stop_token=True)
 
-    monkeypatch.setattr(generation, "generate_rows", say)
+    monkeypatch.setattr(generation, "generate_rows", report_text)
     expected = ask(http, CHAT, tools=TOOLS)["choices"][0]
     chunks = [chunk["choices"][0] for chunk in events(http, CHAT, tools=TOOLS)]
     deltas = [chunk["delta"] for chunk in chunks]

@@ -62,7 +62,7 @@ def run(queue: BlockedQueue, blocker: Work, works: list[Any], before_open: Any =
     return ended[1:]
 
 
-def test_queue_lets_answers_of_any_settings_join_the_batch_without_changing_them(trained: LoadedModel) -> None:
+def test_queue_lets_answers_join_a_batch_without_changing_them(trained: LoadedModel) -> None:
     prompts = [trained.tokenizer.encode(text) for text in ("Tolo", "Where does Mina live?", "米娜", "def f(x):")]
     works = [Answer(prompt=prompt, sampling=GREEDY) for prompt in prompts]
     other = Answer(prompt=prompts[0], sampling=Sampling(3, temperature=0))
