@@ -1,12 +1,14 @@
 """Batched text generation with a key/value cache.
 
-Shapes: B rows, T tokens, C capacity of the cache (tokens), V vocabulary.
+Shapes: B rows, T tokens of a forward pass, C tokens with the cached ones, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,125 +30,160 @@ def generate(
     top_p: float,
     repetition_penalty: float,
     stop_ids: list[int],
-    generator: torch.Generator | list[torch.Generator] | None = None,
-    on_token: Callable[[int, int], object] = lambda row, token: None,
-    on_end: Callable[[int, bool], object] = lambda row, has_stop_token: None,
+    generator: torch.Generator | None = None,
     before_token: Callable[[], object] = lambda: None,
 ) -> list[list[int]]:
     """Return the continuation of each prompt, without the stop token that ended it.
 
     temperature 0: greedy; top_k 0 and top_p 1 (https://arxiv.org/abs/1904.09751): no truncation; repetition_penalty
     (https://arxiv.org/abs/1909.05858) above 1 makes every token of the row so far less likely. Samples come from
-    `generator` (default: a new one with seed 0), never from torch's global generator; with a list of them each row has
-    its own, and does not depend on the others. `on_token(row, token)` is called for each new token, `on_end(row,
-    has_stop_token)` when a row ends, `before_token()` before each forward pass: it may raise to stop. A row ends at a
-    stop token, where `on_token` returns True, after `max_new_tokens`, or at the model's max_position_embeddings. Rows
-    of different lengths are generated one by one where a batch would not give the logits that they get alone. Raises
-    UserError if a prompt is empty or too long for the model.
+    `generator` (default: a new one with seed 0), never from torch's global generator. See `generate_rows`.
     """
-    limits = _new_token_limits(prompts, max_new_tokens, model.cfg.max_position_embeddings)
-    longest = max((len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)), default=0)
-    rows = list(range(len(prompts)))
-    has_one_batch = len({len(prompt) for prompt in prompts}) <= 1 or model.generates_in_batches(longest)
-    answers: list[list[int]] = [[] for _ in prompts]
+    sampler = Sampler(temperature, top_k, top_p, repetition_penalty, generator)
+    rows = [Row(prompt, max_new_tokens, sampler, stop_ids) for prompt in prompts]
+    generate_rows(model, rows, before_token)
+    return [row.ids for row in rows]
 
-    def add(row: int, token: int) -> object:
-        answers[row].append(token)
-        return on_token(row, token)
 
+@dataclass(eq=False)
+class Row:
+    """A prompt and its continuation.
+
+    It ends at a stop token, which is not part of `ids`, where `on_token` returns True, after `limit` tokens, or at the
+    model's max_position_embeddings.
+    """
+
+    prompt: list[int]
+    limit: int  # new tokens
+    sampler: Sampler
+    stop_ids: Collection[int]
+    on_token: Callable[[int], object] = lambda token: None
+    on_end: Callable[[bool], object] = lambda has_stop_token: None
+    constrain: Callable[[Tensor, list[int]], Tensor] | None = None  # changes logits (1, V) after `ids`
+    ids: list[int] = field(default_factory=list)  # new tokens
+    has_ended: bool = False
+
+    def constrained(self, logits: Tensor) -> Tensor:
+        return logits if self.constrain is None or self.has_ended else self.constrain(logits, self.ids)
+
+    def add(self, token: int) -> None:
+        if token in self.stop_ids:
+            self.end(has_stop_token=True)
+            return
+        self.ids.append(token)
+        if self.on_token(token) is True or len(self.ids) == self.limit:
+            self.end()
+
+    def end(self, has_stop_token: bool = False) -> None:
+        self.has_ended = True
+        self.on_end(has_stop_token)
+
+
+def generate_rows(
+    model: LanguageModel,
+    rows: Sequence[Row],
+    before_token: Callable[[], object] = lambda: None,
+    join: Callable[[int], Sequence[Row]] = lambda count: [],
+) -> None:
+    """Continue each row.
+
+    `before_token()` is called before each forward pass: it may raise to stop. `join(number of rows that have not
+    ended)` returns further rows between two tokens, where the model can add rows to a batch. Rows of different lengths
+    are generated one by one where a batch would not give the logits that they get alone. Raises UserError if a prompt
+    is empty or too long for the model.
+    """
+    rows = _begin(model, rows)
+    longest = max((len(row.prompt) + row.limit for row in rows), default=0)
+    has_one_batch = len({len(row.prompt) for row in rows}) <= 1 or model.generates_in_batches(longest)
     training = model.training
     model.eval()
     try:
-        for batch in [rows] if has_one_batch else [[row] for row in rows]:
-            own = [generator[row] for row in batch] if isinstance(generator, list) else generator
-            sampler = Sampler(temperature, top_k, top_p, repetition_penalty, own)
-            _generate(model, prompts, limits, batch, sampler, set(stop_ids), add, on_end, before_token)
-        return answers
+        # Inference mode takes less time; a model that is trained may keep tensors that are made here.
+        with torch.inference_mode(not training), torch.no_grad():
+            for batch in [rows] if has_one_batch and rows else [[row] for row in rows]:
+                _generate(_Batch(model, batch), before_token, join)
     finally:
         model.train(training)
 
 
-@torch.no_grad()
-def _generate(
-    model: LanguageModel,
-    prompts: list[list[int]],
-    limits: list[int],
-    rows: list[int],
-    sampler: Sampler,
-    stop_ids: set[int],
-    on_token: Callable[[int, int], object],
-    on_end: Callable[[int, bool], object],
-    before_token: Callable[[], object],
-) -> None:
-    """Generate the `rows` of `prompts` as one batch."""
-    left = {row: limits[row] for row in rows}  # tokens that a row may still get; without the rows that have ended
-
-    def end(row: int, has_stop_token: bool) -> None:
-        del left[row]
-        on_end(row, has_stop_token)
-
-    for row in [row for row in rows if not left[row]]:
-        end(row, has_stop_token=False)
-    if not left:
-        return
-    embedding = next(model.parameters())
-    device = embedding.device
-    ids, is_token = _pad_left([prompts[row] for row in rows], max(left.values()), device)
-    T = ids.shape[1]
-    seen = torch.zeros(len(rows), model.cfg.vocab_size, dtype=torch.bool, device=device)
-    for i, row in enumerate(rows):
-        seen[i, prompts[row]] = True
-    cache = model.new_cache(len(rows), is_token.shape[1], compute_dtype(embedding))
-    positions = (is_token[:, :T].cumsum(-1) - 1).clamp(min=0)  # (B, T)
-    # (B, 1, T, T), True where attention is allowed. A filler attends to itself: a softmax row without any key is NaN,
-    # and NaN spreads.
-    mask = (
-        (torch.ones(T, T, device=device).tril() * is_token[:, None, :T]).bool()
-        | torch.eye(T, dtype=torch.bool, device=device)
-    ).unsqueeze(1)
-    while True:
+def _generate(batch: _Batch, before_token: Callable[[], object], join: Callable[[int], Sequence[Row]]) -> None:
+    while count := sum(not row.has_ended for row in batch.rows):
         before_token()
-        logits = model(ids, position_ids=positions, mask=mask, cache=cache).logits[:, -1]  # (B, V)
-        ids = sampler(logits.float(), seen).unsqueeze(1)  # (B, 1)
-        for row, token in zip(rows, ids[:, 0].tolist(), strict=True):
-            if row not in left:
-                continue
-            if token in stop_ids:
-                end(row, has_stop_token=True)
-                continue
-            left[row] -= 1
-            if on_token(row, token) is True or not left[row]:
-                end(row, has_stop_token=False)
-        if not left:
-            return
-        seen.scatter_(1, ids, True)
-        positions = positions[:, -1:] + 1
-        mask = is_token[:, None, None, : cache.length + 1]
+        batch.step()
+        if hasattr(batch.cache, "join") and (new := _begin(batch.model, join(count))):
+            before_token()
+            batch.join(_Batch(batch.model, new))
 
 
-@dataclass
+class _Batch:
+    """Rows whose last tokens have one position in the cache: fillers are left of the shorter ones."""
+
+    def __init__(self, model: LanguageModel, rows: list[Row]) -> None:
+        self.model, self.rows = model, rows
+        length, limit = max(len(row.prompt) for row in rows), max(row.limit for row in rows)
+        dtype = compute_dtype(next(model.parameters()))
+        self.cache: Any = model.new_cache(len(rows), length + limit, dtype)
+        self._set_ids([[FILLER_ID] * (length - len(row.prompt)) + row.prompt for row in rows], length)
+
+    def _set_ids(self, ids: list[list[int]], length: int) -> None:
+        """Set the tokens (B, T) of the next forward pass; `length`: tokens of each row with the cached ones."""
+        self.ids = torch.tensor(ids, device=next(self.model.parameters()).device)
+        self.fillers = self.ids.new_tensor([[length - len(row.prompt + row.ids)] for row in self.rows])  # (B, 1)
+        self.is_padded = bool(self.fillers.any())
+
+    def step(self) -> None:
+        """Give each row its next token."""
+        keys = torch.arange(self.cache.length + self.ids.shape[1], device=self.ids.device)  # (C,)
+        queries, mask = keys[self.cache.length :], None  # (T,)
+        if self.is_padded:
+            query = queries.unsqueeze(1)  # (T, 1)
+            # (B, 1, T, C), True where attention is allowed. A filler attends to itself: a softmax row without any key
+            # is NaN, and NaN spreads.
+            mask = ((keys >= self.fillers[:, None, None]) & (keys <= query)) | (keys == query)
+        positions = (queries - self.fillers).clamp(min=0)  # (B, T)
+        logits = self.model(self.ids, position_ids=positions, mask=mask, cache=self.cache).logits[:, -1].float()
+        tokens = []
+        for sampler, group in groupby(zip(self.rows, logits.split(1), strict=True), lambda pair: pair[0].sampler):
+            rows, parts = zip(*group, strict=True)
+            tokens.append(sampler(torch.cat([*map(Row.constrained, rows, parts)]), rows))
+        self.ids = torch.cat(tokens).unsqueeze(1)  # (B, 1)
+        for row, token in zip(self.rows, self.ids[:, 0].tolist(), strict=True):
+            if not row.has_ended:
+                row.add(token)
+
+    def join(self, new: _Batch) -> None:
+        """Add the rows of `new`, with a first token for each; those that have ended are dropped."""
+        new.step()
+        parts = [(part.cache, [i for i, row in enumerate(part.rows) if not row.has_ended]) for part in (self, new)]
+        self.rows = [row for row in self.rows + new.rows if not row.has_ended]
+        if self.rows:
+            length = max(len(row.prompt + row.ids) for row in self.rows)
+            capacity = length + max(row.limit - len(row.ids) for row in self.rows)
+            self.cache = self.cache.join(parts, length - 1, capacity)
+            self._set_ids([row.ids[-1:] for row in self.rows], length)
+
+
+@dataclass(eq=False)
 class Sampler:
-    """logits: (B, V), seen: (B, V) tokens that a row already has -> one token per row (B,)."""
+    """logits: (B, V), `rows` with their tokens, which are read for the penalty -> one token per row (B,)."""
 
     temperature: float
     top_k: int
     top_p: float
     penalty: float
-    generator: torch.Generator | list[torch.Generator] | None  # of all rows, or of each; None: a new one with seed 0
+    generator: torch.Generator | None = None  # of all rows; None: a new one with seed 0
 
-    def __call__(self, logits: Tensor, seen: Tensor) -> Tensor:
+    def __call__(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         if self.penalty != 1:
-            logits = torch.where(seen, torch.where(logits > 0, logits / self.penalty, logits * self.penalty), logits)
+            is_seen = torch.zeros_like(logits, dtype=torch.bool)
+            for i, row in enumerate(rows):
+                is_seen[i, row.prompt + row.ids] = True
+            logits = torch.where(is_seen, torch.where(logits > 0, logits / self.penalty, logits * self.penalty), logits)
         if self.temperature == 0:
             return logits.argmax(-1)
         if self.generator is None:
             self.generator = torch.Generator(logits.device).manual_seed(0)
         logits = self._top_p(self._top_k(logits / self.temperature))
-        if isinstance(self.generator, list):
-            rows = logits.softmax(-1).split(1)
-            return torch.cat(
-                [torch.multinomial(row, 1, generator=own) for row, own in zip(rows, self.generator, strict=True)]
-            ).squeeze(1)
         return torch.multinomial(logits.softmax(-1), 1, generator=self.generator).squeeze(1)
 
     def _top_k(self, logits: Tensor) -> Tensor:
@@ -167,31 +204,24 @@ class Sampler:
         return logits.masked_fill(torch.zeros_like(removed).scatter(1, order, removed), -torch.inf)
 
 
-def _new_token_limits(prompts: list[list[int]], max_new_tokens: int, max_positions: int) -> list[int]:
-    """Return the number of tokens that each row may get."""
-    for row, prompt in enumerate(prompts):
-        if not prompt:
+def _begin(model: LanguageModel, rows: Sequence[Row]) -> list[Row]:
+    """Limit each row by the positions of the model; return those that get a token."""
+    positions = model.cfg.max_position_embeddings
+    for i, row in enumerate(rows):
+        if not row.prompt:
             raise UserError(
                 "the prompt is empty: it needs at least one token",
-                f"prompt {row}",
+                f"prompt {i}",
                 "start it with the tokenizer's bos_id",
             )
-        if len(prompt) > max_positions:
+        if len(row.prompt) > positions:
             raise UserError(
-                f"the prompt has {len(prompt)} tokens, model.max_position_embeddings={max_positions} allows fewer",
-                f"prompt {row}",
+                f"the prompt has {len(row.prompt)} tokens, model.max_position_embeddings={positions} allows fewer",
+                f"prompt {i}",
                 "shorten the prompt",
             )
-    return [min(max_new_tokens, max_positions - len(prompt)) for prompt in prompts]
-
-
-def _pad_left(prompts: list[list[int]], max_new_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return ids (B, T), all prompts ending at T, and which of C = T + max_new_tokens cache positions hold a token (B,
-    C).
-    """
-    T = max(map(len, prompts))
-    ids = torch.tensor([[FILLER_ID] * (T - len(prompt)) + prompt for prompt in prompts], device=device)
-    is_token = torch.arange(T + max_new_tokens, device=device) >= torch.tensor(
-        [T - len(prompt) for prompt in prompts], device=device
-    ).unsqueeze(1)
-    return ids, is_token
+        row.limit = min(row.limit, positions - len(row.prompt))
+    for row in rows:
+        if row.limit == 0:
+            row.end()
+    return [row for row in rows if row.limit]

@@ -24,6 +24,8 @@ class ModelOutput(NamedTuple):
 
 
 class Cache(Protocol):
+    """A cache with a method `join`, see KVCache, lets rows join a batch."""
+
     length: int  # cached tokens per row
 
 

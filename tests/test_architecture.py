@@ -60,7 +60,7 @@ THIRD_PARTY = {
     "runner.inference": {"torch", "numpy", "rich", "yaml"},
     "runner.inference.export": {"torch", "numpy", "transformers", "gguf", "yaml"},
     "runner.inference.harness": {"torch", "numpy", "lm_eval"},
-    "runner.serving": {"torch", "starlette", "pydantic", "uvicorn"},
+    "runner.serving": {"torch", "starlette", "pydantic", "uvicorn", "llguidance"},
     "runner.engine": {"torch", "numpy"},
     "runner.checkpoint": {"torch", "numpy", "safetensors"},
     "runner.tracking": {"rich"},
@@ -354,8 +354,8 @@ def test_conf_names_no_class():
 
 # --- size: ratchets. A change that grows one moves its number here, and its commit says why --------------------------
 
-MAX_PYTHON_TOKENS = 311_420
-MAX_PYTHON_FILES = 265
+MAX_PYTHON_TOKENS = 313_030
+MAX_PYTHON_FILES = 266
 MAX_EAGER_MODULES = 60  # imported by runner/train.py --help
 # Executed by one SFT step. A few functions depend on the load of the machine: a number may be 1 % above the measured one
 MAX_FIRST_STEP = {

@@ -44,7 +44,7 @@ FUSED_KERNEL = "fused"  # the C++ kernel, where `load_kernels` was called
 CPU_KERNELS = ("auto", FUSED_KERNEL)
 MASKED_QUERY_CHUNK = 128  # queries per call of the CPU kernel with a mask
 
-# (B, 1, T, C), True where attention is allowed, or as `additive_mask`; None: causal
+# (B, 1, T, C), True where attention is allowed, or as `additive_mask`; None: causal, T is C or 1
 AttentionMask = Tensor | BlockMask | None
 
 
@@ -159,9 +159,10 @@ def attention(
         k, v = repeat_heads(q, k), repeat_heads(q, v)
     if mask is not None:
         return _masked_attention(q, k, v, mask, dropout)
+    is_causal = not cached or q.shape[2] > 1  # a single token attends to all cached ones
     # `kernel` applies to plain causal rows only: flash attention on CUDA takes no mask.
     with nullcontext() if kernel not in SDPA_BACKENDS else sdpa_kernel(SDPA_BACKENDS[kernel]):
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=True)
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=is_causal, enable_gqa=True)
 
 
 def needs_repeated_heads(q: Tensor, mask: Tensor | None, kernel: str) -> bool:
@@ -179,7 +180,8 @@ def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: fl
     """Attention in chunks of queries on the CPU, whose kernel computes masked scores too: each chunk gets only the keys
     before its end.
     """
-    if q.device.type != "cpu" or torch.compiler.is_compiling():  # a compiler would specialize on the number of chunks
+    # a compiler would specialize on the number of chunks
+    if q.device.type != "cpu" or q.shape[2] == 1 or torch.compiler.is_compiling():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, enable_gqa=True)
     T, C = q.shape[2], k.shape[2]
     chunks = []

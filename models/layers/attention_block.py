@@ -6,6 +6,8 @@ Shapes: B rows, T tokens, D hidden size, N query heads, K key/value heads, H hea
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -27,18 +29,36 @@ class KVCache:
     def __init__(
         self, cfg: DecoderConfig, rows: int, max_length: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        shape = (cfg.num_hidden_layers, rows, cfg.num_key_value_heads, max_length, cfg.head_dim)
-        self.keys, self.values = (
-            torch.zeros(shape, device=device, dtype=dtype),
-            torch.zeros(shape, device=device, dtype=dtype),
-        )
+        shape = (2, cfg.num_hidden_layers, rows, cfg.num_key_value_heads, max_length, cfg.head_dim)
+        self.keys_values = torch.zeros(shape, device=device, dtype=dtype)
         self.length = 0  # cached tokens per row
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k, v: (B, K, T, H) of the new tokens -> (B, K, length + T, H) of all tokens."""
         end = self.length + k.shape[2]
-        self.keys[layer, :, :, self.length : end], self.values[layer, :, :, self.length : end] = k, v
-        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+        keys, values = self.keys_values[0, layer], self.keys_values[1, layer]
+        keys[:, :, self.length : end], values[:, :, self.length : end] = k, v
+        return keys[:, :, :end], values[:, :, :end]
+
+    @staticmethod
+    def join(parts: Sequence[tuple[KVCache, list[int]]], length: int, capacity: int) -> KVCache:
+        """Return a cache of the last `length` tokens of these rows of caches; zeros are before a shorter row."""
+        joined = copy(parts[0][0])
+        joined.keys_values, joined.length = (
+            torch.cat(
+                [
+                    # sizes below 0 cut
+                    F.pad(
+                        cache.keys_values[:, :, rows, :, : cache.length],
+                        (0, 0, length - cache.length, capacity - length),
+                    )
+                    for cache, rows in parts
+                ],
+                dim=2,
+            ),
+            length,
+        )
+        return joined
 
 
 class LayerContext(NamedTuple):

@@ -54,7 +54,7 @@ class MLP(nn.Module):
             gate_up = joined_projection(x, [self.gate_proj.weight, self.up_proj.weight], None, True)  # (..., 2F)
             return swiglu_output(gate_up, self.down_proj.weight)
         gate, up = fused_projection(x, self.gate_proj, self.up_proj)  # (..., F)
-        return self.down_proj(SwiGLU.apply(gate, up))
+        return self.down_proj(SwiGLU.apply(gate, up) if torch.is_grad_enabled() else F.silu(gate) * up)
 
     def _is_plain(self) -> bool:
         """Return whether there are no biases and no adapters."""

@@ -35,7 +35,7 @@ def fused_projection(x: Tensor, *linears: nn.Linear, use_kernel: bool = False) -
         return tuple(linear(x) for linear in linears)
     x = x.to(compute_dtype(x))
     if len(linears) > 1 and x.dtype == linears[0].weight.dtype and x.numel() < x.shape[-1] ** 2:
-        return tuple(fused_projection(x, linear, use_kernel=use_kernel)[0] for linear in linears)
+        return tuple(linear(x) for linear in linears)
     bias = None if linears[0].bias is None else torch.cat([linear.bias.to(x.dtype) for linear in linears])
     y = joined_projection(x, [linear.weight for linear in linears], bias, use_kernel)
     return y.split([linear.out_features for linear in linears], dim=-1)

@@ -45,14 +45,12 @@ def generation_step(
 ) -> Tensor:
     """Return the logits (B, 1, V) of the last token.
 
-    The last row of `mask` (B, 1, T, C) tells which of all tokens are no padding.
+    The last row of `mask` (B, 1, T, C) tells which of all tokens are no padding; None: all.
     """
-    arguments: dict[str, Any] = {
-        "attention_mask": None if mask is None else mask[:, 0, -1].expand(len(ids), -1).long(),
-        "logits_to_keep": 1,
-    }
-    dependence = length_dependence(cache.hf_config)
     total = cache.length + ids.shape[1]
+    is_token = ids.new_ones(len(ids), total) if mask is None else mask[:, 0, -1].long()
+    arguments: dict[str, Any] = {"attention_mask": is_token, "logits_to_keep": 1}
+    dependence = length_dependence(cache.hf_config)
     if dependence is not None or not cache.has_cache:
         cache.ids = ids if cache.ids is None else torch.cat([cache.ids, ids], dim=1)
         if not cache.has_cache or (

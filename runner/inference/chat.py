@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
+import select
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from common.errors import UserError, print_note, strip_control
+from common.errors import UserError, did_you_mean, print_note, print_safely, strip_control
 from common.settings import CheckedSettings, at_least, one_of, settings_class, within
 from runner.inference.load import LoadedModel, load_trained
 from runner.run_dir.metadata import RunMetadata
@@ -17,8 +21,11 @@ if TYPE_CHECKING:
 
 MAX_STAGES = 32  # that are followed: init_from of a damaged run.json may lead in a circle
 CHAT_HELP = (
-    "Type a message and press Enter. /new starts a new conversation, /exit or Ctrl-D quits, Ctrl-C stops an answer."
+    "Type a message and press Enter; a line that ends with \\ goes on, pasted lines are one message. /new starts a new "
+    "conversation, /save FILE appends it to a JSON Lines file, /exit or Ctrl-D quits, Ctrl-C stops an answer."
 )
+COMMANDS = ("/new", "/save", "/exit")
+PASTE_SECONDS = 0.05  # lines that are there so soon after another were pasted with it
 
 
 @settings_class
@@ -50,27 +57,57 @@ def chat(cfg: ChatConfig, folder: Path) -> None:
 
 
 def repl(session: ChatSession) -> None:
-    """Answer each line of standard input. If it is a file or a pipe, only answers are printed."""
+    """Answer each message of standard input. If it is a file or a pipe, only answers are printed."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
+        with suppress(ImportError):  # with it `input` edits lines, and returns pasted ones together
+            import readline
+
+            readline.set_auto_history(True)
         print(CHAT_HELP if session.is_chat else f"This model continues text. {CHAT_HELP}")
     while True:
         try:
-            text = input("> " if is_terminal else "").strip()
-        except (EOFError, KeyboardInterrupt):
+            text = _read_message() if is_terminal else input()
+            if text.strip() == "/exit":
+                return
+            _respond(session, text)
+        except EOFError:
             return
-        if text == "/exit":
-            return
-        if text == "/new":
-            session.clear()
-        elif text:
-            try:
-                session.answer(text, _write_out)
-            except KeyboardInterrupt:
-                pass  # stops the answer, not the conversation
-            except UserError as error:  # e.g. the message is too long for the model
-                _write_out(f"error: {error.message}; {error.fix}")
-            _write_out("\n")
+        except KeyboardInterrupt:  # ends the answer or the line, not the conversation
+            if not is_terminal:
+                raise
+            print()
+
+
+def _read_message() -> str:
+    text = input("> ")
+    while text.endswith("\\") or select.select([sys.stdin], [], [], PASTE_SECONDS)[0]:
+        text = text.removesuffix("\\") + "\n" + input("... ")
+    return text
+
+
+def _respond(session: ChatSession, text: str) -> None:
+    """Obey a command, or answer a message."""
+    try:
+        match text.split():
+            case []:
+                pass
+            case ["/new"]:
+                session.clear()
+            case ["/save", file]:
+                with open(file, "a", encoding="utf-8") as lines:
+                    lines.write(json.dumps({"messages": session.messages}, ensure_ascii=False) + "\n")
+                print_safely(f"appended {len(session.messages)} messages to {file}")
+            case [command, *_] if re.fullmatch("/[a-z]*", command) and text[0] == "/":
+                hint = did_you_mean(command, COMMANDS, "begin a message with a space")
+                print(f"unknown command {command}: {hint} {CHAT_HELP}")
+            case _:
+                session.answer(text.strip(), _write_out)
+                print()
+    except UserError as error:  # e.g. the message is too long for the model
+        print_safely(f"error: {error.message}; {error.fix}")
+    except OSError as error:
+        print_safely(f"error: {error}")
 
 
 class ChatSession:
@@ -108,9 +145,14 @@ class ChatSession:
             cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.top_k, cfg.repetition_penalty, self._stop_ids
         )
         answer = Answer(sampling=sampling, generator=self._generator, on_text=write)
+        before = [*self.messages]
         self.messages.append({"role": "user", "content": text})
         try:
             answer.prompt = self._encode_prompt(text)
+        except BaseException:
+            self.messages = before
+            raise
+        try:
             self._note_untrained_length(len(answer.prompt))
             generate_answers(self.trained, [answer])
         finally:

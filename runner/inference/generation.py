@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from models.generate import generate
+from models.generate import Row, Sampler, generate_rows
 
 if TYPE_CHECKING:
     from data.tokenize.tokenizer import Tokenizer
@@ -42,11 +42,6 @@ class Work:
 
     done: Future[None] = field(default_factory=Future)
 
-    @property
-    def batch_key(self) -> Sampling | None:
-        """Works with equal keys can share a batch."""
-        return None
-
     def finish(self, error: Exception | None = None) -> None:
         with suppress(InvalidStateError):  # it was cancelled, or is done
             self.done.set_result(None) if error is None else self.done.set_exception(error)
@@ -58,7 +53,8 @@ class Answer(Work):
 
     prompt: list[int] = field(default_factory=list)
     sampling: Sampling = Sampling(0)
-    generator: torch.Generator | None = None  # of its samples; None: one for the batch, with seed 0
+    generator: torch.Generator | None = None  # of its samples; None: one for those with equal sampling, with seed 0
+    constrain: Callable[[Tensor, list[int]], Tensor] | None = None  # see Row
     stops: tuple[str, ...] = ()  # texts that end it; they are not part of it
     on_text: Callable[[str], object] = lambda text: None  # called for each new piece of text with whole characters
     ids: list[int] = field(default_factory=list)  # tokens, without the stop token that ended it
@@ -70,10 +66,6 @@ class Answer(Work):
     # tokens start:end are decoded again with new ones: a tokenizer may treat the first of a text differently
     _start: int = 0
     _end: int = 0
-
-    @property
-    def batch_key(self) -> Sampling:
-        return self.sampling
 
     def add_token(self, token: int, tokenizer: Tokenizer) -> None:
         self.ids.append(token)
@@ -122,36 +114,38 @@ class Answer(Work):
 
 
 def generate_answers(
-    trained: LoadedModel, answers: Sequence[Answer], before_token: Callable[[], None] = lambda: None
+    trained: LoadedModel,
+    answers: Sequence[Answer],
+    before_token: Callable[[], None] = lambda: None,
+    join: Callable[[int], Sequence[Answer]] = lambda count: [],
 ) -> None:
-    """Continue `answers`, whose sampling is equal; each is done as soon as it ends. `before_token` may raise to stop."""
-    sampling, tokenizer = answers[0].sampling, trained.tokenizer
+    """Continue `answers`; each is done as soon as it ends. `before_token` may raise to stop; `join`: see
+    `generate_rows`.
+    """
+    shared: dict[Sampling, Sampler] = {}
 
-    def on_token(row: int, token: int) -> bool:
-        if answers[row].done.cancelled():
-            return True
-        answers[row].add_token(token, tokenizer)
-        return answers[row].finish_reason is not None
+    def row(answer: Answer) -> Row:
+        sampling = answer.sampling
+        sampler = Sampler(
+            sampling.temperature, sampling.top_k, sampling.top_p, sampling.repetition_penalty, answer.generator
+        )
+        if answer.generator is None:
+            sampler = shared.setdefault(sampling, sampler)
 
-    def on_end(row: int, has_stop_token: bool) -> None:
-        if not answers[row].done.cancelled():
-            answers[row].end(tokenizer, has_stop_token)
-            answers[row].finish()
+        def on_token(token: int) -> bool:
+            if not answer.done.cancelled():
+                answer.add_token(token, trained.tokenizer)
+            return answer.done.cancelled() or answer.finish_reason is not None
 
-    generate(
-        trained.model,
-        [answer.prompt for answer in answers],
-        max_new_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        repetition_penalty=sampling.repetition_penalty,
-        stop_ids=list(sampling.stop_ids),
-        generator=[answer.generator for answer in answers if answer.generator] or None,
-        on_token=on_token,
-        on_end=on_end,
-        before_token=before_token,
-    )
+        def on_end(has_stop_token: bool) -> None:
+            if not answer.done.cancelled():
+                answer.end(trained.tokenizer, has_stop_token)
+                answer.finish()
+
+        limit, stop_ids = sampling.max_new_tokens, sampling.stop_ids
+        return Row(answer.prompt, limit, sampler, stop_ids, on_token, on_end, answer.constrain)
+
+    generate_rows(trained.model, [*map(row, answers)], before_token, lambda count: [*map(row, join(count))])
 
 
 @dataclass(eq=False)
@@ -198,10 +192,14 @@ def score_texts(
 
 
 def compute_batch(
-    trained: LoadedModel, works: Sequence[Work], max_rows: int, check_stop: Callable[[], None] = lambda: None
+    trained: LoadedModel,
+    works: Sequence[Work],
+    max_rows: int,
+    check_stop: Callable[[], None] = lambda: None,
+    join: Callable[[int], Sequence[Answer]] = lambda count: [],
 ) -> None:
-    """Compute works with equal `batch_key`."""
+    """Compute works of one kind."""
     if answers := [work for work in works if isinstance(work, Answer)]:
-        generate_answers(trained, answers, check_stop)
+        generate_answers(trained, answers, check_stop, join)
     else:
         score_texts(trained, [work for work in works if isinstance(work, Score)], max_rows, check_stop)

@@ -1,5 +1,5 @@
 """Routes of the server: /v1/models, /v1/chat/completions, /v1/completions, /health; and the one thread that owns the
-model: answers wait in a queue, those with equal settings are generated as one batch.
+model: answers wait in a queue, and join the batch that is generated between two of its tokens.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import islice, takewhile
+from typing import Any
 
 import torch
 from starlette.requests import Request
@@ -26,6 +28,7 @@ from common.errors import UserError, print_safely
 from runner.inference.generation import Answer, Sampling, Work, compute_batch
 from runner.inference.load import LoadedModel
 from runner.serving.guard import Guard, read_body
+from runner.serving.json_mode import json_constraint
 from runner.serving.protocol import (
     ApiError,
     Body,
@@ -91,23 +94,32 @@ class GenerationQueue:
         _fail(self._waiting, StoppingError())
 
     def _next_batch(self) -> list[Work]:
-        """Return the oldest work and others that can be computed with it; []: stop."""
+        """Return the oldest works of one kind; []: stop."""
         with self._changed:
             while not self.is_stopping:
                 self._drop_cancelled()
                 if self._waiting:
-                    key = self._waiting[0].batch_key
-                    batch = [work for work in self._waiting if work.batch_key == key][: self._max_batch]
-                    self._waiting = deque(work for work in self._waiting if work not in batch)
-                    return batch
+                    return self._take(type(self._waiting[0]), self._max_batch)
                 self._changed.wait(timeout=1)  # a signal handler does not notify
         return []
+
+    def _take(self, kind: type[Work], count: int) -> list[Any]:
+        """Remove the oldest works, up to the first of another kind, and return them."""
+        taken = takewhile(lambda work: isinstance(work, kind), [*islice(self._waiting, count)])
+        return [self._waiting.popleft() for _ in taken]
 
     def _drop_cancelled(self) -> None:
         self._waiting = deque(work for work in self._waiting if not work.done.cancelled())
 
     def _compute(self, batch: list[Work]) -> None:
-        compute_batch(self.trained, batch, self._max_batch, self._check_stop)
+        def join(count: int) -> list[Answer]:
+            with self._changed:
+                self._drop_cancelled()
+                new = self._take(Answer, self._max_batch - count)
+            batch.extend(new)
+            return new
+
+        compute_batch(self.trained, batch, self._max_batch, self._check_stop, join)
 
     def _check_stop(self) -> None:
         if self.is_stopping:
@@ -175,7 +187,7 @@ class _Server:
         # Beside the event loop, as texts may be long. Chat templates are rendered one at a time: those of other folders
         # share a process.
         async with self._rendering if kind is ChatRequest else nullcontext():
-            body, prompts = await asyncio.to_thread(self._parse, kind, data)
+            body, prompts, constraints = await asyncio.to_thread(self._parse, kind, data)
         sampling = self._sampling(body, max(map(len, prompts)))
         seed = secrets.randbits(62) if body.seed is None else body.seed
         # Choice i of a prompt has the seed + i: it does not depend on the other prompts, nor on what else is generated.
@@ -185,9 +197,10 @@ class _Server:
                 sampling=sampling,
                 generator=torch.Generator(self.trained.device).manual_seed((seed + i) % 2**63),
                 stops=body.stops,
+                constrain=constraint,
             )
             for prompt in prompts
-            for i in range(body.n)
+            for i, constraint in enumerate(constraints)
         ]
         responder = Responder(body, self.name, self.trained.tokenizer)
         if body.stream:
@@ -199,14 +212,19 @@ class _Server:
             await self._run(scores, request)
         return JSONResponse(responder.complete(answers, scores))
 
-    def _parse(self, kind: type[ChatRequest] | type[CompletionRequest], data: bytes) -> tuple[Body, list[list[int]]]:
+    def _parse(
+        self, kind: type[ChatRequest] | type[CompletionRequest], data: bytes
+    ) -> tuple[Body, list[list[int]], list[Any]]:
+        """Return the request, its prompts, and the constraint of each choice of a prompt."""
         body: Body = parse_request(kind, data)
         self.check_model(body.model)
+        schema = body.json_schema
         try:
-            return body, self._prompts(body)
+            prompts = self._prompts(body)
         except UserError as error:
             param = "prompt" if isinstance(body, CompletionRequest) else "messages"
             raise ApiError(400, error.message, param=param) from error
+        return body, prompts, [None if schema is None else json_constraint(self.trained, schema) for _ in range(body.n)]
 
     def _prompts(self, body: Body) -> list[list[int]]:
         if isinstance(body, CompletionRequest):
@@ -306,7 +324,8 @@ async def _events(responder: Responder, answers: list[Answer], pieces: Pieces) -
     while left:
         i, text = await pieces.get()
         if text is not None:
-            yield responder.text_event(i, text)
+            if event := responder.text_event(i, text):
+                yield event
             continue
         left -= 1
         if error := _error_of(answers[i]):

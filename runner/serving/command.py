@@ -25,7 +25,7 @@ class ServeConfig(CheckedSettings):
     host: str
     port: int = within("[0, 65535]", 8000)  # TCP port; 0: a free one, which is printed
     name: Optional[str]  # name of the model for clients; null: that of the folder
-    max_batch: int = at_least(1, 8)  # answers with equal settings that are generated together
+    max_batch: int = at_least(1, 8)  # answers that are generated together
     max_waiting: int = at_least(1, 1000)  # answers that may wait; a request beyond gets status 503
     max_new_tokens: int = at_least(1, 256)  # length of an answer (tokens) where a request gives none
     device: str  # auto (a GPU if there is one), cpu, cuda, cuda:<number> or mps (GPU of a Mac)

@@ -11,6 +11,7 @@ import json
 import re
 import time
 import uuid
+from collections import defaultdict
 from itertools import accumulate, islice
 from typing import Annotated, Any, Literal, Self
 
@@ -45,7 +46,7 @@ StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 # fail_fast: an error for each of a million items would take half a minute, in which no other request is answered
 TokenIds = Annotated[list[Annotated[int, Field(strict=True)]], Field(min_length=1, fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
-OPENING_TAG = "<tool_call>"
+OPENING_TAG, END_OF_CALL = "<tool_call>", "</tool_call>"
 OPENING = re.compile(r"<tool_call>\s*(?=\{)")
 CLOSING = re.compile(r"\}\s*</tool_call>")
 
@@ -92,6 +93,11 @@ class _Body(BaseModel):
     stream_options: StreamOptions = StreamOptions()
 
     @property
+    def json_schema(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer; None: any text."""
+        return None
+
+    @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
@@ -123,6 +129,18 @@ class ChatRequest(_Body):
     top_logprobs: int = Field(default=0, ge=0, le=20)
     tools: Annotated[Objects, Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none"] = "auto"
+    response_format: dict[str, Any] = {"type": "text"}
+
+    @property
+    def json_schema(self) -> dict[str, Any] | None:
+        match self.response_format:
+            case {"type": "text"}:
+                return None
+            case {"type": "json_object"}:
+                return {"type": "object"}
+            case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+                return schema
+        raise ValueError("response_format must have the type text, json_object, or json_schema with json_schema.schema")
 
     @property
     def uses_tools(self) -> bool:
@@ -140,8 +158,10 @@ class ChatRequest(_Body):
         self.max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
-        if self.stream and (self.logprobs or self.uses_tools):
-            raise ValueError("logprobs and tools are not supported with stream=true")
+        if self.stream and self.logprobs:
+            raise ValueError("logprobs are not supported with stream=true")
+        if self.json_schema is not None and self.uses_tools:
+            raise ValueError("tools are not supported with a response_format of JSON")
         return self
 
 
@@ -253,6 +273,8 @@ class Responder:
 
     def __init__(self, body: Body, model: str, tokenizer: Tokenizer) -> None:
         self.body, self.tokenizer, self.is_chat = body, tokenizer, isinstance(body, ChatRequest)
+        self._held: dict[int, str] = defaultdict(str)  # streamed text of each answer that may be part of a call
+        self._calls: dict[int, int] = defaultdict(int)  # streamed calls of each answer
         self._head = {
             "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -333,9 +355,33 @@ class Responder:
         return self._event({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
 
     def text_event(self, index: int, text: str, finish_reason: str | None = None) -> str:
-        """`text`: "" in the last event of an answer."""
-        part = {"delta": {"content": text} if text else {}} if self.is_chat else {"text": text, "logprobs": None}
-        return self._event({"index": index, "finish_reason": finish_reason, **part})
+        """`text`: "" in the last event of an answer. Return "" where nothing can be sent yet."""
+        if not self.is_chat:
+            return self._event({"index": index, "finish_reason": finish_reason, "text": text, "logprobs": None})
+        calls: list[dict[str, Any]] = []
+        if isinstance(self.body, ChatRequest) and self.body.uses_tools:
+            text, calls = self._split_stream(index, text, finish_reason is not None)
+            if finish_reason and self._calls[index]:
+                finish_reason = "tool_calls"
+        delta = {name: value for name, value in (("content", text), ("tool_calls", calls)) if value}
+        has_news = delta or finish_reason
+        return self._event({"index": index, "finish_reason": finish_reason, "delta": delta}) if has_news else ""
+
+    def _split_stream(self, index: int, text: str, is_last: bool) -> tuple[str, list[dict[str, Any]]]:
+        """Return what can be sent: text outside of calls, and calls that are complete."""
+        held = self._held[index] + text
+        end = len(held)
+        if not is_last and OPENING_TAG in held:
+            before, tag, _ = held.rpartition(END_OF_CALL)
+            end = len(before + tag) if before.rstrip().endswith("}") else 0
+        elif not is_last:  # its end may begin a tag, or be the space before one
+            start = held.rfind("<", 1 - len(OPENING_TAG))
+            end = len(held[: start if start >= 0 else end].rstrip())
+        self._held[index] = held[end:]
+        content, calls = split_tool_calls(held[:end])
+        self._calls[index] += len(calls)
+        first = self._calls[index] - len(calls)
+        return content or "", [{"index": i} | call for i, call in enumerate(calls, first)]
 
     def usage_event(self, answers: list[Answer]) -> str:
         return self._event(None, self._usage(answers))

@@ -7,14 +7,15 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Callable
+import sys
 from pathlib import Path
 
 import pytest
 
 from common.errors import UserError
 from data.tokenize.tokenizer import Tokenizer
-from runner.inference.chat import ChatConfig, ChatSession, chat, trained_length
+from models.generate import Row
+from runner.inference.chat import ChatConfig, ChatSession, chat, repl, trained_length
 from runner.inference.generation import Answer
 from runner.inference.load import load_trained, weights_dir
 
@@ -72,11 +73,11 @@ def test_chat_escapes_control_characters_of_an_answer(
 ) -> None:
     text = "a\x1b[2Jb\nc"
 
-    def fake_generate(*_: object, on_token: Callable[[int, int], bool], **options: object) -> None:
+    def fake_generate(model: object, rows: list[Row], *_: object) -> None:
         for token in Tokenizer.load(TOKENIZER).encode(text):
-            on_token(0, token)
+            rows[0].add(token)
 
-    monkeypatch.setattr("runner.inference.generation.generate", fake_generate)
+    monkeypatch.setattr("runner.inference.generation.generate_rows", fake_generate)
     assert open_session(hf_folder).answer("Who?", lambda piece: None) == text
     chat(chat_config(hf_folder, prompt="Who?"), hf_folder)
     assert capsys.readouterr().out == "a\\x1b[2Jb\nc\n"
@@ -175,6 +176,87 @@ def test_chat_continues_after_a_refused_prompt_until_its_input_ends(
     chat(chat_config(hf_folder), hf_folder)
     out = capsys.readouterr().out
     assert out.startswith("error: the prompt has") and out.count("\n") >= 3
+
+
+def type_lines(monkeypatch: pytest.MonkeyPatch, *typed: str | type[BaseException]) -> None:
+    """Let a terminal deliver these lines; lines of one text are there together, as a paste is without readline."""
+    lines = [line for text in typed for line in (text.split("\n") if isinstance(text, str) else [text])]
+    pasted = [i for text in typed for i in range(text.count("\n") if isinstance(text, str) else 0, -1, -1)]
+    waiting = [0]
+
+    def read(prompt: str = "") -> str:
+        line = lines.pop(0) if lines else EOFError
+        if not isinstance(line, str):
+            raise line
+        waiting[0] = pasted[-1 - len(lines)]
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("select.select", lambda *_: ([sys.stdin] if waiting[0] else [], [], []))
+
+
+def chat_typing(folder: Path, monkeypatch: pytest.MonkeyPatch, *typed: str | type[BaseException]) -> ChatSession:
+    type_lines(monkeypatch, *typed)
+    repl(session := open_session(folder, max_new_tokens=3))
+    return session
+
+
+def user_messages(session: ChatSession) -> list[str]:
+    return [message["content"] for message in session.messages if message["role"] == "user"]
+
+
+def test_chat_names_unknown_commands_with_the_nearest(
+    hf_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = chat_typing(hf_folder, monkeypatch, "Hello", "/nwe", "/clear all", " /tmp?", "/usr/bin is what?")
+    assert user_messages(session) == ["Hello", "/tmp?", "/usr/bin is what?"]
+    out = capsys.readouterr().out
+    assert "unknown command /nwe: did you mean /new? Type a message" in out
+    assert "unknown command /clear: begin a message with a space Type a message" in out
+
+
+def test_chat_takes_lines_that_go_on_and_pasted_lines_as_one_message(
+    hf_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = chat_typing(hf_folder, monkeypatch, "one\\", "two", "three\n  four\n", "five")
+    assert user_messages(session) == ["one\ntwo", "three\n  four", "five"]
+
+
+def test_chat_keeps_the_conversation_after_ctrl_c(hf_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from runner.inference import generation
+
+    compute, calls = generation.generate_rows, iter(range(9))
+
+    def interrupt_the_second(model: object, rows: list[Row], *rest: object) -> None:
+        if next(calls) == 1:
+            rows[0].add(65)
+            raise KeyboardInterrupt
+        compute(model, rows, *rest)  # type: ignore[arg-type]  # what the function was given
+
+    monkeypatch.setattr(generation, "generate_rows", interrupt_the_second)
+    session = chat_typing(hf_folder, monkeypatch, "one", KeyboardInterrupt, "two", "thr\\", KeyboardInterrupt, "four")
+    assert user_messages(session) == ["one", "two", "four"]
+    assert [message["role"] for message in session.messages] == ["user", "assistant"] * 3
+    partial = session.messages[3]["content"]
+    assert partial == session.trained.tokenizer.decode([65])
+
+
+def test_chat_refused_message_leaves_the_conversation_as_it_was(
+    hf_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert user_messages(chat_typing(hf_folder, monkeypatch, "one", "text " * 200, "two")) == ["one", "two"]
+
+
+def test_chat_saves_conversations_as_training_data(
+    hf_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "chat.jsonl"
+    typed = ["Hello", f"/save {file}", "/new", "Ciao", f"/save {file}", f"/save {tmp_path}"]
+    session = chat_typing(hf_folder, monkeypatch, *typed)
+    first, second = [json.loads(line)["messages"] for line in file.read_text().splitlines()]
+    assert first[0] == {"role": "user", "content": "Hello"} and second == session.messages
+    assert "error: [Errno 21] Is a directory" in capsys.readouterr().out
 
 
 def test_model_of_a_run_that_is_a_link_is_not_loaded(tmp_path: Path, hf_folder: Path) -> None:

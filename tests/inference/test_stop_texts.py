@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from data.tokenize.tokenizer import EOS
+from models.generate import Row
 from runner.inference.generation import Answer, Sampling, generate_answers
 from runner.inference.load import LoadedModel, load_trained
 
@@ -41,20 +42,15 @@ def test_stop_texts_may_be_control_tokens_or_several_tokens(
     begin, rest = trained.tokenizer.encode("It is late"), trained.tokenizer.encode(" now, and dark")
     tokens = [*begin, trained.tokenizer.eos_id, *rest]
 
-    def fake_generate(
-        *_: object,
-        on_token: Callable[[int, int], bool],
-        on_end: Callable[[int, bool], None],
-        before_token: Callable[[], None],
-        **options: object,
-    ) -> None:
+    def fake_generate(model: object, rows: list[Row], before_token: Callable[[], None], *_: object) -> None:
         for token in tokens:
             before_token()
-            if on_token(0, token):
-                break
-        on_end(0, False)
+            rows[0].add(token)
+            if rows[0].has_ended:
+                return
+        rows[0].end()
 
-    monkeypatch.setattr("runner.inference.generation.generate", fake_generate)
+    monkeypatch.setattr("runner.inference.generation.generate_rows", fake_generate)
     assert len(begin) >= 3 and len(rest) >= 3
     assert until(trained, [[1]]) == (["It is late now, and dark"], len(tokens))
     assert until(trained, [[1]], EOS) == (["It is late"], len(begin) + 1)

@@ -10,7 +10,7 @@ from tiny_models import TOP_TWO, YARN, lora_config, random_model, tokens
 
 from common.errors import UserError
 from models.decoder import Decoder
-from models.generate import Sampler, generate
+from models.generate import Row, Sampler, generate, generate_rows
 from models.lora import adapter_state_dict, add_lora, disable_adapters
 
 PROMPTS = [tokens(5).tolist(), tokens(17, seed=2).tolist(), tokens(1, seed=3).tolist()]
@@ -72,14 +72,30 @@ def test_generate_ends_a_row_before_its_stop_token() -> None:
     assert len(stopped[1]) <= 7
 
 
+def generate_greedily(model: Decoder, stop_ids: list[int], **options: Any) -> tuple[list[Row], list[list[int]], dict]:
+    """Return the rows of PROMPTS, the tokens reported for each, and how many it had at its end, with the reason."""
+    reported: list[list[int]] = [[] for _ in PROMPTS]
+    ends: dict[int, tuple[int, bool]] = {}
+    rows = [
+        Row(
+            prompt,
+            24,
+            Sampler(0.0, 0, 1.0, 1.0),
+            stop_ids,
+            reported[i].append,
+            lambda has_stop_token, i=i: ends.update({i: (len(reported[i]), has_stop_token)}),
+        )
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    generate_rows(model, rows, **options)
+    return rows, reported, ends
+
+
 def test_generate_calls_on_token_for_each_token() -> None:
-    streamed: list[list[int]] = [[] for _ in PROMPTS]
     model = random_model()
     stop = generate(model, PROMPTS, **GREEDY)[0][3]
-    answers = generate(
-        model, PROMPTS, **GREEDY | {"stop_ids": [stop]}, on_token=lambda row, token: streamed[row].append(token)
-    )
-    assert streamed == answers
+    rows, reported, _ = generate_greedily(model, [stop])
+    assert reported == [row.ids for row in rows] == generate(model, PROMPTS, **GREEDY | {"stop_ids": [stop]})
 
 
 def test_generate_sampling_is_a_function_of_its_generator() -> None:
@@ -101,12 +117,12 @@ def test_generate_does_not_change_the_global_random_state(generator: torch.Gener
 
 
 def test_generate_restores_training_mode_after_an_exception() -> None:
-    def fail(row: int, token: int) -> None:
+    def fail() -> None:
         raise KeyboardInterrupt
 
     model = random_model(dropout=0.5).train()
     with pytest.raises(KeyboardInterrupt):
-        generate(model, PROMPTS, **GREEDY, on_token=fail)
+        generate(model, PROMPTS, **GREEDY, before_token=fail)
     assert all(module.training for module in model.modules())
 
 
@@ -151,7 +167,7 @@ def draw_tokens(logits: list[float], draws: int = 400, **settings: Any) -> set[i
         | settings
     )
     rows = torch.tensor([logits]).expand(draws, -1)
-    return set(sampler(rows, torch.zeros_like(rows, dtype=torch.bool)).tolist())
+    return set(sampler(rows, []).tolist())
 
 
 def test_sampler_draws_only_tokens_of_top_k_and_top_p() -> None:
@@ -170,16 +186,17 @@ def test_sampler_applies_the_temperature_before_top_p() -> None:
 
 
 def test_sampler_repetition_penalty_makes_negative_logits_less_likely() -> None:
-    sampler = Sampler(0.0, 0, 1.0, 1.3, None)
-    seen = torch.tensor([[True, False], [True, False]])
-    assert sampler(torch.tensor([[-1.0, -1.1], [1.0, 0.9]]), seen).tolist() == [1, 1]
+    sampler = Sampler(0.0, 0, 1.0, 1.3)
+    rows = [Row([0], 1, sampler, ()) for _ in range(2)]
+    assert sampler(torch.tensor([[-1.0, -1.1], [1.0, 0.9]]), rows).tolist() == [1, 1]
 
 
 def test_generate_samples_rows_with_their_own_generators_as_alone() -> None:
     model = random_model()
-    generators = [torch.Generator().manual_seed(seed) for seed in range(len(PROMPTS))]
-    together = generate(model, PROMPTS, **SAMPLED, generator=generators)
-    assert together == [
+    samplers = [Sampler(1.0, 200, 0.95, 1.0, torch.Generator().manual_seed(seed)) for seed in range(len(PROMPTS))]
+    rows = [Row(prompt, 24, sampler, ()) for prompt, sampler in zip(PROMPTS, samplers, strict=True)]
+    generate_rows(model, rows)
+    assert [row.ids for row in rows] == [
         generate(model, [prompt], **SAMPLED, generator=torch.Generator().manual_seed(seed))[0]
         for seed, prompt in enumerate(PROMPTS)
     ]
@@ -188,18 +205,15 @@ def test_generate_samples_rows_with_their_own_generators_as_alone() -> None:
 def test_generate_goes_row_by_row_where_batches_are_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model()
     expected = generate(model, PROMPTS, **GREEDY)
-    sizes, tokens_of_rows = [], [0] * len(PROMPTS)
+    sizes = []
     monkeypatch.setattr(Decoder, "generates_in_batches", lambda self, max_length: False)
     new_cache = Decoder.new_cache
     monkeypatch.setattr(
         Decoder, "new_cache", lambda self, rows, *rest: (sizes.append(rows), new_cache(self, rows, *rest))[1]
     )
 
-    def count(row: int, token: int) -> None:
-        tokens_of_rows[row] += 1
-
-    assert generate(model, PROMPTS, **GREEDY, on_token=count) == expected
-    assert (sizes, tokens_of_rows) == ([1, 1, 1], [24, 24, 24])
+    assert generate(model, PROMPTS, **GREEDY) == expected
+    assert sizes == [1, 1, 1]
 
 
 @pytest.mark.parametrize("is_together", [True, False])
@@ -208,16 +222,56 @@ def test_generate_reports_the_end_of_each_row(monkeypatch: pytest.MonkeyPatch, i
     stop = generate(model, PROMPTS, **GREEDY)[1][3]
     expected = [(len(answer), len(answer) < 24) for answer in generate(model, PROMPTS, **GREEDY | {"stop_ids": [stop]})]
     monkeypatch.setattr(Decoder, "generates_in_batches", lambda self, max_length: is_together)
-    tokens, ends = [0] * len(PROMPTS), {}
-
-    def count(row: int, token: int) -> None:
-        tokens[row] += 1
-
-    generate(
-        model,
-        PROMPTS,
-        **GREEDY | {"stop_ids": [stop]},
-        on_token=count,
-        on_end=lambda row, stopped: ends.update({row: (tokens[row], stopped)}),
-    )
+    _, _, ends = generate_greedily(model, [stop])
     assert [ends[row] for row in range(len(PROMPTS))] == expected and len(set(expected)) > 1
+
+
+def joining(model: Decoder, steps: dict[int, list[Row]], first: list[Row]) -> list[int]:
+    """Generate `first`, and the rows of `steps`, which join after that number of forward passes.
+
+    Return the rows that were running at each token.
+    """
+    counts: list[int] = []
+
+    def join(count: int) -> list[Row]:
+        counts.append(count)
+        return steps.pop(len(counts), [])
+
+    generate_rows(model, first, join=join)
+    assert not steps
+    return counts
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, *(pytest.param(changes, marks=pytest.mark.slow) for changes in (TOP_TWO, YARN))],
+    ids=["dense", "moe", "yarn"],
+)
+def test_generate_rows_that_join_a_batch_get_the_tokens_that_they_get_alone(changes: dict[str, Any]) -> None:
+    model = random_model(**changes)
+    # a longer and shorter prompts; one joins when another has ended, one ends at its first token
+    settings = [(5, 24), (9, 3), (40, 20), (1, 1), (3, 12)]
+    rows = [
+        Row(tokens(length, seed=i).tolist(), limit, Sampler(0.0, 0, 1.0, 1.0), ())
+        for i, (length, limit) in enumerate(settings)
+    ]
+    counts = joining(model, {2: [rows[2]], 8: rows[3:]}, rows[:2])
+    assert [row.ids for row in rows] == [
+        one_by_one(model, row.prompt, limit) for row, (_, limit) in zip(rows, settings, strict=True)
+    ]
+    assert counts[:4] == [2, 2, 3, 2] and counts[8] == 3, "rows of a batch, without those that have ended"
+
+
+def test_generate_rows_that_join_keep_their_samples_and_penalties() -> None:
+    model = random_model(std=0.02)
+
+    def row(seed: int) -> Row:
+        sampler = Sampler(1.0, 200 * (seed == 1), 0.95, 1.0 + seed / 10, torch.Generator().manual_seed(seed))
+        return Row(PROMPTS[seed], 20, sampler, ())
+
+    alone = [row(seed) for seed in range(3)]
+    for each in alone:
+        generate_rows(model, [each])
+    together = [row(seed) for seed in range(3)]
+    joining(model, {1: [together[0]], 5: [together[2]]}, [together[1]])
+    assert [each.ids for each in together] == [each.ids for each in alone]

@@ -8,8 +8,10 @@ import http.client
 import json
 import queue as threads
 import socket
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -94,6 +96,116 @@ def test_serve_streams_the_text_and_usage_of_the_whole_answer(http: Any) -> None
         assert "".join(each["text"] for each in texts if each["index"] == i) == choice["text"]
 
 
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": "</tool_call>", "b": {"c": 2}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"Let me see.\n{CALL}",
+        f"\n{CALL}\n{CALL}",
+        f"{CALL} and {CALL}",
+        " no call < at all <tool",
+        'broken <tool_call>{"name": 1}</tool_call>',
+        f"open {CALL[:-1]}",
+    ],
+)
+def test_serve_streams_calls_of_tools_as_the_whole_answer_has_them(
+    http: Any, trained: LoadedModel, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    from runner.inference import generation
+
+    def report_text(model: object, rows: Any, *_: object) -> None:
+        rows[0].limit = 1000
+        for token in trained.tokenizer.encode(text):
+            rows[0].add(token)
+        rows[0].end(has_stop_token=True)
+
+    monkeypatch.setattr(generation, "generate_rows", report_text)
+    expected = ask(http, CHAT, tools=TOOLS)["choices"][0]
+    chunks = [chunk["choices"][0] for chunk in events(http, CHAT, tools=TOOLS)]
+    deltas = [chunk["delta"] for chunk in chunks]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    content = "".join(delta.get("content", "") for delta in deltas)
+    whole = expected["message"].get("tool_calls", [])
+    assert [call["function"] for call in calls] == [call["function"] for call in whole]
+    assert [call["index"] for call in calls] == list(range(len(whole)))
+    assert len({call["id"] for call in calls}) == len(calls) and {call["type"] for call in calls} <= {"function"}
+    assert content.strip() == (expected["message"]["content"] or "").strip()
+    assert [chunk["finish_reason"] for chunk in chunks if chunk["finish_reason"]] == [expected["finish_reason"]]
+    assert expected["finish_reason"] == ("tool_calls" if calls else "stop")
+
+
+def test_serve_streams_text_before_a_call_at_once_and_a_call_never_in_parts(trained: LoadedModel) -> None:
+    from runner.serving.protocol import ChatRequest, Responder
+
+    body = ChatRequest.model_validate({"messages": MESSAGES, "tools": TOOLS, "stream": True})
+    responder = Responder(body, "small", trained.tokenizer)
+    sent = [responder.text_event(0, c) for c in f"Sum. {CALL}"]
+    assert "".join(sent[:4]).count("data: ") == 4, "each character"
+    assert [i for i, event in enumerate(sent) if event] == [0, 1, 2, 3, len(sent) - 1]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Tolo", "Mina"]}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_serve_answers_with_json_of_the_schema(http: Any, is_stream: bool, temperature: float) -> None:
+    pytest.importorskip("llguidance", reason="part of the extra json")
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+    settings = {"response_format": form, "temperature": temperature, "seed": 3, "n": 3, "max_tokens": 100}
+    texts = [""] * 3
+    if is_stream:
+        for chunk in events(http, CHAT, **settings):
+            texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["delta"].get("content", "")
+    else:
+        texts = [choice["message"]["content"] for choice in ask(http, CHAT, **settings)["choices"]]
+    for text in texts:
+        person = json.loads(text)
+        assert list(person) == ["name", "age"] and person["name"] in ("Tolo", "Mina") and type(person["age"]) is int
+
+
+def test_serve_begins_a_json_object_whatever_else_is_generated_with_it(http: Any) -> None:
+    pytest.importorskip("llguidance", reason="part of the extra json")
+    alone = ask(http, CHAT, max_tokens=40)["choices"][0]["message"]["content"]
+    with ThreadPoolExecutor() as pool:
+        plain = pool.submit(ask, http, CHAT, max_tokens=40)
+        forced = pool.submit(ask, http, CHAT, response_format={"type": "json_object"}, max_tokens=40)
+        assert plain.result()["choices"][0]["message"]["content"] == alone
+        choice = forced.result()["choices"][0]
+    assert choice["message"]["content"].startswith('{"') and choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "foo"}, "Invalid type: foo"),
+        ({"not": {}}, "not"),
+        ({"$ref": "http://localhost/x"}, "does not fetch"),
+        ({"type": "string", "format": "foo"}, "Unknown format: foo"),
+    ],
+)
+def test_serve_refuses_schemas_that_it_cannot_enforce(http: Any, schema: Any, reason: str) -> None:
+    pytest.importorskip("llguidance", reason="part of the extra json")
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    answer = http.post(CHAT, json={"messages": MESSAGES, "response_format": form})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and reason in error["message"] and error["param"] == "response_format"
+
+
+def test_serve_names_the_package_that_json_needs(http: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    answer = http.post(CHAT, json={"messages": MESSAGES, "response_format": {"type": "json_object"}})
+    assert answer.status_code == 400 and "pip install llguidance" in answer.json()["error"]["message"]
+
+
 def test_serve_ends_at_stop_texts_across_tokens_and_streams_none_of_them(http: Any) -> None:
     whole = ask(http)["choices"][0]["text"]
     stop = whole[4:9]
@@ -158,8 +270,10 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
         "messages",
     ),
     (CHAT, {"messages": []}, "at least 1 item", "messages"),
+    (CHAT, {"response_format": {"type": "json_schema"}}, "response_format must have the type", None),
+    (CHAT, {"response_format": {"type": "json_object"}, "tools": [{}]}, "tools are not supported with", None),
+    (COMPLETIONS, {"response_format": {"type": "json_object"}}, "not supported by this server", "response_format"),
     (CHAT, {"tools": [{}] * 1025}, "at most 1024 items", "tools"),
-    (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "response_format"),
     (CHAT, {"tool_choice": "required"}, "'auto' or 'none'", "tool_choice"),
     (CHAT, {"max_completion_tokens": 3}, "differ", None),
 ]
@@ -310,7 +424,7 @@ def test_serve_answers_503_when_too_many_wait_and_hides_causes(
     def fail(*arguments: Any, **settings: Any) -> None:
         raise RuntimeError("/private/path")
 
-    monkeypatch.setattr(generation, "generate", fail)
+    monkeypatch.setattr(generation, "generate_rows", fail)
     answer = http.post(COMPLETIONS, json={"prompt": "a"})
     assert answer.status_code == 500 and "private" not in answer.text
     monkeypatch.setattr(queue, "submit", lambda works: (_ for _ in ()).throw(QueueFullError))

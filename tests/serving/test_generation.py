@@ -33,8 +33,10 @@ class BlockedQueue(GenerationQueue):
     def _compute(self, batch: list[Work]) -> None:
         self.entered.set()
         assert self.open.wait(60)
-        self.sizes.append(len(batch))
-        super()._compute(batch)
+        try:
+            super()._compute(batch)
+        finally:
+            self.sizes.append(len(batch))  # with those that have joined
 
 
 def run(queue: BlockedQueue, blocker: Work, works: list[Any], before_open: Any = lambda: None) -> list[Work]:
@@ -60,12 +62,15 @@ def run(queue: BlockedQueue, blocker: Work, works: list[Any], before_open: Any =
     return ended[1:]
 
 
-def test_queue_batches_answers_with_equal_settings_without_changing_them(trained: LoadedModel) -> None:
+def test_queue_lets_answers_join_a_batch_without_changing_them(trained: LoadedModel) -> None:
     prompts = [trained.tokenizer.encode(text) for text in ("Tolo", "Where does Mina live?", "米娜", "def f(x):")]
     works = [Answer(prompt=prompt, sampling=GREEDY) for prompt in prompts]
     other = Answer(prompt=prompts[0], sampling=Sampling(3, temperature=0))
+    shapes: list[tuple[int, ...]] = []
+    hook = trained.model.register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape)))
     queue = BlockedQueue(trained, max_batch=3, max_waiting=10)
     run(queue, Score(ids=prompts[1]), [works[0], other, *works[1:]])
+    hook.remove()
     alone = [
         generate(
             trained.model, [p], max_new_tokens=8, temperature=0, top_k=0, top_p=1, repetition_penalty=1, stop_ids=[]
@@ -73,7 +78,25 @@ def test_queue_batches_answers_with_equal_settings_without_changing_them(trained
         for p in prompts
     ]
     assert [work.ids for work in works] == alone and other.ids == alone[0][:3]
-    assert queue.sizes == [1, 3, 1, 1], "the score, three answers that go past another, that one, the fourth answer"
+    assert queue.sizes == [1, 5], "the score, then all answers: two are taken in while others are generated"
+    assert max(rows for rows, _ in shapes) == 3, "max_batch"
+    assert shapes.index((1, len(prompts[2]))) < shapes.index((1, len(prompts[3]))) < len(shapes) - 1
+
+
+def test_queue_lets_no_answer_go_past_a_score(trained: LoadedModel) -> None:
+    prompt = trained.tokenizer.encode("Tolo")
+    first, last, score = (*(Answer(prompt=prompt, sampling=GREEDY) for _ in range(2)), Score(ids=prompt))
+    queue = BlockedQueue(trained, max_batch=3, max_waiting=10)
+    assert run(queue, Score(ids=prompt), [first, score, last]) == [first, score, last]
+    assert queue.sizes == [1, 1, 1, 1]
+
+
+def test_queue_fails_answers_that_have_joined(trained: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = trained.tokenizer.encode("Tolo")
+    works = [Answer(prompt=prompt, sampling=GREEDY) for _ in range(2)]
+    works[1].on_text = lambda text: 1 // 0
+    run(BlockedQueue(trained, max_batch=2, max_waiting=10), works[0], [works[1]])
+    assert all(isinstance(work.done.exception(), ZeroDivisionError) for work in works)
 
 
 def test_queue_skips_cancelled_answers_and_refuses_too_many(trained: LoadedModel) -> None:

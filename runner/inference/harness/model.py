@@ -60,10 +60,8 @@ def _key(request: Instance) -> tuple:
     return request.task_name, request.doc_id, request.request_type, request.idx, repr(request.args)
 
 
-def _order_key(works: list[Any]) -> tuple[str, int]:
-    """Return (what the requests of a batch share, minus the length)."""
-    lengths = [len(work.ids if isinstance(work, Score) else work.prompt) for work in works]
-    return repr([work.batch_key for work in works[:1]]), -sum(lengths)
+def _length(works: list[Any]) -> int:
+    return sum(len(work.ids if isinstance(work, Score) else work.prompt) for work in works)
 
 
 def _log_prob(score: Score) -> float:
@@ -208,12 +206,10 @@ class HarnessModel(TemplateLM):
         self.progress.begin(unit, len(requests))
         for start in range(0, len(requests), self.rows * BATCHES_PER_PART):
             part = range(start, min(start + self.rows * BATCHES_PER_PART, len(requests)))
-            keys = {i: _order_key(works[i]) for i in part}
-            order = sorted(part, key=keys.__getitem__)
+            order = sorted(part, key=lambda i: -_length(works[i]))
             while order:
                 self._check_stop()
-                batch = [i for i in order[: self.rows] if keys[i][0] == keys[order[0]][0]]
-                order = order[len(batch) :]
+                batch, order = order[: self.rows], order[self.rows :]
                 compute_batch(self.trained, [work for i in batch for work in works[i]], self.rows, self._check_stop)
                 for i in batch:
                     answers[i] = read(works[i])
