@@ -7,6 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 from engine_fixtures import pairwise, registered_combinations
+from fault_counts import only_full
 
 from common.errors import Interrupted
 from runner.checkpoint import atomic_dir
@@ -110,10 +111,10 @@ def switch_cells():
             id="-".join(map(str, values)),
             marks=[] if number == 1 else [pytest.mark.slow],
         )
-    # adapters and pairs in one: to compile takes a minute of processor time; sft: with all speed settings
+    # adapters and pairs in one: to compile takes two minutes of processor time; sft: with all speed settings
     values = ("dpo_lora", "fp16", 3, 2, 0.1, "muon")
     cell = dict(zip(SWITCHES, values, strict=True)) | {"train.compile": "default"}
-    yield pytest.param(cell, id="-".join(map(str, values)) + "-compiled", marks=pytest.mark.slow(long=True))
+    yield pytest.param(cell, id="-".join(map(str, values)) + "-compiled", marks=[pytest.mark.slow, only_full])
 
 
 @pytest.mark.parametrize("cell", list(switch_cells()))
