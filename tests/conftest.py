@@ -24,7 +24,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ("command_fixtures", "engine_fixtures")
 
-settings.register_profile("project", deadline=None)  # a slow machine is not a counterexample
+# a slow machine is not a counterexample
+settings.register_profile("project", deadline=None, max_examples=50)
 settings.load_profile("project")
 composition_cache.install()
 
