@@ -167,6 +167,13 @@ def warm() -> Iterator[WarmPrograms]:
         yield warm
 
 
+@pytest.fixture(scope="session")
+def warm_checkout(checkout: Path) -> Iterator[WarmPrograms]:
+    """`warm` of the copy of the program that has smaller sample files."""
+    with warm_programs(checkout) as warm:
+        yield warm
+
+
 @pytest.fixture
 def run_ranks(tmp_path: Path, warm: WarmPrograms) -> Callable[..., None]:
     """`run_ranks(2, [{"folder": ..., "overrides": ...}, ...])` runs these trainings one after the other on two

@@ -12,13 +12,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fault_counts import faults, only_full
-from warm_programs import ForkedProcess, WarmPrograms, warm_programs
+from warm_programs import ForkedProcess, WarmPrograms
 
 from runner.checkpoint import atomic_dir
 from runner.engine.verify_resume import diff_run_dirs
@@ -75,7 +75,7 @@ class Runs:
     ) -> subprocess.Popen | ForkedProcess:
         """Start the command.
 
-        By nproc it and its ranks, but not the jobs of a sweep, are forks of a process that has imported torch.
+        By nproc it, its ranks and the jobs of a sweep are forks of a process that has imported torch.
         """
         if by == BY_NPROC:
             return self.warm.start(
@@ -118,12 +118,6 @@ def exit_code(child: subprocess.Popen | ForkedProcess) -> int:
         return child.wait(TIMEOUT)
     finally:
         child.kill()
-
-
-@pytest.fixture(scope="module")
-def warm_checkout(checkout: Path) -> Iterator[WarmPrograms]:
-    with warm_programs(checkout) as warm:
-        yield warm
 
 
 @pytest.fixture
