@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network
 # without bytecode every process that a test starts compiles torch again: 6 s
@@ -25,6 +26,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # a slow machine is not a counterexample
 settings.register_profile("project", deadline=None, max_examples=50)
 settings.load_profile("project")
+# it would parse the source of every imported module for constants: two seconds, and the examples would depend on which
+# tests came before
+providers.is_local_module_file = lambda path: False
 
 
 def pytest_configure(config: pytest.Config) -> None:
