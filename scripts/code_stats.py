@@ -116,15 +116,22 @@ def parse(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"), str(file))
 
 
-def imported_names(root: Path, file: Path) -> Iterator[str]:
+@cache
+def nodes(file: Path) -> list[ast.AST]:
+    return list(ast.walk(parse(file)))
+
+
+@cache
+def imported_names(root: Path, file: Path) -> list[str]:
     """Dotted names that a file imports anywhere: at the top, in functions, under TYPE_CHECKING, or relative. `from a
     import b` gives `a.b`.
     """
     own = module_name(root, file)
     package = own if file.stem == "__init__" else own.rpartition(".")[0]
-    for node in ast.walk(parse(file)):
+    names: list[str] = []
+    for node in nodes(file):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             parents = package.split(".")
             base = ".".join(
@@ -133,7 +140,8 @@ def imported_names(root: Path, file: Path) -> Iterator[str]:
                     *([node.module] if node.module else []),
                 ]
             )
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            names += [f"{base}.{alias.name}" for alias in node.names]
+    return names
 
 
 def imported_modules(root: Path, file: Path, modules: set[str]) -> Iterator[str]:
@@ -229,7 +237,7 @@ def count_tokens(file: Path) -> int:
     """
     docstrings = {
         (node.body[0].lineno, node.body[0].col_offset)
-        for node in ast.walk(parse(file))
+        for node in nodes(file)
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
         and ast.get_docstring(node, clean=False) is not None
     }

@@ -16,7 +16,6 @@ import argparse
 import difflib
 import gc
 import importlib
-import itertools
 import json
 import os
 import re
@@ -313,15 +312,12 @@ def main(arguments: list[str] | None = None) -> int:
         type=int,
         default=1,
         metavar="N",
-        help="test each N-th of the chosen mutants of each file (default: 1, all)",
+        help="test each N-th of the chosen mutants (default: 1, all)",
     )
     parser.add_argument("--list", action="store_true", help="print the mutants and test none")
     options = parser.parse_args(arguments)
     try:
-        chosen = itertools.groupby(
-            select_mutants(options.names, read_mutants(options.root)), key=lambda mutant: mutant.subject
-        )
-        mutants = [mutant for _, of_file in chosen for mutant in list(of_file)[:: options.every]]
+        mutants = select_mutants(options.names, read_mutants(options.root))[:: options.every]
         for mutant in mutants:
             mutant.mutated(options.root)
     except ValueError as error:

@@ -1,14 +1,15 @@
 """Loaded before any test and before torch: what every test, and every process a test starts, should find."""
 
 import gc
+import importlib
 import os
 import signal
 import sys
 from collections.abc import Iterator
 
-import composition_cache
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network
 # without bytecode every process that a test starts compiles torch again: 6 s
@@ -22,11 +23,21 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the commands do
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-pytest_plugins = ("command_fixtures", "engine_fixtures")
-
-settings.register_profile("project", deadline=None)  # a slow machine is not a counterexample
+# a slow machine is not a counterexample
+settings.register_profile("project", deadline=None, max_examples=50)
 settings.load_profile("project")
-composition_cache.install()
+# it would parse the source of every imported module for constants: two seconds, and the examples would depend on which
+# tests came before
+providers.is_local_module_file = lambda path: False
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Import what tests use; not in the process that only distributes them: torch takes three seconds."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+    for plugin in ("command_fixtures", "engine_fixtures"):
+        config.pluginmanager.import_plugin(plugin)
+    importlib.import_module("composition_cache").install()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from warm_programs import WarmPrograms, warm_programs
 
 from common.file_lock import FileLock
+from data.tokenize import tokenizer
 from runner.config.compose import check_all_read, compose_tree, section_class, section_object, without_hydra
 from runner.engine import build
 from runner.engine.build import build_run
@@ -27,6 +28,9 @@ from runner.engine.objectives.config import OBJECTIVES
 from runner.engine.optim.config import OPTIMIZERS
 from runner.engine.optim.schedules import SCHEDULES
 from runner.engine.state import TrainState
+
+# by their contents: a run loads one or two tokenizers, the tests dozens
+tokenizer._build_tokenizer = functools.lru_cache(maxsize=20)(tokenizer._build_tokenizer.__wrapped__)
 
 SMALL_RUN = [
     "model.hidden_size=32", "model.num_hidden_layers=2", "model.num_attention_heads=4", "model.num_key_value_heads=2", "model.head_dim=8", "model.intermediate_size=64",
@@ -160,6 +164,13 @@ def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 def warm() -> Iterator[WarmPrograms]:
     """`warm.start(script, *argv, ...)` runs a script of this repository in a fork of a process that has imported torch."""
     with warm_programs(Path(__file__).parents[1]) as warm:
+        yield warm
+
+
+@pytest.fixture(scope="session")
+def warm_checkout(checkout: Path) -> Iterator[WarmPrograms]:
+    """`warm` of the copy of the program that has smaller sample files."""
+    with warm_programs(checkout) as warm:
         yield warm
 
 

@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from fault_counts import only_full
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = sorted(file.name for file in (ROOT / "benchmarks").glob("*.py"))
@@ -341,8 +342,10 @@ def test_peak_of_instructions_and_rates_of_products_are_listed(import_benchmark)
 
 
 @pytest.mark.slow
-def test_profile_finds_the_kinds_of_work_of_compiled_and_of_uncompiled_steps():
-    arguments = "--model tiny --precision fp32 --steps 2 --compile default+off model.num_hidden_layers=1".split()
+@pytest.mark.parametrize("compiled", [["off"], pytest.param(["default", "off"], marks=only_full)], ids="+".join)
+def test_profile_finds_the_kinds_of_work_of_a_step(compiled: list[str]):
+    arguments = "--model tiny --precision fp32 --steps 2 model.num_hidden_layers=1 --compile".split()
+    arguments.append("+".join(compiled))
     output = run_benchmark("profile_step.py", *arguments)
     cells = {
         line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in output.splitlines() if line.startswith("|")
@@ -353,9 +356,9 @@ def test_profile_finds_the_kinds_of_work_of_compiled_and_of_uncompiled_steps():
         if "%" in "".join(columns)
     }
     assert all(abs(sum(column) - 100) < 1 for column in zip(*shares.values(), strict=True))
-    loops, other = shares.pop("fused loops of the compiler"), shares["other"]
-    assert loops[0] > 0 == loops[1] and other[0] < 30 and other[1] < 60
+    loops = shares.pop("fused loops of the compiler")
+    assert [share > 0 for share in loops] == [mode != "off" for mode in compiled]
     assert [
         kind for kind in ("attention", "the rest of the loss", "optimizer and gradient norm") if 0 in shares[kind]
     ] == []
-    assert shares["SwiGLU"][1] > 0  # compiled layers without the C++ kernel have it in their loops
+    assert shares["SwiGLU"][-1] > 0  # compiled layers without the C++ kernel have it in their loops

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import importlib
 import re
 import tomllib
@@ -54,6 +55,7 @@ class Fix(NamedTuple):
         return f"{self.where}: {self.text}"
 
 
+@functools.cache
 def proposed_fixes() -> list[Fix]:
     files = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
     return [
@@ -113,9 +115,6 @@ def text_of(node: ast.AST) -> str:
     return ""
 
 
-FIXES = proposed_fixes()
-
-
 def command_settings() -> dict[str, set[str]]:
     """Return the settings of each command but train.py."""
     found = {}
@@ -142,14 +141,15 @@ def is_of_hydra(key: str) -> bool:
 
 
 def test_fixes_are_found() -> None:
-    assert len(FIXES) > 450 and sum(bool(OVERRIDE.search(fix.text)) for fix in FIXES) > 120
+    assert len(proposed_fixes()) > 450
+    assert sum(bool(OVERRIDE.search(fix.text)) for fix in proposed_fixes()) > 120
 
 
 def test_every_setting_of_a_fix_exists() -> None:
     known = train_settings() | {name for names in command_settings().values() for name in names} | NO_SETTINGS
     assert [
         f"{fix} has {key}"
-        for fix in FIXES
+        for fix in proposed_fixes()
         for key, _ in OVERRIDE.findall(fix.text)
         if key not in known and not is_of_hydra(key)
     ] == []
@@ -158,7 +158,7 @@ def test_every_setting_of_a_fix_exists() -> None:
 def literal_overrides() -> dict[str, str]:
     """Return each override whose value is written out, and the first fix that has it."""
     known, found = {*config_schema(), *config_groups()} - {"run", "sweep"}, {}
-    for fix in FIXES:
+    for fix in proposed_fixes():
         text = fix.text.replace("train.max_steps=N", "train.max_steps=100")
         quoted = [(key or other, value or text) for key, value, other, text in QUOTED.findall(text)]
         bare = [(key, value.rstrip(").,:")) for key, value in OVERRIDE.findall(QUOTED.sub("", text))]
@@ -185,7 +185,7 @@ def test_every_written_out_override_of_a_fix_can_be_typed() -> None:
 
 def test_every_command_of_a_fix_exists_with_its_settings() -> None:
     commands, faults = {"train": train_settings(), **command_settings()}, []
-    for fix in FIXES:
+    for fix in proposed_fixes():
         for name, overrides in COMMAND.findall(fix.text):
             if name not in commands:
                 faults += [] if name in OTHER_SCRIPTS or (ROOT / f"{name}.py").exists() else [f"{fix} has {name}.py"]
@@ -197,7 +197,7 @@ def test_every_command_of_a_fix_exists_with_its_settings() -> None:
 
 def test_every_package_and_file_of_a_fix_exists() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = {extra for fix in FIXES for extra in re.findall(r"(?:lm-runner|\.)\[(\w+)\]", fix.text)}
-    files = {file for fix in FIXES for file in re.findall(r"\b(?:conf|data|docs)/[\w/]+\.\w+", fix.text)}
+    extras = {extra for fix in proposed_fixes() for extra in re.findall(r"(?:lm-runner|\.)\[(\w+)\]", fix.text)}
+    files = {file for fix in proposed_fixes() for file in re.findall(r"\b(?:conf|data|docs)/[\w/]+\.\w+", fix.text)}
     assert len(extras) > 2 and len(files) > 1
     assert extras <= project["optional-dependencies"].keys() and all((ROOT / file).exists() for file in files)

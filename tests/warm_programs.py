@@ -2,7 +2,7 @@
 to three seconds of processor time.
 
 `warm_programs(root)` starts `python warm_programs.py`, a process without threads that has trained nothing: one that has
-cannot be forked safely. What a launcher starts as ranks is forked, too. Imports and the start of the interpreter are
+cannot be forked safely. Ranks, and jobs of a sweep, are forked, too. Imports and the start of the interpreter are
 not tested so: for those a test starts a cold process.
 """
 
@@ -151,9 +151,9 @@ def fork(
     search: list[str],
     cwd: str | None,
     out: str | int | None,
-    is_rank: bool = False,
+    is_child: bool = False,
 ) -> int:
-    """Return the pid of a fork that runs `python *program`; a rank as `subprocesses.spawn` starts it."""
+    """Return the pid of a fork that runs `python *program`; a child of such a program as `subprocesses.spawn` starts it."""
     parent = os.getpid()
     if pid := os.fork():
         return pid
@@ -162,7 +162,7 @@ def fork(
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
-        if is_rank:
+        if is_child:
             os.setpgid(0, 0)
             subprocesses.die_with_parent(parent)()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -188,15 +188,15 @@ def run_program(program: list[str], search: list[str]) -> NoReturn:
     """Run `python *program` in this process and end it."""
     spawn = subprocesses.spawn
 
-    def spawn_rank(argv: list[str], environment: dict[str, str], out: int | None) -> subprocess.Popen | ForkedProcess:
-        is_rank = Path(argv[0]).name == "worker.py"
+    def spawn_child(argv: list[str], environment: dict[str, str], out: int | None) -> subprocess.Popen | ForkedProcess:
+        is_warm = Path(argv[0]).name in ("worker.py", "train.py")  # a rank, or a job of a sweep
         return (
-            ForkedProcess(fork(argv, environment, search, None, out, is_rank=True), poll_pid)
-            if is_rank
+            ForkedProcess(fork(argv, environment, search, None, out, is_child=True), poll_pid)
+            if is_warm
             else spawn(argv, environment, out)
         )
 
-    subprocesses.spawn = spawn_rank
+    subprocesses.spawn = spawn_child
     sys.argv, sys.path[:] = program, [str(Path(program[0]).parent), *search]
     for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
         if folder and (Path(folder) / "sitecustomize.py").exists():

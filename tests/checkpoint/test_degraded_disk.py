@@ -139,7 +139,7 @@ def stop_at(step: int) -> None:
         pytest.param(7, 1, id="interrupted, one error"),
         pytest.param(7, 1000, id="interrupted, many errors", marks=pytest.mark.slow),
         pytest.param(STEPS, 1, id="completed, one error", marks=pytest.mark.slow),
-        pytest.param(STEPS, 1000, id="completed, many errors"),
+        pytest.param(STEPS, 1000, id="completed, many errors", marks=pytest.mark.slow),
     ],
 )
 def test_last_save_is_retried_until_it_succeeds_or_the_run_fails(last: int, times: int, tmp_path: Path) -> None:

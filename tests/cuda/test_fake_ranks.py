@@ -2,6 +2,7 @@
 
 import pytest
 
+pytestmark = pytest.mark.slow
 OFFLOAD = "distributed.cpu_offload=true"
 STEPS = ["pretrain", "model.num_hidden_layers=1", "train.max_steps=1", "distributed.name=fsdp", "distributed.nproc=2"]
 CASES = {

@@ -6,10 +6,12 @@ import itertools
 
 import pytest
 from engine_fixtures import composed, pairwise, stage_overrides
+from fault_counts import only_full
 
 from runner.planning.facts import BatchShape, model_facts
 from runner.planning.memory import Execution, layer_memory
 
+pytestmark = pytest.mark.slow  # the process that pretends to have GPUs takes seven seconds to start
 STAGES, PRECISIONS, PACKINGS = ("pretrain", "sft", "lora", "dpo"), ("fp32", "bf16", "fp16"), ("none", "best_fit")
 LAYERS = "model.num_hidden_layers"
 ONE_STEP = [f"{LAYERS}=1", "train.max_steps=1"]
@@ -17,13 +19,13 @@ PACKED = "data.packing=best_fit"
 EXPERTS = ["model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=32"]
 WAITS = ["_local_scalar_dense"]  # for a number
 # as documented: fp16 for the norm in each step, experts for their numbers of tokens
-FAST_VARIANTS = {
+FIRST_VARIANTS = {
     "muon": (["pretrain", PACKED, "precision.name=bf16", "optimizer=muon"], []),
     "selective": (["pretrain", PACKED, "train.activation_checkpointing=selective"], []),  # precision=auto
     "efficient": (["pretrain", "precision.name=bf16", "model.attention=efficient"], []),
     "experts": (["pretrain", PACKED, "precision.name=bf16", *EXPERTS], [*WAITS, "bincount"]),
 }
-SLOW_VARIANTS = {
+OTHER_VARIANTS = {
     "accumulation": (["pretrain", "precision.name=bf16", "train.accumulation_steps=2", "train.batch_size=2"], []),
     "full": (["sft", "precision.name=bf16", "train.activation_checkpointing=full"], []),
     "flash": (["pretrain", "precision.name=bf16", "model.attention=flash"], []),
@@ -47,16 +49,16 @@ def facts(result):
     return {name: result[name] for name in expected([])}
 
 
-FAST = pairwise(STAGES, PRECISIONS, PACKINGS)
+PAIRS = pairwise(STAGES, PRECISIONS, PACKINGS)
 COMBINATIONS = [
     pytest.param(stage, chosen, id=f"{stage}-{name}", marks=marks)
-    for name, is_fast, marks in (("pairs", True, []), ("others", False, [pytest.mark.slow]))
+    for name, is_pair, marks in (("pairs", True, []), ("others", False, [only_full]))
     for stage in STAGES
     if (
         chosen := [
             each
             for each in itertools.product(STAGES, PRECISIONS, PACKINGS)
-            if each[0] == stage and (each in FAST) == is_fast
+            if each[0] == stage and (each in PAIRS) == is_pair
         ]
     )
 ]
@@ -71,9 +73,7 @@ def test_step_stays_on_its_gpu_and_waits_in_fp16_only(run_on_gpu, stage, combina
     }
 
 
-@pytest.mark.parametrize(
-    "variants", [FAST_VARIANTS, pytest.param(SLOW_VARIANTS, marks=pytest.mark.slow)], ids=["first", "others"]
-)
+@pytest.mark.parametrize("variants", [FIRST_VARIANTS, OTHER_VARIANTS], ids=["first", "others"])
 def test_step_of_each_variant_stays_on_its_gpu(run_on_gpu, variants):
     results = run_on_gpu("steps", {name: [*overrides, *ONE_STEP] for name, (overrides, _) in variants.items()})
     assert {name: facts(result) for name, result in results.items()} == {
@@ -147,7 +147,6 @@ def test_mask_is_made_once_for_all_layers(run_on_gpu):
     assert saved["best_fit 2"] - saved["none 2"] == saved["best_fit 1"] - saved["none 1"] > 4 * 4 * 64**2
 
 
-@pytest.mark.slow
 def test_saved_tensors_of_a_layer_are_those_of_the_plan(run_on_gpu):
     """Packed layers share their mask, and keys are repeated for each query head where a kernel has no groups."""
     cases = {
@@ -173,7 +172,6 @@ SHAPES = {  # (rows, tokens) of packed batches, and the number of programs after
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("shapes", "programs"), SHAPES.values(), ids=SHAPES)
 def test_packed_rows_of_all_lengths_share_a_program(run_on_gpu, shapes, programs):
     """Rows without FlexAttention have another; which depends on their length, not on the order of batches."""

@@ -103,7 +103,7 @@ def cells_of(accumulations, every):
 
 
 @pytest.mark.slow(long=True)
-@pytest.mark.parametrize("size, accumulations, every", [(2, [1, 3], 2), (4, [1], 4)], ids=["2", "4"])
+@pytest.mark.parametrize("size, accumulations, every", [(2, [1, 3], 2), (4, [1], 8)], ids=["2", "4"])
 def test_ranks_train_as_one_process_in_every_configuration(assert_ranks_equal_one_process, size, accumulations, every):
     assert_ranks_equal_one_process(size, cells_of(accumulations, every))
 

@@ -60,19 +60,9 @@ def assert_accumulation_changes_no_update(make_run, stage, *overrides, rows=36, 
             )
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        pytest.param([], id="dense"),
-        pytest.param(MOE, id="moe", marks=pytest.mark.slow),
-        pytest.param(PACKED, id="packed", marks=pytest.mark.slow),
-        pytest.param(MOE + PACKED, id="packed-moe", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize(
-    "stage",
-    ["dpo_lora", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("pretrain", "sft", "lora", "dpo"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [[], MOE, PACKED, MOE + PACKED], ids=["dense", "moe", "packed", "packed-moe"])
+@pytest.mark.parametrize("stage", ["pretrain", "sft", "lora", "dpo", "dpo_lora"])
 def test_accumulation_changes_no_update_in_any_stage(make_run, stage, overrides):
     assert_accumulation_changes_no_update(make_run, stage, *overrides, rows=60 if PACKED[0] in overrides else 36)
 

@@ -21,6 +21,13 @@ from runner.engine.device.compile import CompileDecision
 
 ROOT = Path(__file__).parents[2]
 needs_pool = pytest.mark.skipif(platform.system() != "Linux", reason="the pool is for Linux")
+
+
+def in_child(test):
+    """A test in a fork of a process that has imported torch, whose start takes three seconds."""
+    return needs_pool(pytest.mark.slow(test))
+
+
 PRELUDE = """
 import json, os, sys
 from pathlib import Path
@@ -60,7 +67,7 @@ def child(programs: Path, tmp_path: Path, warm: WarmPrograms):
     return run
 
 
-@needs_pool
+@in_child
 def test_blocks_are_aligned_and_keep_their_contents_among_threads(child) -> None:
     """Each thread frees and allocates blocks of random sizes, among them those that glibc keeps, and looks at all of
     its own.
@@ -92,7 +99,7 @@ print(json.dumps(pool_size() // MIB))
     assert damaged == [] and 16 < size < 256  # at most 4 * 13 blocks of 3 MiB, and holes
 
 
-@needs_pool
+@in_child
 def test_freed_neighbours_join_whatever_their_order(child) -> None:
     """24 MiB in blocks of 1 MiB, freed in each of several orders, then hold one block of 24 MiB: the pool does not
     grow.
@@ -112,7 +119,7 @@ print(json.dumps(sizes))
     assert sizes == [24 << 20] * 4
 
 
-@needs_pool
+@in_child
 def test_smallest_hole_that_is_large_enough_is_used(child) -> None:
     code = """
 keep, holes = [], []
@@ -126,7 +133,7 @@ print(json.dumps([addresses.index(block(mib).data_ptr()) for mib in (2, 2.5, 3.5
     assert child(code) == [[1, 2, 0]]
 
 
-@needs_pool
+@in_child
 def test_small_tensors_stay_in_the_heap_and_a_huge_block_is_refused(child) -> None:
     code = """
 small = torch.zeros(65535, dtype=torch.uint8)
@@ -208,7 +215,7 @@ def test_available_memory_is_bounded_by_swap_and_cgroup(
     assert function(*folders, ctypes.c_size_t(1000 * MIB)) == min(available, 88) * MIB
 
 
-@needs_pool
+@in_child
 def test_pool_refuses_a_block_larger_than_the_memory_that_is_available(child) -> None:
     """Its region is reserved without memory: the kernel grants any growth, and kills the process when it writes to it."""
     code = """
@@ -233,7 +240,7 @@ attempt(*[64 * MIB] * 2)
     assert small == "allocated"
 
 
-@needs_pool
+@in_child
 def test_forked_process_can_allocate_while_threads_of_its_parent_do(child) -> None:
     """Without a handler of fork, a child that is forked while a thread holds the lock of the pool waits for ever.
 
@@ -266,7 +273,7 @@ print(json.dumps(sorted(set(codes))))
     assert child(code) == [[0]]
 
 
-@needs_pool
+@in_child
 def test_profiler_counts_blocks_of_the_pool(child) -> None:
     code = """
 from torch.profiler import profile

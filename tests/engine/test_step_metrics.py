@@ -81,7 +81,7 @@ class HostSyncs(TorchDispatchMode):
     "stage, overrides",
     [
         ("pretrain", ["data.packing=best_fit", "optimizer=muon", "precision=bf16"]),
-        ("pretrain", MOE),
+        pytest.param("pretrain", MOE, marks=pytest.mark.slow),
         pytest.param("sft", ["precision=bf16"], marks=pytest.mark.slow),
         pytest.param("lora", ["optimizer=muon"], marks=pytest.mark.slow),
         pytest.param("dpo", [], marks=pytest.mark.slow),

@@ -127,6 +127,7 @@ def test_compiled_layer_of_other_families_resumes_bitwise_equal(name: str, tmp_p
     assert state.progress.recent_losses == pytest.approx(runs.losses("sft", steps=STEPS), abs=1e-5)
 
 
+@only_full
 @pytest.mark.slow
 def test_compiled_recomputed_transformers_layers_resume_bitwise_equal(tmp_path: Path) -> None:
     runs = FamilyRuns("mistral_window", tmp_path)

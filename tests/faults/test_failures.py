@@ -123,7 +123,6 @@ def break_weight() -> None:
 
 
 boom = RuntimeError("boom")
-slow = pytest.mark.slow
 # fault, installed in the child -> (the step that is saved then, or why none is; text of the error in run.json)
 FAULTS = {
     "forward pass": (lambda cache: in_micro_batch(7, 2, lambda: fail(boom)), 6, "boom"),
@@ -193,7 +192,8 @@ def uninterrupted(tmp_path_factory):
         yield root
 
 
-@pytest.mark.parametrize("fault", [pytest.param(name, marks=() if name == "forward pass" else slow) for name in FAULTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
 def test_failure_saves_the_last_completed_step_and_resumes_bitwise_equal(fault, uninterrupted):
     install, step, message = FAULTS[fault]
     run_dir = uninterrupted / fault.replace(" ", "-")

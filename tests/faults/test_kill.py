@@ -97,17 +97,12 @@ def check_best(run_dir: Path) -> None:
         assert evaluations[step] == min(loss for other, loss in evaluations.items() if other <= step)
 
 
-@pytest.mark.parametrize(
-    "kills",
-    [
-        pytest.param(4, id="4 kills"),
-        pytest.param(faults(24, full=200), id="many kills", marks=pytest.mark.slow(long=True)),
-    ],
-)
-def test_random_kills_lose_at_most_one_save_and_change_no_bit(kills: int, tmp_path: Path) -> None:
+@pytest.mark.slow(long=True)
+def test_random_kills_lose_at_most_one_save_and_change_no_bit(tmp_path: Path) -> None:
+    kills = faults(24, full=200)
     rng, counts, runs = random.Random(kills), Counter(), 0
     with memory_dir(tmp_path) as folder:
-        for save_every in (1, 2) if kills > 8 else (2,):
+        for save_every in (1, 2):
             config = make_config(folder, f"train.save_every={save_every}")
             uninterrupted = folder / f"uninterrupted{save_every}"
             started = time.monotonic()
@@ -140,4 +135,4 @@ def test_random_kills_lose_at_most_one_save_and_change_no_bit(kills: int, tmp_pa
                 assert result == ("completed", STEPS, STEPS, [])
     print(f"{runs} runs, {dict(counts)}")
     assert counts["in a save"] >= 0.05 * counts["kills"], "too few kills during a save"
-    assert kills == 4 or counts["without progress"] < counts["kills"], "no launch made progress between two kills"
+    assert counts["without progress"] < counts["kills"], "no launch made progress between two kills"

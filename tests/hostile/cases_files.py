@@ -67,6 +67,10 @@ def data(name: str, content: bytes) -> Build:
     return lambda folder: folder.write(name, content)
 
 
+def bomb(name: str, compress: Callable[[bytes], bytes]) -> Build:
+    return lambda folder: folder.write(name, compress(b'{"text": "' + b"a" * (BOMB_MIB << 20)))
+
+
 def repeated_rows(folder: Folder) -> None:
     """A Parquet file of a few kilobytes whose rows are 40 GB."""
     import pyarrow
@@ -113,7 +117,7 @@ CASES = [
     case("tag in the saved config", replace("new_run", ".hydra/config.yaml", "a: !!python/object/apply:os.system [echo]"), "tags are not", "train resume=run"),
     case("deep copy of conf/", replace("new_run", ".hydra/conf/model/tiny.yaml", "a: " + DEEP), "nested deeper", "train resume=run train.log_every=3"),
     *(
-        case(f"{name} expands", data(name, compress(b'{"text": "' + b"a" * (BOMB_MIB << 20))), "more than 200 times", train_on(name), is_light=False)
+        case(f"{name} expands", bomb(name, compress), "more than 200 times", train_on(name), is_light=False)
         for name, compress in (("rows.jsonl.gz", gzip.compress), ("rows.jsonl.bz2", bz2.compress))
     ),
     case("Parquet of 40 GB", repeated_rows, "more than 200 times", train_on("rows.parquet"), is_light=False),

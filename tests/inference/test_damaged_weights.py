@@ -15,6 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 from command_fixtures import TINY_MODEL, TINY_RUN, Call
+from engine_fixtures import pairwise
 from tiny_models import lora_config
 from torch import Tensor
 from transformers_families import write_family
@@ -81,9 +82,10 @@ def load_config(folder: Path, family: str | None) -> Any:
     return read_config_of_weights(folder, family)
 
 
-@damages
-@pytest.mark.parametrize("family", [None, "transformers"])
-@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize(
+    ("damage", "family", "file"),
+    pairwise([*DAMAGES], [None, "transformers"], ["model.safetensors", "pytorch_model.bin"]),
+)
 def test_damaged_tensor_of_a_model_folder_is_refused(
     file: str, family: str | None, damage: str, hf_folder: Path, tmp_path: Path
 ) -> None:

@@ -230,13 +230,13 @@ EXITS_LATE = "on_signal(lambda *_: None); open('exiting', 'w').close(); time.sle
 LOSES_PEER = "wait('exiting'); record(status='failed', error='another rank does not answer'); sys.exit(69)"
 
 
-@pytest.mark.parametrize("late", [0.0, 0.5])
 @pytest.mark.parametrize(
-    ("end", "cause"),
+    ("end", "cause", "late"),
     [
-        (KILLED, "killed by SIGKILL (out of memory, or kill -9)"),
-        (BUG, "KeyError: 'lost'"),
-        ("os._exit(3)", "exit code 3"),
+        (KILLED, "killed by SIGKILL (out of memory, or kill -9)", 0.0),
+        (KILLED, "killed by SIGKILL (out of memory, or kill -9)", 0.5),
+        (BUG, "KeyError: 'lost'", 0.5),
+        ("os._exit(3)", "exit code 3", 0.0),
     ],
 )
 def test_failure_names_the_cause_and_not_the_rank_that_lost_its_peer(
@@ -384,7 +384,13 @@ def test_ranks_that_time_out_print_the_stack_of_each(
     assert "[rank 1]   File loop.py, line 7" in printed and "[rank 2] Timeout (0:00:01)!" in printed
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        *(pytest.param(other, marks=pytest.mark.slow) for other in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)),
+    ],
+)
 def test_signal_reaches_every_rank_and_interrupts_the_run(
     run: Any, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:

@@ -12,13 +12,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fault_counts import faults, only_full
-from warm_programs import ForkedProcess, WarmPrograms, warm_programs
+from warm_programs import ForkedProcess, WarmPrograms
 
 from runner.checkpoint import atomic_dir
 from runner.engine.verify_resume import diff_run_dirs
@@ -75,7 +75,7 @@ class Runs:
     ) -> subprocess.Popen | ForkedProcess:
         """Start the command.
 
-        By nproc it and its ranks, but not the jobs of a sweep, are forks of a process that has imported torch.
+        By nproc it, its ranks and the jobs of a sweep are forks of a process that has imported torch.
         """
         if by == BY_NPROC:
             return self.warm.start(
@@ -118,12 +118,6 @@ def exit_code(child: subprocess.Popen | ForkedProcess) -> int:
         return child.wait(TIMEOUT)
     finally:
         child.kill()
-
-
-@pytest.fixture(scope="module")
-def warm_checkout(checkout: Path) -> Iterator[WarmPrograms]:
-    with warm_programs(checkout) as warm:
-        yield warm
 
 
 @pytest.fixture
@@ -192,24 +186,20 @@ def test_two_ranks_print_a_user_error_once_and_leave_nothing(runs: Runs) -> None
 @pytest.mark.slow(long=True)
 def test_nproc_and_torchrun_resume_each_other_bitwise_equal(runs: Runs) -> None:
     assert runs.run(*runs.overrides("nproc")) == 0
-    assert runs.run(*runs.overrides("torchrun"), by=BY_TORCHRUN) == 0, runs.output.read_text()
-    assert diff_run_dirs(runs / "nproc", runs / "torchrun") == []
-    before = (runs / "torchrun" / "run.json").read_bytes()
-    assert runs.run(f"resume={runs / 'torchrun'}", by=BY_TORCHRUN) == 0
-    assert (
-        "already complete at step 12" in runs.output.read_text()
-        and (runs / "torchrun" / "run.json").read_bytes() == before
-    )
     for name, first, then in (("both", BY_NPROC, BY_TORCHRUN), ("either", BY_TORCHRUN, BY_NPROC)):
         stop = {"rank": 0, "step": 5, "code": "os.kill(os.getpid(), 15)", "once": str(runs / f"once-{name}")}
         assert runs.run(*runs.overrides(name), by=first, fault=stop) == (75 if first == BY_NPROC else 1)
         assert (runs.run_json(name)["status"], newest(runs / name)) == ("interrupted", 5)
         assert runs.run(f"resume={runs / name}", by=then) == 0, runs.output.read_text()
         assert diff_run_dirs(runs / "nproc", runs / name) == []
+    before = (runs / "either" / "run.json").read_bytes()
+    assert runs.run(f"resume={runs / 'either'}", by=BY_TORCHRUN) == 0
+    assert "already complete at step 12" in runs.output.read_text()
+    assert (runs / "either" / "run.json").read_bytes() == before
 
 
 @slow
-@pytest.mark.parametrize("by", [BY_NPROC, BY_TORCHRUN])
+@pytest.mark.parametrize("by", [pytest.param(BY_NPROC, marks=only_full), BY_TORCHRUN])
 def test_sweep_jobs_use_all_ranks_and_can_be_extended(runs: Runs, by: str) -> None:
     overrides = [*runs.overrides("-")[:-1], "train.max_steps=4", f"hydra.sweep.dir={runs / 'sweep'}"]
     assert runs.run("--multirun", *overrides, "optimizer.lr=1e-4,5e-4", by=by) == 0, runs.output.read_text()
@@ -241,7 +231,8 @@ def test_sweep_continues_after_a_job_fails_on_its_ranks(runs: Runs, by: str) -> 
 
 @slow
 @pytest.mark.parametrize(
-    "overrides", [["--help"], pytest.param(["--cfg", "job"], marks=only_full), ["train.max_stps=3"]]
+    "overrides",
+    [*(pytest.param(typed, marks=only_full) for typed in (["--help"], ["--cfg", "job"])), ["train.max_stps=3"]],
 )
 def test_torchrun_ranks_exit_after_help_config_or_user_error(runs: Runs, overrides: list[str]) -> None:
     assert runs.run(*overrides, by=BY_TORCHRUN) == (1 if "=" in overrides[0] else 0)
@@ -253,12 +244,13 @@ def test_torchrun_ranks_exit_after_help_config_or_user_error(runs: Runs, overrid
 
 
 @slow
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    "code, cause",
+    "rank, code, cause",
     [
-        ("raise KeyError('lost')", "KeyError: 'lost'"),
-        ("os.kill(os.getpid(), 9)", "killed by SIGKILL (out of memory, or kill -9)"),
+        (1, "raise KeyError('lost')", "KeyError: 'lost'"),
+        (0, "os.kill(os.getpid(), 9)", "killed by SIGKILL (out of memory, or kill -9)"),
+        pytest.param(0, "raise KeyError('lost')", "KeyError: 'lost'", marks=only_full),
+        pytest.param(1, "os.kill(os.getpid(), 9)", "killed by SIGKILL (out of memory, or kill -9)", marks=only_full),
     ],
 )
 def test_failed_rank_is_named_and_the_run_can_be_resumed(runs: Runs, rank: int, code: str, cause: str) -> None:

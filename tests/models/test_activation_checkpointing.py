@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_fixtures import pairwise
 from tiny_models import DENSE, TOP_TWO, lora_config, packed, random_model, tokens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,9 +46,9 @@ def all_equal(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 @MODES
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("is_packed", [False, True], ids=["plain", "packed"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("dtype", "is_packed", "case"), pairwise([torch.float32, torch.bfloat16], [False, True], [*CASES])
+)
 def test_activation_checkpointing_is_bitwise_equal(case: str, is_packed: bool, dtype: torch.dtype, mode: str) -> None:
     model = random_model(**CASES[case])
     expected = backward(model, is_packed, dtype)

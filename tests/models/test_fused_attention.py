@@ -404,7 +404,10 @@ def test_weight_gradients_of_other_types_and_widths_are_left_to_torch() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("damage", ["empty", "cut", "zeros", "header", "no checksum"])
+@pytest.mark.parametrize(
+    "damage",
+    ["zeros", *(pytest.param(damage, marks=pytest.mark.slow) for damage in ("empty", "cut", "header", "no checksum"))],
+)
 def test_library_that_a_crash_or_a_disk_has_damaged_is_compiled_again(damage: str, tmp_path: Path) -> None:
     """Loading a part of a shared object ends the process with SIGBUS; zeros within it give wrong results, or SIGSEGV."""
     source = tmp_path / "source.cpp"

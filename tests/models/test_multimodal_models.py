@@ -48,7 +48,7 @@ CLASSES: dict[str, dict[str, Any]] = {
 }
 PROJECTIONS = {"q_proj", "k_proj", "v_proj"}
 IDS = tokens(2, 20)
-names = pytest.mark.parametrize("name", CLASSES)
+names = pytest.mark.parametrize("name", ["gemma3", pytest.param("gemma4", marks=pytest.mark.slow)])
 
 
 @pytest.fixture

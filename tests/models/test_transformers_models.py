@@ -28,7 +28,7 @@ from models.transformers_adapter.attention import IMPLEMENTATION
 from runner.engine.autotune.candidates import COMPILED, UNCOMPILED, compiled_layers, find_layer_call, measure_layers
 from runner.engine.device.compile import resolve_compile_mode
 
-FAST = ("gemma2", "mistral_window", "glm_moe_dsa")
+FAST = ("gemma2", "glm_moe_dsa")
 LENGTHS = (23, 5, 40)  # longer than the windows of the models
 
 families = pytest.mark.parametrize(

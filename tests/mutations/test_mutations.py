@@ -17,7 +17,7 @@ from scripts.mutation_test import ROOT, read_mutants
 SCRIPT = ROOT / "scripts" / "mutation_test.py"
 MUTANTS = read_mutants()
 MIN_MUTANTS = 60  # a smaller number is a mistake: entries are changed with the source, not removed
-# CI tests a part of the mutants of each file; MUTANTS_EVERY=1 tests all
+# CI tests a part of the mutants; MUTANTS_EVERY=1 tests all
 EVERY = int(os.environ.get("MUTANTS_EVERY", "40"))
 SUBJECTS = sorted({mutant.subject for mutant in MUTANTS})
 WITH_IMPORTS = {mutant.subject for mutant in MUTANTS if mutant.imports}  # together: large packages are imported once

@@ -15,12 +15,12 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from command_fixtures import TINY_MODEL
 from fake_jobs import read_run, read_sweep, wait_until
 from fault_counts import faults, only_full
+from warm_programs import ForkedProcess, WarmPrograms
 
 from runner.engine.verify_resume import diff_run_dirs
 from runner.run_dir.best_job import find_best_job
@@ -33,7 +33,7 @@ SWEPT = ["train.accumulation_steps=1,4"]
 SMALL_STEPS, LARGE_STEPS = "train.accumulation_steps=1", "train.accumulation_steps=4"
 WAIT = 300  # seconds; ten on a quiet machine
 
-Launch = Callable[..., subprocess.Popen]
+Launch = Callable[..., subprocess.Popen | ForkedProcess]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,14 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def launch(checkout: Path, rows: Path) -> Launch:
+def launch(checkout: Path, rows: Path, warm_checkout: WarmPrograms) -> Launch:
+    """`launch(*argv)` starts train.py and its jobs as forks of a process that has imported torch."""
+    train, output = checkout / "runner" / "train.py", rows.parent / "stderr"
+    return lambda *argv: warm_checkout.start(train, *argv, cwd=rows.parent, out=output)
+
+
+@pytest.fixture(scope="module")
+def launch_cold(checkout: Path, rows: Path) -> Launch:
     def launch(*argv: str) -> subprocess.Popen:
         return subprocess.Popen(
             [sys.executable, str(checkout / "runner" / "train.py"), *argv],
@@ -75,10 +82,8 @@ def arguments(folder: Path, rows: Path, *swept: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(launch: Launch, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a sweep; the file `seconds` beside it has how long it took."""
-    folder, start = tmp_path_factory.mktemp("sweep") / "undisturbed", time.monotonic()
+    folder = tmp_path_factory.mktemp("sweep") / "undisturbed"
     assert launch(*arguments(folder, rows)).wait(WAIT) == 0, (rows.parent / "stderr").read_text()
-    (folder.parent / "seconds").write_text(str(time.monotonic() - start))
     return folder
 
 
@@ -190,16 +195,20 @@ KILLS = faults(3, full=10)  # one of each kind
 
 @pytest.mark.slow(long=True)
 def test_sweep_survives_cold_kills_of_driver_job_or_both(
-    undisturbed: Path, launch: Launch, rows: Path, tmp_path: Path
+    undisturbed: Path, launch_cold: Launch, rows: Path, tmp_path: Path
 ) -> None:
     chance, seen = random.Random(10), Counter[str]()
-    duration = float((undisturbed.parent / "seconds").read_text())
+    start = time.monotonic()
+    assert launch_cold(*arguments(tmp_path / "whole", rows)).wait(WAIT) == 0, (rows.parent / "stderr").read_text()
+    duration = time.monotonic() - start
+    assert_same_bits(undisturbed, tmp_path / "whole")
     while seen["kills"] < KILLS:
         seen["sweeps"] += 1
         folder = tmp_path / f"killed{seen['sweeps']}"
         attempts: dict[str, int] = {}  # of the jobs that were completed at some time
         while True:
-            driver = launch(*([f"resume={folder}"] if (folder / "sweep.json").exists() else arguments(folder, rows)))
+            resumes = (folder / "sweep.json").exists()
+            driver = launch_cold(*([f"resume={folder}"] if resumes else arguments(folder, rows)))
             try:
                 code = driver.wait(duration * chance.uniform(0.1, 0.8) if seen["kills"] < KILLS else WAIT)
             except subprocess.TimeoutExpired:
@@ -232,7 +241,7 @@ def children_of(pid: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_optuna_study_of_real_runs_continues_after_a_kill(checkout: Path, program: Any, tmp_path: Path) -> None:
+def test_optuna_study_of_real_runs_continues_after_a_kill(launch: Launch, rows: Path, tmp_path: Path) -> None:
     pytest.importorskip("optuna", reason="needs Optuna: pip install 'lm-runner[optuna]'")
     optuna = (
         "hydra/sweeper=optuna",
@@ -242,17 +251,7 @@ def test_optuna_study_of_real_runs_continues_after_a_kill(checkout: Path, progra
         "train.batch_size=2,4",
     )
     folder = tmp_path / "sweep"
-    command = [
-        sys.executable,
-        str(checkout / "runner" / "train.py"),
-        "-m",
-        *SETTINGS,
-        *optuna,
-        f"hydra.sweep.dir={folder}",
-    ]
-    driver = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    driver = launch("-m", *SETTINGS, *optuna, f"hydra.sweep.dir={folder}")
     wait_until(
         lambda: (
             (folder / "sweep.json").exists()
@@ -263,8 +262,7 @@ def test_optuna_study_of_real_runs_continues_after_a_kill(checkout: Path, progra
     driver.kill()
     driver.wait()
     names = [job["name"] for job in read_sweep(folder)["jobs"]]
-    done = program(f"resume={folder}")
-    assert done.returncode == 0, done.stderr
+    assert launch(f"resume={folder}").wait(WAIT) == 0, (rows.parent / "stderr").read_text()
     jobs = read_sweep(folder)["jobs"]
     assert [job["name"] for job in jobs[:2]] == names and [
         read_run(folder / job["name"])["attempt"] for job in jobs
