@@ -31,11 +31,15 @@ settings.load_profile("project")
 providers.is_local_module_file = lambda path: False
 
 
+FIXTURES = ("command_fixtures", "engine_fixtures")
+pytest.register_assert_rewrite(*FIXTURES)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Import what tests use; not in the process that only distributes them: torch takes three seconds."""
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         return
-    for plugin in ("command_fixtures", "engine_fixtures"):
+    for plugin in FIXTURES:
         config.pluginmanager.import_plugin(plugin)
     importlib.import_module("composition_cache").install()
 
