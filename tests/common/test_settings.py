@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from common.errors import UserError
 from common.settings import (
@@ -134,10 +134,10 @@ def test_limits_of_each_config_class_are_checked_and_allow_their_example() -> No
         for cls in classes
         if "__post_init__" in vars(cls) and "super().__post_init__()" not in inspect.getsource(cls.__post_init__)
     ] == []
-    refused = []
+    refused, parser = [], OverridesParser.create()
     for cls in classes:
         for setting in dataclasses.fields(cls):
             if limit := setting.metadata.get("limit"):
-                example = limit.example if limit.choices else json.loads(str(limit.example))
+                example = limit.example if limit.choices else parser.parse_override(f"x={limit.example}").value()
                 refused += [f"{cls.__name__}.{setting.name}"] if not limit.allows(example) else []
     assert refused == []
