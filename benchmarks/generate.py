@@ -74,7 +74,7 @@ def table_rows(model_name: str, tokens: int, rounds: int) -> Iterator[str]:
             if answers[0] != answers[1]:
                 raise RuntimeError(f"{model_name}, {name} prompts: other answers than transformers")
         speeds = [len(prompts) * tokens / statistics.median(times) for times in seconds]
-        ratio = statistics.median(theirs / ours for ours, theirs in zip(*seconds, strict=True))
+        ratio = statistics.median(other / own for own, other in zip(*seconds, strict=True))
         yield f"| {model_name} | {name} | {speeds[0]:.0f} | {speeds[1]:.0f} | {ratio:.2f} |"
 
 
