@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 MAX_STAGES = 32  # that are followed: init_from of a damaged run.json may lead in a circle
 CHAT_HELP = (
     "Type a message and press Enter; a line that ends with \\ goes on, pasted lines are one message. /new starts a new "
-    "conversation, /save FILE appends it to a JSON Lines file, /exit or Ctrl-D quits, Ctrl-C stops an answer."
+    "conversation, /save FILE.jsonl appends it as a row, /exit or Ctrl-D quits, Ctrl-C stops an answer."
 )
-COMMANDS = ("/new", "/save", "/exit")
+COMMANDS = ("/new", "/save", "/exit", "/help")
 PASTE_SECONDS = 0.05  # lines that are there so soon after another were pasted with it
 
 
@@ -70,7 +70,12 @@ def repl(session: ChatSession) -> None:
             text = _read_message() if is_terminal else input()
             if text.strip() == "/exit":
                 return
-            _respond(session, text)
+            try:
+                _respond(session, text, is_terminal)
+            except UserError as error:  # e.g. the message is too long for the model
+                print_safely(f"error: {error.message}; {error.fix}")
+            except OSError as error:
+                print_safely(f"error: {error}")
         except EOFError:
             return
         except KeyboardInterrupt:  # ends the answer or the line, not the conversation
@@ -86,28 +91,22 @@ def _read_message() -> str:
     return text
 
 
-def _respond(session: ChatSession, text: str) -> None:
-    """Obey a command, or answer a message."""
-    try:
-        match text.split():
-            case []:
-                pass
-            case ["/new"]:
-                session.clear()
-            case ["/save", file]:
-                with open(file, "a", encoding="utf-8") as lines:
-                    lines.write(json.dumps({"messages": session.messages}, ensure_ascii=False) + "\n")
-                print_safely(f"appended {len(session.messages)} messages to {file}")
-            case [command, *_] if re.fullmatch("/[a-z]*", command) and text[0] == "/":
-                hint = did_you_mean(command, COMMANDS, "begin a message with a space")
-                print(f"unknown command {command}: {hint} {CHAT_HELP}")
-            case _:
-                session.answer(text.strip(), _write_out)
-                print()
-    except UserError as error:  # e.g. the message is too long for the model
-        print_safely(f"error: {error.message}; {error.fix}")
-    except OSError as error:
-        print_safely(f"error: {error}")
+def _respond(session: ChatSession, text: str, is_terminal: bool) -> None:
+    """Answer a message, or obey a command: of a pipe, whose text may be of unknown origin, /new alone."""
+    command, _, argument = text.strip().partition(" ")
+    if command == "/new" and not argument:
+        session.clear()
+    elif not is_terminal or not re.match(r"/[a-z]*(\s|$)", text):
+        if command:
+            session.answer(text.strip(), _write_out)
+            print()
+    elif command == "/save" and argument:
+        session.save(Path(argument).expanduser())
+    elif command in COMMANDS:
+        print(CHAT_HELP)
+    else:
+        hint = did_you_mean(command, COMMANDS, "begin a message with a space")
+        print(f"unknown command {command}: {hint}\n{CHAT_HELP}")
 
 
 class ChatSession:
@@ -134,7 +133,26 @@ class ChatSession:
         self.messages: list[dict[str, Any]] = (
             [{"role": "system", "content": self.cfg.system}] if self.cfg.system else []
         )
+        self._first, self._dropped = (
+            len(self.messages),
+            0,
+        )  # turns that no longer fit the model follow the system message
         self._is_note_printed = False
+
+    def save(self, file: Path) -> None:
+        """Append the conversation, without questions that have no answer, as a row for training.
+
+        Raises UserError if there is none, and for a file of another kind.
+        """
+        turns = zip(self.messages[self._first :: 2], self.messages[self._first + 1 :: 2], strict=False)
+        answered = [message for turn in turns if turn[1]["content"] for message in turn]
+        if not answered or file.suffix != ".jsonl":
+            problem = "there is no answer to save" if not answered else f"{file} is no JSON Lines file"
+            raise UserError(problem, f"/save {file}", "type /save FILE.jsonl after an answer")
+        with file.open("a", encoding="utf-8") as lines:
+            row = {"messages": [*self.messages[: self._first], *answered]}
+            lines.write(json.dumps(row, ensure_ascii=False) + "\n")
+        print_safely(f"appended {len(row['messages'])} messages to {file}")
 
     def answer(self, text: str, write: Callable[[str], object]) -> str:
         """Return the answer to `text`; `write` gets each character as soon as it is complete."""
@@ -145,12 +163,13 @@ class ChatSession:
             cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.top_k, cfg.repetition_penalty, self._stop_ids
         )
         answer = Answer(sampling=sampling, generator=self._generator, on_text=write)
-        before = [*self.messages]
+        dropped = self._dropped
         self.messages.append({"role": "user", "content": text})
         try:
             answer.prompt = self._encode_prompt(text)
         except BaseException:
-            self.messages = before
+            self.messages.pop()
+            self._dropped = dropped
             raise
         try:
             self._note_untrained_length(len(answer.prompt))
@@ -165,11 +184,12 @@ class ChatSession:
         """Return the token ids to continue; the oldest turns are dropped if the conversation does not fit the model."""
         trained, max_positions = self.trained, self.trained.model.cfg.max_position_embeddings
         limit = max_positions - self.cfg.max_new_tokens
-        ids = trained.template.encode_prompt(self.messages) if self.is_chat else trained.encode_text(text)
-        first = 1 if self.cfg.system else 0
-        while self.is_chat and len(ids) > limit and len(self.messages) > first + 2:
-            del self.messages[first : first + 2]
-            ids = trained.template.encode_prompt(self.messages)
+        while True:
+            shown = [*self.messages[: self._first], *self.messages[self._first + self._dropped :]]
+            ids = trained.template.encode_prompt(shown) if self.is_chat else trained.encode_text(text)
+            if not self.is_chat or len(ids) <= limit or len(shown) <= self._first + 2:
+                break
+            self._dropped += 2
         if len(ids) > limit:
             raise UserError(
                 f"the prompt has {len(ids)} tokens; with max_new_tokens={self.cfg.max_new_tokens} the model of {max_positions} positions takes {max(limit, 0)}",

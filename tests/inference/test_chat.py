@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
+from data.tokenize.chat_template import ChatTemplate
 from data.tokenize.tokenizer import Tokenizer
 from models.generate import Row
 from runner.inference.chat import ChatConfig, ChatSession, chat, repl, trained_length
@@ -103,17 +104,22 @@ def test_chat_mode_auto_follows_the_tokenizer_without_a_run(hf_folder: Path) -> 
     assert open_session(hf_folder).is_chat
 
 
-def test_chat_drops_the_oldest_turns_and_keeps_the_system_message(hf_folder: Path) -> None:
-    session = open_session(hf_folder, system="Be brief.")
+def test_chat_drops_the_oldest_turns_and_keeps_the_system_message(
+    hf_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, shown = open_session(hf_folder, system="Be brief."), []
+    encode = ChatTemplate.encode_prompt
+    monkeypatch.setattr(ChatTemplate, "encode_prompt", lambda *all: shown.append(all[1]) or encode(*all))
     for turn in range(12):
         session.answer(f"Question number {turn}: where does Ludo live?", lambda text: None)
-    contents = [message["content"] for message in session.messages]
+    assert len(session.messages) == 25  # for /save
+    contents = [message["content"] for message in shown[-1]]
     assert (
         contents[0] == "Be brief."
-        and "number 11" in contents[-2]
+        and "number 11" in contents[-1]
         and not any("number 0" in content for content in contents)
     )
-    assert [message["role"] for message in session.messages[1:3]] == ["user", "assistant"]
+    assert [message["role"] for message in shown[-1][1:3]] == ["user", "assistant"]
 
 
 def test_chat_goes_on_after_an_empty_answer(hf_folder: Path) -> None:
@@ -212,8 +218,26 @@ def test_chat_names_unknown_commands_with_the_nearest(
     session = chat_typing(hf_folder, monkeypatch, "Hello", "/nwe", "/clear all", " /tmp?", "/usr/bin is what?")
     assert user_messages(session) == ["Hello", "/tmp?", "/usr/bin is what?"]
     out = capsys.readouterr().out
-    assert "unknown command /nwe: did you mean /new? Type a message" in out
-    assert "unknown command /clear: begin a message with a space Type a message" in out
+    assert "unknown command /nwe: did you mean /new?\nType a message" in out
+    assert "unknown command /clear: begin a message with a space\nType a message" in out
+
+
+def test_chat_shows_its_commands_where_their_arguments_are_wrong(
+    hf_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = chat_typing(hf_folder, monkeypatch, "/help", "/save", "/exit now", "/new one")
+    assert not session.messages and capsys.readouterr().out.count("Type a message") == 5
+
+
+def test_chat_obeys_no_command_of_a_pipe_but_new_and_exit(
+    hf_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prompts of unknown origin would write files of the user."""
+    lines = ["Hello", "/new", f"/save {tmp_path / 'a.jsonl'}", "/help me", "/exit", "more"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    repl(session := open_session(hf_folder, max_new_tokens=3))
+    assert user_messages(session) == [f"/save {tmp_path / 'a.jsonl'}", "/help me"] and not list(tmp_path.glob("a.*"))
+    assert "Type a message" not in capsys.readouterr().out
 
 
 def test_chat_takes_lines_that_go_on_and_pasted_lines_as_one_message(
@@ -252,11 +276,25 @@ def test_chat_saves_conversations_as_training_data(
     hf_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "chat.jsonl"
-    typed = ["Hello", f"/save {file}", "/new", "Ciao", f"/save {file}", f"/save {tmp_path}"]
+    (tmp_path / "folder.jsonl").mkdir()
+    others = [f"/save {tmp_path}/folder.jsonl", f"/save {tmp_path}/victim.sh", "/new", f"/save {file}"]
+    typed = ["Hello", f"/save {file}", "/new", "Ciao", f"/save {file}", *others]
     session = chat_typing(hf_folder, monkeypatch, *typed)
     first, second = [json.loads(line)["messages"] for line in file.read_text().splitlines()]
-    assert first[0] == {"role": "user", "content": "Hello"} and second == session.messages
-    assert "error: [Errno 21] Is a directory" in capsys.readouterr().out
+    assert [row[0] for row in (first, second)] == [{"role": "user", "content": text} for text in ("Hello", "Ciao")]
+    out = capsys.readouterr().out
+    assert not session.messages and not (tmp_path / "victim.sh").exists()
+    assert "error: [Errno 21] Is a directory" in out and "error: there is no answer to save" in out
+    assert f"{tmp_path}/victim.sh is no JSON Lines file; type /save FILE.jsonl" in out
+
+
+def test_chat_saves_no_question_without_an_answer(hf_folder: Path, tmp_path: Path) -> None:
+    session = open_session(hf_folder, system="Be brief.")
+    turns = [("user", "one"), ("assistant", ""), ("user", "two"), ("assistant", "2")]
+    session.messages += [{"role": role, "content": content} for role, content in turns]
+    session.save(tmp_path / "chat.jsonl")
+    saved = json.loads((tmp_path / "chat.jsonl").read_text())["messages"]
+    assert [message["content"] for message in saved] == ["Be brief.", "two", "2"]
 
 
 def test_model_of_a_run_that_is_a_link_is_not_loaded(tmp_path: Path, hf_folder: Path) -> None:
