@@ -14,6 +14,7 @@ from common.settings import (
     IGNORED,
     CheckedSettings,
     Limit,
+    as_typed,
     at_least,
     check_choice,
     limited,
@@ -30,9 +31,11 @@ LOSS_TOKENS = ("assistant", "last_assistant", "all")
 TEXT_UNITS = ("file", "line")
 TURNS = ("strict", "merge")
 VAL_PATHS = Limit(
-    "auto, a path, or a path for each name of a set",
-    lambda value: all(
-        isinstance(path, str | None) for path in (value.values() if isinstance(value, dict) else [value])
+    "auto, a path, or paths (not auto) of named sets (without /)",
+    lambda value: (
+        all(isinstance(path, str | None) and path != "auto" and "/" not in str(name) for name, path in value.items())
+        if isinstance(value, dict)
+        else isinstance(value, str | None)
     ),
     "{law: a.jsonl, chat: b.jsonl}",
 )
@@ -57,7 +60,7 @@ class DataConfig(CheckedSettings):
     turns: str = one_of(*TURNS, resume=IGNORED)
     schema: Optional[str] = field(metadata=IGNORED)  # row schema, e.g. "openai messages"; null: detected per file
     # validation data, as data.path; auto: files named so (validation-*, X_val.jsonl by X.jsonl); null: none;
-    # {law: a.jsonl, chat: b.jsonl}: named sets, the first of which decides which weights are the best
+    # {law: a.jsonl, chat: b.jsonl}: named sets, the first of which decides the best weights
     val_path: Any = limited(VAL_PATHS, IGNORED)
     # share of the rows held out where data.val_path gives none, in [0, 1); auto: 0.01, at least 10 rows, of fewer than
     # 50 a fifth
@@ -104,7 +107,8 @@ class DataConfig(CheckedSettings):
     def val_paths(self) -> dict[str, str]:
         """The path of each validation set by its name, which is "" where data.val_path names none."""
         sets = self.val_path if isinstance(self.val_path, dict) else {"": self.val_path}
-        return {name: path for name, path in sets.items() if path}
+        named = {as_typed(name): path for name, path in sets.items()}  # YAML reads 2023 and true as other types
+        return {name: path for name, path in named.items() if path}
 
     def __post_init__(self) -> None:
         super().__post_init__()

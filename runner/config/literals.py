@@ -17,6 +17,8 @@ COLUMNS_KEY = "data.columns"
 NOT_PATHS = ("", "null", "auto", "scratch", "???")
 LIST_ITEM = re.compile(r"""\s*'[^']*'\s*|\s*"[^"]*"\s*|[^,]+""")
 PAIR = re.compile(r"""(?:'[^']*'|"[^"]*"|[^,])+""")
+# a key of a mapping, which Hydra's grammar takes without quotes only
+MAPPING_KEY = re.compile(r"[\w .+$%*?@|/-]+", re.ASCII)
 QUOTED_ITEM = re.compile(r"\A(['\"])(.*)\1\Z", re.DOTALL)
 
 
@@ -105,6 +107,11 @@ def quote_columns(override: str) -> str:
         if not value.startswith("{") or not all(colon and column.strip() for _, colon, column in pairs):
             fix = 'write {name: value, other: value}; a value with commas is quoted: {name: "a, b"}'
             raise UserError(f"{key} must have a value for each name", override, fix) from None
+        if invalid := [name for name, _, _ in pairs if not MAPPING_KEY.fullmatch(name.strip())]:
+            message = (
+                f"{key} is a mapping, whose names have letters a-z, digits, spaces and any of _-+., without quotes"
+            )
+            raise UserError(f"{message}: got {invalid[0].strip()}", override, f"'{key}={{NAME: value}}'") from None
         items = (f"{field.strip()}: {_quote_column(column.strip())}" for field, _, column in pairs)
         return f"{key}={{{', '.join(items)}}}"
 

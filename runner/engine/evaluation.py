@@ -95,23 +95,26 @@ def evaluate_set(state: TrainState, name: str) -> dict[str, float]:
 
 def generated_metrics(state: TrainState, name: str) -> dict[str, float]:
     """Return the numbers of train.eval_metrics: the share of last answers that the model generates exactly, ignoring
-    white space at both ends, of at most MATCHED_ROWS rows from all parts of a validation set.
+    white space at both ends, of at most MATCHED_ROWS rows from all parts of a validation set; none of answers that
+    data.max_length has cut off.
     """
     if not state.cfg.train.eval_metrics:
         return {}
     rows, size, decode = state.pipeline.val[name].rows, state.cfg.train.batch_size, state.tokenizer.decode
-    right = 0
+    right, stop_ids = 0, ChatTemplate(state.tokenizer).stop_ids
+    numbers = range(0, len(rows), -(-len(rows) // MATCHED_ROWS))
+    pairs = [split_last_answer(rows[number].sequences[0]) for number in numbers]
+    pairs = [pair for pair in pairs if pair[1][-1] in stop_ids]
     with generating(state):
-        sequences = [rows[number].sequences[0] for number in range(0, len(rows), -(-len(rows) // MATCHED_ROWS))]
-        for start in range(0, len(sequences), size):
-            prompts, expected = zip(*map(split_last_answer, sequences[start : start + size]), strict=True)
+        for start in range(0, len(pairs), size):
+            prompts, expected = zip(*pairs[start : start + size], strict=True)
             limit = max(map(len, expected))  # with the token that ends an answer, which `generate_ids` leaves out
             answers = generate_ids(state, "answers", prompts, limit, temperature=0)
             right += sum(
                 len(ids) < limit and decode(ids).strip() == decode(own).strip()
                 for ids, own in zip(answers, expected, strict=True)
             )
-    return {"exact_match": right / len(sequences)}
+    return {"exact_match": right / len(pairs)} if pairs else {}
 
 
 def split_last_answer(sequence: TokenSequence) -> tuple[list[int], list[int]]:

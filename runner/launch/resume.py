@@ -91,9 +91,7 @@ def plan_resume(folder: Path, extra: list[str], has_started: bool = True) -> Res
                 _copy_value(tree, override.key_or_group, fresh(), folder)
         for override in parsed:
             if override.key_or_group not in groups and override.key_or_group != overrides.SEARCHPATH_KEY:
-                OmegaConf.update(
-                    tree, override.key_or_group, override.value(), merge=isinstance(override.value(), dict)
-                )
+                _set_value(tree, override.key_or_group, override.value())
         config = to_config(tree)
         notes = [*snapshot.changed_files(folder, overrides.config_dirs(extra)), *notes]
     return ResumePlan(folder, config, tree, extra, [*kept, *extra], notes, config != before)
@@ -211,6 +209,16 @@ def _copy_value(tree: DictConfig, key: str, fresh: DictConfig, folder: Path) -> 
     if isinstance(value, dict):  # the whole section: values of the former option must not stay
         value = OmegaConf.merge(OmegaConf.structured(section_class(key, value)), value)
     OmegaConf.update(tree, key, value, merge=False)
+
+
+def _set_value(tree: DictConfig, key: str, value: Any) -> None:
+    """Set or merge the value of an override. The first set of data.val_path decides: a mapping with the key that is
+    first in `tree` gives the order.
+    """
+    old = OmegaConf.select(tree, key)
+    if isinstance(value, dict) and OmegaConf.get_type(old) is dict and next(iter(old), None) in value:
+        value = OmegaConf.merge(value, old, value)
+    OmegaConf.update(tree, key, value, merge=isinstance(value, dict))
 
 
 def print_notes(plan: ResumePlan) -> None:

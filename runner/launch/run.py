@@ -75,9 +75,10 @@ def check_data(data: DataConfig, data_format: str) -> DataFiles | None:
     rows of `data_format`.
     """
     val_paths = {name: path for name, path in data.val_paths.items() if not path.startswith("hub:")}
-    for path in val_paths.values():
+    for name, path in val_paths.items():
         if path != "auto" and not glob.has_magic(path) and not Path(path).expanduser().exists():
-            raise UserError(f"data.val_path does not exist: {path}", f"data.val_path={path}", did_you_mean_path(path))
+            typed = f"data.val_path={{{name}: {path}}}" if name else f"data.val_path={path}"
+            raise UserError(f"data.val_path does not exist: {path}", typed, did_you_mean_path(path))
     paths = [path for path in data.paths if not path.startswith("hub:")]
     files = resolve_data_files(paths, val_paths, data.read_options)
     if data.schema is None:

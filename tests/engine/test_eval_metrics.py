@@ -131,7 +131,7 @@ def test_at_most_64_rows_from_all_parts_of_a_set_are_answered(run_of, rows, monk
     ]
 
 
-@pytest.mark.parametrize("tail, least, most", [("", 1, 1), ("\n", 0.5, 1), (" x", 0, 0)])
+@pytest.mark.parametrize("tail, least, most", [("", 1, 1), ("\n", 0.5, 0.99), (" x", 0, 0)])
 def test_answer_is_right_only_whole_and_with_its_end(run_of, monkeypatch, tail, least, most):
     """The model gives the answers of the rows, and `tail` before their ends. That of the longest answer is cut off."""
     state = run_of(METRICS)
@@ -146,16 +146,22 @@ def test_answer_is_right_only_whole_and_with_its_end(run_of, monkeypatch, tail, 
     assert least <= generated_metrics(state, "")["exact_match"] <= most
 
 
-def test_answer_that_is_cut_off_is_never_right(run_of, monkeypatch):
+def test_row_whose_answer_is_cut_off_is_left_out(run_of, monkeypatch):
     state = run_of(METRICS, "data.max_length=16", "train.batch_size=1")
     held_out = state.pipeline.val[""].rows
     pairs = [split_last_answer(held_out[i].sequences[0]) for i in range(len(held_out))]
-    rest = iter(pairs)
-    monkeypatch.setattr(evaluation, "generate_ids", lambda state, name, prompts, limit, temperature: [
-        [token for token in next(rest)[1] if token != state.tokenizer.eos_id] for _ in prompts
-    ])  # fmt: skip
-    whole = sum(answer[-1] == state.tokenizer.eos_id for _, answer in pairs)
-    assert 0 < whole < len(pairs) and generated_metrics(state, "") == {"exact_match": whole / len(pairs)}
+    whole = [pair for pair in pairs if pair[1][-1] == state.tokenizer.eos_id]
+    prompted, rest = [], iter(whole)
+
+    def answer(state, activity, prompts, limit, temperature):
+        prompted.extend(prompts)
+        return [next(rest)[1][:-1] for _ in prompts]
+
+    monkeypatch.setattr(evaluation, "generate_ids", answer)
+    assert 0 < len(whole) < len(pairs) and generated_metrics(state, "") == {"exact_match": 1.0}
+    assert prompted == [prompt for prompt, _ in whole]
+    monkeypatch.setattr(evaluation, "split_last_answer", lambda sequence: (pairs[0][0], [5]))
+    assert generated_metrics(state, "") == {}  # no row has a whole answer
 
 
 def test_numbers_of_each_validation_set_have_their_answers(run_of, rows):

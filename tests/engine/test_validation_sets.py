@@ -120,10 +120,33 @@ def test_evaluation_of_ranks_and_of_dpo_has_all_numbers_of_a_set(make_run, tmp_p
     assert list(numbers) == [*plain, *(f"{name}/{each}" for each in "ab" for name in plain)]
 
 
-@pytest.mark.parametrize("value", [{"a": ["b.jsonl"]}, {"a": 3}, ["a.jsonl"], 3])
-def test_validation_path_of_another_type_is_refused(value):
-    with pytest.raises(UserError, match=r"data.val_path must be auto, a path, or a path for each name of a set"):
+@pytest.mark.parametrize(
+    "value", [{"a": ["b.jsonl"]}, {"a": 3}, ["a.jsonl"], 3, {"a": "auto"}, {"a/b": "c.jsonl"}, {"a": "b", "c": "auto"}]
+)
+def test_validation_path_that_cannot_be_read_is_refused(value):
+    """Files of the name auto are those beside the training files; loss/a is a field of the set a."""
+    message = r"data.val_path must be auto, a path, or paths \(not auto\) of named sets \(without /\)"
+    with pytest.raises(UserError, match=message):
         VAL_PATHS.check("data.val_path", value)
+
+
+def test_names_of_sets_that_yaml_reads_as_other_types_are_texts(make_run, sets):
+    """2023 was a number in the list of names, which ended the run; a null path removes either spelling."""
+    paths, _ = sets
+    typed = f"data.val_path={{2023: {paths['law']}, true: {paths['chat']}}}"
+    state = make_run("sft", *RUN, absolutize_path(typed))
+    assert [*state.val_loaders] == ["2023", "true"]
+    assert "validation sets: 2023, true; 2023 decides which weights are best" in state.pipeline.notes
+    data = state.cfg.data
+    data.val_path = {2023: "a.jsonl", "2023": None}
+    assert data.val_paths == {}
+
+
+@pytest.mark.parametrize("typed, name", [("{法律: a, ok: b}", "法律"), ('{"x": a}', '"x"'), ("{ok: b, a=b: a}", "a=b")])
+def test_name_of_a_set_that_hydra_cannot_parse_is_refused_with_the_reason(typed, name):
+    with pytest.raises(UserError, match="data.val_path is a mapping, whose names have letters a-z") as error:
+        absolutize_path(f"data.val_path={typed}")
+    assert error.value.message.endswith(f"without quotes: got {name}")
 
 
 def test_set_whose_path_is_null_is_none(make_run, sets):
@@ -153,5 +176,6 @@ def test_missing_file_of_a_set_is_refused_before_the_run(make_run, sets):
     data = make_run("sft", *RUN, sets[1]).cfg.data
     assert [source.val_set for source in check_data(data, "chat").validation] == ["law", "chat"]
     data.val_path = {**data.val_path, "chat": "nowhere.jsonl"}
-    with pytest.raises(UserError, match="data.val_path does not exist: nowhere.jsonl"):
+    with pytest.raises(UserError, match="data.val_path does not exist: nowhere.jsonl") as error:
         check_data(data, "chat")
+    assert error.value.setting == "data.val_path={chat: nowhere.jsonl}"

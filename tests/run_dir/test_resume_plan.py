@@ -81,6 +81,28 @@ def test_resume_saves_its_overrides_and_keeps_the_former_files(run: Path) -> Non
     ]
 
 
+@pytest.mark.parametrize(
+    ("typed", "names"),
+    [
+        ("{chat: C, law: L}", ["chat", "law"]),
+        ("{new: N, law: L}", ["new", "law", "chat"]),
+        ("{new: N}", ["law", "chat", "new"]),
+        ("{chat: C}", ["law", "chat"]),
+        ("{law: null, new: N}", ["new", "chat"]),
+    ],
+)
+def test_first_validation_set_changes_only_where_it_is_typed(run: Path, typed: str, names: list[str]) -> None:
+    """A resume with the sets in another order was ignored; one that only adds a set leaves the first as it is."""
+    path = run / ".hydra" / "config.yaml"
+    values = yaml.safe_load(path.read_text())
+    values["data"]["val_path"] = {"law": "A", "chat": "B"}
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
+    config = resumed_config(run, f"data.val_path={typed}")
+    assert [*config.data.val_paths] == names
+    assert [*resumed_config(run).data.val_paths] == names  # as it is saved
+    assert config.data.val_paths["chat"] == ("C" if "chat" in typed else "B")
+
+
 @pytest.mark.parametrize("override", ["seed=8", "optimizer=adamw"])
 def test_user_error_in_a_resume_restores_every_file(run: Path, override: str) -> None:
     before = contents(run)
