@@ -77,6 +77,10 @@ def remove_entries_of(plugin: str) -> None:
             for entry, value in list(registry._entries.items()):
                 if value.__module__ == plugin:
                     registry.remove(entry)
+    if imported := sys.modules.get("data.schemas.registry"):
+        for entry, schema in list(imported.SCHEMAS.items()):
+            if schema.parse.__module__ == plugin:
+                del imported.SCHEMAS[entry]
 
 
 @pytest.fixture(autouse=True)
