@@ -33,6 +33,7 @@ CGROUP_LIMITS = ("memory.max", "memory.limit_in_bytes")  # cgroup 2, 1
 MATCH_SECONDS = 3  # processor time for all patterns
 MATCH_MEMORY = 1 << 28  # bytes of the process
 MAX_MATCHED_CHARACTERS = 1000
+MAX_SCHEMA_STEPS = 200_000  # of llguidance with a JSON schema: about a second
 OWN_LIMIT = 30  # seconds until a process that gets no processor time is given up
 # For the headers of a request, from the first byte, or from the connection if none comes; no byte moves the deadline.
 # Connections that send them slowly, or none, would take all places.

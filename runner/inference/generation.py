@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from common.errors import UserError
 from models.generate import Row, Sampler, generate_rows
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Answer(Work):
     prompt: list[int] = field(default_factory=list)
     sampling: Sampling = Sampling(0)
     generator: torch.Generator | None = None  # of its samples; None: one for those with equal sampling, with seed 0
-    constrain: Callable[[Tensor, list[int]], Tensor] | None = None  # see Row
+    constrain: Callable[[Tensor, list[int]], Tensor] | None = None  # see Row; may raise UserError, which ends it alone
     stops: tuple[str, ...] = ()  # texts that end it; they are not part of it
     on_text: Callable[[str], object] = lambda text: None  # called for each new piece of text with whole characters
     ids: list[int] = field(default_factory=list)  # tokens, without the stop token that ended it
@@ -132,18 +133,25 @@ def generate_answers(
         if answer.generator is None:
             sampler = shared.setdefault(sampling, sampler)
 
+        def constrain(logits: Tensor, ids: list[int]) -> Tensor:
+            try:
+                return logits if answer.constrain is None else answer.constrain(logits, ids)
+            except UserError as error:
+                answer.finish(error)
+                return logits
+
         def on_token(token: int) -> bool:
-            if not answer.done.cancelled():
+            if not answer.done.done():
                 answer.add_token(token, trained.tokenizer)
-            return answer.done.cancelled() or answer.finish_reason is not None
+            return answer.done.done() or answer.finish_reason is not None
 
         def on_end(has_stop_token: bool) -> None:
-            if not answer.done.cancelled():
+            if not answer.done.done():
                 answer.end(trained.tokenizer, has_stop_token)
                 answer.finish()
 
         limit, stop_ids = sampling.max_new_tokens, sampling.stop_ids
-        return Row(answer.prompt, limit, sampler, stop_ids, on_token, on_end, answer.constrain)
+        return Row(answer.prompt, limit, sampler, stop_ids, on_token, on_end, constrain)
 
     generate_rows(trained.model, [*map(row, answers)], before_token, lambda count: [*map(row, join(count))])
 

@@ -28,7 +28,7 @@ from common.errors import UserError, print_safely
 from runner.inference.generation import Answer, Sampling, Work, compute_batch
 from runner.inference.load import LoadedModel
 from runner.serving.guard import Guard, read_body
-from runner.serving.json_mode import json_constraint
+from runner.serving.json_mode import Constraint, json_constraints
 from runner.serving.protocol import (
     ApiError,
     Body,
@@ -187,8 +187,11 @@ class _Server:
         # Beside the event loop, as texts may be long. Chat templates are rendered one at a time: those of other folders
         # share a process.
         async with self._rendering if kind is ChatRequest else nullcontext():
-            body, prompts, constraints = await asyncio.to_thread(self._parse, kind, data)
+            body, prompts = await asyncio.to_thread(self._parse, kind, data)
         sampling = self._sampling(body, max(map(len, prompts)))
+        constraints: list[Constraint | None] = [None] * body.n
+        if (schema := body.json_schema) is not None:
+            constraints = [*await asyncio.to_thread(json_constraints, self.trained, schema, body.n)]
         seed = secrets.randbits(62) if body.seed is None else body.seed
         # Choice i of a prompt has the seed + i: it does not depend on the other prompts, nor on what else is generated.
         answers = [
@@ -212,19 +215,14 @@ class _Server:
             await self._run(scores, request)
         return JSONResponse(responder.complete(answers, scores))
 
-    def _parse(
-        self, kind: type[ChatRequest] | type[CompletionRequest], data: bytes
-    ) -> tuple[Body, list[list[int]], list[Any]]:
-        """Return the request, its prompts, and the constraint of each choice of a prompt."""
+    def _parse(self, kind: type[ChatRequest] | type[CompletionRequest], data: bytes) -> tuple[Body, list[list[int]]]:
         body: Body = parse_request(kind, data)
         self.check_model(body.model)
-        schema = body.json_schema
         try:
-            prompts = self._prompts(body)
+            return body, self._prompts(body)
         except UserError as error:
             param = "prompt" if isinstance(body, CompletionRequest) else "messages"
             raise ApiError(400, error.message, param=param) from error
-        return body, prompts, [None if schema is None else json_constraint(self.trained, schema) for _ in range(body.n)]
 
     def _prompts(self, body: Body) -> list[list[int]]:
         if isinstance(body, CompletionRequest):

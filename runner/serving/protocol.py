@@ -140,7 +140,8 @@ class ChatRequest(_Body):
                 return {"type": "object"}
             case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
                 return schema
-        raise ValueError("response_format must have the type text, json_object, or json_schema with json_schema.schema")
+        message = "response_format must have the type text, json_object, or json_schema with json_schema.schema"
+        raise ApiError(400, message, param="response_format")
 
     @property
     def uses_tools(self) -> bool:
@@ -161,7 +162,7 @@ class ChatRequest(_Body):
         if self.stream and self.logprobs:
             raise ValueError("logprobs are not supported with stream=true")
         if self.json_schema is not None and self.uses_tools:
-            raise ValueError("tools are not supported with a response_format of JSON")
+            raise ApiError(400, "tools are not supported with a response_format of JSON", param="response_format")
         return self
 
 

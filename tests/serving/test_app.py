@@ -190,6 +190,13 @@ def test_serve_begins_a_json_object_whatever_else_is_generated_with_it(http: Any
         ({"not": {}}, "not"),
         ({"$ref": "http://localhost/x"}, "does not fetch"),
         ({"type": "string", "format": "foo"}, "Unknown format: foo"),
+        ({"$ref": "#"}, "NoExtension"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "NoExtension"),
+        ({"enum": [f"value {i}" for i in range(60_000)]}, "too big"),
+        ({"type": "integer", "multipleOf": 10**30}, "multipleOf is too large"),
+        ({"allOf": [{"type": "number", "multipleOf": m} for m in (9.973, 9967)]}, "multipleOf is too large"),
+        ({"anyOf": [{"type": "integer", "multipleOf": 999}] * 1000}, "multipleOf is too large"),
+        ({"anyOf": [{"const": {"multipleOf": 0}}, {"multipleOf": 10**30}]}, "multipleOf is too large"),
     ],
 )
 def test_serve_refuses_schemas_that_it_cannot_enforce(http: Any, schema: Any, reason: str) -> None:
@@ -198,6 +205,62 @@ def test_serve_refuses_schemas_that_it_cannot_enforce(http: Any, schema: Any, re
     answer = http.post(CHAT, json={"messages": MESSAGES, "response_format": form})
     error = answer.json()["error"]
     assert answer.status_code == 400 and reason in error["message"] and error["param"] == "response_format"
+
+
+OPTIONAL = {f"p{i}": {"type": "string", "maxLength": 20} for i in range(500)}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": OPTIONAL},
+        {
+            "anyOf": [
+                {"type": "object", "properties": {f"{i}{c}": {"type": "string"} for c in "abc"}} for i in range(200)
+            ]
+        },
+        {"type": "object", "properties": {"a": {"type": "number", "multipleOf": 0.01}, "b": {"multipleOf": 100}}},
+        {"enum": [f"value {i}" for i in range(5000)]},
+    ],
+    ids=["optional", "alternatives", "multiples", "enum"],
+)
+def test_serve_enforces_large_schemas(http: Any, schema: Any) -> None:
+    pytest.importorskip("llguidance", reason="part of the extra json")
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    assert ask(http, CHAT, response_format=form)["choices"][0]["message"]["content"][:1] in ("{", '"')
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_serve_ends_an_answer_alone_where_its_schema_fails(http: Any, is_stream: bool) -> None:
+    pytest.importorskip("llguidance", reason="part of the extra json")
+    schema = {"type": "string", "pattern": "^(a{1000}){1000}$"}
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    fields = {"messages": MESSAGES, "response_format": form, "n": 3, "stream": is_stream, "max_tokens": 40}
+    alone = ask(http, CHAT, max_tokens=40)["choices"]
+    with ThreadPoolExecutor() as pool:
+        plain = [pool.submit(ask, http, CHAT, max_tokens=40) for _ in range(2)]
+        answer = pool.submit(http.post, CHAT, json=fields).result()
+        assert [other.result()["choices"] for other in plain] == [alone] * 2
+    error = json.loads(answer.text.split("data: ")[-1])["error"]
+    assert error["message"].startswith("response_format cannot be enforced: lexer error: too many expressions")
+    assert is_stream or answer.status_code == 400
+
+
+def test_serve_compiles_the_schema_of_a_request_once(http: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    llguidance = pytest.importorskip("llguidance", reason="part of the extra json")
+    compiled: list[str] = []
+
+    class Matcher:
+        grammar_from_json_schema = staticmethod(llguidance.LLMatcher.grammar_from_json_schema)
+
+        def __new__(cls, tokens: Any, grammar: str, **options: Any) -> Any:
+            compiled.append(grammar)
+            return llguidance_matcher(tokens, grammar, **options)
+
+    llguidance_matcher = llguidance.LLMatcher
+    monkeypatch.setattr(llguidance, "LLMatcher", Matcher)
+    choices = ask(http, CHAT, response_format={"type": "json_object"}, n=5)["choices"]
+    assert len(compiled) == 1 and len({choice["message"]["content"] for choice in choices}) == 1
 
 
 def test_serve_names_the_package_that_json_needs(http: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,8 +333,9 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
         "messages",
     ),
     (CHAT, {"messages": []}, "at least 1 item", "messages"),
-    (CHAT, {"response_format": {"type": "json_schema"}}, "response_format must have the type", None),
-    (CHAT, {"response_format": {"type": "json_object"}, "tools": [{}]}, "tools are not supported with", None),
+    (CHAT, {"response_format": {"type": "json_schema"}}, "response_format must have the type", "response_format"),
+    (CHAT, {"response_format": {"type": "json"}}, "response_format must have the type", "response_format"),
+    (CHAT, {"response_format": {"type": "json_object"}, "tools": [{}]}, "not supported with", "response_format"),
     (COMPLETIONS, {"response_format": {"type": "json_object"}}, "not supported by this server", "response_format"),
     (CHAT, {"tools": [{}] * 1025}, "at most 1024 items", "tools"),
     (CHAT, {"tool_choice": "required"}, "'auto' or 'none'", "tool_choice"),
