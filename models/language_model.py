@@ -136,8 +136,10 @@ class LanguageModel(nn.Module):
 
     @property
     def input_layer(self) -> nn.Module:
-        """Layer that returns the embeddings of tokens, (B, T) -> (B, T, D)."""
-        raise NotImplementedError
+        """Layer that returns the embeddings of tokens, (B, T) -> (B, T, D). Raises UserError for a family without it."""
+        raise UserError(
+            f"{type(self).__name__} names no layer of embeddings", "stage.neftune_alpha", "stage.neftune_alpha=0"
+        )
 
     @property
     def output_layer(self) -> nn.Module | None:

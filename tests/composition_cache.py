@@ -34,7 +34,7 @@ def install() -> None:
         source = SourcesRegistry.instance().resolve(scheme)
         source.load_config = _returning_copies(source.load_config, _version_of_file)
     # each composition copies the list of sources, one of which refers to it
-    ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
+    ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]  # added here
     create_map, no_choices = defaults_list._create_interpolation_map, OmegaConf.create()
     defaults_list._create_interpolation_map = lambda overrides, defaults, self_added: (
         create_map(overrides, defaults, self_added) if "${" in repr(defaults) else no_choices

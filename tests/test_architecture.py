@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import code_stats  # noqa: E402  (a script of this checkout)
-from code_stats import imported_names, module_name, nodes, parse  # noqa: E402
+from code_stats import imported_names, module_name, nodes, parse  # noqa: E402  (scripts/ is on the path from here on)
 
 # A folder imports folders of lower lines. In a line, `a | b` do not import each other, and `a > b`: only a imports b.
 # Modules without an entry of their own belong to their folder.

@@ -104,7 +104,7 @@ class Vocabulary:
     def is_excluded(self, path: str) -> bool:
         return any(fnmatch(path, glob.pattern) for glob in self.sections["excluded"])
 
-    @functools.cache  # noqa: B019  (two vocabularies per process)
+    @functools.cache  # noqa: B019  (keeps its two instances alive, which live as long as the process)
     def is_retired(self, name: str, is_name: bool) -> bool:
         name = spaced(name)
         return bool(self.identifiers_regex.match(name) or (is_name and self.names_regex.match(name)))

@@ -13,6 +13,7 @@ from row_fixtures import RandomRows
 from tiny_models import TOP_TWO, lora_config, random_model, randomize
 from torch import Tensor
 
+from common.errors import UserError
 from data.batching.batch import Batch, collate
 from models.decoder import Decoder
 from models.lora import adapter_state_dict, add_lora
@@ -177,3 +178,9 @@ def test_evaluation_loss_is_the_mean_nll_without_the_balance_loss(make_run) -> N
     means = evaluate_loss(state)
     assert means["loss"] == pytest.approx(nll / count, rel=1e-5)
     assert means["perplexity"] == pytest.approx(math.exp(nll / count), rel=1e-4)
+
+
+def test_noise_is_refused_for_a_family_that_names_no_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Decoder, "input_layer")
+    with pytest.raises(UserError, match="Decoder names no layer of embeddings"):
+        NextToken(small_model().input_layer, neftune_alpha=5.0)

@@ -256,7 +256,7 @@ def test_chat_keeps_the_conversation_after_ctrl_c(hf_folder: Path, monkeypatch: 
         if next(calls) == 1:
             rows[0].add(65)
             raise KeyboardInterrupt
-        compute(model, rows, *rest)  # type: ignore[arg-type]  # what the function was given
+        compute(model, rows, *rest)  # type: ignore[arg-type]  # *rest: the callbacks of the call, as objects
 
     monkeypatch.setattr(generation, "generate_rows", interrupt_the_second)
     session = chat_typing(hf_folder, monkeypatch, "one", KeyboardInterrupt, "two", "thr\\", KeyboardInterrupt, "four")

@@ -65,7 +65,7 @@ class CountedText(str):
 
     def __getitem__(self, index: object) -> str:
         CountedText.slices += 1
-        return super().__getitem__(index)  # type: ignore[index]  # as str: an int or a slice
+        return super().__getitem__(index)  # type: ignore[index]  # an int or a slice, declared as object
 
 
 def test_stop_texts_hold_back_every_beginning_with_few_comparisons() -> None:
