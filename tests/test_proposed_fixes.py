@@ -35,6 +35,7 @@ NO_SETTINGS = {"key", "data_format", "max_position_embeddings", "path_initial_mo
 OTHER_SCRIPTS = {"convert_hf_to_gguf", "FILE"}
 # beginning of a key -> what the run has chosen where the fix is proposed
 CONTEXTS = {
+    "stage.neftune_alpha": ["stage=sft"],
     "distributed.": ["distributed=ddp", "device=cpu"],
     "model.rope_scaling.": [
         "init_from=scratch",
