@@ -121,6 +121,7 @@ def test_subcommand_refuses_wrong_settings_in_three_lines(
     assert [part for part in parts if part not in result.stderr] == [], result.stderr
 
 
+@pytest.mark.slow
 def test_subcommand_help_and_user_errors_import_no_torch() -> None:
     script = f"""
 import runpy, sys

@@ -259,6 +259,7 @@ def test_store_with_a_flipped_bit_in_the_manifest_is_not_opened(tmp_path):
         assert TokenStore.open(tmp_path / "key") is None, raw[i - 10 : i + 10]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TABLE_FILES)
 def test_store_with_a_flipped_bit_in_a_table_is_not_opened(tmp_path, name):
     """Packing plans are made from lengths and weights, without reading the rows and their checksums."""
@@ -302,6 +303,7 @@ def test_store_digest_depends_on_the_rows_alone(tmp_path):
     assert len(digests | {same[0].digest}) == len(others) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("per_row", "rows"), [(1, ROWS), (2, PAIRS)], ids=["rows", "pairs"])
 @pytest.mark.parametrize("name", STORE_FILES)
 def test_store_finds_any_flipped_bit_when_it_reads_the_row(tmp_path, name, per_row, rows):

@@ -170,6 +170,7 @@ def test_registries_train_with_plugins_of_one_new_file_each(extended: Path, tmp_
     assert events[-1]["event"] == "finish" and "log" in {event.get("event") for event in events}
 
 
+@pytest.mark.slow
 def test_registries_show_and_refuse_settings_of_new_classes(extended: Path, tmp_path: Path) -> None:
     train = str(extended / "runner" / "train.py")
     shown = yaml.safe_load(

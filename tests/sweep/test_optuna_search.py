@@ -179,6 +179,7 @@ def test_optuna_results_say_that_jobs_judged_on_few_rows_are_not_ranked(
     assert problem.startswith("the jobs were judged on 1 row: not told apart")
 
 
+@pytest.mark.slow
 def test_optuna_takes_a_diverged_point_as_infinitely_bad(
     optuna: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def test_sweep_goes_on_without_a_page_and_warns_once(
     assert capfd.readouterr().err.count("warning: report.html cannot be written: ValueError: no page") == 1
 
 
+@pytest.mark.slow
 def test_sweep_without_a_directory_is_placed_in_outputs(
     fake_jobs: FakeJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,6 +265,7 @@ def test_sweep_whose_jobs_are_all_refused_is_refused_and_leaves_nothing(
     ).exists()
 
 
+@pytest.mark.slow
 def test_sweep_with_one_refused_job_keeps_the_others(sweep: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
     fake_jobs.set_all({"seed=2": REFUSED_JOB.replace("print", "write('new', attempt=0); print", 1)})
     assert sweep("seed=1,2") == 1
