@@ -53,6 +53,7 @@ class Outcome(StrEnum):
 
     COMPLETED = "completed"
     INTERRUPTED = "interrupted"
+    PAUSED = "paused"  # interrupted by train.stop_at
     DIVERGED = "diverged"
     FAILED = "failed"
 
@@ -110,17 +111,16 @@ class StopRequested(BaseException):
 
 
 class Interrupted(Exception):
-    """Training was stopped by a signal after saving step `step` in the run directory `folder`; step 0: before there was
-    anything to save.
+    """Training was stopped by a signal or a limit after saving step `step` in the run directory `folder`; step 0:
+    before there was anything to save.
     """
 
-    outcome = Outcome.INTERRUPTED
-
-    def __init__(self, step: int, folder: Path) -> None:
+    def __init__(self, step: int, folder: Path, outcome: Outcome = Outcome.INTERRUPTED) -> None:
+        verb = "paused" if outcome == Outcome.PAUSED else "stopped"
         super().__init__(
-            f"stopped after step {step}, saved" if step else "stopped before the first step, nothing to save"
+            f"{verb} after step {step}, saved" if step else f"{verb} before the first step, nothing to save"
         )
-        self.folder = folder
+        self.folder, self.outcome = folder, outcome
 
 
 def strip_control(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -55,6 +56,11 @@ REGISTERED_SECTIONS: dict[str, tuple[str, Registry[Any]]] = {
 }
 
 
+def first_step_of(share: float, total_steps: int) -> int:
+    """Return the first step after which at least `share` of the steps are done."""
+    return math.ceil(share * total_steps - 1e-9)  # 0.07 * 100 is above 7
+
+
 @settings_class
 class TrainConfig(CheckedSettings):
     """Steps are optimizer steps. An interval of 0 switches it off."""
@@ -97,6 +103,9 @@ class TrainConfig(CheckedSettings):
     # hours after which a process saves and ends with exit code 75, checked after each step, counted from its start;
     # 0: never
     max_hours: float = at_least(0)
+    # share of the steps: the run saves and ends with exit code 75 after its first evaluation from there on, if it has not
+    # passed that one; 0: never
+    stop_at: float = within("[0, 1]", 0.5)
     # decay of the exponential moving average of the trained weights, e.g. 0.999; 0: none
     ema_decay: float = within("[0, 1)", 0.999, resume=CHANGES_TRAINING)
     # write a trace of this many steps, after the first two of a launch, and of what is between them, to profile.json;
@@ -111,6 +120,13 @@ class TrainConfig(CheckedSettings):
     verify_resume: bool  # instead of training: check that a run that is stopped and resumed gives the same bits
     # train in a child process that is restarted from the newest checkpoint after a crash, a lack of memory or a hang
     supervise: bool
+
+    def pause_step(self, total_steps: int) -> int | None:
+        """Return the step of the evaluation at which train.stop_at ends a run of `total_steps`; None for none before
+        the last step.
+        """
+        step = -(-first_step_of(self.stop_at, total_steps) // max(1, self.eval_every)) * self.eval_every
+        return step if 0 < step < total_steps else None
 
 
 @dataclass
@@ -191,6 +207,7 @@ class SuperviseConfig(CheckedSettings):
     halve_batch: bool
 
 
+STOP_KEY = "train.stop_at"
 # Swept, they change how many tokens a step holds.
 STEP_SIZE_KEYS = {
     "train.batch_size",
@@ -297,12 +314,13 @@ class Config(CheckedSettings):
                 "export.weights=ema",
                 "train.ema_decay=0.999",
             )
-        if train.patience and not self.evaluates:
-            raise UserError(
-                f"train.patience={train.patience} counts evaluations, and this run has none",
-                f"train.patience={train.patience}",
-                "set train.eval_every, and data.val_path or data.val_fraction",
-            )
+        for key, value in (("train.patience", train.patience), ("train.stop_at", train.stop_at)):
+            if value and not self.evaluates:
+                raise UserError(
+                    f"{key}={value} needs evaluations on validation data, and this run has none",
+                    f"{key}={value}",
+                    "set train.eval_every, and data.val_path or data.val_fraction",
+                )
         if train.eval_metrics and not (self.evaluates and stage.data_format == "chat" and data.loss_on != "all"):
             raise UserError(
                 f"train.eval_metrics={train.eval_metrics} needs evaluations, conversations and loss on their answers alone: train.eval_every={train.eval_every}, stage.data_format={stage.data_format}, data.loss_on={data.loss_on}",

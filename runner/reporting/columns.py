@@ -120,7 +120,7 @@ def evaluated_text(value: MeanStd | None) -> str:
 def status_text(row: ResultRow) -> str:
     """Return e.g. `2 completed, 1 failed, 1 diverged`."""
     counts = Counter(job.status for job in row.jobs)
-    parts = [row.status] if len(counts) == 1 else [f"{n} {status}" for status, n in counts.items()]
+    parts = [row.progress] if len(counts) == 1 else [f"{n} {status}" for status, n in counts.items()]
     parts += [f"{row.diverged} " * (len(row.jobs) > 1) + "diverged"] if row.diverged else []
     marks = {"extended": "extended", "continued by hand": "manual_overrides", "other data": "differs_from"}
     parts += [mark for mark, name in marks.items() if any(getattr(job, name) for job in row.jobs)]

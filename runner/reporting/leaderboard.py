@@ -193,7 +193,7 @@ def _leaders(sweep: SweepResults, verdict: SweepVerdict) -> list[str]:
     keys, shown = sweep.shown_keys, sweep.rows[:MAX_LEADERS]
     table = [["", *keys, f"{sweep.ranked_by} loss", "status"]]
     for row in shown:
-        status = f"{row.status}, tied with the best" if row in verdict.ties else row.status
+        status = f"{row.status}, tied with the best" if row in verdict.ties else row.progress
         table.append([_rank(row), *(swept_text(row, key) for key in keys), loss_text(row.score), status])
     widths = [widest(cells) + 2 for cells in zip(*table, strict=True)]
     space = max(MIN_CELL, (LINE_WIDTH - widths[0] - sum(widths[-2:])) // max(1, len(keys)) - 2)

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import Outcome
+from runner.config.overrides import key_of
 from runner.diagnostics.symptoms import finite_number
+from runner.engine.config import STOP_KEY
 from runner.inference.evaluate import current_evaluations
 from runner.reporting.metrics import count_number
 from runner.reporting.runs import (
@@ -41,6 +43,9 @@ JOB_FIELDS = {
 def read_sweep_results(folder: Path) -> SweepResults:
     sweep, folders = read_sweep_file(folder), subfolders(folder)
     jobs = [_read_job(folder, typed(job, JOB_FIELDS), folders) for job in sweep["jobs"]]
+    if sweep["sweeper"] == "grid":  # no search decides about a job that train.stop_at has ended
+        for job in jobs:
+            job.status = "interrupted" if job.status == "paused" else job.status
     keys = dict.fromkeys([*map(str, sweep["swept"]), *(key for job in jobs for key in job.swept)])
     _compare_data(folder, jobs)
     ranked_by = next((kind for kind in LOSS_KINDS if any(kind in job.final for job in jobs)), "training")
@@ -83,8 +88,12 @@ def _read_job(sweep: Path, recorded: dict[str, Any], folders: set[str]) -> JobRe
         job.status, job.error, job.last_lines, recorded = status, "", [], typed({}, JOB_FIELDS)
     if job.status == "failed":
         job.error = job.error or fields["error"]
+    if job.status == "paused":
+        job.stop_at = parse_number(run.settings.get(STOP_KEY, "")) or 0.0
     earlier = sorted((run.folder / ".hydra").glob("history/*/overrides.yaml"))
-    job.launches = [read_override_list(path) for path in (*earlier, run.folder / OVERRIDES_FILE)]
+    launches = [read_override_list(path) for path in (*earlier, run.folder / OVERRIDES_FILE)]
+    # the rungs of a search are no settings of the job
+    job.launches = [[each for each in launch if key_of(each) != STOP_KEY] for launch in launches]
     job.model, job.evaluation, job.evaluations = model_score(fields), fields["evaluation"], current_evaluations(fields)
     job.data_identity = fields["fingerprints"].get("data"), [file.get("read") for file in fields["data"]] or None
     job.started, job.ended = parse_time(recorded["started"]), parse_time(recorded["ended"])
@@ -98,6 +107,8 @@ def _read_job(sweep: Path, recorded: dict[str, Any], folders: set[str]) -> JobRe
 
 def _job_status(status: str, recorded: dict[str, Any], run: Run) -> str:
     """Return the status by run.json where it is newer: the sweep process was killed, or the job was continued by hand."""
+    if run.status == "paused" and status != "failed":
+        return run.status
     if run.fields["status"] == "running":
         return "running" if run.is_running else "interrupted" if status == "running" else status
     since = parse_time(recorded["started"] if status == "running" else recorded["ended"] or recorded["started"])

@@ -209,7 +209,7 @@ class RunReport(Run):
         elif self.status == "diverged" and lr:
             can_resume = bool(self.checkpoints) and (self.total_steps is None or self.step < self.total_steps)
             found = commands_after_divergence(self.folder, lr, self.overrides, can_resume)
-        elif self.status in ("interrupted", "failed"):
+        elif self.status in ("interrupted", "paused", "failed"):
             found = commands_to_continue(self.folder, bool(self.checkpoints))
         else:
             return []

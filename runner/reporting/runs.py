@@ -19,7 +19,15 @@ from common.settings import as_typed, flat_settings
 from runner.config.overrides import is_override_list, is_storable
 from runner.config.resolve import resolve_run
 from runner.reporting.metrics import Metrics, file_signature, read_job_metrics
-from runner.run_dir.contents import DEFAULT_METADATA, OWNER_FILE, RUN_FILE, SWEEP_FILE, is_sweep_dir, recorded_precision
+from runner.run_dir.contents import (
+    DEFAULT_METADATA,
+    OWNER_FILE,
+    RUN_FILE,
+    SWEEP_FILE,
+    has_paused,
+    is_sweep_dir,
+    recorded_precision,
+)
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.saved_config import CONFIG_FILE, load_saved_config, load_yaml
 
@@ -98,11 +106,13 @@ def typed(found: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, An
 
 def run_status(fields: Mapping[str, Any]) -> str:
     """Return the status of a run from the fields of its run.json: one without its process is interrupted, one that
-    diverged is named so.
+    diverged or paused is named so.
     """
     status = str(fields.get("status") or NO_STATUS)
     if status == "running" and not is_alive(fields):
         return "interrupted"
+    if has_paused(fields):
+        return "paused"
     return "diverged" if status == "failed" and fields.get("outcome") == "diverged" else status
 
 

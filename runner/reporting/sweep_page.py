@@ -72,14 +72,17 @@ def _failed_jobs(sweep: SweepResults) -> list[tuple[JobResult, list[str], str]]:
 
 @dataclass(frozen=True)
 class SweepProgress:
-    ended: int  # jobs: completed or failed
+    ended: int  # jobs: completed, paused or failed
     total: int
     remaining: str  # e.g. `about 00:10:00`; empty where it is not known
 
 
 def sweep_progress(sweep: SweepResults, now: float) -> SweepProgress:
     completed, running = ([job for job in sweep.jobs if job.status == status] for status in ("completed", "running"))
-    ended, trials = len(completed) + sum(job.status == "failed" for job in sweep.jobs), _planned_trials(sweep)
+    ended, trials = (
+        len(completed) + sum(job.status in ("failed", "paused") for job in sweep.jobs),
+        _planned_trials(sweep),
+    )
     total = max(len(sweep.jobs), trials or 0)
     seconds = _remaining_seconds(completed, running, total - ended - len(running), now)
     is_known = sweep.status == "running" and (sweep.sweeper != "optuna" or trials is not None)

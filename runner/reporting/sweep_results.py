@@ -15,6 +15,7 @@ import shlex
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from runner.run_dir.best_job import SEED_KEY, ModelScore, comparison_problem, po
 
 # of evaluations on validation data, on training rows, and of a training step
 LOSS_KINDS = ("validation", "training-rows", "training")
-JOB_STATUSES = ("completed", "running", "interrupted", "failed", "new")  # in the order of the rows
+JOB_STATUSES = ("completed", "paused", "running", "interrupted", "failed", "new")  # in the order of the rows
 LEVEL = 0.95  # of all intervals
 INTERVALS = 4000  # of the midpoint rule
 SWEEP_ONLY_KEYS = ("hydra.", "hydra/", "sweep.")  # prefixes of overrides which a job has no use for when it runs alone
@@ -63,6 +64,7 @@ class JobResult:
     diverged: bool = False
     folder: str | None = None  # name of the run directory in the sweep directory; None if the name leads out of it
     launches: list[list[str]] = field(default_factory=lambda: [[]])  # overrides of each launch, the first one first
+    stop_at: float = 0.0  # share of its steps at which the search has paused the job
     data_identity: tuple[Any, Any] = (None, None)  # fingerprint of the training data; rows of each file
     started: float | None = None  # of its newest attempt, by sweep.json, in seconds since 1970
     ended: float | None = None
@@ -93,8 +95,8 @@ class JobResult:
 
     def score(self, kind: str) -> float | None:
         """Return the loss that the job is ranked by: that of the weights in model/; before it has one, the best so far."""
-        if kind == "training":
-            return self.final.get(kind)  # of one step: not ranked
+        if kind == "training" or self.status == "paused":
+            return self.final.get(kind)  # of one step: not ranked; of a rung
         if self.model is not None and self.model.loss is not None:
             return self.model.loss
         return self.best[kind][0] if kind in self.best else None
@@ -152,6 +154,15 @@ class ResultRow:
         return point_label(self.overrides) or "all seeds"
 
     @property
+    def progress(self) -> str:
+        """The status, with the share of the steps of a paused row: `paused at 1/4`."""
+        return f"paused at {Fraction(self.stop_at).limit_denominator(1000)}" if self.status == "paused" else self.status
+
+    @property
+    def stop_at(self) -> float:
+        return min(job.stop_at for job in self.jobs)
+
+    @property
     def is_ranked(self) -> bool:
         return self.status == "completed" and self.score is not None and not self.diverged
 
@@ -203,8 +214,11 @@ class SweepResults:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether `resume=` would run a job. A diverged job would diverge again and is not repeated."""
-        return self.status != "completed" and (not self.jobs or any(map(_would_run, self.jobs)))
+        """Whether `resume=` would run a job. A diverged job would diverge again and is not repeated; paused ones go on
+        unless the search has ended.
+        """
+        jobs = [job for job in self.jobs if job.status != "paused" or self.status != "failed"]
+        return self.status != "completed" and (not self.jobs or any(map(_would_run, jobs)))
 
     @property
     def resume_command(self) -> str:
@@ -350,9 +364,10 @@ def aggregate_row(jobs: list[JobResult], ranked_by: str) -> ResultRow:
 
 
 def _sort_key(row: ResultRow) -> tuple:
-    """Ranked rows by the loss of their models; then diverged, running, interrupted, failed and new ones."""
+    """Ranked rows by the loss of their models; then diverged, paused (by rung and loss there), running, interrupted, failed and new ones."""
     score = row.score.mean if row.score else math.inf
-    return (JOB_STATUSES.index(row.status), row.diverged > 0, score, swept_sort_key(row.overrides))
+    rung = -row.stop_at if row.status == "paused" else 0
+    return (JOB_STATUSES.index(row.status), row.diverged > 0, rung, score, swept_sort_key(row.overrides))
 
 
 def mean_std(values: Iterable[float | None]) -> MeanStd | None:

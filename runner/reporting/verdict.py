@@ -105,6 +105,10 @@ def is_tied(winner: ResultRow, other: ResultRow) -> bool:
 def _certainty(sweep: SweepResults, ranked: list[ResultRow], ties: list[ResultRow]) -> str:
     unfinished = sum(row.status in ("running", "interrupted", "new") for row in sweep.rows)
     suffix = f"; {unfinished} of {len(sweep.rows)} points are not finished" if unfinished else ""
+    if paused := sum(row.status == "paused" for row in sweep.rows):
+        suffix += f"; {paused} of {len(sweep.rows)} points are paused, others had lower losses there"
+    if len(ranked) == 1 and paused:
+        return f"the only point that was trained to its end{suffix}"
     if len(ranked) == 1:
         return f"only one point has a result: there is nothing to compare it with{suffix}"
     first, second = ranked[0].score, ranked[1].score

@@ -202,7 +202,7 @@ MAX_JSON_BYTES = 16 << 20  # bytes; larger JSON files are not read
 RUN_STATUSES = ("new", "running", "interrupted", "failed", "completed")
 DEFAULT_METADATA: dict[str, Any] = {
     "status": "new",
-    "outcome": None,  # how the last attempt ended: completed, interrupted, diverged, failed
+    "outcome": None,  # how the last attempt ended: completed, interrupted, paused, diverged, failed
     "attempt": 0,  # launches that began to train in this directory
     "step": 0,  # optimizer steps
     "tokens": 0,
@@ -241,6 +241,11 @@ def has_started(fields: Mapping[str, Any]) -> bool:
 
 def has_diverged(fields: Mapping[str, Any]) -> bool:
     return fields.get("outcome") == Outcome.DIVERGED
+
+
+def has_paused(fields: Mapping[str, Any]) -> bool:
+    """Return whether train.stop_at has ended the run."""
+    return fields.get("status") == "interrupted" and fields.get("outcome") == Outcome.PAUSED
 
 
 def exported_loss(fields: Mapping[str, Any]) -> float | str | None:

@@ -105,10 +105,11 @@ def run_sweep(config: DictConfig, overrides: list[str]) -> None:
             session.page.write()
         try:
             with closing(backend), closing(sweeper.search(state)) as search:
-                is_stopped = SweepScheduler(session, backend, search).run()
+                scheduler = SweepScheduler(session, backend, search)
+                is_stopped, problem = scheduler.run(), scheduler.problem
         except KeyboardInterrupt:
-            is_stopped = True
-        session.finish(is_stopped)
+            is_stopped, problem = True, None
+        session.finish(is_stopped, problem)
 
 
 def _create_state(
@@ -170,6 +171,7 @@ class SweepScheduler:
         self.waiting: list[SweepJob] = []  # handed out, but locked by another process, or to be tried again
         self.tries: Counter[str] = Counter()
         self.is_stopping = False
+        self.problem: UserError | None = None  # why the search cannot go on
 
     def run(self) -> bool:
         """Run all jobs; return whether a signal has stopped the sweep. Then every running job has saved."""
@@ -205,7 +207,7 @@ class SweepScheduler:
         for waiting in self.waiting:
             if not is_locked(self.session.run_dir(waiting)):
                 self.waiting.remove(waiting)
-                return waiting
+                return waiting if self.search.is_due(waiting) else self._take_job()
         while (job := self.search.next_job()) and is_locked(self.session.run_dir(job)):
             self.waiting.append(job)
         return job
@@ -226,7 +228,7 @@ class SweepScheduler:
         run_dir = self.session.run_dir(job)
         verb, log = "continues" if has_started(RunMetadata.read(run_dir)) else "starts", run_dir / CONSOLE_LOG
         try:
-            arguments = self.session.prepare(job)
+            arguments = [*self.session.prepare(job), *self.search.arguments(job)]
             earlier = size_of(log)
             handle = self.backend.submit(run_dir, [TRAIN_SCRIPT, *arguments], self._environment(job))
         except (UserError, OSError) as error:
@@ -248,8 +250,9 @@ class SweepScheduler:
         torchrun.end_job()
         if exit.code in (OK, INTERRUPTED) or (self.is_stopping and run.get("status") != "failed"):
             self.state.refresh_job(job)
-            self.state.update_job(job, pending_overrides=[] if exit.code == OK else job.pending_overrides)
-            self.search.job_ended(job)
+            is_applied = exit.code == OK or job.status == "paused"
+            self.state.update_job(job, pending_overrides=[] if is_applied else job.pending_overrides)
+            self._report_end(job)
         else:
             lines = last_lines(running.log, JOB_LOG_BYTES)[-JOB_LOG_LINES:]
             reason = exit.reason or failure_reason(exit.code, run, lines)
@@ -271,8 +274,15 @@ class SweepScheduler:
         if self.tries[job.name] <= self.backend.retries and not (is_final or diverged or self.is_stopping):
             self.waiting.insert(0, job)
             return
-        self.search.job_ended(job)
+        self._report_end(job)
         if self.backend.fail_fast:
+            self._stop_all()
+
+    def _report_end(self, job: SweepJob) -> None:
+        try:
+            self.search.job_ended(job)
+        except UserError as error:
+            self.problem = self.problem or error
             self._stop_all()
 
     def _prefix(self, job: SweepJob) -> str:

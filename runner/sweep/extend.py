@@ -47,7 +47,7 @@ def parse_additions(state: SweepState, typed: list[str], conf: Path) -> Addition
     """Split the typed overrides. Raises UserError for those that this sweep cannot take."""
     check_imported(plugins_of(typed))
     validation.check_hydra_overrides(grid.merge_overrides(state.overrides, typed))
-    shared, swept = grid.split_swept(typed, conf, is_grid=state.sweeper == "grid", known=state.swept)
+    shared, swept = grid.split_swept(typed, conf, is_grid=state.sweeper != "optuna", known=state.swept)
     check_overrides([*shared, *(f"{key}={value}" for key, values in swept.items() for value in values)], conf)
     if unknown := next((key for key in swept if key not in state.swept), None):
         fix = f"give {unknown} one value, or start a sweep over it"
@@ -65,6 +65,12 @@ def parse_additions(state: SweepState, typed: list[str], conf: Path) -> Addition
                 f"{key} of a sweep that has begun cannot change",
                 override,
                 f"start another sweep with init_from={state.folder}/<job>",
+            )
+        if state.sweeper == "halving" and override.startswith((STEPS_KEY, "train.epochs")):
+            raise UserError(
+                "the length of jobs that are compared at shares of their steps cannot change",
+                override,
+                f"train a job further by itself: resume={state.folder}/<job> {override}; or start another sweep",
             )
         if override.startswith(("sweep.", validation.SWEEP_DIR_KEY)):
             raise UserError(

@@ -10,7 +10,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from common import paths
-from common.errors import FAILED, INTERRUPTED, UserError, print_note, resume_command
+from common.errors import FAILED, INTERRUPTED, TrainingError, UserError, print_note, resume_command
 from common.filesystem import make_dirs
 from runner.config import snapshot
 from runner.config.literals import quote_path
@@ -108,20 +108,21 @@ class SweepSession:
 
         leaderboard.update_report(self.state.folder, is_final=self.state.status != "running")
 
-    def finish(self, stopped: bool) -> None:
-        """Write the final status and print the summary. Exits with 75 or 1 unless all jobs are completed.
+    def finish(self, stopped: bool, problem: UserError | None = None) -> None:
+        """Write the final status and print the summary. Exits with 75 or 1 unless all jobs are completed, or paused for
+        good.
 
-        Raises UserError where a new sweep has done nothing, because every job was refused: its directory is removed.
+        Raises TrainingError for a `problem` of the search, UserError where a new sweep has done nothing, because every job was refused: its directory is removed.
         """
         state = self.state
         if state.is_new_dir and state.jobs and len(self.refused_jobs) == len(state.jobs):
             state.has_begun = False
             raise _error_of_all(self.refused_jobs)
         state.refresh_from_runs()
-        statuses = {job.status for job in state.jobs}
+        statuses = {job.status for job in state.jobs} - {"paused"}
         status = "completed" if statuses <= {"completed"} else "failed" if "failed" in statuses else "interrupted"
-        if stopped:
-            status = "interrupted"
+        if stopped or problem:
+            status = "failed" if problem else "interrupted"
         if status != state.status or state.is_stale:
             state.set_status(status)
             self.page.write()
@@ -130,7 +131,9 @@ class SweepSession:
         self.lines.end(*describe_sweep_end(state.folder))
         if status == "completed":
             return
-        if any(job.needs_run for job in state.jobs):
+        if problem:
+            raise TrainingError(f"{problem.message} ({problem.setting}); {problem.fix}")
+        if any(job.needs_run or (stopped and job.status == "paused") for job in state.jobs):
             print_note(f"continue with: {resume_command(state.folder)}")
         sys.exit(INTERRUPTED if status == "interrupted" else FAILED)
 

@@ -117,6 +117,7 @@ def plan_sweep(tree: DictConfig, typed: list[str], sweeper: SweeperOptions) -> S
     derived = [budget.matching_overrides(each, base, swept) | budget.evaluation_overrides(each) for each in configs]
     if sweeper.is_grid:
         budget.warn_if_unequal(configs, base, swept)
+    sweeper.check_plan(points, configs, derived)
     if any(map(budget.evaluation_overrides, configs)):
         print_note(
             f"jobs without evaluation are judged at their end, without validation data on the same {budget.FINAL_EVAL_ROWS} training rows"

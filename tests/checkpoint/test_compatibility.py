@@ -24,7 +24,7 @@ IGNORED_SETTINGS = {
     "distributed": {"nproc", "nnodes", "timeout", "max_restarts"},
     "train": {
         "log_every", "eval_every", "save_every", "sample_every", "sample_prompts", "sample_tokens", "keep_checkpoints", "keep_every", "patience", "max_failed_saves", "verify_resume", "supervise",
-        "final_eval_rows", "eval_metrics", "max_hours", "profile",
+        "final_eval_rows", "eval_metrics", "max_hours", "stop_at", "profile",
     },
     "run": {"name", "tags", "note"},
     "tracker": {"name", "page", "console"},
