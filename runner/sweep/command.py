@@ -36,6 +36,7 @@ from runner.run_dir.metadata import RunMetadata
 from runner.sweep import extend, validation
 from runner.sweep.backends import CONSOLE_LOG, Backend, JobExit
 from runner.sweep.grid import PointComposer, Search, SweeperOptions, merge_overrides
+from runner.sweep.seeds import SeedSearch
 from runner.sweep.session import SweepSession
 from runner.sweep.state import INFINITE, SweepJob, SweepState
 from runner.tracking.lines import SweepLines
@@ -62,7 +63,8 @@ def resume_sweep(folder: Path, overrides: list[str], flags: list[str], run_hydra
     with snapshot.as_config_dir(folder) as conf:
         with SweepState.open(folder) as state:
             additions = extend.parse_additions(state, overrides, conf)
-            is_complete = state.sweeper == "grid" and not any(job.needs_run for job in state.jobs)
+            may_add = state.sweeper != "grid" or any(each.startswith("sweep.seeds=") for each in state.overrides)
+            is_complete = not (may_add or any(job.needs_run for job in state.jobs))
             if is_complete and not additions:
                 return SweepSession(state).finish(stopped=False)
             changed_files = snapshot.changed_files(folder)
@@ -104,7 +106,10 @@ def run_sweep(config: DictConfig, overrides: list[str]) -> None:
         if not sweeper.resume:  # a resumed one may have much to read: its first job starts before
             session.page.write()
         try:
-            with closing(backend), closing(sweeper.search(state)) as search:
+            search = sweeper.search(state)
+            if config.sweep.seeds:
+                search = SeedSearch(search, state, config.sweep.seeds, config.sweep.top, first_seed=config.seed)
+            with closing(backend), closing(search):
                 scheduler = SweepScheduler(session, backend, search)
                 is_stopped, problem = scheduler.run(), scheduler.problem
         except KeyboardInterrupt:

@@ -25,6 +25,7 @@ from runner.sweep.state import SweepJob, SweepState, storable_overrides
 STEPS_KEY = "train.max_steps"
 # a change of these alone is no difference between jobs that train no further
 LENGTH_KEYS = (f"{STEPS_KEY}:", "train.epochs:")
+SEED_RULES = ("sweep.seeds=", "sweep.top=")  # rules of a sweep that may change: they say what is run after its grid
 
 
 @dataclass
@@ -39,8 +40,10 @@ class Additions:
 
     @property
     def training(self) -> list[str]:
-        """The overrides of all jobs without those of Hydra."""
-        return [override for override in self.shared if not is_hydra_override(override)]
+        """The overrides of all jobs without those of Hydra and of the sweep itself."""
+        return [
+            override for override in self.shared if not (is_hydra_override(override) or override.startswith(SEED_RULES))
+        ]
 
 
 def parse_additions(state: SweepState, typed: list[str], conf: Path) -> Additions:
@@ -72,7 +75,7 @@ def parse_additions(state: SweepState, typed: list[str], conf: Path) -> Addition
                 override,
                 f"train a job further by itself: resume={state.folder}/<job> {override}; or start another sweep",
             )
-        if override.startswith(("sweep.", validation.SWEEP_DIR_KEY)):
+        if override.startswith(("sweep.", validation.SWEEP_DIR_KEY)) and not override.startswith(SEED_RULES):
             raise UserError(
                 "the directory and the rules of a sweep cannot change", override, "leave it out, or start another sweep"
             )

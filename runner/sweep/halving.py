@@ -254,6 +254,8 @@ class HalvingSearch(RungSearch):
         self.ended: set[str] = set()  # jobs that this launch does not start again: failed, or stopped by themselves
         points: dict[Any, list[SweepJob]] = {}
         for job in state.jobs:
+            if state.is_added_seed(job):  # trained to its end
+                continue
             points.setdefault(point_of(job.overrides), []).append(job)
         self.points = list(points.values())
         # rungs that each point has begun, of all its jobs

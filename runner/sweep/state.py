@@ -30,6 +30,7 @@ from runner.config.overrides import (
     to_overrides,
 )
 from runner.run_dir import contents
+from runner.run_dir.best_job import SEED_KEY
 from runner.run_dir.contents import (
     HYDRA_DIR,
     MAX_JSON_BYTES,
@@ -157,6 +158,10 @@ class SweepState:
     @property
     def base_step(self) -> StepSize:
         return StepSize(self.base_rows, self.base_tokens)
+
+    def is_added_seed(self, job: SweepJob) -> bool:
+        """Whether `sweep.seeds` has added the job: its seed is not one of the swept values."""
+        return SEED_KEY in job.overrides and job.overrides[SEED_KEY] not in self.swept.get(SEED_KEY, ())
 
     def find_job(self, overrides: Mapping[str, str]) -> SweepJob | None:
         """Return the job with these values of the swept keys; 5 and 5.0 are one value where the setting is a number."""

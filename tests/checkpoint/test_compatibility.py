@@ -30,7 +30,7 @@ IGNORED_SETTINGS = {
     "tracker": {"name", "page", "console"},
     "export": {"weights"},
     "supervise": {"max_restarts", "delay", "hang_timeout", "halve_batch"},
-    "sweep": {"match_budget", "lr_scale", "zip"},
+    "sweep": {"match_budget", "lr_scale", "zip", "seeds", "top"},
     "": {"init_from", "resume", "plugins", "written_by"},
 }  # fmt: skip
 TRAINING_SETTINGS = {
@@ -98,6 +98,7 @@ CHANGES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_precision_auto_of_a_resumed_run_is_that_of_its_checkpoint(make_run) -> None:
     assert interrupted_run(make_run, "sft", "precision=bf16").cfg.precision.name == "bf16"
     resumed = make_run("sft", "train.max_steps=6", "precision=auto")
