@@ -32,8 +32,8 @@ RUNG_LIMIT = within("(0, 1)", 0.125).metadata["limit"]
 class RungOptions(SweeperOptions):
     """Options of a search that stops jobs at rungs."""
 
-    eta: int = 2  # of each rung the best 1/eta of the points go on; the next rung has eta times the steps
-    first_rung: float = 0.125  # share of a job's steps at the first rung
+    eta: int = 2  # the best 1/eta of a rung go on, to eta times the steps
+    first_rung: float = 0.125  # share of the steps
 
     def __post_init__(self) -> None:
         check_at_least("hydra.sweeper.eta", self.eta, 2, example=2)

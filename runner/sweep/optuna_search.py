@@ -52,8 +52,7 @@ class OptunaOptions(RungOptions):
     direction: Any = "minimize"  # minimize or maximize; a list with one for each objective
     sampler: str = "tpe"  # tpe, random, nsgaii, grid (lists and ranges only), qmc
     seed: Optional[int] = None  # of the sampler; null: another one each time
-    # what stops jobs at the rungs: none, halving or median
-    pruner: str = "none"
+    pruner: str = "none"  # none, halving or median: stops jobs at the rungs
     is_grid = False
 
     def __post_init__(self) -> None:

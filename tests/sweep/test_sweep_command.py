@@ -109,7 +109,7 @@ def test_sweep_with_larger_steps_takes_fewer_of_them(finished: Path) -> None:
 REFUSED = {
     "hydra/launcher=basic": "hydra/launcher must be one of local, submitit, ray, got basic",
     "hydra/launcher=joblib": "hydra/launcher must be one of local, submitit, ray, got joblib",
-    "hydra/sweeper=basic": "hydra/sweeper must be one of grid, optuna, got basic",
+    "hydra/sweeper=basic": "hydra/sweeper must be one of grid, halving, optuna, got basic",
     "hydra.launcher.worker=2": "has no option worker",
     "hydra.launcher.workers=0": "must be at least 1, got 0",
     "hydra.launcher.workers=true": "hydra.launcher.workers must be an integer, got true",
