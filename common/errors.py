@@ -30,6 +30,7 @@ MAX_PRINTED = 10_000  # characters of each part of an error
 OWN_LINE = re.compile(r"\n(?=\s*(error|where|fix|warning):)")
 # Exit codes of every command: part of the contract with the user's scripts.
 OK, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 75
+OTHER_IS_BETTER, NOT_TOLD_APART = 10, 11  # of compare.py; OK: a is better
 PEER_LOST = 69  # a rank exits with it when another rank died; read by its launcher, never by the user
 INTERRUPTED_BY_USER = 130  # 128 + SIGINT: Ctrl-C before training has begun, or in a command that saves nothing
 INTERRUPTED_MESSAGE = "interrupted"

@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any
 
 from runner.inference.evaluate import evaluation_label, headline, results_of
-from runner.reporting.sweep_results import JobResult, MeanStd, ResultRow, SweepResults, mean_interval, mean_std
+from runner.reporting.statistics import MeanStd, mean_interval, mean_std
+from runner.reporting.sweep_results import JobResult, ResultRow, SweepResults
 from runner.run_dir.best_job import SEED_KEY, ModelScore, fewest_rows
 from runner.tracking.lines import format_seconds
 

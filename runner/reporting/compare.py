@@ -117,7 +117,10 @@ def read_comparison(folders: list[Path]) -> Comparison:
             f"run= with {len(folders)} runs",
             "name fewer runs",
         )
-    runs = [*map(ComparedRun.read, folders)]
+    return compare_runs([*map(ComparedRun.read, folders)])
+
+
+def compare_runs(runs: list[ComparedRun]) -> Comparison:
     _set_labels(runs)
     return Comparison(runs, _problem(runs), [*_notes(runs)])
 

@@ -1,5 +1,5 @@
 """The leaderboard of a sweep, as text for a terminal and as leaderboard.csv; the update of both files of the sweep
-directory; and the last lines of a sweep: its best points, how sure the winner is, and the commands that come next.
+directory; and the last lines of a sweep: its best points, how sure the best one is, and the commands that come next.
 """
 
 from __future__ import annotations
@@ -102,8 +102,11 @@ def leaderboard_text(folder: Path) -> str:
         text.append("")
     for job in explained:
         text.append(": ".join(filter(None, [job.label, with_note(job.status, job), job.reason])))
+    verdict = sweep_verdict(sweep)
     if sweep.problem:
         text += ["", f"no best job: {sweep.problem}"]
+    elif verdict.winner:
+        text += ["", f"{verdict.certainty} ({verdict.judged_on})" if verdict.judged_on else verdict.certainty]
     if best := sweep.best:
         text += ["", f"{with_note('best job', best)}: {sweep.job_command(best)}"]
         text += filter(None, [sweep.command_note(best)])
@@ -161,6 +164,8 @@ def describe_sweep_end(folder: Path) -> tuple[str, dict[str, Any]]:
         "job": verdict.job.name if verdict.job else None,
         "loss": verdict.winner.score.mean if verdict.winner and verdict.winner.score else None,
         "certainty": verdict.certainty,
+        "told_apart": verdict.is_sure,
+        "judged_on": verdict.judged_on,
         "ties": len(verdict.ties),
         "next": [arguments for arguments, _ in commands],
     }
@@ -170,9 +175,9 @@ def describe_sweep_end(folder: Path) -> tuple[str, dict[str, Any]]:
 def next_sweep_commands(sweep: SweepResults, verdict: SweepVerdict) -> list[tuple[list[str], str]]:
     """Return (arguments, purpose) of each command, as it is typed where this process was started."""
     commands = [
-        (verdict.train_longer, "train the winner longer"),
-        (verdict.repeat, ", ".join(filter(None, ["repeat the winner with three seeds", verdict.command_note]))),
-        *((edge.command, f"the {edge.side} {edge.key} won: extend its range") for edge in verdict.edges),
+        (verdict.train_longer, "train the best point longer"),
+        (verdict.repeat, ", ".join(filter(None, ["repeat the best point with three seeds", verdict.command_note]))),
+        *((edge.command, f"the best point has the {edge.side} {edge.key}: extend its range") for edge in verdict.edges),
         (sweep.resume_command if sweep.is_unfinished else "", CONTINUE),
     ]
     return [(_typed_here(shlex.split(command)), purpose) for command, purpose in commands if command]
@@ -213,10 +218,10 @@ def _leaders(sweep: SweepResults, verdict: SweepVerdict) -> list[str]:
 def _rows(sweep: SweepResults, verdict: SweepVerdict) -> dict[str, str]:
     rows = {"jobs": sweep.status_counts()}
     if verdict.winner is not None and verdict.winner.score is not None:
-        rows["winner" if not verdict.ties else "best"] = (
+        rows["winner" if verdict.is_sure else "best"] = (
             f"{verdict.name}, {sweep.ranked_by} loss {loss_text(verdict.winner.score)}"
         )
-    rows["certainty"] = verdict.certainty
+    rows |= {"certainty": verdict.certainty} | ({"judged on": verdict.judged_on} if verdict.judged_on else {})
     if verdict.job is not None and verdict.job.folder and verdict.job.model:
         rows["model"] = f"{display_path(sweep.folder / verdict.job.folder / 'model')} ({verdict.job.model})"
     return rows | {

@@ -1,22 +1,15 @@
 """Results of a sweep: one `JobResult` per job, one `ResultRow` per grid point (all jobs that differ only in their
 seed), ranked in `SweepResults`.
-
-Intervals are Student's t over seeds, Welch's for the difference of two means. Standard library only.
-
-Sources: Student (1908), The probable error of a mean; Welch (1947), The generalization of Student's problem.
 """
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import math
 import shlex
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +18,12 @@ from common.paths import command_line
 from runner.config.overrides import PATH_KEYS, PLUGINS_KEY, SEARCHPATH_KEY, is_storable, key_of
 from runner.diagnostics.symptoms import Evaluation
 from runner.reporting.metrics import Metrics
+from runner.reporting.statistics import MeanStd, is_different, mean_std, shared_level
 from runner.run_dir.best_job import SEED_KEY, ModelScore, comparison_problem, point_of, swept_sort_key
 
 # of evaluations on validation data, on training rows, and of a training step
 LOSS_KINDS = ("validation", "training-rows", "training")
 JOB_STATUSES = ("completed", "paused", "running", "interrupted", "failed", "new")  # in the order of the rows
-LEVEL = 0.95  # of all intervals
-INTERVALS = 4000  # of the midpoint rule
 SWEEP_ONLY_KEYS = ("hydra.", "hydra/", "sweep.")  # prefixes of overrides which a job has no use for when it runs alone
 
 
@@ -120,15 +112,6 @@ class JobResult:
 
 
 @dataclass
-class MeanStd:
-    """Mean and sample standard deviation over `n` jobs."""
-
-    mean: float
-    deviation: float | None  # None if n is 1
-    n: int
-
-
-@dataclass
 class ResultRow:
     """One row of the leaderboard: a grid point, or one of its jobs (see `members`)."""
 
@@ -146,7 +129,9 @@ class ResultRow:
     seconds: float | None  # of training, over all attempts
     tokens_per_second: float | None
     diverged: int  # number of jobs
-    rank: int | None = None  # from 1; None for a row that is not ranked and for members
+    # from 1, which all rows share that are not told apart from the first; None for a row that is not ranked and for
+    # members
+    rank: int | None = None
     members: list[ResultRow] = field(default_factory=list)  # one per job, if there are several
 
     @property
@@ -231,12 +216,7 @@ class SweepResults:
         Overrides that name code or a hub are left out: the files of the sweep may be of unknown origin. `command_note`
         names them.
         """
-        own = [
-            override
-            for override in self._overrides_of(job)
-            if not _names_code_or_hub(override) and not override.lstrip("+").startswith(SWEEP_ONLY_KEYS)
-        ]
-        return shlex.join([*command_line("train"), *own])
+        return own_train_command(self._overrides_of(job))
 
     def command_note(self, job: JobResult) -> str:
         """Return which overrides `job_command` leaves out because they name code or a hub; empty for none."""
@@ -257,6 +237,18 @@ class SweepResults:
         return f"{len(self.jobs)} job{'s' * (len(self.jobs) != 1)}: " + ", ".join(
             f"{n} {status}" for status, n in counts.items() if n
         )
+
+
+def own_train_command(overrides: list[str], *more: str) -> str:
+    """Return the command that trains a run with `overrides`, without those of sweeps, and those that name code or a
+    hub.
+    """
+    own = [
+        override
+        for override in overrides
+        if not _names_code_or_hub(override) and not override.lstrip("+").startswith(SWEEP_ONLY_KEYS)
+    ]
+    return shlex.join([*command_line("train"), *own, *more])
 
 
 def _would_run(job: JobResult) -> bool:
@@ -282,43 +274,7 @@ def ranking_problem(jobs: list[JobResult], ranked_by: str) -> str | None:
     return f"the jobs were judged {problem}" if problem else None
 
 
-# --- rows and intervals -------------------------------------------------------------------------------------------------
-
-
-def mean_interval(value: MeanStd) -> tuple[float, float] | None:
-    """Return the t interval of a mean; None for one value, whose deviation is not known."""
-    if value.deviation is None:
-        return None
-    half = t_quantile(value.n - 1) * value.deviation / math.sqrt(value.n)
-    return value.mean - half, value.mean + half
-
-
-def difference_interval(first: MeanStd, second: MeanStd) -> tuple[float, float] | None:
-    """Return Welch's interval of `second.mean - first.mean`; None where one of them is a single value."""
-    if first.deviation is None or second.deviation is None:
-        return None
-    variances = [value.deviation**2 / value.n for value in (first, second) if value.deviation is not None]
-    difference, variance = second.mean - first.mean, sum(variances)
-    if not variance > 0:  # e.g. the seed changes nothing that is trained
-        return difference, difference
-    degrees = variance**2 / sum(part**2 / (value.n - 1) for part, value in zip(variances, (first, second), strict=True))
-    half = t_quantile(max(1.0, math.floor(10 * degrees) / 10)) * math.sqrt(variance)
-    return difference - half, difference + half
-
-
-@lru_cache(maxsize=1024)
-def t_quantile(degrees: float) -> float:
-    """Return t with P(|T| <= t) = LEVEL for Student's T with `degrees` (>= 1, any real number) degrees of freedom; its
-    relative error is below 1e-5.
-
-    With T = sqrt(degrees) * tan(a) the density of a is proportional to cos(a) ** (degrees - 1) on (-pi/2, pi/2).
-    """
-    step = min(math.pi / 2, 12 / math.sqrt(degrees)) / INTERVALS  # beyond 12 / sqrt(degrees) it is below exp(-71)
-    density = (math.cos(step * (index + 0.5)) ** (degrees - 1) for index in range(INTERVALS))
-    sums = [*itertools.accumulate(density, initial=0.0)]
-    index = bisect.bisect_left(sums, LEVEL * sums[-1])
-    share = (LEVEL * sums[-1] - sums[index - 1]) / (sums[index] - sums[index - 1])
-    return math.sqrt(degrees) * math.tan(step * (index - 1 + share))
+# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 def result_rows(jobs: Iterable[JobResult], ranked_by: str) -> list[ResultRow]:
@@ -330,10 +286,22 @@ def result_rows(jobs: Iterable[JobResult], ranked_by: str) -> list[ResultRow]:
         points.setdefault(point_of(job.swept), []).append(job)
     rows = [aggregate_row(members, ranked_by) for members in points.values()]
     rows.sort(key=_sort_key)
-    for position, row in enumerate(rows, start=1):
-        row.rank = position if row.is_ranked and is_comparable else None
+    ranked = [row for row in rows if row.is_ranked and is_comparable]
+    for position, row in enumerate(ranked, start=1):
+        row.rank = 1 if differs_from_best(row, ranked) is False else position
+    for row in rows:
         row.members = [aggregate_row([job], ranked_by) for job in row.jobs] if len(row.jobs) > 1 else []
     return rows
+
+
+def differs_from_best(row: ResultRow, ranked: list[ResultRow]) -> bool | None:
+    """Whether the loss of a ranked row differs from that of the first by more than chance; None where a row has one
+    seed, and the losses are not equal.
+    """
+    assert row.score and ranked[0].score
+    if row.score.mean == ranked[0].score.mean:
+        return False
+    return is_different(ranked[0].score, row.score, shared_level(len(ranked) - 1))
 
 
 def aggregate_row(jobs: list[JobResult], ranked_by: str) -> ResultRow:
@@ -368,15 +336,6 @@ def _sort_key(row: ResultRow) -> tuple:
     score = row.score.mean if row.score else math.inf
     rung = -row.stop_at if row.status == "paused" else 0
     return (JOB_STATUSES.index(row.status), row.diverged > 0, rung, score, swept_sort_key(row.overrides))
-
-
-def mean_std(values: Iterable[float | None]) -> MeanStd | None:
-    """Return mean and deviation of the values that are known and finite; None if there are none."""
-    present = [value for value in values if value is not None and value < math.inf]
-    if not present:
-        return None
-    deviation = statistics.stdev(present) if len(present) > 1 else None
-    return MeanStd(statistics.fmean(present), deviation, len(present))
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

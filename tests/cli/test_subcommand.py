@@ -28,10 +28,12 @@ from runner.inference.evaluate import EvaluateConfig
 from runner.inference.inspect_rows import RowsConfig
 from runner.launch.doctor import DoctorConfig
 from runner.planning.command import PlanConfig
+from runner.reporting.arms import CompareConfig
 from runner.reporting.command import ReportConfig
 
 SCHEMAS: dict[str, type] = {
     "chat": ChatConfig,
+    "compare": CompareConfig,
     "evaluate": EvaluateConfig,
     "doctor": DoctorConfig,
     "faults": FaultsConfig,

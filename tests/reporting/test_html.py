@@ -286,7 +286,7 @@ def test_html_names_the_edge_and_the_line_that_extends_the_range(tmp_path: Path)
         )
     )
     assert (
-        "the winner has the highest optimizer.lr" in page
+        "the best point has the highest optimizer.lr" in page
         and f"python runner/train.py resume={tmp_path} optimizer.lr=0.004" in page
     )
 

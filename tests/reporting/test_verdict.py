@@ -12,7 +12,7 @@ from sweep_fixtures import job, training, write_sweep
 
 from runner.reporting.leaderboard import describe_sweep_end, leaderboard_text, update_report
 from runner.reporting.read_sweep import read_sweep_results
-from runner.reporting.sweep_results import MeanStd, difference_interval, mean_interval, t_quantile
+from runner.reporting.statistics import MeanStd, difference_interval, mean_interval, t_quantile
 from runner.reporting.verdict import SweepVerdict, next_value, sweep_verdict
 
 LR, ACC = "optimizer.lr", "train.accumulation_steps"
