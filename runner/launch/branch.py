@@ -1,0 +1,285 @@
+"""A run that continues the complete state of another one, its trunk, in a directory of its own:
+`init_from=RUN@step-100 keep=optimizer`.
+
+The new directory gets what a resume of the trunk from that checkpoint would read: settings, tokenizer, logs up to the
+checkpoint, the checkpoint itself. From there on it is a resume. The trunk is only read, and may be deleted afterwards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import mmap
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from common.errors import AlreadyReported, UserError, print_note
+from common.filesystem import (
+    make_dirs,
+    open_regular,
+    read_bounded,
+    remove_quietly,
+    write_atomic_file,
+    write_atomic_files,
+)
+from common.guarded_files import MAX_TOKENIZER_BYTES, read_from, read_source_file
+from common.limits import parse_yaml
+from data.tokenize.origin import COPIED_FILES, RUN_TOKENIZER
+from runner.checkpoint import atomic_dir
+from runner.checkpoint.format import CHECKPOINTS_DIR, STATE_FILE, TENSOR_FILES, checkpoint_files, read_state
+from runner.checkpoint.saving import find_best_weights, write_best_weights, write_checkpoint
+from runner.config import compose, overrides, snapshot
+from runner.config.hydra_errors import translating_hydra_errors
+from runner.config.unread import check_typed_are_read
+from runner.launch import recovery
+from runner.launch.resume import (
+    FIXED_KEYS,
+    ResumePlan,
+    effective_overrides,
+    fixed_key_error,
+    persisting_overrides,
+    plan_resume,
+    print_notes,
+)
+from runner.launch.run import check_inputs, run
+from runner.run_dir.contents import HYDRA_DIR, check_run_files, create_unique, enclosing_run
+from runner.run_dir.lock import refusing_disk_errors
+from runner.run_dir.metadata import RunMetadata
+from runner.run_dir.saved_config import MAX_YAML_BYTES, OVERRIDES_FILE
+
+KEEP_KEY, START_KEY, RUN_DIR_KEY = "keep", "init_from", "hydra.run.dir"
+USAGE = "init_from=RUN@step-N keep=optimizer, RUN a run directory"
+# fields of run.json that say what happened in the directory of the trunk
+FIELDS_OF_TRUNK = {"changed", "evaluations", "export", "recovered"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Trunk:
+    """A checkpoint to branch from, and what it knows of its run."""
+
+    run: Path
+    checkpoint: Path
+    saved: dict[str, Any]  # its state.json
+
+    @property
+    def files(self) -> dict[str, str]:
+        """Texts of the settings with which the checkpoint was saved, by their name in a run directory."""
+        return recovery.stored_record(self.saved)["files"]
+
+    @property
+    def overrides(self) -> list[str]:
+        """Return the overrides with which the checkpoint was saved."""
+        if (text := self.files.get(str(OVERRIDES_FILE))) is None:
+            return snapshot.load_overrides(self.run)
+        return snapshot.check_overrides_file(parse_yaml(text) or [], self.checkpoint / STATE_FILE)
+
+
+def is_branch(typed: Sequence[str]) -> bool:
+    """Return whether the overrides ask for a branch. Raises UserError for a value of `keep` that a sweep has."""
+    typed = overrides.overrides_of(KEEP_KEY, typed)
+    if several := next((override for override in typed if "," in override), None):
+        raise UserError("keep takes one value", several, "keep=optimizer, or leave it out")
+    return typed[-1:] == ["keep=optimizer"]
+
+
+def read_trunk(path: str) -> Trunk:
+    """Return the checkpoint at `path`, the value of init_from. Raises UserError if it is none, or damaged."""
+    checkpoint = Path(path)
+    folder = enclosing_run(checkpoint) if checkpoint.is_absolute() else None
+    if folder is None or checkpoint.parent != folder / CHECKPOINTS_DIR or not (checkpoint / STATE_FILE).is_file():
+        raise UserError("keep=optimizer continues a checkpoint of a run", f"{START_KEY}={path} keep=optimizer", USAGE)
+    check_run_files(folder)
+    if reason := atomic_dir.verify_dir(checkpoint):
+        raise UserError(f"this checkpoint is damaged: {reason}", str(checkpoint), "branch from another one")
+    return Trunk(folder, checkpoint, read_state(checkpoint))
+
+
+def start_branch(typed: list[str]) -> None:
+    """Train in a new run directory what the overrides `typed` ask for."""
+    trunk, extra = _split(typed)
+    of_dir = overrides.overrides_of(RUN_DIR_KEY, extra)
+    extra, runtime = compose.typed_settings([override for override in extra if override not in of_dir])
+    folder = Path(compose.compose_tree(of_dir).hydra.run.dir).absolute()
+    with RunMetadata.open(folder if of_dir else create_unique(folder)) as metadata:
+        before = metadata.fields
+        try:
+            plan = create_branch(metadata, trunk, extra)
+            data_files = check_inputs(plan.config)
+            with _naming(trunk, folder):
+                compose.run_resumed(
+                    lambda: run(plan.config, metadata, data_files), folder, plan.tree, plan.overrides, runtime
+                )
+        except UserError:
+            for name in (CHECKPOINTS_DIR, *(f"{log}.jsonl" for log in recovery.LOGS)):
+                remove_quietly(folder / name)
+            metadata.revert(before)  # nothing was trained: the directory is discarded
+            raise
+
+
+def create_branch(metadata: RunMetadata, trunk: Trunk, extra: list[str]) -> ResumePlan:
+    """Give the new run directory the state of `trunk` and the settings with the overrides `extra`; return these.
+
+    It is a run once all is there: a kill before leaves a directory without run.json and checkpoints. Raises UserError.
+    """
+    folder = metadata.folder
+    with refusing_disk_errors(folder), _naming(trunk, folder):
+        _copy_files(trunk, folder)
+        plan = plan_resume(folder, extra)
+        check_inputs(plan.config)
+        check_typed_are_read(extra, [plan.config])
+        print_note(
+            f"branch of {trunk.run} at step {trunk.saved['progress']['step']}, with the settings saved there and the typed ones"
+        )
+        print_notes(plan)
+        with persisting_overrides(plan):
+            _write_state(metadata, trunk)
+    return plan
+
+
+def show_branch(typed: list[str], show: Any) -> None:
+    """Call `show(folder, extra)` with a temporary directory that has the settings of the branch."""
+    import tempfile
+
+    trunk, extra = _split(typed)
+    with tempfile.TemporaryDirectory(prefix="branch-") as temp:
+        folder = Path(temp).resolve()
+        with _naming(trunk, folder):
+            _copy_files(trunk, folder)
+            show(folder, [override for override in extra if overrides.key_of(override) != RUN_DIR_KEY])
+
+
+def with_trunk_settings(typed: list[str]) -> list[str]:
+    """Return the overrides of a sweep of branches: the settings of the trunk, and the typed ones."""
+    starts = [str(value) for value in _values(_start_of(typed))]
+    typed_keys = overrides.keys_of(typed)
+    found: list[list[str]] = []
+    with translating_hydra_errors(typed):
+        parsed = OverridesParser.create().parse_overrides(typed)
+    for trunk in map(read_trunk, starts):
+        if fixed := next((key for key in typed_keys if key in FIXED_KEYS), None):
+            raise fixed_key_error(fixed, overrides.overrides_of(fixed, typed)[-1], trunk.run)
+        kept, notes = effective_overrides(trunk.overrides, parsed)
+        found.append([override for override in kept if overrides.key_of(override) != START_KEY])
+        if found[0] != found[-1]:
+            differing = " ".join(override for override in found[0] if override not in found[-1]) or "none"
+            text = f"the checkpoints of a sweep must have the same settings; {starts[0]} was saved with others: {differing}"
+            raise UserError(text, f"{START_KEY}={','.join(starts)}", "start a sweep for each of them")
+        if len(found) == 1:
+            for note in notes:
+                print_note(note)
+    print_note(f"branches of {starts[0]}, with the settings saved there and the typed ones")
+    return [*found[0], *typed]
+
+
+def branch_job(metadata: RunMetadata, start: str, job_overrides: Sequence[str]) -> None:
+    """Create the branch that a job of a sweep is; `start` is its init_from, `job_overrides` are all of its overrides."""
+    trunk = read_trunk(start)
+    saved = trunk.overrides
+    own = [
+        override
+        for override in job_overrides
+        if override not in saved and overrides.key_of(override) not in (START_KEY, KEEP_KEY)
+    ]
+    create_branch(metadata, trunk, own)
+
+
+def _start_of(typed: Sequence[str]) -> str:
+    found = overrides.overrides_of(START_KEY, typed)
+    if not found:
+        raise UserError("keep=optimizer continues a checkpoint of a run", "keep=optimizer", USAGE)
+    return found[-1]
+
+
+def _values(override: str) -> list[Any]:
+    """Return the values of an override, several for a sweep."""
+    with translating_hydra_errors([override]):
+        parsed = OverridesParser.create().parse_override(override)
+    return list(parsed.sweep_iterator()) if parsed.is_sweep_override() else [parsed.value()]
+
+
+def _split(typed: list[str]) -> tuple[Trunk, list[str]]:
+    """Return the checkpoint that the overrides name, and those of a resume."""
+    trunk = read_trunk(str(_values(_start_of(typed))[0]))
+    return trunk, [override for override in typed if overrides.key_of(override) not in (START_KEY, KEEP_KEY)]
+
+
+def _copy_files(trunk: Trunk, folder: Path) -> None:
+    """Write the settings, the tokenizer, and the logs up to the checkpoint to `folder`."""
+    hydra = trunk.run / HYDRA_DIR
+    own = [path for path in sorted(hydra.rglob("*")) if path.is_file() and "history" not in path.parts]
+    write_atomic_files((folder / path.relative_to(trunk.run), read_bounded(path, MAX_YAML_BYTES)) for path in own)
+    write_atomic_files((folder / name, text.encode()) for name, text in trunk.files.items())
+    make_dirs(folder / RUN_TOKENIZER)
+    for name in COPIED_FILES:
+        if (source := trunk.run / RUN_TOKENIZER / name).is_file():
+            write_atomic_file(folder / RUN_TOKENIZER / name, read_source_file(source, MAX_TOKENIZER_BYTES))
+    for log in recovery.LOGS:
+        if (source := trunk.run / f"{log}.jsonl").is_file():
+            write_atomic_file(folder / source.name, read_from(source, 0)[: trunk.saved["log"].get(log, 0)])
+
+
+def _write_state(metadata: RunMetadata, trunk: Trunk) -> None:
+    """Write the checkpoint, then run.json: a resume restores it if the launch is killed between them."""
+    checkpoints, name, progress = metadata.folder / CHECKPOINTS_DIR, trunk.checkpoint.name, trunk.saved["progress"]
+    best = progress["best_step"]
+    if best not in (None, progress["step"]):
+        if (weights := find_best_weights(trunk.run / CHECKPOINTS_DIR, best)) is None:
+            print_note(
+                f"the weights of the best evaluation of {trunk.run} until then, step {best}, were deleted: the best of the branch is chosen from here on"
+            )
+            progress = progress | {"best_loss": None, "best_step": None, "evals_since_best": 0}
+        else:
+            file = weights / TENSOR_FILES["model"]
+            write_best_weights(checkpoints, best, progress["best_loss"], partial(_mapped, file), file.stat().st_size)
+    manifest = read_bounded(trunk.checkpoint / atomic_dir.MANIFEST_FILE, atomic_dir.MAX_MANIFEST_BYTES)
+    known = recovery.fields_of_checkpoint(trunk.run, name, trunk.saved)
+    own = {
+        "id": secrets.token_hex(8),
+        "tracker_id": None,
+        "branched_from": {
+            "run": str(trunk.run),
+            "step": progress["step"],
+            "checkpoint": hashlib.sha256(manifest).hexdigest(),
+        },
+    }
+    metadata.adopt({field: value for field, value in known.items() if field not in FIELDS_OF_TRUNK} | own)
+    state = trunk.saved | {"progress": progress, "tracker_id": None, "run": recovery.record_run_dir(metadata)()}
+    files = checkpoint_files({}, state) | {
+        file: partial(_mapped, trunk.checkpoint / file) for file in TENSOR_FILES.values()
+    }
+    write_checkpoint(checkpoints, progress["step"], files, _size(trunk.checkpoint))
+    metadata.record_created()
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def _mapped(path: Path) -> memoryview:
+    """Return the content of a file, which stays readable after the file is deleted."""
+    fd, _ = open_regular(path)
+    with open(fd, "rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+@contextmanager
+def _naming(trunk: Trunk, folder: Path) -> Iterator[None]:
+    """Name the trunk in the errors of a refused branch, whose own `folder` does not stay."""
+    try:
+        yield
+    except AlreadyReported:
+        raise
+    except UserError as error:
+        texts = [error.message, error.setting, error.fix]
+        for key in (f"{START_KEY}=", "resume=", "run=", ""):
+            texts = [
+                text.replace(f"{key}{folder}{'' if key else '/'}", f"{key}{trunk.run}{'' if key else '/'}")
+                for text in texts
+            ]
+        raise UserError(*texts) from error
