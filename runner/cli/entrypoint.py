@@ -101,17 +101,18 @@ def _dispatch(argv: list[str], task: Task) -> None:
     if resume_from and resume_from[-1] != "null":
         return _resume(resolve.resolve_run(resume_from[-1]), typed, flags, run_hydra)
     overrides.check_overrides(typed)
-    from runner.launch import branch
+    if overrides.is_branch(typed):
+        from runner.launch import branch
 
-    if is_branch := branch.is_branch(typed):
         typed = resolve.resolve_model_overrides(typed)
-    if is_branch and is_show:
-        from runner.cli.show_config import show_run_config
+        if not is_multirun:
+            overrides.check_single_run(typed)
+            if is_show:
+                from runner.cli.show_config import show_run_config
 
-        return branch.show_branch(typed, lambda folder, extra: show_run_config(folder, extra, flags, run_hydra))
-    if is_branch and not is_multirun:
-        overrides.check_single_run(typed)
-        return branch.start_branch(typed)
+                return branch.show_branch(typed, partial(show_run_config, flags=flags, run_hydra=run_hydra))
+            return branch.start_branch(typed)
+        typed = branch.with_trunk_settings(typed)
     if is_show:
         return run_hydra(typed, flags)
     if "train.batch_size=auto" in typed:
@@ -124,7 +125,7 @@ def _dispatch(argv: list[str], task: Task) -> None:
     if is_multirun:
         from runner.sweep.command import start_sweep
 
-        return start_sweep(branch.with_trunk_settings(typed) if is_branch else typed, flags, run_hydra)
+        return start_sweep(typed, flags, run_hydra)
     run_hydra(typed, flags)
 
 

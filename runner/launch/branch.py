@@ -11,15 +11,17 @@ import dataclasses
 import hashlib
 import mmap
 import secrets
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 
-from common.errors import AlreadyReported, UserError, print_note
+from common.errors import AlreadyReported, UserError, did_you_mean_path, print_note
 from common.filesystem import (
     make_dirs,
     open_regular,
@@ -30,9 +32,12 @@ from common.filesystem import (
 )
 from common.guarded_files import MAX_TOKENIZER_BYTES, read_from, read_source_file
 from common.limits import parse_yaml
+from common.settings import setting_values
 from data.tokenize.origin import COPIED_FILES, RUN_TOKENIZER
 from runner.checkpoint import atomic_dir
+from runner.checkpoint.compatibility import diff_facts, run_rules
 from runner.checkpoint.format import CHECKPOINTS_DIR, STATE_FILE, TENSOR_FILES, checkpoint_files, read_state
+from runner.checkpoint.manager import check_compatible
 from runner.checkpoint.saving import find_best_weights, write_best_weights, write_checkpoint
 from runner.config import compose, overrides, snapshot
 from runner.config.hydra_errors import translating_hydra_errors
@@ -56,7 +61,7 @@ from runner.run_dir.saved_config import MAX_YAML_BYTES, OVERRIDES_FILE
 KEEP_KEY, START_KEY, RUN_DIR_KEY = "keep", "init_from", "hydra.run.dir"
 USAGE = "init_from=RUN@step-N keep=optimizer, RUN a run directory"
 # fields of run.json that say what happened in the directory of the trunk
-FIELDS_OF_TRUNK = {"changed", "evaluations", "export", "recovered"}
+FIELDS_OF_TRUNK = {"attempts", "changed", "evaluations", "export", "recovered"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,20 +85,17 @@ class Trunk:
         return snapshot.check_overrides_file(parse_yaml(text) or [], self.checkpoint / STATE_FILE)
 
 
-def is_branch(typed: Sequence[str]) -> bool:
-    """Return whether the overrides ask for a branch. Raises UserError for a value of `keep` that a sweep has."""
-    typed = overrides.overrides_of(KEEP_KEY, typed)
-    if several := next((override for override in typed if "," in override), None):
-        raise UserError("keep takes one value", several, "keep=optimizer, or leave it out")
-    return typed[-1:] == ["keep=optimizer"]
-
-
 def read_trunk(path: str) -> Trunk:
     """Return the checkpoint at `path`, the value of init_from. Raises UserError if it is none, or damaged."""
     checkpoint = Path(path)
     folder = enclosing_run(checkpoint) if checkpoint.is_absolute() else None
     if folder is None or checkpoint.parent != folder / CHECKPOINTS_DIR or not (checkpoint / STATE_FILE).is_file():
-        raise UserError("keep=optimizer continues a checkpoint of a run", f"{START_KEY}={path} keep=optimizer", USAGE)
+        text = "keep=optimizer continues a checkpoint of a run, with its optimizer"
+        if not checkpoint.exists() and "/" in path:
+            text, fix = f"there is no {path}", did_you_mean_path(path.rpartition("@")[0] or path)
+        else:
+            fix = f"{START_KEY}={folder}@last keep=optimizer" if folder == checkpoint else USAGE
+        raise UserError(text, f"{START_KEY}={path} keep=optimizer", fix)
     check_run_files(folder)
     if reason := atomic_dir.verify_dir(checkpoint):
         raise UserError(f"this checkpoint is damaged: {reason}", str(checkpoint), "branch from another one")
@@ -130,7 +132,12 @@ def create_branch(metadata: RunMetadata, trunk: Trunk, extra: list[str]) -> Resu
     folder = metadata.folder
     with refusing_disk_errors(folder), _naming(trunk, folder):
         _copy_files(trunk, folder)
-        plan = plan_resume(folder, extra)
+        plan, before = plan_resume(folder, extra), plan_resume(folder, []).config
+        check_compatible(
+            diff_facts(setting_values(before), setting_values(plan.config), run_rules(plan.config)),
+            trunk.checkpoint,
+            trunk.run,
+        )
         check_inputs(plan.config)
         check_typed_are_read(extra, [plan.config])
         print_note(
@@ -142,28 +149,24 @@ def create_branch(metadata: RunMetadata, trunk: Trunk, extra: list[str]) -> Resu
     return plan
 
 
-def show_branch(typed: list[str], show: Any) -> None:
-    """Call `show(folder, extra)` with a temporary directory that has the settings of the branch."""
-    import tempfile
-
+def show_branch(typed: list[str], show: Callable[[Path, list[str]], None]) -> None:
+    """Call `show` with a temporary directory that has the settings saved in the checkpoint, and the typed ones."""
     trunk, extra = _split(typed)
     with tempfile.TemporaryDirectory(prefix="branch-") as temp:
         folder = Path(temp).resolve()
         with _naming(trunk, folder):
             _copy_files(trunk, folder)
-            show(folder, [override for override in extra if overrides.key_of(override) != RUN_DIR_KEY])
+            extra = [override for override in extra if overrides.key_of(override) != RUN_DIR_KEY]
+            show(folder, extra)
 
 
 def with_trunk_settings(typed: list[str]) -> list[str]:
     """Return the overrides of a sweep of branches: the settings of the trunk, and the typed ones."""
-    starts = [str(value) for value in _values(_start_of(typed))]
-    typed_keys = overrides.keys_of(typed)
+    parsed, starts = _parse(typed)
     found: list[list[str]] = []
-    with translating_hydra_errors(typed):
-        parsed = OverridesParser.create().parse_overrides(typed)
     for trunk in map(read_trunk, starts):
-        if fixed := next((key for key in typed_keys if key in FIXED_KEYS), None):
-            raise fixed_key_error(fixed, overrides.overrides_of(fixed, typed)[-1], trunk.run)
+        if fixed := next((override for override in parsed if override.key_or_group in FIXED_KEYS), None):
+            raise fixed_key_error(fixed.key_or_group, str(fixed.input_line), trunk.run)
         kept, notes = effective_overrides(trunk.overrides, parsed)
         found.append([override for override in kept if overrides.key_of(override) != START_KEY])
         if found[0] != found[-1]:
@@ -181,32 +184,29 @@ def branch_job(metadata: RunMetadata, start: str, job_overrides: Sequence[str]) 
     """Create the branch that a job of a sweep is; `start` is its init_from, `job_overrides` are all of its overrides."""
     trunk = read_trunk(start)
     saved = trunk.overrides
-    own = [
-        override
-        for override in job_overrides
-        if override not in saved and overrides.key_of(override) not in (START_KEY, KEEP_KEY)
-    ]
-    create_branch(metadata, trunk, own)
+    create_branch(metadata, trunk, [override for override in _own_overrides(job_overrides) if override not in saved])
 
 
-def _start_of(typed: Sequence[str]) -> str:
-    found = overrides.overrides_of(START_KEY, typed)
-    if not found:
+def _parse(typed: list[str]) -> tuple[list[Override], list[str]]:
+    """Return the parsed overrides, and the values of init_from: several in a sweep."""
+    with translating_hydra_errors(typed):
+        parsed = OverridesParser.create().parse_overrides(typed)
+    start = next((override for override in reversed(parsed) if override.key_or_group == START_KEY), None)
+    if start is None:
         raise UserError("keep=optimizer continues a checkpoint of a run", "keep=optimizer", USAGE)
-    return found[-1]
-
-
-def _values(override: str) -> list[Any]:
-    """Return the values of an override, several for a sweep."""
-    with translating_hydra_errors([override]):
-        parsed = OverridesParser.create().parse_override(override)
-    return list(parsed.sweep_iterator()) if parsed.is_sweep_override() else [parsed.value()]
+    return parsed, [str(value) for value in (start.sweep_iterator() if start.is_sweep_override() else [start.value()])]
 
 
 def _split(typed: list[str]) -> tuple[Trunk, list[str]]:
-    """Return the checkpoint that the overrides name, and those of a resume."""
-    trunk = read_trunk(str(_values(_start_of(typed))[0]))
-    return trunk, [override for override in typed if overrides.key_of(override) not in (START_KEY, KEEP_KEY)]
+    """Return the checkpoint that the overrides of one run name, and those of a resume."""
+    parsed, starts = _parse(typed)
+    if several := next((override.input_line for override in parsed if override.is_sweep_override()), None):
+        raise UserError("several values for one run", str(several), "add --multirun to branch once with each")
+    return read_trunk(starts[0]), _own_overrides(typed)
+
+
+def _own_overrides(typed: Sequence[str]) -> list[str]:
+    return [override for override in typed if overrides.key_of(override) not in (START_KEY, KEEP_KEY)]
 
 
 def _copy_files(trunk: Trunk, folder: Path) -> None:
