@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import mmap
+import os
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
 from common.errors import AlreadyReported, UserError, did_you_mean_path, print_note
-from common.filesystem import (
-    make_dirs,
-    open_regular,
-    read_bounded,
-    remove_quietly,
-    write_atomic_file,
-    write_atomic_files,
-)
-from common.guarded_files import MAX_TOKENIZER_BYTES, read_from, read_source_file
+from common.filesystem import open_regular, read_bounded, remove_quietly, temp_name, write_atomic_files
+from common.guarded_files import MAX_TOKENIZER_BYTES, read_from
 from common.limits import parse_yaml
 from common.settings import setting_values
 from data.tokenize.origin import COPIED_FILES, RUN_TOKENIZER
@@ -56,7 +49,7 @@ from runner.launch.run import check_inputs, run
 from runner.run_dir.contents import HYDRA_DIR, check_run_files, create_unique, enclosing_run
 from runner.run_dir.lock import refusing_disk_errors
 from runner.run_dir.metadata import RunMetadata
-from runner.run_dir.saved_config import MAX_YAML_BYTES, OVERRIDES_FILE
+from runner.run_dir.saved_config import CONFIG_FILE, MAX_YAML_BYTES, OVERRIDES_FILE
 
 KEEP_KEY, START_KEY, RUN_DIR_KEY = "keep", "init_from", "hydra.run.dir"
 USAGE = "init_from=RUN@step-N keep=optimizer, RUN a run directory"
@@ -98,7 +91,8 @@ def read_trunk(path: str) -> Trunk:
         raise UserError(text, f"{START_KEY}={path} keep=optimizer", fix)
     check_run_files(folder)
     if reason := atomic_dir.verify_dir(checkpoint):
-        raise UserError(f"this checkpoint is damaged: {reason}", str(checkpoint), "branch from another one")
+        fix = f"{START_KEY}={folder}@last is the newest whole one"
+        raise UserError(f"this checkpoint is damaged: {reason}", str(checkpoint), fix)
     return Trunk(folder, checkpoint, read_state(checkpoint))
 
 
@@ -127,25 +121,32 @@ def start_branch(typed: list[str]) -> None:
 def create_branch(metadata: RunMetadata, trunk: Trunk, extra: list[str]) -> ResumePlan:
     """Give the new run directory the state of `trunk` and the settings with the overrides `extra`; return these.
 
-    It is a run once all is there: a kill before leaves a directory without run.json and checkpoints. Raises UserError.
+    A kill before the checkpoint is written leaves a directory that holds no run, later one whose settings a resume
+    restores from the checkpoint. Raises UserError.
     """
     folder = metadata.folder
-    with refusing_disk_errors(folder), _naming(trunk, folder):
-        _copy_files(trunk, folder)
-        plan, before = plan_resume(folder, extra), plan_resume(folder, []).config
-        check_compatible(
-            diff_facts(setting_values(before), setting_values(plan.config), run_rules(plan.config)),
-            trunk.checkpoint,
-            trunk.run,
-        )
-        check_inputs(plan.config)
-        check_typed_are_read(extra, [plan.config])
-        print_note(
-            f"branch of {trunk.run} at step {trunk.saved['progress']['step']}, with the settings saved there and the typed ones"
-        )
-        print_notes(plan)
-        with persisting_overrides(plan):
-            _write_state(metadata, trunk)
+    staged = folder / temp_name("tmp", "branch")  # no settings of the trunk alone are ever in the directory
+    try:
+        with refusing_disk_errors(folder), _naming(trunk, staged):
+            _write_files(staged, _settings_of(trunk))
+            plan, before = plan_resume(staged, extra), plan_resume(staged, []).config
+            check_compatible(
+                diff_facts(setting_values(before), setting_values(plan.config), run_rules(plan.config)),
+                trunk.checkpoint,
+                trunk.run,
+            )
+            check_inputs(plan.config)
+            check_typed_are_read(extra, [plan.config])
+            with persisting_overrides(plan):
+                _write_files(folder, _files_of(trunk))
+                step = _write_checkpoint(metadata, trunk, staged)
+            remove_quietly(folder / HYDRA_DIR)  # of a launch that was killed
+            os.replace(staged / HYDRA_DIR, folder / HYDRA_DIR)
+            metadata.record_created()
+    finally:
+        remove_quietly(staged)
+    print_note(f"branched from {trunk.run} at step {step}, with the settings saved there and the typed ones")
+    print_notes(plan)
     return plan
 
 
@@ -155,7 +156,7 @@ def show_branch(typed: list[str], show: Callable[[Path, list[str]], None]) -> No
     with tempfile.TemporaryDirectory(prefix="branch-") as temp:
         folder = Path(temp).resolve()
         with _naming(trunk, folder):
-            _copy_files(trunk, folder)
+            _write_files(folder, _settings_of(trunk))
             extra = [override for override in extra if overrides.key_of(override) != RUN_DIR_KEY]
             show(folder, extra)
 
@@ -209,23 +210,45 @@ def _own_overrides(typed: Sequence[str]) -> list[str]:
     return [override for override in typed if overrides.key_of(override) not in (START_KEY, KEEP_KEY)]
 
 
-def _copy_files(trunk: Trunk, folder: Path) -> None:
-    """Write the settings, the tokenizer, and the logs up to the checkpoint to `folder`."""
-    hydra = trunk.run / HYDRA_DIR
-    own = [path for path in sorted(hydra.rglob("*")) if path.is_file() and "history" not in path.parts]
-    write_atomic_files((folder / path.relative_to(trunk.run), read_bounded(path, MAX_YAML_BYTES)) for path in own)
-    write_atomic_files((folder / name, text.encode()) for name, text in trunk.files.items())
-    make_dirs(folder / RUN_TOKENIZER)
-    for name in COPIED_FILES:
-        if (source := trunk.run / RUN_TOKENIZER / name).is_file():
-            write_atomic_file(folder / RUN_TOKENIZER / name, read_source_file(source, MAX_TOKENIZER_BYTES))
-    for log in recovery.LOGS:
-        if (source := trunk.run / f"{log}.jsonl").is_file():
-            write_atomic_file(folder / source.name, read_from(source, 0)[: trunk.saved["log"].get(log, 0)])
+def _settings_of(trunk: Trunk) -> dict[str, bytes]:
+    """Return the files of `.hydra/` by their name in a run directory: as the checkpoint has them, else as they are now."""
+    folders = (trunk.run / snapshot.SNAPSHOT_DIR, trunk.run / snapshot.PLUGINS_DIR)
+    found = [
+        trunk.run / CONFIG_FILE,
+        trunk.run / OVERRIDES_FILE,
+        *(path for folder in folders for path in folder.rglob("*")),
+    ]
+    with _reading(trunk):
+        now = {str(path.relative_to(trunk.run)): read_bounded(path, MAX_YAML_BYTES) for path in found if path.is_file()}
+    return now | {name: text.encode() for name, text in trunk.files.items()}
 
 
-def _write_state(metadata: RunMetadata, trunk: Trunk) -> None:
-    """Write the checkpoint, then run.json: a resume restores it if the launch is killed between them."""
+def _files_of(trunk: Trunk) -> dict[str, bytes]:
+    """Return the files of the tokenizer, and the logs up to the checkpoint, by their name in a run directory."""
+    names = [f"{RUN_TOKENIZER}/{name}" for name in COPIED_FILES if (trunk.run / RUN_TOKENIZER / name).is_file()]
+    with _reading(trunk):
+        files = {name: read_bounded(trunk.run / name, MAX_TOKENIZER_BYTES) for name in names}
+        for log, length in trunk.saved["log"].items():
+            if log in recovery.LOGS and (source := trunk.run / f"{log}.jsonl").is_file():
+                files[source.name] = read_from(source, 0)[:length]
+    return files
+
+
+def _write_files(folder: Path, files: dict[str, bytes]) -> None:
+    write_atomic_files((folder / name, content) for name, content in files.items())
+
+
+@contextmanager
+def _reading(trunk: Trunk) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        fix = f"resume={trunk.run} repairs it; or branch from another run"
+        raise UserError(f"a file of the run cannot be read: {error}", str(trunk.run), fix) from error
+
+
+def _write_checkpoint(metadata: RunMetadata, trunk: Trunk, settings: Path) -> int:
+    """Write the checkpoint of the branch, whose settings are in the directory `settings`; return its step."""
     checkpoints, name, progress = metadata.folder / CHECKPOINTS_DIR, trunk.checkpoint.name, trunk.saved["progress"]
     best = progress["best_step"]
     if best not in (None, progress["step"]):
@@ -235,8 +258,8 @@ def _write_state(metadata: RunMetadata, trunk: Trunk) -> None:
             )
             progress = progress | {"best_loss": None, "best_step": None, "evals_since_best": 0}
         else:
-            file = weights / TENSOR_FILES["model"]
-            write_best_weights(checkpoints, best, progress["best_loss"], partial(_mapped, file), file.stat().st_size)
+            weights_file = _mapped(weights / TENSOR_FILES["model"])
+            write_best_weights(checkpoints, best, progress["best_loss"], lambda: weights_file, len(weights_file))
     manifest = read_bounded(trunk.checkpoint / atomic_dir.MANIFEST_FILE, atomic_dir.MAX_MANIFEST_BYTES)
     known = recovery.fields_of_checkpoint(trunk.run, name, trunk.saved)
     own = {
@@ -249,16 +272,15 @@ def _write_state(metadata: RunMetadata, trunk: Trunk) -> None:
         },
     }
     metadata.adopt({field: value for field, value in known.items() if field not in FIELDS_OF_TRUNK} | own)
-    state = trunk.saved | {"progress": progress, "tracker_id": None, "run": recovery.record_run_dir(metadata)()}
-    files = checkpoint_files({}, state) | {
-        file: partial(_mapped, trunk.checkpoint / file) for file in TENSOR_FILES.values()
+    state = trunk.saved | {
+        "progress": progress,
+        "tracker_id": None,
+        "run": recovery.record_run_dir(metadata, settings)(),
     }
-    write_checkpoint(checkpoints, progress["step"], files, _size(trunk.checkpoint))
-    metadata.record_created()
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir())
+    tensors = {file: _mapped(trunk.checkpoint / file) for file in TENSOR_FILES.values()}
+    files = {**checkpoint_files({}, state), **tensors}
+    write_checkpoint(checkpoints, progress["step"], files, sum(map(len, tensors.values())))
+    return int(progress["step"])
 
 
 def _mapped(path: Path) -> memoryview:

@@ -59,9 +59,9 @@ MAX_STORED_ATTEMPTS = 20  # newest records of attempts that a checkpoint stores
 MAX_TEXT_BYTES = 1 << 18  # of all texts together
 
 
-def record_run_dir(metadata: RunMetadata) -> Callable[[], dict[str, Any]]:
+def record_run_dir(metadata: RunMetadata, settings: Path | None = None) -> Callable[[], dict[str, Any]]:
     """Return a function that returns the record of the run directory as it is now; {} in a process that does not write
-    there.
+    there. `settings`: another directory whose `.hydra/` is that of the run.
 
     The files are read once: a launch does not change them after it has begun to train.
     """
@@ -69,9 +69,10 @@ def record_run_dir(metadata: RunMetadata) -> Callable[[], dict[str, Any]]:
         return dict
     tokenizer = [file for name in COPIED_FILES if os.path.lexists(file := metadata.folder / RUN_TOKENIZER / name)]
     checksums = {file.name: _sha256(read_bounded(file, MAX_TOKENIZER_BYTES)) for file in tokenizer}
-    copies = sorted(str(path.relative_to(metadata.folder)) for path in (metadata.folder / SNAPSHOT_DIR).rglob("*.yaml"))
+    settings = settings or metadata.folder
+    copies = sorted(str(path.relative_to(settings)) for path in (settings / SNAPSHOT_DIR).rglob("*.yaml"))
     names = [name for name in (CONFIG, OVERRIDES, *copies) if _is_settings_file(name)]
-    files = {"files": read_texts(metadata.folder, names, MAX_TEXT_BYTES), "tokenizer": checksums}
+    files = {"files": read_texts(settings, names, MAX_TEXT_BYTES), "tokenizer": checksums}
 
     def record() -> dict[str, Any]:
         fields = {name: value for name, value in metadata.fields.items() if name not in PASSING_FIELDS}
