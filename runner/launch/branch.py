@@ -138,7 +138,6 @@ def create_branch(metadata: RunMetadata, trunk: Trunk, extra: list[str]) -> Resu
             check_inputs(plan.config)
             check_typed_are_read(extra, [plan.config])
             with persisting_overrides(plan):
-                _write_files(folder, _files_of(trunk))
                 step = _write_checkpoint(metadata, trunk, staged)
             remove_quietly(folder / HYDRA_DIR)  # of a launch that was killed
             os.replace(staged / HYDRA_DIR, folder / HYDRA_DIR)
@@ -260,6 +259,7 @@ def _write_checkpoint(metadata: RunMetadata, trunk: Trunk, settings: Path) -> in
         else:
             weights_file = _mapped(weights / TENSOR_FILES["model"])
             write_best_weights(checkpoints, best, progress["best_loss"], lambda: weights_file, len(weights_file))
+    _write_files(metadata.folder, _files_of(trunk))
     manifest = read_bounded(trunk.checkpoint / atomic_dir.MANIFEST_FILE, atomic_dir.MAX_MANIFEST_BYTES)
     known = recovery.fields_of_checkpoint(trunk.run, name, trunk.saved)
     own = {
