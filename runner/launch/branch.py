@@ -22,7 +22,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
 from common.errors import AlreadyReported, UserError, did_you_mean_path, print_note
-from common.filesystem import open_regular, read_bounded, remove_quietly, temp_name, write_atomic_files
+from common.filesystem import Chunks, open_regular, read_bounded, remove_quietly, temp_name, write_atomic_files
 from common.guarded_files import MAX_TOKENIZER_BYTES, read_from
 from common.limits import parse_yaml
 from common.settings import setting_values
@@ -84,7 +84,7 @@ def read_trunk(path: str) -> Trunk:
     folder = enclosing_run(checkpoint) if checkpoint.is_absolute() else None
     if folder is None or checkpoint.parent != folder / CHECKPOINTS_DIR or not (checkpoint / STATE_FILE).is_file():
         text = "keep=optimizer continues a checkpoint of a run, with its optimizer"
-        if not checkpoint.exists() and "/" in path:
+        if not checkpoint.exists() and ("/" in path or "@" in path):
             text, fix = f"there is no {path}", did_you_mean_path(path.rpartition("@")[0] or path)
         else:
             fix = f"{START_KEY}={folder}@last keep=optimizer" if folder == checkpoint else USAGE
@@ -277,9 +277,9 @@ def _write_checkpoint(metadata: RunMetadata, trunk: Trunk, settings: Path) -> in
         "tracker_id": None,
         "run": recovery.record_run_dir(metadata, settings)(),
     }
+    files: dict[str, Chunks | Callable[[], Chunks]] = {**checkpoint_files({}, state)}
     tensors = {file: _mapped(trunk.checkpoint / file) for file in TENSOR_FILES.values()}
-    files = {**checkpoint_files({}, state), **tensors}
-    write_checkpoint(checkpoints, progress["step"], files, sum(map(len, tensors.values())))
+    write_checkpoint(checkpoints, progress["step"], files | tensors, sum(map(len, tensors.values())))
     return int(progress["step"])
 
 
