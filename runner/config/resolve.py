@@ -200,7 +200,7 @@ def _check_checkpoint(run: Path, path: Path) -> None:
         raise UserError(
             f"a run resumes from its newest checkpoint, and there are newer ones: {', '.join(newer)}",
             str(checkpoint),
-            f"resume={run}; or start a new run from these weights with init_from={checkpoint}",
+            f"resume={run}; or branch from it: init_from={checkpoint} keep=optimizer",
         )
 
 

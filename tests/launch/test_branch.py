@@ -105,9 +105,9 @@ class Killed(BaseException):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["before run.json", "before the first step"])
+@pytest.mark.parametrize("moment", ["before run.json", "before the first step"])
 def test_branch_killed_before_its_first_checkpoint_resumes_without_its_trunk(
-    place: str, call: Call, trunk: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
+    moment: str, call: Call, trunk: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def kill(*_: object, **__: object) -> None:
         raise Killed
@@ -115,7 +115,7 @@ def test_branch_killed_before_its_first_checkpoint_resumes_without_its_trunk(
     typed = ["init_from=trunk@step-2", "keep=optimizer", "optimizer.lr=0.001"]
     assert call(*typed, "hydra.run.dir=whole").returncode == 0
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        if place == "before run.json":
+        if moment == "before run.json":
             patch.setattr(RunMetadata, "record_created", kill)
         else:
             patch.setattr(branch, "run", kill)
@@ -135,13 +135,18 @@ REFUSED = [
     ("init_from=trunk@step-2 keep=optimizer model.hidden_size=64", "model.hidden_size: 32 -> 64"),
     ("init_from=trunk@step-4 keep=optimizer train.max_steps=3", "give at least 4; a run cannot go back"),
     ("init_from=trunk@step-2 keep=optimizer train.batch_size=4", "rows_per_step: 2 -> 4"),
-    ("init_from=trunk@step-2 keep=optimizer optimizer.lr=1e-4,1e-5", "add --multirun to branch once with each"),
+    (
+        "init_from=trunk@step-2 keep=optimizer optimizer.lr=1e-4,1e-5",
+        "--multirun init_from=TRUNK@last keep=optimizer optimizer.lr=1e-4,1e-5",
+    ),
     ("init_from=trunk keep=optimizer", "init_from=TRUNK@last keep=optimizer"),
     ("init_from=scratch keep=optimizer", "init_from=RUN@step-N keep=optimizer"),
     ("init_from=gone@step-2 keep=optimizer", "there is no gone@step-2"),
+    ("init_from=trunk@step-2 keep=optimizer --cfg job", "resume=RUN prints them"),
     ("keep=optimizer", "init_from=RUN@step-N keep=optimizer"),
     ("init_from=trunk@step-2 keep=weights", "keep must be one of none, optimizer, got weights"),
     ("init_from=trunk@step-2 keep=none,optimizer --multirun", "keep takes one value"),
+    ("init_from=trunk@step-2,trunk@step-4 keep=optimizer seed=7 --multirun", "seed: 42 -> 7"),
     ("init_from=trunk@step-2 keep=optimizer stage=sft,pretrain --multirun", "stage cannot change in a run"),
 ]
 
@@ -192,24 +197,15 @@ def test_checkpoint_named_by_its_step_gives_weights_alone_without_keep(
         assert (fields["step"], fields["attempt"]) == (1, 1)
 
 
-def test_branch_prints_its_settings_and_writes_nothing(call: Call, trunk: Path, workspace: Path) -> None:
-    result = call("init_from=trunk@last", "keep=optimizer", "optimizer.lr=0.5", "--cfg", "job")
-    config = yaml.safe_load(result.stdout)
-    assert (config["optimizer"]["lr"], config["train"]["max_steps"], config["schedule"]["name"]) == (0.5, 6, "wsd")
-    assert sorted(path.name for path in workspace.iterdir()) == ["trunk"]
-
-
 @pytest.mark.slow
 def test_branch_of_every_job_of_a_sweep(program: Program, trunk: Path, workspace: Path) -> None:
-    starts, sweep = f"init_from={trunk}@step-2,{trunk}@step-4", workspace / "sweep"
-    typed = ["--multirun", starts, "keep=optimizer", f"hydra.sweep.dir={sweep}"]
-    result = program(*typed, "optimizer.lr=0.02", "seed=7")
-    assert result.returncode == 2 and "all 2 jobs were refused: cannot resume" in result.stderr, result.stderr
-    assert "seed: 42 -> 7" in result.stderr and not sweep.exists()
-    result = program(*typed, "optimizer.lr=0.02,0.001", OMP_NUM_THREADS=str(torch.get_num_threads()))
+    sweep = workspace / "sweep"
+    typed = ["--multirun", f"init_from={trunk}@step-2,{trunk}@step-4", "optimizer.lr=0.02,0.001"]
+    typed += ["sweep.zip=[init_from,optimizer.lr]", "keep=optimizer", f"hydra.sweep.dir={sweep}"]
+    result = program(*typed, OMP_NUM_THREADS=str(torch.get_num_threads()))
     assert result.returncode == 0, result.stderr
     jobs = {job.parent: RunMetadata.read(job.parent) for job in sweep.glob("*/run.json")}
-    assert sorted(fields["branched_from"]["step"] for fields in jobs.values()) == [2, 2, 4, 4]
+    assert sorted(fields["branched_from"]["step"] for fields in jobs.values()) == [2, 4]
     for job in jobs:
         config = yaml.safe_load((job / ".hydra" / "config.yaml").read_text())
         assert (config["keep"], config["train"]["save_every"]) == ("none", 2)
