@@ -95,7 +95,7 @@ def run_summary(state: TrainState) -> dict[str, str]:
         **state.kernel_reasons,
     }
     if branched := state.run_record().get("fields", {}).get("branched_from"):
-        summary["branched from"] = f"{display_path(Path(branched['run']))} at step {branched['step']:,}"
+        summary["branched from"] = f"{display_path(Path(str(branched.get('run'))))} at step {branched.get('step')}"
     return summary | (
         {"resumed": f"at step {state.progress.step:,} (attempt {state.attempt})"} if state.progress.step else {}
     )

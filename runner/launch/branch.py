@@ -12,7 +12,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,12 +67,15 @@ class Trunk:
     run: Path
     checkpoint: Path
     saved: dict[str, Any]  # its state.json
+    fields: dict[str, Any]  # of run.json, as the checkpoint has them
     settings: dict[str, str]  # texts of `.hydra/` by their name in a run directory, as the checkpoint has them
 
     @property
     def overrides(self) -> list[str]:
-        text = self.settings.get(str(OVERRIDES_FILE), "")
-        return snapshot.check_overrides_file(parse_yaml(text) or [], self.checkpoint / STATE_FILE)
+        with suppress(ValueError):
+            typed = parse_yaml(self.settings.get(str(OVERRIDES_FILE), "[]"))
+            return snapshot.check_overrides_file(typed, self.checkpoint / STATE_FILE)
+        return snapshot.load_overrides(self.run)
 
 
 def read_trunk(path: str) -> Trunk:
@@ -91,10 +94,14 @@ def read_trunk(path: str) -> Trunk:
         fix = f"init_from={folder}@last is the newest whole one"
         raise UserError(f"this checkpoint is damaged: {reason}", str(checkpoint), fix)
     saved = read_state(checkpoint)
+    try:
+        fields = recovery.fields_of_checkpoint(folder, checkpoint.name, saved)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{STATE_FILE} has no usable value: {error}", str(checkpoint), USAGE) from error
     copies = (path for name in (snapshot.SNAPSHOT_DIR, snapshot.PLUGINS_DIR) for path in (folder / name).rglob("*.*"))
     names = [CONFIG_FILE, OVERRIDES_FILE, *(path.relative_to(folder) for path in copies)]
     now = read_texts(folder, map(str, names), recovery.MAX_TEXT_BYTES)
-    return Trunk(folder, checkpoint, saved, now | recovery.stored_record(saved)["files"])
+    return Trunk(folder, checkpoint, saved, fields, now | recovery.stored_record(saved)["files"])
 
 
 def start_branch(typed: list[str]) -> None:
@@ -201,9 +208,8 @@ def _write_state(metadata: RunMetadata, trunk: Trunk, settings: Path) -> int:
     write_atomic_files((metadata.folder / name, content) for name, content in files.items())
     manifest = read_bounded(trunk.checkpoint / atomic_dir.MANIFEST_FILE, atomic_dir.MAX_MANIFEST_BYTES)
     branched = {"run": str(trunk.run), "step": step, "checkpoint": hashlib.sha256(manifest).hexdigest()}
-    fields = recovery.fields_of_checkpoint(trunk.run, trunk.checkpoint.name, trunk.saved)
     own = {"id": secrets.token_hex(8), "tracker_id": None, "branched_from": branched}
-    metadata.adopt({name: value for name, value in fields.items() if name not in FIELDS_OF_TRUNK} | own)
+    metadata.adopt({name: value for name, value in trunk.fields.items() if name not in FIELDS_OF_TRUNK} | own)
     record = recovery.record_run_dir(metadata, settings)()
     state = trunk.saved | {"progress": progress, "tracker_id": None, "run": record}
     named: dict[str, Chunks | Callable[[], Chunks]] = {**checkpoint_files({}, state)}
