@@ -258,6 +258,8 @@ class Config(CheckedSettings):
     device: str = field(metadata=CHANGES_ROUNDING)
     # initial weights: auto, scratch, last, a run, a sweep, a Hugging Face folder, owner/name of the hub, a .pth
     init_from: str = field(metadata=IGNORED)
+    # what a run continues of init_from=RUN@step-N: none (but the weights), optimizer (the complete state)
+    keep: str = one_of("none", "optimizer", resume=IGNORED)
     resume: Optional[str] = field(metadata=IGNORED)  # run or sweep directory to continue, or last
     # modules or .py files of the user that extend the registries; typed for each command, never read from a file
     plugins: list[str] = field(metadata=IGNORED)

@@ -139,6 +139,8 @@ class RunReport(Run):
         """Return the stage and what the run began from."""
         start = self.fields["init_from"]
         began = "from random weights" if start == "scratch" else f"from {start}" if start else ""
+        if branched := self.branched_from:
+            began = f"branched from {branched[0]} at step {branched[1]:,}"
         return [text for text in (self.fields["stage"], began) if text]
 
     @property

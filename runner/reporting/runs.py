@@ -18,7 +18,7 @@ from common.ownership import is_alive
 from common.settings import as_typed, flat_settings
 from runner.config.overrides import is_override_list, is_storable
 from runner.config.resolve import resolve_run
-from runner.reporting.metrics import Metrics, file_signature, read_job_metrics
+from runner.reporting.metrics import Metrics, count_number, file_signature, read_job_metrics
 from runner.run_dir.contents import (
     DEFAULT_METADATA,
     OWNER_FILE,
@@ -31,6 +31,7 @@ from runner.run_dir.contents import (
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.saved_config import CONFIG_FILE, load_saved_config, load_yaml
 
+MAX_TRUNK = 1000  # characters of the path of the run that a branch continues
 STEP_DIGITS = 15  # of a number of steps
 MAX_JOBS = 10_000  # of one sweep
 REPORT_FILE = "report.html"
@@ -71,6 +72,13 @@ class Run:
     @property
     def tags(self) -> list[str]:
         return [text_of(tag, 40) for tag in self.fields["tags"][:20] if isinstance(tag, str)]
+
+    @property
+    def branched_from(self) -> tuple[str, int] | None:
+        """Return run directory and step of the checkpoint that the run continues; None: it is no branch."""
+        found = as_dict(self.fields["branched_from"])
+        step = count_number(found.get("step"))
+        return None if step is None else (text_of(found.get("run"), MAX_TRUNK), int(step))
 
     @property
     def started(self) -> str:

@@ -217,6 +217,7 @@ DEFAULT_METADATA: dict[str, Any] = {
     "tags": [],
     "note": "",
     "init_from": None,
+    "branched_from": None,  # run, step and checksum of the checkpoint whose state a branch has continued
     "tokenizer_source": None,  # folder that tokenizer/ was copied from
     "evaluation": None,  # what identifies the evaluation rows
     "export": None,  # the weights in model/: best or last, step, evaluation loss
@@ -230,7 +231,7 @@ DEFAULT_METADATA: dict[str, Any] = {
 # first
 FIELD_TYPES = {name: type(value) for name, value in DEFAULT_METADATA.items() if value is not None} | {
     "outcome": str, "error": str, "degraded": str, "init_from": str, "tokenizer_source": str, "evaluation": dict, "export": dict, "id": str,
-    "checkpoint": str, "stage": str, "model": str, "changed": list, "tracker_id": str, "attempts": list, "loss_tokens": int,
+    "checkpoint": str, "stage": str, "model": str, "changed": list, "tracker_id": str, "branched_from": dict, "attempts": list, "loss_tokens": int,
 }  # fmt: skip
 
 

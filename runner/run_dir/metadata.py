@@ -171,6 +171,10 @@ class RunMetadata:
     def attempt(self) -> int:
         return self.fields["attempt"]
 
+    def adopt(self, fields: Mapping[str, Any]) -> None:
+        """Begin with the `fields` of another run, which `record_created` writes."""
+        self.fields = {**self.fields, **to_json(fields)}
+
     def record_created(self) -> None:
         """Write the first run.json, from which on the directory is a run: its settings are stored, so that `resume=`
         continues it after a kill.

@@ -237,6 +237,8 @@ class SweepScheduler:
             earlier = size_of(log)
             handle = self.backend.submit(run_dir, [TRAIN_SCRIPT, *arguments], self._environment(job))
         except (UserError, OSError) as error:
+            if isinstance(error, UserError):
+                self.session.refused_jobs.append(job)
             return self._fail(job, error.message if isinstance(error, UserError) else str(error), [], is_final=True)
         self.running.append(RunningJob(job, handle, log, earlier))
         self.session.lines.job_started(self._number(job), job.name, verb)

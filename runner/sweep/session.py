@@ -17,6 +17,7 @@ from runner.config.literals import quote_path
 from runner.config.overrides import is_hydra_override, to_overrides
 from runner.engine.config import Config
 from runner.launch import initial_weights
+from runner.launch.branch import branch_job
 from runner.reporting.live import RepeatedPage
 from runner.run_dir import saved_config
 from runner.run_dir.contents import has_checkpoints, has_started
@@ -95,6 +96,9 @@ class SweepSession:
         with suppress(OSError):  # a job uses a saved data.cache only if it exists; it says why it cannot
             make_dirs(Path(tree.data.cache))
         with RunMetadata.open(run_dir) as metadata:
+            if tree.keep == "optimizer":
+                branch_job(metadata, tree.init_from, overrides)
+                return [f"resume={run_dir}"]
             make_dirs(run_dir / ".hydra")
             snapshot.write_yaml(run_dir / saved_config.OVERRIDES_FILE, overrides)
             snapshot.save_snapshot(run_dir, overrides, self.conf)
