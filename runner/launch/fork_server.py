@@ -17,14 +17,15 @@ import gc
 import importlib
 import json
 import runpy
+import signal
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from common.paths import REPO_ROOT
 from common.registry import PLUGINS_ENV
+from runner.config.compose import HYDRA_CONFIG_ENV
 from runner.launch import subprocesses, torchrun
 
 TRAIN_SCRIPT = str(REPO_ROOT / "runner" / "train.py")
@@ -39,7 +40,6 @@ IMPORTS = (  # of a job before its first step
     "tokenizers",
     "models.decoder",
 )
-HYDRA_CONFIG_ENV = "RUNNER_HYDRA_CONFIG"  # JSON of the section `hydra`, for a child process
 LATE_VARIABLES = (HYDRA_CONFIG_ENV, "CUDA_VISIBLE_DEVICES")  # read after the imports, so a fork may have its own
 MESSAGE_BYTES = 1 << 17
 
@@ -91,6 +91,8 @@ class ForkServer:
     def close(self) -> None:
         """End the server; its forks have ended."""
         if self._channel is not None:
+            with suppress(OSError):  # a page that is being written in a fork of this process has a copy, too
+                self._channel.shutdown(socket.SHUT_RDWR)
             self._channel.close()
             self._process.wait()
 
@@ -137,7 +139,7 @@ def serve(channel: socket.socket) -> list[str] | None:
             ended, status = os.waitpid(request["poll"], os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if ended else None
         elif "terminate" in request:
-            os.kill(request["terminate"], 15)
+            os.kill(request["terminate"], signal.SIGTERM)
         elif can_fork and not (answer := _fork(request["environment"], descriptors[0])):
             channel.close()
             program: list[str] = request["program"]
@@ -187,7 +189,7 @@ def main() -> None:
         os.dup2(nothing.fileno(), 0)
     if program := serve(channel):
         sys.argv = program
-        runpy.run_path(str(Path(program[0])), run_name="__main__")
+        runpy.run_path(program[0], run_name="__main__")
 
 
 if __name__ == "__main__":

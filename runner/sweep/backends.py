@@ -91,6 +91,7 @@ def start_job(command: list[str], env: dict[str, str], log: Path) -> subprocess.
 
 
 def job_env(env: dict[str, str]) -> dict[str, str]:
+    """Return the whole environment of a job that adds `env`."""
     return subprocesses.child_env() | {"PYTHONUNBUFFERED": "1"} | env
 
 
@@ -155,7 +156,7 @@ class LocalBackend(Backend):
 
     def submit(self, run_dir: Path, command: list[str], env: dict[str, str]) -> LocalJob:
         slot = self._free.pop(0)
-        env |= slot
+        env = env | slot
         with open_append(run_dir / CONSOLE_LOG) as out:
             process = self._forks.start(command, job_env(env), out.fileno())
         return LocalJob(process or start_job(command, env, run_dir / CONSOLE_LOG), slot, run_dir, command, env)
@@ -164,11 +165,12 @@ class LocalBackend(Backend):
         try:
             code = handle.process.poll()
         except ServerLostError:  # the job saves; it continues as a process of its own
-            if is_locked(handle.run_dir):
-                return None
-            code = INTERRUPTED if handle.is_canceled else None
-            if code is None:
-                handle.process = start_job(handle.command, handle.env, handle.run_dir / CONSOLE_LOG)
+            code = None
+            if not is_locked(handle.run_dir):
+                if handle.is_canceled:
+                    code = INTERRUPTED
+                else:
+                    handle.process = start_job(handle.command, handle.env, handle.run_dir / CONSOLE_LOG)
         if code is None:
             return None
         self._free.append(handle.slot)
