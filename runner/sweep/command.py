@@ -20,13 +20,13 @@ from omegaconf import DictConfig, read_write
 from common import paths
 from common.errors import INTERRUPTED, OK, USER_ERROR, Outcome, UserError, print_note
 from common.guarded_files import last_lines, read_from
-from common.paths import REPO_ROOT
 from common.registry import PLUGINS_ENV
 from runner.config import compose, snapshot
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.literals import hydra_quote
 from runner.config.overrides import is_hydra_override
 from runner.launch import torchrun
+from runner.launch.fork_server import TRAIN_SCRIPT
 from runner.launch.signals import StopFlag
 from runner.launch.subprocesses import POLL_SECONDS, failure_reason
 from runner.run_dir import contents
@@ -45,7 +45,6 @@ MULTIRUN_FLAGS = ("--multirun", "-m")
 
 RunHydra = Callable[..., Any]  # run_hydra(overrides, flags, config_dir=None): run Hydra once with these arguments
 JOB_LOG_LINES, JOB_LOG_BYTES = 12, 1 << 16  # of the end of console.log of a failed job
-TRAIN_SCRIPT = str(REPO_ROOT / "runner" / "train.py")
 
 
 def start_sweep(overrides: list[str], flags: list[str], run_hydra: RunHydra) -> None:
