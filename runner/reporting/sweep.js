@@ -25,7 +25,10 @@
 
   // --- curves ---------------------------------------------------------------------------------------------------------------------------------------
 
-  for (const job of data.jobs) for (const curve of [job.train, job.eval]) expandTokens(curve);
+  for (const job of data.jobs) {
+    job.label ??= data.rows[job.row].label;
+    for (const curve of [job.train, job.eval]) expandTokens(curve);
+  }
 
   // A curve per job and kind, or one of the mean of a point's seeds; the seeds of the picked point are drawn, too.
   function curvesToDraw() {
@@ -62,7 +65,7 @@
     return { ...axes, step: grid, loss: y, row, job: null, seeds: sound.length, kind, x: axis === "step" ? grid : axes[axis], y, low: reduced(losses, (values) => Math.min(...values)), high: reduced(losses, (values) => Math.max(...values)), lowest: -1, isPaused: sound.every((job) => job.status === "paused"), lost };
   }
 
-  // Values of a curve at the steps of `grid`, which are within it; null beside a gap.
+  // Values of a curve at the steps of `grid`, in order and within it; null beside a gap.
   function resampled(steps, values, grid) {
     let i = 0;
     return grid.map((step) => {
@@ -78,7 +81,7 @@
   function lossRange(u) {
     const { min, max } = u.scales.x, isWhole = min === null || min === undefined || (min <= 0 && max >= u.data[0][1]), values = [], tops = [];
     for (const curve of drawn) {
-      const inside = curve.y.filter((y, i) => y !== null && (isWhole ? i >= 0.2 * (curve.y.length - 1) : curve.x[i] >= min && curve.x[i] <= max));
+      const inside = isWhole ? curve.y.filter((y, i) => y !== null && i >= 0.2 * (curve.y.length - 1)) : visiblePart(curve, min, max);
       for (const y of inside) values.push(y);
       if (inside.length) tops.push(Math.max(...inside));
     }
@@ -86,6 +89,11 @@
     tops.sort((a, b) => a - b);
     const typical = tops[Math.floor(tops.length / 2)], [low, high] = lossBounds(values, isLog(), true);
     return { min: low, max: isLog() && high > typical * 3 * 1.03 ? typical * 1.03 : high };
+  }
+  // Values of a curve between two x, and where its line crosses them.
+  function visiblePart({ x, y }, min, max) {
+    const ends = [min, max].filter((end) => end > x[0] && end < x[x.length - 1]);
+    return [...y.filter((_, i) => x[i] >= min && x[i] <= max), ...resampled(x, y, ends)].filter(isNumber);
   }
   const isLog = () => controls.log.checked && drawn.every((curve) => curve.y.every((y) => y === null || y > 0));
 
@@ -250,6 +258,7 @@
     return high > low ? [low, high] : [low - 0.5, low + 0.5];
   }
   const cut = (text, length) => (text.length > length ? `${text.slice(0, length - 1)}…` : text);
+  const shortened = (value, length) => cut(value.length > length && Number.isFinite(Number(value)) ? String(Number(Number(value).toPrecision(3))) : value, length);
 
   // A chart with a loss axis in `place`; its `picture`, the y of a loss, and the pixels of the plot. Null where there is no loss.
   function lossPlot(place, label, losses) {
@@ -265,7 +274,7 @@
   }
   // A label below an axis, centered as far as the picture reaches.
   function xTick(picture, x, y, width, text) {
-    const half = String(text).length * 3.4; // pixels
+    const half = 2 + String(text).length * 3.7; // pixels
     picture.append(svg("text", { class: "axis-text", x: Math.max(half, Math.min(width - half, x)), y, "text-anchor": "middle" }, text));
   }
 
@@ -276,7 +285,7 @@
     if (!plot) return;
     const { picture, y, left, inner, top } = plot, scale = scaleOf(values), margin = values.length > MANY_VALUES ? 0.03 : 0.5 / values.length;
     const x = (value) => left + inner * (margin + (1 - 2 * margin) * scale(value));
-    for (const value of ticksOf(values, scale, 5)) plot.tickX(x(value), cut(value, Math.max(5, Math.floor(inner / Math.min(5, values.length) / 6.8))));
+    for (const value of ticksOf(values, scale, 5)) plot.tickX(x(value), shortened(value, Math.max(5, Math.floor(inner / Math.min(5, values.length) / 8))));
     for (const value of values) {
       const own = jobs.filter((job) => job.values[position] === value && job.loss !== null).map((job) => job.loss);
       const mean = own.reduce((sum, loss) => sum + loss, 0) / own.length, half = Math.min(18, inner / values.length / 2.5);
@@ -314,13 +323,13 @@
     [...axes.map(({ key }) => key), `${data.loss} loss`].forEach((title, index) => {
       picture.append(svg("path", { class: "axis-line", d: `M${x(index)} ${top}V${height - bottom}` }));
       const heading = svg("text", { class: "axis-title", "text-anchor": "middle" });
-      wrapped(title, 14).forEach((line, number, { length }) => heading.append(svg("tspan", { x: x(index), y: top - 8 - 13 * (length - 1 - number) }, line)));
+      wrapped(title, 12).forEach((line, number, { length }) => heading.append(svg("tspan", { x: x(index), y: top - 8 - 13 * (length - 1 - number) }, line)));
       picture.append(titled(heading, title));
     });
-    const label = (at, pixel, text) => svg("text", { class: "axis-text", x: at + 5, y: pixel + 4 }, cut(String(text), 14));
+    const label = (at, pixel, text) => svg("text", { class: "axis-text", x: at + 5, y: pixel + 4 }, text);
     const labels = svg("g", {});
     axes.forEach(({ values }, index) => {
-      for (const value of ticksOf(values, axisY[index], 7)) labels.append(label(x(index), level(axisY[index](value)), value));
+      for (const value of ticksOf(values, axisY[index], 7)) labels.append(label(x(index), level(axisY[index](value)), shortened(value, 12)));
     });
     for (const tick of [low, (low + high) / 2, high]) labels.append(label(x(axes.length), lossY(tick), Number(tick.toPrecision(4))));
     for (const job of jobs.sort((a, b) => b.row - a.row)) {
@@ -340,6 +349,7 @@
   function drawHeat() {
     const place = find("heat");
     if (!place) return;
+    const focused = [...place.querySelectorAll("button")].indexOf(document.activeElement);
     const keys = ["heat-rows", "heat-columns"].map((id) => data.keys.findIndex(({ key }) => key === controls[id].value)), [across, down] = [data.keys[keys[1]], data.keys[keys[0]]];
     if (across === down) return place.replaceChildren("Choose two different settings.");
     const points = data.rows.map((row, index) => ({ index, jobs: data.jobs.filter((job, at) => job.row === index && shown.has(at)) })).filter(({ jobs }) => jobs.length);
@@ -354,7 +364,8 @@
       button.addEventListener("click", () => pick(cell.row));
       return make("td", {}, button);
     })));
-    place.replaceChildren(make("table", {}, make("caption", {}, `rows: ${down.key}; columns: ${across.key}`), make("thead", {}, head), make("tbody", {}, ...lines)));
+    place.replaceChildren(make("p", { className: "dim" }, `rows: ${down.key}; columns: ${across.key}`), make("table", {}, make("thead", {}, head), make("tbody", {}, ...lines)));
+    place.querySelectorAll("button")[focused]?.focus();
   }
 
   // Loss of the points with two values: the lowest, or the mean. A point with a seed that diverged has none, as in the leaderboard.
@@ -376,6 +387,7 @@
     const plot = lossPlot(place, "loss of the best job so far by the number of ended jobs", ended.map((job) => job.loss).filter(isNumber));
     if (!plot) return;
     const { picture, y, left, inner, top } = plot, x = (index) => left + inner * (0.03 + 0.94 * (ended.length > 1 ? index / (ended.length - 1) : 0.5));
+    const line = picture.appendChild(svg("path", { class: "so-far" }));
     let best = null, path = "";
     ended.forEach((job, index) => {
       if (job.loss !== null && (best === null || job.loss < best)) {
@@ -385,7 +397,7 @@
       if (job.loss !== null) picture.append(titled(svg("circle", { class: `dot ${data.rows[job.row].style}`, cx: x(index), cy: y(job.loss), r: picked === job.row ? 5 : 2.5 }), `${index + 1}. ${job.label}: ${job.loss}`));
       else picture.append(titled(svg("path", { class: "cross diverged-mark", d: `M${x(index) - 3} ${top}l6 6m0 -6l-6 6` }), `${index + 1}. ${job.label}: ${job.status}`));
     });
-    picture.append(svg("path", { class: "so-far", d: `${path}H${x(ended.length - 1)}` }));
+    line.setAttribute("d", `${path}H${x(ended.length - 1)}`);
     for (const index of new Set([0, Math.floor((ended.length - 1) / 2), ended.length - 1])) plot.tickX(x(index), index + 1);
   }
 
@@ -530,7 +542,11 @@
     picked = null;
     redraw();
   });
-  tables.forEach((table, row) => table.querySelector("button.pick").addEventListener("click", () => pick(row)));
+  tables.forEach((table, row) => {
+    const button = table.querySelector("button.pick");
+    button.ariaLabel = `pick ${data.rows[row].label} out in the charts`;
+    button.addEventListener("click", () => pick(row));
+  });
   redrawOnChange(redraw);
   reloadWhile(() => !hovered && (document.activeElement === null || document.activeElement === document.body) && String(getSelection()) === "", "The sweep may have ended: its terminal says so.");
   window.lmRunner = { data, curves: () => drawn, shown: () => [...shown], picked: () => picked, chart: () => chart };

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from runner.engine.config import STEP_SIZE_KEYS
@@ -66,18 +67,20 @@ def sweep_page(sweep: SweepResults, is_final: bool = True) -> str:
 
 
 def folded_columns(sweep: SweepResults, columns: list[Column]) -> set[str]:
-    """Return the keys of the columns that say nothing of their own: one value in all rows, or those of an earlier one."""
-    lines = [line for row in sweep.rows for line in (row, *row.members)]
+    """Return the keys of the columns that add nothing: the values of all rows are equal or missing, or those of an
+    earlier column.
+    """
     folded: set[str] = set()
     kept: list[list[str]] = []
     for column in columns if len(sweep.rows) > 1 else []:
-        cells = [column.cell(line) for line in lines]
-        filled = [index for index, cell in enumerate(cells) if cell]
-        is_repeated = any(all(cells[index] == other[index] for index in filled) for other in kept)
-        if column.key != "status" and (is_repeated or len({cells[index] for index in filled}) < 2):
+        cells = [[column.cell(line) for line in (row, *row.members)] for row in sweep.rows]
+        values = [*chain(*cells)]
+        is_repeated = any(all(value in ("", of) for value, of in zip(values, other, strict=True)) for other in kept)
+        is_equal = len({*values} - {""}) < 2 or not any(point for point, *_ in cells)
+        if column.key != "status" and (is_repeated or is_equal):
             folded.add(column.key)
         else:
-            kept.append(cells)
+            kept.append(values)
     return folded
 
 
@@ -147,7 +150,7 @@ def _data(sweep: SweepResults, styles: list[str], settings: list[dict[str, str]]
         "loss": sweep.ranked_by,
         "keys": [{"key": key, "values": sorted_values(sweep, key)} for key in sweep.compared_keys],
         "rows": [_row(row, style) for row, style in zip(sweep.rows, styles, strict=True)],
-        "jobs": [_job(sweep, job, row_of[id(job)], limit) | {"span": _span(job, first)} for job in sweep.jobs],
+        "jobs": [_job(sweep, job, row_of[id(job)], limit, first) for job in sweep.jobs],
         "settings": _differing_settings(settings),
         "written": int(time.time()),
         "stale": SWEEP_STALE_SECONDS,
@@ -177,10 +180,10 @@ def _row(row: ResultRow, style: str) -> dict[str, Any]:
     }
 
 
-def _job(sweep: SweepResults, job: JobResult, row: int, limit: int) -> dict[str, Any]:
-    return {
+def _job(sweep: SweepResults, job: JobResult, row: int, limit: int, first: float) -> dict[str, Any]:
+    optional = {"label": job.label if job.label != sweep.rows[row].label else None, "span": _span(job, first)}
+    return {name: value for name, value in optional.items() if value} | {
         "name": job.name,
-        "label": job.label,
         "row": row,
         "status": job.shown_status,
         "values": [job.swept.get(key) for key in sweep.compared_keys],
