@@ -67,6 +67,11 @@ class JobResult:
         return point_label(self.swept) or self.name
 
     @property
+    def shown_status(self) -> str:
+        """The status, or `diverged` for a job that has ended so, whether completed or failed."""
+        return "diverged" if self.diverged and self.status in ("completed", "failed") else self.status
+
+    @property
     def manual_overrides(self) -> list[str]:
         """The newest override per key that a later launch added and the sweep did not give."""
         first, *later = self.launches
@@ -232,8 +237,10 @@ class SweepResults:
         return [override for override in overrides if is_storable(override)]
 
     def status_counts(self) -> str:
-        """Return e.g. `4 jobs: 3 completed, 1 failed`."""
-        counts = {status: sum(job.status == status for job in self.jobs) for status in JOB_STATUSES}
+        """Return e.g. `4 jobs: 2 completed, 1 failed, 1 diverged`."""
+        counts = {
+            status: sum(job.shown_status == status for job in self.jobs) for status in (*JOB_STATUSES, "diverged")
+        }
         return f"{len(self.jobs)} job{'s' * (len(self.jobs) != 1)}: " + ", ".join(
             f"{n} {status}" for status, n in counts.items() if n
         )
