@@ -12,13 +12,15 @@ import itertools
 import os
 import shlex
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from common.errors import UserError
 from common.filesystem import make_dirs, open_regular, read_bounded, write_atomic_file
 from common.hub import snapshot_link_target
+from common.limits import parse_json
 
 MAX_TOKENIZER_BYTES = 64 << 20  # of each file of a tokenizer; the largest tokenizer.json in use has 35 MB
 GENERATION_CONFIG = "generation_config.json"  # how a model is sampled, and its stop tokens
@@ -141,6 +143,28 @@ def read_source_file(path: Path, limit: int) -> bytes:
         raise _unreadable(path, error) from error
     check_pointer(path, content)
     return content
+
+
+def parse_object(content: bytes | str, path: Path, fix: str) -> dict[str, Any]:
+    """Return the JSON object in the content of a file of a model or tokenizer folder. Raises UserError."""
+    try:
+        value = parse_json(content)
+    except ValueError as error:
+        raise UserError(f"invalid JSON: {error}", str(path), fix) from error
+    if not isinstance(value, dict):
+        raise UserError(f"expected a JSON object, got {type(value).__name__}", str(path), fix)
+    return value
+
+
+@contextmanager
+def reporting_missing_fields(where: str | Path, fix: str) -> Iterator[None]:
+    """Turn the error of a missing or mistyped field of such an object into a UserError that names the file."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"a field is missing or has another type: {error}", str(where), fix) from error
 
 
 def check_pointer(path: Path, content: bytes) -> None:

@@ -9,21 +9,25 @@ import dataclasses
 import json
 import os
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.guarded_files import MAX_MODEL_JSON_BYTES, check_own_files, read_source_file
+from common.guarded_files import (
+    MAX_MODEL_JSON_BYTES,
+    check_own_files,
+    parse_object,
+    read_source_file,
+    reporting_missing_fields,
+)
 from common.hub import cached_snapshot, parse_hub_name
-from common.limits import parse_json
 from models.config import MODELS, ModelConfig, UnsupportedVariantError
 
 NUMBER_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "bool": (bool,)}  # by annotation
 # model_type of folders whose layers PEFT finds under other names than the decoder's
 RENAMED_TYPES = ("mixtral", "phi3")
+DOWNLOAD_HINT = "write or download the folder again"
 MAX_BASE_MODELS = 8  # adapters of adapters that are followed to their base model
 
 
@@ -53,35 +57,11 @@ def check_other_tools(source: Path) -> None:
 
 def read_json_file(path: Path) -> dict[str, Any]:
     """Raises UserError if the file is not a JSON object."""
-    content = read_source_file(path, MAX_MODEL_JSON_BYTES)
-    try:
-        raw = parse_json(content)
-    except ValueError as error:
-        raise UserError(f"the JSON cannot be read: {error}", str(path), "write or download the folder again") from error
-    if not isinstance(raw, dict):
-        raise UserError(
-            f"expected a JSON object, got {type(raw).__name__}", str(path), "write or download the folder again"
-        )
-    return raw
+    return parse_object(read_source_file(path, MAX_MODEL_JSON_BYTES), path, DOWNLOAD_HINT)
 
 
 def write_json_file(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def reporting_missing_fields(path: Path) -> Iterator[None]:
-    """Turn the KeyError or TypeError of a missing or mistyped field into a UserError that names the file."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"a field is missing or has another type: {error}",
-            str(path),
-            "correct the file, or write or download the folder again",
-        ) from error
 
 
 def read_model_config(folder: Path, family: str | None = None) -> ModelConfig:
@@ -99,7 +79,7 @@ def read_model_config(folder: Path, family: str | None = None) -> ModelConfig:
             "give the folder of a finished run, a Hugging Face or a PEFT folder",
         )
     raw = read_json_file(path)
-    with reporting_missing_fields(path):
+    with reporting_missing_fields(path, DOWNLOAD_HINT):
         cfg = _config_of(raw, path, family)
         check_number_types(cfg)
         return cfg
@@ -189,7 +169,7 @@ def read_adapter_settings(source: Path) -> dict[str, Any]:
         )
     path = folder / "adapter_config.json"
     raw = read_json_file(path)
-    with reporting_missing_fields(path):
+    with reporting_missing_fields(path, DOWNLOAD_HINT):
         targets = raw["target_modules"]
         names = [f"re:{targets}"] if isinstance(targets, str) else sorted(targets)
         return {
@@ -208,7 +188,7 @@ def is_adapter_dir(folder: Path) -> bool:
 def base_model_of(folder: Path) -> Path:
     """Return the folder of the adapter's base model. Raises UserError if it does not exist."""
     path = folder / "adapter_config.json"
-    with reporting_missing_fields(path):
+    with reporting_missing_fields(path, DOWNLOAD_HINT):
         raw = read_json_file(path)
         name, revision = raw["base_model_name_or_path"], raw.get("revision")
         of_hub = parse_hub_name(f"{name}@{revision}" if revision else name)

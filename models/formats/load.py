@@ -14,6 +14,7 @@ from common.guarded_files import check_source_file
 from models.config import LoraConfig
 from models.families.transformers import TransformersConfig
 from models.formats.json_files import (
+    DOWNLOAD_HINT,
     base_model_of,
     family_of_base,
     is_adapter_dir,
@@ -22,7 +23,7 @@ from models.formats.json_files import (
     read_model_config,
 )
 from models.formats.peft import StoredAdapter, merge_adapter_into, read_adapter
-from models.formats.stored_size import DAMAGED_HINT, check_size_of_weights, weight_files
+from models.formats.stored_size import check_size_of_weights, weight_files
 from models.formats.tensor_files import (
     check_finite,
     read_pth,
@@ -162,9 +163,9 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for file in files:
         check_source_file(file)
-        stored = read_tensors(file) if file.suffix == ".safetensors" else read_torch_file(file, DAMAGED_HINT)
+        stored = read_tensors(file) if file.suffix == ".safetensors" else read_torch_file(file, DOWNLOAD_HINT)
         if twice := next((name for name in stored if name in state), None):
-            raise UserError(f"two files of weights have a tensor {twice}", str(file), DAMAGED_HINT)
+            raise UserError(f"two files of weights have a tensor {twice}", str(file), DOWNLOAD_HINT)
         state |= stored
     for name, tensor in state.items():
         if tensor.dtype.itemsize == 1 and tensor.ndim > 1 and tensor.dtype != torch.bool and name.endswith("weight"):

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from common.errors import UserError
+from common.guarded_files import reporting_missing_fields
 from models.config import LoraConfig
-from models.formats.json_files import base_model_of, check_number_types, read_json_file, reporting_missing_fields
+from models.formats.json_files import DOWNLOAD_HINT, base_model_of, check_number_types, read_json_file
 from models.formats.tensor_files import check_finite, read_tensors, to_floats
 from models.layers.adapter import ADAPTER, merged_weight
 
@@ -62,7 +63,7 @@ def read_adapter(folder: Path) -> StoredAdapter:
     check_finite(stored := to_floats(read_tensors(file), str(file)), str(file))
     matrices, replaced = _sort_tensors(stored, path)
     layers = sorted({layer for layer, _ in matrices})
-    with reporting_missing_fields(path):
+    with reporting_missing_fields(path, DOWNLOAD_HINT):
         rslora, dora = bool(raw.get("use_rslora")), bool(raw.get("use_dora"))
         cfg = LoraConfig(
             raw["r"], raw["lora_alpha"], raw["lora_dropout"], [], rslora, dora, quantize=None, continue_adapter=False
@@ -86,13 +87,13 @@ def _check_matrices(matrices: Mapping[tuple[str, str], Tensor], layers: Mapping[
             message = (
                 f"{layer} has the matrices {', '.join(found)}, expected {', '.join(expected)} with use_dora={cfg.dora}"
             )
-            raise UserError(message, str(path), "write or download the folder again")
+            raise UserError(message, str(path), DOWNLOAD_HINT)
         for matrix, tensor in found.items():
             if tensor.ndim != (1 if matrix == "magnitude" else 2) or (
                 matrix != "magnitude" and tensor.shape[matrix == "B"] != cfg.rank
             ):
                 message = f"{layer}.lora_{matrix} of shape {tuple(tensor.shape)} is no adapter of rank r={cfg.rank}"
-                raise UserError(message, str(path), "write or download the folder again")
+                raise UserError(message, str(path), DOWNLOAD_HINT)
 
 
 def _check_variant(raw: Mapping[str, Any], path: Path) -> None:
@@ -123,7 +124,7 @@ def _sort_tensors(stored: Mapping[str, Tensor], path: Path) -> tuple[dict[tuple[
             raise UserError(
                 f"the tensor {own[:60]}... has a name of {len(own):,} characters",
                 str(path),
-                "write or download the folder again",
+                DOWNLOAD_HINT,
             )
         suffix = next((suffix for suffix in MATRICES if own.endswith(f".{suffix}")), None)
         if suffix:
@@ -158,7 +159,7 @@ def _values_by_layer(raw: Mapping[str, Any], field: str, default: Any, layers: l
         raise UserError(
             f"{field} has too many keys, {len(patterns):,} for {len(layers):,} layers",
             str(path),
-            "write or download the folder again",
+            DOWNLOAD_HINT,
         )
     expressions = [
         (re.compile(rf"(?:.*\.)?(?:{key.replace(DIGITS, DIGITS + '+')})"), value) for key, value in patterns.items()

@@ -25,6 +25,7 @@ from common.errors import UserError
 from common.guarded_files import check_source_file
 from models.config import ModelConfig
 from models.families.decoder import DecoderConfig
+from models.formats.json_files import DOWNLOAD_HINT
 
 DERIVED_TENSORS = ".rotary_emb.inv_freq"  # in old Llama files; computed from the settings
 # (part of a name in a Mixtral folder, in the decoder)
@@ -100,7 +101,6 @@ def _split(name: str, weight: Tensor, cfg: DecoderConfig) -> dict[str, Tensor]:
 
 
 OS_ERROR = re.compile(r"\(os error ([0-9]+)\)")  # in the messages of safetensors
-DOWNLOAD_HINT = "write or download the folder again"
 SLACK_BYTES = 1 << 20  # by which the tensors of a file of torch, a tied one counted twice, may be larger than the file
 # in torch's message: the name of what unpickling would import
 FOREIGN_OBJECT = re.compile(r"Unsupported (?:global|class): (?:GLOBAL )?([\w.]+)")
