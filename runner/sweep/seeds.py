@@ -62,16 +62,16 @@ class SeedSearch(Search):
         sweep = read_sweep_results(self.state.folder)
         if sweep.problem:
             return print_note(f"sweep.seeds adds no seeds: {sweep.problem}")
-        best, *others = [row for row in sweep.rows if row.is_ranked][: self.top] or [None]
-        rivals = [row for row in others if best and not self._is_told_apart(best, row)]
-        if best and rivals:
-            fewest = min(len(row.jobs) for row in (best, *rivals))
-            points = [row for row in (best, *rivals) if len(row.jobs) == fewest < self.seeds]
-            if points:
-                print_note(f"{1 + len(rivals)} points are not told apart: another seed of {len(points)} of them")
-            for row in points:
-                self.state.add_job({**row.overrides, SEED_KEY: str(self._new_seed(row))})
-            self.state.write()
+        best = [row for row in sweep.rows if row.is_ranked][: self.top]
+        contenders = best[:1] + [row for row in best[1:] if not self._is_told_apart(best[0], row)]
+        fewest = min((len(row.jobs) for row in contenders), default=0)
+        points = [row for row in contenders if len(row.jobs) == fewest < self.seeds]
+        if len(contenders) < 2 or not points:
+            return None
+        print_note(f"{len(contenders)} points are not told apart: another seed of {len(points)} of them")
+        for row in points:
+            self.state.add_job({**row.overrides, SEED_KEY: str(self._new_seed(row))})
+        return self.state.write()
 
     def _is_told_apart(self, best: ResultRow, other: ResultRow) -> bool:
         seeds = min(len(best.jobs), len(other.jobs), self.seeds)
