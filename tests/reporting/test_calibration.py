@@ -36,6 +36,7 @@ def summary(values: list[float]) -> MeanStd:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("deviations", [(0.025, 0.025), (0.028, 0.008)])
 def test_intervals_of_90_percent_cover_between_85_and_95(noise: str, deviations: tuple[float, float]) -> None:
@@ -81,6 +82,7 @@ def test_equal_settings_are_called_different_in_at_most_5_percent(noise: str) ->
     assert wrong <= 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", NOISES)
 def test_looks_after_every_added_seed_stop_falsely_in_at_most_5_percent(noise: str) -> None:
     rng, stops, at_95 = random.Random(1), 0, 0

@@ -71,6 +71,7 @@ def test_sweep_says_before_it_starts_that_rows_are_too_few(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_resume_of_a_sweep_says_first_that_its_data_have_changed(
     finished: Path, resume: Any, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
