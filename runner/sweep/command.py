@@ -67,7 +67,7 @@ def resume_sweep(folder: Path, overrides: list[str], flags: list[str], run_hydra
             if is_complete and not additions:
                 return SweepSession(state).finish(stopped=False)
             changed_files = snapshot.changed_files(folder)
-            for line in changed_files:
+            for line in [*changed_files, *validation.changed_data(state)]:
                 print_note(f"resume: {line}")
             if additions:
                 extend.apply_additions(state, additions, conf)

@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ from common.settings import check_at_least, check_choice, check_installed
 from runner.config import schema
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.engine.config import Config
-from runner.run_dir.best_job import comparison_problem
+from runner.run_dir.best_job import comparison_problem, fewest_rows, point_of
 from runner.run_dir.contents import RUN_FILE
 from runner.sweep.grid import GridPoint, SweeperOptions, listed_values
 from runner.sweep.halving import HalvingOptions, RungOptions, RungSearch
@@ -327,11 +327,10 @@ class OptunaSearch(RungSearch):
                     {"params": trial.params, "values": list(trial.values)} for trial in self.study.best_trials
                 ],
             }
-        evaluations = [
-            read_json_object(self.state.folder / job.name / RUN_FILE).get("evaluation")
-            for job in self.state.jobs
-            if job.status == "completed"
-        ]
+        completed = [job for job in self.state.jobs if job.status == "completed"]
+        evaluations = [read_json_object(self.state.folder / job.name / RUN_FILE).get("evaluation") for job in completed]
+        seeds = Counter(point_of(job.overrides) for job in completed).values()
+        results |= {"evaluation_rows": fewest_rows(evaluations), "seeds_per_point": min(seeds, default=0)}
         if "loss" in self.options.objectives and (problem := comparison_problem(evaluations)):
             results["problem"] = f"the jobs were judged {problem}"
         write_atomic_file(self.state.folder / RESULTS_FILE, yaml.safe_dump(results, sort_keys=False).encode())

@@ -48,7 +48,7 @@ def test_arms_outside_of_the_spread_are_better_and_worse(tmp_path: Path) -> None
     assert difference["needed_seeds"] is None and difference["interval"][1] < 0
 
 
-def test_arms_inside_of_the_spread_need_about_so_many_seeds(tmp_path: Path) -> None:
+def test_arms_inside_of_the_spread_say_how_many_seeds_they_need(tmp_path: Path) -> None:
     comparison = compared(tmp_path, a=[1.0, 1.2, 1.4], b=[1.1, 1.3, 1.5])
     (difference,) = comparison.differences
     # 80 % power at two standard deviations: 2 * (2.8 * 0.2 / 0.1) ** 2, and Student's t asks for one more

@@ -116,6 +116,7 @@ def test_optuna_draws_points_and_reports_losses_to_its_study(
     assert [trial.value for trial in trials(tmp_path / "sweep")] == [job["loss"] for job in jobs]
     best = yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())
     assert best["best_evaluated_value"] == min(job["loss"] for job in jobs) and "problem" not in best
+    assert (best["evaluation_rows"], best["seeds_per_point"]) == (0, 1)  # the fake jobs evaluate nothing
     assert resume() == 0 and len(read_sweep(tmp_path / "sweep")["jobs"]) == 2
     assert resume("hydra.sweeper.n_trials=4") == 0
     again = read_sweep(tmp_path / "sweep")["jobs"]
