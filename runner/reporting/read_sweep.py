@@ -30,7 +30,7 @@ from runner.run_dir.best_job import SEED_KEY, model_score, parse_number
 from runner.run_dir.contents import parse_time
 from runner.run_dir.saved_config import OVERRIDES_FILE
 
-LR_KEY = "optimizer.lr"
+LR_KEY, SEEDS_KEY = "optimizer.lr", "sweep.seeds"
 DATA_KEY_PREFIXES = ("data", "stage", "experiment", "model")  # swept keys that change the training data or its rows
 ROW_DRAWS = ("data.system_prob", "data.empty_think_prob")  # settings by which the seed draws parts of the rows
 # Fields of a job in sweep.json and their defaults.
@@ -59,7 +59,7 @@ def read_sweep_results(folder: Path) -> SweepResults:
         swept_keys=[key for key in keys if key != SEED_KEY],
         jobs=jobs,
         ranked_by=ranked_by,
-        rows=result_rows(jobs, ranked_by),
+        rows=result_rows(jobs, ranked_by, int(parse_number(last_value(shared, SEEDS_KEY) or "") or 0)),
         sweeper=sweep["sweeper"],
         scaled_keys=_set_trained_values(folder, jobs, shared),
         is_running=is_running,

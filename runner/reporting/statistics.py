@@ -1,7 +1,7 @@
 """Whether the difference of two mean losses over seeds is real: the one rule of compare.py and of sweeps.
 
 Intervals are Student's t of a mean, Welch's t of a difference. Several comparisons share the error (Bonferroni), and so
-do several looks at the same points while seeds are added (`told_apart`). Standard library only.
+do several looks at the same points while seeds are added (`level_of_look`). Standard library only.
 
 Sources: Student (1908), The probable error of a mean; Welch (1947), The generalization of Student's problem; Lan and
 DeMets (1983), Discrete sequential boundaries; Kim and DeMets (1987), Design and analysis of group sequential tests.
@@ -68,21 +68,20 @@ def is_different(first: MeanStd, second: MeanStd, level: float = LEVEL) -> bool 
     return None if interval is None else not interval[0] <= 0 <= interval[1]
 
 
-def shared_level(comparisons: int) -> float:
-    """Return the level of each of several intervals that are all right with LEVEL (Bonferroni)."""
-    return 1 - (1 - LEVEL) / max(1, comparisons)
+def shared_level(comparisons: int, level: float = LEVEL) -> float:
+    """Return the level of each of several intervals that are all right with `level` (Bonferroni)."""
+    return 1 - (1 - level) / max(1, comparisons)
 
 
-def told_apart(first: MeanStd, second: MeanStd, looks: int, look: int) -> bool:
-    """Whether two points differ by more than chance at `look` (from 1) of the planned `looks`, as seeds are added.
+def level_of_look(looks: int, look: int) -> float:
+    """Return the level at which two points are compared at `look` (from 1) of the planned `looks`, as seeds are added.
 
     The errors of all looks together are below 1 - LEVEL: up to look k of K, (k / K)**2 of it is spent (Kim and DeMets),
     little while there are few seeds. A look at which it is certain ends the comparison.
     """
     if not 1 <= look <= looks:
         raise ValueError(f"look must be from 1 to {looks}, got {look}")
-    spent = (look**2 - (look - 1) ** 2) / looks**2
-    return bool(is_different(first, second, 1 - (1 - LEVEL) * spent))
+    return 1 - (1 - LEVEL) * (look**2 - (look - 1) ** 2) / looks**2
 
 
 def needed_seeds(first: MeanStd, second: MeanStd, level: float = LEVEL) -> int | None:

@@ -18,7 +18,7 @@ from common.paths import command_line
 from runner.config.overrides import PATH_KEYS, PLUGINS_KEY, SEARCHPATH_KEY, is_storable, key_of
 from runner.diagnostics.symptoms import Evaluation
 from runner.reporting.metrics import Metrics
-from runner.reporting.statistics import MeanStd, is_different, mean_std, shared_level
+from runner.reporting.statistics import MeanStd, is_different, level_of_look, mean_std, shared_level
 from runner.run_dir.best_job import SEED_KEY, ModelScore, comparison_problem, point_of, swept_sort_key
 
 # of evaluations on validation data, on training rows, and of a training step
@@ -137,6 +137,9 @@ class ResultRow:
     # from 1, which all rows share that are not told apart from the first; None for a row that is not ranked and for
     # members
     rank: int | None = None
+    differs: bool | None = (
+        None  # of a ranked row: whether it differs from the first by more than chance; None: not known
+    )
     members: list[ResultRow] = field(default_factory=list)  # one per job, if there are several
 
     @property
@@ -284,7 +287,7 @@ def ranking_problem(jobs: list[JobResult], ranked_by: str) -> str | None:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def result_rows(jobs: Iterable[JobResult], ranked_by: str) -> list[ResultRow]:
+def result_rows(jobs: Iterable[JobResult], ranked_by: str, planned_seeds: int = 0) -> list[ResultRow]:
     """Return one row per grid point, best first, with one member row per job where a point has several."""
     jobs = list(jobs)
     is_comparable = ranking_problem(jobs, ranked_by) is None
@@ -295,20 +298,29 @@ def result_rows(jobs: Iterable[JobResult], ranked_by: str) -> list[ResultRow]:
     rows.sort(key=_sort_key)
     ranked = [row for row in rows if row.is_ranked and is_comparable]
     for position, row in enumerate(ranked, start=1):
-        row.rank = 1 if differs_from_best(row, ranked) is False else position
+        row.differs = differs_from_best(row, ranked, planned_seeds)
+        row.rank = 1 if row.differs is False else position
     for row in rows:
         row.members = [aggregate_row([job], ranked_by) for job in row.jobs] if len(row.jobs) > 1 else []
     return rows
 
 
-def differs_from_best(row: ResultRow, ranked: list[ResultRow]) -> bool | None:
+def differs_from_best(row: ResultRow, ranked: list[ResultRow], planned_seeds: int) -> bool | None:
     """Whether the loss of a ranked row differs from that of the first by more than chance; None where a row has one
     seed, and the losses are not equal.
+
+    The level is shared by the rows with several seeds, and by the looks of `sweep.seeds`.
     """
-    assert row.score and ranked[0].score
-    if row.score.mean == ranked[0].score.mean:
+    best = ranked[0].score
+    assert row.score and best
+    if row.score.mean == best.mean:
         return False
-    return is_different(ranked[0].score, row.score, shared_level(len(ranked) - 1))
+    if (seeds := min(row.score.n, best.n)) < 2:
+        return None
+    looks = max(1, planned_seeds - 1)
+    level = level_of_look(looks, min(seeds - 1, looks))
+    comparisons = sum(each.score is not None and each.score.n > 1 for each in ranked) - 1
+    return is_different(best, row.score, shared_level(comparisons, level))
 
 
 def aggregate_row(jobs: list[JobResult], ranked_by: str) -> ResultRow:

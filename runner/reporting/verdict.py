@@ -25,7 +25,6 @@ from runner.reporting.sweep_results import (
     JobResult,
     ResultRow,
     SweepResults,
-    differs_from_best,
     point_label,
 )
 from runner.run_dir.best_job import SEED_KEY, fewest_rows, parse_number
@@ -79,7 +78,7 @@ def sweep_verdict(sweep: SweepResults) -> SweepVerdict:
         return SweepVerdict(None, None, f"no winner: {sweep.problem or unranked}", judged_on=_judged_on(sweep))
     ranked = [row for row in sweep.rows if row.rank is not None]
     ties = [row for row in ranked[1:] if row.rank == 1]
-    unknown = [row for row in ranked[1:] if differs_from_best(row, ranked) is None]
+    unknown = [row for row in ranked[1:] if row.differs is None]
     has_seeds = len(ranked[0].jobs) > 1
     return SweepVerdict(
         winner=ranked[0],

@@ -1,14 +1,13 @@
 """`sweep.seeds`: more seeds for the best points of a sweep, until they are told apart.
 
 Repeated looks at growing data find a difference by chance more often than one look (Armitage et al., 1969, Repeated
-significance tests on accumulating data): `told_apart` shares its level among the planned looks.
+significance tests on accumulating data): the looks share their level (`level_of_look`).
 """
 
 from __future__ import annotations
 
 from common.errors import print_note
 from runner.reporting.read_sweep import read_sweep_results
-from runner.reporting.statistics import told_apart
 from runner.reporting.sweep_results import ResultRow
 from runner.run_dir.best_job import SEED_KEY
 from runner.sweep.grid import Search
@@ -62,8 +61,8 @@ class SeedSearch(Search):
         sweep = read_sweep_results(self.state.folder)
         if sweep.problem:
             return print_note(f"sweep.seeds adds no seeds: {sweep.problem}")
-        best = [row for row in sweep.rows if row.is_ranked][: self.top]
-        contenders = best[:1] + [row for row in best[1:] if not self._is_told_apart(best[0], row)]
+        ranked = [row for row in sweep.rows if row.rank is not None]
+        contenders = ranked[:1] + [row for row in ranked[1 : self.top] if not row.differs]
         fewest = min((len(row.jobs) for row in contenders), default=0)
         points = [row for row in contenders if len(row.jobs) == fewest < self.seeds]
         if len(contenders) < 2 or not points:
@@ -72,12 +71,6 @@ class SeedSearch(Search):
         for row in points:
             self.state.add_job({**row.overrides, SEED_KEY: str(self._new_seed(row))})
         return self.state.write()
-
-    def _is_told_apart(self, best: ResultRow, other: ResultRow) -> bool:
-        seeds = min(len(best.jobs), len(other.jobs), self.seeds)
-        if seeds < 2 or best.score is None or other.score is None:
-            return False
-        return told_apart(best.score, other.score, looks=self.seeds - 1, look=seeds - 1)
 
     def _new_seed(self, row: ResultRow) -> int:
         """Return the first seed from that of the sweep on that no job of the point has."""

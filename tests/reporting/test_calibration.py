@@ -9,7 +9,14 @@ from collections.abc import Callable
 
 import pytest
 
-from runner.reporting.statistics import MeanStd, difference_interval, is_different, mean_std, shared_level, told_apart
+from runner.reporting.statistics import (
+    MeanStd,
+    difference_interval,
+    is_different,
+    level_of_look,
+    mean_std,
+    shared_level,
+)
 from runner.reporting.sweep_results import JobResult, result_rows
 from runner.run_dir.best_job import ModelScore
 
@@ -89,7 +96,7 @@ def test_looks_after_every_added_seed_stop_falsely_in_at_most_5_percent(noise: s
     for _ in range(1000):
         first, second = (losses(rng, NOISES[noise], 6) for _ in range(2))
         looks = [(summary(first[:seeds]), summary(second[:seeds])) for seeds in range(2, 7)]
-        stops += any(told_apart(*pair, len(looks), look) for look, pair in enumerate(looks, start=1))
+        stops += any(is_different(*pair, level_of_look(len(looks), look)) for look, pair in enumerate(looks, start=1))
         at_95 += any(is_different(*pair) for pair in looks)
     assert stops <= 50 < at_95  # looking at 95 % each time finds more than 5 %
 
@@ -98,7 +105,6 @@ def test_looks_find_a_difference_that_is_there_and_refuse_a_look_too_many() -> N
     rng = random.Random(1)
     for _ in range(50):
         first, second = summary(losses(rng, NOISES["normal"], 5)), summary(losses(rng, NOISES["normal"], 5))
-        assert told_apart(first, MeanStd(second.mean + 0.5, second.deviation, 5), 4, 4)
-    assert not told_apart(MeanStd(1.0, None, 1), MeanStd(2.0, None, 1), 4, 1)
+        assert is_different(first, MeanStd(second.mean + 0.5, second.deviation, 5), level_of_look(4, 4))
     with pytest.raises(ValueError, match="look must be from 1 to 4"):
-        told_apart(first, second, 4, 5)
+        level_of_look(4, 5)
