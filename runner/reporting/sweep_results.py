@@ -149,7 +149,8 @@ class ResultRow:
     @property
     def progress(self) -> str:
         """The status, with the share of the steps of a paused row: `paused at 1/4`."""
-        return f"paused at {Fraction(self.stop_at).limit_denominator(1000)}" if self.status == "paused" else self.status
+        share = Fraction(self.stop_at).limit_denominator(1000)
+        return f"paused at {share}" if self.status == "paused" and share else self.status
 
     @property
     def stop_at(self) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_jobs import DIVERGED, KILLED, SAVES, FakeJobs, read_sweep
+from fake_jobs import DIVERGED, HALVED, HALVED_STEPS, KILLED, SAVES, FakeJobs, read_sweep
 
 from common.errors import TrainingError, UserError
 from runner.reporting.leaderboard import leaderboard_csv
@@ -27,21 +27,6 @@ from runner.sweep.halving import (
 from runner.sweep.state import SweepState
 
 RUNGS = [0.125, 0.25, 0.5]
-STEPS = 16
-# a job of 16 steps that is evaluated at every second one; its loss is 1000 lr, and falls with the steps
-HALVED = f"""
-lr = float(dict(pair.split('=') for pair in os.path.basename(run_dir).split(','))['optimizer.lr'])
-share = float(dict(each.split('=') for each in overrides).get('train.stop_at', 0))
-end = int(share * {STEPS}) or {STEPS}
-with open('metrics.jsonl', 'a') as file:
-    for step in range(fields['step'] + 1, end + 1):
-        if step % 2 == 0:
-            file.write(json.dumps({{'kind': 'eval', 'step': step, 'loss': 1000 * lr + 1 / step}}) + chr(10))
-known = dict(step=end, attempts=[{{'total_steps': {STEPS}}}], evaluation={{'rows': 50}})
-if end < {STEPS}:
-    write('interrupted', 'paused', **known); sys.exit(75)
-write('completed', 'completed', metrics={{'loss': 1000 * lr}}, **known)
-"""
 HALVING = ("hydra/sweeper=halving", "train.max_steps=16", "train.eval_every=2")
 LRS = "optimizer.lr=1e-3,2e-3,3e-3,4e-3,5e-3,6e-3,7e-3,8e-3"
 
@@ -121,7 +106,7 @@ def write_job(folder: Path, step: int, losses: dict[int, float], status: str = "
     folder.mkdir(exist_ok=True)
     records = [{"kind": "eval", "step": at, "loss": loss if loss < WORST else None} for at, loss in losses.items()]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    known = {"attempt": 1, "attempts": [{"total_steps": STEPS}, {"total_steps": 99}], "evaluation": {"rows": 50}}
+    known = {"attempt": 1, "attempts": [{"total_steps": HALVED_STEPS}, {"total_steps": 99}], "evaluation": {"rows": 50}}
     (folder / "run.json").write_text(json.dumps({"status": status, "outcome": None, "step": step, **known, **run}))
 
 

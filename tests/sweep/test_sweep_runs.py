@@ -318,29 +318,26 @@ def test_halving_of_real_runs_has_the_winner_of_the_grid(
 
 @pytest.mark.slow(long=True)
 def test_halving_survives_kills_of_driver_job_or_both(grid: Path, launch: Launch, rows: Path, tmp_path: Path) -> None:
-    """Each launch is killed when its jobs have logged some further records."""
-    folder, chance, kills = tmp_path / "killed", random.Random(3), 0
-    while True:
-        resumes = (folder / "sweep.json").exists()
-        driver = launch(*([f"resume={folder}"] if resumes else four_rates(folder, rows, "hydra/sweeper=halving")))
-        names = list(statuses(grid))
-        limit = sum(len(steps(folder / name)) for name in names) + chance.randint(1, 4)
-        if kills < KILLS:
-            wait_until(
-                lambda: driver.poll() is not None or sum(len(steps(folder / name)) for name in names) >= limit  # noqa: B023 (called in this turn)
-            )
-        if kills < KILLS and driver.poll() is None:
-            who, jobs = ("driver", "job", "both")[kills % 3], children_of(driver.pid)
-            for pid in {"driver": [driver.pid], "job": jobs[:1], "both": [driver.pid, *jobs]}[who]:
-                with suppress(ProcessLookupError):  # a job that has ended meanwhile
-                    os.kill(pid, signal.SIGKILL)
-            kills += 1
-        code = driver.wait(WAIT)
-        assert code in (0, 1, -9), (rows.parent / "stderr").read_text()
-        if code == 0:
-            break
-    assert kills == KILLS
-    assert_halved(grid, folder)
+    """Each launch is killed when its jobs have logged some further records, if it has not ended before."""
+    chance, seen, names = random.Random(3), Counter[str](), list(statuses(grid))
+    while seen["kills"] < KILLS:
+        seen["sweeps"] += 1
+        folder, code = tmp_path / f"killed{seen['sweeps']}", -9
+        while code != 0:
+            resumes = (folder / "sweep.json").exists()
+            driver = launch(*([f"resume={folder}"] if resumes else four_rates(folder, rows, "hydra/sweeper=halving")))
+            limit = sum(len(steps(folder / name)) for name in names) + chance.randint(1, 4)
+            while driver.poll() is None and sum(len(steps(folder / name)) for name in names) < limit:
+                time.sleep(0.01)
+            if seen["kills"] < KILLS and driver.poll() is None:
+                who, jobs = ("driver", "job", "both")[seen["kills"] % 3], children_of(driver.pid)
+                for pid in {"driver": [driver.pid], "job": jobs[:1], "both": [driver.pid, *jobs]}[who]:
+                    with suppress(ProcessLookupError):  # a job that has ended meanwhile
+                        os.kill(pid, signal.SIGKILL)
+                seen["kills"] += 1
+            code = driver.wait(WAIT)
+            assert code in (0, 1, -9), (rows.parent / "stderr").read_text()
+        assert_halved(grid, folder)
 
 
 @pytest.mark.slow
