@@ -8,12 +8,15 @@ hand it to theirs. A resumed run composes it from what is typed with `resume=`. 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import json
 import os
+import pickle
 from collections.abc import Callable, Sequence
-from functools import cache
+from contextlib import suppress
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
@@ -150,11 +153,45 @@ def to_config(tree: DictConfig | dict[str, Any]) -> Config:
     check_imported(tree.get("plugins") or [])
     values = tree if isinstance(tree, dict) else cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True))
     check_all_read(values)
+    with suppress(Exception):  # what is refused is refused below, by its whole key
+        return _config_of_sections(values)
     merged = merge_into_schema(values)
     check_no_missing(merged)
     config = OmegaConf.to_object(merged)
     assert isinstance(config, Config)
     return config
+
+
+def _config_of_sections(values: dict[str, Any]) -> Config:
+    """Return the config of `values`; of the jobs of a sweep, each section is converted once for all that share it."""
+    if "${" in str(values):
+        raise ValueError("an interpolation of the whole config")
+    sections = {name: value for name, value in values.items() if isinstance(value, dict)}
+    plain = {name: value for name, value in values.items() if name not in sections}
+    return Config(
+        **vars(OmegaConf.to_object(OmegaConf.merge(_plain_settings(), plain))),
+        **{
+            name: copy.deepcopy(_typed_section(name, section_class(name, value), pickle.dumps(value)))
+            for name, value in sections.items()
+        },
+    )
+
+
+@cache
+def _plain_settings() -> DictConfig:
+    """Return the settings of Config that are in no section."""
+    hints = get_type_hints(Config)
+    fields = [each for each in dataclasses.fields(Config) if not dataclasses.is_dataclass(hints[each.name])]
+    made = dataclasses.make_dataclass(
+        "PlainSettings", [(each.name, hints[each.name], dataclasses.field(default=each.default)) for each in fields]
+    )
+    return cast(DictConfig, OmegaConf.structured(made))
+
+
+@lru_cache(maxsize=1_000)
+def _typed_section(section: str, cls: type | None, values: bytes) -> Any:
+    """Return the section of pickled `values`; `cls` is its class, which is another one where plugins are imported."""
+    return section_object(section, pickle.loads(values))
 
 
 def merge_into_schema(values: dict[str, Any]) -> DictConfig:
