@@ -96,6 +96,7 @@ def read_trunk(path: str) -> Trunk:
     saved = read_state(checkpoint)
     try:
         fields = recovery.fields_of_checkpoint(folder, checkpoint.name, saved)
+        sum(saved["log"].values(), saved["progress"]["best_step"] or 0)  # integers
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{STATE_FILE} has no usable value: {error}", str(checkpoint), USAGE) from error
     copies = (path for name in (snapshot.SNAPSHOT_DIR, snapshot.PLUGINS_DIR) for path in (folder / name).rglob("*.*"))

@@ -13,6 +13,7 @@ import yaml
 from command_fixtures import TINY_RUN, Call, Program, is_user_error
 
 from common import paths
+from runner.checkpoint.atomic_dir import write_atomic_dir
 from runner.launch import branch
 from runner.reporting.compare import ComparedRun
 from runner.reporting.run_facts import RunReport
@@ -169,6 +170,33 @@ def test_branch_of_a_damaged_or_linked_trunk_is_refused(call: Call, trunk: Path,
     (trunk / "tokenizer" / "tokenizer.json").symlink_to(workspace / "rows.jsonl")
     result = call("init_from=trunk@step-4", "keep=optimizer")
     assert is_user_error(result) and "this is a link" in result.stderr
+    assert not (workspace / "outputs").exists()
+
+
+FOREIGN = {
+    "progress": {"progress": 3},
+    "best step": {"progress": {"step": 2, "tokens": 1, "loss_tokens": 1, "best_step": "x", "best_loss": 1.0}},
+    "log": {"log": {"metrics": "x"}},
+    "fields": {"run": {"fields": {"attempts": 3}}},
+    "resolver": {"run": {"fields": {}, "files": {".hydra/overrides.yaml": "- optimizer.lr=${oc.env:HOME}\n"}}},
+    "YAML": {"run": {"fields": {}, "files": {".hydra/overrides.yaml": "[}"}}},
+    "code": {"run": {"fields": {}, "files": {".hydra/config.yaml": "stage: {_target_: os.system}\n"}}},
+}
+
+
+@pytest.mark.parametrize("flags", [(), ("--multirun", "optimizer.lr=1e-4,1e-5")], ids=["run", "sweep"])
+@pytest.mark.parametrize("changed", FOREIGN.values(), ids=FOREIGN)
+def test_branch_of_a_foreign_state_is_refused(
+    changed: dict[str, Any], flags: tuple[str, ...], call: Call, trunk: Path, workspace: Path
+) -> None:
+    checkpoint = trunk / "checkpoints" / "step-00000002"
+    files: dict[str, Any] = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    del files["MANIFEST.json"]
+    files["state.json"] = json.dumps(json.loads(files["state.json"]) | changed).encode()
+    shutil.rmtree(checkpoint)
+    write_atomic_dir(checkpoint.parent, checkpoint.name, files, {})
+    result = call("init_from=trunk@step-2", "keep=optimizer", *flags)
+    assert result.returncode == 2 and "error: " in result.stderr, result
     assert not (workspace / "outputs").exists()
 
 

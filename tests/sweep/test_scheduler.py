@@ -34,6 +34,7 @@ class FakeSession:
 
     def __init__(self, state: SweepState) -> None:
         self.state = state
+        self.refused_jobs: list[SweepJob] = []
         self.page = RepeatedPage(lambda: None, print)
         self.lines = SweepLines("auto")
 
