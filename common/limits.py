@@ -256,11 +256,16 @@ def allocating_at_most(size: int) -> Iterator[None]:
 
 def peak_resident_bytes() -> int:
     """Return the largest memory of this process so far (VmHWM of Linux)."""
-    try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
-        return int(lines["VmHWM"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return proc_bytes(Path("/proc/self/status"), "VmHWM") or peak
+
+
+def proc_bytes(path: Path, name: str) -> int | None:
+    """Return the bytes of a field of a file such as /proc/meminfo, None where the system does not say."""
+    with suppress(OSError, KeyError, ValueError):
+        lines = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
+        return int(lines[name].split()[0]) * 1024
+    return None
 
 
 def match_patterns(patterns: list[str], texts: list[str]) -> list[list[bool]]:

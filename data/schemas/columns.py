@@ -145,10 +145,5 @@ def _quoted(name: str) -> str:
 
 
 def unused_fields(row: dict, fields: Iterable[str]) -> list[str]:
-    """Return the names of the fields of a row that are not null and not in `fields`."""
+    """Return the names of the fields of a row, or of a message, that are not null and not in `fields`."""
     return [str(name) for name in row.keys() - fields if row[name] is not None]
-
-
-def unused_message_fields(messages: list[dict[str, Any]], known: frozenset[str]) -> set[str]:
-    """Return the names of the fields of messages that are not null and not in `known`."""
-    return {name for message in messages for name in unused_fields(message, known)}

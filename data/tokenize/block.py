@@ -69,12 +69,6 @@ class RowStats:
             )
         return self
 
-    def add_conversation(self, tokens: int, answers: int) -> None:
-        self.longest_conversation, self.most_answers = (
-            max(self.longest_conversation, tokens),
-            max(self.most_answers, answers),
-        )
-
     def count_lost(self, first: int, last: int) -> None:
         """Count lost tokens with loss, of which the n-th needs data.max_length >= first + n."""
         self.lost_loss_tokens += last - first

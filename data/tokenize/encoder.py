@@ -9,7 +9,7 @@ import numpy as np
 
 from data.errors import BadRowError
 from data.schemas.chat import augment_example
-from data.schemas.columns import unused_fields, unused_message_fields
+from data.schemas.columns import unused_fields
 from data.schemas.messages import CHECKED_FIELDS
 from data.schemas.registry import SCHEMAS, ChatExample, Example, PreferencePair, TextExample
 from data.schemas.text import example_weight
@@ -85,7 +85,8 @@ class Encoder:
         """
         unused = unused_fields(row, self.schema.fields)
         if self.template is not None:
-            names = {name for chat in example.chats for name in unused_message_fields(chat.messages, CHECKED_FIELDS)}
+            messages = [message for chat in example.chats for message in chat.messages]
+            names = {name for message in messages for name in unused_fields(message, CHECKED_FIELDS)}
             unused += [f"messages[].{name}" for name in names if not self.template.names(name)]
         return unused
 
@@ -203,7 +204,8 @@ class Encoder:
         for (ids, _), each in zip(chats, answers, strict=True):
             # else a span is no answer
             count = sum(start < len(ids) for start, *_ in each) if self.encoding.loss_on == "assistant" else 0
-            stats.add_conversation(len(ids), count)
+            stats.longest_conversation = max(stats.longest_conversation, len(ids))
+            stats.most_answers = max(stats.most_answers, count)
         self._encoded.append((position, weight, [(ids, each) for (ids, _), each in zip(chats, spans, strict=True)]))
 
     def _count_lost(self, whole: list[list[LossSpan]], kept: list[list[LossSpan]], longest: int) -> None:

@@ -25,7 +25,7 @@ from common.guarded_files import (
     reporting_missing_fields,
 )
 from data.tokenize.pieces import FlatEncoder, PieceCache, cut_pattern, flat_ids
-from data.tokenize.tokenizer_limits import check_stored_tokenizer
+from data.tokenize.tokenizer_limits import OTHER_TOKENIZER_HINT, find_problem
 
 PAD, BOS, EOS = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
 TOKENIZER_CONFIG, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
@@ -206,7 +206,8 @@ def _build_tokenizer(files: _Files) -> Tokenizer:
     )
     listed = generation.get("eos_token_id")
     with reporting_missing_fields(f"{folder}/tokenizer.json or {TOKENIZER_CONFIG}", COPY_AGAIN_HINT):
-        check_stored_tokenizer(stored, folder / "tokenizer.json")
+        if problem := find_problem(stored):
+            raise UserError(problem, f"{folder}/tokenizer.json", OTHER_TOKENIZER_HINT)
         dropout = stored["model"].get("dropout") or 0.0
         if dropout:
             stored["model"]["dropout"] = None  # as in a tokenizer without: same ids, same fingerprint

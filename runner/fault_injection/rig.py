@@ -205,10 +205,6 @@ class Rig:
     def argv(self, run_dir: Path) -> list[str]:
         return [*self.overrides, f"data.cache={self.folder / 'cache'}", f"hydra.run.dir={run_dir}"]
 
-    def next_argv(self, run_dir: Path) -> list[str]:
-        """Return what a user types after a fault: `resume=`, or the same command if no run has begun."""
-        return [f"resume={run_dir}"] if (run_dir / "run.json").exists() else self.argv(run_dir)
-
     def clear_cache(self) -> None:
         """Remove the token stores, so that the next launch tokenizes.
 
@@ -236,8 +232,10 @@ class Trial:
     def launch(
         self, argv: list[str] | None = None, prepare: Callable[[], object] = lambda: None, is_cold: bool = False
     ) -> Launch:
-        """Start the command, or what continues it."""
-        argv = self.rig.next_argv(self.run_dir) if argv is None else argv
+        """Start the command, or what continues it: `resume=`, or the same command if no run has begun."""
+        if argv is None:
+            has_begun = (self.run_dir / "run.json").exists()
+            argv = [f"resume={self.run_dir}"] if has_begun else self.rig.argv(self.run_dir)
         self.result.started_again += bool(self.result.codes) and not argv[-1].startswith("resume=")
         output = self.folder / f"launch{len(self.result.codes) + 1}.txt"
         output.write_text("")

@@ -57,7 +57,7 @@ def read_back(store):
         rows.append(
             (
                 position,
-                float(store.weights(i, i + 1)[0]),
+                float(store.column("weight", i, i + 1)[0]),
                 [(ids.tolist(), list(map(tuple, each))) for (ids, _), each in zip(sequences, spans, strict=True)],
             )
         )
@@ -108,10 +108,10 @@ def test_store_keeps_chosen_and_rejected_apart(tmp_path):
 
 def test_store_lengths_and_weights_do_not_depend_on_the_read_size(tmp_path, monkeypatch):
     store = build_store(tmp_path / "key", block(ROWS), block(ROWS))
-    whole = store.lengths(0, 6), store.weights(0, 6)
+    whole = store.lengths(0, 6), store.column("weight", 0, 6)
     monkeypatch.setattr("data.store.reader.ROWS_PER_READ", 4)
     assert whole[0].tolist() == store.lengths(0, 6).tolist() == [3, 5, 1] * 2
-    assert whole[1].tolist() == store.weights(0, 6).tolist() == [1, 1, 0.5] * 2
+    assert whole[1].tolist() == store.column("weight", 0, 6).tolist() == [1, 1, 0.5] * 2
     assert store.lengths(2, 2).tolist() == []
 
 

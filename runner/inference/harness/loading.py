@@ -47,7 +47,7 @@ def load_tasks(names: list[str], folder: str | None) -> dict[str, LoadedTasks]:
     except ImportError as error:
         is_other_version = (error.name or "").startswith("lm_eval.")
         message = (
-            f"lm-eval {harness_version()} is not supported: {error}"
+            f"lm-eval {version('lm_eval')} is not supported: {error}"
             if is_other_version
             else f"tasks need the package {error.name}"
         )
@@ -71,10 +71,6 @@ def _tasks_of_harness() -> dict[str, Any]:
     from lm_eval.tasks import TaskManager
 
     return TaskManager().task_index
-
-
-def harness_version() -> str:
-    return version("lm_eval")
 
 
 def _set_environment() -> None:
