@@ -113,9 +113,9 @@
     const emphasis = hovered ? hovered.curve.row : null, standsOut = picked === curve.row || emphasis === curve.row;
     const standsBack = (picked !== null || emphasis !== null) && !standsOut, isOther = style === OTHER_ROWS && !standsOut, { isSeed } = curve;
     ctx.strokeStyle = ctx.fillStyle = styleColor(style);
-    const alpha = standsBack ? 0.12 : isOther ? 0.3 : isValidation ? 1 : 0.6, at = (x, y) => [u.valToPos(x, "x", true), u.valToPos(y, "y", true)];
+    const alpha = standsBack ? 0.12 : isOther ? 0.3 : isValidation ? 1 : isSeed ? 0.3 : 0.6, at = (x, y) => [u.valToPos(x, "x", true), u.valToPos(y, "y", true)];
     const pixels = curve.y.map((y, i) => (y === null ? null : at(curve.x[i], y)));
-    if (curve.low && !standsBack && !isOther && (isValidation || standsOut || !controls.validation.checked)) {
+    if (curve.low && !standsBack && !isOther && (isValidation || !controls.validation.checked)) {
       ctx.globalAlpha = 0.18;
       paintBand(ctx, pixels.map((pixel, i) => pixel && [at(curve.x[i], curve.low[i]), at(curve.x[i], curve.high[i])]));
     }
@@ -354,11 +354,11 @@
     if (across === down) return place.replaceChildren("Choose two different settings.");
     const points = data.rows.map((row, index) => ({ index, jobs: data.jobs.filter((job, at) => job.row === index && shown.has(at)) })).filter(({ jobs }) => jobs.length);
     const cells = down.values.map((value) => across.values.map((other) => heatCell(points.filter(({ jobs }) => jobs[0].values[keys[0]] === value && jobs[0].values[keys[1]] === other))));
-    const ranked = [...new Set(cells.flat().map((cell) => cell.loss).filter(isNumber))].sort((a, b) => a - b), best = Math.min(...cells.flat().filter((cell) => cell.isRanked).map((cell) => cell.loss)), [paper, ink] = [channels("--paper"), channels("--c0")];
+    const ranked = [...new Set(cells.flat().map((cell) => cell.loss).filter(isNumber))].sort((a, b) => a - b), best = Math.min(...cells.flat().map((cell) => cell.order ?? Infinity)), [paper, ink] = [channels("--paper"), channels("--c0")];
     const head = make("tr", {}, make("td"), ...across.values.map((value) => make("th", { scope: "col" }, value)));
     const lines = cells.map((line, number) => make("tr", {}, make("th", { scope: "row" }, down.values[number]), ...line.map((cell) => {
       if (cell.loss === null) return make("td", { className: cell.text }, cell.text);
-      const isBest = cell.loss === best, share = isBest ? 1 : 0.55 * (1 - ranked.indexOf(cell.loss) / ranked.length); // more would make the text hard to read
+      const isBest = cell.order === best, share = isBest ? 1 : 0.55 * (1 - ranked.indexOf(cell.loss) / ranked.length); // more would make the text hard to read
       const button = make("button", { type: "button", className: isBest ? "best" : "", title: cell.title, ariaPressed: String(picked === cell.row) }, cell.loss.toPrecision(4), cell.note);
       button.style.background = `rgb(${paper.map((value, i) => Math.round(value + share * (ink[i] - value)))})`;
       button.addEventListener("click", () => pick(cell.row));
@@ -376,8 +376,9 @@
       .map((point) => [mean(point.jobs.map((job) => job.loss).filter(isNumber)), point.index]).sort(([a], [b]) => a - b);
     const status = ["diverged", "running", "paused", "interrupted", "failed"].find((each) => jobs.some((job) => job.status === each)) ?? (jobs.length ? "waiting" : "–");
     if (!losses.length) return { loss: null, text: status };
-    const isMean = controls["heat-over"].value === "mean", count = losses.length, isRanked = (isMean ? losses : losses.slice(0, 1)).every(([, row]) => data.rows[row].rank);
-    return { loss: isMean ? mean(losses.map(([loss]) => loss)) : losses[0][0], row: losses[0][1], isRanked, note: `${isRanked ? "" : "*"}${diverged ? ` ✕${diverged}` : ""}`, title: `${isMean && count > 1 ? `mean of ${count} points; the best: ` : ""}${data.rows[losses[0][1]].label}${diverged ? `; ${diverged} diverged` : ""}` };
+    const isMean = controls["heat-over"].value === "mean", count = losses.length, loss = isMean ? mean(losses.map(([each]) => each)) : losses[0][0], { rank } = data.rows[losses[0][1]];
+    const isRanked = (isMean ? losses : losses.slice(0, 1)).every(([, row]) => data.rows[row].rank);
+    return { loss, row: losses[0][1], order: !isRanked ? null : isMean ? loss : rank, note: `${isRanked ? "" : "*"}${diverged ? ` ✕${diverged}` : ""}`, title: `${isMean && count > 1 ? `mean of ${count} points; the best: ` : ""}${data.rows[losses[0][1]].label}${diverged ? `; ${diverged} diverged` : ""}` };
   }
 
   function drawHistory() {

@@ -28,7 +28,6 @@ SWEEP_STALE_SECONDS = 900  # a page of a running sweep that is older says that t
 CURVE_CLASSES = 8  # classes s0 to s7 of page.css
 POINTS_PER_PAGE, POINTS_PER_CURVE, MIN_POINTS = 22_000, 500, 24  # of all curves; at most and at least of one
 CURVE_DIGITS = 6
-MAX_HEAT_VALUES = 24  # of a setting of the heat map
 OTHER_ROWS = "sx"  # class of the rows below the best CURVE_CLASSES
 OPTUNA_TRIALS_KEY = "hydra.sweeper.n_trials"
 
@@ -50,9 +49,6 @@ def sweep_page(sweep: SweepResults, is_final: bool = True) -> str:
         verdict=verdict,
         columns=columns,
         folded=folded_columns(sweep, columns),
-        heat_keys=[
-            key for key in sweep.swept_keys if len({job.swept.get(key) for job in sweep.jobs}) <= MAX_HEAT_VALUES
-        ],
         styles=styles,
         pages={job.folder for job in sweep.jobs if job.folder and (sweep.folder / job.folder / REPORT_FILE).is_file()},
         # By step a job with large steps would seem better than one that is ranked above it at the same tokens.
