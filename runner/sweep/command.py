@@ -211,7 +211,11 @@ class SweepScheduler:
         for waiting in self.waiting:
             if not is_locked(self.session.run_dir(waiting)):
                 self.waiting.remove(waiting)
-                return waiting if self.search.is_due(waiting) else self._take_job()
+                if self.search.is_due(waiting):
+                    return waiting
+                self.state.refresh_job(waiting)  # another process has trained it
+                self._report_end(waiting)
+                return self._take_job()
         while (job := self.search.next_job()) and is_locked(self.session.run_dir(job)):
             self.waiting.append(job)
         return job

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError, print_note
+from common.errors import Outcome, UserError, print_note
 from common.guarded_files import read_from
 from common.limits import parse_record
 from common.settings import check_at_least, within
@@ -58,12 +59,13 @@ class RungOptions(SweeperOptions):
                     "set train.eval_every, and data.val_path or data.val_fraction",
                 )
             steps, every = (int(overrides.get(f"train.{key}", vars(train)[key])) for key in ("max_steps", "eval_every"))
-            first = first_step_of(self.first_rung, steps)
-            if steps and (every > first or first_step_of(self.shares[-1], steps) > (steps - 1) // every * every):
+            first, last = first_step_of(self.shares[0], steps), first_step_of(self.shares[-1], steps)
+            fitting = [each for each in range(1, first + 1) if -(-last // each) * each < steps]
+            if steps and every not in fitting:
                 raise UserError(
                     f"{name} needs an evaluation at each rung, the first one after {first} of {steps} steps",
                     f"train.eval_every={every} train.max_steps={steps}",
-                    f"train.eval_every={math.gcd(first, every) if every > first else first}, or a larger hydra.sweeper.first_rung",
+                    f"train.eval_every={max(fitting, default=1)}, or a larger hydra.sweeper.first_rung",
                 )
 
 
@@ -137,9 +139,7 @@ def describe_cost(points: int, jobs: int, eta: int, shares: Sequence[float]) -> 
     runs = sum(count * step for count, step in zip(counts, steps, strict=True)) * jobs / points
     parts = ", ".join(f"{count} x {share_text(share)}" for count, share in zip(counts, [*shares, 1.0], strict=True))
     seeds = f" ({jobs} jobs)" if jobs != points else ""
-    return f"{points} points{seeds}: {parts}: {runs:.1f} full runs instead of {jobs} ({runs / jobs:.0%})".replace(
-        "%)", " %)"
-    )
+    return f"{points} points{seeds}: {parts}: {runs:.1f} full runs instead of {jobs} ({100 * runs / jobs:.0f} %)"
 
 
 def share_text(share: float) -> str:
@@ -161,6 +161,8 @@ class Reached:
 
 def read_reached(run_dir: Path, shares: Sequence[float]) -> Reached:
     """Return how far the job in `run_dir` has come."""
+    if not shares:
+        return Reached()
     run, metrics = RunMetadata.read(run_dir), run_dir / "metrics.jsonl"
     total, position, evaluations = total_steps(run), int(run.get("step") or 0), dict[int, float]()
     lines = read_from(metrics, 0).splitlines() if metrics.exists() else []
@@ -200,7 +202,10 @@ class RungSearch(Search):
         super().__init__(state)
         self.shares = shares
         self.targets: dict[str, int] = {}  # job name -> number of rungs that its running process trains to
-        self.reached = {job.name: read_reached(state.folder / job.name, shares) for job in state.jobs}
+        self.reached: dict[str, Reached] = {}
+        for job in state.jobs:
+            self.reread(job)
+            self.record_pause(job)
 
     def reread(self, job: SweepJob) -> Reached:
         self.reached[job.name] = read_reached(self.state.folder / job.name, self.shares)
@@ -217,16 +222,23 @@ class RungSearch(Search):
         return [f"{STOP_KEY}={self.shares[target - 1] if target <= len(self.shares) else 0}"]
 
     def is_due(self, job: SweepJob) -> bool:
-        """Whether the job is still below the target that it was handed out for: another process has trained it."""
-        if len(self.reread(job).losses) < self.targets[job.name]:
-            return True
-        self.state.refresh_job(job)
-        self.job_ended(job)
-        return False
+        """Whether the job is still below the target that it was handed out for."""
+        return len(self.reread(job).losses) < self.targets.get(job.name, 0)
+
+    def record_pause(self, job: SweepJob) -> None:
+        """Record that a job is paused that was killed between its evaluation at a rung and its own record of it."""
+        reached = self.reached[job.name]
+        if not reached.losses or reached.is_between or job.is_diverged or job.status not in ("interrupted", "failed"):
+            return
+        with suppress(UserError), RunMetadata.open(self.state.folder / job.name, resume=True) as metadata:
+            metadata.finish(Outcome.PAUSED)
+            job.status = "interrupted"
+            self.state.refresh_job(job)
+            self.state.update_job(job, error=None, last_lines=[])
 
     def check_rung(self, job: SweepJob) -> None:
         """Raise UserError if the evaluations at the rungs do not tell jobs apart."""
-        target, reached = self.targets.pop(job.name, len(self.shares) + 1), self.reread(job)
+        target, reached = self.targets.get(job.name, 0), self.reread(job)
         if job.status == "completed" and target <= len(self.shares) and math.inf in reached.losses[:target]:
             raise UserError(
                 f"{job.name} has no evaluation at {share_text(self.shares[target - 1])} of its steps",
@@ -259,9 +271,9 @@ class HalvingSearch(RungSearch):
             points.setdefault(point_of(job.overrides), []).append(job)
         self.points = list(points.values())
         # rungs that each point has begun, of all its jobs
-        self.begun = [max(map(self._count_begun, jobs)) for jobs in self.points]
+        self.begun = [max(map(self._rungs_begun, jobs)) for jobs in self.points]
 
-    def _count_begun(self, job: SweepJob) -> int:
+    def _rungs_begun(self, job: SweepJob) -> int:
         reached = self.reached[job.name]
         return min(max(1, len(reached.losses) + reached.is_between), len(self.shares) + 1)
 
@@ -307,8 +319,9 @@ class HalvingSearch(RungSearch):
         }
 
     def job_ended(self, job: SweepJob) -> None:
-        if job.status not in ("paused", "completed"):
-            self.targets.pop(job.name)
+        if self.is_due(job):
             self.ended.add(job.name)
-            return
-        self.check_rung(job)
+        else:
+            self.record_pause(job)
+            self.check_rung(job)
+        del self.targets[job.name]

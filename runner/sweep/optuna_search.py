@@ -272,10 +272,11 @@ class OptunaSearch(RungSearch):
         """
         from optuna.trial import TrialState
 
+        if self.shares and not self.is_due(job):
+            self.record_pause(job)
+            self.check_rung(job)
         if job.status in ("interrupted", "new"):
             return
-        if self.shares and job.status in ("paused", "completed"):
-            self.check_rung(job)
         if job.status == "paused" and not self._is_pruned(job):
             return self.continuing.append(job)
         values = self._objective_values(job)

@@ -51,11 +51,13 @@ settings = open('.hydra/config.yaml').read()
 with open('.hydra/config.yaml', 'w') as file:
     file.write(re.sub(r'stop_at: \\S+', f'stop_at: {{share}}', settings))
 end = int(share * {HALVED_STEPS}) or {HALVED_STEPS}
+known = dict(attempts=[{{'total_steps': {HALVED_STEPS}}}], evaluation={{'rows': 50}})
+write('running', **known)
 with open('metrics.jsonl', 'a') as file:
     for step in range(fields['step'] + 1, end + 1):
         if step % 2 == 0:
             file.write(json.dumps({{'kind': 'eval', 'step': step, 'loss': 1000 * lr + 1 / step}}) + chr(10))
-known = dict(step=end, attempts=[{{'total_steps': {HALVED_STEPS}}}], evaluation={{'rows': 50}})
+known['step'] = end  # the end
 if end < {HALVED_STEPS}:
     write('interrupted', 'paused', **known); sys.exit(75)
 write('completed', 'completed', metrics={{'loss': 1000 * lr}}, **known)

@@ -254,6 +254,17 @@ def test_halving_sweep_goes_on_without_jobs_that_fail(
     assert attempts(tmp_path / "sweep")[0] == 1
 
 
+@pytest.mark.parametrize("retries", [0, 1])
+def test_halving_records_the_pause_of_a_job_killed_at_its_rung(
+    retries: int, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path
+) -> None:
+    """Its evaluation is recorded, its pause not: no rung is trained twice, and nothing has failed."""
+    fake_jobs.set(default=HALVED.replace("known['step']", f"if fields['attempt'] == 1: {KILLED}\nknown['step']"))
+    assert sweep(*HALVING, "optimizer.lr=1e-3,2e-3,3e-3,4e-3", f"hydra.launcher.retries={retries}") == 0
+    assert [status for _, status in statuses(tmp_path / "sweep")] == ["completed", *["paused"] * 3]
+    assert attempts(tmp_path / "sweep") == [4, 2, 1, 1]
+
+
 def test_halving_sweep_that_is_stopped_continues(sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
     fake_jobs.set(default=HALVED)
     stop = f"if len(json.load(open('../sweep.json'))['jobs']) and fields['attempt'] == 2: os.kill(os.getppid(), 15)\n{SAVES}"

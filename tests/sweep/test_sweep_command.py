@@ -47,7 +47,7 @@ def test_plugins_are_found_by_the_scan_of_hydra() -> None:
     compose_tree([])
     plugins = [*Plugins.instance().discover(Launcher), *Plugins.instance().discover(Sweeper)]
     names = {plugin.__name__ for plugin in plugins if plugin.__module__ == "hydra_plugins.lm_runner"}
-    assert names == {"JobLauncher", "GridSweeper", "OptunaSweeper"}
+    assert names == {"JobLauncher", "GridSweeper", "HalvingSweeper", "OptunaSweeper"}
     groups = ConfigStore.instance().repo["hydra"]
     assert {f"{name}.yaml" for name in LAUNCHERS} <= groups["launcher"].keys() and {
         "grid.yaml",
