@@ -173,6 +173,11 @@ def test_branch_of_a_damaged_or_linked_trunk_is_refused(call: Call, trunk: Path,
     assert not (workspace / "outputs").exists()
 
 
+def test_plan_of_a_branch_is_refused(call_command: Call, trunk: Path) -> None:
+    result = call_command("plan.py", "init_from=trunk@step-2", "keep=optimizer", "timing=false")
+    assert is_user_error(result) and "plan.py resume=RUN plans what is left of a run" in result.stderr
+
+
 FOREIGN = {
     "progress": {"progress": 3},
     "best step": {"progress": {"step": 2, "tokens": 1, "loss_tokens": 1, "best_step": "x", "best_loss": 1.0}},
