@@ -45,7 +45,7 @@ def open_append(path: Path) -> BinaryIO:
         fix = f"make it a file of its own: cp {path} {path}.new && mv {path}.new {path}"
         raise UserError(
             f"the file has {status.st_nlink} names (hard links): appending to it would change it under each of them",
-            str(path),
+            path,
             fix,
         )
     return open(fd, "a+b", buffering=0)
@@ -150,9 +150,9 @@ def parse_object(content: bytes | str, path: Path, fix: str) -> dict[str, Any]:
     try:
         value = parse_json(content)
     except ValueError as error:
-        raise UserError(f"invalid JSON: {error}", str(path), fix) from error
+        raise UserError(f"invalid JSON: {error}", path, fix) from error
     if not isinstance(value, dict):
-        raise UserError(f"expected a JSON object, got {type(value).__name__}", str(path), fix)
+        raise UserError(f"expected a JSON object, got {type(value).__name__}", path, fix)
     return value
 
 
@@ -164,7 +164,7 @@ def reporting_missing_fields(where: str | Path, fix: str) -> Iterator[None]:
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"a field is missing or has another type: {error}", str(where), fix) from error
+        raise UserError(f"a field is missing or has another type: {error}", where, fix) from error
 
 
 def check_pointer(path: Path, content: bytes) -> None:
@@ -172,15 +172,13 @@ def check_pointer(path: Path, content: bytes) -> None:
     if content.startswith(LFS_POINTER):
         raise UserError(
             "a pointer of Git LFS is in place of the file",
-            str(path),
+            path,
             f"git -C {shlex.quote(str(path.parent))} lfs pull",
         )
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:
-    return UserError(
-        f"the file cannot be read: {error.strerror or error}", str(path), "copy or download the folder again"
-    )
+    return UserError(f"the file cannot be read: {error.strerror or error}", path, "copy or download the folder again")
 
 
 def copy_source_file(path: Path, target: Path) -> None:
@@ -201,6 +199,6 @@ def _check_entry(path: Path) -> bool:
         return stat.S_ISDIR(mode)
     if stat.S_ISLNK(mode):
         raise UserError(
-            "this is a link, and no link is followed in a folder of a run, model or tokenizer", str(path), REPLACE_HINT
+            "this is a link, and no link is followed in a folder of a run, model or tokenizer", path, REPLACE_HINT
         )
-    raise UserError("this is neither a regular file nor a folder, and is not opened", str(path), REPLACE_HINT)
+    raise UserError("this is neither a regular file nor a folder, and is not opened", path, REPLACE_HINT)

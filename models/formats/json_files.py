@@ -50,9 +50,7 @@ def check_other_tools(source: Path) -> None:
     folder, name = (source.parent, source.name) if source.is_file() else (source, "*")
     for pattern, (what, fix) in OTHER_TOOLS.items():
         if any(fnmatch(file.name, name) for file in folder.glob(pattern)):
-            raise UserError(
-                f"this is {what}, no Hugging Face folder", str(source), fix.format(shlex.quote(str(folder)))
-            )
+            raise UserError(f"this is {what}, no Hugging Face folder", source, fix.format(shlex.quote(str(folder))))
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
@@ -75,7 +73,7 @@ def read_model_config(folder: Path, family: str | None = None) -> ModelConfig:
         check_other_tools(folder)
         raise UserError(
             "config.json is missing: this is no model folder",
-            str(path),
+            path,
             "give the folder of a finished run, a Hugging Face or a PEFT folder",
         )
     raw = read_json_file(path)
@@ -90,7 +88,7 @@ def _config_of(raw: dict[str, Any], path: Path, family: str | None) -> ModelConf
         if (types := MODELS.get(family).hf_model_types) and raw["model_type"] not in types:
             message = f"model.family={family} does not compute model_type {raw['model_type']}"
             raise UserError(
-                message, str(path), f"leave model.family={family} out; the types that it computes: {', '.join(types)}"
+                message, path, f"leave model.family={family} out; the types that it computes: {', '.join(types)}"
             )
         return MODELS.get(family).from_hf_config(raw, path)
     found = _find_config(raw, path)
@@ -164,9 +162,7 @@ def read_adapter_settings(source: Path) -> dict[str, Any]:
     folder = model_dir(source)
     if not is_adapter_dir(folder):
         fix = "stage.lora.continue_adapter=false trains a new adapter, or init_from=ADAPTER_DIR"
-        raise UserError(
-            "init_from is no adapter that could be continued: adapter_config.json is missing", str(source), fix
-        )
+        raise UserError("init_from is no adapter that could be continued: adapter_config.json is missing", source, fix)
     path = folder / "adapter_config.json"
     raw = read_json_file(path)
     with reporting_missing_fields(path, DOWNLOAD_HINT):
@@ -217,11 +213,11 @@ def base_model_dir(source: Path) -> Path:
         seen.add(folder.resolve())
         if (base := model_dir(base_model_of(folder))).resolve() in seen:
             fix = f"correct base_model_name_or_path in {folder / 'adapter_config.json'}"
-            raise UserError("the adapter is its own base model", str(source), fix)
+            raise UserError("the adapter is its own base model", source, fix)
         folder = base
     raise UserError(
         f"the adapter has more than {MAX_BASE_MODELS} adapters as base models",
-        str(source),
+        source,
         "merge some of them into their base model",
     )
 
