@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shlex
 from fnmatch import fnmatch
 from pathlib import Path
@@ -21,7 +20,7 @@ from common.guarded_files import (
     read_source_file,
     reporting_missing_fields,
 )
-from common.hub import cached_snapshot, parse_hub_name
+from common.hub import find_base_model
 from models.config import MODELS, ModelConfig, UnsupportedVariantError
 
 NUMBER_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "bool": (bool,)}  # by annotation
@@ -185,18 +184,14 @@ def base_model_of(folder: Path) -> Path:
     """Return the folder of the adapter's base model. Raises UserError if it does not exist."""
     path = folder / "adapter_config.json"
     with reporting_missing_fields(path, DOWNLOAD_HINT):
-        raw = read_json_file(path)
-        name, revision = raw["base_model_name_or_path"], raw.get("revision")
-        of_hub = parse_hub_name(f"{name}@{revision}" if revision else name)
-    for base in (folder / name, Path(name)):
-        if os.path.isdir(base):  # Path.is_dir raises an error for a name that is too long
-            return base
-    if of_hub and (snapshot := cached_snapshot(of_hub)):
-        return snapshot
+        settings = read_json_file(path)
+        base, of_hub = find_base_model(folder, settings)
+    if base is not None:
+        return base
     download = f"hf download {of_hub.repo}; or " if of_hub else ""  # a file starts no download
     raise UserError(
         "the adapter's base model does not exist",
-        name,
+        settings["base_model_name_or_path"],
         f"{download}restore it, or correct base_model_name_or_path in {path}",
     )
 
