@@ -111,17 +111,15 @@ class Source:
         ;".
         """
         arguments = CSV_FORMATS.get(self.file_format, {})
-        delimiter = (
-            arguments.get("delimiter", "").replace("\t", "tabs")
-            if extension_of(self.path) != f".{self.file_format}"
-            else ""
-        )
-        parts = [f"encoding {self.encoding}"] * (self.encoding != UTF8) + [f"columns separated by {delimiter}"] * bool(
-            delimiter
-        )
+        parts = [f"encoding {self.encoding}"] if self.encoding != UTF8 else []
+        if arguments and extension_of(self.path) != f".{self.file_format}":
+            delimiter = arguments["delimiter"].replace("\t", "tabs")
+            parts.append(f"columns separated by {delimiter}")
         if EXTENSIONS.get(extension_of(self.path)) == "text" and self.file_format in JSON_NAMES:
             parts.append(f"read as {JSON_NAMES[self.file_format]}, which its content is")
-        return ", ".join([*parts, *["quotes are text"] * ("quoting" in arguments)])
+        if "quoting" in arguments:
+            parts.append("quotes are text")
+        return ", ".join(parts)
 
     @property
     def size(self) -> int:
