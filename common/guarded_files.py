@@ -26,6 +26,7 @@ MAX_TOKENIZER_BYTES = 64 << 20  # of each file of a tokenizer; the largest token
 GENERATION_CONFIG = "generation_config.json"  # how a model is sampled, and its stop tokens
 MAX_MODEL_JSON_BYTES = 16 << 20  # of config.json and its like
 DAMAGED_DIR = "damaged"  # in a run directory: files that could not be read, as they were
+DOWNLOAD_HINT = "write or download the folder again"
 LFS_POINTER = b"version https://git-lfs"
 REPLACE_HINT = "replace it by a regular file or folder, if you trust where this folder came from"
 
@@ -145,26 +146,26 @@ def read_source_file(path: Path, limit: int) -> bytes:
     return content
 
 
-def parse_object(content: bytes | str, path: Path, fix: str) -> dict[str, Any]:
+def parse_object(content: bytes | str, path: Path) -> dict[str, Any]:
     """Return the JSON object in the content of a file of a model or tokenizer folder. Raises UserError."""
     try:
         value = parse_json(content)
     except ValueError as error:
-        raise UserError(f"invalid JSON: {error}", path, fix) from error
+        raise UserError(f"invalid JSON: {error}", path, DOWNLOAD_HINT) from error
     if not isinstance(value, dict):
-        raise UserError(f"expected a JSON object, got {type(value).__name__}", path, fix)
+        raise UserError(f"expected a JSON object, got {type(value).__name__}", path, DOWNLOAD_HINT)
     return value
 
 
 @contextmanager
-def reporting_missing_fields(where: str | Path, fix: str) -> Iterator[None]:
+def reporting_missing_fields(where: str | Path) -> Iterator[None]:
     """Turn the error of a missing or mistyped field of such an object into a UserError that names the file."""
     try:
         yield
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"a field is missing or has another type: {error}", where, fix) from error
+        raise UserError(f"a field is missing or has another type: {error}", where, DOWNLOAD_HINT) from error
 
 
 def check_pointer(path: Path, content: bytes) -> None:

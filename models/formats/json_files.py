@@ -26,7 +26,6 @@ from models.config import MODELS, ModelConfig, UnsupportedVariantError
 NUMBER_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "bool": (bool,)}  # by annotation
 # model_type of folders whose layers PEFT finds under other names than the decoder's
 RENAMED_TYPES = ("mixtral", "phi3")
-DOWNLOAD_HINT = "write or download the folder again"
 MAX_BASE_MODELS = 8  # adapters of adapters that are followed to their base model
 
 
@@ -54,7 +53,7 @@ def check_other_tools(source: Path) -> None:
 
 def read_json_file(path: Path) -> dict[str, Any]:
     """Raises UserError if the file is not a JSON object."""
-    return parse_object(read_source_file(path, MAX_MODEL_JSON_BYTES), path, DOWNLOAD_HINT)
+    return parse_object(read_source_file(path, MAX_MODEL_JSON_BYTES), path)
 
 
 def write_json_file(path: Path, content: dict[str, Any]) -> None:
@@ -76,7 +75,7 @@ def read_model_config(folder: Path, family: str | None = None) -> ModelConfig:
             "give the folder of a finished run, a Hugging Face or a PEFT folder",
         )
     raw = read_json_file(path)
-    with reporting_missing_fields(path, DOWNLOAD_HINT):
+    with reporting_missing_fields(path):
         cfg = _config_of(raw, path, family)
         check_number_types(cfg)
         return cfg
@@ -164,7 +163,7 @@ def read_adapter_settings(source: Path) -> dict[str, Any]:
         raise UserError("init_from is no adapter that could be continued: adapter_config.json is missing", source, fix)
     path = folder / "adapter_config.json"
     raw = read_json_file(path)
-    with reporting_missing_fields(path, DOWNLOAD_HINT):
+    with reporting_missing_fields(path):
         targets = raw["target_modules"]
         names = [f"re:{targets}"] if isinstance(targets, str) else sorted(targets)
         return {
@@ -183,7 +182,7 @@ def is_adapter_dir(folder: Path) -> bool:
 def base_model_of(folder: Path) -> Path:
     """Return the folder of the adapter's base model. Raises UserError if it does not exist."""
     path = folder / "adapter_config.json"
-    with reporting_missing_fields(path, DOWNLOAD_HINT):
+    with reporting_missing_fields(path):
         settings = read_json_file(path)
         base, of_hub = find_base_model(folder, settings)
     if base is not None:

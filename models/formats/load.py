@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from common.guarded_files import check_source_file
+from common.guarded_files import DOWNLOAD_HINT, check_source_file
 from models.config import LoraConfig
 from models.families.transformers import TransformersConfig
 from models.formats.json_files import (
-    DOWNLOAD_HINT,
     base_model_of,
     family_of_base,
     is_adapter_dir,

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from common.errors import UserError
-from common.guarded_files import reporting_missing_fields
+from common.guarded_files import DOWNLOAD_HINT, reporting_missing_fields
 from models.config import LoraConfig
-from models.formats.json_files import DOWNLOAD_HINT, base_model_of, check_number_types, read_json_file
+from models.formats.json_files import base_model_of, check_number_types, read_json_file
 from models.formats.tensor_files import check_finite, read_tensors, to_floats
 from models.layers.adapter import ADAPTER, merged_weight
 
@@ -63,7 +63,7 @@ def read_adapter(folder: Path) -> StoredAdapter:
     check_finite(stored := to_floats(read_tensors(file), file), file)
     matrices, replaced = _sort_tensors(stored, path)
     layers = sorted({layer for layer, _ in matrices})
-    with reporting_missing_fields(path, DOWNLOAD_HINT):
+    with reporting_missing_fields(path):
         rslora, dora = bool(raw.get("use_rslora")), bool(raw.get("use_dora"))
         cfg = LoraConfig(
             raw["r"], raw["lora_alpha"], raw["lora_dropout"], [], rslora, dora, quantize=None, continue_adapter=False

@@ -12,9 +12,9 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from common.errors import UserError
-from common.guarded_files import LFS_POINTER, check_pointer, open_source_file
+from common.guarded_files import DOWNLOAD_HINT, LFS_POINTER, check_pointer, open_source_file
 from models.config import ModelConfig, ModelSize
-from models.formats.json_files import DOWNLOAD_HINT, base_model_dir, read_json_file
+from models.formats.json_files import base_model_dir, read_json_file
 
 MAX_HEADER_BYTES = 16 << 20  # of a safetensors file; one of 10,000 tensors has 1 MB
 MAX_WEIGHT_FILES = 1000  # of weights in a folder

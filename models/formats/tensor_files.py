@@ -22,10 +22,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from common.errors import UserError
-from common.guarded_files import check_source_file
+from common.guarded_files import DOWNLOAD_HINT, check_source_file
 from models.config import ModelConfig
 from models.families.decoder import DecoderConfig
-from models.formats.json_files import DOWNLOAD_HINT
 
 DERIVED_TENSORS = ".rotary_emb.inv_freq"  # in old Llama files; computed from the settings
 # (part of a name in a Mixtral folder, in the decoder)
