@@ -66,9 +66,9 @@ class UserError(ValueError):
     type or to change.
     """
 
-    def __init__(self, message: str, setting: str, fix: str) -> None:
-        super().__init__(message, setting, fix)
-        self.message, self.setting, self.fix = message, setting, fix
+    def __init__(self, message: str, setting: str | Path, fix: str) -> None:
+        super().__init__(message, str(setting), fix)
+        self.message, self.setting, self.fix = message, str(setting), fix
 
 
 class AlreadyReported(UserError):

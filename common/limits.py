@@ -303,13 +303,19 @@ def _shortened(patterns: list[str]) -> str:
     return ", ".join(pattern[:60] for pattern in patterns[:3])
 
 
+def limit_process(memory: int, seconds: int) -> None:
+    """Limit this process to `memory` bytes and `seconds` of processor time, without a core dump and new files."""
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
+        resource.setrlimit(limit, (0, 0))
+
+
 def match_request() -> int:
     """Answer the request of `match_patterns` on standard input."""
     seconds = int(sys.argv[1])
     patterns, texts = json.load(sys.stdin)
-    resource.setrlimit(resource.RLIMIT_AS, (MATCH_MEMORY, MATCH_MEMORY))
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_process(MATCH_MEMORY, seconds)
     compiled = []
     for pattern in patterns:
         try:

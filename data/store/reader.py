@@ -117,7 +117,7 @@ class TokenStore:
             return None
         except PermissionError as error:
             fix = f"chmod -R u+rwX {folder.parent}; or use another folder: data.cache=FOLDER"
-            raise UserError("no permission to read the token store", str(error.filename or folder), fix) from error
+            raise UserError("no permission to read the token store", error.filename or folder, fix) from error
         return cls(folder, manifest, files)
 
     def __reduce__(self) -> tuple:

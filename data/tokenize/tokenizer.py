@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as Engine
 
 from common.errors import UserError
 from common.guarded_files import (
+    DOWNLOAD_HINT,
     GENERATION_CONFIG,
     MAX_TOKENIZER_BYTES,
     parse_object,
@@ -35,7 +36,6 @@ SENTENCEPIECE_SPACE = "\u2581"
 # bos_token, eos_token and unk_token of a tokenizer whose files name none, as in transformers
 GPT2_TOKEN = "<|endoftext|>"
 RARE_TEXT = "\U00013000"  # a hieroglyph: only tokenizers that fall back to bytes have tokens for it
-COPY_AGAIN_HINT = "copy the tokenizer folder again"
 TRAIN_TOKENIZER_HINT = "train one: python runner/tokenizer.py path=[text.jsonl] to=my_tokenizer"
 
 
@@ -201,11 +201,9 @@ def _build_tokenizer(files: _Files) -> Tokenizer:
         SPECIAL_TOKENS_MAP: files.special_tokens_map or "{}",
         GENERATION_CONFIG: files.generation_config or "{}",
     }
-    stored, config, others, generation = (
-        parse_object(text, folder / name, COPY_AGAIN_HINT) for name, text in texts.items()
-    )
+    stored, config, others, generation = (parse_object(text, folder / name) for name, text in texts.items())
     listed = generation.get("eos_token_id")
-    with reporting_missing_fields(f"{folder}/tokenizer.json or {TOKENIZER_CONFIG}", COPY_AGAIN_HINT):
+    with reporting_missing_fields(f"{folder}/tokenizer.json or {TOKENIZER_CONFIG}"):
         if problem := find_problem(stored):
             raise UserError(problem, f"{folder}/tokenizer.json", OTHER_TOKENIZER_HINT)
         dropout = stored["model"].get("dropout") or 0.0
@@ -320,10 +318,10 @@ def _read_text(path: Path) -> str:
         return read_source_file(path, MAX_TOKENIZER_BYTES).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except FileNotFoundError:
         raise UserError(
-            "a file of the tokenizer is missing", str(path), f"name a tokenizer folder, or {TRAIN_TOKENIZER_HINT}"
+            "a file of the tokenizer is missing", path, f"name a tokenizer folder, or {TRAIN_TOKENIZER_HINT}"
         ) from None
     except UnicodeDecodeError as error:
-        raise UserError(f"not UTF-8: {error}", str(path), COPY_AGAIN_HINT) from error
+        raise UserError(f"not UTF-8: {error}", path, DOWNLOAD_HINT) from error
 
 
 def _panic_error(error: BaseException, folder: Path) -> BaseException:

@@ -13,7 +13,6 @@ import base64
 import json
 import math
 import re
-import resource
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
+from common.limits import limit_process
 from data.tokenize.renderer import WALL_SECONDS, limited_environment
 
 MAX_ADDED_TOKENS = 100_000
@@ -196,11 +196,7 @@ def probe_tokenizer() -> int:
 
     seconds = int(sys.argv[1])
     tokenizer_json, texts = json.load(sys.stdin)
-    resource.setrlimit(resource.RLIMIT_AS, (PROBE_MEMORY, PROBE_MEMORY))
-    seconds += math.ceil(time.process_time())  # those of the start do not count
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-    for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
-        resource.setrlimit(limit, (0, 0))
+    limit_process(PROBE_MEMORY, seconds + math.ceil(time.process_time()))  # those of the start do not count
     try:
         engine = Engine.from_str(tokenizer_json)
         for text in texts:

@@ -140,7 +140,7 @@ def _unquantized(model: LanguageModel, source: Path) -> LanguageModel:
     if not is_quantized(model):
         return model
     whole = create_model(model.cfg)
-    load_into(whole, load_weights(source, model.cfg.family), str(source))
+    load_into(whole, load_weights(source, model.cfg.family), source)
     return whole
 
 

@@ -126,7 +126,7 @@ def _load_error(manager: TaskManager, name: str, task: str, error: Exception) ->
     reason = (str(error).splitlines() or [""])[0]
     if isinstance(error, ModuleNotFoundError):
         return UserError(
-            f"the task {task} needs the package {error.name}", str(entry.yaml_path), f"pip install {error.name}"
+            f"the task {task} needs the package {error.name}", entry.yaml_path, f"pip install {error.name}"
         )
     if isinstance(error, ConnectionError) or type(error).__name__ in (
         "OfflineModeIsEnabled",
@@ -146,7 +146,7 @@ def _load_error(manager: TaskManager, name: str, task: str, error: Exception) ->
         )
     return UserError(
         f"the task {task} cannot be loaded: {type(error).__name__}: {reason}",
-        str(entry.yaml_path),
+        entry.yaml_path,
         "correct the task file or its data",
     )
 
