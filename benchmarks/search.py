@@ -41,12 +41,12 @@ class Task(NamedTuple):
         return statistics.stdev(seed[-1][1] for seed in self.curves[best])
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     point: int
     cost: float  # full runs
 
 
-Rule = Callable[[Sequence[Curve], Sequence[int]], Found]  # curves of the points, order in which they are tried
+Rule = Callable[[Sequence[Curve], Sequence[int]], SearchResult]  # curves of the points, order in which they are tried
 
 
 def read_task(path: Path) -> Task:
@@ -77,24 +77,24 @@ def loss_at(curve: Curve, share: float) -> float:
     return next(loss for reached, loss in curve if reached >= share - 1e-9)
 
 
-def full_grid(curves: Sequence[Curve], order: Sequence[int]) -> Found:
-    return Found(min(order, key=lambda point: curves[point][-1][1]), len(curves))
+def full_grid(curves: Sequence[Curve], order: Sequence[int]) -> SearchResult:
+    return SearchResult(min(order, key=lambda point: curves[point][-1][1]), len(curves))
 
 
 def top_after_first_rung(count: int, first: float) -> Rule:
     """Train all points to the first rung and the best `count` of them to the end."""
 
-    def search(curves: Sequence[Curve], order: Sequence[int]) -> Found:
+    def search(curves: Sequence[Curve], order: Sequence[int]) -> SearchResult:
         kept = sorted(order, key=lambda point: loss_at(curves[point], first))[:count]
         best = min(kept, key=lambda point: curves[point][-1][1])
-        return Found(best, len(curves) * first + count * (1 - first))
+        return SearchResult(best, len(curves) * first + count * (1 - first))
 
     return search
 
 
 def random_search(count: int) -> Rule:
-    def search(curves: Sequence[Curve], order: Sequence[int]) -> Found:
-        return Found(min(order[:count], key=lambda point: curves[point][-1][1]), count)
+    def search(curves: Sequence[Curve], order: Sequence[int]) -> SearchResult:
+        return SearchResult(min(order[:count], key=lambda point: curves[point][-1][1]), count)
 
     return search
 
@@ -105,17 +105,17 @@ def halving(eta: int, first: float, workers: int = 1) -> Rule:
 
     shares = [*rung_shares(first, eta), 1.0]
 
-    def search(curves: Sequence[Curve], order: Sequence[int]) -> Found:
+    def search(curves: Sequence[Curve], order: Sequence[int]) -> SearchResult:
         losses: list[list[float]] = [[] for _ in order]  # of each point in this order, at the rungs it has reached
         running: list[tuple[float, int]] = []  # (time at which it reaches its next rung, position in the order)
         cost = now = 0.0
         while True:
             while len(running) < workers:
-                under_way = {at for _, at in running}
-                new = (at for at, reached in enumerate(losses) if not reached and at not in under_way)
+                in_progress = {at for _, at in running}
+                new = (at for at, reached in enumerate(losses) if not reached and at not in in_progress)
                 position = next(new, None)
                 if position is None:
-                    position = next_promotion(losses, under_way, eta, len(shares) - 1)
+                    position = next_promotion(losses, in_progress, eta, len(shares) - 1)
                 if position is None:
                     break
                 level = len(losses[position])
@@ -127,7 +127,7 @@ def halving(eta: int, first: float, workers: int = 1) -> Rule:
             now, position = heapq.heappop(running)
             losses[position].append(loss_at(curves[order[position]], shares[len(losses[position])]))
         done = [position for position in range(len(order)) if len(losses[position]) == len(shares)]
-        return Found(order[min(done, key=lambda position: losses[position][-1])], cost)
+        return SearchResult(order[min(done, key=lambda position: losses[position][-1])], cost)
 
     return search
 
@@ -146,7 +146,7 @@ def rules() -> dict[str, Rule]:
 def replay(task: Task, search: Rule) -> tuple[float, float, float]:
     """Return (mean regret, largest regret, share of the grid's steps) over seeds and orders.
 
-    Each replay sees one seed of every point. Regret: mean loss over the seeds of the point that was found, less that of
+    Each replay sees one seed of every point. Regret: mean loss over the seeds of the chosen point, less the loss of
     the best point.
     """
     finals, random_order = task.finals, random.Random(0)
@@ -154,9 +154,9 @@ def replay(task: Task, search: Rule) -> tuple[float, float, float]:
     for number in range(ORDERS):
         seed = number % min(map(len, task.curves))
         order = random_order.sample(range(len(task.points)), len(task.points))
-        found = search([seeds[seed] for seeds in task.curves], order)
-        regrets.append(finals[found.point] - min(finals))
-        costs.append(found.cost / len(task.points))
+        chosen = search([seeds[seed] for seeds in task.curves], order)
+        regrets.append(finals[chosen.point] - min(finals))
+        costs.append(chosen.cost / len(task.points))
     return statistics.fmean(regrets), max(regrets), statistics.fmean(costs)
 
 

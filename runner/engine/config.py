@@ -233,7 +233,8 @@ class SweepConfig(CheckedSettings):
     # how optimizer.lr follows the batch size: none, linear or sqrt
     lr_scale: str = one_of("none", "linear", "sqrt")
     zip: list[str]  # swept keys whose values are paired instead of combined
-    # seeds that each of the best points gets at the end, one by one until they are told apart; 0: no more than are swept
+    # seeds that each of the best points gets at the end, one by one until they differ by more than chance; 0: no more
+    # than are swept
     seeds: int = at_least(0, 5)
     top: int = at_least(2, 3)  # points that sweep.seeds adds seeds to
 

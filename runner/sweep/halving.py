@@ -98,7 +98,7 @@ def next_promotion(losses: Sequence[Sequence[float]], running: Collection[int], 
     """Return the point that goes on from its newest rung to the next one; None if there is none now.
 
     `losses`: of each point at each rung that it has reached, the last one (number `rungs`) being the full run; infinite
-    at the rung that a failed point was under way to. `running`: points under way to their next rung.
+    at the rung that a failed point did not reach. `running`: points that train to their next rung.
 
     A point goes on that is certain to be among the best of its rung (`quota`), whatever the others still give, in the
     highest rung first. If there is none, then the best waiting one among the best `done // eta`, as ASHA does.
@@ -259,9 +259,9 @@ class HalvingSearch(RungSearch):
             points.setdefault(point_of(job.overrides), []).append(job)
         self.points = list(points.values())
         # rungs that each point has begun, of all its jobs
-        self.begun = [max(map(self._begun, jobs)) for jobs in self.points]
+        self.begun = [max(map(self._count_begun, jobs)) for jobs in self.points]
 
-    def _begun(self, job: SweepJob) -> int:
+    def _count_begun(self, job: SweepJob) -> int:
         reached = self.reached[job.name]
         return min(max(1, len(reached.losses) + reached.is_between), len(self.shares) + 1)
 

@@ -1,4 +1,4 @@
-"""`sweep.seeds`: more seeds for the best points of a sweep, until they are told apart.
+"""`sweep.seeds`: more seeds for the best points of a sweep, until they differ by more than chance.
 
 Repeated looks at growing data find a difference by chance more often than one look (Armitage et al., 1969, Repeated
 significance tests on accumulating data): the looks share their level (`level_of_look`).

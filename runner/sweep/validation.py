@@ -163,7 +163,7 @@ def changed_data(state: SweepState) -> list[str]:
         try:
             is_changed = file_sha256_cached(Path(name), cache) != sha256
         except OSError:
-            is_changed = False  # e.g. a file of the hub; a job that needs it says so
+            is_changed = False  # e.g. a file of the hub; a job that needs it reports that
         if is_changed:
             lines.append(
                 f"{name} has changed since jobs were trained on it: jobs trained now are not comparable to them"

@@ -31,7 +31,7 @@ IGNORED_SETTINGS = {
     "export": {"weights"},
     "supervise": {"max_restarts", "delay", "hang_timeout", "halve_batch"},
     "sweep": {"match_budget", "lr_scale", "zip", "seeds", "top"},
-    "": {"init_from", "resume", "plugins", "written_by"},
+    "": {"init_from", "keep", "resume", "plugins", "written_by"},
 }  # fmt: skip
 TRAINING_SETTINGS = {
     "optimizer": {"lr", "weight_decay", "betas", "eps", "grad_clip", "layer_decay"},

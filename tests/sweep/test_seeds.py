@@ -1,4 +1,4 @@
-"""sweep.seeds: rounds of seeds for the best points of a sweep, until they are told apart."""
+"""sweep.seeds: rounds of seeds for the best points of a sweep, until they differ by more than chance."""
 
 import json
 from collections import Counter
@@ -35,7 +35,7 @@ def seeds_of(folder: Path) -> list[int]:
     return [counts[rate] for rate in ("0.1", "0.2", "0.3", "0.4")]
 
 
-def test_seeds_end_where_the_best_points_are_told_apart(fake_jobs: FakeJobs, sweep, tmp_path: Path) -> None:
+def test_seeds_end_where_the_best_points_differ(fake_jobs: FakeJobs, sweep, tmp_path: Path) -> None:
     set_losses(fake_jobs, APART)
     assert sweep(RATES, "sweep.seeds=5", "sweep.top=2") == 0
     assert seeds_of(tmp_path) == [1, 3, 3, 1]

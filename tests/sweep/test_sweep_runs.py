@@ -287,7 +287,7 @@ def grid(launch: Launch, rows: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def assert_halved(grid: Path, folder: Path) -> None:
-    """The winner is that of the grid, to the bit; every other job has a part of the records of its job in the grid."""
+    """The winner is bitwise the one of the grid; every other job has a part of the records of its job in the grid."""
     best = find_best_job(grid).name
     assert find_best_job(folder).name == best and diff_run_dirs(grid / best, folder / best) == []
     assert Counter(statuses(folder).values()) == {"completed": 1, "paused": 3}
