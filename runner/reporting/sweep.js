@@ -357,7 +357,7 @@
     const ranked = [...new Set(cells.flat().map((cell) => cell.loss).filter(isNumber))].sort((a, b) => a - b), best = Math.min(...cells.flat().map((cell) => cell.order ?? Infinity)), [paper, ink] = [channels("--paper"), channels("--c0")];
     const head = make("tr", {}, make("td"), ...across.values.map((value) => make("th", { scope: "col" }, value)));
     const lines = cells.map((line, number) => make("tr", {}, make("th", { scope: "row" }, down.values[number]), ...line.map((cell) => {
-      if (cell.loss === null) return make("td", { className: cell.text }, cell.text);
+      if (cell.loss === null) return make("td", { className: cell.status }, cell.text);
       const isBest = cell.order === best, share = isBest ? 1 : 0.55 * (1 - ranked.indexOf(cell.loss) / ranked.length); // more would make the text hard to read
       const button = make("button", { type: "button", className: isBest ? "best" : "", title: cell.title, ariaPressed: String(picked === cell.row) }, cell.loss.toPrecision(4), cell.note);
       button.style.background = `rgb(${paper.map((value, i) => Math.round(value + share * (ink[i] - value)))})`;
@@ -375,7 +375,8 @@
     const losses = points.filter((point) => point.jobs.every((job) => job.status !== "diverged") && point.jobs.some((job) => job.loss !== null))
       .map((point) => [mean(point.jobs.map((job) => job.loss).filter(isNumber)), point.index]).sort(([a], [b]) => a - b);
     const status = ["diverged", "running", "paused", "interrupted", "failed"].find((each) => jobs.some((job) => job.status === each)) ?? (jobs.length ? "waiting" : "–");
-    if (!losses.length) return { loss: null, text: status };
+    const paused = status === "paused" && data.rows[points.find((point) => data.rows[point.index].paused)?.index];
+    if (!losses.length) return { loss: null, status, text: paused ? `${paused.paused}${isNumber(paused.loss) ? `: ${paused.loss.toPrecision(4)}` : ""}` : status };
     const isMean = controls["heat-over"].value === "mean", count = losses.length, loss = isMean ? mean(losses.map(([each]) => each)) : losses[0][0], { rank } = data.rows[losses[0][1]];
     const isRanked = (isMean ? losses : losses.slice(0, 1)).every(([, row]) => data.rows[row].rank);
     return { loss, row: losses[0][1], order: !isRanked ? null : isMean ? loss : rank, note: `${isRanked ? "" : "*"}${diverged ? ` ✕${diverged}` : ""}`, title: `${isMean && count > 1 ? `mean of ${count} points; the best: ` : ""}${data.rows[losses[0][1]].label}${diverged ? `; ${diverged} diverged` : ""}` };

@@ -171,7 +171,8 @@ def row_styles(sweep: SweepResults) -> list[str]:
 
 
 def _row(row: ResultRow, style: str) -> dict[str, Any]:
-    return {
+    rung = {"paused": row.progress} if row.status == "paused" else {}
+    return rung | {
         "label": row.label,
         "style": style,
         "rank": row.rank,

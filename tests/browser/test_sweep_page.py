@@ -14,7 +14,7 @@ import page_checks
 import pytest
 from sweep_fixtures import job, record, training, write_sweep
 
-from runner.reporting import read_sweep, sweep_page, sweep_results, verdict
+from runner.reporting import sweep_page, verdict
 from runner.reporting.leaderboard import update_report
 from runner.reporting.page_server import PageServer, folder_pages
 from runner.reporting.runs import REPORT_FILE
@@ -110,7 +110,7 @@ def test_sweep_page_is_filtered_by_text_and_setting(open_page: Any, tmp_path: Pa
 def test_sweep_page_is_sorted_and_read_by_keyboard(open_page: Any, tmp_path: Path) -> None:
     page = open_page(grid(tmp_path / "sweep"))
     assert {"input text", "select axis", "div chart", "select first-job"} <= {*page_checks.keyboard_stops(page)}
-    assert ranks(page)[:3] == ["1", "2", "3"]
+    assert ranks(page)[:4] == ["1", "1", "3", "4"]  # two have equal losses
     header = page.get_by_role("columnheader", name="final validation loss")
     header.get_by_role("button").focus()
     page.keyboard.press("Enter")
@@ -253,17 +253,23 @@ def test_sweep_page_leaves_a_diverged_seed_out_of_the_mean(open_page: Any, tmp_p
     assert page.locator("#failed h2").inner_text() == "Failed and diverged jobs"
 
 
-def test_sweep_page_marks_jobs_that_are_paused(
-    open_page: Any, viewport: tuple[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    statuses = tuple(dict.fromkeys((*sweep_results.JOB_STATUSES, "paused")))
-    for module in (read_sweep, sweep_results):
-        monkeypatch.setattr(module, "JOB_STATUSES", statuses)
-    page = open_page(seeds(tmp_path / "sweep", status="paused", records=training(3.0, steps=10)), *viewport)
-    page.locator("button.pick").last.click()
-    assert {curve["isPaused"] for curve in curves(page)} == {True, False}
-    assert "paused\n1" in page.locator(".facts").inner_text()
-    assert page.locator("#timeline rect.paused").count() == 1
+def test_sweep_page_marks_jobs_that_are_paused(open_page: Any, viewport: tuple[int, str], tmp_path: Path) -> None:
+    run = {"status": "interrupted", "outcome": "paused"}
+    jobs = [job({LR: lr, ACC: acc}, training(2.0)) for lr in "12" for acc in "14"]
+    for each in jobs[2:]:
+        times = {"started": "2026-11-21T10:00:00+00:00", "ended": "2026-11-21T10:00:09+00:00"}
+        each |= {"records": training(3.0, steps=10), "status": "paused", "run": dict(run), **times}
+    folder = write_sweep(tmp_path / "sweep", jobs, sweeper="halving")
+    for acc, share in (("1", "0.5"), ("4", "0.25")):
+        hydra = folder / f"{LR}=2,{ACC}={acc}" / ".hydra"
+        hydra.mkdir()
+        (hydra / "config.yaml").write_text(f"train: {{stop_at: {share}}}\n")
+    page = open_page(write_page(folder), *viewport)
+    assert [curve["isPaused"] for curve in curves(page)] == [True] * 4 + [False] * 4
+    assert "paused\n2" in page.locator(".facts").inner_text()
+    cells = page.locator("#heat tbody tr").last.inner_text()
+    assert cells == "2\tpaused at 1/2: 3.000\tpaused at 1/4: 3.000"
+    assert page.locator("#timeline rect.paused").count() == 2
     assert page_checks.overflow(page) == [] and page_checks.low_contrast(page) == [] and page_checks.unnamed(page) == []
 
 
@@ -407,5 +413,5 @@ def test_sweep_page_follows_a_sweep_that_runs(open_page: Any, tmp_path: Path, mo
         assert len(curves(page)) == 2 and page.evaluate("lmRunner.data.reload") == 0.3
         write_sweep(folder, [job({LR: "1"}, training(2.0)), job({LR: "2"}, training(3.0))])
         page.locator("header b.completed").wait_for()
-        assert page.evaluate("lmRunner.data.reload") is None and "Winner" in page.locator("#verdict").inner_text()
+        assert page.evaluate("lmRunner.data.reload") is None and "Best" in page.locator("#verdict").inner_text()
         server.shutdown()
