@@ -29,6 +29,7 @@ from runner.engine.device.distributed import DistributedConfig
 from runner.engine.device.precision import PrecisionConfig
 from runner.engine.objectives.config import OBJECTIVES, StageConfig
 from runner.engine.optim.config import OPTIMIZERS, OptimizerConfig
+from runner.engine.optim.mup import check_mup
 from runner.engine.optim.schedules import SCHEDULES, ScheduleConfig, check_warmup
 from runner.tracking.config import TRACKERS, TrackerConfig
 
@@ -217,6 +218,9 @@ class SweepConfig(CheckedSettings):
     # how optimizer.lr follows the batch size: none, linear or sqrt
     lr_scale: str = one_of("none", "linear", "sqrt")
     zip: list[str]  # swept keys whose values are paired instead of combined
+    # mup: train narrow versions of the model, of optimizer.mup_base_width (0: the smallest of at least 64), whose
+    # learning rates are those of the model; none: the model
+    transfer: str = one_of("none", "mup", default="none")
 
 
 @settings_class
@@ -253,6 +257,7 @@ class Config(CheckedSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         data, stage, train = self.data, self.stage, self.train
+        check_mup(self.optimizer, self.model, stage.lora is not None)
         if data.max_length > self.model.max_position_embeddings:
             raise UserError(
                 f"data.max_length must be at most model.max_position_embeddings={self.model.max_position_embeddings}, got {data.max_length}",

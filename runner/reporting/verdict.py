@@ -62,6 +62,7 @@ class SweepVerdict:
     ties: list[ResultRow] = field(default_factory=list)  # ranked points whose difference to the winner may be chance
     train_longer: str = ""  # command line that trains `job` further; empty where a resume would end at once
     repeat: str = ""  # command line that repeats the winner with three seeds; empty where the sweep has seeds
+    transfer: str = ""  # command line that trains the wide model of sweep.transfer
     command_note: str = ""  # what the commands of the winner leave out of its overrides
     edges: list[RangeEdge] = field(default_factory=list)
 
@@ -86,6 +87,7 @@ def sweep_verdict(sweep: SweepResults) -> SweepVerdict:
         ties=ties,
         train_longer=_train_longer(sweep, job),
         repeat="" if has_seeds or len(ranked) < 2 else f"{sweep.job_command(job)} --multirun seed=1,2,3",
+        transfer=sweep.transfer_command(job),
         command_note=sweep.command_note(job),
         edges=[edge for key in sweep.swept_keys if (edge := _range_edge(sweep, ranked[0], key))],
     )
