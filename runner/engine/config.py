@@ -30,6 +30,7 @@ from runner.engine.device.distributed import DistributedConfig
 from runner.engine.device.precision import PrecisionConfig
 from runner.engine.objectives.config import OBJECTIVES, StageConfig
 from runner.engine.optim.config import OPTIMIZERS, OptimizerConfig
+from runner.engine.optim.mup import check_mup
 from runner.engine.optim.schedules import SCHEDULES, ScheduleConfig, check_warmup
 from runner.tracking.config import TRACKERS, TrackerConfig
 
@@ -237,6 +238,9 @@ class SweepConfig(CheckedSettings):
     # than are swept
     seeds: int = at_least(0, 5)
     top: int = at_least(2, 3)  # points that sweep.seeds adds seeds to
+    # mup: train narrow versions of the model, of optimizer.mup_base_width (0: the smallest of at least 64), whose
+    # learning rates are those of the model; none: the model
+    transfer: str = one_of("none", "mup", default="none")
 
 
 @settings_class
@@ -275,6 +279,7 @@ class Config(CheckedSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         data, stage, train = self.data, self.stage, self.train
+        check_mup(self.optimizer, self.model, stage.lora is not None)
         if data.max_length > self.model.max_position_embeddings:
             raise UserError(
                 f"data.max_length must be at most model.max_position_embeddings={self.model.max_position_embeddings}, got {data.max_length}",

@@ -175,6 +175,7 @@ def describe_sweep_end(folder: Path) -> tuple[str, dict[str, Any]]:
 def next_sweep_commands(sweep: SweepResults, verdict: SweepVerdict) -> list[tuple[list[str], str]]:
     """Return (arguments, purpose) of each command, as it is typed where this process was started."""
     commands = [
+        (verdict.transfer, "train the model of full width with this learning rate, which mup scales"),
         (verdict.train_longer, "train the best point longer"),
         (verdict.repeat, ", ".join(filter(None, ["repeat the best point with three seeds", verdict.command_note]))),
         *((edge.command, f"the best point has the {edge.side} {edge.key}: extend its range") for edge in verdict.edges),

@@ -17,6 +17,7 @@ from common.hub import parse_hub_name
 from common.paths import command_line
 from runner.config.overrides import PATH_KEYS, PLUGINS_KEY, SEARCHPATH_KEY, is_storable, key_of
 from runner.diagnostics.symptoms import Evaluation
+from runner.engine.optim.mup import WIDTH_KEYS
 from runner.reporting.metrics import Metrics
 from runner.reporting.statistics import MeanStd, is_different, level_of_look, mean_std, shared_level
 from runner.run_dir.best_job import SEED_KEY, ModelScore, comparison_problem, point_of, swept_sort_key
@@ -226,6 +227,16 @@ class SweepResults:
         names them.
         """
         return own_train_command(self._overrides_of(job))
+
+    def transfer_command(self, job: JobResult) -> str:
+        """Return the command that trains the model that sweep.transfer has made narrow, with the settings of `job`;
+        empty without sweep.transfer.
+        """
+        if last_value(self.shared_overrides, "sweep.transfer") != "mup":
+            return ""
+        wide = [override for override in self.shared_overrides if key_of(override) in WIDTH_KEYS]
+        own = [argument for argument in shlex.split(self.job_command(job)) if key_of(argument) not in WIDTH_KEYS]
+        return shlex.join([*own, *wide])
 
     def command_note(self, job: JobResult) -> str:
         """Return which overrides `job_command` leaves out because they name code or a hub; empty for none."""

@@ -62,6 +62,7 @@ class SweepVerdict:
     judged_on: str = ""  # e.g. `90 validation rows, 3 seeds per point`
     train_longer: str = ""  # command line that trains `job` further; empty where a resume would end at once
     repeat: str = ""  # command line that repeats the winner with three seeds; empty where the sweep has seeds
+    transfer: str = ""  # command line that trains the wide model of sweep.transfer
     command_note: str = ""  # what the commands of the winner leave out of its overrides
     edges: list[RangeEdge] = field(default_factory=list)
 
@@ -89,6 +90,7 @@ def sweep_verdict(sweep: SweepResults) -> SweepVerdict:
         judged_on=_judged_on(sweep),
         train_longer=_train_longer(sweep, job),
         repeat="" if has_seeds or len(ranked) < 2 else f"{sweep.job_command(job)} --multirun seed=1,2,3",
+        transfer=sweep.transfer_command(job),
         command_note=sweep.command_note(job),
         # not while tied: another point may be the best one
         edges=[edge for key in sweep.swept_keys if not ties and (edge := _range_edge(sweep, ranked[0], key))],

@@ -56,13 +56,13 @@ class SweepSession:
         return self.state.folder / job.name
 
     def derived_overrides(self, job: SweepJob) -> dict[str, str]:
-        """Return what sweep.match_budget, sweep.lr_scale and init_from=auto set in this job, and an evaluation at the
-        end of a job that has none.
+        """Return what the rules of section `sweep` and init_from=auto set in this job, and an evaluation at the end of a
+        job that has none.
         """
         if job.name not in self._derived:
             config = self.composer.config(job.overrides)
-            matching = budget.matching_overrides(config, self.state.base_step, self.state.swept)
-            self._derived[job.name] = matching | budget.evaluation_overrides(config) | self._initial_weights(config)
+            derived = budget.derived_overrides(config, self.state.base_step, self.state.swept)
+            self._derived[job.name] = derived | self._initial_weights(config)
         return self._derived[job.name]
 
     def _initial_weights(self, config: Config) -> dict[str, str]:

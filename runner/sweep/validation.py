@@ -120,7 +120,7 @@ def plan_sweep(tree: DictConfig, typed: list[str], sweeper: SweeperOptions) -> S
     check_typed_are_read([*shared, *swept], configs)
     base = budget.smallest_step(configs if sweeper.is_grid else [composer.config({})])
     budget.check_countable(configs, tree.sweep.match_budget, swept)
-    derived = [budget.matching_overrides(each, base, swept) | budget.evaluation_overrides(each) for each in configs]
+    derived = [budget.derived_overrides(each, base, swept) for each in configs]
     if sweeper.is_grid:
         budget.warn_if_unequal(configs, base, swept)
     sweeper.check_plan(points, configs, derived)

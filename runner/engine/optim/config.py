@@ -21,7 +21,7 @@ belongs into build().
 from __future__ import annotations
 
 from dataclasses import field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from common.errors import UserError
 from common.registry import Registry
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 OPTIMIZERS: Registry[type[OptimizerConfig]] = Registry(
-    "optimizer", "runner.engine.optim", helpers=("config", "groups", "schedules", "torch_optimizers")
+    "optimizer", "runner.engine.optim", helpers=("config", "groups", "mup", "schedules", "torch_optimizers")
 )
 register_optimizer = OPTIMIZERS.register
 
@@ -63,6 +63,11 @@ class OptimizerConfig(CheckedSettings):
     grad_clip: float = at_least(0, 1.0)
     # lr of each layer divided by that of the layer above; 1: the same lr everywhere
     layer_decay: float = within("(0, 1]", 0.9)
+    # lr and weight_decay are those of this model.hidden_size, which mup.py scales to the model's; 0: to none
+    mup_base_width: int = at_least(0, 64, resume=INCOMPATIBLE, default=0, kw_only=True)
+
+    # The best lr of a hidden matrix falls with this power of the width (see mup.py); None: it is not known.
+    MUP_POWER: ClassVar[float | None] = None
 
     def build(self, groups: ParamGroups) -> list[Optimizer]:
         """Return the torch optimizers that together update all groups.
@@ -75,6 +80,8 @@ class OptimizerConfig(CheckedSettings):
 @register_optimizer("adamw")
 @settings_class
 class AdamWConfig(OptimizerConfig):
+    MUP_POWER = 1.0
+
     betas: list[float]  # decay rates of the first and second moment, each in [0, 1)
     # added to the root of the second moment
     eps: float = within("(0, inf)", "1e-8", "a positive number")
@@ -101,6 +108,8 @@ class AdamWConfig(OptimizerConfig):
 @settings_class
 class MuonConfig(AdamWConfig):
     """`betas` and `eps` are those of AdamW."""
+
+    MUP_POWER = 0.5
 
     momentum: float = within("[0, 1)", 0.95)  # decay rate of Muon's momentum
 
