@@ -155,7 +155,7 @@ def evaluate_or_pause(state: TrainState) -> None:
     """Do what `evaluate_if_due` does; raise StopRequested on every rank if this is the evaluation of train.stop_at."""
     is_new = state.progress.evaluated_step < state.progress.step
     evaluate_if_due(state)
-    if is_new and state.is_at_pause and not state.finished:
+    if state.cfg.train.stop_at and is_new and state.is_at_pause and not state.finished:
         state.logger.info(
             f"train.stop_at={state.cfg.train.stop_at:g} is reached: step {state.progress.step} of {state.total_steps}"
         )

@@ -60,12 +60,12 @@ class RungOptions(SweeperOptions):
                 )
             steps, every = (int(overrides.get(f"train.{key}", vars(train)[key])) for key in ("max_steps", "eval_every"))
             first, last = first_step_of(self.shares[0], steps), first_step_of(self.shares[-1], steps)
-            fitting = [each for each in range(1, first + 1) if -(-last // each) * each < steps]
+            fitting = [each for each in range(1, first + 1) if -(-last // each) * each < steps] or [1]
             if steps and every not in fitting:
                 raise UserError(
                     f"{name} needs an evaluation at each rung, the first one after {first} of {steps} steps",
                     f"train.eval_every={every} train.max_steps={steps}",
-                    f"train.eval_every={max(fitting, default=1)}, or a larger hydra.sweeper.first_rung",
+                    f"train.eval_every={max(fitting)}, or a larger hydra.sweeper.first_rung",
                 )
 
 
