@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from data.tokenize.tokenizer import Tokenizer
     from data.types import EncodingConfig
 
+COUNTED_ROWS = 100_000  # of the files of a sweep, to say that it has few validation rows
 COUNTED_BYTES = 8 << 20  # of a file with a bad row whose other bad rows are counted
 AUTO_FRACTION, AUTO_DIVISOR = 0.01, 5  # data.val_fraction=auto: 1 %, at least FEW_ROWS, but of few rows at most a fifth
 
@@ -376,6 +377,8 @@ def few_held_out_rows(cfg: Config, data_files: DataFiles) -> int | None:
         return None
     fraction = 1.0 if first_set else cfg.data.val_fraction
     needed = FEW_ROWS * AUTO_DIVISOR if isinstance(fraction, str) else math.ceil(FEW_ROWS / fraction)
+    if needed > COUNTED_ROWS:
+        return None
     rows = (
         row for source in first_set or itertools.chain(*data_files.train) for row in source.rows(lambda error: None)
     )

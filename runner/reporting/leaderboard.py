@@ -219,7 +219,7 @@ def _leaders(sweep: SweepResults, verdict: SweepVerdict) -> list[str]:
 def _rows(sweep: SweepResults, verdict: SweepVerdict) -> dict[str, str]:
     rows = {"jobs": sweep.status_counts()}
     if verdict.winner is not None and verdict.winner.score is not None:
-        rows["winner" if verdict.is_sure else "best"] = (
+        rows["winner" if verdict.is_sure and sweep.status == "completed" else "best"] = (
             f"{verdict.name}, {sweep.ranked_by} loss {loss_text(verdict.winner.score)}"
         )
     rows |= {"certainty": verdict.certainty} | ({"judged on": verdict.judged_on} if verdict.judged_on else {})

@@ -128,8 +128,9 @@ def _certainty(sweep: SweepResults, ranked: list[ResultRow], ties: list[ResultRo
         return f"no clear winner: {others} ({names}) {'does' if len(ties) == 1 else 'do'} not differ from the best at 95 % over {first.n} seeds{suffix}"
     if len(unknown) == len(ranked) - 1:
         return f"{gap}; one seed per point: how much of that is chance is not known{suffix}"
-    compared = "every other point" if not unknown else f"{len(ranked) - 1 - len(unknown)} points of several seeds"
-    suffix = f"; {len(unknown)} points have one seed: not known{suffix}" if unknown else suffix
+    compared = "every other point"
+    if unknown:
+        compared = f"the {len(ranked) - 1 - len(unknown)} of {len(ranked) - 1} other points with several seeds"
     return f"{gap}; better than {compared} at 95 % over {first.n} seeds (Welch's t interval of each difference){suffix}"
 
 

@@ -150,7 +150,7 @@ def print_unranked(configs: Sequence[Config]) -> None:
 
 def changed_data(state: SweepState) -> list[str]:
     """Return a line for each data file of a completed job that is not the one it was trained on."""
-    from data.store.cache import file_sha256_cached
+    from data.store.cache import NOT_SHARED, file_sha256_cached
 
     known: dict[str, str] = {}
     for job in state.jobs:
@@ -161,9 +161,11 @@ def changed_data(state: SweepState) -> list[str]:
     lines, cache = [], workspace_dir() / ".cache"
     for name, sha256 in known.items():
         try:
-            is_changed = file_sha256_cached(Path(name), cache) != sha256
+            cache.mkdir(NOT_SHARED, parents=True, exist_ok=True)
+            # of the hub, or gone: the job that needs the file names it
+            is_changed = Path(name).is_file() and file_sha256_cached(Path(name), cache) != sha256
         except OSError:
-            is_changed = False  # e.g. a file of the hub; a job that needs it reports that
+            is_changed = False
         if is_changed:
             lines.append(
                 f"{name} has changed since jobs were trained on it: jobs trained now are not comparable to them"
