@@ -62,9 +62,9 @@ class ForkServer:
         if self._is_lost or not _may_fork(program, environment):
             return None
         if self._channel is None:
-            self._channel, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-            with theirs:
-                self._process = subprocesses.spawn([__file__], shared, out, theirs.fileno())
+            self._channel, server_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
+            with server_end:
+                self._process = subprocesses.spawn([__file__], shared, out, server_end.fileno())
             self._environment = shared
         if shared != self._environment:
             return None
@@ -126,7 +126,7 @@ def _may_fork(program: list[str], environment: Mapping[str, str]) -> bool:
     )
 
 
-def serve(channel: socket.socket) -> list[str] | None:
+def answer_requests(channel: socket.socket) -> list[str] | None:
     """Answer requests until the connection is closed; in a fork return the program to run."""
     can_fork = _import_all()
     while True:
@@ -183,14 +183,14 @@ def _fork(environment: dict[str, str], out: int) -> int:
     return 0
 
 
-def main() -> None:
+def run_fork_server() -> None:
     channel = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    if program := serve(channel):
+    if program := answer_requests(channel):
         sys.argv = program
         runpy.run_path(program[0], run_name="__main__")
 
 
 if __name__ == "__main__":
-    main()
+    run_fork_server()
