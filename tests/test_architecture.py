@@ -82,6 +82,7 @@ IMPORTS_BY_NAME = {  # modules that import a module whose name is not written th
     "data.schemas",  # its own modules
     "lm_runner",  # the commands of this checkout
     "models.language_model",  # the model of a registered config class
+    "runner.launch.fork_server",  # a fixed list of this checkout, and train.py
 }
 
 
@@ -353,14 +354,14 @@ def test_conf_names_no_class():
 
 # --- size: ratchets. A change that grows one moves its number here, and its commit says why --------------------------
 
-MAX_PYTHON_TOKENS = 313_740
-MAX_PYTHON_FILES = 266
+MAX_PYTHON_TOKENS = 315_460
+MAX_PYTHON_FILES = 267
 MAX_EAGER_MODULES = 60  # imported by runner/train.py --help
 # Executed by one SFT step. A few functions depend on the load of the machine: a number may be 1 % above the measured one
 MAX_FIRST_STEP = {
     "files": 113,
     "functions": 704,
-    "hops": 1_620,
+    "hops": 1_700,
     "files_before_build_run": 58,
     "functions_before_build_run": 295,
 }

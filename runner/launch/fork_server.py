@@ -126,7 +126,7 @@ def _may_fork(program: list[str], environment: Mapping[str, str]) -> bool:
     )
 
 
-def answer_requests(channel: socket.socket) -> list[str] | None:
+def serve_forks(channel: socket.socket) -> list[str] | None:
     """Answer requests until the connection is closed; in a fork return the program to run."""
     can_fork = _import_all()
     while True:
@@ -187,7 +187,7 @@ def run_fork_server() -> None:
     channel = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    if program := answer_requests(channel):
+    if program := serve_forks(channel):
         sys.argv = program
         runpy.run_path(program[0], run_name="__main__")
 
