@@ -82,6 +82,7 @@ IMPORTS_BY_NAME = {  # modules that import a module whose name is not written th
     "data.schemas",  # its own modules
     "lm_runner",  # the commands of this checkout
     "models.language_model",  # the model of a registered config class
+    "runner.launch.fork_server",  # a fixed list of this checkout, and train.py
 }
 
 

@@ -13,7 +13,6 @@ import dataclasses
 import inspect
 import json
 import os
-import pickle
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
@@ -164,14 +163,14 @@ def to_config(tree: DictConfig | dict[str, Any]) -> Config:
 
 def _config_of_sections(values: dict[str, Any]) -> Config:
     """Return the config of `values`; of the jobs of a sweep, each section is converted once for all that share it."""
-    if "${" in str(values):
-        raise ValueError("an interpolation of the whole config")
+    if "${" in str(values) or json.loads(json.dumps(values)) != values:
+        raise ValueError("an interpolation of the whole config, or a value that JSON does not have")
     sections = {name: value for name, value in values.items() if isinstance(value, dict)}
     plain = {name: value for name, value in values.items() if name not in sections}
     return Config(
         **vars(OmegaConf.to_object(OmegaConf.merge(_plain_settings(), plain))),
         **{
-            name: copy.deepcopy(_typed_section(name, section_class(name, value), pickle.dumps(value)))
+            name: copy.deepcopy(_typed_section(name, section_class(name, value), json.dumps(value)))
             for name, value in sections.items()
         },
     )
@@ -189,9 +188,9 @@ def _plain_settings() -> DictConfig:
 
 
 @lru_cache(maxsize=1_000)
-def _typed_section(section: str, cls: type | None, values: bytes) -> Any:
-    """Return the section of pickled `values`; `cls` is its class, which is another one where plugins are imported."""
-    return section_object(section, pickle.loads(values))
+def _typed_section(section: str, cls: type | None, values: str) -> Any:
+    """Return the section of `values`, as JSON; `cls` is its class, which is another one where plugins are imported."""
+    return section_object(section, json.loads(values))
 
 
 def merge_into_schema(values: dict[str, Any]) -> DictConfig:

@@ -62,9 +62,9 @@ class ForkServer:
         if self._is_lost or not _may_fork(program, environment):
             return None
         if self._channel is None:
-            self._channel, other_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
-            with other_end:
-                self._process = subprocesses.spawn([__file__], shared, out, other_end.fileno())
+            self._channel, server_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
+            with server_end:
+                self._process = subprocesses.spawn([__file__], shared, out, server_end.fileno())
             self._environment = shared
         if shared != self._environment:
             return None
@@ -183,7 +183,7 @@ def _fork(environment: dict[str, str], out: int) -> int:
     return 0
 
 
-def run_server() -> None:
+def run_fork_server() -> None:
     channel = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -193,4 +193,4 @@ def run_server() -> None:
 
 
 if __name__ == "__main__":
-    run_server()
+    run_fork_server()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -199,8 +199,8 @@ class PointComposer:
     def __init__(self, shared: list[str], conf: Path = paths.CONF_DIR, tree: DictConfig | None = None) -> None:
         """`tree`: Hydra's config of `shared`, where it is composed already."""
         self.shared, self.conf = shared, conf
-        # by the group overrides of a point; pickled, because OmegaConf copies seven times slower
-        self._trees: dict[tuple[str, ...], bytes] = {} if tree is None else {(): pickle.dumps(without_hydra(tree))}
+        # by the group overrides of a point
+        self._trees: dict[tuple[str, ...], DictConfig] = {} if tree is None else {(): without_hydra(tree)}
         self._configs: dict[tuple[str, ...], Config] = {}  # by all its overrides
 
     @property
@@ -239,8 +239,8 @@ class PointComposer:
         values = normalize_values(override for override in overrides if override not in groups)
         check_overrides(values, self.conf)
         if groups not in self._trees:
-            self._trees[groups] = pickle.dumps(without_hydra(compose_tree([*self.shared, *groups], self.conf)))
-        tree: DictConfig = pickle.loads(self._trees[groups])
+            self._trees[groups] = without_hydra(compose_tree([*self.shared, *groups], self.conf))
+        tree = copy.deepcopy(self._trees[groups])
         with translating_hydra_errors([*self.shared, *overrides]):
             _set_values(tree, values)
             initial_weights.adopt_model(tree, [*self.shared, *overrides], self.conf)
