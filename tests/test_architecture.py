@@ -353,13 +353,13 @@ def test_conf_names_no_class():
 
 # --- size: ratchets. A change that grows one moves its number here, and its commit says why --------------------------
 
-MAX_PYTHON_TOKENS = 313_740
+MAX_PYTHON_TOKENS = 312_610
 MAX_PYTHON_FILES = 266
 MAX_EAGER_MODULES = 60  # imported by runner/train.py --help
 # Executed by one SFT step. A few functions depend on the load of the machine: a number may be 1 % above the measured one
 MAX_FIRST_STEP = {
     "files": 113,
-    "functions": 704,
+    "functions": 703,
     "hops": 1_620,
     "files_before_build_run": 58,
     "functions_before_build_run": 295,
