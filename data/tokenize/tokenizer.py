@@ -198,10 +198,12 @@ def _build_tokenizer(files: _Files) -> Tokenizer:
     texts = {
         "tokenizer.json": files.tokenizer,
         TOKENIZER_CONFIG: files.config,
-        SPECIAL_TOKENS_MAP: files.special_tokens_map or "{}",
-        GENERATION_CONFIG: files.generation_config or "{}",
+        SPECIAL_TOKENS_MAP: files.special_tokens_map or None,
+        GENERATION_CONFIG: files.generation_config or None,
     }
-    stored, config, others, generation = (parse_object(text, folder / name) for name, text in texts.items())
+    stored, config, others, generation = (
+        {} if text is None else parse_object(text, folder / name) for name, text in texts.items()
+    )
     listed = generation.get("eos_token_id")
     with reporting_missing_fields(f"{folder}/tokenizer.json or {TOKENIZER_CONFIG}"):
         if problem := find_problem(stored):
