@@ -350,7 +350,7 @@
     const place = find("heat");
     if (!place) return;
     const focused = [...place.querySelectorAll("button")].indexOf(document.activeElement);
-    const keys = ["heat-rows", "heat-columns"].map((id) => data.keys.findIndex(({ key }) => key === controls[id].value)), [across, down] = [data.keys[keys[1]], data.keys[keys[0]]];
+    const keys = ["heat-rows", "heat-columns"].map((id) => Number(controls[id].value)), [across, down] = [data.keys[keys[1]], data.keys[keys[0]]];
     if (across === down) return place.replaceChildren("Choose two different settings.");
     const points = data.rows.map((row, index) => ({ index, jobs: data.jobs.filter((job, at) => job.row === index && shown.has(at)) })).filter(({ jobs }) => jobs.length);
     const cells = down.values.map((value) => across.values.map((other) => heatCell(points.filter(({ jobs }) => jobs[0].values[keys[0]] === value && jobs[0].values[keys[1]] === other))));

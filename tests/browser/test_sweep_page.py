@@ -364,14 +364,14 @@ def test_sweep_page_fits_the_screen_and_can_be_read(open_page: Any, viewport: tu
 
 def test_sweep_page_of_hostile_text_stays_text(open_page: Any, tmp_path: Path) -> None:
     hostile = job(
-        {HOSTILE: HOSTILE, LR: "1", "b": "c"},
+        {HOSTILE: HOSTILE, LR: "1", " b  c": "c"},
         training(2.0),
         status="failed",
         error=HOSTILE,
         last_lines=[HOSTILE],
         name="a<b>",
     )
-    other = job({HOSTILE: f"{HOSTILE}2", LR: "2", "b": "d"}, training(3.0), name="b")
+    other = job({HOSTILE: f"{HOSTILE}2", LR: "2", " b  c": "d"}, training(3.0), name="b")
     page = open_page(
         write_page(write_sweep(tmp_path / "sweep", [hostile, other], overrides=(HOSTILE,), status=HOSTILE))
     )
@@ -379,6 +379,10 @@ def test_sweep_page_of_hostile_text_stays_text(open_page: Any, tmp_path: Path) -
         page.locator("img, script:not([type]) ~ script ~ script ~ script").count() == 0
         and "<script>alert(1)" in page.locator("#diff").inner_text()
     )
+    page.locator("#heat-columns").select_option("2")
+    assert page.locator("#heat tbody tr").count() == 2
+    page.locator("#heat-rows").select_option("0")
+    assert "<script>alert(1)" in page.locator("#heat").inner_text()
 
 
 @pytest.mark.parametrize("jobs", [0, 1, 200])
