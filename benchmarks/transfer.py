@@ -11,7 +11,6 @@ import json
 import math
 from pathlib import Path
 
-from lib import ROOT
 from lib.results import report_result, result_parser
 from lib.runs import NO_EXTRAS, SAMPLES, run_train
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from models.language_model import create_model
 from runner.config.compose import compose_config
 from runner.engine.build import build_model
 from runner.engine.config import Config
+from runner.engine.optim.config import OptimizerConfig
 from runner.engine.optim.groups import OptimizerGroup, build_optimizer
-from runner.engine.optim.mup import mup_warnings, scale_initial_weights
+from runner.engine.optim.mup import check_mup, mup_warnings, scale_initial_weights
 
 MOE = ["model.num_experts=2", "model.moe_intermediate_size=32", "model.norm_topk_prob=true"]
 
@@ -113,17 +115,20 @@ def test_mup_changes_of_activations_do_not_grow_with_the_width(optimizer: str, l
     assert abs(slopes[64]["residual"]) < 0.25
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["stage=lora"], "training without adapters"),
-        (["model=transformers", "model.config={model_type:gpt2}"], "of model.family=decoder, got transformers"),
-    ],
-)
-def test_mup_refuses_models_whose_factors_are_not_known(overrides: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message) as raised:
-        compose_config([*overrides, "optimizer.mup_base_width=64"])
-    assert raised.value.fix == "optimizer.mup_base_width=0"
+def test_mup_refuses_models_whose_factors_are_not_known() -> None:
+    cfg = config(64)
+    other = OptimizerConfig("lion", lr=1e-3, weight_decay=0, grad_clip=1, layer_decay=1, mup_base_width=64)
+    family: Any = SimpleNamespace(family="transformers")
+    for arguments, message in (
+        ((cfg.optimizer, cfg.model, True), "training without adapters"),
+        ((cfg.optimizer, family, False), "of model.family=decoder, got transformers"),
+        ((other, cfg.model, False), "of adamw and muon, got lion"),
+    ):
+        with pytest.raises(UserError, match=message) as raised:
+            check_mup(*arguments)
+        assert raised.value.fix == "optimizer.mup_base_width=0"
+    with pytest.raises(UserError, match="training without adapters"):
+        compose_config(["stage=lora", "optimizer.mup_base_width=64"])
 
 
 def test_mup_base_width_cannot_change_at_a_resume() -> None:
