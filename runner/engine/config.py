@@ -218,9 +218,8 @@ class SweepConfig(CheckedSettings):
     # how optimizer.lr follows the batch size: none, linear or sqrt
     lr_scale: str = one_of("none", "linear", "sqrt")
     zip: list[str]  # swept keys whose values are paired instead of combined
-    # mup: train narrow versions of the model, of optimizer.mup_base_width (0: the smallest of at least 64), whose
-    # learning rates are those of the model; none: the model
-    transfer: str = one_of("none", "mup", default="none")
+    # mup: train narrow versions of the model, of optimizer.mup_base_width
+    transfer: str = one_of("none", "mup")
 
 
 @settings_class
