@@ -276,13 +276,14 @@ def settings_with_values() -> list[str]:
 def test_config_classes_hold_no_values():
     """The values are in conf/*.yaml only: in two places they would differ one day.
 
-    Earlier YAML files of users have no model.model_type, and no penalties of a stage.
+    Earlier YAML files of users have no model.model_type, no penalties of a stage, and no optimizer.mup_base_width.
     """
     assert [setting.partition(":")[2].partition(":")[0].strip() for setting in settings_with_values()] == [
         "model_type",
         "label_smoothing",
         "z_loss",
         "neftune_alpha",
+        "mup_base_width",
     ]
 
 

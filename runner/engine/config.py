@@ -238,9 +238,8 @@ class SweepConfig(CheckedSettings):
     # than are swept
     seeds: int = at_least(0, 5)
     top: int = at_least(2, 3)  # points that sweep.seeds adds seeds to
-    # mup: train narrow versions of the model, of optimizer.mup_base_width (0: the smallest of at least 64), whose
-    # learning rates are those of the model; none: the model
-    transfer: str = one_of("none", "mup", default="none")
+    # mup: train narrow versions of the model, of optimizer.mup_base_width
+    transfer: str = one_of("none", "mup")
 
 
 @settings_class

@@ -63,7 +63,7 @@ class OptimizerConfig(CheckedSettings):
     grad_clip: float = at_least(0, 1.0)
     # lr of each layer divided by that of the layer above; 1: the same lr everywhere
     layer_decay: float = within("(0, 1]", 0.9)
-    # lr and weight_decay are those of this model.hidden_size, which mup.py scales to the model's; 0: to none
+    # muP: lr and weight_decay are those of this model.hidden_size; 0: of the model's
     mup_base_width: int = at_least(0, 64, resume=INCOMPATIBLE, default=0, kw_only=True)
 
     # The best lr of a hidden matrix falls with this power of the width (see mup.py); None: it is not known.
