@@ -29,8 +29,7 @@ from runner.engine.device.compile import COMPILE_MODES, check_compile_mode
 from runner.engine.device.distributed import DistributedConfig
 from runner.engine.device.precision import PrecisionConfig
 from runner.engine.objectives.config import OBJECTIVES, StageConfig
-from runner.engine.optim.config import OPTIMIZERS, OptimizerConfig
-from runner.engine.optim.mup import check_mup
+from runner.engine.optim.config import OPTIMIZERS, OptimizerConfig, check_mup
 from runner.engine.optim.schedules import SCHEDULES, ScheduleConfig, check_warmup
 from runner.tracking.config import TRACKERS, TrackerConfig
 

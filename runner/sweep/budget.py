@@ -13,7 +13,8 @@ from typing import Any
 from common.errors import UserError, print_note
 from models.families.decoder import DecoderConfig
 from runner.engine.config import STEP_SIZE_KEYS, Config
-from runner.engine.optim.mup import WIDTH_KEYS, check_mup
+from runner.engine.optim.config import check_mup
+from runner.engine.optim.mup import WIDTH_KEYS
 
 ROW_LENGTH_KEYS = ("data.max_length", "data.packing", "data.path", "stage.data_format")
 FINAL_EVAL_ROWS = 256  # train.final_eval_rows of jobs that do not evaluate
@@ -213,11 +214,11 @@ def transfer_overrides(config: Config, swept: Iterable[str]) -> dict[str, str]:
     narrow = {width * n // heads: n for n in range(1, heads) if width * n % heads == 0}  # hidden size -> heads
     chosen = base or min((size for size in narrow if size >= MIN_TRANSFER_WIDTH), default=0)
     if chosen not in narrow:
-        sizes = ", ".join(map(str, narrow))
+        widths = ", ".join(map(str, narrow))
         raise UserError(
             f"sweep.transfer=mup needs a hidden size below {width} with a whole number of heads of the same width, got {base or 'none'}",
             f"model.hidden_size={width} model.num_attention_heads={heads} optimizer.mup_base_width={base}",
-            f"optimizer.mup_base_width=N, one of {sizes}" if sizes else "sweep.transfer=none",
+            f"optimizer.mup_base_width=N, one of {widths}" if widths else "sweep.transfer=none",
         )
     sizes = {key: _value(config, key) * narrow[chosen] // heads for key in WIDTH_KEYS}
     sizes["model.num_key_value_heads"] = math.gcd(narrow[chosen], max(1, sizes["model.num_key_value_heads"]))

@@ -17,9 +17,9 @@ from models.language_model import create_model
 from runner.config.compose import compose_config
 from runner.engine.build import build_model
 from runner.engine.config import Config
-from runner.engine.optim.config import OptimizerConfig
+from runner.engine.optim.config import OptimizerConfig, check_mup
 from runner.engine.optim.groups import OptimizerGroup, build_optimizer
-from runner.engine.optim.mup import check_mup, mup_warnings, scale_initial_weights
+from runner.engine.optim.mup import mup_warnings, scale_initial_weights
 
 MOE = ["model.num_experts=2", "model.moe_intermediate_size=32", "model.norm_topk_prob=true"]
 

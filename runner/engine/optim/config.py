@@ -30,6 +30,8 @@ from common.settings import INCOMPATIBLE, CheckedSettings, at_least, settings_cl
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from models.config import ModelConfig
+
 OPTIMIZERS: Registry[type[OptimizerConfig]] = Registry(
     "optimizer", "runner.engine.optim", helpers=("config", "groups", "mup", "schedules", "torch_optimizers")
 )
@@ -121,3 +123,22 @@ class MuonConfig(AdamWConfig):
         is_batched = all(p.is_cuda and not hasattr(p, "placements") for p in matrices)
         muon = Muon(groups.decay, self.lr, self.momentum, "bf16-batched" if is_batched else "bf16")
         return [muon, *super().build(ParamGroups([], groups.no_decay))] if groups.no_decay else [muon]
+
+
+def check_mup(cfg: OptimizerConfig, model: ModelConfig, has_adapter: bool) -> None:
+    """Raise UserError where `optimizer.mup_base_width` is set and the factors are not known."""
+    if not cfg.mup_base_width:
+        return
+    if model.family != "decoder":
+        problem = f"of model.family=decoder, got {model.family}"
+    elif has_adapter:
+        problem = "of training without adapters: an adapter has a width of its own"
+    elif cfg.MUP_POWER is None:
+        problem = f"of adamw and muon, got {cfg.name}"
+    else:
+        return
+    raise UserError(
+        f"optimizer.mup_base_width has the learning rates {problem}",
+        f"optimizer.mup_base_width={cfg.mup_base_width}",
+        "optimizer.mup_base_width=0",
+    )

@@ -15,10 +15,8 @@ weights and factors of parameter groups change: the model and its exports are th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from common.errors import UserError
-from models.config import ModelConfig
 from runner.engine.optim.config import OptimizerConfig
 
 if TYPE_CHECKING:
@@ -34,32 +32,13 @@ WIDTH_KEYS = (
 )
 
 
-def check_mup(cfg: OptimizerConfig, model: ModelConfig, has_adapter: bool) -> None:
-    """Raise UserError where `optimizer.mup_base_width` is set and the factors are not known."""
-    if not cfg.mup_base_width:
-        return
-    if model.family != "decoder":
-        problem = f"of model.family=decoder, got {model.family}"
-    elif has_adapter:
-        problem = "of training without adapters: an adapter has a width of its own"
-    elif cfg.MUP_POWER is None:
-        problem = f"of adamw and muon, got {cfg.name}"
-    else:
-        return
-    raise UserError(
-        f"optimizer.mup_base_width has the learning rates {problem}",
-        f"optimizer.mup_base_width={cfg.mup_base_width}",
-        "optimizer.mup_base_width=0",
-    )
-
-
 def width_factors(cfg: OptimizerConfig, model: nn.Module) -> dict[str, tuple[float, float]]:
     """Return (factor of the initial weights, factor of the lr) by parameter name; {} without mup_base_width."""
     if not cfg.mup_base_width:
         return {}
-    settings = model.cfg
-    growth = settings.hidden_size / cfg.mup_base_width  # type: ignore[union-attr, operator]  # DecoderConfig
-    output = "model.norm.weight" if settings.tie_word_embeddings else "lm_head.weight"  # type: ignore[union-attr]
+    settings: Any = model.cfg  # a DecoderConfig
+    growth: float = settings.hidden_size / cfg.mup_base_width
+    output = "model.norm.weight" if settings.tie_word_embeddings else "lm_head.weight"
     hidden = (growth**-0.5, growth ** -(cfg.MUP_POWER or 0))
     return {
         name: (1 / growth, 1 / growth)
