@@ -144,16 +144,18 @@ def without_hydra(tree: DictConfig) -> DictConfig:
     return OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
 
 
-def to_config(tree: DictConfig | dict[str, Any]) -> Config:
+def to_config(tree: DictConfig | dict[str, Any], shares_sections: bool = False) -> Config:
     """Return the settings in `tree` as dataclasses, whose own checks run here.
 
-    Raises UserError. A plain dict has no interpolations.
+    Raises UserError. A plain dict has no interpolations. `shares_sections`: a section that was converted before is not
+    converted again, for the many jobs of a sweep.
     """
     check_imported(tree.get("plugins") or [])
     values = tree if isinstance(tree, dict) else cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True))
     check_all_read(values)
     with suppress(Exception):  # what is refused is refused below, by its whole key
-        return _config_of_sections(values)
+        if shares_sections:
+            return _config_of_sections(values)
     merged = merge_into_schema(values)
     check_no_missing(merged)
     config = OmegaConf.to_object(merged)
@@ -162,7 +164,7 @@ def to_config(tree: DictConfig | dict[str, Any]) -> Config:
 
 
 def _config_of_sections(values: dict[str, Any]) -> Config:
-    """Return the config of `values`; of the jobs of a sweep, each section is converted once for all that share it."""
+    """Return the config of `values`, each section of them converted once."""
     if "${" in str(values) or json.loads(json.dumps(values)) != values:
         raise ValueError("an interpolation of the whole config, or a value that JSON does not have")
     sections = {name: value for name, value in values.items() if isinstance(value, dict)}
