@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lib.results import RESULTS, report_result, result_parser, write_numbers
+from lib.results import RESULTS, report_result, result_parser
 
 ORDERS = 200  # of the points: random, for every rule
 SETTINGS = ((2, 1 / 16), (2, 1 / 8), (2, 1 / 4), (3, 1 / 8), (4, 1 / 8))  # (eta, first rung) of halving
@@ -69,7 +69,8 @@ def record(name: str, sweep: Path) -> None:
         points.setdefault(point, {})[job.swept.get("seed", "")] = curve  # type: ignore[assignment]  # and a finite loss
     settings = [each for each in results.shared_overrides if "/" not in each]
     curves = [[seeds[seed] for seed in sorted(seeds)] for seeds in points.values()]
-    write_numbers(f"search-{name}", Task(name, settings, [dict(point) for point in points], curves)._asdict())
+    task = Task(name, settings, [dict(point) for point in points], curves)
+    (RESULTS / f"search-{name}.json").write_text(json.dumps(task._asdict()) + "\n", encoding="utf-8")
 
 
 def loss_at(curve: Curve, share: float) -> float:
