@@ -290,7 +290,11 @@ def is_branch(typed: list[str], is_show: bool) -> bool:
     """
     given = overrides_of("keep", typed)
     if given and is_show:
-        raise UserError("the settings of a branch are those of its trunk", given[-1], "resume=RUN prints them")
+        raise UserError(
+            "the settings of a branch are those of its trunk and the typed ones",
+            given[-1],
+            "resume=RUN --cfg job prints those of the trunk",
+        )
     if several := next((override for override in given if "," in override), None):
         raise UserError("keep takes one value", several, "keep=optimizer, or leave it out")
     return given[-1:] == ["keep=optimizer"]

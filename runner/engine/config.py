@@ -235,7 +235,7 @@ class SweepConfig(CheckedSettings):
     zip: list[str]  # swept keys whose values are paired instead of combined
     # seeds that each of the best points gets at the end, one by one until they differ by more than chance; 0: no more
     # than are swept
-    seeds: int = at_least(0, 5)
+    seeds: int = limited(Limit("0, or at least 2", lambda seeds: seeds == 0 or seeds >= 2, 5))
     top: int = at_least(2, 3)  # points that sweep.seeds adds seeds to
     # mup: train narrow versions of the model, of optimizer.mup_base_width
     transfer: str = one_of("none", "mup")
@@ -334,6 +334,12 @@ class Config(CheckedSettings):
                 f"train.eval_metrics={train.eval_metrics} needs evaluations, conversations and loss on their answers alone: train.eval_every={train.eval_every}, stage.data_format={stage.data_format}, data.loss_on={data.loss_on}",
                 f"train.eval_metrics={train.eval_metrics}",
                 "train.eval_metrics=[]; the metrics that follow from the loss are in every evaluation",
+            )
+        if self.keep != "none" and self.sweep.seeds:
+            raise UserError(
+                "a branch has the seed of its trunk: no others can be added",
+                f"keep={self.keep} sweep.seeds={self.sweep.seeds}",
+                "sweep.seeds=0",
             )
         if train.max_steps:
             check_warmup(train.max_steps, self.schedule)

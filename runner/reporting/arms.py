@@ -31,6 +31,7 @@ from runner.reporting.runs import (
     typed,
 )
 from runner.reporting.statistics import (
+    MAX_LOSS,
     MAX_SEEDS,
     POWER,
     MeanStd,
@@ -97,7 +98,7 @@ class Arm:
     def add_seeds(self) -> str:
         """The command that trains more seeds of the arm; empty where its settings are not known."""
         run, known = self.runs[0], {int(seed) for seed in self.seeds if seed.lstrip("-").isdecimal()}
-        if not known:
+        if not known or run.branched_from:  # a branch has the seed of its trunk
             return ""
         unused = (seed for seed in range(1, MAX_SEEDS) if seed not in known)
         new = [str(next(unused)) for _ in range(max(1, MIN_SEEDS - len(self.runs)))]
@@ -302,7 +303,7 @@ def loss_of(run: ComparedRun) -> float | None:
 def _check_evaluated(run: ComparedRun) -> None:
     if run.status != "completed":
         raise UserError(f"this run is not completed: {run.status}", str(run.folder), resume_command(run.folder))
-    if loss_of(run) is None or not run.evaluation:
+    if (loss := loss_of(run)) is None or not run.evaluation or not abs(loss) < MAX_LOSS:
         raise UserError(
             "this run has no evaluation loss of the weights in model/",
             str(run.folder),
@@ -318,6 +319,10 @@ def _check_one_arm(arm: Arm) -> None:
             fix = "name the runs of other settings as another arm, e.g. c=RUN"
             raise UserError(f"the runs of {arm.name} differ in more than the seed: {key} is {shown}", arm.setting, fix)
     seeds = [seed for seed in arm.seeds if seed]
+    losses = [loss_of(run) for run in arm.runs]
+    if len({*losses}) < len(losses):
+        message = f"{arm.name} has several runs with the same loss: copies of one run, or the seed changes nothing"
+        raise UserError(message, arm.setting, "give one run of each seed")
     if len({*seeds}) < len(seeds):
         repeated = next(seed for seed in seeds if seeds.count(seed) > 1)
         message = f"{arm.name} has several runs with seed={repeated}: they do not show the spread over seeds"
@@ -391,7 +396,8 @@ def _seeds(arm: Arm) -> str:
 def _judged_on(evaluation: dict[str, Any]) -> str:
     if isinstance(rows := evaluation.get("rows"), int):
         return f"{rows:,} {evaluation.get('on')} rows"
-    return f"{evaluation.get('tokens'):,} tokens by {evaluation.get('on')}"
+    tokens = evaluation.get("tokens")
+    return f"{f'{tokens:,}' if isinstance(tokens, int) else 'an unknown number of'} tokens by {evaluation.get('on')}"
 
 
 def _difference_text(each: Difference) -> str:

@@ -26,7 +26,15 @@ from runner.reporting.runs import (
     sweep_status,
     typed,
 )
-from runner.reporting.sweep_results import JOB_STATUSES, LOSS_KINDS, JobResult, SweepResults, last_value, result_rows
+from runner.reporting.sweep_results import (
+    JOB_STATUSES,
+    KEEP,
+    LOSS_KINDS,
+    JobResult,
+    SweepResults,
+    last_value,
+    result_rows,
+)
 from runner.run_dir.best_job import SEED_KEY, model_score, parse_number
 from runner.run_dir.contents import parse_time
 from runner.run_dir.saved_config import OVERRIDES_FILE
@@ -95,6 +103,11 @@ def _read_job(sweep: Path, recorded: dict[str, Any], folders: set[str]) -> JobRe
     launches = [read_override_list(path) for path in (*earlier, run.folder / OVERRIDES_FILE)]
     # the rungs of a search are no settings of the job
     job.launches = [[each for each in launch if key_of(each) != STOP_KEY] for launch in launches]
+    if run.branched_from:  # the settings of the trunk come with it
+        trunk, step = run.branched_from
+        given = {*read_override_list(Path(trunk) / OVERRIDES_FILE)}
+        start = [f"init_from={trunk}@step-{step}", KEEP]
+        job.launches = [[*(each for each in launch if each not in given), *start] for launch in job.launches]
     job.model, job.evaluation, job.evaluations = model_score(fields), fields["evaluation"], current_evaluations(fields)
     job.data_identity = fields["fingerprints"].get("data"), [file.get("read") for file in fields["data"]] or None
     job.started, job.ended = parse_time(recorded["started"]), parse_time(recorded["ended"])

@@ -20,6 +20,7 @@ from functools import lru_cache
 LEVEL = 0.95  # of all intervals together
 POWER = 0.8  # probability with which `needed_seeds` tell a difference of the observed size apart
 MAX_SEEDS = 1000
+MAX_LOSS = 1e100  # exclusive: the square of a larger one is not finite
 INTERVALS = 4000  # of the midpoint rule
 
 
@@ -33,8 +34,8 @@ class MeanStd:
 
 
 def mean_std(values: Iterable[float | None]) -> MeanStd | None:
-    """Return mean and deviation of the values that are known and finite; None if there are none."""
-    present = [value for value in values if value is not None and value < math.inf]
+    """Return mean and deviation of the values that are known and below MAX_LOSS; None if there are none."""
+    present = [value for value in values if value is not None and abs(value) < MAX_LOSS]
     if not present:
         return None
     deviation = statistics.stdev(present) if len(present) > 1 else None
@@ -50,20 +51,20 @@ def mean_interval(value: MeanStd, level: float = LEVEL) -> tuple[float, float] |
 
 
 def difference_interval(first: MeanStd, second: MeanStd, level: float = LEVEL) -> tuple[float, float] | None:
-    """Return Welch's interval of `second.mean - first.mean`; None where one of them is a single value."""
+    """Return Welch's interval of `second.mean - first.mean`; None where one is a single value, or none varies."""
     if first.deviation is None or second.deviation is None:
         return None
     variances = [value.deviation**2 / value.n for value in (first, second) if value.deviation is not None]
     difference, variance = second.mean - first.mean, sum(variances)
-    if not variance > 0:  # e.g. the seed changes nothing that is trained
-        return difference, difference
+    if not variance > 0:  # the seed changes nothing that is trained
+        return None
     degrees = variance**2 / sum(part**2 / (value.n - 1) for part, value in zip(variances, (first, second), strict=True))
     half = t_quantile(max(1.0, math.floor(10 * degrees) / 10), level) * math.sqrt(variance)
     return difference - half, difference + half
 
 
 def is_different(first: MeanStd, second: MeanStd, level: float = LEVEL) -> bool | None:
-    """Whether 0 is outside of the interval of the difference; None where one of them is a single value."""
+    """Whether 0 is outside of the interval of the difference; None where one is a single value, or none varies."""
     interval = difference_interval(first, second, level)
     return None if interval is None else not interval[0] <= 0 <= interval[1]
 
@@ -77,7 +78,7 @@ def level_of_look(looks: int, look: int) -> float:
     """Return the level at which two points are compared at `look` (from 1) of the planned `looks`, as seeds are added.
 
     The errors of all looks together are below 1 - LEVEL: up to look k of K, (k / K)**2 of it is spent (Kim and DeMets),
-    little while there are few seeds. A look at which it is certain ends the comparison.
+    little while there are few seeds.
     """
     if not 1 <= look <= looks:
         raise ValueError(f"look must be from 1 to {looks}, got {look}")

@@ -25,6 +25,7 @@ from runner.run_dir.best_job import SEED_KEY, ModelScore, comparison_problem, po
 # of evaluations on validation data, on training rows, and of a training step
 LOSS_KINDS = ("validation", "training-rows", "training")
 JOB_STATUSES = ("completed", "paused", "running", "interrupted", "failed", "new")  # in the order of the rows
+KEEP = "keep=optimizer"  # of a branch, whose seed is that of its trunk
 SWEEP_ONLY_KEYS = ("hydra.", "hydra/", "sweep.")  # prefixes of overrides which a job has no use for when it runs alone
 
 
@@ -311,7 +312,8 @@ def result_rows(jobs: Iterable[JobResult], ranked_by: str, planned_seeds: int = 
     ranked = [row for row in rows if row.is_ranked and is_comparable]
     for position, row in enumerate(ranked, start=1):
         row.differs = differs_from_best(row, ranked, planned_seeds)
-        row.rank = 1 if row.differs is False else position
+        is_tied = row.differs is False and all(each.rank == 1 for each in ranked[: position - 1])
+        row.rank = 1 if is_tied else position
     for row in rows:
         row.members = [aggregate_row([job], ranked_by) for job in row.jobs] if len(row.jobs) > 1 else []
     return rows

@@ -22,6 +22,7 @@ from runner.reporting.columns import loss_text
 from runner.reporting.runs import longer_override, saved_settings
 from runner.reporting.statistics import MeanStd, mean_std
 from runner.reporting.sweep_results import (
+    KEEP,
     JobResult,
     ResultRow,
     SweepResults,
@@ -79,8 +80,8 @@ def sweep_verdict(sweep: SweepResults) -> SweepVerdict:
         return SweepVerdict(None, None, f"no winner: {sweep.problem or unranked}", judged_on=_judged_on(sweep))
     ranked = [row for row in sweep.rows if row.rank is not None]
     ties = [row for row in ranked[1:] if row.rank == 1]
-    unknown = [row for row in ranked[1:] if row.differs is None]
-    has_seeds = len(ranked[0].jobs) > 1
+    unknown = [row for row in ranked[1:] if row.rank != 1 and not row.differs]
+    has_seeds, is_branch = len(ranked[0].jobs) > 1, KEEP in job.launches[-1]
     return SweepVerdict(
         winner=ranked[0],
         job=job,
@@ -89,7 +90,7 @@ def sweep_verdict(sweep: SweepResults) -> SweepVerdict:
         is_sure=len(ranked) > 1 and not ties and not unknown,
         judged_on=_judged_on(sweep),
         train_longer=_train_longer(sweep, job),
-        repeat="" if has_seeds or len(ranked) < 2 else f"{sweep.job_command(job)} --multirun seed=1,2,3",
+        repeat="" if has_seeds or len(ranked) < 2 or is_branch else f"{sweep.job_command(job)} --multirun seed=1,2,3",
         transfer=sweep.transfer_command(job),
         command_note=sweep.command_note(job),
         # not while tied: another point may be the best one
@@ -130,7 +131,7 @@ def _certainty(sweep: SweepResults, ranked: list[ResultRow], ties: list[ResultRo
         return f"{gap}; one seed per point: how much of that is chance is not known{suffix}"
     compared = "every other point"
     if unknown:
-        compared = f"the {len(ranked) - 1 - len(unknown)} of {len(ranked) - 1} other points with several seeds"
+        compared = f"the {len(ranked) - 1 - len(unknown)} of {len(ranked) - 1} other points with enough seeds"
     return f"{gap}; better than {compared} at 95 % over {first.n} seeds (Welch's t interval of each difference){suffix}"
 
 

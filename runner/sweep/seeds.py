@@ -65,6 +65,8 @@ class SeedSearch(Search):
         contenders = ranked[:1] + [row for row in ranked[1 : self.top] if not row.differs]
         fewest = min((len(row.jobs) for row in contenders), default=0)
         points = [row for row in contenders if len(row.jobs) == fewest < self.seeds]
+        if len(ranked) < 2:
+            return print_note("sweep.seeds adds no seeds: it compares points, and fewer than two have a result")
         if len(contenders) < 2 or not points:
             return None
         print_note(f"{len(contenders)} points are not told apart: another seed of {len(points)} of them")

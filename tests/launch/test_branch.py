@@ -16,6 +16,7 @@ from common import paths
 from runner.checkpoint.atomic_dir import write_atomic_dir
 from runner.launch import branch
 from runner.reporting.compare import ComparedRun
+from runner.reporting.read_sweep import read_sweep_results
 from runner.reporting.run_facts import RunReport
 from runner.reporting.run_list import scan_runs
 from runner.run_dir.metadata import RunMetadata
@@ -143,12 +144,13 @@ REFUSED = [
     ("init_from=trunk keep=optimizer", "init_from=TRUNK@last keep=optimizer"),
     ("init_from=scratch keep=optimizer", "init_from=RUN@step-N keep=optimizer"),
     ("init_from=gone@step-2 keep=optimizer", "there is no gone@step-2"),
-    ("init_from=trunk@step-2 keep=optimizer --cfg job", "resume=RUN prints them"),
+    ("init_from=trunk@step-2 keep=optimizer --cfg job", "resume=RUN --cfg job prints those of the trunk"),
     ("keep=optimizer", "init_from=RUN@step-N keep=optimizer"),
     ("init_from=trunk@step-2 keep=weights", "keep must be one of none, optimizer, got weights"),
     ("init_from=trunk@step-2 keep=none,optimizer --multirun", "keep takes one value"),
     ("init_from=trunk@step-2,trunk@step-4 keep=optimizer seed=7 --multirun", "seed: 42 -> 7"),
     ("init_from=trunk@step-2 keep=optimizer stage=sft,pretrain --multirun", "stage cannot change in a run"),
+    ("init_from=trunk@step-2 keep=optimizer optimizer.lr=1e-4,1e-5 sweep.seeds=3 --multirun", "the seed of its trunk"),
 ]
 
 
@@ -244,6 +246,9 @@ def test_branch_of_every_job_of_a_sweep(program: Program, trunk: Path, workspace
         assert (config["keep"], config["train"]["save_every"]) == ("none", 2)
         if config["optimizer"]["lr"] == 0.02:
             assert_equal_runs(job, trunk)
+    for job_result in read_sweep_results(sweep).jobs:
+        step = jobs[sweep / job_result.name]["branched_from"]["step"]
+        assert job_result.launches[-1][-2:] == [f"init_from={trunk}@step-{step}", "keep=optimizer"]
 
 
 def test_reports_name_the_trunk_of_a_branch(call: Call, trunk: Path, workspace: Path) -> None:

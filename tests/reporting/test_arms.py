@@ -182,3 +182,9 @@ def test_compare_command_of_real_runs(rows: str, call: Call, call_command: Call)
     assert done.returncode == NOT_TOLD_APART and "the spread over seeds is not known" in done.stdout
     done = call_command("compare.py", "a=1e-3-1,3e-1-2", "b=3e-1-1")
     assert is_user_error(done) and "differ in more than the seed: optimizer.lr" in done.stderr
+
+
+def test_copies_of_one_model_are_no_seeds(tmp_path: Path) -> None:
+    copies = ",".join(model_folder(tmp_path / name, 2.0) for name in ("a1", "a2"))
+    with pytest.raises(UserError, match="a has several runs with the same loss"):
+        compare_arms({"a": copies, "b": model_folder(tmp_path / "b", 3.0)})

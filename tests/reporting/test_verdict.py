@@ -79,7 +79,7 @@ def test_points_tied_with_the_best_share_rank_1_and_have_no_edge(tmp_path: Path)
 def test_points_of_one_seed_are_not_told_apart_from_the_best(tmp_path: Path) -> None:
     losses = {"1e-4": [2.0, 2.1, 2.05], "5e-4": [3.0], "1e-3": [4.0, 4.1, 4.05]}
     verdict = verdict_of(tmp_path, losses)
-    assert "better than the 1 of 2 other points with several seeds at 95 % over 3 seeds" in verdict.certainty
+    assert "better than the 1 of 2 other points with enough seeds at 95 % over 3 seeds" in verdict.certainty
     assert not verdict.is_sure and verdict.judged_on == "10 validation rows, 1 to 3 seeds per point"
     assert "winner " not in describe_sweep_end(tmp_path)[0]
     del losses["5e-4"]

@@ -76,7 +76,7 @@ def test_seeds_are_not_added_on_tiny_validation_data(
     assert "sweep.seeds adds no seeds: the jobs were judged on 3 rows" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("setting", ["sweep.seeds=-1", "sweep.top=1"])
+@pytest.mark.parametrize("setting", ["sweep.seeds=-1", "sweep.seeds=1", "sweep.top=1"])
 def test_settings_of_seeds_have_limits(sweep, setting: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(Exception, match="must be at least"):
+    with pytest.raises(Exception, match="at least 2"):
         sweep(RATES, setting)
