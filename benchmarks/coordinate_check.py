@@ -10,10 +10,12 @@ import math
 import statistics
 from collections.abc import Iterable
 from functools import partial
+from typing import TYPE_CHECKING
 
-import torch
 from lib.results import report_result, result_parser
-from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 BASE, HEAD_DIM, LAYERS = 64, 32, 2
 WIDTHS = (64, 128, 256, 512)
@@ -35,6 +37,8 @@ def activations(model: nn.Module, input_ids: Tensor, labels: Tensor) -> dict[str
 
     modules = {"embedding": model.input_layer} | {f"layer {i}": layer for i, layer in enumerate(model.layers)}  # type: ignore[arg-type]
     hooks = [module.register_forward_hook(partial(record, name)) for name, module in modules.items()]
+    import torch
+
     with torch.no_grad():
         found["all logits"] = model(input_ids).logits.float()
         found["logits of labels"] = found["all logits"].gather(-1, labels.unsqueeze(-1))
@@ -47,6 +51,8 @@ def changes(
     width: int, optimizer: str, base_width: int, seed: int = 0, steps: int = STEPS, tied: bool = True
 ) -> dict[str, float]:
     """Return the RMS of the change of each activation in `steps` steps on random tokens with a structure."""
+    import torch
+
     from models.language_model import create_model
     from runner.config.compose import compose_config
     from runner.engine.optim.groups import build_optimizer

@@ -355,14 +355,14 @@ def test_conf_names_no_class():
 
 # --- size: ratchets. A change that grows one moves its number here, and its commit says why --------------------------
 
-MAX_PYTHON_TOKENS = 318_400
-MAX_PYTHON_FILES = 269
+MAX_PYTHON_TOKENS = 328_450
+MAX_PYTHON_FILES = 274
 MAX_EAGER_MODULES = 60  # imported by runner/train.py --help
 # Executed by one SFT step. A few functions depend on the load of the machine: a number may be 1 % above the measured one
 MAX_FIRST_STEP = {
-    "files": 113,
-    "functions": 704,
-    "hops": 1_624,
+    "files": 114,
+    "functions": 714,
+    "hops": 1_656,
     "files_before_build_run": 58,
     "functions_before_build_run": 295,
 }

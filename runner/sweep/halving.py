@@ -47,6 +47,7 @@ class RungOptions(SweeperOptions):
     def check_rungs(self, configs: Sequence[Config], derived: Sequence[Mapping[str, str]]) -> None:
         """Raise UserError for a job that has no evaluation at its rungs, or that something else ends early."""
         name = "hydra/sweeper=halving" if self.is_grid else "hydra.sweeper.pruner"
+        is_warned = False
         for config, overrides in zip(configs, derived, strict=True):
             train = config.train
             for key, value in ((STOP_KEY, train.stop_at), ("train.patience", train.patience)):
@@ -60,6 +61,12 @@ class RungOptions(SweeperOptions):
                 )
             steps, every = (int(overrides.get(f"train.{key}", vars(train)[key])) for key in ("max_steps", "eval_every"))
             first, last = first_step_of(self.shares[0], steps), first_step_of(self.shares[-1], steps)
+            warmup = int(overrides.get("schedule.warmup_steps", config.schedule.warmup_steps))
+            if steps and warmup > first and not is_warned:
+                is_warned = True
+                print_note(
+                    f"warning: schedule.warmup_steps={warmup} is longer than the first rung ({first} steps): losses there rank such jobs too low; hydra.sweeper.first_rung={min(0.5, warmup / steps):.2g}"
+                )
             fitting = [each for each in range(1, first + 1) if -(-last // each) * each < steps] or [1]
             if steps and every not in fitting:
                 raise UserError(

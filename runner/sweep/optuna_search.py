@@ -246,7 +246,7 @@ class OptunaSearch(RungSearch):
         others += [trial.system_attrs.get("fixed_params") for trial in self._trials_that_are("WAITING")]
         for trial in self._trials_that_are("FAIL"):
             job = self.state.find_job(_to_overrides(trial.params))
-            if job is not None and job.needs_run and trial.params not in others:
+            if job and (job.needs_run or job.status == "paused") and trial.params not in others:
                 self.study.enqueue_trial(trial.params)
                 others.append(trial.params)
 

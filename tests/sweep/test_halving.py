@@ -14,6 +14,7 @@ import pytest
 from fake_jobs import DIVERGED, HALVED, HALVED_STEPS, KILLED, SAVES, FakeJobs, read_sweep
 
 from common.errors import TrainingError, UserError
+from runner.config.compose import compose_config
 from runner.reporting.leaderboard import leaderboard_csv
 from runner.reporting.read_sweep import read_sweep_results
 from runner.sweep.halving import (
@@ -134,7 +135,7 @@ def test_rungs_that_a_job_has_reached_are_in_its_records(
 
 @pytest.fixture
 def state(tmp_path: Path) -> Any:
-    with SweepState.create(tmp_path / "sweep", sweeper="halving") as state:
+    with SweepState.create(tmp_path / "sweep", sweeper="halving", swept={"seed": ["0", "1"]}) as state:
         yield state
 
 
@@ -311,3 +312,12 @@ def test_halving_refuses_settings_without_rungs(override: str, message: str, swe
     with pytest.raises(UserError, match=message):
         sweep(*HALVING, "optimizer.lr=1e-3,2e-3", override)
     assert not (tmp_path / "sweep").exists()
+
+
+def test_halving_warns_of_a_warmup_beyond_the_first_rung(capfd: pytest.CaptureFixture[str]) -> None:
+    length = ["train.max_steps=80", "train.eval_every=10"]
+    configs = [compose_config([*length, f"schedule.warmup_steps={steps}"]) for steps in (0, 20, 30)]
+    HalvingOptions().check_rungs(configs, [{}] * 3)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "schedule.warmup_steps=20 is longer than the first rung (10 steps)" in line
+    assert line.endswith("hydra.sweeper.first_rung=0.25")
