@@ -30,6 +30,7 @@ MAX_PRINTED = 10_000  # characters of each part of an error
 OWN_LINE = re.compile(r"\n(?=\s*(error|where|fix|warning):)")
 # Exit codes of every command: part of the contract with the user's scripts.
 OK, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 75
+OTHER_IS_BETTER, NOT_TOLD_APART = 10, 11  # of compare.py; OK: a is better
 PEER_LOST = 69  # a rank exits with it when another rank died; read by its launcher, never by the user
 INTERRUPTED_BY_USER = 130  # 128 + SIGINT: Ctrl-C before training has begun, or in a command that saves nothing
 INTERRUPTED_MESSAGE = "interrupted"
@@ -53,6 +54,7 @@ class Outcome(StrEnum):
 
     COMPLETED = "completed"
     INTERRUPTED = "interrupted"
+    PAUSED = "paused"  # interrupted by train.stop_at
     DIVERGED = "diverged"
     FAILED = "failed"
 
@@ -64,9 +66,9 @@ class UserError(ValueError):
     type or to change.
     """
 
-    def __init__(self, message: str, setting: str, fix: str) -> None:
-        super().__init__(message, setting, fix)
-        self.message, self.setting, self.fix = message, setting, fix
+    def __init__(self, message: str, setting: str | Path, fix: str) -> None:
+        super().__init__(message, str(setting), fix)
+        self.message, self.setting, self.fix = message, str(setting), fix
 
 
 class AlreadyReported(UserError):
@@ -110,17 +112,16 @@ class StopRequested(BaseException):
 
 
 class Interrupted(Exception):
-    """Training was stopped by a signal after saving step `step` in the run directory `folder`; step 0: before there was
-    anything to save.
+    """Training was stopped by a signal or a limit after saving step `step` in the run directory `folder`; step 0:
+    before there was anything to save.
     """
 
-    outcome = Outcome.INTERRUPTED
-
-    def __init__(self, step: int, folder: Path) -> None:
+    def __init__(self, step: int, folder: Path, outcome: Outcome = Outcome.INTERRUPTED) -> None:
+        verb = "paused" if outcome == Outcome.PAUSED else "stopped"
         super().__init__(
-            f"stopped after step {step}, saved" if step else "stopped before the first step, nothing to save"
+            f"{verb} after step {step}, saved" if step else f"{verb} before the first step, nothing to save"
         )
-        self.folder = folder
+        self.folder, self.outcome = folder, outcome
 
 
 def strip_control(text: str) -> str:

@@ -12,18 +12,21 @@ import itertools
 import os
 import shlex
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from common.errors import UserError
 from common.filesystem import make_dirs, open_regular, read_bounded, write_atomic_file
 from common.hub import snapshot_link_target
+from common.limits import parse_json
 
 MAX_TOKENIZER_BYTES = 64 << 20  # of each file of a tokenizer; the largest tokenizer.json in use has 35 MB
 GENERATION_CONFIG = "generation_config.json"  # how a model is sampled, and its stop tokens
 MAX_MODEL_JSON_BYTES = 16 << 20  # of config.json and its like
 DAMAGED_DIR = "damaged"  # in a run directory: files that could not be read, as they were
+DOWNLOAD_HINT = "write or download the folder again"
 LFS_POINTER = b"version https://git-lfs"
 REPLACE_HINT = "replace it by a regular file or folder, if you trust where this folder came from"
 
@@ -43,7 +46,7 @@ def open_append(path: Path) -> BinaryIO:
         fix = f"make it a file of its own: cp {path} {path}.new && mv {path}.new {path}"
         raise UserError(
             f"the file has {status.st_nlink} names (hard links): appending to it would change it under each of them",
-            str(path),
+            path,
             fix,
         )
     return open(fd, "a+b", buffering=0)
@@ -143,20 +146,40 @@ def read_source_file(path: Path, limit: int) -> bytes:
     return content
 
 
+def parse_object(content: bytes | str, path: Path) -> dict[str, Any]:
+    """Return the JSON object in the content of a file of a model or tokenizer folder. Raises UserError."""
+    try:
+        value = parse_json(content)
+    except ValueError as error:
+        raise UserError(f"invalid JSON: {error}", path, DOWNLOAD_HINT) from error
+    if not isinstance(value, dict):
+        raise UserError(f"expected a JSON object, got {type(value).__name__}", path, DOWNLOAD_HINT)
+    return value
+
+
+@contextmanager
+def reporting_missing_fields(where: str | Path) -> Iterator[None]:
+    """Turn the error of a missing or mistyped field of such an object into a UserError that names the file."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"a field is missing or has another type: {error}", where, DOWNLOAD_HINT) from error
+
+
 def check_pointer(path: Path, content: bytes) -> None:
     """Raise UserError if a file that begins with `content` is one that a clone without Git LFS has."""
     if content.startswith(LFS_POINTER):
         raise UserError(
             "a pointer of Git LFS is in place of the file",
-            str(path),
+            path,
             f"git -C {shlex.quote(str(path.parent))} lfs pull",
         )
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:
-    return UserError(
-        f"the file cannot be read: {error.strerror or error}", str(path), "copy or download the folder again"
-    )
+    return UserError(f"the file cannot be read: {error.strerror or error}", path, "copy or download the folder again")
 
 
 def copy_source_file(path: Path, target: Path) -> None:
@@ -177,6 +200,6 @@ def _check_entry(path: Path) -> bool:
         return stat.S_ISDIR(mode)
     if stat.S_ISLNK(mode):
         raise UserError(
-            "this is a link, and no link is followed in a folder of a run, model or tokenizer", str(path), REPLACE_HINT
+            "this is a link, and no link is followed in a folder of a run, model or tokenizer", path, REPLACE_HINT
         )
-    raise UserError("this is neither a regular file nor a folder, and is not opened", str(path), REPLACE_HINT)
+    raise UserError("this is neither a regular file nor a folder, and is not opened", path, REPLACE_HINT)

@@ -12,6 +12,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from common.filesystem import read_bounded
 
@@ -97,6 +98,19 @@ def cached_snapshot(name: HubName) -> Path | None:
             return None
     folder = home / SNAPSHOTS / commit
     return folder if COMMIT.fullmatch(commit) and folder.is_dir() else None
+
+
+def find_base_model(folder: Path, settings: dict[str, Any]) -> tuple[Path | None, HubName | None]:
+    """Return the folder of the base model of an adapter, None if it is not on this machine, and its name on the hub.
+
+    `settings`: adapter_config.json of the adapter in `folder`. Raises KeyError or TypeError for another form.
+    """
+    name, revision = settings["base_model_name_or_path"], settings.get("revision")
+    of_hub = parse_hub_name(f"{name}@{revision}" if revision else name)
+    for base in (folder / name, Path(name)):
+        if os.path.isdir(base):  # Path.is_dir raises an error for a name that is too long
+            return base, of_hub
+    return cached_snapshot(of_hub) if of_hub else None, of_hub
 
 
 def snapshot_link_target(path: Path) -> Path | None:

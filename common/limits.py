@@ -256,11 +256,16 @@ def allocating_at_most(size: int) -> Iterator[None]:
 
 def peak_resident_bytes() -> int:
     """Return the largest memory of this process so far (VmHWM of Linux)."""
-    try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
-        return int(lines["VmHWM"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return proc_bytes(Path("/proc/self/status"), "VmHWM") or peak
+
+
+def proc_bytes(path: Path, name: str) -> int | None:
+    """Return the bytes of a field of a file such as /proc/meminfo, None where the system does not say."""
+    with suppress(OSError, KeyError, ValueError):
+        lines = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
+        return int(lines[name].split()[0]) * 1024
+    return None
 
 
 def match_patterns(patterns: list[str], texts: list[str]) -> list[list[bool]]:
@@ -298,13 +303,19 @@ def _shortened(patterns: list[str]) -> str:
     return ", ".join(pattern[:60] for pattern in patterns[:3])
 
 
+def limit_process(memory: int, seconds: int) -> None:
+    """Limit this process to `memory` bytes and `seconds` of processor time, without a core dump and new files."""
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
+        resource.setrlimit(limit, (0, 0))
+
+
 def match_request() -> int:
     """Answer the request of `match_patterns` on standard input."""
     seconds = int(sys.argv[1])
     patterns, texts = json.load(sys.stdin)
-    resource.setrlimit(resource.RLIMIT_AS, (MATCH_MEMORY, MATCH_MEMORY))
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_process(MATCH_MEMORY, seconds)
     compiled = []
     for pattern in patterns:
         try:

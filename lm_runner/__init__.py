@@ -13,7 +13,10 @@ from pathlib import Path
 
 __version__ = "0.2.0"
 
-COMMANDS = ("train", "chat", "evaluate", "rows", "report", "tokenizer", "doctor", "faults", "export", "serve", "plan")
+COMMANDS = (
+    *("train", "chat", "evaluate", "rows", "report", "compare"),
+    *("tokenizer", "doctor", "faults", "export", "serve", "plan"),
+)
 
 
 def app_dir() -> Path:
@@ -47,6 +50,10 @@ def rows() -> None:
 
 def report() -> None:
     run_command("report")
+
+
+def compare() -> None:
+    run_command("compare")
 
 
 def tokenizer() -> None:

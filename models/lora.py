@@ -93,7 +93,7 @@ def lora_warnings(model: nn.Module, cfg: LoraConfig | None) -> list[str]:
         return []
     layers = linear_layers_of(model)
     left_out = {
-        path.rsplit(".", 1)[-1]: reason
+        last_name(path): reason
         for path, reason in layers.refused.items()
         if path not in layers.adaptable and "shares its weight" not in reason
     }
@@ -104,10 +104,14 @@ def lora_warnings(model: nn.Module, cfg: LoraConfig | None) -> list[str]:
     ]
 
 
+def last_name(path: str) -> str:
+    return path.rsplit(".", 1)[-1]
+
+
 def short_names(others: Iterable[str], paths: set[str]) -> list[str]:
     """Return what names exactly `paths`: last parts of the paths if none of the `others` has one, else the paths."""
-    names = {path.rsplit(".", 1)[-1] for path in paths}
-    named = {path for path in others if path.rsplit(".", 1)[-1] in names}
+    names = {last_name(path) for path in paths}
+    named = {path for path in others if last_name(path) in names}
     return sorted(names if named <= paths else paths)
 
 
@@ -137,7 +141,7 @@ def _matched_paths(layers: LinearLayers, targets: list[str]) -> dict[str, set[st
 
 
 def _error(layers: LinearLayers, targets: list[str], message: str) -> UserError:
-    allowed = sorted({path.rsplit(".", 1)[-1] for path in layers.selectable})
+    allowed = sorted({last_name(path) for path in layers.selectable})
     fix = (
         f"stage.lora.targets=[{ALL_LINEAR}] is every linear layer but the output layer, or e.g. stage.lora.targets=[{allowed[-1]}]"
         if allowed
@@ -199,13 +203,13 @@ def check_adapters_are_called(model: LanguageModel) -> None:
             hook.remove()
     silent = sorted(
         {
-            path.rsplit(".", 1)[-1]
+            last_name(path)
             for path in layers
             if path not in called and ".experts." not in path and model.is_used_by_text(path)
         }
     )
     if silent:
-        others = sorted({path.rsplit(".", 1)[-1] for path in called} - set(silent))
+        others = sorted({last_name(path) for path in called} - set(silent))
         fix = f"stage.lora.targets=[{','.join(others)}]" if others else "stage.lora=null"
         raise UserError(
             f"adapters of {', '.join(silent)} would have no effect: this model reads their weights without calling them",

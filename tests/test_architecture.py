@@ -82,6 +82,7 @@ IMPORTS_BY_NAME = {  # modules that import a module whose name is not written th
     "data.schemas",  # its own modules
     "lm_runner",  # the commands of this checkout
     "models.language_model",  # the model of a registered config class
+    "runner.launch.fork_server",  # a fixed list of this checkout, and train.py
 }
 
 
@@ -275,13 +276,14 @@ def settings_with_values() -> list[str]:
 def test_config_classes_hold_no_values():
     """The values are in conf/*.yaml only: in two places they would differ one day.
 
-    Earlier YAML files of users have no model.model_type, and no penalties of a stage.
+    Earlier YAML files of users have no model.model_type, no penalties of a stage, and no optimizer.mup_base_width.
     """
     assert [setting.partition(":")[2].partition(":")[0].strip() for setting in settings_with_values()] == [
         "model_type",
         "label_smoothing",
         "z_loss",
         "neftune_alpha",
+        "mup_base_width",
     ]
 
 
@@ -353,14 +355,14 @@ def test_conf_names_no_class():
 
 # --- size: ratchets. A change that grows one moves its number here, and its commit says why --------------------------
 
-MAX_PYTHON_TOKENS = 313_740
-MAX_PYTHON_FILES = 266
+MAX_PYTHON_TOKENS = 328_450
+MAX_PYTHON_FILES = 274
 MAX_EAGER_MODULES = 60  # imported by runner/train.py --help
 # Executed by one SFT step. A few functions depend on the load of the machine: a number may be 1 % above the measured one
 MAX_FIRST_STEP = {
-    "files": 113,
-    "functions": 704,
-    "hops": 1_620,
+    "files": 114,
+    "functions": 714,
+    "hops": 1_656,
     "files_before_build_run": 58,
     "functions_before_build_run": 295,
 }

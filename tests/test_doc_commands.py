@@ -56,9 +56,11 @@ SHRINK = {
 }
 # (page, command) as patterns -> why it is not executed, and what covers it.
 NOT_EXECUTED = {
+    ("*", "*keep=optimizer*"): "needs a checkpoint of step 4000; tests/launch/test_branch.py branches from step 2",
     ("*", "runner/evaluate.py *tasks=*"): "downloads a data set; tests/inference/test_harness.py runs tasks of a folder",
     ("*", "runner/serve.py *"): "serves until Ctrl-C; tests/serving runs it",
     ("*", "runner/report.py *serve=true*"): "serves until Ctrl-C; tests/browser opens such a page",
+    ("*", "runner/compare.py *"): "needs runs of several seeds; tests/reporting/test_arms.py runs it",
     ("*", "runner/faults.py *"): "takes minutes; tests/faults runs it with fewer faults",
     ("*", "runner/chat.py run=last"): "reads a terminal; tests/inference/test_chat.py types into it",
     ("*", "runner/export.py *converter=*"): "needs a checkout of llama.cpp",

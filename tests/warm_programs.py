@@ -152,6 +152,7 @@ def fork(
     cwd: str | None,
     out: str | int | None,
     is_child: bool = False,
+    stdin: int = subprocess.DEVNULL,
 ) -> int:
     """Return the pid of a fork that runs `python *program`; a child of such a program as `subprocesses.spawn` starts it."""
     parent = os.getpid()
@@ -165,7 +166,7 @@ def fork(
         if is_child:
             os.setpgid(0, 0)
             subprocesses.die_with_parent(parent)()
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(os.open(os.devnull, os.O_RDONLY) if stdin == subprocess.DEVNULL else stdin, 0)
         if out is not None:
             fd = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if isinstance(out, str) else out
             os.dup2(fd, 1), os.dup2(fd, 2)
@@ -188,12 +189,15 @@ def run_program(program: list[str], search: list[str]) -> NoReturn:
     """Run `python *program` in this process and end it."""
     spawn = subprocesses.spawn
 
-    def spawn_child(argv: list[str], environment: dict[str, str], out: int | None) -> subprocess.Popen | ForkedProcess:
-        is_warm = Path(argv[0]).name in ("worker.py", "train.py")  # a rank, or a job of a sweep
+    def spawn_child(
+        argv: list[str], environment: dict[str, str], out: int | None, stdin: int = subprocess.DEVNULL
+    ) -> subprocess.Popen | ForkedProcess:
+        # a rank, a job of a sweep, or what forks such jobs
+        is_warm = Path(argv[0]).name in ("worker.py", "train.py", "fork_server.py")
         return (
-            ForkedProcess(fork(argv, environment, search, None, out, is_child=True), poll_pid)
+            ForkedProcess(fork(argv, environment, search, None, out, is_child=True, stdin=stdin), poll_pid)
             if is_warm
-            else spawn(argv, environment, out)
+            else spawn(argv, environment, out, stdin)
         )
 
     subprocesses.spawn = spawn_child

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from common.errors import UserError
 from data.batching.sampler import hash64
 from data.config import DataConfig
-from data.types import EncodedRow, TokenSequence
+from data.types import EncodedRow
 
 if TYPE_CHECKING:
     from data.sources.files import Source
@@ -96,7 +97,7 @@ class WeightedSource:
     def weights(self) -> np.ndarray | None:
         """Weight of each row, float64 (num_rows,); None if all are 1."""
         return (
-            self.store.weights(0, len(self.store))[self._stored(np.arange(self.num_rows))].astype(np.float64)
+            self.store.column("weight", 0, len(self.store))[self._stored(np.arange(self.num_rows))].astype(np.float64)
             if self.store.has_weights
             else None
         )
@@ -136,7 +137,7 @@ class WeightedSource:
 
     def contents(self, start: int, stop: int) -> np.ndarray:
         """Hash of the tokens of each of the rows [start, stop), uint64: equal for rows with the same tokens."""
-        return self._read(self.store.contents, start, stop)
+        return self._read(partial(self.store.column, "content"), start, stop)
 
     def _read(self, column: Callable[[int, int], np.ndarray], start: int, stop: int) -> np.ndarray:
         rows = self.locate(np.arange(start, stop))
@@ -172,9 +173,7 @@ class MixedRows:
         part = self.sources[number]
         row = int(part.locate(np.array([i - (int(self.ends[number]) - len(part))]))[0])
         sequences, position = part.store.read(row)
-        return EncodedRow(
-            tuple(TokenSequence(ids, loss_mask) for ids, loss_mask in sequences), part.source.where(position)
-        )
+        return EncodedRow(tuple(sequences), part.source.where(position))
 
     def lengths(self, start: int, stop: int) -> np.ndarray:
         """Number of input tokens of each of the rows [start, stop), int64."""

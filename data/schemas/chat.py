@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data.errors import BadRowError, type_name
 from data.schemas.columns import columns_override
 from data.schemas.messages import as_objects, check_chat, check_order, drop_empty_system, parse_json_field
 from data.schemas.registry import ChatExample, PreferencePair, register_schema
 from data.schemas.text import optional_text, required_text
+
+if TYPE_CHECKING:
+    from data.types import EncodingConfig
 
 CHAT_FIELDS = ("system", "tools")  # optional fields of conversations of every schema
 PREFERENCE_KEYS = ("chosen", "rejected")
@@ -257,15 +259,10 @@ def parse_trl_preference(row: dict, where: str) -> PreferencePair:
 
 
 def augment_example(
-    example: ChatExample | PreferencePair,
-    system_prob: float,
-    system_prompts: Sequence[str],
-    empty_think_prob: float,
-    seed: int,
-    index: int,
+    example: ChatExample | PreferencePair, encoding: EncodingConfig, index: int
 ) -> ChatExample | PreferencePair:
-    """Return `example`, or a changed copy: both changes are off where their probability is 0. Chosen and rejected of a
-    preference get the same change.
+    """Return `example`, or a copy with the changes of `encoding`: both are off where their probability is 0. Chosen and
+    rejected of a preference get the same change.
 
     The draws depend on (seed, index) only, so that a row gives the same conversation in every process and epoch.
 
@@ -274,21 +271,17 @@ def augment_example(
     block, the form that a model uses when its chat template disables thinking. `index` is the position of the row in
     its file.
     """
-    if not system_prob and not empty_think_prob:
+    if not encoding.system_prob and not encoding.empty_think_prob:
         return example
     import numpy as np
 
-    rng = np.random.default_rng([seed, index])
+    rng = np.random.default_rng([encoding.seed, index])
     system_draw, think_draw = rng.random(2)  # both always, so that one probability does not change the other's draws
-    system = system_prompts[int(rng.integers(len(system_prompts)))] if system_draw < system_prob else None
-    empty_think = bool(think_draw < empty_think_prob)
-    if isinstance(example, PreferencePair):
-        return replace(
-            example,
-            chosen=_augmented(example.chosen, system, empty_think),
-            rejected=_augmented(example.rejected, system, empty_think),
-        )
-    return _augmented(example, system, empty_think)
+    prompts = encoding.system_prompts
+    system = prompts[int(rng.integers(len(prompts)))] if system_draw < encoding.system_prob else None
+    empty_think = bool(think_draw < encoding.empty_think_prob)
+    chats = [_augmented(chat, system, empty_think) for chat in example.chats]
+    return PreferencePair(*chats) if isinstance(example, PreferencePair) else chats[0]
 
 
 def _augmented(chat: ChatExample, system: str | None, empty_think: bool) -> ChatExample:

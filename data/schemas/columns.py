@@ -19,83 +19,26 @@ LOSS_TERM = re.compile(
 VERDICT_FIELDS = ("label", "kto_tag")  # of KTO: whether the answer is a good one
 VERDICTS = ((True, False), (1, 0), ("true", "false"), ("True", "False"), ("1", "0"))  # (good, bad)
 CHAT_TYPES, TEXT_TYPES = (str, list, int, float), (str,)  # a number is refused by the schema
+QUESTIONS = "prompt question query instruction input problem user human request q 问题 提问 指令 输入".split()
+ANSWERS = "completion answer response output reply solution target assistant gpt bot a 答案 回答 回复 输出".split()
 # By data format: the fields of a schema, and the columns that may be meant by each.
-QUESTIONS = (
-    "prompt",
-    "question",
-    "query",
-    "instruction",
-    "input",
-    "problem",
-    "user",
-    "human",
-    "request",
-    "q",
-    "问题",
-    "提问",
-    "指令",
-    "输入",
-)
-ANSWERS = (
-    "completion",
-    "answer",
-    "response",
-    "output",
-    "reply",
-    "solution",
-    "target",
-    "assistant",
-    "gpt",
-    "bot",
-    "a",
-    "答案",
-    "回答",
-    "回复",
-    "输出",
-)
-SYNONYMS: dict[str, list[dict[str, tuple[str, ...]]]] = {
+SYNONYMS: dict[str, list[dict[str, list[str]]]] = {
     "preference": [
         {
             "prompt": QUESTIONS,
-            "chosen": (
-                "chosen",
-                "accepted",
-                "preferred",
-                "preferred_response",
-                "response_chosen",
-                "chosen_response",
-                "good",
-                "win",
-                "better",
-            ),
-            "rejected": ("rejected", "dispreferred", "rejected_response", "response_rejected", "bad", "lose", "worse"),
+            "chosen": "chosen accepted preferred preferred_response response_chosen chosen_response good win better".split(),
+            "rejected": "rejected dispreferred rejected_response response_rejected bad lose worse".split(),
         },
-        {"chosen": ("chosen_messages",), "rejected": ("rejected_messages",)},
+        {"chosen": ["chosen_messages"], "rejected": ["rejected_messages"]},
     ],
     "chat": [
-        {"messages": ("messages", "conversation", "conversations", "dialog", "dialogue", "chat", "turns")},
-        {"instruction": ("instruction",), "output": ANSWERS},
+        {"messages": "messages conversation conversations dialog dialogue chat turns".split()},
+        {"instruction": ["instruction"], "output": ANSWERS},
         {"prompt": QUESTIONS, "completion": ANSWERS},
     ],
     "text": [
         {
-            "text": (
-                "text",
-                "content",
-                "body",
-                "document",
-                "article",
-                "passage",
-                "raw_content",
-                "raw_text",
-                "page_content",
-                "story",
-                "sentence",
-                "code",
-                "文本",
-                "内容",
-                "正文",
-            )
+            "text": "text content body document article passage raw_content raw_text page_content story sentence code 文本 内容 正文".split()
         }
     ],
 }
@@ -164,7 +107,7 @@ def columns_override(row: dict, data_format: str) -> str:
     return columns_setting({"text": texts[0]}) if data_format == "text" and len(texts) == 1 else ""
 
 
-def _guess(row: dict, fields: dict[str, tuple[str, ...]], types: tuple[type, ...]) -> dict[str, str]:
+def _guess(row: dict, fields: dict[str, list[str]], types: tuple[type, ...]) -> dict[str, str]:
     """Return the column of each field, without those of the same name; {} if a field has none."""
     by_name = {
         str(name).strip().lower().replace(" ", "_"): name
@@ -202,10 +145,5 @@ def _quoted(name: str) -> str:
 
 
 def unused_fields(row: dict, fields: Iterable[str]) -> list[str]:
-    """Return the names of the fields of a row that are not null and not in `fields`."""
+    """Return the names of the fields of a row, or of a message, that are not null and not in `fields`."""
     return [str(name) for name in row.keys() - fields if row[name] is not None]
-
-
-def unused_message_fields(messages: list[dict[str, Any]], known: frozenset[str]) -> set[str]:
-    """Return the names of the fields of messages that are not null and not in `known`."""
-    return {name for message in messages for name in unused_fields(message, known)}

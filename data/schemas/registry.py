@@ -47,6 +47,8 @@ SHARED_FIELDS = ("weight",)  # of rows of every schema
 class TextExample:
     text: str
 
+    chats = ()
+
 
 @dataclass(frozen=True)
 class ChatExample:
@@ -58,6 +60,11 @@ class ChatExample:
     messages: list[dict]
     tools: list[dict] | None
 
+    @property
+    def chats(self) -> tuple[ChatExample, ...]:
+        """The conversations of an example."""
+        return (self,)
+
 
 @dataclass(frozen=True)
 class PreferencePair:
@@ -65,6 +72,10 @@ class PreferencePair:
 
     chosen: ChatExample
     rejected: ChatExample
+
+    @property
+    def chats(self) -> tuple[ChatExample, ...]:
+        return self.chosen, self.rejected
 
 
 Example = TextExample | ChatExample | PreferencePair

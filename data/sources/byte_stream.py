@@ -78,7 +78,7 @@ def open_stream(path: Path, seekable: bool = False) -> Iterator[tuple[BinaryIO, 
             try:
                 shutil.copyfileobj(file, copy, READ_BYTES)
             except OSError as error:
-                raise UserError(f"the file cannot be decompressed: {error}", str(path), "copy it again") from error
+                raise UserError(f"the file cannot be decompressed: {error}", path, "copy it again") from error
             copy.seek(0)
             yield disk, copy
 
@@ -114,7 +114,7 @@ def check_expansion(expanded: int, stored: int, path: str | Path) -> None:
     """Raise UserError if `stored` bytes of a file have become `expanded` bytes of rows, which no text does."""
     if expanded > MIN_EXPANDED_BYTES + MAX_EXPANSION * stored:
         message = f"the file expands to more than {MAX_EXPANSION} times its size: {stored:,} bytes of it are {expanded:,} bytes of rows so far"
-        raise UserError(message, str(path), "if its rows are real, write them as JSON Lines without compression")
+        raise UserError(message, path, "if its rows are real, write them as JSON Lines without compression")
 
 
 def _file_of(chunks: Iterator[bytes]) -> BinaryIO:

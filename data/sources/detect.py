@@ -52,7 +52,7 @@ def detect_format(path: Path, encoding: str | None, text_unit: str) -> tuple[str
         check_pointer(path, head)
         if known != "text" and start.startswith((b"<!doctype html", b"<html")):
             fix = "download the file itself; its address on the Hugging Face hub has /resolve/ in place of /blob/"
-            raise UserError("the file is an HTML page, not data", str(path), fix)
+            raise UserError("the file is an HTML page, not data", path, fix)
         by_magic = next(
             (kind for magic, kind in TABLE_MAGIC.items() if known is None and head.startswith(magic)), known
         )
@@ -65,9 +65,9 @@ def detect_format(path: Path, encoding: str | None, text_unit: str) -> tuple[str
             with open_stream(path) as (_, file):
                 content = _first_content(utf8_stream(file, encoding), blanks)
     except PermissionError as error:
-        raise UserError("no permission to read the file", str(path), f"chmod u+r {path}") from error
+        raise UserError("no permission to read the file", path, f"chmod u+r {path}") from error
     except OSError as error:
-        raise UserError(f"the file cannot be read: {error}", str(path), "copy it again") from error
+        raise UserError(f"the file cannot be read: {error}", path, "copy it again") from error
     except UnicodeError as error:  # of the whole file: invalid characters are those of a row
         fix = "name another encoding, of a file without a byte order mark e.g. data.encoding=utf-16-le"
         raise UserError(f"not text in {encoding}: {error}", f"{path}, data.encoding={encoding}", fix) from error
@@ -79,12 +79,12 @@ def detect_format(path: Path, encoding: str | None, text_unit: str) -> tuple[str
         return "text lines" if text_unit == "line" else known, encoding
     if known is None and head.startswith(b"PK\x03\x04"):
         raise UserError(
-            "spreadsheets and archives are not read", str(path), "save the sheet as CSV (UTF-8), or unpack the archive"
+            "spreadsheets and archives are not read", path, "save the sheet as CSV (UTF-8), or unpack the archive"
         )
     if known is None and content[:1] not in b"[{":
         raise UserError(
             "the file format cannot be detected by name or first byte",
-            str(path),
+            path,
             f"use one of the extensions {KNOWN_EXTENSIONS}",
         )
     first_line, _, rest = content.partition(b"\n")
@@ -94,7 +94,7 @@ def detect_format(path: Path, encoding: str | None, text_unit: str) -> tuple[str
 
 
 def _empty_file(path: Path) -> UserError:
-    return UserError("the file is empty", str(path), "write one JSON object per line into it, or leave it out")
+    return UserError("the file is empty", path, "write one JSON object per line into it, or leave it out")
 
 
 def _first_content(file: BinaryIO, blanks: bytes) -> bytes:

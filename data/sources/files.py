@@ -89,12 +89,12 @@ class Source:
             raise UserError("no such file or folder", f"data.path={path}", did_you_mean_path(path))
         if path.is_dir():
             raise UserError(
-                "a file is needed, got a folder", str(path), f"name a file in it, with the extension {KNOWN_EXTENSIONS}"
+                "a file is needed, got a folder", path, f"name a file in it, with the extension {KNOWN_EXTENSIONS}"
             )
         if not path.is_file():
             raise UserError(
                 "a regular file is needed, got a pipe or a device, which can be read once only",
-                str(path),
+                path,
                 "write its content to a file first",
             )
         file_format, encoding = detect_format(path, options.encoding, options.text_unit)
@@ -111,17 +111,15 @@ class Source:
         ;".
         """
         arguments = CSV_FORMATS.get(self.file_format, {})
-        delimiter = (
-            arguments.get("delimiter", "").replace("\t", "tabs")
-            if extension_of(self.path) != f".{self.file_format}"
-            else ""
-        )
-        parts = [f"encoding {self.encoding}"] * (self.encoding != UTF8) + [f"columns separated by {delimiter}"] * bool(
-            delimiter
-        )
+        parts = [f"encoding {self.encoding}"] if self.encoding != UTF8 else []
+        if arguments and extension_of(self.path) != f".{self.file_format}":
+            delimiter = arguments["delimiter"].replace("\t", "tabs")
+            parts.append(f"columns separated by {delimiter}")
         if EXTENSIONS.get(extension_of(self.path)) == "text" and self.file_format in JSON_NAMES:
             parts.append(f"read as {JSON_NAMES[self.file_format]}, which its content is")
-        return ", ".join([*parts, *["quotes are text"] * ("quoting" in arguments)])
+        if "quoting" in arguments:
+            parts.append("quotes are text")
+        return ", ".join(parts)
 
     @property
     def size(self) -> int:
@@ -253,9 +251,7 @@ def find_files(entry: str) -> list[Path]:
     if os.path.isdir(path):
         files = [file for file in _visible_files(path) if extension_of(file) in EXTENSIONS]
         if not files:
-            raise UserError(
-                "the folder has no data files", str(path), f"data files have the extension {KNOWN_EXTENSIONS}"
-            )
+            raise UserError("the folder has no data files", path, f"data files have the extension {KNOWN_EXTENSIONS}")
         return files
     if not os.path.exists(path) and glob.has_magic(entry):
         files = sorted(file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file())

@@ -234,7 +234,7 @@ def _source_chunks(source: Source) -> Iterator[tuple[Chunk, int]]:
             if isinstance(error, OSError):
                 raise UserError(
                     f"the file cannot be read: {error.strerror or error}",
-                    str(source.path),
+                    source.path,
                     "check the file and its disk",
                 ) from error
             raise
@@ -278,7 +278,7 @@ def file_sha256_cached(path: Path, cache: Path) -> str:
 
 
 def _changed_error(path: Path) -> UserError:
-    return UserError("the file changed while it was read", str(path), "start again when no process writes to it")
+    return UserError("the file changed while it was read", path, "start again when no process writes to it")
 
 
 def _file_signature(path: Path) -> list[int]:

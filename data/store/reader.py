@@ -34,6 +34,7 @@ import numpy as np
 from common.errors import UserError
 from common.filesystem import crc32_of, load_sealed_json
 from data.tokenize.block import WEIGHT_MARK, RowStats
+from data.types import TokenSequence
 
 STORE_FORMAT = 5  # version of this layout: a store of another version is built again
 STORE_MANIFEST = "MANIFEST.json"
@@ -65,7 +66,6 @@ COUNTERS = ("dropped", "bad", "unused", "sampled", "common_answers")  # of RowSt
 ROWS_PER_READ = 1 << 16  # entries of a table in memory at a time
 # files of all stores that a process keeps open: a data folder may have more files than the limit of a process
 OPEN_FILES = 128
-StoredSequence = tuple[np.ndarray, np.ndarray]  # ids, loss_mask of a data.types.TokenSequence
 
 
 class DamagedStoreError(RuntimeError):
@@ -117,7 +117,7 @@ class TokenStore:
             return None
         except PermissionError as error:
             fix = f"chmod -R u+rwX {folder.parent}; or use another folder: data.cache=FOLDER"
-            raise UserError("no permission to read the token store", str(error.filename or folder), fix) from error
+            raise UserError("no permission to read the token store", error.filename or folder, fix) from error
         return cls(folder, manifest, files)
 
     def __reduce__(self) -> tuple:
@@ -126,7 +126,7 @@ class TokenStore:
     def __len__(self) -> int:
         return self._rows
 
-    def read(self, i: int) -> tuple[list[StoredSequence], int]:
+    def read(self, i: int) -> tuple[list[TokenSequence], int]:
         """Return (sequences of row i, its position in the source).
 
         Raises DamagedStoreError if the checksum does not match.
@@ -152,7 +152,7 @@ class TokenStore:
                     loss_mask, weight = loss_mask.astype(np.float32), np.int32(last).view(np.float32)
                 else:
                     loss_mask[first:last], weight = weight, np.float32(1)
-            sequences.append((ids[start : start + length], loss_mask))
+            sequences.append(TokenSequence(ids[start : start + length], loss_mask))
             start += length
         return sequences, int(row["position"][0])
 
@@ -167,15 +167,8 @@ class TokenStore:
             parts.append(np.diff(offsets["token"][::step].astype(np.int64)) - step)
         return np.concatenate(parts)
 
-    def weights(self, start: int, stop: int) -> np.ndarray:
-        """Weight of each of the rows [start, stop), float32."""
-        return self._column("weight", start, stop)
-
-    def contents(self, start: int, stop: int) -> np.ndarray:
-        """Hash of the tokens of each of the rows [start, stop), uint64."""
-        return self._column("content", start, stop)
-
-    def _column(self, name: str, start: int, stop: int) -> np.ndarray:
+    def column(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Field `name` of ROW_DTYPE of each of the rows [start, stop)."""
         parts = [self._table("rows.bin", ROW_DTYPE, a, b)[name].copy() for a, b in _slices(start, stop)]
         return np.concatenate([np.empty(0, ROW_DTYPE[name]), *parts])
 

@@ -105,7 +105,7 @@ class _Pool:
         except OSError as error:
             message = f"{num_workers} tokenizing processes cannot be started: {error.strerror or error}"
             fix = "raise the limits of this shell (ulimit -n, ulimit -u), or end other processes"
-            raise UserError(message, str(source.path), fix) from error
+            raise UserError(message, source.path, fix) from error
 
     def result(self, job: _Job) -> tuple[EncodedBlock, int]:
         """Wait for the block of a job. Raises UserError if nothing moves."""

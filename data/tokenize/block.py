@@ -69,12 +69,6 @@ class RowStats:
             )
         return self
 
-    def add_conversation(self, tokens: int, answers: int) -> None:
-        self.longest_conversation, self.most_answers = (
-            max(self.longest_conversation, tokens),
-            max(self.most_answers, answers),
-        )
-
     def count_lost(self, first: int, last: int) -> None:
         """Count lost tokens with loss, of which the n-th needs data.max_length >= first + n."""
         self.lost_loss_tokens += last - first
@@ -146,8 +140,7 @@ def count_sample(examples: list[ChatExample | PreferencePair]) -> tuple[Counter[
     """
     counts = Counter({"rows": len(examples)})
     for example in examples:
-        chats = (example.chosen, example.rejected) if isinstance(example, PreferencePair) else (example,)
-        text = "\0".join(str(message.get("content", "")) for chat in chats for message in chat.messages)
+        text = "\0".join(str(message.get("content", "")) for chat in example.chats for message in chat.messages)
         counts.update(marker for marker in MARKERS if marker in text)
     pairs = [pair for example in examples if (pair := _question_and_answer(example)) is not None]
     counts["answers"] = len(pairs)

@@ -9,7 +9,7 @@ import numpy as np
 
 from data.errors import BadRowError
 from data.schemas.chat import augment_example
-from data.schemas.columns import unused_fields, unused_message_fields
+from data.schemas.columns import unused_fields
 from data.schemas.messages import CHECKED_FIELDS
 from data.schemas.registry import SCHEMAS, ChatExample, Example, PreferencePair, TextExample
 from data.schemas.text import example_weight
@@ -65,7 +65,6 @@ class Encoder:
 
     def _read_row(self, source: Source, position: int, raw: object) -> ReadRow | BadRowError:
         """Return the row, or why it is bad."""
-        encoding = self.encoding
         self._stats.read += 1
         try:
             row, where = source.parse(position, raw), source.where(position)
@@ -75,14 +74,7 @@ class Encoder:
             if not isinstance(example, TextExample):
                 if position < SAMPLED_ROWS:
                     self._sample.append(example)
-                example = augment_example(
-                    example,
-                    encoding.system_prob,
-                    encoding.system_prompts,
-                    encoding.empty_think_prob,
-                    encoding.seed,
-                    position,
-                )
+                example = augment_example(example, self.encoding, position)
             return position, where, weight, example
         except BadRowError as error:
             return error
@@ -92,9 +84,9 @@ class Encoder:
         not name.
         """
         unused = unused_fields(row, self.schema.fields)
-        if self.template is not None and not isinstance(example, TextExample):
-            chats = _chats_of(example)
-            names = set().union(*(unused_message_fields(chat.messages, CHECKED_FIELDS) for chat in chats))
+        if self.template is not None:
+            messages = [message for chat in example.chats for message in chat.messages]
+            names = {name for message in messages for name in unused_fields(message, CHECKED_FIELDS)}
             unused += [f"messages[].{name}" for name in names if not self.template.names(name)]
         return unused
 
@@ -111,9 +103,7 @@ class Encoder:
             group = rows[start : start + ROWS_RENDERED_TOGETHER]
             if self.template is not None:
                 read = [row for row in group if not isinstance(row, BadRowError)]
-                chats = [
-                    (chat.messages, chat.tools, where) for _, where, _, example in read for chat in _chats_of(example)
-                ]
+                chats = [(chat.messages, chat.tools, where) for _, where, _, example in read for chat in example.chats]
                 self.template.render_ahead(chats, self.encoding.loss_on)
             for row in group:
                 try:
@@ -129,8 +119,8 @@ class Encoder:
     def _segments(self, example: ChatExample | PreferencePair, where: str) -> list[list[TemplateSegment]]:
         """Render a conversation; chosen and rejected for a preference."""
         assert self.template is not None, "the schema is one of texts"
-        chats = _chats_of(example)
-        return [self.template.segments(chat.messages, chat.tools, where, self.encoding.loss_on) for chat in chats]
+        loss_on = self.encoding.loss_on
+        return [self.template.segments(chat.messages, chat.tools, where, loss_on) for chat in example.chats]
 
     def _add_texts(self, rows: list[UsableRow]) -> None:
         size, stats = self.encoding.max_length, self._stats
@@ -214,7 +204,8 @@ class Encoder:
         for (ids, _), each in zip(chats, answers, strict=True):
             # else a span is no answer
             count = sum(start < len(ids) for start, *_ in each) if self.encoding.loss_on == "assistant" else 0
-            stats.add_conversation(len(ids), count)
+            stats.longest_conversation = max(stats.longest_conversation, len(ids))
+            stats.most_answers = max(stats.most_answers, count)
         self._encoded.append((position, weight, [(ids, each) for (ids, _), each in zip(chats, spans, strict=True)]))
 
     def _count_lost(self, whole: list[list[LossSpan]], kept: list[list[LossSpan]], longest: int) -> None:
@@ -238,12 +229,6 @@ class Encoder:
         if self.encoding.loss_on == "all":  # a single span: turns end at their end token
             ends = (np.flatnonzero(ids == self.tokenizer.eos_id) + 1).tolist()
         return max((end for end in ends if end <= max_ids), default=max_ids)
-
-
-def _chats_of(example: Example) -> tuple[ChatExample, ...]:
-    """Return the conversation of an example; chosen and rejected of a preference."""
-    assert not isinstance(example, TextExample), "the schema is one of conversations"
-    return (example.chosen, example.rejected) if isinstance(example, PreferencePair) else (example,)
 
 
 def _count_tokens(spans: list[LossSpan]) -> int:

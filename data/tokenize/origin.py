@@ -17,7 +17,7 @@ from common.guarded_files import (
     copy_source_file,
     read_source_file,
 )
-from common.hub import cached_snapshot, parse_hub_name
+from common.hub import find_base_model
 from common.limits import parse_json
 from data.config import DataConfig
 
@@ -110,12 +110,8 @@ def _candidates(source: Path) -> Iterator[Path]:
 def _base_model(folder: Path) -> Path | None:
     """Return the base model of an adapter folder, None if `folder` is none."""
     try:
-        raw = parse_json(read_source_file(folder / "adapter_config.json", MAX_CONFIG_BYTES))
-        name, revision = raw["base_model_name_or_path"], raw.get("revision")
-        of_hub = parse_hub_name(f"{name}@{revision}" if revision else name)
-        return next(
-            (base for base in (folder / name, Path(name)) if base.is_dir()), cached_snapshot(of_hub) if of_hub else None
-        )
+        settings = parse_json(read_source_file(folder / "adapter_config.json", MAX_CONFIG_BYTES))
+        return find_base_model(folder, settings)[0]
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

@@ -7,8 +7,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -18,10 +17,16 @@ import numpy as np
 from tokenizers import Tokenizer as Engine
 
 from common.errors import UserError
-from common.guarded_files import GENERATION_CONFIG, MAX_TOKENIZER_BYTES, read_source_file
-from common.limits import parse_json
+from common.guarded_files import (
+    DOWNLOAD_HINT,
+    GENERATION_CONFIG,
+    MAX_TOKENIZER_BYTES,
+    parse_object,
+    read_source_file,
+    reporting_missing_fields,
+)
 from data.tokenize.pieces import FlatEncoder, PieceCache, cut_pattern, flat_ids
-from data.tokenize.tokenizer_limits import check_stored_tokenizer
+from data.tokenize.tokenizer_limits import OTHER_TOKENIZER_HINT, find_problem
 
 PAD, BOS, EOS = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
 TOKENIZER_CONFIG, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
@@ -31,7 +36,6 @@ SENTENCEPIECE_SPACE = "\u2581"
 # bos_token, eos_token and unk_token of a tokenizer whose files name none, as in transformers
 GPT2_TOKEN = "<|endoftext|>"
 RARE_TEXT = "\U00013000"  # a hieroglyph: only tokenizers that fall back to bytes have tokens for it
-COPY_AGAIN_HINT = "copy the tokenizer folder again"
 TRAIN_TOKENIZER_HINT = "train one: python runner/tokenizer.py path=[text.jsonl] to=my_tokenizer"
 
 
@@ -191,12 +195,19 @@ class Tokenizer:
 def _build_tokenizer(files: _Files) -> Tokenizer:
     """chat_template.jinja takes precedence over the field chat_template, as in transformers."""
     folder = files.folder
-    stored = _parse_json(files.tokenizer, folder / "tokenizer.json")
-    config = _parse_json(files.config, folder / TOKENIZER_CONFIG)
-    others = _parse_json(files.special_tokens_map or "{}", folder / SPECIAL_TOKENS_MAP)
-    listed = _parse_json(files.generation_config or "{}", folder / GENERATION_CONFIG).get("eos_token_id")
-    with _reporting_form(folder):
-        check_stored_tokenizer(stored, folder / "tokenizer.json")
+    texts = {
+        "tokenizer.json": files.tokenizer,
+        TOKENIZER_CONFIG: files.config,
+        SPECIAL_TOKENS_MAP: files.special_tokens_map or None,
+        GENERATION_CONFIG: files.generation_config or None,
+    }
+    stored, config, others, generation = (
+        {} if text is None else parse_object(text, folder / name) for name, text in texts.items()
+    )
+    listed = generation.get("eos_token_id")
+    with reporting_missing_fields(f"{folder}/tokenizer.json or {TOKENIZER_CONFIG}"):
+        if problem := find_problem(stored):
+            raise UserError(problem, f"{folder}/tokenizer.json", OTHER_TOKENIZER_HINT)
         dropout = stored["model"].get("dropout") or 0.0
         if dropout:
             stored["model"]["dropout"] = None  # as in a tokenizer without: same ids, same fingerprint
@@ -309,10 +320,10 @@ def _read_text(path: Path) -> str:
         return read_source_file(path, MAX_TOKENIZER_BYTES).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except FileNotFoundError:
         raise UserError(
-            "a file of the tokenizer is missing", str(path), f"name a tokenizer folder, or {TRAIN_TOKENIZER_HINT}"
+            "a file of the tokenizer is missing", path, f"name a tokenizer folder, or {TRAIN_TOKENIZER_HINT}"
         ) from None
     except UnicodeDecodeError as error:
-        raise UserError(f"not UTF-8: {error}", str(path), COPY_AGAIN_HINT) from error
+        raise UserError(f"not UTF-8: {error}", path, DOWNLOAD_HINT) from error
 
 
 def _panic_error(error: BaseException, folder: Path) -> BaseException:
@@ -322,24 +333,3 @@ def _panic_error(error: BaseException, folder: Path) -> BaseException:
     if type(error).__name__ not in ("PanicException", "Exception"):
         return error
     return UserError(f"the tokenizer fails: {str(error)[:200]}", f"{folder}/tokenizer.json", TRAIN_TOKENIZER_HINT)
-
-
-@contextmanager
-def _reporting_form(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except UserError:
-        raise
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        message = f"a field of the tokenizer is missing or has another type: {error}"
-        raise UserError(message, f"{folder}/tokenizer.json or tokenizer_config.json", COPY_AGAIN_HINT) from error
-
-
-def _parse_json(text: str, path: Path) -> dict:
-    try:
-        content = parse_json(text)
-    except ValueError as error:
-        raise UserError(f"invalid JSON: {error}", str(path), COPY_AGAIN_HINT) from error
-    if not isinstance(content, dict):
-        raise UserError(f"expected a JSON object, got {type(content).__name__}", str(path), COPY_AGAIN_HINT)
-    return content

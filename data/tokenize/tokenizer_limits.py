@@ -13,16 +13,14 @@ import base64
 import json
 import math
 import re
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
+from common.limits import limit_process
 from data.tokenize.renderer import WALL_SECONDS, limited_environment
 
 MAX_ADDED_TOKENS = 100_000
@@ -72,15 +70,11 @@ OTHER_TOKENIZER_HINT = (
 )
 
 
-def check_stored_tokenizer(stored: dict[str, Any], path: Path) -> None:
-    """Raise UserError if a tokenizer.json is beyond the limits, before the library builds it; KeyError or TypeError for
-    another form.
+def find_problem(stored: dict[str, Any]) -> str | None:
+    """Return why a tokenizer.json is beyond the limits, before the library builds it.
+
+    Raises KeyError or TypeError for another form.
     """
-    if problem := _find_problem(stored):
-        raise UserError(problem, str(path), OTHER_TOKENIZER_HINT)
-
-
-def _find_problem(stored: dict[str, Any]) -> str | None:
     added, model = stored["added_tokens"], stored["model"]
     if model["type"] not in MODEL_TYPES:
         return f"the model of the tokenizer must be one of {', '.join(MODEL_TYPES)}, got {model['type']}"
@@ -202,11 +196,7 @@ def probe_tokenizer() -> int:
 
     seconds = int(sys.argv[1])
     tokenizer_json, texts = json.load(sys.stdin)
-    resource.setrlimit(resource.RLIMIT_AS, (PROBE_MEMORY, PROBE_MEMORY))
-    seconds += math.ceil(time.process_time())  # those of the start do not count
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-    for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
-        resource.setrlimit(limit, (0, 0))
+    limit_process(PROBE_MEMORY, seconds + math.ceil(time.process_time()))  # those of the start do not count
     try:
         engine = Engine.from_str(tokenizer_json)
         for text in texts:

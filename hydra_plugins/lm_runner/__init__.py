@@ -1,4 +1,4 @@
-"""Hydra's plugins of this program: `hydra/launcher=local|submitit|ray` and `hydra/sweeper=grid|optuna`.
+"""Hydra's plugins of this program: `hydra/launcher=local|submitit|ray` and `hydra/sweeper=grid|halving|optuna`.
 
 Hydra executes every module of the namespace package `hydra_plugins` (hence no __init__.py there) when it starts, and
 registers the plugin classes it finds. Nothing else may import this module: it would be executed twice. What the plugins
@@ -33,7 +33,7 @@ class JobLauncher(Launcher):
         raise UserError(
             "hydra/launcher needs a sweeper of this program",
             "hydra/sweeper",
-            "hydra/sweeper=grid or hydra/sweeper=optuna",
+            "hydra/sweeper=grid, halving or optuna",
         )
 
 
@@ -49,6 +49,10 @@ class GridSweeper(Sweeper):
         from runner.sweep.command import run_sweep
 
         run_sweep(self.config, arguments)
+
+
+class HalvingSweeper(GridSweeper):
+    """Trains every combination of the swept values, the worse ones not to their end."""
 
 
 class OptunaSweeper(GridSweeper):

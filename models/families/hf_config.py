@@ -176,7 +176,7 @@ def read_hf_config(raw: dict[str, Any], path: Path) -> Settings:
     _check_attention_window(fields, max_positions, family, path)
     if fields["hidden_act"] not in ("silu", "swish"):
         raise UnsupportedVariantError(
-            f"{family} with hidden_act={fields['hidden_act']} is not supported, only silu", str(path), FIX
+            f"{family} with hidden_act={fields['hidden_act']} is not supported, only silu", path, FIX
         )
     if model_type == "cwm" and not (given.get("rope_parameters") or given.get("rope_scaling")):
         raise KeyError("rope_parameters")  # its default is a scaling
@@ -216,7 +216,7 @@ def _resolve_aliases(raw: dict[str, Any], path: Path) -> dict[str, Any]:
         name = ALIASES.get(name, name)
         if fields.setdefault(name, value) != value:
             raise UnsupportedVariantError(
-                f"{name} is given twice, as {fields[name]} and {value}", str(path), "remove the one that is not meant"
+                f"{name} is given twice, as {fields[name]} and {value}", path, "remove the one that is not meant"
             )
     return fields
 
@@ -232,11 +232,11 @@ def _check_all_known(fields: dict[str, Any], own_fields: Settings, family: str, 
     if "layer_types" in unsupported and set(unsupported["layer_types"]) == {"full_attention"}:
         del unsupported["layer_types"]
     if unsupported:
-        raise UnsupportedVariantError(f"{family} with {list_fields(unsupported)} is not supported", str(path), FIX)
+        raise UnsupportedVariantError(f"{family} with {list_fields(unsupported)} is not supported", path, FIX)
     if unknown := {name: value for name, value in unknown.items() if name not in NEUTRAL_VALUES}:
         raise UnsupportedVariantError(
             f"{len(unknown)} fields of {family} are not known to this program: {list_fields(unknown)}",
-            str(path),
+            path,
             "they may change what the model computes; delete those that do not from a copy of the file, or choose another model",
         )
 
@@ -247,18 +247,18 @@ def _check_attention_window(fields: dict[str, Any], max_positions: int, family: 
     if window is not None and window < max_positions:
         raise UnsupportedVariantError(
             f"{family} with sliding_window={window} is not supported: it is shorter than max_position_embeddings={max_positions}",
-            str(path),
+            path,
             f"{FIX}; or set max_position_embeddings={window} in a copy of the file, to train on shorter sequences",
         )
     if window is None and (others := set(fields.get("layer_types") or ()) - {"full_attention"}):
         raise UnsupportedVariantError(
-            f"{family} with layer_types of {', '.join(sorted(map(str, others)))} is not supported", str(path), FIX
+            f"{family} with layer_types of {', '.join(sorted(map(str, others)))} is not supported", path, FIX
         )
     layers, interval = fields["num_hidden_layers"], fields.get("no_rope_layer_interval")
     listed = fields.get("no_rope_layers")
     if not all(listed[:layers]) if listed else interval and layers >= abs(interval):
         raise UnsupportedVariantError(
-            f"{family} with layers without rotary position embeddings (no_rope_layers) is not supported", str(path), FIX
+            f"{family} with layers without rotary position embeddings (no_rope_layers) is not supported", path, FIX
         )
 
 

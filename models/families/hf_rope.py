@@ -33,14 +33,14 @@ def read_rope(given: dict[str, Any], default_theta: float, max_positions: int, f
                 if rope.setdefault(name, given.get(name)) != given.get(name, rope[name]):
                     raise UserError(
                         f"{name} is given twice, as {given[name]} and, in {section}, {rope[name]}",
-                        str(path),
+                        path,
                         "remove the wrong one",
                     )
             results.append(_resolve_rope(rope, default_theta, max_positions, family, path))
     if results[0] != results[-1]:
         raise UserError(
             f"rope_scaling and rope_parameters contradict each other: {results[0]} and {results[-1]}",
-            str(path),
+            path,
             "remove the wrong one",
         )
     return results[0]
@@ -59,12 +59,12 @@ def _resolve_rope(rope: dict[str, Any], default_theta: float, max_positions: int
         details = f"{list_fields({'rope_type': kind, **rope})} for rotary position embeddings"
         raise UnsupportedVariantError(
             f"{family} with {details} is not supported",
-            str(path),
+            path,
             f"{FIX}; supported rope_type: {', '.join(SCALING_FIELDS)}",
         )
     if share not in (None, 1):
         raise UnsupportedVariantError(
-            f"{family} with partial_rotary_factor={share} is not supported, only 1", str(path), FIX
+            f"{family} with partial_rotary_factor={share} is not supported, only 1", path, FIX
         )
     if kind == "default":
         return {"rope_theta": float(theta), "rope_scaling": None}

@@ -18,34 +18,18 @@ from models.families.hf_rope import list_fields
 
 # Fields of config.json, at any depth, that name code or kernels to download, how a file was written, or labels of other
 # tasks: nothing of them is used.
-UNREAD_FIELDS = (
-    "auto_map",
-    "custom_pipelines",
-    "attn_implementation",
-    "_attn_implementation",
-    "_attn_implementation_internal",
-    "_experts_implementation",
-    "_name_or_path",
-    "transformers_version",
-    "dtype",
-    "torch_dtype",
-    "num_labels",
-    "id2label",
-    "label2id",
-    "problem_type",
-)
+UNREAD_FIELDS = """
+    auto_map custom_pipelines attn_implementation _attn_implementation _attn_implementation_internal
+    _experts_implementation _name_or_path transformers_version dtype torch_dtype num_labels id2label label2id
+    problem_type
+""".split()
 # modules of more take minutes to create; by part of a field's name
 MAX_COUNTS = {"layer": 1000, "block": 1000, "expert": 4096, "head": 1 << 16}
 MAX_SIZE = 1 << 40  # of any integer
 MAX_BUFFER_BYTES = 1 << 30  # of what a model stores besides its parameters: tables of positions, masks
-IGNORED_BY_LOGITS = (
-    "architectures",
-    "use_cache",
-    "max_position_embeddings",
-    "initializer_range",
-    "router_aux_loss_coef",
-    "output_router_logits",
-)
+IGNORED_BY_LOGITS = """
+    architectures use_cache max_position_embeddings initializer_range router_aux_loss_coef output_router_logits
+""".split()
 CHOOSE_ANOTHER = "choose another model; docs/reference/models.md lists what loads"
 
 

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.guarded_files import MAX_MODEL_JSON_BYTES, check_own_files, read_source_file
-from common.hub import cached_snapshot, parse_hub_name
-from common.limits import parse_json
+from common.guarded_files import (
+    MAX_MODEL_JSON_BYTES,
+    check_own_files,
+    parse_object,
+    read_source_file,
+    reporting_missing_fields,
+)
+from common.hub import find_base_model
 from models.config import MODELS, ModelConfig, UnsupportedVariantError
 
 NUMBER_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "bool": (bool,)}  # by annotation
@@ -46,42 +48,16 @@ def check_other_tools(source: Path) -> None:
     folder, name = (source.parent, source.name) if source.is_file() else (source, "*")
     for pattern, (what, fix) in OTHER_TOOLS.items():
         if any(fnmatch(file.name, name) for file in folder.glob(pattern)):
-            raise UserError(
-                f"this is {what}, no Hugging Face folder", str(source), fix.format(shlex.quote(str(folder)))
-            )
+            raise UserError(f"this is {what}, no Hugging Face folder", source, fix.format(shlex.quote(str(folder))))
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
     """Raises UserError if the file is not a JSON object."""
-    content = read_source_file(path, MAX_MODEL_JSON_BYTES)
-    try:
-        raw = parse_json(content)
-    except ValueError as error:
-        raise UserError(f"the JSON cannot be read: {error}", str(path), "write or download the folder again") from error
-    if not isinstance(raw, dict):
-        raise UserError(
-            f"expected a JSON object, got {type(raw).__name__}", str(path), "write or download the folder again"
-        )
-    return raw
+    return parse_object(read_source_file(path, MAX_MODEL_JSON_BYTES), path)
 
 
 def write_json_file(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def reporting_missing_fields(path: Path) -> Iterator[None]:
-    """Turn the KeyError or TypeError of a missing or mistyped field into a UserError that names the file."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"a field is missing or has another type: {error}",
-            str(path),
-            "correct the file, or write or download the folder again",
-        ) from error
 
 
 def read_model_config(folder: Path, family: str | None = None) -> ModelConfig:
@@ -95,7 +71,7 @@ def read_model_config(folder: Path, family: str | None = None) -> ModelConfig:
         check_other_tools(folder)
         raise UserError(
             "config.json is missing: this is no model folder",
-            str(path),
+            path,
             "give the folder of a finished run, a Hugging Face or a PEFT folder",
         )
     raw = read_json_file(path)
@@ -110,7 +86,7 @@ def _config_of(raw: dict[str, Any], path: Path, family: str | None) -> ModelConf
         if (types := MODELS.get(family).hf_model_types) and raw["model_type"] not in types:
             message = f"model.family={family} does not compute model_type {raw['model_type']}"
             raise UserError(
-                message, str(path), f"leave model.family={family} out; the types that it computes: {', '.join(types)}"
+                message, path, f"leave model.family={family} out; the types that it computes: {', '.join(types)}"
             )
         return MODELS.get(family).from_hf_config(raw, path)
     found = _find_config(raw, path)
@@ -184,9 +160,7 @@ def read_adapter_settings(source: Path) -> dict[str, Any]:
     folder = model_dir(source)
     if not is_adapter_dir(folder):
         fix = "stage.lora.continue_adapter=false trains a new adapter, or init_from=ADAPTER_DIR"
-        raise UserError(
-            "init_from is no adapter that could be continued: adapter_config.json is missing", str(source), fix
-        )
+        raise UserError("init_from is no adapter that could be continued: adapter_config.json is missing", source, fix)
     path = folder / "adapter_config.json"
     raw = read_json_file(path)
     with reporting_missing_fields(path):
@@ -209,18 +183,14 @@ def base_model_of(folder: Path) -> Path:
     """Return the folder of the adapter's base model. Raises UserError if it does not exist."""
     path = folder / "adapter_config.json"
     with reporting_missing_fields(path):
-        raw = read_json_file(path)
-        name, revision = raw["base_model_name_or_path"], raw.get("revision")
-        of_hub = parse_hub_name(f"{name}@{revision}" if revision else name)
-    for base in (folder / name, Path(name)):
-        if os.path.isdir(base):  # Path.is_dir raises an error for a name that is too long
-            return base
-    if of_hub and (snapshot := cached_snapshot(of_hub)):
-        return snapshot
+        settings = read_json_file(path)
+        base, of_hub = find_base_model(folder, settings)
+    if base is not None:
+        return base
     download = f"hf download {of_hub.repo}; or " if of_hub else ""  # a file starts no download
     raise UserError(
         "the adapter's base model does not exist",
-        name,
+        settings["base_model_name_or_path"],
         f"{download}restore it, or correct base_model_name_or_path in {path}",
     )
 
@@ -237,11 +207,11 @@ def base_model_dir(source: Path) -> Path:
         seen.add(folder.resolve())
         if (base := model_dir(base_model_of(folder))).resolve() in seen:
             fix = f"correct base_model_name_or_path in {folder / 'adapter_config.json'}"
-            raise UserError("the adapter is its own base model", str(source), fix)
+            raise UserError("the adapter is its own base model", source, fix)
         folder = base
     raise UserError(
         f"the adapter has more than {MAX_BASE_MODELS} adapters as base models",
-        str(source),
+        source,
         "merge some of them into their base model",
     )
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from common.guarded_files import check_source_file
+from common.guarded_files import DOWNLOAD_HINT, check_source_file
 from models.config import LoraConfig
 from models.families.transformers import TransformersConfig
 from models.formats.json_files import (
@@ -22,7 +22,7 @@ from models.formats.json_files import (
     read_model_config,
 )
 from models.formats.peft import StoredAdapter, merge_adapter_into, read_adapter
-from models.formats.stored_size import DAMAGED_HINT, check_size_of_weights, weight_files
+from models.formats.stored_size import check_size_of_weights, weight_files
 from models.formats.tensor_files import (
     check_finite,
     read_pth,
@@ -59,7 +59,7 @@ def load_model(source: Path, family: str | None = None) -> LanguageModel:
         cfg = read_model_config(folder, family)
         check_size_of_weights(cfg, folder)
         model = create_model(cfg)
-        load_into(model, load_weights(folder, cfg.family), str(folder))
+        load_into(model, load_weights(folder, cfg.family), folder)
     return model.eval()
 
 
@@ -80,11 +80,11 @@ def add_stored_adapter(model: LanguageModel, adapter: StoredAdapter, folder: Pat
             if name not in parameters or parameters[name].shape != tensor.shape:
                 raise KeyError(f"{name} of shape {tuple(tensor.shape)} is no tensor of the base model")
         if adapter.replaced:
-            load_into(model, model.state_dict() | adapter.replaced, str(folder))
+            load_into(model, model.state_dict() | adapter.replaced, folder)
         add_adapters(model, adapter.layers)
         load_adapter(model, adapter.parameters())
     except KeyError as error:
-        raise UserError("the adapter does not fit its base model", str(folder), str(error.args[0])) from error
+        raise UserError("the adapter does not fit its base model", folder, str(error.args[0])) from error
 
 
 def weights_under_adapter(lora: LoraConfig | None, source: Path) -> Path:
@@ -115,7 +115,7 @@ def continue_adapter(model: LanguageModel, source: Path, dropout: float) -> None
         message = f"the adapter has tensors of the base model, which no adapter of this program trains on: {', '.join(list(adapter.replaced)[:MAX_NAMES])}"
         raise UserError(
             message,
-            str(folder),
+            folder,
             "stage.lora.continue_adapter=false merges it into its base model and trains a new adapter",
         )
     layers = {path: dataclasses.replace(cfg, dropout=dropout) for path, cfg in adapter.layers.items()}
@@ -133,7 +133,7 @@ def load_weights(source: Path, family: str | None = None) -> dict[str, Tensor]:
     folder = model_dir(source)
     if is_adapter_dir(folder):
         base, family = base_model_of(folder), family_of_base(folder, family)
-        check_finite(weights := load_weights(base, family), str(base))
+        check_finite(weights := load_weights(base, family), base)
         return merge_adapter_into(weights, folder, model_type_of(base) if family == "transformers" else None)
     # a checkpoint of a run has none, and the names of the model
     cfg = read_model_config(folder, family) if (folder / "config.json").exists() else None
@@ -145,9 +145,9 @@ def load_weights(source: Path, family: str | None = None) -> dict[str, Tensor]:
     if cfg is None:
         if any(".lora." in name for name in stored):
             run, message = source.absolute().parents[1], "these are the weights of an adapter without its base model"
-            raise UserError(message, str(source), f"resume={run} completes its run, then init_from={run}")
+            raise UserError(message, source, f"resume={run} completes its run, then init_from={run}")
         return stored
-    return to_floats(to_decoder_names(stored, cfg.to_hf_config()["model_type"], cfg), str(folder))
+    return to_floats(to_decoder_names(stored, cfg.to_hf_config()["model_type"], cfg), folder)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -158,25 +158,25 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     files = weight_files(folder)
     if not files:
         fix = "give the folder of a finished run, a Hugging Face folder, or a .pth file"
-        raise UserError("the folder has no model*.safetensors and no pytorch_model*.bin", str(folder), fix)
+        raise UserError("the folder has no model*.safetensors and no pytorch_model*.bin", folder, fix)
     state: dict[str, Tensor] = {}
     for file in files:
         check_source_file(file)
-        stored = read_tensors(file) if file.suffix == ".safetensors" else read_torch_file(file, DAMAGED_HINT)
+        stored = read_tensors(file) if file.suffix == ".safetensors" else read_torch_file(file, DOWNLOAD_HINT)
         if twice := next((name for name in stored if name in state), None):
-            raise UserError(f"two files of weights have a tensor {twice}", str(file), DAMAGED_HINT)
+            raise UserError(f"two files of weights have a tensor {twice}", file, DOWNLOAD_HINT)
         state |= stored
     for name, tensor in state.items():
         if tensor.dtype.itemsize == 1 and tensor.ndim > 1 and tensor.dtype != torch.bool and name.endswith("weight"):
             raise UserError(
                 f"{name} is stored as {str(tensor.dtype)[6:]}: quantized weights are not read",
-                str(folder),
+                folder,
                 "choose the folder of the original weights",
             )
     return state
 
 
-def load_into(model: LanguageModel, state: dict[str, Tensor], source: str) -> None:
+def load_into(model: LanguageModel, state: dict[str, Tensor], source: str | Path) -> None:
     """Load every tensor of `model` from `state`.
 
     Raises UserError, naming `source`, if a name or a shape differs, or for values that are not finite.
@@ -207,7 +207,7 @@ def load_into(model: LanguageModel, state: dict[str, Tensor], source: str) -> No
     check_finite(model.state_dict(), source)  # of the copy in memory: the files are read once
 
 
-def _check_tied(own: dict[str, Tensor], state: dict[str, Tensor], source: str) -> None:
+def _check_tied(own: dict[str, Tensor], state: dict[str, Tensor], source: str | Path) -> None:
     """Raise UserError if `state` has two different tensors for one weight of the model: load_state_dict would drop one
     of them without an error.
     """

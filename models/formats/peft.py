@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from common.errors import UserError
+from common.guarded_files import DOWNLOAD_HINT, reporting_missing_fields
 from models.config import LoraConfig
-from models.formats.json_files import base_model_of, check_number_types, read_json_file, reporting_missing_fields
+from models.formats.json_files import base_model_of, check_number_types, read_json_file
 from models.formats.tensor_files import check_finite, read_tensors, to_floats
 from models.layers.adapter import ADAPTER, merged_weight
 
@@ -59,7 +60,7 @@ def read_adapter(folder: Path) -> StoredAdapter:
     raw = read_json_file(path)
     _check_variant(raw, path)
     file = folder / "adapter_model.safetensors"
-    check_finite(stored := to_floats(read_tensors(file), str(file)), str(file))
+    check_finite(stored := to_floats(read_tensors(file), file), file)
     matrices, replaced = _sort_tensors(stored, path)
     layers = sorted({layer for layer, _ in matrices})
     with reporting_missing_fields(path):
@@ -86,31 +87,31 @@ def _check_matrices(matrices: Mapping[tuple[str, str], Tensor], layers: Mapping[
             message = (
                 f"{layer} has the matrices {', '.join(found)}, expected {', '.join(expected)} with use_dora={cfg.dora}"
             )
-            raise UserError(message, str(path), "write or download the folder again")
+            raise UserError(message, path, DOWNLOAD_HINT)
         for matrix, tensor in found.items():
             if tensor.ndim != (1 if matrix == "magnitude" else 2) or (
                 matrix != "magnitude" and tensor.shape[matrix == "B"] != cfg.rank
             ):
                 message = f"{layer}.lora_{matrix} of shape {tuple(tensor.shape)} is no adapter of rank r={cfg.rank}"
-                raise UserError(message, str(path), "write or download the folder again")
+                raise UserError(message, path, DOWNLOAD_HINT)
 
 
 def _check_variant(raw: Mapping[str, Any], path: Path) -> None:
     if (kind := raw.get("peft_type") or "LORA") != "LORA":
         message = f"peft_type={kind} is not supported, only peft_type=LORA"
-        raise UserError(message, str(path), "choose another model")
+        raise UserError(message, path, "choose another model")
     for field, value in raw.items():
         if field not in READ_FIELDS | DESCRIPTIVE_FIELDS and value:
             raise UserError(
                 f"{field}={str(value)[:60]} is not supported",
-                str(path),
+                path,
                 "merge the adapter into its base model with PEFT: merge_and_unload()",
             )
     if raw.get("init_lora_weights") not in PLAIN_INITS:
         message = f"init_lora_weights={str(raw['init_lora_weights'])[:60]} is not supported: the adapter fits a changed base model"
         raise UserError(
             message,
-            str(path),
+            path,
             "convert it with PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)",
         )
 
@@ -122,8 +123,8 @@ def _sort_tensors(stored: Mapping[str, Tensor], path: Path) -> tuple[dict[tuple[
         if len(own) > MAX_PATH_LENGTH:
             raise UserError(
                 f"the tensor {own[:60]}... has a name of {len(own):,} characters",
-                str(path),
-                "write or download the folder again",
+                path,
+                DOWNLOAD_HINT,
             )
         suffix = next((suffix for suffix in MATRICES if own.endswith(f".{suffix}")), None)
         if suffix:
@@ -131,7 +132,7 @@ def _sort_tensors(stored: Mapping[str, Tensor], path: Path) -> tuple[dict[tuple[
         elif "lora_" in own or "token_adapter" in own:
             raise UserError(
                 f"the tensor {name} is not supported",
-                str(path),
+                path,
                 "merge the adapter into its base model with PEFT: merge_and_unload()",
             )
         else:
@@ -151,14 +152,14 @@ def _values_by_layer(raw: Mapping[str, Any], field: str, default: Any, layers: l
         if not NAME_PATTERN.fullmatch(key):
             raise UserError(
                 f"{field} has the regular expression {key[:60]!r}; names and paths of layers are read",
-                str(path),
+                path,
                 "write the names of the layers",
             )
     if sum(map(len, patterns)) * sum(layer.count(".") + 1 for layer in layers) > MAX_PATTERN_WORK:
         raise UserError(
             f"{field} has too many keys, {len(patterns):,} for {len(layers):,} layers",
-            str(path),
-            "write or download the folder again",
+            path,
+            DOWNLOAD_HINT,
         )
     expressions = [
         (re.compile(rf"(?:.*\.)?(?:{key.replace(DIGITS, DIGITS + '+')})"), value) for key, value in patterns.items()
@@ -201,7 +202,7 @@ def merge_adapter_into(weights: dict[str, Tensor], folder: Path, model_type: str
 def _check_fits(is_equal: bool, name: str, shape: tuple[int, ...], folder: Path) -> None:
     if not is_equal:
         fix = f"correct base_model_name_or_path, now {base_model_of(folder)}"
-        raise UserError(f"the adapter does not fit its base model: {name} is not {shape}", str(folder), fix)
+        raise UserError(f"the adapter does not fit its base model: {name} is not {shape}", folder, fix)
 
 
 def adapter_config(

@@ -48,11 +48,6 @@ MAX_LEFT_OUT = 200  # characters of names
 SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
-def parse_size(text: str) -> float:
-    """Return the bytes of a size, e.g. 5GB, as huggingface_hub reads it."""
-    return float(text[:-2]) * SIZE_UNITS[text[-2:]]
-
-
 def save_model(
     folder: Path,
     model: LanguageModel,
@@ -86,7 +81,8 @@ def save_model(
     if cfg.tie_word_embeddings:
         del state[HEAD_KEY]
     tensors = to_folder_names(state, hf_config["model_type"])
-    if sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) <= parse_size(shard_size):
+    largest = float(shard_size[:-2]) * SIZE_UNITS[shard_size[-2:]]  # 5GB, as huggingface_hub reads it
+    if sum(tensor.nbytes for tensor in tensors.values()) <= largest:
         write_tensors(folder / "model.safetensors", tensors)
     else:
         from huggingface_hub import save_torch_state_dict
@@ -144,7 +140,7 @@ def _unquantized(model: LanguageModel, source: Path) -> LanguageModel:
     if not is_quantized(model):
         return model
     whole = create_model(model.cfg)
-    load_into(whole, load_weights(source, model.cfg.family), str(source))
+    load_into(whole, load_weights(source, model.cfg.family), source)
     return whole
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from common.errors import UserError
-from common.guarded_files import LFS_POINTER, check_pointer, open_source_file
+from common.guarded_files import DOWNLOAD_HINT, LFS_POINTER, check_pointer, open_source_file
 from models.config import ModelConfig, ModelSize
 from models.formats.json_files import base_model_dir, read_json_file
 
@@ -22,7 +22,6 @@ MAX_WEIGHT_FILES = 1000  # of weights in a folder
 SLACK_NUMBERS, SLACK_TENSORS = 16 << 20, 1000
 PREFIX_BYTES = 8  # before the header
 HALF_BYTES = 2  # of a number in a file of torch, at least
-DAMAGED_HINT = "write or download the folder again"
 SAFETENSORS, TORCH = "model.safetensors", "pytorch_model.bin"  # names of the weights in one file
 INDEX_SUFFIX = ".index.json"  # added to them: of the weights in several files
 
@@ -33,7 +32,7 @@ def stored_size(files: Sequence[Path]) -> ModelSize:
     Raises UserError for a header that is damaged or beyond the limits.
     """
     if len(files) > MAX_WEIGHT_FILES:
-        raise UserError(f"more than {MAX_WEIGHT_FILES:,} files of weights", str(files[0].parent), DAMAGED_HINT)
+        raise UserError(f"more than {MAX_WEIGHT_FILES:,} files of weights", files[0].parent, DOWNLOAD_HINT)
     shapes = [shape for path in files for shape in _read_shapes(path)]
     return ModelSize(sum(map(math.prod, shapes)), len(shapes))
 
@@ -56,7 +55,7 @@ def _read_shapes(path: Path) -> list[list[int]]:
 
 
 def _damaged(path: Path, what: str) -> UserError:
-    return UserError(f"the file of weights is damaged: {what}", str(path), DAMAGED_HINT)
+    return UserError(f"the file of weights is damaged: {what}", path, DOWNLOAD_HINT)
 
 
 def check_size_of_weights(cfg: ModelConfig, source: Path) -> None:
@@ -80,7 +79,7 @@ def check_size_of_weights(cfg: ModelConfig, source: Path) -> None:
         if max(expected, found) > 2 * min(expected, found) + slack:
             message = f"the weights do not fit the model: {found:,} {unit} are stored, the model has {expected:,}"
             raise UserError(
-                message, str(source), "choose the model=... that these weights belong to, or correct config.json"
+                message, source, "choose the model=... that these weights belong to, or correct config.json"
             )
 
 
@@ -100,7 +99,7 @@ def weight_files(folder: Path) -> list[Path]:
             if missing := sorted(shards - names):
                 raise UserError(
                     f"{len(missing)} of {len(shards)} files of weights are missing, e.g. {missing[0]}",
-                    str(folder),
+                    folder,
                     "download the folder again",
                 )
             return sorted(folder / shard for shard in shards)
@@ -117,7 +116,5 @@ def read_index(path: Path) -> set[str]:
     if not isinstance(shards, dict) or not all(
         isinstance(name, str) and name and name == os.path.basename(name) for name in shards.values()
     ):
-        raise UserError(
-            "weight_map must give the name of a file in this folder for each tensor", str(path), DAMAGED_HINT
-        )
+        raise UserError("weight_map must give the name of a file in this folder for each tensor", path, DOWNLOAD_HINT)
     return set(shards.values())

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from common.errors import UserError
-from common.guarded_files import check_source_file
+from common.guarded_files import DOWNLOAD_HINT, check_source_file
 from models.config import ModelConfig
 from models.families.decoder import DecoderConfig
 
@@ -100,7 +100,6 @@ def _split(name: str, weight: Tensor, cfg: DecoderConfig) -> dict[str, Tensor]:
 
 
 OS_ERROR = re.compile(r"\(os error ([0-9]+)\)")  # in the messages of safetensors
-DOWNLOAD_HINT = "write or download the folder again"
 SLACK_BYTES = 1 << 20  # by which the tensors of a file of torch, a tied one counted twice, may be larger than the file
 # in torch's message: the name of what unpickling would import
 FOREIGN_OBJECT = re.compile(r"Unsupported (?:global|class): (?:GLOBAL )?([\w.]+)")
@@ -111,7 +110,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return safetensors.torch.load_file(path)
     except (SafetensorError, FileNotFoundError) as error:
-        raise UserError(f"the file of weights is missing or damaged: {error}", str(path), DOWNLOAD_HINT) from error
+        raise UserError(f"the file of weights is missing or damaged: {error}", path, DOWNLOAD_HINT) from error
 
 
 def read_torch_file(path: Path, fix: str) -> dict[str, Tensor]:
@@ -129,14 +128,14 @@ def read_torch_file(path: Path, fix: str) -> dict[str, Tensor]:
         # cause has it
         found = FOREIGN_OBJECT.search(str(error))
         reason = f"it holds the object {found[1]}" if found else "it cannot be read as tensors"
-        raise UserError(f"not a file of weights: {reason}", str(path), fix) from None
+        raise UserError(f"not a file of weights: {reason}", path, fix) from None
     if not isinstance(state, dict) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in state.items()
     ):
-        raise UserError("the file holds more than weights", str(path), fix)
+        raise UserError("the file holds more than weights", path, fix)
     is_dense = all(tensor.layout == torch.strided for tensor in state.values())
     if not is_dense or sum(tensor.nbytes for tensor in state.values()) > 2 * path.stat().st_size + SLACK_BYTES:
-        raise UserError("not a file of weights: its tensors are sparse, or larger than the file", str(path), fix)
+        raise UserError("not a file of weights: its tensors are sparse, or larger than the file", path, fix)
     return state
 
 
@@ -148,7 +147,7 @@ def _check_not_compressed(path: Path) -> None:
                 raise ValueError("a compressed archive")
 
 
-def to_floats(stored: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+def to_floats(stored: Mapping[str, Tensor], source: str | Path) -> dict[str, Tensor]:
     """Return fp32 weights.
 
     Raises UserError, naming `source`, for the first tensor by name that is of an integer type: no weight of a model is.
@@ -163,7 +162,7 @@ def to_floats(stored: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     return {name: tensor.float() for name, tensor in stored.items()}
 
 
-def check_finite(tensors: Mapping[str, Tensor], source: str, fix: str = DOWNLOAD_HINT) -> None:
+def check_finite(tensors: Mapping[str, Tensor], source: str | Path, fix: str = DOWNLOAD_HINT) -> None:
     """Raise UserError, naming `source`, for the first tensor by name that has a NaN or an infinite value."""
     for name in sorted(tensors):
         if not all_finite(name, tensors[name]):
@@ -230,7 +229,7 @@ def read_pth(path: Path) -> dict[str, Tensor]:
 
     The file holds half precision under the decoder's parameter names, tied weights twice.
     """
-    return to_floats(read_torch_file(path, PTH_HINT), str(path))
+    return to_floats(read_torch_file(path, PTH_HINT), path)
 
 
 def read_pth_config(path: Path) -> DecoderConfig:
@@ -250,7 +249,7 @@ def read_pth_config(path: Path) -> DecoderConfig:
         mlp_width = shapes[f"{mlp}.experts.0.gate_proj.weight" if experts else f"{mlp}.gate_proj.weight"][0]
     except (KeyError, ValueError, IndexError) as error:
         raise UserError(
-            f"not the weights of a MiniMind model: {error} is missing", str(path), "give a .pth file of MiniMind 2 or 3"
+            f"not the weights of a MiniMind model: {error} is missing", path, "give a .pth file of MiniMind 2 or 3"
         ) from error
     return DecoderConfig(
         **MINIMIND_SETTINGS,

@@ -237,13 +237,7 @@ class CheckpointManager:
             retry_disk(partial(point_to_best, self.dir, best_step))
 
     def _check_compatible(self, differences: Mapping[str, list[str]], checkpoint: Path) -> None:
-        if differences["incompatible"]:
-            raise UserError(
-                "cannot resume, the checkpoint was saved by another configuration:\n    "
-                + "\n    ".join(differences["incompatible"]),
-                str(checkpoint),
-                f"resume with the saved settings, or start a new run with init_from={self.run_dir}",
-            )
+        check_compatible(differences, checkpoint, self.run_dir)
         for change in differences["changes_training"]:
             self._messages.info(f"changed from here on: {change}")
         for change in differences["changes_rounding"]:
@@ -303,6 +297,17 @@ class CheckpointManager:
             raise TrainingError(
                 f"{self._failed_saves} consecutive saves failed (train.max_failed_saves), the last one with: {reason}"
             )
+
+
+def check_compatible(differences: Mapping[str, list[str]], checkpoint: Path, run_dir: Path) -> None:
+    """Raise UserError for differences that would make another run."""
+    if differences["incompatible"]:
+        raise UserError(
+            "cannot resume, the checkpoint was saved by another configuration:\n    "
+            + "\n    ".join(differences["incompatible"]),
+            str(checkpoint),
+            f"resume with the saved settings, or start a new run with init_from={run_dir}",
+        )
 
 
 def newest_checkpoint(run_dir: Path) -> Path:

@@ -115,7 +115,9 @@ def copy_to_host(sources: Mapping[str, Callable[[], Tensor]], keep: bool) -> dic
     return copies
 
 
-def write_checkpoint(checkpoints: Path, step: int, files: Mapping[str, Callable[[], Chunks]], size: int) -> None:
+def write_checkpoint(
+    checkpoints: Path, step: int, files: Mapping[str, Chunks | Callable[[], Chunks]], size: int
+) -> None:
     atomic_dir.write_atomic_dir(checkpoints, checkpoint_name(step), files, {}, expected=size)
     atomic_dir.write_pointer(checkpoints, "latest", checkpoint_name(step))
 

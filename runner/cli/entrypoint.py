@@ -101,6 +101,14 @@ def _dispatch(argv: list[str], task: Task) -> None:
     if resume_from and resume_from[-1] != "null":
         return _resume(resolve.resolve_run(resume_from[-1]), typed, flags, run_hydra)
     overrides.check_overrides(typed)
+    if overrides.is_branch(typed, is_show):
+        from runner.launch import branch
+
+        typed = resolve.resolve_model_overrides(typed)
+        if not is_multirun:
+            overrides.check_single_run(typed)
+            return branch.start_branch(typed)
+        typed = branch.with_trunk_settings(typed)
     if is_show:
         return run_hydra(typed, flags)
     if "train.batch_size=auto" in typed:

@@ -8,12 +8,14 @@ hand it to theirs. A resumed run composes it from what is typed with `resume=`. 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import json
 import os
 from collections.abc import Callable, Sequence
-from functools import cache
+from contextlib import suppress
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
@@ -142,19 +144,55 @@ def without_hydra(tree: DictConfig) -> DictConfig:
     return OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
 
 
-def to_config(tree: DictConfig | dict[str, Any]) -> Config:
+def to_config(tree: DictConfig | dict[str, Any], shares_sections: bool = False) -> Config:
     """Return the settings in `tree` as dataclasses, whose own checks run here.
 
-    Raises UserError. A plain dict has no interpolations.
+    Raises UserError. A plain dict has no interpolations. `shares_sections`: a section that was converted before is not
+    converted again, for the many jobs of a sweep.
     """
     check_imported(tree.get("plugins") or [])
     values = tree if isinstance(tree, dict) else cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True))
     check_all_read(values)
+    with suppress(Exception):  # what is refused is refused below, by its whole key
+        if shares_sections:
+            return _config_of_sections(values)
     merged = merge_into_schema(values)
     check_no_missing(merged)
     config = OmegaConf.to_object(merged)
     assert isinstance(config, Config)
     return config
+
+
+def _config_of_sections(values: dict[str, Any]) -> Config:
+    """Return the config of `values`, each section of them converted once."""
+    if "${" in str(values) or json.loads(json.dumps(values)) != values:
+        raise ValueError("an interpolation of the whole config, or a value that JSON does not have")
+    sections = {name: value for name, value in values.items() if isinstance(value, dict)}
+    plain = {name: value for name, value in values.items() if name not in sections}
+    return Config(
+        **vars(OmegaConf.to_object(OmegaConf.merge(_plain_settings(), plain))),
+        **{
+            name: copy.deepcopy(_typed_section(name, section_class(name, value), json.dumps(value)))
+            for name, value in sections.items()
+        },
+    )
+
+
+@cache
+def _plain_settings() -> DictConfig:
+    """Return the settings of Config that are in no section."""
+    hints = get_type_hints(Config)
+    fields = [each for each in dataclasses.fields(Config) if not dataclasses.is_dataclass(hints[each.name])]
+    made = dataclasses.make_dataclass(
+        "PlainSettings", [(each.name, hints[each.name], dataclasses.field(default=each.default)) for each in fields]
+    )
+    return cast(DictConfig, OmegaConf.structured(made))
+
+
+@lru_cache(maxsize=1_000)
+def _typed_section(section: str, cls: type | None, values: str) -> Any:
+    """Return the section of `values`, as JSON; `cls` is its class, which is another one where plugins are imported."""
+    return section_object(section, json.loads(values))
 
 
 def merge_into_schema(values: dict[str, Any]) -> DictConfig:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
 from common.errors import UserError, did_you_mean_path, print_note
 from common.paths import outputs_dir
 from models.formats.hub import fetch_model
-from runner.checkpoint.atomic_dir import step_names, verify_dir
+from runner.checkpoint.atomic_dir import newest_valid, step_names, verify_dir
+from runner.checkpoint.format import CHECKPOINTS_DIR, checkpoint_name, step_of
+from runner.checkpoint.saving import BEST_POINTER, read_pointer
 from runner.config import snapshot
 from runner.config.literals import quote_path
 from runner.config.overrides import RERUN_FLAGS
@@ -108,9 +111,43 @@ def _resolve_model(value: str, key: str) -> str:
         return quote_path(str(resolve_model_run(value, key)))
     if is_sweep_dir(path):
         return quote_path(str(find_best_job(path)))
+    if key == "init_from" and (checkpoint := _named_checkpoint(path)):
+        return quote_path(str(checkpoint))
     # without a slash it is no model of the hub, e.g. scratch
     found = fetch_model(str(path), f"{key}={path}", watch_download) if "/" in value else None
     return quote_path(str(found)) if found else value
+
+
+def _named_checkpoint(path: Path) -> Path | None:
+    """Return the checkpoint that RUN@step-100, RUN@best or RUN@last names, None if `path` is something else.
+
+    Raises UserError if the run has none of that name.
+    """
+    run, at, name = str(path).rpartition("@")
+    if path.exists() or not at or not (run == "last" or Path(run).expanduser().is_dir()):
+        return None
+    folder, setting = resolve_run(run, "init_from"), f"init_from={path}"
+    if is_sweep_dir(folder):
+        folder = find_best_job(folder)
+    checkpoints = folder / CHECKPOINTS_DIR
+    names = step_names(checkpoints)
+    if name == "last":
+        newest, _ = newest_valid(checkpoints)
+        found = newest.name if newest else None
+    elif name == "best":
+        found = read_pointer(checkpoints / BEST_POINTER)
+    else:
+        found = checkpoint_name(int(name[5:])) if re.fullmatch(r"step-\d{1,8}", name) else None
+        found = found if found in names else None
+    if found is None:
+        known = ", ".join(f"step-{step_of(each)}" for each in reversed(names)) or "none"
+        fix = f"init_from={run}@step-{step_of(names[0])}" if names else f"init_from={run}, its newest weights"
+        raise UserError(f"{folder} has no checkpoint {name}; its checkpoints: {known}", setting, fix)
+    if reason := verify_dir(checkpoints / found):
+        raise UserError(
+            f"this checkpoint is damaged: {reason}", setting, f"init_from={run}@last is the newest valid one"
+        )
+    return checkpoints / found
 
 
 def _unquoted(value: str) -> Path:
@@ -163,7 +200,7 @@ def _check_checkpoint(run: Path, path: Path) -> None:
         raise UserError(
             f"a run resumes from its newest checkpoint, and there are newer ones: {', '.join(newer)}",
             str(checkpoint),
-            f"resume={run}; or start a new run from these weights with init_from={checkpoint}",
+            f"resume={run}; or branch from it: init_from={checkpoint} keep=optimizer",
         )
 
 

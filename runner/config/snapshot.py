@@ -49,14 +49,18 @@ REFUSED_HINT = "do not resume this directory; nothing in it was run"
 
 def load_overrides(folder: Path) -> list[str]:
     """Return the saved overrides of all launches, without those of Hydra's own settings."""
-    typed: list[str] = read_saved(folder / OVERRIDES_FILE, folder)
+    return check_overrides_file(read_saved(folder / OVERRIDES_FILE, folder), folder / OVERRIDES_FILE)
+
+
+def check_overrides_file(typed: list[str], path: Path) -> list[str]:
+    """Return the overrides that `path` holds, without those of Hydra's own settings. Raises UserError."""
     if not is_override_list(typed):
         raise UserError(
             "the saved overrides are not a list of strings",
-            str(folder / OVERRIDES_FILE),
+            str(path),
             "restore the file: one `- key=value` per line",
         )
-    check_stored(typed, folder / OVERRIDES_FILE)
+    check_stored(typed, path)
     return [override for override in typed if not is_hydra_override(override)]
 
 

@@ -52,6 +52,7 @@ from runner.engine.kernels import (
 from runner.engine.objectives.config import prepare_stage
 from runner.engine.objectives.objective import Objective
 from runner.engine.optim.groups import build_optimizer
+from runner.engine.optim.mup import mup_warnings, scale_initial_weights
 from runner.engine.optim.schedules import check_warmup
 from runner.engine.state import TrainState, load_strict, saved_tensors
 from runner.tracking.logger import RunLogger
@@ -69,6 +70,8 @@ def build_model(cfg: Config, load_initial_weights: bool) -> LanguageModel:
     model = create_model(cfg.model)
     if source:
         load_into(model, load_weights(source, cfg.model.family), str(source))
+    else:
+        scale_initial_weights(cfg.optimizer, model)
     model.activation_checkpointing = cfg.train.activation_checkpointing
     return model
 
@@ -211,7 +214,11 @@ def configure_cpu(saved: dict[str, Any] | None) -> str | None:
 def open_logger(cfg: Config, run_dir: Path, model: LanguageModel, dist: DistributedContext) -> RunLogger:
     """Return the logger of a run, after the warnings about its model."""
     logger = RunLogger(run_dir, cfg.tracker, dist.is_rank_zero)
-    for warning in [*cfg.model.training_warnings(), *lora_warnings(model, cfg.stage.lora)]:
+    for warning in [
+        *cfg.model.training_warnings(),
+        *lora_warnings(model, cfg.stage.lora),
+        *mup_warnings(cfg.optimizer, cfg.init_from),
+    ]:
         logger.warning(warning)
     return logger
 

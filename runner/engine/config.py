@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -28,7 +29,7 @@ from runner.engine.device.compile import COMPILE_MODES, check_compile_mode
 from runner.engine.device.distributed import DistributedConfig
 from runner.engine.device.precision import PrecisionConfig
 from runner.engine.objectives.config import OBJECTIVES, StageConfig
-from runner.engine.optim.config import OPTIMIZERS, OptimizerConfig
+from runner.engine.optim.config import OPTIMIZERS, OptimizerConfig, check_mup
 from runner.engine.optim.schedules import SCHEDULES, ScheduleConfig, check_warmup
 from runner.tracking.config import TRACKERS, TrackerConfig
 
@@ -53,6 +54,11 @@ REGISTERED_SECTIONS: dict[str, tuple[str, Registry[Any]]] = {
     "stage": ("objective", OBJECTIVES),
     "tracker": ("name", TRACKERS),
 }
+
+
+def first_step_of(share: float, total_steps: int) -> int:
+    """Return the first step after which at least `share` of the steps are done."""
+    return math.ceil(share * total_steps - 1e-9)  # 0.07 * 100 is above 7
 
 
 @settings_class
@@ -97,6 +103,8 @@ class TrainConfig(CheckedSettings):
     # hours after which a process saves and ends with exit code 75, checked after each step, counted from its start;
     # 0: never
     max_hours: float = at_least(0)
+    # share of the steps: save and end with exit code 75 at the first evaluation from there on; 0: never
+    stop_at: float = within("[0, 1]", 0.5)
     # decay of the exponential moving average of the trained weights, e.g. 0.999; 0: none
     ema_decay: float = within("[0, 1)", 0.999, resume=CHANGES_TRAINING)
     # write a trace of this many steps, after the first two of a launch, and of what is between them, to profile.json;
@@ -111,6 +119,13 @@ class TrainConfig(CheckedSettings):
     verify_resume: bool  # instead of training: check that a run that is stopped and resumed gives the same bits
     # train in a child process that is restarted from the newest checkpoint after a crash, a lack of memory or a hang
     supervise: bool
+
+    def pause_step(self, total_steps: int) -> int | None:
+        """Return the step of the evaluation at which train.stop_at ends a run of `total_steps`; None for none before
+        the last step.
+        """
+        step = -(-first_step_of(self.stop_at, total_steps) // max(1, self.eval_every)) * self.eval_every
+        return step if 0 < step < total_steps else None
 
 
 @dataclass
@@ -191,6 +206,7 @@ class SuperviseConfig(CheckedSettings):
     halve_batch: bool
 
 
+STOP_KEY = "train.stop_at"
 # Swept, they change how many tokens a step holds.
 STEP_SIZE_KEYS = {
     "train.batch_size",
@@ -217,6 +233,12 @@ class SweepConfig(CheckedSettings):
     # how optimizer.lr follows the batch size: none, linear or sqrt
     lr_scale: str = one_of("none", "linear", "sqrt")
     zip: list[str]  # swept keys whose values are paired instead of combined
+    # seeds that each of the best points gets at the end, one by one until they differ by more than chance; 0: no more
+    # than are swept
+    seeds: int = limited(Limit("0, or at least 2", lambda seeds: seeds == 0 or seeds >= 2, 5))
+    top: int = at_least(2, 3)  # points that sweep.seeds adds seeds to
+    # mup: train narrow versions of the model, of optimizer.mup_base_width
+    transfer: str = one_of("none", "mup")
 
 
 @settings_class
@@ -239,6 +261,8 @@ class Config(CheckedSettings):
     device: str = field(metadata=CHANGES_ROUNDING)
     # initial weights: auto, scratch, last, a run, a sweep, a Hugging Face folder, owner/name of the hub, a .pth
     init_from: str = field(metadata=IGNORED)
+    # what a run continues of init_from=RUN@step-N: none (but the weights), optimizer (the complete state)
+    keep: str = one_of("none", "optimizer", resume=IGNORED)
     resume: Optional[str] = field(metadata=IGNORED)  # run or sweep directory to continue, or last
     # modules or .py files of the user that extend the registries; typed for each command, never read from a file
     plugins: list[str] = field(metadata=IGNORED)
@@ -253,6 +277,7 @@ class Config(CheckedSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         data, stage, train = self.data, self.stage, self.train
+        check_mup(self.optimizer, self.model, stage.lora is not None)
         if data.max_length > self.model.max_position_embeddings:
             raise UserError(
                 f"data.max_length must be at most model.max_position_embeddings={self.model.max_position_embeddings}, got {data.max_length}",
@@ -297,17 +322,24 @@ class Config(CheckedSettings):
                 "export.weights=ema",
                 "train.ema_decay=0.999",
             )
-        if train.patience and not self.evaluates:
-            raise UserError(
-                f"train.patience={train.patience} counts evaluations, and this run has none",
-                f"train.patience={train.patience}",
-                "set train.eval_every, and data.val_path or data.val_fraction",
-            )
+        for key, value in (("train.patience", train.patience), ("train.stop_at", train.stop_at)):
+            if value and not self.evaluates:
+                raise UserError(
+                    f"{key}={value} needs evaluations on validation data, and this run has none",
+                    f"{key}={value}",
+                    "set train.eval_every, and data.val_path or data.val_fraction",
+                )
         if train.eval_metrics and not (self.evaluates and stage.data_format == "chat" and data.loss_on != "all"):
             raise UserError(
                 f"train.eval_metrics={train.eval_metrics} needs evaluations, conversations and loss on their answers alone: train.eval_every={train.eval_every}, stage.data_format={stage.data_format}, data.loss_on={data.loss_on}",
                 f"train.eval_metrics={train.eval_metrics}",
                 "train.eval_metrics=[]; the metrics that follow from the loss are in every evaluation",
+            )
+        if self.keep != "none" and self.sweep.seeds:
+            raise UserError(
+                "a branch has the seed of its trunk: no others can be added",
+                f"keep={self.keep} sweep.seeds={self.sweep.seeds}",
+                "sweep.seeds=0",
             )
         if train.max_steps:
             check_warmup(train.max_steps, self.schedule)

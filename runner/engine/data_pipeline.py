@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from data.tokenize.tokenizer import Tokenizer
     from data.types import EncodingConfig
 
+COUNTED_ROWS = 100_000  # of the files of a sweep, to say that it has few validation rows
 COUNTED_BYTES = 8 << 20  # of a file with a bad row whose other bad rows are counted
 AUTO_FRACTION, AUTO_DIVISOR = 0.01, 5  # data.val_fraction=auto: 1 %, at least FEW_ROWS, but of few rows at most a fifth
 
@@ -314,22 +316,75 @@ def evaluation_identity(
     ]
     # split texts have the same tokens at every length
     tokens = 0 if encoding.too_long == "split" else int(rows.lengths(0, len(rows)).sum())
-    others = {field.name for field in dataclasses.fields(StageConfig)} - {"objective"}
-    # what a resume may change is read by the training alone
-    others |= {
-        field.name for field in dataclasses.fields(cfg.stage) if field.metadata.get("on_resume") == "changes_training"
-    }
-    loss = {f"stage.{key}": value for key, value in dataclasses.asdict(cfg.stage).items() if key not in others}
-    loss |= {f"data.{key}": getattr(cfg.data, key) for key in ("loss_on", "system_prob", "empty_think_prob")}
     return {
         "on": "training" if is_training_slice else "validation",
         "rows": len(rows),
         "tokens": tokens,
         "data": hashlib.sha256(json.dumps(files).encode()).hexdigest(),
         "tokenizer": rows.sources[0].store.metadata["tokenizer"],
-        "loss": loss,
+        "loss": loss_settings(cfg),
         **({"sets": {name: rows.fingerprint for name, rows in sets.items()}} if first else {}),
     }
+
+
+def loss_settings(cfg: Config) -> dict[str, Any]:
+    """Return the settings that decide what an evaluation loss measures."""
+    others = {field.name for field in dataclasses.fields(StageConfig)} - {"objective"}
+    # what a resume may change is read by the training alone
+    others |= {
+        field.name for field in dataclasses.fields(cfg.stage) if field.metadata.get("on_resume") == "changes_training"
+    }
+    loss = {f"stage.{key}": value for key, value in dataclasses.asdict(cfg.stage).items() if key not in others}
+    return loss | {f"data.{key}": getattr(cfg.data, key) for key in ("loss_on", "system_prob", "empty_think_prob")}
+
+
+def unranked_settings(configs: Sequence[Config]) -> dict[str, list[str]]:
+    """Return what the evaluations of `configs` do not have in common -> the settings from which it follows.
+
+    They are those that `evaluation_identity` depends on, as far as settings alone say it.
+    """
+    identities, found = [*map(_evaluation_settings, configs)], dict[str, list[str]]()
+    for text in identities[0]:
+        values = [identity[text] for identity in identities]
+        for key in {key: None for each in values for key in each}:
+            if any(each.get(key) != values[0].get(key) for each in values):
+                found.setdefault(text, []).append(key)
+    return found
+
+
+def _evaluation_settings(cfg: Config) -> dict[str, dict[str, Any]]:
+    data, text = cfg.data, cfg.stage.data_format == "text"
+    path = next(iter(data.val_paths.values()), None)
+    rows = ["columns", "encoding", "text_unit", "turns", "schema"]
+    if path in (None, "auto"):
+        rows += ["path", "val_fraction"]
+    tokens = [] if data.too_long == "split" or (text and data.too_long == "auto") else ["max_length"]
+    return {
+        "other rows": {"data.val_path": path, **{f"data.{name}": getattr(data, name) for name in rows}},
+        "other tokenizers": {"data.tokenizer": data.tokenizer},
+        "different tokens, where a row is longer": {f"data.{name}": getattr(data, name) for name in tokens},
+        "different losses": loss_settings(cfg),
+    }
+
+
+def few_held_out_rows(cfg: Config, data_files: DataFiles) -> int | None:
+    """Return how many validation rows a run would have, if these are fewer than FEW_ROWS; None for enough, or none.
+
+    Files are read only as far as the answer needs it.
+    """
+    first_set = [source for source in data_files.validation if source.val_set == data_files.validation[0].val_set]
+    if not first_set and not cfg.data.val_fraction:
+        return None
+    fraction = 1.0 if first_set else cfg.data.val_fraction
+    needed = FEW_ROWS * AUTO_DIVISOR if isinstance(fraction, str) else math.ceil(FEW_ROWS / fraction)
+    if needed > COUNTED_ROWS:
+        return None
+    rows = (
+        row for source in first_set or itertools.chain(*data_files.train) for row in source.rows(lambda error: None)
+    )
+    total = sum(1 for _ in itertools.islice(rows, needed))
+    held_out = total if first_set else rows_to_hold_out(total, fraction)
+    return held_out if held_out < FEW_ROWS else None
 
 
 def to_sequences(rows: MixedRows, cfg: Config, seed: int) -> Sequences:

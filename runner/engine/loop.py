@@ -11,7 +11,7 @@ from contextlib import closing, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-from common.errors import DivergedError, Interrupted, StopRequested, TrainingError, UserError, resume_command
+from common.errors import DivergedError, Interrupted, Outcome, StopRequested, TrainingError, UserError, resume_command
 from data.store.reader import DamagedStoreError
 from runner.checkpoint.compatibility import DATA_FINGERPRINT, TOKENIZER_FINGERPRINT, run_rules
 from runner.engine.device.compile import describe_compile_error, is_compile_error
@@ -118,7 +118,7 @@ def check_ranks_agree(state: TrainState) -> None:
 def train_steps(state: TrainState) -> None:
     """Run the remaining steps, and everything that is due between them."""
     cfg, progress, checkpoints = state.cfg, state.progress, state.checkpoints
-    evaluate_if_due(state)  # a resumed run may have been stopped before the evaluation of its last step
+    evaluate_or_pause(state)  # a resumed run may have been stopped before the evaluation of its last step
     throughput = Throughput(state.dist.is_device_idle)
     with (
         state.stop.working_on("after this micro-batch, then saving"),
@@ -145,9 +145,21 @@ def train_steps(state: TrainState) -> None:
             if profiler:
                 profiler.step()
             with throughput.paused():
-                if state.is_due(cfg.train.save_every):
+                # a checkpoint is not written twice, and that of a pause has the evaluation
+                if state.is_due(cfg.train.save_every) and progress.step != state.pause_step:
                     checkpoints.save_async(progress.step, state)
-                evaluate_if_due(state)
+                evaluate_or_pause(state)
+
+
+def evaluate_or_pause(state: TrainState) -> None:
+    """Do what `evaluate_if_due` does; raise StopRequested on every rank if this is the evaluation of train.stop_at."""
+    is_new = state.progress.evaluated_step < state.progress.step
+    evaluate_if_due(state)
+    if state.cfg.train.stop_at and is_new and state.is_at_pause and not state.finished:
+        state.logger.info(
+            f"train.stop_at={state.cfg.train.stop_at:g} is reached: step {state.progress.step} of {state.total_steps}"
+        )
+        state.check_stop(has_stopped=True)
 
 
 def profile_steps(state: TrainState) -> profile:
@@ -260,7 +272,8 @@ def log_metrics(state: TrainState, result: StepResult, lr: float, epoch: int, th
 def save_and_interrupt(state: TrainState) -> NoReturn:
     flush_steps(state)
     state.checkpoints.save_blocking(state.progress.step, state)
-    raise Interrupted(state.progress.step, state.run_dir)
+    outcome = Outcome.PAUSED if state.is_at_pause else Outcome.INTERRUPTED
+    raise Interrupted(state.progress.step, state.run_dir, outcome)
 
 
 def save_before_failure(state: TrainState, error: BaseException) -> None:

@@ -94,6 +94,8 @@ def run_summary(state: TrainState) -> dict[str, str]:
         "compile": state.compile_decision.reason,
         **state.kernel_reasons,
     }
+    if branched := state.run_record().get("fields", {}).get("branched_from"):
+        summary["branched from"] = f"{display_path(Path(str(branched.get('run'))))} at step {branched.get('step')}"
     return summary | (
         {"resumed": f"at step {state.progress.step:,} (attempt {state.attempt})"} if state.progress.step else {}
     )

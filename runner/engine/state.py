@@ -151,6 +151,15 @@ class TrainState:
     def finished(self) -> bool:
         return self.progress.step >= self.total_steps or self.stopped_early
 
+    @property
+    def pause_step(self) -> int | None:
+        return self.cfg.train.pause_step(self.total_steps)
+
+    @property
+    def is_at_pause(self) -> bool:
+        """Whether the evaluation of train.stop_at is the last thing done."""
+        return self.progress.step == self.progress.evaluated_step == self.pause_step
+
     def is_due(self, every: int) -> bool:
         """Return whether something that happens every `every` steps, and after the last step, happens now.
 

@@ -31,7 +31,7 @@ def verify_resume(cfg: Config, work_dir: Path) -> list[str]:
     equal.
     """
     cfg = dataclasses.replace(
-        cfg, train=dataclasses.replace(cfg.train, max_steps=cfg.train.max_steps or VERIFY_STEPS, max_hours=0)
+        cfg, train=dataclasses.replace(cfg.train, max_steps=cfg.train.max_steps or VERIFY_STEPS, max_hours=0, stop_at=0)
     )
     uninterrupted, resumed = work_dir / "uninterrupted", work_dir / "resumed"
     train_to_step(cfg, uninterrupted, None)

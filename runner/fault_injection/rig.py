@@ -12,12 +12,11 @@ import shlex
 import shutil
 import signal
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 from common.errors import FAILED, INTERRUPTED, OK, USER_ERROR, UserError
@@ -36,16 +35,20 @@ TRACEBACK = "Traceback (most recent call last)"
 class Launch:
     """One process of the training command, which leads a session of its own."""
 
-    pid: int
+    process: ForkProcess
     output: Path  # its stdout and stderr
     started: float = field(default_factory=time.monotonic)
-    code: int | None = None  # exit code, or minus the signal that ended it
     is_hanging: bool = False
 
-    def poll(self) -> int | None:
-        if self.code is None and (status := os.waitpid(self.pid, os.WNOHANG))[0]:
-            self.code = os.waitstatus_to_exitcode(status[1])
-        return self.code
+    @property
+    def code(self) -> int | None:
+        """Exit code, or minus the signal that ended it; None: it runs."""
+        return self.process.exitcode
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None, "it was started"
+        return self.process.pid
 
     def wait(self, timeout: float, until: Callable[[], object] = lambda: False) -> bool:
         """Wait for the end, or for `until()`; return whether that came first.
@@ -53,18 +56,18 @@ class Launch:
         A launch that hangs for `timeout` seconds is killed.
         """
         deadline = time.monotonic() + timeout
-        while self.poll() is None:
+        while self.code is None:
             if until():
                 return True
             if time.monotonic() > deadline:
                 self.is_hanging = True
-                os.kill(self.pid, signal.SIGKILL)
+                self.process.kill()
                 deadline += timeout
             time.sleep(LAUNCH_POLL_SECONDS)
         return False
 
     def send(self, number: int, to_group: bool = False) -> None:
-        if self.poll() is None:
+        if self.code is None:
             (os.killpg if to_group else os.kill)(self.pid, number)
 
     def text(self) -> str:
@@ -121,49 +124,31 @@ def launch_training(
 
     program = [str(REPO_ROOT / "runner" / "train.py"), *argv]
 
-    def command() -> int:
+    def command() -> None:
         if is_cold:
             os.execv(sys.executable, [sys.executable, *program])
         prepare()
         sys.argv = program
         lm_runner.run_command("train")
-        return 0
 
     return launch_fork(command, output)
 
 
-def launch_fork(main: Callable[[], int], output: Path) -> Launch:
+def launch_fork(main: Callable[[], int | None], output: Path) -> Launch:
     """Fork this process. The fork calls `main` and exits with its code; its output is appended to `output`."""
-    child = os.fork()
-    if child:
-        return Launch(child, output)
-    code = 1
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # after a fork the tokenizers would wait for threads of the parent
-    try:
+
+    def run() -> None:
+        # after a fork the tokenizers would wait for threads of the parent
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
         os.setsid()
-        stdin, out = os.open(os.devnull, os.O_RDONLY), os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(stdin, 0), os.dup2(out, 1), os.dup2(out, 2)
+        out = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(out, 1), os.dup2(out, 2)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-        code = main()
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException as error:
-        traceback.print_exc()
-        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    finally:
-        try:
-            join_threads()
-        finally:
-            os._exit(code)
-    raise AssertionError("os._exit does not return")
+        sys.exit(main())
 
-
-def join_threads() -> None:
-    """Wait for the checkpoint writer and flush the output, as at the end of any program."""
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
-    sys.stdout.flush(), sys.stderr.flush()
+    process = ForkProcess(target=run)
+    process.start()
+    return Launch(process, output)
 
 
 @dataclass
@@ -220,10 +205,6 @@ class Rig:
     def argv(self, run_dir: Path) -> list[str]:
         return [*self.overrides, f"data.cache={self.folder / 'cache'}", f"hydra.run.dir={run_dir}"]
 
-    def next_argv(self, run_dir: Path) -> list[str]:
-        """Return what a user types after a fault: `resume=`, or the same command if no run has begun."""
-        return [f"resume={run_dir}"] if (run_dir / "run.json").exists() else self.argv(run_dir)
-
     def clear_cache(self) -> None:
         """Remove the token stores, so that the next launch tokenizes.
 
@@ -251,8 +232,10 @@ class Trial:
     def launch(
         self, argv: list[str] | None = None, prepare: Callable[[], object] = lambda: None, is_cold: bool = False
     ) -> Launch:
-        """Start the command, or what continues it."""
-        argv = self.rig.next_argv(self.run_dir) if argv is None else argv
+        """Start the command, or what continues it: `resume=`, or the same command if no run has begun."""
+        if argv is None:
+            has_begun = (self.run_dir / "run.json").exists()
+            argv = [f"resume={self.run_dir}"] if has_begun else self.rig.argv(self.run_dir)
         self.result.started_again += bool(self.result.codes) and not argv[-1].startswith("resume=")
         output = self.folder / f"launch{len(self.result.codes) + 1}.txt"
         output.write_text("")

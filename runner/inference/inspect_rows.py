@@ -189,7 +189,7 @@ def _turn_ends(names: set[str], pipeline: DataPipeline, run: Config, tokenizer: 
     Token stores do not have it, so the files are read again.
     """
     from data.schemas.chat import augment_example
-    from data.schemas.registry import SCHEMAS, PreferencePair, TextExample
+    from data.schemas.registry import SCHEMAS, TextExample
     from data.tokenize.chat_template import ChatTemplate
 
     if run.stage.data_format == "text":
@@ -204,15 +204,7 @@ def _turn_ends(names: set[str], pipeline: DataPipeline, run: Config, tokenizer: 
             if (where := part.source.where(position)) in names and where not in ends:
                 example = schema.read(part.source.parse(position, raw), where, part.source.turns)
                 assert not isinstance(example, TextExample)
-                example = augment_example(
-                    example,
-                    encoding.system_prob,
-                    encoding.system_prompts,
-                    encoding.empty_think_prob,
-                    encoding.seed,
-                    position,
-                )
-                chats = (example.chosen, example.rejected) if isinstance(example, PreferencePair) else (example,)
+                chats = augment_example(example, encoding, position).chats
                 ends[where] = [template.turn_ends(chat.messages, chat.tools, where) for chat in chats]
     return ends
 

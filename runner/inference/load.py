@@ -94,7 +94,7 @@ def _load_trained(folder: Path, device: str) -> LoadedModel:
     if tokenizer.largest_text_id >= model.cfg.vocab_size:
         message = f"the tokenizer has a token with the id {tokenizer.largest_text_id:,}, the model has ids below {model.cfg.vocab_size:,}"
         raise UserError(
-            message, str(tokenizer.folder), "copy or download the folder again: its tokenizer is that of another model"
+            message, tokenizer.folder, "copy or download the folder again: its tokenizer is that of another model"
         )
     if (model_type := settings.get("model", {}).get("model_type")) and isinstance(model.cfg, DecoderConfig):
         # the base model of an adapter may be written as another class
@@ -146,7 +146,7 @@ def find_checkpoint(folder: Path) -> Path | None:
     if folder.name in CHECKPOINT_POINTERS and folder.is_file():
         if (name := read_pointer(folder)) is None:
             fix = f"doctor.py run={folder.parents[1]} repair=true writes it again; ls {folder.parent} lists the checkpoints"
-            raise UserError("the file names no checkpoint", str(folder), fix)
+            raise UserError("the file names no checkpoint", folder, fix)
         return folder.with_name(name)
     return folder if is_weights_name(folder.name) else None
 
@@ -172,7 +172,7 @@ def _read_settings(run_dir: Path) -> RunSettings:
 def _unreadable_settings(run_dir: Path, error: Exception) -> UserError:
     return UserError(
         f"the saved config of the run cannot be read: {error}",
-        str(run_dir / CONFIG_FILE),
+        run_dir / CONFIG_FILE,
         f"run={run_dir / 'model'} takes the model alone",
     )
 
@@ -216,7 +216,7 @@ def _load_checkpoint(folder: Path, settings: RunSettings) -> LanguageModel:
     if not folder.is_dir() or (reason := verify_dir(folder)):
         problem = f"this checkpoint is damaged: {reason}" if folder.is_dir() else "this checkpoint does not exist"
         raise UserError(
-            problem, str(folder), f"run={run} has the model of the run; ls {folder.parent} lists its checkpoints"
+            problem, folder, f"run={run} has the model of the run; ls {folder.parent} lists its checkpoints"
         )
     section = settings["model"]
     cfg: ModelConfig = _from_saved(MODELS.get(str(section.get("family", "decoder"))), section, run)
@@ -227,7 +227,7 @@ def _load_checkpoint(folder: Path, settings: RunSettings) -> LanguageModel:
     else:
         lora, start = adapter
         base = weights_under_adapter(lora, start)
-        load_into(model := create_model(cfg), load_weights(base, cfg.family), str(base))
+        load_into(model := create_model(cfg), load_weights(base, cfg.family), base)
         add_run_adapter(model, lora, str(start))
     load_strict(saved_tensors(model), read_model_tensors(folder), folder)
     return model.eval()

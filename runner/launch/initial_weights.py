@@ -281,6 +281,9 @@ def resolve_init_from(config: Config, folder: Path, fingerprints: dict[str, str]
     """Return `config.init_from` as a path or "scratch"; `auto` searches outputs/ and the directories beside `folder`. A
     sweep means its best job, a run that is not completed its newest checkpoint.
     """
+    if config.keep != "none":  # `entrypoint` handles the typed one
+        text = "keep=optimizer is read by train.py only, and typed with init_from=RUN@step-N"
+        raise UserError(text, "keep=optimizer", "leave it out; plan.py resume=RUN plans what is left of a run")
     if config.init_from == "auto":
         return newest_completed_run(config, folder, fingerprints, warn)
     check_init_from(config)

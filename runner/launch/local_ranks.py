@@ -41,7 +41,7 @@ from runner.launch import subprocesses
 from runner.launch.signals import STOP_SIGNALS, SignalForwarder
 from runner.launch.supervisor import Liveness, Supervisor
 from runner.launch.train_process import PEER_TIMEOUT_TEXTS
-from runner.run_dir.contents import exported_loss, has_diverged
+from runner.run_dir.contents import exported_loss, has_diverged, has_paused
 from runner.run_dir.metadata import RunMetadata
 
 FAILURE_GRACE = 20.0  # seconds for the other ranks to exit after a failure
@@ -270,7 +270,8 @@ def _final_loss(group: RankGroup, metadata: RunMetadata) -> float:
     if INTERRUPTED in group.exit_codes():
         if metadata.fields["status"] == "running":  # stopped before the ranks had met
             metadata.finish(Outcome.INTERRUPTED)
-        raise Interrupted(metadata.fields["step"], metadata.folder)
+        outcome = Outcome.PAUSED if has_paused(metadata.fields) else Outcome.INTERRUPTED
+        raise Interrupted(metadata.fields["step"], metadata.folder, outcome)
     if metadata.fields["status"] != "completed":
         raise TrainingError("the ranks exited without recording an outcome")
     loss = exported_loss(metadata.fields)

@@ -59,9 +59,9 @@ MAX_STORED_ATTEMPTS = 20  # newest records of attempts that a checkpoint stores
 MAX_TEXT_BYTES = 1 << 18  # of all texts together
 
 
-def record_run_dir(metadata: RunMetadata) -> Callable[[], dict[str, Any]]:
+def record_run_dir(metadata: RunMetadata, settings: Path | None = None) -> Callable[[], dict[str, Any]]:
     """Return a function that returns the record of the run directory as it is now; {} in a process that does not write
-    there.
+    there. `settings`: another directory whose `.hydra/` is that of the run.
 
     The files are read once: a launch does not change them after it has begun to train.
     """
@@ -69,9 +69,10 @@ def record_run_dir(metadata: RunMetadata) -> Callable[[], dict[str, Any]]:
         return dict
     tokenizer = [file for name in COPIED_FILES if os.path.lexists(file := metadata.folder / RUN_TOKENIZER / name)]
     checksums = {file.name: _sha256(read_bounded(file, MAX_TOKENIZER_BYTES)) for file in tokenizer}
-    copies = sorted(str(path.relative_to(metadata.folder)) for path in (metadata.folder / SNAPSHOT_DIR).rglob("*.yaml"))
+    settings = settings or metadata.folder
+    copies = sorted(str(path.relative_to(settings)) for path in (settings / SNAPSHOT_DIR).rglob("*.yaml"))
     names = [name for name in (CONFIG, OVERRIDES, *copies) if _is_settings_file(name)]
-    files = {"files": read_texts(metadata.folder, names, MAX_TEXT_BYTES), "tokenizer": checksums}
+    files = {"files": read_texts(settings, names, MAX_TEXT_BYTES), "tokenizer": checksums}
 
     def record() -> dict[str, Any]:
         fields = {name: value for name, value in metadata.fields.items() if name not in PASSING_FIELDS}
@@ -144,14 +145,19 @@ class CheckpointState:
     @cached_property
     def record(self) -> dict[str, dict[str, Any]]:
         """Fields, files and tokenizer of the run directory in the newest state.json, of the right types."""
-        run = (read_newest_state(self.folder) or {}).get("run")
-        parts = [run.get(name) if isinstance(run, dict) else None for name in ("fields", "files", "tokenizer")]
-        fields, files, tokenizer = (part if isinstance(part, dict) else {} for part in parts)
-        return {
-            "fields": fields,
-            "files": {name: text for name, text in files.items() if _is_settings_file(name) and isinstance(text, str)},
-            "tokenizer": {name: checksum for name, checksum in tokenizer.items() if name in COPIED_FILES},
-        }
+        return stored_record(read_newest_state(self.folder) or {})
+
+
+def stored_record(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return fields, files and tokenizer of the run directory in the state.json `saved`, of the right types."""
+    run = saved.get("run")
+    parts = [run.get(name) if isinstance(run, dict) else None for name in ("fields", "files", "tokenizer")]
+    fields, files, tokenizer = (part if isinstance(part, dict) else {} for part in parts)
+    return {
+        "fields": fields,
+        "files": {name: text for name, text in files.items() if _is_settings_file(name) and isinstance(text, str)},
+        "tokenizer": {name: checksum for name, checksum in tokenizer.items() if name in COPIED_FILES},
+    }
 
 
 def recover_run(folder: Path) -> list[str]:
@@ -238,7 +244,7 @@ def _run_json_again(state: CheckpointState, damage: str) -> Problem:
         return Problem(RUN_FILE, Severity.BLOCKING, damage, fix)
     name, saved = state.newest_whole
     try:
-        content = json_bytes(_fields_of_checkpoint(state.folder, name, saved))
+        content = json_bytes(fields_of_checkpoint(state.folder, name, saved))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         damage += f", and state.json of {name} has no usable value: {error}"
         fix = "restore run.json from a backup, or start a new run in another directory"
@@ -246,7 +252,7 @@ def _run_json_again(state: CheckpointState, damage: str) -> Problem:
     return _restored(RUN_FILE, damage, f"written again from {name}", content)
 
 
-def _fields_of_checkpoint(folder: Path, checkpoint: str, saved: dict[str, Any]) -> dict[str, Any]:
+def fields_of_checkpoint(folder: Path, checkpoint: str, saved: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of run.json as the checkpoint with the state.json `saved` knows them: of an interrupted run."""
     fields = DEFAULT_METADATA | saved["run"]["fields"]
     fields |= {name: saved["progress"][name] for name in ("step", "tokens", "loss_tokens")}

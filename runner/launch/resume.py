@@ -67,7 +67,7 @@ def plan_resume(folder: Path, extra: list[str], has_started: bool = True) -> Res
     if any(override.key_or_group == overrides.PLUGINS_KEY for override in parsed):
         saved["plugins"] = overrides.plugins_of(extra)
     check_imported(saved.get("plugins") or [])
-    kept, notes = _effective_overrides(folder, parsed)
+    kept, notes = effective_overrides(snapshot.load_overrides(folder), {override.key_or_group for override in parsed})
     with translating_hydra_errors(extra, names_files=False):
         tree = _merge_into_schema(saved, folder)
     missing = sorted(OmegaConf.missing_keys(tree)) if has_started else []
@@ -109,15 +109,20 @@ def _parse_extra(folder: Path, extra: list[str]) -> list[Override]:
             raise UserError(
                 f"a resumed run takes one value of {key}",
                 typed,
-                f"give one value; to compare several, start new runs with init_from={folder}",
+                f"give one value; or branch once with each: --multirun init_from={folder}@last keep=optimizer {typed}",
             )
         if overrides.is_hydra_override(key) and key != overrides.SEARCHPATH_KEY:
             raise UserError(
                 "a resumed run takes no setting of Hydra: it stays in its directory", typed, "leave the override out"
             )
-        if key in FIXED_KEYS:
-            raise UserError(f"{key} cannot change in a run", typed, f"start a new run with init_from={folder}")
+    check_fixed_keys(extra, folder)
     return parsed
+
+
+def check_fixed_keys(typed: list[str], folder: Path) -> None:
+    for override in typed:
+        if (key := overrides.key_of(override)) in FIXED_KEYS:
+            raise UserError(f"{key} cannot change in a run", override, f"start a new run with init_from={folder}")
 
 
 def _check_sections_exist(folder: Path, parsed: list[Override], saved: dict[str, Any]) -> None:
@@ -148,12 +153,11 @@ def _check_sections_exist(folder: Path, parsed: list[Override], saved: dict[str,
                 )
 
 
-def _effective_overrides(folder: Path, parsed: list[Override]) -> tuple[list[str], list[str]]:
-    """Return the saved overrides that are not replaced, and a note for each that belongs to an option that is replaced."""
-    replaced = {override.key_or_group for override in parsed}
+def effective_overrides(saved: list[str], replaced: set[str]) -> tuple[list[str], list[str]]:
+    """Return the `saved` overrides whose keys are not `replaced`, and a note for each that belongs to an option that is replaced."""
     sections = tuple(f"{key}." for key in replaced if key in schema.config_groups())
     kept, notes = [], []
-    for override in snapshot.load_overrides(folder):
+    for override in saved:
         key = overrides.key_of(override)
         if sections and key.startswith(sections) and key not in replaced:
             notes.append(f"{override} is dropped: it was given for the former option of {key.partition('.')[0]}")

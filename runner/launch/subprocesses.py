@@ -34,14 +34,16 @@ def child_env() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}
 
 
-def spawn(program: list[str], environment: dict[str, str], out: int | None) -> subprocess.Popen:
+def spawn(
+    program: list[str], environment: dict[str, str], out: int | None, stdin: int = subprocess.DEVNULL
+) -> subprocess.Popen:
     """Start `python *program` in a process group of its own.
 
     `out` is the descriptor for stdout and stderr; None: those of this process.
     """
     return subprocess.Popen(
         [sys.executable, *program],
-        stdin=subprocess.DEVNULL,
+        stdin=stdin,
         stdout=out,
         stderr=out,
         env=environment,

@@ -39,7 +39,7 @@ from runner.launch.recovery import record_run_dir
 from runner.launch.signals import StopFlag
 from runner.reporting.live import LivePage
 from runner.run_dir.contents import GitReader, is_sweep_dir
-from runner.run_dir.metadata import RunMetadata
+from runner.run_dir.metadata import STATUS_OF_OUTCOME, RunMetadata
 from runner.run_dir.saved_config import reject_interpolations
 from runner.tracking.bar import open_console
 from runner.tracking.run_end import NextCommand, RunEnd, commands_after_divergence, commands_to_continue, next_commands
@@ -196,6 +196,7 @@ def _record_attempt(state: TrainState, metadata: RunMetadata, git: GitReader) ->
         commit | {"fingerprint": environment.pop("code")},
         environment=environment,
         interop_threads=torch.get_num_interop_threads(),
+        total_steps=state.total_steps,
         **chosen,
         exact=True,
     )
@@ -258,9 +259,7 @@ def _record_end(state: TrainState, metadata: RunMetadata, outcome: Outcome, erro
     if not state.pipeline.evaluates_training_rows:
         metrics |= {"best_val_loss": progress.best_loss, "best_step": progress.best_step}
     shown = {name: value for name, value in metrics.items() if value is not None} | ({"error": error} if error else {})
-    state.logger.finish(
-        Outcome.FAILED if outcome == Outcome.DIVERGED else outcome, shown, _run_end(state, metadata, outcome, metrics)
-    )
+    state.logger.finish(STATUS_OF_OUTCOME.get(outcome, outcome), shown, _run_end(state, metadata, outcome, metrics))
     # 0: nothing was loaded
     counters = (
         {"step": progress.step, "tokens": progress.tokens, "loss_tokens": progress.loss_tokens} if progress.step else {}
@@ -288,7 +287,7 @@ def _run_end(state: TrainState, metadata: RunMetadata, outcome: Outcome, metrics
         memory_of="tensors on the GPU" if state.dist.device.type == "cuda" else "this process",
         commands=_next_commands(state, metadata, outcome),
         is_job=is_sweep_dir(state.run_dir.parent),
-        prints_commands=outcome != Outcome.INTERRUPTED,
+        prints_commands=outcome not in (Outcome.INTERRUPTED, Outcome.PAUSED),
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.limits import MEMINFO, machine_memory, peak_resident_bytes
+from common.limits import MEMINFO, machine_memory, peak_resident_bytes, proc_bytes
 from common.paths import outputs_dir
 from models.config import ModelConfig
 from models.families.decoder import DecoderConfig
@@ -289,23 +289,12 @@ def this_machine(device: str) -> Machine:
     free_disk = shutil.disk_usage(existing).free
     if device == "cpu" or not torch.cuda.is_available():
         memory = machine_memory()
-        return Machine(
-            "cpu", f"CPU, {torch.get_num_threads()} threads", memory, min(memory, available_memory()), free_disk
-        )
+        # what the system can give to programs without ending others; on other systems than Linux all memory
+        available = min(memory, proc_bytes(MEMINFO, "MemAvailable") or memory)
+        return Machine("cpu", f"CPU, {torch.get_num_threads()} threads", memory, available, free_disk)
     number = int(device.partition(":")[2] or 0)
     free, total = torch.cuda.mem_get_info(number)
     return Machine("cuda", torch.cuda.get_device_name(number), total, free, free_disk)
-
-
-def available_memory() -> int:
-    """Return the bytes that the system can give to programs without ending others (MemAvailable of Linux); on other
-    systems all memory.
-    """
-    try:
-        lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return machine_memory()
 
 
 def resident_bytes() -> int:

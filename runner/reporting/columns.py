@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any
 
 from runner.inference.evaluate import evaluation_label, headline, results_of
-from runner.reporting.sweep_results import JobResult, MeanStd, ResultRow, SweepResults, mean_interval, mean_std
+from runner.reporting.statistics import MeanStd, mean_interval, mean_std
+from runner.reporting.sweep_results import JobResult, ResultRow, SweepResults
 from runner.run_dir.best_job import SEED_KEY, ModelScore, fewest_rows
 from runner.tracking.lines import format_seconds
 
@@ -120,7 +121,7 @@ def evaluated_text(value: MeanStd | None) -> str:
 def status_text(row: ResultRow) -> str:
     """Return e.g. `2 completed, 1 failed, 1 diverged`."""
     counts = Counter(job.status for job in row.jobs)
-    parts = [row.status] if len(counts) == 1 else [f"{n} {status}" for status, n in counts.items()]
+    parts = [row.progress] if len(counts) == 1 else [f"{n} {status}" for status, n in counts.items()]
     parts += [f"{row.diverged} " * (len(row.jobs) > 1) + "diverged"] if row.diverged else []
     marks = {"extended": "extended", "continued by hand": "manual_overrides", "other data": "differs_from"}
     parts += [mark for mark, name in marks.items() if any(getattr(job, name) for job in row.jobs)]

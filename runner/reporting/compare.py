@@ -33,6 +33,7 @@ FACTS = {
     "torch": ("versions", "torch"),
     "host": ("", "host"),
 }
+BRANCH = "branched from"  # another fact
 MAX_PAGE_POINTS, MIN_CURVE_POINTS = 14_000, 12  # of all curves; of one curve
 MAX_CELLS = 12_000  # of the table of settings that differ
 # runs up to which a column per run is shown; on a terminal: settings that differ, characters of a value, of the first
@@ -68,6 +69,7 @@ class ComparedRun(Run):
         for title, (source, name) in FACTS.items():
             text = text_of((self.fields[source] if source else self.fields).get(name))
             found[title] = text[:10] if len(text) in (40, 64) and text.isalnum() else text or NO_VALUE
+        found[BRANCH] = "{} at step {:,}".format(*self.branched_from) if self.branched_from else NO_VALUE
         return found
 
 
@@ -97,7 +99,7 @@ class Comparison:
         """Settings, then facts, with more than one value: (key, value of each run)."""
         found = differing_values([run.values for run in self.runs])
         rows = [(key, [NO_VALUE if value is None else value for value in values]) for key, values in found.items()]
-        return sorted(rows, key=lambda row: row[0] in FACTS)
+        return sorted(rows, key=lambda row: row[0] in (*FACTS, BRANCH))
 
     @cached_property
     def best_labels(self) -> set[str]:
@@ -117,7 +119,10 @@ def read_comparison(folders: list[Path]) -> Comparison:
             f"run= with {len(folders)} runs",
             "name fewer runs",
         )
-    runs = [*map(ComparedRun.read, folders)]
+    return compare_runs([*map(ComparedRun.read, folders)])
+
+
+def compare_runs(runs: list[ComparedRun]) -> Comparison:
     _set_labels(runs)
     return Comparison(runs, _problem(runs), [*_notes(runs)])
 

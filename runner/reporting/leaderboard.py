@@ -1,5 +1,5 @@
 """The leaderboard of a sweep, as text for a terminal and as leaderboard.csv; the update of both files of the sweep
-directory; and the last lines of a sweep: its best points, how sure the winner is, and the commands that come next.
+directory; and the last lines of a sweep: its best points, how sure the best one is, and the commands that come next.
 """
 
 from __future__ import annotations
@@ -102,8 +102,11 @@ def leaderboard_text(folder: Path) -> str:
         text.append("")
     for job in explained:
         text.append(": ".join(filter(None, [job.label, with_note(job.status, job), job.reason])))
+    verdict = sweep_verdict(sweep)
     if sweep.problem:
         text += ["", f"no best job: {sweep.problem}"]
+    elif verdict.winner:
+        text += ["", f"{verdict.certainty} ({verdict.judged_on})" if verdict.judged_on else verdict.certainty]
     if best := sweep.best:
         text += ["", f"{with_note('best job', best)}: {sweep.job_command(best)}"]
         text += filter(None, [sweep.command_note(best)])
@@ -161,6 +164,8 @@ def describe_sweep_end(folder: Path) -> tuple[str, dict[str, Any]]:
         "job": verdict.job.name if verdict.job else None,
         "loss": verdict.winner.score.mean if verdict.winner and verdict.winner.score else None,
         "certainty": verdict.certainty,
+        "told_apart": verdict.is_sure,
+        "judged_on": verdict.judged_on,
         "ties": len(verdict.ties),
         "next": [arguments for arguments, _ in commands],
     }
@@ -170,9 +175,10 @@ def describe_sweep_end(folder: Path) -> tuple[str, dict[str, Any]]:
 def next_sweep_commands(sweep: SweepResults, verdict: SweepVerdict) -> list[tuple[list[str], str]]:
     """Return (arguments, purpose) of each command, as it is typed where this process was started."""
     commands = [
-        (verdict.train_longer, "train the winner longer"),
-        (verdict.repeat, ", ".join(filter(None, ["repeat the winner with three seeds", verdict.command_note]))),
-        *((edge.command, f"the {edge.side} {edge.key} won: extend its range") for edge in verdict.edges),
+        (verdict.transfer, "train the model of full width with this learning rate, which mup scales"),
+        (verdict.train_longer, "train the best point longer"),
+        (verdict.repeat, ", ".join(filter(None, ["repeat the best point with three seeds", verdict.command_note]))),
+        *((edge.command, f"the best point has the {edge.side} {edge.key}: extend its range") for edge in verdict.edges),
         (sweep.resume_command if sweep.is_unfinished else "", CONTINUE),
     ]
     return [(_typed_here(shlex.split(command)), purpose) for command, purpose in commands if command]
@@ -193,7 +199,7 @@ def _leaders(sweep: SweepResults, verdict: SweepVerdict) -> list[str]:
     keys, shown = sweep.shown_keys, sweep.rows[:MAX_LEADERS]
     table = [["", *keys, f"{sweep.ranked_by} loss", "status"]]
     for row in shown:
-        status = f"{row.status}, tied with the best" if row in verdict.ties else row.status
+        status = f"{row.status}, tied with the best" if row in verdict.ties else row.progress
         table.append([_rank(row), *(swept_text(row, key) for key in keys), loss_text(row.score), status])
     widths = [widest(cells) + 2 for cells in zip(*table, strict=True)]
     space = max(MIN_CELL, (LINE_WIDTH - widths[0] - sum(widths[-2:])) // max(1, len(keys)) - 2)
@@ -213,10 +219,10 @@ def _leaders(sweep: SweepResults, verdict: SweepVerdict) -> list[str]:
 def _rows(sweep: SweepResults, verdict: SweepVerdict) -> dict[str, str]:
     rows = {"jobs": sweep.status_counts()}
     if verdict.winner is not None and verdict.winner.score is not None:
-        rows["winner" if not verdict.ties else "best"] = (
+        rows["winner" if verdict.is_sure and sweep.status == "completed" else "best"] = (
             f"{verdict.name}, {sweep.ranked_by} loss {loss_text(verdict.winner.score)}"
         )
-    rows["certainty"] = verdict.certainty
+    rows |= {"certainty": verdict.certainty} | ({"judged on": verdict.judged_on} if verdict.judged_on else {})
     if verdict.job is not None and verdict.job.folder and verdict.job.model:
         rows["model"] = f"{display_path(sweep.folder / verdict.job.folder / 'model')} ({verdict.job.model})"
     return rows | {

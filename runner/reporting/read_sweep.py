@@ -6,11 +6,14 @@ A missing or damaged file leaves its values out and never raises.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from common.errors import Outcome
+from runner.config.overrides import key_of
 from runner.diagnostics.symptoms import finite_number
+from runner.engine.config import STOP_KEY
 from runner.inference.evaluate import current_evaluations
 from runner.reporting.metrics import count_number
 from runner.reporting.runs import (
@@ -23,12 +26,20 @@ from runner.reporting.runs import (
     sweep_status,
     typed,
 )
-from runner.reporting.sweep_results import JOB_STATUSES, LOSS_KINDS, JobResult, SweepResults, last_value, result_rows
+from runner.reporting.sweep_results import (
+    JOB_STATUSES,
+    KEEP,
+    LOSS_KINDS,
+    JobResult,
+    SweepResults,
+    last_value,
+    result_rows,
+)
 from runner.run_dir.best_job import SEED_KEY, model_score, parse_number
 from runner.run_dir.contents import parse_time
 from runner.run_dir.saved_config import OVERRIDES_FILE
 
-LR_KEY = "optimizer.lr"
+LR_KEY, SEEDS_KEY = "optimizer.lr", "sweep.seeds"
 DATA_KEY_PREFIXES = ("data", "stage", "experiment", "model")  # swept keys that change the training data or its rows
 ROW_DRAWS = ("data.system_prob", "data.empty_think_prob")  # settings by which the seed draws parts of the rows
 # Fields of a job in sweep.json and their defaults.
@@ -41,6 +52,9 @@ JOB_FIELDS = {
 def read_sweep_results(folder: Path) -> SweepResults:
     sweep, folders = read_sweep_file(folder), subfolders(folder)
     jobs = [_read_job(folder, typed(job, JOB_FIELDS), folders) for job in sweep["jobs"]]
+    if sweep["sweeper"] == "grid":  # no search decides about a job that train.stop_at has ended
+        for job in jobs:
+            job.status = "interrupted" if job.status == "paused" else job.status
     keys = dict.fromkeys([*map(str, sweep["swept"]), *(key for job in jobs for key in job.swept)])
     _compare_data(folder, jobs)
     ranked_by = next((kind for kind in LOSS_KINDS if any(kind in job.final for job in jobs)), "training")
@@ -54,7 +68,7 @@ def read_sweep_results(folder: Path) -> SweepResults:
         swept_keys=[key for key in keys if key != SEED_KEY],
         jobs=jobs,
         ranked_by=ranked_by,
-        rows=result_rows(jobs, ranked_by),
+        rows=result_rows(jobs, ranked_by, int(parse_number(last_value(shared, SEEDS_KEY) or "") or 0)),
         sweeper=sweep["sweeper"],
         scaled_keys=_set_trained_values(folder, jobs, shared),
         is_running=is_running,
@@ -83,8 +97,17 @@ def _read_job(sweep: Path, recorded: dict[str, Any], folders: set[str]) -> JobRe
         job.status, job.error, job.last_lines, recorded = status, "", [], typed({}, JOB_FIELDS)
     if job.status == "failed":
         job.error = job.error or fields["error"]
+    if job.status == "paused":
+        job.stop_at = parse_number(run.settings.get(STOP_KEY, "")) or 0.0
     earlier = sorted((run.folder / ".hydra").glob("history/*/overrides.yaml"))
-    job.launches = [read_override_list(path) for path in (*earlier, run.folder / OVERRIDES_FILE)]
+    launches = [read_override_list(path) for path in (*earlier, run.folder / OVERRIDES_FILE)]
+    # the rungs of a search are no settings of the job
+    job.launches = [[each for each in launch if key_of(each) != STOP_KEY] for launch in launches]
+    if run.branched_from:  # the settings of the trunk come with it
+        trunk, step = run.branched_from
+        given = {*read_override_list(Path(trunk) / OVERRIDES_FILE)}
+        start = [f"init_from={trunk}@step-{step}", KEEP]
+        job.launches = [[*(each for each in launch if each not in given), *start] for launch in job.launches]
     job.model, job.evaluation, job.evaluations = model_score(fields), fields["evaluation"], current_evaluations(fields)
     job.data_identity = fields["fingerprints"].get("data"), [file.get("read") for file in fields["data"]] or None
     job.started, job.ended = parse_time(recorded["started"]), parse_time(recorded["ended"])
@@ -98,6 +121,8 @@ def _read_job(sweep: Path, recorded: dict[str, Any], folders: set[str]) -> JobRe
 
 def _job_status(status: str, recorded: dict[str, Any], run: Run) -> str:
     """Return the status by run.json where it is newer: the sweep process was killed, or the job was continued by hand."""
+    if run.status == "paused" and status != "failed":
+        return run.status
     if run.fields["status"] == "running":
         return "running" if run.is_running else "interrupted" if status == "running" else status
     since = parse_time(recorded["started"] if status == "running" else recorded["ended"] or recorded["started"])
@@ -145,16 +170,23 @@ def _compare_data(folder: Path, jobs: list[JobResult]) -> None:
     Where the seed draws parts of the rows, fingerprints are compared among equal seeds only, and row counts among all.
     """
     first: dict[tuple, tuple[str, Any]] = {}  # what is equal in a group of jobs -> name and value of its first job
-    for job in jobs:
+    with_data = [
+        (job, tuple(sorted((key, value) for key, value in job.swept.items() if key.startswith(DATA_KEY_PREFIXES))))
+        for job in jobs
+        if job.data_identity[0] is not None and job.folder is not None
+    ]
+    known = {(point, str(job.data_identity[0])) for job, point in with_data}
+    counts = Counter(point for point, _ in known)
+    for job, point in with_data:
         fingerprint, rows = job.data_identity
-        if fingerprint is None or job.folder is None:
-            continue
-        point = tuple(sorted((key, value) for key, value in job.swept.items() if key.startswith(DATA_KEY_PREFIXES)))
-        settings = saved_settings(folder / job.folder)
-        # if the config cannot be read, no job is marked for its seed
-        seed_matters = any(parse_number(settings.get(key, "1")) != 0 for key in ROW_DRAWS)
-        seed = job.swept.get(SEED_KEY) if seed_matters else ""
+        seed = job.swept.get(SEED_KEY) if counts[point] > 1 and _seed_draws_rows(folder / str(job.folder)) else ""
         for group, value in ((("rows", point), rows), (("fingerprint", point, seed), fingerprint)):
             name, other = first.setdefault(group, (job.name, value))
             if None not in (value, other) and value != other:
                 job.differs_from = job.differs_from or name
+
+
+def _seed_draws_rows(run_dir: Path) -> bool:
+    """Return whether the rows of a run depend on its seed; of a config that cannot be read, too."""
+    settings = saved_settings(run_dir)
+    return any(parse_number(settings.get(key, "1")) != 0 for key in ROW_DRAWS)

@@ -139,6 +139,8 @@ class RunReport(Run):
         """Return the stage and what the run began from."""
         start = self.fields["init_from"]
         began = "from random weights" if start == "scratch" else f"from {start}" if start else ""
+        if branched := self.branched_from:
+            began = f"branched from {branched[0]} at step {branched[1]:,}"
         return [text for text in (self.fields["stage"], began) if text]
 
     @property
@@ -209,7 +211,7 @@ class RunReport(Run):
         elif self.status == "diverged" and lr:
             can_resume = bool(self.checkpoints) and (self.total_steps is None or self.step < self.total_steps)
             found = commands_after_divergence(self.folder, lr, self.overrides, can_resume)
-        elif self.status in ("interrupted", "failed"):
+        elif self.status in ("interrupted", "paused", "failed"):
             found = commands_to_continue(self.folder, bool(self.checkpoints))
         else:
             return []

@@ -18,11 +18,20 @@ from common.ownership import is_alive
 from common.settings import as_typed, flat_settings
 from runner.config.overrides import is_override_list, is_storable
 from runner.config.resolve import resolve_run
-from runner.reporting.metrics import Metrics, file_signature, read_job_metrics
-from runner.run_dir.contents import DEFAULT_METADATA, OWNER_FILE, RUN_FILE, SWEEP_FILE, is_sweep_dir, recorded_precision
+from runner.reporting.metrics import Metrics, count_number, file_signature, read_job_metrics
+from runner.run_dir.contents import (
+    DEFAULT_METADATA,
+    OWNER_FILE,
+    RUN_FILE,
+    SWEEP_FILE,
+    has_paused,
+    is_sweep_dir,
+    recorded_precision,
+)
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.saved_config import CONFIG_FILE, load_saved_config, load_yaml
 
+MAX_TRUNK = 1000  # characters of the path of the run that a branch continues
 STEP_DIGITS = 15  # of a number of steps
 MAX_JOBS = 10_000  # of one sweep
 REPORT_FILE = "report.html"
@@ -65,6 +74,13 @@ class Run:
         return [text_of(tag, 40) for tag in self.fields["tags"][:20] if isinstance(tag, str)]
 
     @property
+    def branched_from(self) -> tuple[str, int] | None:
+        """Return run directory and step of the checkpoint that the run continues; None: it is no branch."""
+        found = as_dict(self.fields["branched_from"])
+        step = count_number(found.get("step"))
+        return None if step is None else (text_of(found.get("run"), MAX_TRUNK), int(step))
+
+    @property
     def started(self) -> str:
         """When the run was first started: `started` of run.json is that of the newest attempt. The oldest of many
         attempts are not kept.
@@ -98,11 +114,13 @@ def typed(found: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, An
 
 def run_status(fields: Mapping[str, Any]) -> str:
     """Return the status of a run from the fields of its run.json: one without its process is interrupted, one that
-    diverged is named so.
+    diverged or paused is named so.
     """
     status = str(fields.get("status") or NO_STATUS)
     if status == "running" and not is_alive(fields):
         return "interrupted"
+    if has_paused(fields):
+        return "paused"
     return "diverged" if status == "failed" and fields.get("outcome") == "diverged" else status
 
 
@@ -200,9 +218,9 @@ def split_names(value: str) -> list[str]:
     return names
 
 
-def resolve_runs(value: str) -> list[Path]:
+def resolve_runs(value: str, setting: str = "run") -> list[Path]:
     """Return the run and sweep directories that `run=A,B,SWEEP` names, each once."""
-    return [*dict.fromkeys(resolve_run(name, "run") for name in split_names(value))]
+    return [*dict.fromkeys(resolve_run(name, setting) for name in split_names(value))]
 
 
 def expand_sweeps(folders: list[Path]) -> list[Path]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from runner.engine.config import STEP_SIZE_KEYS
-from runner.reporting.columns import swept_text, table_columns, with_note
+from runner.reporting.columns import Column, swept_text, table_columns, with_note
 from runner.reporting.page_kit import (
     RELOAD_SECONDS,
     loss_curve,
@@ -39,13 +40,15 @@ def sweep_page(sweep: SweepResults, is_final: bool = True) -> str:
     later = Importance(reason="it is calculated when the sweep ends, and by report.py")
     verdict, styles = sweep_verdict(sweep), row_styles(sweep)
     settings = [saved_settings(sweep.folder / job.folder) if job.folder else {} for job in sweep.jobs]
+    columns = [column for column in table_columns(sweep) if column.title]
     return render(
         "sweep",
         _data(sweep, styles, settings),
         sweep=sweep,
         progress=sweep_progress(sweep, time.time()),
         verdict=verdict,
-        columns=[column for column in table_columns(sweep) if column.title],
+        columns=columns,
+        folded=folded_columns(sweep, columns),
         styles=styles,
         pages={job.folder for job in sweep.jobs if job.folder and (sweep.folder / job.folder / REPORT_FILE).is_file()},
         # By step a job with large steps would seem better than one that is ranked above it at the same tokens.
@@ -57,6 +60,24 @@ def sweep_page(sweep: SweepResults, is_final: bool = True) -> str:
         swept_text=swept_text,
         with_note=with_note,
     )
+
+
+def folded_columns(sweep: SweepResults, columns: list[Column]) -> set[str]:
+    """Return the keys of the columns that add nothing: the values of all rows are equal or missing, or those of an
+    earlier column.
+    """
+    folded: set[str] = set()
+    kept: list[list[str]] = []
+    for column in columns if len(sweep.rows) > 1 else []:
+        cells = [[column.cell(line) for line in (row, *row.members)] for row in sweep.rows]
+        values = [*chain(*cells)]
+        is_repeated = any(all(value in ("", of) for value, of in zip(values, other, strict=True)) for other in kept)
+        is_equal = len({*values} - {""}) < 2 or not any(point for point, *_ in cells)
+        if column.key != "status" and (is_repeated or is_equal):
+            folded.add(column.key)
+        else:
+            kept.append(values)
+    return folded
 
 
 def _failed_jobs(sweep: SweepResults) -> list[tuple[JobResult, list[str], str]]:
@@ -72,14 +93,17 @@ def _failed_jobs(sweep: SweepResults) -> list[tuple[JobResult, list[str], str]]:
 
 @dataclass(frozen=True)
 class SweepProgress:
-    ended: int  # jobs: completed or failed
+    ended: int  # jobs: completed, paused or failed
     total: int
     remaining: str  # e.g. `about 00:10:00`; empty where it is not known
 
 
 def sweep_progress(sweep: SweepResults, now: float) -> SweepProgress:
     completed, running = ([job for job in sweep.jobs if job.status == status] for status in ("completed", "running"))
-    ended, trials = len(completed) + sum(job.status == "failed" for job in sweep.jobs), _planned_trials(sweep)
+    ended, trials = (
+        len(completed) + sum(job.status in ("failed", "paused") for job in sweep.jobs),
+        _planned_trials(sweep),
+    )
     total = max(len(sweep.jobs), trials or 0)
     seconds = _remaining_seconds(completed, running, total - ended - len(running), now)
     is_known = sweep.status == "running" and (sweep.sweeper != "optuna" or trials is not None)
@@ -118,13 +142,14 @@ def _data(sweep: SweepResults, styles: list[str], settings: list[dict[str, str]]
     """Return what the scripts of the page draw, of bounded size."""
     row_of = {id(job): index for index, row in enumerate(sweep.rows) for job in row.jobs}
     curves = sum(bool(len(curve)) for job in sweep.jobs for curve in (job.metrics.train, job.metrics.eval))
+    first = min((job.started for job in sweep.jobs if job.started), default=0.0)
     limit = max(MIN_POINTS, min(POINTS_PER_CURVE, POINTS_PER_PAGE // max(1, curves)))
     return {
         "id": sweep.folder.name,
         "loss": sweep.ranked_by,
         "keys": [{"key": key, "values": sorted_values(sweep, key)} for key in sweep.compared_keys],
         "rows": [_row(row, style) for row, style in zip(sweep.rows, styles, strict=True)],
-        "jobs": [_job(sweep, job, row_of[id(job)], limit) for job in sweep.jobs],
+        "jobs": [_job(sweep, job, row_of[id(job)], limit, first) for job in sweep.jobs],
         "settings": _differing_settings(settings),
         "written": int(time.time()),
         "stale": SWEEP_STALE_SECONDS,
@@ -146,7 +171,8 @@ def row_styles(sweep: SweepResults) -> list[str]:
 
 
 def _row(row: ResultRow, style: str) -> dict[str, Any]:
-    return {
+    rung = {"paused": row.progress} if row.status == "paused" else {}
+    return rung | {
         "label": row.label,
         "style": style,
         "rank": row.rank,
@@ -154,18 +180,26 @@ def _row(row: ResultRow, style: str) -> dict[str, Any]:
     }
 
 
-def _job(sweep: SweepResults, job: JobResult, row: int, limit: int) -> dict[str, Any]:
-    return {
+def _job(sweep: SweepResults, job: JobResult, row: int, limit: int, first: float) -> dict[str, Any]:
+    optional = {"label": job.label if job.label != sweep.rows[row].label else None, "span": _span(job, first)}
+    return {name: value for name, value in optional.items() if value} | {
         "name": job.name,
-        "label": job.label,
         "row": row,
-        "status": "diverged" if job.diverged else job.status,
+        "status": job.shown_status,
         "values": [job.swept.get(key) for key in sweep.compared_keys],
         "loss": short_number(job.score(sweep.ranked_by)) if job.status == "completed" and not job.diverged else None,
         "lowest": short_number(job.overfitting[0].step) if job.overfitting else None,
         "train": loss_curve(job.metrics.train, limit, CURVE_DIGITS),
         "eval": loss_curve(job.metrics.eval, limit, CURVE_DIGITS),
     }
+
+
+def _span(job: JobResult, first: float) -> list[float | int | None] | None:
+    """Return the seconds from `first` to the start and to the end of the newest attempt; None where they are not known."""
+    ended = job.ended or (time.time() if job.status == "running" else None)
+    if not job.started or not ended or ended < job.started:
+        return None
+    return [short_number(round(at - first, 1)) for at in (job.started, ended)]
 
 
 def _differing_settings(settings: list[dict[str, str]]) -> dict[str, Any]:

@@ -1,21 +1,15 @@
 """Results of a sweep: one `JobResult` per job, one `ResultRow` per grid point (all jobs that differ only in their
 seed), ranked in `SweepResults`.
-
-Intervals are Student's t over seeds, Welch's for the difference of two means. Standard library only.
-
-Sources: Student (1908), The probable error of a mean; Welch (1947), The generalization of Student's problem.
 """
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import math
 import shlex
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +17,15 @@ from common.hub import parse_hub_name
 from common.paths import command_line
 from runner.config.overrides import PATH_KEYS, PLUGINS_KEY, SEARCHPATH_KEY, is_storable, key_of
 from runner.diagnostics.symptoms import Evaluation
+from runner.engine.optim.mup import WIDTH_KEYS
 from runner.reporting.metrics import Metrics
+from runner.reporting.statistics import MeanStd, is_different, level_of_look, mean_std, shared_level
 from runner.run_dir.best_job import SEED_KEY, ModelScore, comparison_problem, point_of, swept_sort_key
 
 # of evaluations on validation data, on training rows, and of a training step
 LOSS_KINDS = ("validation", "training-rows", "training")
-JOB_STATUSES = ("completed", "running", "interrupted", "failed", "new")  # in the order of the rows
-LEVEL = 0.95  # of all intervals
-INTERVALS = 4000  # of the midpoint rule
+JOB_STATUSES = ("completed", "paused", "running", "interrupted", "failed", "new")  # in the order of the rows
+KEEP = "keep=optimizer"  # of a branch, whose seed is that of its trunk
 SWEEP_ONLY_KEYS = ("hydra.", "hydra/", "sweep.")  # prefixes of overrides which a job has no use for when it runs alone
 
 
@@ -63,6 +58,7 @@ class JobResult:
     diverged: bool = False
     folder: str | None = None  # name of the run directory in the sweep directory; None if the name leads out of it
     launches: list[list[str]] = field(default_factory=lambda: [[]])  # overrides of each launch, the first one first
+    stop_at: float = 0.0  # share of its steps at which the search has paused the job
     data_identity: tuple[Any, Any] = (None, None)  # fingerprint of the training data; rows of each file
     started: float | None = None  # of its newest attempt, by sweep.json, in seconds since 1970
     ended: float | None = None
@@ -71,6 +67,11 @@ class JobResult:
     @property
     def label(self) -> str:
         return point_label(self.swept) or self.name
+
+    @property
+    def shown_status(self) -> str:
+        """The status, or `diverged` for a job that has ended so, whether completed or failed."""
+        return "diverged" if self.diverged and self.status in ("completed", "failed") else self.status
 
     @property
     def manual_overrides(self) -> list[str]:
@@ -93,8 +94,8 @@ class JobResult:
 
     def score(self, kind: str) -> float | None:
         """Return the loss that the job is ranked by: that of the weights in model/; before it has one, the best so far."""
-        if kind == "training":
-            return self.final.get(kind)  # of one step: not ranked
+        if kind == "training" or self.status == "paused":
+            return self.final.get(kind)  # of one step: not ranked; of a rung
         if self.model is not None and self.model.loss is not None:
             return self.model.loss
         return self.best[kind][0] if kind in self.best else None
@@ -118,15 +119,6 @@ class JobResult:
 
 
 @dataclass
-class MeanStd:
-    """Mean and sample standard deviation over `n` jobs."""
-
-    mean: float
-    deviation: float | None  # None if n is 1
-    n: int
-
-
-@dataclass
 class ResultRow:
     """One row of the leaderboard: a grid point, or one of its jobs (see `members`)."""
 
@@ -144,12 +136,27 @@ class ResultRow:
     seconds: float | None  # of training, over all attempts
     tokens_per_second: float | None
     diverged: int  # number of jobs
-    rank: int | None = None  # from 1; None for a row that is not ranked and for members
+    # from 1, which all rows share that are not told apart from the first; None for a row that is not ranked and for
+    # members
+    rank: int | None = None
+    differs: bool | None = (
+        None  # of a ranked row: whether it differs from the first by more than chance; None: not known
+    )
     members: list[ResultRow] = field(default_factory=list)  # one per job, if there are several
 
     @property
     def label(self) -> str:
         return point_label(self.overrides) or "all seeds"
+
+    @property
+    def progress(self) -> str:
+        """The status, with the share of the steps of a paused row: `paused at 1/4`."""
+        share = Fraction(self.stop_at).limit_denominator(1000)
+        return f"paused at {share}" if self.status == "paused" and share else self.status
+
+    @property
+    def stop_at(self) -> float:
+        return min(job.stop_at for job in self.jobs)
 
     @property
     def is_ranked(self) -> bool:
@@ -203,8 +210,11 @@ class SweepResults:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether `resume=` would run a job. A diverged job would diverge again and is not repeated."""
-        return self.status != "completed" and (not self.jobs or any(map(_would_run, self.jobs)))
+        """Whether `resume=` would run a job. A diverged job would diverge again and is not repeated; paused ones go on
+        unless the search has ended.
+        """
+        jobs = [job for job in self.jobs if job.status != "paused" or self.status != "failed"]
+        return self.status != "completed" and (not self.jobs or any(map(_would_run, jobs)))
 
     @property
     def resume_command(self) -> str:
@@ -217,12 +227,17 @@ class SweepResults:
         Overrides that name code or a hub are left out: the files of the sweep may be of unknown origin. `command_note`
         names them.
         """
-        own = [
-            override
-            for override in self._overrides_of(job)
-            if not _names_code_or_hub(override) and not override.lstrip("+").startswith(SWEEP_ONLY_KEYS)
-        ]
-        return shlex.join([*command_line("train"), *own])
+        return own_train_command(self._overrides_of(job))
+
+    def transfer_command(self, job: JobResult) -> str:
+        """Return the command that trains the model that sweep.transfer has made narrow, with the settings of `job`;
+        empty without sweep.transfer.
+        """
+        if last_value(self.shared_overrides, "sweep.transfer") != "mup":
+            return ""
+        wide = [override for override in self.shared_overrides if key_of(override) in WIDTH_KEYS]
+        own = [argument for argument in shlex.split(self.job_command(job)) if key_of(argument) not in WIDTH_KEYS]
+        return shlex.join([*own, *wide])
 
     def command_note(self, job: JobResult) -> str:
         """Return which overrides `job_command` leaves out because they name code or a hub; empty for none."""
@@ -238,11 +253,25 @@ class SweepResults:
         return [override for override in overrides if is_storable(override)]
 
     def status_counts(self) -> str:
-        """Return e.g. `4 jobs: 3 completed, 1 failed`."""
-        counts = {status: sum(job.status == status for job in self.jobs) for status in JOB_STATUSES}
+        """Return e.g. `4 jobs: 2 completed, 1 failed, 1 diverged`."""
+        counts = {
+            status: sum(job.shown_status == status for job in self.jobs) for status in (*JOB_STATUSES, "diverged")
+        }
         return f"{len(self.jobs)} job{'s' * (len(self.jobs) != 1)}: " + ", ".join(
             f"{n} {status}" for status, n in counts.items() if n
         )
+
+
+def own_train_command(overrides: list[str], *more: str) -> str:
+    """Return the command that trains a run with `overrides`, without those of sweeps, and those that name code or a
+    hub.
+    """
+    own = [
+        override
+        for override in overrides
+        if not _names_code_or_hub(override) and not override.lstrip("+").startswith(SWEEP_ONLY_KEYS)
+    ]
+    return shlex.join([*command_line("train"), *own, *more])
 
 
 def _would_run(job: JobResult) -> bool:
@@ -268,46 +297,10 @@ def ranking_problem(jobs: list[JobResult], ranked_by: str) -> str | None:
     return f"the jobs were judged {problem}" if problem else None
 
 
-# --- rows and intervals -------------------------------------------------------------------------------------------------
+# --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def mean_interval(value: MeanStd) -> tuple[float, float] | None:
-    """Return the t interval of a mean; None for one value, whose deviation is not known."""
-    if value.deviation is None:
-        return None
-    half = t_quantile(value.n - 1) * value.deviation / math.sqrt(value.n)
-    return value.mean - half, value.mean + half
-
-
-def difference_interval(first: MeanStd, second: MeanStd) -> tuple[float, float] | None:
-    """Return Welch's interval of `second.mean - first.mean`; None where one of them is a single value."""
-    if first.deviation is None or second.deviation is None:
-        return None
-    variances = [value.deviation**2 / value.n for value in (first, second) if value.deviation is not None]
-    difference, variance = second.mean - first.mean, sum(variances)
-    if not variance > 0:  # e.g. the seed changes nothing that is trained
-        return difference, difference
-    degrees = variance**2 / sum(part**2 / (value.n - 1) for part, value in zip(variances, (first, second), strict=True))
-    half = t_quantile(max(1.0, math.floor(10 * degrees) / 10)) * math.sqrt(variance)
-    return difference - half, difference + half
-
-
-@lru_cache(maxsize=1024)
-def t_quantile(degrees: float) -> float:
-    """Return t with P(|T| <= t) = LEVEL for Student's T with `degrees` (>= 1, any real number) degrees of freedom; its
-    relative error is below 1e-5.
-
-    With T = sqrt(degrees) * tan(a) the density of a is proportional to cos(a) ** (degrees - 1) on (-pi/2, pi/2).
-    """
-    step = min(math.pi / 2, 12 / math.sqrt(degrees)) / INTERVALS  # beyond 12 / sqrt(degrees) it is below exp(-71)
-    density = (math.cos(step * (index + 0.5)) ** (degrees - 1) for index in range(INTERVALS))
-    sums = [*itertools.accumulate(density, initial=0.0)]
-    index = bisect.bisect_left(sums, LEVEL * sums[-1])
-    share = (LEVEL * sums[-1] - sums[index - 1]) / (sums[index] - sums[index - 1])
-    return math.sqrt(degrees) * math.tan(step * (index - 1 + share))
-
-
-def result_rows(jobs: Iterable[JobResult], ranked_by: str) -> list[ResultRow]:
+def result_rows(jobs: Iterable[JobResult], ranked_by: str, planned_seeds: int = 0) -> list[ResultRow]:
     """Return one row per grid point, best first, with one member row per job where a point has several."""
     jobs = list(jobs)
     is_comparable = ranking_problem(jobs, ranked_by) is None
@@ -316,10 +309,32 @@ def result_rows(jobs: Iterable[JobResult], ranked_by: str) -> list[ResultRow]:
         points.setdefault(point_of(job.swept), []).append(job)
     rows = [aggregate_row(members, ranked_by) for members in points.values()]
     rows.sort(key=_sort_key)
-    for position, row in enumerate(rows, start=1):
-        row.rank = position if row.is_ranked and is_comparable else None
+    ranked = [row for row in rows if row.is_ranked and is_comparable]
+    for position, row in enumerate(ranked, start=1):
+        row.differs = differs_from_best(row, ranked, planned_seeds)
+        is_tied = row.differs is False and all(each.rank == 1 for each in ranked[: position - 1])
+        row.rank = 1 if is_tied else position
+    for row in rows:
         row.members = [aggregate_row([job], ranked_by) for job in row.jobs] if len(row.jobs) > 1 else []
     return rows
+
+
+def differs_from_best(row: ResultRow, ranked: list[ResultRow], planned_seeds: int) -> bool | None:
+    """Whether the loss of a ranked row differs from that of the first by more than chance; None where a row has one
+    seed, and the losses are not equal.
+
+    The level is shared by the rows with several seeds, and by the looks of `sweep.seeds`.
+    """
+    best = ranked[0].score
+    assert row.score and best
+    if row.score.mean == best.mean:
+        return False
+    if (seeds := min(row.score.n, best.n)) < 2:
+        return None
+    looks = max(1, planned_seeds - 1)
+    level = level_of_look(looks, min(seeds - 1, looks))
+    comparisons = sum(each.score is not None and each.score.n > 1 for each in ranked) - 1
+    return is_different(best, row.score, shared_level(comparisons, level))
 
 
 def aggregate_row(jobs: list[JobResult], ranked_by: str) -> ResultRow:
@@ -350,18 +365,10 @@ def aggregate_row(jobs: list[JobResult], ranked_by: str) -> ResultRow:
 
 
 def _sort_key(row: ResultRow) -> tuple:
-    """Ranked rows by the loss of their models; then diverged, running, interrupted, failed and new ones."""
+    """Ranked rows by the loss of their models; then diverged, paused (by rung and loss there), running, interrupted, failed and new ones."""
     score = row.score.mean if row.score else math.inf
-    return (JOB_STATUSES.index(row.status), row.diverged > 0, score, swept_sort_key(row.overrides))
-
-
-def mean_std(values: Iterable[float | None]) -> MeanStd | None:
-    """Return mean and deviation of the values that are known and finite; None if there are none."""
-    present = [value for value in values if value is not None and value < math.inf]
-    if not present:
-        return None
-    deviation = statistics.stdev(present) if len(present) > 1 else None
-    return MeanStd(statistics.fmean(present), deviation, len(present))
+    rung = -row.stop_at if row.status == "paused" else 0
+    return (JOB_STATUSES.index(row.status), row.diverged > 0, rung, score, swept_sort_key(row.overrides))
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -1,4 +1,4 @@
-"""What a sweep says at its end: the winner, how sure that is, whether it is at the edge of a range, the commands that
+"""What a sweep says at its end: the best point, how sure that is, whether it is at the edge of a range, the commands that
 come next; the effect of each swept setting, and which settings explain the differences of the loss.
 
 The effect of a setting: mean, spread and best loss of the points with each of its values. Which settings explain the
@@ -20,16 +20,15 @@ from common.errors import UserError, one_line
 from common.paths import command_line
 from runner.reporting.columns import loss_text
 from runner.reporting.runs import longer_override, saved_settings
+from runner.reporting.statistics import MeanStd, mean_std
 from runner.reporting.sweep_results import (
+    KEEP,
     JobResult,
-    MeanStd,
     ResultRow,
     SweepResults,
-    difference_interval,
-    mean_std,
     point_label,
 )
-from runner.run_dir.best_job import SEED_KEY, parse_number
+from runner.run_dir.best_job import SEED_KEY, fewest_rows, parse_number
 from runner.run_dir.saved_config import load_literal_config
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ MAX_VALUES = 40  # of the table of a setting; with more, of a study, the chart a
 
 @dataclass(frozen=True)
 class RangeEdge:
-    """The winner has the lowest or highest value of a swept setting: a better one may lie outside of the range."""
+    """The best point has the lowest or highest value of a swept setting: a better one may lie outside of the range."""
 
     key: str
     value: str
@@ -51,17 +50,20 @@ class RangeEdge:
     command: str  # sweeps the next value outside; empty where there is none that the setting allows
 
     def __str__(self) -> str:
-        return f"the winner has the {self.side} {self.key} of the sweep ({self.value}): a better one may be outside of the range"
+        return f"the best point has the {self.side} {self.key} of the sweep ({self.value}): a better one may be outside of the range"
 
 
 @dataclass(frozen=True)
 class SweepVerdict:
-    winner: ResultRow | None  # None: no point is ranked
+    winner: ResultRow | None  # the point with the lowest loss; None: no point is ranked
     job: JobResult | None  # of the winner: that with the lowest loss
     certainty: str  # a sentence: how sure it is that the winner is better than the others, or why there is none
     ties: list[ResultRow] = field(default_factory=list)  # ranked points whose difference to the winner may be chance
+    is_sure: bool = False  # whether the winner differs from every other point by more than chance
+    judged_on: str = ""  # e.g. `90 validation rows, 3 seeds per point`
     train_longer: str = ""  # command line that trains `job` further; empty where a resume would end at once
     repeat: str = ""  # command line that repeats the winner with three seeds; empty where the sweep has seeds
+    transfer: str = ""  # command line that trains the wide model of sweep.transfer
     command_note: str = ""  # what the commands of the winner leave out of its overrides
     edges: list[RangeEdge] = field(default_factory=list)
 
@@ -75,50 +77,62 @@ def sweep_verdict(sweep: SweepResults) -> SweepVerdict:
     job = sweep.best
     if job is None:
         unranked = "no point has all of its jobs completed and evaluated" if sweep.jobs else "the sweep has no jobs"
-        return SweepVerdict(None, None, f"no winner: {sweep.problem or unranked}")
+        return SweepVerdict(None, None, f"no winner: {sweep.problem or unranked}", judged_on=_judged_on(sweep))
     ranked = [row for row in sweep.rows if row.rank is not None]
-    ties = [row for row in ranked[1:] if is_tied(ranked[0], row)]
-    has_seeds = len(ranked[0].jobs) > 1
+    ties = [row for row in ranked[1:] if row.rank == 1]
+    unknown = [row for row in ranked[1:] if row.rank != 1 and not row.differs]
+    has_seeds, is_branch = len(ranked[0].jobs) > 1, KEEP in job.launches[-1]
     return SweepVerdict(
         winner=ranked[0],
         job=job,
-        certainty=_certainty(sweep, ranked, ties),
+        certainty=_certainty(sweep, ranked, ties, unknown),
         ties=ties,
+        is_sure=len(ranked) > 1 and not ties and not unknown,
+        judged_on=_judged_on(sweep),
         train_longer=_train_longer(sweep, job),
-        repeat="" if has_seeds or len(ranked) < 2 else f"{sweep.job_command(job)} --multirun seed=1,2,3",
+        repeat="" if has_seeds or len(ranked) < 2 or is_branch else f"{sweep.job_command(job)} --multirun seed=1,2,3",
+        transfer=sweep.transfer_command(job),
         command_note=sweep.command_note(job),
-        edges=[edge for key in sweep.swept_keys if (edge := _range_edge(sweep, ranked[0], key))],
+        # not while tied: another point may be the best one
+        edges=[edge for key in sweep.swept_keys if not ties and (edge := _range_edge(sweep, ranked[0], key))],
     )
 
 
-def is_tied(winner: ResultRow, other: ResultRow) -> bool:
-    """Whether the difference of the two losses may be chance: 0 is in its interval, or they are equal.
+def _judged_on(sweep: SweepResults) -> str:
+    """Return on how many rows and seeds the completed points are judged; empty before the first."""
+    rows = [row for row in sweep.rows if row.score and row.status == "completed"]
+    seeds = sorted({row.score.n for row in rows if row.score})
+    count = fewest_rows(job.evaluation for row in rows for job in row.jobs)
+    kind = {"training-rows": "training"}.get(sweep.ranked_by, sweep.ranked_by)
+    numbers = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else "".join(map(str, seeds))
+    per_point = f"{numbers} seed{'s' * (seeds != [1])} per point" if seeds else ""
+    return ", ".join(filter(None, [f"{count} {kind} row{'s' * (count > 1)}" if count else "", per_point]))
 
-    Unknown for points of one job each.
-    """
-    if winner.score is None or other.score is None:
-        return False
-    interval = difference_interval(winner.score, other.score)
-    return other.score.mean == winner.score.mean if interval is None else interval[0] <= 0
 
-
-def _certainty(sweep: SweepResults, ranked: list[ResultRow], ties: list[ResultRow]) -> str:
+def _certainty(sweep: SweepResults, ranked: list[ResultRow], ties: list[ResultRow], unknown: list[ResultRow]) -> str:
     unfinished = sum(row.status in ("running", "interrupted", "new") for row in sweep.rows)
     suffix = f"; {unfinished} of {len(sweep.rows)} points are not finished" if unfinished else ""
+    if paused := sum(row.status == "paused" for row in sweep.rows):
+        suffix += f"; {paused} of {len(sweep.rows)} points are paused, others had lower losses there"
+    if len(ranked) == 1 and paused:
+        return f"the only point that was trained to its end{suffix}"
     if len(ranked) == 1:
         return f"only one point has a result: there is nothing to compare it with{suffix}"
     first, second = ranked[0].score, ranked[1].score
     assert first and second
     others = f"{len(ties)} other point{'s' * (len(ties) != 1)}"
     gap = f"{second.mean - first.mean:.4f} below the second best ({point_label(ranked[1].overrides)}: {loss_text(second)})"
-    if difference_interval(first, second) is None:
-        if ties:
-            return f"no winner: {others} {'has' if len(ties) == 1 else 'have'} the same loss{suffix}"
-        return f"{gap}; one seed per point: how much of that is chance is not known{suffix}"
+    if ties and first.deviation is None:
+        return f"no winner: {others} {'has' if len(ties) == 1 else 'have'} the same loss{suffix}"
     if ties:
         names = ", ".join(point_label(row.overrides) for row in ties[:3]) + (" ..." if len(ties) > 3 else "")
         return f"no clear winner: {others} ({names}) {'does' if len(ties) == 1 else 'do'} not differ from the best at 95 % over {first.n} seeds{suffix}"
-    return f"{gap}; better than every other point at 95 % over {first.n} seeds (Welch's t interval of each difference){suffix}"
+    if len(unknown) == len(ranked) - 1:
+        return f"{gap}; one seed per point: how much of that is chance is not known{suffix}"
+    compared = "every other point"
+    if unknown:
+        compared = f"the {len(ranked) - 1 - len(unknown)} of {len(ranked) - 1} other points with enough seeds"
+    return f"{gap}; better than {compared} at 95 % over {first.n} seeds (Welch's t interval of each difference){suffix}"
 
 
 def _train_longer(sweep: SweepResults, job: JobResult) -> str:

@@ -118,7 +118,7 @@ def fewest_rows(evaluations: Iterable[Any]) -> int:
     """Return the smallest number of rows that a run was judged on; 0 if none is known."""
     return min(
         (
-            rows
+            max(1, rows)
             for evaluation in evaluations
             if isinstance(evaluation, dict) and isinstance(rows := evaluation.get("rows"), int)
         ),

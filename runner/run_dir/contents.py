@@ -202,7 +202,7 @@ MAX_JSON_BYTES = 16 << 20  # bytes; larger JSON files are not read
 RUN_STATUSES = ("new", "running", "interrupted", "failed", "completed")
 DEFAULT_METADATA: dict[str, Any] = {
     "status": "new",
-    "outcome": None,  # how the last attempt ended: completed, interrupted, diverged, failed
+    "outcome": None,  # how the last attempt ended: completed, interrupted, paused, diverged, failed
     "attempt": 0,  # launches that began to train in this directory
     "step": 0,  # optimizer steps
     "tokens": 0,
@@ -217,6 +217,7 @@ DEFAULT_METADATA: dict[str, Any] = {
     "tags": [],
     "note": "",
     "init_from": None,
+    "branched_from": None,  # run, step and checksum of the checkpoint whose state a branch has continued
     "tokenizer_source": None,  # folder that tokenizer/ was copied from
     "evaluation": None,  # what identifies the evaluation rows
     "export": None,  # the weights in model/: best or last, step, evaluation loss
@@ -230,7 +231,7 @@ DEFAULT_METADATA: dict[str, Any] = {
 # first
 FIELD_TYPES = {name: type(value) for name, value in DEFAULT_METADATA.items() if value is not None} | {
     "outcome": str, "error": str, "degraded": str, "init_from": str, "tokenizer_source": str, "evaluation": dict, "export": dict, "id": str,
-    "checkpoint": str, "stage": str, "model": str, "changed": list, "tracker_id": str, "attempts": list, "loss_tokens": int,
+    "checkpoint": str, "stage": str, "model": str, "changed": list, "tracker_id": str, "branched_from": dict, "attempts": list, "loss_tokens": int,
 }  # fmt: skip
 
 
@@ -241,6 +242,11 @@ def has_started(fields: Mapping[str, Any]) -> bool:
 
 def has_diverged(fields: Mapping[str, Any]) -> bool:
     return fields.get("outcome") == Outcome.DIVERGED
+
+
+def has_paused(fields: Mapping[str, Any]) -> bool:
+    """Return whether train.stop_at has ended the run."""
+    return fields.get("status") == "interrupted" and fields.get("outcome") == Outcome.PAUSED
 
 
 def exported_loss(fields: Mapping[str, Any]) -> float | str | None:

@@ -47,6 +47,7 @@ from runner.run_dir.lock import RunLock, acquire_dir, acquire_rank, unusable_err
 
 MAX_ATTEMPTS = 200  # newest attempts that run.json keeps
 RECORDED_AT_THE_END = ("outcome", "error", "ended", "step")  # fields of run.json that its newest attempt gets, too
+STATUS_OF_OUTCOME = {Outcome.DIVERGED: Outcome.FAILED, Outcome.PAUSED: Outcome.INTERRUPTED}  # others: the same
 MAX_ERROR = 4_000  # characters of an error that are recorded: its beginning and its end
 
 
@@ -170,6 +171,10 @@ class RunMetadata:
     def attempt(self) -> int:
         return self.fields["attempt"]
 
+    def adopt(self, fields: Mapping[str, Any]) -> None:
+        """Begin with the `fields` of another run, which `record_created` writes."""
+        self.fields = {**self.fields, **to_json(fields)}
+
     def record_created(self) -> None:
         """Write the first run.json, from which on the directory is a run: its settings are stored, so that `resume=`
         continues it after a kill.
@@ -263,9 +268,9 @@ class RunMetadata:
     def finish(self, outcome: Outcome, error: str | None = None, **fields: Any) -> None:
         """End this attempt with `outcome`.
 
-        The status of a diverged run is `failed`. Raises TrainingError if the disk refuses.
+        The status of a diverged run is `failed`, that of a paused one `interrupted`. Raises TrainingError if the disk refuses.
         """
-        status = Outcome.FAILED if outcome == Outcome.DIVERGED else outcome
+        status = STATUS_OF_OUTCOME.get(outcome, outcome)
         if error is not None and len(error) > MAX_ERROR:  # the command line of a compiler, say
             error = f"{error[: MAX_ERROR // 2]} ... {error[-MAX_ERROR // 2 :]}"
         changed = {"status": status, "outcome": outcome, "error": error, "ended": timestamp(), **fields}

@@ -23,16 +23,9 @@ from data.tokenize.tokenizer import Tokenizer
 from runner.inference.generation import Answer, Score
 
 # Fields that clients send and that change no answer of any server
-HARMLESS = (
-    "user",
-    "store",
-    "metadata",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "prediction",
-)
+HARMLESS = """
+    user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction
+""".split()
 NEUTRAL: tuple[Any, ...] = (False, 0, "", [], {}, "auto", "none")  # values of other fields that ask for nothing
 ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),

@@ -22,7 +22,9 @@ from common.paths import REPO_ROOT
 from common.settings import check_at_least, check_choice, check_installed
 from runner.engine.device.cpu import THREADS_ENV, available_cores
 from runner.launch import subprocesses
+from runner.launch.fork_server import ForkedProcess, ForkServer, ServerLostError
 from runner.launch.signals import handled_signals
+from runner.run_dir.lock import is_locked
 
 CONSOLE_LOG = "console.log"  # output of a job, all its attempts; in its run directory
 
@@ -85,7 +87,12 @@ def failed_exit(error: Exception, prefix: str) -> JobExit:
 def start_job(command: list[str], env: dict[str, str], log: Path) -> subprocess.Popen:
     """Start `python *command` with its output in `log`."""
     with open_append(log) as out:
-        return subprocesses.spawn(command, subprocesses.child_env() | {"PYTHONUNBUFFERED": "1"} | env, out.fileno())
+        return subprocesses.spawn(command, job_env(env), out.fileno())
+
+
+def job_env(env: dict[str, str]) -> dict[str, str]:
+    """Return the whole environment of a job that adds `env`."""
+    return subprocesses.child_env() | {"PYTHONUNBUFFERED": "1"} | env
 
 
 def run_job(command: list[str], env: dict[str, str], log: Path) -> tuple[int, list[int]]:
@@ -144,27 +151,47 @@ class LocalBackend(Backend):
                 fix,
             )
         self._free = make_slots(self.workers, self.devices)
+        self._forks = ForkServer()
         self.capacity = len(self._free)
 
     def submit(self, run_dir: Path, command: list[str], env: dict[str, str]) -> LocalJob:
         slot = self._free.pop(0)
-        return LocalJob(start_job(command, env | slot, run_dir / CONSOLE_LOG), slot)
+        env = env | slot
+        with open_append(run_dir / CONSOLE_LOG) as out:
+            process = self._forks.start(command, job_env(env), out.fileno())
+        return LocalJob(process or start_job(command, env, run_dir / CONSOLE_LOG), slot, run_dir, command, env)
 
     def poll(self, handle: LocalJob) -> JobExit | None:
-        code = handle.process.poll()
+        try:
+            code = handle.process.poll()
+        except ServerLostError:  # the job saves; it continues as a process of its own
+            code = None
+            if not is_locked(handle.run_dir):
+                if handle.is_canceled:
+                    code = INTERRUPTED
+                else:
+                    handle.process = start_job(handle.command, handle.env, handle.run_dir / CONSOLE_LOG)
         if code is None:
             return None
         self._free.append(handle.slot)
         return JobExit(code)
 
     def cancel(self, handle: LocalJob) -> None:
+        handle.is_canceled = True
         handle.process.terminate()
+
+    def close(self) -> None:
+        self._forks.close()
 
 
 @dataclass
 class LocalJob:
-    process: subprocess.Popen
+    process: subprocess.Popen | ForkedProcess
     slot: dict[str, str]
+    run_dir: Path
+    command: list[str]
+    env: dict[str, str]
+    is_canceled: bool = False
 
 
 def make_slots(workers: int | None, devices: Sequence[Any] | None) -> list[dict[str, str]]:

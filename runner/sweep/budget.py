@@ -6,16 +6,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 from common.errors import UserError, print_note
+from models.families.decoder import DecoderConfig
 from runner.engine.config import STEP_SIZE_KEYS, Config
+from runner.engine.optim.config import check_mup
+from runner.engine.optim.mup import WIDTH_KEYS
 
 ROW_LENGTH_KEYS = ("data.max_length", "data.packing", "data.path", "stage.data_format")
 FINAL_EVAL_ROWS = 256  # train.final_eval_rows of jobs that do not evaluate
 TOLERANCE = 0.01  # relative difference of the rows or tokens of two jobs that rounding may leave without a warning
+MIN_TRANSFER_WIDTH = 64  # hidden size of the narrow models of sweep.transfer without optimizer.mup_base_width
 # Counted in steps: they shrink where a step grows, so that the curves of all jobs have their points at the same tokens.
 INTERVAL_KEYS = (
     "train.log_every",
@@ -183,6 +187,47 @@ def evaluation_overrides(config: Config) -> dict[str, str]:
     the last step would be luck.
     """
     return {} if config.evaluates or config.train.final_eval_rows else {"train.final_eval_rows": str(FINAL_EVAL_ROWS)}
+
+
+def transfer_overrides(config: Config, swept: Iterable[str]) -> dict[str, str]:
+    """Return the overrides that give a job the narrow version of its model that sweep.transfer asks for: heads and MLP
+    as much smaller as the hidden size, at least one key/value head.
+
+    Raises UserError where there is none, or where its learning rate would not be that of the model.
+    """
+    model, base, initial = config.model, config.optimizer.mup_base_width, config.init_from
+    if config.sweep.transfer == "none":
+        return {}
+    if initial != "scratch" and (initial != "auto" or config.stage.init_from_stage):
+        raise UserError(
+            f"sweep.transfer=mup trains narrow models from random weights, the jobs start from init_from={initial}",
+            f"sweep.transfer=mup stage={config.stage.name} init_from={initial}",
+            "init_from=scratch, or sweep.transfer=none",
+        )
+    if resized := sorted(set(WIDTH_KEYS) & set(swept)):
+        raise UserError(
+            f"sweep.transfer=mup sets {resized[0]} of every job, it cannot be swept", resized[0], "sweep.transfer=none"
+        )
+    check_mup(replace(config.optimizer, mup_base_width=base or 1), model, config.stage.lora is not None)
+    assert isinstance(model, DecoderConfig)
+    heads, width = model.num_attention_heads, model.hidden_size
+    narrow = {width * n // heads: n for n in range(1, heads) if width * n % heads == 0}  # hidden size -> heads
+    chosen = base or min((size for size in narrow if size >= MIN_TRANSFER_WIDTH), default=0)
+    if chosen not in narrow:
+        widths = ", ".join(map(str, narrow))
+        raise UserError(
+            f"sweep.transfer=mup needs a hidden size below {width} with a whole number of heads of the same width, got {base or 'none'}",
+            f"model.hidden_size={width} model.num_attention_heads={heads} optimizer.mup_base_width={base}",
+            f"optimizer.mup_base_width=N, one of {widths}" if widths else "sweep.transfer=none",
+        )
+    sizes = {key: _value(config, key) * narrow[chosen] // heads for key in WIDTH_KEYS}
+    sizes["model.num_key_value_heads"] = math.gcd(narrow[chosen], max(1, sizes["model.num_key_value_heads"]))
+    return {key: str(size) for key, size in sizes.items() if size} | {"optimizer.mup_base_width": str(chosen)}
+
+
+def derived_overrides(config: Config, base: StepSize, swept: Iterable[str]) -> dict[str, str]:
+    """Return all that a sweep over the keys `swept` sets in a job."""
+    return matching_overrides(config, base, swept) | evaluation_overrides(config) | transfer_overrides(config, swept)
 
 
 def _first_differing(configs: Sequence[Config], keys: Iterable[str]) -> str | None:

@@ -20,13 +20,13 @@ from omegaconf import DictConfig, read_write
 from common import paths
 from common.errors import INTERRUPTED, OK, USER_ERROR, Outcome, UserError, print_note
 from common.guarded_files import last_lines, read_from
-from common.paths import REPO_ROOT
 from common.registry import PLUGINS_ENV
 from runner.config import compose, snapshot
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.literals import hydra_quote
 from runner.config.overrides import is_hydra_override
 from runner.launch import torchrun
+from runner.launch.fork_server import TRAIN_SCRIPT
 from runner.launch.signals import StopFlag
 from runner.launch.subprocesses import POLL_SECONDS, failure_reason
 from runner.run_dir import contents
@@ -36,6 +36,7 @@ from runner.run_dir.metadata import RunMetadata
 from runner.sweep import extend, validation
 from runner.sweep.backends import CONSOLE_LOG, Backend, JobExit
 from runner.sweep.grid import PointComposer, Search, SweeperOptions, merge_overrides
+from runner.sweep.seeds import SeedSearch
 from runner.sweep.session import SweepSession
 from runner.sweep.state import INFINITE, SweepJob, SweepState
 from runner.tracking.lines import SweepLines
@@ -44,7 +45,6 @@ MULTIRUN_FLAGS = ("--multirun", "-m")
 
 RunHydra = Callable[..., Any]  # run_hydra(overrides, flags, config_dir=None): run Hydra once with these arguments
 JOB_LOG_LINES, JOB_LOG_BYTES = 12, 1 << 16  # of the end of console.log of a failed job
-TRAIN_SCRIPT = str(REPO_ROOT / "runner" / "train.py")
 
 
 def start_sweep(overrides: list[str], flags: list[str], run_hydra: RunHydra) -> None:
@@ -62,11 +62,12 @@ def resume_sweep(folder: Path, overrides: list[str], flags: list[str], run_hydra
     with snapshot.as_config_dir(folder) as conf:
         with SweepState.open(folder) as state:
             additions = extend.parse_additions(state, overrides, conf)
-            is_complete = state.sweeper == "grid" and not any(job.needs_run for job in state.jobs)
+            may_add = state.sweeper != "grid" or any(each.startswith("sweep.seeds=") for each in state.overrides)
+            is_complete = not (may_add or any(job.needs_run for job in state.jobs))
             if is_complete and not additions:
                 return SweepSession(state).finish(stopped=False)
             changed_files = snapshot.changed_files(folder)
-            for line in changed_files:
+            for line in [*changed_files, *validation.changed_data(state)]:
                 print_note(f"resume: {line}")
             if additions:
                 extend.apply_additions(state, additions, conf)
@@ -104,11 +105,15 @@ def run_sweep(config: DictConfig, overrides: list[str]) -> None:
         if not sweeper.resume:  # a resumed one may have much to read: its first job starts before
             session.page.write()
         try:
-            with closing(backend), closing(sweeper.search(state)) as search:
-                is_stopped = SweepScheduler(session, backend, search).run()
+            search = sweeper.search(state)
+            if config.sweep.seeds:
+                search = SeedSearch(search, state, config.sweep.seeds, config.sweep.top, first_seed=config.seed)
+            with closing(backend), closing(search):
+                scheduler = SweepScheduler(session, backend, search)
+                is_stopped, problem = scheduler.run(), scheduler.problem
         except KeyboardInterrupt:
-            is_stopped = True
-        session.finish(is_stopped)
+            is_stopped, problem = True, None
+        session.finish(is_stopped, problem)
 
 
 def _create_state(
@@ -170,6 +175,7 @@ class SweepScheduler:
         self.waiting: list[SweepJob] = []  # handed out, but locked by another process, or to be tried again
         self.tries: Counter[str] = Counter()
         self.is_stopping = False
+        self.problem: UserError | None = None  # why the search cannot go on
 
     def run(self) -> bool:
         """Run all jobs; return whether a signal has stopped the sweep. Then every running job has saved."""
@@ -205,7 +211,11 @@ class SweepScheduler:
         for waiting in self.waiting:
             if not is_locked(self.session.run_dir(waiting)):
                 self.waiting.remove(waiting)
-                return waiting
+                if self.search.is_due(waiting):
+                    return waiting
+                self.state.refresh_job(waiting)  # another process has trained it
+                self._report_end(waiting)
+                return self._take_job()
         while (job := self.search.next_job()) and is_locked(self.session.run_dir(job)):
             self.waiting.append(job)
         return job
@@ -226,10 +236,12 @@ class SweepScheduler:
         run_dir = self.session.run_dir(job)
         verb, log = "continues" if has_started(RunMetadata.read(run_dir)) else "starts", run_dir / CONSOLE_LOG
         try:
-            arguments = self.session.prepare(job)
+            arguments = [*self.session.prepare(job), *self.search.arguments(job)]
             earlier = size_of(log)
             handle = self.backend.submit(run_dir, [TRAIN_SCRIPT, *arguments], self._environment(job))
         except (UserError, OSError) as error:
+            if isinstance(error, UserError):
+                self.session.refused_jobs.append(job)
             return self._fail(job, error.message if isinstance(error, UserError) else str(error), [], is_final=True)
         self.running.append(RunningJob(job, handle, log, earlier))
         self.session.lines.job_started(self._number(job), job.name, verb)
@@ -248,8 +260,9 @@ class SweepScheduler:
         torchrun.end_job()
         if exit.code in (OK, INTERRUPTED) or (self.is_stopping and run.get("status") != "failed"):
             self.state.refresh_job(job)
-            self.state.update_job(job, pending_overrides=[] if exit.code == OK else job.pending_overrides)
-            self.search.job_ended(job)
+            is_applied = exit.code == OK or job.status == "paused"
+            self.state.update_job(job, pending_overrides=[] if is_applied else job.pending_overrides)
+            self._report_end(job)
         else:
             lines = last_lines(running.log, JOB_LOG_BYTES)[-JOB_LOG_LINES:]
             reason = exit.reason or failure_reason(exit.code, run, lines)
@@ -271,8 +284,15 @@ class SweepScheduler:
         if self.tries[job.name] <= self.backend.retries and not (is_final or diverged or self.is_stopping):
             self.waiting.insert(0, job)
             return
-        self.search.job_ended(job)
+        self._report_end(job)
         if self.backend.fail_fast:
+            self._stop_all()
+
+    def _report_end(self, job: SweepJob) -> None:
+        try:
+            self.search.job_ended(job)
+        except UserError as error:
+            self.problem = self.problem or error
             self._stop_all()
 
     def _prefix(self, job: SweepJob) -> str:

@@ -25,6 +25,7 @@ from runner.sweep.state import SweepJob, SweepState, storable_overrides
 STEPS_KEY = "train.max_steps"
 # a change of these alone is no difference between jobs that train no further
 LENGTH_KEYS = (f"{STEPS_KEY}:", "train.epochs:")
+SEED_RULES = ("sweep.seeds=", "sweep.top=")  # rules of a sweep that may change: they say what is run after its grid
 
 
 @dataclass
@@ -39,15 +40,17 @@ class Additions:
 
     @property
     def training(self) -> list[str]:
-        """The overrides of all jobs without those of Hydra."""
-        return [override for override in self.shared if not is_hydra_override(override)]
+        """The overrides of all jobs without those of Hydra and of the sweep itself."""
+        return [
+            override for override in self.shared if not (is_hydra_override(override) or override.startswith(SEED_RULES))
+        ]
 
 
 def parse_additions(state: SweepState, typed: list[str], conf: Path) -> Additions:
     """Split the typed overrides. Raises UserError for those that this sweep cannot take."""
     check_imported(plugins_of(typed))
     validation.check_hydra_overrides(grid.merge_overrides(state.overrides, typed))
-    shared, swept = grid.split_swept(typed, conf, is_grid=state.sweeper == "grid", known=state.swept)
+    shared, swept = grid.split_swept(typed, conf, is_grid=state.sweeper != "optuna", known=state.swept)
     check_overrides([*shared, *(f"{key}={value}" for key, values in swept.items() for value in values)], conf)
     if unknown := next((key for key in swept if key not in state.swept), None):
         fix = f"give {unknown} one value, or start a sweep over it"
@@ -66,7 +69,13 @@ def parse_additions(state: SweepState, typed: list[str], conf: Path) -> Addition
                 override,
                 f"start another sweep with init_from={state.folder}/<job>",
             )
-        if override.startswith(("sweep.", validation.SWEEP_DIR_KEY)):
+        if state.sweeper == "halving" and override.startswith((STEPS_KEY, "train.epochs")):
+            raise UserError(
+                "the length of jobs that are compared at shares of their steps cannot change",
+                override,
+                f"train a job further by itself: resume={state.folder}/<job> {override}; or start another sweep",
+            )
+        if override.startswith(("sweep.", validation.SWEEP_DIR_KEY)) and not override.startswith(SEED_RULES):
             raise UserError(
                 "the directory and the rules of a sweep cannot change", override, "leave it out, or start another sweep"
             )

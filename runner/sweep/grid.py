@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -53,6 +53,11 @@ class SweeperOptions:
         """Return the points whose configs are checked before the first job."""
         return cartesian_points(swept, zipped)
 
+    def check_plan(
+        self, points: Sequence[GridPoint], configs: Sequence[Config], derived: Sequence[Mapping[str, str]]
+    ) -> None:
+        """Refuse jobs that this sweeper cannot run; `derived`: of each point, overrides that the sweep adds."""
+
     def search(self, state: SweepState) -> Search:
         return Search(state)
 
@@ -68,8 +73,19 @@ class Search:
         """Return the next job to run, None if there is no further one."""
         return next(self._due, None)
 
+    def is_due(self, job: SweepJob) -> bool:
+        """Whether a job that was handed out, and was locked or is tried again, still has to run."""
+        return True
+
+    def arguments(self, job: SweepJob) -> list[str]:
+        """Return the overrides of this start of a job."""
+        return []
+
     def job_ended(self, job: SweepJob) -> None:
-        """Take the result of a job that is not tried again."""
+        """Take the result of a job that is not tried again.
+
+        Raises UserError if the search cannot go on: the other jobs save.
+        """
 
     def close(self) -> None:
         """Write what was found; no job runs any more."""
@@ -197,7 +213,7 @@ class PointComposer:
         overrides = tuple(to_overrides(point))
         if overrides not in self._configs:
             with translating_hydra_errors([*self.shared, *overrides]):
-                self._configs[overrides] = to_config(self.tree(point))
+                self._configs[overrides] = to_config(self.tree(point), shares_sections=True)
         return self._configs[overrides]
 
     def checked_configs(self, points: list[GridPoint]) -> list[Config]:
@@ -233,5 +249,5 @@ class PointComposer:
 
 
 def _set_values(tree: DictConfig, overrides: list[str]) -> None:
-    for override in OverridesParser.create().parse_overrides(overrides):
+    for override in OverridesParser.create().parse_overrides(overrides) if overrides else ():
         OmegaConf.update(tree, override.key_or_group, override.value(), merge=True)

@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,19 +27,22 @@ from common.limits import check_json_size, check_nesting, parse_record
 from common.settings import check_at_least, check_choice, check_installed
 from runner.config import schema
 from runner.config.hydra_errors import translating_hydra_errors
-from runner.run_dir.best_job import comparison_problem
+from runner.engine.config import Config
+from runner.run_dir.best_job import comparison_problem, fewest_rows, point_of
 from runner.run_dir.contents import RUN_FILE
-from runner.sweep.grid import GridPoint, Search, SweeperOptions, listed_values
+from runner.sweep.grid import GridPoint, SweeperOptions, listed_values
+from runner.sweep.halving import HalvingOptions, RungOptions, RungSearch
 from runner.sweep.state import SweepJob, SweepState
 
 STUDY_NAME, JOURNAL_FILE, RESULTS_FILE = "sweep", "optuna.jsonl", "optimization_results.yaml"
 MAX_JOURNAL_BYTES = 64 << 20  # of the journal of a study; a trial has 1 KB
 SAMPLERS = ("tpe", "random", "nsgaii", "grid", "qmc")  # not cmaes: it stores pickles in the study
 DIRECTIONS = ("minimize", "maximize")
+PRUNERS = ("none", "halving", "median")
 
 
 @dataclass
-class OptunaOptions(SweeperOptions):
+class OptunaOptions(RungOptions):
     """Options of `hydra/sweeper=optuna`. As many jobs run at the same time as the launcher has workers."""
 
     _target_: str = "hydra_plugins.lm_runner.OptunaSweeper"
@@ -49,9 +52,12 @@ class OptunaOptions(SweeperOptions):
     direction: Any = "minimize"  # minimize or maximize; a list with one for each objective
     sampler: str = "tpe"  # tpe, random, nsgaii, grid (lists and ranges only), qmc
     seed: Optional[int] = None  # of the sampler; null: another one each time
+    pruner: str = "none"  # none, halving or median: stops jobs at the rungs
     is_grid = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("hydra.sweeper.pruner", self.pruner, PRUNERS)
         check_at_least("hydra.sweeper.n_trials", self.n_trials, 1, example=20)
         check_choice("hydra.sweeper.sampler", self.sampler, SAMPLERS)
         for direction in self.directions:
@@ -63,6 +69,13 @@ class OptunaOptions(SweeperOptions):
             )
             raise UserError(
                 "hydra.sweeper.direction must have one entry for each objective", setting, f"e.g. {example}"
+            )
+
+        if self.pruner != "none" and (self.objectives != ["loss"] or self.directions != ["minimize"]):
+            raise UserError(
+                "a pruner compares losses, and this study has another objective",
+                f"hydra.sweeper.pruner={self.pruner} hydra.sweeper.objectives=[{','.join(self.objectives)}]",
+                "hydra.sweeper.pruner=none, or hydra.sweeper.objectives=[loss]",
             )
 
     @property
@@ -94,6 +107,12 @@ class OptunaOptions(SweeperOptions):
             )
         first = {key: values[0] for key, values in space.items()}
         return [first, *({**first, key: value} for key, values in space.items() for value in values[1:])]
+
+    def check_plan(
+        self, points: Sequence[GridPoint], configs: Sequence[Config], derived: Sequence[Mapping[str, str]]
+    ) -> None:
+        if self.pruner != "none":
+            self.check_rungs(configs, derived)
 
     def search(self, state: SweepState) -> OptunaSearch:
         return OptunaSearch(state, self)
@@ -144,17 +163,20 @@ def ends(distribution: Any) -> list[str]:
     return list(getattr(distribution, "choices", ())) or [repr(distribution.low), repr(distribution.high)]
 
 
-SWEEPERS = {"grid": SweeperOptions, "optuna": OptunaOptions}  # options of hydra/sweeper
+SWEEPERS = {"grid": SweeperOptions, "halving": HalvingOptions, "optuna": OptunaOptions}  # options of hydra/sweeper
 
 
-class OptunaSearch(Search):
-    """Draws the jobs of a sweep from a study and reports their results to it."""
+class OptunaSearch(RungSearch):
+    """Draws the jobs of a sweep from a study and reports their results to it.
+
+    With a pruner a job pauses at each rung: its loss is reported, and it continues at once, or stays as it is.
+    """
 
     def __init__(self, state: SweepState, options: OptunaOptions) -> None:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        super().__init__(state)
+        super().__init__(state, [] if options.pruner == "none" else options.shares)
         self.options = options
         self.space = {key: parse_distribution(key, values) for key, values in state.swept.items()}
         self.study = self._open_study()
@@ -162,12 +184,13 @@ class OptunaSearch(Search):
             if trial.params.keys() != self.space.keys():  # killed while the point was drawn
                 self.study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
         resumed = self._trials_that_are("RUNNING")  # of a launch that was stopped or killed
-        remaining = options.n_trials - len(self._trials_that_are("COMPLETE")) - len(resumed)
+        remaining = options.n_trials - len(self._trials_that_are("COMPLETE", "PRUNED")) - len(resumed)
         self._enqueue_failed()
         if options.sampler == "grid":
             remaining = min(remaining, len(self._trials_that_are("WAITING")))
         self.drawn = itertools.chain(resumed, (self.study.ask(self.space) for _ in range(remaining)))
         self.open_trials: dict[str, list[int]] = defaultdict(list)  # job name -> numbers of its trials without a result
+        self.continuing: list[SweepJob] = []  # drawn, to be started or continued
 
     def _trials_that_are(self, *states: str) -> list[Any]:
         return [trial for trial in self.study.get_trials() if trial.state.name in states]
@@ -192,6 +215,11 @@ class OptunaSearch(Search):
                 "leave it out, or start another sweep",
             )
         study.sampler = self._make_sampler(len(study.trials))
+        study.pruner = {
+            "none": optuna.pruners.NopPruner(),
+            "halving": optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=self.options.eta),
+            "median": optuna.pruners.MedianPruner(),
+        }[self.options.pruner]
         if self.options.sampler == "grid" and not study.trials:
             for values in itertools.product(*map(list_values, self.space.values())):
                 study.enqueue_trial(dict(zip(self.space, values, strict=True)))
@@ -214,24 +242,28 @@ class OptunaSearch(Search):
 
     def _enqueue_failed(self) -> None:
         """Draw the points of failed jobs again: in their run directories they continue."""
-        others = [trial.params for trial in self._trials_that_are("RUNNING", "COMPLETE")]
+        others = [trial.params for trial in self._trials_that_are("RUNNING", "COMPLETE", "PRUNED")]
         others += [trial.system_attrs.get("fixed_params") for trial in self._trials_that_are("WAITING")]
         for trial in self._trials_that_are("FAIL"):
             job = self.state.find_job(_to_overrides(trial.params))
-            if job is not None and job.needs_run and trial.params not in others:
+            if job and (job.needs_run or job.status == "paused") and trial.params not in others:
                 self.study.enqueue_trial(trial.params)
                 others.append(trial.params)
 
     def next_job(self) -> SweepJob | None:
-        for trial in self.drawn:
+        while not self.continuing:
+            if (trial := next(self.drawn, None)) is None:
+                return None
             job = self.state.add_job(_to_overrides(trial.params))
             self.open_trials[job.name].append(trial.number)
             if len(self.open_trials[job.name]) > 1:  # the same point was drawn again while its job runs
                 continue
             if job.needs_run:
-                return job
-            self.job_ended(job)
-        return None
+                self.continuing.append(job)
+            else:
+                self.job_ended(job)
+        job = self.continuing.pop(0)
+        return self.hand_out(job, len(self.reread(job).losses) + 1)
 
     def job_ended(self, job: SweepJob) -> None:
         """Report the result of a job.
@@ -240,11 +272,32 @@ class OptunaSearch(Search):
         """
         from optuna.trial import TrialState
 
+        if self.shares and not self.is_due(job):
+            self.record_pause(job)
+            self.check_rung(job)
         if job.status in ("interrupted", "new"):
             return
+        if job.status == "paused" and not self._is_pruned(job):
+            return self.continuing.append(job)
         values = self._objective_values(job)
+        failed = TrialState.PRUNED if job.status == "paused" else TrialState.FAIL
         for number in self.open_trials.pop(job.name, []):
-            self.study.tell(number, values, state=None if values else TrialState.FAIL)
+            self.study.tell(number, values, state=None if values else failed)
+
+    def _is_pruned(self, job: SweepJob) -> bool:
+        """Report the losses at the rungs that the job has reached, each once; return whether the pruner stops it there."""
+        from optuna.trial import Trial
+
+        decisions = []
+        for number in self.open_trials[job.name] if self.shares else ():
+            frozen = self.study.trials[number]
+            trial = Trial(self.study, frozen._trial_id)
+            for rung, loss in enumerate(self.reached[job.name].losses):
+                # the steps of SuccessiveHalvingPruner: 1, eta, eta ** 2, ...
+                if (step := self.options.eta**rung) not in frozen.intermediate_values:
+                    trial.report(loss, step)
+            decisions.append(trial.should_prune())
+        return any(decisions)
 
     def _objective_values(self, job: SweepJob) -> list[float] | None:
         """Return a value per objective, None where one is missing.
@@ -275,11 +328,10 @@ class OptunaSearch(Search):
                     {"params": trial.params, "values": list(trial.values)} for trial in self.study.best_trials
                 ],
             }
-        evaluations = [
-            read_json_object(self.state.folder / job.name / RUN_FILE).get("evaluation")
-            for job in self.state.jobs
-            if job.status == "completed"
-        ]
+        completed = [job for job in self.state.jobs if job.status == "completed"]
+        evaluations = [read_json_object(self.state.folder / job.name / RUN_FILE).get("evaluation") for job in completed]
+        seeds = Counter(point_of(job.overrides) for job in completed).values()
+        results |= {"evaluation_rows": fewest_rows(evaluations), "seeds_per_point": min(seeds, default=0)}
         if "loss" in self.options.objectives and (problem := comparison_problem(evaluations)):
             results["problem"] = f"the jobs were judged {problem}"
         write_atomic_file(self.state.folder / RESULTS_FILE, yaml.safe_dump(results, sort_keys=False).encode())

@@ -10,13 +10,14 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from common import paths
-from common.errors import FAILED, INTERRUPTED, UserError, print_note, resume_command
+from common.errors import FAILED, INTERRUPTED, TrainingError, UserError, print_note, resume_command
 from common.filesystem import make_dirs
 from runner.config import snapshot
 from runner.config.literals import quote_path
 from runner.config.overrides import is_hydra_override, to_overrides
 from runner.engine.config import Config
 from runner.launch import initial_weights
+from runner.launch.branch import branch_job
 from runner.reporting.live import RepeatedPage
 from runner.run_dir import saved_config
 from runner.run_dir.contents import has_checkpoints, has_started
@@ -55,13 +56,13 @@ class SweepSession:
         return self.state.folder / job.name
 
     def derived_overrides(self, job: SweepJob) -> dict[str, str]:
-        """Return what sweep.match_budget, sweep.lr_scale and init_from=auto set in this job, and an evaluation at the
-        end of a job that has none.
+        """Return what the rules of section `sweep` and init_from=auto set in this job, and an evaluation at the end of a
+        job that has none.
         """
         if job.name not in self._derived:
             config = self.composer.config(job.overrides)
-            matching = budget.matching_overrides(config, self.state.base_step, self.state.swept)
-            self._derived[job.name] = matching | budget.evaluation_overrides(config) | self._initial_weights(config)
+            derived = budget.derived_overrides(config, self.state.base_step, self.state.swept)
+            self._derived[job.name] = derived | self._initial_weights(config)
         return self._derived[job.name]
 
     def _initial_weights(self, config: Config) -> dict[str, str]:
@@ -95,6 +96,9 @@ class SweepSession:
         with suppress(OSError):  # a job uses a saved data.cache only if it exists; it says why it cannot
             make_dirs(Path(tree.data.cache))
         with RunMetadata.open(run_dir) as metadata:
+            if tree.keep == "optimizer":
+                branch_job(metadata, tree.init_from, overrides)
+                return [f"resume={run_dir}"]
             make_dirs(run_dir / ".hydra")
             snapshot.write_yaml(run_dir / saved_config.OVERRIDES_FILE, overrides)
             snapshot.save_snapshot(run_dir, overrides, self.conf)
@@ -108,20 +112,21 @@ class SweepSession:
 
         leaderboard.update_report(self.state.folder, is_final=self.state.status != "running")
 
-    def finish(self, stopped: bool) -> None:
-        """Write the final status and print the summary. Exits with 75 or 1 unless all jobs are completed.
+    def finish(self, stopped: bool, problem: UserError | None = None) -> None:
+        """Write the final status and print the summary. Exits with 75 or 1 unless all jobs are completed, or paused for
+        good.
 
-        Raises UserError where a new sweep has done nothing, because every job was refused: its directory is removed.
+        Raises TrainingError for a `problem` of the search, UserError where a new sweep has done nothing, because every job was refused: its directory is removed.
         """
         state = self.state
         if state.is_new_dir and state.jobs and len(self.refused_jobs) == len(state.jobs):
             state.has_begun = False
             raise _error_of_all(self.refused_jobs)
         state.refresh_from_runs()
-        statuses = {job.status for job in state.jobs}
+        statuses = {job.status for job in state.jobs} - {"paused"}
         status = "completed" if statuses <= {"completed"} else "failed" if "failed" in statuses else "interrupted"
-        if stopped:
-            status = "interrupted"
+        if stopped or problem:
+            status = "failed" if problem else "interrupted"
         if status != state.status or state.is_stale:
             state.set_status(status)
             self.page.write()
@@ -130,7 +135,9 @@ class SweepSession:
         self.lines.end(*describe_sweep_end(state.folder))
         if status == "completed":
             return
-        if any(job.needs_run for job in state.jobs):
+        if problem:
+            raise TrainingError(f"{problem.message} ({problem.setting}); {problem.fix}")
+        if any(job.needs_run or (stopped and job.status == "paused") for job in state.jobs):
             print_note(f"continue with: {resume_command(state.folder)}")
         sys.exit(INTERRUPTED if status == "interrupted" else FAILED)
 

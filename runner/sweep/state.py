@@ -30,6 +30,7 @@ from runner.config.overrides import (
     to_overrides,
 )
 from runner.run_dir import contents
+from runner.run_dir.best_job import SEED_KEY
 from runner.run_dir.contents import (
     HYDRA_DIR,
     MAX_JSON_BYTES,
@@ -39,6 +40,7 @@ from runner.run_dir.contents import (
     enclosing_record,
     exported_loss,
     has_diverged,
+    has_paused,
     has_started,
     is_sweep_dir,
     job_dirname,
@@ -54,7 +56,7 @@ STORED_HYDRA_KEYS = (
     "hydra/launcher", "hydra.launcher.workers", "hydra.launcher.devices", "hydra.launcher.fail_fast", "hydra.launcher.retries", "hydra.launcher.cluster",
     "hydra.launcher.timeout_min", "hydra.launcher.cpus_per_task", "hydra.launcher.gpus_per_node", "hydra.launcher.mem_gb", "hydra.launcher.num_cpus",
     "hydra.launcher.num_gpus", "hydra/sweeper", "hydra.sweeper.direction", "hydra.sweeper.objectives", "hydra.sweeper.n_trials", "hydra.sweeper.sampler",
-    "hydra.sweeper.seed",
+    "hydra.sweeper.seed", "hydra.sweeper.pruner", "hydra.sweeper.eta", "hydra.sweeper.first_rung",
 )  # fmt: skip
 STORED_HYDRA_PREFIX = "hydra.sweeper.params."
 INFINITE = "inf"  # JSON has no infinity
@@ -66,8 +68,8 @@ class SweepJob:
 
     name: str
     overrides: dict[str, str]  # swept key -> value, as Hydra writes it
-    status: str = "new"  # new, running, interrupted, failed, completed
-    outcome: str | None = None  # of the last attempt: completed, interrupted, diverged, failed
+    status: str = "new"  # new, running, interrupted, paused, failed, completed
+    outcome: str | None = None  # of the last attempt: completed, interrupted, paused, diverged, failed
     attempt: int = 0  # processes started for the job
     error: str | None = None
     started: str | None = None
@@ -84,8 +86,11 @@ class SweepJob:
 
     @property
     def needs_run(self) -> bool:
-        """Whether `resume=SWEEP` runs the job. One that diverged would diverge again."""
-        return not self.is_diverged and (self.status != "completed" or bool(self.pending_overrides))
+        """Whether `resume=SWEEP` runs the job. One that diverged would diverge again; of a paused one the search
+        decides.
+        """
+        is_done = self.status == "completed" and not self.pending_overrides
+        return not (self.is_diverged or is_done or self.status == "paused")
 
 
 @dataclass
@@ -154,6 +159,10 @@ class SweepState:
     def base_step(self) -> StepSize:
         return StepSize(self.base_rows, self.base_tokens)
 
+    def is_added_seed(self, job: SweepJob) -> bool:
+        """Whether `sweep.seeds` has added the job: its seed is not one of the swept values."""
+        return SEED_KEY in job.overrides and job.overrides[SEED_KEY] not in self.swept.get(SEED_KEY, ())
+
     def find_job(self, overrides: Mapping[str, str]) -> SweepJob | None:
         """Return the job with these values of the swept keys; 5 and 5.0 are one value where the setting is a number."""
         wanted = _canonical(overrides)
@@ -175,7 +184,10 @@ class SweepState:
     def refresh_job(self, job: SweepJob) -> None:
         """Take the status of a job from its run.json."""
         before = job.status, job.loss
-        vars(job).update(status_from_run(job, RunMetadata.read(self.folder / job.name)))
+        run = RunMetadata.read(self.folder / job.name)
+        vars(job).update(status_from_run(job, run))
+        if has_paused(run) and job.status == "interrupted" and self.sweeper != "grid":
+            job.status = "paused"
         self.is_stale |= before != (job.status, job.loss)
 
     def refresh_from_runs(self) -> None:
@@ -296,7 +308,7 @@ def _read_state(folder: Path) -> SweepState:
             if not is_override_list(strings):
                 raise ValueError(f"not a list of strings: {strings}")
         for job in state.jobs:
-            if job.status not in RUN_STATUSES:
+            if job.status not in (*RUN_STATUSES, "paused"):
                 raise ValueError(f"unknown status of a job: {job.status}")
             if job.name != job_dirname(job.overrides):  # the directory that is written to
                 raise ValueError(f"the name of a job does not belong to its overrides: {job.name}")

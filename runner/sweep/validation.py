@@ -6,21 +6,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError, did_you_mean, print_note
+from common.paths import workspace_dir
 from runner.config.hydra_errors import ineffective_override, translating_hydra_errors
 from runner.config.overrides import config_dirs, is_hydra_override, key_of, to_overrides
 from runner.config.unread import check_typed_are_read
+from runner.diagnostics.symptoms import FEW_ROWS
+from runner.engine.config import Config
 from runner.launch import torchrun
+from runner.run_dir.metadata import RunMetadata
 from runner.sweep import budget
 from runner.sweep.backends import LAUNCHERS, Backend
 from runner.sweep.grid import GridPoint, PointComposer, SweeperOptions, merge_overrides, split_swept
 from runner.sweep.optuna_search import SWEEPERS
-from runner.sweep.state import STORED_HYDRA_PREFIX, storable_overrides
+from runner.sweep.state import STORED_HYDRA_PREFIX, SweepState, storable_overrides
 
 SWEEP_DIR_KEY = "hydra.sweep.dir="
 LAUNCH_KEYS = (SWEEP_DIR_KEY, "hydra.sweeper.resume=", "hydra.mode=")  # of one launch, never stored
@@ -111,17 +116,61 @@ def plan_sweep(tree: DictConfig, typed: list[str], sweeper: SweeperOptions) -> S
     composer = PointComposer(shared, tree=tree)
     points = sweeper.points(swept, tree.sweep.zip)
     configs = composer.checked_configs(points)
+    print_unranked(configs)
     check_typed_are_read([*shared, *swept], configs)
     base = budget.smallest_step(configs if sweeper.is_grid else [composer.config({})])
     budget.check_countable(configs, tree.sweep.match_budget, swept)
-    derived = [budget.matching_overrides(each, base, swept) | budget.evaluation_overrides(each) for each in configs]
+    derived = [budget.derived_overrides(each, base, swept) for each in configs]
     if sweeper.is_grid:
         budget.warn_if_unequal(configs, base, swept)
+    sweeper.check_plan(points, configs, derived)
     if any(map(budget.evaluation_overrides, configs)):
         print_note(
             f"jobs without evaluation are judged at their end, without validation data on the same {budget.FINAL_EVAL_ROWS} training rows"
         )
     return SweepPlan(stored, swept, composer, points, derived, base)
+
+
+def print_unranked(configs: Sequence[Config]) -> None:
+    """Print for which settings, and for how few validation rows, the jobs of a sweep will have no ranks."""
+    from runner.engine.data_pipeline import few_held_out_rows, unranked_settings
+    from runner.launch.run import check_data
+
+    for text, keys in unranked_settings(configs).items():
+        print_note(f"jobs that differ in {', '.join(keys)} are judged by {text}: they will not be ranked")
+    first = configs[0]
+    if len(configs) < 2 or not first.evaluates or (files := check_data(first.data, first.stage.data_format)) is None:
+        return
+    if rows := few_held_out_rows(first, files):
+        fix = "data.val_path=FILE, or a larger data.val_fraction"
+        print_note(
+            f"the jobs will not be ranked: there {'are' if rows > 1 else 'is'} {rows} validation row{'s' * (rows > 1)}, and {FEW_ROWS} are needed; {fix}"
+        )
+
+
+def changed_data(state: SweepState) -> list[str]:
+    """Return a line for each data file of a completed job that is not the one it was trained on."""
+    from data.store.cache import NOT_SHARED, file_sha256_cached
+
+    known: dict[str, str] = {}
+    for job in state.jobs:
+        run = RunMetadata.read(state.folder / job.name) if job.status == "completed" else {}
+        for file in run.get("data") or ():
+            if isinstance(file, dict) and isinstance(sha256 := file.get("sha256"), str):
+                known.setdefault(str(file.get("file")), sha256)
+    lines, cache = [], workspace_dir() / ".cache"
+    for name, sha256 in known.items():
+        try:
+            cache.mkdir(NOT_SHARED, parents=True, exist_ok=True)
+            # of the hub, or gone: the job that needs the file names it
+            is_changed = Path(name).is_file() and file_sha256_cached(Path(name), cache) != sha256
+        except OSError:
+            is_changed = False
+        if is_changed:
+            lines.append(
+                f"{name} has changed since jobs were trained on it: jobs trained now are not comparable to them"
+            )
+    return lines
 
 
 def check_plugins(config: DictConfig, typed: Sequence[str]) -> None:

@@ -29,11 +29,6 @@ def is_live_terminal(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM", "") not in DUMB_TERMINALS
 
 
-def has_colours() -> bool:
-    """Return whether colours are allowed (https://no-color.org)."""
-    return not os.environ.get("NO_COLOR")
-
-
 def cell_width(text: str) -> int:
     """Return the number of terminal cells of `text`: two for a wide character, none for a combining one."""
     return len(text) if text.isascii() else sum(map(_cells, text))
@@ -145,7 +140,10 @@ def open_terminal(stream: TextIO) -> RichTerminal:
     from rich.console import Console as RichTerminal
 
     return RichTerminal(
-        file=stream, force_terminal=True, highlight=False, color_system="auto" if has_colours() else None
+        file=stream,
+        force_terminal=True,
+        highlight=False,
+        color_system=None if os.environ.get("NO_COLOR") else "auto",  # https://no-color.org
     )
 
 

@@ -32,7 +32,8 @@ def describe_source(part: WeightedSource) -> dict[str, Any]:
         if name != "lost_by_length"
     }
     named = {"set": part.source.val_set} if part.source.val_set else {}
-    return {"file": part.source.name, "schema": part.store.metadata["encoding"]["schema"], **named, **counts}
+    content = {"schema": part.store.metadata["encoding"]["schema"], "sha256": part.store.metadata["content"]}
+    return {"file": part.source.name, **content, **named, **counts}
 
 
 def reading_notes(sources: list[Source]) -> list[str]:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.errors import strip_control
 from common.paths import REPO_ROOT, command_line_here, display_path
@@ -36,16 +36,8 @@ def next_commands(
     would end at once.
     """
     run = f"run={display_path(run_dir)}"
-    commands = [_command("chat", "talk to it", run)]
-    commands.append(
-        _command(
-            "evaluate",
-            "measure it",
-            run,
-            f"data.path={_validation_file(data_path)}",
-            f"metric={STAGE_METRICS[data_format]}",
-        )
-    )
+    evaluated = f"data.path={_validation_file(data_path)}", f"metric={STAGE_METRICS[data_format]}"
+    commands = [_command("chat", "talk to it", run), _command("evaluate", "measure it", run, *evaluated)]
     if stage in NEXT_STAGES:
         next_stage, others = NEXT_STAGES[stage]
         own = () if data_path is not None and data_path.parent == SAMPLES else ("data=own", "data.path=FILE")
@@ -53,12 +45,8 @@ def next_commands(
         commands.append(_command("train", purpose, f"stage={next_stage}", f"init_from={display_path(run_dir)}", *own))
     if longer is not None:
         commands.append(_command("train", "train longer", f"resume={display_path(run_dir)}", longer))
-    return (
-        *commands,
-        _command(
-            "export", "write it for other programs", run, "to=FOLDER", f"format={EXPORT_FORMATS.get(family, 'hf')}"
-        ),
-    )
+    exported = "to=FOLDER", f"format={EXPORT_FORMATS.get(family, 'hf')}"
+    return *commands, _command("export", "write it for other programs", run, *exported)
 
 
 def commands_to_continue(run_dir: Path, has_checkpoint: bool) -> tuple[NextCommand, ...]:
@@ -97,8 +85,7 @@ def _validation_file(data_path: Path | None) -> str:
 COMMAND_INDENT = "  "  # of the commands
 
 
-@dataclass(frozen=True)
-class NextCommand:
+class NextCommand(NamedTuple):
     """A command to type: `python runner/chat.py run=DIR`, with what it is for."""
 
     arguments: tuple[str, ...]
@@ -135,8 +122,7 @@ class RunEnd:
     def lines(self, width: int) -> list[str]:
         """Return the table and the commands in lines of `width` cells."""
         lines = labelled_lines([(label, strip_control(text)) for label, text in self._rows().items() if text], width)
-        commands = self.commands if self.prints_commands else ()
-        return lines + next_lines([(command.arguments, command.purpose) for command in commands], width)
+        return lines + next_lines(self.commands if self.prints_commands else (), width)
 
     def event(self) -> dict[str, Any]:
         """Return the same as JSON values."""

@@ -110,7 +110,7 @@ def test_sweep_page_is_filtered_by_text_and_setting(open_page: Any, tmp_path: Pa
 def test_sweep_page_is_sorted_and_read_by_keyboard(open_page: Any, tmp_path: Path) -> None:
     page = open_page(grid(tmp_path / "sweep"))
     assert {"input text", "select axis", "div chart", "select first-job"} <= {*page_checks.keyboard_stops(page)}
-    assert ranks(page)[:3] == ["1", "2", "3"]
+    assert ranks(page)[:4] == ["1", "1", "3", "4"]  # two have equal losses
     header = page.get_by_role("columnheader", name="final validation loss")
     header.get_by_role("button").focus()
     page.keyboard.press("Enter")
@@ -205,6 +205,158 @@ def test_sweep_page_shows_effects_parallel_lines_failures_and_two_jobs(open_page
     assert page.locator("#diff").inner_text() == "The same job twice."
 
 
+def seeds(folder: Path, **last: Any) -> Path:
+    """Write a sweep of 2 x 2 points with three seeds; `last` changes the last job."""
+    jobs = [
+        job(
+            {LR: lr, ACC: acc, "seed": str(seed)},
+            training(2 + i + 0.2 * j + 0.01 * seed),
+            started=f"2026-11-21T10:0{i}:{10 * j + 20 * seed:02}+00:00",
+            ended=f"2026-11-21T10:0{i}:{10 * j + 20 * seed + 9:02}+00:00",
+            run={"export": {"weights": "final", "step": 40, "loss": 2 + i + 0.2 * j + 0.01 * seed}},
+        )
+        for i, lr in enumerate(("1e-3", "1e-2"))
+        for j, acc in enumerate(("1", "4"))
+        for seed in (0, 1, 2)
+    ]
+    jobs[-1] |= last
+    return write_page(write_sweep(folder, jobs))
+
+
+def test_sweep_page_draws_a_mean_and_band_per_point(open_page: Any, tmp_path: Path) -> None:
+    page = open_page(seeds(tmp_path / "sweep"))
+    page.locator("#training").uncheck()
+    assert len(curves(page)) == 4
+    best = curves(page)[-1]
+    assert best["job"] is None and best["seeds"] == 3 and best["step"] == [10, 20, 30, 40]
+    ends = [best[name][-1] for name in ("low", "y", "high")]
+    assert ends == pytest.approx([2.0, 2.01, 2.02])
+    page.locator("#chart").focus()
+    page.keyboard.press("End")
+    text = page.locator("#hovered").inner_text()
+    assert text.startswith(f"{LR}=1e-3 {ACC}=1: mean of 3 seeds, validation loss 2.01 (2 to 2.02) at step 40")
+    page.locator("button.pick").first.click()
+    picked = [curve for curve in curves(page) if curve["row"] == 0]
+    assert len(curves(page)) == 7 and sorted(curve["y"][-1] for curve in picked) == pytest.approx([2, 2.01, 2.01, 2.02])
+
+
+def test_sweep_page_leaves_a_diverged_seed_out_of_the_mean(open_page: Any, tmp_path: Path) -> None:
+    diverged = {"records": [record(1, 9.0), record(10, 5.0, kind="eval"), record(11, None)], "status": "failed"}
+    page = open_page(seeds(tmp_path / "sweep", **diverged, loss="inf", error="diverged"))
+    means = {curve["kind"]: curve for curve in curves(page) if curve["row"] == 3}
+    assert means["validation"]["seeds"] == 2 and means["validation"]["step"] == [10, 20, 30, 40]
+    assert means["training"]["lost"] == [11 * 160]  # by tokens
+    assert "12 jobs: 11 completed, 1 diverged" in page.locator("header").inner_text()
+    assert "diverged\n1\nfailed\n0" in page.locator(".facts").inner_text()
+    assert page.locator("#heat").inner_text().split("\n")[-1].split("\t")[-1] == "diverged"
+    assert page.locator("#timeline rect.diverged").count() == 1
+    assert page.locator("#failed h2").inner_text() == "Failed and diverged jobs"
+
+
+def test_sweep_page_marks_jobs_that_are_paused(open_page: Any, viewport: tuple[int, str], tmp_path: Path) -> None:
+    run = {"status": "interrupted", "outcome": "paused"}
+    jobs = [job({LR: lr, ACC: acc}, training(2.0)) for lr in "12" for acc in "14"]
+    for each in jobs[2:]:
+        times = {"started": "2026-11-21T10:00:00+00:00", "ended": "2026-11-21T10:00:09+00:00"}
+        each |= {"records": training(3.0, steps=10), "status": "paused", "run": dict(run), **times}
+    folder = write_sweep(tmp_path / "sweep", jobs, sweeper="halving")
+    for acc, share in (("1", "0.5"), ("4", "0.25")):
+        hydra = folder / f"{LR}=2,{ACC}={acc}" / ".hydra"
+        hydra.mkdir()
+        (hydra / "config.yaml").write_text(f"train: {{stop_at: {share}}}\n")
+    page = open_page(write_page(folder), *viewport)
+    assert [curve["isPaused"] for curve in curves(page)] == [True] * 4 + [False] * 4
+    assert "paused\n2" in page.locator(".facts").inner_text()
+    cells = page.locator("#heat tbody tr").last.inner_text()
+    assert cells == "2\tpaused at 1/2: 3.000\tpaused at 1/4: 3.000"
+    assert page.locator("#timeline rect.paused").count() == 2
+    assert page_checks.overflow(page) == [] and page_checks.low_contrast(page) == [] and page_checks.unnamed(page) == []
+
+
+def test_sweep_page_shows_the_loss_of_two_settings_as_cells(open_page: Any, tmp_path: Path) -> None:
+    page = open_page(seeds(tmp_path / "two"))
+    assert not page.locator("#heat-rows").is_visible()
+    assert page.locator("#heat tr").all_inner_texts() == ["\t1\t4", "1e-3\t2.010\t2.210", "1e-2\t3.010\t3.210"]
+    assert page.locator("#heat .best").all_inner_texts() == ["2.010"]
+    page.locator("#heat button").nth(1).focus()
+    page.keyboard.press("Enter")
+    assert page.evaluate("lmRunner.picked()") == 1
+    assert page.locator("#heat button:focus").get_attribute("aria-pressed") == "true"
+    # the best of a cell of three settings has a diverged and a failed neighbour, one cell was not run
+    page = open_page(grid(tmp_path / "three"))
+    page.locator("#heat-rows").select_option(LR)
+    page.locator("#heat-columns").select_option(ACC)
+    cells = [row.split("\t")[1:] for row in page.locator("#heat tbody tr").all_inner_texts()]
+    assert cells == [["2.000", "2.100"], ["3.000", "3.100"], ["4.000", "diverged"]]
+    page.locator("#heat-over").select_option("mean")
+    assert page.locator("#heat tbody tr").first.inner_text() == "1e-4\t2.000\t2.105"
+    page.locator("#heat-columns").select_option(LR)
+    assert page.locator("#heat").inner_text() == "Choose two different settings."
+
+
+def test_sweep_page_shows_history_and_timeline_of_its_jobs(open_page: Any, tmp_path: Path) -> None:
+    page = open_page(seeds(tmp_path / "sweep"))
+    assert page.locator("#history circle").count() == 12 and page.locator("#timeline rect.completed").count() == 12
+    assert page.locator("#history circle title").first.text_content() == f"1. {LR}=1e-3 {ACC}=1 seed=0: 2"
+    assert (
+        len({*page.evaluate("[...document.querySelectorAll('#timeline rect')].map((e) => e.getAttribute('y'))")}) == 1
+    )
+    assert page.locator("#timeline").inner_text().endswith("12 completed")
+    few = [job({LR: lr}, training(2.0), started="2026-11-21T10:00:00+00:00") for lr in "123"]
+    assert open_page(write_page(write_sweep(tmp_path / "few", few))).locator("#history-section").count() == 0
+
+
+def test_sweep_page_shows_the_status_without_scrolling(open_page: Any, tmp_path: Path) -> None:
+    page = open_page(seeds(tmp_path / "sweep"))
+    box = page.get_by_role("columnheader", name="status").bounding_box()
+    assert box["x"] + box["width"] < 1280
+    final = page.get_by_role("columnheader", name="final validation loss")
+    assert final.count() == 0  # as the loss of model/
+    page.locator("#all-columns").check()
+    assert final.is_visible()
+    page.reload()
+    assert final.is_visible()
+
+
+def test_sweep_page_headings_and_ticks_are_apart_and_in_the_picture(open_page: Any, tmp_path: Path) -> None:
+    names = ("optimizer.learning_rate", "train.accumulation_steps", "model.intermediate_size")
+    jobs = [
+        job({names[0]: f"{0.0011 * 1.3**i:.9f}", names[1]: str(i % 4), names[2]: str(i % 3)}, training(2 + i / 20))
+        for i in range(20)
+    ]
+    page = open_page(write_page(write_sweep(tmp_path / "sweep", jobs)), 390)
+    boxes = """(selector) => [...document.querySelectorAll(selector)].map((e) => {
+      const box = e.getBoundingClientRect(), picture = e.closest("svg").getBoundingClientRect();
+      return [box.left, box.right, box.top, box.bottom, picture.left, picture.right]; })"""
+    headings = page.evaluate(boxes, "#parallel .axis-title")
+    ticks = page.evaluate(boxes, f".effect[data-key='{names[0]}'] .axis-text[text-anchor=middle]")
+    assert len(headings) == 4 and len(ticks) == 5
+    for found in (headings, ticks):
+        assert all(left >= start and right <= end for left, right, _, _, start, end in found)
+        assert all(a[1] < b[0] for a, b in zip(found, found[1:], strict=False))
+
+
+def test_sweep_page_names_the_curve_below_the_pointer_after_a_zoom(open_page: Any, tmp_path: Path) -> None:
+    sparse = [record(step, 2.87, kind="eval") for step in (1, 100)]
+    dense = [record(step, 2.8 + step / 1000, kind="eval") for step in range(1, 101)]
+    jobs = [job({LR: "1"}, sparse), job({LR: "2"}, dense), job({LR: "3"}, [record(1, 5.0, kind="eval")])]
+    page = open_page(write_page(write_sweep(tmp_path / "sweep", jobs)))
+    page.locator("#chart").scroll_into_view_if_needed()
+    box = page.locator("#chart .u-over").bounding_box()
+    x, y, width = box["x"], box["y"], box["width"]
+    page.mouse.move(x + width * 0.3, y + 60)
+    page.mouse.down()
+    page.mouse.move(x + width * 0.7, y + 60, steps=4)
+    page.mouse.up()
+    after_zoom = page.locator("#hovered").inner_text()
+    page.mouse.move(x + width * 0.7 + 1, y + 60)
+    assert after_zoom == page.locator("#hovered").inner_text()
+    page.mouse.move(x + width / 2, y + page.evaluate("lmRunner.chart().valToPos(2.87, 'y')"))
+    assert page.locator("#hovered").inner_text().startswith(f"{LR}=1: validation loss 2.87 at step")
+    page.mouse.move(x + width / 2, y - 40)
+    assert page.locator("#hovered").inner_text().strip() == ""
+
+
 def test_sweep_page_fits_the_screen_and_can_be_read(open_page: Any, viewport: tuple[int, str], tmp_path: Path) -> None:
     page = open_page(grid(tmp_path / "sweep"), *viewport)
     assert page_checks.overflow(page) == [] and page_checks.low_contrast(page) == [] and page_checks.unnamed(page) == []
@@ -212,14 +364,14 @@ def test_sweep_page_fits_the_screen_and_can_be_read(open_page: Any, viewport: tu
 
 def test_sweep_page_of_hostile_text_stays_text(open_page: Any, tmp_path: Path) -> None:
     hostile = job(
-        {HOSTILE: HOSTILE, LR: "1", "b": "c"},
+        {HOSTILE: HOSTILE, LR: "1", " b  c": "c"},
         training(2.0),
         status="failed",
         error=HOSTILE,
         last_lines=[HOSTILE],
         name="a<b>",
     )
-    other = job({HOSTILE: f"{HOSTILE}2", LR: "2", "b": "d"}, training(3.0), name="b")
+    other = job({HOSTILE: f"{HOSTILE}2", LR: "2", " b  c": "d"}, training(3.0), name="b")
     page = open_page(
         write_page(write_sweep(tmp_path / "sweep", [hostile, other], overrides=(HOSTILE,), status=HOSTILE))
     )
@@ -227,6 +379,10 @@ def test_sweep_page_of_hostile_text_stays_text(open_page: Any, tmp_path: Path) -
         page.locator("img, script:not([type]) ~ script ~ script ~ script").count() == 0
         and "<script>alert(1)" in page.locator("#diff").inner_text()
     )
+    page.locator("#heat-columns").select_option("2")
+    assert page.locator("#heat tbody tr").count() == 2
+    page.locator("#heat-rows").select_option("0")
+    assert "<script>alert(1)" in page.locator("#heat").inner_text()
 
 
 @pytest.mark.parametrize("jobs", [0, 1, 200])
@@ -241,6 +397,9 @@ def test_sweep_page_draws_any_number_of_jobs(
     page = open_page(write_page(write_sweep(tmp_path / "sweep", sweep)))
     assert len(ranks(page)) == jobs and page_checks.overflow(page) == []
     if jobs:
+        is_hidden = jobs > 20  # training curves, at first
+        assert len(curves(page)) == jobs * (1 if is_hidden else 2)
+        page.locator("#training").check()
         assert len(curves(page)) == 2 * jobs
 
 
@@ -258,5 +417,5 @@ def test_sweep_page_follows_a_sweep_that_runs(open_page: Any, tmp_path: Path, mo
         assert len(curves(page)) == 2 and page.evaluate("lmRunner.data.reload") == 0.3
         write_sweep(folder, [job({LR: "1"}, training(2.0)), job({LR: "2"}, training(3.0))])
         page.locator("header b.completed").wait_for()
-        assert page.evaluate("lmRunner.data.reload") is None and "Winner" in page.locator("#verdict").inner_text()
+        assert page.evaluate("lmRunner.data.reload") is None and "Best" in page.locator("#verdict").inner_text()
         server.shutdown()

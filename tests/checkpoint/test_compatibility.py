@@ -24,14 +24,14 @@ IGNORED_SETTINGS = {
     "distributed": {"nproc", "nnodes", "timeout", "max_restarts"},
     "train": {
         "log_every", "eval_every", "save_every", "sample_every", "sample_prompts", "sample_tokens", "keep_checkpoints", "keep_every", "patience", "max_failed_saves", "verify_resume", "supervise",
-        "final_eval_rows", "eval_metrics", "max_hours", "profile",
+        "final_eval_rows", "eval_metrics", "max_hours", "stop_at", "profile",
     },
     "run": {"name", "tags", "note"},
     "tracker": {"name", "page", "console"},
     "export": {"weights"},
     "supervise": {"max_restarts", "delay", "hang_timeout", "halve_batch"},
-    "sweep": {"match_budget", "lr_scale", "zip"},
-    "": {"init_from", "resume", "plugins", "written_by"},
+    "sweep": {"match_budget", "lr_scale", "zip", "seeds", "top", "transfer"},
+    "": {"init_from", "keep", "resume", "plugins", "written_by"},
 }  # fmt: skip
 TRAINING_SETTINGS = {
     "optimizer": {"lr", "weight_decay", "betas", "eps", "grad_clip", "layer_decay"},
@@ -98,6 +98,7 @@ CHANGES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_precision_auto_of_a_resumed_run_is_that_of_its_checkpoint(make_run) -> None:
     assert interrupted_run(make_run, "sft", "precision=bf16").cfg.precision.name == "bf16"
     resumed = make_run("sft", "train.max_steps=6", "precision=auto")

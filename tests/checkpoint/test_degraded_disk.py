@@ -310,6 +310,7 @@ def test_checkpoints_contain_no_nan_after_steps_with_nan_loss(precision: str, tm
         )
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     """E.g. after a memory error: the loss may be finite still."""
 

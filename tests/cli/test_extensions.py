@@ -140,6 +140,7 @@ def test_config_dir_inside_a_run_is_refused(call: Call, workspace: Path) -> None
         assert is_user_error(result) and f"resume={workspace / 'run'}" in result.stderr
 
 
+@pytest.mark.slow
 def test_plugin_optimizer_trains_and_its_source_is_copied(
     call: Call, plugin: Path, workspace: Path, rows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +164,7 @@ def test_plugin_setting_needs_no_yaml_file_to_be_overridden(
     assert result.returncode == 0 and "smoothing: 0.2" in result.stdout, result
 
 
+@pytest.mark.slow
 def test_resume_never_imports_a_plugin_that_is_not_typed(
     call: Call, plugin: Path, workspace: Path, rows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,10 +28,12 @@ from runner.inference.evaluate import EvaluateConfig
 from runner.inference.inspect_rows import RowsConfig
 from runner.launch.doctor import DoctorConfig
 from runner.planning.command import PlanConfig
+from runner.reporting.arms import CompareConfig
 from runner.reporting.command import ReportConfig
 
 SCHEMAS: dict[str, type] = {
     "chat": ChatConfig,
+    "compare": CompareConfig,
     "evaluate": EvaluateConfig,
     "doctor": DoctorConfig,
     "faults": FaultsConfig,
@@ -121,6 +123,7 @@ def test_subcommand_refuses_wrong_settings_in_three_lines(
     assert [part for part in parts if part not in result.stderr] == [], result.stderr
 
 
+@pytest.mark.slow
 def test_subcommand_help_and_user_errors_import_no_torch() -> None:
     script = f"""
 import runpy, sys

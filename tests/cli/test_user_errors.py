@@ -124,7 +124,7 @@ EARLY: list[tuple[list[str], list[str]]] = [
     (["-m", "train.epochs=1,2", "train.max_steps=5"], ["train.epochs is not read"]),
     (
         ["-m", "seed=1,2", *MINE, "experiment=basic_sweeper"],
-        ["hydra/sweeper must be one of grid, optuna", "my/experiment/basic_sweeper.yaml:4"],
+        ["hydra/sweeper must be one of grid, halving, optuna", "my/experiment/basic_sweeper.yaml:4"],
     ),
     (
         ["-m", "seed=1,2", *MINE, "experiment=optuna"],

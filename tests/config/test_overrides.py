@@ -112,6 +112,7 @@ def test_section_that_is_null_cannot_be_set_by_one_key() -> None:
 def test_every_section_has_an_unknown_setting_above() -> None:
     sections = {field.name for field in dataclasses.fields(Config)} - {
         "device",
+        "keep",
         "resume",
         "seed",
         "init_from",

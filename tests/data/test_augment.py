@@ -1,24 +1,33 @@
 """Random changes of conversations: system messages and empty think blocks."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from data.schemas.chat import EMPTY_THINK, augment_example
 from data.schemas.registry import ChatExample, PreferencePair
+from data.types import EncodingConfig
 
 PROMPTS = ("Be brief.", "Be kind.", "你是助手。")
 USER = {"role": "user", "content": "2 + 2?"}
 CHAT = ChatExample([USER, {"role": "assistant", "content": "4"}], None)
 
 
+def encoding(system_prob, empty_think_prob, seed=1):
+    fixed = EncodingConfig("chat", "openai messages", None, 512, "truncate", "assistant", "error")
+    prompts = PROMPTS if system_prob else ()
+    return replace(fixed, system_prompts=prompts, system_prob=system_prob, empty_think_prob=empty_think_prob, seed=seed)
+
+
 def augment_many(example, system_prob, empty_think_prob, seed=1, count=2000):
-    return [augment_example(example, system_prob, PROMPTS, empty_think_prob, seed, index) for index in range(count)]
+    settings = encoding(system_prob, empty_think_prob, seed)
+    return [augment_example(example, settings, index) for index in range(count)]
 
 
 def test_augment_with_probability_0_returns_the_same_object():
-    assert augment_example(CHAT, 0.0, (), 0.0, 1, 7) is CHAT
+    assert augment_example(CHAT, encoding(0.0, 0.0), 7) is CHAT
 
 
 def test_augment_with_probability_1_changes_every_example():
@@ -61,7 +70,7 @@ def test_augment_does_not_modify_its_argument():
     ],
 )
 def test_augment_adds_no_system_message_beside_another_or_tools(chat):
-    assert augment_example(chat, 1.0, PROMPTS, 0.0, 1, 0) == chat
+    assert augment_example(chat, encoding(1.0, 0.0), 0) == chat
 
 
 @pytest.mark.parametrize(
@@ -73,7 +82,7 @@ def test_augment_adds_no_system_message_beside_another_or_tools(chat):
 )
 def test_augment_keeps_an_answer_with_reasoning(answer):
     chat = ChatExample([USER, answer], None)
-    assert augment_example(chat, 0.0, (), 1.0, 1, 0) == chat
+    assert augment_example(chat, encoding(0.0, 1.0), 0) == chat
 
 
 def test_augment_changes_chosen_and_rejected_alike():

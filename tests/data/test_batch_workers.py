@@ -139,6 +139,7 @@ def test_batch_that_cannot_be_received_ends_the_training(monkeypatch):
     assert no_workers_left()
 
 
+@pytest.mark.slow
 def test_worker_has_its_time_limit_from_when_it_is_ready(monkeypatch, tmp_path):
     """Before: stuck after `worker_timeout` seconds in which a busy machine had not started it."""
     ready = tmp_path / "ready"
@@ -219,6 +220,7 @@ def test_reading_in_the_training_process_ends_when_nothing_moves():
             list(steps)
 
 
+@pytest.mark.slow
 def test_slow_worker_that_makes_progress_is_not_stuck():
     class Slow(UnpackedSequences):
         def __getitem__(self, index: int) -> list[EncodedRow]:

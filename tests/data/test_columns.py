@@ -85,6 +85,7 @@ def test_columns_without_a_guess_have_none():
     assert columns_override({"x": "a", "y": "b"}, "chat") == columns_override({"x": "a", "y": "b"}, "text") == ""
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     st.text(min_size=1).filter(

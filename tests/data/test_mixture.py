@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from data.batching.mixture import HoldoutSplit, MixedRows, WeightedSource, mix_sources
+from data.types import TokenSequence
 
 
 class FakeStore:
@@ -20,12 +21,13 @@ class FakeStore:
         return self.size
 
     def read(self, i: int):
-        return [(np.full(11 + i, i, np.int32), np.ones(11 + i, bool))], i + 1
+        return [TokenSequence(np.full(11 + i, i, np.int32), np.ones(11 + i, bool))], i + 1
 
     def lengths(self, start: int, stop: int) -> np.ndarray:
         return np.arange(10 + start, 10 + stop)
 
-    def weights(self, start: int, stop: int) -> np.ndarray:
+    def column(self, name: str, start: int, stop: int) -> np.ndarray:
+        assert name == "weight"
         return np.array(self._weights[start:stop], np.float32)
 
 

@@ -57,7 +57,7 @@ def read_back(store):
         rows.append(
             (
                 position,
-                float(store.weights(i, i + 1)[0]),
+                float(store.column("weight", i, i + 1)[0]),
                 [(ids.tolist(), list(map(tuple, each))) for (ids, _), each in zip(sequences, spans, strict=True)],
             )
         )
@@ -108,10 +108,10 @@ def test_store_keeps_chosen_and_rejected_apart(tmp_path):
 
 def test_store_lengths_and_weights_do_not_depend_on_the_read_size(tmp_path, monkeypatch):
     store = build_store(tmp_path / "key", block(ROWS), block(ROWS))
-    whole = store.lengths(0, 6), store.weights(0, 6)
+    whole = store.lengths(0, 6), store.column("weight", 0, 6)
     monkeypatch.setattr("data.store.reader.ROWS_PER_READ", 4)
     assert whole[0].tolist() == store.lengths(0, 6).tolist() == [3, 5, 1] * 2
-    assert whole[1].tolist() == store.weights(0, 6).tolist() == [1, 1, 0.5] * 2
+    assert whole[1].tolist() == store.column("weight", 0, 6).tolist() == [1, 1, 0.5] * 2
     assert store.lengths(2, 2).tolist() == []
 
 
@@ -259,6 +259,7 @@ def test_store_with_a_flipped_bit_in_the_manifest_is_not_opened(tmp_path):
         assert TokenStore.open(tmp_path / "key") is None, raw[i - 10 : i + 10]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TABLE_FILES)
 def test_store_with_a_flipped_bit_in_a_table_is_not_opened(tmp_path, name):
     """Packing plans are made from lengths and weights, without reading the rows and their checksums."""
@@ -302,6 +303,7 @@ def test_store_digest_depends_on_the_rows_alone(tmp_path):
     assert len(digests | {same[0].digest}) == len(others) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("per_row", "rows"), [(1, ROWS), (2, PAIRS)], ids=["rows", "pairs"])
 @pytest.mark.parametrize("name", STORE_FILES)
 def test_store_finds_any_flipped_bit_when_it_reads_the_row(tmp_path, name, per_row, rows):

@@ -115,6 +115,7 @@ def test_tokenizer_command_trains_on_a_file_with_any_name(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["it's a, b.jsonl", "new"]
 
 
+@pytest.mark.slow
 def test_tokenizer_command_checks_all_files_before_it_trains(tmp_path):
     (tmp_path / "it's a, b.jsonl").write_text('{"text": "a"}\n')
     result = run_command('path=["it\'s a, b.jsonl",none.jsonl]', "to=new", "vocab_size=12", folder=tmp_path)

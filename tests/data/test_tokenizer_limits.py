@@ -142,6 +142,7 @@ def test_empty_regular_expression_is_probed(tmp_path: Path, monkeypatch: pytest.
         Tokenizer.load(write(tmp_path / "tokenizer", with_split("")))
 
 
+@pytest.mark.slow
 def test_unknown_regular_expression_that_is_fast_is_used(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write(tmp_path / "tokenizer", with_split(r"[aeiou]+|\p{L}|[^\p{L}]+")))
     assert tokenizer.decode(tokenizer.encode("the lake of Oru")) == "the lake of Oru"

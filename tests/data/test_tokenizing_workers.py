@@ -92,6 +92,7 @@ def test_tokenizing_process_that_fails_is_named_with_its_rows(load_with, tmp_pat
     assert [path.name for path in (tmp_path / "cache").iterdir() if path.name != "contents"] == []
 
 
+@pytest.mark.slow
 def test_tokenizing_process_has_its_time_limit_from_when_it_is_ready(load_with, tmp_path, monkeypatch):
     """Before: stuck after `worker_timeout` seconds in which the process had imported its modules."""
     ready = tmp_path / "ready"

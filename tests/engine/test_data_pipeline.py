@@ -60,6 +60,7 @@ def test_validation_fraction_auto_holds_out_enough_rows_of_a_small_file(pipeline
     ]
 
 
+@pytest.mark.slow
 def test_validation_fraction_is_that_of_all_files_together(pipeline_of):
     pipeline = pipeline_of(
         {f"{i}.jsonl": jsonl(*(f"{letter} {i}" for letter in "abc")) for i in range(40)}, "data.val_fraction=0.1"

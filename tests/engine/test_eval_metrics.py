@@ -58,6 +58,7 @@ def records(state, kind="eval"):
     return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["none", "best_fit"])
 def test_exact_match_of_an_evaluation_is_that_of_evaluate(run_of, rows, packing, tmp_path):
     state = run_of(METRICS, f"data.packing={packing}", "export.weights=last")
@@ -89,6 +90,7 @@ def test_generated_answers_change_no_bit_of_the_training(run_of):
         assert torch.equal(one, two)
 
 
+@pytest.mark.slow
 def test_run_that_is_stopped_while_it_generates_has_the_same_records(run_of, monkeypatch):
     whole = run_of(METRICS, folder="whole")
     train(whole)

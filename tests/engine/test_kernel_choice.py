@@ -213,6 +213,7 @@ def test_choice_that_another_run_has_read_is_not_replaced(tmp_path: Path, monkey
     assert choose(C_FASTEST, tmp_path).kernel == "b"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("long_runs")
 def test_choice_of_a_long_run_is_repeated_by_a_resume_bitwise_equal(
     make_run: Callable, monkeypatch: pytest.MonkeyPatch

@@ -67,6 +67,7 @@ def test_accumulation_changes_no_update_in_any_stage(make_run, stage, overrides)
     assert_accumulation_changes_no_update(make_run, stage, *overrides, rows=60 if PACKED[0] in overrides else 36)
 
 
+@pytest.mark.slow
 def test_accumulation_changes_no_update_of_packed_experts(make_run):
     """The cell of the test above that is most likely to fail, in the fast suite."""
     assert_accumulation_changes_no_update(make_run, "sft", *MOE, *PACKED, rows=60)

@@ -170,6 +170,7 @@ def test_registries_train_with_plugins_of_one_new_file_each(extended: Path, tmp_
     assert events[-1]["event"] == "finish" and "log" in {event.get("event") for event in events}
 
 
+@pytest.mark.slow
 def test_registries_show_and_refuse_settings_of_new_classes(extended: Path, tmp_path: Path) -> None:
     train = str(extended / "runner" / "train.py")
     shown = yaml.safe_load(
@@ -182,6 +183,7 @@ def test_registries_show_and_refuse_settings_of_new_classes(extended: Path, tmp_
         "grad_clip": 1.0,
         "layer_decay": 1.0,
         "betas": [0.9, 0.99],
+        "mup_base_width": 0,
     }
     refused = execute(extended, train, "optimizer=lion", "optimizer.momentum=0.9", cwd=tmp_path)
     assert refused.returncode == 2 and refused.stderr.splitlines() == [

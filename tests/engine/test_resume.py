@@ -9,7 +9,7 @@ import torch
 from engine_fixtures import composed, pairwise, registered_combinations
 from fault_counts import only_full
 
-from common.errors import Interrupted
+from common.errors import Interrupted, Outcome
 from runner.checkpoint import atomic_dir
 from runner.checkpoint.format import read_model_tensors
 from runner.checkpoint.manager import newest_checkpoint
@@ -95,6 +95,42 @@ def test_resume_after_max_hours_is_bitwise_equal(make_run):
         read_model_tensors(newest_checkpoint(state.run_dir.with_name(name))) for name in ("uninterrupted", "stopped")
     ]
     assert saved[0].keys() == saved[1].keys() and all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
+
+
+@pytest.mark.parametrize("save_every", ["4", "5"])
+def test_resume_after_every_pause_is_bitwise_equal(make_run, save_every):
+    """Evaluations after steps 4, 8 and 12: 0.3 and 0.5 are passed at 4 and 8; the last step is no pause."""
+    common = [*TWO_EPOCHS, "model.dropout=0.1", f"train.save_every={save_every}"]
+    folders = []
+    for folder, shares in (("at_once", ["0"]), ("paused", ["0.3", "0.5", "0.9"]), ("by_hand", ["0.3", "0.3"])):
+        steps = []
+        for attempt, share in enumerate(shares, 1):
+            overrides = [*common, f"train.stop_at={share}"]
+            state = make_run("sft", *overrides, folder=folder, rows=20, attempt=attempt)
+            try:
+                train(state)
+                state.logger.finish("completed", {})
+            except Interrupted as error:
+                assert error.outcome == Outcome.PAUSED and str(error).startswith("paused after step")
+                state.logger.finish("interrupted", {})
+            steps.append(state.progress.step)
+            torch.manual_seed(attempt)
+        assert steps == {"at_once": [12], "paused": [4, 8, 12], "by_hand": [4, 12]}[folder]
+        folders.append(state.run_dir)
+    for folder in folders[1:]:  # the settings differ in train.stop_at
+        assert diff_run_dirs(folders[0], folder) == ["state.json: compatibility"]
+
+
+def test_pause_comes_after_a_stop_before_its_evaluation(make_run):
+    """Stopped between step 4 and its evaluation: the resumed run evaluates, and pauses there."""
+    common = [*TWO_EPOCHS, "train.stop_at=0.3"]
+    for attempt, (stop, outcome) in enumerate([(4, "interrupted"), (None, "paused")], 1):
+        state = make_run("sft", *common, folder="run", rows=20, attempt=attempt)
+        with pytest.raises(Interrupted) as stopped:
+            train(state, stop_requested=lambda stop=stop, state=state: state.progress.step == stop)
+        state.logger.finish("interrupted", {})
+        assert (stopped.value.outcome, state.progress.step) == (outcome, 4)
+    assert "train.stop_at=0.3 is reached: step 4 of 12" in (state.run_dir / "train.log").read_text()
 
 
 def test_verify_resume_does_not_end_after_max_hours(overrides_for, tmp_path):

@@ -44,6 +44,7 @@ def test_lora_on_layers_that_a_model_does_not_have_is_refused(tmp_path: Path) ->
         prepare_stage(composed("stage=sft", SMALL_LORA).stage, load_model(tmp_path))
 
 
+@pytest.mark.slow
 def test_resume_of_transformers_model_on_packed_rows_is_bitwise_equal(tmp_path: Path) -> None:
     runs = FamilyRuns("mistral_window", tmp_path)
     result, state = runs.compare_resumed("sft", PACKED, steps=STEPS)

@@ -53,6 +53,7 @@ def test_numbers_of_each_set_are_those_of_a_run_with_this_set_alone(make_run, se
     assert both.progress.best_loss == min(loss for loss, _ in decided) and both.progress.eval_loss == decided[-1][0]
 
 
+@pytest.mark.slow
 def test_run_with_sets_that_is_stopped_has_the_same_records(make_run, sets, monkeypatch):
     whole, stopped = (make_run("sft", *RUN, sets[1], folder=folder) for folder in ("whole", "stopped"))
     train(whole)
@@ -80,6 +81,7 @@ def test_sets_are_named_in_counts_notes_and_warnings(make_run, sets, tmp_path):
     assert state.pipeline.held_out == 31 and state.pipeline.evaluation["rows"] == 30
 
 
+@pytest.mark.slow
 def test_resume_with_another_second_set_warns_and_keeps_the_best(make_run, sets, tmp_path):
     paths, override = sets
     train(make_run("sft", *RUN, override))

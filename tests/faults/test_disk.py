@@ -115,6 +115,7 @@ def fail_first_sync_of_each_file(done: Path) -> None:
     FileSystem.fsync = staticmethod(fsync)
 
 
+@pytest.mark.slow
 def test_run_whose_files_each_fail_once_is_complete(folder: Path) -> None:
     config = make_config(folder, *SETTINGS)
     assert train(config, folder / "reference") == 0
@@ -150,6 +151,7 @@ def weaken_file_system() -> None:
     FileSystem.fsync = staticmethod(sync_files_only)
 
 
+@pytest.mark.slow
 def test_run_on_a_file_system_without_locks_completes_and_warns_once(folder: Path) -> None:
     config, run_dir = make_config(folder, *SETTINGS), folder / "run"
     assert train(config, run_dir, weaken_file_system) == 0

@@ -9,6 +9,8 @@ import os
 import random
 import signal
 import subprocess
+import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -31,7 +33,6 @@ from trainee import (
 
 from runner.engine.device.distributed import RENDEZVOUS_DONE
 from runner.engine.verify_resume import diff_run_dirs
-from runner.fault_injection.rig import join_threads
 from runner.launch import local_ranks, subprocesses, worker
 from runner.run_dir.lock import is_locked
 from runner.run_dir.metadata import RunMetadata
@@ -40,6 +41,15 @@ EXIT_CODES = {  # (victim, signal) -> code of the parent
     ("parent", signal.SIGKILL): -9, ("rank", signal.SIGKILL): 1, ("parent", signal.SIGTERM): 75, ("rank", signal.SIGTERM): 75,
 }  # fmt: skip
 TIMEOUT = 500  # seconds
+
+
+def join_threads() -> None:
+    """Wait for the checkpoint writer and flush the output, as at the end of any program."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 class ForkedRank:

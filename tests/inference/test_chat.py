@@ -104,6 +104,7 @@ def test_chat_mode_auto_follows_the_tokenizer_without_a_run(hf_folder: Path) -> 
     assert open_session(hf_folder).is_chat
 
 
+@pytest.mark.slow
 def test_chat_drops_the_oldest_turns_and_keeps_the_system_message(
     hf_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

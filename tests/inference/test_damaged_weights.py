@@ -183,6 +183,7 @@ def check_refusing_commands(source: Path, shown: str, name: str, call_command: C
     assert not Path("exported").exists()
 
 
+@pytest.mark.slow
 def test_commands_refuse_a_damaged_model_folder(
     hf_folder: Path, workspace: Path, rows: str, call: Call, call_command: Call
 ) -> None:

@@ -130,6 +130,7 @@ def test_export_that_differs_is_refused_and_leaves_nothing(
 SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
 
 
+@pytest.mark.slow
 def test_export_keeps_how_the_model_is_sampled(own_folder: Path, tmp_path: Path) -> None:
     """Ids of tokens are those of the tokenizer; an adapter and the model that it is merged to have the settings of the
     base model.

@@ -435,6 +435,7 @@ def test_signal_before_a_rank_has_handlers_is_delivered_later(run: Any, tmp_path
         run("open('starting', 'w').close(); time.sleep(0.5)\n" + SAVES_ON_SIGNAL, "time.sleep(0.5)\n" + EXITS_ON_SIGNAL)
 
 
+@pytest.mark.slow
 def test_restarts_repeat_up_to_max_restarts(run: Any, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     fails_twice = "tries = json.load(open('run.json'))['attempt']\nif tries < 3: raise KeyError(tries)\n"
     assert run(GOOD, fails_twice, max_restarts=2) == 1.5
@@ -489,6 +490,7 @@ def test_second_signal_kills_launcher_and_ranks(tmp_path: Path) -> None:
     assert all(map(is_gone, ranks))
 
 
+@pytest.mark.slow
 def test_ranks_save_and_hold_the_lock_when_the_launcher_is_killed(tmp_path: Path) -> None:
     slow = "def save(*_):\n    open('saving', 'w').close(); wait('saved'); sys.exit(75)\non_signal(save)\nwhile True: time.sleep(60)"
     child = launcher(tmp_path / "run", slow.replace("open('saving', 'w').close(); ", ""), slow)

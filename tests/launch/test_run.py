@@ -79,6 +79,7 @@ def test_completed_run_ends_with_the_next_commands_but_a_job_does_not(
     assert (job / "train.log").read_text().splitlines()[-1].startswith("completed after")
 
 
+@pytest.mark.slow
 def test_refused_launch_leaves_every_byte_of_the_run(launch: Launch, config: Config) -> None:
     folder = launch(config)
     before = contents(folder)

@@ -43,7 +43,11 @@ def job(
 
 
 def write_sweep(
-    folder: Path, jobs: list[dict[str, Any]], overrides: tuple[str, ...] = (), status: str = "completed"
+    folder: Path,
+    jobs: list[dict[str, Any]],
+    overrides: tuple[str, ...] = (),
+    status: str = "completed",
+    sweeper: str = "grid",
 ) -> Path:
     swept: dict[str, list[str]] = {}
     entries = []
@@ -71,7 +75,7 @@ def write_sweep(
         "swept": swept,
         "status": status,
         "created": "2026-11-21T10:00:00+00:00",
-        "sweeper": "grid",
+        "sweeper": sweeper,
         "launcher": "local",
     }
     (folder / "sweep.json").write_text(json.dumps(content | {"jobs": entries}))

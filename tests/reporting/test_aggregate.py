@@ -46,3 +46,17 @@ def test_point_with_a_job_that_still_runs_is_not_completed() -> None:
     for order in (jobs, jobs[::-1]):
         (row,) = result_rows(order, "validation")
         assert row.status == "running" and row.rank is None
+
+
+def test_rank_1_of_ties_ends_at_the_first_row_that_differs() -> None:
+    """A row of two seeds is compared at a stricter level than a better row of three, and is no tie for that."""
+    losses = {"5": [8.10, 8.16, 8.20], "2": [8.54, 8.55, 8.56], "1": [8.66, 8.67]}
+    jobs = [job_result(lr, str(seed), loss) for lr, each in losses.items() for seed, loss in enumerate(each)]
+    rows = result_rows(jobs, "validation", planned_seeds=5)
+    assert [row.differs for row in rows] == [False, True, False]
+    assert [row.rank for row in rows] == [1, 2, 3]
+
+
+def test_seeds_that_change_nothing_tell_no_points_apart() -> None:
+    jobs = [job_result(lr, str(seed), float(lr)) for lr in "12" for seed in range(3)]
+    assert [row.differs for row in result_rows(jobs, "validation")] == [False, None]

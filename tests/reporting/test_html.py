@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 from sweep_fixtures import job, record, training, write_sweep
 
+from runner.reporting.columns import table_columns
 from runner.reporting.leaderboard import update_report
 from runner.reporting.live import RepeatedPage
 from runner.reporting.metrics import MAX_CURVE_POINTS, read_job_metrics
 from runner.reporting.page_kit import RELOAD_SECONDS
 from runner.reporting.read_sweep import read_sweep_results
-from runner.reporting.sweep_page import sweep_page, sweep_progress
+from runner.reporting.sweep_page import folded_columns, sweep_page, sweep_progress
 from runner.reporting.verdict import MIN_JOBS, setting_effects, setting_importance
 
 LR, ACC, DECAY = "optimizer.lr", "train.accumulation_steps", "optimizer.weight_decay"
@@ -286,7 +287,7 @@ def test_html_names_the_edge_and_the_line_that_extends_the_range(tmp_path: Path)
         )
     )
     assert (
-        "the winner has the highest optimizer.lr" in page
+        "the best point has the highest optimizer.lr" in page
         and f"python runner/train.py resume={tmp_path} optimizer.lr=0.004" in page
     )
 
@@ -343,17 +344,36 @@ def test_curves_of_jobs_are_read_once_and_keep_extremes(tmp_path: Path) -> None:
     assert len(read_job_metrics(path).train) == 1
 
 
+def test_html_counts_diverged_jobs_apart_from_failed_ones(tmp_path: Path) -> None:
+    diverged = job({LR: "5", ACC: "1"}, [record(1, None)], status="failed", loss="inf")
+    failed = job({LR: "6", ACC: "1"}, [record(1, 2.0)], status="failed", error="killed")
+    text = text_of(page_of(write_sweep(tmp_path, [*grid(), diverged, failed], status="failed")))
+    assert "8 jobs: 6 completed, 1 failed, 1 diverged" in text
+    assert "done6 of 8running0waiting0diverged1failed1" in text
+
+
+def test_folded_columns_are_equal_in_all_rows_or_repeat_another(tmp_path: Path) -> None:
+    run = {"export": {"weights": "final", "step": 40, "loss": 2.0}}
+    jobs = [job({LR: "1"}, training(2.0), run=run), job({LR: "2"}, training(3.0, steps=41), run=dict(run))]
+    sweep = read_sweep_results(write_sweep(tmp_path, jobs))
+    columns = [column for column in table_columns(sweep) if column.title]
+    shown = {column.title for column in columns if column.key not in folded_columns(sweep, columns)}
+    assert {"final validation loss", "newest training loss", "tokens", "status"} <= shown
+    assert not {"best validation loss", "loss of model/", "weights", "tokens/s"} & shown
+
+
 @pytest.mark.slow
-def test_html_of_200_jobs_is_below_one_megabyte(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "size"), [(200, 1_000_000), (500, 1_200_000)])
+def test_html_of_many_jobs_is_small(number: int, size: int, tmp_path: Path) -> None:
     lines = [f"line {number} {'x' * 500}" for number in range(20)]
     failed = {"status": "failed", "error": "killed by signal 9", "last_lines": lines}
     records = training(2.0, steps=120, eval_every=4)
     jobs = [
         job({LR: f"{i}.123456e-4", ACC: str(i % 4), DECAY: "0.1"}, records, **(failed if i % 5 == 0 else {}))
-        for i in range(200)
+        for i in range(number)
     ]
     page = page_of(write_sweep(tmp_path, jobs))
-    assert len(page.encode()) < 1_000_000
+    assert len(page.encode()) < size
     text_of(page)
 
 

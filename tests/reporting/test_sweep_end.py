@@ -35,9 +35,7 @@ def row(lines: list[str], label: str) -> str:
 def test_end_names_the_winner_and_that_one_seed_is_not_sure(tmp_path: Path) -> None:
     folder = write_sweep(tmp_path, [job({LR: "1e-3"}, training(2.5)), job({LR: "1e-2"}, training(2.0))])
     lines, event = end_of(folder)
-    assert row(lines, "winner") == "optimizer.lr=1e-2, validation loss 2.0000" and "not known" in row(
-        lines, "certainty"
-    )
+    assert row(lines, "best") == "optimizer.lr=1e-2, validation loss 2.0000" and "not known" in row(lines, "certainty")
     assert (event["winner"], event["loss"], event["ties"]) == ("optimizer.lr=1e-2", 2.0, 0) and event[
         "certainty"
     ] == row(lines, "certainty")

@@ -12,7 +12,7 @@ from sweep_fixtures import job, training, write_sweep
 
 from runner.reporting.leaderboard import describe_sweep_end, leaderboard_text, update_report
 from runner.reporting.read_sweep import read_sweep_results
-from runner.reporting.sweep_results import MeanStd, difference_interval, mean_interval, t_quantile
+from runner.reporting.statistics import MeanStd, difference_interval, mean_interval, t_quantile
 from runner.reporting.verdict import SweepVerdict, next_value, sweep_verdict
 
 LR, ACC = "optimizer.lr", "train.accumulation_steps"
@@ -59,6 +59,32 @@ def test_verdict_calls_a_difference_inside_the_spread_no_winner(tmp_path: Path) 
     assert verdict.certainty.startswith(
         "no clear winner: 1 other point (optimizer.lr=5e-4) does not differ from the best at 95 % over 3 seeds"
     )
+
+
+def test_points_tied_with_the_best_share_rank_1_and_have_no_edge(tmp_path: Path) -> None:
+    losses = {"1e-4": [2.0, 2.2, 2.1], "5e-4": [2.05, 2.25, 2.15], "1e-3": [4.0, 4.2, 4.1]}
+    verdict = verdict_of(tmp_path, losses)
+    assert [row.rank for row in read_sweep_results(tmp_path).rows] == [1, 1, 3]
+    assert verdict.edges == [] and not verdict.is_sure and verdict.judged_on == "10 validation rows, 3 seeds per point"
+    update_report(tmp_path)
+    table = list(csv.DictReader((tmp_path / "leaderboard.csv").read_text().splitlines()))
+    points = [(row["rank"], row["jobs"], row["evaluation_rows"]) for row in table if row["row"] == "point"]
+    assert points == [("1", "3", "10"), ("1", "3", "10"), ("3", "3", "10")]
+    assert "Judged on 10 validation rows, 3 seeds per point." in (tmp_path / "report.html").read_text()
+    assert "(10 validation rows, 3 seeds per point)" in leaderboard_text(tmp_path)
+    end, event = describe_sweep_end(tmp_path)
+    assert "judged on" in end and (event["told_apart"], event["ties"]) == (False, 1)
+
+
+def test_points_of_one_seed_are_not_told_apart_from_the_best(tmp_path: Path) -> None:
+    losses = {"1e-4": [2.0, 2.1, 2.05], "5e-4": [3.0], "1e-3": [4.0, 4.1, 4.05]}
+    verdict = verdict_of(tmp_path, losses)
+    assert "better than the 1 of 2 other points with enough seeds at 95 % over 3 seeds" in verdict.certainty
+    assert not verdict.is_sure and verdict.judged_on == "10 validation rows, 1 to 3 seeds per point"
+    assert "winner " not in describe_sweep_end(tmp_path)[0]
+    del losses["5e-4"]
+    assert verdict_of(tmp_path / "sure", losses).is_sure
+    assert "winner " in describe_sweep_end(tmp_path / "sure")[0]
 
 
 def test_verdict_names_a_winner_outside_of_the_spread(tmp_path: Path) -> None:

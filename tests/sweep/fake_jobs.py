@@ -16,7 +16,7 @@ from runner.cli.hydra_app import run_hydra
 from runner.sweep import command
 
 HEAD = """
-import json, os, signal, sys, time
+import json, os, re, signal, sys, time
 run_dir, overrides = sys.argv[1].removeprefix("resume="), sys.argv[2:]
 scripts = json.load(open(os.path.join(os.path.dirname(__file__), "scripts.json")))
 os.chdir(run_dir)
@@ -40,6 +40,27 @@ def save(*_):
 signal.signal(signal.SIGTERM, save)
 open('ready', 'w').close()
 time.sleep(60)
+"""
+
+HALVED_STEPS = 16
+# a job of 16 steps that is evaluated at every second one; its loss is 1000 lr, and falls with the steps
+HALVED = f"""
+lr = float(dict(pair.split('=') for pair in os.path.basename(run_dir).split(','))['optimizer.lr'])
+share = float(dict(each.split('=') for each in overrides).get('train.stop_at', 0))
+settings = open('.hydra/config.yaml').read()
+with open('.hydra/config.yaml', 'w') as file:
+    file.write(re.sub(r'stop_at: \\S+', f'stop_at: {{share}}', settings))
+end = int(share * {HALVED_STEPS}) or {HALVED_STEPS}
+known = dict(attempts=[{{'total_steps': {HALVED_STEPS}}}], evaluation={{'rows': 50}})
+write('running', **known)
+with open('metrics.jsonl', 'a') as file:
+    for step in range(fields['step'] + 1, end + 1):
+        if step % 2 == 0:
+            file.write(json.dumps({{'kind': 'eval', 'step': step, 'loss': 1000 * lr + 1 / step}}) + chr(10))
+known['step'] = end  # the end
+if end < {HALVED_STEPS}:
+    write('interrupted', 'paused', **known); sys.exit(75)
+write('completed', 'completed', metrics={{'loss': 1000 * lr}}, **known)
 """
 
 

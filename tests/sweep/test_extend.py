@@ -55,6 +55,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 def test_extend_refuses_what_a_job_that_has_begun_cannot_take(finished: Path, resume: Any) -> None:
     before = (finished / "sweep.json").read_bytes()
     for typed, message in REFUSED.items():

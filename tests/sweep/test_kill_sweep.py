@@ -20,6 +20,7 @@ from runner.launch.resume import plan_resume
 EVERY = int(os.environ.get("KILL_EVERY", "60"))  # KILL_EVERY=1: at every change
 
 
+@pytest.mark.slow
 def test_job_directory_without_run_json_that_has_checkpoints_is_resumed(
     resume: Callable[..., int], finished: Path
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from fake_jobs import DIVERGED, FLAKY, SAVES, FakeJobs, read_sweep
+from fake_jobs import DIVERGED, FLAKY, HALVED, KILLED, SAVES, FakeJobs, read_sweep
 
 from common.errors import UserError
 from runner.sweep.optuna_search import OptunaOptions, _drop_partial_line, parse_distribution
@@ -82,6 +82,9 @@ INVALID: dict[str, dict[str, Any]] = {
     "unknown direction": {"direction": "minimise"},
     "no trials": {"n_trials": 0},
     "sampler with pickles": {"sampler": "cmaes"},
+    "unknown pruner": {"pruner": "hyperband"},
+    "pruner of two objectives": {"pruner": "median", "objectives": ["loss", "tokens"], "direction": ["minimize"] * 2},
+    "pruner of another objective": {"pruner": "halving", "objectives": ["tokens"], "direction": "maximize"},
 }
 
 
@@ -116,6 +119,7 @@ def test_optuna_draws_points_and_reports_losses_to_its_study(
     assert [trial.value for trial in trials(tmp_path / "sweep")] == [job["loss"] for job in jobs]
     best = yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())
     assert best["best_evaluated_value"] == min(job["loss"] for job in jobs) and "problem" not in best
+    assert (best["evaluation_rows"], best["seeds_per_point"]) == (0, 1)  # the fake jobs evaluate nothing
     assert resume() == 0 and len(read_sweep(tmp_path / "sweep")["jobs"]) == 2
     assert resume("hydra.sweeper.n_trials=4") == 0
     again = read_sweep(tmp_path / "sweep")["jobs"]
@@ -179,6 +183,7 @@ def test_optuna_results_say_that_jobs_judged_on_few_rows_are_not_ranked(
     assert problem.startswith("the jobs were judged on 1 row: not told apart")
 
 
+@pytest.mark.slow
 def test_optuna_takes_a_diverged_point_as_infinitely_bad(
     optuna: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path
 ) -> None:
@@ -240,3 +245,50 @@ def test_optuna_leaves_the_trial_of_an_interrupted_job_open(
     assert [trial.state.name for trial in trials(tmp_path / "sweep")] == ["COMPLETE"] and len(
         read_sweep(tmp_path / "sweep")["jobs"]
     ) == 1
+
+
+PRUNED = (
+    "hydra/sweeper=optuna", "hydra.sweeper.sampler=grid", "hydra.sweeper.seed=1", "train.max_steps=16", "train.eval_every=2",
+    "optimizer.lr=1e-3,2e-3,3e-3",
+)  # fmt: skip
+
+
+def reported(sweep: Path) -> list[tuple[str, str, list[int]]]:
+    """Return (learning rate, state, steps at which losses were reported) of each trial."""
+    return [
+        (trial.params["optimizer.lr"], trial.state.name, sorted(trial.intermediate_values)) for trial in trials(sweep)
+    ]
+
+
+def test_optuna_prunes_jobs_at_rungs_and_counts_them(
+    optuna: Any, sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path
+) -> None:
+    fake_jobs.set(default=HALVED)
+    assert sweep(*PRUNED, "hydra.sweeper.pruner=halving") == 0
+    expected = [("0.001", "COMPLETE", [1, 2, 4]), ("0.002", "PRUNED", [1]), ("0.003", "PRUNED", [1])]
+    assert reported(tmp_path / "sweep") == expected
+    jobs = read_sweep(tmp_path / "sweep")["jobs"]
+    assert [(job["status"], job["attempt"]) for job in jobs] == [("completed", 4), ("paused", 1), ("paused", 1)]
+    assert resume() == 0 and reported(tmp_path / "sweep") == expected
+    assert read_sweep(tmp_path / "sweep")["jobs"] == jobs
+
+
+@pytest.mark.parametrize("lost", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_optuna_reports_each_rung_once_after_a_kill(
+    optuna: Any, sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path, lost: int
+) -> None:
+    """The driver was killed before it wrote its last records; and a job was killed at its second rung."""
+    fake_jobs.set(default=HALVED)
+    fake_jobs.set_all({"optimizer.lr=0.001": f"if fields['attempt'] == 2: {KILLED}\n{HALVED}"})
+    assert sweep(*PRUNED, "hydra.sweeper.pruner=halving") == 1
+    log = tmp_path / "sweep" / "optuna.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:-lost]))
+    assert resume() == 0
+    found = {lr: state for lr, state, _ in reported(tmp_path / "sweep") if state != "FAIL"}
+    # a lost decision of the pruner is not made again: the job goes on to the next rung
+    assert found["0.001"] == "COMPLETE" and {found["0.002"], found["0.003"]} <= {"PRUNED", "COMPLETE"}
+    of_jobs = {job["overrides"]["optimizer.lr"]: job["status"] for job in read_sweep(tmp_path / "sweep")["jobs"]}
+    assert {lr: {"PRUNED": "paused", "COMPLETE": "completed"}[state] for lr, state in found.items()} == of_jobs
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    steps = [(line["trial_id"], line["step"]) for line in lines if "intermediate_value" in line]
+    assert steps and len(set(steps)) == len(steps)

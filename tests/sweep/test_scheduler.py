@@ -34,6 +34,7 @@ class FakeSession:
 
     def __init__(self, state: SweepState) -> None:
         self.state = state
+        self.refused_jobs: list[SweepJob] = []
         self.page = RepeatedPage(lambda: None, print)
         self.lines = SweepLines("auto")
 
@@ -62,6 +63,7 @@ def run_jobs(tmp_path: Path, fake_jobs: FakeJobs) -> Callable[..., tuple[bool, l
     return run
 
 
+@pytest.mark.slow
 def test_scheduler_records_every_kind_of_failure_and_goes_on(
     run_jobs: Any, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
@@ -81,6 +83,7 @@ def test_scheduler_records_every_kind_of_failure_and_goes_on(
     assert read_sweep(tmp_path / "sweep")["jobs"] == [vars(job) for job in jobs]
 
 
+@pytest.mark.slow
 def test_scheduler_retries_only_jobs_that_may_succeed(run_jobs: Any) -> None:
     _, jobs = run_jobs([DIVERGED, REFUSED, KILLED, FLAKY], retries=2)
     assert [job.attempt for job in jobs] == [1, 1, 3, 2]
@@ -93,6 +96,7 @@ def test_scheduler_fail_fast_stops_the_others_after_they_have_saved(run_jobs: An
     assert not stopped and [job.status for job in jobs] == ["interrupted", "failed", "new"]
 
 
+@pytest.mark.slow
 def test_scheduler_fail_fast_waits_for_the_retries_of_a_job(run_jobs: Any) -> None:
     _, jobs = run_jobs([FLAKY, KILLED, GOOD], fail_fast=True, retries=1)
     assert [(job.status, job.attempt) for job in jobs] == [("completed", 2), ("failed", 2), ("new", 0)]

@@ -47,7 +47,7 @@ def test_plugins_are_found_by_the_scan_of_hydra() -> None:
     compose_tree([])
     plugins = [*Plugins.instance().discover(Launcher), *Plugins.instance().discover(Sweeper)]
     names = {plugin.__name__ for plugin in plugins if plugin.__module__ == "hydra_plugins.lm_runner"}
-    assert names == {"JobLauncher", "GridSweeper", "OptunaSweeper"}
+    assert names == {"JobLauncher", "GridSweeper", "HalvingSweeper", "OptunaSweeper"}
     groups = ConfigStore.instance().repo["hydra"]
     assert {f"{name}.yaml" for name in LAUNCHERS} <= groups["launcher"].keys() and {
         "grid.yaml",
@@ -90,6 +90,7 @@ def test_sweep_goes_on_without_a_page_and_warns_once(
     assert capfd.readouterr().err.count("warning: report.html cannot be written: ValueError: no page") == 1
 
 
+@pytest.mark.slow
 def test_sweep_without_a_directory_is_placed_in_outputs(
     fake_jobs: FakeJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,7 +109,7 @@ def test_sweep_with_larger_steps_takes_fewer_of_them(finished: Path) -> None:
 REFUSED = {
     "hydra/launcher=basic": "hydra/launcher must be one of local, submitit, ray, got basic",
     "hydra/launcher=joblib": "hydra/launcher must be one of local, submitit, ray, got joblib",
-    "hydra/sweeper=basic": "hydra/sweeper must be one of grid, optuna, got basic",
+    "hydra/sweeper=basic": "hydra/sweeper must be one of grid, halving, optuna, got basic",
     "hydra.launcher.worker=2": "has no option worker",
     "hydra.launcher.workers=0": "must be at least 1, got 0",
     "hydra.launcher.workers=true": "hydra.launcher.workers must be an integer, got true",
@@ -264,6 +265,7 @@ def test_sweep_whose_jobs_are_all_refused_is_refused_and_leaves_nothing(
     ).exists()
 
 
+@pytest.mark.slow
 def test_sweep_with_one_refused_job_keeps_the_others(sweep: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
     fake_jobs.set_all({"seed=2": REFUSED_JOB.replace("print", "write('new', attempt=0); print", 1)})
     assert sweep("seed=1,2") == 1

@@ -267,3 +267,99 @@ def test_optuna_study_of_real_runs_continues_after_a_kill(launch: Launch, rows: 
     assert [job["name"] for job in jobs[:2]] == names and [
         read_run(folder / job["name"])["attempt"] for job in jobs
     ] == [1, 2, 1]
+
+
+FOUR_RATES = "optimizer.lr=1e-4,1e-3,1e-2,1e-1"
+OFTEN = [each for each in SETTINGS if not each.startswith(("data.val_fraction", "train.eval_every", "train.max_steps"))]
+OFTEN += ["data.val_fraction=0.3", "train.eval_every=4", "train.max_steps=32"]
+
+
+def four_rates(folder: Path, rows: Path, *more: str, rates: str = FOUR_RATES, workers: int = 2) -> list[str]:
+    own = [f"data.path={rows}", rates, f"hydra.sweep.dir={folder}", f"hydra.launcher.workers={workers}"]
+    return ["-m", *OFTEN, *own, *more]
+
+
+@pytest.fixture(scope="module")
+def grid(launch: Launch, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("grid") / "grid"
+    assert launch(*four_rates(folder, rows)).wait(WAIT) == 0, (rows.parent / "stderr").read_text()
+    return folder
+
+
+def assert_halved(grid: Path, folder: Path) -> None:
+    """The winner is that of the grid, bitwise; every other job has a part of the records of its job in the grid."""
+    best = find_best_job(grid).name
+    assert find_best_job(folder).name == best and diff_run_dirs(grid / best, folder / best) == []
+    assert Counter(statuses(folder).values()) == {"completed": 1, "paused": 3}
+    assert read_sweep(folder)["status"] == "completed"
+    for name in statuses(grid):
+        own, whole = steps(folder / name), steps(grid / name)
+        assert own == whole[: len(own)] and ("eval", 4) in own
+        assert name == best or read_run(folder / name)["outcome"] == "paused"
+
+
+@pytest.mark.slow
+def test_halving_of_real_runs_has_the_winner_of_the_grid(
+    grid: Path, launch: Launch, rows: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "halving"
+    assert launch(*four_rates(folder, rows, "hydra/sweeper=halving")).wait(WAIT) == 0, (
+        rows.parent / "stderr"
+    ).read_text()
+    assert_halved(grid, folder)
+    assert sum(step for job in statuses(folder) for kind, step in steps(folder / job)[-1:]) < 0.6 * 4 * 32
+    loser = next(name for name, status in statuses(folder).items() if status == "paused")
+    assert launch(f"resume={folder / loser}").wait(WAIT) == 0
+    # the settings differ in train.stop_at
+    assert diff_run_dirs(grid / loser, folder / loser) == ["state.json: compatibility"]
+    assert launch(f"resume={folder}").wait(WAIT) == 0 and statuses(folder)[loser] == "completed"
+    assert find_best_job(folder).name == find_best_job(grid).name
+
+
+@pytest.mark.slow(long=True)
+def test_halving_survives_kills_of_driver_job_or_both(grid: Path, launch: Launch, rows: Path, tmp_path: Path) -> None:
+    """Each launch is killed when its jobs have logged some further records, if it has not ended before."""
+    chance, seen, names = random.Random(3), Counter[str](), list(statuses(grid))
+    while seen["kills"] < KILLS:
+        seen["sweeps"] += 1
+        folder, code = tmp_path / f"killed{seen['sweeps']}", -9
+        while code != 0:
+            resumes = (folder / "sweep.json").exists()
+            driver = launch(*([f"resume={folder}"] if resumes else four_rates(folder, rows, "hydra/sweeper=halving")))
+            limit = sum(len(steps(folder / name)) for name in names) + chance.randint(1, 4)
+            while driver.poll() is None and sum(len(steps(folder / name)) for name in names) < limit:
+                time.sleep(0.01)
+            if seen["kills"] < KILLS and driver.poll() is None:
+                who, jobs = ("driver", "job", "both")[seen["kills"] % 3], children_of(driver.pid)
+                for pid in {"driver": [driver.pid], "job": jobs[:1], "both": [driver.pid, *jobs]}[who]:
+                    with suppress(ProcessLookupError):  # a job that has ended meanwhile
+                        os.kill(pid, signal.SIGKILL)
+                seen["kills"] += 1
+            code = driver.wait(WAIT)
+            assert code in (0, 1, -9), (rows.parent / "stderr").read_text()
+        assert_halved(grid, folder)
+
+
+@pytest.mark.slow
+def test_optuna_prunes_real_runs_at_rungs(grid: Path, launch: Launch, rows: Path, tmp_path: Path) -> None:
+    optuna = pytest.importorskip("optuna", reason="needs Optuna: pip install 'lm-runner[optuna]'")
+    folder, storages = tmp_path / "pruned", optuna.storages
+    options = (
+        "hydra/sweeper=optuna",
+        "hydra.sweeper.sampler=grid",
+        "hydra.sweeper.seed=1",
+        "hydra.sweeper.pruner=halving",
+    )
+    best_first = four_rates(folder, rows, *options, rates="optimizer.lr=1e-1,1e-2,1e-3,1e-4", workers=1)
+    assert launch(*best_first).wait(WAIT) == 0, (rows.parent / "stderr").read_text()
+    best = find_best_job(grid).name
+    assert find_best_job(folder).name == best and diff_run_dirs(grid / best, folder / best) == []
+    backend = storages.journal.JournalFileBackend(str(folder / "optuna.jsonl"))
+    study = optuna.load_study(study_name="sweep", storage=storages.JournalStorage(backend))
+    states = {f"optimizer.lr={trial.params['optimizer.lr']}": trial.state.name for trial in study.trials}
+    assert {
+        name: {"completed": "COMPLETE", "paused": "PRUNED"}[status] for name, status in statuses(folder).items()
+    } == states
+    assert Counter(states.values()) == {"COMPLETE": 1, "PRUNED": 3}
+    assert all(len(trial.intermediate_values) == (3 if trial.state.name == "COMPLETE" else 1) for trial in study.trials)
+    assert launch(f"resume={folder}").wait(WAIT) == 0 and len(statuses(folder)) == 4

@@ -80,12 +80,8 @@ def _call(name: str, q: Tensor, k: Tensor, tensors: list[Tensor], mask: Tensor |
     tensors = [tensor if tensor.stride(-1) == 1 or H == 1 else tensor.contiguous() for tensor in tensors]
     mask = None if mask is None else mask.expand(B, 1, T, T).contiguous()
     strides = [stride for tensor in tensors for stride in tensor.stride()[:3]]
-    call_kernel(name, [B, N, K, T, H], strides, tensors, mask, lse, H**-0.5, _kernel_type(q.dtype))
-
-
-def _kernel_type(dtype: torch.dtype) -> int:
-    """Return the `Type` of attention.cpp."""
-    return 0 if dtype == torch.float32 else 2 if are_products_upcast() else 1
+    kind = 0 if q.dtype == torch.float32 else 2 if are_products_upcast() else 1  # `Type` of attention.cpp
+    call_kernel(name, [B, N, K, T, H], strides, tensors, mask, lse, H**-0.5, kind)
 
 
 def _new_lse(q: Tensor) -> Tensor:

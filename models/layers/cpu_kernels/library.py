@@ -27,17 +27,10 @@ SOURCES = tuple(
     Path(__file__).parent / name for name in ("attention.cpp", "swiglu.cpp", "weight_gradient.cpp", "product.cpp")
 )
 HEADERS = tuple(Path(__file__).parent / name for name in ("blocks.h", "vectors.h"))
-FLAGS = (
-    "-std=c++20",
-    "-O3",
-    "-march=native",
-    "-mprefer-vector-width=512",
-    "-fno-math-errno",
-    "-fopenmp",
-    "-fPIC",
-    "-shared",
-    "-Wno-psabi",
-)  # fmt: skip  (no -ffast-math: NaN must stay NaN)
+# no -ffast-math: NaN must stay NaN
+FLAGS = """
+    -std=c++20 -O3 -march=native -mprefer-vector-width=512 -fno-math-errno -fopenmp -fPIC -shared -Wno-psabi
+""".split()
 COMPILE_TIMEOUT = 300.0
 BUILD_PREFIX = "tmp"  # of the folder of a build
 MACHINES = ("x86_64", "AMD64")

@@ -21,7 +21,7 @@ belongs into build().
 from __future__ import annotations
 
 from dataclasses import field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from common.errors import UserError
 from common.registry import Registry
@@ -30,8 +30,10 @@ from common.settings import INCOMPATIBLE, CheckedSettings, at_least, settings_cl
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from models.config import ModelConfig
+
 OPTIMIZERS: Registry[type[OptimizerConfig]] = Registry(
-    "optimizer", "runner.engine.optim", helpers=("config", "groups", "schedules", "torch_optimizers")
+    "optimizer", "runner.engine.optim", helpers=("config", "groups", "mup", "schedules", "torch_optimizers")
 )
 register_optimizer = OPTIMIZERS.register
 
@@ -63,6 +65,11 @@ class OptimizerConfig(CheckedSettings):
     grad_clip: float = at_least(0, 1.0)
     # lr of each layer divided by that of the layer above; 1: the same lr everywhere
     layer_decay: float = within("(0, 1]", 0.9)
+    # muP: lr and weight_decay are those of this model.hidden_size; 0: of the model's
+    mup_base_width: int = at_least(0, 64, resume=INCOMPATIBLE, default=0, kw_only=True)
+
+    # The best lr of a hidden matrix falls with this power of the width (see mup.py); None: it is not known.
+    MUP_POWER: ClassVar[float | None] = None
 
     def build(self, groups: ParamGroups) -> list[Optimizer]:
         """Return the torch optimizers that together update all groups.
@@ -75,6 +82,8 @@ class OptimizerConfig(CheckedSettings):
 @register_optimizer("adamw")
 @settings_class
 class AdamWConfig(OptimizerConfig):
+    MUP_POWER = 1.0
+
     betas: list[float]  # decay rates of the first and second moment, each in [0, 1)
     # added to the root of the second moment
     eps: float = within("(0, inf)", "1e-8", "a positive number")
@@ -102,6 +111,8 @@ class AdamWConfig(OptimizerConfig):
 class MuonConfig(AdamWConfig):
     """`betas` and `eps` are those of AdamW."""
 
+    MUP_POWER = 0.5
+
     momentum: float = within("[0, 1)", 0.95)  # decay rate of Muon's momentum
 
     def build(self, groups: ParamGroups) -> list[Optimizer]:
@@ -112,3 +123,22 @@ class MuonConfig(AdamWConfig):
         is_batched = all(p.is_cuda and not hasattr(p, "placements") for p in matrices)
         muon = Muon(groups.decay, self.lr, self.momentum, "bf16-batched" if is_batched else "bf16")
         return [muon, *super().build(ParamGroups([], groups.no_decay))] if groups.no_decay else [muon]
+
+
+def check_mup(cfg: OptimizerConfig, model: ModelConfig, has_adapter: bool) -> None:
+    """Raise UserError where `optimizer.mup_base_width` is set and the factors are not known."""
+    if not cfg.mup_base_width:
+        return
+    if model.family != "decoder":
+        problem = f"of model.family=decoder, got {model.family}"
+    elif has_adapter:
+        problem = "of training without adapters: an adapter has a width of its own"
+    elif cfg.MUP_POWER is None:
+        problem = f"of adamw and muon, got {cfg.name}"
+    else:
+        return
+    raise UserError(
+        f"optimizer.mup_base_width has the learning rates {problem}",
+        f"optimizer.mup_base_width={cfg.mup_base_width}",
+        "optimizer.mup_base_width=0",
+    )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from common.errors import UserError
 from runner.engine.device.mesh import distribute_like, local_shard
 from runner.engine.optim.config import OptimizerConfig, ParamGroups
+from runner.engine.optim.mup import width_factors
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -131,13 +132,17 @@ def build_optimizer(cfg: OptimizerConfig, model: nn.Module, num_layers: int, ema
     matrices = [p for p in hidden if p.ndim == 2]
     stacks = [p for p in hidden if p.ndim > 2]  # matrices of all experts, kernels of convolutions
     others = [p for p in names if p not in set(hidden)]
+    widths = width_factors(cfg, model)
 
     def by_lr_scale(parameters: list[nn.Parameter], weight_decay: float) -> list[dict]:
-        groups: dict[float, list[nn.Parameter]] = defaultdict(list)
+        groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)  # by factor of the lr, weight decay
         for p in parameters:
             depth = 0 if id(p) in embeddings else _depth(names[p], num_layers)
-            groups[cfg.layer_decay ** (num_layers + 1 - depth)].append(p)
-        return [{"params": params, "weight_decay": weight_decay, "lr_scale": scale} for scale, params in groups.items()]
+            _, factor = widths.get(names[p], (1.0, 1.0))
+            groups[cfg.layer_decay ** (num_layers + 1 - depth) * factor, weight_decay / factor].append(p)
+        return [
+            {"params": params, "weight_decay": decay, "lr_scale": scale} for (scale, decay), params in groups.items()
+        ]
 
     rest = by_lr_scale(stacks, cfg.weight_decay) + by_lr_scale(others, 0.0)
     return OptimizerGroup(cfg.build(ParamGroups(by_lr_scale(matrices, cfg.weight_decay), rest)), names, ema_decay)

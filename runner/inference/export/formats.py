@@ -198,7 +198,7 @@ def write_minimind(cfg: ExportSettings, source: LoadedModel, folder: Path) -> Ve
     def compare() -> list[str]:
         verify.round_weights(model, "float16")
         again = create_model(model_cfg).eval()
-        load_into(again, read_pth(folder / "model.pth"), str(folder))
+        load_into(again, read_pth(folder / "model.pth"), folder)
         found = verify.compare_model(again, verify.log_probs(model, source), source, "read again", cfg.to)
         return [f"{found}, beside rounding to float16"]
 

@@ -103,7 +103,7 @@ def check_written(path: Path, tensors: dict[str, np.ndarray], dtype: str) -> str
     if not difference <= limit:
         raise UserError(
             f"a tensor of model.gguf differs by {difference:.2g} of its largest value, rounding to {dtype} by {limit:.0e}",
-            str(path),
+            path,
             "report this",
         )
     return f"read again: {len(tensors)} tensors, largest difference {difference:.1g} of a tensor's largest value"

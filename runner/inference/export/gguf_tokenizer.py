@@ -55,14 +55,14 @@ def check_tokenizer_is_supported(tokenizer: Tokenizer, vocab_size: int) -> None:
     if unsupported := [key for key in settings if model.get(key)]:
         raise UserError(
             f"llama.cpp has no byte-level BPE with {', '.join(unsupported)}",
-            str(tokenizer.folder / "tokenizer.json"),
+            tokenizer.folder / "tokenizer.json",
             CONVERTER_FIX,
         )
     if bool(model.get("ignore_merges")) != (name in IGNORES_MERGES) and (
         token := tokenizer.token_kept_by_ignore_merges()
     ):
         message = f"llama.cpp merges the token {token!r} differently: it knows this tokenizer as {name}, whose ignore_merges is {name in IGNORES_MERGES}"
-        raise UserError(message, str(tokenizer.folder / "tokenizer.json"), CONVERTER_FIX)
+        raise UserError(message, tokenizer.folder / "tokenizer.json", CONVERTER_FIX)
 
 
 def pre_tokenizer_name(tokenizer: Tokenizer) -> str:
@@ -83,7 +83,7 @@ def pre_tokenizer_name(tokenizer: Tokenizer) -> str:
                 return PATTERN_NAMES[pattern]
     raise UserError(
         "llama.cpp has no name for how this tokenizer splits texts",
-        str(tokenizer.folder / "tokenizer.json"),
+        tokenizer.folder / "tokenizer.json",
         CONVERTER_FIX,
     )
 

@@ -101,26 +101,26 @@ def compare_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     except Exception as error:  # the class that tokenizer_config.json names raises what it likes
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         fix = "remove tokenizer_class from its tokenizer_config.json; or verify=false"
-        raise UserError(f"transformers cannot read the tokenizer: {reason}", str(tokenizer.folder), fix) from error
+        raise UserError(f"transformers cannot read the tokenizer: {reason}", tokenizer.folder, fix) from error
     expected = [tokenizer.encode(text) for text in TEXTS]
     if _token_ids(reference) != expected:
         generic = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         if _token_ids(generic) != expected:
             raise UserError(
                 "transformers reads other token ids from the written tokenizer",
-                str(tokenizer.folder),
+                tokenizer.folder,
                 "report this with the tokenizer",
             )
         # Version 5 has its own class for some model types, whatever tokenizer_config.json names, e.g. for qwen2.
         message = f"AutoTokenizer reads other token ids: for this model_type it takes {type(reference).__name__}, which ignores parts of tokenizer.json"
         fix = "verify=false writes the folder all the same, then read it with PreTrainedTokenizerFast.from_pretrained; or format=gguf"
-        raise UserError(message, str(tokenizer.folder), fix)
+        raise UserError(message, tokenizer.folder, fix)
     own = {role: tokenizer.named_tokens.get(f"{role}_token") for role in ("bos", "eos")}
     read = {role: getattr(reference, f"{role}_token") for role in own}
     if read != own:
         raise UserError(
             f"transformers reads the control tokens {read}, expected {own}",
-            str(tokenizer.folder),
+            tokenizer.folder,
             "report this with the tokenizer",
         )
 

@@ -47,7 +47,7 @@ def load_tasks(names: list[str], folder: str | None) -> dict[str, LoadedTasks]:
     except ImportError as error:
         is_other_version = (error.name or "").startswith("lm_eval.")
         message = (
-            f"lm-eval {harness_version()} is not supported: {error}"
+            f"lm-eval {version('lm_eval')} is not supported: {error}"
             if is_other_version
             else f"tasks need the package {error.name}"
         )
@@ -71,10 +71,6 @@ def _tasks_of_harness() -> dict[str, Any]:
     from lm_eval.tasks import TaskManager
 
     return TaskManager().task_index
-
-
-def harness_version() -> str:
-    return version("lm_eval")
 
 
 def _set_environment() -> None:
@@ -130,7 +126,7 @@ def _load_error(manager: TaskManager, name: str, task: str, error: Exception) ->
     reason = (str(error).splitlines() or [""])[0]
     if isinstance(error, ModuleNotFoundError):
         return UserError(
-            f"the task {task} needs the package {error.name}", str(entry.yaml_path), f"pip install {error.name}"
+            f"the task {task} needs the package {error.name}", entry.yaml_path, f"pip install {error.name}"
         )
     if isinstance(error, ConnectionError) or type(error).__name__ in (
         "OfflineModeIsEnabled",
@@ -150,7 +146,7 @@ def _load_error(manager: TaskManager, name: str, task: str, error: Exception) ->
         )
     return UserError(
         f"the task {task} cannot be loaded: {type(error).__name__}: {reason}",
-        str(entry.yaml_path),
+        entry.yaml_path,
         "correct the task file or its data",
     )
 

@@ -6,6 +6,7 @@ import io
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from runner.inference.evaluate import (
     print_partial,
     record_results,
 )
-from runner.inference.harness.loading import LoadedTasks, check_shots, harness_version, load_tasks
+from runner.inference.harness.loading import LoadedTasks, check_shots, load_tasks
 from runner.inference.load import load_trained, run_dir_of
 from runner.tracking.progress import EvaluationProgress
 
@@ -183,7 +184,7 @@ def _record(results: dict[str, Any], name: str, cfg: EvaluateConfig) -> Record:
         "chat_template": cfg.chat_template,
         "n": counts.get(name, sum(counts.values())),
         "task_version": results["versions"].get(name),
-        "lm_eval": harness_version(),
+        "lm_eval": version("lm_eval"),
         "results": values[name],
     }
     if name not in counts:  # a group

@@ -45,9 +45,7 @@ class WandbLog:
 
         run_dir = experiment.folder.parent
         if os.path.lexists(run_dir / ".wandb"):
-            raise UserError(
-                "wandb would write into this folder instead of wandb/", str(run_dir / ".wandb"), "remove it"
-            )
+            raise UserError("wandb would write into this folder instead of wandb/", run_dir / ".wandb", "remove it")
         host = os.environ.get("WANDB_BASE_URL") or API_HOST
         mode, reason, self.history_from = experiment.connect(find_api_key(host), host, "WANDB_MODE", "offline-run-*")
         self._wandb = wandb

@@ -1,0 +1,334 @@
+"""`hydra/sweeper=halving`: all points train a first share of their steps, the best ones the next share, and so on
+(successive halving; where a worker would wait, asynchronous: https://arxiv.org/abs/1810.05934).
+
+A share below 1 is a rung: the job is saved at its first evaluation from there on (train.stop_at), and continues exactly
+there. The losses are read from the records of the jobs, so a search that was killed decides as if it had not been.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from common.errors import Outcome, UserError, print_note
+from common.guarded_files import read_from
+from common.limits import parse_record
+from common.settings import check_at_least, within
+from runner.engine.config import STOP_KEY, Config, first_step_of
+from runner.run_dir.best_job import comparison_problem, point_of
+from runner.run_dir.metadata import RunMetadata
+from runner.sweep.grid import GridPoint, Search, SweeperOptions
+from runner.sweep.state import SweepJob, SweepState
+
+RUNG_LIMIT = within("(0, 1)", 0.125).metadata["limit"]
+
+
+@dataclass
+class RungOptions(SweeperOptions):
+    """Options of a search that stops jobs at rungs."""
+
+    eta: int = 2  # the best 1/eta of a rung go on, to eta times the steps
+    first_rung: float = 0.125  # share of the steps
+
+    def __post_init__(self) -> None:
+        check_at_least("hydra.sweeper.eta", self.eta, 2, example=2)
+        RUNG_LIMIT.check("hydra.sweeper.first_rung", self.first_rung)
+
+    @property
+    def shares(self) -> list[float]:
+        return rung_shares(self.first_rung, self.eta)
+
+    def check_rungs(self, configs: Sequence[Config], derived: Sequence[Mapping[str, str]]) -> None:
+        """Raise UserError for a job that has no evaluation at its rungs, or that something else ends early."""
+        name = "hydra/sweeper=halving" if self.is_grid else "hydra.sweeper.pruner"
+        is_warned = False
+        for config, overrides in zip(configs, derived, strict=True):
+            train = config.train
+            for key, value in ((STOP_KEY, train.stop_at), ("train.patience", train.patience)):
+                if value:
+                    raise UserError(f"{name} ends jobs early itself", f"{key}={value} {name}", f"{key}=0")
+            if not config.evaluates:
+                raise UserError(
+                    f"{name} compares jobs by their evaluations, and they have none before their end",
+                    f"train.eval_every={train.eval_every}",
+                    "set train.eval_every, and data.val_path or data.val_fraction",
+                )
+            steps, every = (int(overrides.get(f"train.{key}", vars(train)[key])) for key in ("max_steps", "eval_every"))
+            first, last = first_step_of(self.shares[0], steps), first_step_of(self.shares[-1], steps)
+            warmup = int(overrides.get("schedule.warmup_steps", config.schedule.warmup_steps))
+            if steps and warmup > first and not is_warned:
+                is_warned = True
+                print_note(
+                    f"warning: schedule.warmup_steps={warmup} is longer than the first rung ({first} steps): losses there rank such jobs too low; hydra.sweeper.first_rung={min(0.5, warmup / steps):.2g}"
+                )
+            fitting = [each for each in range(1, first + 1) if -(-last // each) * each < steps] or [1]
+            if steps and every not in fitting:
+                raise UserError(
+                    f"{name} needs an evaluation at each rung, the first one after {first} of {steps} steps",
+                    f"train.eval_every={every} train.max_steps={steps}",
+                    f"train.eval_every={max(fitting)}, or a larger hydra.sweeper.first_rung",
+                )
+
+
+@dataclass
+class HalvingOptions(RungOptions):
+    """Options of `hydra/sweeper=halving`: every combination of the swept values, the worse ones stopped early."""
+
+    _target_: str = "hydra_plugins.lm_runner.HalvingSweeper"
+
+    def check_plan(
+        self, points: Sequence[GridPoint], configs: Sequence[Config], derived: Sequence[Mapping[str, str]]
+    ) -> None:
+        self.check_rungs(configs, derived)
+        print_note(describe_cost(len({point_of(point) for point in points}), len(points), self.eta, self.shares))
+
+    def search(self, state: SweepState) -> HalvingSearch:
+        return HalvingSearch(state, self)
+
+
+# --- the rule ---------------------------------------------------------------------------------------------------------
+
+
+def rung_shares(first_rung: float, eta: int) -> list[float]:
+    """Return the shares of the steps at which jobs are compared, e.g. [0.125, 0.25, 0.5]."""
+    shares = [first_rung]
+    while (share := round(shares[-1] * eta, 12)) < 1:
+        shares.append(share)
+    return shares
+
+
+def next_promotion(losses: Sequence[Sequence[float]], running: Collection[int], eta: int, rungs: int) -> int | None:
+    """Return the point that goes on from its newest rung to the next one; None if there is none now.
+
+    `losses`: of each point at each rung that it has reached, the last one (number `rungs`) being the full run; infinite
+    at the rung that a failed point did not reach. `running`: points that train to their next rung.
+
+    A point goes on that is certain to be among the best of its rung (`quota`), whatever the others still give, in the
+    highest rung first. If there is none, then the best waiting one among the best `done // eta`, as ASHA does.
+    """
+    ranked = [
+        sorted((point for point in range(len(losses)) if len(losses[point]) > rung), key=lambda i: (losses[i][rung], i))
+        for rung in range(rungs)
+    ]
+
+    def waiting(points: Sequence[int], rung: int) -> int | None:
+        return next((point for point in points if len(losses[point]) == rung + 1 and point not in running), None)
+
+    certain: list[list[int]] = []
+    missing = len(losses) - len(ranked[0])  # points that may still arrive at the rung
+    for rung, points in enumerate(ranked):
+        quota = max(1, len(losses) // eta ** (rung + 1))
+        certain.append([point for point in points[: max(0, quota - missing)] if losses[point][rung] < math.inf])
+        coming = {point for point in running if len(losses[point]) == rung + 1}
+        coming |= {point for point in certain[rung] if len(losses[point]) == rung + 1}
+        missing = len(coming) + (quota - len(certain[rung]) if missing else 0)
+    asynchronous = [
+        [point for point in points[: len(points) // eta] if losses[point][rung] < math.inf]
+        for rung, points in enumerate(ranked)
+    ]
+    for candidates in (certain, asynchronous):
+        for rung in reversed(range(rungs)):
+            if (point := waiting(candidates[rung], rung)) is not None:
+                return point
+    return None
+
+
+def describe_cost(points: int, jobs: int, eta: int, shares: Sequence[float]) -> str:
+    """Return e.g. `16 points: 16 x 1/8, 8 x 1/4, 4 x 1/2, 2 x 1: 5.0 full runs instead of 16 (31 %)`."""
+    counts = [max(1, points // eta**rung) for rung in range(len(shares) + 1)]
+    steps = [after - before for before, after in zip([0.0, *shares], [*shares, 1.0], strict=True)]
+    runs = sum(count * step for count, step in zip(counts, steps, strict=True)) * jobs / points
+    parts = ", ".join(f"{count} x {share_text(share)}" for count, share in zip(counts, [*shares, 1.0], strict=True))
+    seeds = f" ({jobs} jobs)" if jobs != points else ""
+    return f"{points} points{seeds}: {parts}: {runs:.1f} full runs instead of {jobs} ({100 * runs / jobs:.0f} %)"
+
+
+def share_text(share: float) -> str:
+    return str(Fraction(share).limit_denominator(1000))
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Reached:
+    """What the records of a job say: its evaluation losses at the rungs it has reached, the full run included."""
+
+    losses: list[float] = field(default_factory=list)
+    is_between: bool = False  # it has trained beyond its last rung, or towards its first one
+    evaluation: Any = None  # what identifies its evaluation rows
+    total_steps: int = 0
+
+
+def read_reached(run_dir: Path, shares: Sequence[float]) -> Reached:
+    """Return how far the job in `run_dir` has come."""
+    if not shares:
+        return Reached()
+    run, metrics = RunMetadata.read(run_dir), run_dir / "metrics.jsonl"
+    total, position, evaluations = total_steps(run), int(run.get("step") or 0), dict[int, float]()
+    lines = read_from(metrics, 0).splitlines() if metrics.exists() else []
+    newest = lines[-2:]  # the last one may be incomplete
+    for record in map(parse_record, [line for line in lines[:-2] if b'"eval"' in line] + newest):
+        if isinstance(step := record.get("step"), int):
+            position = max(position, step)
+            if record.get("kind") == "eval":
+                loss = record.get("loss")
+                evaluations[step] = float(loss) if isinstance(loss, int | float) else math.inf
+    is_completed = run.get("status") == "completed"
+    reached = Reached(evaluation=run.get("evaluation"), total_steps=total)
+    last = 0  # step of the evaluation at the last rung
+    for share in shares if total else ():
+        step = next((step for step in sorted(evaluations) if first_step_of(share, total) <= step < total), None)
+        if step is None and not is_completed:
+            break
+        last = step or last
+        reached.losses.append(math.inf if step is None else evaluations[step])
+    if is_completed:
+        reached.losses += [math.inf] * (len(shares) - len(reached.losses)) + [0.0]  # nothing is compared at the end
+    else:
+        reached.is_between = position > last
+    return reached
+
+
+def total_steps(run: Mapping[str, Any]) -> int:
+    """Return the steps of the run, as it was first started; 0 where run.json does not say."""
+    attempts = [each for each in run.get("attempts") or () if isinstance(each, dict)]
+    return next((total for each in attempts if isinstance(total := each.get("total_steps"), int)), 0)
+
+
+class RungSearch(Search):
+    """What searches with rungs share: each start of a job has a rung as its target."""
+
+    def __init__(self, state: SweepState, shares: Sequence[float]) -> None:
+        super().__init__(state)
+        self.shares = shares
+        self.targets: dict[str, int] = {}  # job name -> number of rungs that its running process trains to
+        self.reached: dict[str, Reached] = {}
+        for job in state.jobs:
+            self.reread(job)
+            self.record_pause(job)
+
+    def reread(self, job: SweepJob) -> Reached:
+        self.reached[job.name] = read_reached(self.state.folder / job.name, self.shares)
+        return self.reached[job.name]
+
+    def hand_out(self, job: SweepJob, target: int) -> SweepJob:
+        self.targets[job.name] = target
+        return job
+
+    def arguments(self, job: SweepJob) -> list[str]:
+        if not self.shares:
+            return []
+        target = self.targets[job.name]
+        return [f"{STOP_KEY}={self.shares[target - 1] if target <= len(self.shares) else 0}"]
+
+    def is_due(self, job: SweepJob) -> bool:
+        """Whether the job is still below the target that it was handed out for."""
+        return len(self.reread(job).losses) < self.targets.get(job.name, 0)
+
+    def record_pause(self, job: SweepJob) -> None:
+        """Record that a job is paused that was killed between its evaluation at a rung and its own record of it."""
+        reached = self.reached[job.name]
+        if not reached.losses or reached.is_between or job.is_diverged or job.status not in ("interrupted", "failed"):
+            return
+        with suppress(UserError), RunMetadata.open(self.state.folder / job.name, resume=True) as metadata:
+            metadata.finish(Outcome.PAUSED)
+            job.status = "interrupted"
+            self.state.refresh_job(job)
+            self.state.update_job(job, error=None, last_lines=[])
+
+    def check_rung(self, job: SweepJob) -> None:
+        """Raise UserError if the evaluations at the rungs do not tell jobs apart."""
+        target, reached = self.targets.get(job.name, 0), self.reread(job)
+        if job.status == "completed" and target <= len(self.shares) and math.inf in reached.losses[:target]:
+            raise UserError(
+                f"{job.name} has no evaluation at {share_text(self.shares[target - 1])} of its steps",
+                "train.eval_every",
+                f"start another sweep with train.eval_every={max(1, first_step_of(self.shares[0], reached.total_steps))}",
+            )
+        if problem := comparison_problem(each.evaluation for each in self.reached.values() if each.losses):
+            raise UserError(
+                f"jobs cannot be stopped early by these losses: they were judged {problem}",
+                str(self.state.folder),
+                "correct it and start another sweep, or let all jobs train to their end with hydra/sweeper=grid",
+            )
+
+
+class HalvingSearch(RungSearch):
+    """Hands out the jobs of a grid, each to its next rung.
+
+    The points of the rule are those of the leaderboard: jobs that differ only in their seed go on together, by the mean
+    of their losses.
+    """
+
+    def __init__(self, state: SweepState, options: HalvingOptions) -> None:
+        super().__init__(state, options.shares)
+        self.eta = options.eta
+        self.ended: set[str] = set()  # jobs that this launch does not start again: failed, or stopped by themselves
+        points: dict[Any, list[SweepJob]] = {}
+        for job in state.jobs:
+            if state.is_added_seed(job):  # trained to its end
+                continue
+            points.setdefault(point_of(job.overrides), []).append(job)
+        self.points = list(points.values())
+        # rungs that each point has begun, of all its jobs
+        self.begun = [max(map(self._rungs_begun, jobs)) for jobs in self.points]
+
+    def _rungs_begun(self, job: SweepJob) -> int:
+        reached = self.reached[job.name]
+        return min(max(1, len(reached.losses) + reached.is_between), len(self.shares) + 1)
+
+    def next_job(self) -> SweepJob | None:
+        due = [
+            (job, begun)
+            for jobs, begun in zip(self.points, self.begun, strict=True)
+            for job in jobs
+            if self._is_free(job) and len(self.reached[job.name].losses) < begun
+        ]
+        if due:  # those that have started first
+            return self.hand_out(*min(due, key=lambda one: one[0].attempt == 0))
+        point = next_promotion(self._losses(), self._running(), self.eta, len(self.shares))
+        if point is None:
+            return None
+        self.begun[point] += 1
+        return self.next_job()
+
+    def _is_free(self, job: SweepJob) -> bool:
+        return job.name not in self.targets and job.name not in self.ended and not job.is_diverged
+
+    def _losses(self) -> list[list[float]]:
+        return [[*self._point_losses(jobs, begun)] for jobs, begun in zip(self.points, self.begun, strict=True)]
+
+    def _point_losses(self, jobs: list[SweepJob], begun: int) -> Iterator[float]:
+        """Yield the mean loss of the jobs at each rung that all of them have reached; infinite, as the last one, where
+        one has failed.
+        """
+        for rung in range(begun):
+            losses = [self.reached[job.name].losses[rung : rung + 1] for job in jobs]
+            if any(not loss and job.status == "failed" for loss, job in zip(losses, jobs, strict=True)):
+                yield math.inf
+                return
+            if not all(losses):
+                return
+            yield statistics.fmean(loss[0] for loss in losses)
+
+    def _running(self) -> set[int]:
+        return {
+            number
+            for number, (losses, begun) in enumerate(zip(self._losses(), self.begun, strict=True))
+            if len(losses) < begun and math.inf not in losses
+        }
+
+    def job_ended(self, job: SweepJob) -> None:
+        if self.is_due(job):
+            self.ended.add(job.name)
+        else:
+            self.record_pause(job)
+            self.check_rung(job)
+        del self.targets[job.name]

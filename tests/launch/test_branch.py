@@ -1,0 +1,261 @@
+"""`init_from=RUN@step-N keep=optimizer`: a new run that continues the complete state of another one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from command_fixtures import TINY_RUN, Call, Program, is_user_error
+
+from common import paths
+from runner.checkpoint.atomic_dir import write_atomic_dir
+from runner.launch import branch
+from runner.reporting.compare import ComparedRun
+from runner.reporting.read_sweep import read_sweep_results
+from runner.reporting.run_facts import RunReport
+from runner.reporting.run_list import scan_runs
+from runner.run_dir.metadata import RunMetadata
+
+TRUNK_SETTINGS = [
+    "train.max_steps=6",
+    "train.save_every=2",
+    "train.eval_every=1",
+    "train.log_every=1",
+    "train.keep_checkpoints=9",
+    "data.val_fraction=0.3",
+    "schedule=wsd",
+    "optimizer.lr=0.02",
+]
+TENSORS = ("model.safetensors", "optimizer.safetensors")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six steps with the checkpoints 2, 4 and 6."""
+    from runner.cli.entrypoint import train_command
+    from runner.train import train_task
+
+    root = tmp_path_factory.mktemp("trained")
+    (root / "rows.jsonl").write_text("".join(f'{{"text": "{number} goats sing"}}\n' for number in range(40)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paths, "REPO_ROOT", root)
+        patch.setenv("OMP_WAIT_POLICY", "passive")
+        data = f"data.path={root / 'rows.jsonl'}"
+        train_command(train_task, [*TINY_RUN, *TRUNK_SETTINGS, data, f"hydra.run.dir={root / 'trunk'}"])
+    return root / "trunk"
+
+
+@pytest.fixture
+def trunk(trained: Path, workspace: Path) -> Path:
+    return Path(shutil.copytree(trained, workspace / "trunk"))
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    """Return the numbers of metrics.jsonl that do not depend on time."""
+    names = ("kind", "step", "epoch", "loss", "lr", "grad_norm", "tokens", "loss_tokens")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [{name: json.loads(line).get(name) for name in names} for line in lines]
+
+
+def tensors(folder: Path) -> list[bytes]:
+    return [(folder / name).read_bytes() for name in TENSORS if (folder / name).exists()]
+
+
+def assert_equal_runs(run: Path, other: Path, steps: tuple[int, ...] = (4, 6)) -> None:
+    for step in steps:
+        name = f"checkpoints/step-{step:08d}"
+        assert tensors(run / name) == tensors(other / name) != [], name
+    assert tensors(run / "model") == tensors(other / "model") != []
+    assert records(run) == records(other)
+
+
+def test_branch_with_unchanged_settings_equals_its_trunk(call: Call, trunk: Path, workspace: Path) -> None:
+    before = {path: path.read_bytes() for path in trunk.rglob("*") if path.is_file()}
+    run = workspace / "branch"
+    result = call("init_from=trunk@step-2", "keep=optimizer", f"hydra.run.dir={run}")
+    assert result.returncode == 0, result.stderr
+    assert f"branched from {trunk} at step 2, with the settings saved there" in result.stderr
+    assert "branched from  trunk at step 2" in result.stdout and "resumed        at step 2" in result.stdout
+    assert_equal_runs(run, trunk, (2, 4, 6))
+    fields, of_trunk = RunMetadata.read(run), RunMetadata.read(trunk)
+    assert fields["branched_from"].keys() == {"run", "step", "checkpoint"} and fields["id"] != of_trunk["id"]
+    assert (fields["branched_from"]["run"], fields["branched_from"]["step"]) == (str(trunk), 2)
+    assert (fields["attempt"], len(fields["attempts"]), fields["exact"]) == (2, 1, True)
+    assert {path: path.read_bytes() for path in trunk.rglob("*") if path.is_file()} == before
+
+
+def test_branch_has_the_typed_settings_from_its_step_on(call: Call, trunk: Path, workspace: Path) -> None:
+    typed = ["optimizer.lr=0.001", "schedule.decay_fraction=0.75", "train.max_steps=8"]
+    result = call("init_from=trunk@step-4", "keep=optimizer", *typed)
+    assert result.returncode == 0, result.stderr
+    (run,) = (path.parent for path in (workspace / "outputs").glob("*/*/run.json"))
+    assert "changed from here on: optimizer.lr: 0.02 -> 0.001" in result.stdout
+    assert records(run)[:7] == records(trunk)[:7]  # the last evaluation comes after the checkpoint
+    rates = [record["lr"] for record in records(run) if record["kind"] == "train" and record["step"] > 4]
+    assert len(rates) == 4 and max(rates) <= 0.001 and rates == sorted(rates, reverse=True)
+    config = yaml.safe_load((run / ".hydra" / "config.yaml").read_text())
+    assert (config["optimizer"]["lr"], config["keep"], config["train"]["save_every"]) == (0.001, "none", 2)
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["before run.json", "before the first step"])
+def test_branch_killed_before_its_first_checkpoint_resumes_without_its_trunk(
+    moment: str, call: Call, trunk: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill(*_: object, **__: object) -> None:
+        raise Killed
+
+    typed = ["init_from=trunk@step-2", "keep=optimizer", "optimizer.lr=0.001"]
+    assert call(*typed, "hydra.run.dir=whole").returncode == 0
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        if moment == "before run.json":
+            patch.setattr(RunMetadata, "record_created", kill)
+        else:
+            patch.setattr(branch, "run", kill)
+        call(*typed, "hydra.run.dir=killed")
+    shutil.rmtree(trunk)
+    result = call("resume=killed")
+    assert result.returncode == 0, result.stderr
+    assert_equal_runs(workspace / "killed", workspace / "whole")
+    assert RunMetadata.read(workspace / "killed")["branched_from"]["step"] == 2
+
+
+REFUSED = [
+    ("init_from=trunk@step-3 keep=optimizer", "no checkpoint step-3; its checkpoints: step-2, step-4, step-6"),
+    ("init_from=trunk@step-3", "no checkpoint step-3; its checkpoints: step-2, step-4, step-6"),
+    ("init_from=trunk@step-2 keep=optimizer stage=sft", "fix:   start a new run with init_from=TRUNK"),
+    ("init_from=trunk@step-2 keep=optimizer seed=7", "seed: 42 -> 7"),
+    ("init_from=trunk@step-2 keep=optimizer model.hidden_size=64", "model.hidden_size: 32 -> 64"),
+    ("init_from=trunk@step-4 keep=optimizer train.max_steps=3", "give at least 4; a run cannot go back"),
+    ("init_from=trunk@step-2 keep=optimizer train.batch_size=4", "rows_per_step: 2 -> 4"),
+    (
+        "init_from=trunk@step-2 keep=optimizer optimizer.lr=1e-4,1e-5",
+        "--multirun init_from=TRUNK@last keep=optimizer optimizer.lr=1e-4,1e-5",
+    ),
+    ("init_from=trunk keep=optimizer", "init_from=TRUNK@last keep=optimizer"),
+    ("init_from=scratch keep=optimizer", "init_from=RUN@step-N keep=optimizer"),
+    ("init_from=gone@step-2 keep=optimizer", "there is no gone@step-2"),
+    ("init_from=trunk@step-2 keep=optimizer --cfg job", "resume=RUN --cfg job prints those of the trunk"),
+    ("keep=optimizer", "init_from=RUN@step-N keep=optimizer"),
+    ("init_from=trunk@step-2 keep=weights", "keep must be one of none, optimizer, got weights"),
+    ("init_from=trunk@step-2 keep=none,optimizer --multirun", "keep takes one value"),
+    ("init_from=trunk@step-2,trunk@step-4 keep=optimizer seed=7 --multirun", "seed: 42 -> 7"),
+    ("init_from=trunk@step-2 keep=optimizer stage=sft,pretrain --multirun", "stage cannot change in a run"),
+    ("init_from=trunk@step-2 keep=optimizer optimizer.lr=1e-4,1e-5 sweep.seeds=3 --multirun", "the seed of its trunk"),
+]
+
+
+@pytest.mark.parametrize(("typed", "message"), REFUSED, ids=[typed for typed, _ in REFUSED])
+def test_branch_refused_leaves_nothing(typed: str, message: str, call: Call, trunk: Path, workspace: Path) -> None:
+    result = call(*typed.split())
+    assert result.returncode == 2, result
+    assert message.replace("TRUNK", str(trunk)) in result.stderr
+    assert "outputs" not in result.stderr.rpartition("error:")[2]
+    assert not (workspace / "outputs").exists()
+
+
+def test_branch_of_a_damaged_or_linked_trunk_is_refused(call: Call, trunk: Path, workspace: Path) -> None:
+    file = trunk / "checkpoints" / "step-00000002" / "optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    result = call("init_from=trunk@step-2", "keep=optimizer")
+    assert is_user_error(result) and "optimizer.safetensors: wrong checksum" in result.stderr
+    (trunk / "tokenizer" / "tokenizer.json").unlink()
+    (trunk / "tokenizer" / "tokenizer.json").symlink_to(workspace / "rows.jsonl")
+    result = call("init_from=trunk@step-4", "keep=optimizer")
+    assert is_user_error(result) and "this is a link" in result.stderr
+    assert not (workspace / "outputs").exists()
+
+
+def test_plan_of_a_branch_is_refused(call_command: Call, trunk: Path) -> None:
+    result = call_command("plan.py", "init_from=trunk@step-2", "keep=optimizer", "timing=false")
+    assert is_user_error(result) and "plan.py resume=RUN plans what is left of a run" in result.stderr
+
+
+FOREIGN = {
+    "progress": {"progress": 3},
+    "best step": {"progress": {"step": 2, "tokens": 1, "loss_tokens": 1, "best_step": "x", "best_loss": 1.0}},
+    "log": {"log": {"metrics": "x"}},
+    "fields": {"run": {"fields": {"attempts": 3}}},
+    "resolver": {"run": {"fields": {}, "files": {".hydra/overrides.yaml": "- optimizer.lr=${oc.env:HOME}\n"}}},
+    "YAML": {"run": {"fields": {}, "files": {".hydra/overrides.yaml": "[}"}}},
+    "code": {"run": {"fields": {}, "files": {".hydra/config.yaml": "stage: {_target_: os.system}\n"}}},
+}
+
+
+@pytest.mark.parametrize("flags", [(), ("--multirun", "optimizer.lr=1e-4,1e-5")], ids=["run", "sweep"])
+@pytest.mark.parametrize("changed", FOREIGN.values(), ids=FOREIGN)
+def test_branch_of_a_foreign_state_is_refused(
+    changed: dict[str, Any], flags: tuple[str, ...], call: Call, trunk: Path, workspace: Path
+) -> None:
+    checkpoint = trunk / "checkpoints" / "step-00000002"
+    files: dict[str, Any] = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    del files["MANIFEST.json"]
+    files["state.json"] = json.dumps(json.loads(files["state.json"]) | changed).encode()
+    shutil.rmtree(checkpoint)
+    write_atomic_dir(checkpoint.parent, checkpoint.name, files, {})
+    result = call("init_from=trunk@step-2", "keep=optimizer", *flags)
+    assert result.returncode == 2 and "error: " in result.stderr, result
+    assert not (workspace / "outputs").exists()
+
+
+def test_branch_without_the_best_weights_of_its_trunk_chooses_its_own(call: Call, trunk: Path, workspace: Path) -> None:
+    state = json.loads((trunk / "checkpoints" / "step-00000004" / "state.json").read_text())
+    assert state["progress"]["best_step"] == 3
+    shutil.rmtree(trunk / "checkpoints" / "best-00000003")
+    result = call("init_from=trunk@step-4", "keep=optimizer", "optimizer.lr=1e-9", "hydra.run.dir=run")
+    assert result.returncode == 0, result.stderr
+    assert "step 3, were deleted: the best of the branch is chosen from here on" in result.stderr
+    assert RunMetadata.read(workspace / "run")["metrics"]["best_step"] > 3
+
+
+@pytest.mark.slow
+def test_checkpoint_named_by_its_step_gives_weights_alone_without_keep(
+    call: Call, trunk: Path, workspace: Path
+) -> None:
+    data = f"data.path={trunk.parent / 'rows.jsonl'}"
+    shutil.copy(yaml.safe_load((trunk / ".hydra" / "config.yaml").read_text())["data"]["path"], "rows.jsonl")
+    names = {"last": "step-00000006", "step-4": "step-00000004", "step-00000002": "step-00000002"}
+    for name, folder in names.items():
+        result = call(*TINY_RUN, data, f"init_from=trunk@{name}", "train.max_steps=1", f"hydra.run.dir=run-{name}")
+        assert result.returncode == 0, result.stderr
+        fields = RunMetadata.read(workspace / f"run-{name}")
+        assert fields["init_from"] == str(trunk / "checkpoints" / folder) and fields["branched_from"] is None
+        assert (fields["step"], fields["attempt"]) == (1, 1)
+
+
+@pytest.mark.slow
+def test_branch_of_every_job_of_a_sweep(program: Program, trunk: Path, workspace: Path) -> None:
+    sweep = workspace / "sweep"
+    typed = ["--multirun", f"init_from={trunk}@step-2,{trunk}@step-4", "optimizer.lr=0.02,0.001"]
+    typed += ["sweep.zip=[init_from,optimizer.lr]", "keep=optimizer", f"hydra.sweep.dir={sweep}"]
+    result = program(*typed, OMP_NUM_THREADS=str(torch.get_num_threads()))
+    assert result.returncode == 0, result.stderr
+    jobs = {job.parent: RunMetadata.read(job.parent) for job in sweep.glob("*/run.json")}
+    assert sorted(fields["branched_from"]["step"] for fields in jobs.values()) == [2, 4]
+    for job in jobs:
+        config = yaml.safe_load((job / ".hydra" / "config.yaml").read_text())
+        assert (config["keep"], config["train"]["save_every"]) == ("none", 2)
+        if config["optimizer"]["lr"] == 0.02:
+            assert_equal_runs(job, trunk)
+    for job_result in read_sweep_results(sweep).jobs:
+        step = jobs[sweep / job_result.name]["branched_from"]["step"]
+        assert job_result.launches[-1][-2:] == [f"init_from={trunk}@step-{step}", "keep=optimizer"]
+
+
+def test_reports_name_the_trunk_of_a_branch(call: Call, trunk: Path, workspace: Path) -> None:
+    assert call("init_from=trunk@step-4", "keep=optimizer", "hydra.run.dir=run").returncode == 0
+    run = workspace / "run"
+    assert RunReport.read(run).labels == ["pretrain", f"branched from {trunk} at step 4"]
+    assert ComparedRun.read(run).values["branched from"] == f"{trunk} at step 4"
+    rows = {row.folder.name: row for row in scan_runs(workspace).rows}
+    assert rows["run"].start is rows["trunk"] and rows["run"].branch_step == 4
+    assert f"branched from {trunk} at step 4" in (run / "report.html").read_text()
