@@ -59,7 +59,9 @@ class ForkServer:
     def start(self, program: list[str], environment: dict[str, str], out: int) -> ForkedProcess | None:
         """Run `python *program` as `subprocesses.spawn` does; return None where only a cold start computes the same."""
         shared = {name: value for name, value in environment.items() if name not in LATE_VARIABLES}
-        if self._is_lost or not _may_fork(program, environment):
+        late = {name: environment[name] for name in LATE_VARIABLES if name in environment}
+        fits = len(json.dumps([program, late])) < MESSAGE_BYTES // 2
+        if self._is_lost or not (fits and _may_fork(program, environment)):
             return None
         if self._channel is None:
             self._channel, server_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
@@ -68,7 +70,6 @@ class ForkServer:
             self._environment = shared
         if shared != self._environment:
             return None
-        late = {name: environment[name] for name in LATE_VARIABLES if name in environment}
         with suppress(ServerLostError):
             if (pid := self.ask({"program": program, "environment": late}, out)) is not None:
                 return ForkedProcess(self, pid)

@@ -138,7 +138,8 @@ def sweep_text(plans: list[RunPlan], trials: int) -> str:
     total = f"{short_count(tokens)} tokens, {bytes_text(disk)} of disk"
     if len(times) == len(plans):
         total += f", {duration_text(of_all(times))} one after the other"
-    lines += ["", _wrapped("", f"total of {f'at most {trials}' if trials else len(plans)} jobs: {total}")]
+    number_text = f"at most {trials} jobs" if trials else f"{len(plans)} jobs, each to its last step"
+    lines += ["", _wrapped("", f"total of {number_text}: {total}")]
     if notes := dict.fromkeys(note for plan in plans for note in plan.notes):
         lines += ["", *_note_lines(notes)]
     failing = [number for number, plan in enumerate(plans) if not plan.fits]

@@ -28,7 +28,7 @@ from common.settings import check_at_least, check_choice, check_installed
 from runner.config import schema
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.engine.config import Config
-from runner.run_dir.best_job import comparison_problem, fewest_rows, point_of
+from runner.run_dir.best_job import SEED_KEY, comparison_problem, fewest_rows, point_of
 from runner.run_dir.contents import RUN_FILE
 from runner.sweep.grid import GridPoint, SweeperOptions, listed_values
 from runner.sweep.halving import HalvingOptions, RungOptions, RungSearch
@@ -91,6 +91,12 @@ class OptunaOptions(RungOptions):
         """Return points with every choice and both ends of every interval: their configs are checked before the first
         job.
         """
+        if SEED_KEY in swept:
+            raise UserError(
+                "a sampler would search for the best seed",
+                f"{SEED_KEY}={','.join(swept[SEED_KEY])} hydra/sweeper=optuna",
+                "leave it out; sweep.seeds=5 adds seeds to the best points",
+            )
         if zipped:
             raise UserError(
                 "sweep.zip needs hydra/sweeper=grid, got optuna",

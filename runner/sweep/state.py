@@ -187,7 +187,7 @@ class SweepState:
         run = RunMetadata.read(self.folder / job.name)
         vars(job).update(status_from_run(job, run))
         if has_paused(run) and job.status == "interrupted" and self.sweeper != "grid":
-            job.status = "paused"
+            job.status, job.ended = "paused", run.get("ended")
         self.is_stale |= before != (job.status, job.loss)
 
     def refresh_from_runs(self) -> None:

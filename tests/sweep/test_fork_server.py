@@ -189,3 +189,13 @@ def test_forked_jobs_end_in_the_bits_of_cold_starts(program: Any, tmp_path: Path
         ended = program(*settings, f"seed={seed}", f"hydra.run.dir={run}")
         assert ended.returncode == 0, ended.stderr
         assert diff_run_dirs(job, run) == []
+
+
+def test_job_whose_settings_do_not_fit_into_a_message_starts_cold(tmp_path: Path) -> None:
+    server = ForkServer()
+    try:
+        with open(tmp_path / "log", "wb") as out:
+            program = [fork_server.TRAIN_SCRIPT, "run.note=" + "x" * fork_server.MESSAGE_BYTES]
+            assert server.start(program, dict(os.environ), out.fileno()) is None
+    finally:
+        server.close()

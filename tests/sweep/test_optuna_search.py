@@ -103,6 +103,8 @@ def test_optuna_refuses_an_end_of_an_interval_that_no_job_could_take(optuna: Any
         sweep(*OPTUNA, *SPACE, "hydra.sweeper.sampler=grid")
     with pytest.raises(UserError, match="sweep.zip needs hydra/sweeper=grid"):
         sweep(*OPTUNA, *SPACE, "sweep.zip=[optimizer.lr]")
+    with pytest.raises(UserError, match="would search for the best seed"):
+        sweep(*OPTUNA, *SPACE, "seed=1,2")
     with pytest.raises(UserError, match="sampler=grid needs lists"):
         sweep(*OPTUNA, "train.batch_size=interval(1,16)", "hydra.sweeper.sampler=grid")
     assert not (tmp_path / "sweep").exists()

@@ -291,7 +291,8 @@ def assert_halved(grid: Path, folder: Path) -> None:
     best = find_best_job(grid).name
     assert find_best_job(folder).name == best and diff_run_dirs(grid / best, folder / best) == []
     assert Counter(statuses(folder).values()) == {"completed": 1, "paused": 3}
-    assert read_sweep(folder)["status"] == "completed"
+    sweep = read_sweep(folder)
+    assert sweep["status"] == "completed" and all(job["ended"] for job in sweep["jobs"])
     for name in statuses(grid):
         own, whole = steps(folder / name), steps(grid / name)
         assert own == whole[: len(own)] and ("eval", 4) in own
