@@ -30,15 +30,15 @@ def activations(model: nn.Module, input_ids: Tensor, labels: Tensor) -> dict[str
     A logit that no gradient aims at changes by a sum of random signs, which vanishes with the width: only those of the
     labels show what is learned.
     """
+    import torch
+
     found: dict[str, Tensor] = {}
 
     def record(name: str, module: nn.Module, inputs: object, output: object) -> None:
-        found[name] = (output[0] if isinstance(output, tuple) else output).detach().float()  # type: ignore[union-attr]
+        found[name] = (output[0] if isinstance(output, tuple) else output).detach().float()  # type: ignore[union-attr]  # layers return tensors
 
-    modules = {"embedding": model.input_layer} | {f"layer {i}": layer for i, layer in enumerate(model.layers)}  # type: ignore[arg-type]
+    modules = {"embedding": model.input_layer} | {f"layer {i}": layer for i, layer in enumerate(model.layers)}  # type: ignore[arg-type]  # of the decoder, a module list
     hooks = [module.register_forward_hook(partial(record, name)) for name, module in modules.items()]
-    import torch
-
     with torch.no_grad():
         found["all logits"] = model(input_ids).logits.float()
         found["logits of labels"] = found["all logits"].gather(-1, labels.unsqueeze(-1))
