@@ -61,6 +61,7 @@ NOT_EXECUTED = {
     ("*", "runner/serve.py *"): "serves until Ctrl-C; tests/serving runs it",
     ("*", "runner/report.py *serve=true*"): "serves until Ctrl-C; tests/browser opens such a page",
     ("*", "runner/compare.py *"): "needs runs of several seeds; tests/reporting/test_arms.py runs it",
+    ("*", "*sweep.seeds=*"): "adds jobs that no plan knows; tests/sweep/test_seeds.py runs it",
     ("*", "runner/faults.py *"): "takes minutes; tests/faults runs it with fewer faults",
     ("*", "runner/chat.py run=last"): "reads a terminal; tests/inference/test_chat.py types into it",
     ("*", "runner/export.py *converter=*"): "needs a checkout of llama.cpp",

@@ -110,7 +110,7 @@ def stop(trial: Trial, reference: UninterruptedRun) -> None:
     launch = trial.launch()
     trial.wait(lambda: trial.probe.read(phase)[0] >= occurrence)
     trial.wait(_after(delay))
-    trial.result.injected = launch.code is None
+    trial.result.injected = launch.poll() is None
     sent = time.monotonic()
     launch.send(number, to_group=number in FROM_TERMINAL)
     trial.wait(lambda: ANNOUNCEMENT in launch.text())
@@ -135,7 +135,7 @@ def worker(trial: Trial, reference: UninterruptedRun) -> None:
     workers = WorkerProbe()
     launch = trial.launch(prepare=partial(workers.install, victim, how))
     trial.wait(lambda: trial.probe.read("step")[0] >= step and workers.alive())
-    if not victim and launch.code is None and (alive := workers.alive()):
+    if not victim and launch.poll() is None and (alive := workers.alive()):
         os.kill(trial.rng.choice(alive), how)
     trial.end()
     trial.result.injected = launch.code != OK  # a run whose data was read already needs no worker

@@ -12,11 +12,12 @@ import shlex
 import shutil
 import signal
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 from common.errors import FAILED, INTERRUPTED, OK, USER_ERROR, UserError
@@ -35,20 +36,16 @@ TRACEBACK = "Traceback (most recent call last)"
 class Launch:
     """One process of the training command, which leads a session of its own."""
 
-    process: ForkProcess
+    pid: int
     output: Path  # its stdout and stderr
     started: float = field(default_factory=time.monotonic)
+    code: int | None = None  # exit code, or minus the signal that ended it
     is_hanging: bool = False
 
-    @property
-    def code(self) -> int | None:
-        """Exit code, or minus the signal that ended it; None: it runs."""
-        return self.process.exitcode
-
-    @property
-    def pid(self) -> int:
-        assert self.process.pid is not None, "it was started"
-        return self.process.pid
+    def poll(self) -> int | None:
+        if self.code is None and (status := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self.code = os.waitstatus_to_exitcode(status[1])
+        return self.code
 
     def wait(self, timeout: float, until: Callable[[], object] = lambda: False) -> bool:
         """Wait for the end, or for `until()`; return whether that came first.
@@ -56,18 +53,18 @@ class Launch:
         A launch that hangs for `timeout` seconds is killed.
         """
         deadline = time.monotonic() + timeout
-        while self.code is None:
+        while self.poll() is None:
             if until():
                 return True
             if time.monotonic() > deadline:
                 self.is_hanging = True
-                self.process.kill()
+                os.kill(self.pid, signal.SIGKILL)
                 deadline += timeout
             time.sleep(LAUNCH_POLL_SECONDS)
         return False
 
     def send(self, number: int, to_group: bool = False) -> None:
-        if self.code is None:
+        if self.poll() is None:
             (os.killpg if to_group else os.kill)(self.pid, number)
 
     def text(self) -> str:
@@ -124,31 +121,49 @@ def launch_training(
 
     program = [str(REPO_ROOT / "runner" / "train.py"), *argv]
 
-    def command() -> None:
+    def command() -> int:
         if is_cold:
             os.execv(sys.executable, [sys.executable, *program])
         prepare()
         sys.argv = program
         lm_runner.run_command("train")
+        return 0
 
     return launch_fork(command, output)
 
 
-def launch_fork(main: Callable[[], int | None], output: Path) -> Launch:
+def launch_fork(main: Callable[[], int], output: Path) -> Launch:
     """Fork this process. The fork calls `main` and exits with its code; its output is appended to `output`."""
-
-    def run() -> None:
-        # after a fork the tokenizers would wait for threads of the parent
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    child = os.fork()
+    if child:
+        return Launch(child, output)
+    code = 1
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # after a fork the tokenizers would wait for threads of the parent
+    try:
         os.setsid()
-        out = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(out, 1), os.dup2(out, 2)
+        stdin, out = os.open(os.devnull, os.O_RDONLY), os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(stdin, 0), os.dup2(out, 1), os.dup2(out, 2)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-        sys.exit(main())
+        code = main()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException as error:
+        traceback.print_exc()
+        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    finally:
+        try:
+            join_threads()
+        finally:
+            os._exit(code)
+    raise AssertionError("os._exit does not return")
 
-    process = ForkProcess(target=run)
-    process.start()
-    return Launch(process, output)
+
+def join_threads() -> None:
+    """Wait for the checkpoint writer and flush the output, as at the end of any program."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    sys.stdout.flush(), sys.stderr.flush()
 
 
 @dataclass

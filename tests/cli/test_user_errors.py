@@ -174,7 +174,7 @@ EARLY_SLOW: list[tuple[list[str], list[str]]] = [  # the same checks, of other s
     (["model.num_key_value_heads=3"], ["model.num_key_value_heads must divide"]),
     (["model.attention=blue"], ["model.attention must be one of"]),
     (["data.max_length=4096"], ["data.max_length must be at most model.max_position_embeddings"]),
-    (["train.patience=2", "train.eval_every=0"], ["counts evaluations, and this run has none"]),
+    (["train.patience=2", "train.eval_every=0"], ["needs evaluations on validation data, and this run has none"]),
     (["data.path=[]"], ["data.path must name a file"]),
     (["data.val_path=nowhere.jsonl"], ["data.val_path does not exist"]),
     (["hydra.run.dir=rows.jsonl/run"], ["the run directory cannot be used"]),

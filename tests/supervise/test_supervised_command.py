@@ -105,7 +105,7 @@ def test_supervised_job_of_a_sweep_is_restarted_within_its_attempt(checkout: Pat
     while not (jobs := list(sweep.glob("*/run.json"))):
         assert process.poll() is None
         time.sleep(0.01)
-    kill_trainer_after(process, jobs[0].parent, 3, generations=2)
+    kill_trainer_after(process, jobs[0].parent, 3, generations=3)
     output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, output
     (job,) = json.loads((sweep / "sweep.json").read_text())["jobs"]
