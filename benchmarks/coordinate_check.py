@@ -35,9 +35,9 @@ def activations(model: nn.Module, input_ids: Tensor, labels: Tensor) -> dict[str
     found: dict[str, Tensor] = {}
 
     def record(name: str, module: nn.Module, inputs: object, output: object) -> None:
-        found[name] = (output[0] if isinstance(output, tuple) else output).detach().float()  # type: ignore[union-attr]  # layers return tensors
+        found[name] = (output[0] if isinstance(output, tuple) else output).detach().float()
 
-    modules = {"embedding": model.input_layer} | {f"layer {i}": layer for i, layer in enumerate(model.layers)}  # type: ignore[arg-type]  # of the decoder, a module list
+    modules = {"embedding": model.input_layer} | {f"layer {i}": layer for i, layer in enumerate(model.layers)}
     hooks = [module.register_forward_hook(partial(record, name)) for name, module in modules.items()]
     with torch.no_grad():
         found["all logits"] = model(input_ids).logits.float()

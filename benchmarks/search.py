@@ -65,8 +65,8 @@ def record(name: str, sweep: Path) -> None:
         point = tuple((key, value) for key, value in job.swept.items() if key != "seed")
         columns = job.metrics.eval.columns
         steps, losses = columns["step"], columns["loss"]
-        curve = [(step / steps[-1], loss) for step, loss in zip(steps, losses, strict=True)]  # type: ignore[operator]  # completed jobs: each evaluation has a step
-        points.setdefault(point, {})[job.swept.get("seed", "")] = curve  # type: ignore[assignment]  # and a finite loss
+        curve = [(step / steps[-1], loss) for step, loss in zip(steps, losses, strict=True)]
+        points.setdefault(point, {})[job.swept.get("seed", "")] = curve
     settings = [each for each in results.shared_overrides if "/" not in each]
     curves = [[seeds[seed] for seed in sorted(seeds)] for seeds in points.values()]
     task = Task(name, settings, [dict(point) for point in points], curves)
