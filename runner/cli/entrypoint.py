@@ -115,6 +115,10 @@ def _dispatch(argv: list[str], task: Task) -> None:
         from runner.planning.batch_size import with_batch_size
 
         typed = with_batch_size(typed, is_multirun)
+    if any(each.startswith("sweep.budget=") for each in typed):
+        from runner.planning.budget import with_budget
+
+        typed = with_budget(typed, is_multirun)
     if not is_multirun:
         overrides.check_single_run(typed)
     typed = resolve.resolve_model_overrides(typed)

@@ -44,6 +44,10 @@ PROMPTS = Limit(
 )
 EVAL_METRICS = Limit("a list of: exact_match", {"exact_match"}.issuperset, "[exact_match]")
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
+BUDGET = re.compile(r"(?=[0.]*[1-9])(\d+(?:\.\d+)?(?:e\+?\d\d?)?)(s|m|h|tokens|flops)")
+BUDGET_LIMIT = Limit(
+    "a time, tokens or FLOPs: 30m, 2e9tokens, 1e17flops", lambda text: bool(BUDGET.fullmatch(text)), "30m"
+)
 TAG = re.compile(r"[\w.+:=-]+")
 MAX_NAME, MAX_NOTE, MAX_TAG, MAX_TAGS = 80, 500, 40, 20  # characters; number of tags
 # Sections whose class depends on a value in them: section -> (key of that value, registry of the classes)
@@ -236,7 +240,9 @@ class SweepConfig(CheckedSettings):
     # seeds that each of the best points gets at the end, one by one until they differ by more than chance; 0: no more
     # than are swept
     seeds: int = limited(Limit("0, or at least 2", lambda seeds: seeds == 0 or seeds >= 2, 5))
-    top: int = at_least(2, 3)  # points that sweep.seeds adds seeds to
+    top: int = at_least(2, 3)  # points that sweep.seeds and sweep.budget add seeds to
+    # what a sweep may spend: sets the length of its jobs; null: they have that of the settings
+    budget: Optional[str] = limited(BUDGET_LIMIT)
     # mup: train narrow versions of the model, of optimizer.mup_base_width
     transfer: str = one_of("none", "mup")
 

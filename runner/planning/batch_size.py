@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
-from common.errors import UserError, print_note
+from common.errors import UserError, print_note, print_safely
 from common.paths import REPO_ROOT
 from runner.config.compose import compose_config
 from runner.planning.alternatives import MicroBatch
@@ -20,7 +20,6 @@ SIZE_KEYS = ("train.batch_size=", "train.accumulation_steps=")
 def with_batch_size(typed: list[str], is_multirun: bool) -> list[str]:
     """Return the overrides of a new run with a micro-batch and an accumulation in place of AUTO_SIZE.
 
-    Another process plans: what it imports and allocates is not in this one. Exits as it does where it refuses the run.
     Raises UserError for a sweep, and if no micro-batch fits.
     """
     if is_multirun:
@@ -31,13 +30,24 @@ def with_batch_size(typed: list[str], is_multirun: bool) -> list[str]:
     rows = train.batch_size * train.accumulation_steps
     others = [override for override in others if not override.startswith(SIZE_KEYS)]
     whole = MicroBatch(rows, 1).overrides.split()
-    command = [sys.executable, str(REPO_ROOT / "runner" / "plan.py"), *others, *whole, "timing=false", "json=true"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        sys.exit(done.returncode)
-    chosen = fitting_batch(json.loads(done.stdout)["runs"][0], rows)
+    chosen = fitting_batch(planned_runs([*others, *whole], is_timed=False)[0], rows)
     print_note(f"{AUTO_SIZE}: {chosen}, {rows} rows per step on each rank")
     return [*others, *chosen.split()]
+
+
+def planned_runs(arguments: list[str], is_timed: bool) -> list[dict[str, Any]]:
+    """Return the field `runs` of plan.py with these arguments.
+
+    Another process plans: what it imports and allocates is not in this one. Exits as it does where it refuses the runs;
+    its notes are those that the start of the runs prints again.
+    """
+    options = [f"timing={str(is_timed).lower()}", "json=true"]
+    command = [sys.executable, str(REPO_ROOT / "runner" / "plan.py"), *arguments, *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        print_safely(done.stderr.rstrip("\n"), sys.stderr)
+        sys.exit(done.returncode)
+    return json.loads(done.stdout)["runs"]
 
 
 def fitting_batch(plan: dict[str, Any], rows: int) -> str:

@@ -18,6 +18,7 @@ from runner.config.resolve import resolve_run
 from runner.config.unread import check_typed_are_read
 from runner.engine.config import Config
 from runner.launch import initial_weights, resume, run
+from runner.planning.budget import with_budget
 from runner.run_dir.contents import has_started, is_sweep_dir, recorded_precision
 from runner.run_dir.metadata import RunMetadata
 from runner.sweep import extend, grid, validation
@@ -94,6 +95,7 @@ def _checked(config: Config) -> Config:
 
 def _new_sweep(typed: list[str]) -> PlannedStart:
     validation.check_hydra_overrides(typed)
+    typed = with_budget(typed, is_multirun=True)
     tree = compose_tree(grid.split_swept(typed, is_grid=False)[0])
     sweeper, _ = validation.hydra_options(tree)
     plan = validation.plan_sweep(tree, typed, sweeper)

@@ -35,7 +35,7 @@ from runner.reporting.sweep_results import (
     last_value,
     result_rows,
 )
-from runner.run_dir.best_job import SEED_KEY, model_score, parse_number
+from runner.run_dir.best_job import SEED_KEY, is_added_seed, model_score, parse_number
 from runner.run_dir.contents import parse_time
 from runner.run_dir.saved_config import OVERRIDES_FILE
 
@@ -52,6 +52,8 @@ JOB_FIELDS = {
 def read_sweep_results(folder: Path) -> SweepResults:
     sweep, folders = read_sweep_file(folder), subfolders(folder)
     jobs = [_read_job(folder, typed(job, JOB_FIELDS), folders) for job in sweep["jobs"]]
+    for job in jobs:
+        job.is_added_seed = is_added_seed(job.swept, sweep["swept"])
     if sweep["sweeper"] == "grid":  # no search decides about a job that train.stop_at has ended
         for job in jobs:
             job.status = "interrupted" if job.status == "paused" else job.status

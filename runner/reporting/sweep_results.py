@@ -57,6 +57,7 @@ class JobResult:
     extended: list[str] = field(default_factory=list)  # overrides that `resume=SWEEP` has trained it further with
     diverged: bool = False
     folder: str | None = None  # name of the run directory in the sweep directory; None if the name leads out of it
+    is_added_seed: bool = False  # by sweep.seeds or sweep.budget
     launches: list[list[str]] = field(default_factory=lambda: [[]])  # overrides of each launch, the first one first
     stop_at: float = 0.0  # share of its steps at which the search has paused the job
     data_identity: tuple[Any, Any] = (None, None)  # fingerprint of the training data; rows of each file
@@ -338,7 +339,10 @@ def differs_from_best(row: ResultRow, ranked: list[ResultRow], planned_seeds: in
 
 
 def aggregate_row(jobs: list[JobResult], ranked_by: str) -> ResultRow:
-    """Return the means over the completed jobs; if none is completed, over all jobs that have reached the same step."""
+    """Return the means over the completed jobs; if none is completed, over all jobs that have reached the same step.
+
+    A seed that was added, and is not completed, does not change the status of the point.
+    """
     counted = [job for job in jobs if job.status == "completed"]
     at_different_steps = not counted and len({job.metrics.last.step for job in jobs if job.metrics.last}) > 1
     counted = counted or jobs
@@ -349,7 +353,7 @@ def aggregate_row(jobs: list[JobResult], ranked_by: str) -> ResultRow:
     return ResultRow(
         overrides={key: value for key, value in jobs[0].swept.items() if key != SEED_KEY},
         jobs=jobs,
-        status=max((job.status for job in jobs), key=JOB_STATUSES.index),
+        status=max((job.status for job in jobs if not job.is_added_seed or job in counted), key=JOB_STATUSES.index),
         score=mean_std(job.score(ranked_by) for job in sound),
         model=jobs[0].model if len(jobs) == 1 else None,
         final=mean_std(job.final.get(ranked_by) for job in sound),

@@ -47,7 +47,8 @@ class RangeEdge:
     key: str
     value: str
     side: str  # lowest or highest
-    command: str  # sweeps the next value outside; empty where there is none that the setting allows
+    following: str  # the next value outside
+    command: str  # sweeps it; empty where the sweep cannot take it
 
     def __str__(self) -> str:
         return f"the best point has the {self.side} {self.key} of the sweep ({self.value}): a better one may be outside of the range"
@@ -161,7 +162,8 @@ def _range_edge(sweep: SweepResults, winner: ResultRow, key: str) -> RangeEdge |
     following = next_value(own, neighbour, is_whole=all(text.lstrip("+-").isdecimal() for text in found))
     if following is None or not _is_allowed(sweep, winner.jobs[0], key, following):
         return None
-    return RangeEdge(key, winner.overrides[key], side, _extend_command(sweep, key, following))
+    text = f"{following:g}"
+    return RangeEdge(key, winner.overrides[key], side, text, _extend_command(sweep, key, text))
 
 
 def next_value(edge: float, neighbour: float, is_whole: bool) -> float | int | None:
@@ -208,14 +210,14 @@ def _is_allowed(sweep: SweepResults, job: JobResult, key: str, value: float) -> 
     return True
 
 
-def _extend_command(sweep: SweepResults, key: str, value: float) -> str:
+def _extend_command(sweep: SweepResults, key: str, value: str) -> str:
     """Return the command that adds the value to the sweep; empty where the sweep cannot take it: a study of Optuna, and
     a key of sweep.zip.
     """
     zipped = next((override for override in sweep.shared_overrides if override.startswith("sweep.zip=")), "")
-    if sweep.sweeper == "optuna" or key in re.split(r"[^\w./@]+", zipped) or not math.isfinite(value):
+    if sweep.sweeper == "optuna" or key in re.split(r"[^\w./@]+", zipped) or not math.isfinite(float(value)):
         return ""
-    return shlex.join([*command_line("train"), f"resume={sweep.folder}", f"{key}={value:g}"])
+    return shlex.join([*command_line("train"), f"resume={sweep.folder}", f"{key}={value}"])
 
 
 @dataclass(frozen=True)

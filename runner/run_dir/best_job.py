@@ -1,9 +1,10 @@
 """The best job of a sweep, by one rule for leaderboards, `init_from=SWEEP` and `run=SWEEP`.
 
 The number of a job is the evaluation loss of exactly the weights in its `model/`. A point, all jobs that differ only in
-their seed, has the mean of its jobs' numbers, and is ranked only if all of them are completed. Jobs whose numbers
-measure different things have no best one. Jobs that were judged on too few rows are not ranked; where a job has to be
-chosen, it is that with the lowest number, and a note says what that is worth.
+their seed, has the mean of its jobs' numbers, and is ranked only if all of them are completed; seeds that the sweep
+itself has added count once they are. Jobs whose numbers measure different things have no best one. Jobs that were
+judged on too few rows are not ranked; where a job has to be chosen, it is that with the lowest number, and a note says
+what that is worth.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from common.guarded_files import check_own_files
 from runner.diagnostics.symptoms import FEW_ROWS, few_rows
 
 SEED_KEY = "seed"
+SWEEP_PARTS: tuple[tuple[str, type], ...] = (("jobs", list), ("swept", dict))  # of sweep.json
 EVALUATION_PARTS = {
     "on": "rows of another kind",
     "data": "different evaluation rows",
@@ -148,6 +150,12 @@ def point_of(swept: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     return tuple(sorted((key, value) for key, value in swept.items() if key != SEED_KEY))
 
 
+def is_added_seed(overrides: Mapping[str, str], swept: Mapping[str, Any]) -> bool:
+    """Whether the sweep itself has added the job: its seed is not one of the values that are `swept`."""
+    known = swept.get(SEED_KEY)
+    return SEED_KEY in overrides and overrides[SEED_KEY] not in (known if isinstance(known, list) else ())
+
+
 def swept_sort_key(values: Mapping[str, str]) -> list[tuple[float, str]]:
     """Order by swept values: numbers by size, other text alphabetically."""
     return [(parse_number(value) or 0.0, value) for value in values.values()]
@@ -167,8 +175,9 @@ def _read_jobs(sweep: Path) -> list[tuple[str, dict[str, str], dict[str, Any]]]:
     A name that leads out of the sweep directory is left out.
     """
     found = []
-    jobs = read_json_object(sweep / "sweep.json").get("jobs")
-    for job in jobs if isinstance(jobs, list) else []:
+    fields = read_json_object(sweep / "sweep.json")
+    jobs, known = (value if isinstance(value := fields.get(name), kind) else kind() for name, kind in SWEEP_PARTS)
+    for job in jobs:
         name, swept = (job.get("name"), job.get("overrides")) if isinstance(job, dict) else (None, None)
         if (
             isinstance(name, str)
@@ -177,13 +186,9 @@ def _read_jobs(sweep: Path) -> list[tuple[str, dict[str, str], dict[str, Any]]]:
             and not {"/", "\0"} & set(name)
             and isinstance(swept, dict)
         ):
-            found.append(
-                (
-                    name,
-                    {str(key): str(value) for key, value in swept.items()},
-                    read_json_object(sweep / name / "run.json"),
-                )
-            )
+            run, overrides = read_json_object(sweep / name / "run.json"), {str(key): str(swept[key]) for key in swept}
+            if run.get("status") == "completed" or not is_added_seed(overrides, known):
+                found.append((name, overrides, run))
     return found
 
 

@@ -38,6 +38,7 @@ from runner.sweep.backends import CONSOLE_LOG, Backend, JobExit
 from runner.sweep.grid import PointComposer, Search, SweeperOptions, merge_overrides
 from runner.sweep.seeds import SeedSearch
 from runner.sweep.session import SweepSession
+from runner.sweep.spending import Budget, BudgetSearch
 from runner.sweep.state import INFINITE, SweepJob, SweepState
 from runner.tracking.lines import SweepLines
 
@@ -106,7 +107,11 @@ def run_sweep(config: DictConfig, overrides: list[str]) -> None:
             session.page.write()
         try:
             search = sweeper.search(state)
-            if config.sweep.seeds:
+            if config.sweep.budget:
+                search = BudgetSearch(
+                    search, state, Budget.parse(config.sweep.budget), config.sweep.top, first_seed=config.seed
+                )
+            elif config.sweep.seeds:
                 search = SeedSearch(search, state, config.sweep.seeds, config.sweep.top, first_seed=config.seed)
             with closing(backend), closing(search):
                 scheduler = SweepScheduler(session, backend, search)
@@ -182,7 +187,7 @@ class SweepScheduler:
         self.backend.open(self.state.folder)  # before StopFlag: Ray sets a handler of its own for SIGTERM
         with StopFlag(announces=True) as stop, stop.working_on("when the running jobs have saved"):
             while True:
-                if stop():
+                if stop() or self.search.is_over():
                     self._stop_all()
                 while not self.is_stopping and len(self.running) < self.backend.capacity and (job := self._take_job()):
                     self._start(job)

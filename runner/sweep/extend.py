@@ -25,7 +25,11 @@ from runner.sweep.state import SweepJob, SweepState, storable_overrides
 STEPS_KEY = "train.max_steps"
 # a change of these alone is no difference between jobs that train no further
 LENGTH_KEYS = (f"{STEPS_KEY}:", "train.epochs:")
-SEED_RULES = ("sweep.seeds=", "sweep.top=")  # rules of a sweep that may change: they say what is run after its grid
+SEED_RULES = (
+    "sweep.seeds=",
+    "sweep.top=",
+    "sweep.budget=",
+)  # rules of a sweep that may change: they say what is run after its grid
 
 
 @dataclass

@@ -87,6 +87,10 @@ class Search:
         Raises UserError if the search cannot go on: the other jobs save.
         """
 
+    def is_over(self) -> bool:
+        """Whether the running jobs are to be stopped, and no other started."""
+        return False
+
     def close(self) -> None:
         """Write what was found; no job runs any more."""
 

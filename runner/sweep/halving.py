@@ -139,11 +139,16 @@ def next_promotion(losses: Sequence[Sequence[float]], running: Collection[int], 
     return None
 
 
-def describe_cost(points: int, jobs: int, eta: int, shares: Sequence[float]) -> str:
-    """Return e.g. `16 points: 16 x 1/8, 8 x 1/4, 4 x 1/2, 2 x 1: 5.0 full runs instead of 16 (31 %)`."""
+def planned_cost(points: int, jobs: int, eta: int, shares: Sequence[float]) -> tuple[list[int], float]:
+    """Return how many points train to each rung and to their end, and how many full runs that costs."""
     counts = [max(1, points // eta**rung) for rung in range(len(shares) + 1)]
     steps = [after - before for before, after in zip([0.0, *shares], [*shares, 1.0], strict=True)]
-    runs = sum(count * step for count, step in zip(counts, steps, strict=True)) * jobs / points
+    return counts, sum(count * step for count, step in zip(counts, steps, strict=True)) * jobs / points
+
+
+def describe_cost(points: int, jobs: int, eta: int, shares: Sequence[float]) -> str:
+    """Return e.g. `16 points: 16 x 1/8, 8 x 1/4, 4 x 1/2, 2 x 1: 5.0 full runs instead of 16 (31 %)`."""
+    counts, runs = planned_cost(points, jobs, eta, shares)
     parts = ", ".join(f"{count} x {share_text(share)}" for count, share in zip(counts, [*shares, 1.0], strict=True))
     seeds = f" ({jobs} jobs)" if jobs != points else ""
     return f"{points} points{seeds}: {parts}: {runs:.1f} full runs instead of {jobs} ({100 * runs / jobs:.0f} %)"
@@ -237,6 +242,10 @@ class RungSearch(Search):
         reached = self.reached[job.name]
         if not reached.losses or reached.is_between or job.is_diverged or job.status not in ("interrupted", "failed"):
             return
+        self.pause(job)
+
+    def pause(self, job: SweepJob) -> None:
+        """Record that the job is paused: no launch continues it unless the search does."""
         with suppress(UserError), RunMetadata.open(self.state.folder / job.name, resume=True) as metadata:
             metadata.finish(Outcome.PAUSED)
             job.status = "interrupted"
@@ -298,6 +307,21 @@ class HalvingSearch(RungSearch):
             return None
         self.begun[point] += 1
         return self.next_job()
+
+    def add_point(self, jobs: list[SweepJob]) -> None:
+        """Let new jobs of one point take part, from the first rung on."""
+        for job in jobs:
+            self.reread(job)
+        self.points.append(jobs)
+        self.begun.append(1)
+
+    def finish_another(self) -> bool:
+        """Let the best paused point train to its end; return whether there is one."""
+        losses, last = self._losses(), len(self.shares)
+        paused = [at for at, reached in enumerate(losses) if 0 < len(reached) <= last and max(reached) < math.inf]
+        if paused:
+            self.begun[min(paused, key=lambda at: (-len(losses[at]), losses[at][-1]))] = last + 1
+        return bool(paused)
 
     def _is_free(self, job: SweepJob) -> bool:
         return job.name not in self.targets and job.name not in self.ended and not job.is_diverged

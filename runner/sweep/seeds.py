@@ -50,12 +50,14 @@ class SeedSearch(Search):
 
     def _next_seed(self) -> SweepJob | None:
         """Return an added job that has to run; of a new round, unless a seed of this launch has failed."""
-        if not (self.running or any(job.needs_run for job in self._added())):
+        if not (self.running or self._open()):
             self._add_round()
-        return next((job for job in self._added() if job.needs_run and job.name not in self.tried), None)
+        return self.search.next_job() or next((job for job in self._open() if job.name not in self.tried), None)
 
-    def _added(self) -> list[SweepJob]:
-        return [job for job in self.state.jobs if self.state.is_added_seed(job)]
+    def _open(self) -> list[SweepJob]:
+        """Return the added jobs without a result; a paused one was stopped by sweep.budget."""
+        added = [job for job in self.state.jobs if self.state.is_added_seed(job)]
+        return [job for job in added if job.needs_run or job.status == "paused"]
 
     def _add_round(self) -> None:
         sweep = read_sweep_results(self.state.folder)
@@ -70,9 +72,12 @@ class SeedSearch(Search):
         if len(contenders) < 2 or not points:
             return None
         print_note(f"{len(contenders)} points are not told apart: another seed of {len(points)} of them")
+        return self._add_seeds(points)
+
+    def _add_seeds(self, points: list[ResultRow]) -> None:
         for row in points:
             self.state.add_job({**row.overrides, SEED_KEY: str(self._new_seed(row))})
-        return self.state.write()
+        self.state.write()
 
     def _new_seed(self, row: ResultRow) -> int:
         """Return the first seed from that of the sweep on that no job of the point has."""

@@ -30,7 +30,7 @@ from runner.config.overrides import (
     to_overrides,
 )
 from runner.run_dir import contents
-from runner.run_dir.best_job import SEED_KEY
+from runner.run_dir.best_job import is_added_seed
 from runner.run_dir.contents import (
     HYDRA_DIR,
     MAX_JSON_BYTES,
@@ -107,6 +107,7 @@ class SweepState:
     # what init_from=auto was resolved to, by stage and fingerprints
     init_from: dict[str, str] = field(default_factory=dict)
     status: str = "running"
+    spent_seconds: float = 0.0  # by sweep.budget, over all launches
     created: str = field(default_factory=timestamp)
     jobs: list[SweepJob] = field(default_factory=list)
     lock: RunLock | None = None  # None: read only
@@ -161,7 +162,7 @@ class SweepState:
 
     def is_added_seed(self, job: SweepJob) -> bool:
         """Whether `sweep.seeds` has added the job: its seed is not one of the swept values."""
-        return SEED_KEY in job.overrides and job.overrides[SEED_KEY] not in self.swept.get(SEED_KEY, ())
+        return is_added_seed(job.overrides, self.swept)
 
     def find_job(self, overrides: Mapping[str, str]) -> SweepJob | None:
         """Return the job with these values of the swept keys; 5 and 5.0 are one value where the setting is a number."""
@@ -301,6 +302,7 @@ def _read_state(folder: Path) -> SweepState:
             **{name: fields[name] for name in STORED_FIELDS if name in fields},
             jobs=[SweepJob(**job) for job in fields["jobs"]],
         )
+        state.spent_seconds = float(state.spent_seconds)
         lists: list[Any] = [state.overrides, [*state.init_from.values()]]
         lists += [[key, *values] for key, values in state.swept.items()]
         lists += [[*job.overrides.values(), *job.pending_overrides, *job.applied_overrides] for job in state.jobs]

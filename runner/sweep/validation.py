@@ -24,6 +24,7 @@ from runner.run_dir.metadata import RunMetadata
 from runner.sweep import budget
 from runner.sweep.backends import LAUNCHERS, Backend
 from runner.sweep.grid import GridPoint, PointComposer, SweeperOptions, merge_overrides, split_swept
+from runner.sweep.halving import HalvingOptions
 from runner.sweep.optuna_search import SWEEPERS
 from runner.sweep.state import STORED_HYDRA_PREFIX, SweepState, storable_overrides
 
@@ -87,10 +88,35 @@ def hydra_options(config: DictConfig) -> tuple[SweeperOptions, Backend]:
                 f"e.g. {setting}={next(iter(known))}",
             )
     assert isinstance(sweeper, SweeperOptions) and isinstance(launcher, Backend)
+    if config.sweep.budget:
+        check_budget(config.sweep, sweeper)
     launcher.check_available()
     sweeper.check_available()
     torchrun.check_sweep_launcher(plugin_name(launcher), vars(launcher))
     return sweeper, launcher
+
+
+def check_budget(rules: DictConfig, sweeper: SweeperOptions) -> None:
+    """Raise UserError where the section `sweep`, whose budget is set, has no meaning."""
+    budget_text = f"sweep.budget={rules.budget}"
+    if not isinstance(sweeper, HalvingOptions):
+        raise UserError(
+            "sweep.budget is shared out by a search that stops the worse points early",
+            f"{budget_text} hydra/sweeper={plugin_name(sweeper)}",
+            "leave hydra/sweeper out, or hydra/sweeper=halving",
+        )
+    if rules.seeds:
+        raise UserError(
+            "sweep.budget adds seeds for as long as something is left",
+            f"{budget_text} sweep.seeds={rules.seeds}",
+            "leave out one of them",
+        )
+    if str(rules.budget).endswith("flops"):
+        raise UserError(
+            "FLOPs become tokens when a sweep is started with --multirun sweep.budget=, not in a file or at a resume",
+            budget_text,
+            "e.g. sweep.budget=2e9tokens",
+        )
 
 
 class SweepPlan(NamedTuple):

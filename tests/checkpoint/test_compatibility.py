@@ -30,7 +30,7 @@ IGNORED_SETTINGS = {
     "tracker": {"name", "page", "console"},
     "export": {"weights"},
     "supervise": {"max_restarts", "delay", "hang_timeout", "halve_batch"},
-    "sweep": {"match_budget", "lr_scale", "zip", "seeds", "top", "transfer"},
+    "sweep": {"match_budget", "lr_scale", "zip", "seeds", "top", "budget", "transfer"},
     "": {"init_from", "keep", "resume", "plugins", "written_by"},
 }  # fmt: skip
 TRAINING_SETTINGS = {

@@ -148,13 +148,17 @@ def test_sweep_whose_jobs_were_judged_differently_has_no_best_job(sft: Config, d
 
 
 def test_sweep_with_seeds_has_the_best_job_of_the_best_point(tmp_path: Path) -> None:
-    """One lucky seed does not win against a better mean; a point with an unfinished seed does not take part."""
+    """One lucky seed does not win against a better mean; a point with an unfinished seed does not take part, unless the
+    sweep itself has added that seed.
+    """
     losses = {("1", "1"): 1.0, ("1", "2"): 4.0, ("2", "1"): 2.0, ("2", "2"): 2.2, ("3", "1"): 0.1}
     jobs = [{"name": f"x={x},seed={seed}", "overrides": {"x": x, "seed": seed}} for x, seed in [*losses, ("3", "2")]]
     for job, loss in zip(jobs, losses.values(), strict=False):
         write_run(tmp_path / job["name"], {}, "10:00:00", **scored(loss))
-    (tmp_path / "sweep.json").write_text(json.dumps({"jobs": jobs}))
+    (tmp_path / "sweep.json").write_text(json.dumps({"swept": {"seed": ["1", "2"]}, "jobs": jobs}))
     assert find_best_job(tmp_path).name == "x=2,seed=1"
+    (tmp_path / "sweep.json").write_text(json.dumps({"swept": {"seed": ["1"]}, "jobs": jobs}))
+    assert find_best_job(tmp_path).name == "x=3,seed=1"
 
 
 @pytest.mark.parametrize(

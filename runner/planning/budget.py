@@ -1,0 +1,145 @@
+"""sweep.budget: the length of the jobs of a sweep with rungs, so that the search costs about half of a budget; what it
+leaves goes to wider ranges and more seeds (runner/sweep/spending.py).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from typing import Any, NamedTuple
+
+from common.errors import UserError, print_note
+from runner.config.compose import compose_tree
+from runner.config.overrides import key_of
+from runner.engine.config import BUDGET_LIMIT
+from runner.planning.batch_size import planned_runs
+from runner.run_dir.best_job import SEED_KEY
+from runner.sweep import grid, validation
+from runner.sweep.extend import STEPS_KEY
+from runner.sweep.halving import HalvingOptions, describe_cost, planned_cost
+from runner.sweep.spending import LAUNCHED, Budget
+
+KEY, SWEEPER_KEY = "sweep.budget=", "hydra/sweeper"
+EVAL_KEY = "train.eval_every"
+SEARCH_SHARE = 0.5  # of the budget, for the rungs: a machine that is slower while others use it still finishes them
+PLANNED_STEPS = 64  # train.max_steps of the jobs whose costs are asked for
+START_SHARE = 0.3  # of the start of plan.py and of each of its trials, which is that of a job: jobs are forked
+FINE = 4  # evaluations up to the first rung; 1 where they would take more than EVAL_SHARE of the time
+EVAL_SHARE = 0.2
+FLOPS_PER_PARAMETER = (
+    6  # and token, forward and backward: Kaplan et al. (2020), Scaling laws for neural language models
+)
+
+
+class JobCost(NamedTuple):
+    """What a job costs, in the unit of the budget; means over the jobs."""
+
+    start: float  # each time that it is started
+    evaluation: float
+    step: float
+
+
+def with_budget(typed: list[str], is_multirun: bool) -> list[str]:
+    """Return the overrides of a new sweep with train.max_steps and train.eval_every that its sweep.budget allows, and
+    print them with their cost; `typed` itself without a budget.
+
+    Raises UserError where there is no sweep, or nothing useful for so little.
+    """
+    text = next((each.removeprefix(KEY) for each in reversed(typed) if each.startswith(KEY)), "null")
+    if text == "null":
+        return typed
+    BUDGET_LIMIT.check(KEY[:-1], text)
+    if not is_multirun:
+        fix = "add --multirun, and several values of a setting, e.g. optimizer.lr=1e-4,5e-4"
+        raise UserError("sweep.budget is what a sweep may spend", KEY + text, fix)
+    others, keys = [each for each in typed if not each.startswith(KEY)], set(map(key_of, typed))
+    if SWEEPER_KEY not in keys:
+        others.append(f"{SWEEPER_KEY}=halving")
+    tree, budget = compose_tree(grid.split_swept(others, is_grid=False)[0]), Budget.parse(text)
+    tree.sweep.budget = None if budget.unit == "flops" else text
+    options, _ = validation.hydra_options(tree)
+    assert isinstance(options, HalvingOptions)
+    first = math.ceil(1 / options.first_rung)  # evaluations of a job that has one at each rung
+    is_given = STEPS_KEY in keys
+    if EVAL_KEY in keys and not is_given:
+        fix = f"leave it out, or give {STEPS_KEY}, too"
+        raise UserError(f"sweep.budget sets {EVAL_KEY}: an evaluation at each rung", EVAL_KEY, fix)
+    length = [] if is_given else [f"{STEPS_KEY}={PLANNED_STEPS}", f"{EVAL_KEY}={PLANNED_STEPS // first}"]
+    began = time.monotonic()
+    runs = planned_runs(["--multirun", *others, *length], is_timed=budget.unit == "s")
+    if budget.unit == "flops":
+        budget, text = in_tokens(budget, runs, text)
+    points = len({frozenset(each for each in run["name"].split() if key_of(each) != SEED_KEY) for run in runs})
+    counts, full_runs = planned_cost(points, len(runs), options.eta, options.shares)
+    cost, starts = mean_cost(runs, budget.unit, time.monotonic() - began), sum(counts) * len(runs) / points
+    if is_given:
+        steps, chosen = statistics.fmean(run["data"]["steps"] for run in runs), list[str]()
+        limit, evaluations = budget.amount, float(first)
+    else:
+        limit = SEARCH_SHARE * (budget.amount - (time.monotonic() - LAUNCHED if budget.unit == "s" else 0))
+        available = (limit - starts * cost.start) / full_runs
+        evaluations = FINE * first if FINE * first * (cost.evaluation + cost.step) <= EVAL_SHARE * available else first
+        every = max(1, int((available - evaluations * cost.evaluation) / cost.step / evaluations))
+        steps, chosen = every * evaluations, [f"{STEPS_KEY}={every * evaluations}", f"{EVAL_KEY}={every}"]
+    search = starts * cost.start + full_runs * (steps * cost.step + evaluations * cost.evaluation)
+    if search > limit:
+        least = budget._replace(amount=search / limit * budget.amount)
+        raise UserError(
+            f"the rungs alone cost about {budget.describe(search)}: {describe_cost(points, len(runs), options.eta, options.shares)}, of {steps:.0f} steps each",
+            KEY + text,
+            f"{KEY}{as_override(least)}, or fewer points" + (f", or a smaller {STEPS_KEY}" if is_given else ""),
+        )
+    timed = f" ({time.monotonic() - began:.0f} s to time some steps)" if budget.unit == "s" else ""
+    print_note(
+        f"{KEY}{text}{timed}: {' '.join(chosen) or f'{steps:.0f} steps'}; the rungs cost about {budget.describe(search)}, the rest is for values beyond the edges and seeds of the best {tree.sweep.top}"
+    )
+    return [*others, *chosen, KEY + text]
+
+
+def in_tokens(budget: Budget, runs: list[dict[str, Any]], text: str) -> tuple[Budget, str]:
+    """Return a budget of FLOPs as tokens, and as the value of sweep.budget."""
+    active = {run["model"]["active"] for run in runs}
+    if len(active) > 1:
+        raise UserError(
+            f"the points have models of {min(active):,} to {max(active):,} active parameters: the same FLOPs are different numbers of tokens",
+            KEY + text,
+            "a budget in minutes or tokens",
+        )
+    per_token = FLOPS_PER_PARAMETER * active.pop()
+    tokens = Budget(budget.amount / per_token, "tokens")
+    print_note(f"{KEY}{text}: {tokens.describe(tokens.amount)} of {per_token:.3g} FLOPs (6 per active parameter)")
+    return tokens, as_override(tokens)
+
+
+def mean_cost(runs: list[dict[str, Any]], unit: str, planned_in: float) -> JobCost:
+    """`runs`: of plan.py, which took `planned_in` seconds. With sweep.match_budget the jobs of `runs` have different numbers of steps: a step of the
+    result is one of the longest job.
+    """
+    longest = max(run["data"]["steps"] for run in runs)
+    if unit == "tokens":
+        return JobCost(0.0, 0.0, statistics.fmean(run["data"]["run_tokens"] for run in runs) / longest)
+    if failed := next((run for run in runs if not run["time"]), None):
+        raise UserError(f"no step could be timed: {'; '.join(failed['notes'])}", failed["name"], "a budget in tokens")
+    times = [run["time"] for run in runs]
+    steps = [run["data"]["steps"] * run["data"]["padding"] * run["time"]["step_seconds"] for run in runs]
+    trials = {tuple(each.values()): measured_seconds(each) for each in times}
+    return JobCost(
+        START_SHARE * (planned_in - sum(trials.values())) / (1 + len(trials))
+        + statistics.fmean(each["first_step_seconds"] + each["save_seconds"] for each in times),
+        statistics.fmean(each["eval_seconds"] for each in times),
+        statistics.fmean(steps) / longest,
+    )
+
+
+def measured_seconds(trial: dict[str, Any]) -> float:
+    """Return about how long a trial took after its start."""
+    steps = trial["first_step_seconds"] + trial["timed_steps"] * trial["step_seconds"]
+    return steps + trial["eval_seconds"] + trial["sample_seconds"] + trial["save_seconds"]
+
+
+def as_override(budget: Budget) -> str:
+    """Return a value of sweep.budget of at least the amount."""
+    if budget.unit == "s":
+        return f"{math.ceil(budget.amount / 60)}m" if budget.amount > 600 else f"{math.ceil(budget.amount)}s"
+    return f"{budget.amount * 1.005:.3g}".replace("+", "") + budget.unit
