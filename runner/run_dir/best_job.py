@@ -22,7 +22,6 @@ from common.guarded_files import check_own_files
 from runner.diagnostics.symptoms import FEW_ROWS, few_rows
 
 SEED_KEY = "seed"
-SWEEP_PARTS: tuple[tuple[str, type], ...] = (("jobs", list), ("swept", dict))  # of sweep.json
 EVALUATION_PARTS = {
     "on": "rows of another kind",
     "data": "different evaluation rows",
@@ -176,8 +175,8 @@ def _read_jobs(sweep: Path) -> list[tuple[str, dict[str, str], dict[str, Any]]]:
     """
     found = []
     fields = read_json_object(sweep / "sweep.json")
-    jobs, known = (value if isinstance(value := fields.get(name), kind) else kind() for name, kind in SWEEP_PARTS)
-    for job in jobs:
+    jobs, known = fields.get("jobs"), fields.get("swept")
+    for job in jobs if isinstance(jobs, list) else []:
         name, swept = (job.get("name"), job.get("overrides")) if isinstance(job, dict) else (None, None)
         if (
             isinstance(name, str)
@@ -187,7 +186,9 @@ def _read_jobs(sweep: Path) -> list[tuple[str, dict[str, str], dict[str, Any]]]:
             and isinstance(swept, dict)
         ):
             run, overrides = read_json_object(sweep / name / "run.json"), {str(key): str(swept[key]) for key in swept}
-            if run.get("status") == "completed" or not is_added_seed(overrides, known):
+            if run.get("status") == "completed" or not is_added_seed(
+                overrides, known if isinstance(known, dict) else {}
+            ):
                 found.append((name, overrides, run))
     return found
 
