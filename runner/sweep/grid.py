@@ -50,6 +50,7 @@ class SweeperOptions:
     params: dict[str, Any] = field(default_factory=dict)
     resume: bool = False  # whether hydra.sweep.dir holds a sweep to continue; `resume=SWEEP` sets it
     is_grid = True
+    stops_jobs = False  # by their losses, before their end
 
     def check_available(self) -> None:
         """Raise UserError if a package is missing."""

@@ -81,6 +81,7 @@ class HalvingOptions(RungOptions):
     """Options of `hydra/sweeper=halving`: every combination of the swept values, the worse ones stopped early."""
 
     _target_: str = "hydra_plugins.lm_runner.HalvingSweeper"
+    stops_jobs = True
 
     def check_plan(
         self, points: Sequence[GridPoint], configs: Sequence[Config], derived: Sequence[Mapping[str, str]]
