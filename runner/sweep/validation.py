@@ -136,7 +136,7 @@ def plan_sweep(tree: DictConfig, typed: list[str], sweeper: SweeperOptions) -> S
     return SweepPlan(storable_overrides(shared), swept, composer, points, derived, base)
 
 
-def few_validation_rows(configs: Sequence[Config]) -> int | None:
+def too_few_rows(configs: Sequence[Config]) -> int | None:
     """Return how many validation rows the jobs would have, if they are too few to rank them; None for enough, or none."""
     from runner.engine.data_pipeline import few_held_out_rows
     from runner.launch.run import check_data
@@ -155,13 +155,13 @@ def wider_split(configs: Sequence[Config]) -> str:
 
     data = configs[0].data
     is_default = all(each.data.val_fraction == "auto" and each.data.paths == data.paths for each in configs)
-    if not is_default or not (rows := few_validation_rows(configs)):
+    if not is_default or not (rows := too_few_rows(configs)):
         return ""
     share = math.ceil(100 * FEW_ROWS / (AUTO_DIVISOR * rows)) / 100  # auto: total // AUTO_DIVISOR of few rows
     if share > MAX_HELD_OUT:
         return ""
     wider = [dataclasses.replace(each, data=dataclasses.replace(data, val_fraction=share)) for each in configs[:2]]
-    return "" if few_validation_rows(wider) else f"data.val_fraction={share:g}"
+    return "" if too_few_rows(wider) else f"data.val_fraction={share:g}"
 
 
 def print_unranked(configs: Sequence[Config], is_refused: bool = False) -> None:
@@ -173,7 +173,7 @@ def print_unranked(configs: Sequence[Config], is_refused: bool = False) -> None:
 
     for text, keys in unranked_settings(configs).items():
         print_note(f"jobs that differ in {', '.join(keys)} are judged by {text}: they will not be ranked")
-    if rows := few_validation_rows(configs):
+    if rows := too_few_rows(configs):
         count = (
             f"there {'are' if rows > 1 else 'is'} {rows} validation row{'s' * (rows > 1)}, and {FEW_ROWS} are needed"
         )

@@ -12,7 +12,7 @@ from fake_jobs import read_sweep
 
 from common.errors import UserError
 from runner.config.compose import compose_config
-from runner.sweep.validation import few_validation_rows, print_unranked, wider_split
+from runner.sweep.validation import too_few_rows, print_unranked, wider_split
 
 NOTES = {
     "tokens": (["stage=sft"], "data.max_length", ("128", "256"), "data.max_length are judged by different tokens"),
@@ -95,7 +95,7 @@ def test_sweep_holds_out_as_many_of_few_rows_as_ranks_need(
     config = compose_config(data)
     assert wider_split([config, config]) == split
     if split:
-        assert few_validation_rows([config, config]) and not few_validation_rows([compose_config([*data, split])] * 2)
+        assert too_few_rows([config, config]) and not too_few_rows([compose_config([*data, split])] * 2)
 
 
 def test_sweep_of_few_rows_stores_its_split_for_all_jobs(
