@@ -163,6 +163,14 @@ def test_branch_refused_leaves_nothing(typed: str, message: str, call: Call, tru
     assert not (workspace / "outputs").exists()
 
 
+def test_branch_of_a_run_with_commas_in_its_name(call: Call, trunk: Path, workspace: Path) -> None:
+    job = trunk.rename(workspace / "lr=0.02,seed=42")  # as a sweep names its jobs
+    for name in (f"{job.name}@step-4", f"'{job}@step-4'"):
+        folder = f"run{len(name)}"
+        assert call(f"init_from={name}", "keep=optimizer", f"hydra.run.dir={folder}").returncode == 0
+        assert RunMetadata.read(workspace / folder)["branched_from"]["run"] == str(job)
+
+
 def test_branch_of_a_damaged_or_linked_trunk_is_refused(call: Call, trunk: Path, workspace: Path) -> None:
     file = trunk / "checkpoints" / "step-00000002" / "optimizer.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
