@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from common.errors import AlreadyReported, UserError, did_you_mean_path, print_note
@@ -137,11 +138,7 @@ def create_branch(metadata: RunMetadata, trunk: Trunk, extra: list[str]) -> Resu
     staged = folder / temp_name("tmp", "branch")  # the settings of the trunk alone are never in the directory
     try:
         with refusing_disk_errors(folder), _naming(trunk, staged):
-            write_atomic_files((staged / name, text.encode()) for name, text in trunk.settings.items())
-            plan, before = plan_resume(staged, extra), plan_resume(staged, []).config
-            differences = diff_facts(setting_values(before), setting_values(plan.config), run_rules(plan.config))
-            check_compatible(differences, trunk.checkpoint, trunk.run)
-            check_typed_are_read(extra, [plan.config])
+            plan = _plan_branch(trunk, extra, staged)
             with persisting_overrides(plan):
                 step = _write_state(metadata, trunk, staged)
             remove_quietly(folder / HYDRA_DIR)  # of a launch that was killed
@@ -152,6 +149,28 @@ def create_branch(metadata: RunMetadata, trunk: Trunk, extra: list[str]) -> Resu
     print_note(f"branched from {trunk.run} at step {step}, with the settings saved there and the typed ones")
     print_notes(plan)
     return plan
+
+
+def _plan_branch(trunk: Trunk, extra: list[str], staged: Path) -> ResumePlan:
+    """Write the settings of `trunk` to the new directory `staged`; return what they are with the overrides `extra`."""
+    write_atomic_files((staged / name, text.encode()) for name, text in trunk.settings.items())
+    plan, before = plan_resume(staged, extra), plan_resume(staged, []).config
+    differences = diff_facts(setting_values(before), setting_values(plan.config), run_rules(plan.config))
+    check_compatible(differences, trunk.checkpoint, trunk.run)
+    check_typed_are_read(extra, [plan.config])
+    return plan
+
+
+@contextmanager
+def staged_settings(typed: Sequence[str]) -> Iterator[tuple[Trunk, Path, list[str]]]:
+    """Give a temporary directory with the settings of the trunk of a branch, and the overrides that the branch adds, to
+    commands that train nothing. Raises UserError where the branch is refused.
+    """
+    trunk = read_trunk(_starts_of(typed)[0])
+    extra = _added_overrides(trunk, typed)
+    with TemporaryDirectory() as name, _naming(trunk, Path(name)):
+        _plan_branch(trunk, extra, Path(name))
+        yield trunk, Path(name), extra
 
 
 def with_trunk_settings(typed: list[str]) -> list[str]:
@@ -170,8 +189,7 @@ def with_trunk_settings(typed: list[str]) -> list[str]:
 def branch_job(metadata: RunMetadata, start: str, job_overrides: Sequence[str]) -> None:
     """Create the branch that a job of a sweep is; `start` is its init_from, `job_overrides` are all of its overrides."""
     trunk = read_trunk(start)
-    saved = trunk.overrides
-    create_branch(metadata, trunk, [override for override in _others(job_overrides) if override not in saved])
+    create_branch(metadata, trunk, _added_overrides(trunk, job_overrides))
 
 
 def _starts_of(typed: Sequence[str]) -> list[str]:
@@ -180,6 +198,11 @@ def _starts_of(typed: Sequence[str]) -> list[str]:
         raise UserError("keep=optimizer continues a checkpoint of a run", "keep=optimizer", USAGE)
     value = parse_value(given[-1])
     return [str(getattr(each, "text", each)) for each in getattr(value, "list", [value])]
+
+
+def _added_overrides(trunk: Trunk, overrides_of_branch: Sequence[str]) -> list[str]:
+    saved = trunk.overrides
+    return [override for override in _others(overrides_of_branch) if override not in saved]
 
 
 def _others(typed: Sequence[str]) -> list[str]:

@@ -144,7 +144,7 @@ REFUSED = [
     ("init_from=trunk keep=optimizer", "init_from=TRUNK@last keep=optimizer"),
     ("init_from=scratch keep=optimizer", "init_from=RUN@step-N keep=optimizer"),
     ("init_from=gone@step-2 keep=optimizer", "there is no gone@step-2"),
-    ("init_from=trunk@step-2 keep=optimizer --cfg job", "resume=RUN --cfg job prints those of the trunk"),
+    ("init_from=trunk@step-2 keep=optimizer seed=7 --cfg job", "seed: 42 -> 7"),
     ("keep=optimizer", "init_from=RUN@step-N keep=optimizer"),
     ("init_from=trunk@step-2 keep=weights", "keep must be one of none, optimizer, got weights"),
     ("init_from=trunk@step-2 keep=none,optimizer --multirun", "keep takes one value"),
@@ -183,9 +183,25 @@ def test_branch_of_a_damaged_or_linked_trunk_is_refused(call: Call, trunk: Path,
     assert not (workspace / "outputs").exists()
 
 
-def test_plan_of_a_branch_is_refused(call_command: Call, trunk: Path) -> None:
-    result = call_command("plan.py", "init_from=trunk@step-2", "keep=optimizer", "timing=false")
-    assert is_user_error(result) and "plan.py resume=RUN plans what is left of a run" in result.stderr
+def test_settings_of_a_branch_are_shown(call: Call, trunk: Path, workspace: Path) -> None:
+    shown = call("init_from=trunk@step-2", "keep=optimizer", "optimizer.lr=0.5", "--cfg", "job")
+    assert shown.returncode == 0, shown.stderr
+    config, saved = (yaml.safe_load(text) for text in (shown.stdout, (trunk / ".hydra" / "config.yaml").read_text()))
+    assert config["optimizer"].pop("lr") == 0.5 and saved["optimizer"].pop("lr") == 0.02
+    assert config == saved
+    assert not (workspace / "outputs").exists()
+
+
+def test_plan_of_a_branch_has_its_steps_left(call_command: Call, trunk: Path) -> None:
+    typed = ("plan.py", "init_from=trunk@step-2", "keep=optimizer", "train.max_steps=9", "timing=false", "json=true")
+    for more, jobs in ((), 1), (("--multirun", "optimizer.lr=0.1,0.2"), 2):
+        result = call_command(*typed, *more)
+        assert result.returncode == 0, result.stderr
+        runs = json.loads(result.stdout)["runs"]
+        assert [(run["data"]["steps"], run["resumed_at"]) for run in runs] == [(9, 2)] * jobs
+    for more in ((), ("--multirun",)):
+        result = call_command(*typed, "seed=7", *more)
+        assert result.returncode == 2 and "seed: 42 -> 7" in result.stderr
 
 
 FOREIGN = {
