@@ -22,7 +22,7 @@ from runner.engine.config import Config
 from runner.launch import branch, initial_weights, resume, run
 from runner.run_dir.contents import has_started, is_sweep_dir, recorded_precision
 from runner.run_dir.metadata import RunMetadata
-from runner.sweep import extend, grid, validation
+from runner.sweep import extend, grid, seeds, validation
 from runner.sweep.session import SweepSession
 from runner.sweep.state import SweepState
 
@@ -130,13 +130,18 @@ def _new_sweep(typed: list[str], is_branch: bool) -> PlannedStart:
 
 
 def _resumed_sweep(folder: Path, typed: list[str]) -> PlannedStart:
-    """Return the jobs that are not completed, and those that the typed values add."""
+    """Return the jobs that are not completed, and those that the typed values add; after them those of the next round of
+    sweep.seeds.
+    """
     state = SweepState.open_readonly(folder)
     runs = []
     with snapshot.as_config_dir(folder) as conf:
         additions = extend.parse_additions(state, typed, conf)
         if additions:
             extend.apply_additions(state, additions, conf)
+        rules = compose_tree(state.overrides, conf)
+        if rules.sweep.seeds and not any(job.needs_run for job in state.jobs):
+            seeds.SeedSearch(grid.Search(state), state, rules.sweep.seeds, rules.sweep.top, rules.seed).add_round()
         session = SweepSession(state, conf)
         for job in state.jobs:
             name = " ".join(to_overrides(job.overrides))

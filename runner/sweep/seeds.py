@@ -50,29 +50,31 @@ class SeedSearch(Search):
 
     def _next_seed(self) -> SweepJob | None:
         """Return an added job that has to run; of a new round, unless a seed of this launch has failed."""
-        if not (self.running or any(job.needs_run for job in self._added())):
-            self._add_round()
+        if not (self.running or any(job.needs_run for job in self._added())) and self.add_round():
+            self.state.write()
         return next((job for job in self._added() if job.needs_run and job.name not in self.tried), None)
 
     def _added(self) -> list[SweepJob]:
         return [job for job in self.state.jobs if self.state.is_added_seed(job)]
 
-    def _add_round(self) -> None:
+    def add_round(self) -> bool:
+        """Add the jobs of the next round to the state, which is not written; return whether there are any."""
         sweep = read_sweep_results(self.state.folder)
         if sweep.problem:
-            return print_note(f"sweep.seeds adds no seeds: {sweep.problem}")
+            print_note(f"sweep.seeds adds no seeds: {sweep.problem}")
+            return False
         ranked = [row for row in sweep.rows if row.rank is not None]
         contenders = ranked[:1] + [row for row in ranked[1 : self.top] if not row.differs]
         fewest = min((len(row.jobs) for row in contenders), default=0)
         points = [row for row in contenders if len(row.jobs) == fewest < self.seeds]
         if len(ranked) < 2:
-            return print_note("sweep.seeds adds no seeds: it compares points, and fewer than two have a result")
+            print_note("sweep.seeds adds no seeds: it compares points, and fewer than two have a result")
         if len(contenders) < 2 or not points:
-            return None
+            return False
         print_note(f"{len(contenders)} points are not told apart: another seed of {len(points)} of them")
         for row in points:
             self.state.add_job({**row.overrides, SEED_KEY: str(self._new_seed(row))})
-        return self.state.write()
+        return True
 
     def _new_seed(self, row: ResultRow) -> int:
         """Return the first seed from that of the sweep on that no job of the point has."""
