@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -55,7 +56,8 @@ from runner.run_dir.lock import refusing_disk_errors
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.saved_config import CONFIG_FILE, OVERRIDES_FILE
 
-RUN_DIR_KEY, OWN_KEYS = "hydra.run.dir", ("init_from", "keep")
+RUN_DIR_KEY, NAME_KEY, OWN_KEYS = "hydra.run.dir", "run.name", ("init_from", "keep")
+TIME = re.compile(rb'"time": [\d.]+')  # seconds of training, in a line of a log
 USAGE = "init_from=RUN@step-N keep=optimizer, RUN a run directory"
 # fields of run.json that say what happened in the directory of the trunk
 FIELDS_OF_TRUNK = ("attempts", "changed", "evaluations", "export", "recovered")
@@ -154,7 +156,10 @@ def create_branch(metadata: RunMetadata, trunk: Trunk, extra: list[str]) -> Resu
 def _plan_branch(trunk: Trunk, extra: list[str], staged: Path) -> ResumePlan:
     """Write the settings of `trunk` to the new directory `staged`; return what they are with the overrides `extra`."""
     write_atomic_files((staged / name, text.encode()) for name, text in trunk.settings.items())
-    plan, before = plan_resume(staged, extra), plan_resume(staged, []).config
+    before = plan_resume(staged, []).config
+    if before.run.name and not overrides.overrides_of(NAME_KEY, extra):
+        extra = [*extra, f"{NAME_KEY}=''"]  # it is that of the trunk
+    plan = plan_resume(staged, extra)
     differences = diff_facts(setting_values(before), setting_values(plan.config), run_rules(plan.config))
     check_compatible(differences, trunk.checkpoint, trunk.run)
     check_typed_are_read(extra, [plan.config])
@@ -180,7 +185,7 @@ def with_trunk_settings(typed: list[str]) -> list[str]:
     if other := next((each for each in others if each.overrides != first.overrides), None):
         text = "the checkpoints of a sweep must have the same settings"
         raise UserError(text, f"{first.checkpoint}, {other.checkpoint}", "start a sweep for each of them")
-    kept, notes = effective_overrides(first.overrides, {*overrides.keys_of(typed), "init_from"})
+    kept, notes = effective_overrides(first.overrides, {*overrides.keys_of(typed), NAME_KEY, "init_from"})
     for note in (*notes, f"branches of {first.run}, with the settings saved there and the typed ones"):
         print_note(note)
     return [*kept, *typed]
@@ -228,7 +233,9 @@ def _write_state(metadata: RunMetadata, trunk: Trunk, settings: Path) -> int:
     files = {name: text.encode() for name, text in texts.items()}
     for log in recovery.LOGS:
         if (source := trunk.run / f"{log}.jsonl").is_file():
-            files[source.name] = read_from(source, 0)[: trunk.saved["log"].get(log, 0)]
+            lines = read_from(source, 0)[: trunk.saved["log"].get(log, 0)]
+            # the branch has trained for no second yet; of the same length, which the state names
+            files[source.name] = TIME.sub(lambda found: b'"time": 0'.ljust(len(found[0])), lines)
     write_atomic_files((metadata.folder / name, content) for name, content in files.items())
     manifest = read_bounded(trunk.checkpoint / atomic_dir.MANIFEST_FILE, atomic_dir.MAX_MANIFEST_BYTES)
     branched = {"run": str(trunk.run), "step": step, "checkpoint": hashlib.sha256(manifest).hexdigest()}

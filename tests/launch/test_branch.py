@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,23 @@ def test_branch_of_every_job_of_a_sweep(program: Program, trunk: Path, workspace
     for job_result in read_sweep_results(sweep).jobs:
         step = jobs[sweep / job_result.name]["branched_from"]["step"]
         assert job_result.launches[-1][-2:] == [f"init_from={trunk}@step-{step}", "keep=optimizer"]
+
+
+@pytest.mark.parametrize("flags", [(), ("--multirun",)], ids=["run", "sweep"])
+def test_branch_has_no_name_and_no_seconds_of_its_trunk(
+    flags: tuple[str, ...], program: Program, trunk: Path, workspace: Path
+) -> None:
+    assert program(f"resume={trunk}", "run.name=trunk", "run.note=ours", "train.max_steps=8").returncode == 0
+    log = trunk / "metrics.jsonl"
+    log.write_bytes(re.sub(rb'"time": \d', b'"time": 7', log.read_bytes()))
+    start = [f"init_from={trunk}@step-8", "keep=optimizer", "train.max_steps=9"]
+    where = f"hydra.sweep.dir={workspace / 'run'}" if flags else f"hydra.run.dir={workspace / 'run'}"
+    result = program(*flags, *start, where)
+    assert result.returncode == 0, result.stderr
+    run = ComparedRun.read(next((workspace / "run").rglob("run.json")).parent)
+    assert (run.name, run.note) == ("", "ours")
+    assert run.metrics.last is not None and run.metrics.last.time < 7 and run.metrics.train.columns["seconds"][0] == 0
+    assert len(run.metrics.train) == 9
 
 
 def test_reports_name_the_trunk_of_a_branch(call: Call, trunk: Path, workspace: Path) -> None:
