@@ -101,10 +101,15 @@ def _dispatch(argv: list[str], task: Task) -> None:
     if resume_from and resume_from[-1] != "null":
         return _resume(resolve.resolve_run(resume_from[-1]), typed, flags, run_hydra)
     overrides.check_overrides(typed)
-    if overrides.is_branch(typed, is_show):
+    if overrides.is_branch(typed):
         from runner.launch import branch
 
         typed = resolve.resolve_model_overrides(typed)
+        if is_show:
+            from runner.cli.show_config import show_run_config
+
+            with branch.staged_settings(typed) as (_, folder, extra):
+                return show_run_config(folder, extra, flags, run_hydra)
         if not is_multirun:
             overrides.check_single_run(typed)
             return branch.start_branch(typed)

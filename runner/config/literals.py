@@ -32,7 +32,7 @@ def literal_path(override: str) -> str:
     if value in NOT_PATHS:
         return override
     is_list = value.startswith(("[", "{", "choice(")) or "," in value
-    if not os.path.exists(value) and (is_list or value.startswith(("'", '"')) or "${" in value):
+    if not _exists(value) and (is_list or value.startswith(("'", '"')) or "${" in value):
         return f"{key}={_absolutize_items(_parse_paths(override))}" if is_list or "${" not in value else override
     return f"{key}={quote_path(_absolute_path(value))}"
 
@@ -63,9 +63,7 @@ def _parse_paths(override: str) -> Any:
             return parse_value(quote_columns(override))
         is_list = value.startswith("[") and value.endswith("]")
         items = [QUOTED_ITEM.sub(r"\2", item.strip()) for item in LIST_ITEM.findall(value[1:-1] if is_list else value)]
-        missing = [
-            item for item in items if not (os.path.exists(item) or item.startswith("hub:") or glob.has_magic(item))
-        ]
+        missing = [item for item in items if not (_exists(item) or item.startswith("hub:") or glob.has_magic(item))]
         if missing:
             name = value if missing == items and not is_list else missing[0]
             fix = f"{did_you_mean_path(name)}; in a list, a name with commas is quoted: '{key}=[\"a, b\",c]'"
@@ -126,6 +124,11 @@ def quote_path(path: str) -> str:
         if re.fullmatch(r"[A-Za-z0-9_./:@+-]+", path) and not re.fullmatch(r"[\d.e+-]+|true|false|null|nan|inf", path)
         else hydra_quote(path)
     )
+
+
+def _exists(path: str) -> bool:
+    """Whether there is such a path, or the run directory of a checkpoint that is named `RUN@step-100`."""
+    return os.path.exists(path) or os.path.isdir(path.rpartition("@")[0])
 
 
 def _absolute_path(path: str) -> str:

@@ -283,18 +283,9 @@ def check_overrides(typed: list[str], conf: Path = CONF_DIR) -> None:
             _check_options(key, value, groups[key])
 
 
-def is_branch(typed: list[str], is_show: bool) -> bool:
-    """Return whether a run continues the state of another one: `runner/launch/branch.py`. Raises UserError.
-
-    `is_show`: settings are printed.
-    """
+def is_branch(typed: list[str]) -> bool:
+    """Return whether a run continues the state of another one: `runner/launch/branch.py`. Raises UserError."""
     given = overrides_of("keep", typed)
-    if given and is_show:
-        raise UserError(
-            "the settings of a branch are those of its trunk and the typed ones",
-            given[-1],
-            "resume=RUN --cfg job prints those of the trunk",
-        )
     if several := next((override for override in given if "," in override), None):
         raise UserError("keep takes one value", several, "keep=optimizer, or leave it out")
     return given[-1:] == ["keep=optimizer"]

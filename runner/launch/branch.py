@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from common.errors import AlreadyReported, UserError, did_you_mean_path, print_note
@@ -54,7 +56,8 @@ from runner.run_dir.lock import refusing_disk_errors
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.saved_config import CONFIG_FILE, OVERRIDES_FILE
 
-RUN_DIR_KEY, OWN_KEYS = "hydra.run.dir", ("init_from", "keep")
+RUN_DIR_KEY, NAME_KEY, OWN_KEYS = "hydra.run.dir", "run.name", ("init_from", "keep")
+TIME = re.compile(rb'"time": [\d.]+')  # seconds of training, in a line of a log
 USAGE = "init_from=RUN@step-N keep=optimizer, RUN a run directory"
 # fields of run.json that say what happened in the directory of the trunk
 FIELDS_OF_TRUNK = ("attempts", "changed", "evaluations", "export", "recovered")
@@ -137,11 +140,7 @@ def create_branch(metadata: RunMetadata, trunk: Trunk, extra: list[str]) -> Resu
     staged = folder / temp_name("tmp", "branch")  # the settings of the trunk alone are never in the directory
     try:
         with refusing_disk_errors(folder), _naming(trunk, staged):
-            write_atomic_files((staged / name, text.encode()) for name, text in trunk.settings.items())
-            plan, before = plan_resume(staged, extra), plan_resume(staged, []).config
-            differences = diff_facts(setting_values(before), setting_values(plan.config), run_rules(plan.config))
-            check_compatible(differences, trunk.checkpoint, trunk.run)
-            check_typed_are_read(extra, [plan.config])
+            plan = _plan_branch(trunk, extra, staged)
             with persisting_overrides(plan):
                 step = _write_state(metadata, trunk, staged)
             remove_quietly(folder / HYDRA_DIR)  # of a launch that was killed
@@ -154,6 +153,31 @@ def create_branch(metadata: RunMetadata, trunk: Trunk, extra: list[str]) -> Resu
     return plan
 
 
+def _plan_branch(trunk: Trunk, extra: list[str], staged: Path) -> ResumePlan:
+    """Write the settings of `trunk` to the new directory `staged`; return what they are with the overrides `extra`."""
+    write_atomic_files((staged / name, text.encode()) for name, text in trunk.settings.items())
+    before = plan_resume(staged, []).config
+    if before.run.name and not overrides.overrides_of(NAME_KEY, extra):
+        extra = [*extra, f"{NAME_KEY}=''"]  # it is that of the trunk
+    plan = plan_resume(staged, extra)
+    differences = diff_facts(setting_values(before), setting_values(plan.config), run_rules(plan.config))
+    check_compatible(differences, trunk.checkpoint, trunk.run)
+    check_typed_are_read(extra, [plan.config])
+    return plan
+
+
+@contextmanager
+def staged_settings(typed: Sequence[str]) -> Iterator[tuple[Trunk, Path, list[str]]]:
+    """Give a temporary directory with the settings of the trunk of a branch, and the overrides that the branch adds, to
+    commands that train nothing. Raises UserError where the branch is refused.
+    """
+    trunk = read_trunk(_starts_of(typed)[0])
+    extra = _added_overrides(trunk, typed)
+    with TemporaryDirectory() as name, _naming(trunk, Path(name)):
+        _plan_branch(trunk, extra, Path(name))
+        yield trunk, Path(name), extra
+
+
 def with_trunk_settings(typed: list[str]) -> list[str]:
     """Return the overrides of a sweep of branches: the settings of the trunk, and the typed ones."""
     first, *others = map(read_trunk, _starts_of(typed))
@@ -161,7 +185,7 @@ def with_trunk_settings(typed: list[str]) -> list[str]:
     if other := next((each for each in others if each.overrides != first.overrides), None):
         text = "the checkpoints of a sweep must have the same settings"
         raise UserError(text, f"{first.checkpoint}, {other.checkpoint}", "start a sweep for each of them")
-    kept, notes = effective_overrides(first.overrides, {*overrides.keys_of(typed), "init_from"})
+    kept, notes = effective_overrides(first.overrides, {*overrides.keys_of(typed), NAME_KEY, "init_from"})
     for note in (*notes, f"branches of {first.run}, with the settings saved there and the typed ones"):
         print_note(note)
     return [*kept, *typed]
@@ -170,8 +194,7 @@ def with_trunk_settings(typed: list[str]) -> list[str]:
 def branch_job(metadata: RunMetadata, start: str, job_overrides: Sequence[str]) -> None:
     """Create the branch that a job of a sweep is; `start` is its init_from, `job_overrides` are all of its overrides."""
     trunk = read_trunk(start)
-    saved = trunk.overrides
-    create_branch(metadata, trunk, [override for override in _others(job_overrides) if override not in saved])
+    create_branch(metadata, trunk, _added_overrides(trunk, job_overrides))
 
 
 def _starts_of(typed: Sequence[str]) -> list[str]:
@@ -180,6 +203,11 @@ def _starts_of(typed: Sequence[str]) -> list[str]:
         raise UserError("keep=optimizer continues a checkpoint of a run", "keep=optimizer", USAGE)
     value = parse_value(given[-1])
     return [str(getattr(each, "text", each)) for each in getattr(value, "list", [value])]
+
+
+def _added_overrides(trunk: Trunk, overrides_of_branch: Sequence[str]) -> list[str]:
+    saved = trunk.overrides
+    return [override for override in _others(overrides_of_branch) if override not in saved]
 
 
 def _others(typed: Sequence[str]) -> list[str]:
@@ -205,7 +233,9 @@ def _write_state(metadata: RunMetadata, trunk: Trunk, settings: Path) -> int:
     files = {name: text.encode() for name, text in texts.items()}
     for log in recovery.LOGS:
         if (source := trunk.run / f"{log}.jsonl").is_file():
-            files[source.name] = read_from(source, 0)[: trunk.saved["log"].get(log, 0)]
+            lines = read_from(source, 0)[: trunk.saved["log"].get(log, 0)]
+            # the branch has trained for no second yet; of the same length, which the state names
+            files[source.name] = TIME.sub(lambda found: b'"time": 0'.ljust(len(found[0])), lines)
     write_atomic_files((metadata.folder / name, content) for name, content in files.items())
     manifest = read_bounded(trunk.checkpoint / atomic_dir.MANIFEST_FILE, atomic_dir.MAX_MANIFEST_BYTES)
     branched = {"run": str(trunk.run), "step": step, "checkpoint": hashlib.sha256(manifest).hexdigest()}

@@ -282,8 +282,8 @@ def resolve_init_from(config: Config, folder: Path, fingerprints: dict[str, str]
     sweep means its best job, a run that is not completed its newest checkpoint.
     """
     if config.keep != "none":  # `entrypoint` handles the typed one
-        text = "keep=optimizer is read by train.py only, and typed with init_from=RUN@step-N"
-        raise UserError(text, "keep=optimizer", "leave it out; plan.py resume=RUN plans what is left of a run")
+        text = "keep=optimizer is read by train.py and plan.py only, and typed with init_from=RUN@step-N"
+        raise UserError(text, "keep=optimizer", "leave it out")
     if config.init_from == "auto":
         return newest_completed_run(config, folder, fingerprints, warn)
     check_init_from(config)

@@ -5,8 +5,10 @@ Nothing is written.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from common.errors import UserError, print_note
 from runner.config import overrides as checks
@@ -17,11 +19,11 @@ from runner.config.overrides import RESUME_KEY, has_flag, to_overrides
 from runner.config.resolve import resolve_run
 from runner.config.unread import check_typed_are_read
 from runner.engine.config import Config
-from runner.launch import initial_weights, resume, run
+from runner.launch import branch, initial_weights, resume, run
 from runner.planning.budget import with_budget
 from runner.run_dir.contents import has_started, is_sweep_dir, recorded_precision
 from runner.run_dir.metadata import RunMetadata
-from runner.sweep import extend, grid, validation
+from runner.sweep import extend, grid, seeds, validation
 from runner.sweep.session import SweepSession
 from runner.sweep.state import SweepState
 
@@ -58,9 +60,12 @@ def planned_start(typed: list[str], flags: list[str]) -> PlannedStart:
             )
         return PlannedStart((_resumed_run(folder, typed),), is_sweep=False)
     checks.check_overrides(typed)
+    is_branch = checks.is_branch(typed)
     if is_multirun:
-        return _new_sweep(typed)
+        return _new_sweep(typed, is_branch)
     checks.check_single_run(typed)
+    if is_branch:
+        return PlannedStart((_branched_run(typed, " ".join(typed)),), is_sweep=False)
     return PlannedStart((_new_run(typed),), is_sweep=False)
 
 
@@ -73,15 +78,21 @@ def _new_run(typed: list[str]) -> PlannedRun:
 def _resumed_run(folder: Path, typed: list[str], name: str = "") -> PlannedRun:
     fields = RunMetadata.read(folder)
     plan = resume.plan_resume(folder, typed, has_started=has_started(fields))
-    config = plan.config
+    return _continued_run(plan.config, fields, name or f"resume={folder.name}", typed, fields.get("step"))
+
+
+def _branched_run(typed: list[str], name: str) -> PlannedRun:
+    with branch.staged_settings(typed) as (trunk, folder, extra):
+        config = resume.plan_resume(folder, extra).config
+    return _continued_run(config, trunk.fields, name, typed, trunk.saved["progress"]["step"])
+
+
+def _continued_run(config: Config, fields: Mapping[str, Any], name: str, typed: list[str], done: object) -> PlannedRun:
     if isinstance(fields.get("init_from"), str) and config.init_from == "auto":
         config = dataclasses.replace(config, init_from=fields["init_from"])
     if recorded := recorded_precision(fields):
         config = dataclasses.replace(config, precision=config.precision.on("cpu", recorded))
-    done = fields.get("step")
-    return PlannedRun(
-        name or f"resume={folder.name}", _checked(config), tuple(typed), done if isinstance(done, int) else 0
-    )
+    return PlannedRun(name, _checked(config), tuple(typed), done if isinstance(done, int) else 0)
 
 
 def _checked(config: Config) -> Config:
@@ -93,7 +104,9 @@ def _checked(config: Config) -> Config:
     return initial_weights.resolve_start(config)
 
 
-def _new_sweep(typed: list[str]) -> PlannedStart:
+def _new_sweep(typed: list[str], is_branch: bool) -> PlannedStart:
+    if is_branch:
+        typed = branch.with_trunk_settings(typed)
     validation.check_hydra_overrides(typed)
     typed = with_budget(typed, is_multirun=True)
     tree = compose_tree(grid.split_swept(typed, is_grid=False)[0])
@@ -106,6 +119,12 @@ def _new_sweep(typed: list[str]) -> PlannedStart:
         )
     runs = []
     for point, derived in zip(plan.points, plan.derived, strict=True):
+        if is_branch:
+            shared = [override for override in plan.stored if not checks.is_hydra_override(override)]
+            job = grid.merge_overrides(shared, to_overrides(point | derived))
+            run_of_job = _branched_run(job, " ".join(to_overrides(point)))
+            runs.append(dataclasses.replace(run_of_job, overrides=tuple(to_overrides(point | derived))))
+            continue
         with translating_hydra_errors(to_overrides(point)):
             final = to_config(plan.composer.tree(point, derived))
         runs.append(PlannedRun(" ".join(to_overrides(point)), _checked(final), tuple(to_overrides(point | derived))))
@@ -113,13 +132,18 @@ def _new_sweep(typed: list[str]) -> PlannedStart:
 
 
 def _resumed_sweep(folder: Path, typed: list[str]) -> PlannedStart:
-    """Return the jobs that are not completed, and those that the typed values add."""
+    """Return the jobs that are not completed, and those that the typed values add; after them those of the next round of
+    sweep.seeds.
+    """
     state = SweepState.open_readonly(folder)
     runs = []
     with snapshot.as_config_dir(folder) as conf:
         additions = extend.parse_additions(state, typed, conf)
         if additions:
             extend.apply_additions(state, additions, conf)
+        rules = compose_tree(state.overrides, conf)
+        if rules.sweep.seeds and not any(job.needs_run for job in state.jobs):
+            seeds.SeedSearch(grid.Search(state), state, rules.sweep.seeds, rules.sweep.top, rules.seed).add_round()
         session = SweepSession(state, conf)
         for job in state.jobs:
             name = " ".join(to_overrides(job.overrides))

@@ -49,6 +49,12 @@ from runner.run_dir.saved_config import OVERRIDES_FILE
 MIN_SEEDS = 3  # of an arm with the seeds that `add_seeds` trains
 # what runs of one arm must have in common beside their settings
 SAME_IN_AN_ARM = ("tokenizer (fingerprint)", "model shape (fingerprint)")
+# prefixes of settings that no number of a run depends on
+NOT_TRAINED = (
+    *("sweep.", "supervise.", "train.supervise", "train.log_every", "train.save_every", "train.keep_"),
+    *("train.sample_", "train.max_hours", "train.max_failed_saves", "train.profile", "train.verify_resume"),
+    *("data.num_workers", "data.worker_timeout", "distributed.timeout", "distributed.max_restarts"),
+)
 
 
 @dataclass
@@ -314,7 +320,7 @@ def _check_evaluated(run: ComparedRun) -> None:
 def _check_one_arm(arm: Arm) -> None:
     """Raise UserError unless the runs of an arm differ in their seed, and in nothing else that is trained."""
     for key, values in differing_values([run.values for run in arm.runs]).items():
-        if key != SEED_KEY and (key not in FACTS or key in SAME_IN_AN_ARM):
+        if not (key == SEED_KEY or key.startswith(NOT_TRAINED)) and (key not in FACTS or key in SAME_IN_AN_ARM):
             shown = ", ".join(NO_VALUE if value is None else value for value in dict.fromkeys(values))
             fix = "name the runs of other settings as another arm, e.g. c=RUN"
             raise UserError(f"the runs of {arm.name} differ in more than the seed: {key} is {shown}", arm.setting, fix)

@@ -1,6 +1,7 @@
 """Whether the difference of two mean losses over seeds is real: the one rule of compare.py and of sweeps.
 
-Intervals are Student's t of a mean, Welch's t of a difference. Several comparisons share the error (Bonferroni), and so
+Intervals are Student's t of a mean, Welch's t of a difference, the latter with the spread of all points of a sweep where
+these are many (`share_spread`). Several comparisons share the error (Bonferroni), and so
 do several looks at the same points while seeds are added (`level_of_look`). Standard library only.
 
 Sources: Student (1908), The probable error of a mean; Welch (1947), The generalization of Student's problem; Lan and
@@ -13,14 +14,15 @@ import bisect
 import itertools
 import math
 import statistics
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 LEVEL = 0.95  # of all intervals together
 POWER = 0.8  # probability with which `needed_seeds` tell a difference of the observed size apart
 MAX_SEEDS = 1000
 MAX_LOSS = 1e100  # exclusive: the square of a larger one is not finite
+MIN_POINTS = 8  # with several seeds, from which on the points of a sweep share their spread
 INTERVALS = 4000  # of the midpoint rule
 
 
@@ -31,6 +33,11 @@ class MeanStd:
     mean: float
     deviation: float | None  # None if n is 1
     n: int
+    shared_degrees: int = 0  # of freedom, which the deviation has from other points
+
+    @property
+    def degrees(self) -> int:
+        return self.n - 1 + self.shared_degrees
 
 
 def mean_std(values: Iterable[float | None]) -> MeanStd | None:
@@ -40,6 +47,22 @@ def mean_std(values: Iterable[float | None]) -> MeanStd | None:
         return None
     deviation = statistics.stdev(present) if len(present) > 1 else None
     return MeanStd(statistics.fmean(present), deviation, len(present))
+
+
+def share_spread(points: Sequence[MeanStd]) -> list[MeanStd]:
+    """Return the points of one sweep, each with at least the mean variance of all of them and a degree of freedom more,
+    where MIN_POINTS have several seeds: two seeds of a point say little about its spread, those of all points more.
+
+    With fewer points, one that varies more than the others would be called different too often.
+    """
+    variances = [point.deviation**2 for point in points if point.deviation is not None]
+    if len(variances) < MIN_POINTS:
+        return [*points]
+    least = math.sqrt(statistics.fmean(variances))
+    return [
+        point if point.deviation is None else replace(point, deviation=max(point.deviation, least), shared_degrees=1)
+        for point in points
+    ]
 
 
 def mean_interval(value: MeanStd, level: float = LEVEL) -> tuple[float, float] | None:
@@ -58,7 +81,7 @@ def difference_interval(first: MeanStd, second: MeanStd, level: float = LEVEL) -
     difference, variance = second.mean - first.mean, sum(variances)
     if not variance > 0:  # the seed changes nothing that is trained
         return None
-    degrees = variance**2 / sum(part**2 / (value.n - 1) for part, value in zip(variances, (first, second), strict=True))
+    degrees = variance**2 / sum(part**2 / value.degrees for part, value in zip(variances, (first, second), strict=True))
     half = t_quantile(max(1.0, math.floor(10 * degrees) / 10), level) * math.sqrt(variance)
     return difference - half, difference + half
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import shlex
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -19,7 +19,7 @@ from runner.config.overrides import PATH_KEYS, PLUGINS_KEY, SEARCHPATH_KEY, is_s
 from runner.diagnostics.symptoms import Evaluation
 from runner.engine.optim.mup import WIDTH_KEYS
 from runner.reporting.metrics import Metrics
-from runner.reporting.statistics import MeanStd, is_different, level_of_look, mean_std, shared_level
+from runner.reporting.statistics import MeanStd, is_different, level_of_look, mean_std, share_spread, shared_level
 from runner.run_dir.best_job import SEED_KEY, ModelScore, comparison_problem, point_of, swept_sort_key
 
 # of evaluations on validation data, on training rows, and of a training step
@@ -311,8 +311,9 @@ def result_rows(jobs: Iterable[JobResult], ranked_by: str, planned_seeds: int = 
     rows = [aggregate_row(members, ranked_by) for members in points.values()]
     rows.sort(key=_sort_key)
     ranked = [row for row in rows if row.is_ranked and is_comparable]
-    for position, row in enumerate(ranked, start=1):
-        row.differs = differs_from_best(row, ranked, planned_seeds)
+    scores = share_spread([row.score for row in ranked if row.score])  # a ranked row has a score
+    for position, (row, score) in enumerate(zip(ranked, scores, strict=True), start=1):
+        row.differs = differs_from_best(score, scores, planned_seeds)
         is_tied = row.differs is False and all(each.rank == 1 for each in ranked[: position - 1])
         row.rank = 1 if is_tied else position
     for row in rows:
@@ -320,22 +321,20 @@ def result_rows(jobs: Iterable[JobResult], ranked_by: str, planned_seeds: int = 
     return rows
 
 
-def differs_from_best(row: ResultRow, ranked: list[ResultRow], planned_seeds: int) -> bool | None:
+def differs_from_best(score: MeanStd, scores: Sequence[MeanStd], planned_seeds: int) -> bool | None:
     """Whether the loss of a ranked row differs from that of the first by more than chance; None where a row has one
     seed, and the losses are not equal.
 
     The level is shared by the rows with several seeds, and by the looks of `sweep.seeds`.
     """
-    best = ranked[0].score
-    assert row.score and best
-    if row.score.mean == best.mean:
+    best = scores[0]
+    if score.mean == best.mean:
         return False
-    if (seeds := min(row.score.n, best.n)) < 2:
+    if (seeds := min(score.n, best.n)) < 2:
         return None
     looks = max(1, planned_seeds - 1)
     level = level_of_look(looks, min(seeds - 1, looks))
-    comparisons = sum(each.score is not None and each.score.n > 1 for each in ranked) - 1
-    return is_different(best, row.score, shared_level(comparisons, level))
+    return is_different(best, score, shared_level(sum(each.n > 1 for each in scores) - 1, level))
 
 
 def aggregate_row(jobs: list[JobResult], ranked_by: str) -> ResultRow:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob
+from hydra.core.override_parser.types import Glob, Override
 from omegaconf import DictConfig, OmegaConf
 
 from common import paths
@@ -23,6 +24,7 @@ from runner.config.overrides import (
     check_overrides,
     config_dirs,
     key_of,
+    keys_of,
     normalize_values,
     to_overrides,
 )
@@ -33,6 +35,9 @@ from runner.sweep.state import SweepJob, SweepState
 
 MAX_SWEPT_VALUES = 100_000  # of one key
 PROGRESS_EVERY = 50  # jobs between two progress lines while configs are checked
+ADOPTED_KEYS = {"init_from", "model", "stage"}  # what initial_weights.adopt_model sets
+# sections that run.check_start does not read, but for train.supervise
+NOT_READ_AT_START = ("optimizer", "schedule", "seed", "run", "sweep", "train")
 GridPoint = dict[str, str]  # swept key -> value, as Hydra writes it: 1e-4 and 0.0001 are one value
 
 
@@ -45,6 +50,7 @@ class SweeperOptions:
     params: dict[str, Any] = field(default_factory=dict)
     resume: bool = False  # whether hydra.sweep.dir holds a sweep to continue; `resume=SWEEP` sets it
     is_grid = True
+    stops_jobs = False  # by their losses, before their end
 
     def check_available(self) -> None:
         """Raise UserError if a package is missing."""
@@ -229,7 +235,11 @@ class PointComposer:
             configs.append(self.config(point))
             if number % PROGRESS_EVERY == 0:
                 print_note(f"{number} of {len(points)} jobs checked")
+        distinct: dict[str, Config] = {}
         for config in configs:
+            read = vars(config) | dict.fromkeys(NOT_READ_AT_START)
+            distinct.setdefault(repr([read, config.train.supervise]), config)
+        for config in distinct.values():
             run.check_start(config)
         return configs
 
@@ -244,7 +254,8 @@ class PointComposer:
         check_overrides(values, self.conf)
         if groups not in self._trees:
             self._trees[groups] = without_hydra(compose_tree([*self.shared, *groups], self.conf))
-        tree = copy.deepcopy(self._trees[groups])
+        changed = {key.split(".")[0] for key in (*keys_of(values), *(derived or ()))} | ADOPTED_KEYS
+        tree = _copy_tree(self._trees[groups], changed)
         with translating_hydra_errors([*self.shared, *overrides]):
             _set_values(tree, values)
             initial_weights.adopt_model(tree, [*self.shared, *overrides], self.conf)
@@ -252,6 +263,18 @@ class PointComposer:
         return tree
 
 
+def _copy_tree(tree: DictConfig, changed: Collection[str]) -> DictConfig:
+    """Return a copy of the config, whose sections that are not `changed` and do not interpolate are those of `tree`."""
+    nodes = {str(key): tree._get_node(key) for key in tree}
+    texts = {key: str(node) for key, node in nodes.items() if key not in changed}
+    return copy.deepcopy(tree, {id(nodes[key]): nodes[key] for key, text in texts.items() if "${" not in text})
+
+
 def _set_values(tree: DictConfig, overrides: list[str]) -> None:
-    for override in OverridesParser.create().parse_overrides(overrides) if overrides else ():
+    for override in map(_parse_override, overrides):
         OmegaConf.update(tree, override.key_or_group, override.value(), merge=True)
+
+
+@lru_cache(maxsize=10_000)
+def _parse_override(override: str) -> Override:
+    return OverridesParser.create().parse_override(override)

@@ -81,6 +81,7 @@ class HalvingOptions(RungOptions):
     """Options of `hydra/sweeper=halving`: every combination of the swept values, the worse ones stopped early."""
 
     _target_: str = "hydra_plugins.lm_runner.HalvingSweeper"
+    stops_jobs = True
 
     def check_plan(
         self, points: Sequence[GridPoint], configs: Sequence[Config], derived: Sequence[Mapping[str, str]]
@@ -169,6 +170,7 @@ class Reached:
     is_between: bool = False  # it has trained beyond its last rung, or towards its first one
     evaluation: Any = None  # what identifies its evaluation rows
     total_steps: int = 0
+    attempt: int = 0  # processes that have trained it
 
 
 def read_reached(run_dir: Path, shares: Sequence[float]) -> Reached:
@@ -186,7 +188,7 @@ def read_reached(run_dir: Path, shares: Sequence[float]) -> Reached:
                 loss = record.get("loss")
                 evaluations[step] = float(loss) if isinstance(loss, int | float) else math.inf
     is_completed = run.get("status") == "completed"
-    reached = Reached(evaluation=run.get("evaluation"), total_steps=total)
+    reached = Reached(evaluation=run.get("evaluation"), total_steps=total, attempt=int(run.get("attempt") or 0))
     last = 0  # step of the evaluation at the last rung
     for share in shares if total else ():
         step = next((step for step in sorted(evaluations) if first_step_of(share, total) <= step < total), None)
@@ -286,8 +288,14 @@ class HalvingSearch(RungSearch):
                 continue
             points.setdefault(point_of(job.overrides), []).append(job)
         self.points = list(points.values())
-        # rungs that each point has begun, of all its jobs
-        self.begun = [max(map(self._rungs_begun, jobs)) for jobs in self.points]
+        self.begun = [*map(self._begun, self.points)]  # rungs of each point
+
+    def _begun(self, jobs: list[SweepJob]) -> int:
+        """Return the rungs that the search has begun for a point: a job that was trained on by hand, by more processes
+        than the sweep has started, does not decide for the other seeds.
+        """
+        own = [job for job in jobs if self.reached[job.name].attempt <= job.attempt]
+        return max(map(self._rungs_begun, own or jobs))
 
     def _rungs_begun(self, job: SweepJob) -> int:
         reached = self.reached[job.name]

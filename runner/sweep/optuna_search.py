@@ -58,6 +58,7 @@ class OptunaOptions(RungOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("hydra.sweeper.pruner", self.pruner, PRUNERS)
+        self.stops_jobs = self.pruner != "none"
         check_at_least("hydra.sweeper.n_trials", self.n_trials, 1, example=20)
         check_choice("hydra.sweeper.sampler", self.sampler, SAMPLERS)
         for direction in self.directions:
@@ -71,7 +72,7 @@ class OptunaOptions(RungOptions):
                 "hydra.sweeper.direction must have one entry for each objective", setting, f"e.g. {example}"
             )
 
-        if self.pruner != "none" and (self.objectives != ["loss"] or self.directions != ["minimize"]):
+        if self.stops_jobs and (self.objectives != ["loss"] or self.directions != ["minimize"]):
             raise UserError(
                 "a pruner compares losses, and this study has another objective",
                 f"hydra.sweeper.pruner={self.pruner} hydra.sweeper.objectives=[{','.join(self.objectives)}]",
@@ -117,7 +118,7 @@ class OptunaOptions(RungOptions):
     def check_plan(
         self, points: Sequence[GridPoint], configs: Sequence[Config], derived: Sequence[Mapping[str, str]]
     ) -> None:
-        if self.pruner != "none":
+        if self.stops_jobs:
             self.check_rungs(configs, derived)
 
     def search(self, state: SweepState) -> OptunaSearch:

@@ -50,8 +50,8 @@ class SeedSearch(Search):
 
     def _next_seed(self) -> SweepJob | None:
         """Return an added job that has to run; of a new round, unless a seed of this launch has failed."""
-        if not (self.running or self._open()):
-            self._add_round()
+        if not (self.running or self._open()) and self.add_round():
+            self.state.write()
         return self.search.next_job() or next((job for job in self._open() if job.name not in self.tried), None)
 
     def _open(self) -> list[SweepJob]:
@@ -59,25 +59,27 @@ class SeedSearch(Search):
         added = [job for job in self.state.jobs if self.state.is_added_seed(job)]
         return [job for job in added if job.needs_run or job.status == "paused"]
 
-    def _add_round(self) -> None:
+    def add_round(self) -> bool:
+        """Add the jobs of the next round to the state, which is not written; return whether there are any."""
         sweep = read_sweep_results(self.state.folder)
         if sweep.problem:
-            return print_note(f"sweep.seeds adds no seeds: {sweep.problem}")
+            print_note(f"sweep.seeds adds no seeds: {sweep.problem}")
+            return False
         ranked = [row for row in sweep.rows if row.rank is not None]
         contenders = ranked[:1] + [row for row in ranked[1 : self.top] if not row.differs]
         fewest = min((len(row.jobs) for row in contenders), default=0)
         points = [row for row in contenders if len(row.jobs) == fewest < self.seeds]
         if len(ranked) < 2:
-            return print_note("sweep.seeds adds no seeds: it compares points, and fewer than two have a result")
+            print_note("sweep.seeds adds no seeds: it compares points, and fewer than two have a result")
         if len(contenders) < 2 or not points:
-            return None
+            return False
         print_note(f"{len(contenders)} points are not told apart: another seed of {len(points)} of them")
         return self._add_seeds(points)
 
-    def _add_seeds(self, points: list[ResultRow]) -> None:
+    def _add_seeds(self, points: list[ResultRow]) -> bool:
         for row in points:
             self.state.add_job({**row.overrides, SEED_KEY: str(self._new_seed(row))})
-        self.state.write()
+        return bool(points)
 
     def _new_seed(self, row: ResultRow) -> int:
         """Return the first seed from that of the sweep on that no job of the point has."""

@@ -96,13 +96,14 @@ class BudgetSearch(SeedSearch):
         text = f"sweep.budget: {self.budget.describe(spent)} of {self.budget.describe(self.budget.amount)} spent"
         print_note(f"{text}, {completed} jobs trained to their end, {seeds} of them more seeds of the best points")
 
-    def _add_round(self) -> None:
+    def add_round(self) -> bool:
         sweep = read_sweep_results(self.state.folder)
         if sweep.problem:
-            return print_note(f"sweep.budget adds no seeds: {sweep.problem}")
+            print_note(f"sweep.budget adds no seeds: {sweep.problem}")
+            return False
         ranked = [row for row in sweep.rows if row.rank is not None]
         if self._widen(sweep) or (len(ranked) < self.top and self.halving.finish_another()):
-            return None
+            return True
         best = ranked[: self.top]
         fewest = min((len(row.jobs) for row in best), default=0)
         return self._add_seeds([row for row in best if len(row.jobs) == fewest])
@@ -119,7 +120,6 @@ class BudgetSearch(SeedSearch):
             self.halving.add_point(
                 [self.state.add_job(each) for each in _beyond(verdict.winner, edge.key, edge.following)]
             )
-        self.state.write()
         return True
 
 

@@ -5,6 +5,7 @@ every job.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from common.paths import workspace_dir
 from runner.config.hydra_errors import ineffective_override, translating_hydra_errors
 from runner.config.overrides import config_dirs, is_hydra_override, key_of, to_overrides
 from runner.config.unread import check_typed_are_read
-from runner.diagnostics.symptoms import FEW_ROWS
+from runner.diagnostics.symptoms import FEW_ROWS, MAX_HELD_OUT
 from runner.engine.config import Config
 from runner.launch import torchrun
 from runner.run_dir.metadata import RunMetadata
@@ -138,11 +139,15 @@ def plan_sweep(tree: DictConfig, typed: list[str], sweeper: SweeperOptions) -> S
     typed = merge_overrides(to_overrides(sweeper.params), typed)
     own = [override for override in typed if not override.startswith(LAUNCH_KEYS)]
     shared, swept = split_swept(sorted(own, key=is_hydra_override, reverse=True), is_grid=sweeper.is_grid)
-    stored = storable_overrides(shared)
     composer = PointComposer(shared, tree=tree)
     points = sweeper.points(swept, tree.sweep.zip)
     configs = composer.checked_configs(points)
-    print_unranked(configs)
+    if split := wider_split(configs):
+        print_note(f"{split} in all jobs: the default split holds out too few rows to rank them")
+        shared.append(split)
+        composer = PointComposer(shared)
+        configs = composer.checked_configs(points)
+    print_unranked(configs, is_refused=sweeper.stops_jobs)
     check_typed_are_read([*shared, *swept], configs)
     base = budget.smallest_step(configs if sweeper.is_grid else [composer.config({})])
     budget.check_countable(configs, tree.sweep.match_budget, swept)
@@ -154,24 +159,58 @@ def plan_sweep(tree: DictConfig, typed: list[str], sweeper: SweeperOptions) -> S
         print_note(
             f"jobs without evaluation are judged at their end, without validation data on the same {budget.FINAL_EVAL_ROWS} training rows"
         )
-    return SweepPlan(stored, swept, composer, points, derived, base)
+    return SweepPlan(storable_overrides(shared), swept, composer, points, derived, base)
 
 
-def print_unranked(configs: Sequence[Config]) -> None:
-    """Print for which settings, and for how few validation rows, the jobs of a sweep will have no ranks."""
-    from runner.engine.data_pipeline import few_held_out_rows, unranked_settings
+def too_few_rows(configs: Sequence[Config]) -> int | None:
+    """Return how many validation rows the jobs would have, if they are too few to rank them; None for enough, or none."""
+    from runner.engine.data_pipeline import few_held_out_rows
     from runner.launch.run import check_data
+
+    first = configs[0]
+    if len(configs) < 2 or not first.evaluates or (files := check_data(first.data, first.stage.data_format)) is None:
+        return None
+    return few_held_out_rows(first, files)
+
+
+def wider_split(configs: Sequence[Config]) -> str:
+    """Return the override with which the default split of the jobs holds out enough rows to rank them; empty where it
+    does, where another split is typed, or half of the rows are too few.
+    """
+    from runner.engine.data_pipeline import AUTO_DIVISOR
+
+    data = configs[0].data
+    is_default = all(each.data.val_fraction == "auto" and each.data.paths == data.paths for each in configs)
+    if not is_default or not (rows := too_few_rows(configs)):
+        return ""
+    share = math.ceil(100 * FEW_ROWS / (AUTO_DIVISOR * rows)) / 100  # auto: total // AUTO_DIVISOR of few rows
+    if share > MAX_HELD_OUT:
+        return ""
+    wider = [dataclasses.replace(each, data=dataclasses.replace(data, val_fraction=share)) for each in configs[:2]]
+    return "" if too_few_rows(wider) else f"data.val_fraction={share:g}"
+
+
+def print_unranked(configs: Sequence[Config], is_refused: bool = False) -> None:
+    """Print for which settings, and for how few validation rows, the jobs of a sweep will have no ranks.
+
+    Raises UserError for few rows where `is_refused`: the search would stop jobs by them.
+    """
+    from runner.engine.data_pipeline import unranked_settings
 
     for text, keys in unranked_settings(configs).items():
         print_note(f"jobs that differ in {', '.join(keys)} are judged by {text}: they will not be ranked")
-    first = configs[0]
-    if len(configs) < 2 or not first.evaluates or (files := check_data(first.data, first.stage.data_format)) is None:
-        return
-    if rows := few_held_out_rows(first, files):
-        fix = "data.val_path=FILE, or a larger data.val_fraction"
-        print_note(
-            f"the jobs will not be ranked: there {'are' if rows > 1 else 'is'} {rows} validation row{'s' * (rows > 1)}, and {FEW_ROWS} are needed; {fix}"
+    if rows := too_few_rows(configs):
+        count = (
+            f"there {'are' if rows > 1 else 'is'} {rows} validation row{'s' * (rows > 1)}, and {FEW_ROWS} are needed"
         )
+        fix = "data.val_path=FILE, or a larger data.val_fraction"
+        if is_refused:
+            raise UserError(
+                f"jobs cannot be stopped early by their losses: {count}",
+                f"data.val_fraction={configs[0].data.val_fraction}",
+                fix,
+            )
+        print_note(f"the jobs will not be ranked: {count}; {fix}")
 
 
 def changed_data(state: SweepState) -> list[str]:

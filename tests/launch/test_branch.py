@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ REFUSED = [
     ("init_from=trunk keep=optimizer", "init_from=TRUNK@last keep=optimizer"),
     ("init_from=scratch keep=optimizer", "init_from=RUN@step-N keep=optimizer"),
     ("init_from=gone@step-2 keep=optimizer", "there is no gone@step-2"),
-    ("init_from=trunk@step-2 keep=optimizer --cfg job", "resume=RUN --cfg job prints those of the trunk"),
+    ("init_from=trunk@step-2 keep=optimizer seed=7 --cfg job", "seed: 42 -> 7"),
     ("keep=optimizer", "init_from=RUN@step-N keep=optimizer"),
     ("init_from=trunk@step-2 keep=weights", "keep must be one of none, optimizer, got weights"),
     ("init_from=trunk@step-2 keep=none,optimizer --multirun", "keep takes one value"),
@@ -163,6 +164,14 @@ def test_branch_refused_leaves_nothing(typed: str, message: str, call: Call, tru
     assert not (workspace / "outputs").exists()
 
 
+def test_branch_of_a_run_with_commas_in_its_name(call: Call, trunk: Path, workspace: Path) -> None:
+    job = trunk.rename(workspace / "lr=0.02,seed=42")  # as a sweep names its jobs
+    for name in (f"{job.name}@step-4", f"'{job}@step-4'"):
+        folder = f"run{len(name)}"
+        assert call(f"init_from={name}", "keep=optimizer", f"hydra.run.dir={folder}").returncode == 0
+        assert RunMetadata.read(workspace / folder)["branched_from"]["run"] == str(job)
+
+
 def test_branch_of_a_damaged_or_linked_trunk_is_refused(call: Call, trunk: Path, workspace: Path) -> None:
     file = trunk / "checkpoints" / "step-00000002" / "optimizer.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
@@ -175,9 +184,25 @@ def test_branch_of_a_damaged_or_linked_trunk_is_refused(call: Call, trunk: Path,
     assert not (workspace / "outputs").exists()
 
 
-def test_plan_of_a_branch_is_refused(call_command: Call, trunk: Path) -> None:
-    result = call_command("plan.py", "init_from=trunk@step-2", "keep=optimizer", "timing=false")
-    assert is_user_error(result) and "plan.py resume=RUN plans what is left of a run" in result.stderr
+def test_settings_of_a_branch_are_shown(call: Call, trunk: Path, workspace: Path) -> None:
+    shown = call("init_from=trunk@step-2", "keep=optimizer", "optimizer.lr=0.5", "--cfg", "job")
+    assert shown.returncode == 0, shown.stderr
+    config, saved = (yaml.safe_load(text) for text in (shown.stdout, (trunk / ".hydra" / "config.yaml").read_text()))
+    assert config["optimizer"].pop("lr") == 0.5 and saved["optimizer"].pop("lr") == 0.02
+    assert config == saved
+    assert not (workspace / "outputs").exists()
+
+
+def test_plan_of_a_branch_has_its_steps_left(call_command: Call, trunk: Path) -> None:
+    typed = ("plan.py", "init_from=trunk@step-2", "keep=optimizer", "train.max_steps=9", "timing=false", "json=true")
+    for more, jobs in ((), 1), (("--multirun", "optimizer.lr=0.1,0.2"), 2):
+        result = call_command(*typed, *more)
+        assert result.returncode == 0, result.stderr
+        runs = json.loads(result.stdout)["runs"]
+        assert [(run["data"]["steps"], run["resumed_at"]) for run in runs] == [(9, 2)] * jobs
+    for more in ((), ("--multirun",)):
+        result = call_command(*typed, "seed=7", *more)
+        assert result.returncode == 2 and "seed: 42 -> 7" in result.stderr
 
 
 FOREIGN = {
@@ -249,6 +274,23 @@ def test_branch_of_every_job_of_a_sweep(program: Program, trunk: Path, workspace
     for job_result in read_sweep_results(sweep).jobs:
         step = jobs[sweep / job_result.name]["branched_from"]["step"]
         assert job_result.launches[-1][-2:] == [f"init_from={trunk}@step-{step}", "keep=optimizer"]
+
+
+@pytest.mark.parametrize("flags", [(), ("--multirun",)], ids=["run", "sweep"])
+def test_branch_has_no_name_and_no_seconds_of_its_trunk(
+    flags: tuple[str, ...], program: Program, trunk: Path, workspace: Path
+) -> None:
+    assert program(f"resume={trunk}", "run.name=trunk", "run.note=ours", "train.max_steps=8").returncode == 0
+    log = trunk / "metrics.jsonl"
+    log.write_bytes(re.sub(rb'"time": \d', b'"time": 7', log.read_bytes()))
+    start = [f"init_from={trunk}@step-8", "keep=optimizer", "train.max_steps=9"]
+    where = f"hydra.sweep.dir={workspace / 'run'}" if flags else f"hydra.run.dir={workspace / 'run'}"
+    result = program(*flags, *start, where)
+    assert result.returncode == 0, result.stderr
+    run = ComparedRun.read(next((workspace / "run").rglob("run.json")).parent)
+    assert (run.name, run.note) == ("", "ours")
+    assert run.metrics.last is not None and run.metrics.last.time < 7 and run.metrics.train.columns["seconds"][0] == 0
+    assert len(run.metrics.train) == 9
 
 
 def test_reports_name_the_trunk_of_a_branch(call: Call, trunk: Path, workspace: Path) -> None:

@@ -112,6 +112,17 @@ def test_runs_that_cannot_be_compared_are_refused(name: str, tmp_path: Path) -> 
     assert fix in raised.value.fix
 
 
+def test_runs_of_one_arm_may_differ_in_settings_that_change_no_number(tmp_path: Path) -> None:
+    arms = {"a": write_arm(tmp_path / "a", LOW), "b": write_arm(tmp_path / "b", HIGH)}
+    file = Path(arms["a"].split(",")[0]) / ".hydra" / "config.yaml"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"sweep": {"seeds": 5}, "train": {"save_every": 7, "sample_every": 3}}))
+    assert compare_arms(arms).verdict == "better"
+    file.write_text(json.dumps(config | {"train": {"eval_every": 7}}))  # chooses among other evaluations
+    with pytest.raises(UserError, match="the runs of a differ in more than the seed: train.eval_every"):
+        compare_arms(arms)
+
+
 def test_runs_judged_on_few_rows_are_refused(tmp_path: Path) -> None:
     few = EVALUATION | {"rows": 9}
     arms = {name: write_arm(tmp_path / name, LOW, evaluation=few) for name in "ab"}

@@ -4,20 +4,27 @@ seeds (deviation 0.008 to 0.028 of a loss of 1.3), normal and heavy-tailed (Stud
 
 from __future__ import annotations
 
+import functools
+import json
 import random
+import statistics
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from common.paths import REPO_ROOT
 from runner.reporting.statistics import (
+    MIN_POINTS,
     MeanStd,
     difference_interval,
     is_different,
     level_of_look,
     mean_std,
+    share_spread,
     shared_level,
 )
-from runner.reporting.sweep_results import JobResult, result_rows
+from runner.reporting.sweep_results import JobResult, ResultRow, differs_from_best, result_rows
 from runner.run_dir.best_job import ModelScore
 
 # Many: of 20 samples of 200 pairs with normal noise, 3 had more than 5 % false differences, all together 4.0 %.
@@ -57,7 +64,7 @@ def test_intervals_of_90_percent_cover_between_85_and_95(noise: str, deviations:
     assert 0.85 <= covered / PAIRS <= 0.95
 
 
-def sweep_names_a_winner(points: list[list[float]]) -> bool:
+def rows_of(points: list[list[float]]) -> list[ResultRow]:
     jobs = [
         JobResult(
             f"{point}-{seed}",
@@ -69,7 +76,11 @@ def sweep_names_a_winner(points: list[list[float]]) -> bool:
         for point, of_seeds in enumerate(points)
         for seed, loss in enumerate(of_seeds)
     ]
-    return [row.rank for row in result_rows(jobs, "validation")].count(1) == 1
+    return result_rows(jobs, "validation")
+
+
+def sweep_names_a_winner(points: list[list[float]]) -> bool:
+    return [row.rank for row in rows_of(points)].count(1) == 1
 
 
 @pytest.mark.slow
@@ -87,6 +98,77 @@ def test_equal_settings_are_called_different_in_at_most_5_percent(noise: str) ->
         for points in ([*map(summary, sweep)] for sweep in sweeps)
     )
     assert wrong <= 20
+
+
+def test_points_whose_two_seeds_agree_are_a_tie_where_others_vary() -> None:
+    points = [[1.3, 1.3001], [1.31, 1.3101], *([1.33 + number / 10, 1.37 + number / 10] for number in range(6))]
+    assert [row.differs for row in rows_of(points)][:3] == [False, False, False]
+    assert [row.differs for row in rows_of(points[:-1])][:3] == [False, True, False]  # too few to share their spread
+
+
+RECORDED = sorted((REPO_ROOT / "benchmarks" / "results").glob("search-*.json"))
+
+
+@functools.cache
+def recorded_losses(file: Path) -> list[list[float]]:
+    """Return the loss of each seed of each point at the end of the recorded curves."""
+    return [[curve[-1][1] for curve in seeds] for seeds in json.loads(file.read_text())["curves"]]
+
+
+def called_different(points: list[list[float]]) -> int:
+    """Return how many points the rule of a sweep calls different from the best one."""
+    scores = share_spread(sorted(map(summary, points), key=lambda point: point.mean))
+    return sum(bool(differs_from_best(score, scores, 0)) for score in scores)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("spread", ["equal", "half 4x", "one 4x", "one 1/4", *(file.stem for file in RECORDED)])
+def test_points_that_share_their_spread_are_falsely_different_in_5_percent(noise: str, spread: str) -> None:
+    rng, sweeps = random.Random(1), 400
+    files = [file for file in RECORDED if file.stem == spread]
+    recorded = [statistics.stdev(seeds) for seeds in recorded_losses(files[0])] if files else None
+    for count, seeds in ((MIN_POINTS, 2), (MIN_POINTS, 3), (16, 2), (16, 3)):
+        wrong = 0
+        for _ in range(sweeps):
+            deviations = [
+                {"half 4x": 4.0 if point % 2 else 1.0, "one 4x": 1.0 if point else 4.0, "one 1/4": 1.0 if point else 0.25}
+                .get(spread, 1.0)
+                for point in range(count)
+            ]  # fmt: skip
+            if recorded is not None:
+                deviations = rng.sample(recorded, count)
+            wrong += called_different([losses(rng, NOISES[noise], seeds, deviation) for deviation in deviations]) > 0
+        assert wrong / sweeps <= 0.05 + 1.64 * (0.05 * 0.95 / sweeps) ** 0.5, (count, seeds)
+
+
+def test_two_recorded_seeds_tell_a_third_of_the_points_apart() -> None:
+    with_shared, with_welch, pairs = 0, 0, 0
+    for file in RECORDED:
+        for skipped in range(3):
+            points = [seeds[:skipped] + seeds[skipped + 1 :] for seeds in recorded_losses(file)]
+            with_shared, pairs = with_shared + called_different(points), pairs + len(points) - 1
+            best, *others = sorted(map(summary, points), key=lambda point: point.mean)
+            with_welch += sum(bool(is_different(best, point, shared_level(len(others)))) for point in others)
+    assert (with_welch, with_shared, pairs) == (12, 51, 135)
+
+
+@pytest.mark.slow
+def test_pairs_of_equal_settings_on_recorded_curves_are_equal_in_95_percent() -> None:
+    """200 pairs of each task: residuals of the recorded seeds, which the mean of three seeds has made too small."""
+    rng, pairs, called = random.Random(1), 200, {}
+    for file in RECORDED:
+        residuals = [
+            (loss - statistics.fmean(seeds)) * (len(seeds) / (len(seeds) - 1)) ** 0.5
+            for seeds in recorded_losses(file)
+            for loss in seeds
+        ]
+        samples = [[rng.choices(residuals, k=2 + number % 4) for _ in range(2)] for number in range(pairs)]
+        called[file.stem] = (
+            sum(bool(is_different(*map(summary, pair))) for pair in samples),
+            sum(map(sweep_names_a_winner, samples)),
+        )
+    assert all(count <= 0.05 * pairs for counts in called.values() for count in counts), called
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import pytest
 
 from common.errors import UserError
 from runner.config.compose import compose_config
+from runner.engine.config import Config
 from runner.sweep import grid
 
 
@@ -102,6 +103,24 @@ def test_composer_returns_the_config_that_hydra_composes(point: dict[str, str]) 
     assert composer.config(point) == compose_config(
         ["train.epochs=2", *(f"{key}={value}" for key, value in point.items())]
     )
+
+
+def test_composer_resolves_an_interpolation_in_each_point() -> None:
+    composer = grid.PointComposer(["optimizer.weight_decay=${schedule.min_lr_ratio}", "run.name=${seed}"])
+    points = [{"schedule.min_lr_ratio": value, "seed": value[-1]} for value in ("0.3", "0.4")]
+    configs = [composer.config(point) for point in points]
+    assert [(config.optimizer.weight_decay, config.run.name) for config in configs] == [(0.3, "3"), (0.4, "4")]
+
+
+def test_composer_checks_each_start_once_that_points_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Config] = []
+    monkeypatch.setattr("runner.launch.run.check_start", checked.append)
+    axes = {"optimizer.lr": ["0.1", "0.2"], "seed": ["1", "2"], "data.max_length": ["128", "256"]}
+    points = grid.cartesian_points(axes | {"train.supervise": ["false", "true"]})
+    assert len(grid.PointComposer([]).checked_configs(points)) == len(points) == 16
+    assert [(each.data.max_length, each.train.supervise) for each in checked] == [
+        (128, False), (128, True), (256, False), (256, True)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

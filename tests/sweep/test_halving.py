@@ -204,6 +204,24 @@ def test_halving_continues_a_killed_job_before_a_new_one(state: SweepState) -> N
     assert job is state.jobs[2] and search.arguments(job) == ["train.stop_at=0.25"]
 
 
+def test_halving_leaves_the_other_seed_of_a_job_that_was_trained_by_hand(state: SweepState) -> None:
+    curve = {2: 5.0, 4: 4.0, 8: 3.0, 16: 2.0}
+    for lr, loss in (("1", 5.0), ("2", 1.0)):
+        for seed in ("0", "1"):
+            job = state.add_job({"optimizer.lr": lr, "seed": seed})
+            job.attempt = 1
+            write_job(state.folder / job.name, 2, {2: loss}, outcome="paused")
+    done = {"outcome": "completed", "metrics": {"loss": 1.0}}
+    write_job(state.folder / state.jobs[0].name, 16, curve, "completed", attempt=2, **done)
+    state.refresh_from_runs()
+    search, handed_out = HalvingSearch(state, HalvingOptions()), []
+    while job := search.next_job():
+        handed_out.append(job.overrides["optimizer.lr"])
+        search.targets.pop(job.name)
+        search.reached[job.name].losses.append(1.0)
+    assert handed_out == ["2"] * 6  # three more rungs of each seed
+
+
 def statuses(sweep: Path) -> list[tuple[str, str]]:
     return [(job["name"].removeprefix("optimizer.lr="), job["status"]) for job in read_sweep(sweep)["jobs"]]
 

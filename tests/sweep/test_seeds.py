@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from fake_jobs import FakeJobs, read_sweep
 
+from common.errors import UserError
+from runner.planning.starts import planned_start
+
 LR = "optimizer.lr"
 RATES = f"{LR}=0.1,0.2,0.3,0.4"
 # validation losses by lr and number of the seed; 42 is the first, and in no name
@@ -57,6 +60,18 @@ def test_seeds_that_are_swept_count(fake_jobs: FakeJobs, sweep, resume, tmp_path
     assert seeds_of(tmp_path) == [0, 3, 3, 0]
     assert resume("sweep.seeds=3") == 0, "asked again"
     assert seeds_of(tmp_path) == [0, 3, 3, 0]
+
+
+def test_plan_has_the_next_round_of_seeds(fake_jobs: FakeJobs, sweep, resume, tmp_path: Path) -> None:
+    set_losses(fake_jobs, EQUAL)
+    assert sweep(f"{LR}=0.2,0.3") == 0
+    before = (tmp_path / "sweep" / "sweep.json").read_bytes()
+    runs = planned_start([f"resume={tmp_path / 'sweep'}", "sweep.seeds=3"], []).runs
+    assert sorted((run.config.optimizer.lr, run.config.seed) for run in runs) == [(0.2, 43), (0.3, 43)]
+    assert (tmp_path / "sweep" / "sweep.json").read_bytes() == before
+    assert resume("sweep.seeds=3") == 0
+    with pytest.raises(UserError, match="every job of this sweep is completed"):
+        planned_start([f"resume={tmp_path / 'sweep'}", "sweep.seeds=3"], [])
 
 
 def test_seed_that_is_killed_is_resumed(fake_jobs: FakeJobs, sweep, resume, tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_jobs import read_sweep
 
+from common.errors import UserError
 from runner.config.compose import compose_config
-from runner.sweep.validation import print_unranked
+from runner.sweep.validation import print_unranked, too_few_rows, wider_split
 
 NOTES = {
     "tokens": (["stage=sft"], "data.max_length", ("128", "256"), "data.max_length are judged by different tokens"),
@@ -69,6 +71,54 @@ def test_sweep_says_before_it_starts_that_rows_are_too_few(
     assert expected in printed and ("will not be ranked" in printed) == bool(expected)
     print_unranked([config])  # one job has no rank anyway
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("rows", "typed", "split"),
+    [
+        (20, [], "data.val_fraction=0.5"),
+        (42, [], "data.val_fraction=0.25"),
+        (49, [], "data.val_fraction=0.23"),
+        (19, [], ""),
+        (50, [], ""),
+        (40, ["data.val_fraction=0.1"], ""),
+        (40, ["data.val_path={val}"], ""),
+        (40, ["train.eval_every=0"], ""),
+    ],
+)
+def test_sweep_holds_out_as_many_of_few_rows_as_ranks_need(
+    rows: int, typed: list[str], split: str, tmp_path: Path
+) -> None:
+    write_rows(tmp_path / "rows.jsonl", rows)
+    write_rows(tmp_path / "val.jsonl", 5)
+    data = [f"data.path={tmp_path / 'rows.jsonl'}", *(each.format(val=tmp_path / "val.jsonl") for each in typed)]
+    config = compose_config(data)
+    assert wider_split([config, config]) == split
+    if split:
+        assert too_few_rows([config, config]) and not too_few_rows([compose_config([*data, split])] * 2)
+
+
+def test_sweep_of_few_rows_stores_its_split_for_all_jobs(
+    sweep: Any, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    write_rows(tmp_path / "rows.jsonl", 40)
+    assert sweep(f"data.path={tmp_path / 'rows.jsonl'}", "optimizer.lr=0.1,0.2") == 0
+    printed, state = capsys.readouterr(), read_sweep(tmp_path / "sweep")
+    assert "data.val_fraction=0.25 in all jobs: the default split" in printed.err and "ranked" not in printed.err
+    assert "data.val_fraction=0.25" in state["overrides"]
+    for job in state["jobs"]:
+        assert "data.val_fraction=0.25" in (tmp_path / "sweep" / job["name"] / ".hydra" / "overrides.yaml").read_text()
+
+
+@pytest.mark.parametrize("search", [["hydra/sweeper=halving"], ["hydra/sweeper=optuna", "hydra.sweeper.pruner=median"]])
+def test_search_that_stops_jobs_refuses_few_rows_before_the_first(
+    search: list[str], sweep: Any, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    write_rows(tmp_path / "rows.jsonl", 60)
+    typed = [f"data.path={tmp_path / 'rows.jsonl'}", "data.val_fraction=0.1", "train.eval_every=1", "train.max_steps=8"]
+    with pytest.raises(UserError, match="jobs cannot be stopped early by their losses: there are 6 validation rows"):
+        sweep(*search, *typed, "optimizer.lr=0.1,0.2")
+    assert not (tmp_path / "sweep").exists()
 
 
 @pytest.mark.slow
