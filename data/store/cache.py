@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from common.errors import FULL_DISK_ERRORS, MORE_FILES, UserError, print_note
 from common.file_lock import FileLock, lock_holder
@@ -31,6 +31,7 @@ from data.sources.files import Source
 from data.store.reader import STORE_FORMAT, TokenStore
 from data.store.workers import Chunk, encode_in_parallel
 from data.store.writer import write_store
+from data.tokenize.chat_template import template_messages
 from data.tokenize.tokenizer import Tokenizer
 from data.types import EncodingConfig, sequences_per_row
 
@@ -84,7 +85,7 @@ def load_or_build(
         encoding_code_fingerprint(encoding.schema),
     ]
     path = cache / hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-    metadata = {
+    metadata: dict[str, Any] = {
         "name": source.name,
         "content": content,
         "file_format": source.file_format,
@@ -94,6 +95,8 @@ def load_or_build(
     largest_id = max(tokenizer.vocab_size - 1, *tokenizer.control_ids.values())
 
     def build() -> None:
+        # kept with the tokens: a run whose rows are in the cache renders no template
+        metadata["template"] = template_messages(tokenizer, encoding.data_format)
         workers = default_workers(source) if num_workers is None else num_workers
         with write_store(path, sequences_per_row(encoding.data_format), largest_id, metadata) as writer:
             last_report = time.monotonic()
@@ -109,10 +112,14 @@ def load_or_build(
         progress(source.size, source.size, writer.stats.read)
 
     store = open_or_build(path, lambda: TokenStore.open(path), build)
-    # A file with the same bytes may have had another name when the store was built.
+    # A file with the same bytes, and the tokenizer, may have had another name when the store was built.
+    stored = store.metadata
     store.stats.first_seen = {
-        reason: where.replace(store.metadata["name"], source.name, 1)
-        for reason, where in store.stats.first_seen.items()
+        reason: where.replace(stored["name"], source.name, 1) for reason, where in store.stats.first_seen.items()
+    }
+    stored["template"] = {
+        kind: [text.replace(stored["encoding"]["tokenizer"], str(tokenizer.folder)) for text in texts]
+        for kind, texts in stored["template"].items()
     }
     return store
 

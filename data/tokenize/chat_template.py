@@ -350,6 +350,13 @@ class ChatTemplate:
         return self._turns.split(self._close_turns(marked, conversation), marks, others)
 
 
+def template_messages(tokenizer: Tokenizer, data_format: str) -> dict[str, list[str]]:
+    """Return the notes and the warnings of what rows have otherwise than the chat template says; none for texts."""
+    template = None if data_format == "text" else ChatTemplate(tokenizer)
+    found = {"notes": template.version_note, "warnings": template.turn_end.note} if template else {}
+    return {kind: [found[kind]] if found.get(kind) else [] for kind in ("notes", "warnings")}
+
+
 def _check_weights(messages: list[dict], loss_on: str, where: str) -> None:
     """Require that no message of another role than the assistant's says otherwise than data.loss_on whether it has
     loss.
