@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,7 +49,7 @@ def train_command(task: Task, argv: list[str] | None = None) -> None:
 
 
 def _main(task: Task, argv: list[str]) -> None:
-    with exiting_with_code(), torchrun.releasing_workers():
+    with exiting_with_code(), torchrun.releasing_workers() if torchrun.is_multi_process() else nullcontext():
         _dispatch(argv, getattr(task, "__wrapped__", task))
 
 
@@ -96,7 +97,7 @@ def _dispatch(argv: list[str], task: Task) -> None:
     typed = overrides.absolutize_paths(override for override in typed if not override.startswith(overrides.RESUME_KEY))
     import_plugins(overrides.plugins_of(typed))
     typed = overrides.normalize_values(typed)
-    if folder := torchrun.previous_run_dir():
+    if torchrun.under_torchrun() and (folder := torchrun.previous_run_dir()):
         return _resume(folder, [], [flag for flag in flags if flag != "--multirun"], run_hydra)
     if resume_from and resume_from[-1] != "null":
         return _resume(resolve.resolve_run(resume_from[-1]), typed, flags, run_hydra)

@@ -13,7 +13,7 @@ from runner.checkpoint.atomic_dir import newest_valid, step_names, verify_dir
 from runner.checkpoint.format import CHECKPOINTS_DIR, checkpoint_name, step_of
 from runner.checkpoint.saving import BEST_POINTER, read_pointer
 from runner.config import snapshot
-from runner.config.literals import quote_path
+from runner.config.literals import NOT_PATHS, quote_path
 from runner.config.overrides import RERUN_FLAGS
 from runner.run_dir import saved_config
 from runner.run_dir.best_job import find_best_job, model_score
@@ -98,9 +98,9 @@ def resolve_model_overrides(typed: list[str]) -> list[str]:
     resolved = []
     for override in typed:
         key, _, value = override.partition("=")
-        if key in MODEL_KEYS and value:
+        if key in MODEL_KEYS and value not in NOT_PATHS:
             values = [value] if is_sweep_dir(_unquoted(value)) else value.split(",")
-            override = f"{key}={','.join(_resolve_model(each, key) for each in values)}"
+            override = f"{key}={','.join(each if each in NOT_PATHS else _resolve_model(each, key) for each in values)}"
         resolved.append(override)
     return resolved
 

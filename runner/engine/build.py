@@ -40,7 +40,7 @@ from runner.engine.device.cpu import choose_threads, separate_large_blocks, use_
 from runner.engine.device.distributed import DistributedContext, init_distributed
 from runner.engine.device.precision import Precision, PrecisionConfig
 from runner.engine.device.rng import seed_all, use_deterministic_kernels
-from runner.engine.device.stop import as_stop_requests, do_unless_stopped
+from runner.engine.device.signals import as_stop_requests, do_unless_stopped
 from runner.engine.kernels import (
     choose_cpu_kernels,
     cpu_choices,
@@ -70,7 +70,7 @@ def build_model(cfg: Config, load_initial_weights: bool) -> LanguageModel:
     model = create_model(cfg.model)
     if source:
         load_into(model, load_weights(source, cfg.model.family), str(source))
-    else:
+    elif cfg.optimizer.mup_base_width:
         scale_initial_weights(cfg.optimizer, model)
     model.activation_checkpointing = cfg.train.activation_checkpointing
     return model
@@ -216,8 +216,8 @@ def open_logger(cfg: Config, run_dir: Path, model: LanguageModel, dist: Distribu
     logger = RunLogger(run_dir, cfg.tracker, dist.is_rank_zero)
     for warning in [
         *cfg.model.training_warnings(),
-        *lora_warnings(model, cfg.stage.lora),
-        *mup_warnings(cfg.optimizer, cfg.init_from),
+        *(lora_warnings(model, cfg.stage.lora) if cfg.stage.lora else ()),
+        *(mup_warnings(cfg.optimizer, cfg.init_from) if cfg.optimizer.mup_base_width else ()),
     ]:
         logger.warning(warning)
     return logger

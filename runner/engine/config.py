@@ -44,6 +44,7 @@ PROMPTS = Limit(
 )
 EVAL_METRICS = Limit("a list of: exact_match", {"exact_match"}.issuperset, "[exact_match]")
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
+UNNAMED_WEIGHTS = ("auto", "scratch")  # values of init_from that name no weights
 TAG = re.compile(r"[\w.+:=-]+")
 MAX_NAME, MAX_NOTE, MAX_TAG, MAX_TAGS = 80, 500, 40, 20  # characters; number of tags
 # Sections whose class depends on a value in them: section -> (key of that value, registry of the classes)
@@ -277,7 +278,8 @@ class Config(CheckedSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         data, stage, train = self.data, self.stage, self.train
-        check_mup(self.optimizer, self.model, stage.lora is not None)
+        if self.optimizer.mup_base_width:
+            check_mup(self.optimizer, self.model, stage.lora is not None)
         if data.max_length > self.model.max_position_embeddings:
             raise UserError(
                 f"data.max_length must be at most model.max_position_embeddings={self.model.max_position_embeddings}, got {data.max_length}",
@@ -361,7 +363,7 @@ class Config(CheckedSettings):
     def check_vocabulary(self, tokens: int) -> None:
         """Raise UserError if the model has no embedding for some of the `tokens` of the tokenizer."""
         if tokens > self.model.vocab_size:
-            if self.init_from not in ("auto", "scratch"):  # the size is that of the weights
+            if self.init_from not in UNNAMED_WEIGHTS:  # the size is that of the weights
                 raise UserError(
                     f"tokenizer vocabulary ({tokens}) is larger than that of the weights ({self.model.vocab_size})",
                     f"init_from={self.init_from}",

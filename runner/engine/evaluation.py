@@ -29,14 +29,12 @@ SAMPLE_SEED = 0x5A3D  # samples have a generator of their own, so that the run's
 
 
 def evaluate_if_due(state: TrainState) -> None:
-    """Evaluate and generate samples if that is due at this step and not done yet.
+    """Evaluate and generate samples if that is due at this step.
 
     Raises StopRequested between two batches or tokens; then nothing of it is recorded, and a resumed run does all of
     it.
     """
     progress, train = state.progress, state.cfg.train
-    if progress.evaluated_step == progress.step:
-        return
     means = evaluate_loss(state) if is_evaluation_due(state) else None
     samples = generate_samples(state) if train.sample_prompts and state.is_due(train.sample_every) else None
     loss = None if means is None else finite_or_none(means["loss"])

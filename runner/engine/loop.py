@@ -18,7 +18,7 @@ from runner.engine.device.compile import describe_compile_error, is_compile_erro
 from runner.engine.device.cpu import keep_freed_memory
 from runner.engine.device.heartbeat import enter
 from runner.engine.device.rng import get_rng_state, is_varying_kernel, set_rng_state
-from runner.engine.device.stop import as_stop_requests
+from runner.engine.device.signals import as_stop_requests
 from runner.engine.evaluation import evaluate_if_due
 from runner.engine.export import choose_weights, export_model
 from runner.engine.objectives.objective import mask_dummy_batch
@@ -152,10 +152,13 @@ def train_steps(state: TrainState) -> None:
 
 
 def evaluate_or_pause(state: TrainState) -> None:
-    """Do what `evaluate_if_due` does; raise StopRequested on every rank if this is the evaluation of train.stop_at."""
-    is_new = state.progress.evaluated_step < state.progress.step
+    """Do what `evaluate_if_due` does, unless this step has it; raise StopRequested on every rank if this is the
+    evaluation of train.stop_at.
+    """
+    if state.progress.evaluated_step == state.progress.step:
+        return
     evaluate_if_due(state)
-    if state.cfg.train.stop_at and is_new and state.is_at_pause and not state.finished:
+    if state.cfg.train.stop_at and state.is_at_pause and not state.finished:
         state.logger.info(
             f"train.stop_at={state.cfg.train.stop_at:g} is reached: step {state.progress.step} of {state.total_steps}"
         )

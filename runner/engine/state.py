@@ -21,7 +21,7 @@ from runner.engine.device.distributed import DistributedContext
 from runner.engine.device.heartbeat import enter
 from runner.engine.device.mesh import distribute_like, full_tensor
 from runner.engine.device.precision import GradStats, Precision
-from runner.engine.device.stop import StopRequests
+from runner.engine.device.signals import StopRequests
 from runner.engine.optim.groups import OptimizerGroup
 from runner.engine.optim.schedules import describe_lr_jump
 from runner.tracking.jsonl import LogChecksum
@@ -263,9 +263,9 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     and buffers included.
     """
     from models.language_model import stored_tensors
-    from models.lora import adapter_state_dict
 
-    return adapter_state_dict(model) or stored_tensors(model)
+    stored = stored_tensors(model)
+    return {name: tensor for name, tensor in stored.items() if ".lora." in name} or stored
 
 
 def load_strict(into: dict[str, Tensor], saved: dict[str, Tensor], source: Path) -> None:

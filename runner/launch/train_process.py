@@ -33,10 +33,10 @@ from runner.config.compose import to_config
 from runner.config.snapshot import load_overrides
 from runner.engine.config import Config
 from runner.engine.device.cpu import RunningTrainings
+from runner.engine.device.signals import StopFlag
 from runner.engine.device.spinning import adapt_spinning
 from runner.engine.state import TrainState
 from runner.launch.recovery import record_run_dir
-from runner.launch.signals import StopFlag
 from runner.reporting.live import LivePage
 from runner.run_dir.contents import GitReader, is_sweep_dir
 from runner.run_dir.metadata import STATUS_OF_OUTCOME, RunMetadata

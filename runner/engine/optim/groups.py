@@ -132,7 +132,7 @@ def build_optimizer(cfg: OptimizerConfig, model: nn.Module, num_layers: int, ema
     matrices = [p for p in hidden if p.ndim == 2]
     stacks = [p for p in hidden if p.ndim > 2]  # matrices of all experts, kernels of convolutions
     others = [p for p in names if p not in set(hidden)]
-    widths = width_factors(cfg, model)
+    widths = width_factors(cfg, model) if cfg.mup_base_width else {}
 
     def by_lr_scale(parameters: list[nn.Parameter], weight_decay: float) -> list[dict]:
         groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)  # by factor of the lr, weight decay

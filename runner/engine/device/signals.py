@@ -1,5 +1,5 @@
-"""Stop requests: SIGTERM, SIGINT, SIGUSR1 and SIGHUP set a flag that the engine reads between batches, or are forwarded
-to the ranks.
+"""Stop requests: SIGTERM, SIGINT, SIGUSR1 and SIGHUP set a flag that the engine polls between batches, raise within work
+that may be abandoned anywhere, or are forwarded to the ranks.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from common.errors import INTERRUPTED_BY_USER, INTERRUPTED_MESSAGE, StopRequested
+from runner.engine.device.distributed import DistributedContext
 from runner.engine.device.heartbeat import beat
-from runner.engine.device.stop import StopRequests
 from runner.tracking.bar import DUMB_TERMINALS
 
 # SIGUSR1: Slurm, before the time limit; SIGHUP: the terminal was closed
@@ -29,6 +29,7 @@ SHOW_CURSOR = "\x1b[?25h\n"
 ERASE_LINE = "\r\x1b[2K"  # of a progress bar, which is drawn again below the message
 RAISE_AGAIN_SECONDS = 0.01  # after an exception that Python has ignored
 C_CODE_SECONDS = 1.0  # after which Ctrl-C ends a command that does not hear it
+T = TypeVar("T")
 WATCHER_END = 0  # in place of a signal: the end of a _SignalWatcher
 
 
@@ -126,6 +127,42 @@ class _SignalWatcher:
         self._thread.join()
         for end in (self._reader, self._writer):
             os.close(end)
+
+
+class StopRequests:
+    """Called, it returns whether this process has been asked to stop; `StopFlag` is the one that signals set."""
+
+    def __init__(self, is_requested: Callable[[], bool] = lambda: False) -> None:
+        self._is_requested = is_requested
+        self.started = time.monotonic()
+        self.pending_work = "at the start"  # what a request waits for, in its acknowledgement: "stopping ..."
+
+    def __call__(self) -> bool:
+        return self._is_requested()
+
+    def is_out_of_time(self, max_hours: float) -> bool:
+        """Return whether this launch has lasted `max_hours`; 0: no limit."""
+        return 0 < max_hours <= (time.monotonic() - self.started) / 3600
+
+    @contextmanager
+    def interrupting(self, pending_work: str) -> Iterator[None]:
+        """Run a block that a request ends at once, wherever it is, with StopRequested.
+
+        Nothing in the block may need to be completed.
+        """
+        with self.working_on(pending_work):
+            if self():
+                raise StopRequested
+            yield
+
+    @contextmanager
+    def working_on(self, pending_work: str) -> Iterator[None]:
+        """Name what a request waits for while the block runs."""
+        before, self.pending_work = self.pending_work, pending_work
+        try:
+            yield
+        finally:
+            self.pending_work = before
 
 
 class StopFlag(_SignalHandler, StopRequests):
@@ -297,3 +334,21 @@ class SignalForwarder(_SignalHandler):
     def _send(self, number: int) -> None:
         for process in self._processes:
             process.send_signal(number)
+
+
+def as_stop_requests(stop_requested: Callable[[], bool]) -> StopRequests:
+    return stop_requested if isinstance(stop_requested, StopRequests) else StopRequests(stop_requested)
+
+
+def do_unless_stopped(dist: DistributedContext, stop: StopRequests, work: Callable[[], T]) -> T:
+    """Return what `work`, a preparation without any collective, returns.
+
+    Raises StopRequested on every rank if some rank is asked to stop meanwhile. No context manager: a signal within one
+    would leave the others in the collective.
+    """
+    results: list[T] = []
+    with suppress(StopRequested), stop.interrupting("before the first step"):
+        results.append(work())
+    if dist.any(stop()) or not results:
+        raise StopRequested
+    return results[0]
