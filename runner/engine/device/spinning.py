@@ -22,18 +22,23 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PROC_STAT, PROC_MAPS = Path("/proc/stat"), Path("/proc/self/maps")
-WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # set by the user: nothing is changed
+WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 SAMPLE_SECONDS = 0.25
 BUSY_CORES = 0.25  # use of the cores by other processes, beyond those that this process leaves free
 QUIET_SAMPLES, MAX_QUIET_SAMPLES = 4, 128  # readings without other load after which the threads spin again
 FIELDS = (1, 2, 3, 6, 7)  # user, nice, system, irq and softirq of a line of /proc/stat
 
 
+def _is_settled() -> bool:
+    """Return whether nothing is changed: the user has set it, or the one thread of this process waits for no other."""
+    return any(name in os.environ for name in WAIT_VARIABLES) or os.environ.get("OMP_NUM_THREADS") == "1"
+
+
 def set_wait_policy() -> None:
     """Let torch's threads sleep while they wait for each other where `adapt_spinning` cannot watch the machine; call
     before torch is imported.
     """
-    if not any(name in os.environ for name in WAIT_VARIABLES) and read_busy_seconds() is None:
+    if not _is_settled() and read_busy_seconds() is None:
         os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
@@ -164,7 +169,7 @@ def adapt_spinning() -> Iterator[None]:
 
     The block imports torch, or has done so.
     """
-    if any(name in os.environ for name in WAIT_VARIABLES) or read_busy_seconds() is None:
+    if _is_settled() or read_busy_seconds() is None:
         yield
         return
     is_over = threading.Event()
