@@ -9,8 +9,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import tempfile
+import threading
 import time
 from pathlib import Path
 
