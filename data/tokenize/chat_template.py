@@ -353,8 +353,8 @@ class ChatTemplate:
 def template_messages(tokenizer: Tokenizer, data_format: str) -> dict[str, list[str]]:
     """Return the notes and the warnings of what rows have otherwise than the chat template says; none for texts."""
     template = None if data_format == "text" else ChatTemplate(tokenizer)
-    found = {"notes": template.version_note, "warnings": template.turn_end.note} if template else {}
-    return {kind: [found[kind]] if found.get(kind) else [] for kind in ("notes", "warnings")}
+    note, warning = (template.version_note, template.turn_end.note) if template else (None, None)
+    return {"notes": [note] if note else [], "warnings": [warning] if warning else []}
 
 
 def _check_weights(messages: list[dict], loss_on: str, where: str) -> None:

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -173,21 +174,23 @@ def peak_memory(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
 
 
+@dataclass(eq=False)
 class Throughput:
     """Tokens per second of training steps, without padding and without the time of saves, evaluation and samples; and
     the share of that time in which the device waited for data.
     """
 
-    def __init__(self, is_device_idle: Callable[[], bool]) -> None:
-        self._is_device_idle = is_device_idle
-        self._tokens, self._waited, self._since = 0, 0.0, time.perf_counter()
+    is_device_idle: Callable[[], bool]
+    _tokens: int = 0
+    _waited: float = 0.0
+    _since: float = field(default_factory=time.perf_counter)
 
     def timed(self, steps: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
         """Yield the steps, and measure how long the device waits for each."""
         while True:
             before = time.perf_counter()
             batches = next(steps, None)
-            if self._is_device_idle():  # otherwise it is still computing earlier steps
+            if self.is_device_idle():  # otherwise it is still computing earlier steps
                 self._waited += time.perf_counter() - before
             if batches is None:
                 return
