@@ -192,14 +192,14 @@ def _check_checkpoint(run: Path, path: Path) -> None:
     if reason := verify_dir(checkpoint):
         raise UserError(
             f"this checkpoint is damaged: {reason}",
-            str(checkpoint),
+            checkpoint,
             f"resume={run} continues from the newest valid checkpoint",
         )
     newer = sorted(other for other in step_names(checkpoint.parent) if other > checkpoint.name)
     if newer:
         raise UserError(
             f"a run resumes from its newest checkpoint, and there are newer ones: {', '.join(newer)}",
-            str(checkpoint),
+            checkpoint,
             f"resume={run}; or branch from it: init_from={checkpoint} keep=optimizer",
         )
 
@@ -214,7 +214,7 @@ def check_not_inside_run(folder: Path) -> None:
         kind, relation = "sweep" if is_sweep_dir(found) else "run", "holds" if found == folder else "is inside"
         raise UserError(
             f"this directory {relation} a {kind}",
-            str(folder),
+            folder,
             f"resume={found} continues the {kind}; hydra.run.dir=DIR places the run in another directory",
         )
 

@@ -295,7 +295,7 @@ def load_strict(into: dict[str, Tensor], saved: dict[str, Tensor], source: Path)
     if differing:
         raise UserError(
             "the checkpoint's tensors do not fit this model:\n  " + "\n  ".join(differing[:12]),
-            str(source),
+            source,
             "resume with the model the run was started with",
         )
     with torch.no_grad():

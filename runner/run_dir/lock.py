@@ -166,14 +166,14 @@ def _has_living_owner(owner: Mapping[str, Any]) -> bool:
 
 def busy_error(folder: Path, kind: str = "run") -> UserError:
     message, fix = BUSY[kind]
-    return UserError(f"{message} {describe_holder(folder)}", str(folder), fix)
+    return UserError(f"{message} {describe_holder(folder)}", folder, fix)
 
 
 def unusable_error(folder: Path, error: OSError, kind: str = "run") -> UserError:
     fix = f"place the {kind} in another directory with hydra.{kind}.dir=DIR"
     if (folder / "checkpoints").exists():  # it is resumed, and stays in its directory
         fix = f"copy it to another disk: cp -r {shlex.quote(str(folder))} DIR, and continue there: resume=DIR"
-    return UserError(f"the {kind} directory cannot be used: {describe_disk_error(error, folder)}", str(folder), fix)
+    return UserError(f"the {kind} directory cannot be used: {describe_disk_error(error, folder)}", folder, fix)
 
 
 @contextmanager

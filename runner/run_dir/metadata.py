@@ -90,7 +90,7 @@ class RunMetadata:
         if resume and not holds_run(folder):
             raise UserError(
                 "this directory holds no run: there is no run.json",
-                str(folder),
+                folder,
                 "give a run directory, e.g. resume=last",
             )
         check_run_files(folder)
