@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from common.errors import UserError
-from data.errors import BadRowError
+from data.types import BadRowError
 
 if TYPE_CHECKING:
     from charset_normalizer import CharsetMatch

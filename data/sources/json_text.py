@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 
 from common.errors import UserError
 from common.limits import check_json_size
-from data.errors import BadRowError, not_utf8
 from data.sources.byte_stream import BOM, MAX_ROW_BYTES, READ_BYTES, Items, Locate, iter_lines, row_too_large
+from data.types import BadRowError, not_utf8
 
 # A string up to its end, or a bracket outside of strings. Possessive quantifiers: a string of megabytes is scanned
 # once.

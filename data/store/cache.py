@@ -41,7 +41,7 @@ NOT_SHARED = 0o755
 MIN_BYTES_PER_WORKER = 2 << 20  # bytes of a file that one process encodes in the time that another one needs to start
 COMPRESSION_RATIO = 4  # estimate
 # Code and libraries that decide the ids of a row: after a change of any of them, files are tokenized again.
-FINGERPRINTED_CODE = ("errors.py", "types.py", "sources/*.py", "schemas/*.py", "tokenize/*.py")
+FINGERPRINTED_CODE = ("types.py", "sources/*.py", "schemas/*.py", "tokenize/*.py")
 FINGERPRINTED_LIBRARIES = ("jinja2", "tokenizers")
 # ns; a file that changed less than this ago may change again with the same time stamps
 MTIME_GRANULARITY = 2_000_000_000

@@ -19,7 +19,6 @@ import numpy as np
 from jinja2 import TemplateError
 
 from common.errors import UserError
-from data.errors import BadRowError
 from data.schemas.messages import check_chat, drop_empty_system
 from data.tokenize.block import LabelledIds
 from data.tokenize.jinja_sandbox import BEGIN, END, appears_in, mask_control_tokens, unmask_control_tokens
@@ -43,6 +42,7 @@ from data.tokenize.training_version import (
     possible_end_tokens,
     training_version,
 )
+from data.types import BadRowError
 
 CHATML = Path(__file__).with_name("chatml.jinja")
 MAX_TEMPLATE_CHARACTERS = 1 << 18  # the longest in public use has 20,000

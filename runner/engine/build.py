@@ -145,7 +145,8 @@ def build_run(
     pipeline = do_unless_stopped(dist, stop, partial(build_data_pipeline, cfg, tokenizer, data_files))
     update_metadata(data=pipeline.files, evaluation=pipeline.evaluation)
     rows_per_step = resolve_rows_per_step(cfg, dist.size, saved["compatibility"] if saved else {})
-    check_cuda_graphs(cfg.train.compile, dist.device, math.ceil(rows_per_step / (dist.size * cfg.train.batch_size)))
+    if dist.device.type == "cuda":
+        check_cuda_graphs(cfg.train.compile, dist.device, math.ceil(rows_per_step / (dist.size * cfg.train.batch_size)))
     loader, val_loaders = build_loaders(pipeline, cfg, tokenizer, rows_per_step, dist)
     check_warmup(cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch, cfg.schedule)
     build = partial(
@@ -159,7 +160,8 @@ def build_run(
         tokenizer=tokenizer.fingerprint,
     )
     model, objective, compatibility = do_unless_stopped(dist, stop, build)
-    distribute(cfg, dist, precision, (model, *objective.extra_models))
+    if dist.size > 1:
+        distribute(cfg, dist, precision, (model, *objective.extra_models))
     compile_decision = decide_compilation(cfg, model, loader, dist.device)
     if compile_decision.is_long_run and dist.device.type == "cpu":
         use_memory_pool(set_inductor_cache())
@@ -168,7 +170,8 @@ def build_run(
     choices = cpu_choices(cfg, models, optimizers, loader, precision, compile_decision, is_resumed=saved is not None)
     kernels = choose_cpu_kernels(choices, compile_decision, dist, saved, stop)
     compatibility |= kernel_facts(cfg, model, dist.device, kernels)
-    compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))
+    if dist.size > 1:
+        compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))
     if has_one_shape(cfg, dist.device, kernels.compilation.mode):
         loader.pad_to_one_shape()
     logger = open_logger(cfg, run_dir, model, dist)

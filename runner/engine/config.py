@@ -25,7 +25,7 @@ from common.settings import (
 from data.config import DataConfig
 from data.schemas.registry import SCHEMAS, STAGE_OF_FORMAT
 from models.config import ACTIVATION_CHECKPOINTING_MODES, MODELS, ModelConfig
-from runner.engine.device.compile import COMPILE_MODES, check_compile_mode
+from runner.engine.device.compile import COMPILE_MODES, check_mps_compile
 from runner.engine.device.distributed import DistributedConfig
 from runner.engine.device.precision import PrecisionConfig
 from runner.engine.objectives.config import OBJECTIVES, StageConfig
@@ -311,7 +311,7 @@ class Config(CheckedSettings):
         if self.device == "mps":
             self.distributed.check_device("mps")
             self.precision.check_device("a GPU of Apple", None)
-            check_compile_mode(train.compile, "mps")
+            check_mps_compile(train.compile)
         if self.export.weights == "best" and not self.evaluates:
             raise UserError(
                 "export.weights=best needs evaluations on validation data, and this run has none",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import UserError
 from common.paths import display_path
 from data.config import DataConfig
-from data.errors import BadRowError
+from data.types import BadRowError
 from runner.diagnostics.symptoms import FEW_ROWS, few_validation_rows, troubleshooting
 from runner.engine.config import Config
 from runner.engine.objectives.config import StageConfig
@@ -123,7 +123,7 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer, data_files: DataFiles
 
 def row_warnings(parts: list[WeightedSource], cfg: Config, tokenizer: Tokenizer) -> list[str]:
     """Return warnings of what the rows of the training files lack: their ends, text of this chat template, labels."""
-    from data.store.writer import truncation_warning
+    from data.tokenize.block import truncation_warning
     from runner.diagnostics.rows import check_rows
 
     stats = [part.store.stats for part in parts]

@@ -74,23 +74,20 @@ class RunLock:
                 raise self._lost_error(f"another directory is at {self._folder} now")
             if not self._lock.is_intact():
                 self._restore()
-            self._check_owner()
+            status = os.stat(self._folder / OWNER_FILE, follow_symlinks=False)
+            if (seen := (status.st_ino, status.st_mtime_ns)) == self._seen_owner_file:
+                return
+            owner = read_json_object(self._folder / OWNER_FILE)
+            if owner and self._owner and not ownership.is_same_process(owner, self._owner):
+                raise LostRunDirError(
+                    f"{self._folder} is being trained by process {owner.get('pid')} on {owner.get('host')} now; this process has stopped writing"
+                )
+            self._seen_owner_file = seen
         except (FileNotFoundError, NotADirectoryError) as error:
             if not self._folder.is_dir():
                 raise self._lost_error(f"{self._folder} is gone") from error
         except OSError:
             return
-
-    def _check_owner(self) -> None:
-        status = os.stat(self._folder / OWNER_FILE, follow_symlinks=False)
-        if (seen := (status.st_ino, status.st_mtime_ns)) == self._seen_owner_file:
-            return
-        owner = read_json_object(self._folder / OWNER_FILE)
-        if owner and self._owner and not ownership.is_same_process(owner, self._owner):
-            raise LostRunDirError(
-                f"{self._folder} is being trained by process {owner.get('pid')} on {owner.get('host')} now; this process has stopped writing"
-            )
-        self._seen_owner_file = seen
 
     def _restore(self) -> None:
         try:

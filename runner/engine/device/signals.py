@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Self, TypeVar
 
@@ -70,26 +71,6 @@ def _above_stderr(descriptor: int) -> int:
     return duplicate
 
 
-class _SignalHandler:
-    """Install `_handle` for `handled_signals()` and restore the previous handlers on exit."""
-
-    def __init__(self) -> None:
-        self._previous: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Self:
-        assert threading.current_thread() is threading.main_thread(), "Python delivers signals to the main thread only"
-        for number in handled_signals():
-            self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        raise NotImplementedError
-
-
 class _SignalWatcher:
     """A thread that receives stop signals while the main thread is in C code, where Python runs no handler: a
     compilation, a long backward pass.
@@ -129,16 +110,45 @@ class _SignalWatcher:
             os.close(end)
 
 
+class _SignalHandler:
+    """Install `_handle` for `_signals()` and restore the previous handlers on exit. Meanwhile a thread calls `_receive`,
+    also while the main thread is in C code.
+    """
+
+    has_watcher = True
+
+    def __enter__(self) -> Self:
+        assert threading.current_thread() is threading.main_thread(), "Python delivers signals to the main thread only"
+        self._previous = {number: signal.signal(number, self._handle) for number in self._signals()}
+        self._watcher = _SignalWatcher(self._receive) if self.has_watcher else None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if self._watcher is not None:
+            self._watcher.close()
+
+    def _signals(self) -> list[signal.Signals]:
+        return handled_signals()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        raise NotImplementedError
+
+    def _receive(self, number: int) -> None:
+        raise NotImplementedError
+
+
+@dataclass(eq=False)
 class StopRequests:
     """Called, it returns whether this process has been asked to stop; `StopFlag` is the one that signals set."""
 
-    def __init__(self, is_requested: Callable[[], bool] = lambda: False) -> None:
-        self._is_requested = is_requested
-        self.started = time.monotonic()
-        self.pending_work = "at the start"  # what a request waits for, in its acknowledgement: "stopping ..."
+    is_requested: Callable[[], bool] = lambda: False
+    started: float = field(default_factory=time.monotonic)
+    pending_work: str = "at the start"  # what a request waits for, in its acknowledgement: "stopping ..."
 
     def __call__(self) -> bool:
-        return self._is_requested()
+        return self.is_requested()
 
     def is_out_of_time(self, max_hours: float) -> bool:
         """Return whether this launch has lasted `max_hours`; 0: no limit."""
@@ -165,6 +175,7 @@ class StopRequests:
             self.pending_work = before
 
 
+@dataclass(eq=False)
 class StopFlag(_SignalHandler, StopRequests):
     """`with StopFlag() as stop:` then `stop()` is true once a stop signal has arrived.
 
@@ -173,29 +184,15 @@ class StopFlag(_SignalHandler, StopRequests):
     `announces`: the first signal is acknowledged on stderr, with what it waits for.
     """
 
-    def __init__(self, announces: bool = False) -> None:
-        _SignalHandler.__init__(self)
-        StopRequests.__init__(self)
-        self._announces = announces
-        self.signal: signal.Signals | None = None
-        self._time = 0.0  # of the first signal
-        self._interrupts = False
-        self._repeats = 0  # signals that this process has sent to itself
-        self._watcher: _SignalWatcher | None = None
+    announces: bool = False
+    signal: signal.Signals | None = None
+    _time: float = 0.0  # of the first signal
+    _interrupts: bool = False
+    _repeats: int = 0  # signals that this process has sent to itself
 
     def __call__(self) -> bool:
         beat()
         return self.signal is not None
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        self._watcher = _SignalWatcher(self._receive)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        if self._watcher is not None:
-            self._watcher.close()
 
     @contextmanager
     def interrupting(self, pending_work: str) -> Iterator[None]:
@@ -254,7 +251,7 @@ class StopFlag(_SignalHandler, StopRequests):
         elif not self._time:
             self._time = now
             self.signal = self.signal or signal.Signals(number)
-            if self._announces:
+            if self.announces:
                 _acknowledge(number, self.pending_work)
         elif now - self._time > DUPLICATE_SIGNAL_WINDOW:
             _exit_now(128 + number)  # the last checkpoint is intact, and the kernel releases the lock
@@ -265,20 +262,10 @@ class CtrlC(_SignalHandler):
     not leave C code, e.g. that of the training of a tokenizer, it ends the process after a second.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._handled = 0.0  # when the main thread last ran the handler
-        self._watcher: _SignalWatcher | None = None
+    _handled = 0.0  # when the main thread last ran the handler
 
-    def __enter__(self) -> Self:
-        self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)
-        self._watcher = _SignalWatcher(self._receive)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        if self._watcher is not None:
-            self._watcher.close()
+    def _signals(self) -> list[signal.Signals]:
+        return [signal.SIGINT]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._handled = time.monotonic()
@@ -301,8 +288,9 @@ class SignalForwarder(_SignalHandler):
     them.
     """
 
+    has_watcher = False
+
     def __init__(self) -> None:
-        super().__init__()
         self.last = 0  # number of the newest signal
         self._times: list[float] = []
         self._processes: list[subprocess.Popen] = []
