@@ -167,6 +167,13 @@ class TrainState:
         """
         return every > 0 and (self.progress.step % every == 0 or self.progress.step == self.total_steps)
 
+    @property
+    def is_evaluation_due(self) -> bool:
+        """Whether the run is evaluated after this step; on a slice of the training rows after the last one only."""
+        is_final = self.cfg.train.final_eval_rows > 0 and self.progress.step == self.total_steps
+        intervals = not self.pipeline.evaluates_training_rows and self.is_due(self.cfg.train.eval_every)
+        return bool(self.val_loaders) and (is_final or intervals)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the fields of state.json, as JSON values. Every rank must call it; rank 0's result is stored.
 
