@@ -154,6 +154,10 @@ def iter_lines(file: BinaryIO, locate: Locate) -> Items:
             yield number, line
 
 
+def read_jsonl(file: BinaryIO, locate: Locate) -> Items:
+    return (item for item in iter_lines(file, locate) if isinstance(item[1], BadRowError) or item[1].strip())
+
+
 def row_too_large(where: str) -> BadRowError:
     fix = "add the missing line ends, or split the row into shorter ones"
     return BadRowError("row too large", f"the row is larger than {MAX_ROW_BYTES >> 20} MB", where, fix)

@@ -23,10 +23,6 @@ JSON_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+("?)|[\[\]{}]', re.DOTALL)
 REST_OF_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+("?)', re.DOTALL)
 
 
-def read_jsonl(file: BinaryIO, locate: Locate) -> Items:
-    return (item for item in iter_lines(file, locate) if isinstance(item[1], BadRowError) or item[1].strip())
-
-
 def read_json_array(file: BinaryIO, locate: Locate) -> Items:
     """Yield (index from 0, JSON bytes) of each item of an array; an invalid item leaves the others readable."""
     index = 0

@@ -69,7 +69,9 @@ def _dispatch(argv: list[str], task: Task) -> None:
     if names & {"--shell-completion", "--hydra-help"}:
         if "COMP_LINE" in os.environ:  # Hydra's parser refuses some paths, and resume= changes no completion
             os.environ["COMP_LINE"] = RESUME_IN_COMP_LINE.sub("", os.environ["COMP_LINE"])
-        return _run_hydra(task)(typed, flags)
+        from runner.cli.hydra_app import run_hydra
+
+        return run_hydra(task, typed, flags)
     typed = overrides.add_config_dir(typed, flag_value(flags, "--config-dir"))
     config_dirs = overrides.config_dirs(typed)
     if "--help" in names:
@@ -77,9 +79,10 @@ def _dispatch(argv: list[str], task: Task) -> None:
         from runner.cli import help
 
         return print(help.train_help(config_dirs))
+    from runner.cli import hydra_app
     from runner.config import resolve
 
-    run_hydra = _run_hydra(task)
+    run_hydra = partial(hydra_app.run_hydra, task)
     resolve.check_not_rerun(flags, config_dirs[1:])
     flags = [flag for flag in flags if flag.partition("=")[0] not in (*RERUN_FLAGS, "--config-dir")]
     is_show, is_multirun = bool(names & {"--cfg", "--info"}), "--multirun" in names
@@ -128,12 +131,6 @@ def _dispatch(argv: list[str], task: Task) -> None:
 
 def _parse(argv: list[str]) -> tuple[list[str], list[str]]:
     return parse_argv(argv, [*config_schema(), *config_groups()])
-
-
-def _run_hydra(task: Task) -> RunHydra:
-    from runner.cli.hydra_app import run_hydra
-
-    return partial(run_hydra, task)
 
 
 def _resume(folder: Path, extra: list[str], flags: list[str], run_hydra: RunHydra) -> None:

@@ -116,6 +116,7 @@ class _SignalHandler:
     """
 
     has_watcher = True
+    _signals = staticmethod(handled_signals)
 
     def __enter__(self) -> Self:
         assert threading.current_thread() is threading.main_thread(), "Python delivers signals to the main thread only"
@@ -128,9 +129,6 @@ class _SignalHandler:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if self._watcher is not None:
             self._watcher.close()
-
-    def _signals(self) -> list[signal.Signals]:
-        return handled_signals()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         raise NotImplementedError
@@ -264,8 +262,7 @@ class CtrlC(_SignalHandler):
 
     _handled = 0.0  # when the main thread last ran the handler
 
-    def _signals(self) -> list[signal.Signals]:
-        return [signal.SIGINT]
+    _signals = staticmethod(lambda: [signal.SIGINT])
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._handled = time.monotonic()
