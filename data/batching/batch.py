@@ -82,11 +82,11 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         # from pinned memory; mps reads a tensor later, when its memory may be another's
         is_cuda = device.type == "cuda"
-        return dataclasses.replace(self, **self._each_tensor(lambda tensor: tensor.to(device, non_blocking=is_cuda)))
+        return Batch(names=self.names, **self._each_tensor(lambda tensor: tensor.to(device, non_blocking=is_cuda)))
 
     def pin_memory(self) -> Batch:
         """Copy to pinned memory, for asynchronous copies to a GPU."""
-        return dataclasses.replace(self, **self._each_tensor(Tensor.pin_memory))
+        return Batch(names=self.names, **self._each_tensor(Tensor.pin_memory))
 
     def sum_per_document(self, values: Tensor) -> Tensor:
         """Sum over the tokens of each document: (R, T) -> (S,)."""

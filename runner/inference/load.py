@@ -191,7 +191,7 @@ def saved_adapter(run: Path, settings: RunSettings) -> tuple[LoraConfig, Path] |
     if not isinstance(start, str) or not Path(start).exists():
         raise UserError(
             "the base model of this run's adapter does not exist",
-            start,
+            str(start),
             f"restore it; run={run / 'model'} has another path to it",
         )
     lora: LoraConfig = _from_saved(LoraConfig, section, run)
