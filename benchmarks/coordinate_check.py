@@ -65,7 +65,8 @@ def changes(
     cfg = compose_config(overrides)
     torch.manual_seed(seed)
     model = create_model(cfg.model)
-    scale_initial_weights(cfg.optimizer, model)
+    if base_width:
+        scale_initial_weights(cfg.optimizer, model)
     optimizers = build_optimizer(cfg.optimizer, model, LAYERS)
     optimizers.set_lr(cfg.optimizer.lr)
     generator = torch.Generator().manual_seed(seed)  # the same tokens at every width: a walk of small strides

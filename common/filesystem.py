@@ -168,7 +168,18 @@ def read_json_object(path: Path, limit: int = 16 << 20) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def write_new_file(path: Path, data: Chunks) -> dict[str, Any]:
+def write_new_file(path: Path, data: Chunks) -> None:
+    """Write and sync a new file."""
+    fd = fs.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        for view in as_chunks(data):
+            write_all(fd, view)
+        fs.fsync(fd)
+    finally:
+        fs.close(fd)
+
+
+def write_hashed_file(path: Path, data: Chunks) -> dict[str, Any]:
     """Write and sync a new file; return its size and sha256.
 
     `data` must not change meanwhile: it is read twice.
@@ -188,13 +199,7 @@ def write_new_file(path: Path, data: Chunks) -> dict[str, Any]:
     except RuntimeError:  # Python 3.12 starts no thread during shutdown
         update_digest()
     try:
-        fd = fs.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        try:
-            for view in views:
-                write_all(fd, view)
-            fs.fsync(fd)
-        finally:
-            fs.close(fd)
+        write_new_file(path, views)
     finally:
         if hashing.ident is not None:
             hashing.join()

@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeVar
@@ -49,6 +50,7 @@ def never() -> bool:
     return False
 
 
+@dataclass(eq=False)
 class Watch:
     """Ends a wait: by StopRequested, or after `timeout` seconds without progress (0: no limit).
 
@@ -56,10 +58,9 @@ class Watch:
     (Ctrl-Z, a suspended machine) does not count.
     """
 
-    def __init__(
-        self, stop_requested: Callable[[], bool] = never, timeout: float = 0.0, progress: Callable[[], object] = never
-    ) -> None:
-        self.stop_requested, self.timeout, self._progress = stop_requested, timeout, progress
+    stop_requested: Callable[[], bool] = never
+    timeout: float = 0.0
+    progress: Callable[[], object] = never
 
     def wait_for(
         self, poll: Callable[[float], bool], stuck: Callable[[float], Exception], at_least: float = 0.0
@@ -69,13 +70,13 @@ class Watch:
         Raises StopRequested, or `stuck(seconds waited)` after `timeout` and `at_least` seconds.
         """
         limit = max(self.timeout, at_least) if self.timeout else math.inf
-        waited, seen, last = 0.0, self._progress(), time.monotonic()
+        waited, seen, last = 0.0, self.progress(), time.monotonic()
         while not poll(WATCH_POLL_SECONDS):
             if self.stop_requested():
                 raise StopRequested
             now = time.monotonic()
             waited, last = waited + min(now - last, 2 * WATCH_POLL_SECONDS), now
-            if (current := self._progress()) != seen:
+            if (current := self.progress()) != seen:
                 seen, waited = current, 0.0
             if waited >= limit:
                 raise stuck(waited)

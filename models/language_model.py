@@ -236,8 +236,8 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that get a gradient from text, by name."""
-    is_used = getattr(model, "is_used_by_text", lambda name: True)  # of a LanguageModel
-    return {name: p for name, p in model.named_parameters() if p.requires_grad and is_used(name)}
+    unused = tuple(f"{path}." for path in getattr(model, "modules_unused_by_text", ()))  # of a LanguageModel
+    return {name: p for name, p in model.named_parameters() if p.requires_grad and not name.startswith(unused)}
 
 
 def freeze(model: nn.Module, paths: Sequence[str]) -> None:

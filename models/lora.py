@@ -87,9 +87,9 @@ def select_layers(layers: LinearLayers, targets: list[str]) -> dict[str, nn.Modu
     return {path: layer for path, layer in selectable.items() if path in named}
 
 
-def lora_warnings(model: nn.Module, cfg: LoraConfig | None) -> list[str]:
+def lora_warnings(model: nn.Module, cfg: LoraConfig) -> list[str]:
     """Return a line that names what all-linear leaves out beside the output layer; [] for nothing."""
-    if cfg is None or cfg.targets != [ALL_LINEAR]:
+    if cfg.targets != [ALL_LINEAR]:
         return []
     layers = linear_layers_of(model)
     left_out = {

@@ -12,9 +12,9 @@ from typing import Any
 
 from runner.cli.subcommand import run_subcommand
 from runner.config.resolve import resolve_model_run
+from runner.engine.device.signals import StopFlag
 from runner.inference.evaluate import EvaluateConfig, evaluate, record_everywhere
 from runner.inference.harness.tasks import evaluate_tasks
-from runner.launch.signals import StopFlag
 
 
 def run_evaluation(cfg: EvaluateConfig) -> Any:

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from data.types import EncodedRow
 
 IGNORE_INDEX = -100  # label of a token without loss
 ROUND_TO = 8  # T is a multiple of it: fewer distinct shapes for a compiler
+T = TypeVar("T")
 PADDING = -1  # document id of a padding token
 
 
@@ -51,15 +53,10 @@ class Batch:
 
     def __reduce__(self) -> tuple:
         """Pickle arrays: torch would send tensors through shared memory and file descriptors."""
-        return Batch.from_arrays, (self.names, {name: tensor.numpy() for name, tensor in self._tensors.items()})
+        return Batch.from_arrays, (self.names, self._each_tensor(Tensor.numpy))
 
-    @property
-    def _tensors(self) -> dict[str, Tensor]:
-        tensors = {**self.inputs, "loss_weights": self.loss_weights}
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
-    def _with_each_tensor(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        return Batch(names=self.names, **{name: change(tensor) for name, tensor in self._tensors.items()})
+    def _each_tensor(self, change: Callable[[Tensor], T]) -> dict[str, T]:
+        return {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     @property
     def inputs(self) -> dict[str, Tensor | None]:
@@ -85,11 +82,11 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         # from pinned memory; mps reads a tensor later, when its memory may be another's
         is_cuda = device.type == "cuda"
-        return self._with_each_tensor(lambda tensor: tensor.to(device, non_blocking=is_cuda))
+        return Batch(names=self.names, **self._each_tensor(lambda tensor: tensor.to(device, non_blocking=is_cuda)))
 
     def pin_memory(self) -> Batch:
         """Copy to pinned memory, for asynchronous copies to a GPU."""
-        return self._with_each_tensor(Tensor.pin_memory)
+        return Batch(names=self.names, **self._each_tensor(Tensor.pin_memory))
 
     def sum_per_document(self, values: Tensor) -> Tensor:
         """Sum over the tokens of each document: (R, T) -> (S,)."""

@@ -121,7 +121,8 @@ class StepLoader:
         """Yield the micro-batches of each step: those of this rank, then dummies."""
         for step in steps:
             mine = [next(batches) for _ in range(self._num_batches(step, self.rank))]
-            yield mine + [self._dummy] * (self._num_batches(step, rank=0) - len(mine))
+            missing = self._num_batches(step, rank=0) - len(mine)
+            yield mine + [self._dummy] * missing if missing else mine
 
     @cached_property
     def _dummy(self) -> Batch:

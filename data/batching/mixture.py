@@ -204,6 +204,8 @@ def mix_sources(entries: Sequence[list[WeightedSource]], weights: list[float] | 
     The result is the shortest epoch in which every row occurs. Raises UserError if the weights differ so much that it
     is longer than MAX_REPEATS times the rows.
     """
+    if weights is None and not any(part.store.has_weights for entry in entries for part in entry):
+        return MixedRows(tuple(part for entry in entries for part in entry))
     masses = [sum(part.num_rows if part.weights is None else part.weights.sum() for part in entry) for entry in entries]
     lightest = [min(1.0 if part.weights is None else part.weights.min() for part in entry) for entry in entries]
     factors = (

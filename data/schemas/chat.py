@@ -10,11 +10,11 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from data.errors import BadRowError, type_name
 from data.schemas.columns import columns_override
 from data.schemas.messages import as_objects, check_chat, check_order, drop_empty_system, parse_json_field
 from data.schemas.registry import ChatExample, PreferencePair, register_schema
 from data.schemas.text import optional_text, required_text
+from data.types import BadRowError, type_name
 
 if TYPE_CHECKING:
     from data.types import EncodingConfig

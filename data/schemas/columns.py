@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from data.errors import BadRowError
+from data.types import BadRowError
 
 HIDE_MEDIA = "; or train on their text without it: 'data.columns={{{name}: null}}'"
 FIELD_PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")

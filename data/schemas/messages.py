@@ -9,8 +9,8 @@ from contextvars import ContextVar
 from typing import Any
 
 from common.errors import did_you_mean
-from data.errors import BadRowError, parse_json_row, type_name
 from data.schemas.columns import check_no_loss_mask, check_no_media
+from data.types import BadRowError, parse_json_row, type_name
 
 # as role or from; also a message whose `from` is function_call, whose text is a call
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, did_you_mean
-from data.errors import BadRowError
 from data.schemas.columns import (
     HIDE_MEDIA,
     check_no_ignored_content,
@@ -33,6 +32,7 @@ from data.schemas.columns import (
     has_verdict,
 )
 from data.schemas.messages import TURNS_OF_ROW
+from data.types import BadRowError
 
 if TYPE_CHECKING:
     from data.sources.files import Source

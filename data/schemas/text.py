@@ -6,8 +6,8 @@ import json
 import math
 from typing import Any
 
-from data.errors import BadRowError, type_name
 from data.schemas.registry import TextExample, register_schema
+from data.types import BadRowError, type_name
 
 
 @register_schema("text", "text", keys=("text",))

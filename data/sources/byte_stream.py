@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from common.errors import UserError
-from data.errors import BadRowError
+from data.types import BadRowError
 
 if TYPE_CHECKING:
     from charset_normalizer import CharsetMatch
@@ -152,6 +152,10 @@ def iter_lines(file: BinaryIO, locate: Locate) -> Items:
             yield number, row_too_large(locate(number))
         elif line := line.removeprefix(BOM) if number == 1 else line:
             yield number, line
+
+
+def read_jsonl(file: BinaryIO, locate: Locate) -> Items:
+    return (item for item in iter_lines(file, locate) if isinstance(item[1], BadRowError) or item[1].strip())
 
 
 def row_too_large(where: str) -> BadRowError:

@@ -13,11 +13,20 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from common.errors import UserError, did_you_mean_path
-from data.errors import BadRowError, parse_json_row, type_name
-from data.sources.byte_stream import UTF8, Items, Locate, check_encoding, encoding_hint, open_stream, utf8_stream
+from data.sources.byte_stream import (
+    UTF8,
+    Items,
+    Locate,
+    check_encoding,
+    encoding_hint,
+    open_stream,
+    read_jsonl,
+    utf8_stream,
+)
 from data.sources.detect import CSV_FORMATS, EXTENSIONS, KNOWN_EXTENSIONS, detect_format, extension_of
-from data.sources.json_text import read_json_array, read_jsonl, read_text, read_text_lines
+from data.sources.json_text import read_json_array, read_text, read_text_lines
 from data.sources.tables import read_arrow, read_csv, read_parquet
+from data.types import BadRowError, parse_json_row, type_name
 
 # By file format. Whether a JSON file has lines or one array is read from its first byte, whatever the file is called.
 READERS: dict[str, Callable[[BinaryIO, Locate], Items]] = {

@@ -14,17 +14,13 @@ from typing import Any, BinaryIO
 
 from common.errors import UserError
 from common.limits import check_json_size
-from data.errors import BadRowError, not_utf8
 from data.sources.byte_stream import BOM, MAX_ROW_BYTES, READ_BYTES, Items, Locate, iter_lines, row_too_large
+from data.types import BadRowError, not_utf8
 
 # A string up to its end, or a bracket outside of strings. Possessive quantifiers: a string of megabytes is scanned
 # once.
 JSON_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+("?)|[\[\]{}]', re.DOTALL)
 REST_OF_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+("?)', re.DOTALL)
-
-
-def read_jsonl(file: BinaryIO, locate: Locate) -> Items:
-    return (item for item in iter_lines(file, locate) if isinstance(item[1], BadRowError) or item[1].strip())
 
 
 def read_json_array(file: BinaryIO, locate: Locate) -> Items:

@@ -15,7 +15,6 @@ from typing import Any, BinaryIO
 
 from common.errors import UserError
 from common.limits import MAX_JSON_VALUES, allocating_at_most
-from data.errors import BadRowError, not_utf8
 from data.sources.byte_stream import (
     MAX_ROW_BYTES,
     READ_BYTES,
@@ -25,6 +24,7 @@ from data.sources.byte_stream import (
     iter_lines,
     row_too_large,
 )
+from data.types import BadRowError, not_utf8
 
 BATCH_ROWS = (256, 16, 1)  # read at a time; fewer where they do not fit into memory
 MAX_BATCH_BYTES = 256 << 20  # of memory that reading or converting a batch may need

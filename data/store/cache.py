@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from common.errors import FULL_DISK_ERRORS, MORE_FILES, UserError, print_note
 from common.file_lock import FileLock, lock_holder
@@ -31,6 +31,7 @@ from data.sources.files import Source
 from data.store.reader import STORE_FORMAT, TokenStore
 from data.store.workers import Chunk, encode_in_parallel
 from data.store.writer import write_store
+from data.tokenize.chat_template import template_messages
 from data.tokenize.tokenizer import Tokenizer
 from data.types import EncodingConfig, sequences_per_row
 
@@ -40,7 +41,7 @@ NOT_SHARED = 0o755
 MIN_BYTES_PER_WORKER = 2 << 20  # bytes of a file that one process encodes in the time that another one needs to start
 COMPRESSION_RATIO = 4  # estimate
 # Code and libraries that decide the ids of a row: after a change of any of them, files are tokenized again.
-FINGERPRINTED_CODE = ("errors.py", "types.py", "sources/*.py", "schemas/*.py", "tokenize/*.py")
+FINGERPRINTED_CODE = ("types.py", "sources/*.py", "schemas/*.py", "tokenize/*.py")
 FINGERPRINTED_LIBRARIES = ("jinja2", "tokenizers")
 # ns; a file that changed less than this ago may change again with the same time stamps
 MTIME_GRANULARITY = 2_000_000_000
@@ -84,7 +85,7 @@ def load_or_build(
         encoding_code_fingerprint(encoding.schema),
     ]
     path = cache / hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-    metadata = {
+    metadata: dict[str, Any] = {
         "name": source.name,
         "content": content,
         "file_format": source.file_format,
@@ -94,6 +95,8 @@ def load_or_build(
     largest_id = max(tokenizer.vocab_size - 1, *tokenizer.control_ids.values())
 
     def build() -> None:
+        # kept with the tokens: a run whose rows are in the cache renders no template
+        metadata["template"] = template_messages(tokenizer, encoding.data_format)
         workers = default_workers(source) if num_workers is None else num_workers
         with write_store(path, sequences_per_row(encoding.data_format), largest_id, metadata) as writer:
             last_report = time.monotonic()
@@ -109,10 +112,14 @@ def load_or_build(
         progress(source.size, source.size, writer.stats.read)
 
     store = open_or_build(path, lambda: TokenStore.open(path), build)
-    # A file with the same bytes may have had another name when the store was built.
+    # A file with the same bytes, and the tokenizer, may have had another name when the store was built.
+    stored = store.metadata
     store.stats.first_seen = {
-        reason: where.replace(store.metadata["name"], source.name, 1)
-        for reason, where in store.stats.first_seen.items()
+        reason: where.replace(stored["name"], source.name, 1) for reason, where in store.stats.first_seen.items()
+    }
+    stored["template"] = {
+        kind: [text.replace(stored["encoding"]["tokenizer"], str(tokenizer.folder)) for text in texts]
+        for kind, texts in stored["template"].items()
     }
     return store
 

@@ -1,9 +1,10 @@
-"""Encoded rows as flat arrays, and counts of what happened to the rows of a file."""
+"""Encoded rows as flat arrays, counts of what happened to the rows of a file, and what data.max_length cuts off."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,6 +30,11 @@ LossSpan = tuple[int, int, float]  # [start, stop) within a sequence, and the we
 LabelledIds = tuple[np.ndarray, list[LossSpan]]  # (ids: int32, spans of tokens with loss) of one sequence
 LabelledRow = tuple[int, float, list[LabelledIds]]  # (position in its file, weight, its one or two sequences)
 WEIGHT_MARK = -1  # in place of a start: the stop is the weight of the next span, the bits of a float32
+WARN_ABOVE = 0.05  # share of the tokens with loss
+KEPT_SHARE = 0.99  # of the tokens with loss, with the limit that the warning names
+# times the given limit, from which on the named limit gets its price, and a lower one of at most half of it is named,
+# too
+LONG = 4
 MAXIMA = ("longest_conversation", "most_answers")  # counts of RowStats of which the stats of a whole have the largest
 
 
@@ -159,3 +165,70 @@ def _question_and_answer(example: ChatExample | PreferencePair) -> tuple[str, st
         i for i, (role, text) in enumerate(turns) if role == "assistant" and text and i and turns[i - 1][0] == "user"
     ]
     return (turns[answers[-1] - 1][1], turns[answers[-1]][1]) if answers else None
+
+
+@dataclass(frozen=True)
+class Truncation:
+    lost: int  # tokens with loss that are cut off
+    total: int  # tokens with loss, the lost ones included
+    rows: int  # rows that are cut off or dropped
+    limit: int  # the data.max_length that keeps KEPT_SHARE of them; the given one if that keeps as many
+    # one of at most half of it, above which a token costs more length than before it: few rows need it; 0: there is
+    # none
+    lower_limit: int = 0
+    lower_kept: float = 0.0  # share of the tokens with loss that it keeps
+
+    @property
+    def share(self) -> float:
+        return self.lost / max(1, self.total)
+
+
+def measure_truncation(stats: Iterable[RowStats], max_length: int) -> Truncation:
+    """Return what `max_length` costs in files with these `stats`."""
+    stats = list(stats)
+    lost, kept = sum(part.lost_loss_tokens for part in stats), sum(part.loss_tokens for part in stats)
+    total, limit = lost + kept, max_length
+    needed: Counter[int] = sum((part.lost_by_length for part in stats), Counter())
+    steps = [(max_length, kept)]  # (data.max_length, tokens with loss that it keeps)
+    for longer in sorted(needed):
+        if kept >= KEPT_SHARE * total:
+            break
+        kept, limit = kept + needed[longer], longer
+        steps.append((limit, kept))
+    lower, lower_kept = _lower_limit(steps)
+    rows = sum(part.truncated + sum(part.dropped.values()) for part in stats)
+    return Truncation(lost, total, rows, limit, lower, lower_kept / max(1, total))
+
+
+def _lower_limit(steps: list[tuple[int, int]]) -> tuple[int, int]:
+    """Return the (limit, kept tokens) that is farthest above the straight line from the first to the last of `steps`:
+    the knee of the curve.
+    """
+    (shortest, least), (longest, most) = steps[0], steps[-1]
+    candidates = [step for step in steps[1:] if 2 * step[0] <= longest and longest >= LONG * shortest]
+    above = [(kept - least) * (longest - shortest) - (most - least) * (limit - shortest) for limit, kept in candidates]
+    return candidates[above.index(max(above))] if above and max(above) > 0 else (0, 0)
+
+
+def truncation_warning(stats: Iterable[RowStats], max_length: int, max_positions: int) -> str | None:
+    """Return a warning if more than WARN_ABOVE of the tokens with loss are lost; `max_positions`:
+    model.max_position_embeddings.
+    """
+    stats = list(stats)
+    lost = sum(part.lost_loss_tokens for part in stats)
+    if lost / max(1, lost + sum(part.loss_tokens for part in stats)) <= WARN_ABOVE:
+        return None
+    cut = measure_truncation(stats, max_length)
+    found = f"data.max_length={max_length} cuts off {cut.share:.1%} of the tokens with loss ({cut.lost:,}, in {cut.rows:,} rows)"
+    return f"{found}; {describe_longer(cut, max_length, max_positions)}"
+
+
+def describe_longer(cut: Truncation, max_length: int, max_positions: int) -> str:
+    """Return the limits that keep more, with the price of a much longer one: a single long row may need it."""
+
+    def overrides(limit: int) -> str:
+        return f"data.max_length={limit}" + (f" model.max_position_embeddings={limit}" if limit > max_positions else "")
+
+    price = f", {cut.limit / max_length:.0f} times as long," if cut.limit >= LONG * max_length else ""
+    lower = f"{overrides(cut.lower_limit)} keeps {cut.lower_kept:.0%}, " if cut.lower_limit else ""
+    return f"{lower}{overrides(cut.limit)}{price} keeps {KEPT_SHARE:.0%}"

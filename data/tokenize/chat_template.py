@@ -19,7 +19,6 @@ import numpy as np
 from jinja2 import TemplateError
 
 from common.errors import UserError
-from data.errors import BadRowError
 from data.schemas.messages import check_chat, drop_empty_system
 from data.tokenize.block import LabelledIds
 from data.tokenize.jinja_sandbox import BEGIN, END, appears_in, mask_control_tokens, unmask_control_tokens
@@ -43,6 +42,7 @@ from data.tokenize.training_version import (
     possible_end_tokens,
     training_version,
 )
+from data.types import BadRowError
 
 CHATML = Path(__file__).with_name("chatml.jinja")
 MAX_TEMPLATE_CHARACTERS = 1 << 18  # the longest in public use has 20,000
@@ -348,6 +348,13 @@ class ChatTemplate:
                 marked = self._turns.insert(conversation.text, conversation, all_turns)
                 marks = {all_turns.index(turn): marks[number] for number, turn in enumerate(turns)}
         return self._turns.split(self._close_turns(marked, conversation), marks, others)
+
+
+def template_messages(tokenizer: Tokenizer, data_format: str) -> dict[str, list[str]]:
+    """Return the notes and the warnings of what rows have otherwise than the chat template says; none for texts."""
+    template = None if data_format == "text" else ChatTemplate(tokenizer)
+    note, warning = (template.version_note, template.turn_end.note) if template else (None, None)
+    return {"notes": [note] if note else [], "warnings": [warning] if warning else []}
 
 
 def _check_weights(messages: list[dict], loss_on: str, where: str) -> None:

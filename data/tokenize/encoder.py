@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from data.errors import BadRowError
 from data.schemas.chat import augment_example
 from data.schemas.columns import unused_fields
 from data.schemas.messages import CHECKED_FIELDS
@@ -27,7 +26,7 @@ from data.tokenize.block import (
 from data.tokenize.chat_template import ChatTemplate
 from data.tokenize.segment_plan import TemplateSegment
 from data.tokenize.tokenizer import Tokenizer
-from data.types import EncodingConfig
+from data.types import BadRowError, EncodingConfig
 
 MAX_BATCH_CHARACTERS = 1 << 23  # rendered text that is encoded at once
 ROWS_RENDERED_TOGETHER = 32

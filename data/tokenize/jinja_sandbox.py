@@ -32,7 +32,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from data.errors import BadRowError
+from data.types import BadRowError
 
 # Unicode noncharacters are reserved for use within programs, so exchanged text does not have them.
 BREAK, BEGIN, END = PRIVATE_USE = ("\ufdd0", "\ufdd1", "\ufdd2")

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 
 from common.paths import REPO_ROOT
-from data.errors import BadRowError
 from data.tokenize.jinja_sandbox import Rendered, compile_template, render_prefix
 from data.tokenize.training_version import template_sha256
+from data.types import BadRowError
 
 MAX_SECONDS = 3.0  # processor time of one conversation, and of all that exceed the rate below
 # several times those of public templates

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from data.errors import BadRowError
 from data.tokenize.jinja_sandbox import BEGIN, BREAK, END, PRIVATE_USE
 from data.tokenize.renderer import MAX_KNOWN_CHARACTERS, Conversation, Template
+from data.types import BadRowError
 
 MARKS_HINT = "{% generation %} ... {% endgeneration %} around the assistant's text and its end token"
 # Variables with which templates switch thinking (Qwen, DeepSeek, MiniMind); they change the generation prompt.

@@ -21,11 +21,11 @@ from tokenizers import Tokenizer as Engine
 from common.errors import UserError, print_note, print_safely
 from common.guarded_files import check_own_files
 from data.config import TokenizerConfig
-from data.errors import BadRowError
 from data.schemas.registry import SCHEMAS
 from data.sources.files import Source, open_entry
 from data.tokenize.chat_template import CHATML
 from data.tokenize.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS, Tokenizer
+from data.types import BadRowError
 
 # Single tokens, but text of the assistant: decoding does not skip them.
 RESERVED_TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")

@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from data.errors import BadRowError
 from data.tokenize.jinja_sandbox import END
+from data.types import BadRowError
 
 CLOSING_TAG = re.compile(r"</\w{2,}>")
 MAX_TOKEN_CHARACTERS = 200  # of a control token with white space behind it

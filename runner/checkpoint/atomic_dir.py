@@ -31,6 +31,7 @@ from common.filesystem import (
     sync_path,
     temp_name,
     write_atomic_file,
+    write_hashed_file,
     write_new_file,
 )
 
@@ -89,7 +90,7 @@ def write_atomic_dir(
                 written += _payload_bytes(data)
                 need = max(need, written)
                 _require_space(parent, _payload_bytes(data))
-                entries[file] = write_new_file(temp / file, data)
+                entries[file] = write_hashed_file(temp / file, data)
             write_new_file(temp / MANIFEST_FILE, dump_sealed_json({**manifest, "name": name, "files": entries}))
             sync_path(temp)
         _verified[str(target)] = _stat_signature(target)  # so that pruning does not read it back

@@ -63,7 +63,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     if found != CHECKPOINT_FORMAT:
         raise UserError(
             f"the checkpoint has format {found}, this version reads format {CHECKPOINT_FORMAT} only",
-            str(checkpoint),
+            checkpoint,
             f"resume with the version that wrote it, or start a new run from its weights: init_from={checkpoint}",
         )
     return state

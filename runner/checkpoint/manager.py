@@ -209,7 +209,7 @@ class CheckpointManager:
             if skipped:
                 raise UserError(
                     "no checkpoint of this run is valid: " + "; ".join(f"{name}: {reason}" for name, reason in skipped),
-                    str(self.dir),
+                    self.dir,
                     "restore one from a backup, or start a new run",
                 )
             self._forget_later_best(0, None)
@@ -305,7 +305,7 @@ def check_compatible(differences: Mapping[str, list[str]], checkpoint: Path, run
         raise UserError(
             "cannot resume, the checkpoint was saved by another configuration:\n    "
             + "\n    ".join(differences["incompatible"]),
-            str(checkpoint),
+            checkpoint,
             f"resume with the saved settings, or start a new run with init_from={run_dir}",
         )
 

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,15 +46,15 @@ class SaveResult:
     error: BaseException | None
 
 
+@dataclass(eq=False)
 class AsyncWriter:
     """Runs one job at a time in a thread.
 
     The thread is no daemon: the process exits only after the last save.
     """
 
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._results: deque[SaveResult] = deque()  # filled by the thread, emptied by the caller
+    _thread: threading.Thread | None = None
+    _results: deque[SaveResult] = field(default_factory=deque)  # filled by the thread, emptied by the caller
 
     def submit(self, name: str, job: Callable[[], Any]) -> None:
         """Start `job`, after waiting for the previous one."""

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,7 +49,7 @@ def train_command(task: Task, argv: list[str] | None = None) -> None:
 
 
 def _main(task: Task, argv: list[str]) -> None:
-    with exiting_with_code(), torchrun.releasing_workers():
+    with exiting_with_code(), torchrun.releasing_workers() if torchrun.is_multi_process() else nullcontext():
         _dispatch(argv, getattr(task, "__wrapped__", task))
 
 
@@ -68,7 +69,9 @@ def _dispatch(argv: list[str], task: Task) -> None:
     if names & {"--shell-completion", "--hydra-help"}:
         if "COMP_LINE" in os.environ:  # Hydra's parser refuses some paths, and resume= changes no completion
             os.environ["COMP_LINE"] = RESUME_IN_COMP_LINE.sub("", os.environ["COMP_LINE"])
-        return _run_hydra(task)(typed, flags)
+        from runner.cli.hydra_app import run_hydra
+
+        return run_hydra(task, typed, flags)
     typed = overrides.add_config_dir(typed, flag_value(flags, "--config-dir"))
     config_dirs = overrides.config_dirs(typed)
     if "--help" in names:
@@ -76,9 +79,10 @@ def _dispatch(argv: list[str], task: Task) -> None:
         from runner.cli import help
 
         return print(help.train_help(config_dirs))
+    from runner.cli import hydra_app
     from runner.config import resolve
 
-    run_hydra = _run_hydra(task)
+    run_hydra = partial(hydra_app.run_hydra, task)
     resolve.check_not_rerun(flags, config_dirs[1:])
     flags = [flag for flag in flags if flag.partition("=")[0] not in (*RERUN_FLAGS, "--config-dir")]
     is_show, is_multirun = bool(names & {"--cfg", "--info"}), "--multirun" in names
@@ -96,7 +100,7 @@ def _dispatch(argv: list[str], task: Task) -> None:
     typed = overrides.absolutize_paths(override for override in typed if not override.startswith(overrides.RESUME_KEY))
     import_plugins(overrides.plugins_of(typed))
     typed = overrides.normalize_values(typed)
-    if folder := torchrun.previous_run_dir():
+    if torchrun.under_torchrun() and (folder := torchrun.previous_run_dir()):
         return _resume(folder, [], [flag for flag in flags if flag != "--multirun"], run_hydra)
     if resume_from and resume_from[-1] != "null":
         return _resume(resolve.resolve_run(resume_from[-1]), typed, flags, run_hydra)
@@ -136,12 +140,6 @@ def _dispatch(argv: list[str], task: Task) -> None:
 
 def _parse(argv: list[str]) -> tuple[list[str], list[str]]:
     return parse_argv(argv, [*config_schema(), *config_groups()])
-
-
-def _run_hydra(task: Task) -> RunHydra:
-    from runner.cli.hydra_app import run_hydra
-
-    return partial(run_hydra, task)
 
 
 def _resume(folder: Path, extra: list[str], flags: list[str], run_hydra: RunHydra) -> None:

@@ -26,7 +26,7 @@ from runner.config.compose import register_configs, to_config, without_hydra
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.overrides import SEARCHPATH_KEY, config_dirs, has_flag, overrides_of
 from runner.config.unread import check_typed_are_read
-from runner.engine.config import Config
+from runner.engine.config import UNNAMED_WEIGHTS, Config
 from runner.launch import run
 from runner.launch.initial_weights import adopt_model, warn_of_lr
 from runner.run_dir import contents
@@ -103,7 +103,8 @@ class RunDirCallback(Callback):
             check_typed_are_read(typed, [job_config])
             if model_source:
                 print_note(f"model: the settings are those of the weights, {model_source}")
-            warn_of_lr(job_config)
+            if job_config.init_from not in UNNAMED_WEIGHTS:
+                warn_of_lr(job_config)
             folder = Path(config.hydra.run.dir).absolute()
             if overrides_of("hydra.run.dir", config.hydra.overrides.hydra):
                 resolve.check_not_inside_run(folder)

@@ -30,9 +30,9 @@ from runner.config.literals import COLUMNS_KEY, hydra_quote, literal_path, quote
 from runner.config.overrides import flag_value, has_flag, parse_argv
 from runner.config.resolve import resolve_model_overrides
 from runner.config.schema import config_groups, config_schema, iter_fields
+from runner.engine.device.signals import CtrlC
 from runner.engine.device.spinning import adapt_spinning, set_wait_policy
 from runner.launch.initial_weights import compose_with_model, resolve_start
-from runner.launch.signals import CtrlC
 
 T = TypeVar("T")
 

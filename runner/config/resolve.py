@@ -13,7 +13,7 @@ from runner.checkpoint.atomic_dir import newest_valid, step_names, verify_dir
 from runner.checkpoint.format import CHECKPOINTS_DIR, checkpoint_name, step_of
 from runner.checkpoint.saving import BEST_POINTER, read_pointer
 from runner.config import snapshot
-from runner.config.literals import LIST_ITEM, quote_path
+from runner.config.literals import LIST_ITEM, NOT_PATHS, quote_path
 from runner.config.overrides import RERUN_FLAGS
 from runner.run_dir import saved_config
 from runner.run_dir.best_job import find_best_job, model_score
@@ -98,8 +98,9 @@ def resolve_model_overrides(typed: list[str]) -> list[str]:
     resolved = []
     for override in typed:
         key, _, value = override.partition("=")
-        if key in MODEL_KEYS and value:
-            override = f"{key}={','.join(_resolve_model(each, key) for each in LIST_ITEM.findall(value))}"
+        if key in MODEL_KEYS and value not in NOT_PATHS:
+            values = LIST_ITEM.findall(value)
+            override = f"{key}={','.join(each if each in NOT_PATHS else _resolve_model(each, key) for each in values)}"
         resolved.append(override)
     return resolved
 
@@ -191,14 +192,14 @@ def _check_checkpoint(run: Path, path: Path) -> None:
     if reason := verify_dir(checkpoint):
         raise UserError(
             f"this checkpoint is damaged: {reason}",
-            str(checkpoint),
+            checkpoint,
             f"resume={run} continues from the newest valid checkpoint",
         )
     newer = sorted(other for other in step_names(checkpoint.parent) if other > checkpoint.name)
     if newer:
         raise UserError(
             f"a run resumes from its newest checkpoint, and there are newer ones: {', '.join(newer)}",
-            str(checkpoint),
+            checkpoint,
             f"resume={run}; or branch from it: init_from={checkpoint} keep=optimizer",
         )
 
@@ -213,7 +214,7 @@ def check_not_inside_run(folder: Path) -> None:
         kind, relation = "sweep" if is_sweep_dir(found) else "run", "holds" if found == folder else "is inside"
         raise UserError(
             f"this directory {relation} a {kind}",
-            str(folder),
+            folder,
             f"resume={found} continues the {kind}; hydra.run.dir=DIR places the run in another directory",
         )
 

@@ -57,7 +57,7 @@ def check_overrides_file(typed: list[str], path: Path) -> list[str]:
     if not is_override_list(typed):
         raise UserError(
             "the saved overrides are not a list of strings",
-            str(path),
+            path,
             "restore the file: one `- key=value` per line",
         )
     check_stored(typed, path)
@@ -176,7 +176,7 @@ def _read_file(path: Path) -> tuple[str, dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise UserError(
             f"the run's copy of conf/ cannot be read: {error}",
-            str(path),
+            path,
             "delete the file: the file of this name in conf/ is used instead",
         ) from error
     if (
@@ -184,7 +184,7 @@ def _read_file(path: Path) -> tuple[str, dict[str, Any]]:
         or _has_outside_defaults(tree.get("defaults"))
         or (package and HYDRA_KEY.search(package[1]))
     ):
-        raise UserError("the run's copy of conf/ was not written by this program", str(path), REFUSED_HINT)
+        raise UserError("the run's copy of conf/ was not written by this program", path, REFUSED_HINT)
     tree = _without_hydra(tree)  # a user's callbacks have _target_ keys; nothing of the section is used
     reject_interpolations(tree, "", path, is_resolved=False)  # resume.py checks those that it resolves
     return (f"# @package {package[1]}\n" if package else ""), tree

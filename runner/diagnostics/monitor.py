@@ -13,6 +13,7 @@ import re
 import statistics
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.filesystem import open_regular
@@ -264,12 +265,13 @@ OF_STEPS: dict[str, Detector] = {
 OF_EVALUATIONS: dict[str, Detector] = {"overfitting": overfitting}
 
 
+@dataclass(eq=False)
 class RunMonitor:
     """Reports each symptom once. It keeps numbers that were logged, and computes nothing on the device."""
 
-    def __init__(self, facts: RunFacts) -> None:
-        self._facts, self._history = facts, RunHistory()
-        self._done: set[str] = set()
+    facts: RunFacts
+    _history: RunHistory = field(default_factory=RunHistory)
+    _done: set[str] = field(default_factory=set)
 
     def skip(self, names: Iterable[str]) -> None:
         """Report these symptoms no more."""
@@ -281,7 +283,7 @@ class RunMonitor:
         self._history.add(record)
         found = []
         for name, detect in (OF_EVALUATIONS if record.get("kind") == "eval" else OF_STEPS).items():
-            if name not in self._done and (symptom := detect(self._history, self._facts)) is not None:
+            if name not in self._done and (symptom := detect(self._history, self.facts)) is not None:
                 found.append(symptom)
                 self.skip([name])
         return found

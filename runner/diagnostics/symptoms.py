@@ -153,12 +153,12 @@ def overfitting_of(evaluations: Sequence[Evaluation]) -> tuple[Evaluation, Evalu
     return (best, last) if last.train_level < best.train_level else None
 
 
+@dataclass(eq=False)
 class RecordedEvaluations:
     """The evaluations of a run, from its finite losses in the order of the log."""
 
-    def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=RECENT)
-        self.evaluations: list[Evaluation] = []
+    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    evaluations: list[Evaluation] = field(default_factory=list)
 
     def add(self, kind: str, step: float, loss: float) -> None:
         """Add a loss of `kind` train or eval."""

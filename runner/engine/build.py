@@ -40,7 +40,7 @@ from runner.engine.device.cpu import choose_threads, separate_large_blocks, use_
 from runner.engine.device.distributed import DistributedContext, init_distributed
 from runner.engine.device.precision import Precision, PrecisionConfig
 from runner.engine.device.rng import seed_all, use_deterministic_kernels
-from runner.engine.device.stop import as_stop_requests, do_unless_stopped
+from runner.engine.device.signals import as_stop_requests, do_unless_stopped
 from runner.engine.kernels import (
     choose_cpu_kernels,
     cpu_choices,
@@ -70,7 +70,7 @@ def build_model(cfg: Config, load_initial_weights: bool) -> LanguageModel:
     model = create_model(cfg.model)
     if source:
         load_into(model, load_weights(source, cfg.model.family), str(source))
-    else:
+    elif cfg.optimizer.mup_base_width:
         scale_initial_weights(cfg.optimizer, model)
     model.activation_checkpointing = cfg.train.activation_checkpointing
     return model
@@ -145,7 +145,8 @@ def build_run(
     pipeline = do_unless_stopped(dist, stop, partial(build_data_pipeline, cfg, tokenizer, data_files))
     update_metadata(data=pipeline.files, evaluation=pipeline.evaluation)
     rows_per_step = resolve_rows_per_step(cfg, dist.size, saved["compatibility"] if saved else {})
-    check_cuda_graphs(cfg.train.compile, dist.device, math.ceil(rows_per_step / (dist.size * cfg.train.batch_size)))
+    if dist.device.type == "cuda":
+        check_cuda_graphs(cfg.train.compile, dist.device, math.ceil(rows_per_step / (dist.size * cfg.train.batch_size)))
     loader, val_loaders = build_loaders(pipeline, cfg, tokenizer, rows_per_step, dist)
     check_warmup(cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch, cfg.schedule)
     build = partial(
@@ -159,7 +160,8 @@ def build_run(
         tokenizer=tokenizer.fingerprint,
     )
     model, objective, compatibility = do_unless_stopped(dist, stop, build)
-    distribute(cfg, dist, precision, (model, *objective.extra_models))
+    if dist.size > 1:
+        distribute(cfg, dist, precision, (model, *objective.extra_models))
     compile_decision = decide_compilation(cfg, model, loader, dist.device)
     if compile_decision.is_long_run and dist.device.type == "cpu":
         use_memory_pool(set_inductor_cache())
@@ -168,7 +170,8 @@ def build_run(
     choices = cpu_choices(cfg, models, optimizers, loader, precision, compile_decision, is_resumed=saved is not None)
     kernels = choose_cpu_kernels(choices, compile_decision, dist, saved, stop)
     compatibility |= kernel_facts(cfg, model, dist.device, kernels)
-    compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))
+    if dist.size > 1:
+        compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))
     if has_one_shape(cfg, dist.device, kernels.compilation.mode):
         loader.pad_to_one_shape()
     logger = open_logger(cfg, run_dir, model, dist)
@@ -216,8 +219,8 @@ def open_logger(cfg: Config, run_dir: Path, model: LanguageModel, dist: Distribu
     logger = RunLogger(run_dir, cfg.tracker, dist.is_rank_zero)
     for warning in [
         *cfg.model.training_warnings(),
-        *lora_warnings(model, cfg.stage.lora),
-        *mup_warnings(cfg.optimizer, cfg.init_from),
+        *(lora_warnings(model, cfg.stage.lora) if cfg.stage.lora else ()),
+        *(mup_warnings(cfg.optimizer, cfg.init_from) if cfg.optimizer.mup_base_width else ()),
     ]:
         logger.warning(warning)
     return logger

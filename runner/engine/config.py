@@ -25,7 +25,7 @@ from common.settings import (
 from data.config import DataConfig
 from data.schemas.registry import SCHEMAS, STAGE_OF_FORMAT
 from models.config import ACTIVATION_CHECKPOINTING_MODES, MODELS, ModelConfig
-from runner.engine.device.compile import COMPILE_MODES, check_compile_mode
+from runner.engine.device.compile import COMPILE_MODES, check_mps_compile
 from runner.engine.device.distributed import DistributedConfig
 from runner.engine.device.precision import PrecisionConfig
 from runner.engine.objectives.config import OBJECTIVES, StageConfig
@@ -48,6 +48,7 @@ BUDGET = re.compile(r"(?=[0.]*[1-9])(\d+(?:\.\d+)?(?:e\+?\d\d?)?)(s|m|h|tokens|f
 BUDGET_LIMIT = Limit(
     "a time, tokens or FLOPs: 30m, 2e9tokens, 1e17flops", lambda text: bool(BUDGET.fullmatch(text)), "30m"
 )
+UNNAMED_WEIGHTS = ("auto", "scratch")  # values of init_from that name no weights
 TAG = re.compile(r"[\w.+:=-]+")
 MAX_NAME, MAX_NOTE, MAX_TAG, MAX_TAGS = 80, 500, 40, 20  # characters; number of tags
 # Sections whose class depends on a value in them: section -> (key of that value, registry of the classes)
@@ -283,7 +284,8 @@ class Config(CheckedSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         data, stage, train = self.data, self.stage, self.train
-        check_mup(self.optimizer, self.model, stage.lora is not None)
+        if self.optimizer.mup_base_width:
+            check_mup(self.optimizer, self.model, stage.lora is not None)
         if data.max_length > self.model.max_position_embeddings:
             raise UserError(
                 f"data.max_length must be at most model.max_position_embeddings={self.model.max_position_embeddings}, got {data.max_length}",
@@ -315,7 +317,7 @@ class Config(CheckedSettings):
         if self.device == "mps":
             self.distributed.check_device("mps")
             self.precision.check_device("a GPU of Apple", None)
-            check_compile_mode(train.compile, "mps")
+            check_mps_compile(train.compile)
         if self.export.weights == "best" and not self.evaluates:
             raise UserError(
                 "export.weights=best needs evaluations on validation data, and this run has none",
@@ -367,7 +369,7 @@ class Config(CheckedSettings):
     def check_vocabulary(self, tokens: int) -> None:
         """Raise UserError if the model has no embedding for some of the `tokens` of the tokenizer."""
         if tokens > self.model.vocab_size:
-            if self.init_from not in ("auto", "scratch"):  # the size is that of the weights
+            if self.init_from not in UNNAMED_WEIGHTS:  # the size is that of the weights
                 raise UserError(
                     f"tokenizer vocabulary ({tokens}) is larger than that of the weights ({self.model.vocab_size})",
                     f"init_from={self.init_from}",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import UserError
 from common.paths import display_path
 from data.config import DataConfig
-from data.errors import BadRowError
+from data.types import BadRowError
 from runner.diagnostics.symptoms import FEW_ROWS, few_validation_rows, troubleshooting
 from runner.engine.config import Config
 from runner.engine.objectives.config import StageConfig
@@ -64,7 +64,6 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer, data_files: DataFiles
     from data.sources.splits import resolve_data_files
 
     encoding = encoding_config(cfg, tokenizer)
-    tokenizer_notes, template_warnings = describe_tokenizer(tokenizer, cfg.stage.data_format)
     data_files = data_files or resolve_data_files(cfg.data.paths, cfg.data.val_paths, cfg.data.read_options)
     schemas, console = data_files.schemas, cfg.tracker.console
     *groups, held_out = [
@@ -72,6 +71,7 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer, data_files: DataFiles
         for group in (*data_files.train, data_files.validation)
     ]
     sources = [*itertools.chain.from_iterable(data_files.train), *data_files.validation]
+    of_template = groups[0][0].store.metadata["template"]
     uses = [*((part, "training") for group in groups for part in group), *((part, "validation") for part in held_out)]
     files = [describe_source(part) | {"use": use} for part, use in uses]
     is_split = not held_out
@@ -94,7 +94,7 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer, data_files: DataFiles
         [
             *(f"{warning}; {troubleshooting('test-in-training')}" for warning in warnings),
             *row_warnings([part for group in groups for part in group], cfg, tokenizer),
-            *template_warnings,
+            *of_template["warnings"],
             *missing_columns(sources),
             *(
                 few.message
@@ -103,7 +103,8 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer, data_files: DataFiles
             ),
         ],
         [
-            *tokenizer_notes,
+            *tokenizer.notes(of_texts=cfg.stage.data_format == "text"),
+            *of_template["notes"],
             *data_files.notes,
             *(
                 [f"validation sets: {', '.join(val)}; {next(iter(val))} decides which weights are best"]
@@ -122,7 +123,7 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer, data_files: DataFiles
 
 def row_warnings(parts: list[WeightedSource], cfg: Config, tokenizer: Tokenizer) -> list[str]:
     """Return warnings of what the rows of the training files lack: their ends, text of this chat template, labels."""
-    from data.store.writer import truncation_warning
+    from data.tokenize.block import truncation_warning
     from runner.diagnostics.rows import check_rows
 
     stats = [part.store.stats for part in parts]
@@ -133,19 +134,6 @@ def row_warnings(parts: list[WeightedSource], cfg: Config, tokenizer: Tokenizer)
         *([f"{truncated}; {troubleshooting('truncation')}"] if truncated else []),
         *(symptom.message for symptom in symptoms),
     ]
-
-
-def describe_tokenizer(tokenizer: Tokenizer, data_format: str) -> tuple[list[str], list[str]]:
-    """Return (notes, warnings) about what training does otherwise than the files of the tokenizer say."""
-    from data.tokenize.chat_template import ChatTemplate
-
-    notes = tokenizer.notes(of_texts=data_format == "text")
-    if data_format == "text":
-        return notes, []
-    template = ChatTemplate(tokenizer)
-    return notes + ([template.version_note] if template.version_note else []), [
-        template.turn_end.note
-    ] if template.turn_end.note else []
 
 
 def encoding_config(cfg: Config, tokenizer: Tokenizer) -> EncodingConfig:

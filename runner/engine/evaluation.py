@@ -29,15 +29,13 @@ SAMPLE_SEED = 0x5A3D  # samples have a generator of their own, so that the run's
 
 
 def evaluate_if_due(state: TrainState) -> None:
-    """Evaluate and generate samples if that is due at this step and not done yet.
+    """Evaluate and generate samples if that is due at this step.
 
     Raises StopRequested between two batches or tokens; then nothing of it is recorded, and a resumed run does all of
     it.
     """
     progress, train = state.progress, state.cfg.train
-    if progress.evaluated_step == progress.step:
-        return
-    means = evaluate_loss(state) if is_evaluation_due(state) else None
+    means = evaluate_loss(state) if state.is_evaluation_due else None
     samples = generate_samples(state) if train.sample_prompts and state.is_due(train.sample_every) else None
     loss = None if means is None else finite_or_none(means["loss"])
     is_best = loss is not None and (progress.best_loss is None or loss < progress.best_loss)
@@ -54,16 +52,6 @@ def evaluate_if_due(state: TrainState) -> None:
     if samples is not None:
         state.logger.samples(progress.step, samples)
     progress.evaluated_step = progress.step
-
-
-def is_evaluation_due(state: TrainState) -> bool:
-    """Return whether the current step is one after which the run is evaluated.
-
-    A slice of the training rows is used after the last step only.
-    """
-    is_final = state.cfg.train.final_eval_rows > 0 and state.progress.step == state.total_steps
-    intervals = not state.pipeline.evaluates_training_rows and state.is_due(state.cfg.train.eval_every)
-    return bool(state.val_loaders) and (is_final or intervals)
 
 
 @torch.no_grad()

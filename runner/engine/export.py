@@ -20,7 +20,7 @@ from runner.checkpoint.manager import newest_checkpoint
 from runner.checkpoint.saving import find_best_weights, save_freeing_space
 from runner.engine.build import build_model, initial_weights_of
 from runner.engine.device import rng
-from runner.engine.evaluation import evaluate_loss, is_evaluation_due
+from runner.engine.evaluation import evaluate_loss
 from runner.engine.objectives.config import prepare_stage
 from runner.engine.optim.groups import AVERAGE
 from runner.engine.state import TrainState, finite_or_none, load_strict, saved_tensors
@@ -45,7 +45,7 @@ def choose_weights(state: TrainState) -> ExportedWeights:
     ema: the model has them from here on.
     """
     progress, wanted = state.progress, state.cfg.export.weights
-    is_evaluated = is_evaluation_due(state) or state.stopped_early
+    is_evaluated = state.is_evaluation_due or state.stopped_early
     checkpoint = newest_checkpoint(state.run_dir) if state.dist.sharded and state.dist.is_rank_zero else None
     last = ExportedWeights("last", progress.step, progress.eval_loss if is_evaluated else None, checkpoint)
     if wanted == "ema" or (wanted == "auto" and state.cfg.train.ema_decay):

@@ -57,7 +57,7 @@ from runner.engine.device.compile import (
 )
 from runner.engine.device.distributed import DistributedContext
 from runner.engine.device.precision import Precision
-from runner.engine.device.stop import StopRequests, do_unless_stopped
+from runner.engine.device.signals import StopRequests, do_unless_stopped
 from runner.engine.optim.groups import OptimizerGroup
 from runner.engine.optim.torch_optimizers import Muon, orthogonalization_choice
 

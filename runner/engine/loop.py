@@ -14,25 +14,19 @@ from typing import TYPE_CHECKING, NoReturn
 from common.errors import DivergedError, Interrupted, Outcome, StopRequested, TrainingError, UserError, resume_command
 from data.store.reader import DamagedStoreError
 from runner.checkpoint.compatibility import DATA_FINGERPRINT, TOKENIZER_FINGERPRINT, run_rules
+from runner.diagnostics.symptoms import troubleshooting
 from runner.engine.device.compile import describe_compile_error, is_compile_error
 from runner.engine.device.cpu import keep_freed_memory
 from runner.engine.device.heartbeat import enter
 from runner.engine.device.rng import get_rng_state, is_varying_kernel, set_rng_state
-from runner.engine.device.stop import as_stop_requests
+from runner.engine.device.signals import as_stop_requests
 from runner.engine.evaluation import evaluate_if_due
 from runner.engine.export import choose_weights, export_model
 from runner.engine.objectives.objective import mask_dummy_batch
 from runner.engine.open_logs import open_logs
 from runner.engine.optim.schedules import lr_at
 from runner.engine.state import StepOutput, TrainState, propagate_failure
-from runner.engine.step_metrics import (
-    StepResult,
-    Throughput,
-    check_converged,
-    flush_steps,
-    peak_memory,
-    should_flush,
-)
+from runner.engine.step_metrics import Throughput, flush_steps, log_step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +36,9 @@ if TYPE_CHECKING:
     from runner.engine.objectives.objective import LossSums
 
 PROFILE_WARMUP = 2  # steps before those of train.profile
+DIVERGED_FACTOR = 2  # a run has diverged if its final loss is higher than this times that of a uniform distribution
+# or than this, if the gradient norms of its last DEAD_STEPS are exactly 0: no step can change it any more
+DEAD_FACTOR, DEAD_STEPS = 0.99, 2
 STEP_TOTALS = 4  # numbers that `train_step` sums over ranks first; a rank whose loader fails adds as many zeros
 
 
@@ -89,30 +86,14 @@ def start_or_resume(state: TrainState) -> None:
     with state.stop.interrupting("before the first step") if state.dist.size == 1 else nullcontext():
         state.checkpoints.load_newest(state, state.compatibility, run_rules(state.cfg), state.total_steps)
     state.first_step = state.progress.step
-    check_ranks_agree(state)
+    fingerprints = (
+        f"{fact} {str(state.compatibility[fact])[:12]}" for fact in (DATA_FINGERPRINT, TOKENIZER_FINGERPRINT)
+    )
+    state.dist.check_agreement([f"step {state.progress.step}", *fingerprints])
     if not state.finished and state.dist.is_rank_zero:
         shutil.rmtree(state.run_dir / "model", ignore_errors=True)  # an earlier, shorter run may have exported it
         state.update_metadata(export=None)
     open_logs(state)
-
-
-def check_ranks_agree(state: TrainState) -> None:
-    """Refuse ranks with another checkpoint or other data: another machine may see another run directory."""
-    facts = [
-        f"step {state.progress.step}",
-        *(f"{fact} {str(state.compatibility[fact])[:12]}" for fact in (DATA_FINGERPRINT, TOKENIZER_FINGERPRINT)),
-    ]
-    per_rank = state.dist.gather(facts)
-    for rank, its_facts in enumerate(per_rank):
-        if its_facts != per_rank[0]:
-            differences = ", ".join(
-                f"{its} (rank 0: {first})" for its, first in zip(its_facts, per_rank[0], strict=True) if its != first
-            )
-            raise UserError(
-                "the ranks see different runs or data",
-                f"rank {rank}: {differences}",
-                "make the run directory and the data visible under the same paths on every machine",
-            )
 
 
 def train_steps(state: TrainState) -> None:
@@ -133,10 +114,7 @@ def train_steps(state: TrainState) -> None:
             epoch = progress.step // state.loader.steps_per_epoch
             lr = lr_at(progress.step, state.total_steps, cfg.optimizer.lr, cfg.schedule)
             throughput.count(step_with_retries(state, batches, lr).tokens)
-            if state.is_due(cfg.train.log_every):
-                log_metrics(state, flush_steps(state)[-1], lr, epoch, throughput)
-            elif should_flush(state):
-                flush_steps(state)
+            log_step(state, lr, epoch, throughput)
             state.is_consistent = True
             checkpoints.report_finished()
             if is_out_of_time := state.stop.is_out_of_time(cfg.train.max_hours):
@@ -152,10 +130,13 @@ def train_steps(state: TrainState) -> None:
 
 
 def evaluate_or_pause(state: TrainState) -> None:
-    """Do what `evaluate_if_due` does; raise StopRequested on every rank if this is the evaluation of train.stop_at."""
-    is_new = state.progress.evaluated_step < state.progress.step
+    """Do what `evaluate_if_due` does, unless this step has it; raise StopRequested on every rank if this is the
+    evaluation of train.stop_at.
+    """
+    if state.progress.evaluated_step == state.progress.step:
+        return
     evaluate_if_due(state)
-    if state.cfg.train.stop_at and is_new and state.is_at_pause and not state.finished:
+    if state.cfg.train.stop_at and state.is_at_pause and not state.finished:
         state.logger.info(
             f"train.stop_at={state.cfg.train.stop_at:g} is reached: step {state.progress.step} of {state.total_steps}"
         )
@@ -248,27 +229,6 @@ def train_step(state: TrainState, batches: list[Batch], lr: float) -> StepOutput
     return StepOutput(state.progress.step + 1, names, items, loss_tokens, tokens, examples, sums, losses, gradients)
 
 
-def log_metrics(state: TrainState, result: StepResult, lr: float, epoch: int, throughput: Throughput) -> None:
-    progress = state.progress
-    metrics = {
-        "epoch": epoch,
-        "loss_tokens": progress.loss_tokens,
-        "tokens": progress.tokens,
-        **result.means,
-        "lr": lr,
-        "grad_norm": result.grad_norm,
-        **throughput.read(),
-        "save_stall": state.checkpoints.take_stall(),
-        "peak_memory": peak_memory(state.dist.device),
-    }
-    if state.precision.uses_loss_scaling:
-        metrics |= {"scale": state.precision.loss_scale, "overflows": progress.overflows}
-    if progress.nonfinite_steps:
-        metrics["skipped_steps"] = progress.nonfinite_steps
-    with throughput.paused():  # files, the console and the page of the run
-        state.logger.log("train", progress.step, **metrics)
-
-
 def save_and_interrupt(state: TrainState) -> NoReturn:
     flush_steps(state)
     state.checkpoints.save_blocking(state.progress.step, state)
@@ -331,3 +291,22 @@ def finish(state: TrainState) -> float:
         )
     loss = loss if exported.loss is None else exported.loss
     return math.inf if loss is None else loss
+
+
+def check_converged(state: TrainState, loss: float | None) -> None:
+    """Raise DivergedError if the final `loss` is far above that of a uniform distribution, or near it with weights that
+    no gradient reaches.
+
+    A loss near the uniform one is no divergence by itself: a short run from random weights ends there, too.
+    """
+    uniform_loss, dead_steps = (
+        state.objective.uniform_loss(state.cfg.model.vocab_size),
+        state.progress.zero_gradient_steps,
+    )
+    if uniform_loss is None or loss is None:
+        return
+    is_dead = dead_steps >= DEAD_STEPS and loss > DEAD_FACTOR * uniform_loss
+    if is_dead or loss > DIVERGED_FACTOR * uniform_loss:
+        dead = f", and the gradients of the last {dead_steps} steps are exactly 0" if is_dead else ""
+        measured = f"the final loss is {loss:.4g}, that of a uniform distribution {uniform_loss:.2f}{dead}"
+        raise DivergedError(f"diverged: {measured}; use a smaller optimizer.lr; {troubleshooting('diverging')}")

@@ -21,7 +21,7 @@ from runner.engine.device.distributed import DistributedContext
 from runner.engine.device.heartbeat import enter
 from runner.engine.device.mesh import distribute_like, full_tensor
 from runner.engine.device.precision import GradStats, Precision
-from runner.engine.device.stop import StopRequests
+from runner.engine.device.signals import StopRequests
 from runner.engine.optim.groups import OptimizerGroup
 from runner.engine.optim.schedules import describe_lr_jump
 from runner.tracking.jsonl import LogChecksum
@@ -167,6 +167,13 @@ class TrainState:
         """
         return every > 0 and (self.progress.step % every == 0 or self.progress.step == self.total_steps)
 
+    @property
+    def is_evaluation_due(self) -> bool:
+        """Whether the run is evaluated after this step; on a slice of the training rows after the last one only."""
+        is_final = self.cfg.train.final_eval_rows > 0 and self.progress.step == self.total_steps
+        intervals = not self.pipeline.evaluates_training_rows and self.is_due(self.cfg.train.eval_every)
+        return bool(self.val_loaders) and (is_final or intervals)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the fields of state.json, as JSON values. Every rank must call it; rank 0's result is stored.
 
@@ -263,9 +270,9 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     and buffers included.
     """
     from models.language_model import stored_tensors
-    from models.lora import adapter_state_dict
 
-    return adapter_state_dict(model) or stored_tensors(model)
+    stored = stored_tensors(model)
+    return {name: tensor for name, tensor in stored.items() if ".lora." in name} or stored
 
 
 def load_strict(into: dict[str, Tensor], saved: dict[str, Tensor], source: Path) -> None:
@@ -295,7 +302,7 @@ def load_strict(into: dict[str, Tensor], saved: dict[str, Tensor], source: Path)
     if differing:
         raise UserError(
             "the checkpoint's tensors do not fit this model:\n  " + "\n  ".join(differing[:12]),
-            str(source),
+            source,
             "resume with the model the run was started with",
         )
     with torch.no_grad():

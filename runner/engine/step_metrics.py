@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 
 MAX_PENDING_STEPS = 100  # bounds memory, and the delay until a failure is noticed
 RECENT_LOSSES = 50  # losses that diagnosis.json shows
-DIVERGED_FACTOR = 2  # a run has diverged if its final loss is higher than this times that of a uniform distribution
-# or than this, if the gradient norms of its last DEAD_STEPS are exactly 0: no step can change it any more
-DEAD_FACTOR, DEAD_STEPS = 0.99, 2
 
 
 class StepResult(NamedTuple):
@@ -84,14 +82,36 @@ def fetch_results(state: TrainState, steps: list[StepOutput]) -> list[StepResult
     ]
 
 
-def should_flush(state: TrainState) -> bool:
-    """Return whether to fetch results although no log line is due.
+def log_step(state: TrainState, lr: float, epoch: int, throughput: Throughput) -> None:
+    """Log the newest step if that is due; otherwise fetch results as soon as something else reads them.
 
-    It depends on settings and step numbers only: all ranks agree.
+    That depends on settings and step numbers only: all ranks agree.
     """
-    train = state.cfg.train
-    is_due = any(map(state.is_due, (train.save_every, train.eval_every, train.sample_every)))
-    return is_due or state.precision.uses_loss_scaling or len(state.pending_steps) >= MAX_PENDING_STEPS
+    train, progress = state.cfg.train, state.progress
+    is_logged = state.is_due(train.log_every)
+    is_due = is_logged or any(map(state.is_due, (train.save_every, train.eval_every, train.sample_every)))
+    if not (is_due or state.precision.uses_loss_scaling or len(state.pending_steps) >= MAX_PENDING_STEPS):
+        return
+    result = flush_steps(state)[-1]
+    if not is_logged:
+        return
+    metrics = {
+        "epoch": epoch,
+        "loss_tokens": progress.loss_tokens,
+        "tokens": progress.tokens,
+        **result.means,
+        "lr": lr,
+        "grad_norm": result.grad_norm,
+        **throughput.read(),
+        "save_stall": state.checkpoints.take_stall(),
+        "peak_memory": peak_memory(state.dist.device),
+    }
+    if state.precision.uses_loss_scaling:
+        metrics |= {"scale": state.precision.loss_scale, "overflows": progress.overflows}
+    if progress.nonfinite_steps:
+        metrics["skipped_steps"] = progress.nonfinite_steps
+    with throughput.paused():  # files, the console and the page of the run
+        state.logger.log("train", progress.step, **metrics)
 
 
 def flush_steps(state: TrainState) -> list[StepResult]:
@@ -149,45 +169,28 @@ def _handle_nonfinite(state: TrainState, result: StepResult) -> None:
         )
 
 
-def check_converged(state: TrainState, loss: float | None) -> None:
-    """Raise DivergedError if the final `loss` is far above that of a uniform distribution, or near it with weights that
-    no gradient reaches.
-
-    A loss near the uniform one is no divergence by itself: a short run from random weights ends there, too.
-    """
-    uniform_loss, dead_steps = (
-        state.objective.uniform_loss(state.cfg.model.vocab_size),
-        state.progress.zero_gradient_steps,
-    )
-    if uniform_loss is None or loss is None:
-        return
-    is_dead = dead_steps >= DEAD_STEPS and loss > DEAD_FACTOR * uniform_loss
-    if is_dead or loss > DIVERGED_FACTOR * uniform_loss:
-        dead = f", and the gradients of the last {dead_steps} steps are exactly 0" if is_dead else ""
-        measured = f"the final loss is {loss:.4g}, that of a uniform distribution {uniform_loss:.2f}{dead}"
-        raise DivergedError(f"diverged: {measured}; use a smaller optimizer.lr; {troubleshooting('diverging')}")
-
-
 def peak_memory(device: torch.device) -> int:
     """Return the largest memory so far (bytes): of tensors on a GPU, otherwise of this process."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
 
 
+@dataclass(eq=False)
 class Throughput:
     """Tokens per second of training steps, without padding and without the time of saves, evaluation and samples; and
     the share of that time in which the device waited for data.
     """
 
-    def __init__(self, is_device_idle: Callable[[], bool]) -> None:
-        self._is_device_idle = is_device_idle
-        self._tokens, self._waited, self._since = 0, 0.0, time.perf_counter()
+    is_device_idle: Callable[[], bool]
+    _tokens: int = 0
+    _waited: float = 0.0
+    _since: float = field(default_factory=lambda: time.perf_counter())
 
     def timed(self, steps: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
         """Yield the steps, and measure how long the device waits for each."""
         while True:
             before = time.perf_counter()
             batches = next(steps, None)
-            if self._is_device_idle():  # otherwise it is still computing earlier steps
+            if self.is_device_idle():  # otherwise it is still computing earlier steps
                 self._waited += time.perf_counter() - before
             if batches is None:
                 return

@@ -32,7 +32,7 @@ from runner.checkpoint.format import CHECKPOINTS_DIR
 from runner.config.compose import compose_tree, files_that_choose, section_object, to_config, without_hydra
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.overrides import keys_of
-from runner.engine.config import Config
+from runner.engine.config import UNNAMED_WEIGHTS, Config
 from runner.launch.auto_choice import newest_completed_run
 from runner.run_dir import saved_config
 from runner.run_dir.best_job import find_best_job
@@ -77,14 +77,15 @@ def adopt_model(tree: MutableMapping[str, Any], typed: list[str], conf: Path = C
     compares it.
     """
     keys = set(keys_of(typed))
-    if tree["init_from"] not in ("auto", "scratch"):
+    if tree["init_from"] not in UNNAMED_WEIGHTS:
         tree["init_from"] = _local_path(tree["init_from"], "init_from")
     if tree["model"].get("path"):
         _adopt_path(tree, keys)
     init_from = tree["init_from"]
-    _adopt_adapter(tree)
+    if (lora := tree["stage"].get("lora")) and lora.get("continue_adapter"):
+        tree["stage"]["lora"] = dict(lora) | _settings_of_adapter(init_from)
     if (
-        init_from in ("auto", "scratch")
+        init_from in UNNAMED_WEIGHTS
         or not Path(init_from).exists()
         or "model" in keys
         or files_that_choose("model", typed, conf)
@@ -169,22 +170,19 @@ def restore_hub_weights(config: Config) -> Config:
     )
 
 
-def _adopt_adapter(tree: MutableMapping[str, Any]) -> None:
-    """Give stage.lora the settings of the adapter that stage.lora.continue_adapter=true trains on."""
-    lora, source = tree["stage"].get("lora"), tree["init_from"]
-    if not lora or not lora.get("continue_adapter"):
-        return
-    if source in ("auto", "scratch") or not Path(source).is_dir():
+def _settings_of_adapter(source: str) -> dict[str, Any]:
+    """Return stage.lora of the adapter that stage.lora.continue_adapter=true trains on."""
+    if source in UNNAMED_WEIGHTS or not Path(source).is_dir():
         message = "stage.lora.continue_adapter=true needs the folder of an adapter"
         raise UserError(message, f"init_from={source}", "init_from=DIR, a run that trained an adapter or a PEFT folder")
-    tree["stage"]["lora"] = dict(lora) | read_adapter_settings(Path(source))
+    return read_adapter_settings(Path(source))
 
 
 def warn_of_lr(config: Config) -> None:
-    """Print a warning if the learning rate is far above what published weights are fine-tuned with: the defaults are
-    those of small models.
+    """Print a warning if the learning rate is far above what the weights that init_from names, if they are published,
+    are fine-tuned with: the defaults are those of small models.
     """
-    if config.init_from in ("auto", "scratch") or not _is_published(Path(config.init_from)):
+    if not _is_published(Path(config.init_from)):
         return
     limit, usual = (MAX_ADAPTER_LR, "2e-4") if config.stage.lora else (MAX_FULL_LR, "2e-5")
     if config.optimizer.lr > limit:
@@ -198,8 +196,6 @@ def check_model(config: Config) -> None:
     """Raise UserError if the model differs, in a setting that its logits depend on, from that of the weights that
     init_from names.
     """
-    if config.init_from in ("auto", "scratch"):
-        return
     family = {"family": config.model.family}
     recorded = _model_settings(
         Path(config.init_from), config.model.family if config.model.family == "transformers" else None
@@ -286,6 +282,8 @@ def resolve_init_from(config: Config, folder: Path, fingerprints: dict[str, str]
         raise UserError(text, "keep=optimizer", "leave it out")
     if config.init_from == "auto":
         return newest_completed_run(config, folder, fingerprints, warn)
+    if config.init_from == "scratch":
+        return "scratch"
     check_init_from(config)
     found = _folder_of_weights(config.init_from)
     if Path(found).parent.name == CHECKPOINTS_DIR != Path(config.init_from).parent.name and (
@@ -300,8 +298,8 @@ def resolve_init_from(config: Config, folder: Path, fingerprints: dict[str, str]
 
 
 def check_init_from(config: Config) -> None:
-    """Raise UserError if init_from is a path that does not exist."""
-    if config.init_from not in ("auto", "scratch") and not Path(config.init_from).exists():
+    """Raise UserError if init_from names a path that does not exist."""
+    if not Path(config.init_from).exists():
         raise UserError(
             f"init_from must be auto, scratch, an existing path or a model of the hub (owner/name), got {config.init_from}",
             f"init_from={config.init_from}",
@@ -317,8 +315,8 @@ def check_tokenizer(config: Config) -> None:
     from data.tokenize.tokenizer import Tokenizer
 
     if config.init_from != "auto" or config.stage.init_from_stage is None:
-        init_from = "scratch" if config.init_from == "auto" else config.init_from
-        folder = resolve_tokenizer(config.data, _folder_of_weights(init_from))
+        is_named = config.init_from not in UNNAMED_WEIGHTS
+        folder = resolve_tokenizer(config.data, _folder_of_weights(config.init_from) if is_named else "scratch")
     elif config.data.tokenizer not in (AUTO, MINIMIND):
         folder = check_tokenizer_path(config.data.tokenizer)
     else:

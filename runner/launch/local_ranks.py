@@ -37,8 +37,8 @@ from runner.engine.config import Config
 from runner.engine.device.cpu import threads_per_rank
 from runner.engine.device.distributed import RENDEZVOUS_ENV
 from runner.engine.device.heartbeat import Sign
+from runner.engine.device.signals import STOP_SIGNALS, SignalForwarder
 from runner.launch import subprocesses
-from runner.launch.signals import STOP_SIGNALS, SignalForwarder
 from runner.launch.supervisor import Liveness, Supervisor
 from runner.launch.train_process import PEER_TIMEOUT_TEXTS
 from runner.run_dir.contents import exported_loss, has_diverged, has_paused

@@ -170,7 +170,7 @@ def recover_run(folder: Path) -> list[str]:
     """
     problems = _check_restorable(CheckpointState(folder))
     if blocking := first_blocking(problems):
-        raise UserError(f"{blocking.file}: {blocking.state}", str(folder / blocking.file), blocking.consequence)
+        raise UserError(f"{blocking.file}: {blocking.state}", folder / blocking.file, blocking.consequence)
     try:
         for problem in problems:
             if problem.content is not None:

@@ -16,7 +16,8 @@ from data.config import DataConfig
 from data.schemas.registry import schema_of_source
 from data.sources.splits import DataFiles, resolve_data_files
 from data.tokenize.origin import RUN_TOKENIZER
-from runner.engine.config import Config
+from runner.engine.config import UNNAMED_WEIGHTS, Config
+from runner.engine.device.signals import StopFlag
 from runner.launch import torchrun
 from runner.launch.initial_weights import (
     check_init_from,
@@ -27,7 +28,6 @@ from runner.launch.initial_weights import (
     restore_hub_weights,
     with_tokenizer,
 )
-from runner.launch.signals import StopFlag
 from runner.launch.train_process import train_or_verify
 from runner.run_dir.lock import refusing_disk_errors
 from runner.run_dir.metadata import RunMetadata
@@ -43,8 +43,9 @@ def check_start(config: Config) -> DataFiles | None:
     Returns what `check_data` returns.
     """
     data_files = check_inputs(config)
-    check_init_from(config)
-    check_model(config)
+    if config.init_from not in UNNAMED_WEIGHTS:
+        check_init_from(config)
+        check_model(config)
     check_tokenizer(config)
     return data_files
 
@@ -102,7 +103,8 @@ def run(config: Config, metadata: RunMetadata, data_files: DataFiles | None = No
             init_from = resolve_init_from(config, metadata.folder, compatibility_fingerprints(config))
             if init_from != config.init_from:
                 config = dataclasses.replace(config, init_from=init_from)
-            check_model(config)
+            if init_from != "scratch":
+                check_model(config)
         else:
             if config.init_from == "auto":  # resolved once, at the start of the run
                 config = dataclasses.replace(config, init_from=before["init_from"])
@@ -123,7 +125,8 @@ def run(config: Config, metadata: RunMetadata, data_files: DataFiles | None = No
             if (count := count_local_ranks(config)) > 1 or config.train.supervise:
                 return train_on_ranks(config, metadata, count)
         with StopFlag(announces=True) as stop:
-            torchrun.broadcast_config(config, metadata)
+            if torchrun.under_torchrun() and torchrun.is_rank_zero():
+                torchrun.broadcast_config(config, metadata)
             return train_or_verify(config, metadata, stop, data_files)
     except UserError:
         metadata.revert(before)

@@ -25,7 +25,7 @@ from runner.engine.config import Config
 from runner.engine.device.distributed import RENDEZVOUS_ENV, DistributedConfig
 
 if TYPE_CHECKING:
-    from runner.launch.signals import StopFlag
+    from runner.engine.device.signals import StopFlag
     from runner.run_dir.metadata import RunMetadata
 
 RUN_ID, RESTART_COUNT = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
@@ -129,10 +129,7 @@ def check_sweep_launcher(name: str, options: Mapping[str, Any]) -> None:
 
 @contextmanager
 def releasing_workers() -> Iterator[None]:
-    """Wrap everything that rank 0 does: however it ends, rank 0 makes the other ranks exit."""
-    if not is_rank_zero():
-        yield
-        return
+    """Wrap everything that rank 0 of several does: however it ends, rank 0 makes the other ranks exit."""
     from runner.launch.subprocesses import die_with_parent
 
     die_with_parent(os.getppid())()
@@ -156,9 +153,7 @@ def set_restart_dir(folder: Path) -> None:
 
 
 def broadcast_config(config: Config, metadata: RunMetadata) -> None:
-    """Make the other ranks join the training of `config`."""
-    if not is_rank_zero():
-        return
+    """Make the other ranks join the training of `config`, which rank 0 of several calls."""
     set_restart_dir(metadata.folder)
     metadata.allow_ranks(keep=2)
     _set_rendezvous()
@@ -189,7 +184,7 @@ def end_job() -> None:
 
 def worker_main() -> int:
     """Execute the messages of rank 0; return the exit code."""
-    from runner.launch.signals import StopFlag
+    from runner.engine.device.signals import StopFlag
     from runner.launch.subprocesses import child_env, die_with_parent, spawn
 
     die_with_parent(os.getppid())()

@@ -33,10 +33,10 @@ from runner.config.compose import to_config
 from runner.config.snapshot import load_overrides
 from runner.engine.config import Config
 from runner.engine.device.cpu import RunningTrainings
+from runner.engine.device.signals import StopFlag
 from runner.engine.device.spinning import adapt_spinning
 from runner.engine.state import TrainState
 from runner.launch.recovery import record_run_dir
-from runner.launch.signals import StopFlag
 from runner.reporting.live import LivePage
 from runner.run_dir.contents import GitReader, is_sweep_dir
 from runner.run_dir.metadata import STATUS_OF_OUTCOME, RunMetadata
@@ -110,7 +110,7 @@ def _train(config: Config, metadata: RunMetadata, stop: StopFlag, data_files: Da
         # other ranks would wait for this one
         with stop.interrupting("before the first step") if config.distributed.name == "single" else nullcontext():
             from runner.engine.build import build_run
-        with _peer_errors(config), _disk_errors(metadata.folder):
+        with _outside_errors(config, metadata.folder):
             state = build_run(
                 config,
                 metadata.folder,
@@ -158,7 +158,7 @@ def _train_and_record(state: TrainState, metadata: RunMetadata, stop: StopFlag) 
 
     config = state.cfg
     try:
-        with _peer_errors(config), _disk_errors(metadata.folder), _memory_errors(state):
+        with _outside_errors(config, metadata.folder), _memory_errors(state):
             loss = train(state, stop)
             state.logger.flush()
     except (UserError, StopRequested):
@@ -203,8 +203,10 @@ def _record_attempt(state: TrainState, metadata: RunMetadata, git: GitReader) ->
 
 
 @contextmanager
-def _peer_errors(config: Config) -> Iterator[None]:
-    """Raise PeerLostError for the errors of a collective whose peer died."""
+def _outside_errors(config: Config, folder: Path) -> Iterator[None]:
+    """Raise PeerLostError for the errors of a collective whose peer died, TrainingError for errors of the disk that no
+    retry has mended.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -212,6 +214,12 @@ def _peer_errors(config: Config) -> Iterator[None]:
         if config.distributed.name == "single" or text is None:
             raise
         raise PeerLostError(f"another rank does not answer ({text}); logs/rank<k>.log may have the cause") from error
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        raise TrainingError(
+            f"{error.filename or 'a file'} could not be written or read: {describe_disk_error(error, folder)}"
+        ) from error
 
 
 def _follow_run_dir(state: TrainState, metadata: RunMetadata) -> None:
@@ -234,19 +242,6 @@ def _memory_errors(state: TrainState) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise TrainingError(describe_out_of_memory(state, error)) from error
-
-
-@contextmanager
-def _disk_errors(folder: Path) -> Iterator[None]:
-    """Raise TrainingError for errors of the disk that no retry has mended."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in DISK_ERRORS:
-            raise
-        raise TrainingError(
-            f"{error.filename or 'a file'} could not be written or read: {describe_disk_error(error, folder)}"
-        ) from error
 
 
 def _record_end(state: TrainState, metadata: RunMetadata, outcome: Outcome, error: str | None = None) -> None:
@@ -313,7 +308,7 @@ def _next_commands(state: TrainState, metadata: RunMetadata, outcome: Outcome) -
 def _verify_resume(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
     """Run the proof of train.verify_resume instead of a training. A stop request ends it wherever it is."""
     try:
-        with stop.interrupting("the verification"), _peer_errors(config):
+        with stop.interrupting("the verification"), _outside_errors(config, metadata.folder):
             from runner.engine.verify_resume import verify_resume
 
             differences = verify_resume(config, metadata.folder)

@@ -187,7 +187,7 @@ class DataFacts:
 
 def data_facts(cfg: Config, pipeline: DataPipeline, tokenizer: Tokenizer, ranks: int) -> DataFacts:
     from data.batching.packing import PackedSequences
-    from data.store.writer import measure_truncation
+    from data.tokenize.block import measure_truncation
     from runner.engine.data_pipeline import build_loader
 
     sequences = pipeline.train

@@ -113,14 +113,12 @@ def check_no_run(folder: Path, fields: Mapping[str, Any]) -> None:
     if fields["status"] != "new" or has_checkpoints(folder):
         raise UserError(
             f"this directory already holds a run ({fields['status']}, step {fields['step']})",
-            str(folder),
+            folder,
             f"resume={folder} continues it; hydra.run.dir=DIR places the new run in another directory",
         )
     if not (folder / RUN_FILE).exists() and size_of(folder / "metrics.jsonl"):
         fix = f"restore run.json or checkpoints/ and type resume={folder}; hydra.run.dir=DIR places a new run in another directory"
-        raise UserError(
-            "this directory holds records of a run whose run.json and checkpoints are gone", str(folder), fix
-        )
+        raise UserError("this directory holds records of a run whose run.json and checkpoints are gone", folder, fix)
 
 
 def size_of(path: Path) -> int:
@@ -305,7 +303,7 @@ def load_fields(path: Path) -> dict[str, Any]:
         return check_fields(dict(DEFAULT_METADATA))
     except (OSError, ValueError) as error:
         fix = f"resume={path.parent} restores it from a checkpoint; or start a new run with init_from=DIR"
-        raise UserError(f"run.json cannot be read: {error}", str(path), fix) from error
+        raise UserError(f"run.json cannot be read: {error}", path, fix) from error
 
 
 RECORDED_LIBRARIES = (

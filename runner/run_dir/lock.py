@@ -74,23 +74,20 @@ class RunLock:
                 raise self._lost_error(f"another directory is at {self._folder} now")
             if not self._lock.is_intact():
                 self._restore()
-            self._check_owner()
+            status = os.stat(self._folder / OWNER_FILE, follow_symlinks=False)
+            if (seen := (status.st_ino, status.st_mtime_ns)) == self._seen_owner_file:
+                return
+            owner = read_json_object(self._folder / OWNER_FILE)
+            if owner and self._owner and not ownership.is_same_process(owner, self._owner):
+                raise LostRunDirError(
+                    f"{self._folder} is being trained by process {owner.get('pid')} on {owner.get('host')} now; this process has stopped writing"
+                )
+            self._seen_owner_file = seen
         except (FileNotFoundError, NotADirectoryError) as error:
             if not self._folder.is_dir():
                 raise self._lost_error(f"{self._folder} is gone") from error
         except OSError:
             return
-
-    def _check_owner(self) -> None:
-        status = os.stat(self._folder / OWNER_FILE, follow_symlinks=False)
-        if (seen := (status.st_ino, status.st_mtime_ns)) == self._seen_owner_file:
-            return
-        owner = read_json_object(self._folder / OWNER_FILE)
-        if owner and self._owner and not ownership.is_same_process(owner, self._owner):
-            raise LostRunDirError(
-                f"{self._folder} is being trained by process {owner.get('pid')} on {owner.get('host')} now; this process has stopped writing"
-            )
-        self._seen_owner_file = seen
 
     def _restore(self) -> None:
         try:
@@ -166,14 +163,14 @@ def _has_living_owner(owner: Mapping[str, Any]) -> bool:
 
 def busy_error(folder: Path, kind: str = "run") -> UserError:
     message, fix = BUSY[kind]
-    return UserError(f"{message} {describe_holder(folder)}", str(folder), fix)
+    return UserError(f"{message} {describe_holder(folder)}", folder, fix)
 
 
 def unusable_error(folder: Path, error: OSError, kind: str = "run") -> UserError:
     fix = f"place the {kind} in another directory with hydra.{kind}.dir=DIR"
     if (folder / "checkpoints").exists():  # it is resumed, and stays in its directory
         fix = f"copy it to another disk: cp -r {shlex.quote(str(folder))} DIR, and continue there: resume=DIR"
-    return UserError(f"the {kind} directory cannot be used: {describe_disk_error(error, folder)}", str(folder), fix)
+    return UserError(f"the {kind} directory cannot be used: {describe_disk_error(error, folder)}", folder, fix)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -51,6 +52,7 @@ STATUS_OF_OUTCOME = {Outcome.DIVERGED: Outcome.FAILED, Outcome.PAUSED: Outcome.I
 MAX_ERROR = 4_000  # characters of an error that are recorded: its beginning and its end
 
 
+@dataclass(eq=False)
 class RunMetadata:
     """The metadata of a run directory whose lock this process holds.
 
@@ -59,18 +61,13 @@ class RunMetadata:
 
     opened: ClassVar[dict[Path, RunMetadata]] = {}  # what `open` has returned in this process, by run directory
 
-    def __init__(
-        self,
-        folder: Path,
-        lock: RunLock | None,
-        fields: dict[str, Any],
-        owns_folder: bool = True,
-        is_writer: bool = True,
-    ):
-        self.folder, self.fields, self._lock = folder, fields, lock
-        self._owns_folder, self.is_writer = owns_folder, is_writer
-        self._is_new_dir = False  # whether this launch has created the directory
-        self._names_before: list[str] | None = None  # names in the directory before this launch; None: it held a run
+    folder: Path
+    lock: RunLock | None
+    fields: dict[str, Any]
+    owns_folder: bool = True
+    is_writer: bool = True
+    is_new_dir: bool = False  # whether this launch has created the directory
+    names_before: list[str] | None = None  # names in the directory before this launch; None: it held a run
 
     @staticmethod
     def read(folder: Path) -> dict[str, Any]:
@@ -93,7 +90,7 @@ class RunMetadata:
         if resume and not holds_run(folder):
             raise UserError(
                 "this directory holds no run: there is no run.json",
-                str(folder),
+                folder,
                 "give a run directory, e.g. resume=last",
             )
         check_run_files(folder)
@@ -109,8 +106,8 @@ class RunMetadata:
             for parent in (folder, folder / "checkpoints"):
                 if parent.is_dir():
                     remove_temp(parent)
-            metadata = cls(folder, lock, fields)
-            metadata._is_new_dir, metadata._names_before = is_new_dir, names if is_new_run else None
+            before = names if is_new_run else None
+            metadata = cls(folder, lock, fields, is_new_dir=is_new_dir, names_before=before)
             for message in recovered:
                 print_note(f"resume: {message}")
             if recovered:
@@ -142,8 +139,8 @@ class RunMetadata:
 
     def allow_ranks(self, keep: int = 1) -> None:
         """Shrink the lock of this process to `keep` bytes, so that ranks can lock theirs with `attach`."""
-        assert self._lock is not None
-        self._lock.shrink(keep)
+        assert self.lock is not None
+        self.lock.shrink(keep)
 
     def set_rank_pids(self, pids: list[int]) -> None:
         """Record the processes of the ranks for the error message of a second launch."""
@@ -252,14 +249,14 @@ class RunMetadata:
         """Raise LostRunDirError if the directory was moved, deleted, replaced, or taken by another launch since it was
         opened.
         """
-        if self._lock is not None:
-            self._lock.check()
+        if self.lock is not None:
+            self.lock.check()
 
     def follow_move(self) -> Path | None:
         """Return where the directory was moved to, if `check_owned` has found that; run.json is written there from now
         on.
         """
-        if self._lock is None or (folder := self._lock.follow_move()) is None:
+        if self.lock is None or (folder := self.lock.follow_move()) is None:
             return None
         self.opened[folder] = self.opened.pop(self.folder, self)
         self.folder = folder
@@ -289,14 +286,14 @@ class RunMetadata:
 
         If it existed before, or holds other files, what this launch has written.
         """
-        if self._names_before is None or self.fields["status"] != "new" or self._lock is None:
+        if self.names_before is None or self.fields["status"] != "new" or self.lock is None:
             return
         names = os.listdir(self.folder)
         if has_checkpoints(self.folder) or size_of(self.folder / "metrics.jsonl"):
             return
-        if self._is_new_dir and OWN_NAMES.issuperset(names):
+        if self.is_new_dir and OWN_NAMES.issuperset(names):
             return contents.remove_dir(self.folder)
-        for name in OWN_NAMES.intersection(names).difference(self._names_before):
+        for name in OWN_NAMES.intersection(names).difference(self.names_before):
             remove_quietly(self.folder / name)
 
     @classmethod
@@ -305,17 +302,17 @@ class RunMetadata:
         task.
         """
         for metadata in [*cls.opened.values()]:
-            if metadata._names_before is not None:
+            if metadata.names_before is not None:
                 metadata.discard_if_empty()
                 metadata.close()
 
     def close(self) -> None:
         """Release the lock. The operating system releases it too when the process ends."""
-        if self._lock is not None:
-            if self._owns_folder:
+        if self.lock is not None:
+            if self.owns_folder:
                 self.opened.pop(self.folder, None)
-            self._lock.release(self._owns_folder)
-            self._lock = None
+            self.lock.release(self.owns_folder)
+            self.lock = None
 
     def __enter__(self) -> Self:
         return self

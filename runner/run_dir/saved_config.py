@@ -27,7 +27,7 @@ def load_saved_config(folder: Path) -> dict[str, Any]:
     """Return the content of the saved config.yaml."""
     config = read_saved(folder / CONFIG_FILE, folder)
     if not isinstance(config, dict):  # killed before Hydra wrote it
-        raise UserError("the run has no saved config", str(folder / CONFIG_FILE), restore_hint(folder))
+        raise UserError("the run has no saved config", folder / CONFIG_FILE, restore_hint(folder))
     return config
 
 
@@ -40,7 +40,7 @@ def read_saved(path: Path, folder: Path) -> Any:
     try:
         return load_yaml(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"the saved config cannot be read: {error}", str(path), restore_hint(folder)) from error
+        raise UserError(f"the saved config cannot be read: {error}", path, restore_hint(folder)) from error
 
 
 def load_yaml(path: Path) -> Any:

@@ -21,9 +21,9 @@ from common.guarded_files import open_append
 from common.paths import REPO_ROOT
 from common.settings import check_at_least, check_choice, check_installed
 from runner.engine.device.cpu import THREADS_ENV, available_cores
+from runner.engine.device.signals import handled_signals
 from runner.launch import subprocesses
 from runner.launch.fork_server import ForkedProcess, ForkServer, ServerLostError
-from runner.launch.signals import handled_signals
 from runner.run_dir.lock import is_locked
 
 CONSOLE_LOG = "console.log"  # output of a job, all its attempts; in its run directory

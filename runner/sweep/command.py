@@ -25,9 +25,9 @@ from runner.config import compose, snapshot
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.literals import hydra_quote
 from runner.config.overrides import is_hydra_override
+from runner.engine.device.signals import StopFlag
 from runner.launch import torchrun
 from runner.launch.fork_server import TRAIN_SCRIPT
-from runner.launch.signals import StopFlag
 from runner.launch.subprocesses import POLL_SECONDS, failure_reason
 from runner.run_dir import contents
 from runner.run_dir.contents import has_diverged, has_started, size_of, timestamp

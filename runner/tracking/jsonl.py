@@ -39,12 +39,13 @@ class JsonlLog:
         content = found or b""
         kept, later = content[:position], content[position:]
         self._file = open_append(path)  # open as long as the run
-        if damage := inspect_log(path.stem, found, position, proof or LogChecksum()):
+        damage = inspect_log(path.stem, found, position, proof or LogChecksum()) if position else None
+        if damage:
             kept, later = b"".join(damage.kept), b"".join(damage.later)
             copy = keep_damaged(path.parent, path.name, content) if damage.dropped else ""
             self.recovered = f"{path.name} is {damage.state}: {damage.consequence(copy)}"
         self._hash = hashlib.sha256(kept)
-        for writer, lines in _by_attempt(later, attempt - 1).items():
+        for writer, lines in _by_attempt(later, attempt - 1).items() if later else ():
             _archive(path.with_name(f"{path.stem}.attempt{writer}.jsonl"), lines)
         if damage:
             self._replace(kept)

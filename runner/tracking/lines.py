@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 from common.errors import print_note, print_safely
@@ -51,29 +52,29 @@ class Console:
         """End what is drawn again and again."""
 
 
+@dataclass(eq=False)
 class LineConsole(Console):
     """Lines of text, or of JSON in ASCII: text of a model may hold control characters.
 
     A closed pipe or terminal does not stop training: train.log has every line.
     """
 
-    def __init__(self, stream: TextIO, is_json: bool = False) -> None:
-        self._stream: TextIO | None = stream
-        self._is_json = is_json
-        self._shown = 0.0  # when the current activity began, or was last mentioned
+    stream: TextIO | None
+    is_json: bool = False
+    _shown: float = 0.0  # when the current activity began, or was last mentioned
 
     def show(self, name: str, event: Event, text: str, numbers: str = "") -> None:
         if name != "progress" or self._is_due(event["done"], event["total"]):
-            self.write_line(json.dumps({"event": name, **event}) if self._is_json else text)
+            self.write_line(json.dumps({"event": name, **event}) if self.is_json else text)
 
     def write_line(self, text: str) -> None:
-        if self._stream is None:
+        if self.stream is None:
             return
-        encoding = self._stream.encoding or "utf-8"
+        encoding = self.stream.encoding or "utf-8"
         try:
-            print(text.encode(encoding, "backslashreplace").decode(encoding), file=self._stream, flush=True)
+            print(text.encode(encoding, "backslashreplace").decode(encoding), file=self.stream, flush=True)
         except (OSError, ValueError):
-            self._stream = None
+            self.stream = None
 
     def _is_due(self, done: int, total: int) -> bool:
         """Return whether to mention an activity now: it is neither new nor done, and was not mentioned for

@@ -22,10 +22,10 @@ def test_write_json_replaces_the_file_as_a_whole_or_leaves_it(tmp_path: Path) ->
     assert sorted(os.listdir(tmp_path)) == ["a folder", "run.json"]
 
 
-def test_write_new_file_joins_chunks_and_returns_their_checksum(tmp_path: Path) -> None:
-    entry = filesystem.write_new_file(tmp_path / "chunks", [b"one", memoryview(b"two"), bytearray(b""), b"three"])
+def test_write_hashed_file_joins_chunks_and_returns_their_checksum(tmp_path: Path) -> None:
+    entry = filesystem.write_hashed_file(tmp_path / "chunks", [b"one", memoryview(b"two"), bytearray(b""), b"three"])
     assert (
-        entry == filesystem.write_new_file(tmp_path / "joined", b"onetwothree")
+        entry == filesystem.write_hashed_file(tmp_path / "joined", b"onetwothree")
         and (tmp_path / "chunks").read_bytes() == b"onetwothree"
     )
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.errors import BadRowError
 from data.schemas.registry import SCHEMAS, detect_schema
 from data.schemas.text import example_weight
 from data.sources.files import Source
+from data.types import BadRowError
 
 ASK = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "ho"}

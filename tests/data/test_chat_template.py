@@ -5,8 +5,8 @@ import pytest
 from template_fixtures import ChatTemplate, decode_loss_spans
 
 from common.errors import UserError
-from data.errors import BadRowError
 from data.tokenize.tokenizer import Tokenizer
+from data.types import BadRowError
 
 SHIPPED = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
 CHAT = [

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.errors import BadRowError
 from data.schemas.columns import columns_override, columns_setting
 from data.schemas.registry import SCHEMAS, detect_schema, schema_of_source
 from data.sources.files import ReadOptions, Source
+from data.types import BadRowError
 from runner.config.literals import parse_value, quote_columns
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]

@@ -9,12 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from data.errors import BadRowError
 from data.sources.files import Source
 from data.tokenize.block import RowStats
 from data.tokenize.encoder import Encoder
 from data.tokenize.renderer import TOGETHER_SECONDS, RenderProcess
-from data.types import EncodingConfig
+from data.types import BadRowError, EncodingConfig
 
 
 def chat(*turns):

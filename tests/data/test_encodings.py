@@ -6,10 +6,10 @@ import json
 import pytest
 
 from common.errors import UserError
-from data.errors import BadRowError
 from data.sources import byte_stream
 from data.sources.byte_stream import check_encoding, guess_encodings, utf8_stream
 from data.sources.files import ReadOptions, Source
+from data.types import BadRowError
 
 TEXTS = {
     "zh": "我是一只猫，名字还没有。在哪里出生的，完全没有头绪。只记得在一个阴暗潮湿的地方喵喵地哭着。——在这里我第一次看见了人类这种东西。",

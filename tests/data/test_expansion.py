@@ -16,9 +16,9 @@ import pytest
 
 from common.errors import UserError
 from common.limits import allocating_at_most
-from data.errors import BadRowError
 from data.sources import byte_stream, tables
 from data.sources.files import Source
+from data.types import BadRowError
 
 MIB = 1 << 20
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from jinja2 import TemplateError
 
-from data.errors import BadRowError
 from data.tokenize import renderer
 from data.tokenize.renderer import Conversation, RenderProcess, Template, open_process
+from data.types import BadRowError
 
 MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
 SOURCE = "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ '>' if add_generation_prompt }}"

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from data.errors import BadRowError
 from data.schemas.messages import check_chat
 from data.schemas.registry import (
     SCHEMAS,
@@ -22,6 +21,7 @@ from data.schemas.registry import (
 from data.schemas.text import example_weight
 from data.sources.files import Source
 from data.store.cache import fingerprinted_files
+from data.types import BadRowError
 
 CALL = {"name": "weather", "arguments": {"town": "Pell"}}
 CALLED = {"type": "function", "function": CALL}

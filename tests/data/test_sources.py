@@ -19,11 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from data.errors import BadRowError
 from data.sources import byte_stream, json_text
 from data.sources.files import ReadOptions, Source, open_entry
 from data.sources.splits import EVALUATION_SPLITS
 from data.sources.tables import read_arrow
+from data.types import BadRowError
 
 ROWS = [{"text": "one\u2028still one"}, {"text": 'tab\t, "quotes"\nand a line'}, {"text": "二"}]
 

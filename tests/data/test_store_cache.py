@@ -21,13 +21,12 @@ from common import paths
 from common.errors import UserError
 from common.file_lock import is_file_locked
 from common.filesystem import fs
-from data.errors import BadRowError
 from data.sources.files import ReadOptions, Source
 from data.store import cache as cache_module
 from data.store.cache import file_sha256_cached, load_or_build
 from data.store.reader import STORE_FILES, STORE_MANIFEST, TokenStore
 from data.tokenize.tokenizer import Tokenizer
-from data.types import EncodingConfig
+from data.types import BadRowError, EncodingConfig
 from runner.engine.device.compile import set_inductor_cache
 
 ROOT = Path(__file__).parents[2]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from template_fixtures import ChatTemplate, decode_loss_spans
 
-from data.errors import BadRowError
 from data.tokenize.tokenizer import Tokenizer
+from data.types import BadRowError
 
 SHIPPED = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
 TEMPLATES = Path(__file__).with_name("templates")

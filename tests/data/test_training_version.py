@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 from template_fixtures import ChatTemplate, decode_loss_spans
 
-from data.errors import BadRowError
 from data.tokenize import training_version
 from data.tokenize.jinja_sandbox import compile_template
 from data.tokenize.tokenizer import Tokenizer
 from data.tokenize.train import MIN_VOCAB_SIZE, train_bpe
 from data.tokenize.training_version import TRAINING_VERSIONS, TrainingVersion, apply_edits, template_sha256
+from data.types import BadRowError
 
 QUESTION, FOLLOW_UP, THIRD = ({"role": "user", "content": text} for text in ("2 + 2?", "And 3 + 3?", "Thanks?"))
 FOUR, SIX = (

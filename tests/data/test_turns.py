@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from data.batching.mixture import MixedRows, WeightedSource
-from data.errors import BadRowError
 from data.schemas.registry import SCHEMAS
 from data.sources.files import ReadOptions, Source
 from data.store.cache import load_or_build
-from data.types import EncodingConfig
+from data.types import BadRowError, EncodingConfig
 
 CALL = {"tool_calls": [{"name": "f", "arguments": {}}]}
 TURNS = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}

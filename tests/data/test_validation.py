@@ -8,8 +8,7 @@ import pytest
 
 from common.errors import UserError
 from data.batching.mixture import HoldoutSplit
-from data.store.writer import truncation_warning
-from data.tokenize.block import RowStats, round_up_length
+from data.tokenize.block import RowStats, round_up_length, truncation_warning
 from runner.engine.loop import start_or_resume
 
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from data.errors import BadRowError
+from data.types import BadRowError
 from runner.config.compose import compose_config
 from runner.engine.data_pipeline import rows_to_hold_out
 from runner.tracking.data_report import data_table

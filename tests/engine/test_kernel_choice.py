@@ -29,7 +29,7 @@ from runner.engine.autotune.kernel_choice import (
     shortest_times,
 )
 from runner.engine.device.compile import CompileDecision
-from runner.engine.device.stop import StopRequests, as_stop_requests
+from runner.engine.device.signals import StopRequests, as_stop_requests
 from runner.engine.loop import train
 from runner.engine.open_logs import run_summary
 from runner.engine.verify_resume import diff_run_dirs

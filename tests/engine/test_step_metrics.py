@@ -15,8 +15,8 @@ from runner.checkpoint import atomic_dir
 from runner.checkpoint.manager import newest_checkpoint
 from runner.engine import loop, step_metrics
 from runner.engine.device import precision
-from runner.engine.loop import train
-from runner.engine.step_metrics import Throughput, check_converged
+from runner.engine.loop import check_converged, train
+from runner.engine.step_metrics import Throughput
 from runner.engine.verify_resume import diff_run_dirs
 
 MOE = [

@@ -17,9 +17,9 @@ from common.errors import Interrupted, PeerLostError, StopRequested, resume_comm
 from common.file_lock import FileLock
 from models.generate import Sampler
 from runner.checkpoint.manager import newest_checkpoint
+from runner.engine.device.signals import StopFlag
 from runner.engine.loop import save_before_failure, train
 from runner.engine.verify_resume import diff_run_dirs
-from runner.launch.signals import StopFlag
 
 ROOT = Path(__file__).parents[2]
 HOLD_LOCK = """

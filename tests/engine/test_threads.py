@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -163,7 +164,7 @@ def test_busy_seconds_are_those_of_the_cores_of_this_process(tmp_path: Path, mon
 def test_threads_sleep_only_where_the_machine_cannot_be_watched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in spinning.WAIT_VARIABLES:
+    for name in (*spinning.WAIT_VARIABLES, "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     set_wait_policy()
     assert not any(name in os.environ for name in spinning.WAIT_VARIABLES)
@@ -174,6 +175,21 @@ def test_threads_sleep_only_where_the_machine_cannot_be_watched(
     monkeypatch.delenv("GOMP_SPINCOUNT")
     set_wait_policy()
     assert os.environ.pop("OMP_WAIT_POLICY") == "passive"
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # one thread waits for no other
+    set_wait_policy()
+    assert "OMP_WAIT_POLICY" not in os.environ
+
+
+@pytest.mark.parametrize(("threads", "is_watched"), [("1", False), ("2", True)])
+def test_load_is_watched_where_there_are_several_threads(
+    threads: str, is_watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in spinning.WAIT_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    monkeypatch.setattr(spinning, "read_busy_seconds", lambda: 0.0)
+    with spinning.adapt_spinning():
+        assert any(thread.name == "spin-control" for thread in threading.enumerate()) == is_watched
 
 
 def test_foreign_load_is_what_other_processes_use() -> None:

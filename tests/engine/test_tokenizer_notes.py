@@ -61,10 +61,15 @@ def test_texts_of_a_tokenizer_without_bos_begin_with_their_first_token(make_run,
     assert "the tokenizer has no bos_token: texts begin without one" in state.pipeline.notes
 
 
-def test_template_without_an_end_token_warns_before_the_first_step(make_run, changed_tokenizer) -> None:
-    state = make_run("sft", changed_tokenizer(PLAIN))
-    assert any(
-        "writes no end token" in warning and "<|im_end|> is added" in warning for warning in state.pipeline.warnings
-    )
+def test_template_without_an_end_token_warns_also_from_the_cache(
+    make_run, changed_tokenizer, monkeypatch, tmp_path: Path
+) -> None:
+    override = changed_tokenizer(PLAIN)
+    make_run("sft", override)
+    monkeypatch.setattr("data.tokenize.chat_template.ChatTemplate.__init__", lambda *_: pytest.fail("rendered again"))
+    moved = Path(override.partition("=")[2]).rename(tmp_path / "moved")
+    state = make_run("sft", f"data.tokenizer={moved}")
+    [warning] = [warning for warning in state.pipeline.warnings if "writes no end token" in warning]
+    assert "<|im_end|> is added" in warning and f"({state.tokenizer.folder}/chat_template.jinja)" in warning
     row = state.pipeline.train[0][0].sequences[0]
     assert row.ids[row.loss_mask][-1] == state.tokenizer.eos_id

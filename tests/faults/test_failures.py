@@ -172,7 +172,7 @@ FAULTS = {
         "MemoryError: in the optimizer",
     ),
     "metrics": (
-        lambda cache: in_call(loop, "log_metrics", lambda state, *args: state.progress.step == 7, lambda: fail(boom)),
+        lambda cache: in_call(loop, "log_step", lambda state, *args: state.progress.step == 7, lambda: fail(boom)),
         "step 7 cannot be saved, ",
         "boom",
     ),

@@ -19,8 +19,7 @@ from common.errors import UserError
 from data.tokenize.tokenizer import Tokenizer
 from runner.config.compose import compose_config
 from runner.engine.data_pipeline import build_data_pipeline
-from runner.inference.inspect_rows import RowsConfig, inspect_rows, length_histogram
-from runner.inference.token_view import TokenSpan, TokenView, token_spans
+from runner.inference.inspect_rows import RowsConfig, TokenSpan, TokenView, inspect_rows, length_histogram, token_spans
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = Tokenizer.load(ROOT / "data" / "samples" / "tokenizer")

@@ -32,8 +32,8 @@ from common.errors import (
 from runner.config.compose import compose_config
 from runner.engine.device import cpu, distributed
 from runner.engine.device.distributed import RENDEZVOUS_ENV
+from runner.engine.device.signals import SignalForwarder, StopFlag
 from runner.launch import local_ranks, subprocesses, torchrun, train_process
-from runner.launch.signals import SignalForwarder, StopFlag
 from runner.run_dir.metadata import RunMetadata
 
 ROOT = Path(__file__).parents[2]

@@ -37,9 +37,9 @@ from data.store import cache
 from data.store.writer import StoreWriter
 from runner.checkpoint.manager import CheckpointManager
 from runner.engine import build, evaluation, loop
+from runner.engine.device.signals import DUPLICATE_SIGNAL_WINDOW, StopFlag, handled_signals
 from runner.engine.verify_resume import diff_run_dirs
 from runner.launch import run as run_module
-from runner.launch.signals import DUPLICATE_SIGNAL_WINDOW, StopFlag, handled_signals
 from runner.run_dir.metadata import RunMetadata
 
 PHASES = ("start-up", "step", "save", "evaluation", "samples", "tokenizing", "end")

@@ -17,16 +17,16 @@ from pathlib import Path
 import pytest
 
 from common.errors import StopRequested
-from runner.launch import signals
-from runner.launch.signals import STOP_SIGNALS, CtrlC, SignalForwarder, StopFlag
+from runner.engine.device import signals
+from runner.engine.device.signals import STOP_SIGNALS, CtrlC, SignalForwarder, StopFlag
 
 ROOT = Path(__file__).parents[2]
 # every further signal is a second request, however soon it comes
-NO_DUPLICATES = "from runner.launch import signals; signals.DUPLICATE_SIGNAL_WINDOW = -1.0"
+NO_DUPLICATES = "from runner.engine.device import signals; signals.DUPLICATE_SIGNAL_WINDOW = -1.0"
 WAIT = f"""
 import sys, time; sys.path.insert(0, {str(ROOT)!r})
 {NO_DUPLICATES}
-from runner.launch.signals import StopFlag
+from runner.engine.device.signals import StopFlag
 with StopFlag() as stop:
     print("ready", flush=True)
     while not stop():
@@ -148,7 +148,7 @@ def in_c_code(block: str, setup: str = "") -> subprocess.Popen:
     program = f"""
 import ctypes, signal, sys; sys.path.insert(0, {str(ROOT)!r})
 {setup}
-from runner.launch.signals import CtrlC, StopFlag
+from runner.engine.device.signals import CtrlC, StopFlag
 with {block}:
     print("ready", flush=True)
     signal.siginterrupt(signal.SIGTERM, False), signal.siginterrupt(signal.SIGINT, False)

@@ -17,8 +17,7 @@ from engine_fixtures import require_product
 from fault_counts import only_full
 
 from common.errors import UserError
-from data.store.writer import measure_truncation
-from data.tokenize.block import RowStats
+from data.tokenize.block import RowStats, measure_truncation
 from models.language_model import create_model
 from models.lora import add_lora
 from runner.config.compose import compose_config

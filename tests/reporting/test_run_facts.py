@@ -14,8 +14,7 @@ import pytest
 from report_fixtures import eval_record, make_run, page_data, train_record
 
 from common.ownership import process_id
-from data.store.writer import truncation_warning
-from data.tokenize.block import RowStats
+from data.tokenize.block import RowStats, truncation_warning
 from runner.reporting import run_facts, runs
 from runner.reporting.compare import read_comparison
 from runner.reporting.run_facts import RunReport, run_text

@@ -19,7 +19,7 @@ from common.settings import setting_values
 from models.families.decoder import DecoderConfig
 from models.families.hf_config import write_hf_config
 from runner.config.compose import compose_tree, to_config, without_hydra
-from runner.engine.config import Config
+from runner.engine.config import UNNAMED_WEIGHTS, Config
 from runner.launch import initial_weights
 from runner.launch.initial_weights import adopt_model, check_model
 from runner.sweep.grid import PointComposer
@@ -68,7 +68,8 @@ def started(*typed: str) -> Config:
     tree = without_hydra(compose_tree(list(typed)))
     adopt_model(tree, list(typed))
     config = to_config(tree)
-    check_model(config)
+    if config.init_from not in UNNAMED_WEIGHTS:
+        check_model(config)
     return config
 
 

@@ -125,6 +125,15 @@ def test_auto_after_a_sweep_takes_its_best_job(
     )
 
 
+def test_folder_with_the_name_scratch_is_not_what_init_from_means(
+    sft: Config, day: Path, sweep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(sweep.rename(sweep.with_name("scratch")).parent)
+    assert resolved(dataclasses.replace(sft, init_from="scratch"), day) == "scratch"
+    assert resolve_model_overrides(["init_from=scratch"]) == ["init_from=scratch"]
+    assert resolve_model_overrides(["init_from=./scratch"]) == ["init_from='scratch/optimizer.lr=0.2'"]
+
+
 def test_sweep_as_init_from_means_its_best_job(
     sft: Config, day: Path, sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,8 +50,8 @@ def resolve_compile_mode(
     requested: str, planned_flops: float, device: torch.device, threads: int, has_experts: bool
 ) -> CompileDecision:
     """Return the mode for a run of `planned_flops`; `requested` is train.compile."""
-    check_compile_mode(requested, device.type)
     if device.type == "mps":
+        check_mps_compile(requested)
         return CompileDecision(
             "off", "off (auto: compiled layers are not used on mps)" if requested == "auto" else "off"
         )
@@ -72,9 +72,9 @@ def resolve_compile_mode(
     )
 
 
-def check_compile_mode(requested: str, device_type: str) -> None:
+def check_mps_compile(requested: str) -> None:
     """Raise UserError for compiled layers on mps: whether torch.compile gives exact gradients there was never tested."""
-    if device_type == "mps" and requested not in ("auto", "off"):
+    if requested not in ("auto", "off"):
         raise UserError(
             f"train.compile={requested} is not supported on mps", f"train.compile={requested}", "train.compile=off"
         )

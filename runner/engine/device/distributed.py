@@ -145,6 +145,19 @@ class DistributedContext:
         """Return the flag of rank 0."""
         return self.any(flag and self.is_rank_zero)
 
+    def check_agreement(self, facts: list[str]) -> None:
+        """Refuse ranks with other `facts` about checkpoint and data: another machine may see another run directory."""
+        for rank, own in enumerate(per_rank := self.gather(facts)):
+            if own != per_rank[0]:
+                differences = ", ".join(
+                    f"{its} (rank 0: {first})" for its, first in zip(own, per_rank[0], strict=True) if its != first
+                )
+                raise UserError(
+                    "the ranks see different runs or data",
+                    f"rank {rank}: {differences}",
+                    "make the run directory and the data visible under the same paths on every machine",
+                )
+
     def gather(self, value: Any) -> list[Any]:
         """Return the JSON values of all ranks, by rank."""
         if self.size == 1:

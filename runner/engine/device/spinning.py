@@ -19,21 +19,27 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 PROC_STAT, PROC_MAPS = Path("/proc/stat"), Path("/proc/self/maps")
-WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # set by the user: nothing is changed
+WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 SAMPLE_SECONDS = 0.25
 BUSY_CORES = 0.25  # use of the cores by other processes, beyond those that this process leaves free
 QUIET_SAMPLES, MAX_QUIET_SAMPLES = 4, 128  # readings without other load after which the threads spin again
 FIELDS = (1, 2, 3, 6, 7)  # user, nice, system, irq and softirq of a line of /proc/stat
 
 
+def _is_settled() -> bool:
+    """Return whether nothing is changed: the user has set it, or the one thread of this process waits for no other."""
+    return any(name in os.environ for name in WAIT_VARIABLES) or os.environ.get("OMP_NUM_THREADS") == "1"
+
+
 def set_wait_policy() -> None:
     """Let torch's threads sleep while they wait for each other where `adapt_spinning` cannot watch the machine; call
     before torch is imported.
     """
-    if not any(name in os.environ for name in WAIT_VARIABLES) and read_busy_seconds() is None:
+    if not _is_settled() and read_busy_seconds() is None:
         os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
@@ -55,12 +61,13 @@ def read_busy_seconds() -> float | None:
     return ticks / os.sysconf("SC_CLK_TCK") if ticks else None
 
 
+@dataclass(eq=False)
 class SleepingThreads:
     """While `start()`ed, this process has more OpenMP threads than cores, all of them idle, and no thread of it spins."""
 
-    def __init__(self, libraries: Sequence[ctypes.CDLL]) -> None:
-        self._libraries, self._is_over = libraries, threading.Event()
-        self._thread: threading.Thread | None = None
+    libraries: Sequence[ctypes.CDLL]
+    _is_over: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
 
     @property
     def is_started(self) -> bool:
@@ -82,7 +89,7 @@ class SleepingThreads:
 
     def _hold_team(self, is_over: threading.Event) -> None:
         """Run an empty parallel region: its threads belong to this one, wait for its next region, and end with it."""
-        for library in self._libraries:
+        for library in self.libraries:
             library.GOMP_parallel(
                 ctypes.cast(library.omp_get_thread_num, ctypes.c_void_p), None, library.omp_get_num_procs() + 1, 0
             )
@@ -106,20 +113,19 @@ def find_libgomp() -> list[ctypes.CDLL]:
     return libraries
 
 
+@dataclass(eq=False)
 class ForeignLoad:
     """Cores that other processes have used since the last reading."""
 
-    def __init__(
-        self,
-        busy: Callable[[], float | None] = read_busy_seconds,
-        own: Callable[[], float] = time.process_time,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._busy, self._own, self._clock = busy, own, clock
+    busy: Callable[[], float | None] = read_busy_seconds
+    own: Callable[[], float] = time.process_time
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._last = self._read()
 
     def _read(self) -> tuple[float, float, float]:
-        return self._busy() or 0.0, self._own(), self._clock()
+        return self.busy() or 0.0, self.own(), self.clock()
 
     def read(self) -> float:
         previous, self._last = self._last, self._read()
@@ -127,6 +133,7 @@ class ForeignLoad:
         return max(0.0, busy - own) / seconds if seconds > 0 else 0.0
 
 
+@dataclass(eq=False)
 class SpinControl:
     """Decides after each reading whether the threads sleep.
 
@@ -136,26 +143,27 @@ class SpinControl:
     back, and so on up to MAX_QUIET_SAMPLES: load that comes and goes would otherwise meet spinning threads each time.
     """
 
-    def __init__(self, sleeping: SleepingThreads, free_cores: Callable[[], int]) -> None:
-        self._sleeping, self._free_cores = sleeping, free_cores
-        # readings without other load: in a row, and before the threads spin again
-        self._quiet, self._needed = 0, QUIET_SAMPLES
+    sleeping: SleepingThreads
+    free_cores: Callable[[], int]
+    # readings without other load: in a row, and before the threads spin again
+    _quiet: int = 0
+    _needed: int = QUIET_SAMPLES
 
     def update(self, foreign_cores: float) -> None:
-        if foreign_cores > self._free_cores() + BUSY_CORES:
-            if not self._sleeping.is_started:
+        if foreign_cores > self.free_cores() + BUSY_CORES:
+            if not self.sleeping.is_started:
                 self._needed = (
                     QUIET_SAMPLES if self._quiet >= MAX_QUIET_SAMPLES else min(2 * self._needed, MAX_QUIET_SAMPLES)
                 )
             self._quiet = 0
-            self._sleeping.start()
+            self.sleeping.start()
             return
         self._quiet += 1
         if self._quiet >= self._needed:
-            self._sleeping.stop()
+            self.sleeping.stop()
 
     def close(self) -> None:
-        self._sleeping.stop()
+        self.sleeping.stop()
 
 
 @contextmanager
@@ -164,7 +172,7 @@ def adapt_spinning() -> Iterator[None]:
 
     The block imports torch, or has done so.
     """
-    if any(name in os.environ for name in WAIT_VARIABLES) or read_busy_seconds() is None:
+    if _is_settled() or read_busy_seconds() is None:
         yield
         return
     is_over = threading.Event()

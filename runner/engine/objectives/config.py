@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Optional
 
 from common.errors import UserError
@@ -119,14 +119,15 @@ class NextTokenConfig(StageConfig):
         return NextToken(model.input_layer if self.neftune_alpha else None, self.neftune_alpha)
 
 
+@dataclass(eq=False)
 class NextToken(Objective):
     """Cross-entropy, summed over the tokens with a label times their weight; the count is the sum of the weights.
 
     In training the output of `noisy_layer` gets the noise of NEFTune (https://arxiv.org/abs/2310.05914).
     """
 
-    def __init__(self, noisy_layer: nn.Module | None = None, neftune_alpha: float = 0.0) -> None:
-        self.noisy_layer, self.neftune_alpha = noisy_layer, neftune_alpha
+    noisy_layer: nn.Module | None = None
+    neftune_alpha: float = 0.0
 
     def count(self, batch: Batch) -> float:
         return batch.num_supervised_tokens if batch.loss_weights is None else batch.loss_weights.double().sum().item()

@@ -126,9 +126,7 @@ class MuonConfig(AdamWConfig):
 
 
 def check_mup(cfg: OptimizerConfig, model: ModelConfig, has_adapter: bool) -> None:
-    """Raise UserError where `optimizer.mup_base_width` is set and the factors are not known."""
-    if not cfg.mup_base_width:
-        return
+    """Raise UserError where the factors of `optimizer.mup_base_width` are not known."""
     if model.family != "decoder":
         problem = f"of model.family=decoder, got {model.family}"
     elif has_adapter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from common.errors import UserError
@@ -21,6 +22,7 @@ LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")  # in names of
 AVERAGE = "average"  # key of the average of a parameter in the state
 
 
+@dataclass(eq=False)
 class OptimizerGroup:
     """One torch optimizer or several (Muon and AdamW), used as one. State is keyed by parameter name.
 
@@ -29,11 +31,11 @@ class OptimizerGroup:
     min(ema_decay, (1 + n) / (10 + n)).
     """
 
-    steps_done = 0  # before the next one
-
-    def __init__(self, parts: list[Optimizer], names: dict[nn.Parameter, str], ema_decay: float = 0.0) -> None:
-        self.parts, self.names, self.ema_decay = parts, names, ema_decay
-        self.averages: dict[nn.Parameter, Tensor] = {}
+    parts: list[Optimizer]
+    names: dict[nn.Parameter, str]
+    ema_decay: float = 0.0
+    averages: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    steps_done: int = 0  # before the next one
 
     def set_lr(self, lr: float) -> None:
         for part in self.parts:
@@ -132,7 +134,7 @@ def build_optimizer(cfg: OptimizerConfig, model: nn.Module, num_layers: int, ema
     matrices = [p for p in hidden if p.ndim == 2]
     stacks = [p for p in hidden if p.ndim > 2]  # matrices of all experts, kernels of convolutions
     others = [p for p in names if p not in set(hidden)]
-    widths = width_factors(cfg, model)
+    widths = width_factors(cfg, model) if cfg.mup_base_width else {}
 
     def by_lr_scale(parameters: list[nn.Parameter], weight_decay: float) -> list[dict]:
         groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)  # by factor of the lr, weight decay

@@ -33,9 +33,7 @@ WIDTH_KEYS = (
 
 
 def width_factors(cfg: OptimizerConfig, model: nn.Module) -> dict[str, tuple[float, float]]:
-    """Return (factor of the initial weights, factor of the lr) by parameter name; {} without mup_base_width."""
-    if not cfg.mup_base_width:
-        return {}
+    """Return (factor of the initial weights, factor of the lr) by parameter name."""
     settings: Any = model.cfg  # a DecoderConfig
     growth: float = settings.hidden_size / cfg.mup_base_width
     output = "model.norm.weight" if settings.tie_word_embeddings else "lm_head.weight"
@@ -59,7 +57,7 @@ def scale_initial_weights(cfg: OptimizerConfig, model: nn.Module) -> None:
 
 def mup_warnings(cfg: OptimizerConfig, init_from: str) -> list[str]:
     """Return a line for a run that trains given weights on."""
-    if not cfg.mup_base_width or init_from == "scratch":
+    if init_from == "scratch":
         return []
     return [
         f"optimizer.mup_base_width={cfg.mup_base_width} scales learning rates and weight decay only: the weights of {init_from} stay as they are"

@@ -1,5 +1,5 @@
-"""Stop requests: SIGTERM, SIGINT, SIGUSR1 and SIGHUP set a flag that the engine reads between batches, or are forwarded
-to the ranks.
+"""Stop requests: SIGTERM, SIGINT, SIGUSR1 and SIGHUP set a flag that the engine polls between batches, raise within work
+that may be abandoned anywhere, or are forwarded to the ranks.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from common.errors import INTERRUPTED_BY_USER, INTERRUPTED_MESSAGE, StopRequested
+from runner.engine.device.distributed import DistributedContext
 from runner.engine.device.heartbeat import beat
-from runner.engine.device.stop import StopRequests
 from runner.tracking.bar import DUMB_TERMINALS
 
 # SIGUSR1: Slurm, before the time limit; SIGHUP: the terminal was closed
@@ -29,6 +30,7 @@ SHOW_CURSOR = "\x1b[?25h\n"
 ERASE_LINE = "\r\x1b[2K"  # of a progress bar, which is drawn again below the message
 RAISE_AGAIN_SECONDS = 0.01  # after an exception that Python has ignored
 C_CODE_SECONDS = 1.0  # after which Ctrl-C ends a command that does not hear it
+T = TypeVar("T")
 WATCHER_END = 0  # in place of a signal: the end of a _SignalWatcher
 
 
@@ -67,26 +69,6 @@ def _above_stderr(descriptor: int) -> int:
     duplicate = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, STDERR + 1)
     os.close(descriptor)
     return duplicate
-
-
-class _SignalHandler:
-    """Install `_handle` for `handled_signals()` and restore the previous handlers on exit."""
-
-    def __init__(self) -> None:
-        self._previous: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Self:
-        assert threading.current_thread() is threading.main_thread(), "Python delivers signals to the main thread only"
-        for number in handled_signals():
-            self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        raise NotImplementedError
 
 
 class _SignalWatcher:
@@ -128,6 +110,70 @@ class _SignalWatcher:
             os.close(end)
 
 
+class _SignalHandler:
+    """Install `_handle` for `_signals()` and restore the previous handlers on exit. Meanwhile a thread calls `_receive`,
+    also while the main thread is in C code.
+    """
+
+    has_watcher = True
+    _signals = staticmethod(handled_signals)
+
+    def __enter__(self) -> Self:
+        assert threading.current_thread() is threading.main_thread(), "Python delivers signals to the main thread only"
+        self._previous = {number: signal.signal(number, self._handle) for number in self._signals()}
+        self._watcher = _SignalWatcher(self._receive) if self.has_watcher else None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if self._watcher is not None:
+            self._watcher.close()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        raise NotImplementedError
+
+    def _receive(self, number: int) -> None:
+        raise NotImplementedError
+
+
+@dataclass(eq=False)
+class StopRequests:
+    """Called, it returns whether this process has been asked to stop; `StopFlag` is the one that signals set."""
+
+    is_requested: Callable[[], bool] = lambda: False
+    started: float = field(default_factory=time.monotonic)
+    pending_work: str = "at the start"  # what a request waits for, in its acknowledgement: "stopping ..."
+
+    def __call__(self) -> bool:
+        return self.is_requested()
+
+    def is_out_of_time(self, max_hours: float) -> bool:
+        """Return whether this launch has lasted `max_hours`; 0: no limit."""
+        return 0 < max_hours <= (time.monotonic() - self.started) / 3600
+
+    @contextmanager
+    def interrupting(self, pending_work: str) -> Iterator[None]:
+        """Run a block that a request ends at once, wherever it is, with StopRequested.
+
+        Nothing in the block may need to be completed.
+        """
+        with self.working_on(pending_work):
+            if self():
+                raise StopRequested
+            yield
+
+    @contextmanager
+    def working_on(self, pending_work: str) -> Iterator[None]:
+        """Name what a request waits for while the block runs."""
+        before, self.pending_work = self.pending_work, pending_work
+        try:
+            yield
+        finally:
+            self.pending_work = before
+
+
+@dataclass(eq=False)
 class StopFlag(_SignalHandler, StopRequests):
     """`with StopFlag() as stop:` then `stop()` is true once a stop signal has arrived.
 
@@ -136,29 +182,15 @@ class StopFlag(_SignalHandler, StopRequests):
     `announces`: the first signal is acknowledged on stderr, with what it waits for.
     """
 
-    def __init__(self, announces: bool = False) -> None:
-        _SignalHandler.__init__(self)
-        StopRequests.__init__(self)
-        self._announces = announces
-        self.signal: signal.Signals | None = None
-        self._time = 0.0  # of the first signal
-        self._interrupts = False
-        self._repeats = 0  # signals that this process has sent to itself
-        self._watcher: _SignalWatcher | None = None
+    announces: bool = False
+    signal: signal.Signals | None = None
+    _time: float = 0.0  # of the first signal
+    _interrupts: bool = False
+    _repeats: int = 0  # signals that this process has sent to itself
 
     def __call__(self) -> bool:
         beat()
         return self.signal is not None
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        self._watcher = _SignalWatcher(self._receive)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        if self._watcher is not None:
-            self._watcher.close()
 
     @contextmanager
     def interrupting(self, pending_work: str) -> Iterator[None]:
@@ -217,7 +249,7 @@ class StopFlag(_SignalHandler, StopRequests):
         elif not self._time:
             self._time = now
             self.signal = self.signal or signal.Signals(number)
-            if self._announces:
+            if self.announces:
                 _acknowledge(number, self.pending_work)
         elif now - self._time > DUPLICATE_SIGNAL_WINDOW:
             _exit_now(128 + number)  # the last checkpoint is intact, and the kernel releases the lock
@@ -228,20 +260,9 @@ class CtrlC(_SignalHandler):
     not leave C code, e.g. that of the training of a tokenizer, it ends the process after a second.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._handled = 0.0  # when the main thread last ran the handler
-        self._watcher: _SignalWatcher | None = None
+    _handled = 0.0  # when the main thread last ran the handler
 
-    def __enter__(self) -> Self:
-        self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)
-        self._watcher = _SignalWatcher(self._receive)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        if self._watcher is not None:
-            self._watcher.close()
+    _signals = staticmethod(lambda: [signal.SIGINT])
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._handled = time.monotonic()
@@ -264,8 +285,9 @@ class SignalForwarder(_SignalHandler):
     them.
     """
 
+    has_watcher = False
+
     def __init__(self) -> None:
-        super().__init__()
         self.last = 0  # number of the newest signal
         self._times: list[float] = []
         self._processes: list[subprocess.Popen] = []
@@ -297,3 +319,21 @@ class SignalForwarder(_SignalHandler):
     def _send(self, number: int) -> None:
         for process in self._processes:
             process.send_signal(number)
+
+
+def as_stop_requests(stop_requested: Callable[[], bool]) -> StopRequests:
+    return stop_requested if isinstance(stop_requested, StopRequests) else StopRequests(stop_requested)
+
+
+def do_unless_stopped(dist: DistributedContext, stop: StopRequests, work: Callable[[], T]) -> T:
+    """Return what `work`, a preparation without any collective, returns.
+
+    Raises StopRequested on every rank if some rank is asked to stop meanwhile. No context manager: a signal within one
+    would leave the others in the collective.
+    """
+    results: list[T] = []
+    with suppress(StopRequested), stop.interrupting("before the first step"):
+        results.append(work())
+    if dist.any(stop()) or not results:
+        raise StopRequested
+    return results[0]
