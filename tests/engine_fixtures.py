@@ -19,7 +19,7 @@ from warm_programs import WarmPrograms, warm_programs
 
 from common.file_lock import FileLock
 from data.tokenize import tokenizer
-from runner.config.compose import check_all_read, compose_tree, section_class, section_object, without_hydra
+from runner.config.compose import compose_tree, to_config, without_hydra
 from runner.engine import build
 from runner.engine.build import build_run
 from runner.engine.config import Config
@@ -100,7 +100,7 @@ def overrides_for(tmp_path: Path) -> Callable[..., list[str]]:
 
 def composed(*overrides: str) -> Config:
     """Return what `compose_config` returns; Hydra, which takes half the time of a small run, composes each set of group
-    options once, and OmegaConf types each set of values of a section once.
+    options once.
     """
     options = [override for override in overrides if "." not in override.partition("=")[0]]
     values = copy.deepcopy(_composed_values(*options))
@@ -108,19 +108,7 @@ def composed(*overrides: str) -> Config:
         *sections, name = key.split(".")
         # a later override may be of a part of it
         functools.reduce(lambda section, inner: section[inner], sections, values)[name] = copy.deepcopy(value)
-    check_all_read(values)
-    sections = {
-        key: copy.deepcopy(_typed_section(key, section_class(key, value), json.dumps(value)))
-        for key, value in values.items()
-        if isinstance(value, dict)
-    }
-    return Config(**(values | sections))
-
-
-@functools.cache
-def _typed_section(key: str, cls: type, values: str) -> Any:
-    """Return the section as `cls`, the class that `values`, as JSON, choose; that of a plugin is another in each test."""
-    return section_object(key, json.loads(values))
+    return to_config(values)
 
 
 @functools.cache
