@@ -100,7 +100,7 @@ def overrides_for(tmp_path: Path) -> Callable[..., list[str]]:
 
 def composed(*overrides: str) -> Config:
     """Return what `compose_config` returns; Hydra, which takes half the time of a small run, composes each set of group
-    options once, and OmegaConf types each set of values of a section once.
+    options once.
     """
     options = [override for override in overrides if "." not in override.partition("=")[0]]
     values = copy.deepcopy(_composed_values(*options))
@@ -108,7 +108,7 @@ def composed(*overrides: str) -> Config:
         *sections, name = key.split(".")
         # a later override may be of a part of it
         functools.reduce(lambda section, inner: section[inner], sections, values)[name] = copy.deepcopy(value)
-    return to_config(values, shares_sections=True)
+    return to_config(values)
 
 
 @functools.cache

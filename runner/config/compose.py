@@ -144,18 +144,16 @@ def without_hydra(tree: DictConfig) -> DictConfig:
     return OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
 
 
-def to_config(tree: DictConfig | dict[str, Any], shares_sections: bool = False) -> Config:
+def to_config(tree: DictConfig | dict[str, Any]) -> Config:
     """Return the settings in `tree` as dataclasses, whose own checks run here.
 
-    Raises UserError. A plain dict has no interpolations. `shares_sections`: a section that was converted before is not
-    converted again, for the many jobs of a sweep.
+    Raises UserError. A plain dict has no interpolations.
     """
     check_imported(tree.get("plugins") or [])
     values = tree if isinstance(tree, dict) else cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True))
     check_all_read(values)
     with suppress(Exception):  # what is refused is refused below, by its whole key
-        if shares_sections:
-            return _config_of_sections(values)
+        return _config_of_sections(values)
     merged = merge_into_schema(values)
     check_no_missing(merged)
     config = OmegaConf.to_object(merged)

@@ -223,7 +223,7 @@ class PointComposer:
         overrides = tuple(to_overrides(point))
         if overrides not in self._configs:
             with translating_hydra_errors([*self.shared, *overrides]):
-                self._configs[overrides] = to_config(self.tree(point), shares_sections=True)
+                self._configs[overrides] = to_config(self.tree(point))
         return self._configs[overrides]
 
     def checked_configs(self, points: list[GridPoint]) -> list[Config]:

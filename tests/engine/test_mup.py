@@ -100,7 +100,7 @@ def change(model: Any, optimizers: OptimizerGroup, lr: float) -> dict[str, Tenso
     return {"residual": found[-1] - found[0], "logits": logits[1] - logits[0]}
 
 
-@pytest.mark.parametrize(("optimizer", "lr"), [("adamw", 4e-3), ("muon", 2e-2)])
+@pytest.mark.parametrize(("optimizer", "lr"), [("adamw", 4e-3), pytest.param("muon", 2e-2, marks=pytest.mark.slow)])
 def test_mup_changes_of_activations_do_not_grow_with_the_width(optimizer: str, lr: float) -> None:
     slopes = {}
     for base in (0, 64):

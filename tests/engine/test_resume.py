@@ -97,7 +97,7 @@ def test_resume_after_max_hours_is_bitwise_equal(make_run):
     assert saved[0].keys() == saved[1].keys() and all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
 
 
-@pytest.mark.parametrize("save_every", ["4", "5"])
+@pytest.mark.parametrize("save_every", [pytest.param("4", marks=pytest.mark.slow), "5"])
 def test_resume_after_every_pause_is_bitwise_equal(make_run, save_every):
     """Evaluations after steps 4, 8 and 12: 0.3 and 0.5 are passed at 4 and 8; the last step is no pause."""
     common = [*TWO_EPOCHS, "model.dropout=0.1", f"train.save_every={save_every}"]

@@ -34,7 +34,7 @@ def records(state, kind="eval"):
     return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
-@pytest.mark.parametrize("packing", ["none", "best_fit"])
+@pytest.mark.parametrize("packing", [pytest.param("none", marks=pytest.mark.slow), "best_fit"])
 def test_numbers_of_each_set_are_those_of_a_run_with_this_set_alone(make_run, sets, packing):
     paths, override = sets
     options = [*RUN, f"data.packing={packing}"]

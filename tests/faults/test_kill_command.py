@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fault_counts import faults
 
 from runner.checkpoint.atomic_dir import newest_valid
 from runner.engine.verify_resume import diff_run_dirs
@@ -22,7 +23,7 @@ KILLS = int(os.environ.get("KILLS", "4"))
 TIMEOUT = 300  # seconds
 OVERRIDES = [
     "stage=pretrain", "init_from=scratch", "model.hidden_size=32", "model.num_hidden_layers=2", "model.head_dim=8", "model.intermediate_size=64", "model.max_position_embeddings=128",
-    "model.dropout=0.1", "data.max_length=64", "data.num_workers=2", "data.val_path=null", "data.val_fraction=0.2", "train.batch_size=2", "train.max_steps=150", "train.log_every=1",
+    "model.dropout=0.1", "data.max_length=64", "data.num_workers=2", "data.val_path=null", "data.val_fraction=0.2", "train.batch_size=2", f"train.max_steps={faults(60, full=150)}", "train.log_every=1",
     "train.save_every=3", "train.eval_every=10", "train.sample_every=0", "device=cpu",
 ]  # fmt: skip
 Launch = Callable[..., subprocess.Popen]
@@ -109,7 +110,7 @@ def wait_for(child: subprocess.Popen, condition: Callable[[], object], seconds: 
     """Return when the condition holds, the child has ended, or the seconds are over."""
     deadline = time.monotonic() + seconds
     while child.poll() is None and time.monotonic() < deadline and not condition():
-        time.sleep(0.002)
+        time.sleep(0.005)
 
 
 @pytest.mark.slow(long=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -44,6 +44,7 @@ def folder(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@cache
 def reference_of(folder: Path) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
     """Return rows of tokens, the losses of their next tokens, and the gradients of the sum, as transformers computes
     them row by row.

@@ -59,28 +59,26 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-@pytest.mark.parametrize(
-    ("script", "code", "output"),
-    [
-        ("print('hello', sys.argv[1][:7], __name__)", 0, "hello resume= __main__\n"),
-        ("import atexit; atexit.register(print, 'end')", 0, "end\n"),
-        ("raise KeyError('missing')", 1, "KeyError: 'missing'\n"),
-        ("sys.exit(3)", 3, ""),
-        ("sys.exit('refused')", 1, "refused\n"),
-        ("os._exit(9)", 9, ""),
-        ("os.kill(os.getpid(), 9)", -9, ""),
-        ("import ctypes; ctypes.string_at(0)", -11, ""),
-        ("import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20)); bytearray(1 << 30)", 1, "MemoryError\n"),
-    ],
-)  # fmt: skip
-def test_fork_ends_as_a_cold_start_does_and_the_next_one_starts(
-    submit: Any, tmp_path: Path, script: str, code: int, output: str
-) -> None:
-    backend, job = submit(script)
-    assert isinstance(job.process, fork_server.ForkedProcess)
-    assert end_of(backend, job) == code
-    assert (tmp_path / "run" / CONSOLE_LOG).read_text().endswith(output)
-    assert end_of(*submit("pass", "next")) == 0
+ENDS: list[tuple[str, int, str]] = [
+    ("print('hello', sys.argv[1][:7], __name__)", 0, "hello resume= __main__\n"),
+    ("import atexit; atexit.register(print, 'end')", 0, "end\n"),
+    ("raise KeyError('missing')", 1, "KeyError: 'missing'\n"),
+    ("sys.exit(3)", 3, ""),
+    ("sys.exit('refused')", 1, "refused\n"),
+    ("os._exit(9)", 9, ""),
+    ("os.kill(os.getpid(), 9)", -9, ""),
+    ("import ctypes; ctypes.string_at(0)", -11, ""),
+    ("import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20)); bytearray(1 << 30)", 1, "MemoryError\n"),
+    ("pass", 0, ""),
+]  # fmt: skip
+
+
+def test_fork_ends_as_a_cold_start_does_and_the_next_one_starts(submit: Any, tmp_path: Path) -> None:
+    for number, (script, code, output) in enumerate(ENDS):
+        backend, job = submit(script, f"run{number}")
+        assert isinstance(job.process, fork_server.ForkedProcess)
+        assert end_of(backend, job) == code, script
+        assert (tmp_path / f"run{number}" / CONSOLE_LOG).read_text().endswith(output), script
 
 
 def test_fork_has_what_a_cold_start_has(submit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,20 +112,20 @@ with open("facts.json", "w") as file:
     assert facts[0]["env"]["CUDA_VISIBLE_DEVICES"] == "3"
 
 
-@pytest.mark.parametrize(
-    "env",
-    [
-        {"OMP_NUM_THREADS": "7"},
-        {PLUGINS_ENV: "[]"},
-        {HYDRA_CONFIG_ENV: json.dumps({"job": {"env_set": {"OMP_NUM_THREADS": "7"}}})},
-        {HYDRA_CONFIG_ENV: json.dumps({"callbacks": {"mine": {}}})},
-    ],
-)
-def test_job_that_would_differ_in_a_fork_starts_cold(submit: Any, env: dict[str, str]) -> None:
+DIFFERENT: list[dict[str, str]] = [
+    {"OMP_NUM_THREADS": "7"},
+    {PLUGINS_ENV: "[]"},
+    {HYDRA_CONFIG_ENV: json.dumps({"job": {"env_set": {"OMP_NUM_THREADS": "7"}}})},
+    {HYDRA_CONFIG_ENV: json.dumps({"callbacks": {"mine": {}}})},
+]
+
+
+def test_job_that_would_differ_in_a_fork_starts_cold(submit: Any) -> None:
     assert isinstance(submit("pass", "first")[1].process, fork_server.ForkedProcess)
-    backend, job = submit("pass", **env)
-    assert not isinstance(job.process, fork_server.ForkedProcess)
-    assert end_of(backend, job) == 0
+    for number, env in enumerate(DIFFERENT):
+        backend, job = submit("pass", f"run{number}", **env)
+        assert not isinstance(job.process, fork_server.ForkedProcess), env
+        assert end_of(backend, job) == 0
 
 
 def test_fork_gets_the_config_of_its_own_job(submit: Any, tmp_path: Path) -> None:
@@ -148,20 +146,20 @@ def test_fork_that_is_canceled_saves(submit: Any, tmp_path: Path) -> None:
     assert end_of(backend, job) == INTERRUPTED and read_run(tmp_path / "run")["status"] == "interrupted"
 
 
-@pytest.mark.parametrize("is_canceled", [False, True])
-def test_job_saves_and_continues_cold_when_its_fork_server_is_killed(
-    submit: Any, tmp_path: Path, is_canceled: bool
-) -> None:
+def test_job_saves_and_continues_cold_when_its_fork_server_is_killed(submit: Any, tmp_path: Path) -> None:
+    """A job that was canceled saves and does not continue."""
     script = f"if fields['attempt'] > 1: write('completed', 'completed'); sys.exit(0)\n{SAVES}"
-    backend, job = submit(script, forks=ForkServer())
-    wait_until((tmp_path / "run" / "ready").exists)
-    if is_canceled:
-        job.is_canceled = True
-    os.kill(parent_of(job.process.pid), signal.SIGKILL)
-    wait_until(lambda: read_run(tmp_path / "run")["status"] == "interrupted")
-    assert end_of(backend, job) == (INTERRUPTED if is_canceled else 0)
-    assert read_run(tmp_path / "run")["attempt"] == (1 if is_canceled else 2)
-    backend, job = submit("pass", "next", forks=backend._forks)
+    forks, jobs = ForkServer(), dict[str, tuple[LocalBackend, LocalJob]]()
+    for name in ("continued", "canceled"):
+        jobs[name] = submit(script, name, forks)
+        wait_until((tmp_path / name / "ready").exists)
+    jobs["canceled"][1].is_canceled = True
+    os.kill(parent_of(jobs["canceled"][1].process.pid), signal.SIGKILL)
+    for name, code, attempts in (("continued", 0, 2), ("canceled", INTERRUPTED, 1)):
+        wait_until(lambda name=name: read_run(tmp_path / name)["status"] == "interrupted")
+        assert end_of(*jobs[name]) == code
+        assert read_run(tmp_path / name)["attempt"] == attempts
+    backend, job = submit("pass", "next", forks=forks)
     assert not isinstance(job.process, fork_server.ForkedProcess) and end_of(backend, job) == 0
     backend.close()
 

@@ -273,7 +273,7 @@ def test_halving_sweep_goes_on_without_jobs_that_fail(
     assert attempts(tmp_path / "sweep")[0] == 1
 
 
-@pytest.mark.parametrize("retries", [0, 1])
+@pytest.mark.parametrize("retries", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_halving_records_the_pause_of_a_job_killed_at_its_rung(
     retries: int, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path
 ) -> None:

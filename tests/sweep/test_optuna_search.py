@@ -275,7 +275,7 @@ def test_optuna_prunes_jobs_at_rungs_and_counts_them(
     assert read_sweep(tmp_path / "sweep")["jobs"] == jobs
 
 
-@pytest.mark.parametrize("lost", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lost", [1, *(pytest.param(lines, marks=pytest.mark.slow) for lines in (2, 3))])
 def test_optuna_reports_each_rung_once_after_a_kill(
     optuna: Any, sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path, lost: int
 ) -> None:
