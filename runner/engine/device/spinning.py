@@ -30,7 +30,7 @@ QUIET_SAMPLES, MAX_QUIET_SAMPLES = 4, 128  # readings without other load after w
 FIELDS = (1, 2, 3, 6, 7)  # user, nice, system, irq and softirq of a line of /proc/stat
 
 
-def _is_settled() -> bool:
+def _is_fixed() -> bool:
     """Return whether nothing is changed: the user has set it, or the one thread of this process waits for no other."""
     return any(name in os.environ for name in WAIT_VARIABLES) or os.environ.get("OMP_NUM_THREADS") == "1"
 
@@ -39,7 +39,7 @@ def set_wait_policy() -> None:
     """Let torch's threads sleep while they wait for each other where `adapt_spinning` cannot watch the machine; call
     before torch is imported.
     """
-    if not _is_settled() and read_busy_seconds() is None:
+    if not _is_fixed() and read_busy_seconds() is None:
         os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
@@ -172,7 +172,7 @@ def adapt_spinning() -> Iterator[None]:
 
     The block imports torch, or has done so.
     """
-    if _is_settled() or read_busy_seconds() is None:
+    if _is_fixed() or read_busy_seconds() is None:
         yield
         return
     is_over = threading.Event()
