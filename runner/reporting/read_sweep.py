@@ -92,7 +92,7 @@ def _read_job(sweep: Path, recorded: dict[str, Any], folders: set[str]) -> JobRe
     if job.name not in folders:
         return job
     run, job.folder = Run.read(sweep / job.name), job.name
-    fields = run.fields
+    fields, job.began = run.fields, run.began
     job.extended = [*map(str, recorded["applied_overrides"])]
     if (status := _job_status(job.status, recorded, run)) != job.status:
         # error and loss of sweep.json belong to an earlier attempt
@@ -109,7 +109,8 @@ def _read_job(sweep: Path, recorded: dict[str, Any], folders: set[str]) -> JobRe
         trunk, step = run.branched_from
         given = {*read_override_list(Path(trunk) / OVERRIDES_FILE)}
         start = [f"init_from={trunk}@step-{step}", KEEP]
-        job.launches = [[*(each for each in launch if each not in given), *start] for launch in job.launches]
+        own = job.launches[1:] or job.launches  # the first one is that of the trunk
+        job.launches = [[*(each for each in launch if each not in given), *start] for launch in own]
     job.model, job.evaluation, job.evaluations = model_score(fields), fields["evaluation"], current_evaluations(fields)
     job.data_identity = fields["fingerprints"].get("data"), [file.get("read") for file in fields["data"]] or None
     job.started, job.ended = parse_time(recorded["started"]), parse_time(recorded["ended"])

@@ -137,11 +137,7 @@ class RunReport(Run):
     @property
     def labels(self) -> list[str]:
         """Return the stage and what the run began from."""
-        start = self.fields["init_from"]
-        began = "from random weights" if start == "scratch" else f"from {start}" if start else ""
-        if branched := self.branched_from:
-            began = f"branched from {branched[0]} at step {branched[1]:,}"
-        return [text for text in (self.fields["stage"], began) if text]
+        return [text for text in (self.fields["stage"], self.began) if text]
 
     @property
     def numbers(self) -> dict[str, str]:

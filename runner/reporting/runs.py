@@ -81,6 +81,14 @@ class Run:
         return None if step is None else (text_of(found.get("run"), MAX_TRUNK), int(step))
 
     @property
+    def began(self) -> str:
+        """What the run began from; empty where run.json does not say."""
+        if self.branched_from:
+            return "branched from {} at step {:,}".format(*self.branched_from)
+        start = text_of(self.fields["init_from"], MAX_TRUNK)
+        return "from random weights" if start == "scratch" else f"from {start}" if start else ""
+
+    @property
     def started(self) -> str:
         """When the run was first started: `started` of run.json is that of the newest attempt. The oldest of many
         attempts are not kept.

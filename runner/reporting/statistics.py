@@ -22,7 +22,7 @@ LEVEL = 0.95  # of all intervals together
 POWER = 0.8  # probability with which `needed_seeds` tell a difference of the observed size apart
 MAX_SEEDS = 1000
 MAX_LOSS = 1e100  # exclusive: the square of a larger one is not finite
-SHARED_SPREAD_POINTS = 8  # with several seeds, from which on the points of a sweep share their spread
+MIN_SHARING_POINTS = 8  # with several seeds, from which on the points of a sweep share their spread
 INTERVALS = 4000  # of the midpoint rule
 
 
@@ -51,12 +51,12 @@ def mean_std(values: Iterable[float | None]) -> MeanStd | None:
 
 def share_spread(points: Sequence[MeanStd]) -> list[MeanStd]:
     """Return the points of one sweep, each with at least the mean variance of all of them and a degree of freedom more,
-    where SHARED_SPREAD_POINTS have several seeds: two seeds of a point say little about its spread, those of all points more.
+    where MIN_SHARING_POINTS have several seeds: two seeds of a point say little about its spread, those of all points more.
 
     With fewer points, one that varies more than the others would be called different too often.
     """
     variances = [point.deviation**2 for point in points if point.deviation is not None]
-    if len(variances) < SHARED_SPREAD_POINTS:
+    if len(variances) < MIN_SHARING_POINTS:
         return [*points]
     least = math.sqrt(statistics.fmean(variances))
     return [

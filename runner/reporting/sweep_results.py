@@ -63,6 +63,7 @@ class JobResult:
     data_identity: tuple[Any, Any] = (None, None)  # fingerprint of the training data; rows of each file
     started: float | None = None  # of its newest attempt, by sweep.json, in seconds since 1970
     ended: float | None = None
+    began: str = ""  # what it began from: `branched from RUN at step 4`, weights
     differs_from: str = ""  # name of the job which has the same data overrides but was trained on other data
 
     @property

@@ -288,9 +288,9 @@ class HalvingSearch(RungSearch):
                 continue
             points.setdefault(point_of(job.overrides), []).append(job)
         self.points = list(points.values())
-        self.begun = [*map(self._begun, self.points)]  # rungs of each point
+        self.begun = [*map(self._count_begun_rungs, self.points)]  # rungs of each point
 
-    def _begun(self, jobs: list[SweepJob]) -> int:
+    def _count_begun_rungs(self, jobs: list[SweepJob]) -> int:
         """Return the rungs that the search has begun for a point: a job that was trained on by hand, by more processes
         than the sweep has started, does not decide for the other seeds.
         """

@@ -291,6 +291,8 @@ def test_branch_has_no_name_and_no_seconds_of_its_trunk(
     assert (run.name, run.note) == ("", "ours")
     assert run.metrics.last is not None and run.metrics.last.time < 7 and run.metrics.train.columns["seconds"][0] == 0
     assert len(run.metrics.train) == 9
+    if flags:  # train.max_steps is one of the sweep, not of a person who has resumed the job
+        assert [each.note for each in read_sweep_results(workspace / "run").jobs] == [""]
 
 
 def test_reports_name_the_trunk_of_a_branch(call: Call, trunk: Path, workspace: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from common.paths import REPO_ROOT
 from runner.reporting.statistics import (
-    MIN_POINTS,
+    MIN_SHARING_POINTS,
     MeanStd,
     difference_interval,
     is_different,
@@ -128,7 +128,7 @@ def test_points_that_share_their_spread_are_falsely_different_in_5_percent(noise
     rng, sweeps = random.Random(1), 400
     files = [file for file in RECORDED if file.stem == spread]
     recorded = [statistics.stdev(seeds) for seeds in recorded_losses(files[0])] if files else None
-    for count, seeds in ((MIN_POINTS, 2), (MIN_POINTS, 3), (16, 2), (16, 3)):
+    for count, seeds in ((MIN_SHARING_POINTS, 2), (MIN_SHARING_POINTS, 3), (16, 2), (16, 3)):
         wrong = 0
         for _ in range(sweeps):
             deviations = [

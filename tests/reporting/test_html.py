@@ -119,6 +119,17 @@ def test_html_header_has_status_counts_and_commands(tmp_path: Path) -> None:
     assert "Resume the sweep" not in text_of(page_of(write_sweep(tmp_path, diverged, status="failed")))
 
 
+def test_html_header_names_what_the_jobs_began_from(tmp_path: Path) -> None:
+    starts = [{"init_from": "scratch"}, {"init_from": HOSTILE}, {"branched_from": {"run": "/runs/a,b", "step": 4000}}]
+    jobs = [job({LR: str(number)}, training(2.0), run=start) for number, start in enumerate([*starts, starts[0]])]
+    page = page_of(write_sweep(tmp_path, jobs))
+    text = text_of(page)
+    assert text.count("branched from /runs/a,b at step 4,000") == text.count("from random weights") == 1
+    assert "<script>alert" not in page and "more" not in text.partition("done")[0]
+    many = [job({LR: str(number)}, training(2.0), run={"init_from": f"/run{number}"}) for number in range(9)]
+    assert "from /run3… 5 more" in text_of(page_of(write_sweep(tmp_path / "many", many)))
+
+
 def test_html_before_the_first_job_shows_all_jobs_as_waiting_and_reloads(tmp_path: Path) -> None:
     page = page_of(write_sweep(tmp_path, [job({LR: lr}, None, status="new") for lr in "123"], status="running"))
     assert (
