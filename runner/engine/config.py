@@ -46,7 +46,9 @@ EVAL_METRICS = Limit("a list of: exact_match", {"exact_match"}.issuperset, "[exa
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 BUDGET = re.compile(r"(?=[0.]*[1-9])(\d+(?:\.\d+)?(?:e\+?\d\d?)?)(s|m|h|tokens|flops)")
 BUDGET_LIMIT = Limit(
-    "a time, tokens or FLOPs: 30m, 2e9tokens, 1e17flops", lambda text: bool(BUDGET.fullmatch(text)), "30m"
+    "a time, tokens or FLOPs below 1e27: 30m, 2e9tokens, 1e17flops",
+    lambda text: (match := BUDGET.fullmatch(text)) is not None and float(match[1]) < 1e27,
+    "30m",
 )
 UNNAMED_WEIGHTS = ("auto", "scratch")  # values of init_from that name no weights
 TAG = re.compile(r"[\w.+:=-]+")

@@ -20,10 +20,11 @@ from runner.sweep.extend import STEPS_KEY
 from runner.sweep.halving import HalvingOptions, describe_cost, planned_cost
 from runner.sweep.spending import LAUNCHED, Budget
 
-KEY, SWEEPER_KEY = "sweep.budget=", "hydra/sweeper"
+KEY, SWEEPER_KEY, RUNG_KEY = "sweep.budget=", "hydra/sweeper", "hydra.sweeper.first_rung="
 EVAL_KEY = "train.eval_every"
 SEARCH_SHARE = 0.5  # of the budget, for the rungs: a machine that is slower while others use it still finishes them
-PLANNED_STEPS = 64  # train.max_steps of the jobs whose costs are asked for
+PLANNED_STEPS = 8  # between evaluations of the jobs whose costs are asked for
+MAX_STEPS = 10**9  # between evaluations
 START_SHARE = 0.3  # of the start of plan.py and of each of its trials, which is that of a job: jobs are forked
 FINE = 4  # evaluations up to the first rung; 1 where they would take more than EVAL_SHARE of the time
 EVAL_SHARE = 0.2
@@ -57,15 +58,18 @@ def with_budget(typed: list[str], is_multirun: bool) -> list[str]:
     if SWEEPER_KEY not in keys:
         others.append(f"{SWEEPER_KEY}=halving")
     tree, budget = compose_tree(grid.split_swept(others, is_grid=False)[0]), Budget.parse(text)
-    tree.sweep.budget = None if budget.unit == "flops" else text
+    tree.sweep.budget = "1tokens" if budget.unit == "flops" else text  # FLOPs become tokens below
     options, _ = validation.hydra_options(tree)
     assert isinstance(options, HalvingOptions)
+    if options.first_rung > 0.5:
+        rung = f"{RUNG_KEY}{options.first_rung}"
+        raise UserError("sweep.budget needs a first rung of at most half of the steps", rung, RUNG_KEY + "0.5")
     first = math.ceil(1 / options.first_rung)  # evaluations of a job that has one at each rung
     is_given = STEPS_KEY in keys
     if EVAL_KEY in keys and not is_given:
         fix = f"leave it out, or give {STEPS_KEY}, too"
         raise UserError(f"sweep.budget sets {EVAL_KEY}: an evaluation at each rung", EVAL_KEY, fix)
-    length = [] if is_given else [f"{STEPS_KEY}={PLANNED_STEPS}", f"{EVAL_KEY}={PLANNED_STEPS // first}"]
+    length = [] if is_given else [f"{STEPS_KEY}={PLANNED_STEPS * first}", f"{EVAL_KEY}={PLANNED_STEPS}"]
     began = time.monotonic()
     runs = planned_runs(["--multirun", *others, *length], is_timed=budget.unit == "s")
     if budget.unit == "flops":
@@ -73,18 +77,19 @@ def with_budget(typed: list[str], is_multirun: bool) -> list[str]:
     points = len({frozenset(each for each in run["name"].split() if key_of(each) != SEED_KEY) for run in runs})
     counts, full_runs = planned_cost(points, len(runs), options.eta, options.shares)
     cost, starts = mean_cost(runs, budget.unit, time.monotonic() - began), sum(counts) * len(runs) / points
+    elapsed, share = time.monotonic() - LAUNCHED if budget.unit == "s" else 0.0, 1.0 if is_given else SEARCH_SHARE
+    limit = share * (budget.amount - elapsed)
     if is_given:
         steps, chosen = statistics.fmean(run["data"]["steps"] for run in runs), list[str]()
-        limit, evaluations = budget.amount, float(first)
+        evaluations = float(first)
     else:
-        limit = SEARCH_SHARE * (budget.amount - (time.monotonic() - LAUNCHED if budget.unit == "s" else 0))
         available = (limit - starts * cost.start) / full_runs
         evaluations = FINE * first if FINE * first * (cost.evaluation + cost.step) <= EVAL_SHARE * available else first
-        every = max(1, int((available - evaluations * cost.evaluation) / cost.step / evaluations))
+        every = max(1, int(min(MAX_STEPS, (available - evaluations * cost.evaluation) / cost.step / evaluations)))
         steps, chosen = every * evaluations, [f"{STEPS_KEY}={every * evaluations}", f"{EVAL_KEY}={every}"]
     search = starts * cost.start + full_runs * (steps * cost.step + evaluations * cost.evaluation)
     if search > limit:
-        least = budget._replace(amount=search / limit * budget.amount)
+        least = budget._replace(amount=1.1 * (search / share + elapsed))
         raise UserError(
             f"the rungs alone cost about {budget.describe(search)}: {describe_cost(points, len(runs), options.eta, options.shares)}, of {steps:.0f} steps each",
             KEY + text,

@@ -76,6 +76,11 @@ class JobResult:
         return "diverged" if self.diverged and self.status in ("completed", "failed") else self.status
 
     @property
+    def is_open(self) -> bool:
+        """Whether the job may still get a result."""
+        return self.status not in ("completed", "failed")
+
+    @property
     def manual_overrides(self) -> list[str]:
         """The newest override per key that a later launch added and the sweep did not give."""
         first, *later = self.launches
@@ -341,11 +346,12 @@ def differs_from_best(score: MeanStd, scores: Sequence[MeanStd], planned_seeds: 
 def aggregate_row(jobs: list[JobResult], ranked_by: str) -> ResultRow:
     """Return the means over the completed jobs; if none is completed, over all jobs that have reached the same step.
 
-    A seed that was added, and is not completed, does not change the status of the point.
+    A seed that was added, and has no result yet, does not change the status of the point.
     """
     counted = [job for job in jobs if job.status == "completed"]
     at_different_steps = not counted and len({job.metrics.last.step for job in jobs if job.metrics.last}) > 1
     counted = counted or jobs
+    deciding = [job for job in jobs if not (job.is_added_seed and job.is_open)] or jobs
     comparable = [] if at_different_steps else counted
     sound = [job for job in comparable if not job.diverged]
     best_steps = [job.best[ranked_by][1] for job in sound if ranked_by in job.best]
@@ -353,7 +359,7 @@ def aggregate_row(jobs: list[JobResult], ranked_by: str) -> ResultRow:
     return ResultRow(
         overrides={key: value for key, value in jobs[0].swept.items() if key != SEED_KEY},
         jobs=jobs,
-        status=max((job.status for job in jobs if not job.is_added_seed or job in counted), key=JOB_STATUSES.index),
+        status=max((job.status for job in deciding), key=JOB_STATUSES.index),
         score=mean_std(job.score(ranked_by) for job in sound),
         model=jobs[0].model if len(jobs) == 1 else None,
         final=mean_std(job.final.get(ranked_by) for job in sound),

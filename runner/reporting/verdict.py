@@ -162,7 +162,7 @@ def _range_edge(sweep: SweepResults, winner: ResultRow, key: str) -> RangeEdge |
     following = next_value(own, neighbour, is_whole=all(text.lstrip("+-").isdecimal() for text in found))
     if following is None or not _is_allowed(sweep, winner.jobs[0], key, following):
         return None
-    text = f"{following:g}"
+    text = str(following) if isinstance(following, int) else f"{following:g}"
     return RangeEdge(key, winner.overrides[key], side, text, _extend_command(sweep, key, text))
 
 

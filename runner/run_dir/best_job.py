@@ -186,7 +186,7 @@ def _read_jobs(sweep: Path) -> list[tuple[str, dict[str, str], dict[str, Any]]]:
             and isinstance(swept, dict)
         ):
             run, overrides = read_json_object(sweep / name / "run.json"), {str(key): str(swept[key]) for key in swept}
-            if run.get("status") == "completed" or not is_added_seed(
+            if run.get("status") in ("completed", "failed") or not is_added_seed(
                 overrides, known if isinstance(known, dict) else {}
             ):
                 found.append((name, overrides, run))

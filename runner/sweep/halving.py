@@ -67,12 +67,13 @@ class RungOptions(SweeperOptions):
                 print_note(
                     f"warning: schedule.warmup_steps={warmup} is longer than the first rung ({first} steps): losses there rank such jobs too low; hydra.sweeper.first_rung={min(0.5, warmup / steps):.2g}"
                 )
-            fitting = [each for each in range(1, first + 1) if -(-last // each) * each < steps] or [1]
-            if steps and every not in fitting:
+            fitting = next((each for each in range(first, 0, -1) if -(-last // each) * each < steps), 1)
+            is_fitting = 0 < every <= first and (-(-last // every) * every < steps or every == 1)
+            if steps and not is_fitting:
                 raise UserError(
                     f"{name} needs an evaluation at each rung, the first one after {first} of {steps} steps",
                     f"train.eval_every={every} train.max_steps={steps}",
-                    f"train.eval_every={max(fitting)}, or a larger hydra.sweeper.first_rung",
+                    f"train.eval_every={fitting}, or a larger hydra.sweeper.first_rung",
                 )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple, Self
 
-from common.errors import print_note
+from common.errors import print_note, resume_command
 from common.guarded_files import last_lines
 from common.limits import parse_record
 from runner.engine.config import BUDGET
@@ -28,6 +28,7 @@ UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600}
 WIDENED_BEFORE = 0.75  # share of the budget: a point beyond the range may cost a full run
 ENDS_AT = 0.985  # share of the budget at which jobs are stopped: they save, and the results are written
 RECORD_TAIL = 4096  # of metrics.jsonl
+WRITTEN_EVERY = 10.0  # seconds between two records of the time: a kill -9 forgets no more
 READ_EVERY = 0.2  # seconds between two readings of the tokens of running jobs
 
 
@@ -57,6 +58,7 @@ class BudgetSearch(SeedSearch):
         assert isinstance(search, HalvingSearch)  # as validation.check_budget says
         self.halving, self.budget = search, budget
         self.spent_before, self.has_ended, self.read_at = state.spent_seconds, False, 0.0
+        self.written_at = time.monotonic()
         self.tokens = {job.name: newest_tokens(state, job) for job in state.jobs}
 
     def next_job(self) -> SweepJob | None:
@@ -70,6 +72,9 @@ class BudgetSearch(SeedSearch):
         """Return the seconds of all launches, or the input tokens of all jobs."""
         now = time.monotonic()
         self.state.spent_seconds = self.spent_before + now - LAUNCHED
+        if now - self.written_at >= WRITTEN_EVERY:
+            self.written_at = now
+            self.state.write()
         if self.budget.unit == "s":
             return self.state.spent_seconds
         if now - self.read_at >= READ_EVERY:
@@ -95,6 +100,8 @@ class BudgetSearch(SeedSearch):
         completed = sum(job.status == "completed" for job in self.state.jobs)
         text = f"sweep.budget: {self.budget.describe(spent)} of {self.budget.describe(self.budget.amount)} spent"
         print_note(f"{text}, {completed} jobs trained to their end, {seeds} of them more seeds of the best points")
+        if self.has_ended and any(job.needs_run for job in self.state.jobs):
+            print_note(f"jobs are left: {resume_command(self.state.folder)} with a larger sweep.budget trains them")
 
     def add_round(self) -> bool:
         sweep = read_sweep_results(self.state.folder)

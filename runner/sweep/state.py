@@ -8,6 +8,7 @@ run.json of a job may be newer than sweep.json, which a killed process could not
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -303,6 +304,8 @@ def _read_state(folder: Path) -> SweepState:
             jobs=[SweepJob(**job) for job in fields["jobs"]],
         )
         state.spent_seconds = float(state.spent_seconds)
+        if not 0 <= state.spent_seconds < math.inf:
+            raise ValueError(f"spent_seconds must be a number of seconds, got {state.spent_seconds}")
         lists: list[Any] = [state.overrides, [*state.init_from.values()]]
         lists += [[key, *values] for key, values in state.swept.items()]
         lists += [[*job.overrides.values(), *job.pending_overrides, *job.applied_overrides] for job in state.jobs]

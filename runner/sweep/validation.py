@@ -104,7 +104,7 @@ def check_budget(rules: DictConfig, sweeper: SweeperOptions) -> None:
         raise UserError(
             "sweep.budget is shared out by a search that stops the worse points early",
             f"{budget_text} hydra/sweeper={plugin_name(sweeper)}",
-            "leave hydra/sweeper out, or hydra/sweeper=halving",
+            "hydra/sweeper=halving",
         )
     if rules.seeds:
         raise UserError(
@@ -136,6 +136,9 @@ def plan_sweep(tree: DictConfig, typed: list[str], sweeper: SweeperOptions) -> S
 
     Raises UserError for a job that could not start, and for budgets that cannot be matched.
     """
+    if tree.sweep.budget and not any(override.startswith("sweep.budget=") for override in typed):
+        fix = f"type it: --multirun sweep.budget={tree.sweep.budget}"
+        raise UserError("sweep.budget in a file sets no length of the jobs", f"sweep.budget={tree.sweep.budget}", fix)
     typed = merge_overrides(to_overrides(sweeper.params), typed)
     own = [override for override in typed if not override.startswith(LAUNCH_KEYS)]
     shared, swept = split_swept(sorted(own, key=is_hydra_override, reverse=True), is_grid=sweeper.is_grid)

@@ -97,8 +97,21 @@ def test_time_of_earlier_launches_counts(fake_jobs: FakeJobs, sweep: Any, resume
     assert read_sweep(tmp_path / "sweep")["spent_seconds"] > 3600
 
 
+@pytest.mark.parametrize("spent", ["nan", -1e12, [1]])
+def test_spent_time_of_another_origin_is_refused(
+    spent: object, fake_jobs: FakeJobs, sweep: Any, resume: Any, tmp_path: Path
+) -> None:
+    set_jobs(fake_jobs, best=0.0039)
+    assert sweep(*RUNGS, "optimizer.lr=2e-3,4e-3") == 0
+    state = read_sweep(tmp_path / "sweep")
+    (tmp_path / "sweep" / "sweep.json").write_text(json.dumps(state | {"spent_seconds": spent}))
+    with pytest.raises(UserError, match="sweep.json cannot be read"):
+        resume("sweep.budget=1h")
+
+
 REFUSED = {
     "sweep.budget=30": "sweep.budget must be a time, tokens or FLOPs",
+    "sweep.budget=1e60h": "sweep.budget must be a time, tokens or FLOPs",
     "sweep.budget=0m": "sweep.budget must be a time, tokens or FLOPs",
     "sweep.budget=1h hydra/sweeper=grid": "by a search that stops the worse points early",
     "sweep.budget=1h sweep.seeds=3": "adds seeds for as long as something is left",
