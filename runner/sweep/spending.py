@@ -1,9 +1,9 @@
 """`sweep.budget`: the jobs of a sweep until a time or a number of tokens is spent.
 
 First the search with rungs, whose length runner/planning/budget.py has chosen. Then, as long as something is left, values
-beyond the range where the best point is at its edge; then, in rounds, one more seed of each of the best points. When the
-budget is spent, the running jobs save and pause. The points are compared once, at the end: how many seeds there are does
-not depend on their losses.
+beyond the range where the best point is at its edge; a second point to its end; then, in rounds, one more seed of each
+of the best points. When the budget is spent, the running jobs save and pause. The points are compared once, at the end:
+how many seeds there are does not depend on their losses.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class BudgetSearch(SeedSearch):
             print_note(f"sweep.budget adds no seeds: {sweep.problem}")
             return False
         ranked = [row for row in sweep.rows if row.rank is not None]
-        if self._widen(sweep) or (len(ranked) < self.top and self.halving.finish_another()):
+        if self._widen(sweep) or (len(ranked) < 2 and self.halving.finish_another()):
             return True
         best = ranked[: self.top]
         fewest = min((len(row.jobs) for row in best), default=0)
