@@ -40,6 +40,7 @@ class Audit:
         self.is_active = True
 
     def install(self) -> None:
+        sys.dont_write_bytecode = True  # of installed modules that nothing has imported before
         sys.addaudithook(self._hook)
 
     def _hook(self, event: str, args: tuple[Any, ...]) -> None:

@@ -278,12 +278,12 @@ DAMAGES = {**KINDS, **RUN_JSON, **SETTINGS, **TOKENIZER, **CHECKPOINTS, **FOREIG
 
 def reseal(checkpoint: Path, **recorded: object) -> None:
     """Change fields of run.json in a checkpoint, with right checksums."""
-    from common.filesystem import dump_sealed_json, load_sealed_json, write_new_file
+    from common.filesystem import dump_sealed_json, load_sealed_json, write_hashed_file
 
     state, manifest = checkpoint / "state.json", checkpoint / "MANIFEST.json"
     content = json.loads(state.read_text())
     content["run"]["fields"] |= recorded
     body = load_sealed_json(manifest.read_bytes())
     state.unlink()
-    body["files"]["state.json"] = write_new_file(state, json.dumps(content).encode())
+    body["files"]["state.json"] = write_hashed_file(state, json.dumps(content).encode())
     manifest.write_bytes(dump_sealed_json(body))
