@@ -170,7 +170,7 @@ def _config_of_sections(values: dict[str, Any]) -> Config:
     return Config(
         **vars(OmegaConf.to_object(OmegaConf.merge(_plain_settings(), plain))),
         **{
-            name: copy.deepcopy(_typed_section(name, section_class(name, value), json.dumps(value)))
+            name: copy.deepcopy(_typed_section(section_class(name, value), json.dumps(value)))
             for name, value in sections.items()
         },
     )
@@ -188,9 +188,11 @@ def _plain_settings() -> DictConfig:
 
 
 @lru_cache(maxsize=1_000)
-def _typed_section(section: str, cls: type | None, values: str) -> Any:
-    """Return the section of `values`, as JSON; `cls` is its class, which is another one where plugins are imported."""
-    return section_object(section, json.loads(values))
+def _typed_section(cls: type | None, values: str) -> Any:
+    """Return the section of class `cls` with `values`, as JSON."""
+    merged = OmegaConf.merge(OmegaConf.structured(cls), json.loads(values))
+    check_no_missing(merged)
+    return OmegaConf.to_object(merged)
 
 
 def merge_into_schema(values: dict[str, Any]) -> DictConfig:

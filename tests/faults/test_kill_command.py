@@ -142,7 +142,7 @@ def test_kills_of_the_command_change_no_bit_of_the_result(launch: Launch, tmp_pa
 @pytest.mark.slow
 def test_kill_before_the_first_checkpoint_restarts_from_the_seed(launch: Launch, tmp_path: Path) -> None:
     uninterrupted, run_dir = tmp_path / "uninterrupted", tmp_path / "run"
-    unsaved = ["train.save_every=0", "train.max_steps=60"]
+    unsaved = ["train.save_every=0", "train.max_steps=30"]
     assert launch(*start_overrides(uninterrupted), *unsaved).wait(TIMEOUT) == 0
     child = launch(*start_overrides(run_dir), *unsaved)
     wait_for(child, lambda: logged_bytes(run_dir), TIMEOUT)
