@@ -18,7 +18,8 @@ from runner.run_dir.best_job import SEED_KEY
 from runner.sweep import grid, validation
 from runner.sweep.extend import STEPS_KEY
 from runner.sweep.halving import HalvingOptions, describe_cost, planned_cost
-from runner.sweep.spending import LAUNCHED, Budget
+from runner.sweep.spending import Budget
+from runner.sweep.state import SweepState
 
 KEY, SWEEPER_KEY, RUNG_KEY = "sweep.budget=", "hydra/sweeper", "hydra.sweeper.first_rung="
 EVAL_KEY = "train.eval_every"
@@ -70,6 +71,7 @@ def with_budget(typed: list[str], is_multirun: bool) -> list[str]:
         fix = f"leave it out, or give {STEPS_KEY}, too"
         raise UserError(f"sweep.budget sets {EVAL_KEY}: an evaluation at each rung", EVAL_KEY, fix)
     length = [] if is_given else [f"{STEPS_KEY}={PLANNED_STEPS * first}", f"{EVAL_KEY}={PLANNED_STEPS}"]
+    print_note(f"{KEY}{text}: planning{', with some timed steps' * (budget.unit == 's')}")
     began = time.monotonic()
     runs = planned_runs(["--multirun", *others, *length], is_timed=budget.unit == "s")
     if budget.unit == "flops":
@@ -77,7 +79,8 @@ def with_budget(typed: list[str], is_multirun: bool) -> list[str]:
     points = len({frozenset(each for each in run["name"].split() if key_of(each) != SEED_KEY) for run in runs})
     counts, full_runs = planned_cost(points, len(runs), options.eta, options.shares)
     cost, starts = mean_cost(runs, budget.unit, time.monotonic() - began), sum(counts) * len(runs) / points
-    elapsed, share = time.monotonic() - LAUNCHED if budget.unit == "s" else 0.0, 1.0 if is_given else SEARCH_SHARE
+    share = 1.0 if is_given else SEARCH_SHARE
+    elapsed = time.monotonic() - SweepState.counted_at if budget.unit == "s" else 0.0
     limit = share * (budget.amount - elapsed)
     if is_given:
         steps, chosen = statistics.fmean(run["data"]["steps"] for run in runs), list[str]()

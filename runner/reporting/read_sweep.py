@@ -100,7 +100,10 @@ def _read_job(sweep: Path, recorded: dict[str, Any], folders: set[str]) -> JobRe
     if job.status == "failed":
         job.error = job.error or fields["error"]
     if job.status == "paused":
-        job.stop_at = parse_number(run.settings.get(STOP_KEY, "")) or 0.0
+        total = count_number(fields["attempts"][-1].get("total_steps")) if fields["attempts"] else None
+        done = fields["step"] / total if total else 1.0
+        # sweep.budget may have stopped it before its rung
+        job.stop_at = min(parse_number(run.settings.get(STOP_KEY, "")) or 1.0, done)
     earlier = sorted((run.folder / ".hydra").glob("history/*/overrides.yaml"))
     launches = [read_override_list(path) for path in (*earlier, run.folder / OVERRIDES_FILE)]
     # the rungs of a search are no settings of the job

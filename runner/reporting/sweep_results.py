@@ -59,7 +59,7 @@ class JobResult:
     folder: str | None = None  # name of the run directory in the sweep directory; None if the name leads out of it
     is_added_seed: bool = False  # by sweep.seeds or sweep.budget
     launches: list[list[str]] = field(default_factory=lambda: [[]])  # overrides of each launch, the first one first
-    stop_at: float = 0.0  # share of its steps at which the search has paused the job
+    stop_at: float = 0.0  # share of its steps at which the job is paused
     data_identity: tuple[Any, Any] = (None, None)  # fingerprint of the training data; rows of each file
     started: float | None = None  # of its newest attempt, by sweep.json, in seconds since 1970
     ended: float | None = None
@@ -159,7 +159,8 @@ class ResultRow:
     def progress(self) -> str:
         """The status, with the share of the steps of a paused row: `paused at 1/4`."""
         share = Fraction(self.stop_at).limit_denominator(1000)
-        return f"paused at {share}" if self.status == "paused" and share else self.status
+        text = share if share.denominator < 100 else f"{self.stop_at:.0%}"
+        return f"paused at {text}" if self.status == "paused" and share else self.status
 
     @property
     def stop_at(self) -> float:

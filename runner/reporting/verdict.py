@@ -114,7 +114,7 @@ def _certainty(sweep: SweepResults, ranked: list[ResultRow], ties: list[ResultRo
     unfinished = sum(row.status in ("running", "interrupted", "new") for row in sweep.rows)
     suffix = f"; {unfinished} of {len(sweep.rows)} points are not finished" if unfinished else ""
     if paused := sum(row.status == "paused" for row in sweep.rows):
-        suffix += f"; {paused} of {len(sweep.rows)} points are paused at rungs where others had lower losses"
+        suffix += f"; {paused} of {len(sweep.rows)} points are paused"
     if len(ranked) == 1 and paused:
         return f"the only point that was trained to its end{suffix}"
     if len(ranked) == 1:

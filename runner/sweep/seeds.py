@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from common.errors import print_note
 from runner.reporting.read_sweep import read_sweep_results
-from runner.reporting.sweep_results import ResultRow
+from runner.reporting.sweep_results import ResultRow, SweepResults
 from runner.run_dir.best_job import SEED_KEY
 from runner.sweep.grid import Search
 from runner.sweep.state import SweepJob, SweepState
+
+
+def with_fewest_seeds(rows: list[ResultRow]) -> list[ResultRow]:
+    fewest = min((len(row.jobs) for row in rows), default=0)
+    return [row for row in rows if len(row.jobs) == fewest]
 
 
 class SeedSearch(Search):
@@ -63,20 +68,22 @@ class SeedSearch(Search):
         """Add the jobs of the next round to the state, which is not written; return whether there are any."""
         sweep = read_sweep_results(self.state.folder)
         if sweep.problem:
-            print_note(f"sweep.seeds adds no seeds: {sweep.problem}")
+            print_note(f"no seeds are added: {sweep.problem}")
             return False
-        ranked = [row for row in sweep.rows if row.rank is not None]
+        return self.add_jobs(sweep, [row for row in sweep.rows if row.rank is not None])
+
+    def add_jobs(self, sweep: SweepResults, ranked: list[ResultRow]) -> bool:
+        """`ranked`: the rows with a rank, the best one first."""
         contenders = ranked[:1] + [row for row in ranked[1 : self.top] if not row.differs]
-        fewest = min((len(row.jobs) for row in contenders), default=0)
-        points = [row for row in contenders if len(row.jobs) == fewest < self.seeds]
+        points = [row for row in with_fewest_seeds(contenders) if len(row.jobs) < self.seeds]
         if len(ranked) < 2:
             print_note("sweep.seeds adds no seeds: it compares points, and fewer than two have a result")
         if len(contenders) < 2 or not points:
             return False
         print_note(f"{len(contenders)} points are not told apart: another seed of {len(points)} of them")
-        return self._add_seeds(points)
+        return self.add_seeds(points)
 
-    def _add_seeds(self, points: list[ResultRow]) -> bool:
+    def add_seeds(self, points: list[ResultRow]) -> bool:
         for row in points:
             self.state.add_job({**row.overrides, SEED_KEY: str(self._new_seed(row))})
         return bool(points)

@@ -15,21 +15,18 @@ from common.errors import print_note, resume_command
 from common.guarded_files import last_lines
 from common.limits import parse_record
 from runner.engine.config import BUDGET
-from runner.reporting.read_sweep import read_sweep_results
 from runner.reporting.sweep_results import ResultRow, SweepResults
 from runner.reporting.verdict import sweep_verdict
 from runner.sweep.grid import Search
 from runner.sweep.halving import HalvingSearch
-from runner.sweep.seeds import SeedSearch
+from runner.sweep.seeds import SeedSearch, with_fewest_seeds
 from runner.sweep.state import SweepJob, SweepState
 
-LAUNCHED = time.monotonic()  # this module is imported when a command with a budget begins: its time counts
 UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600}
 WIDENED_BEFORE = 0.75  # share of the budget: a point beyond the range may cost a full run
 ENDS_AT = 0.985  # share of the budget at which jobs are stopped: they save, and the results are written
 RECORD_TAIL = 4096  # of metrics.jsonl
 WRITTEN_EVERY = 10.0  # seconds between two records of the time: a kill -9 forgets no more
-READ_EVERY = 0.2  # seconds between two readings of the tokens of running jobs
 
 
 class Budget(NamedTuple):
@@ -57,8 +54,7 @@ class BudgetSearch(SeedSearch):
         super().__init__(search, state, seeds=0, top=top, first_seed=first_seed)
         assert isinstance(search, HalvingSearch)  # as validation.check_budget says
         self.halving, self.budget = search, budget
-        self.spent_before, self.has_ended, self.read_at = state.spent_seconds, False, 0.0
-        self.written_at = time.monotonic()
+        self.has_ended, self.written_at = False, time.monotonic()
         self.tokens = {job.name: newest_tokens(state, job) for job in state.jobs}
 
     def next_job(self) -> SweepJob | None:
@@ -71,16 +67,13 @@ class BudgetSearch(SeedSearch):
     def spent(self) -> float:
         """Return the seconds of all launches, or the input tokens of all jobs."""
         now = time.monotonic()
-        self.state.spent_seconds = self.spent_before + now - LAUNCHED
         if now - self.written_at >= WRITTEN_EVERY:
             self.written_at = now
             self.state.write()
         if self.budget.unit == "s":
-            return self.state.spent_seconds
-        if now - self.read_at >= READ_EVERY:
-            self.read_at = now
-            running = [job for job in self.state.jobs if job.name in self.running]
-            self.tokens |= {job.name: newest_tokens(self.state, job) for job in running}
+            return self.state.count_seconds()
+        running = [job for job in self.state.jobs if job.name in self.running]
+        self.tokens |= {job.name: newest_tokens(self.state, job) for job in running}
         return sum(self.tokens.values())
 
     def job_ended(self, job: SweepJob) -> None:
@@ -91,29 +84,24 @@ class BudgetSearch(SeedSearch):
 
     def close(self) -> None:
         super().close()
+        state, added = self.state, [job for job in self.state.jobs if self.state.is_added_seed(job)]
         if self.has_ended:  # seeds of the last round that have not begun are not part of the sweep
-            self.state.jobs[:] = [
-                job for job in self.state.jobs if not (self.state.is_added_seed(job) and job.status == "new")
-            ]
-        spent, seeds = self.spent(), sum(map(self.state.is_added_seed, self.state.jobs))
-        self.state.write()
-        completed = sum(job.status == "completed" for job in self.state.jobs)
+            added = [job for job in added if job.status != "new"]
+            state.jobs[:] = [job for job in state.jobs if job in added or not state.is_added_seed(job)]
+        spent, completed = self.spent(), sum(job.status == "completed" for job in state.jobs)
+        state.write()
         text = f"sweep.budget: {self.budget.describe(spent)} of {self.budget.describe(self.budget.amount)} spent"
-        print_note(f"{text}, {completed} jobs trained to their end, {seeds} of them more seeds of the best points")
-        if self.has_ended and any(job.needs_run for job in self.state.jobs):
-            print_note(f"jobs are left: {resume_command(self.state.folder)} with a larger sweep.budget trains them")
+        print_note(f"{text}, {completed} jobs trained to their end, {len(added)} of them more seeds of the best points")
+        resume = resume_command(state.folder)
+        if self.has_ended and any(job.needs_run for job in state.jobs):
+            print_note(f"jobs are left: {resume} with a larger sweep.budget trains them")
+        elif failed := next((job.name for job in added if job.status == "failed"), None):
+            print_note(f"no more seeds, as {failed} has failed: {resume} tries it again")
 
-    def add_round(self) -> bool:
-        sweep = read_sweep_results(self.state.folder)
-        if sweep.problem:
-            print_note(f"sweep.budget adds no seeds: {sweep.problem}")
-            return False
-        ranked = [row for row in sweep.rows if row.rank is not None]
+    def add_jobs(self, sweep: SweepResults, ranked: list[ResultRow]) -> bool:
         if self._widen(sweep) or (len(ranked) < 2 and self.halving.finish_another()):
             return True
-        best = ranked[: self.top]
-        fewest = min((len(row.jobs) for row in best), default=0)
-        return self._add_seeds([row for row in best if len(row.jobs) == fewest])
+        return self.add_seeds(with_fewest_seeds(ranked[: self.top]))
 
     def _widen(self, sweep: SweepResults) -> bool:
         """Add the next value beyond each edge of the range at which the best point is; return whether there is one."""

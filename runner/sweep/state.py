@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from common.errors import Outcome, UserError, print_note
 from common.filesystem import read_bounded, remove_quietly, write_json
@@ -108,7 +109,9 @@ class SweepState:
     # what init_from=auto was resolved to, by stage and fingerprints
     init_from: dict[str, str] = field(default_factory=dict)
     status: str = "running"
-    spent_seconds: float = 0.0  # by sweep.budget, over all launches
+    spent_seconds: float = 0.0  # of all launches, until `counted_at`
+    # time.monotonic(); first when this module is imported: the start of the command counts
+    counted_at: ClassVar[float] = time.monotonic()
     created: str = field(default_factory=timestamp)
     jobs: list[SweepJob] = field(default_factory=list)
     lock: RunLock | None = None  # None: read only
@@ -200,7 +203,15 @@ class SweepState:
         self.status, self.has_begun = status, True
         self.write()
 
+    def count_seconds(self) -> float:
+        """Return the seconds of all launches until now."""
+        now = time.monotonic()
+        self.spent_seconds += now - SweepState.counted_at
+        SweepState.counted_at = now
+        return self.spent_seconds
+
     def write(self) -> None:
+        self.count_seconds()
         fields = {name: getattr(self, name) for name in STORED_FIELDS}
         write_json(self.folder / SWEEP_FILE, {**fields, "jobs": [dataclasses.asdict(job) for job in self.jobs]})
 

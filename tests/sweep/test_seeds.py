@@ -88,7 +88,7 @@ def test_seeds_are_not_added_on_tiny_validation_data(
     set_losses(fake_jobs, EQUAL, rows=3)
     assert sweep(RATES, "sweep.seeds=4") == 0
     assert seeds_of(tmp_path) == [1, 1, 1, 1]
-    assert "sweep.seeds adds no seeds: the jobs were judged on 3 rows" in capfd.readouterr().err
+    assert "no seeds are added: the jobs were judged on 3 rows" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("setting", ["sweep.seeds=-1", "sweep.seeds=1", "sweep.top=1"])
