@@ -88,10 +88,12 @@ class BudgetSearch(SeedSearch):
         if self.has_ended:  # seeds of the last round that have not begun are not part of the sweep
             added = [job for job in added if job.status != "new"]
             state.jobs[:] = [job for job in state.jobs if job in added or not state.is_added_seed(job)]
-        spent, completed = self.spent(), sum(job.status == "completed" for job in state.jobs)
+        spent, completed = self.spent(), [job for job in state.jobs if job.status == "completed"]
         state.write()
         text = f"sweep.budget: {self.budget.describe(spent)} of {self.budget.describe(self.budget.amount)} spent"
-        print_note(f"{text}, {completed} jobs trained to their end, {len(added)} of them more seeds of the best points")
+        print_note(
+            f"{text}, {len(completed)} jobs trained to their end, {sum(map(state.is_added_seed, completed))} of them more seeds of the best points"
+        )
         resume = resume_command(state.folder)
         if self.has_ended and any(job.needs_run for job in state.jobs):
             print_note(f"jobs are left: {resume} with a larger sweep.budget trains them")

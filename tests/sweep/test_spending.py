@@ -63,7 +63,7 @@ def test_budget_is_spent_on_seeds_of_the_best_and_can_be_raised(
     expected = {"0.002": ("completed", 2), "0.004": ("completed", 4), "0.008": ("paused", 1)}
     expected |= {"0.004,seed=43": ("completed", 1), "0.002,seed=43": ("paused", 1)}
     assert jobs_of(tmp_path) == expected and read_sweep(folder)["status"] == "completed"
-    assert "5.6e+03 tokens of 5.6e+03 tokens spent, 3 jobs trained to their end" in capfd.readouterr().err
+    assert "5.6e+03 tokens of 5.6e+03 tokens spent, 3 jobs trained to their end, 1 of them" in capfd.readouterr().err
     rows = read_sweep_results(folder).rows
     assert [(row.overrides["optimizer.lr"], row.rank, row.status) for row in rows] == [
         ("0.004", 1, "completed"), ("0.002", 2, "completed"), ("0.008", None, "paused"),
