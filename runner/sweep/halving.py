@@ -105,13 +105,20 @@ def rung_shares(first_rung: float, eta: int) -> list[float]:
     return shares
 
 
+def points_that_go_on(points: int, eta: int, rung: int, rungs: int) -> int:
+    """Return how many of all points go on from rung number `rung`: those of a rung before, over eta; to the end one
+    more, as the losses at the last rung are closer than seeds are (benchmarks/results/search.md).
+    """
+    return min(max(1, points // eta**rung), max(1, points // eta ** (rung + 1)) + (rung == rungs - 1))
+
+
 def next_promotion(losses: Sequence[Sequence[float]], running: Collection[int], eta: int, rungs: int) -> int | None:
     """Return the point that goes on from its newest rung to the next one; None if there is none now.
 
     `losses`: of each point at each rung that it has reached, the last one (number `rungs`) being the full run; infinite
     at the rung that a failed point did not reach. `running`: points that train to their next rung.
 
-    A point goes on that is certain to be among the best of its rung (`quota`), whatever the others still give, in the
+    A point goes on that is certain to be among the best of its rung (`points_that_go_on`), whatever the others still give, in the
     highest rung first. If there is none, then the best waiting one among the best `done // eta`, as ASHA does.
     """
     ranked = [
@@ -125,7 +132,7 @@ def next_promotion(losses: Sequence[Sequence[float]], running: Collection[int], 
     certain: list[list[int]] = []
     missing = len(losses) - len(ranked[0])  # points that may still arrive at the rung
     for rung, points in enumerate(ranked):
-        quota = max(1, len(losses) // eta ** (rung + 1))
+        quota = points_that_go_on(len(losses), eta, rung, rungs)
         certain.append([point for point in points[: max(0, quota - missing)] if losses[point][rung] < math.inf])
         coming = {point for point in running if len(losses[point]) == rung + 1}
         coming |= {point for point in certain[rung] if len(losses[point]) == rung + 1}
@@ -143,13 +150,13 @@ def next_promotion(losses: Sequence[Sequence[float]], running: Collection[int], 
 
 def planned_cost(points: int, jobs: int, eta: int, shares: Sequence[float]) -> tuple[list[int], float]:
     """Return how many points train to each rung and to their end, and how many full runs that costs."""
-    counts = [max(1, points // eta**rung) for rung in range(len(shares) + 1)]
+    counts = [points, *(points_that_go_on(points, eta, rung, len(shares)) for rung in range(len(shares)))]
     steps = [after - before for before, after in zip([0.0, *shares], [*shares, 1.0], strict=True)]
     return counts, sum(count * step for count, step in zip(counts, steps, strict=True)) * jobs / points
 
 
 def describe_cost(points: int, jobs: int, eta: int, shares: Sequence[float]) -> str:
-    """Return e.g. `16 points: 16 x 1/8, 8 x 1/4, 4 x 1/2, 2 x 1: 5.0 full runs instead of 16 (31 %)`."""
+    """Return e.g. `16 points: 16 x 1/8, 8 x 1/4, 4 x 1/2, 3 x 1: 5.5 full runs instead of 16 (34 %)`."""
     counts, runs = planned_cost(points, jobs, eta, shares)
     parts = ", ".join(f"{count} x {share_text(share)}" for count, share in zip(counts, [*shares, 1.0], strict=True))
     seeds = f" ({jobs} jobs)" if jobs != points else ""
