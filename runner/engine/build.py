@@ -148,7 +148,7 @@ def build_run(
     if dist.device.type == "cuda":
         check_cuda_graphs(cfg.train.compile, dist.device, math.ceil(rows_per_step / (dist.size * cfg.train.batch_size)))
     loader, val_loaders = build_loaders(pipeline, cfg, tokenizer, rows_per_step, dist)
-    check_warmup(cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch, cfg.schedule)
+    check_warmup(cfg.train.total_steps(loader.steps_per_epoch), cfg.schedule)
     build = partial(
         prepare_model,
         cfg,

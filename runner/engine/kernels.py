@@ -61,6 +61,8 @@ from runner.engine.device.signals import StopRequests, do_unless_stopped
 from runner.engine.optim.groups import OptimizerGroup
 from runner.engine.optim.torch_optimizers import Muon, orthogonalization_choice
 
+MEASURING = "measuring which kernels are fastest on this machine; the times are kept for later runs"
+
 
 class ChosenKernels(NamedTuple):
     """What was chosen for a run."""
@@ -80,7 +82,7 @@ def decide_compilation(cfg: Config, model: LanguageModel, loader: StepLoader, de
 def estimate_flops(cfg: Config, model: LanguageModel, loader: StepLoader) -> float:
     """Return an upper bound of the floating-point operations of the run on each rank, 6 * parameters * tokens
     (https://arxiv.org/abs/2001.08361), from settings only: every sequence counts as data.max_length tokens."""
-    steps = cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch
+    steps = cfg.train.total_steps(loader.steps_per_epoch)
     # an epoch may have fewer rows than a step asks for
     rows_per_step = min(loader.sampler.global_batch_size, loader.sampler.size)
     tokens = steps * rows_per_step / loader.world_size * cfg.data.max_length * sequences_per_row(cfg.stage.data_format)
@@ -153,7 +155,7 @@ def choose_cpu_kernels(
     if saved is None and not decision.is_long_run and decision.planned_flops < MIN_RUN_FLOPS:
         return ChosenKernels({}, {}, decision)
     facts, reasons, compilation = {}, {}, decision
-    announce = cache(_announce_measuring) if dist.is_rank_zero else lambda: None
+    announce = cache(partial(print_note, MEASURING)) if dist.is_rank_zero else lambda: None
     for choice in choices:
         mine = do_unless_stopped(dist, stop, partial(_choose, choice, saved, dist.size, announce))
         chosen = agree_on_kernel(choice, dist.gather(list(mine)))
@@ -166,10 +168,6 @@ def choose_cpu_kernels(
         elif chosen.reason:
             reasons[choice.fact.replace("_", " ")] = chosen.reason
     return ChosenKernels(facts, reasons, compilation)
-
-
-def _announce_measuring() -> None:
-    print_note("measuring which kernels are fastest on this machine; the times are kept for later runs")
 
 
 def _choose(
