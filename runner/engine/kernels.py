@@ -55,6 +55,7 @@ from runner.engine.device.compile import (
     set_inductor_cache,
     tag_compiled_programs,
 )
+from runner.engine.device.cpu import use_memory_pool
 from runner.engine.device.distributed import DistributedContext
 from runner.engine.device.precision import Precision
 from runner.engine.device.signals import StopRequests, do_unless_stopped
@@ -72,11 +73,24 @@ class ChosenKernels(NamedTuple):
     compilation: CompileDecision
 
 
-def decide_compilation(cfg: Config, model: LanguageModel, loader: StepLoader, device: torch.device) -> CompileDecision:
-    planned_flops = estimate_flops(cfg, model, loader)
-    return resolve_compile_mode(
-        cfg.train.compile, planned_flops, device, torch.get_num_threads(), cfg.model.has_dynamic_shapes
-    )
+def choose_kernels(
+    cfg: Config,
+    models: Sequence[LanguageModel],
+    optimizers: OptimizerGroup,
+    loader: StepLoader,
+    precision: Precision,
+    dist: DistributedContext,
+    saved: dict[str, Any] | None,
+    stop: StopRequests,
+) -> ChosenKernels:
+    """Decide whether layers are compiled, then choose the kernels of a CPU."""
+    flops, device = estimate_flops(cfg, models[0], loader), dist.device
+    threads, is_dynamic = torch.get_num_threads(), cfg.model.has_dynamic_shapes
+    decision = resolve_compile_mode(cfg.train.compile, flops, device, threads, is_dynamic)
+    if decision.is_long_run and device.type == "cpu":
+        use_memory_pool(set_inductor_cache())
+    choices = cpu_choices(cfg, models, optimizers, loader, precision, decision, is_resumed=saved is not None)
+    return choose_cpu_kernels(choices, decision, dist, saved, stop)
 
 
 def estimate_flops(cfg: Config, model: LanguageModel, loader: StepLoader) -> float:
