@@ -415,7 +415,6 @@ def build_loader(
         sampler,
         batch_size=cfg.train.batch_size,
         pad_id=tokenizer.pad_id,
-        packed=cfg.data.packing == "best_fit",
         num_workers=cfg.data.num_workers,
         worker_timeout=cfg.data.worker_timeout,
         rank=rank,

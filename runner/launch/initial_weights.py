@@ -27,7 +27,7 @@ from data.tokenize.origin import (
 )
 from models.formats.hub import fetch_model
 from models.formats.json_files import read_adapter_settings, read_config_of_weights, why_transformers
-from runner.checkpoint.atomic_dir import step_names, verify_dir
+from runner.checkpoint.atomic_dir import newest_valid
 from runner.checkpoint.format import CHECKPOINTS_DIR
 from runner.config.compose import compose_tree, files_that_choose, section_object, to_config, without_hydra
 from runner.config.hydra_errors import translating_hydra_errors
@@ -262,15 +262,15 @@ def _folder_of_weights(init_from: str) -> str:
     if not holds_run(source) or (source / "model").is_dir():
         return init_from
     check_own_files(source, (CHECKPOINTS_DIR,))
-    for name in step_names(source / CHECKPOINTS_DIR):
-        if verify_dir(checkpoint := source / CHECKPOINTS_DIR / name) is None:
-            print_note(f"init_from={init_from}: the run has no model yet, the weights are those of {name}")
-            return str(checkpoint)
-    raise UserError(
-        "this run has no model and no whole checkpoint",
-        f"init_from={init_from}",
-        f"finish it: {resume_command(source)}",
-    )
+    checkpoint, _ = newest_valid(source / CHECKPOINTS_DIR)
+    if checkpoint is None:
+        raise UserError(
+            "this run has no model and no whole checkpoint",
+            f"init_from={init_from}",
+            f"finish it: {resume_command(source)}",
+        )
+    print_note(f"init_from={init_from}: the run has no model yet, the weights are those of {checkpoint.name}")
+    return str(checkpoint)
 
 
 def resolve_init_from(config: Config, folder: Path, fingerprints: dict[str, str], warn: bool = True) -> str:

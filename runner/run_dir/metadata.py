@@ -67,6 +67,7 @@ class RunMetadata:
     owns_folder: bool = True
     is_writer: bool = True
     is_new_dir: bool = False  # whether this launch has created the directory
+    checked: Any = None  # what the checks before the directory was created have composed and read
     names_before: list[str] | None = None  # names in the directory before this launch; None: it held a run
 
     @staticmethod
