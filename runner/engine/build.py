@@ -41,7 +41,7 @@ from runner.engine.device.precision import Precision, PrecisionConfig
 from runner.engine.device.rng import seed_all, use_deterministic_kernels
 from runner.engine.device.signals import as_stop_requests, do_unless_stopped
 from runner.engine.kernels import (
-    choose_kernels,
+    choose_run_kernels,
     has_one_shape,
     kernel_facts,
     wrap_model,
@@ -166,7 +166,7 @@ def build_run(
     if dist.size > 1:
         distribute(cfg, dist, precision, models)
     optimizers = build_optimizer(cfg.optimizer, model, cfg.model.num_hidden_layers, cfg.train.ema_decay)
-    kernels = choose_kernels(cfg, models, optimizers, loader, precision, dist, saved, stop)
+    kernels = choose_run_kernels(cfg, models, optimizers, loader, precision, dist, saved, stop)
     compatibility |= kernel_facts(cfg, model, dist.device, kernels)
     if dist.size > 1:
         compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))

@@ -62,8 +62,6 @@ from runner.engine.device.signals import StopRequests, do_unless_stopped
 from runner.engine.optim.groups import OptimizerGroup
 from runner.engine.optim.torch_optimizers import Muon, orthogonalization_choice
 
-MEASURING = "measuring which kernels are fastest on this machine; the times are kept for later runs"
-
 
 class ChosenKernels(NamedTuple):
     """What was chosen for a run."""
@@ -73,7 +71,7 @@ class ChosenKernels(NamedTuple):
     compilation: CompileDecision
 
 
-def choose_kernels(
+def choose_run_kernels(
     cfg: Config,
     models: Sequence[LanguageModel],
     optimizers: OptimizerGroup,
@@ -169,7 +167,8 @@ def choose_cpu_kernels(
     if saved is None and not decision.is_long_run and decision.planned_flops < MIN_RUN_FLOPS:
         return ChosenKernels({}, {}, decision)
     facts, reasons, compilation = {}, {}, decision
-    announce = cache(partial(print_note, MEASURING)) if dist.is_rank_zero else lambda: None
+    text = "measuring which kernels are fastest on this machine; the times are kept for later runs"
+    announce = cache(partial(print_note, text)) if dist.is_rank_zero else lambda: None
     for choice in choices:
         mine = do_unless_stopped(dist, stop, partial(_choose, choice, saved, dist.size, announce))
         chosen = agree_on_kernel(choice, dist.gather(list(mine)))
