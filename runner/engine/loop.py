@@ -221,7 +221,7 @@ def train_step(state: TrainState, batches: list[Batch], lr: float) -> StepOutput
         set_rng_state(rng_at_start)
         raise
     state.is_consistent = False  # until the step is counted and logged
-    gradients = precision.step(state.optimizers, state.cfg.optimizer.grad_clip)
+    gradients = precision.clip_and_update(state.optimizers, state.cfg.optimizer.grad_clip)
     if dist.device.type == "cpu":
         keep_freed_memory()
     names = [batch.names for batch in batches]

@@ -93,7 +93,7 @@ def run(config: Config, metadata: RunMetadata, data_files: DataFiles | None = No
     """Train in the directory of `metadata`, from its newest checkpoint if it has one; return the loss that a sweep
     compares.
 
-    `data_files`: those of `check_inputs`.
+    `data_files`: what `check_start` has returned.
 
     Raises UserError (nothing was trained, run.json is as before), TrainingError, or Interrupted (resume= continues).
     """

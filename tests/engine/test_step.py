@@ -65,7 +65,7 @@ def step_of_two_ranks(rank: int, file: str, norms: multiprocessing.SimpleQueue) 
     mesh = init_device_mesh("cpu", (2,))
     p = nn.Parameter(distribute_tensor(torch.zeros(2), mesh, [Shard(0)]))
     p.grad = distribute_tensor(torch.tensor([3.0, 4.0]), mesh, [Shard(0)])
-    stats = Precision(PrecisionConfig("fp32"), torch.device("cpu")).step(Sgd(p), clip=1.0)
+    stats = Precision(PrecisionConfig("fp32"), torch.device("cpu")).clip_and_update(Sgd(p), clip=1.0)
     norms.put((rank, stats.norm.item(), p.to_local().item()))
 
 
