@@ -150,7 +150,8 @@ def build_run(
     val_loaders = {
         name: build_loader(rows, cfg, tokenizer, rows_per_batch, *ranks) for name, rows in pipeline.val.items()
     }
-    check_warmup(cfg.train.total_steps(loader.steps_per_epoch), cfg.schedule)
+    total_steps = cfg.train.total_steps(loader.steps_per_epoch)
+    check_warmup(total_steps, cfg.schedule)
     build = partial(
         prepare_model,
         cfg,
@@ -197,6 +198,7 @@ def build_run(
             dist.is_rank_zero,
             dist.broadcast_flag,
         ),
+        total_steps=total_steps,
         attempt=attempt,
         update_metadata=update_metadata,
         compatibility=compatibility,

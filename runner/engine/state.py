@@ -103,6 +103,7 @@ class TrainState:
     precision: Precision
     logger: RunLogger
     checkpoints: CheckpointManager
+    total_steps: int  # of the whole run
     attempt: int  # launches of this run directory, this one included
     update_metadata: Callable[..., None]  # writes fields of run.json
     compatibility: dict[str, Any]  # facts that a checkpoint is compared with before it is loaded
@@ -147,10 +148,6 @@ class TrainState:
         if stopped and not has_failed:
             raise StopRequested
         return sums
-
-    @property
-    def total_steps(self) -> int:
-        return self.cfg.train.total_steps(self.loader.steps_per_epoch)
 
     @property
     def stopped_early(self) -> bool:
