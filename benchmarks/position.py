@@ -41,7 +41,7 @@ def first_batch(step: int) -> dict[str, float]:
 
     sequences = UnpackedSequences(SyntheticRows())
     loader, warmup = (
-        StepLoader(sequences, ShuffledSampler(ROWS, BATCH_SIZE, seed), batch_size=BATCH_SIZE, pad_id=0, packed=False)
+        StepLoader(sequences, ShuffledSampler(ROWS, BATCH_SIZE, seed), batch_size=BATCH_SIZE, pad_id=0)
         for seed in (42, 7)
     )
     next(warmup.iter_epoch(0))  # imports and first allocations

@@ -143,13 +143,13 @@ def record_calls(state: Any) -> None:
     for module in list(sys.modules.values()):
         if module.__name__.startswith("models.") and getattr(module, "call_kernel", None) is call_kernel:
             module.__dict__["call_kernel"] = recorded_kernel
-    update = state.precision.step
+    update = state.precision.clip_and_update
 
     def recorded_update(*arguments: Any) -> Any:
         with record_function(UPDATE):
             return update(*arguments)
 
-    state.precision.step = recorded_update
+    state.precision.clip_and_update = recorded_update
 
 
 def profile_steps(overrides: list[str], steps: int) -> Profile:

@@ -44,7 +44,7 @@ def micro_batches(state: Any, sizes: list[int], start: int) -> list[Any]:
 
 def record_updates(state: Any) -> list[dict[str, float]]:
     """Return a list to which each step adds the seconds of its update: gradient clipping and the optimizer."""
-    update, seconds = state.precision.step, list[dict[str, float]]()
+    update, seconds = state.precision.clip_and_update, list[dict[str, float]]()
 
     def timed_update(*args: Any) -> Any:
         started = {name: clock() for name, clock in CLOCKS.items()}
@@ -52,7 +52,7 @@ def record_updates(state: Any) -> list[dict[str, float]]:
         seconds.append({name: clock() - started[name] for name, clock in CLOCKS.items()})
         return result
 
-    state.precision.step = timed_update
+    state.precision.clip_and_update = timed_update
     return seconds
 
 

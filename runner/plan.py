@@ -4,7 +4,7 @@ import os
 import sys
 
 if not __package__:  # started by path: replace runner/ on sys.path by the repository root
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    sys.path[0] = os.path.abspath(f"{__file__}/../..")
 
 from runner.cli.subcommand import run_subcommand
 from runner.planning.command import PlanConfig, plan

@@ -20,7 +20,7 @@ from warm_programs import WarmPrograms, warm_programs
 from common.file_lock import FileLock
 from data.tokenize import tokenizer
 from runner.config.compose import compose_tree, to_config, without_hydra
-from runner.engine import build
+from runner.engine import kernels as kernels_of_run
 from runner.engine.build import build_run
 from runner.engine.config import Config
 from runner.engine.device.distributed import RENDEZVOUS_ENV
@@ -126,7 +126,7 @@ def _parsed(override: str) -> tuple[str, Any]:
 def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., TrainState]]:
     torch.set_num_threads(1)
     # it would stay in this process, where a later test limits the memory
-    monkeypatch.setattr(build, "use_memory_pool", lambda folder: "")
+    monkeypatch.setattr(kernels_of_run, "use_memory_pool", lambda folder: "")
     made: list[TrainState] = []
 
     def make(

@@ -65,7 +65,6 @@ class StepLoader:
     _: KW_ONLY
     batch_size: int
     pad_id: int
-    packed: bool
     num_workers: int = 0
     worker_timeout: float = 0.0
     rank: int = 0
@@ -73,9 +72,8 @@ class StepLoader:
     pin_memory: bool = False
 
     def __post_init__(self) -> None:
-        self.collate = partial(
-            collate, pad_id=self.pad_id, packed=self.packed
-        )  # not a lambda: spawned workers unpickle it
+        # not a lambda: spawned workers unpickle it
+        self.collate = partial(collate, pad_id=self.pad_id, packed=isinstance(self.sequences, PackedSequences))
 
     def pad_to_one_shape(self) -> None:
         """Pad every micro-batch of packed sequences to the (R, T) of the largest: compiled layers have one program."""

@@ -166,19 +166,18 @@ def _count_unknown_bytes(tokenizer: Tokenizer, characters: Counter[str]) -> int:
 
 def report_table(reports: dict[str, TokenizerReport], stats: CorpusStats) -> str:
     """Return a text table with a column per tokenizer."""
-    lines = [["", *reports], ["vocabulary", *(f"{report.vocab_size}" for report in reports.values())]]
+    columns = reports.values()
+    lines = [["", *reports], ["vocabulary", *(f"{report.vocab_size}" for report in columns)]]
     for name, texts in stats.held_out.items():
         title = f"characters per token on {len(texts)} held-out texts of {name[0]} ({name[1]})"
-        lines.append([title, *(f"{report.chars_per_token[name]:.2f}" for report in reports.values())])
-    lines.append(["unknown bytes", *(f"{report.unknown_bytes}" for report in reports.values())])
-    lines.append(
-        ["texts that decoding does not restore", *(f"{len(report.not_restored)}" for report in reports.values())]
-    )
-    if any(report.not_restored for report in reports.values()):
+        lines.append([title, *(f"{report.chars_per_token[name]:.2f}" for report in columns)])
+    lines.append(["unknown bytes", *(f"{report.unknown_bytes}" for report in columns)])
+    lines.append(["texts that decoding does not restore", *(f"{len(report.not_restored)}" for report in columns)])
+    if any(report.not_restored for report in columns):
         lines.append(
             [
                 "the first of them",
-                *(report.not_restored[0] if report.not_restored else "" for report in reports.values()),
+                *(report.not_restored[0] if report.not_restored else "" for report in columns),
             ]
         )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -81,7 +81,7 @@ class CheckpointManager:
     ) -> None:
         """`update_metadata` writes fields of run.json; `broadcast_flag` returns rank 0's flag on every rank."""
         self.run_dir, self.dir = run_dir, run_dir / CHECKPOINTS_DIR
-        self.saved_step = 0  # the newest step handed to the writer
+        self.saved_step: int | None = None  # the newest step handed to the writer
         self.retention, self._max_failed_saves, self._messages, self._update_metadata = (
             retention,
             max_failed_saves,
@@ -215,17 +215,17 @@ class CheckpointManager:
             self._forget_later_best(0, None)
             return False
         saved = read_state(checkpoint)
-        self.saved_step = saved["progress"]["step"]
-        if self.saved_step > total_steps:
+        self.saved_step = step = saved["progress"]["step"]
+        if step > total_steps:
             raise UserError(
-                f"the run is already at step {self.saved_step}",
+                f"the run is already at step {step}",
                 f"train.max_steps={total_steps}",
-                f"give at least {self.saved_step}; a run cannot go back",
+                f"give at least {step}; a run cannot go back",
             )
         self._check_compatible(diff_facts(saved["compatibility"], facts, rules), checkpoint)
         source.load_tensors(read_checkpoint_tensors(checkpoint), checkpoint)
         source.load_state_dict(saved)
-        self._forget_later_best(self.saved_step, source.best_step_so_far())
+        self._forget_later_best(step, source.best_step_so_far())
         return True
 
     def _forget_later_best(self, step: int, best_step: int | None) -> None:
@@ -285,7 +285,7 @@ class CheckpointManager:
         self.check_run_dir()
         self._failed_saves += 1
         if is_checkpoint:
-            self.saved_step = 0
+            self.saved_step = None
         reason = (
             str(error)
             if isinstance(error, atomic_dir.SaveError)

@@ -92,18 +92,15 @@ def _dispatch(argv: list[str], task: Task) -> None:
             " ".join(flags),
             "leave out --multirun, and give each setting one value",
         )
-    resume_from = [
-        QUOTED.sub(r"\2", override.removeprefix(overrides.RESUME_KEY))
-        for override in typed
-        if override.startswith(overrides.RESUME_KEY)
-    ]
-    typed = overrides.absolutize_paths(override for override in typed if not override.startswith(overrides.RESUME_KEY))
+    resumed = ["resume=null", *(override for override in typed if override.startswith(overrides.RESUME_KEY))]
+    resume_from = QUOTED.sub(r"\2", resumed[-1].removeprefix(overrides.RESUME_KEY))
+    typed = overrides.absolutize_paths(override for override in typed if override not in resumed)
     import_plugins(overrides.plugins_of(typed))
     typed = overrides.normalize_values(typed)
     if torchrun.under_torchrun() and (folder := torchrun.previous_run_dir()):
         return _resume(folder, [], [flag for flag in flags if flag != "--multirun"], run_hydra)
-    if resume_from and resume_from[-1] != "null":
-        return _resume(resolve.resolve_run(resume_from[-1]), typed, flags, run_hydra)
+    if resume_from != "null":
+        return _resume(resolve.resolve_run(resume_from), typed, flags, run_hydra)
     overrides.check_overrides(typed)
     if overrides.is_branch(typed):
         from runner.launch import branch

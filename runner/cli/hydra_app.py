@@ -20,21 +20,18 @@ from omegaconf import DictConfig, OmegaConf, read_write
 
 from common.errors import exiting_with_code, print_note, stripping_stdout
 from common.paths import CONF_DIR
-from data.sources.splits import DataFiles
 from runner.config import resolve, snapshot
 from runner.config.compose import register_configs, to_config, without_hydra
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.overrides import SEARCHPATH_KEY, config_dirs, has_flag, overrides_of
 from runner.config.unread import check_typed_are_read
-from runner.engine.config import UNNAMED_WEIGHTS, Config
+from runner.engine.config import UNNAMED_WEIGHTS
 from runner.launch import run
 from runner.launch.initial_weights import adopt_model, warn_of_lr
 from runner.run_dir import contents
 from runner.run_dir.metadata import RunMetadata
 from runner.sweep.validation import check_plugins
 
-# run directory -> what was composed for it, and what the checks found
-_checked: dict[Path, tuple[DictConfig, Config, DataFiles | None]] = {}
 PRINT_FLAGS = ("--cfg", "--info", "--hydra-help", "--shell-completion")
 
 
@@ -110,8 +107,7 @@ class RunDirCallback(Callback):
                 resolve.check_not_inside_run(folder)
             else:
                 folder = contents.create_unique(folder)
-            RunMetadata.open(folder)
-            _checked[folder] = tree, job_config, data_files
+            RunMetadata.open(folder).checked = tree, job_config, data_files
             with read_write(config.hydra):
                 config.hydra.run.dir = str(folder)
 
@@ -133,15 +129,13 @@ class RunDirCallback(Callback):
             job_return.status = JobStatus.COMPLETED
 
 
-def train_in_run_dir(cfg: DictConfig) -> float:
+def train_in_run_dir(tree: DictConfig) -> float:
     """Train in the run directory that Hydra has just written its files to, and that RunDirCallback holds the lock of."""
-    from runner.launch.run import run
-
     hydra_config = HydraConfig.get()
     with RunMetadata.opened[Path(hydra_config.runtime.output_dir)] as metadata:
-        snapshot.complete_hydra_dir(metadata.folder, cfg, _composed_overrides(hydra_config.overrides))
+        snapshot.complete_hydra_dir(metadata.folder, tree, _composed_overrides(hydra_config.overrides))
         metadata.record_created()
-        tree, config, data_files = _checked.pop(metadata.folder, (None, None, None))
-        if config is None or cfg != tree:  # another callback may have changed the settings
-            config, data_files = to_config(cfg), None
-        return run(config, metadata, data_files)
+        checked_tree, config, data_files = metadata.checked
+        if tree != checked_tree:  # a job of a sweep, or another callback has changed the settings
+            config, data_files = to_config(tree), None
+        return run.run(config, metadata, data_files)

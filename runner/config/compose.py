@@ -14,8 +14,7 @@ import inspect
 import json
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
@@ -39,6 +38,7 @@ from runner.config.overrides import SEARCHPATH_KEY, is_hydra_override, key_of, o
 from runner.engine.config import REGISTERED_SECTIONS, Config
 
 RUNTIME_PREFIXES = ("hydra.job.", "hydra.callbacks.", "hydra.job_logging", "hydra/job_logging", "hydra.verbose")
+MAX_TYPED_SETTINGS = 1_000  # kept in memory: plain settings and sections of configs
 HYDRA_CONFIG_ENV = "RUNNER_HYDRA_CONFIG"  # JSON of the section `hydra`, for a child process
 
 
@@ -152,47 +152,35 @@ def to_config(tree: DictConfig | dict[str, Any]) -> Config:
     check_imported(tree.get("plugins") or [])
     values = tree if isinstance(tree, dict) else cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True))
     check_all_read(values)
-    with suppress(Exception):  # what is refused is refused below, by its whole key
-        return _config_of_sections(values)
-    merged = merge_into_schema(values)
-    check_no_missing(merged)
-    config = OmegaConf.to_object(merged)
-    assert isinstance(config, Config)
-    return config
+    types = get_type_hints(Config)
+    sections = {name: kind for name, kind in types.items() if dataclasses.is_dataclass(kind)}
+    plain = {name: kind for name, kind in types.items() if name not in sections}
+    settings = _typed(plain, {name: value for name, value in values.items() if name not in sections})
+    for name, kind in sections.items():
+        given = {name: values[name]} if name in values else {}
+        settings |= _typed({name: section_class(name, values.get(name)) or kind}, given)
+    return Config(**settings)
 
 
-def _config_of_sections(values: dict[str, Any]) -> Config:
-    """Return the config of `values`, each section of them converted once."""
-    if "${" in str(values) or json.loads(json.dumps(values)) != values:
-        raise ValueError("an interpolation of the whole config, or a value that JSON does not have")
-    sections = {name: value for name, value in values.items() if isinstance(value, dict)}
-    plain = {name: value for name, value in values.items() if name not in sections}
-    return Config(
-        **vars(OmegaConf.to_object(OmegaConf.merge(_plain_settings(), plain))),
-        **{
-            name: copy.deepcopy(_typed_section(section_class(name, value), json.dumps(value)))
-            for name, value in sections.items()
-        },
-    )
+_typed_settings: dict[tuple[Any, ...], dict[str, Any]] = {}  # what `_typed` has returned
 
 
-@cache
-def _plain_settings() -> DictConfig:
-    """Return the settings of Config that are in no section."""
-    hints = get_type_hints(Config)
-    fields = [each for each in dataclasses.fields(Config) if not dataclasses.is_dataclass(hints[each.name])]
-    made = dataclasses.make_dataclass(
-        "PlainSettings", [(each.name, hints[each.name], dataclasses.field(default=each.default)) for each in fields]
-    )
-    return cast(DictConfig, OmegaConf.structured(made))
+def _typed(types: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Return settings of Config, or one of its sections, as `types` have them.
 
-
-@lru_cache(maxsize=1_000)
-def _typed_section(cls: type | None, values: str) -> Any:
-    """Return the section of class `cls` with `values`, as JSON."""
-    merged = OmegaConf.merge(OmegaConf.structured(cls), json.loads(values))
-    check_no_missing(merged)
-    return OmegaConf.to_object(merged)
+    Each is converted once: jobs of a sweep have most sections in common.
+    """
+    key = (*types.items(), repr(values))
+    if key not in _typed_settings:
+        known = Config.__dataclass_fields__
+        fields = [(name, kind, dataclasses.field(default=known[name].default)) for name, kind in types.items()]
+        schema = OmegaConf.structured(dataclasses.make_dataclass("Settings", fields, kw_only=True))
+        merged = OmegaConf.merge(schema, values)
+        check_no_missing(merged)
+        if len(_typed_settings) >= MAX_TYPED_SETTINGS:
+            _typed_settings.clear()
+        _typed_settings[key] = vars(OmegaConf.to_object(merged))
+    return copy.deepcopy(_typed_settings[key])
 
 
 def merge_into_schema(values: dict[str, Any]) -> DictConfig:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from common.errors import UserError
-from data.batching.loader import StepLoader
 from data.sources.splits import DataFiles
 from data.tokenize.origin import open_tokenizer
 from data.tokenize.tokenizer import Tokenizer
@@ -34,17 +33,15 @@ from runner.checkpoint.format import read_model_tensors, read_newest_state
 from runner.checkpoint.manager import CheckpointManager, newest_checkpoint
 from runner.checkpoint.saving import RetentionPolicy
 from runner.engine.config import Config
-from runner.engine.data_pipeline import DataPipeline, build_data_pipeline, build_loader
-from runner.engine.device.compile import check_cuda_graphs, set_inductor_cache
-from runner.engine.device.cpu import choose_threads, separate_large_blocks, use_memory_pool
+from runner.engine.data_pipeline import build_data_pipeline, build_loader
+from runner.engine.device.compile import check_cuda_graphs
+from runner.engine.device.cpu import choose_threads, separate_large_blocks
 from runner.engine.device.distributed import DistributedContext, init_distributed
 from runner.engine.device.precision import Precision, PrecisionConfig
 from runner.engine.device.rng import seed_all, use_deterministic_kernels
 from runner.engine.device.signals import as_stop_requests, do_unless_stopped
 from runner.engine.kernels import (
-    choose_cpu_kernels,
-    cpu_choices,
-    decide_compilation,
+    choose_run_kernels,
     has_one_shape,
     kernel_facts,
     wrap_model,
@@ -147,8 +144,14 @@ def build_run(
     rows_per_step = resolve_rows_per_step(cfg, dist.size, saved["compatibility"] if saved else {})
     if dist.device.type == "cuda":
         check_cuda_graphs(cfg.train.compile, dist.device, math.ceil(rows_per_step / (dist.size * cfg.train.batch_size)))
-    loader, val_loaders = build_loaders(pipeline, cfg, tokenizer, rows_per_step, dist)
-    check_warmup(cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch, cfg.schedule)
+    ranks = (dist.rank, dist.size, dist.device.type == "cuda")
+    loader = build_loader(pipeline.train, cfg, tokenizer, rows_per_step, *ranks)
+    rows_per_batch = cfg.train.batch_size * dist.size
+    val_loaders = {
+        name: build_loader(rows, cfg, tokenizer, rows_per_batch, *ranks) for name, rows in pipeline.val.items()
+    }
+    total_steps = cfg.train.total_steps(loader.steps_per_epoch)
+    check_warmup(total_steps, cfg.schedule)
     build = partial(
         prepare_model,
         cfg,
@@ -160,15 +163,11 @@ def build_run(
         tokenizer=tokenizer.fingerprint,
     )
     model, objective, compatibility = do_unless_stopped(dist, stop, build)
-    if dist.size > 1:
-        distribute(cfg, dist, precision, (model, *objective.extra_models))
-    compile_decision = decide_compilation(cfg, model, loader, dist.device)
-    if compile_decision.is_long_run and dist.device.type == "cpu":
-        use_memory_pool(set_inductor_cache())
-    optimizers = build_optimizer(cfg.optimizer, model, cfg.model.num_hidden_layers, cfg.train.ema_decay)
     models = (model, *objective.extra_models)
-    choices = cpu_choices(cfg, models, optimizers, loader, precision, compile_decision, is_resumed=saved is not None)
-    kernels = choose_cpu_kernels(choices, compile_decision, dist, saved, stop)
+    if dist.size > 1:
+        distribute(cfg, dist, precision, models)
+    optimizers = build_optimizer(cfg.optimizer, model, cfg.model.num_hidden_layers, cfg.train.ema_decay)
+    kernels = choose_run_kernels(cfg, models, optimizers, loader, precision, dist, saved, stop)
     compatibility |= kernel_facts(cfg, model, dist.device, kernels)
     if dist.size > 1:
         compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))
@@ -190,7 +189,16 @@ def build_run(
         optimizers=optimizers,
         precision=precision,
         logger=logger,
-        checkpoints=build_checkpoints(cfg, run_dir, logger, update_metadata, dist),
+        checkpoints=CheckpointManager(
+            run_dir,
+            RetentionPolicy(cfg.train.keep_checkpoints, cfg.train.keep_every),
+            cfg.train.max_failed_saves,
+            logger,
+            update_metadata,
+            dist.is_rank_zero,
+            dist.broadcast_flag,
+        ),
+        total_steps=total_steps,
         attempt=attempt,
         update_metadata=update_metadata,
         compatibility=compatibility,
@@ -224,15 +232,6 @@ def open_logger(cfg: Config, run_dir: Path, model: LanguageModel, dist: Distribu
     ]:
         logger.warning(warning)
     return logger
-
-
-def build_checkpoints(
-    cfg: Config, run_dir: Path, logger: RunLogger, update_metadata: Callable[..., None], dist: DistributedContext
-) -> CheckpointManager:
-    retention = RetentionPolicy(cfg.train.keep_checkpoints, cfg.train.keep_every)
-    return CheckpointManager(
-        run_dir, retention, cfg.train.max_failed_saves, logger, update_metadata, dist.is_rank_zero, dist.broadcast_flag
-    )
 
 
 def check_machine(cfg: Config, device: torch.device, precision: Precision) -> None:
@@ -296,15 +295,3 @@ def distribute(cfg: Config, dist: DistributedContext, precision: Precision, mode
         seed_all(cfg.seed + dist.rank)
     for model in models:
         dist.shard(model, model.layers, precision.dtype)
-
-
-def build_loaders(
-    pipeline: DataPipeline, cfg: Config, tokenizer: Tokenizer, rows_per_step: int, dist: DistributedContext
-) -> tuple[StepLoader, dict[str, StepLoader]]:
-    """Return the loaders of the training rows and of each validation set."""
-    ranks = (dist.rank, dist.size, dist.device.type == "cuda")
-    loader = build_loader(pipeline.train, cfg, tokenizer, rows_per_step, *ranks)
-    rows_per_batch = cfg.train.batch_size * dist.size
-    return loader, {
-        name: build_loader(rows, cfg, tokenizer, rows_per_batch, *ranks) for name, rows in pipeline.val.items()
-    }

@@ -127,6 +127,9 @@ class TrainConfig(CheckedSettings):
     # train in a child process that is restarted from the newest checkpoint after a crash, a lack of memory or a hang
     supervise: bool
 
+    def total_steps(self, steps_per_epoch: int) -> int:
+        return self.max_steps or self.epochs * steps_per_epoch
+
     def pause_step(self, total_steps: int) -> int | None:
         """Return the step of the evaluation at which train.stop_at ends a run of `total_steps`; None for none before
         the last step.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import json
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -88,10 +87,10 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer, data_files: DataFiles
         sum(part.num_rows for part in parts) for parts in (held_out, itertools.chain.from_iterable(groups))
     )
     return DataPipeline(
-        train,
-        {name: to_sequences(rows, cfg, seed=0) for name, rows in val.items()},
-        files,
-        [
+        train=train,
+        val={name: to_sequences(rows, cfg, seed=0) for name, rows in val.items()},
+        files=files,
+        warnings=[
             *(f"{warning}; {troubleshooting('test-in-training')}" for warning in warnings),
             *row_warnings([part for group in groups for part in group], cfg, tokenizer),
             *of_template["warnings"],
@@ -102,7 +101,7 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer, data_files: DataFiles
                 if cfg.train.eval_every and held_out and (few := few_validation_rows(len(rows), num_training, name))
             ),
         ],
-        [
+        notes=[
             *tokenizer.notes(of_texts=cfg.stage.data_format == "text"),
             *of_template["notes"],
             *data_files.notes,
@@ -114,10 +113,10 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer, data_files: DataFiles
             *reading_notes(sources),
             *unused_columns(files),
         ],
-        train.fingerprint,
-        num_held_out,
-        evaluates_training_rows,
-        evaluation_identity(val, evaluates_training_rows, encoding, cfg) if val else None,
+        fingerprint=train.fingerprint,
+        held_out=num_held_out,
+        evaluates_training_rows=evaluates_training_rows,
+        evaluation=evaluation_identity(val, evaluates_training_rows, encoding, cfg) if val else None,
     )
 
 
@@ -169,7 +168,7 @@ def tokenize_source(
     from data.store.cache import load_or_build
 
     schema = encoding.schema or schema or schema_of_source(source, encoding.data_format)
-    encoding = dataclasses.replace(encoding, schema=schema)
+    encoding = replace(encoding, schema=schema)
     with ProgressMeter(f"tokenizing {display_path(Path(source.name))}", console) as progress:
         try:
             store = load_or_build(
@@ -192,7 +191,7 @@ def with_bad_fraction(
     if encoding.on_bad_row != "error" or source.path.stat().st_size > COUNTED_BYTES:
         return error
     with suppress(UserError, OSError), TemporaryDirectory() as folder:
-        stats = load_or_build(source, dataclasses.replace(encoding, on_bad_row="skip"), tokenizer, Path(folder)).stats
+        stats = load_or_build(source, replace(encoding, on_bad_row="skip"), tokenizer, Path(folder)).stats
         bad = sum(stats.bad.values())
         if bad > data.max_bad_fraction * stats.read:
             fix = f"{error.fix} {bad_fraction(bad, stats.read)}"
@@ -317,12 +316,10 @@ def evaluation_identity(
 
 def loss_settings(cfg: Config) -> dict[str, Any]:
     """Return the settings that decide what an evaluation loss measures."""
-    others = {field.name for field in dataclasses.fields(StageConfig)} - {"objective"}
+    others = {field.name for field in fields(StageConfig)} - {"objective"}
     # what a resume may change is read by the training alone
-    others |= {
-        field.name for field in dataclasses.fields(cfg.stage) if field.metadata.get("on_resume") == "changes_training"
-    }
-    loss = {f"stage.{key}": value for key, value in dataclasses.asdict(cfg.stage).items() if key not in others}
+    others |= {field.name for field in fields(cfg.stage) if field.metadata.get("on_resume") == "changes_training"}
+    loss = {f"stage.{key}": value for key, value in asdict(cfg.stage).items() if key not in others}
     return loss | {f"data.{key}": getattr(cfg.data, key) for key in ("loss_on", "system_prob", "empty_think_prob")}
 
 
@@ -415,7 +412,6 @@ def build_loader(
         sampler,
         batch_size=cfg.train.batch_size,
         pad_id=tokenizer.pad_id,
-        packed=cfg.data.packing == "best_fit",
         num_workers=cfg.data.num_workers,
         worker_timeout=cfg.data.worker_timeout,
         rank=rank,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -54,11 +53,11 @@ def choose_weights(state: TrainState) -> ExportedWeights:
             return last
         state.optimizers.use_averages()
         loss = finite_or_none(evaluate_loss(state)["loss"]) if state.val_loaders else None
-        return dataclasses.replace(last, weights="ema", loss=loss)
+        return replace(last, weights="ema", loss=loss)
     if wanted == "last" or state.pipeline.evaluates_training_rows or progress.best_step is None:
         return last
     if progress.best_step == progress.step:
-        return dataclasses.replace(last, weights="best", loss=progress.best_loss)
+        return replace(last, weights="best", loss=progress.best_loss)
     source = find_best_weights(state.checkpoints.dir, progress.best_step) if state.dist.is_rank_zero else None
     if state.dist.broadcast_flag(source is None):
         state.logger.warning(

@@ -55,6 +55,7 @@ from runner.engine.device.compile import (
     set_inductor_cache,
     tag_compiled_programs,
 )
+from runner.engine.device.cpu import use_memory_pool
 from runner.engine.device.distributed import DistributedContext
 from runner.engine.device.precision import Precision
 from runner.engine.device.signals import StopRequests, do_unless_stopped
@@ -70,17 +71,30 @@ class ChosenKernels(NamedTuple):
     compilation: CompileDecision
 
 
-def decide_compilation(cfg: Config, model: LanguageModel, loader: StepLoader, device: torch.device) -> CompileDecision:
-    planned_flops = estimate_flops(cfg, model, loader)
-    return resolve_compile_mode(
-        cfg.train.compile, planned_flops, device, torch.get_num_threads(), cfg.model.has_dynamic_shapes
-    )
+def choose_run_kernels(
+    cfg: Config,
+    models: Sequence[LanguageModel],
+    optimizers: OptimizerGroup,
+    loader: StepLoader,
+    precision: Precision,
+    dist: DistributedContext,
+    saved: dict[str, Any] | None,
+    stop: StopRequests,
+) -> ChosenKernels:
+    """Decide whether layers are compiled, then choose the kernels of a CPU."""
+    flops, device = estimate_flops(cfg, models[0], loader), dist.device
+    threads, is_dynamic = torch.get_num_threads(), cfg.model.has_dynamic_shapes
+    decision = resolve_compile_mode(cfg.train.compile, flops, device, threads, is_dynamic)
+    if decision.is_long_run and device.type == "cpu":
+        use_memory_pool(set_inductor_cache())
+    choices = cpu_choices(cfg, models, optimizers, loader, precision, decision, is_resumed=saved is not None)
+    return choose_cpu_kernels(choices, decision, dist, saved, stop)
 
 
 def estimate_flops(cfg: Config, model: LanguageModel, loader: StepLoader) -> float:
     """Return an upper bound of the floating-point operations of the run on each rank, 6 * parameters * tokens
     (https://arxiv.org/abs/2001.08361), from settings only: every sequence counts as data.max_length tokens."""
-    steps = cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch
+    steps = cfg.train.total_steps(loader.steps_per_epoch)
     # an epoch may have fewer rows than a step asks for
     rows_per_step = min(loader.sampler.global_batch_size, loader.sampler.size)
     tokens = steps * rows_per_step / loader.world_size * cfg.data.max_length * sequences_per_row(cfg.stage.data_format)
@@ -153,7 +167,8 @@ def choose_cpu_kernels(
     if saved is None and not decision.is_long_run and decision.planned_flops < MIN_RUN_FLOPS:
         return ChosenKernels({}, {}, decision)
     facts, reasons, compilation = {}, {}, decision
-    announce = cache(_announce_measuring) if dist.is_rank_zero else lambda: None
+    text = "measuring which kernels are fastest on this machine; the times are kept for later runs"
+    announce = cache(partial(print_note, text)) if dist.is_rank_zero else lambda: None
     for choice in choices:
         mine = do_unless_stopped(dist, stop, partial(_choose, choice, saved, dist.size, announce))
         chosen = agree_on_kernel(choice, dist.gather(list(mine)))
@@ -166,10 +181,6 @@ def choose_cpu_kernels(
         elif chosen.reason:
             reasons[choice.fact.replace("_", " ")] = chosen.reason
     return ChosenKernels(facts, reasons, compilation)
-
-
-def _announce_measuring() -> None:
-    print_note("measuring which kernels are fastest on this machine; the times are kept for later runs")
 
 
 def _choose(

@@ -25,7 +25,7 @@ from runner.engine.export import choose_weights, export_model
 from runner.engine.objectives.objective import mask_dummy_batch
 from runner.engine.open_logs import open_logs
 from runner.engine.optim.schedules import lr_at
-from runner.engine.state import StepOutput, TrainState, propagate_failure
+from runner.engine.state import StepCounts, StepOutput, TrainState, propagate_failure
 from runner.engine.step_metrics import Throughput, flush_steps, log_step
 
 if TYPE_CHECKING:
@@ -39,15 +39,14 @@ PROFILE_WARMUP = 2  # steps before those of train.profile
 DIVERGED_FACTOR = 2  # a run has diverged if its final loss is higher than this times that of a uniform distribution
 # or than this, if the gradient norms of its last DEAD_STEPS are exactly 0: no step can change it any more
 DEAD_FACTOR, DEAD_STEPS = 0.99, 2
-STEP_TOTALS = 4  # numbers that `train_step` sums over ranks first; a rank whose loader fails adds as many zeros
 
 
 def train(state: TrainState, stop_requested: Callable[[], bool] = lambda: False) -> float:
     """Train from the newest checkpoint to the last step, and export the model; return the loss of the exported weights,
     which a sweep compares.
 
-    Raises Interrupted, after the last completed step is saved, if `stop_requested()` on some rank; StopRequested if
-    there is no step to save yet; TrainingError if training fails. Whatever is raised, the last completed step is saved
+    Raises Interrupted, after the last completed step (0: none) is saved, if `stop_requested()` on some rank;
+    StopRequested if a signal comes while the checkpoint is loaded; TrainingError if training fails. Whatever is raised, the last completed step is saved
     first if that is possible (`save_before_failure`).
     """
     state.stop = as_stop_requests(stop_requested)
@@ -106,9 +105,9 @@ def train_steps(state: TrainState) -> None:
         closing(state.loader.iter_steps(progress.step, state.total_steps, state.stop)) as steps,
         profile_steps(state) if cfg.train.profile and state.dist.is_rank_zero else nullcontext() as profiler,
     ):
-        for batches in throughput.timed(
-            propagate_failure(steps, partial(state.all_reduce_or_raise, [0.0] * STEP_TOTALS))
-        ):
+        # a rank whose loader fails joins the sum in which the others wait, at the begin of `train_step`
+        steps_of_ranks = propagate_failure(steps, partial(state.all_reduce_or_raise, StepCounts()))
+        for batches in throughput.timed(steps_of_ranks):
             if state.finished:  # early stopping
                 break
             epoch = progress.step // state.loader.steps_per_epoch
@@ -198,7 +197,7 @@ def train_step(state: TrainState, batches: list[Batch], lr: float) -> StepOutput
     try:
         state.wrapped.train()
         counts = [
-            (objective.count(batch), batch.num_supervised_tokens, batch.num_tokens, len(batch.names))
+            StepCounts(objective.count(batch), batch.num_supervised_tokens, batch.num_tokens, len(batch.names))
             for batch in batches
         ]
         items, *numbers = state.all_reduce_or_raise([sum(column) for column in zip(*counts, strict=True)])
@@ -222,7 +221,7 @@ def train_step(state: TrainState, batches: list[Batch], lr: float) -> StepOutput
         set_rng_state(rng_at_start)
         raise
     state.is_consistent = False  # until the step is counted and logged
-    gradients = precision.step(state.optimizers, state.cfg.optimizer.grad_clip)
+    gradients = precision.clip_and_update(state.optimizers, state.cfg.optimizer.grad_clip)
     if dist.device.type == "cpu":
         keep_freed_memory()
     names = [batch.names for batch in batches]
@@ -231,7 +230,8 @@ def train_step(state: TrainState, batches: list[Batch], lr: float) -> StepOutput
 
 def save_and_interrupt(state: TrainState) -> NoReturn:
     flush_steps(state)
-    state.checkpoints.save_blocking(state.progress.step, state)
+    if state.progress.step:
+        state.checkpoints.save_blocking(state.progress.step, state)
     outcome = Outcome.PAUSED if state.is_at_pause else Outcome.INTERRUPTED
     raise Interrupted(state.progress.step, state.run_dir, outcome)
 

@@ -63,6 +63,15 @@ class Progress:
         self.evals_since_best = self.evaluated_step = 0
 
 
+class StepCounts(NamedTuple):
+    """Numbers that each rank has of a step, in this order, before they are summed; zeros if its loader failed."""
+
+    items: float = 0.0  # divisor of the loss
+    loss_tokens: int = 0  # tokens with a label
+    tokens: int = 0  # all tokens computed, without padding
+    examples: int = 0
+
+
 class StepOutput(NamedTuple):
     """One step, on the device."""
 
@@ -94,6 +103,7 @@ class TrainState:
     precision: Precision
     logger: RunLogger
     checkpoints: CheckpointManager
+    total_steps: int  # of the whole run
     attempt: int  # launches of this run directory, this one included
     update_metadata: Callable[..., None]  # writes fields of run.json
     compatibility: dict[str, Any]  # facts that a checkpoint is compared with before it is loaded
@@ -138,10 +148,6 @@ class TrainState:
         if stopped and not has_failed:
             raise StopRequested
         return sums
-
-    @property
-    def total_steps(self) -> int:
-        return self.cfg.train.max_steps or self.cfg.train.epochs * self.loader.steps_per_epoch
 
     @property
     def stopped_early(self) -> bool:
@@ -292,14 +298,11 @@ def load_strict(into: dict[str, Tensor], saved: dict[str, Tensor], source: Path)
             + ("" if tensor.is_floating_point() else f" of {str(tensor.dtype)[6:]}")
         )
 
-    names = sorted(into.keys() | saved.keys())
-    differing = [
-        f"{name}: {shape(into.get(name))} in the model, {shape(saved.get(name))} in the checkpoint" for name in names
-    ]
-    differing = [
-        text for text, name in zip(differing, names, strict=True) if shape(into.get(name)) != shape(saved.get(name))
-    ]
-    if differing:
+    if differing := [
+        f"{name}: {own} in the model, {other} in the checkpoint"
+        for name in sorted(into.keys() | saved.keys())
+        if (own := shape(into.get(name))) != (other := shape(saved.get(name)))
+    ]:
         raise UserError(
             "the checkpoint's tensors do not fit this model:\n  " + "\n  ".join(differing[:12]),
             source,

@@ -75,10 +75,11 @@ def fetch_results(state: TrainState, steps: list[StepOutput]) -> list[StepResult
         return []
     sums = torch.stack([value for output in steps for value in output.sums.values()]).tolist()
     norms = torch.stack([output.gradients.norm for output in steps]).tolist()
-    numbers = iter(state.dist.all_reduce_sum([*sums, *norms]))
-    means = [{name: next(numbers) / output.items for name in output.sums} for output in steps]
+    numbers = state.dist.all_reduce_sum([*sums, *norms])
+    totals = iter(numbers[: len(sums)])
     return [
-        StepResult(output, mean, next(numbers) / state.dist.size) for output, mean in zip(steps, means, strict=True)
+        StepResult(output, {name: next(totals) / output.items for name in output.sums}, norm / state.dist.size)
+        for output, norm in zip(steps, numbers[len(sums) :], strict=True)
     ]
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import secrets
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,7 @@ def verify_resume(cfg: Config, work_dir: Path) -> list[str]:
     """Return the differences between a run of `cfg` and the same run stopped half way and resumed; [] if all bits are
     equal.
     """
-    cfg = dataclasses.replace(
-        cfg, train=dataclasses.replace(cfg.train, max_steps=cfg.train.max_steps or VERIFY_STEPS, max_hours=0, stop_at=0)
-    )
+    cfg = replace(cfg, train=replace(cfg.train, max_steps=cfg.train.max_steps or VERIFY_STEPS, max_hours=0, stop_at=0))
     uninterrupted, resumed = work_dir / "uninterrupted", work_dir / "resumed"
     train_to_step(cfg, uninterrupted, None)
     train_to_step(cfg, resumed, stop_at=max(1, cfg.train.max_steps // 2))

@@ -26,7 +26,7 @@ from data.background import DATA_WORKER
 
 FREEING_CALLS = ("unlink", "remove", "rmdir", "truncate", "ftruncate")  # a full disk does not refuse them
 # the first argument is a path
-PATH_CALLS = ("mkdir", "rename", "replace", "unlink", "remove", "rmdir", "truncate", "link", "symlink")
+PATH_CALLS = "mkdir rename replace unlink remove rmdir truncate link symlink".split()
 FD_CALLS = ("write", "pwrite", "writev", "fsync", "fdatasync", "ftruncate")
 WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 

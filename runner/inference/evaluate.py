@@ -49,19 +49,10 @@ ComputeMetric = Callable[[LoadedModel, EvaluationSet, "EvaluateConfig"], MetricR
 SAME_EVALUATION = ("task", "metric", "data", "shots", "limit", "chat_template")
 MAX_LABEL = 200  # characters
 # The metric that stands for an evaluation where there is one column: the first that it has.
-HEADLINES = ("acc_norm", "acc", "exact_match", "perplexity", "byte_perplexity", "reward_accuracy", "f1", "bleu")
+HEADLINES = "acc_norm acc exact_match perplexity byte_perplexity reward_accuracy f1 bleu".split()
 NOT_RESULTS = {
     *SAME_EVALUATION,
-    "files",
-    "weights",
-    "step",
-    "loss_tokens",
-    "rows",
-    "right",
-    "answers",
-    "n",
-    "lm_eval",
-    "task_version",
+    *"files weights step loss_tokens rows right answers n lm_eval task_version".split(),
 }
 
 

@@ -110,9 +110,7 @@ class EvaluationSet:
                 f"no row fits data.max_length={max_length}", f"data.path={self.cfg.path}", "raise data.max_length"
             )
         sampler = ShuffledSampler(len(rows), batch_size, seed=0)
-        loader = StepLoader(
-            UnpackedSequences(rows), sampler, batch_size=batch_size, pad_id=tokenizer.pad_id, packed=False
-        )
+        loader = StepLoader(UnpackedSequences(rows), sampler, batch_size=batch_size, pad_id=tokenizer.pad_id)
         self.progress.begin("rows", len(rows))
         with closing(loader.iter_epoch(epoch=0)) as steps:
             for number, [batch] in enumerate(steps, 1):

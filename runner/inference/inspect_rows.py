@@ -4,14 +4,13 @@ with their tokens. Tokens with loss are marked, and control characters of the te
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import sys
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Optional, TextIO
 
 import numpy as np
@@ -55,12 +54,12 @@ def inspect_rows(cfg: RowsConfig, run: Config) -> None:
     from data.tokenize.origin import open_tokenizer
 
     if cfg.packed is not None:
-        data = dataclasses.replace(
+        data = replace(
             run.data,
             packing="best_fit" if cfg.packed else "none",
             group_by_length=run.data.group_by_length and not cfg.packed,
         )
-        run = dataclasses.replace(run, data=data)
+        run = replace(run, data=data)
     tokenizer = open_tokenizer(run.data, run.init_from)
     pipeline = build_data_pipeline(run, tokenizer)
     chosen = _find_row(cfg.row, pipeline) if cfg.row is not None else []
@@ -121,8 +120,8 @@ def _fill_ratios(sequences: Sequences, run: Config, tokenizer: Tokenizer) -> Ite
         lengths = rows.lengths(0, min(LENGTHS_PER_READ, len(rows)))
         fill_ratio = lengths.sum() / (len(best_fit_plan(lengths, capacity)) * capacity)
         yield f"packed (data.packing=best_fit) it would be: {fill_ratio:.1%} filled with tokens"
-    data = dataclasses.replace(run.data, packing="none", num_workers=0)
-    loader = build_loader(UnpackedSequences(rows), dataclasses.replace(run, data=data), tokenizer, run.train.batch_size)
+    data = replace(run.data, packing="none", num_workers=0)
+    loader = build_loader(UnpackedSequences(rows), replace(run, data=data), tokenizer, run.train.batch_size)
     tokens = positions = measured = 0
     for batch in itertools.chain.from_iterable(loader.iter_epoch(epoch=0)):
         tokens += int(batch.lengths.sum())

@@ -11,7 +11,7 @@ import os
 import sys
 
 if not __package__:  # started by path: replace runner/launch/ on sys.path by the repository root
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    sys.path[0] = os.path.abspath(f"{__file__}/../../..")
 
 import gc
 import importlib
@@ -29,17 +29,11 @@ from runner.config.compose import HYDRA_CONFIG_ENV
 from runner.launch import subprocesses, torchrun
 
 TRAIN_SCRIPT = str(REPO_ROOT / "runner" / "train.py")
-IMPORTS = (  # of a job before its first step
-    "runner.train",
-    "runner.cli.hydra_app",
-    "runner.launch.resume",
-    "runner.engine.build",
-    "runner.engine.loop",
-    "runner.inference.evaluate",
-    "runner.reporting.run_page",
-    "tokenizers",
-    "models.decoder",
-)
+# of a job before its first step
+IMPORTS = """
+    runner.train runner.cli.hydra_app runner.launch.resume runner.engine.build runner.engine.loop
+    runner.inference.evaluate runner.reporting.run_page tokenizers models.decoder
+""".split()
 LATE_VARIABLES = (HYDRA_CONFIG_ENV, "CUDA_VISIBLE_DEVICES")  # read after the imports, so a fork may have its own
 MESSAGE_BYTES = 1 << 17
 

@@ -4,10 +4,10 @@ random) and their tokenizer.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Collection, Mapping, MutableMapping
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from data.tokenize.origin import (
 )
 from models.formats.hub import fetch_model
 from models.formats.json_files import read_adapter_settings, read_config_of_weights, why_transformers
-from runner.checkpoint.atomic_dir import step_names, verify_dir
+from runner.checkpoint.atomic_dir import newest_valid
 from runner.checkpoint.format import CHECKPOINTS_DIR
 from runner.config.compose import compose_tree, files_that_choose, section_object, to_config, without_hydra
 from runner.config.hydra_errors import translating_hydra_errors
@@ -52,7 +52,7 @@ def compatibility_fingerprints(config: Config, tokenizer: Path | None = None) ->
     """
     from data.tokenize.tokenizer import Tokenizer
 
-    shape = {key: value for key, value in dataclasses.asdict(config.model).items() if key not in IRRELEVANT_TO_WEIGHTS}
+    shape = {key: value for key, value in asdict(config.model).items() if key not in IRRELEVANT_TO_WEIGHTS}
     fingerprints = {"model": hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()}
     if tokenizer is None and config.data.tokenizer in (AUTO, MINIMIND):
         return fingerprints
@@ -139,7 +139,7 @@ def _adopt_path(tree: MutableMapping[str, Any], keys: Collection[str]) -> None:
     come from unless init_from is typed.
     """
     path = Path(_local_path(str(tree["model"]["path"]), "model.path"))
-    settings = dataclasses.asdict(read_config_of_weights(path, "transformers")) | {"path": str(path)}
+    settings = asdict(read_config_of_weights(path, "transformers")) | {"path": str(path)}
     settings |= {name: tree["model"][name] for name in settings if f"model.{name}" in keys}
     tree["model"] = settings
     if "init_from" not in keys and tree["init_from"] == "auto":
@@ -164,7 +164,7 @@ def restore_hub_weights(config: Config) -> Config:
     name = hub_name_of(Path(config.init_from))
     if name is None or Path(config.init_from).is_dir() or not (config.stage.lora or config.stage.needs_reference):
         return config
-    return dataclasses.replace(
+    return replace(
         config,
         init_from=str(fetch_model(f"{name.repo}@{name.revision}", f"init_from={config.init_from}", watch_download)),
     )
@@ -200,7 +200,7 @@ def check_model(config: Config) -> None:
     recorded = _model_settings(
         Path(config.init_from), config.model.family if config.model.family == "transformers" else None
     )
-    known = dataclasses.asdict(config.model) if recorded.items() >= family.items() else {}
+    known = asdict(config.model) if recorded.items() >= family.items() else {}
     own, expected = config.model.mathematics(), section_object("model", known | recorded).mathematics()
     differences = {
         name: (own.get(name), expected.get(name)) for name in own | expected if own.get(name) != expected.get(name)
@@ -232,7 +232,7 @@ def _model_settings(source: Path, family: str | None = None) -> dict[str, Any]:
         if isinstance(recorded, dict) and "family" in recorded:
             return recorded
         source = run  # of an older version: its model/ has the settings under the names of today
-    return dataclasses.asdict(read_config_of_weights(source, family))
+    return asdict(read_config_of_weights(source, family))
 
 
 def _model_source(source: Path) -> Path:
@@ -262,15 +262,15 @@ def _folder_of_weights(init_from: str) -> str:
     if not holds_run(source) or (source / "model").is_dir():
         return init_from
     check_own_files(source, (CHECKPOINTS_DIR,))
-    for name in step_names(source / CHECKPOINTS_DIR):
-        if verify_dir(checkpoint := source / CHECKPOINTS_DIR / name) is None:
-            print_note(f"init_from={init_from}: the run has no model yet, the weights are those of {name}")
-            return str(checkpoint)
-    raise UserError(
-        "this run has no model and no whole checkpoint",
-        f"init_from={init_from}",
-        f"finish it: {resume_command(source)}",
-    )
+    checkpoint, _ = newest_valid(source / CHECKPOINTS_DIR)
+    if checkpoint is None:
+        raise UserError(
+            "this run has no model and no whole checkpoint",
+            f"init_from={init_from}",
+            f"finish it: {resume_command(source)}",
+        )
+    print_note(f"init_from={init_from}: the run has no model yet, the weights are those of {checkpoint.name}")
+    return str(checkpoint)
 
 
 def resolve_init_from(config: Config, folder: Path, fingerprints: dict[str, str], warn: bool = True) -> str:
@@ -347,10 +347,8 @@ def resolve_start(config: Config) -> Config:
     directory.
     """
     init_from = resolve_init_from(config, outputs_dir() / "run", compatibility_fingerprints(config), warn=False)
-    return _with_tokenizer_path(
-        dataclasses.replace(config, init_from=init_from), str(resolve_tokenizer(config.data, init_from))
-    )
+    return _with_tokenizer_path(replace(config, init_from=init_from), str(resolve_tokenizer(config.data, init_from)))
 
 
 def _with_tokenizer_path(config: Config, path: str) -> Config:
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=path))
+    return replace(config, data=replace(config.data, tokenizer=path))

@@ -52,9 +52,9 @@ ARCHIVE = re.compile(r"metrics\.attempt(\d{1,6})\.jsonl")
 TAIL_BYTES = 1 << 16  # of metrics.jsonl, where its last record is
 # Fields of run.json that describe one process or the newest state: they are not restored, or the checkpoint itself
 # knows them.
-PASSING_FIELDS = {
-    "status", "outcome", "error", "degraded", "ended", "host", "pid", "boot_id", "start_ticks", "checkpoint", "step", "tokens", "loss_tokens", "metrics", "export",
-}  # fmt: skip
+PASSING_FIELDS = """
+    status outcome error degraded ended host pid boot_id start_ticks checkpoint step tokens loss_tokens metrics export
+""".split()
 MAX_STORED_ATTEMPTS = 20  # newest records of attempts that a checkpoint stores
 MAX_TEXT_BYTES = 1 << 18  # of all texts together
 

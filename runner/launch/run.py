@@ -5,8 +5,8 @@ The checks need no torch: the number of processes, the tracker, the data files.
 
 from __future__ import annotations
 
-import dataclasses
 import glob
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -93,7 +93,7 @@ def run(config: Config, metadata: RunMetadata, data_files: DataFiles | None = No
     """Train in the directory of `metadata`, from its newest checkpoint if it has one; return the loss that a sweep
     compares.
 
-    `data_files`: those of `check_inputs`.
+    `data_files`: what `check_start` has returned.
 
     Raises UserError (nothing was trained, run.json is as before), TrainingError, or Interrupted (resume= continues).
     """
@@ -102,12 +102,12 @@ def run(config: Config, metadata: RunMetadata, data_files: DataFiles | None = No
         if before["init_from"] is None:
             init_from = resolve_init_from(config, metadata.folder, compatibility_fingerprints(config))
             if init_from != config.init_from:
-                config = dataclasses.replace(config, init_from=init_from)
+                config = replace(config, init_from=init_from)
             if init_from != "scratch":
                 check_model(config)
         else:
             if config.init_from == "auto":  # resolved once, at the start of the run
-                config = dataclasses.replace(config, init_from=before["init_from"])
+                config = replace(config, init_from=before["init_from"])
             config = restore_hub_weights(config)
         with refusing_disk_errors(metadata.folder):
             copy = partial(

@@ -5,7 +5,6 @@ Each rank counts its micro-batches in a file. A rank that stops counting is made
 
 from __future__ import annotations
 
-import dataclasses
 import faulthandler
 import os
 import signal
@@ -15,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from common.errors import Interrupted, Outcome, TrainingError, print_note, print_safely
@@ -203,8 +203,8 @@ class Supervisor:
 
         if (smaller := smaller_micro_batch(train.batch_size, train.accumulation_steps)) is None:
             return ""
-        changed = dataclasses.replace(train, batch_size=smaller.size, accumulation_steps=smaller.accumulation)
-        self.config = dataclasses.replace(self.config, train=changed)
+        changed = replace(train, batch_size=smaller.size, accumulation_steps=smaller.accumulation)
+        self.config = replace(self.config, train=changed)
         return f", {smaller.overrides}"
 
     def _advice(self, kind: FailureKind) -> str:

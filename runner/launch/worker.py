@@ -7,13 +7,12 @@ import os
 import sys
 
 if not __package__:  # started by path: replace runner/launch/ on sys.path by the repository root
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    sys.path[0] = os.path.abspath(f"{__file__}/../../..")
 
 import json
 import signal
 import threading
 from pathlib import Path
-from types import FrameType
 
 from common.errors import INTERRUPTED, ignore_broken_pipe
 from common.filesystem import read_bounded
@@ -36,13 +35,10 @@ def main(config_file: Path, parent: int) -> int:
     start_heartbeat()
     for number in handled_signals():
         # StopFlag restores it: a signal during shutdown does not change the exit code
-        signal.signal(number, _ignore_signal)
+        signal.signal(number, lambda number, frame: None)
     with StopFlag() as stop:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # deliver what arrived since the launcher blocked them
         return run_rank(config_file, parent, stop)
-
-
-def _ignore_signal(number: int, frame: FrameType | None) -> None: ...
 
 
 def _exit_while_ranks_meet(parent: int, stop: StopFlag) -> None:

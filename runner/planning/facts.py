@@ -195,7 +195,7 @@ def data_facts(cfg: Config, pipeline: DataPipeline, tokenizer: Tokenizer, ranks:
     loader = build_loader(sequences, cfg, tokenizer, per_step, 0, ranks)
     stores = {id(part.store): part.store for part in getattr(sequences.rows, "sources", ())}
     cut = measure_truncation((store.stats for store in stores.values()), cfg.data.max_length)
-    steps = cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch
+    steps = cfg.train.total_steps(loader.steps_per_epoch)
     batch = longest_batch(loader, steps)
     rows, length = batch.input_ids.shape
     if isinstance(sequences, PackedSequences):

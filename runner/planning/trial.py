@@ -10,7 +10,7 @@ import os
 import sys
 
 if not __package__:  # started by path: replace runner/planning/ on sys.path by the repository root
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    sys.path[0] = os.path.abspath(f"{__file__}/../../..")
 
 import dataclasses
 import glob

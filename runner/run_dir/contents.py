@@ -306,16 +306,7 @@ def load_fields(path: Path) -> dict[str, Any]:
         raise UserError(f"run.json cannot be read: {error}", path, fix) from error
 
 
-RECORDED_LIBRARIES = (
-    "torch",
-    "numpy",
-    "safetensors",
-    "tokenizers",
-    "transformers",
-    "hydra-core",
-    "omegaconf",
-    "swanlab",
-)
+RECORDED_LIBRARIES = "torch numpy safetensors tokenizers transformers hydra-core omegaconf swanlab".split()
 GIT_SECONDS = 1.0  # that a run waits for git after everything else is built
 
 

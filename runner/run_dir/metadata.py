@@ -67,6 +67,8 @@ class RunMetadata:
     owns_folder: bool = True
     is_writer: bool = True
     is_new_dir: bool = False  # whether this launch has created the directory
+    # the tree, its config and the data files that were checked before the directory was created
+    checked: tuple[Any, ...] = (None, None, None)
     names_before: list[str] | None = None  # names in the directory before this launch; None: it held a run
 
     @staticmethod

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MAX_LISTED_COLUMNS, MAX_LISTED_FILES = 20, 3  # in one line of the log; run.json has all
 # column of data_table -> key of describe_source
-COUNTS = {name: name for name in ("read", "kept", "split", "truncated", "dropped", "bad", "tokens")}
+COUNTS = {name: name for name in "read kept split truncated dropped bad tokens".split()}
 COUNTS |= {"with loss": "loss_tokens", "cut off": "lost_loss_tokens"}
 ALWAYS_SHOWN = ("read", "kept", "tokens", "with loss")
 MIN_NAME_WIDTH, MAX_NAME_WIDTH = 12, 28  # cells of a file's name in the table, and before a paragraph

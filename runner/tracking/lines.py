@@ -30,7 +30,7 @@ VALUE_FORMATS = {
     "perplexity": "perplexity {:.4g}",
 }
 BAR_FIELDS = ("loss", "lr", "tokens_per_second")
-HIDDEN_FIELDS = ("epoch", "loss_tokens", "tokens", "tokens_per_second", "data_wait", "save_stall", "peak_memory")
+HIDDEN_FIELDS = "epoch loss_tokens tokens tokens_per_second data_wait save_stall peak_memory".split()
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 

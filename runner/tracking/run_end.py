@@ -126,7 +126,7 @@ class RunEnd:
 
     def event(self) -> dict[str, Any]:
         """Return the same as JSON values."""
-        counters = ("step", "total_steps", "tokens", "loss_tokens", "tokens_per_second", "warnings", "peak_memory")
+        counters = "step total_steps tokens loss_tokens tokens_per_second warnings peak_memory".split()
         files = {
             "run": self.run_dir,
             "page": self.page,

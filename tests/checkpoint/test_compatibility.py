@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from pathlib import Path
 
@@ -10,8 +11,11 @@ import safetensors.torch
 import torch
 
 from common.errors import Interrupted, UserError
+from runner.checkpoint import atomic_dir
 from runner.checkpoint.compatibility import diff_facts, fingerprint_parameters, rule_of, run_rules
+from runner.checkpoint.format import STATE_FILE, TENSOR_FILES
 from runner.config.compose import compose_config
+from runner.engine.device.cpu import THREAD_VARIABLES
 from runner.engine.loop import train
 
 IGNORED_SETTINGS = {
@@ -195,6 +199,31 @@ def test_resume_from_the_previous_checkpoint_if_the_newest_is_damaged(make_run) 
     log = (state.run_dir / "train.log").read_text()
     assert "warning: checkpoint step-00000003 skipped" in log and "step 2" in log
     assert (state.run_dir / "checkpoints" / "step-00000006").is_dir()
+
+
+def test_resume_behind_a_damaged_checkpoint_names_what_it_computes_with(
+    make_run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The choices of the newest state.json apply, and are compared with the checkpoint that is loaded."""
+    state = interrupted_run(make_run, "pretrain", "train.save_every=1")
+    newest, files = state.run_dir / "checkpoints" / "step-00000003", {}
+    for name in (*TENSOR_FILES.values(), STATE_FILE):
+        files[name] = (newest / name).read_bytes()
+    saved = json.loads(files[STATE_FILE])
+    saved["compatibility"]["environment.threads"] = 2
+    files[STATE_FILE] = json.dumps(saved).encode()
+    atomic_dir.discard_dir(newest)
+    atomic_dir.write_atomic_dir(newest.parent, newest.name, files, {})
+    (newest / TENSOR_FILES["optimizer"]).write_bytes(b"")
+    fields: dict = {}
+    for name in THREAD_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    resumed = make_run("pretrain", "train.max_steps=6", "train.save_every=1", metadata=fields)
+    assert torch.get_num_threads() == 2
+    train(resumed)
+    assert (resumed.first_step, fields["exact"]) == (2, False)
+    assert fields["inexact_because"] == ["environment.threads: 1 -> 2"]
 
 
 def test_fingerprint_of_weights_depends_on_every_number_and_on_their_names():

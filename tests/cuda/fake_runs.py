@@ -93,7 +93,7 @@ def watch_steps(state: TrainState, launches: fake_gpu.Launches) -> Callable[...,
     """Name the phases of a step for `launches`; return the step."""
     state.logger.log = lambda kind, step, **metrics: None
     state.precision.backward = launches.within("backward", state.precision.backward)
-    state.precision.step = launches.within("update", state.precision.step)
+    state.precision.clip_and_update = launches.within("update", state.precision.clip_and_update)
     state.optimizers.step = launches.within("optimizer", state.optimizers.step)
     train_step = launches.within("forward", TRAIN_STEP)
 
@@ -179,7 +179,7 @@ def updates(folder: Path, case: list[str]) -> dict[str, int]:
             for p in state.optimizers.names:
                 p.grad = torch.empty_like(p)
             with fake_gpu.Launches() as launches:
-                state.precision.step(state.optimizers, 1.0)
+                state.precision.clip_and_update(state.optimizers, 1.0)
     return launches.operators
 
 

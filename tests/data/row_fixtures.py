@@ -44,11 +44,10 @@ def make_loader(
     batch_size: int = 4,
     accumulation_steps: int = 1,
     seed: int = 0,
-    packed: bool = False,
     **options: int,
 ) -> StepLoader:
     sampler = ShuffledSampler(len(sequences), batch_size * accumulation_steps, seed)
-    return StepLoader(sequences, sampler, batch_size=batch_size, pad_id=0, packed=packed, **options)
+    return StepLoader(sequences, sampler, batch_size=batch_size, pad_id=0, **options)
 
 
 def unpacked(size: int) -> UnpackedSequences:

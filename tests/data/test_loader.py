@@ -22,7 +22,6 @@ def grouped_loader(rows: RandomRows, batch_size: int = 4, seed: int = 0) -> Step
         LengthGroupedSampler(len(rows), batch_size, seed, rows.lengths),
         batch_size=batch_size,
         pad_id=0,
-        packed=False,
     )
 
 

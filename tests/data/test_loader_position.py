@@ -23,9 +23,7 @@ class ManyRows:
 
 
 def make_loader() -> StepLoader:
-    return StepLoader(
-        UnpackedSequences(ManyRows()), ShuffledSampler(10**8, 32, seed=42), batch_size=16, pad_id=0, packed=False
-    )
+    return StepLoader(UnpackedSequences(ManyRows()), ShuffledSampler(10**8, 32, seed=42), batch_size=16, pad_id=0)
 
 
 def test_loader_skips_a_million_steps_without_memory_for_them():

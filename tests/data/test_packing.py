@@ -260,7 +260,7 @@ def test_packing_plan_of_a_later_epoch_is_in_memory_on_a_full_disk(tmp_path, mon
 
 def test_loader_reads_another_packing_plan_in_each_epoch(tmp_path):
     packed = PackedSequences(ROWS, 64, tmp_path)
-    loader = make_loader(packed, batch_size=1, packed=True)
+    loader = make_loader(packed, batch_size=1)
     for epoch in (0, 2):
         steps = [sorted(names) for names in names_of(loader.iter_epoch(epoch))]
         assert sorted(steps) == sorted(sorted(f"row:{row}" for row in sequence) for sequence in plan_of(packed, epoch))
@@ -280,6 +280,6 @@ def test_packing_mixes_distant_rows_of_a_sorted_file(tmp_path):
 
 def test_epoch_of_packed_sequences_has_every_row_once(tmp_path):
     packed = PackedSequences(RandomRows([1 + i % 37 for i in range(300)]), 64, tmp_path)
-    assert sorted(name for step in names_of(make_loader(packed, packed=True).iter_epoch(0)) for name in step) == sorted(
+    assert sorted(name for step in names_of(make_loader(packed).iter_epoch(0)) for name in step) == sorted(
         f"row:{i}" for i in range(300)
     )

@@ -15,7 +15,7 @@ from warm_programs import WarmPrograms
 
 from models.layers.cpu_kernels import library
 from models.layers.cpu_kernels.library import KernelsUnavailableError
-from runner.engine import build, kernels
+from runner.engine import kernels
 from runner.engine.device import cpu
 from runner.engine.device.compile import CompileDecision
 
@@ -363,7 +363,7 @@ def test_machine_without_a_compiler_trains_without_the_pool(tmp_path: Path, monk
 @pytest.mark.parametrize("is_long_run", [True, False])
 def test_long_runs_use_the_pool(make_run, monkeypatch: pytest.MonkeyPatch, is_long_run: bool) -> None:
     folders = []
-    monkeypatch.setattr(build, "use_memory_pool", lambda folder: folders.append(folder) or "")
+    monkeypatch.setattr(kernels, "use_memory_pool", lambda folder: folders.append(folder) or "")
     monkeypatch.setattr(
         kernels, "resolve_compile_mode", lambda *_: CompileDecision("off", "off", is_long_run=is_long_run)
     )

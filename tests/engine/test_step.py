@@ -48,7 +48,7 @@ def test_gradient_is_clipped_to_its_norm_and_the_norm_before_is_reported(
     optimizer, device = Sgd(p), Precision(PrecisionConfig(precision), torch.device("cpu"))
     for step in (1, 2):  # the second step starts without the gradients of the first
         device.backward((p * torch.tensor(GRADIENT)).sum())
-        stats = device.step(optimizer, clip)
+        stats = device.clip_and_update(optimizer, clip)
         assert stats.norm.item() == pytest.approx(5.0, rel=1e-5) and stats.norms.tolist() == pytest.approx(
             [5.0], rel=1e-5
         )
@@ -65,7 +65,7 @@ def step_of_two_ranks(rank: int, file: str, norms: multiprocessing.SimpleQueue) 
     mesh = init_device_mesh("cpu", (2,))
     p = nn.Parameter(distribute_tensor(torch.zeros(2), mesh, [Shard(0)]))
     p.grad = distribute_tensor(torch.tensor([3.0, 4.0]), mesh, [Shard(0)])
-    stats = Precision(PrecisionConfig("fp32"), torch.device("cpu")).step(Sgd(p), clip=1.0)
+    stats = Precision(PrecisionConfig("fp32"), torch.device("cpu")).clip_and_update(Sgd(p), clip=1.0)
     norms.put((rank, stats.norm.item(), p.to_local().item()))
 
 
@@ -214,7 +214,7 @@ def test_fp16_halves_the_loss_scale_if_only_the_norm_overflows() -> None:
     optimizer, device = Sgd(p), Precision(PrecisionConfig("fp16"), torch.device("cpu"))
     before = device.loss_scale
     device.backward((p * 1e25).sum())
-    stats = device.step(optimizer, clip=1.0)
+    stats = device.clip_and_update(optimizer, clip=1.0)
     assert stats.norm.isinf() and p.tolist() == [0.0, 0.0, 0.0]
     assert device.should_retry(stats) and device.loss_scale == before / 2
 

@@ -26,10 +26,6 @@ MAX_CHOICE_BYTES = 10_000
 MAX_KERNEL_NAME = 40  # characters of a name from a checkpoint in a message
 
 
-def _always(kernel: str, folder: Path) -> None:
-    """Every kernel is available."""
-
-
 @dataclass(frozen=True)
 class KernelChoice:
     """One choice between kernels that compute the same, each exact to its documented rounding."""
@@ -44,7 +40,7 @@ class KernelChoice:
     unit: str = "ms"  # of the times in the log, with what they are times of
     labels: Mapping[str, str] = field(default_factory=dict)  # kernel -> name in the log, where it has another
     # (kernel, folder for compiled programs); raises KernelsUnavailableError where this machine cannot compute it
-    load: Callable[[str, Path], None] = _always
+    load: Callable[[str, Path], None] = lambda kernel, folder: None
 
     def label(self, kernel: str) -> str:
         return self.labels.get(kernel, kernel)

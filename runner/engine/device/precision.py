@@ -91,7 +91,7 @@ class GradStats(NamedTuple):
 
 
 class Optimizers(Protocol):
-    """What `Precision.step` needs of optim.groups.OptimizerGroup."""
+    """What `Precision.clip_and_update` needs of optim.groups.OptimizerGroup."""
 
     parts: list[Any]  # torch optimizers
     names: dict[nn.Parameter, str]
@@ -155,7 +155,7 @@ class Precision:
         one = loss.detach() * 0 + 1
         self.scaler.scale(loss * one).backward()
 
-    def step(self, optimizers: Optimizers, clip: float) -> GradStats:
+    def clip_and_update(self, optimizers: Optimizers, clip: float) -> GradStats:
         """Unscale and clip the gradients, update the parameters, clear the gradients.
 
         If a gradient is not finite the update is skipped, because clipping by such a norm would make every weight NaN.

@@ -44,7 +44,8 @@ class ParamGroups(NamedTuple):
     """
 
     decay: list[dict[str, Any]]  # hidden matrices
-    # embeddings, output layer, norms and biases; stacks of hidden matrices in groups of their own, with weight_decay
+    # All others, each group with its own `weight_decay`: 0 for embeddings, output layer, norms and biases, that of the
+    # matrices for stacks of hidden matrices. Plugins know this name.
     no_decay: list[dict[str, Any]]
 
 
