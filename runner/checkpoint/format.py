@@ -73,7 +73,7 @@ def read_newest_state(run_dir: Path) -> dict[str, Any] | None:
     """Return the newest state.json of a run that is as it was saved, or None.
 
     Other files of the checkpoint may be damaged: what is computed with its facts is compared with the checkpoint that
-    is loaded in the end (`CheckpointManager.load_newest`).
+    is loaded later (`CheckpointManager.load_newest`).
     """
     checkpoints = run_dir / CHECKPOINTS_DIR
     for name in atomic_dir.step_names(checkpoints):

@@ -136,6 +136,6 @@ def train_in_run_dir(tree: DictConfig) -> float:
         snapshot.complete_hydra_dir(metadata.folder, tree, _composed_overrides(hydra_config.overrides))
         metadata.record_created()
         checked_tree, config, data_files = metadata.checked
-        if tree != checked_tree:  # a job of a sweep, or another callback has changed the settings
+        if tree != checked_tree:  # another callback has changed the settings
             config, data_files = to_config(tree), None
         return run.run(config, metadata, data_files)

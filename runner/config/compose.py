@@ -166,7 +166,7 @@ _typed_settings: dict[tuple[Any, ...], dict[str, Any]] = {}  # what `_typed` has
 
 
 def _typed(types: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Return settings of Config, or one of its sections, as `types` have them.
+    """Return `values` of settings of Config, converted to their `types`; defaults where there is none.
 
     Each is converted once: jobs of a sweep have most sections in common.
     """

@@ -105,7 +105,7 @@ def train_steps(state: TrainState) -> None:
         closing(state.loader.iter_steps(progress.step, state.total_steps, state.stop)) as steps,
         profile_steps(state) if cfg.train.profile and state.dist.is_rank_zero else nullcontext() as profiler,
     ):
-        # a rank whose loader fails joins the sum in which the others wait, at the begin of `train_step`
+        # a rank whose loader fails joins the sum in which the others wait, at the start of `train_step`
         steps_of_ranks = propagate_failure(steps, partial(state.all_reduce_or_raise, StepCounts()))
         for batches in throughput.timed(steps_of_ranks):
             if state.finished:  # early stopping

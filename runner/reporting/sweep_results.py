@@ -159,7 +159,7 @@ class ResultRow:
     def progress(self) -> str:
         """The status, with the share of the steps of a paused row: `paused at 1/4`."""
         share = Fraction(self.stop_at).limit_denominator(1000)
-        text = share if share.denominator < 100 else f"{self.stop_at:.0%}"
+        text = share if share.denominator < 100 else f"{100 * self.stop_at:.0f} %"
         return f"paused at {text}" if self.status == "paused" and share else self.status
 
     @property

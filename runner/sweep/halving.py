@@ -33,7 +33,7 @@ RUNG_LIMIT = within("(0, 1)", 0.125).metadata["limit"]
 class RungOptions(SweeperOptions):
     """Options of a search that stops jobs at rungs."""
 
-    eta: int = 2  # the best 1/eta of a rung go on, to eta times the steps
+    eta: int = 2  # the best 1/eta of a rung go on, to eta times the steps; of the last rung one more
     first_rung: float = 0.125  # share of the steps
 
     def __post_init__(self) -> None:
@@ -106,10 +106,11 @@ def rung_shares(first_rung: float, eta: int) -> list[float]:
 
 
 def points_that_go_on(points: int, eta: int, rung: int, rungs: int) -> int:
-    """Return how many of all points go on from rung number `rung`: those of a rung before, over eta; to the end one
-    more, as the losses at the last rung are closer than seeds are (benchmarks/results/search.md).
+    """Return how many of all points go on from rung number `rung`: 1/eta of those that reach it. From the last rung one
+    more trains to the end, but not all of them: losses there are closer than seeds are (benchmarks/results/search.md).
     """
-    return min(max(1, points // eta**rung), max(1, points // eta ** (rung + 1)) + (rung == rungs - 1))
+    reached, kept = max(1, points // eta**rung), max(1, points // eta ** (rung + 1))
+    return max(kept, min(reached - 1, kept + 1)) if rung == rungs - 1 else kept
 
 
 def next_promotion(losses: Sequence[Sequence[float]], running: Collection[int], eta: int, rungs: int) -> int | None:

@@ -26,6 +26,7 @@ UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600}
 WIDENED_BEFORE = 0.75  # share of the budget: a point beyond the range may cost a full run
 ENDS_AT = 0.985  # share of the budget at which jobs are stopped: they save, and the results are written
 RECORD_TAIL = 4096  # of metrics.jsonl
+READ_EVERY = 0.2  # seconds between two readings of the tokens of running jobs
 WRITTEN_EVERY = 10.0  # seconds between two records of the time: a kill -9 forgets no more
 
 
@@ -54,7 +55,7 @@ class BudgetSearch(SeedSearch):
         super().__init__(search, state, seeds=0, top=top, first_seed=first_seed)
         assert isinstance(search, HalvingSearch)  # as validation.check_budget says
         self.halving, self.budget = search, budget
-        self.has_ended, self.written_at = False, time.monotonic()
+        self.has_ended, self.written_at, self.read_at = False, time.monotonic(), 0.0
         self.tokens = {job.name: newest_tokens(state, job) for job in state.jobs}
 
     def next_job(self) -> SweepJob | None:
@@ -72,8 +73,10 @@ class BudgetSearch(SeedSearch):
             self.state.write()
         if self.budget.unit == "s":
             return self.state.count_seconds()
-        running = [job for job in self.state.jobs if job.name in self.running]
-        self.tokens |= {job.name: newest_tokens(self.state, job) for job in running}
+        if now - self.read_at >= READ_EVERY:
+            self.read_at = now
+            running = [job for job in self.state.jobs if job.name in self.running]
+            self.tokens |= {job.name: newest_tokens(self.state, job) for job in running}
         return sum(self.tokens.values())
 
     def job_ended(self, job: SweepJob) -> None:
@@ -95,9 +98,9 @@ class BudgetSearch(SeedSearch):
             f"{text}, {len(completed)} jobs trained to their end, {sum(map(state.is_added_seed, completed))} of them more seeds of the best points"
         )
         resume = resume_command(state.folder)
-        if self.has_ended and any(job.needs_run for job in state.jobs):
-            print_note(f"jobs are left: {resume} with a larger sweep.budget trains them")
-        elif failed := next((job.name for job in added if job.status == "failed"), None):
+        if self.has_ended:
+            print_note(f"{resume} with a larger sweep.budget goes on")
+        elif failed := next((job.name for job in added if job.status == "failed" and job.needs_run), None):
             print_note(f"no more seeds, as {failed} has failed: {resume} tries it again")
 
     def add_jobs(self, sweep: SweepResults, ranked: list[ResultRow]) -> bool:

@@ -135,8 +135,9 @@ def resumed_state(folder: Path, case: list[str]) -> list[list[str]]:
             for file, sources in state.tensor_sources().items()
         }
         state.load_tensors(files, folder)
-        state.cfg.train.max_steps += 1
+        state.total_steps += 1
         loop.train_steps(state)
+        assert state.progress.step == 2
         devices.append(devices_of_state(state))
     return devices
 

@@ -22,6 +22,7 @@ from runner.sweep.halving import (
     HalvingSearch,
     describe_cost,
     next_promotion,
+    points_that_go_on,
     read_reached,
     rung_shares,
 )
@@ -70,6 +71,21 @@ def test_halving_trains_the_best_of_each_rung_to_the_next_one(workers: int) -> N
     assert describe_cost(16, 16, 2, RUNGS) == (
         "16 points: 16 x 1/8, 8 x 1/4, 4 x 1/2, 3 x 1: 5.5 full runs instead of 16 (34 %)"
     )
+
+
+@pytest.mark.parametrize(
+    ("points", "eta", "rungs", "counts"),
+    [
+        (16, 2, 3, [8, 4, 3]),
+        (8, 2, 3, [4, 2, 1]),
+        (12, 2, 3, [6, 3, 2]),
+        (2, 2, 1, [1]),
+        (2, 8, 1, [1]),
+        (27, 3, 2, [9, 4]),
+    ],
+)
+def test_last_rung_lets_one_more_point_go_on_but_not_all(points: int, eta: int, rungs: int, counts: list[int]) -> None:
+    assert [points_that_go_on(points, eta, rung, rungs) for rung in range(rungs)] == counts
 
 
 WORST = math.inf
@@ -236,24 +252,24 @@ def test_halving_sweep_pauses_the_worse_jobs_and_is_completed(
     fake_jobs.set(default=HALVED)
     assert sweep(*HALVING, LRS, "hydra.launcher.workers=2") == 0
     folder = tmp_path / "sweep"
-    assert attempts(folder) == [4, 4, 2, 2, 1, 1, 1, 1] and read_sweep(folder)["status"] == "completed"
-    assert [status for _, status in statuses(folder)] == ["completed"] * 2 + ["paused"] * 6
-    console, certainty = capfd.readouterr(), "how much of that is chance is not known; 6 of 8 points are paused"
-    cost = "8 points: 8 x 1/8, 4 x 1/4, 2 x 1/2, 2 x 1: 3.0 full runs instead of 8 (38 %)"
+    assert attempts(folder) == [4, 3, 2, 2, 1, 1, 1, 1] and read_sweep(folder)["status"] == "completed"
+    assert [status for _, status in statuses(folder)] == ["completed"] + ["paused"] * 7
+    console, certainty = capfd.readouterr(), "the only point that was trained to its end; 7 of 8 points are paused"
+    cost = "8 points: 8 x 1/8, 4 x 1/4, 2 x 1/2, 1 x 1: 2.5 full runs instead of 8 (31 %)"
     assert cost in console.err and certainty in " ".join(console.out.split())
     results = read_sweep_results(folder)
     assert [row.progress for row in results.rows] == [
-        "completed", "completed", "paused at 1/4", "paused at 1/4", *["paused at 1/8"] * 4,
+        "completed", "paused at 1/2", "paused at 1/4", "paused at 1/4", *["paused at 1/8"] * 4,
     ]  # fmt: skip
     assert [row.overrides["optimizer.lr"] for row in results.rows] == [f"0.00{number}" for number in range(1, 9)]
     assert (
         "paused" in leaderboard_csv(results)
         and not results.is_unfinished
-        and "stop_at" not in results.job_command(results.jobs[2])
+        and "stop_at" not in results.job_command(results.jobs[1])
     )
-    assert resume() == 0 and attempts(folder) == [4, 4, 2, 2, 1, 1, 1, 1]
+    assert resume() == 0 and attempts(folder) == [4, 3, 2, 2, 1, 1, 1, 1]
     assert resume("optimizer.lr=1e-4") == 0
-    assert statuses(folder)[-1] == ("0.0001", "completed") and attempts(folder) == [4, 4, 2, 2, 1, 1, 1, 1, 4]
+    assert statuses(folder)[-1] == ("0.0001", "completed") and attempts(folder) == [4, 3, 2, 2, 1, 1, 1, 1, 4]
     with pytest.raises(UserError, match="the length of jobs that are compared"):
         resume("train.max_steps=32")
 
