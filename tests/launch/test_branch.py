@@ -276,16 +276,16 @@ def test_branch_of_every_job_of_a_sweep(program: Program, trunk: Path, workspace
         assert job_result.launches[-1][-2:] == [f"init_from={trunk}@step-{step}", "keep=optimizer"]
 
 
-@pytest.mark.parametrize("flags", [(), ("--multirun",)], ids=["run", "sweep"])
+@pytest.mark.parametrize("flags", [(), pytest.param(("--multirun",), marks=pytest.mark.slow)], ids=["run", "sweep"])
 def test_branch_has_no_name_and_no_seconds_of_its_trunk(
-    flags: tuple[str, ...], program: Program, trunk: Path, workspace: Path
+    flags: tuple[str, ...], call: Call, program: Program, trunk: Path, workspace: Path
 ) -> None:
-    assert program(f"resume={trunk}", "run.name=trunk", "run.note=ours", "train.max_steps=8").returncode == 0
+    assert call(f"resume={trunk}", "run.name=trunk", "run.note=ours", "train.max_steps=8").returncode == 0
     log = trunk / "metrics.jsonl"
     log.write_bytes(re.sub(rb'"time": \d', b'"time": 7', log.read_bytes()))
     start = [f"init_from={trunk}@step-8", "keep=optimizer", "train.max_steps=9"]
     where = f"hydra.sweep.dir={workspace / 'run'}" if flags else f"hydra.run.dir={workspace / 'run'}"
-    result = program(*flags, *start, where)
+    result = program(*flags, *start, where) if flags else call(*start, where)
     assert result.returncode == 0, result.stderr
     run = ComparedRun.read(next((workspace / "run").rglob("run.json")).parent)
     assert (run.name, run.note) == ("", "ours")
