@@ -46,8 +46,8 @@ def train(state: TrainState, stop_requested: Callable[[], bool] = lambda: False)
     which a sweep compares.
 
     Raises Interrupted, after the last completed step (0: none) is saved, if `stop_requested()` on some rank;
-    StopRequested if a signal comes while the checkpoint is loaded; TrainingError if training fails. Whatever is raised, the last completed step is saved
-    first if that is possible (`save_before_failure`).
+    StopRequested if a signal comes while the checkpoint is loaded; TrainingError if training fails. Whatever is raised,
+    the last completed step is saved first if that is possible (`save_before_failure`).
     """
     state.stop = as_stop_requests(stop_requested)
     try:

@@ -119,8 +119,8 @@ def next_promotion(losses: Sequence[Sequence[float]], running: Collection[int], 
     `losses`: of each point at each rung that it has reached, the last one (number `rungs`) being the full run; infinite
     at the rung that a failed point did not reach. `running`: points that train to their next rung.
 
-    A point goes on that is certain to be among the best of its rung (`points_that_go_on`), whatever the others still give, in the
-    highest rung first. If there is none, then the best waiting one among the best `done // eta`, as ASHA does.
+    A point goes on that is certain to be among the best of its rung (`points_that_go_on`), whatever the others still give,
+    in the highest rung first. If there is none, then the best waiting one among the best `done // eta`, as ASHA does.
     """
     ranked = [
         sorted((point for point in range(len(losses)) if len(losses[point]) > rung), key=lambda i: (losses[i][rung], i))
