@@ -254,7 +254,7 @@ def test_sweep_page_leaves_a_diverged_seed_out_of_the_mean(open_page: Any, tmp_p
 
 
 def test_sweep_page_marks_jobs_that_are_paused(open_page: Any, viewport: tuple[int, str], tmp_path: Path) -> None:
-    run = {"status": "interrupted", "outcome": "paused"}
+    run = {"status": "interrupted", "outcome": "paused", "step": 10, "attempts": [{"total_steps": 20}]}
     jobs = [job({LR: lr, ACC: acc}, training(2.0)) for lr in "12" for acc in "14"]
     for each in jobs[2:]:
         times = {"started": "2026-11-21T10:00:00+00:00", "ended": "2026-11-21T10:00:09+00:00"}
