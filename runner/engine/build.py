@@ -189,15 +189,7 @@ def build_run(
         optimizers=optimizers,
         precision=precision,
         logger=logger,
-        checkpoints=CheckpointManager(
-            run_dir,
-            RetentionPolicy(cfg.train.keep_checkpoints, cfg.train.keep_every),
-            cfg.train.max_failed_saves,
-            logger,
-            update_metadata,
-            dist.is_rank_zero,
-            dist.broadcast_flag,
-        ),
+        checkpoints=build_checkpoints(cfg, run_dir, logger, update_metadata, dist),
         total_steps=total_steps,
         attempt=attempt,
         update_metadata=update_metadata,
@@ -232,6 +224,15 @@ def open_logger(cfg: Config, run_dir: Path, model: LanguageModel, dist: Distribu
     ]:
         logger.warning(warning)
     return logger
+
+
+def build_checkpoints(
+    cfg: Config, run_dir: Path, logger: RunLogger, update_metadata: Callable[..., None], dist: DistributedContext
+) -> CheckpointManager:
+    retention = RetentionPolicy(cfg.train.keep_checkpoints, cfg.train.keep_every)
+    return CheckpointManager(
+        run_dir, retention, cfg.train.max_failed_saves, logger, update_metadata, dist.is_rank_zero, dist.broadcast_flag
+    )
 
 
 def check_machine(cfg: Config, device: torch.device, precision: Precision) -> None:
