@@ -233,8 +233,8 @@ class CheckpointManager:
         is cut back, too.
         """
         if self._is_rank_zero and self.dir.is_dir():
+            retry_disk(partial(point_to_best, self.dir, best_step))  # first: a kill leaves no pointer to a deleted one
             retry_disk(partial(discard_best_after, self.dir, step))
-            retry_disk(partial(point_to_best, self.dir, best_step))
 
     def _check_compatible(self, differences: Mapping[str, list[str]], checkpoint: Path) -> None:
         check_compatible(differences, checkpoint, self.run_dir)

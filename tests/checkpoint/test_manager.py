@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -124,6 +124,30 @@ def test_save_keeps_the_newest_the_best_and_every_nth_checkpoint(tmp_path: Path)
         "step-00000003",
         "step-00000012",
     ]
+
+
+@pytest.mark.parametrize("best_step", [None, 1])
+def test_kill_while_resuming_leaves_no_pointer_to_deleted_weights(tmp_path: Path, best_step: int | None) -> None:
+    run, pointer = FakeRun(), tmp_path / "checkpoints" / "best"
+    manager, run.best_step = make_manager(tmp_path, run), best_step
+    save_steps(manager, run, 2)
+    manager.save_best(3, 1.5, run)
+    manager.wait_for_save()
+
+    class Observer(filesystem.FileSystem):
+        pointed: ClassVar[list[str | None]] = []
+
+        @classmethod
+        def rename(cls, *paths: Path) -> None:
+            os.rename(*paths)
+            cls.pointed.append(pointer.read_text().strip() if pointer.exists() else None)
+            assert cls.pointed[-1] is None or pointer.with_name(cls.pointed[-1]).is_dir()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(filesystem, "fs", Observer())
+        assert load(tmp_path, run)
+    assert Observer.pointed[-1] == (None if best_step is None else "step-00000001")
+    assert not list(pointer.parent.glob("best-*"))
 
 
 def test_save_on_other_ranks_writes_nothing(tmp_path: Path) -> None:
