@@ -2,8 +2,8 @@
 to three seconds of processor time.
 
 `warm_programs(root)` starts `python warm_programs.py`, a process without threads that has trained nothing: one that has
-cannot be forked safely. Ranks, and jobs of a sweep, are forked, too. Imports and the start of the interpreter are
-not tested so: for those a test starts a cold process.
+cannot be forked safely. Ranks, also those of torchrun, and jobs of a sweep are forked, too. Imports and the start of
+the interpreter are not tested so: for those a test starts a cold process.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ IMPORTS = (
     "torch",
     "torch._dynamo",
     "torch.distributed.fsdp",
+    "torch.distributed.run",
     "tokenizers",
     "runner.train",
     "runner.engine.build",
@@ -125,9 +126,21 @@ def serve(search: list[str], before_torch: list[str]) -> None:
         importlib.import_module(Path(file).stem)
     for module in IMPORTS:
         importlib.import_module(module)
+    keep_what_commands_parse()
     for line in sys.stdin:
         request = json.loads(line)
         print(json.dumps(answer_to(request, search)), flush=True)
+
+
+def keep_what_commands_parse() -> None:
+    """Compose two configs, and compile the template of a page: forks find what that has parsed."""
+    importlib.import_module("composition_cache").install()
+    from runner.config.compose import compose_config
+    from runner.reporting import page_kit
+
+    for stage in ("pretrain", "sft"):
+        compose_config([f"stage={stage}"])
+    page_kit._environment().get_template("run.jinja")
 
 
 def answer_to(request: dict[str, Any], search: list[str]) -> int | None:
@@ -153,6 +166,7 @@ def fork(
     out: str | int | None,
     is_child: bool = False,
     stdin: int = subprocess.DEVNULL,
+    new_session: bool = False,
 ) -> int:
     """Return the pid of a fork that runs `python *program`; a child of such a program as `subprocesses.spawn` starts it."""
     parent = os.getpid()
@@ -163,6 +177,8 @@ def fork(
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
+        if new_session:
+            os.setsid()
         if is_child:
             os.setpgid(0, 0)
             subprocesses.die_with_parent(parent)()
@@ -187,6 +203,8 @@ def fork(
 
 def run_program(program: list[str], search: list[str]) -> NoReturn:
     """Run `python *program` in this process and end it."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
     spawn = subprocesses.spawn
 
     def spawn_child(
@@ -200,7 +218,12 @@ def run_program(program: list[str], search: list[str]) -> NoReturn:
             else spawn(argv, environment, out, stdin)
         )
 
+    def start_rank(args: tuple[str, ...], env: dict[str, str], **options: Any) -> ForkedProcess:
+        assert options == {"stdout": None, "stderr": None, "start_new_session": True}, options
+        return ForkedProcess(fork(list(args[1:]), env, search, None, None, new_session=True), poll_pid)
+
     subprocesses.spawn = spawn_child
+    subprocess_handler.Popen = start_rank  # of torchrun, whose entry point is Python: --no-python
     sys.argv, sys.path[:] = program, [str(Path(program[0]).parent), *search]
     for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
         if folder and (Path(folder) / "sitecustomize.py").exists():

@@ -21,7 +21,8 @@ from data.types import BadRowError
 
 MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
 SOURCE = "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ '>' if add_generation_prompt }}"
-NESTED = "{% for a in range(100000) %}{% for b in range(100000) %}{{ ('x ' * 100000) | wordwrap(1) | length }}{% endfor %}{% endfor %}"
+# with a variable: Jinja computes a constant when it compiles, in most of the short limit
+NESTED = "{% for a in range(100000) %}{% for b in range(100000) %}{{ ('x ' * (100000 + b)) | wordwrap(1) | length }}{% endfor %}{% endfor %}"
 
 
 HOSTILE = {

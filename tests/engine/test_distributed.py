@@ -17,7 +17,7 @@ from runner.engine.loop import train
 from runner.engine.verify_resume import diff_run_dirs
 
 ROWS = 38  # three steps of twelve rows and one of two: at the end of an epoch some ranks have dummy batches
-STEPS = 8  # two epochs
+EPOCH_ROWS, STEPS = 14, 4  # a step of twelve and one of two, twice; or three of four and one of two
 MOE = [
     "model.num_experts=4",
     "model.num_experts_per_tok=2",
@@ -72,12 +72,14 @@ def assert_ranks_equal_one_process(tmp_path, overrides_for, make_run, run_ranks,
         trainings = []
         for name, strategy, steps in cells:
             stage, overrides = CONFIGURATIONS[name]
-            overrides = overrides_for(stage, *overrides, *split(size, steps), f"distributed={strategy}", rows=ROWS)
+            overrides = overrides_for(
+                stage, *overrides, *split(size, steps), f"distributed={strategy}", rows=EPOCH_ROWS
+            )
             trainings.append({"folder": str(tmp_path / f"{name} {steps} {strategy}"), "overrides": overrides})
         run_ranks(size, trainings)
         for name, steps in {(name, steps) for name, _, steps in cells}:
             stage, overrides = CONFIGURATIONS[name]
-            train(make_run(stage, *overrides, *split(1, steps), folder=f"{name} {steps}", rows=ROWS))
+            train(make_run(stage, *overrides, *split(1, steps), folder=f"{name} {steps}", rows=EPOCH_ROWS))
         for name, strategy, steps in cells:
             tolerance = 20 if name == "muon" else 1  # Muon orthogonalizes in bf16, which amplifies rounding differences
             assert_close(tmp_path / f"{name} {steps}", tmp_path / f"{name} {steps} {strategy}", logged, tolerance)
@@ -127,12 +129,11 @@ def test_ranks_train_as_one_process_in_every_configuration(assert_ranks_equal_on
 def test_ranks_resume_is_bitwise_equal(tmp_path, overrides_for, run_ranks, size, overrides):
     shared = ["model.dropout=0.1", "train.max_steps=8", "train.batch_size=2", "train.accumulation_steps=2"]
     overrides = overrides_for("pretrain", *shared, *overrides, rows=ROWS)
-    folders = {step: str(tmp_path / f"stopped{step}") for step in (1, 5)}
-    first = [{"folder": folder, "overrides": overrides, "stop_at": step} for step, folder in folders.items()]
-    run_ranks(size, [{"folder": str(tmp_path / "uninterrupted"), "overrides": overrides}, *first])
-    run_ranks(size, [{"folder": folder, "overrides": overrides, "attempt": 2} for folder in folders.values()])
-    for folder in folders.values():
-        assert diff_run_dirs(tmp_path / "uninterrupted", tmp_path / folder) == []
+    whole, stopped = ({"folder": str(tmp_path / name), "overrides": overrides} for name in ("whole", "stopped"))
+    run_ranks(size, [whole, stopped | {"stop_at": 1}])
+    run_ranks(size, [stopped | {"attempt": 2, "stop_at": 5}])
+    run_ranks(size, [stopped | {"attempt": 3}])
+    assert diff_run_dirs(tmp_path / "whole", tmp_path / "stopped") == []
 
 
 # relative difference to one rank; Muon orthogonalizes in bf16, which amplifies rounding differences

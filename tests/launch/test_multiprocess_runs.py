@@ -31,8 +31,6 @@ OVERRIDES = [
 ]  # fmt: skip
 BY_NPROC, BY_TORCHRUN = "nproc", "torchrun"
 TORCHRUN = [
-    "-m",
-    "torch.distributed.run",
     "--nnodes=1",
     "--nproc-per-node=2",
     "--rdzv-backend=c10d",
@@ -71,21 +69,24 @@ class Runs:
         ]
 
     def launch(
-        self, *overrides: str, by: str = BY_NPROC, flags: tuple[str, ...] = (), fault: dict[str, Any] | None = None
+        self,
+        *overrides: str,
+        by: str = BY_NPROC,
+        flags: tuple[str, ...] = (),
+        fault: dict[str, Any] | None = None,
+        cold: bool = False,
     ) -> subprocess.Popen | ForkedProcess:
-        """Start the command.
+        """Start the command, or torchrun, as a fork of a process that has imported torch; so are ranks and jobs.
 
-        By nproc it, its ranks and the jobs of a sweep are forks of a process that has imported torch.
+        `cold`: all of them with their imports. So is a sweep by torchrun: a job that is forked from a rank of torchrun
+        would find the process group of the sweep.
         """
-        if by == BY_NPROC:
-            return self.warm.start(
-                Path(self.train), *overrides, cwd=self.root, out=self.output, env=self.fault_environment(fault)
-            )
-        return self.launch_cold(*TORCHRUN[:2], *flags, *TORCHRUN[2:], self.train, *overrides, fault=fault)
-
-    def launch_cold(self, *program: str, fault: dict[str, Any] | None = None) -> subprocess.Popen:
-        """Start `python *program`."""
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **self.fault_environment(fault)}
+        program, environment = [Path(self.train), *overrides], self.fault_environment(fault)
+        if by == BY_TORCHRUN:
+            program = [Path(__file__).with_name("torchrun.py"), *flags, *TORCHRUN, self.train, *overrides]
+        if not cold:
+            return self.warm.start(*program, cwd=self.root, out=self.output, env=environment)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
         with open(self.output, "w") as output:
             return subprocess.Popen(
                 [sys.executable, *program], cwd=self.root, stdout=output, stderr=output, env=environment
@@ -101,10 +102,6 @@ class Runs:
 
     def run(self, *overrides: str, **options: Any) -> int:
         return exit_code(self.launch(*overrides, **options))
-
-    def run_cold(self, *overrides: str) -> int:
-        """Run the command by nproc, all of its processes with their imports."""
-        return exit_code(self.launch_cold(self.train, *overrides))
 
     def run_json(self, name: str) -> dict:
         return json.loads((self.root / name / "run.json").read_text())
@@ -168,7 +165,7 @@ def newest(folder: Path) -> int:
 
 @slow
 def test_two_ranks_train_one_run(runs: Runs) -> None:
-    assert runs.run_cold(*runs.overrides("run")) == 0, runs.output.read_text()
+    assert runs.run(*runs.overrides("run"), cold=True) == 0, runs.output.read_text()
     record = runs.run_json("run")
     assert (record["status"], record["step"], record["attempt"]) == ("completed", 12, 1)
     assert "x 2 ranks" in runs.output.read_text() and newest(runs / "run") == 12
@@ -178,7 +175,7 @@ def test_two_ranks_train_one_run(runs: Runs) -> None:
 
 @slow
 def test_two_ranks_print_a_user_error_once_and_leave_nothing(runs: Runs) -> None:
-    assert runs.run_cold(*runs.overrides("run"), f"data.path={runs.write_bad_rows()}") == 2
+    assert runs.run(*runs.overrides("run"), f"data.path={runs.write_bad_rows()}") == 2
     assert [line[:9] for line in runs.output.read_text().splitlines()] == ["error: te", "  where: ", "  fix:   "]
     assert not (runs / "run").exists()
 
@@ -202,10 +199,13 @@ def test_nproc_and_torchrun_resume_each_other_bitwise_equal(runs: Runs) -> None:
 @pytest.mark.parametrize("by", [pytest.param(BY_NPROC, marks=only_full), BY_TORCHRUN])
 def test_sweep_jobs_use_all_ranks_and_can_be_extended(runs: Runs, by: str) -> None:
     overrides = [*runs.overrides("-")[:-1], "train.max_steps=4", f"hydra.sweep.dir={runs / 'sweep'}"]
-    assert runs.run("--multirun", *overrides, "optimizer.lr=1e-4,5e-4", by=by) == 0, runs.output.read_text()
-    assert runs.run(f"resume={runs / 'sweep'}", "optimizer.lr=1e-4,1e-3", by=by) == 0, runs.output.read_text()
+    for sweep in (
+        ["--multirun", *overrides, "optimizer.lr=1e-4"],
+        [f"resume={runs / 'sweep'}", "optimizer.lr=1e-4,1e-3"],
+    ):
+        assert runs.run(*sweep, by=by, cold=by == BY_TORCHRUN) == 0, runs.output.read_text()
     jobs = sorted(path.parent for path in (runs / "sweep").glob("*/run.json"))
-    assert len(jobs) == 3 and all(json.loads((job / "run.json").read_text())["attempt"] == 1 for job in jobs)
+    assert len(jobs) == 2 and all(json.loads((job / "run.json").read_text())["attempt"] == 1 for job in jobs)
     assert all("rank 1 of 2" in (job / "logs" / "rank1.log").read_text() for job in jobs)
     assert processes_of(runs.root) == []
 
@@ -223,7 +223,8 @@ def test_sweep_continues_after_a_job_fails_on_its_ranks(runs: Runs, by: str) -> 
     files = ",".join(map(str, [runs.write_bad_rows(), *[runs / "rows.jsonl"] * 2]))
     # the first is refused, the second is killed
     points = ["seed=1,2,3", f"data.path={files}", "sweep.zip=[seed,data.path]"]
-    assert runs.run("--multirun", *overrides, *points, by=by, fault=fault) == 1, runs.output.read_text()
+    cold = by == BY_TORCHRUN
+    assert runs.run("--multirun", *overrides, *points, by=by, fault=fault, cold=cold) == 1, runs.output.read_text()
     jobs = json.loads((runs / "sweep" / "sweep.json").read_text())["jobs"]
     assert [job["status"] for job in jobs] == ["failed", "failed", "completed"], jobs
     assert processes_of(runs.root) == []
@@ -307,9 +308,8 @@ def test_torchrun_restart_continues_its_run_or_sweep(runs: Runs, overrides: list
         if overrides == ["run"]
         else ["--multirun", *runs.overrides("-")[:-1], f"hydra.sweep.dir={runs / 'sweep'}"]
     )
-    assert runs.run(*target, "seed=1", by=BY_TORCHRUN, flags=("--max-restarts=1",), fault=fault) == 0, (
-        runs.output.read_text()
-    )
+    options = {"by": BY_TORCHRUN, "flags": ("--max-restarts=1",), "fault": fault, "cold": overrides != ["run"]}
+    assert runs.run(*target, "seed=1", **options) == 0, runs.output.read_text()
     folder = runs / "run" if overrides == ["run"] else next((runs / "sweep").glob("*/run.json")).parent
     assert json.loads((folder / "run.json").read_text())["attempt"] == 2 and diff_run_dirs(runs / "whole", folder) == []
 

