@@ -1,7 +1,7 @@
 """Best learning rate of a narrow and a wide decoder, with and without muP: python benchmarks/transfer.py [--write].
 
-Each row is a sweep of `train.py --multirun` over factors of 2, 96 steps of 512 tokens, one seed. --data adds texts of
-your own; finished sweeps below --folder are not repeated.
+Each row is a sweep of `train.py --multirun` over factors of 2, with steps of 512 tokens; a loss is the mean of its seeds.
+--data takes texts of your own; finished sweeps below --folder are not repeated.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from lib.runs import NO_EXTRAS, SAMPLES, run_train
 NARROW, WIDE, HEAD_DIM = 64, 256, 32
 DEPTHS = (2, 4)
 # optimizer -> exponents of 2 of the learning rates of the base width, and of the wide model without muP
-GRIDS = {"adamw": (range(-8, -2), range(-11, -5)), "muon": (range(-7, -2), range(-9, -4))}
-OVERRIDES = ["init_from=scratch", "device=cpu", "train.max_steps=96", "data.max_length=128", "train.batch_size=4",
+GRIDS = {"adamw": (range(-9, -2), range(-11, -5)), "muon": (range(-7, -2), range(-9, -4))}
+OVERRIDES = ["init_from=scratch", "device=cpu", "data.max_length=128", "train.batch_size=4",
     "data.packing=best_fit", *NO_EXTRAS]  # fmt: skip
 
 
@@ -50,19 +50,22 @@ def losses(folder: Path, exponents: range, overrides: list[str]) -> dict[int, fl
     return {exponent: float(rows[exponent]["loss"] or "inf") for exponent in exponents}
 
 
-def table(folder: Path, sources: dict[str, list[str]]) -> str:
+def table(folder: Path, sources: dict[str, list[str]], optimizers: list[str], steps: int, seeds: int) -> str:
+    length = [f"train.max_steps={steps}", f"seed={','.join(map(str, range(1, seeds + 1)))}"]
     lines = [
-        f"Width {NARROW} and {WIDE}, {OVERRIDES[2]}, one seed. A cell is the loss; bold: the lowest of the row. Moved: factors of 2 between the best learning rates of the wide and the narrow model.",
+        f"Width {NARROW} and {WIDE}, {' '.join(length)}. A cell is the loss; bold: the lowest of the row. Moved: factors of 2 between the best learning rates of the wide and the narrow model.",
     ]
     for name, data in sources.items():
         for optimizer, (base_grid, plain_grid) in GRIDS.items():
+            if optimizer not in optimizers:
+                continue
             columns = sorted({*base_grid, *plain_grid})
             lines += ["", f"## {name}, {optimizer}", "", "| layers | width | " + " | ".join(f"{2.0**each:.4g}" for each in columns) + " | moved |", "|---" * (len(columns) + 3) + "|"]  # fmt: skip
             for depth in DEPTHS:
                 best = None
                 for label, width, base, grid in ((f"{NARROW}", NARROW, 0, base_grid), (f"{WIDE}", WIDE, 0, plain_grid), (f"{WIDE}, muP", WIDE, NARROW, base_grid)):  # fmt: skip
                     own = [f"optimizer={optimizer}", f"optimizer.mup_base_width={base}", *model_overrides(width, depth)]
-                    found = losses(folder / f"{name}_{optimizer}_{depth}_{width}_{base}", grid, [*data, *own])
+                    found = losses(folder / f"{name}_{optimizer}_{depth}_{width}_{base}", grid, [*length, *data, *own])
                     lowest = min(found, key=lambda exponent: found[exponent])
                     best = lowest if best is None else best
                     cells = [f"{found[each]:.3f}" if each in found else "" for each in columns]
@@ -75,9 +78,12 @@ def table(folder: Path, sources: dict[str, list[str]]) -> str:
 
 if __name__ == "__main__":
     parser = result_parser(__doc__, needs_disk="the sweeps")
-    parser.add_argument("--data", nargs=2, action="append", default=[], metavar=("NAME", "PATH"), help="more texts")
+    parser.add_argument("--data", nargs=2, action="append", default=[], metavar=("NAME", "PATH"), help="instead of the sample")
+    parser.add_argument("--optimizers", nargs="+", default=list(GRIDS), choices=GRIDS, help="default: all")
+    parser.add_argument("--steps", type=int, default=96, help="of each job, default 96")
+    parser.add_argument("--seeds", type=int, default=1, help="of each point, default 1")
     args = parser.parse_args()
-    sources = {"shipped sample": [f"data.path={SAMPLES / 'pretrain.jsonl'}"]}
-    sources |= {name: [f"data.path={Path(path).absolute()}", "data.val_fraction=0.05"] for name, path in args.data}
-    text = table(Path(args.folder) / "transfer", sources)
+    sources = {name: [f"data.path={Path(path).absolute()}", "data.val_fraction=0.05"] for name, path in args.data}
+    sources = sources or {"shipped sample": [f"data.path={SAMPLES / 'pretrain.jsonl'}"]}
+    text = table(Path(args.folder) / "transfer", sources, args.optimizers, args.steps, args.seeds)
     report_result("transfer", "Transfer of the learning rate across width", "python benchmarks/transfer.py --write", text, args.write)  # fmt: skip
