@@ -78,7 +78,9 @@ def table(folder: Path, sources: dict[str, list[str]], optimizers: list[str], st
 
 if __name__ == "__main__":
     parser = result_parser(__doc__, needs_disk="the sweeps")
-    parser.add_argument("--data", nargs=2, action="append", default=[], metavar=("NAME", "PATH"), help="instead of the sample")
+    parser.add_argument(
+        "--data", nargs=2, action="append", default=[], metavar=("NAME", "PATH"), help="instead of the sample"
+    )
     parser.add_argument("--optimizers", nargs="+", default=list(GRIDS), choices=GRIDS, help="default: all")
     parser.add_argument("--steps", type=int, default=96, help="of each job, default 96")
     parser.add_argument("--seeds", type=int, default=1, help="of each point, default 1")
