@@ -7,6 +7,7 @@ import multiprocessing
 import pytest
 import torch
 from engine_fixtures import registered_combinations
+from fault_counts import only_full
 
 from common.errors import DivergedError, Interrupted, TrainingError, UserError
 from runner.engine.evaluation import evaluate_loss
@@ -325,6 +326,7 @@ def test_activation_checkpointing_changes_no_bit(make_run, logged, stage, mode):
     assert differing(weights(stored), weights(recomputed)) == []
 
 
+@only_full
 @pytest.mark.slow
 def test_compiled_layers_change_losses_by_rounding_only(make_run, logged):
     train(eager := make_run("sft", folder="eager"))
