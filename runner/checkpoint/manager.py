@@ -78,8 +78,11 @@ class CheckpointManager:
         update_metadata: Callable[..., None],
         is_rank_zero: bool = True,
         broadcast_flag: Callable[[bool], bool] = lambda flag: flag,
+        check_run_dir: Callable[[], None] = lambda: None,
     ) -> None:
-        """`update_metadata` writes fields of run.json; `broadcast_flag` returns rank 0's flag on every rank."""
+        """`update_metadata` writes fields of run.json; `broadcast_flag` returns rank 0's flag on every rank;
+        `check_run_dir` raises TrainingError if the run directory no longer belongs to this process.
+        """
         self.run_dir, self.dir = run_dir, run_dir / CHECKPOINTS_DIR
         self.saved_step: int | None = None  # the newest step handed to the writer
         self.retention, self._max_failed_saves, self._messages, self._update_metadata = (
@@ -88,9 +91,7 @@ class CheckpointManager:
             messages,
             update_metadata,
         )
-        self._is_rank_zero, self._broadcast_flag = is_rank_zero, broadcast_flag
-        # raises TrainingError if the run directory no longer belongs to this process
-        self.check_run_dir: Callable[[], None] = lambda: None
+        self._is_rank_zero, self._broadcast_flag, self._check_run_dir = is_rank_zero, broadcast_flag, check_run_dir
         self._writer = AsyncWriter()
         self._writer_warnings: deque[str] = deque()  # filled by the writer thread
         self._failed_saves = 0  # consecutive
@@ -109,7 +110,7 @@ class CheckpointManager:
         A step that is saved already is skipped.
         """
         if self._is_rank_zero:
-            self.check_run_dir()
+            self._check_run_dir()
             self._submit_best(self._unsaved_best)
         if self._broadcast_flag(step == self.saved_step):
             return None
@@ -282,7 +283,7 @@ class CheckpointManager:
 
     def _handle_failure(self, step: int, error: OSError, is_checkpoint: bool = True) -> None:
         """Continue with the previous checkpoint after a write error, unless too many saves have failed."""
-        self.check_run_dir()
+        self._check_run_dir()
         self._failed_saves += 1
         if is_checkpoint:
             self.saved_step = None

@@ -185,27 +185,6 @@ def point_to_best(checkpoints: Path, step: int | None) -> bool:
     return name is not None
 
 
-def pointed_best_step(checkpoints: Path) -> int | None:
-    """Return the step of the folder that the file `best` names, or None."""
-    try:
-        return step_of(read_bounded(checkpoints / BEST_POINTER, 64).decode().strip())
-    except (OSError, ValueError):
-        return None
-
-
-def referenced_best_steps(checkpoints: Path, newest: int | None) -> set[int]:
-    """Return the best step of each of the `newest` checkpoints (None: all): a resume from any of them needs these
-    weights.
-    """
-    steps = set()
-    for name in atomic_dir.step_names(checkpoints)[:newest]:
-        try:
-            steps.add(read_state(checkpoints / name)["progress"].get("best_step"))
-        except (OSError, ValueError, LookupError, AttributeError, TypeError):  # damaged: no resume starts from it
-            continue
-    return {step for step in steps if isinstance(step, int)}
-
-
 def prune_best_dirs(checkpoints: Path, needed: Iterable[int]) -> None:
     """Delete the folders of best weights except those of the steps `needed`."""
     kept = {best_dirname(step) for step in needed}
@@ -253,9 +232,17 @@ def prune_checkpoints(checkpoints: Path, policy: RetentionPolicy) -> None:
 
 
 def needed_best_steps(checkpoints: Path, newest: int | None) -> set[int]:
-    """Return the best steps of the `newest` checkpoints (None: all), and that of the newest best weights."""
-    pointed = pointed_best_step(checkpoints)
-    return referenced_best_steps(checkpoints, newest) | (set() if pointed is None else {pointed})
+    """Return the best step of each of the `newest` checkpoints (None: all), since a resume from any of them needs these
+    weights, and that of the newest best weights.
+    """
+    pointed = read_pointer(checkpoints / BEST_POINTER)
+    steps = set() if pointed is None else {step_of(pointed)}
+    for name in atomic_dir.step_names(checkpoints)[:newest]:
+        try:
+            steps.add(read_state(checkpoints / name)["progress"].get("best_step"))
+        except (OSError, ValueError, LookupError, AttributeError, TypeError):  # damaged: no resume starts from it
+            continue
+    return {step for step in steps if isinstance(step, int)}
 
 
 def save_freeing_space(

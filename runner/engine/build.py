@@ -119,11 +119,15 @@ def build_run(
     update_metadata: Callable[..., None],
     stop_requested: Callable[[], bool] = lambda: False,
     data_files: DataFiles | None = None,
+    check_run_dir: Callable[[], None] = lambda: None,
+    follow_move: Callable[[], Path | None] = lambda: None,
+    run_record: Callable[[], dict[str, Any]] = dict,
 ) -> TrainState:
     """Build all parts of a run.
 
     `cfg.init_from` is a path or "scratch", `update_metadata` writes fields of run.json. `data_files`: None: they are
-    resolved here.
+    resolved here. `check_run_dir` raises TrainingError if the run directory no longer belongs to this process;
+    `follow_move` returns its new path if it was moved; `run_record`: the field `run` of state.json.
 
     Raises UserError if the settings, the data and the machine do not fit together, StopRequested if `stop_requested()`
     on some rank.
@@ -173,7 +177,7 @@ def build_run(
         compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))
     if has_one_shape(cfg, dist.device, kernels.compilation.mode):
         loader.pad_to_one_shape()
-    logger = open_logger(cfg, run_dir, model, dist)
+    logger = open_logger(cfg, run_dir, model, dist, check_run_dir)
     return TrainState(
         cfg=cfg,
         run_dir=run_dir,
@@ -189,11 +193,13 @@ def build_run(
         optimizers=optimizers,
         precision=precision,
         logger=logger,
-        checkpoints=build_checkpoints(cfg, run_dir, logger, update_metadata, dist),
+        checkpoints=build_checkpoints(cfg, run_dir, logger, update_metadata, dist, check_run_dir),
         total_steps=total_steps,
         attempt=attempt,
         update_metadata=update_metadata,
         compatibility=compatibility,
+        follow_move=follow_move,
+        run_record=run_record,
         thread_reason=thread_reason,
         kernel_reasons=kernels.reasons,
     )
@@ -214,9 +220,11 @@ def configure_cpu(saved: dict[str, Any] | None) -> str | None:
     return choose_threads(threads if isinstance(threads, int) and threads > 0 else None)
 
 
-def open_logger(cfg: Config, run_dir: Path, model: LanguageModel, dist: DistributedContext) -> RunLogger:
+def open_logger(
+    cfg: Config, run_dir: Path, model: LanguageModel, dist: DistributedContext, check_run_dir: Callable[[], None]
+) -> RunLogger:
     """Return the logger of a run, after the warnings about its model."""
-    logger = RunLogger(run_dir, cfg.tracker, dist.is_rank_zero)
+    logger = RunLogger(run_dir, cfg.tracker, dist.is_rank_zero, check_run_dir)
     for warning in [
         *cfg.model.training_warnings(),
         *(lora_warnings(model, cfg.stage.lora) if cfg.stage.lora else ()),
@@ -227,12 +235,16 @@ def open_logger(cfg: Config, run_dir: Path, model: LanguageModel, dist: Distribu
 
 
 def build_checkpoints(
-    cfg: Config, run_dir: Path, logger: RunLogger, update_metadata: Callable[..., None], dist: DistributedContext
+    cfg: Config,
+    run_dir: Path,
+    logger: RunLogger,
+    update_metadata: Callable[..., None],
+    dist: DistributedContext,
+    check_run_dir: Callable[[], None],
 ) -> CheckpointManager:
-    retention = RetentionPolicy(cfg.train.keep_checkpoints, cfg.train.keep_every)
-    return CheckpointManager(
-        run_dir, retention, cfg.train.max_failed_saves, logger, update_metadata, dist.is_rank_zero, dist.broadcast_flag
-    )
+    retention, failures = RetentionPolicy(cfg.train.keep_checkpoints, cfg.train.keep_every), cfg.train.max_failed_saves
+    ranks = (dist.is_rank_zero, dist.broadcast_flag)
+    return CheckpointManager(run_dir, retention, failures, logger, update_metadata, *ranks, check_run_dir)
 
 
 def check_machine(cfg: Config, device: torch.device, precision: Precision) -> None:

@@ -107,15 +107,13 @@ class TrainState:
     attempt: int  # launches of this run directory, this one included
     update_metadata: Callable[..., None]  # writes fields of run.json
     compatibility: dict[str, Any]  # facts that a checkpoint is compared with before it is loaded
+    follow_move: Callable[[], Path | None]  # returns the new path of a run directory that was moved
+    run_record: Callable[[], dict[str, Any]]  # the field `run` of state.json: what the run directory is restored from
     progress: Progress = field(default_factory=Progress)
     # the newest steps, whose losses are still on the device
     pending_steps: list[StepOutput] = field(default_factory=list)
     log_position: dict[str, int] | None = None  # bytes of each log at the checkpoint that was loaded
     log_checksum: LogChecksum | None = None  # what that checkpoint knows of the logs
-    # lets the last save of a run whose directory was moved go to where it is now
-    follow_run_dir: Callable[[], None] = lambda: None
-    # the field `run` of state.json: what the run directory is restored from
-    run_record: Callable[[], dict[str, Any]] = dict
     tracker_id: str | None = None
     stop: StopRequests = field(default_factory=StopRequests)  # of this rank
     first_step: int = 0  # steps that were done when this attempt began
@@ -224,6 +222,13 @@ class TrainState:
             rng.seed_all((self.cfg.seed + rank + self.progress.step * self.dist.size) % 2**32)
         self.log_position, self.tracker_id = saved["log"], saved["tracker_id"]
         self.log_checksum = LogChecksum.of_state(saved)
+
+    def follow_run_dir(self) -> None:
+        """Let the last save and record of a run whose directory was moved go to where it is now."""
+        if folder := self.follow_move():
+            self.run_dir = folder
+            self.checkpoints.move_to(folder)
+            self.logger.move_to(folder)
 
     def best_step_so_far(self) -> int | None:
         """Return the step of the best evaluation on the rows that the run is evaluated on now."""

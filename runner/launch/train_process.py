@@ -7,7 +7,6 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,14 +117,14 @@ def _train(config: Config, metadata: RunMetadata, stop: StopFlag, data_files: Da
                 update_metadata=metadata.update,
                 stop_requested=stop,
                 data_files=data_files,
+                check_run_dir=metadata.check_owned,
+                follow_move=metadata.follow_move,
+                run_record=record_run_dir(metadata),
             )
     except StopRequested:
         # its import does so at its end; if interrupted, its exit functions would print
         logging.getLogger("torch").setLevel(logging.WARNING)
         raise _interrupted_at_start(metadata) from None
-    state.run_record = record_run_dir(metadata)
-    state.checkpoints.check_run_dir = state.logger.check_run_dir = metadata.check_owned
-    state.follow_run_dir = partial(_follow_run_dir, state, metadata)
     if git is not None:
         _record_attempt(state, metadata, git)
     try:
@@ -220,14 +219,6 @@ def _outside_errors(config: Config, folder: Path) -> Iterator[None]:
         raise TrainingError(
             f"{error.filename or 'a file'} could not be written or read: {describe_disk_error(error, folder)}"
         ) from error
-
-
-def _follow_run_dir(state: TrainState, metadata: RunMetadata) -> None:
-    """Let the last save and record of a run whose directory was moved go to where it is now."""
-    if folder := metadata.follow_move():
-        state.run_dir = folder
-        state.checkpoints.move_to(folder)
-        state.logger.move_to(folder)
 
 
 @contextmanager

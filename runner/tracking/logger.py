@@ -43,10 +43,15 @@ class RunLogger:
     retried, and `position()` raises as long as one is missing.
     """
 
-    def __init__(self, run_dir: Path, config: TrackerConfig, is_rank_zero: bool = True) -> None:
-        self.run_dir = run_dir
-        # raises TrainingError if the run directory no longer belongs to this process
-        self.check_run_dir: Callable[[], None] = lambda: None
+    def __init__(
+        self,
+        run_dir: Path,
+        config: TrackerConfig,
+        is_rank_zero: bool = True,
+        check_run_dir: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`check_run_dir` raises TrainingError if the run directory no longer belongs to this process."""
+        self.run_dir, self._check_run_dir = run_dir, check_run_dir
         self.after_record: Callable[[], None] = lambda: None  # called after each record of metrics.jsonl
         # gets each record of metrics.jsonl, and may warn
         self.watch_record: Callable[[Mapping[str, object]], None] = lambda record: None
@@ -308,7 +313,7 @@ class RunLogger:
 
     def _append(self, name: str, record: dict[str, object]) -> None:
         try:
-            self.check_run_dir()
+            self._check_run_dir()
         except LostRunDirError as error:
             if error.moved_to is None:  # the open files move with their directory
                 raise
@@ -327,7 +332,7 @@ class RunLogger:
             self._unwritten_lines = self._unwritten_lines[-MAX_UNWRITTEN_BYTES:]
 
     def _write_lines(self) -> None:
-        self.check_run_dir()
+        self._check_run_dir()
         with open_append(self.run_dir / "train.log") as log:
             while self._unwritten_lines:
                 written = log.write(self._unwritten_lines) or 0

@@ -34,8 +34,8 @@ def run(tmp_path: Path) -> Iterator[RunMetadata]:
 
 
 def open_logger(run: RunMetadata) -> RunLogger:
-    logger = RunLogger(run.folder, TrackerConfig(name="none", page=False, console="quiet"))
-    logger.check_run_dir = run.check_owned
+    config = TrackerConfig(name="none", page=False, console="quiet")
+    logger = RunLogger(run.folder, config, check_run_dir=run.check_owned)
     logger.start({}, total_steps=9, attempt=1, run_config={}, resume_at=None, tracker_id=None)
     return logger
 
