@@ -121,13 +121,12 @@ def build_run(
     data_files: DataFiles | None = None,
     check_run_dir: Callable[[], None] = lambda: None,
     follow_move: Callable[[], Path | None] = lambda: None,
-    run_record: Callable[[], dict[str, Any]] = dict,
 ) -> TrainState:
     """Build all parts of a run.
 
     `cfg.init_from` is a path or "scratch", `update_metadata` writes fields of run.json. `data_files`: None: they are
     resolved here. `check_run_dir` raises TrainingError if the run directory no longer belongs to this process;
-    `follow_move` returns its new path if it was moved; `run_record`: the field `run` of state.json.
+    `follow_move` returns its new path if it was moved.
 
     Raises UserError if the settings, the data and the machine do not fit together, StopRequested if `stop_requested()`
     on some rank.
@@ -199,7 +198,6 @@ def build_run(
         update_metadata=update_metadata,
         compatibility=compatibility,
         follow_move=follow_move,
-        run_record=run_record,
         thread_reason=thread_reason,
         kernel_reasons=kernels.reasons,
     )

@@ -108,7 +108,8 @@ class TrainState:
     update_metadata: Callable[..., None]  # writes fields of run.json
     compatibility: dict[str, Any]  # facts that a checkpoint is compared with before it is loaded
     follow_move: Callable[[], Path | None]  # returns the new path of a run directory that was moved
-    run_record: Callable[[], dict[str, Any]]  # the field `run` of state.json: what the run directory is restored from
+    # the field `run` of state.json: what the run directory is restored from
+    run_record: Callable[[], dict[str, Any]] = dict
     progress: Progress = field(default_factory=Progress)
     # the newest steps, whose losses are still on the device
     pending_steps: list[StepOutput] = field(default_factory=list)

@@ -119,12 +119,12 @@ def _train(config: Config, metadata: RunMetadata, stop: StopFlag, data_files: Da
                 data_files=data_files,
                 check_run_dir=metadata.check_owned,
                 follow_move=metadata.follow_move,
-                run_record=record_run_dir(metadata),
             )
     except StopRequested:
         # its import does so at its end; if interrupted, its exit functions would print
         logging.getLogger("torch").setLevel(logging.WARNING)
         raise _interrupted_at_start(metadata) from None
+    state.run_record = record_run_dir(metadata)
     if git is not None:
         _record_attempt(state, metadata, git)
     try:
