@@ -1,7 +1,7 @@
 """Best learning rate of a narrow and a wide decoder, with and without muP: python benchmarks/transfer.py [--write].
 
 Each row is a sweep of `train.py --multirun` over factors of 2, with steps of 512 tokens; a loss is the mean of its seeds.
---data takes texts of your own; finished sweeps below --folder are not repeated.
+--data adds texts of your own; finished sweeps below --folder are not repeated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lib.runs import NO_EXTRAS, SAMPLES, run_train
 NARROW, WIDE, HEAD_DIM = 64, 256, 32
 DEPTHS = (2, 4)
 # optimizer -> exponents of 2 of the learning rates of the base width, and of the wide model without muP
-GRIDS = {"adamw": (range(-9, -2), range(-11, -5)), "muon": (range(-7, -2), range(-9, -4))}
+GRIDS = {"adamw": (range(-8, -2), range(-11, -5)), "muon": (range(-7, -2), range(-9, -4))}
 OVERRIDES = ["init_from=scratch", "device=cpu", "data.max_length=128", "train.batch_size=4",
     "data.packing=best_fit", *NO_EXTRAS]  # fmt: skip
 
@@ -65,7 +65,11 @@ def table(folder: Path, sources: dict[str, list[str]], optimizers: list[str], st
                 best = None
                 for label, width, base, grid in ((f"{NARROW}", NARROW, 0, base_grid), (f"{WIDE}", WIDE, 0, plain_grid), (f"{WIDE}, muP", WIDE, NARROW, base_grid)):  # fmt: skip
                     own = [f"optimizer={optimizer}", f"optimizer.mup_base_width={base}", *model_overrides(width, depth)]
-                    found = losses(folder / f"{name}_{optimizer}_{depth}_{width}_{base}", grid, [*length, *data, *own])
+                    found = losses(
+                        folder / f"{name}_{optimizer}_{depth}_{width}_{base}_{steps}_{seeds}",
+                        grid,
+                        [*length, *data, *own],
+                    )
                     lowest = min(found, key=lambda exponent: found[exponent])
                     best = lowest if best is None else best
                     cells = [f"{found[each]:.3f}" if each in found else "" for each in columns]
@@ -78,14 +82,13 @@ def table(folder: Path, sources: dict[str, list[str]], optimizers: list[str], st
 
 if __name__ == "__main__":
     parser = result_parser(__doc__, needs_disk="the sweeps")
-    parser.add_argument(
-        "--data", nargs=2, action="append", default=[], metavar=("NAME", "PATH"), help="instead of the sample"
-    )
+    parser.add_argument("--data", nargs=2, action="append", default=[], metavar=("NAME", "PATH"), help="more texts")
     parser.add_argument("--optimizers", nargs="+", default=list(GRIDS), choices=GRIDS, help="default: all")
     parser.add_argument("--steps", type=int, default=96, help="of each job, default 96")
     parser.add_argument("--seeds", type=int, default=1, help="of each point, default 1")
     args = parser.parse_args()
-    sources = {name: [f"data.path={Path(path).absolute()}", "data.val_fraction=0.05"] for name, path in args.data}
-    sources = sources or {"shipped sample": [f"data.path={SAMPLES / 'pretrain.jsonl'}"]}
+    sources = {"shipped sample": [f"data.path={SAMPLES / 'pretrain.jsonl'}"]}
+    sources |= {name: [f"data.path={Path(path).absolute()}", "data.val_fraction=0.05"] for name, path in args.data}
     text = table(Path(args.folder) / "transfer", sources, args.optimizers, args.steps, args.seeds)
-    report_result("transfer", "Transfer of the learning rate across width", "python benchmarks/transfer.py --write", text, args.write)  # fmt: skip
+    command = f"python benchmarks/transfer.py --steps {args.steps} --seeds {args.seeds} --write"
+    report_result("transfer", "Transfer of the learning rate across width", command, text, args.write)
