@@ -1,7 +1,7 @@
 """Best learning rate of a narrow and a wide decoder, with and without muP: python benchmarks/transfer.py [--write].
 
-Each row is a sweep of `train.py --multirun` over factors of 2, with steps of 512 tokens; a loss is the mean of its seeds.
---data adds texts of your own; finished sweeps below --folder are not repeated.
+Each row is a sweep of `train.py --multirun` over factors of 2, with steps of 512 tokens; a loss is the mean of its
+seeds. --data adds texts of your own; finished sweeps below --folder are not repeated.
 """
 
 from __future__ import annotations
