@@ -100,6 +100,7 @@ def read_trunk(path: str) -> Trunk:
     try:
         fields = recovery.fields_of_checkpoint(folder, checkpoint.name, saved)
         sum(saved["log"].values(), saved["progress"]["best_step"] or 0)  # integers
+        dict(saved["log_sha256"])
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{STATE_FILE} has no usable value: {error}", str(checkpoint), USAGE) from error
     copies = (path for name in (snapshot.SNAPSHOT_DIR, snapshot.PLUGINS_DIR) for path in (folder / name).rglob("*.*"))
@@ -230,19 +231,21 @@ def _write_state(metadata: RunMetadata, trunk: Trunk, settings: Path) -> int:
             )
             progress = progress | {"best_loss": None, "best_step": None, "evals_since_best": 0}
     texts = read_texts(trunk.run, (f"{RUN_TOKENIZER}/{name}" for name in COPIED_FILES), MAX_TOKENIZER_BYTES)
-    files = {name: text.encode() for name, text in texts.items()}
+    files, checksums = {name: text.encode() for name, text in texts.items()}, dict(trunk.saved["log_sha256"])
     for log in recovery.LOGS:
         if (source := trunk.run / f"{log}.jsonl").is_file():
             lines = read_from(source, 0)[: trunk.saved["log"].get(log, 0)]
             # the branch has trained for no second yet; of the same length, which the state names
             files[source.name] = TIME.sub(lambda found: b'"time": 0'.ljust(len(found[0])), lines)
+            if hashlib.sha256(lines).hexdigest() == checksums.get(log):
+                checksums[log] = hashlib.sha256(files[source.name]).hexdigest()
     write_atomic_files((metadata.folder / name, content) for name, content in files.items())
     manifest = read_bounded(trunk.checkpoint / atomic_dir.MANIFEST_FILE, atomic_dir.MAX_MANIFEST_BYTES)
     branched = {"run": str(trunk.run), "step": step, "checkpoint": hashlib.sha256(manifest).hexdigest()}
     own = {"id": secrets.token_hex(8), "tracker_id": None, "branched_from": branched}
     metadata.adopt({name: value for name, value in trunk.fields.items() if name not in FIELDS_OF_TRUNK} | own)
     record = recovery.record_run_dir(metadata, settings)()
-    state = trunk.saved | {"progress": progress, "tracker_id": None, "run": record}
+    state = trunk.saved | {"progress": progress, "tracker_id": None, "run": record, "log_sha256": checksums}
     named: dict[str, Chunks | Callable[[], Chunks]] = {**checkpoint_files({}, state)}
     tensors = {file: _mapped(trunk.checkpoint / file) for file in TENSOR_FILES.values()}
     write_checkpoint(checkpoints, step, named | tensors, sum(map(len, tensors.values())))

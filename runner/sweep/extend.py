@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from runner.checkpoint.compatibility import ROWS_PER_STEP, diff_facts, run_rules
 from runner.checkpoint.format import read_newest_state
 from runner.config.compose import compose_tree
 from runner.config.overrides import check_overrides, is_hydra_override, key_of, plugins_of, to_overrides
-from runner.engine.config import Config, TrainConfig
+from runner.engine.config import STOP_KEY, Config, TrainConfig
 from runner.launch import resume
 from runner.run_dir.contents import has_started
 from runner.run_dir.metadata import RunMetadata
@@ -25,6 +26,8 @@ from runner.sweep.state import SweepJob, SweepState, storable_overrides
 STEPS_KEY = "train.max_steps"
 # a change of these alone is no difference between jobs that train no further
 LENGTH_KEYS = (f"{STEPS_KEY}:", "train.epochs:")
+RUNG_KEYS = (STEPS_KEY, "train.epochs", "train.eval_every", "train.patience", STOP_KEY)  # where jobs are compared
+PRUNER = re.compile(r"hydra\.sweeper\.pruner=(?!none$)")
 SEED_RULES = (
     "sweep.seeds=",
     "sweep.top=",
@@ -73,11 +76,11 @@ def parse_additions(state: SweepState, typed: list[str], conf: Path) -> Addition
                 override,
                 f"start another sweep with init_from={state.folder}/<job>",
             )
-        if state.sweeper == "halving" and override.startswith((STEPS_KEY, "train.epochs")):
+        if key in RUNG_KEYS and (state.sweeper == "halving" or any(map(PRUNER.match, state.overrides))):
             raise UserError(
-                "the length of jobs that are compared at shares of their steps cannot change",
+                "length and evaluations of jobs that are compared at shares of their steps cannot change",
                 override,
-                f"train a job further by itself: resume={state.folder}/<job> {override}; or start another sweep",
+                f"give it to one job: resume={state.folder}/<job> {override}; or start another sweep",
             )
         if override.startswith(("sweep.", validation.SWEEP_DIR_KEY)) and not override.startswith(SEED_RULES):
             raise UserError(

@@ -87,6 +87,7 @@ def test_branch_with_unchanged_settings_equals_its_trunk(call: Call, trunk: Path
     assert fields["branched_from"].keys() == {"run", "step", "checkpoint"} and fields["id"] != of_trunk["id"]
     assert (fields["branched_from"]["run"], fields["branched_from"]["step"]) == (str(trunk), 2)
     assert (fields["attempt"], len(fields["attempts"]), fields["exact"]) == (2, 1, True)
+    assert not fields["recovered"] and "is changed since" not in result.stdout + result.stderr
     assert {path: path.read_bytes() for path in trunk.rglob("*") if path.is_file()} == before
 
 
@@ -274,6 +275,17 @@ def test_branch_of_every_job_of_a_sweep(program: Program, trunk: Path, workspace
     for job_result in read_sweep_results(sweep).jobs:
         step = jobs[sweep / job_result.name]["branched_from"]["step"]
         assert job_result.launches[-1][-2:] == [f"init_from={trunk}@step-{step}", "keep=optimizer"]
+
+
+def test_halving_of_branches_that_begin_after_its_first_rung_is_refused(call: Call, trunk: Path) -> None:
+    """They were trained to their end, all of them."""
+    branches = ["init_from=trunk@step-4", "keep=optimizer", "optimizer.lr=0.02,0.01,0.001", "train.eval_every=2"]
+    result = call("--multirun", "hydra/sweeper=halving", *branches, "train.max_steps=16")
+    assert result.returncode == 2 and "after 2 of 16 steps, and these branches begin at step 4" in result.stderr
+    assert "hydra.sweeper.first_rung=0.38, or train.max_steps=48" in result.stderr
+    for fix in ("hydra.sweeper.first_rung=0.38", "train.max_steps=48"):
+        planned = call("--multirun", "hydra/sweeper=halving", *branches, "train.max_steps=16", fix, "train.patience=1")
+        assert "first after" not in planned.stderr and "ends jobs early itself" in planned.stderr
 
 
 @pytest.mark.parametrize("flags", [(), pytest.param(("--multirun",), marks=pytest.mark.slow)], ids=["run", "sweep"])

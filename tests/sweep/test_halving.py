@@ -270,8 +270,9 @@ def test_halving_sweep_pauses_the_worse_jobs_and_is_completed(
     assert resume() == 0 and attempts(folder) == [4, 3, 2, 2, 1, 1, 1, 1]
     assert resume("optimizer.lr=1e-4") == 0
     assert statuses(folder)[-1] == ("0.0001", "completed") and attempts(folder) == [4, 3, 2, 2, 1, 1, 1, 1, 4]
-    with pytest.raises(UserError, match="the length of jobs that are compared"):
-        resume("train.max_steps=32")
+    for moved in ("train.max_steps=32", "train.eval_every=8", "train.patience=1", "train.stop_at=0.3"):
+        with pytest.raises(UserError, match="length and evaluations of jobs that are compared"):
+            resume(moved)
 
 
 def test_halving_sweep_goes_on_without_jobs_that_fail(
