@@ -200,12 +200,12 @@ def test_nproc_and_torchrun_resume_each_other_bitwise_equal(runs: Runs) -> None:
 def test_sweep_jobs_use_all_ranks_and_can_be_extended(runs: Runs, by: str) -> None:
     overrides = [*runs.overrides("-")[:-1], "train.max_steps=4", f"hydra.sweep.dir={runs / 'sweep'}"]
     for sweep in (
-        ["--multirun", *overrides, "optimizer.lr=1e-4"],
+        ["--multirun", *overrides, "optimizer.lr=1e-4,5e-4"],
         [f"resume={runs / 'sweep'}", "optimizer.lr=1e-4,1e-3"],
     ):
         assert runs.run(*sweep, by=by, cold=by == BY_TORCHRUN) == 0, runs.output.read_text()
     jobs = sorted(path.parent for path in (runs / "sweep").glob("*/run.json"))
-    assert len(jobs) == 2 and all(json.loads((job / "run.json").read_text())["attempt"] == 1 for job in jobs)
+    assert len(jobs) == 3 and all(json.loads((job / "run.json").read_text())["attempt"] == 1 for job in jobs)
     assert all("rank 1 of 2" in (job / "logs" / "rank1.log").read_text() for job in jobs)
     assert processes_of(runs.root) == []
 
