@@ -177,8 +177,9 @@ def fork(
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
-        if new_session:
+        if new_session:  # and no socket of the parent, as Popen would start it
             os.setsid()
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         if is_child:
             os.setpgid(0, 0)
             subprocesses.die_with_parent(parent)()

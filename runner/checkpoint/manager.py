@@ -234,7 +234,8 @@ class CheckpointManager:
         is cut back, too.
         """
         if self._is_rank_zero and self.dir.is_dir():
-            retry_disk(partial(point_to_best, self.dir, best_step))  # first: a kill leaves no pointer to a deleted one
+            # first: a kill leaves no pointer to deleted weights, nor do weights that are missing
+            retry_disk(lambda: point_to_best(self.dir, best_step) or point_to_best(self.dir, None))
             retry_disk(partial(discard_best_after, self.dir, step))
 
     def _check_compatible(self, differences: Mapping[str, list[str]], checkpoint: Path) -> None:

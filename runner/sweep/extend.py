@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ STEPS_KEY = "train.max_steps"
 # a change of these alone is no difference between jobs that train no further
 LENGTH_KEYS = (f"{STEPS_KEY}:", "train.epochs:")
 RUNG_KEYS = (STEPS_KEY, "train.epochs", "train.eval_every", "train.patience", STOP_KEY)  # where jobs are compared
-PRUNER = re.compile(r"hydra\.sweeper\.pruner=(?!none$)")
 SEED_RULES = (
     "sweep.seeds=",
     "sweep.top=",
@@ -76,12 +74,6 @@ def parse_additions(state: SweepState, typed: list[str], conf: Path) -> Addition
                 override,
                 f"start another sweep with init_from={state.folder}/<job>",
             )
-        if key in RUNG_KEYS and (state.sweeper == "halving" or any(map(PRUNER.match, state.overrides))):
-            raise UserError(
-                "length and evaluations of jobs that are compared at shares of their steps cannot change",
-                override,
-                f"give it to one job: resume={state.folder}/<job> {override}; or start another sweep",
-            )
         if override.startswith(("sweep.", validation.SWEEP_DIR_KEY)) and not override.startswith(SEED_RULES):
             raise UserError(
                 "the directory and the rules of a sweep cannot change", override, "leave it out, or start another sweep"
@@ -96,7 +88,13 @@ def apply_additions(state: SweepState, additions: Additions, conf: Path) -> None
     """
     shared = grid.merge_overrides(state.overrides, additions.shared)
     tree = compose_tree(shared, conf)
-    validation.hydra_options(tree)
+    sweeper, _ = validation.hydra_options(tree)
+    if sweeper.stops_jobs and (moved := next((each for each in additions.shared if key_of(each) in RUNG_KEYS), None)):
+        raise UserError(
+            "length and evaluations of jobs that are compared at shares of their steps cannot change",
+            moved,
+            f"give it to one job: resume={state.folder}/<job> {moved}; or start another sweep",
+        )
     swept = {key: [*dict.fromkeys([*values, *additions.swept.get(key, [])])] for key, values in state.swept.items()}
     composer = PointComposer(shared, conf, tree)
     new_values = {key: additions.swept.get(key, values) for key, values in state.swept.items()}
