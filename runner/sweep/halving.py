@@ -20,8 +20,6 @@ from common.errors import Outcome, UserError, print_note
 from common.guarded_files import read_from
 from common.limits import parse_record
 from common.settings import check_at_least, within
-from runner.checkpoint.atomic_dir import STEP_NAME
-from runner.checkpoint.format import step_of
 from runner.engine.config import STOP_KEY, Config, first_step_of
 from runner.run_dir.best_job import comparison_problem, point_of
 from runner.run_dir.metadata import RunMetadata
@@ -50,8 +48,6 @@ class RungOptions(SweeperOptions):
         """Raise UserError for a job that has no evaluation at its rungs, or that something else ends early."""
         name = "hydra/sweeper=halving" if self.is_grid else "hydra.sweeper.pruner"
         is_warned = False
-        starts = [Path(config.init_from).name for config in configs if config.keep == "optimizer"]
-        begun = max((step_of(start) for start in starts if STEP_NAME.fullmatch(start)), default=0)
         for config, overrides in zip(configs, derived, strict=True):
             train = config.train
             for key, value in ((STOP_KEY, train.stop_at), ("train.patience", train.patience)):
@@ -65,12 +61,6 @@ class RungOptions(SweeperOptions):
                 )
             steps, every = (int(overrides.get(f"train.{key}", vars(train)[key])) for key in ("max_steps", "eval_every"))
             first, last = first_step_of(self.shares[0], steps), first_step_of(self.shares[-1], steps)
-            if steps and begun >= first and not config.sweep.budget:  # a budget sets the length
-                raise UserError(
-                    f"{name} compares jobs first after {first} of {steps} steps, and branches here begin at step {begun}",
-                    f"train.max_steps={steps}",
-                    f"train.max_steps={math.ceil(max(begun + 1, every) / self.shares[0])}, or a larger hydra.sweeper.first_rung",
-                )
             warmup = int(overrides.get("schedule.warmup_steps", config.schedule.warmup_steps))
             if steps and warmup > first and not is_warned:
                 is_warned = True

@@ -277,34 +277,6 @@ def test_branch_of_every_job_of_a_sweep(program: Program, trunk: Path, workspace
         assert job_result.launches[-1][-2:] == [f"init_from={trunk}@step-{step}", "keep=optimizer"]
 
 
-@pytest.mark.slow
-def test_halving_of_branches_that_begin_after_its_first_rung_is_refused(
-    call: Call, call_command: Call, trunk: Path
-) -> None:
-    """They were trained to their end, all of them."""
-    branches = [
-        "init_from=trunk@step-2,trunk@step-4",
-        "keep=optimizer",
-        "optimizer.lr=0.02,0.01,0.001",
-        "train.eval_every=2",
-    ]
-    result = call("--multirun", "hydra/sweeper=halving", *branches, "train.max_steps=16")
-    assert result.returncode == 2 and "after 2 of 16 steps, and branches here begin at step 4" in result.stderr
-    assert "train.max_steps=40, or a larger hydra.sweeper.first_rung" in result.stderr
-    for fix in ("hydra.sweeper.first_rung=0.4", "train.max_steps=40"):
-        typed = [
-            "--multirun",
-            "hydra/sweeper=halving",
-            *branches,
-            *(["train.max_steps=16"] if "rung" in fix else []),
-            fix,
-        ]
-        assert call_command("plan.py", *typed, "timing=false").returncode == 0
-    # the length that a budget plans with is not that of the jobs
-    budget = [*branches[:2], "optimizer.lr=0.02,0.01", "sweep.budget=1e6tokens", "timing=false"]
-    assert "branches here begin" not in call_command("plan.py", "--multirun", *budget).stderr
-
-
 @pytest.mark.parametrize("flags", [(), pytest.param(("--multirun",), marks=pytest.mark.slow)], ids=["run", "sweep"])
 def test_branch_has_no_name_and_no_seconds_of_its_trunk(
     flags: tuple[str, ...], call: Call, program: Program, trunk: Path, workspace: Path
