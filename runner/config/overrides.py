@@ -288,7 +288,12 @@ def is_branch(typed: list[str]) -> bool:
     given = overrides_of("keep", typed)
     if several := next((override for override in given if "," in override), None):
         raise UserError("keep takes one value", several, "keep=optimizer, or leave it out")
-    return given[-1:] == ["keep=optimizer"]
+    is_branch = given[-1:] == ["keep=optimizer"]
+    if is_branch and (budget := next((each for each in typed if each.startswith("sweep.budget=")), None)):
+        raise UserError(
+            "sweep.budget adds seeds, and a branch has the seed of its trunk", budget, "hydra/sweeper=halving alone"
+        )
+    return is_branch
 
 
 def check_single_run(typed: list[str]) -> None:

@@ -63,9 +63,9 @@ REGISTERED_SECTIONS: dict[str, tuple[str, Registry[Any]]] = {
 }
 
 
-def first_step_of(share: float, total_steps: int) -> int:
-    """Return the first step after which at least `share` of the steps are done."""
-    return math.ceil(share * total_steps - 1e-9)  # 0.07 * 100 is above 7
+def first_step_of(share: float, total_steps: int, begun: int = 0) -> int:
+    """Return the first step after which at least `share` of the steps are done; of a branch, of those after step `begun`."""
+    return begun + math.ceil(share * (total_steps - begun) - 1e-9)  # 0.07 * 100 is above 7
 
 
 @settings_class
@@ -110,7 +110,8 @@ class TrainConfig(CheckedSettings):
     # hours after which a process saves and ends with exit code 75, checked after each step, counted from its start;
     # 0: never
     max_hours: float = at_least(0)
-    # share of the steps: save and end with exit code 75 at the first evaluation from there on; 0: never
+    # share of the steps (of a branch: of its own): save and end with exit code 75 at the first evaluation from there on;
+    # 0: never
     stop_at: float = within("[0, 1]", 0.5)
     # decay of the exponential moving average of the trained weights, e.g. 0.999; 0: none
     ema_decay: float = within("[0, 1)", 0.999, resume=CHANGES_TRAINING)
@@ -130,12 +131,12 @@ class TrainConfig(CheckedSettings):
     def total_steps(self, steps_per_epoch: int) -> int:
         return self.max_steps or self.epochs * steps_per_epoch
 
-    def pause_step(self, total_steps: int) -> int | None:
-        """Return the step of the evaluation at which train.stop_at ends a run of `total_steps`; None for none before
-        the last step.
+    def pause_step(self, total_steps: int, begun: int) -> int | None:
+        """Return the step of the evaluation at which train.stop_at ends a run of `total_steps`, a branch from step
+        `begun` on; None for none before the last step.
         """
-        step = -(-first_step_of(self.stop_at, total_steps) // max(1, self.eval_every)) * self.eval_every
-        return step if 0 < step < total_steps else None
+        step = -(-first_step_of(self.stop_at, total_steps, begun) // max(1, self.eval_every)) * self.eval_every
+        return step if self.stop_at and begun < step < total_steps else None
 
 
 @dataclass

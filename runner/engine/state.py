@@ -44,6 +44,7 @@ class Progress:
     """Counters that survive in state.json, every field of them."""
 
     step: int = 0  # optimizer steps done
+    branch_step: int = 0  # those of the run that a branch continues
     examples: int = 0  # examples consumed, over all epochs
     loss_tokens: int = 0  # tokens with a label
     tokens: int = 0  # all tokens computed, without padding
@@ -158,7 +159,7 @@ class TrainState:
 
     @property
     def pause_step(self) -> int | None:
-        return self.cfg.train.pause_step(self.total_steps)
+        return self.cfg.train.pause_step(self.total_steps, self.progress.branch_step)
 
     @property
     def is_at_pause(self) -> bool:

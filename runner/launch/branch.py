@@ -219,8 +219,9 @@ def _write_state(metadata: RunMetadata, trunk: Trunk, settings: Path) -> int:
     """Write tokenizer, logs and checkpoint of the branch, whose settings are in the directory `settings`; return the
     step.
     """
-    checkpoints, progress = metadata.folder / CHECKPOINTS_DIR, trunk.saved["progress"]
+    checkpoints, progress = metadata.folder / CHECKPOINTS_DIR, dict(trunk.saved["progress"])
     step, best = progress["step"], progress["best_step"]
+    progress["branch_step"] = step
     if best not in (None, step):
         if weights := find_best_weights(trunk.run / CHECKPOINTS_DIR, best):
             content = _mapped(weights / TENSOR_FILES["model"])
@@ -229,7 +230,7 @@ def _write_state(metadata: RunMetadata, trunk: Trunk, settings: Path) -> int:
             print_note(
                 f"the best weights of {trunk.run} until then, step {best}, were deleted: the best of the branch is chosen from here on"
             )
-            progress = progress | {"best_loss": None, "best_step": None, "evals_since_best": 0}
+            progress |= {"best_loss": None, "best_step": None, "evals_since_best": 0}
     texts = read_texts(trunk.run, (f"{RUN_TOKENIZER}/{name}" for name in COPIED_FILES), MAX_TOKENIZER_BYTES)
     files, checksums = {name: text.encode() for name, text in texts.items()}, dict(trunk.saved["log_sha256"])
     for log in recovery.LOGS:

@@ -20,6 +20,8 @@ from common.errors import Outcome, UserError, print_note
 from common.guarded_files import read_from
 from common.limits import parse_record
 from common.settings import check_at_least, within
+from runner.checkpoint.atomic_dir import STEP_NAME
+from runner.checkpoint.format import step_of
 from runner.engine.config import STOP_KEY, Config, first_step_of
 from runner.run_dir.best_job import comparison_problem, point_of
 from runner.run_dir.metadata import RunMetadata
@@ -47,7 +49,12 @@ class RungOptions(SweeperOptions):
     def check_rungs(self, configs: Sequence[Config], derived: Sequence[Mapping[str, str]]) -> None:
         """Raise UserError for a job that has no evaluation at its rungs, or that something else ends early."""
         name = "hydra/sweeper=halving" if self.is_grid else "hydra.sweeper.pruner"
-        is_warned = False
+        is_warned, begins = False, {*map(branch_step, configs)}
+        if len(begins) > 1:
+            steps = " and ".join(map(str, sorted(begins)))
+            fix = "a sweep for each of them, or hydra/sweeper=grid"
+            raise UserError(f"{name} compares jobs at equal steps, and branches begin at {steps}", "init_from", fix)
+        begun = min(begins)
         for config, overrides in zip(configs, derived, strict=True):
             train = config.train
             for key, value in ((STOP_KEY, train.stop_at), ("train.patience", train.patience)):
@@ -60,15 +67,15 @@ class RungOptions(SweeperOptions):
                     "set train.eval_every, and data.val_path or data.val_fraction",
                 )
             steps, every = (int(overrides.get(f"train.{key}", vars(train)[key])) for key in ("max_steps", "eval_every"))
-            first, last = first_step_of(self.shares[0], steps), first_step_of(self.shares[-1], steps)
+            first, last = (first_step_of(self.shares[rung], steps, begun) for rung in (0, -1))
             warmup = int(overrides.get("schedule.warmup_steps", config.schedule.warmup_steps))
             if steps and warmup > first and not is_warned:
                 is_warned = True
                 print_note(
-                    f"warning: schedule.warmup_steps={warmup} is longer than the first rung ({first} steps): losses there rank such jobs too low; hydra.sweeper.first_rung={min(0.5, warmup / steps):.2g}"
+                    f"warning: schedule.warmup_steps={warmup} is longer than the first rung ({first} steps): losses there rank such jobs too low; hydra.sweeper.first_rung={min(0.5, (warmup - begun) / (steps - begun)):.2g}"
                 )
-            fitting = next((each for each in range(first, 0, -1) if -(-last // each) * each < steps), 1)
-            is_fitting = 0 < every <= first and (-(-last // every) * every < steps or every == 1)
+            fitting = next((each for each in range(first - begun, 0, -1) if -(-last // each) * each < steps), 1)
+            is_fitting = 0 < every <= first - begun and (-(-last // every) * every < steps or every == 1)
             if steps and not is_fitting:
                 raise UserError(
                     f"{name} needs an evaluation at each rung, the first one after {first} of {steps} steps",
@@ -92,6 +99,12 @@ class HalvingOptions(RungOptions):
 
     def search(self, state: SweepState) -> HalvingSearch:
         return HalvingSearch(state, self)
+
+
+def branch_step(config: Config) -> int:
+    """Return the step of the checkpoint that a job continues; 0: it is no branch."""
+    checkpoint = Path(config.init_from).name
+    return step_of(checkpoint) if config.keep == "optimizer" and STEP_NAME.fullmatch(checkpoint) else 0
 
 
 # --- the rule ---------------------------------------------------------------------------------------------------------
@@ -188,6 +201,7 @@ def read_reached(run_dir: Path, shares: Sequence[float]) -> Reached:
         return Reached()
     run, metrics = RunMetadata.read(run_dir), run_dir / "metrics.jsonl"
     total, position, evaluations = total_steps(run), int(run.get("step") or 0), dict[int, float]()
+    begun = int((run.get("branched_from") or {}).get("step", 0))
     lines = read_from(metrics, 0).splitlines() if metrics.exists() else []
     newest = lines[-2:]  # the last one may be incomplete
     for record in map(parse_record, [line for line in lines[:-2] if b'"eval"' in line] + newest):
@@ -198,9 +212,9 @@ def read_reached(run_dir: Path, shares: Sequence[float]) -> Reached:
                 evaluations[step] = float(loss) if isinstance(loss, int | float) else math.inf
     is_completed = run.get("status") == "completed"
     reached = Reached(evaluation=run.get("evaluation"), total_steps=total, attempt=int(run.get("attempt") or 0))
-    last = 0  # step of the evaluation at the last rung
+    last = begun  # step of the evaluation at the last rung
     for share in shares if total else ():
-        step = next((step for step in sorted(evaluations) if first_step_of(share, total) <= step < total), None)
+        step = next((step for step in sorted(evaluations) if first_step_of(share, total, begun) <= step < total), None)
         if step is None and not is_completed:
             break
         last = step or last

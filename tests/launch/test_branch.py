@@ -153,6 +153,7 @@ REFUSED = [
     ("init_from=trunk@step-2,trunk@step-4 keep=optimizer seed=7 --multirun", "seed: 42 -> 7"),
     ("init_from=trunk@step-2 keep=optimizer stage=sft,pretrain --multirun", "stage cannot change in a run"),
     ("init_from=trunk@step-2 keep=optimizer optimizer.lr=1e-4,1e-5 sweep.seeds=3 --multirun", "the seed of its trunk"),
+    ("init_from=trunk@step-2 keep=optimizer optimizer.lr=1e-4,1e-5 sweep.budget=1m --multirun", "the seed of its trunk"),
 ]
 
 
@@ -275,6 +276,23 @@ def test_branch_of_every_job_of_a_sweep(program: Program, trunk: Path, workspace
     for job_result in read_sweep_results(sweep).jobs:
         step = jobs[sweep / job_result.name]["branched_from"]["step"]
         assert job_result.launches[-1][-2:] == [f"init_from={trunk}@step-{step}", "keep=optimizer"]
+
+
+@pytest.mark.slow
+def test_halving_of_branches_stops_them_at_shares_of_their_own_steps(
+    call: Call, call_command: Call, trunk: Path, workspace: Path
+) -> None:
+    """Steps of the trunk count for no rung: all branches that began after the first one were trained to their end."""
+    typed = [*("--multirun", "hydra.sweeper.first_rung=0.5"), *("keep=optimizer", "train.max_steps=8")]
+    halving = [*typed, "hydra/sweeper=halving", "optimizer.lr=0.02,0.01,0.001", "init_from=trunk@step-4"]
+    result = call(*halving, "hydra.sweep.dir=sweep")
+    assert result.returncode == 0, result.stderr
+    found = {job.status: workspace / "sweep" / job.name for job in read_sweep_results(workspace / "sweep").jobs}
+    assert set(found) == {"completed", "paused"}
+    assert RunMetadata.read(found["paused"])["step"] == 6
+    assert call(f"resume={found['paused']}", "train.stop_at=0").returncode == 0
+    result = call_command("plan.py", *halving, "init_from=trunk@step-4,trunk@step-2")
+    assert result.returncode == 2 and "branches begin at 2 and 4" in result.stderr
 
 
 @pytest.mark.parametrize("flags", [(), pytest.param(("--multirun",), marks=pytest.mark.slow)], ids=["run", "sweep"])
