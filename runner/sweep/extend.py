@@ -25,7 +25,9 @@ from runner.sweep.state import SweepJob, SweepState, storable_overrides
 STEPS_KEY = "train.max_steps"
 # a change of these alone is no difference between jobs that train no further
 LENGTH_KEYS = (f"{STEPS_KEY}:", "train.epochs:")
-RUNG_KEYS = (STEPS_KEY, "train.epochs", "train.eval_every", "train.patience", STOP_KEY)  # where jobs are compared
+# where jobs are compared
+RUNG_KEYS = {STEPS_KEY, STOP_KEY, "train.epochs", "train.eval_every", "train.patience"}
+RUNG_KEYS |= {"hydra.sweeper.eta", "hydra.sweeper.first_rung"}
 SEED_RULES = (
     "sweep.seeds=",
     "sweep.top=",
@@ -89,11 +91,12 @@ def apply_additions(state: SweepState, additions: Additions, conf: Path) -> None
     shared = grid.merge_overrides(state.overrides, additions.shared)
     tree = compose_tree(shared, conf)
     sweeper, _ = validation.hydra_options(tree)
-    if sweeper.stops_jobs and (moved := next((each for each in additions.shared if key_of(each) in RUNG_KEYS), None)):
+    changed = (each for each in additions.shared if each not in state.overrides)
+    if sweeper.stops_jobs and (moved := next((each for each in changed if key_of(each) in RUNG_KEYS), None)):
         raise UserError(
             "length and evaluations of jobs that are compared at shares of their steps cannot change",
             moved,
-            f"give it to one job: resume={state.folder}/<job> {moved}; or start another sweep",
+            f"resume={state.folder}/<job> changes a setting of one job; or start another sweep",
         )
     swept = {key: [*dict.fromkeys([*values, *additions.swept.get(key, [])])] for key, values in state.swept.items()}
     composer = PointComposer(shared, conf, tree)

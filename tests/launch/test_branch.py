@@ -153,7 +153,10 @@ REFUSED = [
     ("init_from=trunk@step-2,trunk@step-4 keep=optimizer seed=7 --multirun", "seed: 42 -> 7"),
     ("init_from=trunk@step-2 keep=optimizer stage=sft,pretrain --multirun", "stage cannot change in a run"),
     ("init_from=trunk@step-2 keep=optimizer optimizer.lr=1e-4,1e-5 sweep.seeds=3 --multirun", "the seed of its trunk"),
-    ("init_from=trunk@step-2 keep=optimizer optimizer.lr=1e-4,1e-5 sweep.budget=1m --multirun", "the seed of its trunk"),
+    (
+        "init_from=trunk@step-2 keep=optimizer optimizer.lr=1e-4,1e-5 sweep.budget=1m --multirun",
+        "the seed of its trunk",
+    ),
 ]
 
 

@@ -267,10 +267,16 @@ def test_halving_sweep_pauses_the_worse_jobs_and_is_completed(
         and not results.is_unfinished
         and "stop_at" not in results.job_command(results.jobs[1])
     )
-    assert resume() == 0 and attempts(folder) == [4, 3, 2, 2, 1, 1, 1, 1]
+    assert resume("train.max_steps=16") == 0 and attempts(folder) == [4, 3, 2, 2, 1, 1, 1, 1]  # not changed
     assert resume("optimizer.lr=1e-4") == 0
     assert statuses(folder)[-1] == ("0.0001", "completed") and attempts(folder) == [4, 3, 2, 2, 1, 1, 1, 1, 4]
-    for moved in ("train.max_steps=32", "train.eval_every=8", "train.patience=1", "train.stop_at=0.3"):
+    for moved in (
+        "train.max_steps=32",
+        "train.eval_every=8",
+        "train.patience=1",
+        "train.stop_at=0.3",
+        "hydra.sweeper.eta=4",
+    ):
         with pytest.raises(UserError, match="length and evaluations of jobs that are compared"):
             resume(moved)
 
