@@ -97,6 +97,10 @@ class Search:
         """Whether the running jobs are to be stopped, and no other started."""
         return False
 
+    def finish_another(self) -> bool:
+        """Let the best job that was stopped early train to its end; return whether there is one."""
+        return False
+
     def close(self) -> None:
         """Write what was found; no job runs any more."""
 

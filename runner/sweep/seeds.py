@@ -74,6 +74,8 @@ class SeedSearch(Search):
 
     def add_jobs(self, sweep: SweepResults, ranked: list[ResultRow]) -> bool:
         """`ranked`: the rows with a rank, the best one first."""
+        if len(ranked) < 2 and self.search.finish_another():
+            return True
         contenders = ranked[:1] + [row for row in ranked[1 : self.top] if not row.differs]
         points = [row for row in with_fewest_seeds(contenders) if len(row.jobs) < self.seeds]
         if len(ranked) < 2:

@@ -104,7 +104,7 @@ class BudgetSearch(SeedSearch):
             print_note(f"no more seeds, as {failed} has failed: {resume} tries it again")
 
     def add_jobs(self, sweep: SweepResults, ranked: list[ResultRow]) -> bool:
-        if self._widen(sweep) or (len(ranked) < 2 and self.halving.finish_another()):
+        if self._widen(sweep) or (len(ranked) < 2 and self.search.finish_another()):
             return True
         return self.add_seeds(with_fewest_seeds(ranked[: self.top]))
 

@@ -281,6 +281,18 @@ def test_halving_sweep_pauses_the_worse_jobs_and_is_completed(
             resume(moved)
 
 
+def test_halving_lets_two_points_finish_where_seeds_are_to_be_added(
+    sweep: Any, fake_jobs: FakeJobs, tmp_path: Path
+) -> None:
+    """Of four points one trains to its end, and seeds compare two."""
+    fake_jobs.set(default=HALVED)
+    assert sweep(*HALVING, "optimizer.lr=1e-3,2e-3,3e-3,4e-3", "sweep.seeds=2") == 0
+    jobs = [job["overrides"] for job in read_sweep(tmp_path / "sweep")["jobs"] if job["status"] == "completed"]
+    assert sorted((job["optimizer.lr"], "seed" in job) for job in jobs) == [
+        ("0.001", False), ("0.001", True), ("0.002", False), ("0.002", True),
+    ]  # fmt: skip
+
+
 def test_halving_sweep_goes_on_without_jobs_that_fail(
     sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path
 ) -> None:
