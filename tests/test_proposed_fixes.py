@@ -141,6 +141,7 @@ def is_of_hydra(key: str) -> bool:
     return key in ("hydra.run.dir", "hydra.sweep.dir")
 
 
+@pytest.mark.slow
 def test_fixes_are_found() -> None:
     assert len(proposed_fixes()) > 450
     assert sum(bool(OVERRIDE.search(fix.text)) for fix in proposed_fixes()) > 120

@@ -110,8 +110,7 @@ class TrainConfig(CheckedSettings):
     # hours after which a process saves and ends with exit code 75, checked after each step, counted from its start;
     # 0: never
     max_hours: float = at_least(0)
-    # share of the steps (of a branch: of its own): save and end with exit code 75 at the first evaluation from there on;
-    # 0: never
+    # share of its own steps: save and end with exit code 75 at the first evaluation from there on; 0: never
     stop_at: float = within("[0, 1]", 0.5)
     # decay of the exponential moving average of the trained weights, e.g. 0.999; 0: none
     ema_decay: float = within("[0, 1)", 0.999, resume=CHANGES_TRAINING)

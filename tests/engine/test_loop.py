@@ -279,6 +279,7 @@ def test_fp16_repeats_an_overflowing_step_with_a_smaller_loss_scale(make_run, lo
     assert all(torch.isfinite(weight).all() for weight in weights(state).values())
 
 
+@pytest.mark.slow
 def test_fp16_that_overflows_at_every_loss_scale_ends_the_run(make_run):
     state = set_nonfinite_loss(make_run("pretrain", "precision=fp16"), steps={1})
     with pytest.raises(DivergedError, match="precision=bf16"):
@@ -372,6 +373,7 @@ def test_frozen_paths_that_cannot_be_meant_are_refused(make_run, paths, problem,
     assert raised.value.fix == fix
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "traced"), [(2, 2), (5, 4)])
 def test_profile_traces_the_steps_that_are_asked_for(make_run, steps, traced):
     overrides = ["train.max_steps=6", "train.eval_every=0", "train.save_every=0", "train.sample_every=0"]

@@ -39,6 +39,7 @@ needs_glibc = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_glibc
 def test_memory_freed_in_the_first_step_is_returned_and_later_kept() -> None:
     child = subprocess.run(

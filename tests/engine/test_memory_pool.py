@@ -298,14 +298,14 @@ import torch
 from runner.engine.device.cpu import pool_size, use_memory_pool
 
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 512))
+model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256))
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 if sys.argv[2] == "pool":
     assert not use_memory_pool(Path(sys.argv[1]))
 sizes = []
-for step in range(6):
+for step in range(5):
     with torch.autocast("cpu", torch.bfloat16):
-        loss = model(torch.randn(512, 512)).float().square().mean()
+        loss = model(torch.randn(1024, 256)).float().square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

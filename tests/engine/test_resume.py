@@ -200,7 +200,7 @@ def test_resume_with_all_speed_settings_is_bitwise_equal(run_with_stops, logged)
     ]
     compiled = ["train.compile=default", *fast, *memory]
     whole = run_with_stops("sft", *compiled, stops=[], folder="whole")
-    assert diff_run_dirs(whole, run_with_stops("sft", *compiled, stops=[2, 5])) == []
+    assert diff_run_dirs(whole, run_with_stops("sft", *compiled, stops=[3])) == []
     records = logged(whole), logged(run_with_stops("sft", *fast, *memory, stops=[], folder="uncompiled"))
     losses, uncompiled = ([record["loss"] for record in each] for each in records)
     assert losses == pytest.approx(uncompiled, abs=0.01)  # of bf16

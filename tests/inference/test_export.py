@@ -106,6 +106,7 @@ def test_exported_minimind_file_is_read_again(hf_folder: Path, tmp_path: Path) -
     assert {tensor.dtype for tensor in state.values()} == {torch.float16}
 
 
+@pytest.mark.slow
 def test_exported_gguf_file_has_the_weights_and_the_tokenizer(hf_folder: Path, tmp_path: Path) -> None:
     from gguf import GGUFReader
 

@@ -201,6 +201,7 @@ def test_rows_prints_a_random_system_message(rows) -> None:
     assert r"<|im_start|>system\n" in printed and "Be brief." in printed
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(st.text(max_size=20), st.integers(0, 20))
 def test_token_spans_have_every_token_once_and_the_whole_text(text: str, first: int) -> None:

@@ -169,6 +169,7 @@ def test_branch_refused_leaves_nothing(typed: str, message: str, call: Call, tru
     assert not (workspace / "outputs").exists()
 
 
+@pytest.mark.slow
 def test_branch_of_a_run_with_commas_in_its_name(call: Call, trunk: Path, workspace: Path) -> None:
     job = trunk.rename(workspace / "lr=0.02,seed=42")  # as a sweep names its jobs
     for name in (f"{job.name}@step-4", f"'{job}@step-4'"):
@@ -198,6 +199,7 @@ def test_settings_of_a_branch_are_shown(call: Call, trunk: Path, workspace: Path
     assert not (workspace / "outputs").exists()
 
 
+@pytest.mark.slow
 def test_plan_of_a_branch_has_its_steps_left(call_command: Call, trunk: Path) -> None:
     typed = ("plan.py", "init_from=trunk@step-2", "keep=optimizer", "train.max_steps=9", "timing=false", "json=true")
     for more, jobs in ((), 1), (("--multirun", "optimizer.lr=0.1,0.2"), 2):

@@ -58,6 +58,7 @@ def test_compiled_layers_share_one_program_for_all_shapes(is_packed: bool, singl
     assert len(programs) == 1
 
 
+@pytest.mark.slow
 def test_compiled_layers_are_not_used_in_evaluation() -> None:
     model = random_model()
     model.compile_layers(single_row=False, backend=lambda graph, inputs: pytest.fail("compiled"))

@@ -81,6 +81,7 @@ def test_fork_ends_as_a_cold_start_does_and_the_next_one_starts(submit: Any, tmp
         assert (tmp_path / f"run{number}" / CONSOLE_LOG).read_text().endswith(output), script
 
 
+@pytest.mark.slow
 def test_fork_has_what_a_cold_start_has(submit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     script = """
@@ -146,6 +147,7 @@ def test_fork_that_is_canceled_saves(submit: Any, tmp_path: Path) -> None:
     assert end_of(backend, job) == INTERRUPTED and read_run(tmp_path / "run")["status"] == "interrupted"
 
 
+@pytest.mark.slow
 def test_job_saves_and_continues_cold_when_its_fork_server_is_killed(submit: Any, tmp_path: Path) -> None:
     """A job that was canceled saves and does not continue."""
     script = f"if fields['attempt'] > 1: write('completed', 'completed'); sys.exit(0)\n{SAVES}"

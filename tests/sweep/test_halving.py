@@ -246,6 +246,7 @@ def attempts(sweep: Path) -> list[int]:
     return [job["attempt"] for job in read_sweep(sweep)["jobs"]]
 
 
+@pytest.mark.slow
 def test_halving_sweep_pauses_the_worse_jobs_and_is_completed(
     sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
@@ -293,6 +294,7 @@ def test_halving_lets_two_points_finish_where_seeds_are_to_be_added(
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_halving_sweep_goes_on_without_jobs_that_fail(
     sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path
 ) -> None:
@@ -319,6 +321,7 @@ def test_halving_records_the_pause_of_a_job_killed_at_its_rung(
     assert attempts(tmp_path / "sweep") == [4, 2, 1, 1]
 
 
+@pytest.mark.slow
 def test_halving_sweep_that_is_stopped_continues(sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
     fake_jobs.set(default=HALVED)
     stop = f"if len(json.load(open('../sweep.json'))['jobs']) and fields['attempt'] == 2: os.kill(os.getppid(), 15)\n{SAVES}"

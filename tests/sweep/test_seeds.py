@@ -44,6 +44,7 @@ def test_seeds_end_where_the_best_points_differ(fake_jobs: FakeJobs, sweep, tmp_
     assert seeds_of(tmp_path) == [1, 3, 3, 1]
 
 
+@pytest.mark.slow
 def test_seeds_end_at_their_number_where_points_are_equal(fake_jobs: FakeJobs, sweep, tmp_path: Path) -> None:
     set_losses(fake_jobs, EQUAL)
     assert sweep(RATES, "sweep.seeds=4", "sweep.top=2", "hydra.launcher.workers=2") == 0
@@ -52,6 +53,7 @@ def test_seeds_end_at_their_number_where_points_are_equal(fake_jobs: FakeJobs, s
     assert seeds == {None, "43", "44", "45"}
 
 
+@pytest.mark.slow
 def test_seeds_that_are_swept_count(fake_jobs: FakeJobs, sweep, resume, tmp_path: Path) -> None:
     set_losses(fake_jobs, EQUAL)
     assert sweep(f"{LR}=0.2,0.3", "seed=42,43") == 0
@@ -62,6 +64,7 @@ def test_seeds_that_are_swept_count(fake_jobs: FakeJobs, sweep, resume, tmp_path
     assert seeds_of(tmp_path) == [0, 3, 3, 0]
 
 
+@pytest.mark.slow
 def test_plan_has_the_next_round_of_seeds(fake_jobs: FakeJobs, sweep, resume, tmp_path: Path) -> None:
     set_losses(fake_jobs, EQUAL)
     assert sweep(f"{LR}=0.2,0.3") == 0
@@ -74,6 +77,7 @@ def test_plan_has_the_next_round_of_seeds(fake_jobs: FakeJobs, sweep, resume, tm
         planned_start([f"resume={tmp_path / 'sweep'}", "sweep.seeds=3"], [])
 
 
+@pytest.mark.slow
 def test_seed_that_is_killed_is_resumed(fake_jobs: FakeJobs, sweep, resume, tmp_path: Path) -> None:
     set_losses(fake_jobs, EQUAL, killed=2)
     assert sweep(RATES, "sweep.seeds=4", "sweep.top=2") == 1

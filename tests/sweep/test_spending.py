@@ -53,6 +53,7 @@ def jobs_of(folder: Path) -> dict[str, tuple[str, int]]:
     return {job["name"].removeprefix("optimizer.lr="): (job["status"], job["attempt"]) for job in jobs}
 
 
+@pytest.mark.slow
 def test_budget_is_spent_on_seeds_of_the_best_and_can_be_raised(
     fake_jobs: FakeJobs, sweep: Any, resume: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,6 +77,7 @@ def test_budget_is_spent_on_seeds_of_the_best_and_can_be_raised(
     assert after == expected | {"0.002,seed=43": ("completed", 2)}
 
 
+@pytest.mark.slow
 def test_budget_widens_the_range_whose_edge_is_the_best_value(
     fake_jobs: FakeJobs, sweep: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,6 +89,7 @@ def test_budget_widens_the_range_whose_edge_is_the_best_value(
     assert "optimizer.lr=0.001 is added" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_failed_seed_ends_a_budget_with_a_message(
     fake_jobs: FakeJobs, sweep: Any, resume: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,6 +112,7 @@ def test_job_that_a_budget_stops_before_its_rung_is_paused_where_it_is(
     assert row.overrides["optimizer.lr"] == "0.002" and row.progress == "paused at 3/8"
 
 
+@pytest.mark.slow
 def test_time_of_earlier_launches_counts(fake_jobs: FakeJobs, sweep: Any, resume: Any, tmp_path: Path) -> None:
     set_jobs(fake_jobs, best=0.0039)
     assert sweep(*RUNGS, "optimizer.lr=2e-3,4e-3") == 0
@@ -119,6 +123,7 @@ def test_time_of_earlier_launches_counts(fake_jobs: FakeJobs, sweep: Any, resume
     assert read_sweep(tmp_path / "sweep")["spent_seconds"] > 3600
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spent", ["nan", -1e12, [1]])
 def test_spent_time_of_another_origin_is_refused(
     spent: object, fake_jobs: FakeJobs, sweep: Any, resume: Any, tmp_path: Path
