@@ -33,6 +33,9 @@ def install() -> None:
     for scheme in ("file", "pkg"):
         source = SourcesRegistry.instance().resolve(scheme)
         source.load_config = _returning_copies(source.load_config, _version_of_file)
+    load = OmegaConf.load
+    parsed = _returning_copies(lambda text: load(io.StringIO(text)), lambda text: text)  # of copies of conf/, too
+    OmegaConf.load = staticmethod(lambda file: parsed(file.read()) if hasattr(file, "read") else load(file))
     # each composition copies the list of sources, one of which refers to it
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]  # added here
     create_map, no_choices = defaults_list._create_interpolation_map, OmegaConf.create()

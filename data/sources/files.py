@@ -274,12 +274,11 @@ def _visible_files(folder: Path) -> list[Path]:
     """Return the files in `folder` and its subfolders, without hidden ones and those that describe a data set
     (README.md).
     """
-    visible = (
-        file
-        for file in folder.rglob("*")
-        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts)
-    )
-    return sorted(file for file in visible if not _is_description(file))
+    found: list[Path] = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(parent, name) for name in names if not name.startswith(".")]
+    return sorted(file for file in found if file.is_file() and not _is_description(file))
 
 
 def unread_files(folder: Path) -> list[Path]:

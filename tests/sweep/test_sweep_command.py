@@ -122,7 +122,7 @@ REFUSED = {
     "optimizer.lr=1e-3,x": "optimizer.lr",
     "optimizer.lr=interval(1e-5,1e-3)": "needs lists of values",
     "data.path=nowhere.jsonl,missing.jsonl": "no such file",
-    "data.path=${oc.env:HOME}": "",
+    "data.path=${oc.env:HOME}": "the folder has no data files",
     "init_from=scratch,/nowhere": "",
     "seed=glob(*)": "no option of seed",
     "sweep.zip=[seed,optimizer.lr]": "sweep.zip names optimizer.lr",
@@ -133,8 +133,10 @@ REFUSED = {
 
 @pytest.mark.parametrize(("typed", "message"), REFUSED.items(), ids=REFUSED)
 def test_sweep_refuses_a_wrong_setting_before_it_creates_a_directory(
-    sweep: Any, tmp_path: Path, typed: str, message: str
+    sweep: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str, message: str
 ) -> None:
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     with pytest.raises(UserError) as error:
         sweep("seed=1,2", *typed.split(" "))
     assert message in error.value.message and not (tmp_path / "sweep").exists() and not (tmp_path / "outputs").exists()
