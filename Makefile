@@ -12,7 +12,8 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"Python >= 3.11 is needed, got {sys.version.split()[0]}; choose another: make PYTHON=python3.11 setup")'
 	$(PYTHON) -m venv $(VENV)
-	@# --no-compile halves the time: Python compiles a module when it is first imported
+	@# pip 23 takes twice as long; --no-compile: Python compiles a module when it is first imported
+	$(PY) -m pip install --quiet --upgrade pip
 	$(PY) -m pip install --quiet --no-compile --constraint requirements.lock --editable '.[dev]'
 	@touch $@
 

@@ -214,11 +214,9 @@ def truncation_warning(stats: Iterable[RowStats], max_length: int, max_positions
     """Return a warning if more than WARN_ABOVE of the tokens with loss are lost; `max_positions`:
     model.max_position_embeddings.
     """
-    stats = list(stats)
-    lost = sum(part.lost_loss_tokens for part in stats)
-    if lost / max(1, lost + sum(part.loss_tokens for part in stats)) <= WARN_ABOVE:
-        return None
     cut = measure_truncation(stats, max_length)
+    if cut.share <= WARN_ABOVE:
+        return None
     found = f"data.max_length={max_length} cuts off {cut.share:.1%} of the tokens with loss ({cut.lost:,}, in {cut.rows:,} rows)"
     return f"{found}; {describe_longer(cut, max_length, max_positions)}"
 

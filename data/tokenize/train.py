@@ -23,6 +23,7 @@ from common.guarded_files import check_own_files
 from data.config import TokenizerConfig
 from data.schemas.registry import SCHEMAS
 from data.sources.files import Source, open_entry
+from data.tokenize.block import RowStats
 from data.tokenize.chat_template import CHATML
 from data.tokenize.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS, Tokenizer
 from data.types import BadRowError
@@ -71,17 +72,14 @@ def train_tokenizer(cfg: TokenizerConfig) -> None:
 
 
 @dataclass
-class CorpusStats:
+class CorpusStats(RowStats):
     """Counts of the rows of a corpus, and its held-out texts. Complete when the corpus has been iterated."""
 
     rows: int = 0
-    bad: Counter[str] = field(default_factory=Counter)  # rows left out, by reason
-    first_seen: dict[str, str] = field(default_factory=dict)  # file:line of the first row of each reason
     held_out: Texts = field(default_factory=dict)
 
     def skip(self, error: BadRowError) -> None:
-        self.bad[error.reason] += 1
-        self.first_seen.setdefault(error.reason, error.setting)
+        self.count_dropped("bad", error.reason, error.setting)
 
 
 def iter_corpus(sources: list[Source], max_lines: int, stats: CorpusStats) -> Iterator[str]:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 OPTIMIZER_NUMBERS = {"adamw": (2, 2), "muon": (1, 2)}
 SAMPLED_STEPS = 32  # whose padding is measured
 SAMPLED_SEQUENCES = 256  # packed sequences among which the longest are searched
-LENGTHS_PER_BATCH = 1 << 16  # rows
 SEARCHED_STEPS = 5000  # whose micro-batches are compared; a longer run is taken to meet the longest sequences together
 
 
@@ -201,7 +200,8 @@ def data_facts(cfg: Config, pipeline: DataPipeline, tokenizer: Tokenizer, ranks:
     if isinstance(sequences, PackedSequences):
         tokens, padding = sequences.num_tokens, 1.0
     else:
-        tokens, padding = int(_lengths(loader).sum()), _usual_share(loader, steps)
+        lengths = sequences.rows.lengths(0, len(sequences))
+        tokens, padding = int(lengths.sum()), _usual_share(loader, steps)
     return DataFacts(
         rows=len(sequences.rows),
         sequences=len(sequences),
@@ -236,20 +236,12 @@ def longest_batch(loader: StepLoader, steps: int) -> Batch:
         return loader.collate(
             sorted(candidates, key=lambda rows: -sum(len(part.ids) for row in rows for part in row.sequences))[:count]
         )
-    lengths = _lengths(loader)
+    lengths = sequences.rows.lengths(0, len(sequences))
     if steps > SEARCHED_STEPS:
         largest = np.argpartition(lengths, len(lengths) - count)[-count:]
     else:
         largest = max(_micro_batches(loader, range(steps)), key=lambda rows: _padded_tokens(lengths[rows]))
     return loader.collate([sequences[int(i)] for i in largest])
-
-
-def _lengths(loader: StepLoader) -> np.ndarray:
-    import numpy as np
-
-    rows = loader.sequences.rows
-    starts = range(0, len(rows), LENGTHS_PER_BATCH)
-    return np.concatenate([rows.lengths(start, min(start + LENGTHS_PER_BATCH, len(rows))) for start in starts])
 
 
 def _micro_batches(loader: StepLoader, steps: range) -> Iterator[np.ndarray]:
@@ -265,7 +257,7 @@ def _padded_tokens(lengths: np.ndarray) -> int:
 
 def _usual_share(loader: StepLoader, steps: int) -> float:
     """Return the mean of the padded tokens in the micro-batches of some steps, as a share of the largest of them."""
-    lengths, steps = _lengths(loader), min(steps, loader.steps_per_epoch)
+    lengths, steps = loader.sequences.rows.lengths(0, len(loader.sequences)), min(steps, loader.steps_per_epoch)
     sampled = _micro_batches(loader, range(0, steps, max(1, steps // SAMPLED_STEPS)))
     sizes = [_padded_tokens(lengths[rows]) for rows in sampled]
     return sum(sizes) / len(sizes) / max(sizes)
