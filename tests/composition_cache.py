@@ -33,9 +33,7 @@ def install() -> None:
     for scheme in ("file", "pkg"):
         source = SourcesRegistry.instance().resolve(scheme)
         source.load_config = _returning_copies(source.load_config, _version_of_file)
-    load = OmegaConf.load
-    parsed = _returning_copies(lambda text: load(io.StringIO(text)), lambda text: text)  # of copies of conf/, too
-    OmegaConf.load = staticmethod(lambda file: parsed(file.read()) if hasattr(file, "read") else load(file))
+    OmegaConf.load = staticmethod(_loading_texts_once(OmegaConf.load))
     # each composition copies the list of sources, one of which refers to it
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]  # added here
     create_map, no_choices = defaults_list._create_interpolation_map, OmegaConf.create()
@@ -103,6 +101,22 @@ def _stored_nodes(stored: dict[str, Any]) -> list[Any]:
     for name, entry in stored.items():
         nodes += [name, *(_stored_nodes(entry) if isinstance(entry, dict) else [_Identity(entry.node)])]
     return nodes
+
+
+def _loading_texts_once(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace `OmegaConf.load`, which copies of conf/ are read with, too. An error names its file."""
+    parsed = _returning_copies(lambda text: load(io.StringIO(text)), lambda text: text)
+
+    def load_once(file: Any) -> Any:
+        if not hasattr(file, "read"):
+            return load(file)
+        try:
+            return parsed(file.read())
+        except Exception:
+            file.seek(0)
+            return load(file)
+
+    return load_once
 
 
 def _returning_choices(create: Callable[..., Any]) -> Callable[..., Any]:
