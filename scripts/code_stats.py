@@ -211,13 +211,13 @@ def direct_statements(node: ast.If | ast.Try | ast.With) -> list[ast.stmt]:
     return blocks + [statement for handler in getattr(node, "handlers", []) for statement in handler.body]
 
 
-def duplicate_names(root: Path, packages: tuple[str, ...] = PRODUCT, public_only: bool = True) -> dict[str, list[str]]:
+def duplicate_names(root: Path, public_only: bool = True) -> dict[str, list[str]]:
     """{name: ["file:line", ...]} of top-level names which two or more modules define.
 
     `main` of a command (runner/*.py) and dunder names do not count.
     """
     definitions: dict[str, dict[str, int]] = defaultdict(dict)
-    for file in python_files(root, packages):
+    for file in python_files(root, PRODUCT):
         path = file.relative_to(root).as_posix()
         for name, line in top_level_names(parse(file)):
             is_command_main = name == "main" and file.parent in (root / "runner", root / "scripts")

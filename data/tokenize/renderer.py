@@ -234,9 +234,7 @@ def limited_environment() -> dict[str, str]:
     return env | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
 
 
-@lru_cache(8)
-def open_process(source: str) -> RenderProcess:
-    return RenderProcess(source)
+open_process = lru_cache(8)(RenderProcess)
 
 
 @cache

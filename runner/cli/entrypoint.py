@@ -151,9 +151,10 @@ def _resume(folder: Path, extra: list[str], flags: list[str], run_hydra: RunHydr
             folder, extra, flags, run_hydra
         )
     if is_sweep:
+        from runner.config import resolve
         from runner.sweep.command import resume_sweep
 
-        return resume_sweep(folder, extra, flags, run_hydra)
+        return resume_sweep(folder, resolve.resolve_model_overrides(extra), flags, run_hydra)
     if has_flag(flags, "--multirun"):
         raise UserError(
             "--multirun resumes a sweep, and this directory holds one run",

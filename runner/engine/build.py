@@ -171,7 +171,7 @@ def build_run(
         distribute(cfg, dist, precision, models)
     optimizers = build_optimizer(cfg.optimizer, model, cfg.model.num_hidden_layers, cfg.train.ema_decay)
     kernels = choose_run_kernels(cfg, models, optimizers, loader, precision, dist, saved, stop)
-    compatibility |= kernel_facts(cfg, model, dist.device, kernels)
+    compatibility |= kernel_facts(model, dist.device, kernels)
     if dist.size > 1:
         compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))
     if has_one_shape(cfg, dist.device, kernels.compilation.mode):

@@ -348,11 +348,11 @@ class Config(CheckedSettings):
                 f"train.eval_metrics={train.eval_metrics}",
                 "train.eval_metrics=[]; the metrics that follow from the loss are in every evaluation",
             )
-        if self.keep != "none" and self.sweep.seeds:
+        if self.keep != "none" and (self.sweep.seeds or self.sweep.budget):
             raise UserError(
                 "a branch has the seed of its trunk: no others can be added",
-                f"keep={self.keep} sweep.seeds={self.sweep.seeds}",
-                "sweep.seeds=0",
+                f"keep={self.keep} sweep.seeds={self.sweep.seeds} sweep.budget={self.sweep.budget}",
+                "sweep.seeds=0 sweep.budget=null",
             )
         if train.max_steps:
             check_warmup(train.max_steps, self.schedule)
@@ -385,3 +385,11 @@ class Config(CheckedSettings):
                 f"model.vocab_size={self.model.vocab_size}",
                 f"model.vocab_size={tokens}, or another data.tokenizer",
             )
+
+
+def rows_per_step(config: Config) -> int:
+    """Return the rows of an optimizer step. distributed.nproc=auto counts as one rank: it is the same number for every
+    job.
+    """
+    ranks = config.distributed.nnodes * (1 if config.distributed.nproc == "auto" else int(config.distributed.nproc))
+    return config.train.batch_size * config.train.accumulation_steps * ranks

@@ -130,12 +130,12 @@ def wrap_model(
         return dist.wrap(model)
 
 
-def kernel_facts(cfg: Config, model: LanguageModel, device: torch.device, chosen: ChosenKernels) -> dict[str, Any]:
+def kernel_facts(model: LanguageModel, device: torch.device, chosen: ChosenKernels) -> dict[str, Any]:
     """Return the facts about the kernels that compute the model, for the environment that a resume compares."""
     facts = describe_kernels(device, chosen.compilation.mode) | chosen.facts
-    return environment_facts(
-        facts | ({"model_kernels": model.kernels_description} if model.kernels_description else {})
-    )
+    if model.kernels_description:
+        facts["model_kernels"] = model.kernels_description
+    return environment_facts(facts)
 
 
 def describe_kernels(device: torch.device, compile_mode: str) -> dict[str, Any]:

@@ -182,7 +182,6 @@ def saved_adapter(run: Path, settings: RunSettings) -> tuple[LoraConfig, Path] |
     whole model.
     """
     from models.config import LoraConfig
-    from models.formats.load import weights_under_adapter
 
     section = settings["stage"].get("lora")
     if section is None:
@@ -195,7 +194,7 @@ def saved_adapter(run: Path, settings: RunSettings) -> tuple[LoraConfig, Path] |
             f"restore it; run={run / 'model'} has another path to it",
         )
     lora: LoraConfig = _from_saved(LoraConfig, section, run)
-    return lora, weights_under_adapter(lora, Path(start))
+    return lora, Path(start)
 
 
 def _load_checkpoint(folder: Path, settings: RunSettings) -> LanguageModel:

@@ -147,7 +147,7 @@ def _reference_of(run_dir: Path) -> str:
 @register_metric("exact_match", reads=("chat",))
 def exact_match(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateConfig) -> MetricResults:
     """Fraction of conversations whose last answer the model generates exactly (see `hold_dialogues`)."""
-    dialogues = hold_dialogues(trained, _last_turns(examples, cfg.batch_size), cfg)
+    dialogues = hold_dialogues(trained, _dialogues(examples, cfg.batch_size, all_turns=False), cfg)
     right = sum(dialogue.right[0] for dialogue in dialogues)
     return {"exact_match": right / len(dialogues), "right": right, "rows": len(dialogues)}
 
@@ -157,7 +157,7 @@ def conversation(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateCon
     """Fraction of answers that the model generates exactly, with its own earlier answers in the prompts: exact_match of
     all, first_turn and last_turn of each conversation.
     """
-    done = hold_dialogues(trained, _all_turns(examples, cfg.batch_size), cfg)
+    done = hold_dialogues(trained, _dialogues(examples, cfg.batch_size, all_turns=True), cfg)
     answers = [right for dialogue in done for right in dialogue.right]
     return {
         "exact_match": sum(answers) / len(answers),
@@ -230,31 +230,26 @@ def hold_dialogues(trained: LoadedModel, dialogues: Iterator[Dialogue], cfg: Eva
     return done
 
 
-def _last_turns(examples: EvaluationSet, batch_size: int) -> Iterator[Dialogue]:
-    for where, chat in examples.examples(batch_size):
-        assert isinstance(chat, ChatExample)
-        role = chat.messages[-1]["role"]
-        if role != "assistant":
-            raise UserError(
-                f"the conversation ends with a message of the {role}", where, "end it with the expected answer"
-            )
-        yield Dialogue(where, list(chat.messages), chat.tools, [len(chat.messages) - 1], names_turns=False)
-
-
-def _all_turns(examples: EvaluationSet, batch_size: int) -> Iterator[Dialogue]:
+def _dialogues(examples: EvaluationSet, batch_size: int, *, all_turns: bool) -> Iterator[Dialogue]:
     for where, chat in examples.examples(batch_size):
         assert isinstance(chat, ChatExample)
         roles = [message["role"] for message in chat.messages]
         # an assistant that begins (data.turns=merge) answers nothing
         turns = [i for i, role in enumerate(roles) if role == "assistant" and "user" in roles[:i]]
-        if not turns:
+        if not all_turns:
+            if roles[-1] != "assistant":
+                raise UserError(
+                    f"the conversation ends with a message of the {roles[-1]}", where, "end it with the expected answer"
+                )
+            turns = [len(roles) - 1]
+        elif not turns:
             raise UserError(
                 "the conversation has no answer of the assistant", where, "add the expected answers, or delete the row"
             )
-        if any(message.get("tool_calls") for message in chat.messages):
+        elif any(message.get("tool_calls") for message in chat.messages):
             raise UserError(
                 "a tool call of the model's own would have no result to continue with",
                 where,
                 "metric=exact_match measures the last answer",
             )
-        yield Dialogue(where, list(chat.messages), chat.tools, turns, names_turns=True)
+        yield Dialogue(where, list(chat.messages), chat.tools, turns, names_turns=all_turns)

@@ -34,13 +34,14 @@ from common.limits import parse_yaml
 from common.settings import setting_values
 from data.tokenize.origin import COPIED_FILES, RUN_TOKENIZER
 from runner.checkpoint import atomic_dir
-from runner.checkpoint.compatibility import diff_facts, run_rules
+from runner.checkpoint.compatibility import ROWS_PER_STEP, diff_facts, run_rules
 from runner.checkpoint.format import CHECKPOINTS_DIR, STATE_FILE, TENSOR_FILES, checkpoint_files, read_state
 from runner.checkpoint.manager import check_compatible
 from runner.checkpoint.saving import find_best_weights, write_best_weights, write_checkpoint
 from runner.config import compose, overrides, snapshot
 from runner.config.literals import parse_value
 from runner.config.unread import check_typed_are_read
+from runner.engine.config import STOP_KEY, rows_per_step
 from runner.launch import recovery
 from runner.launch.resume import (
     ResumePlan,
@@ -58,6 +59,7 @@ from runner.run_dir.saved_config import CONFIG_FILE, OVERRIDES_FILE
 
 RUN_DIR_KEY, NAME_KEY, OWN_KEYS = "hydra.run.dir", "run.name", ("init_from", "keep")
 TIME = re.compile(rb'"time": [\d.]+')  # seconds of training, in a line of a log
+ROWS_KEYS = ("train.batch_size", "train.accumulation_steps")
 USAGE = "init_from=RUN@step-N keep=optimizer, RUN a run directory"
 # fields of run.json that say what happened in the directory of the trunk
 FIELDS_OF_TRUNK = ("attempts", "changed", "evaluations", "export", "recovered")
@@ -158,10 +160,14 @@ def _plan_branch(trunk: Trunk, extra: list[str], staged: Path) -> ResumePlan:
     """Write the settings of `trunk` to the new directory `staged`; return what they are with the overrides `extra`."""
     write_atomic_files((staged / name, text.encode()) for name, text in trunk.settings.items())
     before = plan_resume(staged, []).config
-    if before.run.name and not overrides.overrides_of(NAME_KEY, extra):
-        extra = [*extra, f"{NAME_KEY}=''"]  # it is that of the trunk
+    for key, value, none in ((NAME_KEY, before.run.name, "''"), (STOP_KEY, before.train.stop_at, 0)):
+        if value and not overrides.overrides_of(key, extra):
+            extra = [*extra, f"{key}={none}"]  # it is that of the trunk
     plan = plan_resume(staged, extra)
-    differences = diff_facts(setting_values(before), setting_values(plan.config), run_rules(plan.config))
+    facts, other_facts = map(setting_values, (before, plan.config))
+    if {*ROWS_KEYS} & {*overrides.keys_of(extra)}:  # other ranks keep the rows
+        facts[ROWS_PER_STEP], other_facts[ROWS_PER_STEP] = map(rows_per_step, (before, plan.config))
+    differences = diff_facts(facts, other_facts, run_rules(plan.config))
     check_compatible(differences, trunk.checkpoint, trunk.run)
     check_typed_are_read(extra, [plan.config])
     return plan
@@ -186,7 +192,7 @@ def with_trunk_settings(typed: list[str]) -> list[str]:
     if other := next((each for each in others if each.overrides != first.overrides), None):
         text = "the checkpoints of a sweep must have the same settings"
         raise UserError(text, f"{first.checkpoint}, {other.checkpoint}", "start a sweep for each of them")
-    kept, notes = effective_overrides(first.overrides, {*overrides.keys_of(typed), NAME_KEY, "init_from"})
+    kept, notes = effective_overrides(first.overrides, {*overrides.keys_of(typed), NAME_KEY, STOP_KEY, "init_from"})
     for note in (*notes, f"branches of {first.run}, with the settings saved there and the typed ones"):
         print_note(note)
     return [*kept, *typed]

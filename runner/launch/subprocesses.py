@@ -105,8 +105,9 @@ def failure_reason(code: int, fields: dict[str, Any], lines: list[str]) -> str:
     start = next((index for index, line in enumerate(output) if line.startswith("error: ")), None)
     if start is None:
         return output[-1] if output else f"exit code {code}"
-    reason, setting = output[start].removeprefix("error: "), "".join(output[start + 1 : start + 2])
-    return f"{reason} ({setting.removeprefix('where:').strip()})" if setting.startswith("where:") else reason
+    where = next((index for index, line in enumerate(output) if index > start and line.startswith("where:")), None)
+    reason = " ".join(output[start : where or start + 1]).removeprefix("error: ")
+    return f"{reason} ({output[where].removeprefix('where:').strip()})" if where else reason
 
 
 class RankLog:

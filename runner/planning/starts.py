@@ -156,8 +156,12 @@ def _resumed_sweep(folder: Path, typed: list[str]) -> PlannedStart:
                 runs.append(PlannedRun(name, _checked(config), tuple(session.job_overrides(job))))
     if not runs:
         raise UserError(
-            "every job of this sweep is completed",
+            "no job of this sweep has to run",
             f"resume={folder}",
-            "add values of a swept key, or train.max_steps=N, to train on",
+            {
+                "grid": "add values of a swept key, or train.max_steps=N, to train on",
+                "halving": "add values of a swept key; resume=JOB trains a paused one on",
+                "optuna": "train.py with a larger hydra.sweeper.n_trials draws more points, which are not known before",
+            }[state.sweeper],
         )
     return PlannedStart(tuple(runs), is_sweep=True)

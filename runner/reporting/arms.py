@@ -281,7 +281,7 @@ def _use_results_of_evaluate(runs: list[ComparedRun]) -> None:
         )
         export = {"weights": "last", "step": 0, **as_dict(run.fields.get("export")), "loss": measured[common[-1]]}
         run.fields |= {
-            "status": "completed" if run.status == "completed" else run.status,
+            "status": run.status,
             "evaluation": identity,
             "export": export,
         }

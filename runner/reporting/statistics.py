@@ -65,11 +65,11 @@ def share_spread(points: Sequence[MeanStd]) -> list[MeanStd]:
     ]
 
 
-def mean_interval(value: MeanStd, level: float = LEVEL) -> tuple[float, float] | None:
+def mean_interval(value: MeanStd) -> tuple[float, float] | None:
     """Return the t interval of a mean; None for one value, whose deviation is not known."""
     if value.deviation is None:
         return None
-    half = t_quantile(value.n - 1, level) * value.deviation / math.sqrt(value.n)
+    half = t_quantile(value.n - 1) * value.deviation / math.sqrt(value.n)
     return value.mean - half, value.mean + half
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from common.errors import UserError, print_note
 from models.families.decoder import DecoderConfig
-from runner.engine.config import STEP_SIZE_KEYS, Config
+from runner.engine.config import STEP_SIZE_KEYS, Config, rows_per_step
 from runner.engine.optim.config import check_mup
 from runner.engine.optim.mup import WIDTH_KEYS
 
@@ -41,14 +41,6 @@ class StepSize:
     def relative_to(self, base: StepSize) -> Fraction:
         """Return the size in multiples of `base`: in tokens if both are known, otherwise in rows."""
         return Fraction(self.tokens, base.tokens) if self.tokens and base.tokens else Fraction(self.rows, base.rows)
-
-
-def rows_per_step(config: Config) -> int:
-    """Return the rows of an optimizer step. distributed.nproc=auto counts as one rank: it is the same number for every
-    job.
-    """
-    ranks = config.distributed.nnodes * (1 if config.distributed.nproc == "auto" else int(config.distributed.nproc))
-    return config.train.batch_size * config.train.accumulation_steps * ranks
 
 
 def step_size(config: Config) -> StepSize:

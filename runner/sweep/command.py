@@ -100,11 +100,6 @@ def run_sweep(config: DictConfig, overrides: list[str]) -> None:
         for job in state.jobs if not sweeper.resume else ():
             session.derived_overrides(job)  # init_from=auto is resolved before the first job
         torchrun.set_restart_dir(state.folder)
-        state.set_status("running")
-        text = f"{f'{len(state.jobs)} jobs' if state.jobs else 'jobs of the sampler'} -> {state.folder}"
-        session.lines.start(text, {"folder": str(state.folder), "jobs": len(state.jobs)})
-        if not sweeper.resume:  # a resumed one may have much to read: its first job starts before
-            session.page.write()
         try:
             search = sweeper.search(state)
             if config.sweep.budget:
@@ -113,6 +108,11 @@ def run_sweep(config: DictConfig, overrides: list[str]) -> None:
                 )
             elif config.sweep.seeds:
                 search = SeedSearch(search, state, config.sweep.seeds, config.sweep.top, first_seed=config.seed)
+            state.set_status("running")
+            text = f"{f'{len(state.jobs)} jobs' if state.jobs else 'jobs of the sampler'} -> {state.folder}"
+            session.lines.show("sweep_start", text, {"folder": str(state.folder), "jobs": len(state.jobs)})
+            if not sweeper.resume:  # a resumed one may have much to read: its first job starts before
+                session.page.write()
             with closing(backend), closing(search):
                 scheduler = SweepScheduler(session, backend, search)
                 is_stopped, problem = scheduler.run(), scheduler.problem

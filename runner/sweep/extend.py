@@ -13,7 +13,7 @@ from runner.checkpoint.compatibility import ROWS_PER_STEP, diff_facts, run_rules
 from runner.checkpoint.format import read_newest_state
 from runner.config.compose import compose_tree
 from runner.config.overrides import check_overrides, is_hydra_override, key_of, plugins_of, to_overrides
-from runner.engine.config import STOP_KEY, Config, TrainConfig
+from runner.engine.config import STOP_KEY, Config, TrainConfig, rows_per_step
 from runner.launch import resume
 from runner.run_dir.contents import has_started
 from runner.run_dir.metadata import RunMetadata
@@ -28,6 +28,7 @@ LENGTH_KEYS = (f"{STEPS_KEY}:", "train.epochs:")
 # where jobs are compared
 RUNG_KEYS = {STEPS_KEY, STOP_KEY, "train.epochs", "train.eval_every", "train.patience"}
 RUNG_KEYS |= {"hydra.sweeper.eta", "hydra.sweeper.first_rung"}
+SEARCH_KEYS = ("hydra.sweeper.objectives", "hydra.sweeper.direction")  # what a study compares
 SEED_RULES = (
     "sweep.seeds=",
     "sweep.top=",
@@ -56,6 +57,10 @@ class Additions:
 def parse_additions(state: SweepState, typed: list[str], conf: Path) -> Additions:
     """Split the typed overrides. Raises UserError for those that this sweep cannot take."""
     check_imported(plugins_of(typed))
+    for override in typed:
+        is_other = override.startswith("hydra/sweeper=") and override != f"hydra/sweeper={state.sweeper}"
+        if is_other or (key_of(override) in SEARCH_KEYS and override not in state.overrides):
+            raise UserError("the search of a sweep cannot change", override, "leave it out, or start another sweep")
     validation.check_hydra_overrides(grid.merge_overrides(state.overrides, typed))
     shared, swept = grid.split_swept(typed, conf, is_grid=state.sweeper != "optuna", known=state.swept)
     check_overrides([*shared, *(f"{key}={value}" for key, values in swept.items() for value in values)], conf)
@@ -201,4 +206,4 @@ def _saved_progress(run_dir: Path) -> dict[str, int]:
 
 
 def _compatibility_facts(config: Config) -> dict[str, Any]:
-    return setting_values(config) | {ROWS_PER_STEP: budget.rows_per_step(config)}
+    return setting_values(config) | {ROWS_PER_STEP: rows_per_step(config)}

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from runner.checkpoint.format import step_of
 from runner.engine.config import STOP_KEY, Config, first_step_of
 from runner.run_dir.best_job import comparison_problem, point_of
 from runner.run_dir.metadata import RunMetadata
+from runner.sweep.budget import TOLERANCE, step_size
 from runner.sweep.grid import GridPoint, Search, SweeperOptions
 from runner.sweep.state import SweepJob, SweepState
 
@@ -49,12 +51,15 @@ class RungOptions(SweeperOptions):
     def check_rungs(self, configs: Sequence[Config], derived: Sequence[Mapping[str, str]]) -> None:
         """Raise UserError for a job that has no evaluation at its rungs, or that something else ends early."""
         name = "hydra/sweeper=halving" if self.is_grid else "hydra.sweeper.pruner"
-        is_warned, begins = False, {*map(branch_step, configs)}
+        begins = {*map(branch_step, configs)}
         if len(begins) > 1:
-            steps = " and ".join(map(str, sorted(begins)))
+            problem = f"branches begin at {' and '.join(map(str, sorted(begins)))}"
             fix = "a sweep for each of them, or hydra/sweeper=grid"
-            raise UserError(f"{name} compares jobs at equal steps, and branches begin at {steps}", "init_from", fix)
+            raise UserError(f"{name} compares jobs at equal steps, and {problem}", "init_from", fix)
         begun = min(begins)
+        trained: list[list[int]] = []  # of each job: tokens or rows until its evaluation at each rung
+        size_of_step = "tokens" if all(step_size(config).tokens for config in configs) else "rows"
+        warmups: dict[str, int] = {}  # warning -> steps
         for config, overrides in zip(configs, derived, strict=True):
             train = config.train
             for key, value in ((STOP_KEY, train.stop_at), ("train.patience", train.patience)):
@@ -67,21 +72,42 @@ class RungOptions(SweeperOptions):
                     "set train.eval_every, and data.val_path or data.val_fraction",
                 )
             steps, every = (int(overrides.get(f"train.{key}", vars(train)[key])) for key in ("max_steps", "eval_every"))
-            first, last = (first_step_of(self.shares[rung], steps, begun) for rung in (0, -1))
-            warmup = int(overrides.get("schedule.warmup_steps", config.schedule.warmup_steps))
-            if steps and warmup > first and not is_warned:
-                is_warned = True
-                print_note(
-                    f"warning: schedule.warmup_steps={warmup} is longer than the first rung ({first} steps): losses there rank such jobs too low; hydra.sweeper.first_rung={min(0.5, (warmup - begun) / (steps - begun)):.2g}"
-                )
-            fitting = next((each for each in range(first - begun, 0, -1) if -(-last // each) * each < steps), 1)
-            is_fitting = 0 < every <= first - begun and (-(-last // every) * every < steps or every == 1)
-            if steps and not is_fitting:
+            if not steps:  # the epochs take as many as the data has
+                continue
+            if steps <= begun:
+                fix = f"train.max_steps=N with N > {begun}"
+                raise UserError(f"branches of step {begun} have no step left", f"train.max_steps={steps}", fix)
+            first, warmup = (
+                first_step_of(self.first_rung, steps, begun),
+                int(overrides.get("schedule.warmup_steps", config.schedule.warmup_steps)),
+            )
+            if warmup > first:
+                share = min(0.5, (warmup - begun) / (steps - begun))
+                text = f"schedule.warmup_steps={warmup} is longer than the first rung ({first} steps): losses there rank such jobs too low; hydra.sweeper.first_rung={share:.2g}"
+                warmups.setdefault(text, warmup)
+            if not self._evaluates_at_rungs(every, steps, begun):
+                fitting = (each for each in range(first - begun, 0, -1) if self._evaluates_at_rungs(each, steps, begun))
                 raise UserError(
                     f"{name} needs an evaluation at each rung, the first one after {first} of {steps} steps",
                     f"train.eval_every={every} train.max_steps={steps}",
-                    f"train.eval_every={fitting}, or a larger hydra.sweeper.first_rung",
+                    f"train.eval_every={next(fitting)}, or a larger hydra.sweeper.first_rung",
                 )
+            size = getattr(step_size(config), size_of_step)
+            trained.append([step * size for step in rung_steps(self.shares, every, steps, begun)])
+        for warning in [*warmups][:1]:
+            print_note(f"warning: {warning}")
+        if any("train.max_steps" in each for each in derived):  # jobs that see the same number of tokens in all
+            for share, amounts in zip(self.shares, zip(*trained, strict=True), strict=True):
+                if max(amounts) > min(amounts) * (1 + TOLERANCE):
+                    return print_note(
+                        f"warning: at {share_text(share)} of their steps the jobs have trained on {min(amounts)} to {max(amounts)} {size_of_step}, and losses there favour more: steps are whole, a larger train.max_steps brings them together"
+                    )
+
+    def _evaluates_at_rungs(self, every: int, steps: int, begun: int) -> bool:
+        """Whether a job has an evaluation of its own at each rung, and the first one in time."""
+        found = [*rung_steps(self.shares, every, steps, begun), steps]
+        is_early = every <= first_step_of(self.first_rung, steps, begun) - begun
+        return every == 1 or (is_early and all(before < after for before, after in pairwise(found)))
 
 
 @dataclass
@@ -116,6 +142,11 @@ def rung_shares(first_rung: float, eta: int) -> list[float]:
     while (share := round(shares[-1] * eta, 12)) < 1:
         shares.append(share)
     return shares
+
+
+def rung_steps(shares: Sequence[float], every: int, steps: int, begun: int) -> list[int]:
+    """Return the step of the evaluation, one each `every` steps, at which a job of `steps` stops at each rung."""
+    return [-(-first_step_of(share, steps, begun) // every) * every for share in shares]
 
 
 def points_that_go_on(points: int, eta: int, rung: int, rungs: int) -> int:
@@ -191,7 +222,8 @@ class Reached:
     losses: list[float] = field(default_factory=list)
     is_between: bool = False  # it has trained beyond its last rung, or towards its first one
     evaluation: Any = None  # what identifies its evaluation rows
-    total_steps: int = 0
+    total_steps: int = 0  # its own: of a branch, those after its start
+    gap: float = math.inf  # number of the first rung without an evaluation before the next one
     attempt: int = 0  # processes that have trained it
 
 
@@ -200,8 +232,9 @@ def read_reached(run_dir: Path, shares: Sequence[float]) -> Reached:
     if not shares:
         return Reached()
     run, metrics = RunMetadata.read(run_dir), run_dir / "metrics.jsonl"
-    total, position, evaluations = total_steps(run), int(run.get("step") or 0), dict[int, float]()
-    begun = int((run.get("branched_from") or {}).get("step", 0))
+    branched = run.get("branched_from")
+    begun = count_or_zero(branched.get("step")) if isinstance(branched, dict) else 0
+    total, position, evaluations = total_steps(run), count_or_zero(run.get("step")), dict[int, float]()
     lines = read_from(metrics, 0).splitlines() if metrics.exists() else []
     newest = lines[-2:]  # the last one may be incomplete
     for record in map(parse_record, [line for line in lines[:-2] if b'"eval"' in line] + newest):
@@ -211,12 +244,17 @@ def read_reached(run_dir: Path, shares: Sequence[float]) -> Reached:
                 loss = record.get("loss")
                 evaluations[step] = float(loss) if isinstance(loss, int | float) else math.inf
     is_completed = run.get("status") == "completed"
-    reached = Reached(evaluation=run.get("evaluation"), total_steps=total, attempt=int(run.get("attempt") or 0))
+    reached = Reached(
+        evaluation=run.get("evaluation"), total_steps=total - begun, attempt=count_or_zero(run.get("attempt"))
+    )
     last = begun  # step of the evaluation at the last rung
-    for share in shares if total else ():
-        step = next((step for step in sorted(evaluations) if first_step_of(share, total, begun) <= step < total), None)
+    rungs = [first_step_of(share, total, begun) for share in shares] if total else []
+    for number, (rung, following) in enumerate(pairwise([*rungs, total])):
+        step = next((step for step in sorted(evaluations) if rung <= step < total), None)
         if step is None and not is_completed:
             break
+        if step is None or rung < step >= following:
+            reached.gap = min(reached.gap, number)
         last = step or last
         reached.losses.append(math.inf if step is None else evaluations[step])
     if is_completed:
@@ -224,6 +262,11 @@ def read_reached(run_dir: Path, shares: Sequence[float]) -> Reached:
     else:
         reached.is_between = position > last
     return reached
+
+
+def count_or_zero(value: object) -> int:
+    """Return a field of run.json that may be damaged."""
+    return value if isinstance(value, int) else 0
 
 
 def total_steps(run: Mapping[str, Any]) -> int:
@@ -280,17 +323,18 @@ class RungSearch(Search):
     def check_rung(self, job: SweepJob) -> None:
         """Raise UserError if the evaluations at the rungs do not tell jobs apart."""
         target, reached = self.targets.get(job.name, 0), self.reread(job)
-        if job.status == "completed" and target <= len(self.shares) and math.inf in reached.losses[:target]:
+        if reached.gap < target <= len(self.shares):
+            rung, following = ([*self.shares, 1.0][int(reached.gap) + more] for more in (0, 1))
             raise UserError(
-                f"{job.name} has no evaluation at {share_text(self.shares[target - 1])} of its steps",
+                f"{job.name} has no evaluation between {share_text(rung)} and {share_text(following)} of its steps",
                 "train.eval_every",
-                f"start another sweep with train.eval_every={max(1, first_step_of(self.shares[0], reached.total_steps))}",
+                f"start another sweep with train.eval_every={max(1, int(self.shares[0] * reached.total_steps))}",
             )
         if problem := comparison_problem(each.evaluation for each in self.reached.values() if each.losses):
             raise UserError(
                 f"jobs cannot be stopped early by these losses: they were judged {problem}",
                 str(self.state.folder),
-                "correct it and start another sweep, or let all jobs train to their end with hydra/sweeper=grid",
+                "correct it and start another sweep; one with hydra/sweeper=grid trains all jobs to their end",
             )
 
 

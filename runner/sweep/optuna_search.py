@@ -335,7 +335,7 @@ class OptunaSearch(RungSearch):
                     {"params": trial.params, "values": list(trial.values)} for trial in self.study.best_trials
                 ],
             }
-        completed = [job for job in self.state.jobs if job.status == "completed"]
+        completed = [job for job in self.state.jobs if job.status == "completed" and not self.state.is_added_seed(job)]
         evaluations = [read_json_object(self.state.folder / job.name / RUN_FILE).get("evaluation") for job in completed]
         seeds = Counter(point_of(job.overrides) for job in completed).values()
         results |= {"evaluation_rows": fewest_rows(evaluations), "seeds_per_point": min(seeds, default=0)}

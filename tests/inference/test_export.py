@@ -429,10 +429,12 @@ def test_exported_checkpoint_is_the_model_of_that_step(call: Call, workspace: Pa
         f"data.path={SAMPLES / 'lora_identity.jsonl'}",
         f"hydra.run.dir={workspace / 'lora'}",
     ]
-    for overrides in (pretrain, lora):
+    continued = [*lora[:1], f"init_from={workspace / 'lora'}", *lora[2:3], "stage.lora.continue_adapter=true"]
+    continued.append(f"hydra.run.dir={workspace / 'continued'}")
+    for overrides in (pretrain, lora, continued):
         done = call(*(TINY_RUN if overrides is pretrain else TINY_RUN[len(TINY_MODEL) :]), *overrides)
         assert done.returncode == 0, done.stderr
-    for name, kind in (("run", "hf"), ("lora", "merged")):
+    for name, kind in (("run", "hf"), ("lora", "merged"), ("continued", "merged")):
         for checkpoint, same in (("latest", True), ("step-00000001", False)):
             if (workspace / name / "checkpoints" / checkpoint).exists():
                 run_export(

@@ -152,6 +152,7 @@ REFUSED = [
     ("init_from=trunk@step-2 keep=none,optimizer --multirun", "keep takes one value"),
     ("init_from=trunk@step-2,trunk@step-4 keep=optimizer seed=7 --multirun", "seed: 42 -> 7"),
     ("init_from=trunk@step-2 keep=optimizer stage=sft,pretrain --multirun", "stage cannot change in a run"),
+    ("init_from=trunk@step-2 keep=optimizer train.batch_size=1", "rows_per_step: 2 -> 1"),
     ("init_from=trunk@step-2 keep=optimizer optimizer.lr=1e-4,1e-5 sweep.seeds=3 --multirun", "the seed of its trunk"),
     (
         "init_from=trunk@step-2 keep=optimizer optimizer.lr=1e-4,1e-5 sweep.budget=1m --multirun",
@@ -295,7 +296,14 @@ def test_halving_of_branches_stops_them_at_shares_of_their_own_steps(
     found = {job.status: workspace / "sweep" / job.name for job in read_sweep_results(workspace / "sweep").jobs}
     assert set(found) == {"completed", "paused"}
     assert RunMetadata.read(found["paused"])["step"] == 6
+    refused = call(f"resume={workspace / 'sweep'}", "sweep.budget=10m")
+    assert refused.returncode == 2 and "a branch has the seed of its trunk" in refused.stderr
+    branch_of_paused = [f"init_from={found['paused']}@last", "keep=optimizer", "hydra.run.dir=branch"]
+    assert call(*branch_of_paused).returncode == 0
+    assert RunMetadata.read(workspace / "branch")["status"] == "completed"  # the rung is no setting of the run
     assert call(f"resume={found['paused']}", "train.stop_at=0").returncode == 0
+    result = call_command("plan.py", *halving, "train.max_steps=4")
+    assert result.returncode == 2 and "branches of step 4 have no step left" in result.stderr
     result = call_command("plan.py", *halving, "init_from=trunk@step-4,trunk@step-2")
     assert result.returncode == 2 and "branches begin at 2 and 4" in result.stderr
 

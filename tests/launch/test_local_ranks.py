@@ -699,3 +699,9 @@ def test_torchrun_restart_continues_the_previous_directory(under_torchrun: Any, 
     assert torchrun.previous_run_dir() is None
     under_torchrun(1, TORCHELASTIC_RESTART_COUNT="1")
     assert torchrun.previous_run_dir() is None
+
+
+def test_failure_reason_has_the_whole_message_and_its_setting() -> None:
+    lines = ["error: cannot resume:", "    rows_per_step: 2 -> 1", "  where: step-00000001", "  fix:   resume=RUN"]
+    assert subprocesses.failure_reason(2, {}, lines) == "cannot resume: rows_per_step: 2 -> 1 (step-00000001)"
+    assert subprocesses.failure_reason(2, {}, ["error: no such file", "more"]) == "no such file"

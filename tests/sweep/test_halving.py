@@ -149,6 +149,25 @@ def test_rungs_that_a_job_has_reached_are_in_its_records(
     assert (reached.losses, reached.is_between) == (expected, between)
 
 
+def test_fields_of_wrong_types_count_as_missing(tmp_path: Path) -> None:
+    """A damaged run.json is restored when its job is resumed; the search reads it before."""
+    damaged = {"step": "x", "attempt": [1]}
+    for branched in ("hello", {"step": "zz"}, {"step": None}):
+        write_job(tmp_path / "job", 0, {2: 5.0}, branched_from=branched, **{"attempt": damaged["attempt"]})
+        fields = json.loads((tmp_path / "job" / "run.json").read_text()) | damaged
+        (tmp_path / "job" / "run.json").write_text(json.dumps(fields))
+        reached = read_reached(tmp_path / "job", RUNGS)
+        assert (reached.losses, reached.attempt, reached.total_steps) == ([5.0], 0, HALVED_STEPS)
+
+
+def test_rungs_of_a_branch_are_shares_of_its_own_steps(tmp_path: Path) -> None:
+    trunk = {2: 9.0, 4: 8.0, 8: 7.0}
+    write_job(tmp_path / "job", 8, trunk, branched_from={"step": 8})
+    assert read_reached(tmp_path / "job", RUNGS).losses == []
+    write_job(tmp_path / "job", 10, trunk | {9: 6.0, 10: 5.0}, branched_from={"step": 8})
+    assert read_reached(tmp_path / "job", RUNGS).losses == [6.0, 5.0]
+
+
 @pytest.fixture
 def state(tmp_path: Path) -> Any:
     with SweepState.create(tmp_path / "sweep", sweeper="halving", swept={"seed": ["0", "1"]}) as state:
@@ -338,7 +357,10 @@ def test_halving_sweep_that_is_stopped_continues(sweep: Any, resume: Any, fake_j
 UNUSABLE = {
     "judged on 1 row": HALVED.replace("'rows': 50", "'rows': 1"),
     "judged with different losses: beta differs": HALVED.replace("'rows': 50", "'rows': 50, 'loss': {'beta': lr}"),
-    "has no evaluation at 1/8 of its steps": HALVED.replace("end = int", "end = 16 or int").replace("% 2", "% 16"),
+    "has no evaluation between 1/8 and 1/4": HALVED.replace("end = int", "end = 8 or int").replace("% 2", "% 8"),
+    "has no evaluation between 1/8 and 1/4 of its steps": HALVED.replace("end = int", "end = 16 or int").replace(
+        "% 2", "% 16"
+    ),
 }
 
 
@@ -368,6 +390,17 @@ def test_halving_refuses_settings_without_rungs(override: str, message: str, swe
     with pytest.raises(UserError, match=message):
         sweep(*HALVING, "optimizer.lr=1e-3,2e-3", override)
     assert not (tmp_path / "sweep").exists()
+
+
+def test_halving_warns_of_jobs_that_differ_in_tokens_at_a_rung(capfd: pytest.CaptureFixture[str]) -> None:
+    """Steps are whole: 1/8 of 10 steps of 16 rows are 32 rows, of 80 steps of 2 rows 20; rows are packed."""
+    sizes = [f"train.batch_size={size}" for size in (2, 16)]
+    configs = [compose_config(["train.max_steps=80", "train.eval_every=10", size]) for size in sizes]
+    derived = [{}, {"train.max_steps": "10", "train.eval_every": "1"}]
+    HalvingOptions().check_rungs(configs, derived)
+    assert "at 1/8 of their steps the jobs have trained on 5120 to 8192 tokens" in capfd.readouterr().err
+    HalvingOptions().check_rungs(configs[:1], derived[:1])
+    assert not capfd.readouterr().err
 
 
 def test_halving_warns_of_a_warmup_beyond_the_first_rung(capfd: pytest.CaptureFixture[str]) -> None:

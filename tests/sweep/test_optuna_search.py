@@ -128,6 +128,10 @@ def test_optuna_draws_points_and_reports_losses_to_its_study(
     assert len({job["name"] for job in again}) == 4 and again[:2] == jobs  # the seed draws other points than before
     with pytest.raises(UserError, match="search space of a study cannot change"):
         resume("train.accumulation_steps=4")
+    for other in ("hydra.sweeper.objectives=[tokens_per_second]", "hydra.sweeper.direction=maximize"):
+        with pytest.raises(UserError, match="the search of a sweep cannot change"):
+            resume(other)
+    assert resume() == 0 and read_sweep(tmp_path / "sweep")["jobs"] == again
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ def test_plan_has_the_next_round_of_seeds(fake_jobs: FakeJobs, sweep, resume, tm
     assert sorted((run.config.optimizer.lr, run.config.seed) for run in runs) == [(0.2, 43), (0.3, 43)]
     assert (tmp_path / "sweep" / "sweep.json").read_bytes() == before
     assert resume("sweep.seeds=3") == 0
-    with pytest.raises(UserError, match="every job of this sweep is completed"):
+    with pytest.raises(UserError, match="no job of this sweep has to run"):
         planned_start([f"resume={tmp_path / 'sweep'}", "sweep.seeds=3"], [])
 
 

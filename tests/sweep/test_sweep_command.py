@@ -300,6 +300,8 @@ REFUSED_ADDITIONS = {
     "optimizer.lrr=1": "unknown setting optimizer.lrr",
     "train.accumulation_steps=2,x": "train.accumulation_steps",
     "sweep.match_budget=steps": "cannot change",
+    "hydra/sweeper=halving": "the search of a sweep cannot change",
+    "hydra/sweeper=optuna": "the search of a sweep cannot change",
     "hydra.sweep.dir=x": "cannot change",
     "train.max_steps=x": "train.max_steps",
     "stage=sft train.epochs=2": "stage of a sweep that has begun cannot change",

@@ -67,7 +67,7 @@ def write_gguf(path: Path, source: LoadedModel, dtype: str, name: str) -> dict[s
     """
     cfg = _supported_config(source.model)
     hf_config = cfg.to_hf_config()
-    check_tokenizer_is_supported(source.tokenizer, cfg.vocab_size)
+    check_tokenizer_is_supported(source.tokenizer)
     architecture = MODEL_ARCH[ARCHITECTURES[hf_config["model_type"]]]
     writer = GGUFWriter(path, MODEL_ARCH_NAMES[architecture])
     writer.add_name(name)

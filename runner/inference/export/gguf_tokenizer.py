@@ -47,7 +47,7 @@ CHATML_OF_OLLAMA = """{{- range .Messages }}<|im_start|>{{ .Role }}
 """
 
 
-def check_tokenizer_is_supported(tokenizer: Tokenizer, vocab_size: int) -> None:
+def check_tokenizer_is_supported(tokenizer: Tokenizer) -> None:
     """Raise UserError if llama.cpp would read other token ids from a text than `tokenizer`."""
     stored = _stored(tokenizer)
     name, model = pre_tokenizer_name(tokenizer), stored["model"]
