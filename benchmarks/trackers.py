@@ -68,7 +68,7 @@ def open_logger(folder: Path, trackers: list[str]) -> Any:
 
 def tracker_seconds(logger: Any) -> float:
     """Return the processor time of a logger's tracker processes and of what they have started (Linux)."""
-    groups = {tracker._process.pid for _, tracker in logger._trackers}
+    groups = {tracker._process.pid for tracker in logger._trackers.values()}
     ticks = 0
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

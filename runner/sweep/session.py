@@ -132,7 +132,7 @@ class SweepSession:
             self.page.write()
         from runner.reporting.leaderboard import describe_sweep_end
 
-        self.lines.show("sweep_end", *describe_sweep_end(state.folder))
+        self.lines.end(*describe_sweep_end(state.folder))
         if status == "completed":
             return
         if problem:

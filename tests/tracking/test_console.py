@@ -239,7 +239,7 @@ def test_quiet_run_shows_no_task(capsys: pytest.CaptureFixture[str], monkeypatch
 
 def test_sweep_in_json_passes_on_the_events_of_its_jobs(capsys: pytest.CaptureFixture[str]) -> None:
     lines = SweepLines("json")
-    lines.show("sweep_start", "2 jobs", {"folder": "/s", "jobs": 2})
+    lines.start("2 jobs", {"folder": "/s", "jobs": 2})
     lines.job_started("1/2", "lr=1", "starts")
     for line in (
         '{"event": "step", "step": 3}',
@@ -249,7 +249,7 @@ def test_sweep_in_json_passes_on_the_events_of_its_jobs(capsys: pytest.CaptureFi
         "[" * 100_000,
     ):
         lines.job_output("lr=1", "[1/2] ", line)
-    lines.show("sweep_end", "table", {"status": "completed"})
+    lines.end("table", {"status": "completed"})
     captured = capsys.readouterr()
     assert [json.loads(line) for line in captured.out.splitlines()] == [
         {"event": "sweep_start", "folder": "/s", "jobs": 2},
