@@ -57,51 +57,54 @@ class RungOptions(SweeperOptions):
             fix = "a sweep for each of them, or hydra/sweeper=grid"
             raise UserError(f"{name} compares jobs at equal steps, and {problem}", "init_from", fix)
         begun = min(begins)
-        trained: list[list[int]] = []  # of each job: tokens or rows until its evaluation at each rung
-        size_of_step = "tokens" if all(step_size(config).tokens for config in configs) else "rows"
-        warmups: dict[str, int] = {}  # warning -> steps
-        for config, overrides in zip(configs, derived, strict=True):
-            train = config.train
-            for key, value in ((STOP_KEY, train.stop_at), ("train.patience", train.patience)):
-                if value:
-                    raise UserError(f"{name} ends jobs early itself", f"{key}={value} {name}", f"{key}=0")
-            if not config.evaluates:
-                raise UserError(
-                    f"{name} compares jobs by their evaluations, and they have none before their end",
-                    f"train.eval_every={train.eval_every}",
-                    "set train.eval_every, and data.val_path or data.val_fraction",
-                )
-            steps, every = (int(overrides.get(f"train.{key}", vars(train)[key])) for key in ("max_steps", "eval_every"))
-            if not steps:  # the epochs take as many as the data has
-                continue
-            if steps <= begun:
-                fix = f"train.max_steps=N with N > {begun}"
-                raise UserError(f"branches of step {begun} have no step left", f"train.max_steps={steps}", fix)
-            first, warmup = (
-                first_step_of(self.first_rung, steps, begun),
-                int(overrides.get("schedule.warmup_steps", config.schedule.warmup_steps)),
-            )
-            if warmup > first:
+        lengths = [self._checked_length(*job, name, begun) for job in zip(configs, derived, strict=True)]
+        for steps, _, warmup in lengths:
+            if steps and warmup > (first := first_step_of(self.first_rung, steps, begun)):
                 share = min(0.5, (warmup - begun) / (steps - begun))
-                text = f"schedule.warmup_steps={warmup} is longer than the first rung ({first} steps): losses there rank such jobs too low; hydra.sweeper.first_rung={share:.2g}"
-                warmups.setdefault(text, warmup)
-            if not self._evaluates_at_rungs(every, steps, begun):
-                fitting = (each for each in range(first - begun, 0, -1) if self._evaluates_at_rungs(each, steps, begun))
-                raise UserError(
-                    f"{name} needs an evaluation at each rung, the first one after {first} of {steps} steps",
-                    f"train.eval_every={every} train.max_steps={steps}",
-                    f"train.eval_every={next(fitting)}, or a larger hydra.sweeper.first_rung",
+                print_note(
+                    f"warning: schedule.warmup_steps={warmup} is longer than the first rung ({first} steps): losses there rank such jobs too low; hydra.sweeper.first_rung={share:.2g}"
                 )
-            size = getattr(step_size(config), size_of_step)
-            trained.append([step * size for step in rung_steps(self.shares, every, steps, begun)])
-        for warning in [*warmups][:1]:
-            print_note(f"warning: {warning}")
+                break
         if any("train.max_steps" in each for each in derived):  # jobs that see the same number of tokens in all
-            for share, amounts in zip(self.shares, zip(*trained, strict=True), strict=True):
-                if max(amounts) > min(amounts) * (1 + TOLERANCE):
+            sizes = [step_size(config) for config in configs]
+            unit = "tokens" if all(size.tokens for size in sizes) else "rows"
+            for number, share in enumerate(self.shares):
+                trained = [
+                    rung_steps(self.shares, every, steps, begun)[number] * getattr(size, unit)
+                    for (steps, every, _), size in zip(lengths, sizes, strict=True)
+                ]
+                if max(trained) > min(trained) * (1 + TOLERANCE):
                     return print_note(
-                        f"warning: at {share_text(share)} of their steps the jobs have trained on {min(amounts)} to {max(amounts)} {size_of_step}, and losses there favour more: steps are whole, a larger train.max_steps brings them together"
+                        f"warning: at {share_text(share)} of their steps the jobs have trained on {min(trained)} to {max(trained)} {unit}, and losses there favour more: steps are whole, a larger train.max_steps brings them together"
                     )
+
+    def _checked_length(
+        self, config: Config, overrides: Mapping[str, str], name: str, begun: int
+    ) -> tuple[int, int, int]:
+        """Return train.max_steps, train.eval_every and schedule.warmup_steps of a job."""
+        train = config.train
+        for key, value in ((STOP_KEY, train.stop_at), ("train.patience", train.patience)):
+            if value:
+                raise UserError(f"{name} ends jobs early itself", f"{key}={value} {name}", f"{key}=0")
+        if not config.evaluates:
+            raise UserError(
+                f"{name} compares jobs by their evaluations, and they have none before their end",
+                f"train.eval_every={train.eval_every}",
+                "set train.eval_every, and data.val_path or data.val_fraction",
+            )
+        steps, every = (int(overrides.get(f"train.{key}", vars(train)[key])) for key in ("max_steps", "eval_every"))
+        if 0 < steps <= begun:
+            fix = f"train.max_steps=N with N > {begun}"
+            raise UserError(f"branches of step {begun} have no step left", f"train.max_steps={steps}", fix)
+        if steps and not self._evaluates_at_rungs(every, steps, begun):  # the steps of epochs are not known yet
+            first = first_step_of(self.first_rung, steps, begun)
+            fitting = (each for each in range(first - begun, 0, -1) if self._evaluates_at_rungs(each, steps, begun))
+            raise UserError(
+                f"{name} needs an evaluation at each rung, the first one after {first} of {steps} steps",
+                f"train.eval_every={every} train.max_steps={steps}",
+                f"train.eval_every={next(fitting)}, or a larger hydra.sweeper.first_rung",
+            )
+        return steps, every, int(overrides.get("schedule.warmup_steps", config.schedule.warmup_steps))
 
     def _evaluates_at_rungs(self, every: int, steps: int, begun: int) -> bool:
         """Whether a job has an evaluation of its own at each rung, and the first one in time."""
