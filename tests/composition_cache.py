@@ -14,6 +14,7 @@ from typing import Any
 
 import omegaconf._utils
 import omegaconf.base
+import yaml
 from hydra._internal import defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.sources_registry import SourcesRegistry
@@ -112,7 +113,7 @@ def _loading_texts_once(load: Callable[..., Any]) -> Callable[..., Any]:
             return load(file)
         try:
             return parsed(file.read())
-        except Exception:
+        except (yaml.YAMLError, OSError):  # OSError: not a mapping
             file.seek(0)
             return load(file)
 

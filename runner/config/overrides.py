@@ -289,10 +289,10 @@ def is_branch(typed: list[str]) -> bool:
     if several := next((override for override in given if "," in override), None):
         raise UserError("keep takes one value", several, "keep=optimizer, or leave it out")
     is_branch = given[-1:] == ["keep=optimizer"]
-    if is_branch and (budget := next((each for each in typed if each.startswith("sweep.budget=")), None)):
-        raise UserError(
-            "sweep.budget adds seeds, and a branch has the seed of its trunk", budget, "hydra/sweeper=halving alone"
-        )
+    budget = (overrides_of("sweep.budget", typed) or ["sweep.budget=null"])[-1]
+    if is_branch and budget != "sweep.budget=null":  # planning a budget starts before any config is checked
+        fix = "leave it out; hydra/sweeper=halving alone stops the worse branches"
+        raise UserError("sweep.budget adds seeds, and a branch has the seed of its trunk", budget, fix)
     return is_branch
 
 

@@ -64,7 +64,7 @@ REGISTERED_SECTIONS: dict[str, tuple[str, Registry[Any]]] = {
 
 
 def first_step_of(share: float, total_steps: int, begun: int = 0) -> int:
-    """Return the first step after which at least `share` of the steps are done; of a branch, of those after step `begun`."""
+    """Return the first step after which at least `share` of the steps are done, of those after step `begun`."""
     return begun + math.ceil(share * (total_steps - begun) - 1e-9)  # 0.07 * 100 is above 7
 
 
