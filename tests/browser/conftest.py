@@ -75,7 +75,7 @@ def page_faults() -> list[str]:
 def open_page(chromium: Chromium, page_faults: list[str]) -> Iterator[OpenPage]:
     """`open_page(path or loopback URL, width=1280, scheme="light")` returns a page.
 
-    With `clock` (seconds since 1970) its timers run only in `page.clock.run_for(milliseconds)`.
+    With `clock` (seconds since 1970) its time stands still: its timers run only in `page.clock.run_for(milliseconds)`.
 
     The test fails if a page sends a request to anything but itself, prints to the console, raises, or opens a dialog or
     another page.
@@ -93,7 +93,8 @@ def open_page(chromium: Chromium, page_faults: list[str]) -> Iterator[OpenPage]:
         page = context.new_page()
         watch(context, page, url, page_faults)
         if clock is not None:
-            page.clock.install(time=clock)
+            page.clock.install(time=clock - 1)
+            page.clock.pause_at(clock)
         page.goto(url)
         return page
 

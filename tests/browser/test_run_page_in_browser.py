@@ -421,6 +421,7 @@ def test_run_page_that_is_served_follows_the_run(
     open_page: Any, server: str, live_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("runner.reporting.page_server.PAGE_SECONDS", 0.0)
+    monkeypatch.setattr("runner.reporting.page_server.MAX_PAGE_SHARE", float("inf"))
     page = open_page(server, clock=time.time())
     wait_for_step(page, 58)
     add_record(live_run, 91)

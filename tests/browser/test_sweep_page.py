@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ import page_checks
 import pytest
 from sweep_fixtures import job, record, training, write_sweep
 
-from runner.reporting import sweep_page, verdict
+from runner.reporting import verdict
 from runner.reporting.leaderboard import update_report
+from runner.reporting.page_kit import RELOAD_SECONDS
 from runner.reporting.page_server import PageServer, folder_pages
 from runner.reporting.runs import REPORT_FILE
 
@@ -403,19 +405,27 @@ def test_sweep_page_draws_any_number_of_jobs(
         assert len(curves(page)) == 2 * jobs
 
 
+def wait_for_reload(page: Any) -> None:
+    with page.expect_navigation():
+        page.clock.run_for(1000 * RELOAD_SECONDS)
+    page.clock.run_for(100)  # the charts are drawn in the next frame
+
+
 def test_sweep_page_follows_a_sweep_that_runs(open_page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep_page, "RELOAD_SECONDS", 0.3)
     monkeypatch.setattr("runner.reporting.page_server.PAGE_SECONDS", 0.0)
+    monkeypatch.setattr("runner.reporting.page_server.MAX_PAGE_SHARE", float("inf"))
     waiting = [job({LR: lr}, None, status="new") for lr in "12"]
     folder = write_sweep(tmp_path / "sweep", waiting, status="running")
     with PageServer(folder_pages(folder, partial(write_page, folder)), 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        page = open_page(f"http://127.0.0.1:{server.server_port}/")
+        page = open_page(f"http://127.0.0.1:{server.server_port}/", clock=time.time())
         assert "No job has logged a step yet" in page.locator("main").inner_text()
         write_sweep(folder, [job({LR: "1"}, training(2.0)), waiting[1]], status="running")
+        wait_for_reload(page)
         page.locator("#chart").wait_for()
-        assert len(curves(page)) == 2 and page.evaluate("lmRunner.data.reload") == 0.3
+        assert len(curves(page)) == 2 and page.evaluate("lmRunner.data.reload") == RELOAD_SECONDS
         write_sweep(folder, [job({LR: "1"}, training(2.0)), job({LR: "2"}, training(3.0))])
+        wait_for_reload(page)
         page.locator("header b.completed").wait_for()
         assert page.evaluate("lmRunner.data.reload") is None and "Best" in page.locator("#verdict").inner_text()
         server.shutdown()
