@@ -267,7 +267,7 @@ def _unmatched_keys(row: dict, message: str, data_format: str, keys: tuple[str, 
     elif nested := next((key for key, value in row.items() if _is_list_of_rows(value)), None):
         fix = f"the field {json.dumps(nested)} contains the rows; extract them, e.g. with: jq -c '.[{json.dumps(nested)}][]' FILE"
     elif other:
-        fix = f'the row matches the schema {other.name}: data.schema="{other.name}"'
+        fix = f'the row matches the schema {other.name}: data.schema="{other.name}", or a file of its own if other rows do not'
     elif guess := columns_override(row, data_format):
         fix = f"name your columns, a guess is {guess}"
     elif guess := next(

@@ -20,6 +20,7 @@ from runner.config.resolve import resolve_run
 from runner.config.unread import check_typed_are_read
 from runner.engine.config import Config
 from runner.launch import branch, initial_weights, resume, run
+from runner.planning.batch_size import AUTO_SIZE, with_batch_size
 from runner.planning.budget import with_budget
 from runner.run_dir.contents import has_started, is_sweep_dir, recorded_precision
 from runner.run_dir.metadata import RunMetadata
@@ -61,6 +62,8 @@ def planned_start(typed: list[str], flags: list[str]) -> PlannedStart:
         return PlannedStart((_resumed_run(folder, typed),), is_sweep=False)
     checks.check_overrides(typed)
     is_branch = checks.is_branch(typed)
+    if AUTO_SIZE in typed and not is_branch:
+        typed = with_batch_size(typed, is_multirun)
     if is_multirun:
         return _new_sweep(typed, is_branch)
     checks.check_single_run(typed)

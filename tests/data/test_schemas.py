@@ -321,7 +321,7 @@ def test_schema_error_of_missing_keys_names_the_schema_that_matches():
     assert error.value.args == (
         "rows of the schema alpaca have instruction and output; found messages",
         "file:1",
-        'the row matches the schema openai messages: data.schema="openai messages"',
+        'the row matches the schema openai messages: data.schema="openai messages", or a file of its own if other rows do not',
     )
 
 

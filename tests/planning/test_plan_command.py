@@ -74,6 +74,7 @@ def test_batch_size_auto_trains_the_rows_of_a_step_in_micro_batches_that_fit(pro
     assert f"train.batch_size=auto: {' '.join(chosen)}, {rows} rows per step" in done.stderr
     recorded = yaml.safe_load((tmp_path / "run" / ".hydra" / "overrides.yaml").read_text())
     assert recorded[-2:] == chosen and "train.batch_size=auto" not in recorded
+    assert planned_start([*overrides, *sizes], []).runs[0].config.train.batch_size == rows
 
 
 def test_batch_size_auto_is_refused_where_no_size_can_be_meant(program: Program):
