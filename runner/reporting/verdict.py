@@ -124,7 +124,10 @@ def _certainty(sweep: SweepResults, ranked: list[ResultRow], ties: list[ResultRo
     others = f"{len(ties)} other point{'s' * (len(ties) != 1)}"
     gap = f"{second.mean - first.mean:.4f} below the second best ({point_label(ranked[1].overrides)}: {loss_text(second)})"
     if ties and first.deviation is None:
-        return f"no winner: {others} {'has' if len(ties) == 1 else 'have'} the same loss{suffix}"
+        best = ranked[0].jobs[0]
+        of_trunk = ", that of the trunk: training on made none better"
+        is_trunk = best.model is not None and best.began.endswith(f" at step {best.model.step:,}")
+        return f"no winner: {others} {'has' if len(ties) == 1 else 'have'} the same loss{of_trunk * is_trunk}{suffix}"
     if ties:
         names = ", ".join(point_label(row.overrides) for row in ties[:3]) + (" ..." if len(ties) > 3 else "")
         return f"no clear winner: {others} ({names}) {'does' if len(ties) == 1 else 'do'} not differ from the best at 95 % over {first.n} seeds{suffix}"

@@ -19,7 +19,12 @@ LR, ACC = "optimizer.lr", "train.accumulation_steps"
 
 
 def verdict_of(
-    folder: Path, losses: dict[str, list[float]], key: str = LR, rows: int = 10, **fields: object
+    folder: Path,
+    losses: dict[str, list[float]],
+    key: str = LR,
+    rows: int = 10,
+    trunk: int | None = None,
+    **fields: object,
 ) -> SweepVerdict:
     """The verdict of a sweep with one point per value, and a job per seed where there are several losses."""
     jobs = []
@@ -29,6 +34,7 @@ def verdict_of(
                 "metrics": {"val_loss": loss},
                 "export": {"weights": "best", "step": 40, "loss": loss},
                 "evaluation": {"on": "validation", "rows": rows},
+                "branched_from": trunk and {"run": "/runs/trunk", "step": trunk},
             }
             jobs.append(job({key: value} | ({"seed": str(seed)} if len(seeds) > 1 else {}), training(loss), run=run))
     return sweep_verdict(read_sweep_results(write_sweep(folder, jobs, **fields)))
@@ -106,6 +112,9 @@ def test_verdict_of_one_seed_per_point_says_that_chance_is_not_known(tmp_path: P
         verdict_of(tmp_path / "equal", {"1e-4": [2.0], "5e-4": [2.0]}).certainty
         == "no winner: 1 other point has the same loss"
     )
+    for step, suffix in ((40, ", that of the trunk: training on made none better"), (30, "")):
+        branches = verdict_of(tmp_path / f"branches{step}", {"1e-4": [2.0], "5e-4": [2.0]}, trunk=step)
+        assert branches.certainty == f"no winner: 1 other point has the same loss{suffix}"
 
 
 def test_verdict_of_points_judged_on_few_rows_has_no_winner_anywhere(tmp_path: Path) -> None:
