@@ -19,6 +19,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"(?<!`)!?\[[^\]]*\]\(([^)\s]*)\)")
 
 
+@pytest.mark.slow
 def test_settings_reference_is_up_to_date() -> None:
     message = "run: python scripts/settings_reference.py"
     assert (ROOT / "docs" / "reference" / "settings.md").read_text(
@@ -31,6 +32,7 @@ def test_size_of_the_docs_does_not_grow() -> None:
     assert sum(len(page.read_text(encoding="utf-8").split()) for page in counted) <= 38_000
 
 
+@pytest.mark.slow
 def test_settings_have_a_description_each() -> None:
     rows = re.findall(r"^\| `([\w.]+)` \|.*\| *([^|]*?) *\|$", settings_reference.reference(), re.MULTILINE)
     assert len(rows) > 90 and [name for name, text in rows if not text] == []

@@ -252,6 +252,7 @@ def print_big_save(folder: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_save_beyond_the_file_size_limit_keeps_the_previous_folder(memory_dir: Path) -> None:
     save(memory_dir, 1)
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"

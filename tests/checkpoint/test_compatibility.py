@@ -59,6 +59,7 @@ def interrupted_run(make_run, stage: str, *overrides: str, **options):
     return state
 
 
+@pytest.mark.slow
 def test_rules_of_all_settings_are_as_documented() -> None:
     config = compose_config(["stage=pretrain", "optimizer=adamw", "schedule=cosine"])
     settings = defaultdict(lambda: defaultdict(set))
@@ -111,6 +112,7 @@ def test_precision_auto_of_a_resumed_run_is_that_of_its_checkpoint(make_run) -> 
     assert interrupted_run(make_run, "sft", "precision=auto", folder="auto").cfg.precision.name == "fp32"
 
 
+@pytest.mark.slow
 def test_resume_refuses_settings_that_make_another_run(make_run) -> None:
     interrupted_run(make_run, "pretrain")
     for override, difference in CHANGES.items():
@@ -145,6 +147,7 @@ def test_resume_refuses_other_frozen_weights(make_run, stage: str, monkeypatch: 
         train(make_run(stage, "train.max_steps=6"))
 
 
+@pytest.mark.slow
 def test_resume_with_another_lr_uses_it_and_records_the_change(make_run, logged) -> None:
     interrupted_run(make_run, "pretrain", "schedule=constant")
     metadata = {}
@@ -154,6 +157,7 @@ def test_resume_with_another_lr_uses_it_and_records_the_change(make_run, logged)
     assert metadata["changed"] == ["optimizer.lr: 0.001 -> 5e-05"] and "exact" not in metadata
 
 
+@pytest.mark.slow
 def test_resume_with_another_micro_batch_size_is_recorded_as_inexact(make_run) -> None:
     interrupted_run(make_run, "pretrain")
     metadata = {}
@@ -192,6 +196,7 @@ def test_resume_does_not_need_the_folder_of_the_initial_weights(make_run, tmp_pa
     train(make_run("sft", "train.max_steps=6", *start, folder="second"))
 
 
+@pytest.mark.slow
 def test_resume_from_the_previous_checkpoint_if_the_newest_is_damaged(make_run) -> None:
     state = interrupted_run(make_run, "pretrain", "train.save_every=1")
     (state.run_dir / "checkpoints" / "step-00000003" / "optimizer.safetensors").write_bytes(b"")
@@ -201,6 +206,7 @@ def test_resume_from_the_previous_checkpoint_if_the_newest_is_damaged(make_run) 
     assert (state.run_dir / "checkpoints" / "step-00000006").is_dir()
 
 
+@pytest.mark.slow
 def test_resume_behind_a_damaged_checkpoint_names_what_it_computes_with(
     make_run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,6 +171,7 @@ def stop_at(make_run, step: int, **options):
     return state
 
 
+@pytest.mark.slow
 def test_resume_in_the_same_environment_is_exact_and_bitwise_equal(make_run, tmp_path: Path) -> None:
     train(make_run("pretrain", "train.max_steps=6", folder="uninterrupted"))
     stop_at(make_run, 3)

@@ -39,6 +39,7 @@ LIGHT = [
 ]
 
 
+@pytest.mark.slow
 def test_printing_and_user_errors_import_no_torch(checkout: Path) -> None:
     script = f"""
 import sys
@@ -156,6 +157,7 @@ def test_train_runs_as_a_module(checkout: Path) -> None:
     assert done.returncode == 0 and "stage:" in done.stdout
 
 
+@pytest.mark.slow
 def test_run_directory_is_named_by_date_and_time_and_holds_the_whole_run(
     call: Call, workspace: Path, rows: str
 ) -> None:

@@ -60,6 +60,7 @@ def test_lr_of_an_optimizer_file_of_the_user_is_not_replaced_by_a_stage(config_d
         )
 
 
+@pytest.mark.slow
 def test_optimizer_file_of_the_user_without_lr_asks_for_it(call: Call, config_dir: Path) -> None:
     result = call("--config-dir", str(config_dir), "optimizer=mine", "stage=sft")
     assert (

@@ -343,6 +343,7 @@ MESSAGES = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.sampled_from(NAMES), JSON | MESSAGES, max_size=6), st.sampled_from([*SCHEMAS]))
 def test_bad_row_error_is_the_only_exception_for_any_row(row, schema):
     for read_row in (

@@ -265,6 +265,7 @@ def test_prefetch_abandons_a_thread_that_is_blocked():
     released.set()
 
 
+@pytest.mark.slow
 def test_workers_need_no_file_descriptor_per_batch():
     gc.collect()
     fds = len(os.listdir("/proc/self/fd"))

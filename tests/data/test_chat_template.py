@@ -307,6 +307,7 @@ def test_choice_of_turns_with_loss_changes_no_token(template):
     assert len(all_ids) == 1
 
 
+@pytest.mark.slow
 def test_marks_of_another_turn_give_no_loss(tmp_path):
     source = (
         "{% for m in messages %}{% if loop.last and m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
@@ -317,6 +318,7 @@ def test_marks_of_another_turn_give_no_loss(tmp_path):
         with_template(tmp_path, source).encode([*chat, {"role": "assistant", "content": "wrong", "weight": 0}])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "role, content", [("system", "SECRET"), ("user", "ASKED"), ("tool", "TOOLOUT"), ("assistant", "FIRST")]
 )

@@ -40,6 +40,7 @@ def text_with_loss(tokenizer, sequence) -> str:
     return tokenizer.decode(sequence.ids[sequence.loss_mask].tolist(), skip_special=False)
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15)
 @given(
     texts=st.lists(st.text("ab 你\n1", min_size=1).filter(str.strip), min_size=1, max_size=5),
@@ -100,6 +101,7 @@ def test_conversation_is_encoded_by_the_chat_template(template, write, build):
         assert row.sequences[0].ids.tolist() == ids and row.sequences[0].loss_mask.tolist() == loss_mask
 
 
+@pytest.mark.slow
 def test_rows_of_an_unknown_template_are_rendered_in_groups(tokenizer, tmp_path, write, monkeypatch):
     requested = []
     render = RenderProcess.render
@@ -216,6 +218,7 @@ def test_long_conversation_with_loss_on_all_ends_with_a_turn(tokenizer, write, b
     assert tokenizer.decode(sequence.ids.tolist(), skip_special=False).endswith("and then?<|im_end|>")
 
 
+@pytest.mark.slow
 def test_stats_have_the_longest_conversation_after_truncation(write, build):
     turns = [("user", "hi"), ("assistant", "ho")]
     path = write([chat(*turns), chat(*turns * 5), *[chat(*turns * 2)] * 600])  # a chunk has 512 rows
@@ -358,6 +361,7 @@ def test_loss_weights_of_turns_are_those_of_their_tokens(tokenizer, write, build
     assert stats_of(rows).loss_tokens == sum(np.count_nonzero(rows[i].sequences[0].loss_mask) for i in range(2))
 
 
+@pytest.mark.slow
 def test_loss_weights_of_a_truncated_conversation_are_kept(write, build):
     whole = build("chat", write([{"messages": WEIGHTED_CHAT}]))[0].sequences[0]
     for max_length in range(8, len(whole.ids)):

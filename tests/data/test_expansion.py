@@ -76,6 +76,7 @@ def test_parquet_file_that_expands_is_refused(text: str, rows: int, tmp_path: Pa
         read(tmp_path / "rows.parquet")
 
 
+@pytest.mark.slow
 def test_parquet_batch_that_does_not_fit_is_read_row_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """3 rows of 12 MiB in one batch need more than the limit, one of them does not."""
     monkeypatch.setattr(tables, "MAX_BATCH_BYTES", 60 * MIB)

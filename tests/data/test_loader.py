@@ -77,6 +77,7 @@ def test_ranks_get_equally_many_batches_and_dummies_have_no_tokens(world_size):
     assert all(batch.num_supervised_tokens == batch.num_tokens == 0 for batch in batches if not batch.names)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(size=st.integers(1, 300), batch_size=st.integers(1, 8), skip=st.integers(0, 90), epoch=st.integers(0, 2))
 def test_grouping_by_length_has_every_row_once_and_can_start_anywhere(size, batch_size, skip, epoch):

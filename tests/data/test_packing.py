@@ -198,6 +198,7 @@ def neighbours(plan: list[list[int]]) -> set[tuple[int, int]]:
     return {(a, b) for sequence in plan for a in sequence for b in sequence if a < b}
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(lengths=LENGTHS, copies=st.integers(1, 9), seed=st.integers(0, 3), epoch=st.integers(0, 5))
 def test_packed_epoch_has_every_row_once_and_never_two_copies_in_a_sequence(

@@ -185,6 +185,7 @@ def test_segments_of_a_content_that_the_template_may_change_are_rendered(tokeniz
     assert ChatTemplate(tokenizer)._plans.segments(messages, "assistant") is None
 
 
+@pytest.mark.slow
 def test_segments_by_shape_are_for_shipped_templates_only(tokenizer, tmp_path):
     folder = shutil.copytree(tokenizer.folder, tmp_path / "changed")
     (folder / "chat_template.jinja").write_text(

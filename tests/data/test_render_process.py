@@ -65,6 +65,7 @@ def conversation(
     return Conversation(template, messages, None, {"messages": messages}, "row")
 
 
+@pytest.mark.slow
 def test_rendering_in_a_process_gives_the_same_texts() -> None:
     messages = [{"role": "user", "content": "é\u4f60\ud800\n\ufdd0\x00"}, *MESSAGES]
     known, process = conversation(SOURCE, messages, is_known=True), conversation(SOURCE, messages)

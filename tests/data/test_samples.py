@@ -38,6 +38,7 @@ def training_text() -> str:
     return "\n".join((FOLDER / f"{name}.jsonl").read_text(encoding="utf-8") for name in TRAINING)
 
 
+@pytest.mark.slow
 def test_samples_are_the_bytes_that_the_generator_writes(tmp_path: Path) -> None:
     write_samples(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == FILES

@@ -381,6 +381,7 @@ def test_register_schema_refuses_a_known_name_and_an_unknown_format(registered):
         register_schema("sound", "audio", keys=("a",))
 
 
+@pytest.mark.slow
 def test_register_schema_of_a_plugin_encodes_rows_in_worker_processes(tmp_path):
     """A plugin is a .py file outside the checkout: workers cannot import it by name."""
     (tmp_path / "my_schemas.py").write_text(

@@ -190,6 +190,7 @@ def test_store_build_fails_without_a_hang_when_a_worker_dies(tmp_path, write, lo
     assert keys_in(tmp_path / "cache") == []
 
 
+@pytest.mark.slow
 def test_store_workers_ignore_the_signals_of_their_group(tmp_path, write):
     child = start_building(
         write(texts(200)),
@@ -202,6 +203,7 @@ def test_store_workers_ignore_the_signals_of_their_group(tmp_path, write):
     assert child.returncode == 0 and out, error
 
 
+@pytest.mark.slow
 def test_store_workers_do_not_import_torch():
     code = "import sys; import data.store.workers; print('torch' in sys.modules, 'runner' in sys.modules)"
     assert subprocess.run(
@@ -220,6 +222,7 @@ def is_running(pid):
         return False
 
 
+@pytest.mark.slow
 def test_store_build_that_is_killed_leaves_no_store_and_no_worker(tmp_path, write, load):
     path, cache = write(texts(600)), tmp_path / "cache"
     child = start_building(
@@ -289,6 +292,7 @@ cache_module.encode_in_parallel = lambda *args: (open({str(log)!r}, "a").write("
     assert log.read_text() == "x" and len(keys_in(cache)) == 1
 
 
+@pytest.mark.slow
 def test_store_that_another_process_builds_is_waited_for_by_name(tmp_path, write, load, monkeypatch, capfd):
     monkeypatch.setattr(cache_module, "NOTE_WAIT_AFTER", 0.05)
     path, cache = write(texts(100)), tmp_path / "cache"

@@ -83,6 +83,7 @@ def sequences(draw):
     return ids, [(edges[i], edges[i + 1]) for i in range(0, len(edges) - 1, 2)]
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(data=st.data(), per_row=st.sampled_from([1, 2]), largest_id=st.sampled_from([LARGEST, WIDE]))
 def test_store_returns_the_rows_that_were_appended(tmp_path_factory, data, per_row, largest_id):
@@ -157,6 +158,7 @@ def test_store_can_be_pickled(tmp_path):
         pickle.loads(pickled)
 
 
+@pytest.mark.slow
 def test_store_is_read_by_forked_children_at_once(tmp_path):
     store = build_store(tmp_path / "key", block([(i, 1.0, [([i, i + 1, i + 2], [(1, 3)])]) for i in range(500)]))
     children = []
@@ -188,6 +190,7 @@ print(len(stores))
 """
 
 
+@pytest.mark.slow
 def test_stores_may_outnumber_the_files_a_process_can_open(tmp_path):
     build_store(tmp_path / "0", block(ROWS))
     for number in range(1, 100):

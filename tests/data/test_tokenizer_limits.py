@@ -127,6 +127,7 @@ def test_regular_expression_that_is_slow_or_wrong_is_refused(pattern: str, tmp_p
         Tokenizer.load(write(tmp_path / "tokenizer", with_split(pattern)))
 
 
+@pytest.mark.slow
 def test_regular_expression_of_public_tokenizers_needs_no_probe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,7 @@ def test_best_weights_of_every_stage_are_saved_and_exported(make_run, scripted_l
         )
 
 
+@pytest.mark.slow
 def test_best_weights_evaluate_to_the_number_that_is_recorded(make_run, monkeypatch):
     """The last evaluation is not the best one: the weights are noise by then."""
     metadata, evaluate = {}, evaluation.evaluate_loss
@@ -78,6 +79,7 @@ def test_best_weights_evaluate_to_the_number_that_is_recorded(make_run, monkeypa
     assert evaluate(state)["loss"] == pytest.approx(exported["loss"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_last_weights_are_exported_if_asked_for_or_without_validation(make_run, scripted_losses):
     for overrides, loss in ((["export.weights=last"], 6.95), (["data.val_fraction=0"], None)):
         metadata = {}
@@ -86,6 +88,7 @@ def test_last_weights_are_exported_if_asked_for_or_without_validation(make_run, 
         assert_equal_weights(load_weights(state.run_dir), dict(state.model.named_parameters()))
 
 
+@pytest.mark.slow
 def test_average_of_the_weights_is_evaluated_and_exported(make_run):
     metadata, evaluate = {}, evaluation.evaluate_loss
     overrides = ["train.ema_decay=0.5", "optimizer.lr=1e-2"]  # which export.weights=auto exports
@@ -102,6 +105,7 @@ def test_average_of_the_weights_is_evaluated_and_exported(make_run):
     assert evaluate(state)["loss"] == pytest.approx(loss, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_average_that_no_step_had_is_not_exported_in_silence(make_run):
     with pytest.raises(UserError, match="export.weights=ema needs the average of the weights"):
         make_run("sft", "export.weights=ema")
@@ -137,6 +141,7 @@ def test_best_weights_after_a_resume_are_those_of_the_uninterrupted_run(make_run
     assert diff_run_dirs(state.run_dir.parent / "uninterrupted", state.run_dir) == []
 
 
+@pytest.mark.slow
 def test_best_weights_of_steps_that_a_resume_repeats_are_forgotten(make_run, monkeypatch):
     """Killed after step 8, the newest checkpoint is of step 5: best-8 belongs to steps that are trained again, with
     other settings.
@@ -156,6 +161,7 @@ def test_best_weights_of_steps_that_a_resume_repeats_are_forgotten(make_run, mon
     assert not list(resumed.checkpoints.dir.glob("best-00000008"))
 
 
+@pytest.mark.slow
 def test_best_weights_of_other_evaluation_rows_are_forgotten(make_run, scripted_losses):
     """A resume with another validation file: 3.0 on the rows before cannot be compared with a loss on the rows now."""
     state, metadata = make_run("pretrain", *RUN), {}
@@ -168,6 +174,7 @@ def test_best_weights_of_other_evaluation_rows_are_forgotten(make_run, scripted_
     assert "warning: the evaluation rows or their loss have changed" in (state.run_dir / "train.log").read_text()
 
 
+@pytest.mark.slow
 def test_best_weights_that_are_gone_are_not_replaced_in_silence(make_run, scripted_losses, capsys):
     metadata = {}
     state = make_run("pretrain", *RUN, metadata=metadata)
@@ -260,6 +267,7 @@ def test_average_of_two_ranks_is_whole_and_exported(run_ranks, overrides_for, tm
     assert_equal_weights({name: exported[name] for name in averages}, averages)
 
 
+@pytest.mark.slow
 def test_last_weights_without_an_evaluation_of_their_own_have_no_loss(make_run, scripted_losses):
     """The evaluation of step 4 is of other weights than those of step 6."""
     with pytest.raises(Interrupted):

@@ -31,6 +31,7 @@ def unset_cache_dir(monkeypatch):
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
 
 
+@pytest.mark.slow
 def test_compile_auto_compiles_long_runs_only(make_run, monkeypatch):
     monkeypatch.setattr(
         "runner.engine.autotune.candidates.measure_layers", lambda *_: {"compiled": 0.5, "uncompiled": 1.0}
@@ -44,6 +45,7 @@ def test_compile_auto_compiles_long_runs_only(make_run, monkeypatch):
     assert "forward" not in vars(short.model.layers[0]) and "forward" in vars(long.model.layers[0])
 
 
+@pytest.mark.slow
 def test_compile_auto_decides_the_same_for_a_resumed_run(make_run):
     overrides = ["train.compile=auto", "train.max_steps=12", "train.save_every=6"]
     train(first := make_run("pretrain", *overrides))

@@ -78,6 +78,7 @@ def test_layers_are_not_measured_where_settings_decide(
     assert is_compiled(make_run("pretrain", *AUTO, *overrides)) and not modes
 
 
+@pytest.mark.slow
 def test_resume_stays_uncompiled_bitwise_equal(make_run: Callable, measured: Callable) -> None:
     measured(0.5)
     whole = make_run("sft", *AUTO, folder="whole")

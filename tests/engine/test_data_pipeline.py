@@ -167,6 +167,7 @@ def test_validation_rows_are_packed_alike_for_every_seed(pipeline_of):
     assert packed[0][1] == packed[1][1] and packed[0][0] != packed[1][0]
 
 
+@pytest.mark.slow
 def test_augmented_rows_depend_on_the_seed_of_the_run(make_run):
     def rows(seed):
         pipeline = make_run("sft", "data.system_prob=0.5", "data.system_prompts=[Be brief.]", f"seed={seed}").pipeline

@@ -147,6 +147,7 @@ def test_dpo_at_its_reference_has_no_margin_and_no_kl(loss_type, start):
     )
 
 
+@pytest.mark.slow
 def test_dpo_kl_is_the_exact_one_in_expectation_over_the_model():
     """All answers of one token, weighted with the model's probabilities: the estimate becomes KL(model || reference)."""
     model, reference = models()

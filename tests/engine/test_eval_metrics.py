@@ -76,6 +76,7 @@ def test_exact_match_of_an_evaluation_is_that_of_evaluate(run_of, rows, packing,
     assert evaluate(config, state.run_dir / "model", record=lambda *_: None)["exact_match"] == last
 
 
+@pytest.mark.slow
 def test_generated_answers_change_no_bit_of_the_training(run_of):
     overrides = ["model.dropout=0.1", "train.max_steps=8", "train.eval_every=4"]
     train(plain := run_of(*overrides, folder="plain"))
@@ -167,6 +168,7 @@ def test_row_whose_answer_is_cut_off_is_left_out(run_of, monkeypatch):
     assert generated_metrics(state, "") == {}  # no row has a whole answer
 
 
+@pytest.mark.slow
 def test_numbers_of_each_validation_set_have_their_answers(run_of, rows):
     state = run_of(METRICS, f"data.val_path={{a: {rows}, b: {rows}}}")
     numbers = evaluate_loss(state)

@@ -134,6 +134,7 @@ def test_gradients_of_an_accumulated_sft_step_equal_plain_transformers(folder: P
     check_gradients(model, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "folder, family",
     [("qwen3", "decoder"), ("llama", "transformers"), ("gemma3_text", "transformers")],

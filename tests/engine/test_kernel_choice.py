@@ -124,6 +124,7 @@ def test_short_run_has_the_default_kernel(make_run: Callable) -> None:
     assert "environment.attention" not in state.compatibility
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("long_runs", "kernels")
 @pytest.mark.parametrize("stage", ["pretrain", "dpo"])
 def test_kernel_of_a_long_run_is_repeated_by_a_resume_bitwise_equal(

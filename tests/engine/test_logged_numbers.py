@@ -186,6 +186,7 @@ def test_logged_evaluation_is_that_of_an_independent_computation(run_of, stage):
         assert (record["tokens"], record["loss_tokens"]) == (trained["tokens"], trained["loss_tokens"])
 
 
+@pytest.mark.slow
 def test_tokens_per_second_leaves_out_saves_evaluation_and_samples(run_of):
     _, records, _ = run_of("sft", "train.log_every=3", "data.packing=best_fit", "train.save_every=2")
     before = {"step": 0, "tokens": 0}

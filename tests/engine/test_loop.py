@@ -74,6 +74,7 @@ def test_accumulation_changes_no_update_of_packed_experts(make_run):
     assert_accumulation_changes_no_update(make_run, "sft", *MOE, *PACKED, rows=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage, overrides", list(registered_combinations(warmup_steps=1)))
 def test_accumulation_changes_no_update_of_any_registered_choice(make_run, stage, overrides):
     # Muon orthogonalizes in bf16, which amplifies rounding differences
@@ -137,6 +138,7 @@ def test_metrics_count_tokens_with_a_label_and_all_tokens(make_run, logged):
         assert record["tokens"] == sum(int(batch.lengths.sum()) for batch in batches) > record["loss_tokens"]
 
 
+@pytest.mark.slow
 def test_lr_that_is_logged_follows_the_schedule_with_accumulation(make_run, logged):
     state = make_run("pretrain", "train.batch_size=1", "train.accumulation_steps=4")
     train(state)
@@ -165,6 +167,7 @@ def test_train_that_fails_leaves_no_data_workers(make_run):
     assert error.traceback and multiprocessing.active_children() == []
 
 
+@pytest.mark.slow
 def test_train_fails_if_the_final_loss_is_far_above_a_uniform_distribution(make_run):
     state = make_run("pretrain", "optimizer.lr=5", "train.max_steps=8", "schedule=constant")
     with pytest.raises(DivergedError, match="the final loss is"):
@@ -179,6 +182,7 @@ def test_train_saves_the_current_step_if_a_stop_is_requested(make_run):
     assert (state.run_dir / "checkpoints" / "step-00000003" / "MANIFEST.json").exists()
 
 
+@pytest.mark.slow
 def test_train_stops_early_after_patience_evaluations(make_run, logged):
     overrides = [
         "train.max_steps=60",
@@ -238,6 +242,7 @@ def test_evaluation_rows_are_never_trained_on(make_run):
     assert len(trained) == 27 and len(evaluated) == 9 and not trained & evaluated
 
 
+@pytest.mark.slow
 def test_evaluation_loss_does_not_depend_on_the_batch_size(make_run):
     losses = [
         evaluate_loss(make_run("sft", "data.val_fraction=0.5", f"train.batch_size={size}", folder=str(size)))["loss"]
@@ -288,6 +293,7 @@ def test_fp16_that_overflows_at_every_loss_scale_ends_the_run(make_run):
     assert all(torch.isfinite(weight).all() for weight in weights(state).values())
 
 
+@pytest.mark.slow
 def test_fp16_lowers_the_loss_scale_if_only_the_loss_overflows(make_run):
     state = make_run("pretrain", "precision=fp16")
     original = state.objective.loss

@@ -88,6 +88,7 @@ def test_lora_variant_is_resumed_bitwise_equal(variant: str, base: Path, tmp_pat
     assert not any("base" in name or name.startswith("model") for name in names)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_run_trains_an_adapter_on_and_keeps_its_base_model(base: Path, tmp_path: Path) -> None:
     model, lora = load_model(base), lora_config(rank=2, alpha=3.0, targets=["0.self_attn.q_proj", "1.mlp.up_proj"])

@@ -109,6 +109,7 @@ def data_path(tmp_path: Path) -> str:
     return f"data.path={path}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["none", "best_fit"])
 def test_step_with_loss_weights_is_that_of_plain_torch(
     make_run: Callable[..., TrainState], data_path: str, packing: str

@@ -154,6 +154,7 @@ MACHINE = "MemTotal: 1048576 kB\nMemFree: 9 kB\nMemAvailable: 524288 kB\nSwapTot
 MIB = 1 << 20
 
 
+@pytest.mark.slow
 @needs_pool
 @pytest.mark.parametrize(
     ("meminfo", "cgroup", "available"),

@@ -77,6 +77,7 @@ def test_resume_after_every_step_is_bitwise_equal(assert_exact, stops):
     assert_exact("sft", *overrides, stops=stops)
 
 
+@pytest.mark.slow
 def test_resume_after_max_hours_is_bitwise_equal(make_run):
     """Each launch has this time, and takes at least one step."""
     overrides = ["train.max_steps=3", "train.eval_every=0", "train.save_every=0", "train.sample_every=0"]
@@ -133,6 +134,7 @@ def test_pause_comes_after_a_stop_before_its_evaluation(make_run):
     assert "train.stop_at=0.3 is reached: step 4 of 12" in (state.run_dir / "train.log").read_text()
 
 
+@pytest.mark.slow
 def test_verify_resume_does_not_end_after_max_hours(overrides_for, tmp_path):
     cfg = composed(*overrides_for("sft", "train.max_steps=2", "train.max_hours=1e-9", "init_from=scratch"))
     assert verify_resume(cfg, tmp_path / "work") == []
@@ -160,6 +162,7 @@ def test_resume_of_batches_grouped_by_length_is_bitwise_equal(assert_exact):
     assert_exact("sft", "data.group_by_length=true", "model.dropout=0.1", stops=[4])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage, overrides", list(registered_combinations(warmup_steps=3)))
 def test_resume_of_any_registered_choice_is_bitwise_equal(assert_exact, stage, overrides):
     assert_exact(stage, *overrides, "model.dropout=0.1", stops=[7])

@@ -168,6 +168,7 @@ def test_diagnosis_names_rows_and_first_parameter_of_a_step_fetched_late(make_ru
     assert len(diagnosis["recent_losses"]) == 3 and diagnosis["loss"] is not None and diagnosis["grad_norm"] is None
 
 
+@pytest.mark.slow
 def test_nonfinite_steps_end_the_run_before_the_next_save(make_run):
     state = with_nonfinite_gradient(
         make_run("pretrain", "train.max_nonfinite_steps=2", "train.log_every=8", "train.save_every=4"), 1, 4, 5
@@ -198,6 +199,7 @@ def test_run_near_the_uniform_loss_has_diverged_only_without_gradients(make_run)
         check_converged(run, 3 * uniform)
 
 
+@pytest.mark.slow
 def test_flush_happens_at_the_latest_after_max_pending_steps(make_run, monkeypatch):
     monkeypatch.setattr(step_metrics, "MAX_PENDING_STEPS", 3)
     state, pending = make_run("pretrain", "train.batch_size=2", "train.log_every=1000", "train.max_steps=12"), []

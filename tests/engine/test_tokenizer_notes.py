@@ -37,6 +37,7 @@ def losses(logged, folder: Path) -> list[tuple[float, int, int]]:
     return [(record["loss"], record["loss_tokens"], record["tokens"]) for record in logged(folder)]
 
 
+@pytest.mark.slow
 def test_padding_with_the_end_token_changes_no_loss_and_is_printed(
     make_run, logged, changed_tokenizer, tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.mark.slow
 def test_lora_on_layers_that_a_model_does_not_have_is_refused(tmp_path: Path) -> None:
     write_family(tmp_path, "gpt2")
     with pytest.raises(

@@ -22,6 +22,7 @@ def run_suite(*arguments: str) -> None:
     print(ended.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_hostile_files_are_refused_before_torch_is_imported() -> None:
     run_suite("--light", "--brief", "--part=1/24")
 

@@ -212,6 +212,7 @@ def test_commands_refuse_a_damaged_adapter(
         assert ended.returncode == 2 and MATRIX in ended.stderr, ended
 
 
+@pytest.mark.slow
 def test_training_refuses_a_damaged_minimind_file(hf_folder: Path, workspace: Path, rows: str, call: Call) -> None:
     tensors = {
         name: tensor.half() for name, tensor in safetensors.torch.load_file(hf_folder / "model.safetensors").items()

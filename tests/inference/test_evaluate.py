@@ -198,6 +198,7 @@ def test_exact_match_counts_answers_and_prints_wrong_ones(
     assert "wrong.jsonl:1" in out and "expected 'Nowhere.'" in out and "wrong.jsonl:2" not in out
 
 
+@pytest.mark.slow
 def test_conversation_prompts_contain_the_models_own_answers(
     write_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -248,6 +249,7 @@ def test_conversation_refuses_rows_that_a_model_cannot_continue(hf_folder: Path,
         assert error.value.setting.startswith(f"{data}:1")
 
 
+@pytest.mark.slow
 def test_preference_rewards_are_relative_to_the_reference(write_model: Callable[..., Path], tmp_path: Path) -> None:
     policy, reference = (
         write_model(tmp_path / name, seed, std=0.2) for name, seed in (("policy", 1), ("reference", 2))
@@ -432,6 +434,7 @@ def test_metric_of_a_plugin_is_found_by_its_name(
         evaluate_config("rouge", data)
 
 
+@pytest.mark.slow
 def test_evaluate_reads_validation_rows_as_the_run_did(call: Call, call_command: Call, workspace: Path) -> None:
     """With the length limit and the labels of evaluate.py alone, the number was another one than in run.json and the
     leaderboard.

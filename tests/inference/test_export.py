@@ -75,6 +75,7 @@ def test_exported_folder_is_compared_and_has_the_dtype(
     assert torch.equal(load_model(tmp_path / "to")(IDS).logits, expected(IDS).logits)
 
 
+@pytest.mark.slow
 def test_exported_tokenizer_has_no_dropout(hf_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """AutoTokenizer reads the ids that were trained: dropout is off in training."""
     own = shutil.copytree(hf_folder, tmp_path / "own")
@@ -92,6 +93,7 @@ def test_exported_tokenizer_has_no_dropout(hf_folder: Path, tmp_path: Path, caps
     )
 
 
+@pytest.mark.slow
 def test_exported_adapter_is_merged_or_kept(adapter: Path, tmp_path: Path) -> None:
     expected = load_model(adapter)(IDS).logits
     run_export(adapter, tmp_path / "merged", format="merged")

@@ -153,6 +153,7 @@ def test_rows_counts_bad_rows_by_reason_with_the_first_line(rows) -> None:
     assert re.search(r"bad 1: invalid JSON \(first:\s+\S+rows\.jsonl:4", printed)
 
 
+@pytest.mark.slow
 def test_length_histogram_counts_every_row_once(tmp_path: Path) -> None:
     cfg = compose_config(["stage=sft", f"data.cache={tmp_path}"])
     rows = build_data_pipeline(cfg, TOKENIZER).train.rows

@@ -68,6 +68,7 @@ class CountedText(str):
         return super().__getitem__(index)  # type: ignore[index]  # an int or a slice, declared as object
 
 
+@pytest.mark.slow
 def test_stop_texts_hold_back_every_beginning_with_few_comparisons() -> None:
     """64 stop texts of 1,000 characters took 25 ms a token: every beginning of each was compared again."""
     draw = random.Random(0)

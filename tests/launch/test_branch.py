@@ -75,6 +75,7 @@ def assert_equal_runs(run: Path, other: Path, steps: tuple[int, ...] = (4, 6)) -
     assert records(run) == records(other)
 
 
+@pytest.mark.slow
 def test_branch_with_unchanged_settings_equals_its_trunk(call: Call, trunk: Path, workspace: Path) -> None:
     before = {path: path.read_bytes() for path in trunk.rglob("*") if path.is_file()}
     run = workspace / "branch"
@@ -91,6 +92,7 @@ def test_branch_with_unchanged_settings_equals_its_trunk(call: Call, trunk: Path
     assert {path: path.read_bytes() for path in trunk.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_branch_has_the_typed_settings_from_its_step_on(call: Call, trunk: Path, workspace: Path) -> None:
     typed = ["optimizer.lr=0.001", "schedule.decay_fraction=0.75", "train.max_steps=8"]
     result = call("init_from=trunk@step-4", "keep=optimizer", *typed)
@@ -191,6 +193,7 @@ def test_branch_of_a_damaged_or_linked_trunk_is_refused(call: Call, trunk: Path,
     assert not (workspace / "outputs").exists()
 
 
+@pytest.mark.slow
 def test_settings_of_a_branch_are_shown(call: Call, trunk: Path, workspace: Path) -> None:
     shown = call("init_from=trunk@step-2", "keep=optimizer", "optimizer.lr=0.5", "--cfg", "job")
     assert shown.returncode == 0, shown.stderr
@@ -240,6 +243,7 @@ def test_branch_of_a_foreign_state_is_refused(
     assert not (workspace / "outputs").exists()
 
 
+@pytest.mark.slow
 def test_branch_without_the_best_weights_of_its_trunk_chooses_its_own(call: Call, trunk: Path, workspace: Path) -> None:
     state = json.loads((trunk / "checkpoints" / "step-00000004" / "state.json").read_text())
     assert state["progress"]["best_step"] == 3
@@ -327,6 +331,7 @@ def test_branch_has_no_name_and_no_seconds_of_its_trunk(
         assert [each.note for each in read_sweep_results(workspace / "run").jobs] == [""]
 
 
+@pytest.mark.slow
 def test_reports_name_the_trunk_of_a_branch(call: Call, trunk: Path, workspace: Path) -> None:
     assert call("init_from=trunk@step-4", "keep=optimizer", "hydra.run.dir=run").returncode == 0
     run = workspace / "run"

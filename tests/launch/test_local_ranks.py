@@ -199,6 +199,7 @@ worker.run_then_hard_exit(lambda: worker.main(None, 0))
 """
 
 
+@pytest.mark.slow
 def test_rank_exit_code_is_kept_when_a_signal_arrives_during_exit() -> None:
     assert subprocess.run([sys.executable, "-c", SIGNAL_DURING_EXIT]).returncode == 2
 
@@ -447,6 +448,7 @@ def test_restarts_repeat_up_to_max_restarts(run: Any, tmp_path: Path, capfd: pyt
     ]
 
 
+@pytest.mark.slow
 def test_restarts_end_in_failure_after_the_last(run: Any, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="^rank 1: KeyError"):
         run(EXITS_ON_SIGNAL, BUG, max_restarts=1)

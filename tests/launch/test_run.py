@@ -51,6 +51,7 @@ def with_train(config: Config, **changes: object) -> Config:
     return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
 
 
+@pytest.mark.slow
 def test_completed_run_records_step_stage_and_fingerprints(launch: Launch, config: Config) -> None:
     fields = fields_of(launch(config))
     assert (fields["status"], fields["outcome"], fields["step"], fields["stage"]) == (
@@ -62,6 +63,7 @@ def test_completed_run_records_step_stage_and_fingerprints(launch: Launch, confi
     assert fields["fingerprints"].keys() == {"model", "tokenizer", "data"}
 
 
+@pytest.mark.slow
 def test_completed_run_ends_with_the_next_commands_but_a_job_does_not(
     launch: Launch, config: Config, workspace: Path
 ) -> None:
@@ -94,6 +96,7 @@ def test_refused_launch_leaves_every_byte_of_the_run(launch: Launch, config: Con
         assert contents(folder) == before
 
 
+@pytest.mark.slow
 def test_verified_resume_is_not_taken_for_a_trained_model(launch: Launch, config: Config, workspace: Path) -> None:
     fingerprints = fields_of(launch(with_train(config, verify_resume=True), "verified"))["fingerprints"]
     sft = compose_config(["stage=sft"])

@@ -45,6 +45,7 @@ def all_equal(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
 
 
+@pytest.mark.slow
 @MODES
 @pytest.mark.parametrize(
     ("dtype", "is_packed", "case"), pairwise([torch.float32, torch.bfloat16], [False, True], [*CASES])

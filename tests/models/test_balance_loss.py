@@ -75,6 +75,7 @@ def packed(rows: list[Tensor]) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.slow
 @families
 def test_balance_loss_of_each_document_equals_transformers_without_padding(name: str, tmp_path: Path) -> None:
     write_family(tmp_path, name)
@@ -93,6 +94,7 @@ def test_balance_loss_of_each_document_equals_transformers_without_padding(name:
             torch.testing.assert_close(gradient, gradients[key], rtol=1e-3, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_balance_loss_of_micro_batches_equals_one_batch_also_recomputed(tmp_path: Path) -> None:
     write_family(tmp_path, "mixtral")
     rows, gradients = rows_of_documents(), []

@@ -98,6 +98,7 @@ def test_generate_calls_on_token_for_each_token() -> None:
     assert reported == [row.ids for row in rows] == generate(model, PROMPTS, **GREEDY | {"stop_ids": [stop]})
 
 
+@pytest.mark.slow
 def test_generate_sampling_is_a_function_of_its_generator() -> None:
     model = random_model(std=0.02)
 
@@ -262,6 +263,7 @@ def test_generate_rows_that_join_a_batch_get_the_tokens_that_they_get_alone(chan
     assert counts[:4] == [2, 2, 3, 2] and counts[8] == 3, "rows of a batch, without those that have ended"
 
 
+@pytest.mark.slow
 def test_generate_rows_that_join_keep_their_samples_and_penalties() -> None:
     model = random_model(std=0.02)
 

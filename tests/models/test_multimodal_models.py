@@ -78,6 +78,7 @@ def adapted(base: Path, targets: list[str]) -> LanguageModel:
     return model
 
 
+@pytest.mark.slow
 @names
 def test_multimodal_model_updates_and_counts_what_text_uses(name: str, base: Path) -> None:
     model = model_of(base)
@@ -160,6 +161,7 @@ def test_multimodal_adapter_and_merged_model_have_the_logits_of_peft(
     }
 
 
+@pytest.mark.slow
 @names
 @torch.no_grad()
 def test_multimodal_adapter_of_peft_on_a_tower_is_read(name: str, base: Path, tmp_path: Path) -> None:

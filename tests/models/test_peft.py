@@ -74,6 +74,7 @@ def difference(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, variant", [("gpt2", "dora"), ("qwen2", "rslora"), *SLOW])
 @torch.no_grad()
 def test_peft_adapter_has_the_logits_and_weights_of_peft(name: str, variant: str, base: Path, tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ def check_gradients(model: LanguageModel, expected: dict[str, Tensor]) -> None:
     assert max(max_difference(gradients[name], expected[name]) for name in expected) < 1e-5 * max(1.0, largest)
 
 
+@pytest.mark.slow
 @families
 def test_transformers_model_trains_with_label_smoothing_and_z_loss(name: str, folder: Path) -> None:
     """Through the output layer, and of families that scale or cap its logits; evaluations have the plain loss."""
@@ -128,6 +129,7 @@ def test_transformers_model_on_packed_rows_equals_single_rows(name: str, folder:
     check_gradients(model, gradients)
 
 
+@pytest.mark.slow
 @families
 def test_transformers_model_is_exported_with_its_logits(name: str, folder: Path, tmp_path: Path) -> None:
     model = trained_model(folder, is_packed=False).eval()
@@ -145,6 +147,7 @@ def test_transformers_model_is_exported_with_its_logits(name: str, folder: Path,
         assert max_difference(again(ids).logits, expected) < 1e-5
 
 
+@pytest.mark.slow
 @families
 def test_transformers_model_generates_the_tokens_of_transformers(name: str, folder: Path) -> None:
     prompts = [list(range(10, 40)), [7, 8, 9]]
@@ -169,6 +172,7 @@ def test_transformers_model_is_probed_with_windows_that_its_rows_exceed() -> Non
     assert (model.kernels.packing, model.hf.config.sliding_window) == ("layer_masks", 64)
 
 
+@pytest.mark.slow
 def test_transformers_model_reports_which_attention_is_really_called() -> None:
     for name, line in (("mamba2", "with the layers of its class,"), ("gpt_neox", "with attention of this program,")):
         assert line in str(random_family(name, **FAMILIES[name].changes).prepare(is_packed=False))

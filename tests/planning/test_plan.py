@@ -58,6 +58,7 @@ def tiny_plan() -> RunPlan:
     return Planner().plan(planned_start([*TINY, "train.batch_size=4"], []).runs[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides", [[], ["stage=lora"], ["stage=dpo"], SMALL_MOE], ids=["pretrain", "lora", "dpo", "moe"]
 )
@@ -85,6 +86,7 @@ def test_active_parameters_of_a_mixture_are_those_of_the_chosen_experts():
     assert model_facts(cfg).active == model_facts(dense).parameters + routers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "packed"),
     [
@@ -433,6 +435,7 @@ def test_plan_counts_in_the_singular(tiny_plan: RunPlan):
     )
 
 
+@pytest.mark.slow
 def test_sweep_plans_every_point_with_the_settings_that_it_derives():
     start = planned_start([*TINY, "train.batch_size=2,4"], ["--multirun"])
     planner = Planner()
@@ -444,6 +447,7 @@ def test_sweep_plans_every_point_with_the_settings_that_it_derives():
     assert plans[0].model is plans[1].model  # built once
 
 
+@pytest.mark.slow
 def test_plan_of_a_study_counts_all_its_trials(capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("optuna")
     study = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=7", "train.batch_size=2,4", "sweep.match_budget=steps"]

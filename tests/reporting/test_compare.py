@@ -204,6 +204,7 @@ def test_comparison_is_written_whatever_is_missing_or_damaged(tmp_path: Path, na
     assert compare_page(comparison).endswith("</html>") and compare_text(comparison)
 
 
+@pytest.mark.slow
 def test_comparison_of_many_long_runs_is_small_and_keeps_extremes(tmp_path: Path) -> None:
     long = make_run(tmp_path / "long", [train_record(step, 9.0 if step == 7_777 else 2.0) for step in range(1, 8_001)])
     page = compare_page(read_comparison([long] * 60))

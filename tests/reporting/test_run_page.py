@@ -185,6 +185,7 @@ def test_run_page_shows_the_newest_prompts_and_evaluations(tmp_path: Path, monke
     assert [record["step"] for record in run.evaluations] == [7, 8]
 
 
+@pytest.mark.slow
 def test_run_page_of_a_long_run_is_small_and_keeps_extremes(tmp_path: Path) -> None:
     records = [
         train(step, loss=9.0 if step == 7_777 else 2.0, grad_norm=1.23456789, tokens_per_second=4321.1234567)

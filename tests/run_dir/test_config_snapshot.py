@@ -42,11 +42,13 @@ def test_snapshot_holds_exactly_the_source_files(run: Path, copies: Path) -> Non
     assert snapshot.changed_files(run) == []
 
 
+@pytest.mark.slow
 def test_snapshot_composes_to_the_same_config(run: Path) -> None:
     with snapshot.as_config_dir(run) as conf:
         assert to_config(without_hydra(compose_tree(TYPED, conf))) == compose_config(TYPED)
 
 
+@pytest.mark.slow
 def test_snapshot_takes_settings_that_are_newer_from_conf(run: Path, copies: Path) -> None:
     """The next jobs of a sweep that an earlier version began are composed from its copies."""
     content = yaml.safe_load((copies / "config.yaml").read_text())

@@ -162,6 +162,7 @@ def launch(tmp_path):
         child.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 def test_lock_is_held_until_the_last_process_of_a_launch_ends(tmp_path, launch, order):
     for number in order:
@@ -173,6 +174,7 @@ def test_lock_is_held_until_the_last_process_of_a_launch_ends(tmp_path, launch, 
         assert metadata.status == "interrupted"
 
 
+@pytest.mark.slow
 def test_busy_error_names_the_ranks_that_outlive_their_launcher(tmp_path, launch):
     for number in (0, 1):
         launch[number].kill()
@@ -188,6 +190,7 @@ def test_rank_cannot_lock_a_directory_that_allows_no_ranks(tmp_path, holder):
     assert late.communicate()[0] == "" and late.returncode != 0
 
 
+@pytest.mark.slow
 def test_metadata_is_written_by_rank_0_only(tmp_path, launch):
     before = snapshot(tmp_path / "run")
     writes = "metadata = RunMetadata.attach(folder, int(sys.argv[2]))\nmetadata.update(step=int(sys.argv[2]))\nmetadata.close()"

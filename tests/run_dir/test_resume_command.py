@@ -94,6 +94,7 @@ def test_resume_composes_from_the_copy_of_conf_and_names_changed_files(call: Cal
     )
 
 
+@pytest.mark.slow
 def test_files_of_a_run_have_the_permissions_of_any_new_file(trained: Path) -> None:
     (trained.parent / "new").touch()
     assert {file.stat().st_mode for file in trained.rglob("*") if file.is_file()} == {

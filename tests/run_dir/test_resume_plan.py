@@ -81,6 +81,7 @@ def test_resume_saves_its_overrides_and_keeps_the_former_files(run: Path) -> Non
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("typed", "names"),
     [
@@ -103,6 +104,7 @@ def test_first_validation_set_changes_only_where_it_is_typed(run: Path, typed: s
     assert config.data.val_paths["chat"] == ("C" if "chat" in typed else "B")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("override", ["seed=8", "optimizer=adamw"])
 def test_user_error_in_a_resume_restores_every_file(run: Path, override: str) -> None:
     before = contents(run)
@@ -201,6 +203,7 @@ def test_setting_newer_than_the_run_is_taken_from_conf_with_a_note(run: Path, st
         plan_resume(run, [], has_started=False)
 
 
+@pytest.mark.slow
 def test_setting_that_the_saved_config_lacks_is_taken_from_conf(run: Path) -> None:
     """A run of an earlier version: its copies replace the files of conf/ that have the setting."""
     for path in (Path(".hydra/config.yaml"), Path(".hydra/conf/config.yaml")):
@@ -218,6 +221,7 @@ def test_setting_that_no_longer_exists_is_refused_with_the_commit_of_the_run(run
     assert "momentum_of_old" in error.value.setting and "git checkout abc123" in error.value.fix
 
 
+@pytest.mark.slow
 def test_saved_overrides_of_hydra_are_ignored(run: Path) -> None:
     path = run / ".hydra" / "overrides.yaml"
     path.write_text(

@@ -113,6 +113,7 @@ def test_another_tokenizer_cannot_be_typed_for_a_resume(call: Call, base: Path) 
     assert refused.returncode == 2 and "the tokenizer of a run does not change" in refused.stderr
 
 
+@pytest.mark.slow
 def test_weights_without_a_tokenizer_are_refused_before_the_run_directory(sft, workspace: Path, base: Path) -> None:
     weights = shutil.copytree(base / "model", workspace / "weights")
     for name in ("tokenizer.json", "tokenizer_config.json"):

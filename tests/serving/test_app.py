@@ -230,6 +230,7 @@ def test_serve_enforces_large_schemas(http: Any, schema: Any) -> None:
     assert ask(http, CHAT, response_format=form)["choices"][0]["message"]["content"][:1] in ("{", '"')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_serve_ends_an_answer_alone_where_its_schema_fails(http: Any, is_stream: bool) -> None:
     pytest.importorskip("llguidance", reason="part of the extra json")

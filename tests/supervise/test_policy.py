@@ -186,6 +186,7 @@ def test_heartbeat_costs_no_system_call(tmp_path: Path) -> None:
     assert heartbeat.read_sign(tmp_path / "beat").beats == 1000 and heartbeat.read_sign(tmp_path / "none").beats == 0
 
 
+@pytest.mark.slow
 def test_training_counts_every_micro_batch_and_every_evaluation_batch(
     make_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +208,7 @@ def test_heartbeat_is_started_by_its_variable_only(tmp_path: Path, monkeypatch: 
     assert heartbeat.read_sign(file).beats == 1
 
 
+@pytest.mark.slow
 def test_supervision_imports_no_torch() -> None:
     code = "import sys, runner.launch.local_ranks, runner.launch.supervisor; print('torch' in sys.modules)"
     assert (

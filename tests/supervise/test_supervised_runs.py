@@ -133,6 +133,7 @@ def test_supervised_run_is_restarted_after(
     assert (fields["status"], fields["attempt"]) == ("completed", 2)
 
 
+@pytest.mark.slow
 def test_supervised_run_stops_when_the_fault_comes_back_at_the_same_step(supervise: Any, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="SIGKILL"):
         supervise("save(4)\n" + KILLED, max_restarts=2)
@@ -252,6 +253,7 @@ def test_hang_of_one_of_two_ranks_is_named(supervise: Any, tmp_path: Path) -> No
     )
 
 
+@pytest.mark.slow
 def test_lack_of_memory_halves_the_micro_batch_only_if_asked_for(supervise: Any, tmp_path: Path) -> None:
     fails = (
         "if train['batch_size'] > 2: "

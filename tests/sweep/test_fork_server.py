@@ -121,6 +121,7 @@ DIFFERENT: list[dict[str, str]] = [
 ]
 
 
+@pytest.mark.slow
 def test_job_that_would_differ_in_a_fork_starts_cold(submit: Any) -> None:
     assert isinstance(submit("pass", "first")[1].process, fork_server.ForkedProcess)
     for number, env in enumerate(DIFFERENT):
@@ -191,6 +192,7 @@ def test_forked_jobs_end_in_the_bits_of_cold_starts(program: Any, tmp_path: Path
         assert diff_run_dirs(job, run) == []
 
 
+@pytest.mark.slow
 def test_job_whose_settings_do_not_fit_into_a_message_starts_cold(tmp_path: Path) -> None:
     server = ForkServer()
     try:

@@ -301,6 +301,7 @@ def test_halving_sweep_pauses_the_worse_jobs_and_is_completed(
             resume(moved)
 
 
+@pytest.mark.slow
 def test_halving_lets_two_points_finish_where_seeds_are_to_be_added(
     sweep: Any, fake_jobs: FakeJobs, tmp_path: Path
 ) -> None:
@@ -364,6 +365,7 @@ UNUSABLE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("problem", "script"), UNUSABLE.items(), ids=UNUSABLE)
 def test_halving_ends_where_losses_cannot_tell_jobs_apart(
     problem: str, script: str, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path

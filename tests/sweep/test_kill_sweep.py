@@ -32,6 +32,7 @@ def test_job_directory_without_run_json_that_has_checkpoints_is_resumed(
     assert (job / ".hydra" / "config.yaml").read_bytes() == before and read_sweep(finished)["status"] == "completed"
 
 
+@pytest.mark.slow
 def test_foreign_files_in_a_sweep_change_nothing(resume: Callable[..., int], finished: Path) -> None:
     for name in (".DS_Store", ".nfs0001", "Thumbs.db", "sweep.json~", "._sweep.json"):
         (finished / name).write_bytes(b"\0")

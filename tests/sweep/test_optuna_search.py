@@ -266,6 +266,7 @@ def reported(sweep: Path) -> list[tuple[str, str, list[int]]]:
     ]
 
 
+@pytest.mark.slow
 def test_optuna_prunes_jobs_at_rungs_and_counts_them(
     optuna: Any, sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path
 ) -> None:

@@ -250,6 +250,7 @@ def test_local_backend_passes_the_slot_to_the_job_but_not_hydra_full_error(
     }
 
 
+@pytest.mark.slow
 def test_local_backend_job_saves_when_its_sweep_is_killed(tmp_path: Path, fake_jobs: FakeJobs) -> None:
     fake_jobs.set(default=SAVES)
     (tmp_path / "run").mkdir()

@@ -38,6 +38,7 @@ def seeds_of(folder: Path) -> list[int]:
     return [counts[rate] for rate in ("0.1", "0.2", "0.3", "0.4")]
 
 
+@pytest.mark.slow
 def test_seeds_end_where_the_best_points_differ(fake_jobs: FakeJobs, sweep, tmp_path: Path) -> None:
     set_losses(fake_jobs, APART)
     assert sweep(RATES, "sweep.seeds=5", "sweep.top=2") == 0
@@ -86,6 +87,7 @@ def test_seed_that_is_killed_is_resumed(fake_jobs: FakeJobs, sweep, resume, tmp_
     assert seeds_of(tmp_path) == [1, 4, 4, 1]
 
 
+@pytest.mark.slow
 def test_seeds_are_not_added_on_tiny_validation_data(
     fake_jobs: FakeJobs, sweep, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

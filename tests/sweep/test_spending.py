@@ -102,6 +102,7 @@ def test_failed_seed_ends_a_budget_with_a_message(
     assert resume() == 0 and jobs_of(tmp_path)["0.004,seed=44"] == ("completed", 1)
 
 
+@pytest.mark.slow
 def test_job_that_a_budget_stops_before_its_rung_is_paused_where_it_is(
     fake_jobs: FakeJobs, sweep: Any, tmp_path: Path
 ) -> None:

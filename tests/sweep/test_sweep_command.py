@@ -55,6 +55,7 @@ def test_plugins_are_found_by_the_scan_of_hydra() -> None:
     } <= groups["sweeper"].keys()
 
 
+@pytest.mark.slow
 def test_sweep_runs_each_job_in_a_directory_that_was_written_before(
     sweep: Any, fake_jobs: FakeJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

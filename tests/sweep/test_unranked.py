@@ -98,6 +98,7 @@ def test_sweep_holds_out_as_many_of_few_rows_as_ranks_need(
         assert too_few_rows([config, config]) and not too_few_rows([compose_config([*data, split])] * 2)
 
 
+@pytest.mark.slow
 def test_sweep_of_few_rows_stores_its_split_for_all_jobs(
     sweep: Any, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
