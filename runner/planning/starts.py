@@ -152,11 +152,14 @@ def _resumed_sweep(folder: Path, typed: list[str]) -> PlannedStart:
             name = " ".join(to_overrides(job.overrides))
             if not job.needs_run:
                 continue
+            typed_of_job = session.job_overrides(job)
             if has_started(RunMetadata.read(folder / job.name)):
                 runs.append(_resumed_run(folder / job.name, job.pending_overrides, name))
+            elif checks.is_branch(typed_of_job):
+                runs.append(dataclasses.replace(_branched_run(typed_of_job, name), overrides=tuple(typed_of_job)))
             else:
                 config = to_config(session.composer.tree(job.overrides, session.derived_overrides(job)))
-                runs.append(PlannedRun(name, _checked(config), tuple(session.job_overrides(job))))
+                runs.append(PlannedRun(name, _checked(config), tuple(typed_of_job)))
     if not runs:
         raise UserError(
             "no job of this sweep has to run",

@@ -302,6 +302,9 @@ def test_halving_of_branches_stops_them_at_shares_of_their_own_steps(
     assert RunMetadata.read(found["paused"])["step"] == 6
     refused = call(f"resume={workspace / 'sweep'}", "sweep.budget=10m")
     assert refused.returncode == 2 and "a branch has the seed of its trunk" in refused.stderr
+    result = call_command("plan.py", f"resume={workspace / 'sweep'}", "optimizer.lr=0.03", "timing=false", "json=true")
+    assert result.returncode == 0, result.stderr
+    assert [run["resumed_at"] for run in json.loads(result.stdout)["runs"]] == [4]
     branch_of_paused = [f"init_from={found['paused']}@last", "keep=optimizer", "hydra.run.dir=branch"]
     assert call(*branch_of_paused).returncode == 0
     assert RunMetadata.read(workspace / "branch")["status"] == "completed"  # the rung is no setting of the run
