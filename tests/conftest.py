@@ -74,7 +74,7 @@ def remove_entries_of(plugin: str) -> None:
     for module, name in REGISTRIES:
         if imported := sys.modules.get(module):
             registry = getattr(imported, name)
-            for entry, value in list(registry._entries.items()):
+            for entry, value in registry.entries().items():
                 if value.__module__ == plugin:
                     registry.remove(entry)
     if imported := sys.modules.get("data.schemas.registry"):

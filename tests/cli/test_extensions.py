@@ -13,7 +13,6 @@ import yaml
 from command_fixtures import TINY_RUN, Call, Program, is_user_error
 
 from common import registry as plugins
-from runner.engine.objectives.config import OBJECTIVES
 from runner.engine.optim.config import OPTIMIZERS
 
 MODEL = """
@@ -155,10 +154,7 @@ def test_plugin_optimizer_trains_and_its_source_is_copied(
     assert result.returncode == 0 and "plugin my_optimizers.py differs from the copy" in result.stderr
 
 
-def test_plugin_setting_needs_no_yaml_file_to_be_overridden(
-    call: Call, workspace: Path, plugin: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(OBJECTIVES, "_entries", {**OBJECTIVES.entries()})
+def test_plugin_setting_needs_no_yaml_file_to_be_overridden(call: Call, workspace: Path, plugin: Path) -> None:
     plugin.write_text(OBJECTIVE)
     result = call("plugins=[my_optimizers]", "stage.objective=smooth", "stage.smoothing=0.2", "--cfg=job")
     assert result.returncode == 0 and "smoothing: 0.2" in result.stdout, result

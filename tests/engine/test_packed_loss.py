@@ -16,7 +16,6 @@ from data.batching.batch import Batch, collate
 from data.batching.packing import best_fit_plan
 from models.decoder import Decoder
 from models.language_model import LanguageModel
-from models.layers import attention as attention_module
 from models.layers.attention import attention, document_blocks, document_mask, document_mask_mod, fits_flex_attention
 from runner.engine.objectives.config import NextTokenConfig, StageConfig, prepare_stage
 from runner.engine.objectives.dpo import DpoConfig
@@ -129,17 +128,6 @@ def test_document_mask_in_query_blocks_equals_the_full_mask(T):
 def test_flex_attention_is_used_where_it_is_exact_and_pays(shape, head_width, is_compiled, expected):
     assert fits_flex_attention(shape, 0.0, head_width, is_compiled) == expected
     assert not fits_flex_attention(shape, 0.1, head_width, is_compiled)
-
-
-def test_flex_attention_has_smaller_tiles_in_fp32(monkeypatch):
-    """Those of torch need more shared memory than most cards have: tests/cuda/test_shared_memory.py."""
-    options = []
-    monkeypatch.setattr(attention_module, "_compiled_flex", lambda: lambda *_, **given: options.append(given))
-    for dtype in (torch.float32, torch.bfloat16):
-        q = torch.zeros(1, 2, 256, 96, dtype=dtype)
-        attention(q, q, q, document_blocks(torch.zeros(1, 256, dtype=torch.long)), 0.0, "auto")
-    fp32, bf16 = (given["kernel_options"] for given in options)
-    assert fp32 == {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32, "fwd_num_stages": 2} and bf16 is None
 
 
 @settings(max_examples=30, deadline=None)

@@ -11,7 +11,7 @@ import pytest
 
 from common.errors import Interrupted, TrainingError
 from data import background
-from data.batching.packing import PackedSequences
+from data.batching import packing
 from runner.checkpoint.format import read_newest_state
 from runner.engine.loop import train
 from runner.engine.verify_resume import diff_run_dirs
@@ -104,15 +104,15 @@ def test_stop_while_the_run_waits_for_data_saves_the_last_step(make_run, num_wor
 @pytest.mark.slow
 def test_epoch_plan_that_takes_long_is_progress_of_its_worker(make_run, monkeypatch):
     """A worker that plans the packed sequences of the second epoch sends no batch meanwhile."""
-    values = PackedSequences._plan_values
+    read, parent = packing.read_slices, os.getpid()
 
-    def slow_values(self, epoch):
-        for _ in range(8 if epoch else 0):
+    def slow_slices(rows, progress):
+        for _ in range(0 if os.getpid() == parent else 8):
             threading.Event().wait(0.3)
-            self.progress(0, 0, 0)
-        yield from values(self, epoch)
+            progress(0, 0, 0)
+        return read(rows, progress)
 
-    monkeypatch.setattr(PackedSequences, "_plan_values", slow_values)
+    monkeypatch.setattr(packing, "read_slices", slow_slices)
     state = make_run(
         "pretrain", "data.num_workers=1", "data.worker_timeout=1.5", "data.packing=best_fit", "train.epochs=2"
     )

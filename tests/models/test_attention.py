@@ -4,18 +4,32 @@ need.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from tiny_models import packed, random_model, tokens
 from torch import Tensor
 
-from models.layers.attention import cpu_attention, document_mask
+from models.layers import attention as attention_module
+from models.layers.attention import attention, cpu_attention, document_blocks, document_mask
 
 
 def packed_rows(T: int) -> Tensor:
     """Document ids of two rows with several documents each, the second one with padding."""
     return torch.stack([torch.arange(T) // 50, torch.where(torch.arange(T) < T - T // 5, torch.arange(T) // 90, -1)])
+
+
+def test_flex_attention_has_smaller_tiles_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of torch need more shared memory than most cards have: tests/cuda/test_shared_memory.py."""
+    options: list[dict[str, Any]] = []
+    monkeypatch.setattr(attention_module, "_compiled_flex", lambda: lambda *_, **given: options.append(given))
+    for dtype in (torch.float32, torch.bfloat16):
+        q = torch.zeros(1, 2, 256, 96, dtype=dtype)
+        attention(q, q, q, document_blocks(torch.zeros(1, 256, dtype=torch.long)), 0.0, "auto")
+    fp32, bf16 = (given["kernel_options"] for given in options)
+    assert fp32 == {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32, "fwd_num_stages": 2} and bf16 is None
 
 
 @pytest.mark.parametrize("save_probs", [True, False], ids=["saved", "recomputed"])

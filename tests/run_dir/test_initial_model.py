@@ -55,10 +55,9 @@ def llama(tmp_path: Path) -> Callable[..., str]:
     """llama(): override init_from with a folder that has the config.json of a Llama 3.1, with these changes."""
 
     def write(**changes: Any) -> str:
-        (tmp_path / "llama").mkdir(exist_ok=True)
-        (tmp_path / "llama" / "config.json").write_text(json.dumps(LLAMA | changes))
-        initial_weights._model_settings.cache_clear()  # a folder does not change while a command runs
-        return f"init_from={tmp_path / 'llama'}"
+        (folder := tmp_path / f"{len(list(tmp_path.iterdir()))}" / "llama").mkdir(parents=True)  # each is read once
+        (folder / "config.json").write_text(json.dumps(LLAMA | changes))
+        return f"init_from={folder}"
 
     return write
 
@@ -233,7 +232,7 @@ def test_model_of_a_run_without_family_is_that_of_its_model_folder(llama: Callab
     checkpoint.mkdir(parents=True)
     with pytest.raises(UserError, match="config.json is missing"):
         decoder(f"init_from={run}")
-    shutil.move(tmp_path / "llama", run / "model")
+    shutil.move(tmp_path / "0" / "llama", run / "model")
     for source in (run, checkpoint):
         assert decoder(f"init_from={source}", "stage=sft").rope_theta == 5e5
         with pytest.raises(UserError, match="model.rope_theta=1000000.0, in the weights 500000.0"):
@@ -244,7 +243,7 @@ def test_model_of_an_adapter_is_that_of_its_base_model(llama: Callable[..., str]
     llama()
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text(
-        json.dumps({"base_model_name_or_path": str(tmp_path / "llama")})
+        json.dumps({"base_model_name_or_path": str(tmp_path / "0" / "llama")})
     )
     assert decoder(f"init_from={tmp_path / 'adapter'}").rope_theta == 5e5
 

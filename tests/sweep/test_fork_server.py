@@ -99,9 +99,9 @@ with open("facts.json", "w") as file:
     }, file)
 """
     facts = []
-    for name, forks in (("cold", ForkServer()), ("fork", None)):
-        forks and setattr(forks, "_is_lost", True)
-        backend, job = submit(script, name, **({"forks": forks} if forks else {}), CUDA_VISIBLE_DEVICES="3")
+    for name, message_bytes in (("cold", 0), ("fork", fork_server.MESSAGE_BYTES)):
+        monkeypatch.setattr(fork_server, "MESSAGE_BYTES", message_bytes)
+        backend, job = submit(script, name, CUDA_VISIBLE_DEVICES="3")
         assert end_of(backend, job) == 0
         found = json.loads((tmp_path / name / "facts.json").read_text())
         found["files"] = [file.replace(f"/{name}/", "/") for file in found["files"]]
