@@ -41,6 +41,11 @@ VAL_PATHS = Limit(
 )
 
 
+def resolved_too_long(too_long: str, data_format: str) -> str:
+    """Return truncate, drop or split for data.too_long."""
+    return ("split" if data_format == "text" else "truncate") if too_long == "auto" else too_long
+
+
 @settings_class
 class DataConfig(CheckedSettings):
     SECTION = "data"

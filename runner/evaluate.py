@@ -8,6 +8,7 @@ if not __package__:  # started by path: replace runner/ on sys.path by the repos
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from runner.cli.subcommand import run_subcommand
@@ -19,6 +20,8 @@ from runner.inference.harness.tasks import evaluate_tasks
 
 def run_evaluation(cfg: EvaluateConfig) -> Any:
     action = evaluate_tasks if cfg.tasks else evaluate
+    if cfg.reference:
+        cfg = replace(cfg, reference=str(resolve_model_run(cfg.reference, "reference")))
     return action(cfg, resolve_model_run(cfg.run), listen_for_stop, record_everywhere)
 
 

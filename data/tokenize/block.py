@@ -61,6 +61,12 @@ class RowStats:
     sampled: Counter[str] = field(default_factory=Counter)  # see `count_sample`: the first rows of a file
     common_answers: Counter[str] = field(default_factory=Counter)  # their most common answer, shortened
 
+    @property
+    def left_out(self) -> str:
+        """How many rows were left out and why, e.g. `3 bad JSON (first: a.jsonl:7)`; empty for none."""
+        counts = (self.bad + self.dropped).most_common()
+        return ", ".join(f"{count} {reason} (first: {self.first_seen[reason]})" for reason, count in counts)
+
     def __iadd__(self, other: RowStats) -> RowStats:
         for part in dataclasses.fields(self):
             mine, added = getattr(self, part.name), getattr(other, part.name)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
 from common.paths import display_path
-from data.config import DataConfig
+from data.config import DataConfig, resolved_too_long
 from data.types import BadRowError
 from runner.diagnostics.symptoms import FEW_ROWS, few_validation_rows, troubleshooting
 from runner.engine.config import Config
@@ -139,15 +139,12 @@ def encoding_config(cfg: Config, tokenizer: Tokenizer) -> EncodingConfig:
     from data.types import EncodingConfig
 
     data = cfg.data
-    too_long = (
-        ("split" if cfg.stage.data_format == "text" else "truncate") if data.too_long == "auto" else data.too_long
-    )
     return EncodingConfig(
         data_format=cfg.stage.data_format,
         schema=data.schema or "",
         tokenizer=tokenizer.folder,
         max_length=data.max_length,
-        too_long=too_long,
+        too_long=resolved_too_long(data.too_long, cfg.stage.data_format),
         loss_on=data.loss_on,
         on_bad_row=data.on_bad_row,
         system_prompts=tuple(data.system_prompts) if data.system_prob else (),
@@ -210,19 +207,15 @@ def bad_fraction(bad: int, read: int) -> str:
 def check_row_stats(stats: RowStats, source: Source, data: DataConfig) -> None:
     """Refuse a file with too many bad rows, or without a row to train on."""
     bad = sum(stats.bad.values())
-    reasons = ", ".join(
-        f"{count} {reason} (first: {stats.first_seen[reason]})"
-        for reason, count in (stats.bad + stats.dropped).most_common()
-    )
     if bad > data.max_bad_fraction * stats.read:
         raise UserError(
-            f"{bad} of {stats.read} rows are bad: {reasons}",
+            f"{bad} of {stats.read} rows are bad: {stats.left_out}",
             source.name,
             f"correct the file, or {bad_fraction(bad, stats.read)}",
         )
     if not stats.kept:
         raise UserError(
-            f"no row to train on: {reasons or 'the file is empty'}",
+            f"no row to train on: {stats.left_out or 'the file is empty'}",
             source.name,
             "raise data.max_length, or leave out this file",
         )

@@ -28,8 +28,8 @@ from common.registry import Registry
 from common.settings import CheckedSettings, at_least, settings_class
 from runner.diagnostics.rows import training_overlap
 from runner.diagnostics.symptoms import finite_number, troubleshooting
-from runner.inference.evaluation_data import EvaluationData, EvaluationSet
-from runner.inference.load import LoadedModel, find_checkpoint, load_trained, run_dir_of
+from runner.inference.evaluation_data import OF_RUN, EvaluationData, EvaluationSet
+from runner.inference.load import LoadedModel, find_checkpoint, load_trained, read_settings, run_dir_of
 from runner.run_dir.contents import RUN_FILE
 from runner.run_dir.metadata import RunMetadata
 from runner.tracking.progress import EvaluationProgress
@@ -46,7 +46,7 @@ Record = dict[str, Any]  # of one evaluation: a line of EVALUATIONS_FILE
 Listen = Callable[[], AbstractContextManager[Callable[[], bool]]] | None
 ComputeMetric = Callable[[LoadedModel, EvaluationSet, "EvaluateConfig"], MetricResults]
 # fields that make two records one evaluation
-SAME_EVALUATION = ("task", "metric", "data", "shots", "limit", "chat_template")
+SAME_EVALUATION = ("task", "metric", "data", "shots", "limit", "chat_template", "reference", *OF_RUN)
 MAX_LABEL = 200  # characters
 # The metric that stands for an evaluation where there is one column: the first that it has.
 HEADLINES = "acc_norm acc exact_match perplexity byte_perplexity reward_accuracy f1 bleu".split()
@@ -146,7 +146,8 @@ def evaluate(
     check_own_files(run_dir_of(folder), (EVALUATIONS_FILE,))
     with EvaluationProgress(cfg.metric, listen) as progress:
         # before the weights are read, which takes longer
-        examples = open_evaluation_set(cfg.data, cfg.metric, progress)
+        data = cfg.data.of_run(read_settings(run_dir_of(folder)).get("data", {}))
+        examples = open_evaluation_set(data, cfg.metric, progress)
         trained = load_trained(folder, cfg.device)
         sources = [source for source, _ in examples.files]
         if overlap := training_overlap(sources, RunMetadata.read(trained.run_dir)):
@@ -156,7 +157,9 @@ def evaluate(
             results = METRICS.get(cfg.metric).compute(trained, examples, cfg)
     files = [source.name for source in sources]
     evaluated = {} if files == [cfg.data.path] else {"files": files}
-    result = {"metric": cfg.metric, "data": cfg.data.path, **evaluated, **exported_weights(folder), **results}
+    typed = {name: getattr(cfg.data, name) for name in OF_RUN} | {"reference": cfg.reference}
+    typed = {name: value for name, value in typed.items() if value is not None}
+    result = {"metric": cfg.metric, "data": cfg.data.path, **typed, **evaluated, **exported_weights(folder), **results}
     if progress.is_stopped:
         print_partial({**result, "partial": True, "n": progress.done, "of": progress.total})
         raise KeyboardInterrupt
@@ -257,7 +260,8 @@ def evaluation_label(record: Record) -> str:
         ]
         label = " ".join(filter(None, parts)) + (f", first {record['limit']}" if record.get("limit") else "")
     else:
-        label = f"{record.get('metric')} {Path(str(record.get('data'))).name}"
+        typed = (f", {name}={record[name]}" for name in ("reference", *OF_RUN) if record.get(name) is not None)
+        label = f"{record.get('metric')} {Path(str(record.get('data'))).name}{''.join(typed)}"
     return label[:MAX_LABEL]
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from common.errors import UserError
+from common.errors import UserError, print_note
 from common.settings import CheckedSettings, at_least, one_of, settings_class
-from data.config import LOSS_TOKENS, TEXT_UNITS, TURNS
+from data.config import LOSS_TOKENS, TEXT_UNITS, TURNS, resolved_too_long
 from data.schemas.registry import check_columns
 from data.sources.files import ReadOptions
+from data.types import BadRowError
 from runner.tracking.progress import EvaluationProgress
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from runner.inference.load import LoadedModel
 
 DEFAULT_MAX_LENGTH = 1024  # tokens, of a model without a run
+# settings that are those of the run where they are null -> without a run
+OF_RUN = {"text_unit": "file", "turns": "strict", "max_length": DEFAULT_MAX_LENGTH, "loss_on": "assistant"}
 
 
 @settings_class
@@ -31,10 +34,11 @@ class EvaluationData(CheckedSettings):
     path: Optional[str]  # file, glob or folder
     columns: Any  # columns of your files, e.g. {prompt: question}: the field prompt is the column question
     encoding: Optional[str]  # of text files that are not UTF-8, e.g. gb18030; null: detected
-    # a row of a .txt or .md file: file (long ones in parts), or line
-    text_unit: str = one_of(*TEXT_UNITS)
-    # turns of one role in a row, a first turn of the assistant: strict (refused) or merge (joined, kept)
-    turns: str = one_of(*TURNS)
+    # a row of a .txt or .md file: file (long ones in parts), or line; null: as in the run, file without one
+    text_unit: Optional[str] = one_of(*TEXT_UNITS)
+    # turns of one role in a row, a first turn of the assistant: strict (refused) or merge (joined, kept); null: as in
+    # the run, strict without one
+    turns: Optional[str] = one_of(*TURNS)
     # length limit of an example (tokens): a text is split, a conversation truncated; null: that of the run, 1024
     # without one
     max_length: Optional[int] = at_least(2, DEFAULT_MAX_LENGTH)
@@ -46,6 +50,11 @@ class EvaluationData(CheckedSettings):
         super().__post_init__()
         check_columns(self.columns or {})
         ReadOptions.of(self)
+
+    def of_run(self, data: Mapping[str, Any]) -> EvaluationData:
+        """Return these settings with those of a run in place of null; `data`: its section, empty without a run."""
+        missing = {name: data.get(name, default) for name, default in OF_RUN.items() if getattr(self, name) is None}
+        return replace(self, **missing)
 
 
 @dataclass(frozen=True)
@@ -83,31 +92,37 @@ class EvaluationSet:
 
     def batches(self, trained: LoadedModel, batch_size: int) -> Iterator[Batch]:
         from data.batching.loader import StepLoader
-        from data.batching.mixture import WeightedSource, mix_sources
+        from data.batching.mixture import MixedRows, WeightedSource
         from data.batching.packing import UnpackedSequences
         from data.batching.sampler import ShuffledSampler
         from data.store.cache import load_or_build
         from data.types import EncodingConfig
 
-        tokenizer, settings = trained.tokenizer, trained.settings.get("data", {})
-        max_length = self.cfg.max_length or settings.get("max_length") or DEFAULT_MAX_LENGTH
+        tokenizer, section = trained.tokenizer, trained.settings.get("data", {})
+        cfg, of_run = self.cfg.of_run(section), section if trained.data_format == self.data_format else {}
         encoding = EncodingConfig(
             data_format=self.data_format,
             schema="",
             tokenizer=tokenizer.folder,
-            max_length=min(max_length, trained.model.cfg.max_position_embeddings),
-            too_long="split" if self.data_format == "text" else "truncate",
-            loss_on=self.cfg.loss_on or settings.get("loss_on") or "assistant",
-            on_bad_row="error",
+            max_length=min(cfg.max_length or DEFAULT_MAX_LENGTH, trained.model.cfg.max_position_embeddings),
+            too_long=resolved_too_long(str(of_run.get("too_long", "auto")), self.data_format),
+            loss_on=cfg.loss_on or "assistant",
+            on_bad_row="skip" if of_run.get("on_bad_row") == "skip" else "error",
         )
         parts = []
         for source, schema in self.files:
-            store = load_or_build(source, replace(encoding, schema=schema.name), tokenizer, Path(self.cfg.cache))
+            try:
+                store = load_or_build(source, replace(encoding, schema=schema.name), tokenizer, Path(self.cfg.cache))
+            except BadRowError as error:
+                fix = error.fix.partition("; or skip such rows")[0]  # a setting of training
+                raise BadRowError(error.reason, error.message, error.setting, fix) from error
+            if left_out := store.stats.left_out:
+                print_note(f"{source.name}: left out, as in the run: {left_out}")
             parts.append(WeightedSource(source, store))
-        rows = mix_sources([parts], None)
+        rows = MixedRows(tuple(parts))  # each once, as in an evaluation of the run
         if not len(rows):
             raise UserError(
-                f"no row fits data.max_length={max_length}", f"data.path={self.cfg.path}", "raise data.max_length"
+                f"no row fits data.max_length={cfg.max_length}", f"data.path={cfg.path}", "raise data.max_length"
             )
         sampler = ShuffledSampler(len(rows), batch_size, seed=0)
         loader = StepLoader(UnpackedSequences(rows), sampler, batch_size=batch_size, pad_id=tokenizer.pad_id)

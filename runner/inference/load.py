@@ -37,10 +37,14 @@ class LoadedModel:
     device: torch.device
 
     @property
+    def data_format(self) -> str | None:
+        """Format of the data that its run trained on: text, chat or preference; None without a run."""
+        return _data_format(self.settings)
+
+    @property
     def is_chat_model(self) -> bool:
         """Whether its run trained on conversations; without a run, whether its tokenizer has a chat template."""
-        data_format = _data_format(self.settings)
-        return data_format != "text" if data_format else self.tokenizer.chat_template is not None
+        return self.data_format != "text" if self.data_format else self.tokenizer.chat_template is not None
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -81,7 +85,7 @@ def _load_trained(folder: Path, device: str) -> LoadedModel:
     from runner.engine.device.distributed import resolve_device
 
     target, run_dir = resolve_device(device), run_dir_of(folder)
-    settings = _read_settings(run_dir)
+    settings = read_settings(run_dir)
     if checkpoint := find_checkpoint(folder):
         model, tokenizer = _load_checkpoint(checkpoint, settings), Tokenizer.load(run_dir / "tokenizer")
         if _data_format(settings) != "text":  # with the stop ids that `model/` of the run gets
@@ -157,7 +161,7 @@ def run_dir_of(folder: Path) -> Path:
     return checkpoint.parents[1] if checkpoint else folder
 
 
-def _read_settings(run_dir: Path) -> RunSettings:
+def read_settings(run_dir: Path) -> RunSettings:
     """Return the saved config of a run; {} if `run_dir` is no run."""
     if not (run_dir / CONFIG_FILE).exists():
         return {}

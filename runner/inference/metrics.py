@@ -33,8 +33,8 @@ def perplexity(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateConfi
     """Mean loss per token with a label, in nats, exp(loss), and the loss in bits per byte of these tokens, which does
     not depend on the tokenizer.
 
-    A row or message with a weight counts as in training, in the loss and in the bytes. Special tokens with a label (the
-    end of a text) have no bytes.
+    As in an evaluation of a run, a row counts once, and a message with a weight as in training, in the loss and in the
+    bytes. Special tokens with a label (the end of a text) have no bytes.
     """
     loss, weight, tokens, num_bytes = 0.0, 0.0, 0, 0.0
     bytes_of = TokenBytes(trained.tokenizer)
@@ -123,7 +123,14 @@ def preference(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateConfi
     from runner.engine.objectives.dpo import Dpo
     from runner.engine.objectives.objective import Reference
 
-    reference = load_trained(Path(cfg.reference or _reference_of(trained.run_dir)), cfg.device)
+    name = cfg.reference or _reference_of(trained.run_dir)
+    reference = load_trained(Path(name), cfg.device)
+    if reference.tokenizer.tokens_fingerprint != trained.tokenizer.tokens_fingerprint:
+        raise UserError(
+            "the reference has another tokenizer: its probabilities are those of other tokens",
+            f"reference={name}",
+            "name the model that the run started from",
+        )
     objective = Dpo(1.0, Reference(reference.model))
     pairs, totals = 0, {"reward_accuracy": 0.0, "reward_margin": 0.0}
     for batch in examples.batches(trained, cfg.batch_size):
@@ -196,10 +203,19 @@ class Dialogue:
             )
         return prompt
 
-    def take(self, answer: str) -> str | None:
+    def expected(self, trained: LoadedModel) -> str:
+        """Return the answer in the data, with its reasoning and tool calls as the template renders them."""
+        *before, message = self.messages[: self.turns[len(self.right)] + 1]
+        if message.keys() <= {"role", "content", "weight"}:
+            return str(message["content"])
+        messages = [*before, {name: value for name, value in message.items() if name != "weight"}]
+        segments = trained.template.segments(messages, self.tools, self.where, "last_assistant")
+        [(ids, spans)] = trained.template.encode_segments([segments])
+        return trained.tokenizer.decode([token for start, end, _ in spans for token in ids[start:end].tolist()])
+
+    def take(self, answer: str, expected: str) -> str | None:
         """Replace the expected answer; return a description if they differ beyond leading and trailing white space."""
         position = self.turns[len(self.right)]
-        expected = str(self.messages[position]["content"])
         self.messages[position] = {"role": "assistant", "content": answer}
         self.right.append(answer.strip() == expected.strip())
         if self.right[-1]:
@@ -224,7 +240,7 @@ def hold_dialogues(trained: LoadedModel, dialogues: Iterator[Dialogue], cfg: Eva
             ]
             generate_answers(trained, answers)
             for dialogue, answer in zip(waiting, answers, strict=True):
-                if (wrong := dialogue.take(answer.text)) and left_to_show:
+                if (wrong := dialogue.take(answer.text, dialogue.expected(trained))) and left_to_show:
                     left_to_show -= 1
                     print_safely(wrong)
     return done

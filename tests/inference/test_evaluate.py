@@ -22,12 +22,14 @@ from runner.inference.evaluate import (
     METRICS,
     EvaluateConfig,
     evaluate,
+    evaluation_label,
     exported_weights,
     record_everywhere,
     register_metric,
 )
 from runner.inference.evaluation_data import EvaluationData
 from runner.inference.load import LoadedModel, find_checkpoint, load_trained
+from runner.inference.metrics import Dialogue
 
 TEXTS = [
     "Ludo lives in Sarro.",
@@ -50,8 +52,8 @@ def evaluate_config(metric: str, data: Path, max_length: int = 128, **changes: o
             str(data),
             columns=None,
             encoding=None,
-            text_unit="file",
-            turns="strict",
+            text_unit=None,
+            turns=None,
             max_length=max_length,
             loss_on=None,
             cache=str(data.parent / "cache"),
@@ -102,18 +104,18 @@ def test_perplexity_of_an_untrained_model_is_the_vocabulary_size(hf_folder: Path
 
 
 @torch.inference_mode()
-def test_bits_per_byte_weighs_bytes_as_losses_where_rows_have_weights(hf_folder: Path, tmp_path: Path) -> None:
+def test_perplexity_counts_each_row_once_as_an_evaluation_of_a_run_does(hf_folder: Path, tmp_path: Path) -> None:
     weights = [3.0, 1.0, 1.0, 2.0]
     data = write(
         tmp_path / "text.jsonl", [{"text": text, "weight": weight} for text, weight in zip(TEXTS, weights, strict=True)]
     )
     trained = load_trained(hf_folder, "cpu")
     loss = tokens = num_bytes = 0.0
-    for text, weight in zip(TEXTS, weights, strict=True):
+    for text in TEXTS:
         ids = torch.tensor([[trained.tokenizer.bos_id, *trained.tokenizer.encode(text), trained.tokenizer.eos_id]])
-        loss -= weight * trained.model(ids[:, :-1]).logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).sum().item()
-        tokens += weight * (ids.shape[1] - 1)
-        num_bytes += weight * len(text.encode())
+        loss -= trained.model(ids[:, :-1]).logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).sum().item()
+        tokens += ids.shape[1] - 1
+        num_bytes += len(text.encode())
     results = evaluate(evaluate_config("perplexity", data), hf_folder)
     assert results["loss_tokens"] == tokens and results["loss"] == pytest.approx(loss / tokens, rel=1e-5)
     assert results["bits_per_byte"] == pytest.approx(loss / math.log(2) / num_bytes, rel=1e-5)
@@ -321,7 +323,7 @@ def test_evaluate_appends_its_record_to_the_model_folder(
     last = json.loads((hf_folder / "evaluations.jsonl").read_text().splitlines()[-1])
     assert (
         last
-        == {"metric": "perplexity", "data": str(data), **results}
+        == {"metric": "perplexity", "data": str(data), "max_length": 128, **results}
         == json.loads(capsys.readouterr().out.splitlines()[-1])
     )
 
@@ -435,29 +437,82 @@ def test_metric_of_a_plugin_is_found_by_its_name(
 
 
 @pytest.mark.slow
-def test_evaluate_reads_validation_rows_as_the_run_did(call: Call, call_command: Call, workspace: Path) -> None:
-    """With the length limit and the labels of evaluate.py alone, the number was another one than in run.json and the
-    leaderboard.
-    """
-    rows = [
-        {"conversations": chat(f"Where does Ludo live in {year}?", " ".join(TEXTS[:3]) + str(year))}
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["stage=sft", "data.loss_on=all", "data.max_length=24"],
+        ["stage=sft", "data.too_long=drop", "data.max_length=96", "data.on_bad_row=skip", "data.max_bad_fraction=0.5"],
+        ["stage=pretrain", "data.text_unit=line", "data.max_length=24", "data.too_long=truncate"],
+    ],
+    ids=["labels", "dropped rows", "lines"],
+)
+def test_evaluate_reads_validation_rows_as_the_run_did(
+    overrides: list[str], call: Call, call_command: Call, workspace: Path
+) -> None:
+    """With the settings of evaluate.py alone, the number was another one than in run.json and the leaderboard."""
+    rows: list[dict[str, Any]] = [
+        {
+            "conversations": chat(f"Where does Ludo live in {year}?", " ".join(TEXTS[: year % 4]) + str(year)),
+            "weight": 2,
+        }
         for year in range(1990, 2000)
     ]
+    if "data.on_bad_row=skip" in overrides:
+        rows[7]["conversations"][0]["role"] = "nobody"
     train, validation = write(workspace / "train.jsonl", rows[:6]), write(workspace / "val.jsonl", rows[6:])
-    overrides = [
-        f"data.path={train}",
-        f"data.val_path={validation}",
-        "data.loss_on=all",
-        "data.max_length=24",
-        "train.eval_every=2",
-    ]
+    if "data.text_unit=line" in overrides:
+        train, validation = (path.rename(path.with_suffix(".txt")) for path in (train, validation))
+        for path in (train, validation):
+            path.write_text("".join(f"{text} It is far from here, as they say.\n" for text in TEXTS * 5))
+    overrides = [*overrides, f"data.path={train}", f"data.val_path={validation}", "train.eval_every=2"]
     sizes = [override for override in TINY_RUN if not override.startswith(("data.", "train.eval_every"))]
-    trained = call(*sizes, "stage=sft", "init_from=scratch", *overrides, "hydra.run.dir=run")
+    trained = call(*sizes, "init_from=scratch", *overrides, "hydra.run.dir=run")
     assert trained.returncode == 0, trained.stderr
     exported = json.loads((workspace / "run" / "run.json").read_text())["export"]
     evaluated = call_command("evaluate.py", "run=run", f"data.path={validation}", "device=cpu")
     assert evaluated.returncode == 0, evaluated.stderr
     assert json.loads(evaluated.stdout.splitlines()[-1])["loss"] == pytest.approx(exported["loss"], rel=1e-5)
+    assert ("left out, as in the run: " in evaluated.stderr) == ("data.on_bad_row=skip" in overrides)
+
+
+def test_evaluation_with_other_settings_replaces_no_record(call: Call, call_command: Call, workspace: Path) -> None:
+    data = write(workspace / "val.jsonl", [{"conversations": chat("Who?", text)} for text in TEXTS])
+    assert call(*TINY_RUN, "stage=sft", f"data.path={data}", "init_from=scratch", "hydra.run.dir=run").returncode == 0
+    for typed in ([], ["data.loss_on=all"], []):
+        assert call_command("evaluate.py", "run=run", f"data.path={data}", "device=cpu", *typed).returncode == 0
+    records = json.loads((workspace / "run" / "run.json").read_text())["evaluations"]
+    assert [record.get("loss_on") for record in records] == ["all", None]
+    assert evaluation_label(records[0]) == "perplexity val.jsonl, loss_on=all"
+
+
+def test_expected_answer_has_its_reasoning_and_tool_calls(hf_folder: Path) -> None:
+    """Their text was not in the expected answer, and right ones counted as wrong."""
+    trained = load_trained(hf_folder, "cpu")
+    call_of_tool = [{"type": "function", "function": {"name": "w", "arguments": {"a": 1}}}]
+    for message, expected in (
+        ({"content": "red", "weight": 0}, "red"),
+        ({"content": "red", "reasoning_content": "sky", "weight": 0}, "<think>\nsky\n</think>\n\nred"),
+        (
+            {"content": "", "tool_calls": call_of_tool},
+            '<tool_call>\n{"name": "w", "arguments": {"a": 1}}\n</tool_call>',
+        ),
+    ):
+        messages = [{"role": "user", "content": "color?"}, {"role": "assistant", **message}]
+        assert Dialogue("here", messages, None, [1], False).expected(trained).strip() == expected
+
+
+def test_preference_refuses_a_reference_with_another_tokenizer(
+    write_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    policy, reference = (write_model(tmp_path / name, seed=1, std=0.2) for name in ("policy", "reference"))
+    stored = json.loads((reference / "tokenizer.json").read_text())
+    vocab = stored["model"]["vocab"]
+    first, second = sorted(vocab, key=vocab.get)[300:302]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (reference / "tokenizer.json").write_text(json.dumps(stored))
+    pair = {"chosen": chat("Who?", "Ludo."), "rejected": chat("Who?", "Nobody.")}
+    with pytest.raises(UserError, match="the reference has another tokenizer"):
+        evaluate(evaluate_config("preference", write(tmp_path / "p.jsonl", [pair]), reference=str(reference)), policy)
 
 
 def test_preference_margin_is_that_of_the_log_probabilities_in_nats(
