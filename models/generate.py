@@ -58,7 +58,7 @@ class Row:
     sampler: Sampler
     stop_ids: Collection[int]
     on_token: Callable[[int], object] = lambda token: None
-    on_end: Callable[[bool], object] = lambda has_stop_token: None
+    on_end: Callable[[int | None], object] = lambda stop_token: None  # None: it has not ended at a stop token
     constrain: Callable[[Tensor, list[int]], Tensor] | None = None  # changes logits (1, V) after `ids`
     ids: list[int] = field(default_factory=list)  # new tokens
     has_ended: bool = False
@@ -68,15 +68,15 @@ class Row:
 
     def add(self, token: int) -> None:
         if token in self.stop_ids:
-            self.end(has_stop_token=True)
+            self.end(token)
             return
         self.ids.append(token)
         if self.on_token(token) is True or len(self.ids) == self.limit:
             self.end()
 
-    def end(self, has_stop_token: bool = False) -> None:
+    def end(self, stop_token: int | None = None) -> None:
         self.has_ended = True
-        self.on_end(has_stop_token)
+        self.on_end(stop_token)
 
 
 def generate_rows(

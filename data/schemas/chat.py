@@ -35,6 +35,7 @@ def chat_example(messages: Any, row: dict, where: str) -> ChatExample:
     turns, tools = check_chat(messages, row.get("tools"), where)
     turns = check_order(turns, where)
     system = optional_text(row, "system", where)
+    system = system if system.strip() else ""  # as a blank message of the system, it is none
     if system and turns[0]["role"] == "system" and turns[0]["content"].strip() != system.strip():
         message = "the field system differs from the system message of the conversation"
         raise BadRowError("two system messages", message, f"{where} system", "keep one of them")

@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_LENGTH = 1024  # tokens, of a model without a run
 # settings that are those of the run where they are null -> without a run
-OF_RUN = {"text_unit": "file", "turns": "strict", "max_length": DEFAULT_MAX_LENGTH, "loss_on": "assistant"}
+OF_RUN = {
+    "columns": None,
+    "text_unit": "file",
+    "turns": "strict",
+    "max_length": DEFAULT_MAX_LENGTH,
+    "loss_on": "assistant",
+}
 
 
 @settings_class

@@ -61,7 +61,7 @@ class Answer(Work):
     ids: list[int] = field(default_factory=list)  # tokens, without the stop token that ended it
     text: str = ""
     finish_reason: str | None = None  # stop or length
-    has_stop_token: bool = False  # ended by a stop token, which is not in `ids`
+    stop_token: int | None = None  # that ended it, which is not in `ids`
     _sent: int = 0  # characters
     _begun: dict[str, int] = field(default_factory=dict)  # stop text -> its first characters that `text` ends with
     # tokens start:end are decoded again with new ones: a tokenizer may treat the first of a text differently
@@ -77,12 +77,12 @@ class Answer(Work):
             if any(stop in tail for stop in self.stops):
                 self.finish_reason = "stop"
 
-    def end(self, tokenizer: Tokenizer, has_stop_token: bool = False) -> None:
+    def end(self, tokenizer: Tokenizer, stop_token: int | None = None) -> None:
         """Send what is left of the text."""
         self._decode(tokenizer, is_last=True)
         if self.finish_reason is None:
-            self.has_stop_token = has_stop_token
-            self.finish_reason = "stop" if has_stop_token else "length"
+            self.stop_token = stop_token
+            self.finish_reason = "length" if stop_token is None else "stop"
         self._send(len(self.text))
 
     def add_text(self, text: str) -> None:
@@ -145,9 +145,9 @@ def generate_answers(
                 answer.add_token(token, trained.tokenizer)
             return answer.done.done() or answer.finish_reason is not None
 
-        def on_end(has_stop_token: bool) -> None:
+        def on_end(stop_token: int | None) -> None:
             if not answer.done.done():
-                answer.end(trained.tokenizer, has_stop_token)
+                answer.end(trained.tokenizer, stop_token)
                 answer.finish()
 
         limit, stop_ids = sampling.max_new_tokens, sampling.stop_ids

@@ -26,6 +26,7 @@ from common.errors import (
     report_user_error,
 )
 from common.filesystem import describe_disk_error
+from common.settings import setting_values
 from data.sources.splits import DataFiles
 from runner.checkpoint.compatibility import DATA_FINGERPRINT, WRITTEN_BY, recorded_environment, settings_fingerprint
 from runner.config.compose import to_config
@@ -291,7 +292,8 @@ def _next_commands(state: TrainState, metadata: RunMetadata, outcome: Outcome) -
         longer = f"train.max_steps={2 * train.max_steps}" if train.max_steps else f"train.epochs={2 * train.epochs}"
         path = Path(paths[0]) if len(paths) == 1 else None
         longer_or_none = None if state.stopped_early else longer
-        return next_commands(state.run_dir, stage.name, stage.data_format, path, longer_or_none, state.cfg.model.family)
+        settings = setting_values(state.cfg)
+        return next_commands(state.run_dir, stage.name, stage.data_format, path, longer_or_none, settings)
     except (OSError, UserError):  # e.g. the current directory or .hydra/ was deleted; the run has ended as it has
         return ()
 

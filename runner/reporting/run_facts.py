@@ -202,8 +202,8 @@ class RunReport(Run):
         if self.status == "completed" and data_format in STAGE_METRICS:
             path = settings.get("data.path", "").replace(REPO_INTERPOLATION, str(REPO_ROOT))
             data_path = Path(path) if path and path != "null" and not path.startswith(("[", "{")) else None
-            family, longer = settings.get("model.family", ""), longer_override(settings) if self.is_whole else None
-            found = next_commands(self.folder, self.fields["stage"], data_format, data_path, longer, family)
+            longer = longer_override(settings) if self.is_whole else None
+            found = next_commands(self.folder, self.fields["stage"], data_format, data_path, longer, settings)
         elif self.status == "diverged" and lr:
             can_resume = bool(self.checkpoints) and (self.total_steps is None or self.step < self.total_steps)
             found = commands_after_divergence(self.folder, lr, self.overrides, can_resume)

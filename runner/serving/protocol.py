@@ -286,7 +286,7 @@ class Responder:
 
         The stop token is part of it: lm-evaluation-harness asks for one token and drops it from the lists.
         """
-        ids = answer.prompt + answer.ids + [self.tokenizer.eos_id] * answer.has_stop_token
+        ids = answer.prompt + answer.ids + ([] if answer.stop_token is None else [answer.stop_token])
         return Score(ids=ids, first=1 if self._echoes else len(answer.prompt), top=max(self.body.top or 0, 1))
 
     @property

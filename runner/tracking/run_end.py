@@ -22,21 +22,27 @@ from runner.tracking.lines import format_rate, format_size
 STAGE_METRICS = {"text": "perplexity", "chat": "exact_match", "preference": "preference"}
 # stage -> (the next one, other choices)
 NEXT_STAGES = {"pretrain": ("sft", ""), "sft": ("dpo", "stage=dpo_lora, or stage=lora")}
-EXPORT_FORMATS = {"decoder": "gguf"}  # by model family
 LR_OVERRIDE = "optimizer.lr="
 SAMPLES = REPO_ROOT / "data" / "samples"
 
 
 def next_commands(
-    run_dir: Path, stage: str, data_format: str, data_path: Path | None, longer: str | None, family: str
+    run_dir: Path,
+    stage: str,
+    data_format: str,
+    data_path: Path | None,
+    longer: str | None,
+    settings: Mapping[str, object],
 ) -> tuple[NextCommand, ...]:
-    """Return what to type after a completed run of a model of `family`.
+    """Return what to type after a completed run.
 
     `data_path`: the training file, None for several; `longer`: the override that trains further, None if a resumed run
-    would end at once.
+    would end at once; `settings`: of the run, by dotted key.
     """
-    run = f"run={display_path(run_dir)}"
-    evaluated = f"data.path={_validation_file(data_path)}", f"metric={STAGE_METRICS[data_format]}"
+    run, val_path = f"run={display_path(run_dir)}", str(settings.get("data.val_path"))
+    is_path = val_path not in ("auto", "null", "None") and not val_path.startswith(("[", "{", "hub:"))
+    file = display_path(Path(val_path)) if is_path else _validation_file(data_path)
+    evaluated = f"data.path={file}", f"metric={STAGE_METRICS[data_format]}"
     commands = [_command("chat", "talk to it", run), _command("evaluate", "measure it", run, *evaluated)]
     if stage in NEXT_STAGES:
         next_stage, others = NEXT_STAGES[stage]
@@ -45,8 +51,17 @@ def next_commands(
         commands.append(_command("train", purpose, f"stage={next_stage}", f"init_from={display_path(run_dir)}", *own))
     if longer is not None:
         commands.append(_command("train", "train longer", f"resume={display_path(run_dir)}", longer))
-    exported = "to=FOLDER", f"format={EXPORT_FORMATS.get(family, 'hf')}"
+    exported = "to=FOLDER", f"format={_export_format(settings)}"
     return *commands, _command("export", "write it for other programs", run, *exported)
+
+
+def _export_format(settings: Mapping[str, object]) -> str:
+    """Return the format in which most programs read the model, and export.py writes it."""
+    has_experts = str(settings.get("model.num_experts", 0)) not in ("0", "null", "None")
+    is_for_llama_cpp = not has_experts or str(settings.get("model.norm_topk_prob")).lower() == "true"
+    if settings.get("model.family") == "decoder" and is_for_llama_cpp:
+        return "gguf"
+    return "merged" if "stage.lora.rank" in settings else "hf"
 
 
 def commands_to_continue(run_dir: Path, has_checkpoint: bool) -> tuple[NextCommand, ...]:

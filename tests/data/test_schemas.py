@@ -169,6 +169,7 @@ CHATS = [  # schema, row, messages
         {"conversations": [{"role": "system", "content": " "}, *MESSAGES], "system": "be brief"},
         [{"role": "system", "content": "be brief"}, *MESSAGES],
     ),
+    ("sharegpt", {"conversations": [HUMAN, GPT], "system": " "}, MESSAGES),
     ("prompt completion", {"prompt": "hi", "completion": "ho"}, MESSAGES),
     ("prompt completion", {"prompt": [ASK], "completion": [ANSWER]}, MESSAGES),
     ("prompt response", {"prompt": "hi", "response": "ho"}, MESSAGES),

@@ -458,7 +458,7 @@ def test_evaluate_reads_validation_rows_as_the_run_did(
         for year in range(1990, 2000)
     ]
     if "data.on_bad_row=skip" in overrides:
-        rows[7]["conversations"][0]["role"] = "nobody"
+        rows[7]["conversations"][0]["role"] = "unknown"
     train, validation = write(workspace / "train.jsonl", rows[:6]), write(workspace / "val.jsonl", rows[6:])
     if "data.text_unit=line" in overrides:
         train, validation = (path.rename(path.with_suffix(".txt")) for path in (train, validation))
@@ -510,7 +510,7 @@ def test_preference_refuses_a_reference_with_another_tokenizer(
     first, second = sorted(vocab, key=vocab.get)[300:302]
     vocab[first], vocab[second] = vocab[second], vocab[first]
     (reference / "tokenizer.json").write_text(json.dumps(stored))
-    pair = {"chosen": chat("Who?", "Ludo."), "rejected": chat("Who?", "Nobody.")}
+    pair = {"chosen": chat("Who?", "Ludo."), "rejected": chat("Who?", "Tolo.")}
     with pytest.raises(UserError, match="the reference has another tokenizer"):
         evaluate(evaluate_config("preference", write(tmp_path / "p.jsonl", [pair]), reference=str(reference)), policy)
 

@@ -102,8 +102,12 @@ def test_exported_adapter_is_merged_or_kept(adapter: Path, tmp_path: Path) -> No
     assert torch.equal(load_model(tmp_path / "peft")(IDS).logits, expected)
 
 
-def test_exported_minimind_file_is_read_again(hf_folder: Path, tmp_path: Path) -> None:
+def test_exported_minimind_file_is_read_again(
+    hf_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_export(hf_folder, tmp_path / "to", format="minimind")
+    assert "to: minimind, float16" in capsys.readouterr().out
+    assert "| dtype | float16 |" in (tmp_path / "to" / "README.md").read_text()
     state = torch.load(tmp_path / "to" / "model.pth", weights_only=True)
     assert {tensor.dtype for tensor in state.values()} == {torch.float16}
 
@@ -243,6 +247,7 @@ def test_export_that_cannot_be_written_is_refused(hf_folder: Path, changes: dict
     ("changes", "message"),
     [
         ({"dtype": "q8_0"}, "dtype must be one of float32, bfloat16, float16"),
+        ({"format": "minimind", "dtype": "bf16"}, "dtype must be one of float16, got bfloat16"),
         ({"format": "onnx"}, "format must be one of gguf, hf, merged, minimind, peft"),
         ({"max_shard_size": "big"}, "max_shard_size must be a number above 0 with"),
         ({"converter": "convert.py"}, "converter is read by format=gguf only"),

@@ -73,9 +73,9 @@ def test_generate_ends_a_row_before_its_stop_token() -> None:
 
 
 def generate_greedily(model: Decoder, stop_ids: list[int], **options: Any) -> tuple[list[Row], list[list[int]], dict]:
-    """Return the rows of PROMPTS, the tokens reported for each, and how many it had at its end, with the reason."""
+    """Return the rows of PROMPTS, the tokens reported for each, and how many it had at its end, with its stop token."""
     reported: list[list[int]] = [[] for _ in PROMPTS]
-    ends: dict[int, tuple[int, bool]] = {}
+    ends: dict[int, tuple[int, int | None]] = {}
     rows = [
         Row(
             prompt,
@@ -83,7 +83,7 @@ def generate_greedily(model: Decoder, stop_ids: list[int], **options: Any) -> tu
             Sampler(0.0, 0, 1.0, 1.0),
             stop_ids,
             reported[i].append,
-            lambda has_stop_token, i=i: ends.update({i: (len(reported[i]), has_stop_token)}),
+            lambda stop_token, i=i: ends.update({i: (len(reported[i]), stop_token)}),
         )
         for i, prompt in enumerate(PROMPTS)
     ]
@@ -221,7 +221,10 @@ def test_generate_goes_row_by_row_where_batches_are_not_exact(monkeypatch: pytes
 def test_generate_reports_the_end_of_each_row(monkeypatch: pytest.MonkeyPatch, is_together: bool) -> None:
     model = random_model()
     stop = generate(model, PROMPTS, **GREEDY)[1][3]
-    expected = [(len(answer), len(answer) < 24) for answer in generate(model, PROMPTS, **GREEDY | {"stop_ids": [stop]})]
+    expected = [
+        (len(answer), stop if len(answer) < 24 else None)
+        for answer in generate(model, PROMPTS, **GREEDY | {"stop_ids": [stop]})
+    ]
     monkeypatch.setattr(Decoder, "generates_in_batches", lambda self, max_length: is_together)
     _, _, ends = generate_greedily(model, [stop])
     assert [ends[row] for row in range(len(PROMPTS))] == expected and len(set(expected)) > 1

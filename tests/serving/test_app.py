@@ -120,7 +120,7 @@ def test_serve_streams_calls_of_tools_as_the_whole_answer_has_them(
         rows[0].limit = 1000
         for token in trained.tokenizer.encode(text):
             rows[0].add(token)
-        rows[0].end(has_stop_token=True)
+        rows[0].end(stop_token=next(iter(rows[0].stop_ids)))
 
     monkeypatch.setattr(generation, "generate_rows", report_text)
     expected = ask(http, CHAT, tools=TOOLS)["choices"][0]
@@ -530,6 +530,20 @@ def test_serve_cancels_the_answers_of_a_client_that_goes_away(
         finally:
             server.should_exit = True
             thread.join(60)
+
+
+def test_serve_scores_the_stop_token_that_was_generated(
+    http: Any, trained: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It scored eos_token, and a model may have several stop tokens."""
+    from runner.inference import generation
+
+    stop = next(
+        token for token in trained.tokenizer.control_ids if token != trained.tokenizer.named_tokens["eos_token"]
+    )
+    number = trained.tokenizer.control_ids[stop]
+    monkeypatch.setattr(generation, "generate_rows", lambda model, rows, *_: rows[0].end(number))
+    assert ask(http, prompt="Where", logprobs=1)["choices"][0]["logprobs"]["tokens"] == [stop]
 
 
 def test_serve_counts_a_prompt_once_and_places_tokens_behind_it(http: Any, trained: LoadedModel) -> None:

@@ -21,12 +21,15 @@ def in_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: sys.executable)
 
 
+DECODER = {"model.family": "decoder", "data.val_path": "auto"}
+
+
 def typed(commands: tuple[NextCommand, ...]) -> list[str]:
     return [shlex.join(command.arguments) for command in commands]
 
 
 def test_next_commands_of_a_run_on_the_sample() -> None:
-    commands = next_commands(RUN, "sft", "chat", SAMPLES / "sft.jsonl", "train.epochs=8", "decoder")
+    commands = next_commands(RUN, "sft", "chat", SAMPLES / "sft.jsonl", "train.epochs=8", DECODER)
     assert typed(commands) == [
         "python runner/chat.py run=outputs/2026-11-21/10-00-00",
         "python runner/evaluate.py run=outputs/2026-11-21/10-00-00 data.path=data/samples/sft_val.jsonl metric=exact_match",
@@ -49,7 +52,7 @@ def test_next_commands_of_a_run_on_the_sample() -> None:
     ],
 )
 def test_next_commands_fit_the_stage(stage: str, data_format: str, metric: str, next_stage: str | None) -> None:
-    lines = typed(next_commands(RUN, stage, data_format, SAMPLES / f"{stage}.jsonl", "train.max_steps=20", "decoder"))
+    lines = typed(next_commands(RUN, stage, data_format, SAMPLES / f"{stage}.jsonl", "train.max_steps=20", DECODER))
     assert metric in lines[1] and lines[-2].endswith("train.max_steps=20")
     assert [part for line in lines for part in line.split() if part.startswith("stage=")] == (
         [next_stage] if next_stage else []
@@ -57,17 +60,40 @@ def test_next_commands_fit_the_stage(stage: str, data_format: str, metric: str, 
 
 
 def test_next_commands_export_a_model_of_transformers_in_its_own_format() -> None:
-    assert typed(next_commands(RUN, "sft", "chat", None, None, "transformers"))[-1].endswith("to=FOLDER format=hf")
+    assert typed(next_commands(RUN, "sft", "chat", None, None, {"model.family": "transformers"}))[-1].endswith(
+        "to=FOLDER format=hf"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "export_format"),
+    [
+        ({"model.family": "transformers", "stage.lora.rank": 8}, "merged"),
+        ({"model.family": "decoder", "model.num_experts": "4", "model.norm_topk_prob": "false"}, "hf"),
+        (
+            {"model.family": "decoder", "model.num_experts": 4, "model.norm_topk_prob": True, "stage.lora.rank": 8},
+            "gguf",
+        ),
+    ],
+)
+def test_next_commands_export_in_a_format_that_exists(settings: dict[str, object], export_format: str) -> None:
+    assert typed(next_commands(RUN, "lora", "chat", None, None, settings))[-1].endswith(f"format={export_format}")
+
+
+def test_next_commands_evaluate_the_validation_file_of_the_run() -> None:
+    for path, shown in (("/tmp/v.jsonl", "/tmp/v.jsonl"), ("{a: v.jsonl}", "FILE"), (None, "FILE")):
+        lines = typed(next_commands(RUN, "sft", "chat", None, None, {"data.val_path": path}))
+        assert f"data.path={shown} metric" in lines[1]
 
 
 def test_next_commands_ask_for_data_where_the_next_stage_has_none(tmp_path: Path) -> None:
-    lines = typed(next_commands(RUN, "pretrain", "text", tmp_path / "my texts.jsonl", None, "decoder"))
+    lines = typed(next_commands(RUN, "pretrain", "text", tmp_path / "my texts.jsonl", None, DECODER))
     assert "data.path=FILE metric=perplexity" in lines[1] and lines[2].endswith("data=own data.path=FILE")
     assert not [line for line in lines if "resume=" in line]  # no resume after early stopping
     (tmp_path / "my texts_val.jsonl").touch()
     assert (
         f"'data.path={tmp_path}/my texts_val.jsonl'"
-        in typed(next_commands(RUN, "pretrain", "text", tmp_path / "my texts.jsonl", None, "decoder"))[1]
+        in typed(next_commands(RUN, "pretrain", "text", tmp_path / "my texts.jsonl", None, DECODER))[1]
     )
 
 
@@ -76,13 +102,13 @@ def test_next_commands_name_this_python_and_checkout_from_another_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/python")
-    assert next_commands(tmp_path / "a run", "sft", "chat", None, None, "decoder")[0].arguments == (
+    assert next_commands(tmp_path / "a run", "sft", "chat", None, None, DECODER)[0].arguments == (
         sys.executable,
         str(REPO_ROOT / "runner" / "chat.py"),
         "run=a run",
     )
     monkeypatch.setattr("common.paths.IS_INSTALLED", True)
-    assert typed(next_commands(tmp_path / "run", "sft", "chat", None, None, "decoder"))[0] == "lm-chat run=run"
+    assert typed(next_commands(tmp_path / "run", "sft", "chat", None, None, DECODER))[0] == "lm-chat run=run"
 
 
 def test_next_commands_name_the_whole_path_inside_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

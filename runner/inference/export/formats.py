@@ -34,7 +34,8 @@ class ExportSettings:
     to: str  # folder to write; it must not exist
     # hf, merged (an adapter added to its base model), peft (an adapter), gguf (llama.cpp, Ollama) or minimind (.pth)
     format: str
-    dtype: str  # of the weights: float32 (fp32), bfloat16 (bf16) or float16 (fp16); gguf: q8_0 too
+    # of the weights: float32 (fp32), bfloat16 (bf16) or float16 (fp16); gguf: q8_0 too; minimind: always float16
+    dtype: str
     max_shard_size: str  # largest file of weights, e.g. 5GB; hf and merged
     license: Optional[str]  # licence identifier for the model card, e.g. apache-2.0; null: the card names none
     # peft: name on the hub that the adapter gives its base model, e.g. me/my-model; null: the path here
@@ -48,7 +49,10 @@ class ExportSettings:
     def __post_init__(self) -> None:
         FORMATS.get(self.format)
         self.dtype = SHORT_DTYPES.get(self.dtype, self.dtype)
-        check_choice("dtype", self.dtype, DTYPES if self.format == "gguf" else DTYPES[:3])
+        if self.format == "minimind" and self.dtype == DTYPES[0]:
+            self.dtype = "float16"
+        by_format = {"gguf": DTYPES, "minimind": ("float16",)}
+        check_choice("dtype", self.dtype, by_format.get(self.format, DTYPES[:3]))
         if not SHARD_SIZE.fullmatch(self.max_shard_size) or float(self.max_shard_size[:-2]) == 0:
             message = f"max_shard_size must be a number above 0 with KB, MB, GB or TB, got {self.max_shard_size}"
             raise UserError(message, f"max_shard_size={self.max_shard_size}", "e.g. max_shard_size=5GB")
