@@ -160,11 +160,13 @@ class RecordedEvaluations:
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     evaluations: list[Evaluation] = field(default_factory=list)
 
-    def add(self, kind: str, step: float, loss: float) -> None:
-        """Add a loss of `kind` train or eval."""
+    def add(self, kind: str, step: float, loss: float, rows_since: float = 0) -> None:
+        """Add a loss of `kind` train or eval; evaluations up to `rows_since` are of other rows than it."""
         if kind == "train":
             self._recent.append(loss)
         else:
+            if rows_since:
+                self.evaluations = [each for each in self.evaluations if each.step > rows_since]
             self.evaluations.append(Evaluation(int(step), loss, self.level()))
 
     def level(self) -> float | None:
@@ -199,7 +201,7 @@ class RunHistory:
         if not isinstance(step, int) or not 0 <= step < MAX_LOGGED_STEP:
             return
         if record.get("kind") == "eval" and loss is not None:
-            self.evaluated.add("eval", step, loss)
+            self.evaluated.add("eval", step, loss, finite_number(record.get("rows_since")) or 0)
         elif record.get("kind") == "train":
             self._add_step(step, loss, record)
 

@@ -44,7 +44,9 @@ def evaluate_if_due(state: TrainState) -> None:
     # Nothing below raises: all of the evaluation is recorded, or nothing.
     if means is not None:
         progress.eval_loss = loss
-        state.logger.log("eval", progress.step, loss_tokens=progress.loss_tokens, tokens=progress.tokens, **means)
+        since = {"rows_since": progress.rows_since} if progress.rows_since else {}
+        tokens = {"loss_tokens": progress.loss_tokens, "tokens": progress.tokens}
+        state.logger.log("eval", progress.step, **tokens, **means, **since)
         if is_best:
             progress.best_loss, progress.best_step, progress.evals_since_best = loss, progress.step, 0
         else:

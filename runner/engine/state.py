@@ -57,11 +57,13 @@ class Progress:
     evals_since_best: int = 0
     eval_loss: float | None = None  # the newest
     evaluated_step: int = 0  # the last step whose evaluation and samples are done: a resumed run does not repeat them
+    rows_since: int = 0  # evaluations after this step are of the same rows
     recent_losses: list[float | None] = field(default_factory=list)  # None: not finite
 
     def forget_evaluations(self) -> None:
         self.best_loss = self.best_step = self.eval_loss = None
         self.evals_since_best = self.evaluated_step = 0
+        self.rows_since = self.step
 
 
 class StepCounts(NamedTuple):

@@ -26,7 +26,7 @@ MAX_FIELDS, MAX_NAME_CHARS = 60, 60  # of one kind of record, and characters of 
 # of steps and tokens, exclusive: all smaller whole numbers are exact floats, here and in the scripts of a page
 MAX_COUNT = 2**53
 AXES = ("step", "tokens", "seconds")
-NOT_DRAWN = {"kind", "step", "tokens", "loss_tokens", "time", "attempt", "epoch", "nonfinite"}
+NOT_DRAWN = {"kind", "step", "tokens", "loss_tokens", "time", "attempt", "epoch", "nonfinite", "rows_since"}
 
 
 class Position(NamedTuple):
@@ -116,7 +116,7 @@ def metrics_of(records: Iterable[Mapping[str, Any]], limit: int = MAX_POINTS, on
                     metrics.nonfinite[name] = metrics.nonfinite.get(name, 0) + 1
         kept[kind].append(values)
         if (loss := values.get("loss")) is not None:
-            evaluations.add(kind, step, loss)
+            evaluations.add(kind, step, loss, finite_number(record.get("rows_since")) or 0)
         if kind == "train":
             speed = finite_number(record.get("tokens_per_second")) or 0.0
             if speed > 0 and tokens > timed_from:

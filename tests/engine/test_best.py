@@ -9,6 +9,7 @@ import torch
 from common.errors import Interrupted, UserError
 from models.formats.load import load_weights
 from runner.checkpoint.saving import find_best_weights
+from runner.diagnostics.symptoms import RecordedEvaluations
 from runner.engine import evaluation, loop
 from runner.engine.loop import train
 from runner.engine.verify_resume import diff_run_dirs
@@ -162,7 +163,7 @@ def test_best_weights_of_steps_that_a_resume_repeats_are_forgotten(make_run, mon
 
 
 @pytest.mark.slow
-def test_best_weights_of_other_evaluation_rows_are_forgotten(make_run, scripted_losses):
+def test_best_weights_of_other_evaluation_rows_are_forgotten(make_run, scripted_losses, logged):
     """A resume with another validation file: 3.0 on the rows before cannot be compared with a loss on the rows now."""
     state, metadata = make_run("pretrain", *RUN), {}
     with pytest.raises(Interrupted):
@@ -172,6 +173,10 @@ def test_best_weights_of_other_evaluation_rows_are_forgotten(make_run, scripted_
     assert train(resumed) == 3.5 and metadata["export"] == {"weights": "best", "step": 8, "loss": 3.5}
     assert (resumed.checkpoints.dir / "best").read_text() == "best-00000008\n"
     assert "warning: the evaluation rows or their loss have changed" in (state.run_dir / "train.log").read_text()
+    evaluations = RecordedEvaluations()
+    for record in logged(state.run_dir, "eval"):
+        evaluations.add("eval", record["step"], record["loss"], record.get("rows_since", 0))
+    assert [evaluation.step for evaluation in evaluations.evaluations] == [8, 10, 12]
 
 
 @pytest.mark.slow
