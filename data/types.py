@@ -76,7 +76,7 @@ class BadRowError(UserError):
 
 def type_name(value: Any) -> str:
     """Return the JSON type of a value, for error messages."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null", bytes: "bytes"}
     return names.get(type(value), "a number")
 
 

@@ -94,7 +94,7 @@ class TurnMarks:
             else f"message {turn} differs when no message follows"
         )
         message = f"the chat template changes earlier text ({how}), so the assistant's text cannot be found"
-        alternative = "" if turn == turns[-1] else "data.loss_on=last_assistant; or "
+        alternative = "" if turn == turns[-1] or is_before else "data.loss_on=last_assistant; or "
         fix = f"{alternative}{self._path}: put {MARKS_HINT}"
         return BadRowError("turns rewritten by the chat template", message, where, fix)
 

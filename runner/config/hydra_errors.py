@@ -5,6 +5,7 @@ the overrides are composed from; these files also for the copies in a run direct
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ from common.errors import UserError, did_you_mean
 from common.paths import CONF_DIR, REPO_ROOT
 from runner.config import overrides, schema
 
+DECIMAL = re.compile(r"[\d_]{0,15}\.?\d{1,15}")
 SETTING = re.compile(r"[a-z]\w*(\.\w+)*")
 # 1.3 warns without it, 1.4 with it
 HYDRA_VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
@@ -31,7 +33,7 @@ OPTIONAL_SECTIONS = {  # null unless a stage or a model file sets them -> what s
     "model.rope_scaling": "set rope_scaling with all its keys in a YAML file of the group model",
 }
 EXPECTED = {
-    "int": "an integer, e.g. 100",
+    "int": "an integer, e.g. {integer}",
     "float": "a number, e.g. 5e-4",
     "bool": "true or false",
     "list": "a list in brackets, e.g. [{value}]",
@@ -271,7 +273,8 @@ def value_error(key: str, kind: str, message: str, override: str) -> UserError |
     value = override.partition("=")[2] if "=" in override else given[1] if given else ""
     name, _, example = expected.partition(", ")
     items = "" if value == "null" else re.sub(r"[\s,]+", ",", value.strip("\"'"))
-    suggested = example.removeprefix("e.g. ").replace("{value}", items)
+    integer = str(math.ceil(float(value))) if DECIMAL.fullmatch(value) else "100"
+    suggested = example.removeprefix("e.g. ").replace("{value}", items).replace("{integer}", integer)
     got = f", got {'null' if value == 'None' else value}" if value else ""
     return UserError(
         f"{key} must be {name}{got}",

@@ -124,7 +124,7 @@ class LinearConfig(DecayConfig):
 class WsdConfig(DecayConfig):
     """Warmup, stable, decay (https://arxiv.org/abs/2404.06395): constant, then linear in the last share of the steps."""
 
-    decay_fraction: float = within("(0, 1]", 0.2)  # share of the steps in which lr goes down
+    decay_fraction: float = within("(0, 1]", 0.2)  # share of the steps after the warmup in which lr goes down
 
     def decay(self, progress: float) -> float:
         return 1.0 if progress <= 1 - self.decay_fraction else (1 - progress) / self.decay_fraction
