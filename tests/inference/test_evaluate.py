@@ -485,6 +485,13 @@ def test_evaluation_with_other_settings_replaces_no_record(call: Call, call_comm
     assert evaluation_label(records[0]) == "perplexity val.jsonl, loss_on=all"
 
 
+@pytest.mark.parametrize("damaged", [{"max_length": "abc"}, {"loss_on": {"a": 1}}, {"columns": "x"}, {"text_unit": 5}])
+def test_settings_of_a_run_that_cannot_be_used_are_refused(damaged: dict[str, Any], tmp_path: Path) -> None:
+    data = evaluate_config("perplexity", tmp_path).data
+    with pytest.raises(UserError, match=next(iter(damaged))):
+        replace(data, max_length=None).of_run(damaged)
+
+
 def test_expected_answer_has_its_reasoning_and_tool_calls(hf_folder: Path) -> None:
     """Their text was not in the expected answer, and right ones counted as wrong."""
     trained = load_trained(hf_folder, "cpu")
