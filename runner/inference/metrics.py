@@ -206,7 +206,7 @@ class Dialogue:
     def expected(self, trained: LoadedModel) -> str:
         """Return the answer in the data, with its reasoning and tool calls as the template renders them."""
         *before, message = self.messages[: self.turns[len(self.right)] + 1]
-        if message.keys() <= {"role", "content", "weight"}:
+        if not (message.get("reasoning_content") or message.get("tool_calls")):
             return str(message["content"])
         messages = [*before, {name: value for name, value in message.items() if name != "weight"}]
         segments = trained.template.segments(messages, self.tools, self.where, "last_assistant")

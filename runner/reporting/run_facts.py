@@ -200,7 +200,8 @@ class RunReport(Run):
         data_format = settings.get("stage.data_format", "")
         lr = parse_number(settings.get("optimizer.lr", ""))
         if self.status == "completed" and data_format in STAGE_METRICS:
-            path = settings.get("data.path", "").replace(REPO_INTERPOLATION, str(REPO_ROOT))
+            settings = {name: value.replace(REPO_INTERPOLATION, str(REPO_ROOT)) for name, value in settings.items()}
+            path = settings.get("data.path", "")
             data_path = Path(path) if path and path != "null" and not path.startswith(("[", "{")) else None
             longer = longer_override(settings) if self.is_whole else None
             found = next_commands(self.folder, self.fields["stage"], data_format, data_path, longer, settings)
