@@ -158,15 +158,16 @@ class RecordedEvaluations:
     """The evaluations of a run, from its finite losses in the order of the log."""
 
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    _rows_since: float = 0
     evaluations: list[Evaluation] = field(default_factory=list)
 
     def add(self, kind: str, step: float, loss: float, rows_since: float = 0) -> None:
-        """Add a loss of `kind` train or eval; evaluations up to `rows_since` are of other rows than it."""
+        """Add a loss of `kind` train or eval; those with another `rows_since` are of other rows."""
         if kind == "train":
             self._recent.append(loss)
         else:
-            if rows_since:
-                self.evaluations = [each for each in self.evaluations if each.step > rows_since]
+            if rows_since != self._rows_since:
+                self._rows_since, self.evaluations = rows_since, []
             self.evaluations.append(Evaluation(int(step), loss, self.level()))
 
     def level(self) -> float | None:

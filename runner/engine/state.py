@@ -57,7 +57,7 @@ class Progress:
     evals_since_best: int = 0
     eval_loss: float | None = None  # the newest
     evaluated_step: int = 0  # the last step whose evaluation and samples are done: a resumed run does not repeat them
-    rows_since: int = 0  # evaluations after this step are of the same rows
+    rows_since: int = 0  # the step at which the rows of evaluations changed
     recent_losses: list[float | None] = field(default_factory=list)  # None: not finite
 
     def forget_evaluations(self) -> None:

@@ -101,6 +101,9 @@ class EvaluateConfig(CheckedSettings):
                 f"tasks={self.tasks} data.path={self.data.path}",
                 "data.path=FILE metric=perplexity, or tasks=[hellaswag]",
             )
+        if self.reference and (self.tasks or self.metric in ("perplexity", "exact_match", "conversation")):
+            message = "reference is read by metric=preference only"
+            raise UserError(message, f"reference={self.reference}", "metric=preference, or leave it out")
         given = next((name for name in TASK_SETTINGS if getattr(self, name) not in (None, False)), None)
         if given and not self.tasks:
             raise UserError(
@@ -200,12 +203,15 @@ def open_evaluation_set(data: EvaluationData, metric: str, progress: EvaluationP
     data_formats = METRICS.get(metric).data_formats
     for data_format in data_formats:
         try:
-            files = [(source, SCHEMAS[schema_of_source(source, data_format)]) for source in sources]
+            typed = SCHEMAS.get(data.schema or "")
+            own = typed if typed and typed.data_format == data_format else None
+            files = [(source, own or SCHEMAS[schema_of_source(source, data_format)]) for source in sources]
             return EvaluationSet(data, data_format, files, progress)
         except UserError as error:
             errors.append(error)
     # the format fits, the row does not
-    first = next((error for error in errors if getattr(error, "reason", "") != "wrong keys"), errors[0])
+    fitting = [error for error in errors if getattr(error, "reason", "") != "wrong keys" or "stage=" not in error.fix]
+    first = (fitting or errors)[0]
     other = next((name for name in METRICS.names() if name != metric and _reads(name, sources[0])), None)
     raise UserError(
         f"metric={metric} reads {' or '.join(data_formats)} data: {first.message}",
@@ -260,7 +266,9 @@ def evaluation_label(record: Record) -> str:
         ]
         label = " ".join(filter(None, parts)) + (f", first {record['limit']}" if record.get("limit") else "")
     else:
-        typed = (f", {name}={record[name]}" for name in ("reference", *OF_RUN) if record.get(name) is not None)
+        typed = (
+            f", {name}={record[name]}" for name in ("reference", *OF_RUN) if isinstance(record.get(name), str | int)
+        )
         label = f"{record.get('metric')} {Path(str(record.get('data'))).name}{''.join(typed)}"
     return label[:MAX_LABEL]
 

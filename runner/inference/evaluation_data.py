@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from common.errors import UserError, print_note
-from common.settings import CheckedSettings, at_least, one_of, settings_class
+from common.settings import CheckedSettings, at_least, check_choice, one_of, settings_class
 from data.config import LOSS_TOKENS, TEXT_UNITS, TURNS, resolved_too_long
-from data.schemas.registry import check_columns
+from data.schemas.registry import SCHEMAS, check_columns
 from data.sources.files import ReadOptions
 from data.types import BadRowError
 from runner.tracking.progress import EvaluationProgress
@@ -26,6 +26,9 @@ DEFAULT_MAX_LENGTH = 1024  # tokens, of a model without a run
 # settings that are those of the run where they are null -> without a run
 OF_RUN = {
     "columns": None,
+    "encoding": None,
+    "schema": None,
+    "on_bad_row": "error",
     "text_unit": "file",
     "turns": "strict",
     "max_length": DEFAULT_MAX_LENGTH,
@@ -38,8 +41,12 @@ class EvaluationData(CheckedSettings):
     SECTION = "data"
 
     path: Optional[str]  # file, glob or folder
-    columns: Any  # columns of your files, e.g. {prompt: question}: the field prompt is the column question
-    encoding: Optional[str]  # of text files that are not UTF-8, e.g. gb18030; null: detected
+    # columns of your files, e.g. {prompt: question}: the field prompt is the column question; null: as in the run
+    columns: Any
+    encoding: Optional[str]  # of text files that are not UTF-8, e.g. gb18030; null: as in the run, else detected
+    schema: Optional[str]  # row schema, e.g. "openai messages"; null: as in the run, else detected per file
+    # a row that cannot be used: error, or skip (left out); null: as in the run, error without one
+    on_bad_row: Optional[str] = one_of("error", "skip")
     # a row of a .txt or .md file: file (long ones in parts), or line; null: as in the run, file without one
     text_unit: Optional[str] = one_of(*TEXT_UNITS)
     # turns of one role in a row, a first turn of the assistant: strict (refused) or merge (joined, kept); null: as in
@@ -55,6 +62,8 @@ class EvaluationData(CheckedSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_columns(self.columns or {})
+        if self.schema is not None:
+            check_choice("data.schema", self.schema, SCHEMAS)
         ReadOptions.of(self)
 
     def of_run(self, data: Mapping[str, Any]) -> EvaluationData:
@@ -74,18 +83,27 @@ class EvaluationSet:
 
     def examples(self, batch_size: int = 1) -> Iterator[tuple[str, Example]]:
         """Yield (file:line, example). `batch_size`: how many the caller takes before it computes."""
-        done = 0
+        done, bad = 0, list[BadRowError]()
         self.progress.begin("rows", sum(1 for source, _ in self.files for _ in source.items()))
         for source, schema in self.files:
-            for position, row in source.rows():
+            for position, raw in source.items():
                 if done % batch_size == 0:
                     self.progress.advance(done)
                     if self._is_stopped():
                         return
                 where = source.where(position)
-                yield where, schema.read(row, where, source.turns)
+                try:
+                    example = schema.read(source.parse(position, raw), where, source.turns)
+                except BadRowError as error:
+                    if self.cfg.on_bad_row != "skip":
+                        raise
+                    bad.append(error)
+                    continue
+                yield where, example
                 done += 1
         self.progress.advance(done)
+        if bad:
+            print_note(f"left out: {len(bad)} bad rows (first: {bad[0].setting}: {bad[0].message})")
 
     def _is_stopped(self) -> bool:
         """Whether the user has asked to stop.
@@ -113,17 +131,13 @@ class EvaluationSet:
             max_length=min(cfg.max_length or DEFAULT_MAX_LENGTH, trained.model.cfg.max_position_embeddings),
             too_long=resolved_too_long(str(of_run.get("too_long", "auto")), self.data_format),
             loss_on=cfg.loss_on or "assistant",
-            on_bad_row="skip" if of_run.get("on_bad_row") == "skip" else "error",
+            on_bad_row=cfg.on_bad_row or "error",
         )
         parts = []
         for source, schema in self.files:
-            try:
-                store = load_or_build(source, replace(encoding, schema=schema.name), tokenizer, Path(self.cfg.cache))
-            except BadRowError as error:
-                fix = error.fix.partition("; or skip such rows")[0]  # a setting of training
-                raise BadRowError(error.reason, error.message, error.setting, fix) from error
+            store = load_or_build(source, replace(encoding, schema=schema.name), tokenizer, Path(self.cfg.cache))
             if left_out := store.stats.left_out:
-                print_note(f"{source.name}: left out, as in the run: {left_out}")
+                print_note(f"{source.name}: left out: {left_out}")
             parts.append(WeightedSource(source, store))
         rows = MixedRows(tuple(parts))  # each once, as in an evaluation of the run
         if not len(rows):

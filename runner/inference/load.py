@@ -68,15 +68,15 @@ class LoadedModel:
         return tuple(self.template.stop_ids) if is_chat else self.tokenizer.stop_ids
 
 
-def load_trained(folder: Path, device: str) -> LoadedModel:
-    """Raises UserError if there is no finished model in `folder`."""
+def load_trained(folder: Path, device: str, setting: str = "run") -> LoadedModel:
+    """Raises UserError if there is no finished model in `folder`, the value of `setting`."""
     import torch
 
     with torch.inference_mode(False):  # the probe of a model of transformers takes gradients
-        return _load_trained(folder, device)
+        return _load_trained(folder, device, setting)
 
 
-def _load_trained(folder: Path, device: str) -> LoadedModel:
+def _load_trained(folder: Path, device: str, setting: str) -> LoadedModel:
     from data.tokenize.chat_template import ChatTemplate
     from data.tokenize.origin import tokenizer_of_weights
     from data.tokenize.tokenizer import Tokenizer
@@ -91,7 +91,7 @@ def _load_trained(folder: Path, device: str) -> LoadedModel:
         if _data_format(settings) != "text":  # with the stop ids that `model/` of the run gets
             tokenizer = dataclasses.replace(tokenizer, stop_ids=tuple(ChatTemplate(tokenizer).stop_ids))
     else:
-        weights = weights_dir(folder)
+        weights = weights_dir(folder, setting)
         model, tokenizer = load_model(weights), Tokenizer.load(tokenizer_of_weights(weights) or weights)
     for line in tokenizer.dropout_note:
         print_note(line)
@@ -113,7 +113,7 @@ def _data_format(settings: RunSettings) -> str | None:
     return settings.get("stage", {}).get("data_format")
 
 
-def weights_dir(folder: Path) -> Path:
+def weights_dir(folder: Path, setting: str = "run") -> Path:
     """Return the model folder of a run, or `folder` if it is no run."""
     from models.formats.json_files import check_other_tools
 
@@ -121,8 +121,8 @@ def weights_dir(folder: Path) -> Path:
         check_other_tools(folder)
         raise UserError(
             "the folder does not exist",
-            f"run={folder}",
-            "give a run directory, a Hugging Face or PEFT folder, or run=last",
+            f"{setting}={folder}",
+            f"give a run directory, a Hugging Face or PEFT folder, or {setting}=last",
         )
     check_own_files(folder, (), shallow=("model", ".hydra"))
     if (folder / "model").is_dir():
@@ -130,7 +130,7 @@ def weights_dir(folder: Path) -> Path:
     if (folder / "run.json").exists():
         raise UserError(
             "this run has no model yet: it is not finished",
-            f"run={folder}",
+            f"{setting}={folder}",
             f"finish it: python runner/train.py resume={folder}",
         )
     return folder

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from common.errors import UserError, print_safely
 from common.guarded_files import MAX_TOKENIZER_BYTES, read_source_file
 from common.limits import parse_json
 from data.schemas.registry import ChatExample
+from data.types import BadRowError
 from runner.inference.evaluate import EvaluateConfig, MetricResults, register_metric
 from runner.inference.evaluation_data import EvaluationSet
 from runner.inference.load import LoadedModel, load_trained
@@ -124,7 +126,7 @@ def preference(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateConfi
     from runner.engine.objectives.objective import Reference
 
     name = cfg.reference or _reference_of(trained.run_dir)
-    reference = load_trained(Path(name), cfg.device)
+    reference = load_trained(Path(name), cfg.device, "reference")
     if reference.tokenizer.tokens_fingerprint != trained.tokenizer.tokens_fingerprint:
         raise UserError(
             "the reference has another tokenizer: its probabilities are those of other tokens",
@@ -204,14 +206,20 @@ class Dialogue:
         return prompt
 
     def expected(self, trained: LoadedModel) -> str:
-        """Return the answer in the data, with its reasoning and tool calls as the template renders them."""
+        """Return the answer in the data, with its reasoning and tool calls as the template renders them after a prompt."""
         *before, message = self.messages[: self.turns[len(self.right)] + 1]
-        if not (message.get("reasoning_content") or message.get("tool_calls")):
-            return str(message["content"])
         messages = [*before, {name: value for name, value in message.items() if name != "weight"}]
-        segments = trained.template.segments(messages, self.tools, self.where, "last_assistant")
-        [(ids, spans)] = trained.template.encode_segments([segments])
-        return trained.tokenizer.decode([token for start, end, _ in spans for token in ids[start:end].tolist()])
+        if message.get("reasoning_content") or message.get("tool_calls"):
+            with suppress(BadRowError):  # the template drops them
+                prompt = trained.template.encode_prompt(before, self.tools)
+                segments = trained.template.segments(messages, self.tools, self.where, "last_assistant")
+                [(ids, spans)] = trained.template.encode_segments([segments])
+                if ids[: len(prompt)].tolist() == prompt:
+                    answer = [token for start, end, _ in spans for token in ids[start:end].tolist()]
+                    return trained.tokenizer.decode(
+                        [token for token in answer if token not in trained.template.stop_ids]
+                    )
+        return str(message["content"])
 
     def take(self, answer: str, expected: str) -> str | None:
         """Replace the expected answer; return a description if they differ beyond leading and trailing white space."""

@@ -66,7 +66,7 @@ def test_exact_match_of_an_evaluation_is_that_of_evaluate(run_of, rows, packing,
     *_, last = found = [record["exact_match"] for record in records(state)]
     assert len(found) == 4 and 0 < last < 1
     data = EvaluationData(
-        str(rows), columns=None, encoding=None, text_unit="file", turns="strict", max_length=None, loss_on=None,
+        str(rows), columns=None, encoding=None, schema=None, on_bad_row=None, text_unit="file", turns="strict", max_length=None, loss_on=None,
         cache=str(tmp_path / "cache"),
     )  # fmt: skip
     config = EvaluateConfig(

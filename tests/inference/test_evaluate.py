@@ -52,6 +52,8 @@ def evaluate_config(metric: str, data: Path, max_length: int = 128, **changes: o
             str(data),
             columns=None,
             encoding=None,
+            schema=None,
+            on_bad_row=None,
             text_unit=None,
             turns=None,
             max_length=max_length,
@@ -292,7 +294,7 @@ def test_metric_refuses_another_data_format_and_names_one_that_reads_it(
 ) -> None:
     data = write(tmp_path / "text.jsonl", [{"text": "a"}])
     with pytest.raises(UserError) as error:
-        evaluate(evaluate_config(metric, data, reference=str(hf_folder)), hf_folder)
+        evaluate(evaluate_config(metric, data, reference=str(hf_folder) if metric == "preference" else None), hf_folder)
     assert (
         f"metric={metric} reads" in error.value.message
         and error.value.setting == f"{data}:1"
@@ -311,7 +313,8 @@ def test_metric_refuses_a_file_without_rows(hf_folder: Path, tmp_path: Path) -> 
     (tmp_path / "none.json").write_text("[]")
     for metric in ("perplexity", "exact_match", "preference"):
         with pytest.raises(UserError) as error:
-            evaluate(evaluate_config(metric, tmp_path / "none.json", reference=str(hf_folder)), hf_folder)
+            reference = str(hf_folder) if metric == "preference" else None
+            evaluate(evaluate_config(metric, tmp_path / "none.json", reference=reference), hf_folder)
         assert "no row" in error.value.message
 
 
@@ -443,8 +446,9 @@ def test_metric_of_a_plugin_is_found_by_its_name(
         ["stage=sft", "data.loss_on=all", "data.max_length=24"],
         ["stage=sft", "data.too_long=drop", "data.max_length=96", "data.on_bad_row=skip", "data.max_bad_fraction=0.5"],
         ["stage=pretrain", "data.text_unit=line", "data.max_length=24", "data.too_long=truncate"],
+        ["stage=sft", 'data.schema="prompt completion"', "data.max_length=64"],
     ],
-    ids=["labels", "dropped rows", "lines"],
+    ids=["labels", "dropped rows", "lines", "schema"],
 )
 def test_evaluate_reads_validation_rows_as_the_run_did(
     overrides: list[str], call: Call, call_command: Call, workspace: Path
@@ -457,6 +461,8 @@ def test_evaluate_reads_validation_rows_as_the_run_did(
         }
         for year in range(1990, 2000)
     ]
+    if 'data.schema="prompt completion"' in overrides:  # the conversation would be preferred
+        rows = [{**row, "prompt": "Who?", "completion": TEXTS[number % 4]} for number, row in enumerate(rows)]
     if "data.on_bad_row=skip" in overrides:
         rows[7]["conversations"][0]["role"] = "unknown"
     train, validation = write(workspace / "train.jsonl", rows[:6]), write(workspace / "val.jsonl", rows[6:])
@@ -472,7 +478,11 @@ def test_evaluate_reads_validation_rows_as_the_run_did(
     evaluated = call_command("evaluate.py", "run=run", f"data.path={validation}", "device=cpu")
     assert evaluated.returncode == 0, evaluated.stderr
     assert json.loads(evaluated.stdout.splitlines()[-1])["loss"] == pytest.approx(exported["loss"], rel=1e-5)
-    assert ("left out, as in the run: " in evaluated.stderr) == ("data.on_bad_row=skip" in overrides)
+    assert ("left out: " in evaluated.stderr) == ("data.on_bad_row=skip" in overrides)
+    if "data.on_bad_row=skip" in overrides:
+        answers = "metric=exact_match", "max_new_tokens=2", "show=0"
+        evaluated = call_command("evaluate.py", "run=run", f"data.path={validation}", "device=cpu", *answers)
+        assert json.loads(evaluated.stdout.splitlines()[-1])["rows"] == 3 and "left out: 1 bad rows" in evaluated.stderr
 
 
 def test_evaluation_with_other_settings_replaces_no_record(call: Call, call_command: Call, workspace: Path) -> None:
@@ -506,6 +516,15 @@ def test_expected_answer_has_its_reasoning_and_tool_calls(hf_folder: Path) -> No
     ):
         messages = [{"role": "user", "content": "color?"}, {"role": "assistant", **message}]
         assert Dialogue("here", messages, None, [1], False).expected(trained).strip() == expected
+    # a template that begins every answer with an empty think block, or drops reasoning
+    for name in ("minimind", "chatml"):
+        template = (Path(__file__).parents[1] / "data" / "templates" / f"{name}.jinja").read_text()
+        other = replace(trained, tokenizer=replace(trained.tokenizer, chat_template=template))
+        messages = [
+            {"role": "user", "content": "color?"},
+            {"role": "assistant", "content": "red", "reasoning_content": "sky"},
+        ]
+        assert Dialogue("here", messages, None, [1], False).expected(other) == "red", name
 
 
 def test_preference_refuses_a_reference_with_another_tokenizer(

@@ -71,7 +71,16 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(names: list[str], folder: Path | str, **changes: Any) -> EvaluateConfig:
     data = EvaluationData(
-        None, columns=None, encoding=None, text_unit="file", turns="strict", max_length=None, loss_on=None, cache=""
+        None,
+        columns=None,
+        encoding=None,
+        schema=None,
+        on_bad_row=None,
+        text_unit="file",
+        turns="strict",
+        max_length=None,
+        loss_on=None,
+        cache="",
     )
     values = {
         "run": "here",
@@ -240,6 +249,8 @@ def test_settings_of_tasks_are_refused_without_tasks(tasks: Path) -> None:
         "a.jsonl",
         columns=None,
         encoding=None,
+        schema=None,
+        on_bad_row=None,
         text_unit="file",
         turns="strict",
         max_length=None,
