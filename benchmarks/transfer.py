@@ -17,7 +17,7 @@ from lib.runs import NO_EXTRAS, SAMPLES, run_train
 NARROW, WIDE, HEAD_DIM = 64, 256, 32
 DEPTHS = (2, 4)
 # optimizer -> exponents of 2 of the learning rates of the base width, and of the wide model without muP
-GRIDS = {"adamw": (range(-8, -2), range(-11, -5)), "muon": (range(-7, -2), range(-9, -4))}
+GRIDS = {"adamw": (range(-10, -4), range(-12, -7)), "muon": (range(-7, -2), range(-9, -4))}
 OVERRIDES = ["init_from=scratch", "device=cpu", "data.max_length=128", "train.batch_size=4",
     "data.packing=best_fit", *NO_EXTRAS]  # fmt: skip
 
@@ -90,5 +90,6 @@ if __name__ == "__main__":
     sources = {"shipped sample": [f"data.path={SAMPLES / 'pretrain.jsonl'}"]}
     sources |= {name: [f"data.path={Path(path).absolute()}", "data.val_fraction=0.05"] for name, path in args.data}
     text = table(Path(args.folder) / "transfer", sources, args.optimizers, args.steps, args.seeds)
-    command = f"python benchmarks/transfer.py --steps {args.steps} --seeds {args.seeds} --write"
-    report_result("transfer", "Transfer of the learning rate across width", command, text, args.write)
+    command = f"python benchmarks/transfer.py --optimizers {' '.join(args.optimizers)} --steps {args.steps} --seeds {args.seeds} --write"
+    name = "transfer" if len(args.optimizers) > 1 else f"transfer-{args.optimizers[0]}"
+    report_result(name, "Transfer of the learning rate across width", command, text, args.write)

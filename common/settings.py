@@ -84,11 +84,7 @@ def within(interval: str, example: object, text: str = "", **options: Any) -> An
     """`interval`: "[0, 1)" is 0 <= value < 1."""
     low, high = map(float, interval[1:-1].split(","))
     excluded = [low] * ("(" in interval) + [high] * (")" in interval)
-
-    def allows(value: object) -> bool:  # of another type in a saved config of others
-        return isinstance(value, int | float) and low <= value <= high and value not in excluded
-
-    limit = Limit(text or f"in {interval}", allows, example)
+    limit = Limit(text or f"in {interval}", lambda value: low <= value <= high and value not in excluded, example)
     return limited(limit, **options)
 
 

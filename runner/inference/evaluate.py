@@ -29,7 +29,14 @@ from common.settings import CheckedSettings, at_least, settings_class
 from runner.diagnostics.rows import training_overlap
 from runner.diagnostics.symptoms import finite_number, troubleshooting
 from runner.inference.evaluation_data import OF_RUN, EvaluationData, EvaluationSet
-from runner.inference.load import LoadedModel, find_checkpoint, load_trained, read_settings, run_dir_of
+from runner.inference.load import (
+    LoadedModel,
+    find_checkpoint,
+    load_trained,
+    read_settings,
+    run_dir_of,
+    unreadable_settings,
+)
 from runner.run_dir.contents import RUN_FILE
 from runner.run_dir.metadata import RunMetadata
 from runner.tracking.progress import EvaluationProgress
@@ -149,7 +156,7 @@ def evaluate(
     check_own_files(run_dir_of(folder), (EVALUATIONS_FILE,))
     with EvaluationProgress(cfg.metric, listen) as progress:
         # before the weights are read, which takes longer
-        data = cfg.data.of_run(read_settings(run_dir_of(folder)).get("data", {}))
+        data = _settings_of_run(cfg.data, run_dir_of(folder))
         examples = open_evaluation_set(data, cfg.metric, progress)
         trained = load_trained(folder, cfg.device)
         sources = [source for source, _ in examples.files]
@@ -168,6 +175,13 @@ def evaluate(
         raise KeyboardInterrupt
     record(folder, result)
     return results
+
+
+def _settings_of_run(data: EvaluationData, run_dir: Path) -> EvaluationData:
+    try:
+        return data.of_run(read_settings(run_dir).get("data", {}))
+    except TypeError as error:
+        raise unreadable_settings(run_dir, error) from error
 
 
 def exported_weights(folder: Path) -> Record:

@@ -170,10 +170,10 @@ def read_settings(run_dir: Path) -> RunSettings:
         sections = dict(load_yaml(run_dir / CONFIG_FILE))
         return sections | {name: dict(sections.get(name, {})) for name in ("stage", "data", "model")}
     except (OSError, ValueError, TypeError) as error:
-        raise _unreadable_settings(run_dir, error) from error
+        raise unreadable_settings(run_dir, error) from error
 
 
-def _unreadable_settings(run_dir: Path, error: Exception) -> UserError:
+def unreadable_settings(run_dir: Path, error: Exception) -> UserError:
     return UserError(
         f"the saved config of the run cannot be read: {error}",
         run_dir / CONFIG_FILE,
@@ -249,4 +249,4 @@ def _from_saved(schema: type, section: dict[str, Any], run: Path) -> Any:
             values[name] = _from_saved(typing.cast(type, kinds[0]), value, run) if is_nested else value
         return schema(**values)
     except (KeyError, TypeError) as error:
-        raise _unreadable_settings(run, error) from error
+        raise unreadable_settings(run, error) from error

@@ -496,10 +496,14 @@ def test_evaluation_with_other_settings_replaces_no_record(call: Call, call_comm
 
 
 @pytest.mark.parametrize("damaged", [{"max_length": "abc"}, {"loss_on": {"a": 1}}, {"columns": "x"}, {"text_unit": 5}])
-def test_settings_of_a_run_that_cannot_be_used_are_refused(damaged: dict[str, Any], tmp_path: Path) -> None:
-    data = evaluate_config("perplexity", tmp_path).data
-    with pytest.raises(UserError, match=next(iter(damaged))):
-        replace(data, max_length=None).of_run(damaged)
+def test_settings_of_a_run_that_cannot_be_used_are_refused(
+    damaged: dict[str, Any], hf_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run" / ".hydra").mkdir(parents=True)
+    (tmp_path / "run" / ".hydra" / "config.yaml").write_text(json.dumps({"data": damaged}))
+    config = evaluate_config("perplexity", write(tmp_path / "a.jsonl", [{"text": "a"}]))
+    with pytest.raises(UserError, match=next(iter(damaged)) + "|saved config of the run cannot be read"):
+        evaluate(replace(config, data=replace(config.data, max_length=None)), tmp_path / "run")
 
 
 def test_expected_answer_has_its_reasoning_and_tool_calls(hf_folder: Path) -> None:
