@@ -17,7 +17,7 @@ from lib.runs import NO_EXTRAS, SAMPLES, run_train
 NARROW, WIDE, HEAD_DIM = 64, 256, 32
 DEPTHS = (2, 4)
 # optimizer -> exponents of 2 of the learning rates of the base width, and of the wide model without muP
-GRIDS = {"adamw": (range(-10, -4), range(-12, -7)), "muon": (range(-7, -2), range(-9, -4))}
+GRIDS = {"adamw": (range(-10, -3), range(-12, -7)), "muon": (range(-7, -2), range(-9, -4))}
 OVERRIDES = ["init_from=scratch", "device=cpu", "data.max_length=128", "train.batch_size=4",
     "data.packing=best_fit", *NO_EXTRAS]  # fmt: skip
 
