@@ -76,7 +76,7 @@ class EvaluationData(CheckedSettings):
 class EvaluationSet:
     """Rows that a metric reads, by `examples` or `batches`; they end early where the user stops."""
 
-    cfg: EvaluationData
+    cfg: EvaluationData  # with the settings of the run: `of_run`
     data_format: str  # text, chat or preference
     files: list[tuple[Source, RowSchema]]
     progress: EvaluationProgress
@@ -123,7 +123,7 @@ class EvaluationSet:
         from data.types import EncodingConfig
 
         tokenizer, section = trained.tokenizer, trained.settings.get("data", {})
-        cfg, of_run = self.cfg.of_run(section), section if trained.data_format == self.data_format else {}
+        cfg, of_run = self.cfg, section if trained.data_format == self.data_format else {}
         encoding = EncodingConfig(
             data_format=self.data_format,
             schema="",
