@@ -29,10 +29,15 @@ HEAD = "| shape | type | " + " | ".join(KERNELS.values()) + " |\n" + "|---" * (2
 
 
 def table(rounds: int) -> str:
+    import torch
+
     from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
+    from runner.engine.autotune.candidates import UPCAST, are_16_bits_fast, use_products
     from runner.engine.device.compile import set_inductor_cache
 
-    kernels, message = list(KERNELS), ""
+    if not are_16_bits_fast(torch.bfloat16):  # as a run does
+        use_products(UPCAST)
+    kernels, message = ["auto", "fused", "flash"], ""  # the first one has to be on every processor
     try:
         load_kernels(set_inductor_cache())
     except KernelsUnavailableError as error:
@@ -42,7 +47,8 @@ def table(rounds: int) -> str:
     for name, sizes in SHAPES.items():
         for dtype in ("float32", "bfloat16"):
             times = [measure_attention(*sizes, dtype, kernels) for _ in range(rounds)]
-            medians = {kernel: statistics.median(each[kernel] for each in times) for kernel in times[0]}
+            found = [kernel for kernel in kernels if all(kernel in each for each in times)]
+            medians = {kernel: statistics.median(each[kernel] for each in times) for kernel in found}
             cells = [f"{medians[kernel] * 1000:.1f}" if kernel in medians else "-" for kernel in KERNELS]
             lines.append(f"| {name} | {dtype} | {' | '.join(cells)} |")
     return "\n".join(lines) + message

@@ -18,9 +18,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lib.results import report_result, result_parser
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SOURCE = Path(__file__).parent / "lib" / "instruction_peak.cpp"
 INSTRUCTIONS = {
@@ -51,28 +56,37 @@ def instruction_rate(function: Callable[..., int], threads: int, repetitions: in
 
 def product_rates(layer: dict[str, int]) -> dict[str, float]:
     """Return name -> operations per second of the products of a linear layer, forward and backward."""
-    from models.layers.cpu_kernels.library import KernelsUnavailableError
-    from runner.engine.autotune.candidates import (
-        NATIVE,
-        ProductShape,
-        load_products,
-        measure_products,
-        product_choice,
-    )
-    from runner.engine.device.compile import set_inductor_cache
+    import torch
 
-    plain, shape = ProductShape(**layer, dtype="float32"), ProductShape(**layer, dtype="bfloat16")
-    choice, kernels = product_choice(shape, has_kernel=True), [NATIVE]
-    for kernel in choice.others:
+    from models.layers.cpu_kernels.library import KernelsUnavailableError
+    from models.layers.cpu_kernels.upcast_products import multiply, multiply_by_kernel
+    from runner.engine.autotune.candidates import KERNEL, UPCAST, load_products
+    from runner.engine.autotune.kernel_choice import shortest_times
+
+    n, outputs, inputs = layer.values()
+    plain = [torch.ones(*sizes) for sizes in ((n, inputs), (n, outputs), (outputs, inputs))]
+    halves = [matrix.bfloat16() for matrix in plain]
+    runs = {"float32": partial(multiply_by_torch, *plain), "bfloat16, in bfloat16": partial(multiply_by_torch, *halves)}
+    others = {UPCAST: ("in float32 and rounded", multiply), KERNEL: ("by the C++ kernel", multiply_by_kernel)}
+    for kernel, (name, function) in others.items():
         with suppress(KernelsUnavailableError):
-            load_products(kernel, set_inductor_cache())
-            kernels.append(kernel)
-    flops = 6.0 * math.prod(layer.values())
-    seconds = {"float32": measure_products(plain, [NATIVE])[NATIVE]}
-    seconds |= {
-        f"bfloat16, {choice.label(kernel)}": value for kernel, value in measure_products(shape, kernels).items()
-    }
+            load_products(kernel)
+            runs[f"bfloat16, {name}"] = partial(multiply_by, function, *halves)
+    flops, seconds = 6.0 * math.prod(layer.values()), shortest_times(runs, turns=3, passes=1)
     return {f"products of a linear layer, {name}": flops / value for name, value in seconds.items()}
+
+
+def multiply_by_torch(x: Tensor, g: Tensor, weight: Tensor) -> None:
+    """Compute the products of a linear layer, forward and backward: inputs, gradients of the outputs, weights."""
+    x @ weight.t()
+    g @ weight
+    (g.t() @ x).float()
+
+
+def multiply_by(function: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, g: Tensor, weight: Tensor) -> None:
+    function(x, weight.t(), g.new_empty(g.shape))
+    function(g, weight, x.new_empty(x.shape))
+    function(g.t(), x, weight.new_empty(weight.shape).float())
 
 
 def table(rounds: int, repetitions: int, layer: dict[str, int]) -> str:

@@ -1,11 +1,8 @@
-"""What a run computes with: compiled layers or not, and the kernels of the CPU, where a long run takes the fastest of
-those that it measures.
-"""
+"""What a run computes with: compiled layers or not, and the kernels of the CPU."""
 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -29,11 +26,9 @@ from runner.checkpoint.compatibility import (
 )
 from runner.engine.autotune.candidates import (
     LAYERS_FACT,
-    MIN_RUN_FLOPS,
-    PRODUCT_DTYPES,
     UNCOMPILED,
     LayerCall,
-    ProductShape,
+    are_16_bits_fast,
     attention_choice,
     compile_choice,
     compiled_layers,
@@ -60,7 +55,7 @@ from runner.engine.device.distributed import DistributedContext
 from runner.engine.device.precision import Precision
 from runner.engine.device.signals import StopRequests, do_unless_stopped
 from runner.engine.optim.groups import OptimizerGroup
-from runner.engine.optim.torch_optimizers import Muon, orthogonalization_choice
+from runner.engine.optim.torch_optimizers import Muon
 
 
 class ChosenKernels(NamedTuple):
@@ -159,13 +154,10 @@ def choose_cpu_kernels(
     saved: dict[str, Any] | None,
     stop: StopRequests,
 ) -> ChosenKernels:
-    """Make the `choices` of a run, the same on all ranks: the fastest kernels if it is long enough, those of its
-    checkpoint (`saved`: its state) if it has one.
+    """Make the `choices` of a run, the same on all ranks: those of its checkpoint (`saved`: its state) if it has one.
 
     Raises StopRequested if some rank is asked to stop.
     """
-    if saved is None and not decision.is_long_run and decision.planned_flops < MIN_RUN_FLOPS:
-        return ChosenKernels({}, {}, decision)
     facts, reasons, compilation = {}, {}, decision
     text = "measuring which kernels are fastest on this machine; the times are kept for later runs"
     announce = cache(partial(print_note, text)) if dist.is_rank_zero else lambda: None
@@ -191,8 +183,8 @@ def _choose(
 ) -> ChosenKernel:
     if saved is not None:
         kernel = recorded_environment(saved["compatibility"]).get(choice.fact, choice.default)
-        return kernel_of_checkpoint(choice, kernel, set_inductor_cache())
-    return measured_kernel(choice, set_inductor_cache(), measured_facts(ranks), before_measuring)
+        return kernel_of_checkpoint(choice, kernel)
+    return measured_kernel(choice, partial(measured_facts, ranks), before_measuring)
 
 
 def measured_facts(ranks: int = 1) -> dict[str, Any]:
@@ -226,14 +218,14 @@ def cpu_choices(
     if precision.device.type != "cpu":
         return
     model, is_long = models[0], decision.is_long_run or is_resumed
-    if shape := product_shape(cfg, main_linear(model), _dtype_name(precision)):
-        yield product_choice(shape, has_kernel=is_long)
+    muons = [part for part in optimizers.parts if isinstance(part, Muon)]
+    is_16_bit = precision.dtype != torch.float32
+    if (is_16_bit or muons) and (is_resumed or not are_16_bits_fast(precision.dtype if is_16_bit else torch.bfloat16)):
+        yield product_choice(precision.dtype, muons, has_kernel=is_long)
     if not is_long:
         return
     if model.attention_sizes:
         yield attention_choice(precision.dtype, model.attention_sizes[-1], models)
-    if matrices := [part for part in optimizers.parts if isinstance(part, Muon)]:
-        yield orthogonalization_choice(matrices)
     # a layer cannot be computed alone where ranks share it; a recomputed one is compiled in another way
     if cfg.distributed.name == "fsdp" or cfg.train.activation_checkpointing != "none":
         return
@@ -251,7 +243,7 @@ def cpu_choices(
 def layer_workload(cfg: Config, call: LayerCall, precision: Precision) -> dict[str, Any]:
     """Return all that the times of `call` depend on in this run."""
     return {
-        "settings": [repr(cfg.model), repr(cfg.stage.lora), cfg.data.packing, _dtype_name(precision)],
+        "settings": [repr(cfg.model), repr(cfg.stage.lora), cfg.data.packing, str(precision.dtype)],
         "compiler": compiler_version(),
         "input": list(call.args[0].shape),
         "kernels": [vars(call.layer).get("attention_kernel"), micro_batch_rows(cfg) == 1],
@@ -259,30 +251,8 @@ def layer_workload(cfg: Config, call: LayerCall, precision: Precision) -> dict[s
     }
 
 
-def main_linear(model: nn.Module) -> tuple[int, int] | None:
-    """Return (outputs, inputs) of those linear layers that have most weights together; None without any."""
-    weights: Counter[tuple[int, int]] = Counter()
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            weights[module.out_features, module.in_features] += module.out_features * module.in_features
-    return max(weights, key=lambda shape: weights[shape], default=None)
-
-
-def product_shape(cfg: Config, linear: tuple[int, int] | None, dtype: str) -> ProductShape | None:
-    """Return the products for which a run chooses; None if it has none in 16 bits. linear: of `main_linear`."""
-    return (
-        ProductShape(micro_batch_rows(cfg) * cfg.data.max_length, *linear, dtype)
-        if linear and dtype in PRODUCT_DTYPES
-        else None
-    )
-
-
 def micro_batch_rows(cfg: Config) -> int:
     """Return the rows of a micro-batch as the model gets them: a row of preferences has two sequences, unless it is
     packed.
     """
     return cfg.train.batch_size * (1 if cfg.data.packing != "none" else sequences_per_row(cfg.stage.data_format))
-
-
-def _dtype_name(precision: Precision) -> str:
-    return str(precision.dtype).removeprefix("torch.")

@@ -268,9 +268,8 @@ def _moments(
     }
     from runner.engine.optim.torch_optimizers import BATCH_NUMBERS
 
-    # Muon updates matrices one by one, on a GPU or where a long run chooses that several together
-    batch = BATCH_NUMBERS["cpu"] * layer.execution.has_pool if layer.execution.on_cpu else BATCH_NUMBERS["cuda"]
-    updated = max(model.largest_matrix, min(model.trained, batch))
+    # Muon updates matrices one by one, on a GPU several together
+    updated = max(model.largest_matrix, 0 if layer.execution.on_cpu else min(model.trained, BATCH_NUMBERS))
     of_update = MUON_BYTES * updated if cfg.optimizer.name == "muon" else 0
     return {
         # the loss and its gradients are computed in chunks of tokens

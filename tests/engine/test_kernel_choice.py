@@ -62,12 +62,12 @@ def choice_between(times: list[dict[str, float]]) -> KernelChoice:
     )
 
 
-def choose(times: dict[str, float], folder: Path, facts: dict[str, int] | None = None) -> ChosenKernel:
-    return measured_kernel(choice_between([times, times]), folder, facts or {})
+def choose(times: dict[str, float], facts: dict[str, int] | None = None) -> ChosenKernel:
+    return measured_kernel(choice_between([times, times]), lambda: facts or {})
 
 
-def choose_attention(folder: Path) -> ChosenKernel:
-    return measured_kernel(attention_choice(torch.float32, 32, []), folder, {})
+def choose_attention() -> ChosenKernel:
+    return measured_kernel(attention_choice(torch.float32, 32, []), dict)
 
 
 def no_kernels(folder: Path) -> None:
@@ -81,11 +81,11 @@ def kernels_of(state) -> set[str]:
 B_FASTEST, C_FASTEST = {"a": 1.0, "b": 0.5, "c": 1.0}, {"a": 1.0, "b": 1.0, "c": 0.5}
 
 
-def test_choice_is_the_fastest_kernel_if_it_is_clearly_faster_and_is_kept(tmp_path: Path) -> None:
-    assert choose({"a": 1.0, "b": 0.95, "c": 1.0}, tmp_path).kernel == "a"
-    assert choose(B_FASTEST, tmp_path).kernel == "a"  # measured before
-    assert choose(B_FASTEST, tmp_path, {"threads": 2}).kernel == "b"
-    assert choose(C_FASTEST, tmp_path, {"threads": 2}).reason == "b (measured, ms: a 1000.0, b 500.0, c 1000.0)"
+def test_choice_is_the_fastest_kernel_if_it_is_clearly_faster_and_is_kept() -> None:
+    assert choose({"a": 1.0, "b": 0.95, "c": 1.0}).kernel == "a"
+    assert choose(B_FASTEST).kernel == "a"  # measured before
+    assert choose(B_FASTEST, {"threads": 2}).kernel == "b"
+    assert choose(C_FASTEST, {"threads": 2}).reason == "b (measured, ms: a 1000.0, b 500.0, c 1000.0)"
 
 
 @pytest.mark.parametrize(
@@ -94,27 +94,27 @@ def test_choice_is_the_fastest_kernel_if_it_is_clearly_faster_and_is_kept(tmp_pa
     ids=range(8),
 )
 def test_choice_is_measured_again_where_its_file_is_damaged(content: str, tmp_path: Path) -> None:
-    choose(B_FASTEST, tmp_path)
+    choose(B_FASTEST)
     (file,) = tmp_path.rglob("choice-*.json")
     file.write_text(content)
-    assert choose(C_FASTEST, tmp_path).kernel == "c"
+    assert choose(C_FASTEST).kernel == "c"
     assert json.loads(file.read_text())["c"] == 0.5
 
 
-def test_choice_of_a_run_that_measures_at_the_same_time_is_taken(tmp_path: Path) -> None:
+def test_choice_of_a_run_that_measures_at_the_same_time_is_taken() -> None:
     def other_run_is_first(names: list[str]) -> dict[str, float]:
-        choose(B_FASTEST, tmp_path)
+        choose(B_FASTEST)
         return C_FASTEST
 
     choice = replace(choice_between([]), measure=other_run_is_first)
-    assert measured_kernel(choice, tmp_path, {}).kernel == "b"
+    assert measured_kernel(choice, dict).kernel == "b"
 
 
 def test_choice_names_why_there_is_no_fused_kernel(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "load_kernels", no_kernels)
-    assert choose_attention(programs)[:2] == ("auto", "blocks of queries; no fused kernel: no C++ compiler")
+    assert choose_attention()[:2] == ("auto", "blocks of queries; no fused kernel: no C++ compiler")
     monkeypatch.setattr(library, "load_kernels", lambda folder: None)
-    odd = measured_kernel(attention_choice(torch.float32, 24, []), programs, {})
+    odd = measured_kernel(attention_choice(torch.float32, 24, []), dict)
     assert odd.reason.endswith("no fused kernel: not for heads of 24 numbers in torch.float32")
 
 
@@ -164,8 +164,8 @@ def test_resume_without_the_kernel_of_its_checkpoint_is_inexact(
 
 
 @pytest.mark.parametrize("saved", ["fused-2", 7, None, ["fused"]], ids=str)
-def test_unknown_kernel_of_a_checkpoint_is_the_default(saved: object, tmp_path: Path) -> None:
-    assert kernel_of_checkpoint(attention_choice(torch.float32, 32, []), saved, tmp_path).kernel == "auto"
+def test_unknown_kernel_of_a_checkpoint_is_the_default(saved: object) -> None:
+    assert kernel_of_checkpoint(attention_choice(torch.float32, 32, []), saved).kernel == "auto"
 
 
 def no_product(dtype: object, head_width: int) -> None:
@@ -178,8 +178,8 @@ def test_kernels_on_a_processor_without_their_product_are_unavailable(
     """As on an older processor, for which they are compiled again: a run and a resume there take the default."""
     monkeypatch.setattr(library, "load_kernels", lambda folder: None)
     monkeypatch.setattr(fused_attention, "check_product", no_product)
-    repeated = kernel_of_checkpoint(attention_choice(torch.float32, 32, []), "fused", programs)
-    for choice in (choose_attention(programs), repeated):
+    repeated = kernel_of_checkpoint(attention_choice(torch.float32, 32, []), "fused")
+    for choice in (choose_attention(), repeated):
         assert (choice.kernel, choice.available) == ("auto", ("auto",))
         assert "oneDNN has no matrix product" in choice.reason
 
@@ -201,62 +201,28 @@ def test_all_ranks_compute_the_kernel_of_the_first_if_all_have_it(ranks: list, k
     assert choice.kernel == kernel and ("a rank has no c kernel" in choice.reason) == (ranks[0][0] == "c" != kernel)
 
 
-def test_choice_that_another_run_has_read_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice_that_another_run_has_read_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the look for a file and the writing of one, another run may write and read it."""
     link = os.link
 
     def other_run_is_first(source: Path, target: Path) -> None:
         monkeypatch.setattr(os, "link", link)
-        assert choose(B_FASTEST, tmp_path).kernel == "b"
+        assert choose(B_FASTEST).kernel == "b"
         link(source, target)
 
     monkeypatch.setattr(os, "link", other_run_is_first)
-    assert choose(C_FASTEST, tmp_path).kernel == "b"
+    assert choose(C_FASTEST).kernel == "b"
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("long_runs")
-def test_choice_of_a_long_run_is_repeated_by_a_resume_bitwise_equal(
-    make_run: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fastest(kernel: str) -> None:
-        monkeypatch.setattr(
-            "runner.engine.optim.torch_optimizers.measure_orthogonalization",
-            lambda shapes, names: dict.fromkeys(names, 1.0) | {kernel: 0.5},
-        )
-
-    def used(state) -> str:
-        return state.optimizers.parts[0].orthogonalization
-
-    overrides = ["optimizer=muon", "train.max_steps=4", "train.save_every=2"]
-    fastest("fp32")
-    whole = make_run("sft", *overrides, folder="whole")
-    assert used(whole) == whole.compatibility["environment.orthogonalization"] == "fp32"
-    assert run_summary(whole)["orthogonalization"].startswith(
-        "fp32 (measured, ms a sample: bf16 1000.0, bf16-batched 1000.0, fp32 500.0"
-    )
-    train(whole)
-    stopped = make_run("sft", *overrides, folder="stopped")
-    with pytest.raises(Interrupted):
-        train(stopped, stop_requested=lambda: stopped.progress.step == 2)
-    fastest("bf16-batched")
-    resumed = make_run("sft", *overrides, folder="stopped", attempt=2)
-    assert used(resumed) == "fp32" and run_summary(resumed)["orthogonalization"] == "fp32, as its checkpoint"
-    train(resumed)
-    for state in (whole, resumed):
-        state.logger.finish("completed", {})
-    assert diff_run_dirs(whole.run_dir, resumed.run_dir) == []
-
-
-def test_kernel_is_chosen_only_if_it_is_the_fastest_twice(tmp_path: Path) -> None:
+def test_kernel_is_chosen_only_if_it_is_the_fastest_twice() -> None:
     """Other load has disturbed the first time of the default."""
     rounds = [{"a": 2.0, "b": 1.0, "c": 1.5}, {"a": 1.05, "b": 1.0}]
-    assert measured_kernel(choice_between(rounds), tmp_path, {}).kernel == "a" and not rounds
+    assert measured_kernel(choice_between(rounds), dict).kernel == "a" and not rounds
     rounds = [{"a": 2.0, "b": 1.0, "c": 1.5}, {"a": 2.0, "b": 1.9}, {"a": 2.0, "c": 1.5}]
-    assert measured_kernel(choice_between(rounds), tmp_path, {"other": 1}).kernel == "c" and not rounds
+    assert measured_kernel(choice_between(rounds), lambda: {"other": 1}).kernel == "c" and not rounds
 
 
-def test_measuring_stops_where_it_takes_too_long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_measuring_stops_where_it_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     clock = iter(range(10_000))
     monkeypatch.setattr(kernel_choice.time, "perf_counter", lambda: float(next(clock)))  # each call takes a second
@@ -269,7 +235,7 @@ def test_measuring_stops_where_it_takes_too_long(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(kernel_choice, "MAX_MEASURING_SECONDS", 0.5)
     calls.clear()
     assert shortest_times(runs, turns=3, passes=1) == {"a": 1.0} and calls == ["a"]
-    reason = measured_kernel(choice_between([{"a": 1.0}]), tmp_path, {}).reason
+    reason = measured_kernel(choice_between([{"a": 1.0}]), dict).reason
     assert reason == "a (measured, ms: a 1000.0; too slow to measure the others)"
 
 
@@ -279,10 +245,10 @@ def test_choice_is_kept_on_a_file_system_without_hard_links(monkeypatch: pytest.
 
     monkeypatch.setattr(os, "link", no_links)
     rounds = [{"a": 2.0, "b": 1.0}, {"a": 2.0, "b": 1.0}]
-    assert [measured_kernel(choice_between(rounds), tmp_path, {}).kernel for _ in range(2)] == ["b", "b"] and not rounds
+    assert [measured_kernel(choice_between(rounds), dict).kernel for _ in range(2)] == ["b", "b"] and not rounds
 
 
-def test_choice_is_the_default_where_measuring_has_no_memory_left(tmp_path: Path) -> None:
+def test_choice_is_the_default_where_measuring_has_no_memory_left() -> None:
     def measure(names: object) -> dict[str, float]:
         raise RuntimeError(message)
 
@@ -290,16 +256,15 @@ def test_choice_is_the_default_where_measuring_has_no_memory_left(tmp_path: Path
         replace(choice_between([]), measure=measure),
         "DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes",
     )
-    assert measured_kernel(choice, tmp_path, {})[:2] == ("a", "a (not measured: out of memory)")
+    assert measured_kernel(choice, dict)[:2] == ("a", "a (not measured: out of memory)")
     message = "shapes do not match"
     with pytest.raises(RuntimeError, match=message):
-        measured_kernel(choice, tmp_path, {})
+        measured_kernel(choice, dict)
 
 
 def test_measuring_is_announced_once_and_not_where_times_are_known(
-    make_run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    make_run: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(kernels_of_run, "set_inductor_cache", lambda: tmp_path)
     decision, dist = CompileDecision("off", "auto", is_long_run=True), make_run("pretrain", "train.max_steps=1").dist
 
     def choose(*rounds: dict[str, float]) -> str:
@@ -312,12 +277,12 @@ def test_measuring_is_announced_once_and_not_where_times_are_known(
     assert choose(*rounds) == ""
 
 
-def test_pipe_in_place_of_the_file_of_a_choice_is_no_choice(tmp_path: Path) -> None:
+def test_pipe_in_place_of_the_file_of_a_choice_is_no_choice() -> None:
     choice = choice_between([{"a": 1.0}, {"a": 1.0}])
-    file = kernel_choice._times_file(choice, tmp_path, {}, ["a", "b", "c"])
-    file.parent.mkdir()
+    file = kernel_choice._times_file(choice, {}, ["a", "b", "c"])
+    file.parent.mkdir(parents=True)
     os.mkfifo(file)
-    assert measured_kernel(choice, tmp_path, {}).kernel == "a"
+    assert measured_kernel(choice, dict).kernel == "a"
 
 
 def test_stop_before_the_first_step_ends_the_choices(make_run: Callable) -> None:

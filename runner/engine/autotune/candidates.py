@@ -1,18 +1,20 @@
-"""What long runs measure: whether `train.compile=auto` compiles the layers (the first one is timed in both ways, on the
-first micro-batch), and single operators on the CPU (products of 16-bit matrices, and attention).
+"""The choices of a run on the CPU: products of 16-bit matrices, attention, and whether `train.compile=auto` compiles the
+layers (a long run times the first one in both ways, on the first micro-batch).
 """
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.engine.autotune.kernel_choice import KernelChoice, shortest_times, times_of_growing_operands
-from runner.engine.device.compile import describe_compile_error, is_compile_error
+from runner.checkpoint.compatibility import cpu_model
+from runner.engine.autotune.kernel_choice import KernelChoice, shortest_times
+from runner.engine.device.compile import describe_compile_error, is_compile_error, set_inductor_cache
 
 if TYPE_CHECKING:
     import torch
@@ -25,8 +27,6 @@ LAYERS_FACT = "layers"
 COMPILED, UNCOMPILED = "compiled", "uncompiled"
 LAYER_TURNS, LAYER_PASSES = 3, 2
 NATIVE, UPCAST, KERNEL = "native", "fp32", "cpp"
-PRODUCT_DTYPES = ("bfloat16", "float16")
-MIN_RUN_FLOPS = 2e12  # of runs that measure it: some seconds at the speed of a laptop
 
 
 @dataclass(frozen=True)
@@ -136,31 +136,53 @@ def compiled_layers(compile_layers: Callable[[], object], uncompile_layers: Call
         uncompile_layers()
 
 
-@dataclass(frozen=True)
-class ProductShape:
-    """A linear layer in one micro-batch."""
-
-    tokens: int
-    outputs: int
-    inputs: int
-    dtype: str  # of torch: bfloat16 or float16
-
-
-def product_choice(shape: ProductShape, *, has_kernel: bool) -> KernelChoice:
-    """Return the choice of how torch multiplies 16-bit matrices in this process.
-
-    `has_kernel`: also by the C++ kernel. Compiling it takes seconds, which only a long run gets back.
+def are_16_bits_fast(dtype: torch.dtype) -> bool:
+    """Return whether this CPU multiplies matrices of 16 bits at least as fast as those in fp32: with AMX, or for bf16
+    with AVX-512 of AMD (that of Intel has half the rate, benchmarks/results/instruction_peak.md), or on an ARM that has
+    it. Not where the environment hides instructions.
     """
+    import torch
+
+    if "ONEDNN_MAX_CPU_ISA" in os.environ or "ATEN_CPU_CAPABILITY" in os.environ:
+        return False
+    if dtype == torch.float16:
+        return torch.cpu._is_amx_fp16_supported()
+    if platform.machine() in ("arm64", "aarch64"):
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    is_amd = torch.cpu._is_avx512_bf16_supported() and cpu_model().startswith("AMD")
+    return is_amd or torch.cpu._is_amx_tile_supported()
+
+
+def product_choice(dtype: torch.dtype, muons: Sequence[Any], *, has_kernel: bool) -> KernelChoice:
+    """Return the choice of how this process multiplies 16-bit matrices: those of the model in `dtype`, and those of
+    updates by `muons`, optimizers with a `dtype`, which are in bf16 unless that is slow.
+
+    It is not timed: `are_16_bits_fast` decides. `has_kernel`: also by the C++ kernel, the faster of the others.
+    Compiling it takes seconds, which only a long run gets back.
+    """
+    import torch
+
+    is_16_bit = dtype in (torch.bfloat16, torch.float16)
+
+    def apply(kernel: str) -> None:
+        if is_16_bit:
+            use_products(kernel)
+        for part in muons:
+            part.dtype = torch.bfloat16 if kernel == NATIVE else torch.float32
+
     return KernelChoice(
         fact="products",
         default=NATIVE,
-        others=(UPCAST, KERNEL) if has_kernel and shape.dtype == "bfloat16" else (UPCAST,),
-        workload=asdict(shape),
-        measure=partial(measure_products, shape),
-        apply=use_products,
-        unit="ms a linear layer",
-        labels={NATIVE: f"in {shape.dtype}", UPCAST: "in float32 and rounded", KERNEL: "by the C++ kernel"},
-        load=load_products,
+        others=(UPCAST, KERNEL) if has_kernel and dtype == torch.bfloat16 else (UPCAST,),
+        workload={},
+        measure=None,
+        apply=apply,
+        labels={
+            NATIVE: "in 16 bits",
+            UPCAST: "in float32 and rounded" if is_16_bit else "of Muon in float32",
+            KERNEL: "by the C++ kernel",
+        },
+        load=load_products if is_16_bit else lambda kernel: None,
     )
 
 
@@ -178,7 +200,7 @@ def use_products(kernel: str) -> None:
     upcast_products(kernel != NATIVE, by_kernel=kernel == KERNEL)
 
 
-def load_products(kernel: str, folder: Path) -> None:
+def load_products(kernel: str) -> None:
     """Raise KernelsUnavailableError if this torch does not let its products be replaced; for the C++ kernel, if it is
     not compiled or torch has no AVX-512.
     """
@@ -193,55 +215,7 @@ def load_products(kernel: str, folder: Path) -> None:
         return
     if not (capability := torch.backends.cpu.get_cpu_capability()).startswith("AVX512"):
         raise KernelsUnavailableError(f"it needs AVX-512, and torch uses {capability}")
-    load_kernels(folder)
-
-
-def measure_products(shape: ProductShape, kernels: Sequence[str]) -> dict[str, float]:
-    """Return kernel -> the shortest time of the forward and backward products of the layer, seconds.
-
-    The choice made before does not matter.
-    """
-    before = current_products()
-    use_products(NATIVE)
-    try:
-        return times_of_growing_operands(partial(_product_runs, shape, kernels))
-    finally:
-        use_products(before)
-
-
-def _product_runs(
-    shape: ProductShape, kernels: Sequence[str], largest: int
-) -> tuple[float, dict[str, Callable[[], object]]]:
-    import torch
-
-    from models.layers.cpu_kernels.upcast_products import multiply, multiply_by_kernel
-
-    tokens, outputs, inputs = (min(size, largest) for size in (shape.tokens, shape.outputs, shape.inputs))
-    x, g, weight = (
-        torch.ones(*sizes, dtype=getattr(torch, shape.dtype))
-        for sizes in ((tokens, inputs), (tokens, outputs), (outputs, inputs))
-    )
-    runs: dict[str, Callable[[], object]] = {
-        NATIVE: partial(_native, x, g, weight),
-        UPCAST: partial(_upcast, multiply, x, g, weight),
-        KERNEL: partial(_upcast, multiply_by_kernel, x, g, weight),
-    }
-    return float(tokens * outputs * inputs), {kernel: runs[kernel] for kernel in kernels}
-
-
-def _native(x: Tensor, g: Tensor, weight: Tensor) -> None:
-    x @ weight.t()
-    g @ weight
-    (g.t() @ x).float()
-
-
-def _upcast(multiply: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, g: Tensor, weight: Tensor) -> None:
-    import torch
-
-    (n, inputs), outputs = x.shape, len(weight)
-    multiply(x, weight.t(), x.new_empty(n, outputs))
-    multiply(g, weight, x.new_empty(n, inputs))
-    multiply(g.t(), x, weight.new_empty(outputs, inputs, dtype=torch.float32))
+    load_kernels(set_inductor_cache())
 
 
 def attention_choice(dtype: torch.dtype, head_width: int, models: Sequence[LanguageModel]) -> KernelChoice:
@@ -262,16 +236,16 @@ def attention_choice(dtype: torch.dtype, head_width: int, models: Sequence[Langu
         measure=None,
         apply=apply,
         labels={"auto": "blocks of queries"},
-        load=lambda kernel, folder: load_attention(dtype, head_width, folder),
+        load=lambda kernel: load_attention(dtype, head_width),
     )
 
 
-def load_attention(dtype: torch.dtype, head_width: int, folder: Path) -> None:
+def load_attention(dtype: torch.dtype, head_width: int) -> None:
     """Raise KernelsUnavailableError if this machine cannot compute attention by the C++ kernel."""
     from models.layers.cpu_kernels.fused_attention import check_product, supports
     from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
 
     if not supports(dtype, head_width):
         raise KernelsUnavailableError(f"not for heads of {head_width} numbers in {dtype}")
-    load_kernels(folder)
+    load_kernels(set_inductor_cache())
     check_product(dtype, head_width)

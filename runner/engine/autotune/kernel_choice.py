@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from runner.engine.device.compile import is_out_of_memory
+from runner.engine.device.compile import is_out_of_memory, set_inductor_cache
 from runner.engine.device.cpu import freed_memory_kept
 
 # another kernel than the default takes at most this share of its time: a choice by chance would change the bits of a
 # run for nothing
 WORTHWHILE = 0.9
 MAX_MEASURING_SECONDS, MIN_TURNS = 10.0, 2  # of measuring one choice once, and what is worth measuring at all
-OPERAND_SIZES, MAX_CALL_SECONDS = (128, 512, 2_048), 0.3  # of `times_of_growing_operands`
 MAX_CHOICE_BYTES = 10_000
 MAX_KERNEL_NAME = 40  # characters of a name from a checkpoint in a message
 
@@ -39,8 +38,8 @@ class KernelChoice:
     apply: Callable[[str], None]
     unit: str = "ms"  # of the times in the log, with what they are times of
     labels: Mapping[str, str] = field(default_factory=dict)  # kernel -> name in the log, where it has another
-    # (kernel, folder for compiled programs); raises KernelsUnavailableError where this machine cannot compute it
-    load: Callable[[str, Path], None] = lambda kernel, folder: None
+    # raises KernelsUnavailableError where this machine cannot compute the kernel
+    load: Callable[[str], None] = lambda kernel: None
 
     def label(self, kernel: str) -> str:
         return self.labels.get(kernel, kernel)
@@ -56,25 +55,28 @@ class ChosenKernel(NamedTuple):
 
 def measured_kernel(
     choice: KernelChoice,
-    folder: Path,
-    facts: Mapping[str, Any],
+    facts: Callable[[], Mapping[str, Any]],
     before_measuring: Callable[[], object] = lambda: None,
 ) -> ChosenKernel:
     """Return the fastest kernel.
 
-    `folder`: a private one for compiled programs; times measured before are taken from it. `facts` (JSON values): the
-    processor, the libraries and all else that the times depend on. `before_measuring` is called unless all times are
-    known.
+    `facts()` (JSON values): the processor, the libraries and all else that the times depend on; times measured before
+    are kept with the compiled programs. `before_measuring` is called unless all times are known.
     """
     from models.layers.cpu_kernels.library import KernelsUnavailableError
 
-    missing = _load_all(choice, folder)
+    missing = dict[str, str]()
+    for name in choice.others:
+        try:
+            choice.load(name)
+        except KernelsUnavailableError as error:
+            missing[name] = str(error)
     names = [name for name in (choice.default, *choice.others) if name not in missing]
     absent = "".join(f"; no {name} kernel: {error}" for name, error in missing.items())
     if choice.measure is None:
         kernel = names[-1]
         return ChosenKernel(kernel, choice.label(kernel) + absent, tuple(names))
-    file = _times_file(choice, folder, facts, names)
+    file = _times_file(choice, facts(), names)
     times = _read_times(file, choice)
     if times is None:
         before_measuring()
@@ -110,10 +112,14 @@ def _confirmed_times(
     return times
 
 
-def _times_file(choice: KernelChoice, folder: Path, facts: Mapping[str, Any], names: Sequence[str]) -> Path:
+def _times_file(choice: KernelChoice, facts: Mapping[str, Any], names: Sequence[str]) -> Path:
     """`names`: kernels that this machine can compute."""
     key = json.dumps([choice.fact, dict(choice.workload), dict(facts), choice.others, list(names)], sort_keys=True)
-    return folder / "cpu_kernels" / f"choice-{choice.fact}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    return (
+        set_inductor_cache()
+        / "cpu_kernels"
+        / f"choice-{choice.fact}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    )
 
 
 def _fastest(choice: KernelChoice, times: Mapping[str, float]) -> str:
@@ -121,7 +127,7 @@ def _fastest(choice: KernelChoice, times: Mapping[str, float]) -> str:
     return fastest if times[fastest] < WORTHWHILE * times[choice.default] else choice.default
 
 
-def kernel_of_checkpoint(choice: KernelChoice, saved: object, folder: Path) -> ChosenKernel:
+def kernel_of_checkpoint(choice: KernelChoice, saved: object) -> ChosenKernel:
     """Return the kernel of a checkpoint, `saved` in its environment; the default where this machine cannot compute it,
     which the resume reports.
     """
@@ -134,7 +140,7 @@ def kernel_of_checkpoint(choice: KernelChoice, saved: object, folder: Path) -> C
         return ChosenKernel(choice.default, reason, (choice.default,))
     kernel = str(saved)
     try:
-        choice.load(kernel, folder)
+        choice.load(kernel)
     except KernelsUnavailableError as error:
         reason = f"{choice.label(choice.default)}: the {kernel} kernel of the checkpoint is not available, {error}"
         return ChosenKernel(choice.default, reason, (choice.default,))
@@ -170,23 +176,6 @@ def shortest_times(runs: Mapping[str, Callable[[], object]], turns: int, passes:
     return {name: min(each) for name, each in times.items() if each}
 
 
-def times_of_growing_operands(
-    runs: Callable[[int], tuple[float, Mapping[str, Callable[[], object]]]],
-) -> dict[str, float]:
-    """Return name -> the shortest time of a call, seconds, with the largest operands that do not take too long: without
-    instructions for 16 bits, products of torch may take a thousand times as long as in fp32.
-
-    `runs`: largest side of an operand -> operations of a call, and the calls, by name.
-    """
-    times, operations = dict[str, float](), 0.0
-    for largest in OPERAND_SIZES:
-        more, calls = runs(largest)
-        if times and max(times.values()) * more / operations > MAX_CALL_SECONDS:
-            break
-        times, operations = shortest_times(calls, turns=3, passes=1), more
-    return times
-
-
 def _time_turn(run: Callable[[], object], passes: int) -> list[float]:
     """Return the seconds of `passes` calls after one that is not counted; that of the latter if it alone takes too
     long. [] for an unavailable kernel.
@@ -202,19 +191,6 @@ def _time_turn(run: Callable[[], object], passes: int) -> list[float]:
             if seconds[0] > MAX_MEASURING_SECONDS:
                 return seconds
     return seconds[1:]
-
-
-def _load_all(choice: KernelChoice, folder: Path) -> dict[str, str]:
-    """Return the kernels that this machine cannot compute, and why."""
-    from models.layers.cpu_kernels.library import KernelsUnavailableError
-
-    missing = {}
-    for name in choice.others:
-        try:
-            choice.load(name, folder)
-        except KernelsUnavailableError as error:
-            missing[name] = str(error)
-    return missing
 
 
 def _read_times(file: Path, choice: KernelChoice) -> dict[str, float] | None:

@@ -43,7 +43,6 @@ class CompileDecision:
     mode: str  # off, or a mode of torch.compile
     reason: str  # for the header of the log
     is_long_run: bool = False  # long enough to compile, whether or not the model can be compiled
-    planned_flops: float = 0.0
 
 
 def resolve_compile_mode(
@@ -56,19 +55,18 @@ def resolve_compile_mode(
             "off", "off (auto: compiled layers are not used on mps)" if requested == "auto" else "off"
         )
     if requested != "auto":
-        return CompileDecision(requested, requested, requested != "off", planned_flops)
+        return CompileDecision(requested, requested, requested != "off")
     break_even = BREAK_EVEN_FLOPS["cuda"] if device.type == "cuda" else BREAK_EVEN_FLOPS["cpu"] * threads
     is_long = planned_flops >= break_even
     if has_experts:
-        return CompileDecision("off", "off (auto: the number of tokens per expert varies)", is_long, planned_flops)
+        return CompileDecision("off", "off (auto: the number of tokens per expert varies)", is_long)
     if not has_cpp_compiler():
-        return CompileDecision("off", "off (auto: no C++ compiler, neither g++ nor CXX)", is_long, planned_flops)
+        return CompileDecision("off", "off (auto: no C++ compiler, neither g++ nor CXX)", is_long)
     mode = "default" if is_long else "off"
     return CompileDecision(
         mode,
         f"{mode} (auto: {planned_flops:.1e} FLOPs planned, worthwhile from {break_even:.0e})",
         is_long,
-        planned_flops,
     )
 
 

@@ -122,7 +122,7 @@ class MuonConfig(AdamWConfig):
         # a GPU waits for launches; where ranks share the matrices, each is gathered alone
         matrices = [p for group in groups.decay for p in group["params"]]
         is_batched = all(p.is_cuda and not hasattr(p, "placements") for p in matrices)
-        muon = Muon(groups.decay, self.lr, self.momentum, "bf16-batched" if is_batched else "bf16")
+        muon = Muon(groups.decay, self.lr, self.momentum, is_batched=is_batched)
         return [muon, *super().build(ParamGroups([], groups.no_decay))] if groups.no_decay else [muon]
 
 

@@ -1,6 +1,5 @@
 """AdamW and Muon as torch optimizers, without torch's compiler: torch.optim's own step imports torch._dynamo (over a
-second) to exempt itself from it. And the orthogonalisation of Muon's updates by Newton-Schulz steps: variants of one
-polynomial that differ in speed and rounding, and their timing.
+second) to exempt itself from it. And the orthogonalisation of Muon's updates by Newton-Schulz steps.
 
 Both skip the update on the device where `found_inf` is 1, as torch's fused optimizers do: no host sync.
 
@@ -11,27 +10,24 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.engine.autotune.kernel_choice import KernelChoice, times_of_growing_operands
-from runner.engine.device.mesh import distribute_like, full_tensor, local_shard
+from runner.engine.device.mesh import distribute_like, full_tensor
 
 NEWTON_SCHULZ_STEPS = 5
 # of the polynomial a x + b x^3 + c x^5, steep at 0
 COEFFICIENT_A, COEFFICIENT_B, COEFFICIENT_C = 3.4445, -4.7750, 2.0315
 MIN_NORM = 1e-7
 # numbers of the matrices that are updated together, unless one matrix alone has more; bounds the memory of an update
-BATCH_NUMBERS = {"cpu": 2**21, "cuda": 2**26}
+BATCH_NUMBERS = 2**26
 # N / M above which steps on x x^T need fewer operations: 17 M^3 + 2 M^2 N multiplications instead of 5 M^3 + 10 M^2 N
 GRAM_RATIO = 1.5
-MATRICES_PER_SHAPE = 4  # matrices of each shape that are timed
 
 
 class NoDynamoOptimizer(Optimizer):
@@ -46,27 +42,26 @@ class AdamW(NoDynamoOptimizer, torch.optim.AdamW):
 
 
 class Muon(NoDynamoOptimizer):
-    """Moves each matrix along its momentum made orthogonal, bit for bit as torch.optim.Muon, which cannot skip an
-    update on the device.
+    """Moves each matrix along its momentum made orthogonal, as torch.optim.Muon, which cannot skip an update on the
+    device; bit for bit with `dtype` bf16 and without `is_batched`.
 
-    `orthogonalization`: one of ORTHOGONALIZATIONS, the same on all ranks and after a resume; can be set between steps.
-    The others than bf16 round differently.
+    `dtype`: of the products, the same on all ranks and after a resume; can be set between steps. `is_batched`:
+    matrices of one shape are multiplied together, in fewer and larger calls.
     """
 
     _step_supports_amp_scaling = True  # torch's name for: reads found_inf
 
-    def __init__(
-        self, groups: list[dict[str, Any]], lr: float, momentum: float, orthogonalization: str = "bf16"
-    ) -> None:
+    def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float, *, is_batched: bool = False) -> None:
         super().__init__(groups, {"lr": lr, "momentum": momentum})
         self.found_inf = torch.zeros(())  # 1: skip the update
-        self.orthogonalization = orthogonalization
+        self.is_batched, self.dtype = is_batched, torch.bfloat16
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # no closure is passed
         skip = self.found_inf.bool()
         for group in self.param_groups:
-            for batch in split_batches([p for p in group["params"] if p.grad is not None], self.orthogonalization):
+            matrices = [p for p in group["params"] if p.grad is not None]
+            for batch in split_batches(matrices) if self.is_batched else ([p] for p in matrices):
                 self._update(batch, group, skip)
 
     def _update(self, batch: list[Tensor], group: dict[str, Any], skip: Tensor) -> None:
@@ -80,9 +75,9 @@ class Muon(NoDynamoOptimizer):
         momentum = buffer.lerp(grad, 1 - group["momentum"])
         nesterov = grad.lerp(momentum, group["momentum"])
         if hasattr(weight, "placements"):  # fsdp: one gather for each matrix, not one for each product
-            direction = distribute_like(orthogonalize(full_tensor(nesterov), self.orthogonalization), weight)
+            direction = distribute_like(orthogonalize(full_tensor(nesterov), self.dtype), weight)
         else:
-            direction = orthogonalize(nesterov, self.orthogonalization)
+            direction = orthogonalize(nesterov, self.dtype)
         # Scaled to the usual size of AdamW's update (https://arxiv.org/abs/2502.16982), so that one lr fits both.
         lr = group["lr"] * 0.2 * math.sqrt(max(batch[0].shape))
         updated = weight.mul(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-lr)
@@ -99,67 +94,30 @@ def _write(targets: Sequence[Tensor], joined: Tensor) -> None:
     """Write a result of `_joined` to its tensors."""
     if len(targets) == 1:
         targets[0].copy_(joined)
-    else:  # of shards, which are shards of the result
-        torch._foreach_copy_([local_shard(target) for target in targets], local_shard(joined).unbind())
+    else:
+        torch._foreach_copy_(list(targets), joined.unbind())
 
 
-def orthogonalization_choice(optimizers: Sequence[Muon]) -> KernelChoice:
-    """Return the choice between ORTHOGONALIZATIONS for the matrices of the optimizers."""
-    default, *others = ORTHOGONALIZATIONS
-    shapes = [tuple(p.shape) for part in optimizers for group in part.param_groups for p in group["params"]]
-
-    def apply(kernel: str) -> None:
-        for part in optimizers:
-            part.orthogonalization = kernel
-
-    return KernelChoice(
-        fact="orthogonalization",
-        default=default,
-        others=tuple(others),
-        workload=dict(sorted(Counter(f"{rows}x{columns}" for rows, columns in shapes).items())),
-        measure=partial(measure_orthogonalization, shapes),
-        apply=apply,
-        unit="ms a sample",
-    )
-
-
-class Orthogonalization(NamedTuple):
-    """One row of ORTHOGONALIZATIONS."""
-
-    dtype: str  # of the products
-    is_batched: bool = False  # multiplies matrices of one shape together: fewer and larger parallel loops
-
-
-ORTHOGONALIZATIONS = {
-    "bf16": Orthogonalization("bfloat16"),  # bit for bit that of torch.optim.Muon
-    "bf16-batched": Orthogonalization("bfloat16", is_batched=True),
-    "fp32": Orthogonalization("float32"),  # for processors that multiply bf16 slowly: those without AMX
-    "fp32-batched": Orthogonalization("float32", is_batched=True),
-}
-
-
-def split_batches(matrices: Iterable[Tensor], name: str) -> list[list[Tensor]]:
+def split_batches(matrices: Iterable[Tensor]) -> list[list[Tensor]]:
     """Return the matrices in batches of one shape and of a bounded number of numbers, which are updated as one tensor."""
-    if not ORTHOGONALIZATIONS[name].is_batched:
-        return [[matrix] for matrix in matrices]
     by_shape: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
     for matrix in matrices:
         by_shape[tuple(matrix.shape)].append(matrix)
     batches: list[list[Tensor]] = []
     for (rows, columns), same in by_shape.items():
-        size = max(1, BATCH_NUMBERS["cuda" if same[0].is_cuda else "cpu"] // (rows * columns))
+        size = max(1, BATCH_NUMBERS // (rows * columns))
         batches += [same[first : first + size] for first in range(0, len(same), size)]
     return batches
 
 
-def orthogonalize(matrices: Tensor, name: str) -> Tensor:
-    """Return matrices (M, N) or (G, M, N) with singular values near 1, in the dtype of the products.
+def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return matrices (M, N) or (G, M, N) with singular values near 1, in the `dtype` of the products.
 
     Error, as Frobenius norm of the difference from fp64 by that of the result, for matrices whose singular values are
     of one magnitude: at most 3 % in bf16, 1e-4 in fp32. If they decay to 0, which the steps amplify with their
     rounding: above 100 % in bf16, at most 0.2 % in fp32.
     """
-    x = matrices.to(getattr(torch, ORTHOGONALIZATIONS[name].dtype))
+    x = matrices.to(dtype)
     return _newton_schulz(x.mT).mT if x.shape[-2] > x.shape[-1] else _newton_schulz(x)
 
 
@@ -191,28 +149,3 @@ def _gram_polynomial(gram: Tensor) -> Tensor:
             gram = factor @ (gram @ factor)
     assert product is not None
     return product
-
-
-def measure_orthogonalization(shapes: Iterable[tuple[int, int]], names: Sequence[str]) -> dict[str, float]:
-    """Return variant -> the shortest time to orthogonalize a sample of CPU matrices of these shapes, one item per
-    matrix, seconds. Leaves torch's global random state as it is.
-    """
-    counts = Counter((min(shape), max(shape)) for shape in shapes)
-
-    def runs(largest: int) -> tuple[float, dict[str, Callable[[], object]]]:
-        generator = torch.Generator().manual_seed(0)
-        sample = [
-            torch.randn(min(rows, largest), min(columns, largest), generator=generator)
-            for (rows, columns), count in counts.items()
-            for _ in range(min(count, MATRICES_PER_SHAPE))
-        ]
-        flops = sum(float(len(matrix)) ** 2 * matrix.shape[1] for matrix in sample)
-        return flops, {name: partial(_orthogonalize_all, sample, name) for name in names}
-
-    with torch.no_grad():
-        return times_of_growing_operands(runs)
-
-
-def _orthogonalize_all(matrices: Iterable[Tensor], name: str) -> None:
-    for batch in split_batches(matrices, name):
-        orthogonalize(batch[0] if len(batch) == 1 else torch.stack(batch), name)
