@@ -171,6 +171,7 @@ class ChatSession:
             self.messages.pop()
             self._dropped = dropped
             raise
+        answer.before = [] if self.is_chat else answer.prompt[-1:]
         try:
             self._note_untrained_length(len(answer.prompt))
             generate_answers(self.trained, [answer])

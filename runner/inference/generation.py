@@ -64,9 +64,9 @@ class Answer(Work):
     stop_token: int | None = None  # that ended it, which is not in `ids`
     _sent: int = 0  # characters
     _begun: dict[str, int] = field(default_factory=dict)  # stop text -> its first characters that `text` ends with
-    # tokens start:end are decoded again with new ones: a tokenizer may treat the first of a text differently
-    _start: int = 0
-    _end: int = 0
+    # decoded again with new tokens: a tokenizer may drop the space of the first; at first those that a text continues
+    before: list[int] = field(default_factory=list)
+    _end: int = 0  # tokens in `text`
 
     def add_token(self, token: int, tokenizer: Tokenizer) -> None:
         self.ids.append(token)
@@ -101,12 +101,13 @@ class Answer(Work):
 
     def _decode(self, tokenizer: Tokenizer, is_last: bool = False) -> None:
         """Add the text of new tokens, unless its last character is incomplete: its bytes may be in several tokens."""
-        text = tokenizer.decode(self.ids[self._start :])
+        new = self.ids[self._end :]
+        text = tokenizer.decode(self.before + new)
         if text.endswith("\ufffd") and not is_last:
             return
-        new = text[len(tokenizer.decode(self.ids[self._start : self._end])) :]
-        self._start, self._end = self._end, len(self.ids)
-        self.add_text(new)
+        text = text[len(tokenizer.decode(self.before)) :]
+        self.before, self._end = new, len(self.ids)
+        self.add_text(text)
 
     def _send(self, end: int) -> None:
         if end > self._sent:

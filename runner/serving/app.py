@@ -201,6 +201,7 @@ class _Server:
                 generator=torch.Generator(self.trained.device).manual_seed((seed + i) % 2**63),
                 stops=body.stops,
                 constrain=constraint,
+                before=prompt[-1:] if kind is CompletionRequest else [],
             )
             for prompt in prompts
             for i, constraint in enumerate(constraints)

@@ -335,7 +335,9 @@ class Responder:
 
     def _token_name(self, token_id: int) -> str:
         """Return the text of a token; of part of a character, which has none, its number."""
-        text = self.tokenizer.decode([token_id], skip_special=False)
+        # behind itself: a tokenizer may drop the space of a first token
+        first, both = (self.tokenizer.decode([token_id] * count, skip_special=False) for count in (1, 2))
+        text = both[len(first) :]
         return f"bytes:{token_id}" if "\ufffd" in text else text
 
     def _usage(self, answers: list[Answer]) -> dict[str, int]:

@@ -69,6 +69,17 @@ def test_answer_is_written_in_complete_characters_only() -> None:
     assert decoded == text == "".join(written) and not any("\ufffd" in part for part in written)
 
 
+def test_chat_keeps_the_space_between_a_prompt_and_its_continuation(hf_folder: Path, tmp_path: Path) -> None:
+    """Tokenizers of Llama 2 drop the space at the beginning of a text."""
+    file = shutil.copytree(hf_folder, tmp_path / "other") / "tokenizer.json"
+    stored = json.loads(file.read_text())
+    dropping = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    file.write_text(json.dumps(stored | {"decoder": {"type": "Sequence", "decoders": [stored["decoder"], dropping]}}))
+    sessions = [open_session(folder, mode="text", max_new_tokens=2) for folder in (hf_folder, file.parent)]
+    answers = [[session.answer("Ludo lives", lambda text: None) for _ in range(4)] for session in sessions]
+    assert answers[1] == answers[0] and any(text.startswith(" ") for text in answers[0])
+
+
 def test_chat_escapes_control_characters_of_an_answer(
     hf_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

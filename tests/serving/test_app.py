@@ -7,11 +7,13 @@ from __future__ import annotations
 import http.client
 import json
 import queue as threads
+import shutil
 import socket
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ import torch
 
 from data.tokenize.chat_template import ChatTemplate
 from models.generate import generate
-from runner.inference.load import LoadedModel
+from runner.inference.load import LoadedModel, load_trained
 
 pytest.importorskip("starlette", reason="part of the extra serve")
 
@@ -553,3 +555,24 @@ def test_serve_counts_a_prompt_once_and_places_tokens_behind_it(http: Any, train
     for choice in answer["choices"]:
         tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
         assert offsets == [len("Where does Tolo live" + "".join(tokens[:i])) for i in range(len(tokens))]
+
+
+def test_serve_keeps_the_space_that_a_tokenizer_drops_before_a_text(
+    http: Any, served_folder: Path, tmp_path: Path
+) -> None:
+    """Tokenizers of Llama 2 decode " the" at the beginning of a text, and alone, to "the"."""
+    from starlette.testclient import TestClient
+
+    from runner.serving.app import GenerationQueue, create_app
+
+    file = shutil.copytree(served_folder, tmp_path / "small") / "tokenizer.json"
+    stored = json.loads(file.read_text())
+    dropping = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    file.write_text(json.dumps(stored | {"decoder": {"type": "Sequence", "decoders": [stored["decoder"], dropping]}}))
+    queue = GenerationQueue(load_trained(file.parent, "cpu"), max_batch=8, max_waiting=100)
+    other = TestClient(create_app(queue, "small", 16, None))
+    fields = {"temperature": 1, "seed": 0, "n": 8, "logprobs": 3, "max_tokens": 4}
+    choices = ask(http, **fields)["choices"]
+    assert any(choice["text"].startswith(" ") for choice in choices)
+    assert ask(other, **fields)["choices"] == choices
+    queue.close()
