@@ -170,10 +170,9 @@ class Tokenizer:
         try:
             return [encoding.ids for encoding in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
         except TypeError:  # rows with such a text are refused before
-            message = "a text has half of a surrogate pair, which is not a character; rows have none, so the chat template writes it"
-            raise UserError(
-                message, f"{self.folder}/{TEMPLATE_FILE}", "correct the template of the tokenizer"
-            ) from None
+            message = "a text has a byte that is not UTF-8, or half of a surrogate pair, which is not a character"
+            fix = "correct the text that was typed; if it is correct, the chat template writes it"
+            raise UserError(message, f"{self.folder}/{TEMPLATE_FILE}", fix) from None
         except BaseException as error:
             raise _panic_error(error, self.folder) from None
 

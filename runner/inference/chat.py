@@ -78,6 +78,9 @@ def repl(session: ChatSession) -> None:
                 print_safely(f"error: {error}")
         except EOFError:
             return
+        except UnicodeDecodeError as error:
+            fix = "convert the text to UTF-8, e.g. with iconv"
+            raise UserError(f"a message cannot be read: {error}", "standard input", fix) from error
         except KeyboardInterrupt:  # ends the answer or the line, not the conversation
             if not is_terminal:
                 raise

@@ -330,3 +330,16 @@ def test_tokenizer_with_an_id_beyond_the_model_is_refused(hf_folder: Path, tmp_p
     file.write_text(json.dumps(stored))
     with pytest.raises(UserError, match="a token with the id 6,400, the model has ids below 6,400"):
         load_trained(tmp_path / "model", "cpu")
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # of a UTF-8 locale, of the locale C
+def test_chat_names_a_message_that_is_not_utf8(
+    hf_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], errors: str
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xd6\xd0\n"), "utf-8", errors))
+    try:
+        repl(open_session(hf_folder))
+        problem = capsys.readouterr().out
+    except UserError as error:
+        problem = error.message
+    assert "UTF-8" in problem or "utf-8" in problem
