@@ -40,6 +40,7 @@ from runner.engine.device.distributed import DistributedContext, init_distribute
 from runner.engine.device.precision import Precision, PrecisionConfig
 from runner.engine.device.rng import seed_all, use_deterministic_kernels
 from runner.engine.device.signals import as_stop_requests, do_unless_stopped
+from runner.engine.evaluation import encode_sample_prompts
 from runner.engine.kernels import (
     choose_run_kernels,
     has_one_shape,
@@ -254,8 +255,8 @@ def check_machine(cfg: Config, device: torch.device, precision: Precision) -> No
 
 
 def load_tokenizer(cfg: Config, run_dir: Path) -> Tokenizer:
-    """Raises UserError if there is none, if the model has no embedding for some of its tokens, or if conversations need
-    a chat template that it lacks.
+    """Raises UserError if there is none, if the model has no embedding for some of its tokens, if conversations need a
+    chat template that it lacks, or if it cannot encode the prompts of samples.
     """
     tokenizer = open_tokenizer(cfg.data, cfg.init_from, run_dir)
     cfg.check_vocabulary(tokenizer.vocab_size)
@@ -266,6 +267,8 @@ def load_tokenizer(cfg: Config, run_dir: Path) -> Tokenizer:
             f"data.tokenizer={cfg.data.tokenizer}",
             fix,
         )
+    if cfg.train.sample_prompts != "auto":
+        encode_sample_prompts(cfg, tokenizer)
     return tokenizer
 
 

@@ -11,12 +11,14 @@ from functools import partial
 
 import torch
 
-from common.errors import StopRequested
+from common.errors import StopRequested, UserError
 from data.tokenize.chat_template import ChatTemplate
+from data.tokenize.tokenizer import Tokenizer
 from data.types import TokenSequence
 from models.generate import generate
 from models.layers.ops import widest_float
 from runner.diagnostics.symptoms import tiny_validation
+from runner.engine.config import Config
 from runner.engine.device.heartbeat import enter
 from runner.engine.device.rng import allow_varying_kernels
 from runner.engine.objectives.objective import mask_dummy_batch
@@ -212,11 +214,24 @@ def sample_prompts(state: TrainState) -> list[tuple[str, list[int]]]:
         numbers = range(0, len(rows), -(-len(rows) // PROMPT_ROWS))
         prompts = filter(None, (prompt_of_row(rows[number].sequences[0]) for number in numbers))
         return [(tokenizer.decode(ids), ids) for ids in sorted(prompts, key=len)[:NUM_PROMPTS]]
-    chosen = [str(prompt) for prompt in state.cfg.train.sample_prompts]
-    if state.cfg.stage.data_format == "text":  # the model continues text
-        return [(prompt, [*tokenizer.bos_ids, *tokenizer.encode(prompt)]) for prompt in chosen]
-    template = ChatTemplate(tokenizer)
-    return [(prompt, template.encode_prompt([{"role": "user", "content": prompt}])) for prompt in chosen]
+    return encode_sample_prompts(state.cfg, tokenizer)
+
+
+def encode_sample_prompts(cfg: Config, tokenizer: Tokenizer) -> list[tuple[str, list[int]]]:
+    """Return (text, token ids) of each prompt that train.sample_prompts lists.
+
+    Raises UserError if the model has fewer positions.
+    """
+    chosen, positions = map(str, cfg.train.sample_prompts), cfg.model.max_position_embeddings
+    if cfg.stage.data_format == "text":  # the model continues text
+        prompts = [(prompt, [*tokenizer.bos_ids, *tokenizer.encode(prompt)]) for prompt in chosen]
+    else:
+        template = ChatTemplate(tokenizer)
+        prompts = [(prompt, template.encode_prompt([{"role": "user", "content": prompt}])) for prompt in chosen]
+    if (longest := max((len(ids) for _, ids in prompts), default=0)) > positions:
+        message = f"a prompt has {longest:,} tokens, the model has {positions:,} positions"
+        raise UserError(message, "train.sample_prompts", "shorten it")
+    return prompts
 
 
 def prompt_of_row(sequence: TokenSequence) -> list[int]:

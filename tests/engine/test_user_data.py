@@ -221,3 +221,19 @@ def test_prompt_of_a_row_ends_before_its_first_token_with_loss(mask, length):
 def test_prompts_that_are_no_texts_are_refused(prompts):
     with pytest.raises(UserError, match="auto or a list of texts"):
         composed("stage=pretrain", f"train.sample_prompts={prompts}")
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "sft"])
+@pytest.mark.parametrize("prompt", ["a " * 300, "'\udcff'"], ids=["too long", "not UTF-8"])
+def test_prompts_that_cannot_be_sampled_are_refused_before_the_first_step(tmp_path, stage, prompt):
+    from runner.engine.build import load_tokenizer
+
+    cfg = composed(
+        f"stage={stage}",
+        "model.max_position_embeddings=256",
+        "data.max_length=64",
+        f"train.sample_prompts=[{prompt}]",
+        "data.tokenizer=data/samples/tokenizer",
+    )
+    with pytest.raises(UserError, match="a prompt has 3|not UTF-8"):
+        load_tokenizer(cfg, tmp_path)
