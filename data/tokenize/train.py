@@ -60,6 +60,10 @@ def train_tokenizer(cfg: TokenizerConfig) -> None:
         count = sum(1 for _ in texts)
         print(f"skipped {count} texts of {stats.rows} rows that are not held out")
     else:
+        if (first := next(texts, None)) is None:
+            problems = "; ".join(f"{reason}, first at {stats.first_seen[reason]}" for reason in stats.bad)
+            raise UserError(f"no row has text to train on: {problems}", f"path={cfg.path}", "correct the rows")
+        texts = itertools.chain([first], texts)
         tokenizer = train_bpe(texts, cfg.vocab_size, Path(str(cfg.to)), CHATML.read_text(encoding="utf-8"))
         print_safely(f"{tokenizer.vocab_size} tokens from {stats.rows} rows in {cfg.to}")
     for reason, count in stats.bad.most_common():
@@ -96,7 +100,7 @@ def iter_corpus(sources: list[Source], max_lines: int, stats: CorpusStats) -> It
             where = source.where(position)
             if not texts:
                 counts.skip(BadRowError("a row without text", "a row without text", where, "delete the row"))
-            elif index % HOLDOUT_EVERY == 0 and capacity > 0:
+            elif index % HOLDOUT_EVERY == 1 and capacity > 0:  # not the first: a file may be one row
                 capacity -= sum(map(len, texts))
                 for text in texts:
                     counts.held_out.setdefault((source.path.name, _language(text)), []).append((where, text))

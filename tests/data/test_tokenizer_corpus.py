@@ -43,8 +43,8 @@ def cats(write, tmp_path, monkeypatch):
 
 def test_corpus_has_the_strings_of_any_schema_without_roles(write):
     rows = [
-        {"text": "held out"},
         {"conversations": [{"role": "user", "content": "hi"}]},
+        {"text": "held out"},
         {"instruction": "do", "input": "", "output": ["it"], "score": 5},
     ]
     stats = CorpusStats()
@@ -55,16 +55,21 @@ def test_corpus_has_the_strings_of_any_schema_without_roles(write):
 def test_corpus_skips_fields_that_are_not_text(write):
     rows = [
         {"text": "first"},
+        {"text": "held out"},
         {"text": "second", "url": "http://a.b/c", "timestamp": "2020"},
         {"note": "of no known schema"},
     ]
-    assert list(iter_corpus([Source.open(write(rows))], 100, CorpusStats())) == ["second", "of no known schema"]
+    assert list(iter_corpus([Source.open(write(rows))], 100, CorpusStats())) == [
+        "first",
+        "second",
+        "of no known schema",
+    ]
 
 
 def test_corpus_counts_bad_and_empty_rows_and_names_the_first(write):
     stats = CorpusStats()
     path = write(b'{"text": "a"}\n{\n{"text": " "}\n{\n{"text": "b"}\n')
-    assert list(iter_corpus([Source.open(path)], 100, stats)) == ["b"]
+    assert list(iter_corpus([Source.open(path)], 100, stats)) == ["a", "b"]
     assert stats.bad == {"invalid JSON": 2, "a row without text": 1}
     assert stats.first_seen["a row without text"] == f"{path}:3" and stats.first_seen["invalid JSON"].startswith(
         f"{path}:2"
@@ -74,13 +79,13 @@ def test_corpus_counts_bad_and_empty_rows_and_names_the_first(write):
 def test_corpus_limits_rows_per_file_and_reads_a_repeated_file_twice(write):
     path = write([{"text": str(number)} for number in range(100)])
     stats = CorpusStats()
-    assert list(iter_corpus([Source.open(path)] * 2, 10, stats)) == [str(number) for number in range(1, 10)] * 2
-    assert stats.held_out == {("rows.jsonl", "en"): [(f"{path}:1", "0")]} and HOLDOUT_EVERY > 10
+    assert list(iter_corpus([Source.open(path)] * 2, 10, stats)) == ["0", *map(str, range(2, 10))] * 2
+    assert stats.held_out == {("rows.jsonl", "en"): [(f"{path}:2", "1")]} and HOLDOUT_EVERY > 10
 
 
 def test_corpus_holds_out_languages_separately(write):
     stats = CorpusStats()
-    path = write([{"conversations": [{"content": "今天天气 good"}, {"content": "A cup of 茶 please"}]}])
+    path = write([{"text": "a"}, {"conversations": [{"content": "今天天气 good"}, {"content": "A cup of 茶 please"}]}])
     list(iter_corpus([Source.open(path)], 10, stats))
     assert set(stats.held_out) == {("rows.jsonl", "zh"), ("rows.jsonl", "en")}
 
@@ -121,6 +126,22 @@ def test_tokenizer_command_checks_all_files_before_it_trains(tmp_path):
     result = run_command('path=["it\'s a, b.jsonl",none.jsonl]', "to=new", "vocab_size=12", folder=tmp_path)
     assert result.returncode == 2 and "none.jsonl" in result.stderr and not (tmp_path / "new").exists()
     assert [line.split(":")[0].strip() for line in result.stderr.splitlines()] == ["error", "where", "fix"]
+
+
+def test_tokenizer_training_reads_a_file_that_is_one_row(tmp_path, monkeypatch, capsys):
+    """The first row was held out: a book gave a tokenizer of single bytes."""
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_text("the cat and the dog\n" * 50)
+    train_tokenizer(config(path=["book.txt"], to="new"))
+    assert capsys.readouterr().out.startswith("277 tokens from 1 rows")
+
+
+def test_tokenizer_training_refuses_files_without_a_row(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_bytes(b'{"text": ""}\n')
+    with pytest.raises(UserError, match="no row has text to train on: a row without text, first at rows.jsonl:1"):
+        train_tokenizer(config(to="new"))
+    assert not Path("new").exists()
 
 
 def test_tokenizer_training_reads_a_repeated_file_twice(cats, capsys):
