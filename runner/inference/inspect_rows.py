@@ -161,7 +161,7 @@ def _find_row(wanted: str, pipeline: DataPipeline) -> list[EncodedRow]:
     raise UserError(
         f"no row of the data is named {wanted}",
         f"row={wanted}",
-        "give a number, or the file and line of a row that was not dropped: row=rows.jsonl:12",
+        "row=0, or the file and line of a row that was not dropped: row=FILE:LINE",
     )
 
 
