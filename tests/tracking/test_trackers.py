@@ -336,8 +336,9 @@ def test_mode_auto_is_online_only_with_a_key_and_a_server(monkeypatch: pytest.Mo
     assert choose_mode("auto", "key", "https://host", "WANDB_MODE") == ("offline", "https://host does not answer")
     monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: None)
     assert choose_mode("auto", "key", "https://host", "WANDB_MODE")[0] == "online"
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    assert choose_mode("auto", "key", "https://host", "WANDB_MODE") == ("offline", "WANDB_MODE=offline")
+    for chosen in ("offline", "disabled", "dryrun"):
+        monkeypatch.setenv("WANDB_MODE", chosen)
+        assert choose_mode("auto", "key", "https://host", "WANDB_MODE") == ("offline", f"WANDB_MODE={chosen}")
     assert choose_mode("online", None, "https://host", "WANDB_MODE")[0] == "online"
 
 

@@ -38,7 +38,6 @@ SERVICE_NAME_LENGTH, TAG_LENGTH, NOTE_LENGTH, SENT_TAGS = 128, 64, 1024, 30
 EXPERIMENT_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # becomes a part of file names
 NOT_LOGGED = {"kind", "step", "time", "attempt", "nonfinite"}  # fields of metrics.jsonl that a tracker does not get
 ConnectedMode = Literal["online", "offline"]
-CONNECTED_MODES: tuple[ConnectedMode, ...] = ("online", "offline")
 NO_FINISH = ("failed", "the training process ended without a final message")
 
 
@@ -157,9 +156,9 @@ def choose_mode(requested: str, api_key: str | None, api_host: str, variable: st
     Without a key or a server the libraries wait up to 16 s and then raise.
     """
     chosen = os.environ.get(variable) if requested == "auto" else requested
-    for mode in CONNECTED_MODES:
-        if chosen == mode:
-            return mode, f"{variable}={mode}" if requested == "auto" else f"tracker.mode={mode}"
+    if chosen:  # any value but online, e.g. disabled, sends nothing
+        reason = f"{variable}={chosen}" if requested == "auto" else f"tracker.mode={chosen}"
+        return "online" if chosen == "online" else "offline", reason
     if not api_key:
         return "offline", "no API key"
     try:
