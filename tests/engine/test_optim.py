@@ -183,6 +183,13 @@ def test_muon_updates_hidden_matrices_and_adamw_the_rest() -> None:
     assert rest == set(built.names.values()) - matrices
 
 
+def test_muon_with_frozen_matrices_trains_the_rest() -> None:
+    model = SmallModel()
+    model.model["layers"].requires_grad_(False)
+    [adamw] = build_optimizer(muon(), model, num_layers=2).parts
+    assert not isinstance(adamw, Muon)
+
+
 def test_optimizer_settings_reach_every_parameter_group() -> None:
     """With betas, eps and momentum that are not torch's defaults."""
     built = build_optimizer(

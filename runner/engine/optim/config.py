@@ -122,8 +122,9 @@ class MuonConfig(AdamWConfig):
         # a GPU waits for launches; where ranks share the matrices, each is gathered alone
         matrices = [p for group in groups.decay for p in group["params"]]
         is_batched = all(p.is_cuda and not hasattr(p, "placements") for p in matrices)
-        muon = Muon(groups.decay, self.lr, self.momentum, is_batched=is_batched)
-        return [muon, *super().build(ParamGroups([], groups.no_decay))] if groups.no_decay else [muon]
+        muon = Muon(groups.decay, self.lr, self.momentum, is_batched=is_batched) if groups.decay else None
+        others = super().build(ParamGroups([], groups.no_decay)) if groups.no_decay else []
+        return [muon, *others] if muon else others
 
 
 def check_mup(cfg: OptimizerConfig, model: ModelConfig, has_adapter: bool) -> None:
