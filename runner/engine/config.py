@@ -310,6 +310,12 @@ class Config(CheckedSettings):
                 "data.too_long=split",
                 "data.too_long=truncate or drop",
             )
+        if data.loss_on == "all" and stage.data_format == "preference":
+            raise UserError(
+                f"stage={stage.name} compares answers: what chosen and rejected share has no loss, got data.loss_on=all",
+                "data.loss_on=all",
+                "data.loss_on=assistant",
+            )
         if not DEVICE.fullmatch(self.device):
             raise UserError(
                 f"device must be auto, cpu, cuda, cuda:<number> or mps, got {self.device}",

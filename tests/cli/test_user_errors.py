@@ -190,6 +190,10 @@ EARLY_SLOW: list[tuple[list[str], list[str]]] = [  # the same checks, of other s
     (["train.keep_every=9", "train.save_every=0"], ["train.keep_every is not read"]),
     (["data.max_bad_fraction=0.5"], ["data.max_bad_fraction is not read", "data.on_bad_row=skip"]),
     (["data.loss_on=all"], ["data.loss_on is not read: texts have no messages"]),
+    (
+        ["stage=dpo", "init_from=scratch", "data.loss_on=all"],
+        ["what chosen and rejected share has no loss", "data.loss_on=assistant"],
+    ),
     (["data.group_by_length=true"], ["data.group_by_length needs data.packing=none"]),
     (["model.norm_topk_prob=true"], ["model.norm_topk_prob is not read: model.num_experts=0"]),
     (["stage=sft", "init_from=scratch", "stage.init_from_stage=sft"], ["stage.init_from_stage is not read"]),
