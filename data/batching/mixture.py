@@ -259,7 +259,7 @@ def separate_validation(
         return groups, [f"{found}: the validation loss is too low; data.val_duplicates=drop does not train on them"]
     groups = [[part for part in group if part.num_rows] for group in separated]
     if not all(groups):
-        fix = "data.val_fraction=0 trains without validation, data.val_duplicates=keep on all rows"
+        fix = "data.val_path=null data.val_fraction=0 trains without validation, data.val_duplicates=keep on all rows"
         raise UserError(
             f"{found}, which leaves an entry of data.path without rows to train on",
             f"data.val_duplicates={data.val_duplicates}",

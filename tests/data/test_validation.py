@@ -86,7 +86,7 @@ def test_split_without_duplicates_has_no_warning_and_every_row(run_on):
 def test_split_that_leaves_no_training_row_is_refused(run_on):
     with pytest.raises(UserError, match="leaves an entry of data.path without rows") as error:
         run_on({"a.jsonl": ["the same"] * 20}, "data.val_fraction=0.1")
-    assert "data.val_fraction=0" in error.value.fix
+    assert "data.val_path=null data.val_fraction=0 " in error.value.fix, "also where data.val_path names files"
 
 
 def test_data_fingerprint_depends_on_the_rows_that_are_left_out(run_on):
