@@ -131,7 +131,7 @@ class LoraConfig(CheckedSettings):
     SECTION = "stage.lora"
 
     rank: int = at_least(1, 8)  # rows of A and columns of B
-    alpha: float  # scale of the adapter's output, times 1 / rank
+    alpha: float = within("(0, inf)", 16, "a positive number")  # output scale, times 1 / rank
     dropout: float = within("[0, 1)", 0.1)  # on the adapter's input; probability
     # layers with an adapter: names, ends of paths (q_proj, 0.mlp.up_proj), re:PATTERN; [all-linear]: all but the output
     # layer

@@ -168,6 +168,10 @@ EARLY_SLOW: list[tuple[list[str], list[str]]] = [  # the same checks, of other s
     (["seed=-1"], ["seed must be in [0, 4294967295], got -1"]),
     (["optimizer.lr="], ["optimizer.lr must be a number"]),
     (["optimizer.lr=0"], ["optimizer.lr must be a positive number, got 0"]),
+    (
+        ["stage=lora", "stage.lora.alpha=0"],
+        ["stage.lora.alpha must be a positive number, got 0", "stage.lora.alpha=16"],
+    ),
     (["optimizer.betas=0.9"], ["optimizer.betas must be a list in brackets, got 0.9"]),
     (["train=3"], ["train is a section"]),
     (["run=last"], ["run is a section", "resume=last means that run", "plan.py plans what is left of it"]),
