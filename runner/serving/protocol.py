@@ -30,9 +30,9 @@ NEUTRAL: tuple[Any, ...] = (False, 0, "", [], {}, "auto", "none")  # values of o
 ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    # true is what this server does
-    **dict.fromkeys(("parallel_tool_calls", "add_generation_prompt"), (True,)),
-    **dict.fromkeys(("add_special_tokens", "skip_special_tokens"), (True,)),
+    **dict.fromkeys(
+        ("parallel_tool_calls", "add_generation_prompt", "add_special_tokens", "skip_special_tokens"), (True,)
+    ),
 }
 MIN_DIVISOR = 1e-5  # of logits: smaller ones give infinite logits
 MAX_ROWS = 1024  # answers of one request: prompts x n

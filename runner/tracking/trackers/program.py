@@ -158,7 +158,7 @@ def choose_mode(requested: str, api_key: str | None, api_host: str, variable: st
     chosen = os.environ.get(variable) if requested == "auto" else requested
     if chosen:  # any value but online, e.g. disabled, sends nothing
         reason = f"{variable}={chosen}" if requested == "auto" else f"tracker.mode={chosen}"
-        return "online" if chosen == "online" else "offline", reason
+        return "online" if chosen in ("online", "cloud") else "offline", reason  # SwanLab: cloud
     if not api_key:
         return "offline", "no API key"
     try:
