@@ -111,7 +111,9 @@ class CheckpointManager:
         """
         if self._is_rank_zero:
             self._check_run_dir()
-            self._submit_best(self._unsaved_best)
+            if self._unsaved_best is not None:  # still in flight, or failed
+                self.wait_for_save()
+                self._submit_best(self._unsaved_best)
         if self._broadcast_flag(step == self.saved_step):
             return None
         started = time.perf_counter()

@@ -193,6 +193,16 @@ def test_best_weights_are_on_disk_when_a_blocking_save_returns(
     assert atomic_dir.verify_dir(tmp_path / "checkpoints" / "best-00000002") is None
 
 
+def test_best_weights_are_written_once(tmp_path: Path) -> None:
+    run = FakeRun()
+    manager = make_manager(tmp_path, run)
+    run.step = run.best_step = 1
+    manager.save_best(1, 1.5, run)
+    run.step = 2
+    manager.save_blocking(2, run)
+    assert [message.split()[1] for message in run.messages] == ["best-00000001", "step-00000002"]
+
+
 def test_best_weights_of_a_checkpoint_that_failed_are_saved_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
