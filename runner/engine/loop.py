@@ -287,7 +287,7 @@ def finish(state: TrainState) -> float:
             export_model(state, exported)
     if state.stopped_early:
         state.logger.info(
-            f"stopped early: no better evaluation in the last {state.cfg.train.patience} (best {progress.best_loss:.4f} at step {progress.best_step})"
+            f"stopped early: no better evaluation in the last {state.cfg.train.patience} (best {progress.best_loss:.4f} at step {progress.best_step}); train.patience=0 trains on"
         )
     loss = loss if exported.loss is None else exported.loss
     return math.inf if loss is None else loss
