@@ -77,7 +77,7 @@ RULES = (
         "stage.lora.targets=[...] chooses their layers, or leave it out",
     ),
     Rule(
-        ("train.eval_every",),
+        ("train.eval_every", "data.val_duplicates"),
         lambda config: (
             config.train.eval_every and not config.data.val_fraction and not _has_validation_files(config.data)
         ),

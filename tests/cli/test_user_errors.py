@@ -112,6 +112,10 @@ EARLY: list[tuple[list[str], list[str]]] = [
         ["train.eval_every=9", "data.val_path=null", "data.val_fraction=0"],
         ["train.eval_every is not read: there is no validation data"],
     ),
+    (
+        ["data.val_duplicates=drop", "data.val_path=null", "data.val_fraction=0"],
+        ["data.val_duplicates is not read: there is no validation data"],
+    ),
     (["data.val_fraction=0.5"], ["data.val_fraction is not read: data.val_path has the validation data"]),
     (["sweep.match_budget=steps"], ["sweep.match_budget is read in a sweep only", "--multirun"]),
     (["hydra/launcher=submitit"], ["hydra/launcher is read in a sweep only", "--multirun"]),
