@@ -85,6 +85,13 @@ def test_processors_that_are_fast_in_16_bits(
     assert not are_16_bits_fast(torch.bfloat16)
 
 
+def test_arm_without_onednn_is_slow_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Mac: torch has no oneDNN there, and none of its operators."""
+    monkeypatch.setattr(candidates.platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert not are_16_bits_fast(torch.bfloat16)
+
+
 @pytest.mark.parametrize("fast", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["in fp32", "native"])
 @pytest.mark.parametrize(
     "settings", [SETTINGS, [*SETTINGS, "optimizer=muon", "precision=fp32"]], ids=["bf16", "muon in fp32"]

@@ -148,7 +148,7 @@ def are_16_bits_fast(dtype: torch.dtype) -> bool:
     if dtype == torch.float16:
         return torch.cpu._is_amx_fp16_supported()
     if platform.machine() in ("arm64", "aarch64"):
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     is_amd = torch.cpu._is_avx512_bf16_supported() and cpu_model().startswith("AMD")
     return is_amd or torch.cpu._is_amx_tile_supported()
 
