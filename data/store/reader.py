@@ -108,7 +108,10 @@ class TokenStore:
             manifest = load_sealed_json((folder / STORE_MANIFEST).read_bytes())
             if manifest["format"] != STORE_FORMAT:
                 return None
-            files = {name: _file_id(folder / name) for name in STORE_FILES}
+            stats = {path: os.stat(path) for path in (folder / name for name in STORE_FILES)}
+            files = {
+                path.name: FileId(str(path), stat.st_dev, stat.st_ino, stat.st_size) for path, stat in stats.items()
+            }
             if any(files[name].size != manifest["bytes"][name] for name in STORE_FILES) or any(
                 crc32_of(_opened(files[name]).fd, files[name].size) != manifest["crc32"][name] for name in TABLE_FILES
             ):
@@ -203,11 +206,6 @@ class FileId(NamedTuple):
     device: int
     inode: int
     size: int
-
-
-def _file_id(path: Path) -> FileId:
-    stat = os.stat(path)
-    return FileId(str(path), stat.st_dev, stat.st_ino, stat.st_size)
 
 
 class OpenFile:

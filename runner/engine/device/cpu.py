@@ -237,7 +237,11 @@ class RunningTrainings:
     _descriptor: int | None = None  # of the file of this process
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder or _temporary_folder() / f"lm-runner-{os.getuid()}"
+        try:
+            temporary = tempfile.gettempdir()
+        except OSError:  # none can be written to
+            temporary = os.devnull
+        self._folder = folder or Path(temporary) / f"lm-runner-{os.getuid()}"
 
     @contextmanager
     def registered(self) -> Iterator[None]:
@@ -296,10 +300,3 @@ class RunningTrainings:
     def _is_private(self) -> bool:
         status = os.lstat(self._folder)
         return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
-
-
-def _temporary_folder() -> Path:
-    try:
-        return Path(tempfile.gettempdir())
-    except OSError:  # none can be written to
-        return Path(os.devnull)
