@@ -82,7 +82,7 @@ def choose_run_kernels(
     decision = resolve_compile_mode(cfg.train.compile, flops, device, threads, is_dynamic)
     if decision.is_long_run and device.type == "cpu":
         use_memory_pool(set_inductor_cache())
-    choices = cpu_choices(cfg, models, optimizers, loader, precision, decision, is_resumed=saved is not None)
+    choices = cpu_choices(cfg, models, optimizers, loader, precision, decision, dist, is_resumed=saved is not None)
     return choose_cpu_kernels(choices, decision, dist, saved, stop)
 
 
@@ -208,6 +208,7 @@ def cpu_choices(
     loader: StepLoader,
     precision: Precision,
     decision: CompileDecision,
+    dist: DistributedContext,
     *,
     is_resumed: bool,
 ) -> Iterator[KernelChoice]:
@@ -220,8 +221,11 @@ def cpu_choices(
     model, is_long = models[0], decision.is_long_run or is_resumed
     muons = [part for part in optimizers.parts if isinstance(part, Muon)]
     is_16_bit = precision.dtype != torch.float32
-    if (is_16_bit or muons) and (is_resumed or not are_16_bits_fast(precision.dtype if is_16_bit else torch.bfloat16)):
-        yield product_choice(precision.dtype, muons, has_kernel=is_long)
+    if is_16_bit or muons:
+        dtype = precision.dtype if is_16_bit else torch.bfloat16
+        # one slow processor decides for all ranks, whose processors may differ
+        if dist.any(not are_16_bits_fast(dtype)) or is_resumed:
+            yield product_choice(precision.dtype, muons, has_kernel=is_long)
     if not is_long:
         return
     if model.attention_sizes:

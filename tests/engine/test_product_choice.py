@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,6 +59,17 @@ def test_products_stay_as_they_are_on_a_processor_that_is_fast_in_them(
     state = make_run("pretrain", *SETTINGS, "optimizer=muon")
     assert "environment.products" not in state.compatibility and not are_products_upcast()
     assert "products" not in run_summary(state) and state.optimizers.parts[0].dtype == torch.bfloat16
+
+
+def test_one_slow_rank_decides_for_all(make_run: Callable, is_fast: Callable[[bool], None]) -> None:
+    """Otherwise ranks on other processors would wait for a choice that is none there."""
+    is_fast(True)
+    state = make_run("pretrain", *SETTINGS)
+    for is_slow in (False, True):
+        others = SimpleNamespace(any=lambda flag, is_slow=is_slow: flag or is_slow)
+        parts = state.cfg, [state.model], state.optimizers, state.loader, state.precision
+        choices = kernels_of_run.cpu_choices(*parts, CompileDecision("off", "off"), others, is_resumed=False)
+        assert [choice.fact for choice in choices] == ["products"] * is_slow
 
 
 @pytest.mark.parametrize(
