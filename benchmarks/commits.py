@@ -194,7 +194,7 @@ def table(cases: list[CaseProcess], checkouts: dict[str, Checkout]) -> str:
 
 
 def describe_case(case: CaseProcess) -> str:
-    kernels = case.steps[-1]["kernels"]  # that were chosen by measuring, which each checkout does
+    kernels = case.steps[-1]["kernels"]  # that each checkout has chosen
     return describe_facts(case.facts) + (f"; {kernels}" if kernels else "")
 
 

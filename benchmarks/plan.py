@@ -2,7 +2,7 @@
 
 For each configuration: plan.py, then train.py with the same overrides in a temporary folder. Compared are the largest
 memory of the training process (ru_maxrss, VmHWM of Linux) and its time, which other load on the machine changes; the
-memory does not depend on load. A long run is compiled, has a memory pool and measures its attention kernel: it is
+memory does not depend on load. A long run is compiled, has a memory pool and times compiled layers: it is
 stopped by SIGTERM after some steps, saves, and is planned after that, without a trial.
 """
 

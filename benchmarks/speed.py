@@ -76,7 +76,7 @@ def results(cases: list[CaseProcess], precision: str) -> Iterator[dict[str, Any]
             "case": case.name,
             "setting": case.setting,
             "environment": case.facts,
-            "kernels": case.steps[-1].get("kernels", ""),  # that our engine has chosen by measuring
+            "kernels": case.steps[-1].get("kernels", ""),  # that our engine has chosen
             "useful_tokens_per_second": case.median(tokens_per_second) * case.fill_ratio,
             "raw_tokens_per_second": case.median(tokens_per_second),
             "useful_share": case.fill_ratio,

@@ -19,6 +19,7 @@ from warm_programs import WarmPrograms, warm_programs
 
 from common.file_lock import FileLock
 from data.tokenize import tokenizer
+from models.layers.cpu_kernels.upcast_products import upcast_products
 from runner.config.compose import compose_tree, to_config, without_hydra
 from runner.engine import kernels as kernels_of_run
 from runner.engine.build import build_run
@@ -144,6 +145,7 @@ def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         return made[-1]
 
     yield make
+    upcast_products(False)
     for state in made:
         state.logger.finish("completed", {})  # closes its files
 

@@ -55,7 +55,8 @@ def train_tokenizer(cfg: TokenizerConfig) -> None:
     for line in (line for each in (tokenizer, other) if each for line in each.dropout_note):
         print_note(line)
     stats = CorpusStats()
-    texts = iter_corpus(sources, cfg.max_lines, stats)
+    # a file may be one row: it is measured, or trained on
+    texts = iter_corpus(sources, cfg.max_lines, stats, held_out=0 if tokenizer else 1)
     if tokenizer:
         count = sum(1 for _ in texts)
         print(f"skipped {count} texts of {stats.rows} rows that are not held out")
@@ -86,12 +87,15 @@ class CorpusStats(RowStats):
         self.count_dropped("bad", error.reason, error.setting)
 
 
-def iter_corpus(sources: list[Source], max_lines: int, stats: CorpusStats) -> Iterator[str]:
-    """Yield the texts of at most `max_lines` rows of each file, in order; a file that is listed twice is read twice."""
+def iter_corpus(sources: list[Source], max_lines: int, stats: CorpusStats, held_out: int = 1) -> Iterator[str]:
+    """Yield the texts of at most `max_lines` rows of each file, in order; a file that is listed twice is read twice.
+
+    `held_out`: number of the row that is held out of each HOLDOUT_EVERY rows with text.
+    """
     for number, source in enumerate(sources):
         counts = CorpusStats() if source in sources[:number] else stats  # errors of a file are counted once
-        capacity = HOLDOUT_MAX
-        for index, (position, row) in enumerate(itertools.islice(source.rows(counts.skip), max_lines)):
+        capacity, number_of_row = HOLDOUT_MAX, itertools.count()
+        for position, row in itertools.islice(source.rows(counts.skip), max_lines):
             texts = [
                 text
                 for text in _strings({key: value for key, value in row.items() if key in TEXT_FIELDS} or row)
@@ -100,7 +104,7 @@ def iter_corpus(sources: list[Source], max_lines: int, stats: CorpusStats) -> It
             where = source.where(position)
             if not texts:
                 counts.skip(BadRowError("a row without text", "a row without text", where, "delete the row"))
-            elif index % HOLDOUT_EVERY == 1 and capacity > 0:  # not the first: a file may be one row
+            elif next(number_of_row) % HOLDOUT_EVERY == held_out and capacity > 0:
                 capacity -= sum(map(len, texts))
                 for text in texts:
                     counts.held_out.setdefault((source.path.name, _language(text)), []).append((where, text))

@@ -27,6 +27,7 @@ class Rule(NamedTuple):
     fix: str
 
 
+NO_VALIDATION = "there is no validation data"
 RULES = (
     Rule(
         ("distributed.backend", "distributed.timeout", "distributed.max_restarts"),
@@ -77,11 +78,15 @@ RULES = (
         "stage.lora.targets=[...] chooses their layers, or leave it out",
     ),
     Rule(
-        ("train.eval_every", "data.val_duplicates"),
-        lambda config: (
-            config.train.eval_every and not config.data.val_fraction and not _has_validation_files(config.data)
-        ),
-        "there is no validation data",
+        ("train.eval_every",),
+        lambda config: config.train.eval_every and _has_no_validation(config),
+        NO_VALIDATION,
+        "data.val_path=FILE, or data.val_fraction=0.01",
+    ),
+    Rule(
+        ("data.val_duplicates",),
+        lambda config: _has_no_validation(config),
+        NO_VALIDATION,
         "data.val_path=FILE, or data.val_fraction=0.01",
     ),
     Rule(
@@ -144,6 +149,10 @@ RULES = (
         "leave out one of them",
     ),
 )
+
+
+def _has_no_validation(config: Config) -> bool:
+    return not config.data.val_fraction and not _has_validation_files(config.data)
 
 
 def _has_validation_files(data: DataConfig) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -82,8 +82,12 @@ def choose_run_kernels(
     decision = resolve_compile_mode(cfg.train.compile, flops, device, threads, is_dynamic)
     if decision.is_long_run and device.type == "cpu":
         use_memory_pool(set_inductor_cache())
-    choices = cpu_choices(cfg, models, optimizers, loader, precision, decision, dist, is_resumed=saved is not None)
-    return choose_cpu_kernels(choices, decision, dist, saved, stop)
+    recorded = recorded_environment(saved["compatibility"]) if saved else None
+    # after an update, or on another processor, a resume is not exact: it computes as a new run does
+    if recorded and (recorded.get("code"), recorded.get("cpu_model")) != (code_fingerprint(), cpu_model()):
+        recorded = None
+    choices = cpu_choices(cfg, models, optimizers, loader, precision, decision, dist, is_resumed=recorded is not None)
+    return choose_cpu_kernels(choices, decision, dist, recorded, stop)
 
 
 def estimate_flops(cfg: Config, model: LanguageModel, loader: StepLoader) -> float:
@@ -151,18 +155,18 @@ def choose_cpu_kernels(
     choices: Iterable[KernelChoice],
     decision: CompileDecision,
     dist: DistributedContext,
-    saved: dict[str, Any] | None,
+    recorded: Mapping[str, Any] | None,
     stop: StopRequests,
 ) -> ChosenKernels:
-    """Make the `choices` of a run, the same on all ranks: those of its checkpoint (`saved`: its state) if it has one.
+    """Make the `choices` of a run, the same on all ranks: those `recorded` in its checkpoint if it repeats them.
 
     Raises StopRequested if some rank is asked to stop.
     """
     facts, reasons, compilation = {}, {}, decision
-    text = "measuring which kernels are fastest on this machine; the times are kept for later runs"
-    announce = cache(partial(print_note, text)) if dist.is_rank_zero else lambda: None
+    text = "measuring whether compiled layers are faster on this machine; the times are kept for later runs"
+    announce = partial(print_note, text) if dist.is_rank_zero else lambda: None
     for choice in choices:
-        mine = do_unless_stopped(dist, stop, partial(_choose, choice, saved, dist.size, announce))
+        mine = do_unless_stopped(dist, stop, partial(_choose, choice, recorded, dist.size, announce))
         chosen = agree_on_kernel(choice, dist.gather(list(mine)))
         choice.apply(chosen.kernel)
         if chosen.kernel != choice.default:
@@ -177,13 +181,12 @@ def choose_cpu_kernels(
 
 def _choose(
     choice: KernelChoice,
-    saved: dict[str, Any] | None,
+    recorded: Mapping[str, Any] | None,
     ranks: int,
     before_measuring: Callable[[], object],
 ) -> ChosenKernel:
-    if saved is not None:
-        kernel = recorded_environment(saved["compatibility"]).get(choice.fact, choice.default)
-        return kernel_of_checkpoint(choice, kernel)
+    if recorded is not None:
+        return kernel_of_checkpoint(choice, recorded.get(choice.fact, choice.default))
     return measured_kernel(choice, partial(measured_facts, ranks), before_measuring)
 
 

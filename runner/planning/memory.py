@@ -18,8 +18,9 @@ from runner.planning.facts import BatchShape, DataFacts, LayerSizes, Machine, Mo
 
 FP32 = 4
 NF4 = 0.5625  # bytes of a weight of 4 bits with its share of the scale of its block
-# per number of the matrices that are updated together: momentum, direction and update in fp32, products in bf16
-MUON_BYTES = 26
+# per number of the matrices that are updated together: momentum, direction and update in fp32, products in bf16, or in
+# fp32 on a CPU
+MUON_BYTES, MUON_BYTES_CPU = 26, 44
 CUDA_CONTEXT = 500 << 20  # of the driver and of the libraries of PyTorch, in bytes of GPU memory
 # what PyTorch loads and allocates in the first step: kernels, threads, the writer of checkpoints (bytes)
 CPU_LIBRARIES = 60 << 20
@@ -270,7 +271,9 @@ def _moments(
 
     # Muon updates matrices one by one, on a GPU several together
     updated = max(model.largest_matrix, 0 if layer.execution.on_cpu else min(model.trained, BATCH_NUMBERS))
-    of_update = MUON_BYTES * updated if cfg.optimizer.name == "muon" else 0
+    of_update = (
+        (MUON_BYTES_CPU if layer.execution.on_cpu else MUON_BYTES) * updated if cfg.optimizer.name == "muon" else 0
+    )
     return {
         # the loss and its gradients are computed in chunks of tokens
         "loss": forward

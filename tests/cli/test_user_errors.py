@@ -113,7 +113,7 @@ EARLY: list[tuple[list[str], list[str]]] = [
         ["train.eval_every is not read: there is no validation data"],
     ),
     (
-        ["data.val_duplicates=drop", "data.val_path=null", "data.val_fraction=0"],
+        ["data.val_duplicates=drop", "data.val_path=null", "data.val_fraction=0", "train.eval_every=0"],
         ["data.val_duplicates is not read: there is no validation data"],
     ),
     (["data.val_fraction=0.5"], ["data.val_fraction is not read: data.val_path has the validation data"]),

@@ -69,7 +69,8 @@ def test_corpus_skips_fields_that_are_not_text(write):
 def test_corpus_counts_bad_and_empty_rows_and_names_the_first(write):
     stats = CorpusStats()
     path = write(b'{"text": "a"}\n{\n{"text": " "}\n{\n{"text": "b"}\n')
-    assert list(iter_corpus([Source.open(path)], 100, stats)) == ["a", "b"]
+    assert list(iter_corpus([Source.open(path)], 100, stats)) == ["a"]
+    assert stats.held_out == {("rows.jsonl", "en"): [(f"{path}:5", "b")]}
     assert stats.bad == {"invalid JSON": 2, "a row without text": 1}
     assert stats.first_seen["a row without text"] == f"{path}:3" and stats.first_seen["invalid JSON"].startswith(
         f"{path}:2"
@@ -134,6 +135,8 @@ def test_tokenizer_training_reads_a_file_that_is_one_row(tmp_path, monkeypatch, 
     Path("book.txt").write_text("the cat and the dog\n" * 50)
     train_tokenizer(config(path=["book.txt"], to="new"))
     assert capsys.readouterr().out.startswith("277 tokens from 1 rows")
+    train_tokenizer(config(path=["book.txt"], tokenizer="new", to=None))
+    assert "on 1 held-out texts" in capsys.readouterr().out
 
 
 def test_tokenizer_training_refuses_files_without_a_row(tmp_path, monkeypatch):

@@ -80,16 +80,25 @@ def test_one_slow_rank_decides_for_all(make_run: Callable, is_fast: Callable[[bo
         ("Intel Xeon", ["avx512_bf16"], {}),
         ("Intel Xeon", ["avx512_bf16", "amx_tile"], {"bfloat16"}),
         ("Intel Xeon", ["avx512_bf16", "amx_tile", "amx_fp16"], {"bfloat16", "float16"}),
+        ("arm64", ["oneDNN", "bf16"], {"bfloat16"}),
+        ("arm64", ["oneDNN"], {}),
+        ("arm64", [], {}),
     ],
-    ids=["AVX2", "Zen 4", "AVX-512 of Intel", "AMX", "AMX with fp16"],
+    ids=["AVX2", "Zen 4", "AVX-512 of Intel", "AMX", "AMX with fp16", "Graviton 3", "Graviton 2", "Mac"],
 )
 def test_processors_that_are_fast_in_16_bits(
     cpu: str, features: list[str], fast: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"):
+    def has_bf16() -> bool:
+        assert "oneDNN" in features  # torch has no such operator without it
+        return "bf16" in features
+
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(candidates, "cpu_model", lambda: cpu)
-    monkeypatch.setattr(candidates.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(candidates.platform, "machine", lambda: "arm64" if cpu == "arm64" else "x86_64")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: "oneDNN" in features)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", has_bf16, raising=False)
     for feature in ("avx512_bf16", "amx_tile", "amx_fp16"):
         monkeypatch.setattr(torch.cpu, f"_is_{feature}_supported", lambda feature=feature: feature in features)
     assert [name for name in ("bfloat16", "float16") if are_16_bits_fast(getattr(torch, name))] == sorted(fast)
@@ -97,11 +106,19 @@ def test_processors_that_are_fast_in_16_bits(
     assert not are_16_bits_fast(torch.bfloat16)
 
 
-def test_arm_without_onednn_is_slow_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Mac: torch has no oneDNN there, and none of its operators."""
-    monkeypatch.setattr(candidates.platform, "machine", lambda: "arm64")
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert not are_16_bits_fast(torch.bfloat16)
+@pytest.mark.parametrize("name", ["code_fingerprint", "cpu_model"])
+def test_resume_of_other_code_or_on_another_processor_chooses_as_a_new_run(
+    name: str, make_run: Callable, is_fast: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not exact, and would otherwise stay as slow, or as fast, as where it began."""
+    is_fast(True)
+    state = make_run("pretrain", *SETTINGS)
+    with pytest.raises(Interrupted):
+        train(state, stop_requested=lambda: state.progress.step == 2)
+    is_fast(False)
+    monkeypatch.setattr(kernels_of_run, name, lambda: "another")
+    resumed = make_run("pretrain", *SETTINGS, attempt=2)
+    assert resumed.compatibility["environment.products"] == "fp32" and are_products_upcast()
 
 
 @pytest.mark.parametrize("fast", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["in fp32", "native"])

@@ -2,8 +2,8 @@
 compute them so in this process.
 
 oneDNN, too, sums products of 16-bit numbers in fp32 and rounds the sum, with instructions for 16 bits. Without them
-that takes many times as long as a product in fp32, and with those of AVX-512 it may still take longer; a run measures
-it. Numbers of 16 bits are exact in fp32, and so are their products.
+that takes many times as long as a product in fp32, and with those of AVX-512 it may still take longer
+(`are_16_bits_fast`). Numbers of 16 bits are exact in fp32, and so are their products.
 
 The kernels of torch are replaced by those in Python that call them with operands in fp32 (torch.library.get_kernel), so
 that all layers, compiled or not, adapters, attention and models of transformers are computed so. Products with a side

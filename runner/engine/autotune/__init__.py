@@ -1,1 +1,1 @@
-"""Kernels of the CPU that a long run chooses by timing them at its start."""
+"""Choices of kernels on the CPU."""

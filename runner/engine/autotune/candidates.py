@@ -92,7 +92,6 @@ def compile_choice(
         workload=workload,
         measure=partial(measure_layers, call, compiled),
         apply=lambda kernel: None,
-        unit="ms a layer",
     )
 
 
@@ -143,7 +142,7 @@ def are_16_bits_fast(dtype: torch.dtype) -> bool:
     """
     import torch
 
-    if "ONEDNN_MAX_CPU_ISA" in os.environ or "ATEN_CPU_CAPABILITY" in os.environ:
+    if not os.environ.keys().isdisjoint(("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")):
         return False
     if dtype == torch.float16:
         return torch.cpu._is_amx_fp16_supported()
@@ -162,7 +161,7 @@ def product_choice(dtype: torch.dtype, muons: Sequence[Any], *, has_kernel: bool
     """
     import torch
 
-    is_16_bit = dtype in (torch.bfloat16, torch.float16)
+    is_16_bit = dtype != torch.float32
 
     def apply(kernel: str) -> None:
         if is_16_bit:
@@ -174,15 +173,13 @@ def product_choice(dtype: torch.dtype, muons: Sequence[Any], *, has_kernel: bool
         fact="products",
         default=NATIVE,
         others=(UPCAST, KERNEL) if has_kernel and dtype == torch.bfloat16 else (UPCAST,),
-        workload={},
-        measure=None,
         apply=apply,
         labels={
             NATIVE: "in 16 bits",
-            UPCAST: "in float32 and rounded" if is_16_bit else "of Muon in float32",
+            UPCAST: "in float32 and rounded" if is_16_bit else "Muon in float32",
             KERNEL: "by the C++ kernel",
         },
-        load=load_products if is_16_bit else lambda kernel: None,
+        load=load_products,
     )
 
 
@@ -232,8 +229,6 @@ def attention_choice(dtype: torch.dtype, head_width: int, models: Sequence[Langu
         fact="attention",
         default="auto",
         others=(FUSED_KERNEL,),
-        workload={},
-        measure=None,
         apply=apply,
         labels={"auto": "blocks of queries"},
         load=lambda kernel: load_attention(dtype, head_width),

@@ -1,4 +1,4 @@
-"""A choice between kernels by their times: kept for later runs, recorded, and repeated on resume."""
+"""A choice between kernels, by their times or by what this machine can compute: recorded, and repeated on resume."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ class KernelChoice:
     """One choice between kernels that compute the same, each exact to its documented rounding."""
 
     fact: str  # its name among the facts of a run's environment, and in the log
-    default: str  # what short runs compute with
+    default: str
     others: tuple[str, ...]
-    workload: Mapping[str, Any]  # JSON values: all that the times depend on in this run
-    # kernel -> seconds; None: the last of `others` that this machine can compute is taken
-    measure: Callable[[Sequence[str]], dict[str, float]] | None
     apply: Callable[[str], None]
-    unit: str = "ms"  # of the times in the log, with what they are times of
+    workload: Mapping[str, Any] = field(default_factory=dict)  # JSON values: what the times depend on in this run
+    # kernel -> seconds of a layer; None: the last of `others` that this machine can compute is taken
+    measure: Callable[[Sequence[str]], dict[str, float]] | None = None
     labels: Mapping[str, str] = field(default_factory=dict)  # kernel -> name in the log, where it has another
     # raises KernelsUnavailableError where this machine cannot compute the kernel
     load: Callable[[str], None] = lambda kernel: None
@@ -82,7 +81,9 @@ def measured_kernel(
         before_measuring()
         try:
             with freed_memory_kept():
-                measured = _confirmed_times(choice.measure, choice, names)
+                measured = dict(choice.measure(names))
+                if _fastest(choice, measured) != choice.default:  # other load may have disturbed the first time
+                    measured |= choice.measure(names)
         except (KernelsUnavailableError, MemoryError, RuntimeError) as error:
             is_unavailable = isinstance(error, KernelsUnavailableError)
             if not is_unavailable and not is_out_of_memory(error):
@@ -96,20 +97,7 @@ def measured_kernel(
     kernel = _fastest(choice, times)
     listed = ", ".join(f"{choice.label(name)} {seconds * 1000:.1f}" for name, seconds in times.items())
     listed += "; too slow to measure the others" * (len(times) == 1 < len(names))
-    return ChosenKernel(kernel, f"{choice.label(kernel)} (measured, {choice.unit}: {listed}){absent}", tuple(names))
-
-
-def _confirmed_times(
-    measure: Callable[[Sequence[str]], dict[str, float]], choice: KernelChoice, names: Sequence[str]
-) -> dict[str, float]:
-    """Return kernel -> seconds, of which the fastest, if it is not the default, was measured twice beside it: other
-    load may have disturbed the first time.
-    """
-    times, confirmed = dict(measure(names)), {choice.default}
-    while (fastest := _fastest(choice, times)) not in confirmed:
-        confirmed.add(fastest)
-        times |= measure([choice.default, fastest])
-    return times
+    return ChosenKernel(kernel, f"{choice.label(kernel)} (measured, ms a layer: {listed}){absent}", tuple(names))
 
 
 def _times_file(choice: KernelChoice, facts: Mapping[str, Any], names: Sequence[str]) -> Path:
