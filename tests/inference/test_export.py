@@ -526,11 +526,16 @@ def test_llama_cpp_answers_as_a_trained_run(call: Call, workspace: Path, tmp_pat
             0
         ]
         likeliest = trained.model(torch.tensor([ids + answer])).logits[0, len(ids) - 1 :].topk(2).values
-        assert (likeliest[:, 0] - likeliest[:, 1]).min() > 1e-3  # no tie that rounding decides
+        # tokens before a tie that rounding decides
+        sure = int((likeliest[:, 0] - likeliest[:, 1] > 1e-3).int().cumprod(0).sum())
         result = server.handle_completions({"prompt": prompt, "max_tokens": 24, "temperature": 0, "top_k": 1})
-        assert result["choices"][0]["text"].rstrip("\ufffd") == trained.tokenizer.decode(answer).rstrip("\ufffd")
-        assert result["usage"]["completion_tokens"] - len(answer) in (0, 1)  # it counts the token that stops
-        compared += len(answer)
+        answered = result["choices"][0]["text"].rstrip("\ufffd")
+        if sure > len(answer):
+            assert answered == trained.tokenizer.decode(answer).rstrip("\ufffd")
+            assert result["usage"]["completion_tokens"] - len(answer) in (0, 1)  # it counts the token that stops
+        else:
+            assert answered.startswith(trained.tokenizer.decode(answer[:sure]).rstrip("\ufffd"))
+        compared += min(sure, len(answer))
     assert compared > 100
 
 
