@@ -83,8 +83,9 @@ def choose_run_kernels(
     if decision.is_long_run and device.type == "cpu":
         use_memory_pool(set_inductor_cache())
     recorded = recorded_environment(saved["compatibility"]) if saved else None
-    # after an update, or on another processor, a resume is not exact: it computes as a new run does
-    if recorded and (recorded.get("code"), recorded.get("cpu_model")) != (code_fingerprint(), cpu_model()):
+    # after an update, or where a rank has another processor, a resume is not exact: it computes as a new run does
+    here = {"code": code_fingerprint(), "cpu_model": cpu_model()}
+    if recorded and dist.any(any(recorded.get(name) != value for name, value in here.items())):
         recorded = None
     choices = cpu_choices(cfg, models, optimizers, loader, precision, decision, dist, is_resumed=recorded is not None)
     return choose_cpu_kernels(choices, decision, dist, recorded, stop)
