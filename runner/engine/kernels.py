@@ -176,7 +176,7 @@ def choose_cpu_kernels(
             mode = "off" if chosen.kernel == UNCOMPILED else decision.mode
             compilation = replace(decision, mode=mode, reason=chosen.reason or decision.reason)
         elif chosen.reason:
-            reasons[choice.fact.replace("_", " ")] = chosen.reason
+            reasons[choice.fact] = chosen.reason
     return ChosenKernels(facts, reasons, compilation)
 
 

@@ -340,6 +340,8 @@ def test_mode_auto_is_online_only_with_a_key_and_a_server(monkeypatch: pytest.Mo
         monkeypatch.setenv("WANDB_MODE", chosen)
         assert choose_mode("auto", "key", "https://host", "WANDB_MODE") == ("offline", f"WANDB_MODE={chosen}")
     assert choose_mode("online", None, "https://host", "WANDB_MODE")[0] == "online"
+    monkeypatch.setenv("SWANLAB_MODE", "cloud")  # its name for online
+    assert choose_mode("auto", None, "https://host", "SWANLAB_MODE") == ("online", "SWANLAB_MODE=cloud")
 
 
 def test_history_is_read_in_the_order_of_steps_and_not_beyond_the_resume(tmp_path: Path) -> None:
