@@ -11,6 +11,7 @@ import argparse
 import statistics
 from functools import partial
 
+from lib.interleave import shortest_times
 from lib.results import report_result, result_parser
 
 SHAPES = {  # rows, tokens, documents per row, query heads, key/value heads, head width
@@ -32,8 +33,8 @@ def table(rounds: int) -> str:
     import torch
 
     from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
-    from runner.engine.autotune.candidates import UPCAST, are_16_bits_fast, use_products
     from runner.engine.device.compile import set_inductor_cache
+    from runner.engine.kernel_choice import UPCAST, are_16_bits_fast, use_products
 
     if not are_16_bits_fast(torch.bfloat16):  # as a run does
         use_products(UPCAST)
@@ -61,7 +62,6 @@ def measure_attention(
     import torch
 
     from models.layers.attention import attention, document_mask
-    from runner.engine.autotune.kernel_choice import shortest_times
 
     q, k, v = (
         torch.randn(rows, tokens, count, width, dtype=getattr(torch, dtype)).transpose(1, 2).requires_grad_()

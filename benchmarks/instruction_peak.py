@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lib.interleave import shortest_times
 from lib.results import report_result, result_parser
 
 if TYPE_CHECKING:
@@ -60,8 +61,7 @@ def product_rates(layer: dict[str, int]) -> dict[str, float]:
 
     from models.layers.cpu_kernels.library import KernelsUnavailableError
     from models.layers.cpu_kernels.upcast_products import multiply, multiply_by_kernel
-    from runner.engine.autotune.candidates import KERNEL, UPCAST, load_products
-    from runner.engine.autotune.kernel_choice import shortest_times
+    from runner.engine.kernel_choice import KERNEL, UPCAST, load_products
 
     n, outputs, inputs = layer.values()
     plain = [torch.ones(*sizes) for sizes in ((n, inputs), (n, outputs), (outputs, inputs))]

@@ -95,6 +95,11 @@ class ModelConfig(CheckedSettings):
         """Whether shapes inside a layer depend on the data: train.compile=auto does not compile such a model."""
         return False
 
+    @property
+    def has_attention_dropout(self) -> bool:
+        """Whether attention of transformers drops probabilities, which is slower compiled for a CPU."""
+        return False
+
     def check_device(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raise UserError if the model cannot be computed on this device in this dtype of autocast."""
 

@@ -167,10 +167,7 @@ class LanguageModel(nn.Module):
 
     @property
     def compiled_layers(self) -> Sequence[nn.Module]:
-        """Layers that `compile_layers` compiles, in order; a long run on the CPU measures whether it is faster.
-
-        () for a family that overrides `compile_layers` and cannot undo it.
-        """
+        """Layers that `compile_layers` compiles, in order; () for a family that overrides it."""
         return ()
 
     def compiled_function(self, layer: nn.Module) -> Callable[..., Any]:
@@ -193,16 +190,9 @@ class LanguageModel(nn.Module):
             raise NotImplementedError("a family without `compiled_layers` overrides this method")
         functorch_config.ban_recompute_materialized_backward = False
         shape_config.use_duck_shape = False  # rows as long as the model is wide would have a program of their own
-        self.uncompile_layers()
         for layer in self.compiled_layers:
             compiled = torch.compile(self.compiled_function(layer), dynamic=dynamic, **options)
             vars(layer)["forward"] = partial(_forward, layer, layer.forward, compiled, single_row)
-
-    def uncompile_layers(self) -> None:
-        """Train with uncompiled layers, again or still."""
-        for layer in self.compiled_layers:
-            if isinstance(layer.forward, partial) and layer.forward.func is _forward:
-                vars(layer)["forward"] = layer.forward.args[1]
 
     def generates_in_batches(self, max_length: int) -> bool:
         """Return whether rows of different lengths, padded on the left, get the logits that each gets alone.

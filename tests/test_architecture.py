@@ -36,7 +36,7 @@ runner.inference.export | runner.inference.harness
 runner.inference
 runner.planning.alternatives > runner.planning.memory > runner.planning.facts
 runner.engine > runner.engine.state > runner.engine.data_pipeline > runner.engine.config
-runner.engine.objectives | runner.engine.optim > runner.engine.autotune > runner.engine.device > runner.engine.device.spinning > runner.engine.device.cpu
+runner.engine.objectives | runner.engine.optim > runner.engine.device > runner.engine.device.spinning > runner.engine.device.cpu
 runner.run_dir > runner.run_dir.contents
 runner.checkpoint | runner.tracking.trackers > runner.tracking > runner.tracking.bar > runner.tracking.lines
 runner.diagnostics
@@ -355,12 +355,12 @@ def test_conf_names_no_class():
 
 # --- size: ratchets. A change that grows one moves its number here, and its commit says why --------------------------
 
-MAX_PYTHON_TOKENS = 333_820
-MAX_PYTHON_FILES = 273
+MAX_PYTHON_TOKENS = 331_450
+MAX_PYTHON_FILES = 271
 MAX_EAGER_MODULES = 60  # imported by runner/train.py --help
 # Executed by one SFT step. A few functions depend on the load of the machine: a number may be 1 % above the measured one
 MAX_FIRST_STEP = {
-    "files": 102,
+    "files": 101,
     "functions": 630,
     "hops": 1_496,
     "files_before_build_run": 56,

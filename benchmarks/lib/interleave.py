@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -300,3 +300,22 @@ def case_spec(
         "length": length,
     }
     return spec | {"tokens": f"{folder}/tokens.npy"}
+
+
+def shortest_times(runs: Mapping[str, Callable[[], object]], turns: int, passes: int) -> dict[str, float]:
+    """Return name -> the shortest time of a call, seconds; those that raise KernelsUnavailableError are left out.
+
+    They take turns of `passes` calls after one that is not counted: oneDNN keeps the programs of the last few products
+    only.
+    """
+    from models.layers.cpu_kernels.library import KernelsUnavailableError
+
+    times: dict[str, list[float]] = {}
+    for name in [*runs] * turns:
+        with suppress(KernelsUnavailableError):
+            runs[name]()
+            for _ in range(passes):
+                started = time.perf_counter()
+                runs[name]()
+                times.setdefault(name, []).append(time.perf_counter() - started)
+    return {name: min(each) for name, each in times.items()}

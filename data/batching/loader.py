@@ -86,11 +86,6 @@ class StepLoader:
     def steps_per_epoch(self) -> int:
         return self.sampler.steps_per_epoch
 
-    def first_batch(self) -> Batch:
-        """Return the first micro-batch of this rank, or a dummy if it has none."""
-        first = self._batch_indices(0)[:1]
-        return self.collate([self.sequences[i] for i in first[0]]) if first else self._dummy
-
     def iter_epoch(
         self, epoch: int, skip: int = 0, stop_requested: Callable[[], bool] = never
     ) -> Generator[list[Batch]]:

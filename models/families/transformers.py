@@ -85,6 +85,10 @@ class TransformersConfig(ModelConfig):
     def has_dynamic_shapes(self) -> bool:
         return any(self.config.get(name) for name in EXPERT_COUNTS)  # the number of tokens of an expert
 
+    @property
+    def has_attention_dropout(self) -> bool:
+        return any(self.config.get(name) for name in DROPOUT_FIELDS)
+
     def mathematics(self) -> dict[str, Any]:
         return {
             "family": self.family,
@@ -118,6 +122,8 @@ class TransformersConfig(ModelConfig):
 
 
 # number of experts in configs of transformers
+# probabilities of attention dropout in configs of transformers
+DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # rope_type of embeddings that are others in a batch with a text beyond the trained length
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")

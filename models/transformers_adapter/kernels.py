@@ -34,8 +34,6 @@ MAX_ROUNDING = 1e-3
 MIN_LEAK_RATIO = 100.0
 AMPLIFIED_STD = 30.0  # of the logits with which the loss is probed
 PROBE_WINDOW = 5  # tokens of a sliding window or an attention chunk while probing
-# probabilities of attention dropout in configs of transformers
-DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 # of the config of transformers, which reads them in each forward pass
 WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")
 # How documents are separated: by position_ids alone, by a mask (B, 1, T, T), or by a mask for each type of layer.

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common.errors import UserError
-from models.families.transformers import TransformersConfig, create_hf_config, length_dependence
+from models.families.transformers import DROPOUT_FIELDS, TransformersConfig, create_hf_config, length_dependence
 from models.language_model import LanguageModel, ModelOutput
 from models.layers.chunked_loss import IGNORE_LABEL, LMHead, at_labels, penalize
 from models.layers.ops import full_checkpointing, selective_checkpointing
@@ -34,7 +34,7 @@ from models.transformers_adapter.generation import (
     choose_generation,
     generation_step,
 )
-from models.transformers_adapter.kernels import DROPOUT_FIELDS, WINDOW_FIELDS, Kernels, choose_kernels, packed_arguments
+from models.transformers_adapter.kernels import WINDOW_FIELDS, Kernels, choose_kernels, packed_arguments
 
 MAX_LISTED_TENSORS = 6  # tensors that an error names of each kind
 DOWNLOAD_AGAIN = "download the folder again"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from common.errors import print_note
 from data.batching.loader import StepLoader
 from data.types import sequences_per_row
 from models.language_model import LanguageModel
@@ -21,27 +18,7 @@ from runner.checkpoint.compatibility import (
     compiler_version,
     cpu_model,
     environment_facts,
-    numeric_variables,
     recorded_environment,
-)
-from runner.engine.autotune.candidates import (
-    LAYERS_FACT,
-    UNCOMPILED,
-    LayerCall,
-    are_16_bits_fast,
-    attention_choice,
-    compile_choice,
-    compiled_layers,
-    current_products,
-    find_layer_call,
-    product_choice,
-)
-from runner.engine.autotune.kernel_choice import (
-    ChosenKernel,
-    KernelChoice,
-    agree_on_kernel,
-    kernel_of_checkpoint,
-    measured_kernel,
 )
 from runner.engine.config import Config
 from runner.engine.device.compile import (
@@ -54,6 +31,16 @@ from runner.engine.device.cpu import use_memory_pool
 from runner.engine.device.distributed import DistributedContext
 from runner.engine.device.precision import Precision
 from runner.engine.device.signals import StopRequests, do_unless_stopped
+from runner.engine.kernel_choice import (
+    ChosenKernel,
+    KernelChoice,
+    agree_on_kernel,
+    are_16_bits_fast,
+    attention_choice,
+    best_kernel,
+    kernel_of_checkpoint,
+    product_choice,
+)
 from runner.engine.optim.groups import OptimizerGroup
 from runner.engine.optim.torch_optimizers import Muon
 
@@ -78,8 +65,7 @@ def choose_run_kernels(
 ) -> ChosenKernels:
     """Decide whether layers are compiled, then choose the kernels of a CPU."""
     flops, device = estimate_flops(cfg, models[0], loader), dist.device
-    threads, is_dynamic = torch.get_num_threads(), cfg.model.has_dynamic_shapes
-    decision = resolve_compile_mode(cfg.train.compile, flops, device, threads, is_dynamic)
+    decision = resolve_compile_mode(cfg.train.compile, flops, device, torch.get_num_threads(), cfg.model)
     if decision.is_long_run and device.type == "cpu":
         use_memory_pool(set_inductor_cache())
     recorded = recorded_environment(saved["compatibility"]) if saved else None
@@ -87,8 +73,10 @@ def choose_run_kernels(
     here = {"code": code_fingerprint(), "cpu_model": cpu_model()}
     if recorded and dist.any(any(recorded.get(name) != value for name, value in here.items())):
         recorded = None
-    choices = cpu_choices(cfg, models, optimizers, loader, precision, decision, dist, is_resumed=recorded is not None)
-    return choose_cpu_kernels(choices, decision, dist, recorded, stop)
+    is_resumed = recorded is not None
+    is_long = decision.is_long_run or is_resumed
+    choices = cpu_choices(models, optimizers, precision, dist, is_long=is_long, is_resumed=is_resumed)
+    return ChosenKernels(*choose_cpu_kernels(choices, dist, recorded, stop), decision)
 
 
 def estimate_flops(cfg: Config, model: LanguageModel, loader: StepLoader) -> float:
@@ -154,75 +142,48 @@ def describe_kernels(device: torch.device, compile_mode: str) -> dict[str, Any]:
 
 def choose_cpu_kernels(
     choices: Iterable[KernelChoice],
-    decision: CompileDecision,
     dist: DistributedContext,
     recorded: Mapping[str, Any] | None,
     stop: StopRequests,
-) -> ChosenKernels:
-    """Make the `choices` of a run, the same on all ranks: those `recorded` in its checkpoint if it repeats them.
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Make the `choices` of a run, the same on all ranks: those `recorded` in its checkpoint if it repeats them. Return
+    the facts and the reasons of `ChosenKernels`.
 
     Raises StopRequested if some rank is asked to stop.
     """
-    facts, reasons, compilation = {}, {}, decision
-    text = "measuring whether compiled layers are faster on this machine; the times are kept for later runs"
-    announce = partial(print_note, text) if dist.is_rank_zero else lambda: None
+    facts, reasons = {}, {}
     for choice in choices:
-        mine = do_unless_stopped(dist, stop, partial(_choose, choice, recorded, dist.size, announce))
+        mine = do_unless_stopped(dist, stop, partial(_choose, choice, recorded))
         chosen = agree_on_kernel(choice, dist.gather(list(mine)))
         choice.apply(chosen.kernel)
         if chosen.kernel != choice.default:
             facts[choice.fact] = chosen.kernel
-        if choice.fact == LAYERS_FACT:
-            mode = "off" if chosen.kernel == UNCOMPILED else decision.mode
-            compilation = replace(decision, mode=mode, reason=chosen.reason or decision.reason)
-        elif chosen.reason:
+        if chosen.reason:
             reasons[choice.fact] = chosen.reason
-    return ChosenKernels(facts, reasons, compilation)
+    return facts, reasons
 
 
-def _choose(
-    choice: KernelChoice,
-    recorded: Mapping[str, Any] | None,
-    ranks: int,
-    before_measuring: Callable[[], object],
-) -> ChosenKernel:
+def _choose(choice: KernelChoice, recorded: Mapping[str, Any] | None) -> ChosenKernel:
     if recorded is not None:
         return kernel_of_checkpoint(choice, recorded.get(choice.fact, choice.default))
-    return measured_kernel(choice, partial(measured_facts, ranks), before_measuring)
-
-
-def measured_facts(ranks: int = 1) -> dict[str, Any]:
-    """Return what the speed of a kernel depends on besides its shapes."""
-    return {
-        "ranks": ranks,
-        "code": code_fingerprint(),
-        "cpu_model": cpu_model(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "products": current_products(),
-        **numeric_variables(os.environ),
-    }
+    return best_kernel(choice)
 
 
 def cpu_choices(
-    cfg: Config,
     models: Sequence[LanguageModel],
     optimizers: OptimizerGroup,
-    loader: StepLoader,
     precision: Precision,
-    decision: CompileDecision,
     dist: DistributedContext,
     *,
+    is_long: bool,
     is_resumed: bool,
 ) -> Iterator[KernelChoice]:
-    """Yield the choices of a run on the CPU, each when those before it are made.
+    """Yield the choices of a run on the CPU.
 
     `models`: the trained one first, then those that the objective reads.
     """
     if precision.device.type != "cpu":
         return
-    model, is_long = models[0], decision.is_long_run or is_resumed
     muons = [part for part in optimizers.parts if isinstance(part, Muon)]
     is_16_bit = precision.dtype != torch.float32
     if is_16_bit or muons:
@@ -230,33 +191,8 @@ def cpu_choices(
         # one slow processor decides for all ranks, whose processors may differ
         if dist.any(not are_16_bits_fast(dtype)) or is_resumed:
             yield product_choice(precision.dtype, muons, has_kernel=is_long)
-    if not is_long:
-        return
-    if model.attention_sizes:
-        yield attention_choice(precision.dtype, model.attention_sizes[-1], models)
-    # a layer cannot be computed alone where ranks share it; a recomputed one is compiled in another way
-    if cfg.distributed.name == "fsdp" or cfg.train.activation_checkpointing != "none":
-        return
-    if cfg.train.compile == "auto" and decision.mode != "off" and model.compiled_layers:
-        call = find_layer_call(
-            model.compiled_layers[0], lambda: model(**loader.first_batch().inputs), precision.autocast
-        )
-        if call:
-            compiled = partial(
-                compiled_layers, partial(compile_model, model, cfg, decision.mode), model.uncompile_layers
-            )
-            yield compile_choice(layer_workload(cfg, call, precision), call, compiled)
-
-
-def layer_workload(cfg: Config, call: LayerCall, precision: Precision) -> dict[str, Any]:
-    """Return all that the times of `call` depend on in this run."""
-    return {
-        "settings": [repr(cfg.model), repr(cfg.stage.lora), cfg.data.packing, str(precision.dtype)],
-        "compiler": compiler_version(),
-        "input": list(call.args[0].shape),
-        "kernels": [vars(call.layer).get("attention_kernel"), micro_batch_rows(cfg) == 1],
-        "weights": [[name, list(p.shape), p.requires_grad] for name, p in call.layer.named_parameters()],
-    }
+    if is_long and models[0].attention_sizes:
+        yield attention_choice(precision.dtype, models[0].attention_sizes[-1], models)
 
 
 def micro_batch_rows(cfg: Config) -> int:

@@ -171,7 +171,7 @@ class LayerMemory:
 def plan_execution(cfg: Config, model: ModelSizes, data: DataFacts, machine: Machine, ranks: int) -> Execution:
     """Return how each of `ranks` on this machine computes the run, by the rules of runner/engine/kernels.py.
 
-    A long run measures its kernels when it starts: counted are those that are usually the fastest.
+    A long run is counted with the kernels that it takes if this machine can build them.
     """
     if machine.device != "cpu":
         return Execution(on_cpu=False)
@@ -183,9 +183,7 @@ def plan_execution(cfg: Config, model: ModelSizes, data: DataFacts, machine: Mac
     threads = min(torch.get_num_threads(), int(threads_per_rank(ranks)))
     sequences = data.steps * data.sequences_per_step * sequences_per_row(cfg.stage.data_format)
     flops = 6.0 * model.parameters * sequences * cfg.data.max_length / (ranks * cfg.distributed.nnodes)
-    decision = resolve_compile_mode(
-        cfg.train.compile, flops, torch.device("cpu"), threads, cfg.model.has_dynamic_shapes
-    )
+    decision = resolve_compile_mode(cfg.train.compile, flops, torch.device("cpu"), threads, cfg.model)
     builds_kernels = decision.is_long_run and has_cpp_compiler()
     dtype, layer = getattr(torch, PRECISIONS[cfg.precision.name].dtype), model.layer
     return Execution(

@@ -23,6 +23,7 @@ from runner.engine.loop import train
 from runner.engine.open_logs import run_summary
 
 CPU = torch.device("cpu")
+DENSE, EXPERTS = config(), config(num_experts=2)
 
 
 @pytest.fixture(autouse=True)
@@ -31,17 +32,13 @@ def unset_cache_dir(monkeypatch):
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
 
 
-@pytest.mark.slow
-def test_compile_auto_compiles_long_runs_only(make_run, monkeypatch):
-    monkeypatch.setattr(
-        "runner.engine.autotune.candidates.measure_layers", lambda *_: {"compiled": 0.5, "uncompiled": 1.0}
-    )
+def test_compile_auto_compiles_long_runs_only(make_run):
     short, long = (
         make_run("pretrain", "train.compile=auto"),
         make_run("pretrain", "train.compile=auto", "train.max_steps=10000000", folder="long"),
     )
     assert short.compile_decision.mode == "off" and run_summary(short)["compile"].startswith("off (auto: ")
-    assert long.compile_decision.mode == "default" and run_summary(long)["compile"].startswith("compiled (measured, ")
+    assert long.compile_decision.mode == "default" and run_summary(long)["compile"].startswith("default (auto: ")
     assert "forward" not in vars(short.model.layers[0]) and "forward" in vars(long.model.layers[0])
 
 
@@ -50,6 +47,13 @@ def test_compile_auto_decides_the_same_for_a_resumed_run(make_run):
     overrides = ["train.compile=auto", "train.max_steps=12", "train.save_every=6"]
     train(first := make_run("pretrain", *overrides))
     assert make_run("pretrain", *overrides, attempt=2).compile_decision == first.compile_decision
+
+
+def test_short_run_that_is_continued_as_a_long_one_is_compiled(make_run):
+    """The resume is not exact, which it says: train.compile=off keeps it so."""
+    train(make_run("pretrain", "train.compile=auto", "train.max_steps=2", "train.save_every=2"))
+    resumed = make_run("pretrain", "train.compile=auto", "train.max_steps=10000000", attempt=2)
+    assert "forward" in vars(resumed.model.layers[0]) and resumed.compatibility["environment.compiled"] == "default"
 
 
 @pytest.mark.slow
@@ -104,14 +108,14 @@ def test_compile_cache_is_private_whatever_the_umask(tmp_path, monkeypatch, caps
 
 @pytest.mark.parametrize("mode", ["off", "default", "max-autotune"])
 def test_compile_mode_of_the_user_is_not_changed(mode):
-    assert resolve_compile_mode(mode, 0.0, CPU, threads=2, has_experts=False).mode == mode
+    assert resolve_compile_mode(mode, 0.0, CPU, 2, DENSE).mode == mode
 
 
 def test_compile_auto_is_off_with_experts_or_without_a_compiler(monkeypatch):
-    assert resolve_compile_mode("auto", 1e30, CPU, threads=2, has_experts=True).mode == "off"
-    assert resolve_compile_mode("auto", 1e30, CPU, threads=2, has_experts=False).mode == "default"
+    assert resolve_compile_mode("auto", 1e30, CPU, 2, EXPERTS).mode == "off"
+    assert resolve_compile_mode("auto", 1e30, CPU, 2, DENSE).mode == "default"
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert resolve_compile_mode("auto", 1e30, CPU, threads=2, has_experts=False).mode == "off"
+    assert resolve_compile_mode("auto", 1e30, CPU, 2, DENSE).mode == "off"
 
 
 @pytest.mark.parametrize("cache", [None, "mine"])
@@ -127,14 +131,14 @@ def test_compiler_with_arguments_is_one_for_torch_too(cache, tmp_path, monkeypat
     compiler.chmod(0o755)
     for command, arguments in ((str(compiler), "-c x"), ("echo -O2 -g", "-O2 -g -c x")):
         monkeypatch.setenv("CXX", command)
-        assert resolve_compile_mode("auto", 1e30, CPU, threads=2, has_experts=False).mode == "default"
+        assert resolve_compile_mode("auto", 1e30, CPU, 2, DENSE).mode == "default"
         for _ in range(2):
             set_inductor_cache()
         run = {"check": True, "capture_output": True, "text": True, "cwd": "/"}
         printed = subprocess.run([os.environ["CXX"], "-c", "x"], **run)
         assert printed.stdout.strip() == arguments
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
-    assert resolve_compile_mode("auto", 1e30, CPU, threads=2, has_experts=False).mode == "off"
+    assert resolve_compile_mode("auto", 1e30, CPU, 2, DENSE).mode == "off"
 
 
 def test_compiled_programs_that_are_incomplete_are_removed(tmp_path, monkeypatch):
@@ -262,7 +266,6 @@ def test_program_kept_by_older_code_does_not_compute_the_gradients(tmp_path):
 
 def test_compile_auto_needs_longer_runs_with_more_threads():
     modes = [
-        resolve_compile_mode("auto", 1.5 * BREAK_EVEN_FLOPS["cpu"], CPU, threads, has_experts=False).mode
-        for threads in (1, 2)
+        resolve_compile_mode("auto", 1.5 * BREAK_EVEN_FLOPS["cpu"], CPU, threads, DENSE).mode for threads in (1, 2)
     ]
     assert modes == ["default", "off"]

@@ -14,11 +14,10 @@ import torch
 from common.errors import Interrupted
 from models.layers.cpu_kernels.library import KernelsUnavailableError
 from models.layers.cpu_kernels.upcast_products import are_products_by_kernel, are_products_upcast, upcast_products
+from runner.engine import kernel_choice
 from runner.engine import kernels as kernels_of_run
-from runner.engine.autotune import candidates
-from runner.engine.autotune.candidates import are_16_bits_fast, load_products, product_choice
 from runner.engine.device.compile import CompileDecision
-from runner.engine.kernels import measured_facts
+from runner.engine.kernel_choice import are_16_bits_fast, load_products
 from runner.engine.loop import train
 from runner.engine.open_logs import run_summary
 from runner.engine.verify_resume import diff_run_dirs
@@ -67,8 +66,8 @@ def test_one_slow_rank_decides_for_all(make_run: Callable, is_fast: Callable[[bo
     state = make_run("pretrain", *SETTINGS)
     for is_slow in (False, True):
         others = SimpleNamespace(any=lambda flag, is_slow=is_slow: flag or is_slow)
-        parts = state.cfg, [state.model], state.optimizers, state.loader, state.precision
-        choices = kernels_of_run.cpu_choices(*parts, CompileDecision("off", "off"), others, is_resumed=False)
+        parts = [state.model], state.optimizers, state.precision
+        choices = kernels_of_run.cpu_choices(*parts, others, is_long=False, is_resumed=False)
         assert [choice.fact for choice in choices] == ["products"] * is_slow
 
 
@@ -95,8 +94,8 @@ def test_processors_that_are_fast_in_16_bits(
 
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(candidates, "cpu_model", lambda: cpu)
-    monkeypatch.setattr(candidates.platform, "machine", lambda: "arm64" if cpu == "arm64" else "x86_64")
+    monkeypatch.setattr(kernel_choice, "cpu_model", lambda: cpu)
+    monkeypatch.setattr(kernel_choice.platform, "machine", lambda: "arm64" if cpu == "arm64" else "x86_64")
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: "oneDNN" in features)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", has_bf16, raising=False)
     for feature in ("avx512_bf16", "amx_tile", "amx_fp16"):
@@ -206,12 +205,3 @@ def test_torch_without_replaceable_kernels_keeps_its_products(
     state = make_run("pretrain", *SETTINGS)
     assert "environment.products" not in state.compatibility
     assert run_summary(state)["products"] == "in 16 bits; no fp32 kernel: torch.library.get_kernel is missing"
-
-
-def test_other_kernels_are_measured_for_these_products() -> None:
-    choice = product_choice(torch.bfloat16, [], has_kernel=False)
-    before = measured_facts()
-    choice.apply("fp32")
-    assert measured_facts() != before
-    choice.apply("native")
-    assert measured_facts() == before

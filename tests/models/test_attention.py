@@ -79,16 +79,6 @@ def test_compiled_layers_are_not_used_in_evaluation() -> None:
     model(tokens(2, 16))
 
 
-def test_layers_are_compiled_once_and_uncompiled_twice() -> None:
-    model = random_model()
-    plain = [layer.forward for layer in model.compiled_layers]
-    model.uncompile_layers()
-    for _ in range(2):
-        model.compile_layers(single_row=False, backend="eager")
-    model.uncompile_layers()
-    assert [layer.forward for layer in model.compiled_layers] == plain
-
-
 @pytest.mark.slow
 def test_compiled_layers_recompute_rotated_queries() -> None:
     """By the partition of torch's compiler alone, without its C++ programs: `aot_eager_decomp_partition` runs what the

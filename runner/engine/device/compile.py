@@ -1,6 +1,6 @@
 """torch.compile: whether and in which mode the layers are compiled; errors of compilers and those of a lack of memory.
 
-`train.compile=auto` decides from settings; a long run on a CPU measures, too (autotune/).
+`train.compile=auto` decides from settings.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from common.filesystem import is_complete_program, write_atomic_files
 if TYPE_CHECKING:
     import torch
 
+    from models.config import ModelConfig
+
 COMPILE_MODES = ("auto", "off", "default", "reduce-overhead", "max-autotune")
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # record CUDA graphs on a GPU
 MAX_REASON = 300  # characters
@@ -46,7 +48,7 @@ class CompileDecision:
 
 
 def resolve_compile_mode(
-    requested: str, planned_flops: float, device: torch.device, threads: int, has_experts: bool
+    requested: str, planned_flops: float, device: torch.device, threads: int, model: ModelConfig
 ) -> CompileDecision:
     """Return the mode for a run of `planned_flops`; `requested` is train.compile."""
     if device.type == "mps":
@@ -58,8 +60,10 @@ def resolve_compile_mode(
         return CompileDecision(requested, requested, requested != "off")
     break_even = BREAK_EVEN_FLOPS["cuda"] if device.type == "cuda" else BREAK_EVEN_FLOPS["cpu"] * threads
     is_long = planned_flops >= break_even
-    if has_experts:
+    if model.has_dynamic_shapes:
         return CompileDecision("off", "off (auto: the number of tokens per expert varies)", is_long)
+    if device.type == "cpu" and model.has_attention_dropout:
+        return CompileDecision("off", "off (auto: compiled attention dropout is slower on a CPU)", is_long)
     if not has_cpp_compiler():
         return CompileDecision("off", "off (auto: no C++ compiler, neither g++ nor CXX)", is_long)
     mode = "default" if is_long else "off"

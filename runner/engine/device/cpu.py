@@ -20,7 +20,6 @@ from pathlib import Path
 from common.limits import MEMINFO, memory_cgroups
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # numbers of glibc's malloc.h
-DEFAULT_TRIM_THRESHOLD = 1 << 17  # bytes
 MAX_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD_32BIT = 1 << 30, 1 << 25  # bytes; older glibc accepts only the second
 LARGE_BLOCK = 1 << 20  # bytes
 POOL_SOURCE = Path(__file__).parent / "memory_pool.cpp"
@@ -59,30 +58,9 @@ def keep_freed_memory() -> None:
     step's time.
     """
     if mallopt := _glibc_mallopt():
-        _keep_all(mallopt)
-
-
-@contextmanager
-def freed_memory_kept() -> Iterator[None]:
-    """Keep freed memory meanwhile, then return it to the system: what is measured before the first step has memory as
-    later steps have it.
-    """
-    mallopt = _glibc_mallopt()
-    if mallopt:
-        _keep_all(mallopt)
-    try:
-        yield
-    finally:
-        if mallopt:
-            mallopt(M_TRIM_THRESHOLD, DEFAULT_TRIM_THRESHOLD)
-            mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
-            ctypes.CDLL(None).malloc_trim(0)
-
-
-def _keep_all(mallopt: Callable[[int, int], int]) -> None:
-    mallopt(M_TRIM_THRESHOLD, -1)  # never
-    if not mallopt(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD):
-        mallopt(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD_32BIT)
+        mallopt(M_TRIM_THRESHOLD, -1)  # never
+        if not mallopt(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD):
+            mallopt(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD_32BIT)
 
 
 _pool: ctypes.CDLL | None = None  # of this process, once it is used

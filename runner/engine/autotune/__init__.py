@@ -1,1 +1,0 @@
-"""Choices of kernels on the CPU."""
