@@ -112,6 +112,24 @@ def test_exported_minimind_file_is_read_again(
     assert {tensor.dtype for tensor in state.values()} == {torch.float16}
 
 
+@pytest.mark.parametrize(
+    ("changes", "differing"),
+    [
+        ({"rope_theta": 1e4, "rms_norm_eps": 1e-5}, "rope_theta, rms_norm_eps"),
+        ({"qk_norm": False, "rms_norm_eps": 1e-5}, "num_attention_heads"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings"),
+        ({"num_experts": 2}, "num_experts_per_tok"),
+        ({"num_experts": 2, "num_experts_per_tok": 1, "norm_topk_prob": False}, "norm_topk_prob"),
+    ],
+)
+def test_minimind_export_of_another_shape_is_refused(
+    write_model: Callable[..., Path], tmp_path: Path, changes: dict, differing: str
+) -> None:
+    model = write_model(tmp_path / "odd", 0, **changes)
+    with pytest.raises(UserError, match=f"its {differing} differ"):
+        run_export(model, tmp_path / "to", format="minimind", verify=False)
+
+
 @pytest.mark.slow
 def test_exported_gguf_file_has_the_weights_and_the_tokenizer(hf_folder: Path, tmp_path: Path) -> None:
     from gguf import GGUFReader

@@ -172,6 +172,11 @@ def write_peft(cfg: ExportSettings, source: LoadedModel, folder: Path) -> Verify
     return compare
 
 
+# settings that MiniMind's scripts fix, and those of models with experts
+OF_MINIMIND = "num_attention_heads rope_theta rope_scaling rms_norm_eps tie_word_embeddings attention_bias attention_out_bias mlp_bias".split()
+OF_MINIMIND_EXPERTS = ["num_experts_per_tok", "norm_topk_prob"]
+
+
 @FORMATS.register("minimind")
 def write_minimind(cfg: ExportSettings, source: LoadedModel, folder: Path) -> Verify:
     """model.pth as MiniMind's scripts read it (a state dict in float16), and the tokenizer."""
@@ -180,23 +185,23 @@ def write_minimind(cfg: ExportSettings, source: LoadedModel, folder: Path) -> Ve
     from models.families.decoder import DecoderConfig
     from models.formats.load import load_into
     from models.formats.save import copy_tokenizer_files
-    from models.formats.tensor_files import read_pth
+    from models.formats.tensor_files import read_pth, read_pth_config
     from models.language_model import create_model
     from models.lora import merge_adapters
     from runner.inference.export import verify
 
     model, model_cfg = source.model, source.model.cfg
-    if (
-        not isinstance(model_cfg, DecoderConfig)
-        or not model_cfg.tie_word_embeddings
-        or any((model_cfg.attention_bias, model_cfg.attention_out_bias, model_cfg.mlp_bias))
-    ):
-        raise UserError(
-            "MiniMind computes models of its own shape only: tied embeddings, no biases", "format=minimind", "format=hf"
-        )
     merge_adapters(model)
     state = {name: tensor.half().contiguous() for name, tensor in model.state_dict().items() if ".lora." not in name}
     torch.save(state, folder / "model.pth")
+    read = read_pth_config(folder / "model.pth") if isinstance(model_cfg, DecoderConfig) else None
+    names = OF_MINIMIND + OF_MINIMIND_EXPERTS * bool(read and read.num_experts)
+    if differing := [name for name in names if getattr(read, name, "") != getattr(model_cfg, name, None)]:
+        raise UserError(
+            f"MiniMind's scripts compute another model: its {', '.join(differing)} differ",
+            "format=minimind",
+            "format=merged" if source.has_adapter else "format=hf",
+        )
     copy_tokenizer_files(source.tokenizer.folder, folder)
 
     def compare() -> list[str]:
