@@ -122,7 +122,9 @@ def _parse_extra(folder: Path, extra: list[str]) -> list[Override]:
 def check_fixed_keys(typed: list[str], folder: Path) -> None:
     for override in typed:
         if (key := overrides.key_of(override)) in FIXED_KEYS:
-            raise UserError(f"{key} cannot change in a run", override, f"start a new run with init_from={folder}")
+            raise UserError(
+                f"{key} cannot change in a run", override, f"leave it out; or start a new run with init_from={folder}"
+            )
 
 
 def _check_sections_exist(folder: Path, parsed: list[Override], saved: dict[str, Any]) -> None:

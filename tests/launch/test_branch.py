@@ -136,7 +136,7 @@ def test_branch_killed_before_its_first_checkpoint_resumes_without_its_trunk(
 REFUSED = [
     ("init_from=trunk@step-3 keep=optimizer", "no checkpoint step-3; its checkpoints: step-2, step-4, step-6"),
     ("init_from=trunk@step-3", "no checkpoint step-3; its checkpoints: step-2, step-4, step-6"),
-    ("init_from=trunk@step-2 keep=optimizer stage=sft", "fix:   start a new run with init_from=TRUNK"),
+    ("init_from=trunk@step-2 keep=optimizer stage=sft", "fix:   leave it out; or start a new run with init_from=TRUNK"),
     ("init_from=trunk@step-2 keep=optimizer seed=7", "seed: 42 -> 7"),
     ("init_from=trunk@step-2 keep=optimizer model.hidden_size=64", "model.hidden_size: 32 -> 64"),
     ("init_from=trunk@step-4 keep=optimizer train.max_steps=3", "give at least 4; a run cannot go back"),
