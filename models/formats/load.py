@@ -19,6 +19,7 @@ from models.formats.json_files import (
     is_adapter_dir,
     model_dir,
     model_type_of,
+    read_config_of_weights,
     read_model_config,
 )
 from models.formats.peft import StoredAdapter, merge_adapter_into, read_adapter
@@ -47,16 +48,14 @@ MAX_NAMES = 6  # tensors that an error names of each kind
 
 
 def load_model(source: Path, family: str | None = None) -> LanguageModel:
-    """Return the fp32 model of a run, a Hugging Face or a PEFT folder, for inference; an adapter is not merged and can
-    be disabled.
-    """
+    """Return the fp32 model of what `load_weights` reads, for inference; an adapter is not merged and can be disabled."""
     folder = model_dir(source)
     if is_adapter_dir(folder):
         model = load_model(base_model_of(folder), family_of_base(folder, family))
         merge_adapters(model)  # if the base model is itself an adapter of another base model
         add_stored_adapter(model, read_adapter(folder), folder)
     else:
-        cfg = read_model_config(folder, family)
+        cfg = read_config_of_weights(folder, family)
         check_size_of_weights(cfg, folder)
         model = create_model(cfg)
         load_into(model, load_weights(folder, cfg.family), folder)

@@ -117,8 +117,10 @@ def weights_dir(folder: Path, setting: str = "run") -> Path:
     """Return the model folder of a run, or `folder` if it is no run."""
     from models.formats.json_files import check_other_tools
 
-    if not folder.is_dir():
+    if folder.is_file():
         check_other_tools(folder)
+        return folder
+    if not folder.is_dir():
         raise UserError(
             "the folder does not exist",
             f"{setting}={folder}",
@@ -156,9 +158,9 @@ def find_checkpoint(folder: Path) -> Path | None:
 
 
 def run_dir_of(folder: Path) -> Path:
-    """Return the run of a checkpoint, else `folder`."""
+    """Return the run of a checkpoint, the folder of a .pth file, else `folder`."""
     checkpoint = find_checkpoint(folder)
-    return checkpoint.parents[1] if checkpoint else folder
+    return checkpoint.parents[1] if checkpoint else folder.parent if folder.is_file() else folder
 
 
 def read_settings(run_dir: Path) -> RunSettings:

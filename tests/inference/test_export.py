@@ -110,6 +110,9 @@ def test_exported_minimind_file_is_read_again(
     assert "| dtype | float16 |" in (tmp_path / "to" / "README.md").read_text()
     state = torch.load(tmp_path / "to" / "model.pth", weights_only=True)
     assert {tensor.dtype for tensor in state.values()} == {torch.float16}
+    loaded = load_trained(tmp_path / "to" / "model.pth", "cpu")  # as run= of chat.py, and the reference of a DPO run
+    assert (loaded.model(IDS).logits - load_model(hf_folder)(IDS).logits).abs().max() < 1e-2
+    assert loaded.run_dir == tmp_path / "to"  # has evaluations.jsonl
 
 
 @pytest.mark.parametrize(
