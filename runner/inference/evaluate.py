@@ -161,7 +161,7 @@ def evaluate(
         trained = load_trained(folder, cfg.device)
         sources = [source for source, _ in examples.files]
         if overlap := training_overlap(sources, RunMetadata.read(trained.run_dir)):
-            measured = f"{overlap.rows:,} of {overlap.total:,} rows are training rows of this run, too (first: {overlap.first})"
+            measured = f"{overlap.rows:,} of {overlap.total:,} rows are in the training files of this run, too (first: {overlap.first})"
             print_note(f"warning: {measured}: the result is too good; {troubleshooting('test-in-training')}")
         with torch.inference_mode():
             results = METRICS.get(cfg.metric).compute(trained, examples, cfg)

@@ -18,6 +18,7 @@ from command_fixtures import TINY_RUN, Call
 from common.errors import UserError
 from data.tokenize.chat_template import ChatTemplate
 from models.generate import generate
+from runner.diagnostics.rows import TrainingOverlap
 from runner.inference.evaluate import (
     METRICS,
     EvaluateConfig,
@@ -329,6 +330,16 @@ def test_evaluate_appends_its_record_to_the_model_folder(
         == {"metric": "perplexity", "data": str(data), "max_length": 128, **results}
         == json.loads(capsys.readouterr().out.splitlines()[-1])
     )
+
+
+def test_evaluate_warns_of_rows_in_training_files_held_out_or_not(
+    hf_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write(tmp_path / "data.jsonl", [{"text": TEXTS[0]}])
+    overlap = TrainingOverlap(1, 1, f"{data}:1")
+    monkeypatch.setattr("runner.inference.evaluate.training_overlap", lambda *_: overlap)
+    evaluate(evaluate_config("perplexity", data), hf_folder)
+    assert "warning: 1 of 1 rows are in the training files of this run" in capsys.readouterr().err
 
 
 def test_evaluate_names_json_rows_that_are_named_as_text(
