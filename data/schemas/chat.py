@@ -63,7 +63,8 @@ def answer_example(prompt: Any, row: dict, key: str, where: str) -> ChatExample:
     turns, tools = check_chat([answer] if isinstance(answer, dict) else answer, tools, f"{where} {key}")
     question, turns = drop_empty_system(question), drop_empty_system(turns)
     prefix, texts = ([(turn["role"], turn["content"]) for turn in part] for part in (question, turns))
-    contains_prompt = texts[: len(prefix)] == prefix or (len(prefix) == 1 and prefix[0] in texts)
+    is_inside = len(prefix) == 1 and prefix[0] in texts and texts[0][0] != "assistant"
+    contains_prompt = texts[: len(prefix)] == prefix or is_inside
     return chat_example(turns if contains_prompt else [*question, *turns], {**row, "tools": tools}, f"{where} {key}")
 
 

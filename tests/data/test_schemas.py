@@ -172,6 +172,7 @@ CHATS = [  # schema, row, messages
     ("sharegpt", {"conversations": [HUMAN, GPT], "system": " "}, MESSAGES),
     ("prompt completion", {"prompt": "hi", "completion": "ho"}, MESSAGES),
     ("prompt completion", {"prompt": [ASK], "completion": [ANSWER]}, MESSAGES),
+    ("prompt completion", {"prompt": [ASK], "completion": [ANSWER, *MESSAGES]}, [*MESSAGES, *MESSAGES]),  # asked again
     ("prompt response", {"prompt": "hi", "response": "ho"}, MESSAGES),
 ]
 
