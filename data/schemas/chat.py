@@ -174,7 +174,7 @@ def parse_openai(row: dict, where: str) -> ChatExample:
 def preference_pair(prompt: Any, row: dict, where: str, keys: tuple[str, str] = PREFERENCE_KEYS) -> PreferencePair:
     """Return the conversations of `prompt` with the answers in the two `keys` of the row, as `answer_example` reads them.
 
-    Raises BadRowError if they are equal, or a message has a weight that is not 0 or 1.
+    Raises BadRowError if they are equal or answer different questions, or a message has a weight that is not 0 or 1.
     """
     chosen, rejected = (answer_example(prompt, row, key, where) for key in keys)
     for key, chat in zip(keys, (chosen, rejected), strict=True):
@@ -191,6 +191,10 @@ def preference_pair(prompt: Any, row: dict, where: str, keys: tuple[str, str] = 
         raise BadRowError(
             "chosen equals rejected", "chosen and rejected are the same", where, "delete the row: it has no preference"
         )
+    asked = [[turn["content"] for turn in chat.messages if turn["role"] == "user"][:1] for chat in (chosen, rejected)]
+    if asked[0] != asked[1]:
+        problem = "the first questions of chosen and rejected differ"
+        raise BadRowError("different prompts", problem, where, "give both the same prompt, or delete the row")
     return PreferencePair(chosen, rejected)
 
 

@@ -230,6 +230,13 @@ BAD_ROWS = [  # schema of the file, its second line, reason, message, position
     ),
     (
         "minimind preference",
+        {"chosen": [ASK, ANSWER], "rejected": [message("user", "another"), ANSWER]},
+        "different prompts",
+        "the first questions of chosen and rejected differ",
+        ":2",
+    ),
+    (
+        "minimind preference",
         {"chosen": [ASK, ANSWER], "rejected": [ASK]},
         "no assistant turn",
         "no assistant message",
