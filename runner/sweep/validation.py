@@ -152,7 +152,7 @@ def plan_sweep(tree: DictConfig, typed: list[str], sweeper: SweeperOptions) -> S
         configs = composer.checked_configs(points)
     print_unranked(configs, is_refused=sweeper.stops_jobs)
     check_typed_are_read([*shared, *swept], configs)
-    base = budget.smallest_step(configs if sweeper.is_grid else [composer.config({})])
+    base = budget.smallest_step(configs)
     budget.check_countable(configs, tree.sweep.match_budget, swept)
     derived = [budget.derived_overrides(each, base, swept) for each in configs]
     if sweeper.is_grid:

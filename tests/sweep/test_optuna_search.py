@@ -231,6 +231,12 @@ def test_optuna_runs_with_every_sampler(optuna: Any, sweep: Any, tmp_path: Path,
 
 
 @pytest.mark.slow
+def test_optuna_matches_budgets_to_the_smallest_step(optuna: Any, sweep: Any, tmp_path: Path) -> None:
+    assert sweep(*OPTUNA, "train.batch_size=2", "train.accumulation_steps=3,4", "hydra.sweeper.n_trials=1") == 0
+    assert read_sweep(tmp_path / "sweep")["base_rows"] == 6
+
+
+@pytest.mark.slow
 def test_optuna_search_space_may_be_in_a_yaml_file(optuna: Any, sweep: Any, tmp_path: Path) -> None:
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
     search = {"hydra": {"sweeper": {"n_trials": 2, "params": {"optimizer.lr": "tag(log,interval(1e-5,1e-2))"}}}}
