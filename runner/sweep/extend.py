@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,7 @@ def apply_additions(state: SweepState, additions: Additions, conf: Path) -> None
     kept = [job for job in begun if not job.pending_overrides]
     if kept and (labels := [override for override in training if override.startswith("run.")]):
         print_note(
-            f"resume: {len(kept)} completed jobs keep their labels; resume={state.folder / kept[0].name} {' '.join(labels)} changes those of a job"
+            f"resume: {len(kept)} completed jobs keep their labels; {shlex.join([f'resume={state.folder / kept[0].name}', *labels])} changes those of a job"
         )
 
 

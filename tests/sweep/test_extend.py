@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -96,5 +97,7 @@ def test_extend_leaves_a_longer_job_that_was_resumed_by_itself(
 def test_extend_says_that_completed_jobs_keep_their_labels(
     finished: Path, resume: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert resume("run.note=later") == 0
-    assert "2 completed jobs keep their labels" in capsys.readouterr().err
+    assert resume("run.note='later today'") == 0
+    printed = capsys.readouterr().err
+    assert "2 completed jobs keep their labels" in printed
+    assert "run.note='later today'" in shlex.split(printed.partition("labels; ")[2])
