@@ -194,6 +194,14 @@ def _typed_here(arguments: list[str]) -> list[str]:
     return [*command_line_here("train"), *own]
 
 
+def _shorten_value(text: str, width: int) -> str:
+    """Return `text`; if it has more than `width` cells four digits of a number, the ends of other text."""
+    try:
+        return min(text, f"{float(text):.4g}", key=lambda each: len(each) > width)
+    except ValueError:
+        return shorten_middle(text, width)
+
+
 def _leaders(sweep: SweepResults, verdict: SweepVerdict) -> list[str]:
     """Return the table of the best points, with as many cells as fit."""
     keys, shown = sweep.shown_keys, sweep.rows[:MAX_LEADERS]
@@ -203,7 +211,7 @@ def _leaders(sweep: SweepResults, verdict: SweepVerdict) -> list[str]:
         table.append([_rank(row), *(swept_text(row, key) for key in keys), loss_text(row.score), status])
     widths = [widest(cells) + 2 for cells in zip(*table, strict=True)]
     space = max(MIN_CELL, (LINE_WIDTH - widths[0] - sum(widths[-2:])) // max(1, len(keys)) - 2)
-    table = [[row[0], *(shorten_middle(cell, space) for cell in row[1:-2]), *row[-2:]] for row in table]
+    table = [[row[0], *(_shorten_value(cell, space) for cell in row[1:-2]), *row[-2:]] for row in table]
     lines = table_lines(table, [False] * len(table[0]))
     if len(sweep.rows) > MAX_LEADERS:
         lines.append(f"and {len(sweep.rows) - MAX_LEADERS:,} more, in {LEADERBOARD_FILE}")
