@@ -12,7 +12,6 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from fault_counts import only_full
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = sorted(file.name for file in (ROOT / "benchmarks").glob("*.py"))
@@ -283,53 +282,6 @@ def test_benchmark_of_commits_finds_the_first_step_that_differs(import_benchmark
     assert compare([step | {"loss": float("nan")}], [step]).startswith("differ from step 1")
 
 
-@pytest.mark.parametrize(
-    ("names", "kind"),
-    [
-        (["aten::mm", "aten::matmul", "lm_runner::joined_projection", "## Call CompiledFxGraph f2e7 ##"], "PRODUCTS"),
-        (["lm_runner_weight_gradients", "lm_runner::swiglu_output_backward"], "PRODUCTS"),
-        (["lm_runner_multiply", "aten::mm", "lm_runner::joined_projection"], "PRODUCTS"),
-        (["aten::mm", "lm_runner::nll_gradients"], "LOSS_PRODUCTS"),
-        (["lm_runner_multiply", "aten::mm", "lm_runner::nll_gradients"], "LOSS_PRODUCTS"),
-        (
-            ["aten::_log_softmax", "lm_runner::nll_gradients", "GeneratedBackwardFor_lm_runner_nll_gradients_default"],
-            "LOSS",
-        ),
-        (["aten::bmm", "aten::matmul", "lm_runner::attention"], "ATTENTION"),
-        (["lm_runner_attention_backward", "lm_runner::fused_attention_backward"], "ATTENTION"),
-        (["graph_1_cpp_fused__to_copy_add_div_expand_mul_pow_sum_4", "## Call CompiledFxGraph f2e7 ##"], "LOOPS"),
-        (["aten::copy_", "lm_runner::joined_projection"], "COPIES"),
-        (["aten::copy_", "aten::_to_copy", "aten::to", "lm_runner::swiglu_output"], "COPIES"),
-        (["aten::_fused_adamw_", "Optimizer.step#AdamW.step"], "OPTIMIZER"),
-        (["aten::linalg_vector_norm", "aten::_foreach_norm", "update of the weights"], "OPTIMIZER"),
-        (["lm_runner_swiglu_forward", "lm_runner::swiglu_output"], "SWIGLU"),
-        (["aten::mul", "SwiGLUBackward"], "SWIGLU"),
-        (["aten::mul"], "OTHER"),
-        (["## Call CompiledFxGraph f2e7 ##", "CompiledFunction"], "OTHER"),
-    ],
-)
-def test_profile_kind_of_an_operator_depends_on_its_name_and_context(import_benchmark, names: list[str], kind: str):
-    profile: ModuleType = import_benchmark("profile_step")
-    assert profile.kind_of(names) == getattr(profile, kind)
-
-
-def test_profile_table_has_every_kind_and_names_the_largest_other_operators(import_benchmark):
-    profile: ModuleType = import_benchmark("profile_step")
-    inner = SimpleNamespace(
-        name="aten::mm",
-        self_cpu_time_total=6e6,
-        cpu_parent=SimpleNamespace(name="lm_runner::nll_gradients", cpu_parent=None),
-    )
-    kinds, other = profile.sum_by_kind(
-        [inner, SimpleNamespace(name="aten::topk", self_cpu_time_total=2e6, cpu_parent=None)]
-    )
-    assert (kinds, other) == ({profile.LOSS_PRODUCTS: 6.0, profile.OTHER: 2.0}, {"aten::topk": 2.0})
-    seconds = dict.fromkeys((*profile.KINDS, profile.PYTHON), 0.0) | kinds
-    text = profile.table({"bf16": profile.Profile(seconds, list(other.items()), 8.0, 7.0)})
-    assert "| other | 25.0% (2000 ms) |" in text and "`aten::topk` 25.0%" in text
-    assert all(f"| {kind} |" in text for kind in seconds)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_peak_of_instructions_and_rates_of_products_are_listed(import_benchmark):
@@ -339,26 +291,3 @@ def test_peak_of_instructions_and_rates_of_products_are_listed(import_benchmark)
         f"| products of a linear layer, {name} | " in table
         for name in ("float32", "bfloat16, in bfloat16", "bfloat16, in float32 and rounded")
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("compiled", [["off"], pytest.param(["default", "off"], marks=only_full)], ids="+".join)
-def test_profile_finds_the_kinds_of_work_of_a_step(compiled: list[str]):
-    arguments = "--model tiny --precision fp32 --steps 2 model.num_hidden_layers=1 --compile".split()
-    arguments.append("+".join(compiled))
-    output = run_benchmark("profile_step.py", *arguments)
-    cells = {
-        line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in output.splitlines() if line.startswith("|")
-    }
-    shares = {
-        kind: [float(cell.split("%")[0]) for cell in columns]
-        for kind, columns in cells.items()
-        if "%" in "".join(columns)
-    }
-    assert all(abs(sum(column) - 100) < 1 for column in zip(*shares.values(), strict=True))
-    loops = shares.pop("fused loops of the compiler")
-    assert [share > 0 for share in loops] == [mode != "off" for mode in compiled]
-    assert [
-        kind for kind in ("attention", "the rest of the loss", "optimizer and gradient norm") if 0 in shares[kind]
-    ] == []
-    assert shares["SwiGLU"][-1] > 0  # compiled layers without the C++ kernel have it in their loops

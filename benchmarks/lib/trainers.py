@@ -49,10 +49,8 @@ def count_all(batch: dict) -> BatchCount:
 
 def transformers_model(spec: dict) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    if folder := spec.get("model_folder"):
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_cache=False)
     torch.manual_seed(0)
     names = (
         "vocab_size",
@@ -83,7 +81,6 @@ def training_arguments(spec: dict, compiled: bool) -> dict[str, Any]:
     return {
         "output_dir": tempfile.mkdtemp(),
         "per_device_train_batch_size": spec["rows"],
-        "gradient_accumulation_steps": spec.get("accumulation", 1),
         "max_steps": MAX_STEPS,
         "bf16": spec["precision"] == "bf16",
         "torch_compile": compiled,

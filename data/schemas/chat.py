@@ -191,8 +191,10 @@ def preference_pair(prompt: Any, row: dict, where: str, keys: tuple[str, str] = 
         raise BadRowError(
             "chosen equals rejected", "chosen and rejected are the same", where, "delete the row: it has no preference"
         )
-    asked = [[turn["content"] for turn in chat.messages if turn["role"] == "user"][:1] for chat in (chosen, rejected)]
-    if asked[0] != asked[1]:
+    questions = [
+        [turn["content"] for turn in chat.messages if turn["role"] == "user"][:1] for chat in (chosen, rejected)
+    ]
+    if questions[0] != questions[1]:
         problem = "the first questions of chosen and rejected differ"
         raise BadRowError("different prompts", problem, where, "give both the same prompt, or delete the row")
     return PreferencePair(chosen, rejected)

@@ -114,7 +114,8 @@ def batch_summary(state: TrainState) -> str:
         details = f"\n{len(sequences.rows) / len(sequences):.1f} examples in each, {sequences.fill_ratio:.1%} filled"
     else:
         kind, details = f"examples of at most {state.cfg.data.max_length:,} tokens", ""
-    micro_batches = math.ceil(math.ceil(rows / ranks) / train.batch_size)
+    rows_of_rank = math.ceil(rows / ranks)
+    micro_batches = math.ceil(rows_of_rank / train.batch_size)
     if rows > (available := state.loader.sampler.size):
         details = f", of which an epoch has {available:,}{details}"
-    return f"{train.batch_size:,} {kind} x {micro_batches} micro-batches{f' x {ranks} ranks' if ranks > 1 else ''} = {rows:,} a step{details}"
+    return f"{min(train.batch_size, rows_of_rank):,} {kind} x {micro_batches} micro-batches{f' x {ranks} ranks' if ranks > 1 else ''} = {rows:,} a step{details}"

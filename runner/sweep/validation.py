@@ -104,7 +104,7 @@ def check_budget(rules: DictConfig, sweeper: SweeperOptions) -> None:
         raise UserError(
             "sweep.budget is shared out by a search that stops the worse points early",
             f"{budget_text} hydra/sweeper={plugin_name(sweeper)}",
-            "hydra/sweeper=halving",
+            "hydra/sweeper=halving, in a new sweep",
         )
     if rules.seeds:
         raise UserError(

@@ -173,7 +173,7 @@ def write_peft(cfg: ExportSettings, source: LoadedModel, folder: Path) -> Verify
 
 
 # settings that MiniMind's scripts fix, and those of models with experts
-MINIMIND_SETTINGS = "num_attention_heads rope_theta rope_scaling rms_norm_eps tie_word_embeddings attention_bias attention_out_bias mlp_bias".split()
+MINIMIND_FIXED_SETTINGS = "num_attention_heads rope_theta rope_scaling rms_norm_eps tie_word_embeddings attention_bias attention_out_bias mlp_bias".split()
 MINIMIND_EXPERT_SETTINGS = ["num_experts_per_tok", "norm_topk_prob"]
 
 
@@ -195,7 +195,7 @@ def write_minimind(cfg: ExportSettings, source: LoadedModel, folder: Path) -> Ve
     state = {name: tensor.half().contiguous() for name, tensor in model.state_dict().items() if ".lora." not in name}
     torch.save(state, folder / "model.pth")
     read = read_pth_config(folder / "model.pth") if isinstance(model_cfg, DecoderConfig) else None
-    names = MINIMIND_SETTINGS + MINIMIND_EXPERT_SETTINGS * bool(read and read.num_experts)
+    names = MINIMIND_FIXED_SETTINGS + MINIMIND_EXPERT_SETTINGS * bool(read and read.num_experts)
     if differing := [name for name in names if getattr(read, name, "") != getattr(model_cfg, name, None)]:
         raise UserError(
             f"MiniMind's scripts compute another model: its {', '.join(differing)} differ",
