@@ -106,6 +106,8 @@ STORED_OVERRIDE = re.compile(r"[+~]{0,2}(?!hydra=)[^\W\d][\w./+-]*=.*", re.DOTAL
 OWN_RESOLVER = re.compile(r"\$\{(repo|workspace):\}")  # folders of this program
 RESOLVER = re.compile(r"\$\{[^}]*[:$]")  # ${oc.env:HOME}, ${oc.${x}:HOME}; ${train.max_steps} refers to a setting
 ENV_RESOLVER = re.compile(r"\$\{oc\.env:(\w+)(?:, *([^{}]*))?\}")  # with a default: ${oc.env:SEED,42}
+# groups whose options hold more than their name
+NAMED_OPTIONS = ("optimizer", "schedule", "stage", "tracker")
 RENAMED_SETTINGS = {  # former key, or key=value, and what replaces it
     "stage.rows": "stage.data_format",
     "stage.after": "stage.init_from_stage",
@@ -281,6 +283,9 @@ def check_overrides(typed: list[str], conf: Path = CONF_DIR) -> None:
             )
         if key in groups:
             _check_options(key, value, groups[key])
+        group, _, last = key.rpartition(".")
+        if last == "name" and group in NAMED_OPTIONS and value.split(",")[0] in groups[group]:
+            raise UserError(f"{key} is one of several settings of an option", override, f"{group}={value}")
 
 
 def is_branch(typed: list[str]) -> bool:

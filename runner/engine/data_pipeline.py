@@ -205,7 +205,7 @@ def bad_fraction(bad: int, read: int) -> str:
 
 
 def check_row_stats(stats: RowStats, source: Source, data: DataConfig) -> None:
-    """Refuse a file with too many bad rows, or without a row to train on."""
+    """Refuse a file with too many bad rows, or without a row or a token with loss."""
     bad = sum(stats.bad.values())
     if bad > data.max_bad_fraction * stats.read:
         raise UserError(
@@ -215,7 +215,7 @@ def check_row_stats(stats: RowStats, source: Source, data: DataConfig) -> None:
         )
     if not stats.kept:
         raise UserError(
-            f"no row to train on: {stats.left_out or 'the file is empty'}",
+            f"no row is left: {stats.left_out or 'the file is empty'}",
             source.name,
             "raise data.max_length, or leave out this file",
         )

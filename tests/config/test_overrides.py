@@ -57,6 +57,8 @@ INVALID = [  # overrides, and the setting that the error names
     (["seed=null"], "seed=null"),
     (["precision.name=fp4"], "precision.name=fp4"),
     (["precision=fp4"], "precision=fp4"),
+    (["stage.name=dpo"], "stage.name=dpo"),
+    (["optimizer=muon", "optimizer.name=adamw"], "optimizer.name=adamw"),
     (["precision=tf32", "device=cpu"], "precision=tf32 on the CPU"),
     (["schedule.min_lr_ratio=2"], "schedule.min_lr_ratio=2.0"),
     (["data.max_length=4096"], "data.max_length=4096"),
