@@ -97,7 +97,7 @@ class ModelConfig(CheckedSettings):
 
     @property
     def has_attention_dropout(self) -> bool:
-        """Whether attention of transformers drops probabilities, which is slower compiled for a CPU."""
+        """Whether attention drops probabilities: of packed rows on a CPU it is slower compiled."""
         return False
 
     def check_device(self, device: torch.device, dtype: torch.dtype) -> None:

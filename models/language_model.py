@@ -167,7 +167,7 @@ class LanguageModel(nn.Module):
 
     @property
     def compiled_layers(self) -> Sequence[nn.Module]:
-        """Layers that `compile_layers` compiles, in order; () for a family that overrides it."""
+        """Layers that `compile_layers` compiles, in order; () for a family that overrides `compile_layers`."""
         return ()
 
     def compiled_function(self, layer: nn.Module) -> Callable[..., Any]:

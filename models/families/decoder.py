@@ -184,6 +184,10 @@ class DecoderConfig(ModelConfig):
     def has_dynamic_shapes(self) -> bool:
         return self.num_experts > 0  # the number of tokens of an expert
 
+    @property
+    def has_attention_dropout(self) -> bool:
+        return self.dropout > 0
+
     def check_device(self, device: torch.device, dtype: torch.dtype) -> None:
         """Refuse an attention kernel that PyTorch does not have; it would raise in the first step."""
         if self.attention == "efficient" and device.type == "cpu":

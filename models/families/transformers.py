@@ -5,7 +5,7 @@ config.json.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Optional, Self
@@ -83,11 +83,16 @@ class TransformersConfig(ModelConfig):
 
     @property
     def has_dynamic_shapes(self) -> bool:
-        return any(self.config.get(name) for name in EXPERT_COUNTS)  # the number of tokens of an expert
+        return self._has_any(EXPERT_COUNTS)  # the number of tokens of an expert
 
     @property
     def has_attention_dropout(self) -> bool:
-        return any(self.config.get(name) for name in DROPOUT_FIELDS)
+        return self._has_any(DROPOUT_FIELDS)
+
+    def _has_any(self, names: Iterable[str]) -> bool:
+        """Return whether one of these fields of the text model, or its default in transformers, is not 0."""
+        fields = create_hf_config(self.config, self.name).get_text_config(decoder=True).to_dict()
+        return any(fields.get(name) for name in names)
 
     def mathematics(self) -> dict[str, Any]:
         return {
@@ -121,9 +126,9 @@ class TransformersConfig(ModelConfig):
         )
 
 
-# number of experts in configs of transformers
 # probabilities of attention dropout in configs of transformers
 DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+# number of experts in configs of transformers
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # rope_type of embeddings that are others in a batch with a text beyond the trained length
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")

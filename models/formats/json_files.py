@@ -129,6 +129,8 @@ def read_config_of_weights(source: Path, family: str | None = None) -> ModelConf
     """
     if source.is_file():
         check_other_tools(source)
+        if source.suffix == ".safetensors":
+            raise UserError("this file has no settings of its model", source, f"name its folder: {source.parent}")
         from models.formats.tensor_files import read_pth_config
 
         return read_pth_config(source)

@@ -65,7 +65,8 @@ def choose_run_kernels(
 ) -> ChosenKernels:
     """Decide whether layers are compiled, then choose the kernels of a CPU."""
     flops, device = estimate_flops(cfg, models[0], loader), dist.device
-    decision = resolve_compile_mode(cfg.train.compile, flops, device, torch.get_num_threads(), cfg.model)
+    threads, is_packed = torch.get_num_threads(), cfg.data.packing != "none"
+    decision = resolve_compile_mode(cfg.train.compile, flops, device, threads, cfg.model, is_packed)
     if decision.is_long_run and device.type == "cpu":
         use_memory_pool(set_inductor_cache())
     recorded = recorded_environment(saved["compatibility"]) if saved else None

@@ -183,7 +183,8 @@ def plan_execution(cfg: Config, model: ModelSizes, data: DataFacts, machine: Mac
     threads = min(torch.get_num_threads(), int(threads_per_rank(ranks)))
     sequences = data.steps * data.sequences_per_step * sequences_per_row(cfg.stage.data_format)
     flops = 6.0 * model.parameters * sequences * cfg.data.max_length / (ranks * cfg.distributed.nnodes)
-    decision = resolve_compile_mode(cfg.train.compile, flops, torch.device("cpu"), threads, cfg.model)
+    is_packed = cfg.data.packing != "none"
+    decision = resolve_compile_mode(cfg.train.compile, flops, torch.device("cpu"), threads, cfg.model, is_packed)
     builds_kernels = decision.is_long_run and has_cpp_compiler()
     dtype, layer = getattr(torch, PRECISIONS[cfg.precision.name].dtype), model.layer
     return Execution(

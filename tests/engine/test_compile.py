@@ -108,14 +108,18 @@ def test_compile_cache_is_private_whatever_the_umask(tmp_path, monkeypatch, caps
 
 @pytest.mark.parametrize("mode", ["off", "default", "max-autotune"])
 def test_compile_mode_of_the_user_is_not_changed(mode):
-    assert resolve_compile_mode(mode, 0.0, CPU, 2, DENSE).mode == mode
+    assert resolve_compile_mode(mode, 0.0, CPU, 2, DENSE, False).mode == mode
 
 
-def test_compile_auto_is_off_with_experts_or_without_a_compiler(monkeypatch):
-    assert resolve_compile_mode("auto", 1e30, CPU, 2, EXPERTS).mode == "off"
-    assert resolve_compile_mode("auto", 1e30, CPU, 2, DENSE).mode == "default"
+def test_compile_auto_is_off_where_it_is_slower_or_has_no_compiler(monkeypatch):
+    assert resolve_compile_mode("auto", 1e30, CPU, 2, EXPERTS, False).mode == "off"
+    assert resolve_compile_mode("auto", 1e30, CPU, 2, DENSE, False).mode == "default"
+    dropping = [
+        resolve_compile_mode("auto", 1e30, CPU, 2, config(dropout=0.1), packed).mode for packed in (True, False)
+    ]
+    assert dropping == ["off", "default"]
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert resolve_compile_mode("auto", 1e30, CPU, 2, DENSE).mode == "off"
+    assert resolve_compile_mode("auto", 1e30, CPU, 2, DENSE, False).mode == "off"
 
 
 @pytest.mark.parametrize("cache", [None, "mine"])
@@ -131,14 +135,14 @@ def test_compiler_with_arguments_is_one_for_torch_too(cache, tmp_path, monkeypat
     compiler.chmod(0o755)
     for command, arguments in ((str(compiler), "-c x"), ("echo -O2 -g", "-O2 -g -c x")):
         monkeypatch.setenv("CXX", command)
-        assert resolve_compile_mode("auto", 1e30, CPU, 2, DENSE).mode == "default"
+        assert resolve_compile_mode("auto", 1e30, CPU, 2, DENSE, False).mode == "default"
         for _ in range(2):
             set_inductor_cache()
         run = {"check": True, "capture_output": True, "text": True, "cwd": "/"}
         printed = subprocess.run([os.environ["CXX"], "-c", "x"], **run)
         assert printed.stdout.strip() == arguments
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
-    assert resolve_compile_mode("auto", 1e30, CPU, 2, DENSE).mode == "off"
+    assert resolve_compile_mode("auto", 1e30, CPU, 2, DENSE, False).mode == "off"
 
 
 def test_compiled_programs_that_are_incomplete_are_removed(tmp_path, monkeypatch):
@@ -266,6 +270,7 @@ def test_program_kept_by_older_code_does_not_compute_the_gradients(tmp_path):
 
 def test_compile_auto_needs_longer_runs_with_more_threads():
     modes = [
-        resolve_compile_mode("auto", 1.5 * BREAK_EVEN_FLOPS["cpu"], CPU, threads, DENSE).mode for threads in (1, 2)
+        resolve_compile_mode("auto", 1.5 * BREAK_EVEN_FLOPS["cpu"], CPU, threads, DENSE, False).mode
+        for threads in (1, 2)
     ]
     assert modes == ["default", "off"]

@@ -68,7 +68,7 @@ def test_precisions_of_mps(mac: None, name: str, dtype: torch.dtype) -> None:
 
 
 def test_compile_auto_is_off_on_mps() -> None:
-    assert resolve_compile_mode("auto", 1e30, MPS, 8, config()).mode == "off"
+    assert resolve_compile_mode("auto", 1e30, MPS, 8, config(), False).mode == "off"
 
 
 def test_random_state_of_mps_is_saved_and_restored(mac: None, monkeypatch: pytest.MonkeyPatch) -> None:

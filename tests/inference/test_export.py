@@ -113,6 +113,14 @@ def test_exported_minimind_file_is_read_again(
     loaded = load_trained(tmp_path / "to" / "model.pth", "cpu")  # as run= of chat.py, and the reference of a DPO run
     assert (loaded.model(IDS).logits - load_model(hf_folder)(IDS).logits).abs().max() < 1e-2
     assert loaded.run_dir == tmp_path / "to"  # has evaluations.jsonl
+    alone = tmp_path / "alone" / "model.pth"
+    alone.parent.mkdir()
+    shutil.copy(tmp_path / "to" / "model.pth", alone)
+    with pytest.raises(UserError, match="tokenizer.json") as without_tokenizer:
+        load_trained(alone, "cpu")
+    assert "Not a directory" not in str(without_tokenizer.value)
+    with pytest.raises(UserError, match="no settings of its model"):
+        load_trained(hf_folder / "model.safetensors", "cpu")
 
 
 @pytest.mark.parametrize(

@@ -216,14 +216,13 @@ def test_field_of_config_json_that_the_class_computes_has_no_warning() -> None:
 
 
 def compile_reason(name: str, device: str = "cpu", **changes: object) -> str:
-    return resolve_compile_mode("auto", 1e20, torch.device(device), 1, random_family(name, **changes).cfg).reason
+    return resolve_compile_mode("auto", 1e20, torch.device(device), 1, random_family(name, **changes).cfg, True).reason
 
 
 def test_experts_and_attention_dropout_are_not_compiled_by_auto() -> None:
     assert "tokens per expert" in compile_reason("mixtral", num_local_experts=2, num_experts_per_tok=1)
-    assert "attention dropout" in compile_reason("gpt2", attn_pdrop=0.1)
-    compiled = [compile_reason("llama"), compile_reason("gpt2", attn_pdrop=0.0)]
-    compiled.append(compile_reason("gpt2", "cuda", attn_pdrop=0.1))
+    assert "attention dropout" in compile_reason("gpt2")  # 0.1 by default
+    compiled = [compile_reason("llama"), compile_reason("gpt2", attn_pdrop=0.0), compile_reason("gpt2", "cuda")]
     assert all(reason.startswith("default") for reason in compiled)
 
 

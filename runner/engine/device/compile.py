@@ -48,7 +48,7 @@ class CompileDecision:
 
 
 def resolve_compile_mode(
-    requested: str, planned_flops: float, device: torch.device, threads: int, model: ModelConfig
+    requested: str, planned_flops: float, device: torch.device, threads: int, model: ModelConfig, is_packed: bool
 ) -> CompileDecision:
     """Return the mode for a run of `planned_flops`; `requested` is train.compile."""
     if device.type == "mps":
@@ -62,8 +62,8 @@ def resolve_compile_mode(
     is_long = planned_flops >= break_even
     if model.has_dynamic_shapes:
         return CompileDecision("off", "off (auto: the number of tokens per expert varies)", is_long)
-    if device.type == "cpu" and model.has_attention_dropout:
-        return CompileDecision("off", "off (auto: compiled attention dropout is slower on a CPU)", is_long)
+    if device.type == "cpu" and is_packed and model.has_attention_dropout:
+        return CompileDecision("off", "off (auto: slower with attention dropout in packed rows)", is_long)
     if not has_cpp_compiler():
         return CompileDecision("off", "off (auto: no C++ compiler, neither g++ nor CXX)", is_long)
     mode = "default" if is_long else "off"
