@@ -108,6 +108,8 @@ class DecoderConfig(ModelConfig):
                 f"model.num_experts_per_tok={self.num_experts_per_tok}",
                 "e.g. model.num_experts_per_tok=1",
             )
+        if self.num_experts:
+            check_at_least("model.moe_intermediate_size", self.moe_intermediate_size, 1, self.intermediate_size)
         if architecture_of(dataclasses.asdict(self)) is None:
             raise UserError(
                 "no transformers architecture has this combination of model.qk_norm, biases, experts and model.norm_topk_prob",
