@@ -75,7 +75,7 @@ class DecoderConfig(ModelConfig):
     attention_out_bias: bool  # the output projection of attention has one
     mlp_bias: bool  # the projections of a dense MLP have biases
     dropout: float = within("[0, 1)", 0.1)  # probability
-    num_experts: int  # experts per layer (E); 0: dense
+    num_experts: int = at_least(0, 4)  # experts per layer (E); 0: dense
     num_experts_per_tok: int  # experts that a token is routed to (k)
     moe_intermediate_size: int  # width of an expert
     norm_topk_prob: bool  # renormalize the k routing weights to sum to 1

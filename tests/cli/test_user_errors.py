@@ -181,6 +181,7 @@ EARLY_SLOW: list[tuple[list[str], list[str]]] = [  # the same checks, of other s
     (["run=last"], ["run is a section", "resume=last means that run", "plan.py plans what is left of it"]),
     (["model.num_key_value_heads=3"], ["model.num_key_value_heads must divide"]),
     (["model.num_experts=4"], ["model.moe_intermediate_size must be at least 1, got 0", "moe_intermediate_size=384"]),
+    (["model.num_experts=-1"], ["model.num_experts must be at least 0, got -1"]),
     (["model.attention=blue"], ["model.attention must be one of"]),
     (["data.max_length=4096"], ["data.max_length must be at most model.max_position_embeddings"]),
     (["train.patience=2", "train.eval_every=0"], ["needs evaluations on validation data, and this run has none"]),
