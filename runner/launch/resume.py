@@ -16,7 +16,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from common.errors import UserError, print_note, print_safely, strip_control
 from common.filesystem import atomic_path, make_dirs, write_atomic_file
@@ -24,7 +24,7 @@ from common.paths import CONF_DIR, workspace_dir
 from common.registry import check_imported
 from runner.config import compose, overrides, schema, snapshot
 from runner.config.compose import compose_tree, merge_into_schema, register_configs, section_class, to_config
-from runner.config.hydra_errors import OPTIONAL_SECTIONS, translating_hydra_errors
+from runner.config.hydra_errors import OPTIONAL_SECTIONS, translate_hydra_error, translating_hydra_errors
 from runner.config.unread import check_typed_are_read
 from runner.engine.config import REGISTERED_SECTIONS, Config
 from runner.launch.recovery import recover_run
@@ -68,8 +68,7 @@ def plan_resume(folder: Path, extra: list[str], has_started: bool = True) -> Res
         saved["plugins"] = overrides.plugins_of(extra)
     check_imported(saved.get("plugins") or [])
     kept, notes = effective_overrides(snapshot.load_overrides(folder), {override.key_or_group for override in parsed})
-    with translating_hydra_errors(extra, names_files=False):
-        tree = _merge_into_schema(saved, folder)
+    tree = _merge_into_schema(saved, folder)
     missing = sorted(OmegaConf.missing_keys(tree)) if has_started else []
     with (
         translating_hydra_errors(extra, names_files=False),
@@ -179,6 +178,9 @@ def _merge_into_schema(saved: dict[str, Any], folder: Path) -> DictConfig:
             f"{folder / saved_config.CONFIG_FILE}: {error.full_key}",
             f"resume with the version that started the run{f': git checkout {commit}' if commit else ''}",
         ) from error
+    except OmegaConfBaseException as error:
+        fix = "correct the file, or delete it: resume= restores it"
+        raise UserError(translate_hydra_error(error, []).message, folder / saved_config.CONFIG_FILE, fix) from error
 
 
 def _replace_foreign_cache(tree: DictConfig, extra: list[str]) -> list[str]:

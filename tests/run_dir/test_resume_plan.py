@@ -151,6 +151,13 @@ def test_saved_config_that_is_no_mapping_is_refused(run: Path, text: str) -> Non
         plan_resume(run, [])
 
 
+def test_saved_value_of_a_wrong_type_names_the_file_not_the_override(run: Path) -> None:
+    edit_config(run, seed="abc")
+    with pytest.raises(UserError, match="seed must be an integer, got abc") as caught:
+        plan_resume(run, ["seed=7"])
+    assert caught.value.setting == str(run / ".hydra" / "config.yaml")
+
+
 def test_saved_paths_of_the_repository_follow_the_checkout(run: Path, start_config: Config) -> None:
     path = run / ".hydra" / "config.yaml"
     path.write_text(path.read_text().replace(str(REPO_ROOT), "${repo:}"))
