@@ -101,11 +101,12 @@ class EvaluateConfig(CheckedSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         METRICS.get(self.metric)
-        if bool(self.tasks) == bool(self.data.path):
-            message = "tasks and data.path are two kinds of evaluation: give one of them"
+        reads_data = self.metric != "perplexity" or any(getattr(self.data, name) is not None for name in OF_RUN)
+        if bool(self.tasks) == bool(self.data.path) or (self.tasks and reads_data):
+            message = "tasks, and metric with data.*, are two kinds of evaluation: give one of them"
             raise UserError(
                 message,
-                f"tasks={self.tasks} data.path={self.data.path}",
+                f"tasks={self.tasks} metric={self.metric} data.path={self.data.path}",
                 "data.path=FILE metric=perplexity, or tasks=[hellaswag]",
             )
         if self.reference and (self.tasks or self.metric in ("perplexity", "exact_match", "conversation")):

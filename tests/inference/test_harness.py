@@ -4,6 +4,7 @@ data are refused.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -76,8 +77,8 @@ def config(names: list[str], folder: Path | str, **changes: Any) -> EvaluateConf
         encoding=None,
         schema=None,
         on_bad_row=None,
-        text_unit="file",
-        turns="strict",
+        text_unit=None,
+        turns=None,
         max_length=None,
         loss_on=None,
         cache="",
@@ -259,3 +260,10 @@ def test_settings_of_tasks_are_refused_without_tasks(tasks: Path) -> None:
     )
     with pytest.raises(UserError, match="limit is read with tasks only"):
         config([], tasks, tasks_path=None, limit=5, data=data)
+
+
+def test_metric_and_data_settings_are_refused_with_tasks(tasks: Path) -> None:
+    data = config(["letters"], tasks).data
+    for changes in ({"metric": "exact_match"}, {"data": dataclasses.replace(data, max_length=64)}):
+        with pytest.raises(UserError, match="two kinds of evaluation"):
+            config(["letters"], tasks, **changes)
