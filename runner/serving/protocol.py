@@ -215,7 +215,9 @@ def parse_request(kind: type[ChatRequest] | type[CompletionRequest], data: bytes
     try:
         body = kind.model_validate({name: value for name, value in raw.items() if value is not None})
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
+        errors = error.errors(include_url=False, include_input=False)
+        # of a union, a wrong length says more than another type
+        first = next((each for each in errors if "too_" in each["type"]), errors[0])
         param = ".".join(map(str, first["loc"][:1])) or None
         raise ApiError(
             400, f"{param}: {first['msg']}" if param else first["msg"].removeprefix("Value error, "), param=param
