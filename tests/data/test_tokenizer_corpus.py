@@ -199,6 +199,13 @@ def test_tokenizer_training_loads_the_other_tokenizer_first(cats, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+def test_tokenizer_training_keeps_the_tokenizer_of_a_model(cats, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="the folder has a model"):
+        train_tokenizer(config(to=str(tmp_path)))
+    assert not (tmp_path / "tokenizer.json").exists()
+
+
 def test_tokenizer_settings_to_and_tokenizer_exclude_each_other():
     with pytest.raises(UserError, match="exclude each other"):
         config(to="new", tokenizer="none")
