@@ -23,7 +23,7 @@ from runner.engine.loop import train
 from runner.engine.open_logs import run_summary
 
 CPU = torch.device("cpu")
-DENSE, EXPERTS = config(), config(num_experts=2)
+DENSE, EXPERTS = config(), config(num_experts=2, moe_intermediate_size=32)
 
 
 @pytest.fixture(autouse=True)
