@@ -67,9 +67,9 @@ class DecoderConfig(ModelConfig):
     num_key_value_heads: int = at_least(1, 64)  # key/value heads (K), a divisor of num_attention_heads
     head_dim: int = at_least(1, 64)  # width of a head (H), even
     intermediate_size: int = at_least(1, 64)  # width of a dense MLP
-    rope_theta: float  # base of the rotary position embeddings
+    rope_theta: float = within("(0, inf)", 1e6, "a positive number")  # base of the rotary position embeddings
     rope_scaling: Optional[RopeScaling]  # null: none
-    rms_norm_eps: float  # added to the mean square in every norm
+    rms_norm_eps: float = at_least(0, 1e-6)  # added to the mean square in every norm
     qk_norm: bool  # normalize queries and keys, as Qwen3 does
     attention_bias: bool  # query, key and value projections have biases, as in Qwen2
     attention_out_bias: bool  # the output projection of attention has one
@@ -79,7 +79,7 @@ class DecoderConfig(ModelConfig):
     num_experts_per_tok: int  # experts that a token is routed to (k)
     moe_intermediate_size: int  # width of an expert
     norm_topk_prob: bool  # renormalize the k routing weights to sum to 1
-    router_aux_loss_coef: float  # weight of the load-balancing loss
+    router_aux_loss_coef: float = at_least(0, 0.001)  # weight of the load-balancing loss
     # kernel: auto, flash, efficient or math
     attention: str = one_of("auto", "flash", "efficient", "math", resume=CHANGES_ROUNDING)
     # class that the model is written as, e.g. phi3; null: the first that computes the same
