@@ -92,8 +92,8 @@ def _load_trained(folder: Path, device: str, setting: str) -> LoadedModel:
             tokenizer = dataclasses.replace(tokenizer, stop_ids=tuple(ChatTemplate(tokenizer).stop_ids))
     else:
         weights = weights_dir(folder, setting)
-        tokenizer = Tokenizer.load(tokenizer_of_weights(weights) or (run_dir if weights.is_file() else weights))
         model = load_model(weights)
+        tokenizer = Tokenizer.load(tokenizer_of_weights(weights) or (run_dir if weights.is_file() else weights))
     for line in tokenizer.dropout_note:
         print_note(line)
     if tokenizer.largest_text_id >= model.cfg.vocab_size:
