@@ -113,8 +113,8 @@ def product_choice(dtype: torch.dtype, muons: Sequence[Any], *, has_kernel: bool
     """Return the choice of how this process multiplies 16-bit matrices: those of the model in `dtype`, and those of
     updates by `muons`, optimizers with a `dtype`, which are in bf16 unless that is slow.
 
-    `has_kernel`: also by the C++ kernel, the faster of the others.
-    Compiling it takes seconds, which only a long run gets back.
+    `has_kernel`: also by the C++ kernel, the faster of the others. Compiling it takes seconds, which only a long run
+    gets back.
     """
     import torch
 
@@ -166,8 +166,8 @@ def load_products(kernel: str) -> None:
 
 
 def attention_choice(dtype: torch.dtype, head_width: int, models: Sequence[LanguageModel]) -> KernelChoice:
-    """Return the choice of the C++ kernel of attention, with those of SwiGLU and of gradients of weights. It
-    was the fastest on every processor (benchmarks/results/attention.md), and needs less memory.
+    """Return the choice of the C++ kernel of attention, with those of SwiGLU and of gradients of weights. It was
+    the fastest on every processor (benchmarks/results/attention.md), and needs less memory.
     """
     from models.layers.attention import FUSED_KERNEL
 

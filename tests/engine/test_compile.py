@@ -50,7 +50,7 @@ def test_compile_auto_decides_the_same_for_a_resumed_run(make_run):
 
 
 def test_short_run_that_is_continued_as_a_long_one_is_compiled(make_run):
-    """The resume is not exact, which it says: train.compile=off keeps it so."""
+    """That it is not exact follows from the changed fact; train.compile=off keeps it so."""
     train(make_run("pretrain", "train.compile=auto", "train.max_steps=2", "train.save_every=2"))
     resumed = make_run("pretrain", "train.compile=auto", "train.max_steps=10000000", attempt=2)
     assert "forward" in vars(resumed.model.layers[0]) and resumed.compatibility["environment.compiled"] == "default"
