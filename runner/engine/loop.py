@@ -283,8 +283,11 @@ def finish(state: TrainState) -> float:
     check_converged(state, loss)
     exported = choose_weights(state)
     if state.dist.is_rank_zero:
-        with state.stop.interrupting("the export, the run is saved"):
-            export_model(state, exported)
+        try:
+            with state.stop.interrupting("the export, the run is saved"):
+                export_model(state, exported)
+        except StopRequested:  # of this rank alone, in which no other takes part any more
+            raise Interrupted(progress.step, state.run_dir) from None
     if state.stopped_early:
         state.logger.info(
             f"stopped early: no better evaluation in the last {state.cfg.train.patience} (best {progress.best_loss:.4f} at step {progress.best_step}); train.patience=0 trains on"

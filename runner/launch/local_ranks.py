@@ -268,7 +268,8 @@ class RankGroup:
 def _final_loss(group: RankGroup, metadata: RunMetadata) -> float:
     """Return the loss of ranks that all exited without failure."""
     if INTERRUPTED in group.exit_codes():
-        if metadata.fields["status"] == "running":  # stopped before the ranks had met
+        # stopped before the ranks had met, or rank 0 lost one that was stopped
+        if metadata.fields["status"] in ("running", "failed"):
             metadata.finish(Outcome.INTERRUPTED)
         outcome = Outcome.PAUSED if has_paused(metadata.fields) else Outcome.INTERRUPTED
         raise Interrupted(metadata.fields["step"], metadata.folder, outcome)

@@ -52,7 +52,14 @@ PEER_TIMEOUT_TEXTS = (
     "Timeout waiting for key",
     "collective operation timeout",
 )
-PEER_LOST_TEXTS = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", *PEER_TIMEOUT_TEXTS)
+PEER_LOST_TEXTS = (
+    "closed by peer",
+    "reset by peer",
+    "connectFullMesh failed",  # the other has exited before they met
+    "Broken pipe",
+    "remote process exited",
+    *PEER_TIMEOUT_TEXTS,
+)
 
 
 def train_or_verify(

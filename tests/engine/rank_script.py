@@ -51,6 +51,11 @@ def stop_in_batch(state, rank, is_training, nth):
     return calls, lambda: state.dist.rank == rank and len(calls) >= nth
 
 
+def stop_in_export(state):
+    """Return a stop request of rank 0 that arrives once the last step is saved."""
+    return lambda: state.dist.is_rank_zero and state.checkpoints.saved_step == state.total_steps
+
+
 def fail_on(state, rank, where):
     """Raise on one rank alone: from its loader before step 3, or in its evaluation."""
     if state.dist.rank != rank:
@@ -97,7 +102,7 @@ def main():
                 config, model=read_model_config(Path(weights), "transformers"), init_from=weights
             )
         state = build_run(config, run_dir, attempt=training.get("attempt", 1), update_metadata=lambda **fields: None)
-        stop_at = training.get("stop_at")
+        stop_at, ends_in_export = training.get("stop_at"), training.get("stop_in_export")
         if (fault := training.get("nonfinite")) and fault["rank"] == state.dist.rank:
             inject_nonfinite_loss(state, fault["step"], fault["with_gradients"])
         if plan := training.get("fail_on"):
@@ -114,10 +119,12 @@ def main():
         try:
             train(
                 state,
-                stop_requested=lambda state=state, at=stop_at: state.dist.is_rank_zero and state.progress.step == at,
+                stop_requested=stop_in_export(state)
+                if ends_in_export
+                else lambda state=state, at=stop_at: state.dist.is_rank_zero and state.progress.step == at,
             )
         except Interrupted:
-            assert stop_at is not None
+            assert stop_at is not None or (ends_in_export and state.dist.is_rank_zero)
 
 
 if __name__ == "__main__":

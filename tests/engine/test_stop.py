@@ -98,6 +98,19 @@ def test_stop_of_one_rank_abandons_the_same_batch_on_all(tmp_path, overrides_for
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_stop_in_the_export_needs_no_other_rank(tmp_path, overrides_for, run_ranks, strategy):
+    training = {
+        "folder": str(tmp_path / "run"),
+        "overrides": overrides_for("sft", *RUN, "train.save_every=0", f"distributed={strategy}", rows=24),
+    }
+    run_ranks(2, [training | {"stop_in_export": True}])
+    assert newest_checkpoint(tmp_path / "run").name == "step-00000003" and not (tmp_path / "run" / "model").exists()
+    run_ranks(2, [training | {"attempt": 2}])
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
 def test_failure_of_one_rank_between_steps_is_saved_by_all(tmp_path, overrides_for, run_ranks):
     overrides = overrides_for("sft", *RUN, "train.save_every=0", "distributed=ddp", rows=24)
     plans = {"data": {"rank": 1, "where": "data"}, "evaluation": {"rank": 1, "where": "evaluation"}}

@@ -274,6 +274,15 @@ def test_rank_that_ends_because_another_failed_is_no_stop_request(run: Any, tmp_
     assert run_json(tmp_path)["outcome"] == "failed"
 
 
+def test_rank_that_loses_a_stopped_one_is_interrupted_too(run: Any, tmp_path: Path) -> None:
+    """`ended`: rank 1 exists until its launcher has seen its exit code."""
+    ended = "wait('pid'); pid = open('pid').read()\nwhile os.path.exists(f'/proc/{pid}'): time.sleep(0.01)\n"
+    is_stopped = "open('.pid', 'w').write(str(os.getpid())); os.rename('.pid', 'pid'); os._exit(75)"
+    with pytest.raises(Interrupted):
+        run(ended + LOSES_PEER.replace("wait('exiting'); ", ""), is_stopped)
+    assert (run_json(tmp_path)["status"], run_json(tmp_path)["error"]) == ("interrupted", None)
+
+
 def test_failure_waits_for_a_user_error_after_a_lost_peer(run: Any) -> None:
     with pytest.raises(AlreadyReported):
         run(LOSES_PEER, EXITS_LATE.format(0.5) + USER_ERROR_EXIT)
@@ -281,7 +290,12 @@ def test_failure_waits_for_a_user_error_after_a_lost_peer(run: Any) -> None:
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [("[gloo/pair.cc:553] Connection closed by peer", 69), ("Wait timeout", 69), ("size mismatch", 1)],
+    [
+        ("[gloo/pair.cc:553] Connection closed by peer", 69),
+        ("connectFullMesh failed: Connection refused", 69),
+        ("Wait timeout", 69),
+        ("size mismatch", 1),
+    ],
 )
 def test_rank_exit_code_tells_whether_a_peer_was_lost(
     error: str, code: int, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
