@@ -115,7 +115,7 @@ def test_kernel_of_a_long_run_is_repeated_by_a_resume_bitwise_equal(
     assert diff_run_dirs(whole.run_dir, resumed.run_dir) == []
 
 
-@pytest.mark.usefixtures("long_runs")
+@pytest.mark.usefixtures("long_runs", "kernels")
 def test_resume_without_the_kernel_of_its_checkpoint_is_inexact(
     make_run: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
