@@ -39,7 +39,16 @@ from runner.launch.doctor_checks import check_other_files
 from runner.launch.recovery import CheckpointState, Problem, Severity, first_blocking, inspect_run, recover_run
 from runner.launch.resume import plan_resume
 from runner.launch.run import check_inputs
-from runner.run_dir.contents import HYDRA_DIR, RUN_FILE, enclosing_run, find_runs, has_started, holds_run, is_sweep_dir
+from runner.run_dir.contents import (
+    HYDRA_DIR,
+    RUN_FILE,
+    enclosing_run,
+    find_runs,
+    has_started,
+    holds_run,
+    is_sweep_dir,
+    lacks_model,
+)
 from runner.run_dir.metadata import RunMetadata
 
 TORCH_VERSION = re.compile(r"^__version__ = ['\"]([^'\"]+)['\"]", re.MULTILINE)
@@ -118,7 +127,7 @@ def _predict_resume(state: CheckpointState, problems: list[Problem]) -> ResumeOu
     fields = json.loads(restored[RUN_FILE]) if RUN_FILE in restored else RunMetadata.read(state.folder)
     try:
         config = _compose(state.folder, restored, has_started(fields))
-        if fields.get("status") == "completed":
+        if fields.get("status") == "completed" and not lacks_model(state.folder, fields):
             text = f"prints that the run is complete at step {fields.get('step')}"
             longer = f"{resume_command(state.folder)} train.max_steps=N"
             return ResumeOutcome(Verdict.COMPLETE, text, longer, fields.get("step", 0))

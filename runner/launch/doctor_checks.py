@@ -24,7 +24,7 @@ from runner.checkpoint import atomic_dir
 from runner.checkpoint.format import CHECKPOINTS_DIR, TENSOR_FILES, step_of
 from runner.checkpoint.saving import BEST_POINTER, find_best_weights, read_pointer
 from runner.launch.recovery import CheckpointState, Problem, Severity
-from runner.run_dir.contents import GUARDED_NAMES, LOCK_FILE, OWN_NAMES
+from runner.run_dir.contents import GUARDED_NAMES, LOCK_FILE, OWN_NAMES, lacks_model
 from runner.run_dir.lock import describe_holder, is_locked
 from runner.run_dir.metadata import RunMetadata
 from runner.tracking.config import TRACKERS
@@ -79,9 +79,9 @@ def _check_model(state: CheckpointState) -> Iterator[Problem]:
     fields, model = RunMetadata.read(state.folder), state.folder / "model"
     export, again = fields.get("export"), "resume= with more steps writes it again"
     if not model.is_dir():
-        if fields.get("status") == "completed" and export:
+        if lacks_model(state.folder, fields):
             damage = "missing, and run.json says that it was written"
-            yield Problem("model", Severity.DAMAGED, damage, f"{again}; the weights are in checkpoints/")
+            yield Problem("model", Severity.DAMAGED, damage, "resume= writes it again, from the newest checkpoint")
         return
     files = sorted(model.glob("*.safetensors"))
     try:

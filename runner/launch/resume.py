@@ -30,6 +30,7 @@ from runner.engine.config import REGISTERED_SECTIONS, Config
 from runner.launch.recovery import recover_run
 from runner.launch.run import check_inputs, run
 from runner.run_dir import saved_config
+from runner.run_dir.contents import lacks_model
 from runner.run_dir.metadata import RunMetadata
 from runner.tracking.bar import open_console
 
@@ -294,13 +295,14 @@ def resume_run(folder: Path, extra: list[str]) -> None:
         plan = plan_resume(folder, extra, has_started=metadata.attempt > 0)
         if metadata.attempt:  # for a job of a sweep that has not begun, nothing can have changed
             print_notes(plan)
-        if metadata.status == "completed" and not plan.is_changed:
+        is_complete = metadata.status == "completed" and (plan.is_changed or not lacks_model(folder, metadata.fields))
+        if is_complete and not plan.is_changed:
             return open_console(plan.config.tracker.console).print(
                 strip_control(f"{folder}: already complete at step {metadata.fields['step']}")
             )
-        if metadata.status == "completed" and all(override.startswith(LABEL_PREFIX) for override in extra):
+        if is_complete and all(override.startswith(LABEL_PREFIX) for override in extra):
             return _label_run(metadata, plan)
-        if metadata.status == "completed" and not any(override.startswith(EXTENDING_KEYS) for override in extra):
+        if is_complete and not any(override.startswith(EXTENDING_KEYS) for override in extra):
             step = metadata.fields["step"]
             message = f"the run is completed at step {step}, and the overrides add no step"
             raise UserError(

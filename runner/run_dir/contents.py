@@ -247,6 +247,11 @@ def has_paused(fields: Mapping[str, Any]) -> bool:
     return fields.get("status") == "interrupted" and fields.get("outcome") == Outcome.PAUSED
 
 
+def lacks_model(folder: Path, fields: Mapping[str, Any]) -> bool:
+    """Return whether the run has completed, and its model/ is gone: a resume writes it again."""
+    return fields.get("status") == "completed" and bool(fields.get("export")) and not (folder / "model").is_dir()
+
+
 def exported_loss(fields: Mapping[str, Any]) -> float | str | None:
     """Return the loss that a completed run hands to a sweep: of the evaluation of the weights in model/, otherwise the
     last training loss.

@@ -160,6 +160,7 @@ def test_doctor_finds_a_damaged_model_of_a_complete_run(uninterrupted: Path, tmp
     assert severity_of(examine_run(folder), "model") is Severity.DAMAGED
     shutil.rmtree(folder / "model")
     assert severity_of(examine_run(folder), "model") is Severity.DAMAGED
+    assert examine_run(folder).prediction.verdict is Verdict.CONTINUES
 
 
 def test_doctor_says_why_a_resume_would_not_be_exact(killed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
