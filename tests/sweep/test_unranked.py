@@ -73,6 +73,13 @@ def test_sweep_says_before_it_starts_that_rows_are_too_few(
     assert capsys.readouterr().err == ""
 
 
+def test_sweep_counts_the_rows_that_a_long_text_is_split_into(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("a little fox " * 2000)
+    data = [f"data.path={tmp_path / 'book.txt'}", "data.max_length=32"]
+    assert not too_few_rows([compose_config(data)] * 2)
+    assert too_few_rows([compose_config([*data, "data.too_long=truncate"])] * 2) == 1
+
+
 @pytest.mark.parametrize(
     ("rows", "typed", "split"),
     [
