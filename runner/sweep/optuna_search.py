@@ -316,6 +316,10 @@ class OptunaSearch(RungSearch):
         metrics = self.state.folder / job.name / "metrics.jsonl"
         record = {**(_last_train_record(metrics) if metrics.exists() else {}), "loss": float(job.loss)}
         names = self.options.objectives
+        if job.status == "completed" and (unknown := [name for name in names if name not in record]):
+            known = [key for key, value in record.items() if isinstance(value, int | float)]
+            fix = f"start another sweep with objectives of {', '.join(known)}"
+            raise UserError("the records of a job lack an objective", f"hydra.sweeper.objectives={unknown}", fix)
         values = [float(value) for name in names if isinstance(value := record.get(name), int | float)]
         return values if len(values) == len(names) else None
 

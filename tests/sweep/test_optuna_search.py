@@ -10,7 +10,7 @@ import pytest
 import yaml
 from fake_jobs import DIVERGED, FLAKY, HALVED, KILLED, SAVES, FakeJobs, read_sweep
 
-from common.errors import UserError
+from common.errors import TrainingError, UserError
 from runner.sweep.optuna_search import OptunaOptions, _drop_partial_line, parse_distribution
 
 LOSS = "values = dict(pair.split('=') for pair in os.path.basename(run_dir).split(','))\n"
@@ -219,6 +219,13 @@ def test_optuna_takes_several_objectives_from_the_metrics(
     assert sweep(*OPTUNA, *SPACE, *objectives, "hydra.sweeper.n_trials=2", "hydra.sweeper.sampler=nsgaii") == 0
     assert [trial.values[1] for trial in trials(tmp_path / "sweep")] == [7.0, 7.0]
     assert len(yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())["solutions"]) == 1
+
+
+@pytest.mark.slow
+def test_optuna_stops_at_an_objective_that_no_record_has(optuna: Any, sweep: Any, fake_jobs: FakeJobs) -> None:
+    fake_jobs.set(default=LOSS)
+    with pytest.raises(TrainingError, match=r"objectives=\['val_loss'\].* with objectives of loss"):
+        sweep(*OPTUNA, *SPACE, "hydra.sweeper.objectives=[val_loss]", "hydra.sweeper.n_trials=3")
 
 
 @pytest.mark.slow
