@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import io
 import json
+import math
 import subprocess
 import sys
 import time
@@ -352,7 +353,7 @@ def test_history_is_read_in_the_order_of_steps_and_not_beyond_the_resume(tmp_pat
     ]
     text = "".join(json.dumps(record) + "\n" for record in records) + "damaged\n[]\n"
     text += f'{{"kind": "train", "step": {10**23}, "loss": 1.0}}\n{{"kind": "train", "step": -1, "loss": 1.0}}\n'
-    text += '{"kind": "train", "step": 3, "loss": 1e305}\n'
+    text += '{"kind": "train", "step": 3, "loss": 1e305, "perplexity": 1.0142320547350045e+304}\n'
     (tmp_path / "metrics.jsonl").write_text(text + json.dumps({"kind": "train", "step": 3, "loss": 1.0}) + "\n")
     (tmp_path / "samples.jsonl").write_text(
         '{"step": 1, "prompt": "p\\u0007", "answer": "a"}\n{"step": 1, "prompt": "q", "answer": "b"}\n'
@@ -370,7 +371,7 @@ def test_history_is_read_in_the_order_of_steps_and_not_beyond_the_resume(tmp_pat
         {"loss": 2.0},
         {"lr": 1},
         {"loss": 1.5},
-        {},
+        {"perplexity": math.exp(700)},  # as large as the engine logs it
     ]
     assert [sample["prompt"] for sample in messages[1]["samples"]] == ["p\\x07", "q"]
 

@@ -32,7 +32,7 @@ NICENESS = 10  # training comes first where processors are short
 PROBE_TIMEOUT = 3  # seconds
 FINISH_TIMEOUT = 60  # seconds; an upload that hangs longer ends with the process, and the offline files stay
 MAX_LINE_BYTES = 1 << 20  # a longer record is not replayed
-MAX_STEP, LARGEST_NUMBER = (1 << 63) - 1, 1e300  # what the files of trackers can hold
+MAX_STEP, LARGEST_NUMBER = (1 << 63) - 1, 1e305  # what the files of trackers can hold
 # characters, and tags; the services refuse more
 SERVICE_NAME_LENGTH, TAG_LENGTH, NOTE_LENGTH, SENT_TAGS = 128, 64, 1024, 30
 EXPERIMENT_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # becomes a part of file names
