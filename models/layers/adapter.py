@@ -230,7 +230,7 @@ def is_adaptable(layer: nn.Module) -> bool:
     return (
         isinstance(layer, LoraLayer)
         or type(layer) in ADAPTABLE
-        or (is_transposed(layer) and type(layer).__name__ == "Conv1D")
+        or type(layer).__name__ in ("Conv1D", "FalconLinear")  # of transformers: W x + b
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_models import EXPERTS, lora_config, max_difference, random_model, tokens
 from torch import Tensor, nn
+from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from common import limits
 from common.errors import UserError
@@ -145,6 +146,19 @@ def test_lora_targets_name_layers_as_in_peft() -> None:
 
 
 @pytest.mark.slow
+@torch.no_grad()
+def test_lora_adapts_the_linear_class_of_falcon() -> None:
+    layer = FalconLinear(6, 4)
+    add_lora(model := nn.ModuleDict({"dense": layer}), lora(targets=["all-linear"], dora=True))
+    x = torch.randn(3, 6)
+    before = layer(x)
+    assert isinstance(layer, LoraLayer) and layer.adapter is not None
+    layer.adapter.B.normal_()
+    expected = layer(x)
+    merge_adapters(model)
+    assert max_difference(layer(x), expected) < 1e-5 < max_difference(before, expected)
+
+
 def test_lora_pattern_that_takes_forever_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed run, or an adapter that is continued, of others has such a pattern."""
     monkeypatch.setattr(limits, "MATCH_SECONDS", 1)
