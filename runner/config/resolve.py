@@ -64,10 +64,12 @@ def resolve_model_run(name: str, setting: str = "run") -> Path:
     """Return the directory of `run=name`: for a sweep that of its best job; `last` is the run whose model was completed
     last, or its sweep.
 
-    `owner/name` or `owner/name@revision` is a model of the Hugging Face hub, unless there is a folder of that name.
-    Prints which weights its `model/` holds.
+    RUN@step-100, RUN@best and RUN@last are its checkpoints. `owner/name` or `owner/name@revision` is a model of the
+    Hugging Face hub, unless there is a folder of that name. Prints which weights its `model/` holds.
     """
     folder = Path(name)
+    if checkpoint := _named_checkpoint(folder, setting):
+        return checkpoint
     if name == "last":
         models = [run / "model" for run in find_runs(outputs_dir()) if (run / "model").is_dir()]
         if not models:
@@ -111,14 +113,14 @@ def _resolve_model(value: str, key: str) -> str:
         return quote_path(str(resolve_model_run(value, key)))
     if is_sweep_dir(path):
         return quote_path(str(find_best_job(path)))
-    if key == "init_from" and (checkpoint := _named_checkpoint(path)):
+    if key == "init_from" and (checkpoint := _named_checkpoint(path, key)):
         return quote_path(str(checkpoint))
     # without a slash it is no model of the hub, e.g. scratch
     found = fetch_model(str(path), f"{key}={path}", watch_download) if "/" in value else None
     return quote_path(str(found)) if found else value
 
 
-def _named_checkpoint(path: Path) -> Path | None:
+def _named_checkpoint(path: Path, key: str) -> Path | None:
     """Return the checkpoint that RUN@step-100, RUN@best or RUN@last names, None if `path` is something else.
 
     Raises UserError if the run has none of that name.
@@ -126,7 +128,7 @@ def _named_checkpoint(path: Path) -> Path | None:
     run, at, name = str(path).rpartition("@")
     if path.exists() or not at or not (run == "last" or Path(run).expanduser().is_dir()):
         return None
-    folder, setting = resolve_run(run, "init_from"), f"init_from={path}"
+    folder, setting = resolve_run(run, key), f"{key}={path}"
     if is_sweep_dir(folder):
         folder = find_best_job(folder)
     checkpoints = folder / CHECKPOINTS_DIR
@@ -141,12 +143,10 @@ def _named_checkpoint(path: Path) -> Path | None:
         found = found if found in names else None
     if found is None:
         known = ", ".join(f"step-{step_of(each)}" for each in reversed(names)) or "none"
-        fix = f"init_from={run}@step-{step_of(names[0])}" if names else f"init_from={run}, its newest weights"
+        fix = f"{key}={run}@step-{step_of(names[0])}" if names else f"{key}={run}, its newest weights"
         raise UserError(f"{folder} has no checkpoint {name}; its checkpoints: {known}", setting, fix)
     if reason := verify_dir(checkpoints / found):
-        raise UserError(
-            f"this checkpoint is damaged: {reason}", setting, f"init_from={run}@last is the newest valid one"
-        )
+        raise UserError(f"this checkpoint is damaged: {reason}", setting, f"{key}={run}@last is the newest valid one")
     return checkpoints / found
 
 

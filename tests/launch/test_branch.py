@@ -14,7 +14,9 @@ import yaml
 from command_fixtures import TINY_RUN, Call, Program, is_user_error
 
 from common import paths
+from common.errors import UserError
 from runner.checkpoint.atomic_dir import write_atomic_dir
+from runner.config.resolve import resolve_model_run
 from runner.launch import branch
 from runner.reporting.compare import ComparedRun
 from runner.reporting.read_sweep import read_sweep_results
@@ -161,6 +163,14 @@ REFUSED = [
         "the seed of its trunk",
     ),
 ]
+
+
+def test_checkpoint_is_named_alike_for_all_commands(trunk: Path) -> None:
+    for name, folder in (("step-2", "step-00000002"), ("last", "step-00000006")):
+        assert resolve_model_run(f"trunk@{name}") == trunk / "checkpoints" / folder
+    with pytest.raises(UserError, match="no checkpoint step-3") as refused:
+        resolve_model_run("trunk@step-3", "reference")
+    assert refused.value.setting == "reference=trunk@step-3" and refused.value.fix == "reference=trunk@step-6"
 
 
 @pytest.mark.parametrize(("typed", "message"), REFUSED, ids=[typed for typed, _ in REFUSED])
