@@ -60,7 +60,8 @@ def linear_layers_of(model: nn.Module) -> LinearLayers:
         elif not isinstance(module, _ConvNd):
             stacked = (name for name, weight in module.named_parameters(recurse=False) if weight.ndim == 3)
             refused |= {
-                f"{path}.{name}": "is one weight of all experts, not a linear layer of each" for name in stacked
+                f"{path}.{name}": "has three dimensions, as weights of all experts have: it is no linear layer"
+                for name in stacked
             }
     return LinearLayers(adaptable, frozenset(heads), refused)
 

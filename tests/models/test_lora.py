@@ -177,7 +177,7 @@ def test_lora_refuses_weights_of_stacked_experts_by_name() -> None:
             self.gate_up_proj = nn.Parameter(torch.zeros(2, 4, 8))
 
     model = nn.ModuleDict({"experts": Experts()})
-    with pytest.raises(UserError, match="has gate_up_proj, but experts.gate_up_proj is one weight of all experts"):
+    with pytest.raises(UserError, match="has gate_up_proj, but experts.gate_up_proj has three dimensions"):
         add_lora(model, lora(targets=["gate_up_proj"]))
     assert lora_warnings(model, lora(targets=["gate"])) == []
     assert "leaves out gate_up_proj" in lora_warnings(model, lora(targets=["all-linear"]))[0]
