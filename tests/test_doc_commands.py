@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import time
 from collections.abc import Callable
 from fnmatch import fnmatch
 from itertools import islice
@@ -233,7 +234,9 @@ def plan_error(text: str) -> str | None:
     from runner.config.resolve import resolve_model_overrides
     from runner.config.schema import config_groups, config_schema
     from runner.planning.starts import planned_start
+    from runner.sweep.state import SweepState
 
+    SweepState.counted_at = time.monotonic()  # a budget counts from the start of its command
     try:
         typed, flags = parse_argv(arguments_of(text)[2:], [*config_schema(), *config_groups()])
         typed = overrides.absolutize_paths(overrides.add_config_dir(typed, flag_value(flags, "--config-dir")))

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from data.types import EncodingConfig
 
 COUNTED_ROWS = 100_000  # of the files of a sweep, to say that it has few validation rows
-CHARACTERS_OF_TOKEN = 8  # of most tokenizers: a text of more is split into several rows
+BYTES_OF_TOKEN = 4  # about, of text; a longer one is split into rows of data.max_length tokens
 COUNTED_BYTES = 8 << 20  # of a file with a bad row whose other bad rows are counted
 AUTO_FRACTION, AUTO_DIVISOR = 0.01, 5  # data.val_fraction=auto: 1 %, at least FEW_ROWS, but of few rows at most a fifth
 
@@ -359,11 +359,12 @@ def few_held_out_rows(cfg: Config, data_files: DataFiles) -> int | None:
     if needed > COUNTED_ROWS:
         return None
     is_split = resolved_too_long(cfg.data.too_long, cfg.stage.data_format) == "split"
+    bytes_of_row = BYTES_OF_TOKEN * cfg.data.max_length
     rows = (
         row
         for source in first_set or itertools.chain(*data_files.train)
         for _, row in source.rows(lambda error: None)
-        for _ in range(1 + is_split * len(str(row)) // (CHARACTERS_OF_TOKEN * cfg.data.max_length))
+        for _ in range(1 + is_split * len(str(row.get("text", "")).encode(errors="replace")) // bytes_of_row)
     )
     total = sum(1 for _ in itertools.islice(rows, needed))
     held_out = total if first_set else rows_to_hold_out(total, fraction)

@@ -286,7 +286,7 @@ def finish(state: TrainState) -> float:
         try:
             with state.stop.interrupting("the export, the run is saved"):
                 export_model(state, exported)
-        except StopRequested:  # of this rank alone, in which no other takes part any more
+        except StopRequested:  # the other ranks have ended: no collective
             raise Interrupted(progress.step, state.run_dir) from None
     if state.stopped_early:
         state.logger.info(

@@ -132,7 +132,7 @@ def weights_dir(folder: Path, setting: str = "run") -> Path:
         return folder / "model"
     if (folder / "run.json").exists():
         raise UserError(
-            "this run has no model yet: it is not finished",
+            "this run has no model/: it is not finished, or model/ was deleted",
             f"{setting}={folder}",
             f"finish it: python runner/train.py resume={folder}",
         )

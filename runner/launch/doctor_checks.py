@@ -81,7 +81,7 @@ def _check_model(state: CheckpointState) -> Iterator[Problem]:
     if not model.is_dir():
         if lacks_model(state.folder, fields):
             damage = "missing, and run.json says that it was written"
-            yield Problem("model", Severity.DAMAGED, damage, "resume= writes it again, from the newest checkpoint")
+            yield Problem("model", Severity.DAMAGED, damage, "resume= writes it again, from checkpoints/")
         return
     files = sorted(model.glob("*.safetensors"))
     try:

@@ -253,7 +253,7 @@ def _is_published(source: Path) -> bool:
 
 @cache
 def _folder_of_weights(init_from: str) -> str:
-    """Return the best job of a sweep, the newest whole checkpoint of a run that has no model yet; any other `init_from`
+    """Return the best job of a sweep, the newest whole checkpoint of a run that has no model/; any other `init_from`
     as it is.
     """
     source = Path(init_from)
@@ -269,7 +269,7 @@ def _folder_of_weights(init_from: str) -> str:
             f"init_from={init_from}",
             f"finish it: {resume_command(source)}",
         )
-    print_note(f"init_from={init_from}: the run has no model yet, the weights are those of {checkpoint.name}")
+    print_note(f"init_from={init_from}: the run has no model/, the weights are those of {checkpoint.name}")
     return str(checkpoint)
 
 

@@ -268,7 +268,7 @@ class RankGroup:
 def _final_loss(group: RankGroup, metadata: RunMetadata) -> float:
     """Return the loss of ranks that all exited without failure."""
     if INTERRUPTED in group.exit_codes():
-        # stopped before the ranks had met, or rank 0 lost one that was stopped
+        # stopped before the ranks had met, or rank 0 failed because a stopped one had exited
         if metadata.fields["status"] in ("running", "failed"):
             metadata.finish(Outcome.INTERRUPTED)
         outcome = Outcome.PAUSED if has_paused(metadata.fields) else Outcome.INTERRUPTED

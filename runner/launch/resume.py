@@ -295,21 +295,18 @@ def resume_run(folder: Path, extra: list[str]) -> None:
         plan = plan_resume(folder, extra, has_started=metadata.attempt > 0)
         if metadata.attempt:  # for a job of a sweep that has not begun, nothing can have changed
             print_notes(plan)
-        is_complete = metadata.status == "completed" and (plan.is_changed or not lacks_model(folder, metadata.fields))
-        if is_complete and not plan.is_changed:
+        is_completed, lacks = metadata.status == "completed", lacks_model(folder, metadata.fields)
+        if is_completed and not (plan.is_changed or lacks):
             return open_console(plan.config.tracker.console).print(
                 strip_control(f"{folder}: already complete at step {metadata.fields['step']}")
             )
-        if is_complete and all(override.startswith(LABEL_PREFIX) for override in extra):
+        if is_completed and plan.is_changed and all(override.startswith(LABEL_PREFIX) for override in extra):
             return _label_run(metadata, plan)
-        if is_complete and not any(override.startswith(EXTENDING_KEYS) for override in extra):
+        if is_completed and plan.is_changed and not any(override.startswith(EXTENDING_KEYS) for override in extra):
             step = metadata.fields["step"]
             message = f"the run is completed at step {step}, and the overrides add no step"
-            raise UserError(
-                message,
-                " ".join(extra),
-                f"add train.max_steps=N with N > {step}, or start a new run with init_from={folder}",
-            )
+            fix = f"add train.max_steps=N with N > {step}, or start a new run with init_from={folder}"
+            raise UserError(message, " ".join(extra), fix + ", or leave them out: model/ is written again" * lacks)
         data_files = check_inputs(plan.config)
         check_typed_are_read(extra, [plan.config])
         with metadata.reopened(), persisting_overrides(plan) as config:

@@ -55,7 +55,7 @@ PEER_TIMEOUT_TEXTS = (
 PEER_LOST_TEXTS = (
     "closed by peer",
     "reset by peer",
-    "connectFullMesh failed",  # the other has exited before they met
+    "Connection refused",  # the other has exited before they met
     "Broken pipe",
     "remote process exited",
     *PEER_TIMEOUT_TEXTS,

@@ -69,7 +69,11 @@ def find_best_job(sweep: Path) -> Path:
     ranked = {point: names for point, names in points.items() if all(name in scored for name in names)}
     if not ranked:
         message = "this sweep has no best job: no point has completed jobs that were evaluated"
-        raise UserError(message, sweep, f"name a job: {sweep}/<job>; or continue the sweep with resume={sweep}")
+        raise UserError(
+            message,
+            sweep,
+            f"name a job: {sweep}/<job>; resume={sweep} continues the sweep, resume={sweep}/<job> writes a deleted model/ again",
+        )
     fields_of = {name: fields for name, _, fields in jobs}
     evaluations = [fields_of[name].get("evaluation") for names in ranked.values() for name in names]
     if problem := _difference(evaluations):

@@ -314,12 +314,13 @@ class OptunaSearch(RungSearch):
         if job.loss is None:
             return None
         metrics = self.state.folder / job.name / "metrics.jsonl"
-        record = {**(_last_train_record(metrics) if metrics.exists() else {}), "loss": float(job.loss)}
+        logged = _last_train_record(metrics) if metrics.exists() else {}
+        record = {"skipped_steps": 0, **logged, "loss": float(job.loss)}
         names = self.options.objectives
-        if job.status == "completed" and (unknown := [name for name in names if name not in record]):
+        if job.status == "completed" and logged and (unknown := [name for name in names if name not in record]):
             known = [key for key, value in record.items() if isinstance(value, int | float)]
             fix = f"start another sweep with objectives of {', '.join(known)}"
-            raise UserError("the records of a job lack an objective", f"hydra.sweeper.objectives={unknown}", fix)
+            raise UserError(f"the records of {job.name} lack an objective", f"hydra.sweeper.objectives={unknown}", fix)
         values = [float(value) for name in names if isinstance(value := record.get(name), int | float)]
         return values if len(values) == len(names) else None
 

@@ -293,6 +293,7 @@ def test_failure_waits_for_a_user_error_after_a_lost_peer(run: Any) -> None:
     [
         ("[gloo/pair.cc:553] Connection closed by peer", 69),
         ("connectFullMesh failed: Connection refused", 69),
+        ("connectFullMesh failed: no route", 1),
         ("Wait timeout", 69),
         ("size mismatch", 1),
     ],

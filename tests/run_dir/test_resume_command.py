@@ -112,7 +112,8 @@ def test_resume_of_a_completed_run_changes_nothing(call: Call, run: Path) -> Non
 
 def test_resume_of_a_completed_run_writes_its_lost_model_again(call: Call, trained: Path, run: Path) -> None:
     shutil.rmtree(run / "model")
-    assert is_user_error(call(f"resume={run}", "seed=9")) and not (run / "model").exists()
+    refused = call(f"resume={run}", "seed=9")
+    assert is_user_error(refused) and "leave them out: model/ is written again" in refused.stderr
     assert call(f"resume={run}").returncode == 0
     name = "model/model.safetensors"
     assert (run / name).read_bytes() == (trained / name).read_bytes()

@@ -13,6 +13,12 @@ from fake_jobs import DIVERGED, FLAKY, HALVED, KILLED, SAVES, FakeJobs, read_swe
 from common.errors import TrainingError, UserError
 from runner.sweep.optuna_search import OptunaOptions, _drop_partial_line, parse_distribution
 
+RECORDS = [
+    {"kind": "train", "tokens_per_second": 5.0},
+    {"kind": "train", "tokens_per_second": 7.0},
+    {"kind": "eval", "loss": 3.0},
+]
+LOGS = f"open('metrics.jsonl', 'w').write({''.join(json.dumps(record) + chr(10) for record in RECORDS)!r})\n"
 LOSS = "values = dict(pair.split('=') for pair in os.path.basename(run_dir).split(','))\n"
 LOSS += "write('completed', 'completed', metrics={'loss': float(values['optimizer.lr']) * 1000})"
 SPACE = ("optimizer.lr=tag(log,interval(1e-4,1e-2))", "train.accumulation_steps=1,2")
@@ -207,14 +213,7 @@ def test_optuna_takes_a_diverged_point_as_infinitely_bad(
 def test_optuna_takes_several_objectives_from_the_metrics(
     optuna: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path
 ) -> None:
-    records = [
-        {"kind": "train", "tokens_per_second": 5.0},
-        {"kind": "train", "tokens_per_second": 7.0},
-        {"kind": "eval", "loss": 3.0},
-    ]
-    fake_jobs.set(
-        default=f"open('metrics.jsonl', 'w').write({''.join(json.dumps(record) + chr(10) for record in records)!r})\n{LOSS}"
-    )
+    fake_jobs.set(default=LOGS + LOSS)
     objectives = ("hydra.sweeper.objectives=[loss,tokens_per_second]", "hydra.sweeper.direction=[minimize,maximize]")
     assert sweep(*OPTUNA, *SPACE, *objectives, "hydra.sweeper.n_trials=2", "hydra.sweeper.sampler=nsgaii") == 0
     assert [trial.values[1] for trial in trials(tmp_path / "sweep")] == [7.0, 7.0]
@@ -223,8 +222,8 @@ def test_optuna_takes_several_objectives_from_the_metrics(
 
 @pytest.mark.slow
 def test_optuna_stops_at_an_objective_that_no_record_has(optuna: Any, sweep: Any, fake_jobs: FakeJobs) -> None:
-    fake_jobs.set(default=LOSS)
-    with pytest.raises(TrainingError, match=r"objectives=\['val_loss'\].* with objectives of loss"):
+    fake_jobs.set(default=LOGS + LOSS)
+    with pytest.raises(TrainingError, match=r"objectives=\['val_loss'\].* with objectives of .*tokens_per_second"):
         sweep(*OPTUNA, *SPACE, "hydra.sweeper.objectives=[val_loss]", "hydra.sweeper.n_trials=3")
 
 
