@@ -50,7 +50,15 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty current directory that also takes the place of the checkout for outputs/ and .cache/, with a small data
     file rows.jsonl.
     """
-    for name in ("runner.train", "runner.cli.help", "runner.cli.hydra_app", "runner.launch.resume"):
+    for name in (
+        "runner.train",
+        "runner.cli.help",
+        "runner.cli.hydra_app",
+        "runner.launch.resume",
+        "runner.launch.local_ranks",
+        "runner.planning.batch_size",
+        "data.tokenize.renderer",
+    ):
         importlib.import_module(name)  # their modules keep the true REPO_ROOT, whichever test comes first
     monkeypatch.setattr(paths, "REPO_ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
