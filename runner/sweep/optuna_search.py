@@ -309,9 +309,9 @@ class OptunaSearch(RungSearch):
     def _objective_values(self, job: SweepJob) -> list[float] | None:
         """Return a value per objective, None where one is missing.
 
-        The loss of a diverged job is infinite, from which the sampler learns; a failed job has none.
+        The loss of a diverged job is infinite, from which the sampler learns; as a failed job, it has no other value.
         """
-        if job.loss is None:
+        if job.loss is None or (job.is_diverged and self.options.objectives != ["loss"]):
             return None
         metrics = self.state.folder / job.name / "metrics.jsonl"
         logged = _last_train_record(metrics) if metrics.exists() else {}

@@ -210,6 +210,20 @@ def test_optuna_takes_a_diverged_point_as_infinitely_bad(
 
 
 @pytest.mark.slow
+def test_optuna_gives_a_diverged_point_no_value_of_another_objective(
+    optuna: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path
+) -> None:
+    """It is the fastest, and not the best."""
+    fake_jobs.set(default=LOGS.replace("7.0", "5.0") + LOSS)
+    fake_jobs.set_all({"optimizer.lr=1e+30": LOGS + DIVERGED})
+    objective = ("hydra.sweeper.objectives=[tokens_per_second]", "hydra.sweeper.direction=maximize")
+    options = ("hydra.sweeper.sampler=grid", "optimizer.lr=1e-3,1e30")
+    assert sweep("hydra/sweeper=optuna", *objective, *options) == 1
+    best = yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())
+    assert best["best_evaluated_params"] == {"optimizer.lr": "0.001"}
+
+
+@pytest.mark.slow
 def test_optuna_takes_several_objectives_from_the_metrics(
     optuna: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path
 ) -> None:
