@@ -143,8 +143,8 @@ def load_weights(source: Path, family: str | None = None) -> dict[str, Tensor]:
         return to_transformers_names(stored, cfg, str(folder))
     if cfg is None:
         if any(".lora." in name for name in stored):
-            run, message = source.absolute().parents[1], "these are the weights of an adapter without its base model"
-            raise UserError(message, source, f"resume={run} completes its run, then init_from={run}")
+            fix = f"python runner/export.py run={source} to=NEW format=merged, then init_from=NEW"
+            raise UserError("these are the weights of an adapter without its base model", source, fix)
         return stored
     return to_floats(to_decoder_names(stored, cfg.to_hf_config()["model_type"], cfg), folder)
 
