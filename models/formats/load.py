@@ -67,7 +67,7 @@ def add_stored_adapter(model: LanguageModel, adapter: StoredAdapter, folder: Pat
 
     Raises UserError, naming the tensor, if it does not fit.
     """
-    layers, parameters = linear_layers_of(model), dict(model.named_parameters())
+    layers, state = linear_layers_of(model), model.state_dict()
     try:
         for (path, matrix), tensor in adapter.matrices.items():  # before anything of their size is allocated
             if path not in layers.adaptable:
@@ -76,10 +76,10 @@ def add_stored_adapter(model: LanguageModel, adapter: StoredAdapter, folder: Pat
             if tensor.shape[matrix == "A"] != (columns if matrix == "A" else rows):
                 raise KeyError(f"{path}.lora_{matrix} of shape {tuple(tensor.shape)} is not of its layer")
         for name, tensor in adapter.replaced.items():
-            if name not in parameters or parameters[name].shape != tensor.shape:
+            if name not in state or state[name].shape != tensor.shape:
                 raise KeyError(f"{name} of shape {tuple(tensor.shape)} is no tensor of the base model")
         if adapter.replaced:
-            load_into(model, model.state_dict() | adapter.replaced, folder)
+            load_into(model, state | adapter.replaced, folder)
         add_adapters(model, adapter.layers)
         load_adapter(model, adapter.parameters())
     except KeyError as error:
@@ -146,7 +146,10 @@ def load_weights(source: Path, family: str | None = None) -> dict[str, Tensor]:
             fix = f"python runner/export.py run={source} to=NEW format=merged, then init_from=NEW"
             raise UserError("these are the weights of an adapter without its base model", source, fix)
         return stored
-    return to_floats(to_decoder_names(stored, cfg.to_hf_config()["model_type"], cfg), folder)
+    weights = to_floats(to_decoder_names(stored, cfg.to_hf_config()["model_type"], cfg), folder)
+    if cfg.tie_word_embeddings and EMBEDDING_KEY in weights:  # an adapter may replace one of the two
+        weights.setdefault(HEAD_KEY, weights[EMBEDDING_KEY])
+    return weights
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

@@ -218,6 +218,25 @@ def test_peft_adapter_of_a_tied_output_layer_is_refused(name: str, base: Path, t
         load_into(create_model(cfg), load_weights(tmp_path / "peft"), "")
 
 
+@pytest.mark.parametrize("family", ["decoder", "transformers"])
+@torch.no_grad()
+def test_peft_adapter_with_a_saved_embedding_needs_the_same_output_layer(family: str, tmp_path: Path) -> None:
+    write_family(base := tmp_path / "base", "qwen2", tie_word_embeddings=True)
+    train_with_peft(base, folder := tmp_path / "peft", modules_to_save=["embed_tokens"])
+    for load in (
+        load_model,
+        lambda *args: load_into(create_model(read_model_config(base, family)), load_weights(*args), ""),
+    ):
+        with pytest.raises(UserError, match="these weights are not tied"):  # as PEFT computes them
+            load(folder, family)
+    path = folder / "adapter_model.safetensors"
+    stored = read_tensors(path)
+    embedding = stored["base_model.model.model.embed_tokens.weight"]
+    write_tensors(path, stored | {"base_model.model.lm_head.weight": embedding.clone()})  # ensure_weight_tying=true
+    assert torch.equal(load_weights(folder, family)["lm_head.weight"], embedding)
+    assert torch.equal(load_model(folder, family).state_dict()["lm_head.weight"], embedding)
+
+
 def test_adapter_of_a_layer_that_is_never_called_is_refused(tmp_path: Path) -> None:
     write_family(tmp_path, "mamba", state_size=8)
     model = load_model(tmp_path)
