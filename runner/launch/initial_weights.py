@@ -159,11 +159,15 @@ def restore_hub_weights(config: Config) -> Config:
     """Return the config of a resumed run with a folder for its initial weights: those of the hub may have left the
     cache.
 
-    They are fetched again if the run reads them, of the same commit. Raises UserError if that is impossible.
+    They are fetched again if the run reads them, of the same commit. Raises UserError if that is impossible, or if
+    others are gone.
     """
-    name = hub_name_of(Path(config.init_from))
-    if name is None or Path(config.init_from).is_dir() or not (config.stage.lora or config.stage.needs_reference):
+    source = Path(config.init_from)
+    if config.init_from == "scratch" or source.exists() or not (config.stage.lora or config.stage.needs_reference):
         return config
+    if (name := hub_name_of(source)) is None:
+        message = "the initial weights of this run do not exist, and its checkpoints do not hold all of them"
+        raise UserError(message, f"init_from={source}", f"restore {source}")
     return replace(
         config,
         init_from=str(fetch_model(f"{name.repo}@{name.revision}", f"init_from={config.init_from}", watch_download)),

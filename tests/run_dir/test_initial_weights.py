@@ -17,7 +17,7 @@ from runner.checkpoint.atomic_dir import write_atomic_dir
 from runner.config.compose import compose_config
 from runner.config.resolve import resolve_model_overrides, resolve_model_run
 from runner.engine.config import Config
-from runner.launch.initial_weights import compatibility_fingerprints, resolve_init_from
+from runner.launch.initial_weights import compatibility_fingerprints, resolve_init_from, restore_hub_weights
 from runner.run_dir.best_job import find_best_job
 
 
@@ -242,6 +242,16 @@ def test_checkpoint_of_an_adapter_is_refused_with_its_export(tmp_path: Path) -> 
         load_weights(checkpoint)
     # not its run, which has other weights
     assert error.value.fix == f"python runner/export.py run={checkpoint} to=NEW format=merged, then init_from=NEW"
+
+
+def test_lost_initial_weights_refuse_the_resume_of_a_run_that_reads_them(tmp_path: Path) -> None:
+    lost = f"init_from={tmp_path / 'lost'}"
+    for stage in ("dpo", "lora"):
+        with pytest.raises(UserError, match="the initial weights of this run do not exist"):
+            restore_hub_weights(compose_config([f"stage={stage}", lost, "data.path=none"]))
+    for start in ("stage=sft", lost), ("stage=lora", "init_from=scratch"), ("stage=dpo", f"init_from={tmp_path}"):
+        config = compose_config([*start, "data.path=none"])
+        assert restore_hub_weights(config) is config
 
 
 def test_missing_path_is_refused_with_the_nearest_name(sft: Config, day: Path, tmp_path: Path) -> None:
