@@ -220,7 +220,7 @@ def _check_tied(own: dict[str, Tensor], state: dict[str, Tensor], source: str | 
     for first, *others in names.values():
         for other in others:
             if state[first] is not state[other] and not torch.equal(state[first], state[other]):
-                fix = "set tie_word_embeddings=false in their config.json, or choose weights of a model whose output layer is tied"
+                fix = 'set "tie_word_embeddings": false in their config.json, or choose weights of a model whose output layer is tied'
                 raise UserError(f"these weights are not tied: {other} differs from {first}", source, fix)
 
 

@@ -74,6 +74,11 @@ class RunPlan:
         return max(0, self.data.steps - self.run.done)
 
     @property
+    def tokens(self) -> int:
+        """Tokens of these steps."""
+        return self.data.run_tokens * self.steps // self.data.steps
+
+    @property
     def seconds(self) -> float | None:
         """Time of the training, with evaluations, samples and saves; None without a trial."""
         if self.trial is None:
@@ -128,12 +133,12 @@ def sweep_text(plans: list[RunPlan], trials: int) -> str:
     lines = [f"{'job':>3}  {'steps':>7}  {'tokens':>8}  {'memory':>9}  {'disk':>9}  {'time':>9}  fits"]
     for number, plan in enumerate(plans):
         time = "" if plan.seconds is None else duration_text(plan.seconds)
-        cells = f"{plan.steps:>7,}  {short_count(plan.data.run_tokens):>8}  {bytes_text(plan.needed_memory):>9}  {bytes_text(plan.disk.total):>9}  {time:>9}"
+        cells = f"{plan.steps:>7,}  {short_count(plan.tokens):>8}  {bytes_text(plan.needed_memory):>9}  {bytes_text(plan.disk.total):>9}  {time:>9}"
         lines.append(f"{number:>3}  {cells}  {'yes' if plan.fits else 'no'}")
         if plan.run.overrides:
             lines.append(_wrapped(" " * 5, ", ".join(plan.run.overrides)))
     times = [plan.seconds for plan in plans if plan.seconds is not None]
-    tokens = of_all([plan.data.run_tokens for plan in plans])
+    tokens = of_all([plan.tokens for plan in plans])
     disk, machine = of_all([plan.disk.total for plan in plans]), plans[0].machine
     total = f"{short_count(tokens)} tokens, {bytes_text(disk)} of disk"
     if len(times) == len(plans):

@@ -218,7 +218,7 @@ def compare_arms(given: dict[str, str]) -> ArmComparison:
     for run in runs:
         _check_evaluated(run)
     if problem := comparison_problem(run.evaluation for run in runs):
-        fix = "train all with the same validation rows (data.val_path), tokenizer, data.max_length and stage; or measure all with evaluate.py, and compare their exported model folders"
+        fix = "train all with the same validation rows (data.val_path), tokenizer, data.max_length and stage; or export them (export.py), measure all with evaluate.py, and compare the exported folders"
         settings = " ".join(arm.setting for arm in arms)
         raise UserError(f"the runs cannot be compared: they were judged {problem}", settings, fix)
     comparison = ArmComparison(arms, compare_runs(runs))

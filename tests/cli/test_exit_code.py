@@ -38,8 +38,13 @@ from common.errors import (
             1,
             "error: Too many open files; raise the limit, e.g. ulimit -n",
         ),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "run/report.html"),
+            1,
+            "error: run/report.html could not be written or read: Permission denied",
+        ),
     ],
-    ids=["user-error", "interrupted", "failed", "diverged", "bug", "files"],
+    ids=["user-error", "interrupted", "failed", "diverged", "bug", "files", "read-only"],
 )
 def test_exit_code_and_message_tell_how_a_command_ended(
     error: Exception, code: int, message: str, capsys: pytest.CaptureFixture[str]

@@ -71,6 +71,21 @@ def test_lock_question_creates_no_file(tmp_path):
     assert not is_file_locked(tmp_path / "lock") and not list(tmp_path.iterdir())
 
 
+def test_lock_of_a_file_that_this_user_cannot_write_is_seen(tmp_path, monkeypatch):
+    real_open = os.open
+
+    def read_only(path, flags, *args):
+        if flags & (os.O_WRONLY | os.O_RDWR):  # chmod has no effect for root
+            raise PermissionError(13, "Permission denied", str(path))
+        return real_open(path, flags, *args)
+
+    with start_holder(tmp_path / "lock") as other:
+        monkeypatch.setattr(os, "open", read_only)
+        assert is_file_locked(tmp_path / "lock")
+        other.communicate("\n")
+    assert not is_file_locked(tmp_path / "lock")
+
+
 def test_lock_on_a_file_that_its_holder_deleted_is_taken_again(tmp_path, monkeypatch):
     """The holder deletes the file between open and lockf of this process: a lock on the deleted file would exclude no
     process.

@@ -515,6 +515,13 @@ def test_plan_counts_the_ranks_of_a_machine_and_its_checkpoint(tiny_plan: RunPla
     assert dataclasses.replace(tiny_plan, run=dataclasses.replace(tiny_plan.run, done=3)).steps == 1
 
 
+def test_sweep_plan_counts_what_is_left_in_every_column(tiny_plan: RunPlan) -> None:
+    left = dataclasses.replace(tiny_plan, run=dataclasses.replace(tiny_plan.run, done=3))
+    tokens = short_count(tiny_plan.data.run_tokens // tiny_plan.data.steps)
+    text = sweep_text([left], 0).splitlines()
+    assert text[1].split()[:3] == ["0", "1", tokens] and f": {tokens} tokens" in text[-3]
+
+
 def test_batch_size_auto_takes_the_largest_size_of_equal_rows_that_fits():
     def alternative(overrides: str, fits: bool, changes: str = "") -> dict[str, object]:
         return {"overrides": overrides, "fits": fits, "changes": changes}
