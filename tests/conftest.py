@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # small tensors: more threads only wait for each other, for minutes on a busy machine
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the commands do
+# a process that a test ends by SIGSEGV would first be written to disk, a gigabyte, while its parent waits
+resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 # nohup, and a shell that starts tests in the background, ignore them: so would every process that a test starts
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

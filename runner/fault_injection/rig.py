@@ -25,6 +25,7 @@ from common.filesystem import read_json_object
 from common.ownership import start_ticks
 from common.paths import REPO_ROOT, command_line
 from runner.fault_injection.probes import DiskHook, PhaseProbe
+from runner.launch.subprocesses import die_with_parent
 
 LAUNCH_POLL_SECONDS = 0.002
 MAX_LAUNCHES = 5  # of one run directory
@@ -133,14 +134,17 @@ def launch_training(
 
 
 def launch_fork(main: Callable[[], int], output: Path) -> Launch:
-    """Fork this process. The fork calls `main` and exits with its code; its output is appended to `output`."""
+    """Fork this process. The fork calls `main` and exits with its code; its output is appended to `output`. It ends
+    with this process.
+    """
+    end_with_this_process = die_with_parent(os.getpid())
     child = os.fork()
     if child:
         return Launch(child, output)
     code = 1
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # after a fork the tokenizers would wait for threads of the parent
     try:
-        os.setsid()
+        os.setsid(), end_with_this_process()
         stdin, out = os.open(os.devnull, os.O_RDONLY), os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(stdin, 0), os.dup2(out, 1), os.dup2(out, 2)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)

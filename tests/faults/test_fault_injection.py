@@ -6,6 +6,7 @@ import errno
 import json
 import multiprocessing
 import os
+import select
 import signal
 from pathlib import Path
 
@@ -128,6 +129,28 @@ def test_launch_that_hangs_is_ended_and_its_processes_are_found(tmp_path: Path) 
     assert launch.is_hanging and launch.code == -signal.SIGKILL
     assert len(launch.left_processes(0.1)) == 1
     assert launch.left_processes(60) == []
+
+
+def test_launch_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    read, write = os.pipe()  # open as long as the launch of the launch
+
+    def hang() -> int:
+        signal.pause()
+        return 0
+
+    def start() -> int:
+        launch_fork(hang, tmp_path / "inner.txt")
+        os.close(write)
+        (tmp_path / "started").touch()
+        return hang()
+
+    outer = launch_fork(start, tmp_path / "outer.txt")
+    os.close(write)
+    assert outer.wait(60, until=(tmp_path / "started").exists)
+    outer.send(signal.SIGKILL)
+    assert select.select([read], [], [], 60)[0] and os.read(read, 1) == b""
+    outer.wait(60)
+    os.close(read)
 
 
 def test_promises_that_are_not_kept_are_counted(tmp_path: Path) -> None:
