@@ -83,7 +83,8 @@ def add_stored_adapter(model: LanguageModel, adapter: StoredAdapter, folder: Pat
         add_adapters(model, adapter.layers)
         load_adapter(model, adapter.parameters())
     except KeyError as error:
-        raise UserError("the adapter does not fit its base model", folder, str(error.args[0])) from error
+        fix = "choose another adapter, or correct base_model_name_or_path in its adapter_config.json"
+        raise UserError(f"the adapter does not fit its base model: {error.args[0]}", folder, fix) from error
 
 
 def weights_under_adapter(lora: LoraConfig | None, source: Path) -> Path:

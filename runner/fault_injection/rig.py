@@ -24,8 +24,8 @@ from common.errors import FAILED, INTERRUPTED, OK, USER_ERROR, UserError
 from common.filesystem import read_json_object
 from common.ownership import start_ticks
 from common.paths import REPO_ROOT, command_line
+from data.background import kill_with_parent
 from runner.fault_injection.probes import DiskHook, PhaseProbe
-from runner.launch.subprocesses import die_with_parent
 
 LAUNCH_POLL_SECONDS = 0.002
 MAX_LAUNCHES = 5  # of one run directory
@@ -137,14 +137,15 @@ def launch_fork(main: Callable[[], int], output: Path) -> Launch:
     """Fork this process. The fork calls `main` and exits with its code; its output is appended to `output`. It ends
     with this process.
     """
-    end_with_this_process = die_with_parent(os.getpid())
+    parent = os.getpid()
     child = os.fork()
     if child:
         return Launch(child, output)
     code = 1
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # after a fork the tokenizers would wait for threads of the parent
     try:
-        os.setsid(), end_with_this_process()
+        os.setsid()
+        kill_with_parent(parent)
         stdin, out = os.open(os.devnull, os.O_RDONLY), os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(stdin, 0), os.dup2(out, 1), os.dup2(out, 2)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
@@ -155,19 +156,14 @@ def launch_fork(main: Callable[[], int], output: Path) -> Launch:
         traceback.print_exc()
         code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     finally:
-        try:
-            join_threads()
+        try:  # wait for the checkpoint writer and flush the output, as at the end of any program
+            for thread in threading.enumerate():
+                if thread is not threading.current_thread() and not thread.daemon:
+                    thread.join()
+            sys.stdout.flush(), sys.stderr.flush()
         finally:
             os._exit(code)
     raise AssertionError("os._exit does not return")
-
-
-def join_threads() -> None:
-    """Wait for the checkpoint writer and flush the output, as at the end of any program."""
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
-    sys.stdout.flush(), sys.stderr.flush()
 
 
 @dataclass

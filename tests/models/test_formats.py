@@ -348,8 +348,9 @@ def test_adapter_of_another_kind_or_base_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "wide", intermediate_size=96)
     rewrite(settings, base_model_name_or_path=str(tmp_path / "wide"))
     for load in (load_model, load_weights):
-        with pytest.raises(UserError, match="does not fit its base model"):
+        with pytest.raises(UserError, match="does not fit its base model") as error:
             load(tmp_path / "adapter")
+        assert "correct base_model_name_or_path" in error.value.fix
     for name in (str(tmp_path / "missing"), "a" * 5000):
         rewrite(settings, base_model_name_or_path=name)
         for load in (load_model, load_weights):

@@ -211,7 +211,7 @@ def test_peft_adapter_of_a_tied_output_layer_is_refused(name: str, base: Path, t
     train_with_peft(base, tmp_path / "peft", target_modules=["lm_head"])
     with pytest.raises(UserError) as error:
         load_model(tmp_path / "peft")
-    assert "lm_head shares its weight with the embedding" in error.value.fix
+    assert "lm_head shares its weight with the embedding" in error.value.message
     cfg = read_model_config(base)
     assert cfg.tie_word_embeddings
     with pytest.raises(UserError, match="these weights are not tied"):
