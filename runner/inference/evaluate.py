@@ -249,7 +249,10 @@ def record_everywhere(folder: Path, record: Record) -> None:
     """Print the record, append it to evaluations.jsonl, and set it in run.json if `folder` is a run that no process
     trains.
     """
-    record_results(folder, record)
+    try:
+        record_results(folder, record)
+    except OSError as error:  # also of a disk that is full
+        return print_note(f"warning: the result is not recorded: {error}")
     if not (folder / RUN_FILE).is_file():
         return
     try:

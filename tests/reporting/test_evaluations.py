@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from runner.inference import evaluate
 from runner.inference.evaluate import (
     MAX_LABEL,
     current_evaluations,
@@ -75,6 +76,18 @@ def test_evaluations_of_a_running_run_are_recorded_beside_it_with_a_warning(
     assert (
         "not in run.json" in capsys.readouterr().err and not evaluations(run) and (run / "evaluations.jsonl").is_file()
     )
+
+
+def test_evaluation_that_cannot_be_recorded_is_printed_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(path: Path, *_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(evaluate, "open_append", denied)  # chmod has no effect for root
+    record_everywhere(write_run(tmp_path / "run"), PERPLEXITY)
+    out, err = capsys.readouterr()
+    assert json.loads(out) == PERPLEXITY and "not recorded" in err and "Permission denied" in err
 
 
 def test_evaluations_of_earlier_weights_are_not_current() -> None:
