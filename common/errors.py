@@ -310,7 +310,9 @@ def _report(error: Exception) -> int:
         if isinstance(error, TrainingError):
             print_safely(f"error: {error}", sys.stderr)
             return FAILED
-        if isinstance(error, OSError) and error.errno in {*DISK_ERRORS, errno.EACCES}:
+        if isinstance(error, OSError) and (
+            error.errno in DISK_ERRORS or (error.errno == errno.EACCES and error.filename)
+        ):
             print_safely(
                 f"error: {error.filename or 'a file'} could not be written or read: {error.strerror}", sys.stderr
             )

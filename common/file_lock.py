@@ -162,7 +162,7 @@ def lock_holder(path: Path) -> int | None:
     if _is_held_here(path) or not sys.platform.startswith("linux"):
         return None
     with suppress(OSError, struct.error):
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             flock = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
             kind, _, _, _, pid = struct.unpack(FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, flock))

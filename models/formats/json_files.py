@@ -161,7 +161,7 @@ def read_adapter_settings(source: Path) -> dict[str, Any]:
     """
     folder = model_dir(source)
     if not is_adapter_dir(folder):
-        fix = "init_from=ADAPTER_DIR, which export.py run=CHECKPOINT to=ADAPTER_DIR format=peft writes; stage.lora.continue_adapter=false trains a new adapter"
+        fix = "stage.lora.continue_adapter=false trains a new adapter; of the checkpoint of one: python runner/export.py run=CHECKPOINT to=NEW format=peft, then init_from=NEW"
         raise UserError("init_from is no adapter that could be continued: adapter_config.json is missing", source, fix)
     path = folder / "adapter_config.json"
     raw = read_json_file(path)

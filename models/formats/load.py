@@ -134,6 +134,8 @@ def load_weights(source: Path, family: str | None = None) -> dict[str, Tensor]:
     if is_adapter_dir(folder):
         base, family = base_model_of(folder), family_of_base(folder, family)
         check_finite(weights := load_weights(base, family), base)
+        if EMBEDDING_KEY in weights:  # an adapter may replace one of two that are tied
+            weights.setdefault(HEAD_KEY, weights[EMBEDDING_KEY])
         return merge_adapter_into(weights, folder, model_type_of(base) if family == "transformers" else None)
     # a checkpoint of a run has none, and the names of the model
     cfg = read_model_config(folder, family) if (folder / "config.json").exists() else None
@@ -147,10 +149,7 @@ def load_weights(source: Path, family: str | None = None) -> dict[str, Tensor]:
             fix = f"python runner/export.py run={source} to=NEW format=merged, then init_from=NEW"
             raise UserError("these are the weights of an adapter without its base model", source, fix)
         return stored
-    weights = to_floats(to_decoder_names(stored, cfg.to_hf_config()["model_type"], cfg), folder)
-    if cfg.tie_word_embeddings and EMBEDDING_KEY in weights:  # an adapter may replace one of the two
-        weights.setdefault(HEAD_KEY, weights[EMBEDDING_KEY])
-    return weights
+    return to_floats(to_decoder_names(stored, cfg.to_hf_config()["model_type"], cfg), folder)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -221,7 +220,7 @@ def _check_tied(own: dict[str, Tensor], state: dict[str, Tensor], source: str | 
     for first, *others in names.values():
         for other in others:
             if state[first] is not state[other] and not torch.equal(state[first], state[other]):
-                fix = 'set "tie_word_embeddings": false in their config.json, or choose weights of a model whose output layer is tied'
+                fix = 'choose weights whose output layer is tied; "tie_word_embeddings": false in the config.json of a Hugging Face model unties it'
                 raise UserError(f"these weights are not tied: {other} differs from {first}", source, fix)
 
 

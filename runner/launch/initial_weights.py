@@ -167,7 +167,9 @@ def restore_hub_weights(config: Config) -> Config:
         return config
     if (name := hub_name_of(source)) is None:
         message = "the initial weights of this run do not exist, and its checkpoints do not hold all of them"
-        raise UserError(message, f"init_from={source}", f"restore {source}")
+        raise UserError(
+            message, f"init_from={source}", "restore them, or name the folder they are in now: init_from=DIR"
+        )
     return replace(
         config,
         init_from=str(fetch_model(f"{name.repo}@{name.revision}", f"init_from={config.init_from}", watch_download)),

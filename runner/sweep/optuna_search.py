@@ -287,7 +287,8 @@ class OptunaSearch(RungSearch):
         if job.status == "paused" and not self._is_pruned(job):
             return self.continuing.append(job)
         values = self._objective_values(job)
-        failed = TrialState.PRUNED if job.status == "paused" else TrialState.FAIL
+        is_final = job.status == "paused" or job.is_diverged  # not drawn again
+        failed = TrialState.PRUNED if is_final else TrialState.FAIL
         for number in self.open_trials.pop(job.name, []):
             self.study.tell(number, values, state=None if values else failed)
 

@@ -81,7 +81,7 @@ def test_lock_of_a_file_that_this_user_cannot_write_is_seen(tmp_path, monkeypatc
 
     with start_holder(tmp_path / "lock") as other:
         monkeypatch.setattr(os, "open", read_only)
-        assert is_file_locked(tmp_path / "lock")
+        assert is_file_locked(tmp_path / "lock") and lock_holder(tmp_path / "lock") == other.pid
         other.communicate("\n")
     assert not is_file_locked(tmp_path / "lock")
 

@@ -224,6 +224,17 @@ def test_optuna_gives_a_diverged_point_no_value_of_another_objective(
 
 
 @pytest.mark.slow
+def test_optuna_counts_a_diverged_point_of_another_objective_as_drawn(
+    optuna: Any, sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path
+) -> None:
+    fake_jobs.set(default=LOGS + DIVERGED)
+    objectives = ("hydra.sweeper.objectives=[loss,tokens_per_second]", "hydra.sweeper.direction=[minimize,maximize]")
+    assert sweep(*OPTUNA, *SPACE, *objectives, "hydra.sweeper.n_trials=2") == 1
+    resume()
+    assert len(trials(tmp_path / "sweep")) == 2
+
+
+@pytest.mark.slow
 def test_optuna_takes_several_objectives_from_the_metrics(
     optuna: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path
 ) -> None:
