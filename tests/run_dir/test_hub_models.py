@@ -177,10 +177,9 @@ def test_run_records_the_commit_and_its_resume_never_takes_another(
         assert hub_name_of(Path(recorded["init_from"])) == HubName("owner/name", FIRST)
     base = json.loads((tmp_path / "out" / "model" / "adapter_config.json").read_text())
     assert (base["base_model_name_or_path"], base["revision"]) == ("owner/name", FIRST)
-    assert (
-        load_weights(tmp_path / "out" / "model").keys()
-        == load_weights(tmp_path / "hub" / "models--owner--name" / "snapshots" / FIRST).keys()
-    )
+    of_base = load_weights(tmp_path / "hub" / "models--owner--name" / "snapshots" / FIRST)
+    # an adapter may replace one of the two names of a tied weight
+    assert load_weights(tmp_path / "out" / "model").keys() == {*of_base, "lm_head.weight"}
     publish(SECOND, seed=1)
     assert call("resume=out", "train.max_steps=3").returncode == 0
     assert json.loads((tmp_path / "out" / "run.json").read_text())["init_from"].endswith(FIRST)
