@@ -251,7 +251,7 @@ def record_everywhere(folder: Path, record: Record) -> None:
     """
     try:
         record_results(folder, record)
-    except OSError as error:  # also of a disk that is full
+    except PermissionError as error:  # of the user, who may read the model; a full disk is a failure
         return print_note(f"warning: the result is not recorded: {error}")
     if not (folder / RUN_FILE).is_file():
         return

@@ -155,7 +155,7 @@ def _local_path(name: str, key: str) -> str:
     return str(fetch_model(name, f"{key}={name}", watch_download) or name)
 
 
-def restore_hub_weights(config: Config) -> Config:
+def restore_initial_weights(config: Config) -> Config:
     """Return the config of a resumed run with a folder for its initial weights: those of the hub may have left the
     cache.
 

@@ -25,7 +25,7 @@ from runner.launch.initial_weights import (
     check_tokenizer,
     compatibility_fingerprints,
     resolve_init_from,
-    restore_hub_weights,
+    restore_initial_weights,
     with_tokenizer,
 )
 from runner.launch.train_process import train_or_verify
@@ -108,7 +108,7 @@ def run(config: Config, metadata: RunMetadata, data_files: DataFiles | None = No
         else:
             if config.init_from == "auto":  # resolved once, at the start of the run
                 config = replace(config, init_from=before["init_from"])
-            config = restore_hub_weights(config)
+            config = restore_initial_weights(config)
         with refusing_disk_errors(metadata.folder):
             copy = partial(
                 with_tokenizer, config, metadata.folder, before["tokenizer_source"], is_new=before["init_from"] is None

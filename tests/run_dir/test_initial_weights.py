@@ -17,7 +17,7 @@ from runner.checkpoint.atomic_dir import write_atomic_dir
 from runner.config.compose import compose_config
 from runner.config.resolve import resolve_model_overrides, resolve_model_run
 from runner.engine.config import Config
-from runner.launch.initial_weights import compatibility_fingerprints, resolve_init_from, restore_hub_weights
+from runner.launch.initial_weights import compatibility_fingerprints, resolve_init_from, restore_initial_weights
 from runner.run_dir.best_job import find_best_job
 
 
@@ -248,10 +248,10 @@ def test_lost_initial_weights_refuse_the_resume_of_a_run_that_reads_them(tmp_pat
     lost = f"init_from={tmp_path / 'lost'}"
     for stage in ("dpo", "lora"):
         with pytest.raises(UserError, match="the initial weights of this run do not exist"):
-            restore_hub_weights(compose_config([f"stage={stage}", lost, "data.path=none"]))
+            restore_initial_weights(compose_config([f"stage={stage}", lost, "data.path=none"]))
     for start in ("stage=sft", lost), ("stage=lora", "init_from=scratch"), ("stage=dpo", f"init_from={tmp_path}"):
         config = compose_config([*start, "data.path=none"])
-        assert restore_hub_weights(config) is config
+        assert restore_initial_weights(config) is config
 
 
 def test_missing_path_is_refused_with_the_nearest_name(sft: Config, day: Path, tmp_path: Path) -> None:
