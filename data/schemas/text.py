@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any
 
+from data.schemas.messages import MAX_WEIGHT, MIN_WEIGHT, NUMBERS
 from data.schemas.registry import TextExample, register_schema
 from data.types import BadRowError, type_name
 
@@ -59,7 +60,7 @@ def example_weight(row: dict, where: str) -> float:
         weight = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         weight = math.nan
-    if not 0 < weight < math.inf:
-        message = f"the weight of a row must be a number above 0, found {json.dumps(value, default=str)}"
+    if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+        message = f"the weight of a row must be {NUMBERS[-1]}, found {json.dumps(value, default=str)}"
         raise BadRowError("wrong weight", message, f"{where} weight", "correct the weight, or delete the row")
     return weight

@@ -429,9 +429,11 @@ def test_example_weight_is_a_number_or_1_by_default(value, weight):
 
 
 @pytest.mark.parametrize(
-    "weight", [0, -1, float("nan"), float("inf"), True, "much", [1], 10**400], ids=lambda value: str(value)[:10]
+    "weight",
+    [0, -1, float("nan"), float("inf"), True, "much", [1], 10**400, 1e40, 1e-50],
+    ids=lambda value: str(value)[:10],
 )
-def test_example_weight_refuses_a_value_that_is_not_positive_and_finite(weight):
+def test_example_weight_refuses_what_is_not_positive_or_overflows_fp32(weight):
     with pytest.raises(BadRowError) as error:
         example_weight({"weight": weight}, "file:1")
     assert error.value.reason == "wrong weight" and error.value.setting == "file:1 weight"
