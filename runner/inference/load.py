@@ -134,7 +134,7 @@ def weights_dir(folder: Path, setting: str = "run") -> Path:
         raise UserError(
             "this run has no model/: it is not finished, or model/ was deleted",
             f"{setting}={folder}",
-            f"finish it: python runner/train.py resume={folder}",
+            f"finish it: python runner/train.py resume={folder}; or use its newest checkpoint: {setting}={folder}@last",
         )
     return folder
 

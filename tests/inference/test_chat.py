@@ -316,11 +316,12 @@ def test_model_of_a_run_that_is_a_link_is_not_loaded(tmp_path: Path, hf_folder: 
         load_trained(tmp_path / "run", "cpu")
 
 
-def test_load_refuses_an_unfinished_run_with_the_resume_command(tmp_path: Path) -> None:
+def test_load_refuses_an_unfinished_run_and_names_what_works(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(UserError) as error:
         weights_dir(tmp_path)
-    assert f"resume={tmp_path}" in error.value.fix
+    # a run that still trains refuses a resume
+    assert f"resume={tmp_path}; " in error.value.fix and f"run={tmp_path}@last" in error.value.fix
 
 
 def test_tokenizer_with_an_id_beyond_the_model_is_refused(hf_folder: Path, tmp_path: Path) -> None:
