@@ -319,7 +319,7 @@ def _read_text(path: Path) -> str:
         return read_source_file(path, MAX_TOKENIZER_BYTES).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except FileNotFoundError:
         raise UserError(
-            "a file of the tokenizer is missing", path, f"name a tokenizer folder, or {TRAIN_TOKENIZER_HINT}"
+            "a file of the tokenizer is missing", path, f"copy it there, name another folder, or {TRAIN_TOKENIZER_HINT}"
         ) from None
     except UnicodeDecodeError as error:
         raise UserError(f"not UTF-8: {error}", path, DOWNLOAD_HINT) from error

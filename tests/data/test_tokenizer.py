@@ -89,8 +89,9 @@ def test_tokenizer_training_refuses_a_vocabulary_below_the_bytes(tmp_path):
 
 
 def test_tokenizer_folder_without_files_is_refused(tmp_path):
-    with pytest.raises(UserError, match="a file of the tokenizer is missing"):
+    with pytest.raises(UserError, match="a file of the tokenizer is missing") as error:
         Tokenizer.load(tmp_path)
+    assert "copy it there" in error.value.fix  # chat.py has no setting for another folder
 
 
 def test_control_token_that_merges_produce_is_in_no_text(folder):
