@@ -173,7 +173,7 @@ def _find(node: yaml.Node | None, parts: Sequence[str]) -> tuple[yaml.Node, yaml
     for key, value in node.value:
         if key.value == ".".join(parts):
             return key, value
-        if key.value == parts[0] and (found := _find(value, parts[1:])):
+        if [key.value] == parts[:1] and (found := _find(value, parts[1:])):
             return found
     return None
 

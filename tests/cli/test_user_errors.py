@@ -19,6 +19,7 @@ FILES = {  # YAML files of a user, each with one mistake
     "model/no_option": "defaults: [tinyy, _self_]\n",
     "model/wrong_type": "defaults: [tiny, _self_]\nhidden_size: abc\n",
     "model/wrong_value": "defaults: [tiny, _self_]\nvocab_size: 0\n",
+    "data/absolute": "defaults: [/data/own, _self_]\npath: a.jsonl\n",
     "optimizer/unregistered": "name: lion\nlr: 1e-3\n",
     "stage/wrong_objective": "# @package _global_\nstage: {name: mine, objective: next_tokn, data_format: text, lora: null, init_from_stage: null}\n",
     "stage/no_package": "stage: {name: mine, objective: next_token, data_format: text, lora: null, init_from_stage: null}\n",
@@ -155,6 +156,7 @@ EARLY: list[tuple[list[str], list[str]]] = [
             "plugins=[FILE.py]",
         ],
     ),
+    ([*MINE, "data=absolute"], ["unknown setting data.data", "my/data/absolute.yaml"]),
     ([*MINE, "stage=no_package"], ["stage.stage is not a setting", "# @package _global_"]),
     (
         [*MINE, "experiment=typo"],
