@@ -317,6 +317,8 @@ def _report(error: Exception) -> int:
                 f"error: {error.filename or 'a file'} could not be written or read: {error.strerror}", sys.stderr
             )
             return FAILED
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            return report_user_error(UserError("the path is too long", error.filename, "a name has at most 255 bytes"))
         if isinstance(error, OSError) and error.errno == errno.EMFILE:
             print_safely(f"error: {error.strerror}; {MORE_FILES}", sys.stderr)
             return FAILED

@@ -39,12 +39,17 @@ from common.errors import (
             "error: Too many open files; raise the limit, e.g. ulimit -n",
         ),
         (
+            OSError(errno.ENAMETOOLONG, "File name too long", "runs/lr=0.1"),
+            2,
+            "error: the path is too long\n  where: runs/lr=0.1\n",
+        ),
+        (
             PermissionError(errno.EACCES, "Permission denied", "run/report.html"),
             1,
             "error: run/report.html could not be written or read: Permission denied",
         ),
     ],
-    ids=["user-error", "interrupted", "failed", "diverged", "bug", "files", "read-only"],
+    ids=["user-error", "interrupted", "failed", "diverged", "bug", "files", "long-path", "read-only"],
 )
 def test_exit_code_and_message_tell_how_a_command_ended(
     error: Exception, code: int, message: str, capsys: pytest.CaptureFixture[str]
