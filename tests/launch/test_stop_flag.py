@@ -76,7 +76,7 @@ def test_stop_flag_acknowledges_the_first_signal_once(capfd):
     with StopFlag(announces=True):
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGHUP)  # the duplicate
-    assert capfd.readouterr().err == "\nSIGHUP: stopping at the start; again to stop now\n"
+    assert capfd.readouterr().err == "\nSIGHUP: stopping as soon as possible; again to stop now\n"
 
 
 def written_to(terminal: int) -> str:
@@ -103,7 +103,7 @@ def test_stop_flag_replaces_the_bar_of_a_terminal_and_shows_its_cursor_again(
         child.send_signal(signal.SIGINT)
         assert child.wait(60) == 130
     os.close(child_end)
-    assert written_to(terminal) == f"{erase}SIGINT: stopping at the start; again to stop now\r\n{cursor}"
+    assert written_to(terminal) == f"{erase}SIGINT: stopping as soon as possible; again to stop now\r\n{cursor}"
     os.close(terminal)
 
 

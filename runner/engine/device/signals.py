@@ -143,7 +143,7 @@ class StopRequests:
 
     is_requested: Callable[[], bool] = lambda: False
     started: float = field(default_factory=time.monotonic)
-    pending_work: str = "at the start"  # what a request waits for, in its acknowledgement: "stopping ..."
+    pending_work: str = "as soon as possible"  # what a request waits for, in its acknowledgement: "stopping ..."
 
     def __call__(self) -> bool:
         return self.is_requested()
