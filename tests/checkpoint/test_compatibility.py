@@ -47,7 +47,7 @@ ROUNDING_SETTINGS = {
     "model": {"attention"},
     "distributed": {"name", "backend", "shard", "replicate", "reshard_after_forward", "cpu_offload"},
     "train": {"compile", "activation_checkpointing", "batch_size", "accumulation_steps", "deterministic"},
-    "": {"device", "environment"},
+    "": {"environment"},
 }
 
 
