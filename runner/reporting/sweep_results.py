@@ -16,6 +16,7 @@ from typing import Any
 from common.hub import parse_hub_name
 from common.paths import command_line
 from runner.config.overrides import PATH_KEYS, PLUGINS_KEY, SEARCHPATH_KEY, is_storable, key_of
+from runner.config.schema import config_groups
 from runner.diagnostics.symptoms import Evaluation
 from runner.engine.optim.mup import WIDTH_KEYS
 from runner.reporting.metrics import Metrics
@@ -248,10 +249,16 @@ class SweepResults:
         return shlex.join([*own, *wide])
 
     def command_note(self, job: JobResult) -> str:
-        """Return which overrides `job_command` leaves out because they name code or a hub; empty for none."""
-        keys = dict.fromkeys(key_of(override) for override in self._overrides_of(job) if _names_code_or_hub(override))
+        """Return which overrides `job_command` leaves out because they name code or a hub, and which options are in no
+        folder that a sweep stores; empty for none.
+        """
+        overrides, groups = self._overrides_of(job), config_groups()
+        keys = dict.fromkeys(key_of(override) for override in overrides if _names_code_or_hub(override))
         note = f"left out, for it names code or a hub: {', '.join(keys)}; add it if you trust who made this sweep"
-        return note if keys else ""
+        chosen = [each for each in overrides if key_of(each) in groups]
+        own = [each for each in chosen if each.partition("=")[2] not in groups[key_of(each)]]
+        of_own = f"add the --config-dir or plugin that has {', '.join(own)}"
+        return "; ".join([*([note] if keys else []), *([of_own] if own else [])])
 
     def _overrides_of(self, job: JobResult) -> list[str]:
         overrides = job.launches[-1] or [

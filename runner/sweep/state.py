@@ -22,6 +22,7 @@ from common.guarded_files import check_own_files
 from common.limits import parse_json
 from common.registry import check_imported
 from runner.config.overrides import (
+    SEARCHPATH_KEY,
     canonical_value,
     check_stored,
     is_hydra_override,
@@ -268,7 +269,8 @@ def storable_overrides(overrides: list[str]) -> list[str]:
             raise UserError(
                 "a sweep takes no interpolation: it could change between two jobs", override, "write the value itself"
             )
-        print_note(f"{override} is not stored in sweep.json: type it again with resume=")
+        if key_of(override) != SEARCHPATH_KEY:  # the sweep has copies of the files
+            print_note(f"{override} is not stored in sweep.json: type it again with resume=")
     return [override for override in overrides if is_safe_override(override)]
 
 

@@ -234,3 +234,9 @@ def test_commands_of_a_sweep_leave_out_overrides_of_code_or_a_hub(tmp_path: Path
         write_sweep(tmp_path / "safe", [job({LR: "1e-4"}, training(3.0))], overrides=("run.name=mine",))
     )
     assert safe.command_note(safe.jobs[0]) == ""
+
+
+def test_commands_of_a_sweep_name_the_options_of_a_users_folder(tmp_path: Path) -> None:
+    stored = ("stage=sft", "experiment=mine")
+    sweep = read_sweep_results(write_sweep(tmp_path, [job({LR: "1e-4"}, training(3.0))], overrides=stored))
+    assert sweep.command_note(sweep.jobs[0]) == "add the --config-dir or plugin that has experiment=mine"

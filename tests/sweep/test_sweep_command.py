@@ -171,6 +171,7 @@ def test_sweep_stores_no_hydra_setting_that_could_run_code(capsys: pytest.Captur
         "hydra.launcher.retries=1",
         "+hydra.job.env_set.A=b",
         "hydra.launcher.parameters={slurm_setup: [reboot]}",
+        "hydra.searchpath=[file:///mine]",  # not named: a resume reads the sweep's copies of its files
     ]
     assert storable_overrides(typed) == typed[:3]
     assert capsys.readouterr().err.count("is not stored in sweep.json") == 2
