@@ -30,6 +30,7 @@ from runner.reporting.sweep_results import (
 )
 from runner.run_dir.best_job import SEED_KEY, fewest_rows, parse_number
 from runner.run_dir.saved_config import load_literal_config
+from runner.tracking.data_report import listed
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -129,7 +130,7 @@ def _certainty(sweep: SweepResults, ranked: list[ResultRow], ties: list[ResultRo
         is_trunk = best.model is not None and best.began.endswith(f" at step {best.model.step:,}")
         return f"no winner: {others} {'has' if len(ties) == 1 else 'have'} the same loss{of_trunk * is_trunk}{suffix}"
     if ties:
-        names = ", ".join(point_label(row.overrides) for row in ties[:3]) + (" ..." if len(ties) > 3 else "")
+        names = listed([point_label(row.overrides) for row in ties], 3)
         return f"no clear winner: {others} ({names}) {'does' if len(ties) == 1 else 'do'} not differ from the best at 95 % over {first.n} seeds{suffix}"
     if len(unknown) == len(ranked) - 1:
         return f"{gap}; one seed per point: how much of that is chance is not known{suffix}"
