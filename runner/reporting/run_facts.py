@@ -24,10 +24,11 @@ from common.settings import as_typed, flat_settings
 from runner.checkpoint.atomic_dir import step_names
 from runner.config.compose import compose_values
 from runner.reporting.metrics import MAX_METRICS_BYTES, Metrics, count_number, iter_records, metrics_of
-from runner.reporting.runs import Run, as_dict, is_file, longer_override, read_override_list
+from runner.reporting.runs import Run, as_dict, longer_override, read_override_list
 from runner.run_dir.best_job import parse_number
 from runner.run_dir.saved_config import OVERRIDES_FILE, REPO_INTERPOLATION
 from runner.tracking.lines import format_seconds, format_size, remaining_seconds
+from runner.tracking.progress import folder_bytes
 from runner.tracking.run_end import STAGE_METRICS, commands_after_divergence, commands_to_continue, next_commands
 
 # steps and prompts that are shown; characters of an answer
@@ -106,7 +107,7 @@ class RunReport(Run):
     def checkpoints(self) -> dict[str, str]:
         """Name and size of each checkpoint."""
         folder = self.folder / "checkpoints"
-        return {name: format_size(_size(folder / name)) for name in step_names(folder)}
+        return {name: format_size(folder_bytes(folder / name)) for name in step_names(folder)}
 
     @cached_property
     def log(self) -> str:
@@ -223,13 +224,6 @@ def stage_defaults(stage: str) -> dict[str, str]:
     known = {path.stem for path in (CONF_DIR / "stage").glob("*.yaml")}
     values = flat_settings(compose_values([f"stage={stage}"] if stage in known else []))
     return {key: as_typed(value) for key, value in values}
-
-
-def _size(folder: Path) -> int:
-    try:
-        return sum(path.stat().st_size for path in folder.iterdir() if is_file(path))
-    except OSError:
-        return 0
 
 
 def run_text(folder: Path) -> str:
