@@ -13,8 +13,9 @@ import math
 import re
 import shlex
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache, reduce
+from operator import getitem
+from typing import TYPE_CHECKING
 
 from common.errors import UserError, one_line
 from common.paths import command_line
@@ -190,25 +191,18 @@ def _is_allowed(sweep: SweepResults, job: JobResult, key: str, value: float) -> 
 
     True where the config cannot be read.
     """
-    from runner.config.compose import section_class, section_object
+    from runner.config.compose import section_object
 
-    section, _, path = key.partition(".")
+    *sections, name = key.split(".")
     try:
-        folder = sweep.folder / (job.folder or ".none")
-        values = load_literal_config(folder)[section]
-    except (UserError, OSError, ValueError, KeyError):
+        config = load_literal_config(sweep.folder / (job.folder or ".none"))
+        reduce(getitem, sections, config)[name] = value
+    except (UserError, OSError, ValueError, LookupError, TypeError):
         return True
-    if not path or not isinstance(values, dict):
+    if not sections:
         return True
-    *parents, name = path.split(".")
-    inner: Any = values
-    for parent in parents:
-        inner = inner.get(parent) if isinstance(inner, dict) else None
     try:
-        if not isinstance(inner, dict) or section_class(section, values) is None:
-            return True
-        inner[name] = value
-        section_object(section, values)
+        section_object(sections[0], config[sections[0]])
     except (UserError, ValueError, TypeError, KeyError):
         return False
     return True
