@@ -132,27 +132,6 @@ class Evaluation(NamedTuple):
     train_level: float | None  # median of the training losses logged just before; None before there are enough
 
 
-def overfitting_of(evaluations: Sequence[Evaluation]) -> tuple[Evaluation, Evaluation] | None:
-    """Return the best and the newest evaluation if the validation loss has risen from its lowest while the training
-    loss fell; None otherwise.
-
-    `evaluations`: all of them, or at least the best and the newest RISING_EVALS, in the order of steps.
-    """
-    if len(evaluations) <= RISING_EVALS:
-        return None
-    best = min(evaluations, key=lambda evaluation: evaluation.loss)
-    newest = evaluations[-RISING_EVALS:]
-    last = newest[-1]
-    if (
-        newest[0].step <= best.step
-        or last.loss < OVERFITTING_RISE * best.loss
-        or best.train_level is None
-        or last.train_level is None
-    ):
-        return None
-    return (best, last) if last.train_level < best.train_level else None
-
-
 @dataclass(eq=False)
 class RecordedEvaluations:
     """The evaluations of a run, from its finite losses in the order of the log."""
@@ -176,7 +155,17 @@ class RecordedEvaluations:
 
     @property
     def overfitting(self) -> tuple[Evaluation, Evaluation] | None:
-        return overfitting_of(self.evaluations)
+        """The best and the newest evaluation if the validation loss has risen from its lowest while the training loss
+        fell; None otherwise.
+        """
+        if len(self.evaluations) <= RISING_EVALS:
+            return None
+        best, last = min(self.evaluations, key=lambda evaluation: evaluation.loss), self.evaluations[-1]
+        if self.evaluations[-RISING_EVALS].step <= best.step or last.loss < OVERFITTING_RISE * best.loss:
+            return None
+        if best.train_level is None or last.train_level is None:
+            return None
+        return (best, last) if last.train_level < best.train_level else None
 
 
 @dataclass
