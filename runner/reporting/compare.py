@@ -58,10 +58,6 @@ class ComparedRun(Run):
         """The lowest evaluation loss and its step."""
         return self.metrics.eval.lowest()
 
-    @property
-    def step(self) -> float:
-        return self.metrics.last.step if self.metrics.last else count_number(self.fields["step"]) or 0.0
-
     @cached_property
     def values(self) -> dict[str, str]:
         """Settings and facts that are compared; NO_VALUE for a fact that run.json does not have."""

@@ -62,14 +62,9 @@ class RunReport(Run):
     """What the page of a run shows."""
 
     @cached_property
-    def series(self) -> Metrics:
+    def metrics(self) -> Metrics:
+        """All fields, with the points of a page."""
         return metrics_of(iter_records(self.folder / "metrics.jsonl"))
-
-    @property
-    def step(self) -> int:
-        """Newest logged step, or that of run.json."""
-        logged = self.series.last.step if self.series.last else 0
-        return int(max(logged, count_number(self.fields["step"]) or 0))
 
     @cached_property
     def samples(self) -> dict[str, list[tuple[int, str]]]:
@@ -143,7 +138,7 @@ class RunReport(Run):
     @property
     def numbers(self) -> dict[str, str]:
         """Return the newest numbers by name."""
-        series, train, steps = self.series, self.series.train, self.total_steps
+        series, train, steps = self.metrics, self.metrics.train, self.total_steps
         found = {
             "step": f"{self.step:,} of {steps:,}" if steps else f"{self.step:,}",
             "training loss": format_number(train.last("loss")),
@@ -176,8 +171,8 @@ class RunReport(Run):
         warnings of the log.
         """
         fields, warnings = self.fields, self.warnings
-        if self.series.overfitting:
-            lowest, newest = self.series.overfitting
+        if self.metrics.overfitting:
+            lowest, newest = self.metrics.overfitting
             is_best = as_dict(fields["export"]).get("weights") == "best"
             weights = "; model/ has the weights of the best evaluation" if is_best else ""
             yield f"overfitting: the validation loss was lowest at step {lowest.step:,} ({lowest.loss:.4f}) and is {newest.loss:.4f} now{weights}"

@@ -102,6 +102,12 @@ class Run:
         return read_job_metrics(self.folder / "metrics.jsonl")
 
     @property
+    def step(self) -> int:
+        """The newest step that is logged or in run.json."""
+        logged = self.metrics.last.step if self.metrics.last else 0
+        return int(max(logged, count_number(self.fields["step"]) or 0))
+
+    @property
     def settings(self) -> dict[str, str]:
         return saved_settings(self.folder)
 
