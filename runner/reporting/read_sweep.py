@@ -100,9 +100,7 @@ def _read_job(sweep: Path, recorded: dict[str, Any], folders: set[str]) -> JobRe
     if job.status == "failed":
         job.error = job.error or fields["error"]
     if job.status == "paused":
-        totals = [count_number(attempt.get("total_steps")) for attempt in fields["attempts"]]
-        total = next(filter(None, reversed(totals)), None)  # the newest attempt may have been stopped before it knew
-        done = fields["step"] / total if total else 0.0
+        done = fields["step"] / run.total_steps if run.total_steps else 0.0
         # sweep.budget may have stopped it before its rung
         job.stop_at = min(parse_number(run.settings.get(STOP_KEY, "")) or 1.0, done)
     earlier = sorted((run.folder / ".hydra").glob("history/*/overrides.yaml"))

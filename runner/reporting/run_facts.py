@@ -37,7 +37,6 @@ MAX_EVALUATIONS = 1000  # of evaluate.py, the newest
 MAX_WARNINGS = 40  # different ones, the newest
 LOG_TAIL_BYTES = 1 << 20  # read from the end of train.log
 WARNING = re.compile(r"^warning: (.+)$", re.MULTILINE)
-PROGRESS = re.compile(r"^step \d{1,15}/(\d{1,15}) ", re.MULTILINE)
 ERROR_LINES, ERROR_CHARS = 21, 1600  # of a recorded error that are not folded
 ERROR_LINE_CHARS = 200  # of an error that is shown as one line
 # in train.log: it says the same as the note, and which length would do
@@ -108,12 +107,6 @@ class RunReport(Run):
     def log(self) -> str:
         """The end of train.log."""
         return "\n".join(last_lines(self.folder / "train.log", LOG_TAIL_BYTES))
-
-    @property
-    def total_steps(self) -> int | None:
-        """The number of steps that the newest progress line of train.log names."""
-        found = PROGRESS.findall(self.log)
-        return int(found[-1]) if found else None
 
     @property
     def is_whole(self) -> bool:

@@ -108,6 +108,12 @@ class Run:
         return int(max(logged, count_number(self.fields["step"]) or 0))
 
     @property
+    def total_steps(self) -> int | None:
+        """The steps of the whole run; None: no attempt knew them before it was stopped."""
+        totals = (count_number(attempt.get("total_steps")) for attempt in reversed(self.fields["attempts"]))
+        return next((int(total) for total in totals if total), None)
+
+    @property
     def settings(self) -> dict[str, str]:
         return saved_settings(self.folder)
 
