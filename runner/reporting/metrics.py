@@ -120,10 +120,8 @@ def metrics_of(records: Iterable[Mapping[str, Any]], limit: int = MAX_POINTS, on
         if kind == "train":
             speed = finite_number(record.get("tokens_per_second")) or 0.0
             if speed > 0 and tokens > timed_from:
-                timed_tokens, timed_seconds = (
-                    timed_tokens + tokens - timed_from,
-                    timed_seconds + (tokens - timed_from) / speed,
-                )
+                timed_tokens += tokens - timed_from
+                timed_seconds += (tokens - timed_from) / speed
             timed_from = tokens
             if (memory := finite_number(record.get("peak_memory"))) is not None:
                 metrics.peak_memory = max(memory, metrics.peak_memory or memory)
