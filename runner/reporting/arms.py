@@ -231,7 +231,8 @@ def _read_arm(name: str, given: str) -> Arm:
     arm = Arm(name, given, [])
     for part in split_names(given):
         path = Path(part).expanduser().absolute()
-        if _is_model_folder(path) and enclosing_run(path) is None:
+        is_model = is_file(path / "config.json") or is_file(path / "adapter_config.json")
+        if is_model and enclosing_run(path) is None:
             arm.runs.append(ComparedRun(path, typed({}, RUN_FIELDS), "completed"))
             continue
         for folder in resolve_runs(part, name):
@@ -242,10 +243,6 @@ def _read_arm(name: str, given: str) -> Arm:
                 arm.runs.append(ComparedRun.read(folder))
     arm.runs = [*{run.folder: run for run in arm.runs}.values()]
     return arm
-
-
-def _is_model_folder(path: Path) -> bool:
-    return is_file(path / "config.json") or is_file(path / "adapter_config.json")
 
 
 def _best_point(sweep: Path, setting: str) -> tuple[list[ComparedRun], int]:
@@ -372,9 +369,11 @@ def comparison_json(comparison: ArmComparison) -> dict[str, Any]:
 
 
 def comparison_text(comparison: ArmComparison) -> str:
-    lines = shortened_table(
-        [[f"{arm.name}", loss_text(arm.loss), _seeds(arm), arm.given] for arm in comparison.arms], [False] * 4
-    )
+    rows = [
+        [arm.name, loss_text(arm.loss), f"{arm.loss.n} seed{'s' * (arm.loss.n > 1)}", arm.given]
+        for arm in comparison.arms
+    ]
+    lines = shortened_table(rows, [False] * 4)
     lines += [f"evaluation loss of model/, lower is better; judged on {_judged_on(comparison.evaluation)}", ""]
     others = " and ".join(arm.name for arm in comparison.arms if arm is not comparison.best)
     first = comparison.arms[0].name
@@ -393,10 +392,6 @@ def comparison_text(comparison: ArmComparison) -> str:
         table = [["", *(arm.name for arm in comparison.arms)], *([key, *values] for key, values in differing.items())]
         return "\n".join([*lines, "", "what differs", *shortened_table(table, [False] * len(table[0]))])
     return "\n".join([*lines, "", "no setting differs"])
-
-
-def _seeds(arm: Arm) -> str:
-    return f"{arm.loss.n} seed{'s' * (arm.loss.n > 1)}"
 
 
 def _judged_on(evaluation: dict[str, Any]) -> str:
