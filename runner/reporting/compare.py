@@ -147,14 +147,12 @@ def _label(run: ComparedRun, parts: int) -> str:
 
 def _problem(runs: list[ComparedRun]) -> str | None:
     """Return why the evaluation losses of the runs cannot be compared; None if they can."""
-    if len(runs) > 1 and (problem := comparison_problem(run.fields["evaluation"] for run in runs)):
+    if len(runs) < 2:
+        return None
+    if problem := comparison_problem(run.fields["evaluation"] for run in runs):
         return f"the runs were judged {problem}"
     unknown = [run.label for run in runs if len(run.metrics.eval) and not run.evaluation]
-    return (
-        f"run.json does not say what was evaluated: {listed(unknown, MAX_LISTED_RUNS)}"
-        if unknown and len(runs) > 1
-        else None
-    )
+    return f"run.json does not say what was evaluated: {listed(unknown, MAX_LISTED_RUNS)}" if unknown else None
 
 
 def _notes(runs: list[ComparedRun]) -> Iterator[str]:
