@@ -47,7 +47,6 @@ def lr_after_divergence(lr: float) -> str:
 @dataclass(frozen=True)
 class Symptom:
     name: str  # anchor of its section
-    step: int  # at which it was seen; 0: before the first
     measured: str
     fix: str  # what to type
 
@@ -105,13 +104,12 @@ def few_validation_rows(rows: int, training_rows: int, name: str = "") -> Sympto
     )
     return Symptom(
         "tiny-validation",
-        0,
         f"validation{f' {name}' if name else ''} has {count}: {'their' if rows > 1 else 'its'} loss does not tell one run from another",
         fix,
     )
 
 
-def tiny_validation(losses: Sequence[float], items: Sequence[float], rows: int, step: int) -> Symptom | None:
+def tiny_validation(losses: Sequence[float], items: Sequence[float], rows: int) -> Symptom | None:
     """Return a symptom if differences that matter are smaller than what other validation rows would change. `rows`:
     validation rows.
 
@@ -123,7 +121,7 @@ def tiny_validation(losses: Sequence[float], items: Sequence[float], rows: int, 
     measured = (
         f"the validation loss of {rows:,} rows is {mean:.2f} +- {width:.2f} (95 %): smaller differences tell nothing"
     )
-    return Symptom("tiny-validation", step, measured, MORE_ROWS)
+    return Symptom("tiny-validation", measured, MORE_ROWS)
 
 
 class Evaluation(NamedTuple):
