@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, one_line
-from runner.reporting.columns import Column, count_text, loss_text, seconds_text
+from runner.reporting.columns import Column, count_text, loss_text
 from runner.reporting.metrics import count_number
 from runner.reporting.page_kit import RELOAD_SECONDS, loss_curve, render
 from runner.reporting.runs import Run, as_dict, differing_values, text_of
@@ -20,6 +20,7 @@ from runner.run_dir.best_job import comparison_problem
 from runner.run_dir.contents import is_sweep_dir
 from runner.tracking.bar import table_lines
 from runner.tracking.data_report import listed
+from runner.tracking.lines import format_seconds
 
 MAX_COMPARED = 400  # of one comparison
 MAX_VALUE = 120  # characters of a setting
@@ -80,7 +81,7 @@ RUN_COLUMNS = (
     Column("train", "newest training loss", lambda run: run.metrics.train.newest_loss(), loss_text),
     Column("", "step", lambda run: run.step, count_text),
     Column("tokens", "tokens", lambda run: run.metrics.last.tokens if run.metrics.last else 0.0, count_text),
-    Column("time", "time", lambda run: run.metrics.last and run.metrics.last.time, seconds_text),
+    Column("time", "time", lambda run: run.metrics.last and run.metrics.last.time, format_seconds),
     Column("tok/s", "tokens/s", lambda run: run.metrics.tokens_per_second, count_text),
     Column("", "attempts", lambda run: count_number(run.fields["attempt"]) or 0.0, count_text),
 )
