@@ -319,16 +319,14 @@ def _fanova(points: tuple[Point, ...]) -> Importance:
     """Return fANOVA of a random forest with a fixed seed."""
     import optuna
 
-    keys = [key for key, _ in points[0][0]]
-    values = {key: [dict(swept)[key] for swept, _ in points] for key in keys}
-    distributions = {key: _distribution(values[key]) for key in keys}
-    numeric = {key for key in keys if all(parse_number(value) is not None for value in values[key])}
+    distributions = {key: _distribution([dict(swept)[key] for swept, _ in points]) for key, _ in points[0][0]}
+    is_float = {key: isinstance(each, optuna.distributions.FloatDistribution) for key, each in distributions.items()}
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
         study = optuna.create_study()
         for swept, loss in points:
-            params = {key: parse_number(value) if key in numeric else value for key, value in swept}
+            params = {key: parse_number(value) if is_float[key] else value for key, value in swept}
             study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=loss))
         shares = optuna.importance.get_param_importances(
             study, evaluator=optuna.importance.FanovaImportanceEvaluator(n_trees=TREES, seed=0)
@@ -337,9 +335,7 @@ def _fanova(points: tuple[Point, ...]) -> Importance:
         return Importance(reason=f"it cannot be computed from these values: {one_line(str(error))}")
     finally:
         optuna.logging.set_verbosity(verbosity)
-    return Importance(
-        sorted(((key, float(share)) for key, share in shares.items()), key=lambda item: -item[1]), len(points)
-    )
+    return Importance([(key, float(share)) for key, share in shares.items()], len(points))
 
 
 def _distribution(values: list[str]) -> BaseDistribution:
