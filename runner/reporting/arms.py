@@ -17,10 +17,11 @@ from common.filesystem import sha256_of
 from runner.diagnostics.symptoms import finite_number
 from runner.inference.evaluate import EVALUATIONS_FILE, current_evaluations
 from runner.reporting.columns import loss_text
-from runner.reporting.compare import FACTS, NO_VALUE, ComparedRun, Comparison, compare_runs, shortened_table
+from runner.reporting.compare import FACTS, ComparedRun, Comparison, compare_runs, shortened_table
 from runner.reporting.metrics import iter_records
 from runner.reporting.read_sweep import read_sweep_results
 from runner.reporting.runs import (
+    NO_VALUE,
     RUN_FIELDS,
     as_dict,
     differing_values,
@@ -318,7 +319,7 @@ def _check_one_arm(arm: Arm) -> None:
     """Raise UserError unless the runs of an arm differ in their seed, and in nothing else that is trained."""
     for key, values in differing_values([run.values for run in arm.runs]).items():
         if not (key == SEED_KEY or key.startswith(NOT_TRAINED)) and (key not in FACTS or key in SAME_IN_AN_ARM):
-            shown = ", ".join(NO_VALUE if value is None else value for value in dict.fromkeys(values))
+            shown = ", ".join(dict.fromkeys(values))
             fix = "name the runs of other settings as another arm, e.g. c=RUN"
             raise UserError(f"the runs of {arm.name} differ in more than the seed: {key} is {shown}", arm.setting, fix)
     seeds = [seed for seed in arm.seeds if seed]

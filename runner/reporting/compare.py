@@ -15,7 +15,7 @@ from common.errors import UserError, one_line
 from runner.reporting.columns import Column, count_text, loss_text
 from runner.reporting.metrics import count_number
 from runner.reporting.page_kit import RELOAD_SECONDS, loss_curve, render
-from runner.reporting.runs import Run, as_dict, differing_values, text_of
+from runner.reporting.runs import NO_VALUE, Run, as_dict, differing_values, text_of
 from runner.run_dir.best_job import comparison_problem
 from runner.run_dir.contents import is_sweep_dir
 from runner.tracking.bar import table_lines
@@ -43,7 +43,6 @@ MAX_CELLS = 12_000  # of the table of settings that differ
 WIDE_RUNS, TERMINAL_SETTINGS, TERMINAL_WIDTH, FIRST_COLUMN = 6, 24, 20, 40
 MAX_LABEL_PARTS = 20  # folders of a path in a label
 MAX_LISTED_RUNS, MAX_LISTED_VALUES = 4, 6  # in one line of text
-NO_VALUE = "–"
 
 
 @dataclass
@@ -97,8 +96,7 @@ class Comparison:
     def differing(self) -> list[tuple[str, list[str]]]:
         """Settings, then facts, with more than one value: (key, value of each run)."""
         found = differing_values([run.values for run in self.runs])
-        rows = [(key, [NO_VALUE if value is None else value for value in values]) for key, values in found.items()]
-        return sorted(rows, key=lambda row: row[0] in (*FACTS, BRANCH))
+        return sorted(found.items(), key=lambda row: row[0] in (*FACTS, BRANCH))
 
     @cached_property
     def best_labels(self) -> set[str]:

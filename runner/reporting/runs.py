@@ -35,6 +35,7 @@ MAX_TRUNK = 1000  # characters of the path of the run that a branch continues
 STEP_DIGITS = 15  # of a number of steps
 MAX_JOBS = 10_000  # of one sweep
 REPORT_FILE = "report.html"
+NO_VALUE = "–"
 NO_STATUS = "unknown"  # status of a run or sweep whose file cannot be read
 # Fields that are read of run.json, of sweep.json and of a job in it, with their defaults; see `typed`.
 RUN_FIELDS = {
@@ -198,10 +199,10 @@ def read_override_list(path: Path) -> list[str]:
     return content if is_override_list(content) and all(map(is_storable, content)) else []
 
 
-def differing_values(settings: list[dict[str, str]]) -> dict[str, list[str | None]]:
-    """Return the values of the keys that are not the same everywhere; None where one has no such key."""
+def differing_values(settings: list[dict[str, str]]) -> dict[str, list[str]]:
+    """Return the values of the keys that are not the same everywhere; NO_VALUE where one has no such key."""
     keys = dict.fromkeys(key for each in settings for key in each)
-    rows = {key: [each.get(key) for each in settings] for key in keys}
+    rows = {key: [each.get(key, NO_VALUE) for each in settings] for key in keys}
     return {key: values for key, values in rows.items() if len({*values}) > 1}
 
 
