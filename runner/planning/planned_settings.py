@@ -82,10 +82,9 @@ def fitting_batch(plan: dict[str, Any], rows: int) -> str:
     """Return the overrides of the largest micro-batch that fits; `plan`: of micro-batches of all `rows` of a step."""
     if not plan["alternatives"]:
         return MicroBatch(rows, 1).overrides
-    for found in plan["alternatives"]:
-        if found["fits"] and not found["changes"] and re.fullmatch(r"\S+=\d+ \S+=\d+", found["overrides"]):
-            return found["overrides"]
     others = [found["overrides"] for found in plan["alternatives"] if found["fits"] and not found["changes"]]
+    if fitting := [each for each in others if re.fullmatch(r"\S+=\d+ \S+=\d+", each)]:
+        return fitting[0]
     fix = (
         f"train.batch_size=1 with {' or '.join(others) or 'a smaller model (model=...), or a shorter data.max_length'}"
     )
