@@ -14,6 +14,7 @@ from typing import Any, Optional
 
 from common.errors import NOT_TOLD_APART, OTHER_IS_BETTER, UserError, clean_texts, print_safely, resume_command
 from common.filesystem import sha256_of
+from runner.config.resolve import resolve_run
 from runner.diagnostics.symptoms import finite_number
 from runner.inference.evaluate import EVALUATIONS_FILE, current_evaluations
 from runner.reporting.columns import loss_text
@@ -27,7 +28,6 @@ from runner.reporting.runs import (
     differing_values,
     is_file,
     read_override_list,
-    resolve_runs,
     split_names,
     typed,
 )
@@ -236,12 +236,12 @@ def _read_arm(name: str, given: str) -> Arm:
         if is_model and enclosing_run(path) is None:
             arm.runs.append(ComparedRun(path, typed({}, RUN_FIELDS), "completed"))
             continue
-        for folder in resolve_runs(part, name):
-            if is_sweep_dir(folder):
-                point, arm.points = _best_point(folder, arm.setting)
-                arm.runs += point
-            else:
-                arm.runs.append(ComparedRun.read(folder))
+        folder = resolve_run(part, name)
+        if is_sweep_dir(folder):
+            point, arm.points = _best_point(folder, arm.setting)
+            arm.runs += point
+        else:
+            arm.runs.append(ComparedRun.read(folder))
     arm.runs = [*{run.folder: run for run in arm.runs}.values()]
     return arm
 
@@ -270,19 +270,12 @@ def _use_results_of_evaluate(runs: list[ComparedRun]) -> None:
         )
     for run, measured in zip(runs, of_runs, strict=True):
         path, tokens = common[-1]
-        tokenizer = next(
-            (folder for folder in (run.folder, run.folder / "model") if is_file(folder / "tokenizer.json")), None
-        )
+        tokenizers = (run.folder / "tokenizer.json", run.folder / "model" / "tokenizer.json")
+        tokenizer = next(filter(is_file, tokenizers), None)
         identity = {"on": f"evaluate.py on {path}", "data": path, "tokens": tokens, "loss": {}}
-        identity["tokenizer"] = tokenizer and sha256_of(
-            tokenizer / "tokenizer.json", size_of(tokenizer / "tokenizer.json")
-        )
+        identity["tokenizer"] = tokenizer and sha256_of(tokenizer, size_of(tokenizer))
         export = {"weights": "last", "step": 0, **as_dict(run.fields.get("export")), "loss": measured[common[-1]]}
-        run.fields |= {
-            "status": run.status,
-            "evaluation": identity,
-            "export": export,
-        }
+        run.fields |= {"status": run.status, "evaluation": identity, "export": export}
 
 
 def _measured(run: ComparedRun) -> dict[tuple[str, int], float]:

@@ -239,9 +239,9 @@ def split_names(value: str) -> list[str]:
     return names
 
 
-def resolve_runs(value: str, setting: str = "run") -> list[Path]:
+def resolve_runs(value: str) -> list[Path]:
     """Return the run and sweep directories that `run=A,B,SWEEP` names, each once."""
-    return [*dict.fromkeys(resolve_run(name, setting) for name in split_names(value))]
+    return [*dict.fromkeys(resolve_run(name, "run") for name in split_names(value))]
 
 
 def expand_sweeps(folders: list[Path]) -> list[Path]:
