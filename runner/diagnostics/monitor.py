@@ -145,11 +145,8 @@ def loss_flat(history: RunHistory, facts: RunFacts) -> Symptom | None:
         or history.steps[-1] < FLAT_SHARE * facts.total_steps
     ):
         return None
-    first, step, fix = (
-        statistics.median(history.losses[since : since + RECENT]),
-        history.steps[-1],
-        f"optimizer.lr={facts.lr * 10:g} (now {facts.lr:g})",
-    )
+    first, step = statistics.median(history.losses[since : since + RECENT]), history.steps[-1]
+    fix = f"optimizer.lr={facts.lr * 10:g} (now {facts.lr:g})"
     if (
         not facts.starts_from_weights
         and NOTHING_LEARNT * facts.uniform_loss < level < ABOVE_UNIFORM * facts.uniform_loss
