@@ -56,7 +56,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "runner.cli.hydra_app",
         "runner.launch.resume",
         "runner.launch.local_ranks",
-        "runner.planning.batch_size",
+        "runner.planning.planned_settings",
         "data.tokenize.renderer",
     ):
         importlib.import_module(name)  # their modules keep the true REPO_ROOT, whichever test comes first

@@ -118,11 +118,11 @@ def _dispatch(argv: list[str], task: Task) -> None:
     if is_show:
         return run_hydra(typed, flags)
     if "train.batch_size=auto" in typed:
-        from runner.planning.batch_size import with_batch_size
+        from runner.planning.planned_settings import with_batch_size
 
         typed = with_batch_size(typed, is_multirun)
     if any(each.startswith("sweep.budget=") for each in typed):
-        from runner.planning.budget import with_budget
+        from runner.planning.planned_settings import with_budget
 
         typed = with_budget(typed, is_multirun)
     if not is_multirun:

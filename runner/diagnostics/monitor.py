@@ -77,7 +77,7 @@ def loss_spike(history: RunHistory, facts: RunFacts) -> Symptom | None:
             step, usual = history.steps[at], statistics.median(before)
             measured = f"loss {losses[at]:.2f} at step {step}, {usual:.2f} before it: a spike"
             fix = f"if they come back: optimizer.lr={facts.lr / 2:g}, or {_warmup(facts)}"
-            return Symptom("loss-spike", step, measured, fix)
+            return Symptom("loss-spike", measured, fix)
     return None
 
 
@@ -91,7 +91,7 @@ def diverging(history: RunHistory, facts: RunFacts) -> Symptom | None:
     else:
         measured = measured or _risen(history, level) or _above_uniform(history, facts, level)
     fix = f"optimizer.lr={lr_after_divergence(facts.lr)} (now {facts.lr:g}), or {_warmup(facts)}"
-    return Symptom("diverging", history.steps[-1], measured, fix) if measured else None
+    return Symptom("diverging", measured, fix) if measured else None
 
 
 def _risen(history: RunHistory, level: float) -> str | None:
@@ -145,17 +145,14 @@ def loss_flat(history: RunHistory, facts: RunFacts) -> Symptom | None:
         or history.steps[-1] < FLAT_SHARE * facts.total_steps
     ):
         return None
-    first, step, fix = (
-        statistics.median(history.losses[since : since + RECENT]),
-        history.steps[-1],
-        f"optimizer.lr={facts.lr * 10:g} (now {facts.lr:g})",
-    )
+    first, step = statistics.median(history.losses[since : since + RECENT]), history.steps[-1]
+    fix = f"optimizer.lr={facts.lr * 10:g} (now {facts.lr:g})"
     if (
         not facts.starts_from_weights
         and NOTHING_LEARNT * facts.uniform_loss < level < ABOVE_UNIFORM * facts.uniform_loss
     ):
         measured = f"the loss is {level:.3f} after {step} of {facts.total_steps} steps, a uniform guess has {facts.uniform_loss:.3f}: nothing is learnt"
-        return Symptom("loss-flat", step, measured, fix)
+        return Symptom("loss-flat", measured, fix)
     evaluated = [loss for _, loss, _ in history.evaluated.evaluations]
     has_fallen = len(evaluated) > 1 and evaluated[-1] < (1 - FLAT_EVAL_FALL) * evaluated[0]
     if has_fallen or level < LEARNT_LOSS or abs(first - level) > FLAT_FALL * first:
@@ -166,7 +163,7 @@ def loss_flat(history: RunHistory, facts: RunFacts) -> Symptom | None:
         if facts.lr > SMALL_LR and statistics.median(history.grad_norms or [1.0]) > SMALL_NORM:
             fix = f"compare optimizer.lr (now {facts.lr:g}), or the model already knows this data"
     measured = f"the loss has not fallen: {first:.3f} at step {history.steps[since]}, {level:.3f} at step {step} of {facts.total_steps}"
-    return Symptom("loss-flat", step, measured, fix)
+    return Symptom("loss-flat", measured, fix)
 
 
 def _falls(losses: list[float]) -> bool:
@@ -193,7 +190,6 @@ def high_initial_loss(history: RunHistory, facts: RunFacts) -> Symptom | None:
     measured = f"the loss begins at {loss:.2f}, a uniform guess has {facts.uniform_loss:.2f}: the weights of init_from were not trained on data like this"
     return Symptom(
         "high-initial-loss",
-        history.steps[0],
         measured,
         "compare tokenizer and template: runner/rows.py with the same overrides shows the rows",
     )
@@ -213,7 +209,6 @@ def always_clipped(history: RunHistory, facts: RunFacts) -> Symptom | None:
     measured = f"{share:.0%} of the last {len(norms)} logged gradients were clipped, their median norm {middle:.3g} is {middle / facts.grad_clip:.0f} times the limit"
     return Symptom(
         "always-clipped",
-        history.steps[-1] if history.steps else 0,
         measured,
         f"optimizer.lr={facts.lr / 2:g}, or optimizer.grad_clip={middle:.2g}",
     )
@@ -230,7 +225,7 @@ def data_wait(history: RunHistory, facts: RunFacts) -> Symptom | None:
         if workers > facts.num_workers
         else "every core has a worker: data.packing=best_fit, or a larger model"
     )
-    return Symptom("slow-data", history.steps[-1] if history.steps else 0, measured, fix)
+    return Symptom("slow-data", measured, fix)
 
 
 def overfitting(history: RunHistory, facts: RunFacts) -> Symptom | None:
@@ -244,7 +239,6 @@ def overfitting(history: RunHistory, facts: RunFacts) -> Symptom | None:
     )
     return Symptom(
         "overfitting",
-        step,
         measured,
         f"train.max_steps={best_step}, or train.patience={RISING_EVALS} ends the run then; more data helps",
     )

@@ -51,7 +51,6 @@ def foreign_template(stats: RowStats, template: str) -> Symptom | None:
     )
     return Symptom(
         "wrong-template",
-        0,
         f"{counts[marker]} of {sampled} sampled rows have {marker} in a message, the mark of {MARKERS[marker]}: {relation}",
         "give role and content of each message without marks; runner/rows.py shows the rows",
     )
@@ -72,7 +71,7 @@ def bad_labels(stats: RowStats) -> Symptom | None:
     else:
         return None
     return Symptom(
-        "bad-labels", 0, measured, "name the right columns, e.g. 'data.columns={prompt: question, completion: answer}'"
+        "bad-labels", measured, "name the right columns, e.g. 'data.columns={prompt: question, completion: answer}'"
     )
 
 
@@ -82,7 +81,6 @@ def few_labels(stats: RowStats) -> Symptom | None:
     share, per_row = stats.loss_tokens / stats.tokens, stats.loss_tokens / max(1, stats.kept)
     return Symptom(
         "few-labels",
-        0,
         f"{stats.loss_tokens:,} of {stats.tokens:,} tokens have loss ({share:.1%}, {per_row:.1f} a row)",
         "data.loss_on=assistant (every answer), or other data.columns; runner/rows.py colours the tokens with loss",
     )

@@ -47,7 +47,6 @@ def lr_after_divergence(lr: float) -> str:
 @dataclass(frozen=True)
 class Symptom:
     name: str  # anchor of its section
-    step: int  # at which it was seen; 0: before the first
     measured: str
     fix: str  # what to type
 
@@ -105,13 +104,12 @@ def few_validation_rows(rows: int, training_rows: int, name: str = "") -> Sympto
     )
     return Symptom(
         "tiny-validation",
-        0,
         f"validation{f' {name}' if name else ''} has {count}: {'their' if rows > 1 else 'its'} loss does not tell one run from another",
         fix,
     )
 
 
-def tiny_validation(losses: Sequence[float], items: Sequence[float], rows: int, step: int) -> Symptom | None:
+def tiny_validation(losses: Sequence[float], items: Sequence[float], rows: int) -> Symptom | None:
     """Return a symptom if differences that matter are smaller than what other validation rows would change. `rows`:
     validation rows.
 
@@ -123,34 +121,13 @@ def tiny_validation(losses: Sequence[float], items: Sequence[float], rows: int, 
     measured = (
         f"the validation loss of {rows:,} rows is {mean:.2f} +- {width:.2f} (95 %): smaller differences tell nothing"
     )
-    return Symptom("tiny-validation", step, measured, MORE_ROWS)
+    return Symptom("tiny-validation", measured, MORE_ROWS)
 
 
 class Evaluation(NamedTuple):
     step: int
     loss: float
     train_level: float | None  # median of the training losses logged just before; None before there are enough
-
-
-def overfitting_of(evaluations: Sequence[Evaluation]) -> tuple[Evaluation, Evaluation] | None:
-    """Return the best and the newest evaluation if the validation loss has risen from its lowest while the training
-    loss fell; None otherwise.
-
-    `evaluations`: all of them, or at least the best and the newest RISING_EVALS, in the order of steps.
-    """
-    if len(evaluations) <= RISING_EVALS:
-        return None
-    best = min(evaluations, key=lambda evaluation: evaluation.loss)
-    newest = evaluations[-RISING_EVALS:]
-    last = newest[-1]
-    if (
-        newest[0].step <= best.step
-        or last.loss < OVERFITTING_RISE * best.loss
-        or best.train_level is None
-        or last.train_level is None
-    ):
-        return None
-    return (best, last) if last.train_level < best.train_level else None
 
 
 @dataclass(eq=False)
@@ -176,7 +153,17 @@ class RecordedEvaluations:
 
     @property
     def overfitting(self) -> tuple[Evaluation, Evaluation] | None:
-        return overfitting_of(self.evaluations)
+        """The best and the newest evaluation if the validation loss has risen from its lowest while the training loss
+        fell; None otherwise.
+        """
+        if len(self.evaluations) <= RISING_EVALS:
+            return None
+        best, last = min(self.evaluations, key=lambda evaluation: evaluation.loss), self.evaluations[-1]
+        if self.evaluations[-RISING_EVALS].step <= best.step or last.loss < OVERFITTING_RISE * best.loss:
+            return None
+        if best.train_level is None or last.train_level is None:
+            return None
+        return (best, last) if last.train_level < best.train_level else None
 
 
 @dataclass

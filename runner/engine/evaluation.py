@@ -141,7 +141,7 @@ def warn_of_tiny_validation(state: TrainState, rows: int, per_batch: list[tuple[
     losses = torch.stack([loss for _, loss in per_batch]).tolist() if per_batch else []
     ranks = state.dist.gather([[items for items, _ in per_batch], losses])
     items, losses = ([number for rank in ranks for number in rank[column]] for column in (0, 1))
-    if symptom := tiny_validation(losses, items, rows, state.progress.step):
+    if symptom := tiny_validation(losses, items, rows):
         state.logger.warning(symptom.message)
 
 

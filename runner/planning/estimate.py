@@ -1,12 +1,11 @@
 """The plan of one run: facts about its model and data, memory, disk, and whether it fits; the overrides with which it
-would; and all of it as text of at most 80 columns, and as JSON values.
+would; and all of it as text of 80 columns, and as JSON values.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ from runner.planning.alternatives import Alternative
 from runner.planning.facts import DataFacts, Machine, ModelSizes
 from runner.planning.memory import CUDA_CONTEXT, FP32, MemoryEstimate
 from runner.planning.starts import PlannedRun
-from runner.tracking.bar import LINE_WIDTH
+from runner.tracking.bar import wrap_text
 
 LOG_LINE = 330  # bytes of a line of metrics.jsonl and of train.log, together
 TOKENIZER = 1 << 20  # bytes of the copy of a tokenizer, usually
@@ -282,8 +281,7 @@ def _line(label: str, text: str) -> str:
 
 def _wrapped(label: str, text: str, indent: int | None = None) -> str:
     """Return `label` and `text` in lines, the later ones with an indent: that of the text, unless it is given."""
-    later = " " * (len(label) if indent is None else indent)
-    return textwrap.fill(text, LINE_WIDTH, initial_indent=label, subsequent_indent=later, break_on_hyphens=False)
+    return "\n".join(wrap_text(text, label, " " * (len(label) if indent is None else indent)))
 
 
 def bytes_text(size: float) -> str:

@@ -20,8 +20,7 @@ from runner.config.resolve import resolve_run
 from runner.config.unread import check_typed_are_read
 from runner.engine.config import Config
 from runner.launch import branch, initial_weights, resume, run
-from runner.planning.batch_size import AUTO_SIZE, with_batch_size
-from runner.planning.budget import with_budget
+from runner.planning.planned_settings import AUTO_SIZE, with_batch_size, with_budget
 from runner.run_dir.contents import has_started, is_sweep_dir, recorded_precision
 from runner.run_dir.metadata import RunMetadata
 from runner.sweep import extend, grid, seeds, validation

@@ -34,6 +34,7 @@ from runner.engine.device.spinning import adapt_spinning, set_wait_policy
 from runner.launch.subprocesses import child_env, failure_reason, spawn
 from runner.launch.train_process import config_from_json
 from runner.tracking.config import TrackerConfig
+from runner.tracking.progress import folder_bytes
 
 if TYPE_CHECKING:
     from runner.engine.state import TrainState
@@ -194,7 +195,7 @@ def time_save(state: TrainState) -> dict[str, Any]:
     state.checkpoints.save_async(state.progress.step, state)
     stall = time.perf_counter() - before  # training waits for the copy only
     state.checkpoints.save_blocking(state.progress.step, state)
-    size = sum(file.stat().st_size for file in newest_checkpoint(state.run_dir).rglob("*") if file.is_file())
+    size = folder_bytes(newest_checkpoint(state.run_dir))
     return {"save_stall_seconds": stall, "save_seconds": time.perf_counter() - before, "checkpoint_bytes": size}
 
 

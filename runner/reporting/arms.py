@@ -14,19 +14,20 @@ from typing import Any, Optional
 
 from common.errors import NOT_TOLD_APART, OTHER_IS_BETTER, UserError, clean_texts, print_safely, resume_command
 from common.filesystem import sha256_of
+from runner.config.resolve import resolve_run
 from runner.diagnostics.symptoms import finite_number
 from runner.inference.evaluate import EVALUATIONS_FILE, current_evaluations
 from runner.reporting.columns import loss_text
-from runner.reporting.compare import FACTS, NO_VALUE, ComparedRun, Comparison, compare_runs, shortened_table
+from runner.reporting.compare import FACTS, ComparedRun, Comparison, compare_runs, shortened_table
 from runner.reporting.metrics import iter_records
 from runner.reporting.read_sweep import read_sweep_results
 from runner.reporting.runs import (
+    NO_VALUE,
     RUN_FIELDS,
     as_dict,
     differing_values,
     is_file,
     read_override_list,
-    resolve_runs,
     split_names,
     typed,
 )
@@ -231,21 +232,18 @@ def _read_arm(name: str, given: str) -> Arm:
     arm = Arm(name, given, [])
     for part in split_names(given):
         path = Path(part).expanduser().absolute()
-        if _is_model_folder(path) and enclosing_run(path) is None:
+        is_model = is_file(path / "config.json") or is_file(path / "adapter_config.json")
+        if is_model and enclosing_run(path) is None:
             arm.runs.append(ComparedRun(path, typed({}, RUN_FIELDS), "completed"))
             continue
-        for folder in resolve_runs(part, name):
-            if is_sweep_dir(folder):
-                point, arm.points = _best_point(folder, arm.setting)
-                arm.runs += point
-            else:
-                arm.runs.append(ComparedRun.read(folder))
+        folder = resolve_run(part, name)
+        if is_sweep_dir(folder):
+            point, arm.points = _best_point(folder, arm.setting)
+            arm.runs += point
+        else:
+            arm.runs.append(ComparedRun.read(folder))
     arm.runs = [*{run.folder: run for run in arm.runs}.values()]
     return arm
-
-
-def _is_model_folder(path: Path) -> bool:
-    return is_file(path / "config.json") or is_file(path / "adapter_config.json")
 
 
 def _best_point(sweep: Path, setting: str) -> tuple[list[ComparedRun], int]:
@@ -272,19 +270,12 @@ def _use_results_of_evaluate(runs: list[ComparedRun]) -> None:
         )
     for run, measured in zip(runs, of_runs, strict=True):
         path, tokens = common[-1]
-        tokenizer = next(
-            (folder for folder in (run.folder, run.folder / "model") if is_file(folder / "tokenizer.json")), None
-        )
+        tokenizers = (run.folder / "tokenizer.json", run.folder / "model" / "tokenizer.json")
+        tokenizer = next(filter(is_file, tokenizers), None)
         identity = {"on": f"evaluate.py on {path}", "data": path, "tokens": tokens, "loss": {}}
-        identity["tokenizer"] = tokenizer and sha256_of(
-            tokenizer / "tokenizer.json", size_of(tokenizer / "tokenizer.json")
-        )
+        identity["tokenizer"] = tokenizer and sha256_of(tokenizer, size_of(tokenizer))
         export = {"weights": "last", "step": 0, **as_dict(run.fields.get("export")), "loss": measured[common[-1]]}
-        run.fields |= {
-            "status": run.status,
-            "evaluation": identity,
-            "export": export,
-        }
+        run.fields |= {"status": run.status, "evaluation": identity, "export": export}
 
 
 def _measured(run: ComparedRun) -> dict[tuple[str, int], float]:
@@ -321,7 +312,7 @@ def _check_one_arm(arm: Arm) -> None:
     """Raise UserError unless the runs of an arm differ in their seed, and in nothing else that is trained."""
     for key, values in differing_values([run.values for run in arm.runs]).items():
         if not (key == SEED_KEY or key.startswith(NOT_TRAINED)) and (key not in FACTS or key in SAME_IN_AN_ARM):
-            shown = ", ".join(NO_VALUE if value is None else value for value in dict.fromkeys(values))
+            shown = ", ".join(dict.fromkeys(values))
             fix = "name the runs of other settings as another arm, e.g. c=RUN"
             raise UserError(f"the runs of {arm.name} differ in more than the seed: {key} is {shown}", arm.setting, fix)
     seeds = [seed for seed in arm.seeds if seed]
@@ -372,9 +363,11 @@ def comparison_json(comparison: ArmComparison) -> dict[str, Any]:
 
 
 def comparison_text(comparison: ArmComparison) -> str:
-    lines = shortened_table(
-        [[f"{arm.name}", loss_text(arm.loss), _seeds(arm), arm.given] for arm in comparison.arms], [False] * 4
-    )
+    rows = [
+        [arm.name, loss_text(arm.loss), f"{arm.loss.n} seed{'s' * (arm.loss.n > 1)}", arm.given]
+        for arm in comparison.arms
+    ]
+    lines = shortened_table(rows, [False] * 4)
     lines += [f"evaluation loss of model/, lower is better; judged on {_judged_on(comparison.evaluation)}", ""]
     others = " and ".join(arm.name for arm in comparison.arms if arm is not comparison.best)
     first = comparison.arms[0].name
@@ -393,10 +386,6 @@ def comparison_text(comparison: ArmComparison) -> str:
         table = [["", *(arm.name for arm in comparison.arms)], *([key, *values] for key, values in differing.items())]
         return "\n".join([*lines, "", "what differs", *shortened_table(table, [False] * len(table[0]))])
     return "\n".join([*lines, "", "no setting differs"])
-
-
-def _seeds(arm: Arm) -> str:
-    return f"{arm.loss.n} seed{'s' * (arm.loss.n > 1)}"
 
 
 def _judged_on(evaluation: dict[str, Any]) -> str:

@@ -29,14 +29,19 @@ class Column:
     key: str  # heading in leaderboard.csv
     title: str  # heading in the terminal and in report.html; empty: only in leaderboard.csv
     get: Callable[[Any], Any]  # the value of a row
-    text: Callable[[Any], str] = str  # the value in the terminal and in report.html
+    text: Callable[[Any], str] = str  # the value in the terminal and in report.html, where there is one
     csv: Callable[[Any], Any] = lambda value: value  # the value in leaderboard.csv: a number, text or None
     is_number: bool = True  # aligned to the right
     in_terminal: bool = True
     only_for: str = ""  # shown only where rows are ranked by this kind of loss; `seeds`: only where seeds are swept
 
     def cell(self, row: Any) -> str:
-        return self.text(self.get(row))
+        value = self.get(row)
+        return "" if value is None else self.text(value)
+
+    def csv_value(self, row: Any) -> Any:
+        value = self.get(row)
+        return None if value is None else self.csv(value)
 
 
 def table_columns(sweep: SweepResults) -> list[Column]:
@@ -91,10 +96,6 @@ def count_text(value: float | None) -> str:
     return "" if value is None or not math.isfinite(value) else f"{value:,.0f}"
 
 
-def seconds_text(value: float | None) -> str:
-    return "" if value is None else format_seconds(value)
-
-
 def loss_text(value: MeanStd | float | str | None) -> str:
     """Return e.g. `2.3456`, or `2.3456 ± 0.0012 (3)` for a mean over three jobs."""
     if isinstance(value, MeanStd):
@@ -107,14 +108,12 @@ def loss_text(value: MeanStd | float | str | None) -> str:
     return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3e}"
 
 
-def interval_text(interval: tuple[float, float] | None) -> str:
+def interval_text(interval: tuple[float, float]) -> str:
     """Return Student's t interval of a mean over seeds, e.g. `2.3436 to 2.3476`."""
-    return "" if interval is None else f"{loss_text(interval[0])} to {loss_text(interval[1])}"
+    return f"{loss_text(interval[0])} to {loss_text(interval[1])}"
 
 
-def evaluated_text(value: MeanStd | None) -> str:
-    if value is None:
-        return ""
+def evaluated_text(value: MeanStd) -> str:
     return f"{value.mean:.4g}" if value.deviation is None else f"{value.mean:.4g} ± {value.deviation:.2g} ({value.n})"
 
 
@@ -135,11 +134,11 @@ def with_note(text: str, job: JobResult) -> str:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def _mean(value: MeanStd | str | None) -> float | None:
+def _mean(value: MeanStd | str) -> float | None:
     return value.mean if isinstance(value, MeanStd) else None
 
 
-def _deviation(value: MeanStd | str | None) -> float | None:
+def _deviation(value: MeanStd | str) -> float | None:
     return value.deviation if isinstance(value, MeanStd) else None
 
 
@@ -147,9 +146,9 @@ def _final(row: ResultRow) -> MeanStd | str | None:
     return row.final or ("diverged" if row.diverged else None)
 
 
-def _weights_text(model: ModelScore | None) -> str:
+def _weights_text(model: ModelScore) -> str:
     """Return e.g. `best, step 40`."""
-    return "" if model is None else f"{model.weights}, step {model.step:,}"
+    return f"{model.weights}, step {model.step:,}"
 
 
 def trained_value(row: ResultRow, key: str) -> str:
@@ -205,7 +204,7 @@ COLUMNS = [
     ),
     Column("loss_tokens", "loss tokens", lambda row: row.loss_tokens, count_text),
     Column("tokens", "tokens", lambda row: row.tokens, count_text, in_terminal=False),
-    Column("seconds", "time", lambda row: row.seconds, seconds_text),
+    Column("seconds", "time", lambda row: row.seconds, format_seconds),
     Column("tokens_per_second", "tokens/s", lambda row: row.tokens_per_second, count_text),
     Column("status", "status", lambda row: row, status_text, lambda row: row.status, is_number=False),
     Column("evaluation_rows", "", lambda row: fewest_rows(job.evaluation for job in row.jobs) or None),

@@ -54,11 +54,7 @@ class ReportConfig:
             if value
         ]
         if len(given) != 1:
-            message = (
-                "report.py needs run=, sweep= or all=true"
-                if not given
-                else "report.py takes one of run=, sweep= and all=true"
-            )
+            message = f"report.py {'takes' if given else 'needs'} one of run=, sweep= and all=true"
             raise UserError(message, " ".join(given) or "report.py", "run=last, run=DIR,DIR, sweep=last or all=true")
         if not 0 <= self.port < 1 << 16:
             raise UserError(f"port must be from 0 to 65535, got {self.port}", f"port={self.port}", "port=0")

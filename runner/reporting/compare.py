@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, one_line
-from runner.reporting.columns import Column, count_text, loss_text, seconds_text
+from runner.reporting.columns import Column, count_text, loss_text
 from runner.reporting.metrics import count_number
 from runner.reporting.page_kit import RELOAD_SECONDS, loss_curve, render
-from runner.reporting.runs import Run, as_dict, differing_values, text_of
+from runner.reporting.runs import NO_VALUE, Run, as_dict, differing_values, text_of
 from runner.run_dir.best_job import comparison_problem
 from runner.run_dir.contents import is_sweep_dir
 from runner.tracking.bar import table_lines
+from runner.tracking.data_report import listed
+from runner.tracking.lines import format_seconds
 
 MAX_COMPARED = 400  # of one comparison
 MAX_VALUE = 120  # characters of a setting
@@ -40,7 +42,7 @@ MAX_CELLS = 12_000  # of the table of settings that differ
 # column
 WIDE_RUNS, TERMINAL_SETTINGS, TERMINAL_WIDTH, FIRST_COLUMN = 6, 24, 20, 40
 MAX_LABEL_PARTS = 20  # folders of a path in a label
-NO_VALUE = "–"
+MAX_LISTED_RUNS, MAX_LISTED_VALUES = 4, 6  # in one line of text
 
 
 @dataclass
@@ -55,10 +57,6 @@ class ComparedRun(Run):
     def best(self) -> tuple[float, float] | None:
         """The lowest evaluation loss and its step."""
         return self.metrics.eval.lowest()
-
-    @property
-    def step(self) -> float:
-        return self.metrics.last.step if self.metrics.last else count_number(self.fields["step"]) or 0.0
 
     @cached_property
     def values(self) -> dict[str, str]:
@@ -82,7 +80,7 @@ RUN_COLUMNS = (
     Column("train", "newest training loss", lambda run: run.metrics.train.newest_loss(), loss_text),
     Column("", "step", lambda run: run.step, count_text),
     Column("tokens", "tokens", lambda run: run.metrics.last.tokens if run.metrics.last else 0.0, count_text),
-    Column("time", "time", lambda run: run.metrics.last and run.metrics.last.time, seconds_text),
+    Column("time", "time", lambda run: run.metrics.last and run.metrics.last.time, format_seconds),
     Column("tok/s", "tokens/s", lambda run: run.metrics.tokens_per_second, count_text),
     Column("", "attempts", lambda run: count_number(run.fields["attempt"]) or 0.0, count_text),
 )
@@ -98,8 +96,7 @@ class Comparison:
     def differing(self) -> list[tuple[str, list[str]]]:
         """Settings, then facts, with more than one value: (key, value of each run)."""
         found = differing_values([run.values for run in self.runs])
-        rows = [(key, [NO_VALUE if value is None else value for value in values]) for key, values in found.items()]
-        return sorted(rows, key=lambda row: row[0] in (*FACTS, BRANCH))
+        return sorted(found.items(), key=lambda row: row[0] in (*FACTS, BRANCH))
 
     @cached_property
     def best_labels(self) -> set[str]:
@@ -149,10 +146,12 @@ def _label(run: ComparedRun, parts: int) -> str:
 
 def _problem(runs: list[ComparedRun]) -> str | None:
     """Return why the evaluation losses of the runs cannot be compared; None if they can."""
-    if len(runs) > 1 and (problem := comparison_problem(run.fields["evaluation"] for run in runs)):
+    if len(runs) < 2:
+        return None
+    if problem := comparison_problem(run.fields["evaluation"] for run in runs):
         return f"the runs were judged {problem}"
     unknown = [run.label for run in runs if len(run.metrics.eval) and not run.evaluation]
-    return f"run.json does not say what was evaluated: {_listed(unknown)}" if unknown and len(runs) > 1 else None
+    return f"run.json does not say what was evaluated: {listed(unknown, MAX_LISTED_RUNS)}" if unknown else None
 
 
 def _notes(runs: list[ComparedRun]) -> Iterator[str]:
@@ -164,18 +163,14 @@ def _notes(runs: list[ComparedRun]) -> Iterator[str]:
                 groups.setdefault(found, []).append(run.label)
         if len(groups) > 1:
             consequence = ": losses per token of different tokens cannot be compared" if name == "tokenizer" else ""
-            yield f"the {title} differs{consequence} ({'; '.join(map(_listed, groups.values()))})"
+            yield f"the {title} differs{consequence} ({'; '.join(listed(group, MAX_LISTED_RUNS) for group in groups.values())})"
     unjudged = [run.label for run in runs if not run.evaluation]
     if 0 < len(unjudged) < len(runs):
-        yield f"not evaluated, or of an earlier version: {_listed(unjudged)}"
+        yield f"not evaluated, or of an earlier version: {listed(unjudged, MAX_LISTED_RUNS)}"
     if on_training := [run.label for run in runs if run.evaluation.get("on") == "training"]:
-        yield f"evaluated on training rows, there are no validation data: {_listed(on_training)}"
+        yield f"evaluated on training rows, there are no validation data: {listed(on_training, MAX_LISTED_RUNS)}"
     if unfinished := [f"{run.label} ({run.status})" for run in runs if run.status != "completed"]:
-        yield f"not completed: {_listed(unfinished)}"
-
-
-def _listed(labels: list[str]) -> str:
-    return ", ".join(labels) if len(labels) <= 4 else f"{', '.join(labels[:3])} and {len(labels) - 3} more"
+        yield f"not completed: {listed(unfinished, MAX_LISTED_RUNS)}"
 
 
 def compare_page(comparison: Comparison, reloads: bool = False) -> str:
@@ -218,16 +213,13 @@ def compare_text(comparison: Comparison) -> str:
     lines += ["", "what differs" + (f" (the first {TERMINAL_SETTINGS} of {len(differing)})" if is_cut else "")]
     shown = differing[:TERMINAL_SETTINGS]
     if len(runs) > WIDE_RUNS:
-        lines += [f"{key}: {_few_values(values)}" for key, values in shown]
+        lines += [
+            f"{key}: {listed([*map(_shorten, dict.fromkeys(values))], MAX_LISTED_VALUES)}" for key, values in shown
+        ]
     else:
         table = [["", *(run.label for run in runs)], *([key, *values] for key, values in shown)]
         lines += shortened_table(table, [False] * len(table[0]))
     return "\n".join(lines)
-
-
-def _few_values(values: list[str]) -> str:
-    found = [*dict.fromkeys(values)]
-    return ", ".join(map(_shorten, found[:6])) + (f" and {len(found) - 6} more" if len(found) > 6 else "")
 
 
 def _shorten(text: str, width: int = TERMINAL_WIDTH) -> str:

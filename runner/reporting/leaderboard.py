@@ -133,7 +133,7 @@ def leaderboard_csv(sweep: SweepResults) -> str:
         for line in [row, *row.members]:
             swept = [trained_value(line, key) for key in sweep.shown_keys]
             identity = ["point" if line is row else "job", line.rank, *swept, "" if line.members else line.seed]
-            writer.writerow(map(_csv_cell, [*identity, *(column.csv(column.get(line)) for column in columns)]))
+            writer.writerow(map(_csv_cell, [*identity, *(column.csv_value(line) for column in columns)]))
     return out.getvalue()
 
 

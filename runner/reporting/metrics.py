@@ -92,7 +92,6 @@ def metrics_of(records: Iterable[Mapping[str, Any]], limit: int = MAX_POINTS, on
     """
     metrics, evaluations = Metrics(), RecordedEvaluations()
     kept: dict[str, list[dict[str, float | None]]] = {"train": [], "eval": []}
-    newest: dict[str, Position] = {}
     attempt, earlier = None, 0.0
     loss_tokens = tokens = time = timed_from = timed_tokens = timed_seconds = 0.0
     for record in records:
@@ -102,11 +101,11 @@ def metrics_of(records: Iterable[Mapping[str, Any]], limit: int = MAX_POINTS, on
         if record.get("attempt") != attempt:
             attempt, earlier, time = record.get("attempt"), earlier + time, 0.0
             metrics.attempt_first = metrics.attempt_last = None
-            metrics.attempt_starts += [step] if newest else []
+            metrics.attempt_starts += [step] if metrics.last else []
         time = finite_number(record.get("time")) or time
         tokens = count_number(record.get("tokens")) or tokens
         loss_tokens = count_number(record.get("loss_tokens")) or loss_tokens
-        newest[kind] = at = Position(step, loss_tokens, tokens, earlier + time)
+        metrics.last = at = Position(step, loss_tokens, tokens, earlier + time)
         values: dict[str, float | None] = {"step": step, "tokens": tokens, "seconds": at.time}
         for name, value in ((name, record.get(name)) for name in only or record):
             if name not in NOT_DRAWN and (value is None or isinstance(value, int | float)):
@@ -120,10 +119,8 @@ def metrics_of(records: Iterable[Mapping[str, Any]], limit: int = MAX_POINTS, on
         if kind == "train":
             speed = finite_number(record.get("tokens_per_second")) or 0.0
             if speed > 0 and tokens > timed_from:
-                timed_tokens, timed_seconds = (
-                    timed_tokens + tokens - timed_from,
-                    timed_seconds + (tokens - timed_from) / speed,
-                )
+                timed_tokens += tokens - timed_from
+                timed_seconds += (tokens - timed_from) / speed
             timed_from = tokens
             if (memory := finite_number(record.get("peak_memory"))) is not None:
                 metrics.peak_memory = max(memory, metrics.peak_memory or memory)
@@ -132,7 +129,6 @@ def metrics_of(records: Iterable[Mapping[str, Any]], limit: int = MAX_POINTS, on
     metrics.train, metrics.eval = (_curve(each, limit) for each in kept.values())
     metrics.tokens_per_second = timed_tokens / timed_seconds if timed_seconds else None
     metrics.overfitting = evaluations.overfitting
-    metrics.last = max(newest.values(), key=lambda at: (at.step, at.time), default=None)
     return metrics
 
 

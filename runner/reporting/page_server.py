@@ -212,7 +212,6 @@ def comparison_bytes(folders: list[Path]) -> bytes:
 def page_bytes(folder: Path) -> bytes:
     """Return the page of the run or sweep in `folder`. Raises UserError if a file of it is a link."""
     if is_sweep_dir(folder):
-        sweep = read_sweep_results(folder)
-        return encode_page(sweep_page(sweep, is_final=sweep.status != "running"))
+        return encode_page(sweep_page(read_sweep_results(folder), is_final=False))
     check_run_files(folder)
     return encode_page(run_page(RunReport.read(folder)))

@@ -6,7 +6,6 @@ A missing or damaged file leaves its values out and never raises.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +99,7 @@ def _read_job(sweep: Path, recorded: dict[str, Any], folders: set[str]) -> JobRe
     if job.status == "failed":
         job.error = job.error or fields["error"]
     if job.status == "paused":
-        totals = [count_number(attempt.get("total_steps")) for attempt in fields["attempts"]]
-        total = next(filter(None, reversed(totals)), None)  # the newest attempt may have been stopped before it knew
-        done = fields["step"] / total if total else 0.0
+        done = fields["step"] / run.total_steps if run.total_steps else 0.0
         # sweep.budget may have stopped it before its rung
         job.stop_at = min(parse_number(run.settings.get(STOP_KEY, "")) or 1.0, done)
     earlier = sorted((run.folder / ".hydra").glob("history/*/overrides.yaml"))
@@ -177,16 +174,12 @@ def _compare_data(folder: Path, jobs: list[JobResult]) -> None:
     Where the seed draws parts of the rows, fingerprints are compared among equal seeds only, and row counts among all.
     """
     first: dict[tuple, tuple[str, Any]] = {}  # what is equal in a group of jobs -> name and value of its first job
-    with_data = [
-        (job, tuple(sorted((key, value) for key, value in job.swept.items() if key.startswith(DATA_KEY_PREFIXES))))
-        for job in jobs
-        if job.data_identity[0] is not None and job.folder is not None
-    ]
-    known = {(point, str(job.data_identity[0])) for job, point in with_data}
-    counts = Counter(point for point, _ in known)
-    for job, point in with_data:
+    for job in jobs:
         fingerprint, rows = job.data_identity
-        seed = job.swept.get(SEED_KEY) if counts[point] > 1 and _seed_draws_rows(folder / str(job.folder)) else ""
+        if fingerprint is None or job.folder is None:
+            continue
+        point = tuple(sorted((key, value) for key, value in job.swept.items() if key.startswith(DATA_KEY_PREFIXES)))
+        seed = job.swept.get(SEED_KEY) if _seed_draws_rows(folder / job.folder) else ""
         for group, value in ((("rows", point), rows), (("fingerprint", point, seed), fingerprint)):
             name, other = first.setdefault(group, (job.name, value))
             if None not in (value, other) and value != other:

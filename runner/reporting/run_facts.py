@@ -24,10 +24,11 @@ from common.settings import as_typed, flat_settings
 from runner.checkpoint.atomic_dir import step_names
 from runner.config.compose import compose_values
 from runner.reporting.metrics import MAX_METRICS_BYTES, Metrics, count_number, iter_records, metrics_of
-from runner.reporting.runs import Run, as_dict, is_file, longer_override, read_override_list
+from runner.reporting.runs import Run, as_dict, longer_override, read_override_list
 from runner.run_dir.best_job import parse_number
 from runner.run_dir.saved_config import OVERRIDES_FILE, REPO_INTERPOLATION
 from runner.tracking.lines import format_seconds, format_size, remaining_seconds
+from runner.tracking.progress import folder_bytes
 from runner.tracking.run_end import STAGE_METRICS, commands_after_divergence, commands_to_continue, next_commands
 
 # steps and prompts that are shown; characters of an answer
@@ -36,7 +37,6 @@ MAX_EVALUATIONS = 1000  # of evaluate.py, the newest
 MAX_WARNINGS = 40  # different ones, the newest
 LOG_TAIL_BYTES = 1 << 20  # read from the end of train.log
 WARNING = re.compile(r"^warning: (.+)$", re.MULTILINE)
-PROGRESS = re.compile(r"^step \d{1,15}/(\d{1,15}) ", re.MULTILINE)
 ERROR_LINES, ERROR_CHARS = 21, 1600  # of a recorded error that are not folded
 ERROR_LINE_CHARS = 200  # of an error that is shown as one line
 # in train.log: it says the same as the note, and which length would do
@@ -61,14 +61,9 @@ class RunReport(Run):
     """What the page of a run shows."""
 
     @cached_property
-    def series(self) -> Metrics:
+    def metrics(self) -> Metrics:
+        """All fields, with the points of a page."""
         return metrics_of(iter_records(self.folder / "metrics.jsonl"))
-
-    @property
-    def step(self) -> int:
-        """Newest logged step, or that of run.json."""
-        logged = self.series.last.step if self.series.last else 0
-        return int(max(logged, count_number(self.fields["step"]) or 0))
 
     @cached_property
     def samples(self) -> dict[str, list[tuple[int, str]]]:
@@ -106,18 +101,12 @@ class RunReport(Run):
     def checkpoints(self) -> dict[str, str]:
         """Name and size of each checkpoint."""
         folder = self.folder / "checkpoints"
-        return {name: format_size(_size(folder / name)) for name in step_names(folder)}
+        return {name: format_size(folder_bytes(folder / name)) for name in step_names(folder)}
 
     @cached_property
     def log(self) -> str:
         """The end of train.log."""
         return "\n".join(last_lines(self.folder / "train.log", LOG_TAIL_BYTES))
-
-    @property
-    def total_steps(self) -> int | None:
-        """The number of steps that the newest progress line of train.log names."""
-        found = PROGRESS.findall(self.log)
-        return int(found[-1]) if found else None
 
     @property
     def is_whole(self) -> bool:
@@ -142,7 +131,7 @@ class RunReport(Run):
     @property
     def numbers(self) -> dict[str, str]:
         """Return the newest numbers by name."""
-        series, train, steps = self.series, self.series.train, self.total_steps
+        series, train, steps = self.metrics, self.metrics.train, self.total_steps
         found = {
             "step": f"{self.step:,} of {steps:,}" if steps else f"{self.step:,}",
             "training loss": format_number(train.last("loss")),
@@ -175,8 +164,8 @@ class RunReport(Run):
         warnings of the log.
         """
         fields, warnings = self.fields, self.warnings
-        if self.series.overfitting:
-            lowest, newest = self.series.overfitting
+        if self.metrics.overfitting:
+            lowest, newest = self.metrics.overfitting
             is_best = as_dict(fields["export"]).get("weights") == "best"
             weights = "; model/ has the weights of the best evaluation" if is_best else ""
             yield f"overfitting: the validation loss was lowest at step {lowest.step:,} ({lowest.loss:.4f}) and is {newest.loss:.4f} now{weights}"
@@ -223,13 +212,6 @@ def stage_defaults(stage: str) -> dict[str, str]:
     known = {path.stem for path in (CONF_DIR / "stage").glob("*.yaml")}
     values = flat_settings(compose_values([f"stage={stage}"] if stage in known else []))
     return {key: as_typed(value) for key, value in values}
-
-
-def _size(folder: Path) -> int:
-    try:
-        return sum(path.stat().st_size for path in folder.iterdir() if is_file(path))
-    except OSError:
-        return 0
 
 
 def run_text(folder: Path) -> str:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
-from common.filesystem import read_json_object
 from common.guarded_files import read_from
 from common.limits import parse_record
 from common.paths import command_line_here
@@ -27,14 +26,13 @@ from runner.reporting.page_kit import RELOAD_SECONDS, render
 from runner.reporting.runs import (
     NO_STATUS,
     REPORT_FILE,
-    SWEEP_FIELDS,
     Run,
     as_dict,
     is_file,
     job_folders,
+    read_sweep_file,
     sweep_status,
     text_of,
-    typed,
 )
 from runner.run_dir.best_job import comparison_problem
 from runner.run_dir.contents import RUN_FILE, SWEEP_FILE, parse_time
@@ -214,10 +212,9 @@ def _read_tail(row: ListedRun) -> None:
 
 
 def _read_sweep(folder: Path, runs: RunList) -> ListedRun:
-    recorded = read_json_object(folder / SWEEP_FILE)
-    if not isinstance(recorded.get("jobs"), list):
+    fields = read_sweep_file(folder)
+    if not fields["status"]:
         return ListedRun(folder, BROKEN, "other", "sweep.json cannot be read")
-    fields = typed(recorded, SWEEP_FIELDS)
     status, _ = sweep_status(folder, fields["status"])
     sweep = ListedRun(folder, status, "sweep", begun=parse_time(fields["created"]), page=_page(folder))
     evaluations = []
@@ -235,7 +232,7 @@ def _read_sweep(folder: Path, runs: RunList) -> ListedRun:
         losses = [job.evaluation_loss for job in sweep.jobs if job.evaluation_loss is not None]
         sweep.evaluation_loss = min(losses, default=None)
     keys = ", ".join(text_of(key, 60) for key in fields["swept"])
-    sweep.problem = f"{len(recorded['jobs'])} jobs over {keys or 'the seed'}"
+    sweep.problem = f"{len(fields['jobs'])} jobs over {keys or 'the seed'}"
     return sweep
 
 

@@ -49,7 +49,7 @@ def write_run_page(folder: Path) -> Path:
 
 def run_page(run: RunReport) -> str:
     charts = _charts(run)
-    train = run.series.train
+    train = run.metrics.train
     return render(
         "run",
         _data(run, charts),
@@ -68,7 +68,7 @@ def run_page(run: RunReport) -> str:
 
 
 def _charts(run: RunReport) -> list[dict[str, Any]]:
-    curves = (run.series.train, run.series.eval)
+    curves = (run.metrics.train, run.metrics.eval)
     present = dict.fromkeys(name for curve in curves for name in curve.fields)
     # loss/law, of the validation set law, is on the plot of the loss
     plots = {name: base if (base := name.rpartition("/")[0]) in present else name for name in present}
@@ -134,11 +134,11 @@ def _data(run: RunReport, charts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the numbers that the script of the page draws."""
     kinds = {
         kind: {name: [short_number(value) for value in column] for name, column in curve.columns.items()}
-        for kind, curve in (("train", run.series.train), ("eval", run.series.eval))
+        for kind, curve in (("train", run.metrics.train), ("eval", run.metrics.eval))
     }
-    live = {"written": int(time.time()), "stale": _stale_seconds(run.series.train)} if run.is_running else {}
+    live = {"written": int(time.time()), "stale": _stale_seconds(run.metrics.train)} if run.is_running else {}
     reload = RELOAD_SECONDS if run.is_running else None
-    return {**kinds, "charts": charts, "attempts": run.series.attempt_starts, "reload": reload, **live}
+    return {**kinds, "charts": charts, "attempts": run.metrics.attempt_starts, "reload": reload, **live}
 
 
 def _stale_seconds(train: Curve) -> int:

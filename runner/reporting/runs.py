@@ -35,6 +35,7 @@ MAX_TRUNK = 1000  # characters of the path of the run that a branch continues
 STEP_DIGITS = 15  # of a number of steps
 MAX_JOBS = 10_000  # of one sweep
 REPORT_FILE = "report.html"
+NO_VALUE = "–"
 NO_STATUS = "unknown"  # status of a run or sweep whose file cannot be read
 # Fields that are read of run.json, of sweep.json and of a job in it, with their defaults; see `typed`.
 RUN_FIELDS = {
@@ -100,6 +101,18 @@ class Run:
     def metrics(self) -> Metrics:
         """The losses, with few points."""
         return read_job_metrics(self.folder / "metrics.jsonl")
+
+    @property
+    def step(self) -> int:
+        """The newest step that is logged or in run.json."""
+        logged = self.metrics.last.step if self.metrics.last else 0
+        return int(max(logged, count_number(self.fields["step"]) or 0))
+
+    @property
+    def total_steps(self) -> int | None:
+        """The steps of the whole run; None: no attempt knew them before it was stopped."""
+        totals = (count_number(attempt.get("total_steps")) for attempt in reversed(self.fields["attempts"]))
+        return next((int(total) for total in totals if total), None)
 
     @property
     def settings(self) -> dict[str, str]:
@@ -186,10 +199,10 @@ def read_override_list(path: Path) -> list[str]:
     return content if is_override_list(content) and all(map(is_storable, content)) else []
 
 
-def differing_values(settings: list[dict[str, str]]) -> dict[str, list[str | None]]:
-    """Return the values of the keys that are not the same everywhere; None where one has no such key."""
+def differing_values(settings: list[dict[str, str]]) -> dict[str, list[str]]:
+    """Return the values of the keys that are not the same everywhere; NO_VALUE where one has no such key."""
     keys = dict.fromkeys(key for each in settings for key in each)
-    rows = {key: [each.get(key) for each in settings] for key in keys}
+    rows = {key: [each.get(key, NO_VALUE) for each in settings] for key in keys}
     return {key: values for key, values in rows.items() if len({*values}) > 1}
 
 
@@ -226,9 +239,9 @@ def split_names(value: str) -> list[str]:
     return names
 
 
-def resolve_runs(value: str, setting: str = "run") -> list[Path]:
+def resolve_runs(value: str) -> list[Path]:
     """Return the run and sweep directories that `run=A,B,SWEEP` names, each once."""
-    return [*dict.fromkeys(resolve_run(name, setting) for name in split_names(value))]
+    return [*dict.fromkeys(resolve_run(name, "run") for name in split_names(value))]
 
 
 def expand_sweeps(folders: list[Path]) -> list[Path]:

@@ -30,6 +30,7 @@ POINTS_PER_PAGE, POINTS_PER_CURVE, MIN_POINTS = 22_000, 500, 24  # of all curves
 CURVE_DIGITS = 6
 OTHER_ROWS = "sx"  # class of the rows below the best CURVE_CLASSES
 OPTUNA_TRIALS_KEY = "hydra.sweeper.n_trials"
+END_STATUSES = ("completed", "paused", "failed")  # statuses of jobs that do not train any more
 
 
 def sweep_page(sweep: SweepResults, is_final: bool = True) -> str:
@@ -100,10 +101,7 @@ class SweepProgress:
 
 def sweep_progress(sweep: SweepResults, now: float) -> SweepProgress:
     completed, running = ([job for job in sweep.jobs if job.status == status] for status in ("completed", "running"))
-    ended, trials = (
-        len(completed) + sum(job.status in ("failed", "paused") for job in sweep.jobs),
-        _planned_trials(sweep),
-    )
+    ended, trials = sum(job.status in END_STATUSES for job in sweep.jobs), _planned_trials(sweep)
     total = max(len(sweep.jobs), trials or 0)
     seconds = _remaining_seconds(completed, running, total - ended - len(running), now)
     is_known = sweep.status == "running" and (sweep.sweeper != "optuna" or trials is not None)

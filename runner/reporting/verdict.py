@@ -13,8 +13,9 @@ import math
 import re
 import shlex
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache, reduce
+from operator import getitem
+from typing import TYPE_CHECKING
 
 from common.errors import UserError, one_line
 from common.paths import command_line
@@ -30,6 +31,7 @@ from runner.reporting.sweep_results import (
 )
 from runner.run_dir.best_job import SEED_KEY, fewest_rows, parse_number
 from runner.run_dir.saved_config import load_literal_config
+from runner.tracking.data_report import listed
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -129,7 +131,7 @@ def _certainty(sweep: SweepResults, ranked: list[ResultRow], ties: list[ResultRo
         is_trunk = best.model is not None and best.began.endswith(f" at step {best.model.step:,}")
         return f"no winner: {others} {'has' if len(ties) == 1 else 'have'} the same loss{of_trunk * is_trunk}{suffix}"
     if ties:
-        names = ", ".join(point_label(row.overrides) for row in ties[:3]) + (" ..." if len(ties) > 3 else "")
+        names = listed([point_label(row.overrides) for row in ties], 3)
         return f"no clear winner: {others} ({names}) {'does' if len(ties) == 1 else 'do'} not differ from the best at 95 % over {first.n} seeds{suffix}"
     if len(unknown) == len(ranked) - 1:
         return f"{gap}; one seed per point: how much of that is chance is not known{suffix}"
@@ -189,25 +191,18 @@ def _is_allowed(sweep: SweepResults, job: JobResult, key: str, value: float) -> 
 
     True where the config cannot be read.
     """
-    from runner.config.compose import section_class, section_object
+    from runner.config.compose import section_object
 
-    section, _, path = key.partition(".")
+    *sections, name = key.split(".")
     try:
-        folder = sweep.folder / (job.folder or ".none")
-        values = load_literal_config(folder)[section]
-    except (UserError, OSError, ValueError, KeyError):
+        config = load_literal_config(sweep.folder / (job.folder or ".none"))
+        reduce(getitem, sections, config)[name] = value
+    except (UserError, OSError, ValueError, LookupError, TypeError):
         return True
-    if not path or not isinstance(values, dict):
+    if not sections:
         return True
-    *parents, name = path.split(".")
-    inner: Any = values
-    for parent in parents:
-        inner = inner.get(parent) if isinstance(inner, dict) else None
     try:
-        if not isinstance(inner, dict) or section_class(section, values) is None:
-            return True
-        inner[name] = value
-        section_object(section, values)
+        section_object(sections[0], config[sections[0]])
     except (UserError, ValueError, TypeError, KeyError):
         return False
     return True
@@ -324,16 +319,14 @@ def _fanova(points: tuple[Point, ...]) -> Importance:
     """Return fANOVA of a random forest with a fixed seed."""
     import optuna
 
-    keys = [key for key, _ in points[0][0]]
-    values = {key: [dict(swept)[key] for swept, _ in points] for key in keys}
-    distributions = {key: _distribution(values[key]) for key in keys}
-    numeric = {key for key in keys if all(parse_number(value) is not None for value in values[key])}
+    distributions = {key: _distribution([dict(swept)[key] for swept, _ in points]) for key, _ in points[0][0]}
+    is_float = {key: isinstance(each, optuna.distributions.FloatDistribution) for key, each in distributions.items()}
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
         study = optuna.create_study()
         for swept, loss in points:
-            params = {key: parse_number(value) if key in numeric else value for key, value in swept}
+            params = {key: parse_number(value) if is_float[key] else value for key, value in swept}
             study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=loss))
         shares = optuna.importance.get_param_importances(
             study, evaluator=optuna.importance.FanovaImportanceEvaluator(n_trees=TREES, seed=0)
@@ -342,9 +335,7 @@ def _fanova(points: tuple[Point, ...]) -> Importance:
         return Importance(reason=f"it cannot be computed from these values: {one_line(str(error))}")
     finally:
         optuna.logging.set_verbosity(verbosity)
-    return Importance(
-        sorted(((key, float(share)) for key, share in shares.items()), key=lambda item: -item[1]), len(points)
-    )
+    return Importance([(key, float(share)) for key, share in shares.items()], len(points))
 
 
 def _distribution(values: list[str]) -> BaseDistribution:

@@ -110,7 +110,7 @@ def run_sweep(config: DictConfig, overrides: list[str]) -> None:
                 search = SeedSearch(search, state, config.sweep.seeds, config.sweep.top, first_seed=config.seed)
             state.set_status("running")
             text = f"{f'{len(state.jobs)} jobs' if state.jobs else 'jobs of the sampler'} -> {state.folder}"
-            session.lines.start(text, {"folder": str(state.folder), "jobs": len(state.jobs)})
+            session.lines.show("sweep_start", {"folder": str(state.folder), "jobs": len(state.jobs)}, text)
             if not sweeper.resume:  # a resumed one may have much to read: its first job starts before
                 session.page.write()
             with closing(backend), closing(search):

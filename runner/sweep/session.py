@@ -132,7 +132,8 @@ class SweepSession:
             self.page.write()
         from runner.reporting.leaderboard import describe_sweep_end
 
-        self.lines.end(*describe_sweep_end(state.folder))
+        text, event = describe_sweep_end(state.folder)
+        self.lines.show("sweep_end", event, text)
         if status == "completed":
             return
         if problem:

@@ -1,9 +1,9 @@
 """`sweep.budget`: the jobs of a sweep until a time or a number of tokens is spent.
 
-First the search with rungs, whose length runner/planning/budget.py has chosen. Then, as long as something is left, values
-beyond the range where the best point is at its edge; a second point to its end; then, in rounds, one more seed of each
-of the best points. When the budget is spent, the running jobs save and pause. The points are compared once, at the end:
-how many seeds there are does not depend on their losses.
+First the search with rungs, whose length runner/planning/planned_settings.py has chosen. Then, as long as something is
+left, values beyond the range where the best point is at its edge; a second point to its end; then, in rounds, one more
+seed of each of the best points. When the budget is spent, the running jobs save and pause. The points are compared
+once, at the end: how many seeds there are does not depend on their losses.
 """
 
 from __future__ import annotations

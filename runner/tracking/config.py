@@ -6,7 +6,7 @@ import dataclasses
 import re
 import sys
 from collections import Counter
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from common.errors import UserError, did_you_mean, one_line
 from common.registry import Registry
@@ -93,19 +93,16 @@ class ExternalTrackerConfig(TrackerConfig):
 
     def _config_of(self, name: str) -> TrackerConfig:
         """Return the settings of a tracker in `also`: the same as here, and its own defaults."""
-        cls: Any = TRACKERS.get(name)
-        own: dict[str, Any] = {"name": name, "also": []}
-        shared: dict[str, Any] = {}
-        for setting in dataclasses.fields(cls):
-            if setting.name in own or hasattr(self, setting.name):
-                shared[setting.name] = own.get(setting.name, getattr(self, setting.name, None))
-            elif setting.default is setting.default_factory is dataclasses.MISSING:
+        cls, given = TRACKERS.get(name), {**vars(self), "name": name, "also": []}
+        settings = dataclasses.fields(cls)
+        for setting in settings:
+            if setting.name not in given and setting.default is setting.default_factory is dataclasses.MISSING:
                 raise UserError(
                     f"the tracker {name} needs the setting {setting.name}, which tracker={self.name} does not have",
                     f"tracker.also=[{name}]",
                     f"give {setting.name} a default in {cls.__name__}",
                 )
-        return cls(**shared)
+        return cls(**{setting.name: given[setting.name] for setting in settings if setting.name in given})
 
 
 def require_package(name: str, extra: str) -> None:

@@ -96,13 +96,10 @@ class SweepLines:
     def __init__(self, mode: str) -> None:
         self._json = LineConsole(sys.stdout, is_json=True) if mode == "json" else None
 
-    def _show(self, name: str, event: Event, text: str) -> None:
+    def show(self, name: str, event: Event, text: str) -> None:
         if self._json is None:
             return print_safely(text)
         self._json.show(name, event, text)
-
-    def start(self, text: str, event: Event) -> None:
-        self._show("sweep_start", event, text)
 
     def job_output(self, job: str, prefix: str, line: str) -> None:
         """Pass on a line that a job has printed."""
@@ -115,15 +112,12 @@ class SweepLines:
 
     def job_started(self, number: str, job: str, verb: str) -> None:
         """`verb`: starts or continues; `number`: e.g. 2/8."""
-        self._show("job_start", {"job": job, "number": number, "verb": verb}, f"[{number}] {job} {verb}")
+        self.show("job_start", {"job": job, "number": number, "verb": verb}, f"[{number}] {job} {verb}")
 
     def job_failed(self, number: str, job: str, reason: str) -> None:
         if self._json is not None:
             self._json.show("job_failed", {"job": job, "number": number, "error": reason}, "")
         print_note(f"[{number}] {job} failed: {reason}")
-
-    def end(self, text: str, event: Event) -> None:
-        self._show("sweep_end", event, text)
 
 
 def _event_of(line: str) -> dict[str, Any] | None:

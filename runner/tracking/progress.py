@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
@@ -139,21 +139,19 @@ class EvaluationProgress(TaskProgress):
         self, title: str, listen: Callable[[], AbstractContextManager[Callable[[], bool]]] | None = None
     ) -> None:
         super().__init__(title)
-        self._listen = listen or (lambda: nullcontext(lambda: False))
+        self._listen, self._stack = listen, ExitStack()
+        self._stop: Callable[[], bool] = lambda: False
         self.is_stopped = False
-        self._stop: Callable[[], bool] | None = None
-        self._stack = ExitStack()
 
     def begin(self, unit: str, total: int) -> None:
         super().begin(unit, total)
-        if self._stop is None:
-            self._stop = self._stack.enter_context(self._listen())
+        if self._listen is not None:
+            self._stop, self._listen = self._stack.enter_context(self._listen()), None
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self._stack.close()
-        self._stop = None
 
     def should_stop(self) -> bool:
-        self.is_stopped = self.is_stopped or (self._stop is not None and self._stop())
+        self.is_stopped = self.is_stopped or self._stop()
         return self.is_stopped

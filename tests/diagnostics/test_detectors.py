@@ -101,7 +101,8 @@ def test_dead_model_is_diverging_in_a_run_of_three_records() -> None:
     dead = [step(4, 618888.8, norm=2035.7), step(8, UNIFORM, norm=0.0), step(12, UNIFORM, norm=0.0)]
     (symptom,) = diagnose(dead, dataclasses.replace(FACTS, lr=100.0, total_steps=12))
     assert (
-        (symptom.name, symptom.step) == ("diverging", 12)
+        symptom.name == "diverging"
+        and "at step 12," in symptom.message
         and "are exactly 0" in symptom.message
         and "optimizer.lr=10 (now 100)" in symptom.message
     )
@@ -126,7 +127,9 @@ def test_loss_that_returns_is_a_spike_and_names_its_step() -> None:
     records = falling(60)
     spike = [*records[:40], step(41, 9.0), *records[41:]]
     (symptom,) = diagnose(spike, FACTS)
-    assert (symptom.name, symptom.step) == ("loss-spike", 41) and "optimizer.lr=0.0005" in symptom.message
+    assert (
+        symptom.name == "loss-spike" and "at step 41," in symptom.message and "optimizer.lr=0.0005" in symptom.message
+    )
     assert names([*records[:40], step(41, 9.0), *(step(42 + i, 9.0) for i in range(10))]) == ["diverging"]
 
 
@@ -143,7 +146,8 @@ def test_loss_that_does_not_fall_in_half_of_the_run_is_flat(first: float, starts
     records = [step(i, first + 0.01 * math.sin(i)) for i in range(1, 201)]
     (symptom,) = diagnose(records, dataclasses.replace(FACTS, starts_from_weights=starts_from_weights, lr=1e-6))
     assert (
-        (symptom.name, symptom.step) == ("loss-flat", 100)
+        symptom.name == "loss-flat"
+        and " 100 of 200" in symptom.message
         and text in symptom.message
         and "optimizer.lr=1e-05 (now 1e-06)" in symptom.message
     )
@@ -170,7 +174,7 @@ def test_flat_loss_is_seen_after_a_long_warmup() -> None:
 def test_spike_of_several_steps_names_the_first(width: int) -> None:
     records = falling(60)
     found = diagnose([*records[:40], *(step(41 + i, 9.0) for i in range(width)), *records[40 + width :]], FACTS)
-    assert [(symptom.name, symptom.step) for symptom in found] == [("loss-spike", 41)]
+    assert [symptom.name for symptom in found] == ["loss-spike"] and "at step 41," in found[0].message
 
 
 def test_smaller_rise_that_stays_is_diverging() -> None:
@@ -233,7 +237,8 @@ def test_overfitting_names_the_best_step_after_two_evaluations_above_it() -> Non
     ]
     (symptom,) = diagnose(records, FACTS)
     assert (
-        (symptom.name, symptom.step) == ("overfitting", 48)
+        symptom.name == "overfitting"
+        and "at step 48," in symptom.message
         and "best at step 24 (3.000)" in symptom.message
         and "train.max_steps=24" in symptom.message
     )
@@ -310,10 +315,10 @@ def test_interval_of_a_validation_loss_is_that_of_a_ratio_of_sums() -> None:
 
 
 def test_validation_of_few_rows_is_named_and_of_many_is_not() -> None:
-    assert tiny_validation([9.0, 30.0, 20.0], [10, 10, 10], 12, 5) is not None
-    assert tiny_validation([30.0, 31.0, 29.0] * 10, [10] * 30, 30, 5) is None
+    assert tiny_validation([9.0, 30.0, 20.0], [10, 10, 10], 12) is not None
+    assert tiny_validation([30.0, 31.0, 29.0] * 10, [10] * 30, 30) is None
     # 3 rows: reported at the start
-    assert tiny_validation([9.0, 30.0, 20.0], [10, 10, 10], 3, 5) is tiny_validation([30.0], [10], 16, 5) is None
+    assert tiny_validation([9.0, 30.0, 20.0], [10, 10, 10], 3) is tiny_validation([30.0], [10], 16) is None
     assert [few_validation_rows(rows, 90) is not None for rows in (0, 1, 4, 9, 10)] == [False, True, True, True, False]
 
 
@@ -327,7 +332,7 @@ def test_few_validation_rows_propose_a_fraction_that_holds_out_enough() -> None:
 def test_few_rows_are_those_that_cannot_tell_the_best_of_sixteen_runs() -> None:
     """The smallest p-value of the exact sign-flip test over n paired rows is 2 ** (1 - n); 15 comparisons share 5 %."""
     assert [2.0 ** (1 - rows) <= 0.05 / 15 for rows in (FEW_ROWS - 1, FEW_ROWS)] == [False, True]
-    assert tiny_validation([math.nan, 1.0], [1, 1], 2, 5) is None
+    assert tiny_validation([math.nan, 1.0], [1, 1], 2) is None
 
 
 def test_tiny_validation_is_named_once_also_if_the_first_loss_was_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:

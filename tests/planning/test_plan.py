@@ -26,7 +26,6 @@ from runner.engine.device import cpu
 from runner.engine.optim.groups import build_optimizer
 from runner.planning import memory
 from runner.planning.alternatives import find_alternatives, with_train
-from runner.planning.batch_size import fitting_batch
 from runner.planning.command import Planner, notes_of, timed_settings
 from runner.planning.estimate import RunPlan, bytes_text, estimate_disk, plan_dict, plan_text, short_count, sweep_text
 from runner.planning.facts import BatchShape, DataFacts, model_facts
@@ -40,6 +39,7 @@ from runner.planning.memory import (
     layer_memory,
     plan_execution,
 )
+from runner.planning.planned_settings import fitting_batch
 from runner.planning.starts import planned_start
 from runner.planning.trial import remove_leftovers
 

@@ -68,6 +68,7 @@ def test_remaining_time_is_the_eta_of_the_console(tmp_path: Path, monkeypatch: p
         tmp_path / "run",
         [train_record(step, time=100.0 * step) for step in (1, 2, 3)],
         status="running",
+        attempts=[{"total_steps": 20}],
         **process_id(),
     )
     size = (folder / "metrics.jsonl").stat().st_size

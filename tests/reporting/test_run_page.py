@@ -130,7 +130,8 @@ def test_run_page_names_overfitting_truncation_and_warnings(tmp_path: Path) -> N
         *map(train, range(21, 31)),
         evaluation(30, 2.5),
     ]
-    folder = write_run(tmp_path / "run", records, step=30, data=data, export={"weights": "best"})
+    attempts = [{"total_steps": 30}]
+    folder = write_run(tmp_path / "run", records, step=30, data=data, export={"weights": "best"}, attempts=attempts)
     (folder / "train.log").write_text("warning: slow data\nstep 30/30 100.0% | loss 1\n")
     text = run_text(folder)
     assert (
@@ -263,10 +264,9 @@ def test_run_page_draws_a_bounded_number_of_fields(tmp_path: Path) -> None:
 
 def test_run_page_gives_the_longer_command_only_where_it_would_train(tmp_path: Path) -> None:
     config = "stage: {name: pretrain, data_format: text}\ntrain: {max_steps: 0, epochs: 3}\n"
-    for name, log, is_whole in (("whole", "step 2/2 100.0% |", True), ("stopped", "step 2/9 22.2% |", False)):
-        folder = write_run(tmp_path / name, [train(1), train(2)])
+    for name, steps, is_whole in (("whole", 2, True), ("stopped", 9, False)):
+        folder = write_run(tmp_path / name, [train(1), train(2)], attempts=[{"total_steps": steps}])
         (folder / ".hydra" / "config.yaml").write_text(config)
-        (folder / "train.log").write_text(log + "\n")
         assert ("train.epochs=6" in run_text(folder)) is is_whole
 
 
@@ -288,9 +288,10 @@ def test_run_page_of_a_diverged_run_proposes_a_smaller_learning_rate(tmp_path: P
     ("log", "fields"),
     [
         ("step 1/" + "9" * 5000 + " 0.1% | loss 1\n", {}),
+        ("", {"attempts": [{"total_steps": 10**300}]}),
         ("", {"data": [{"file": "a", "lost_loss_tokens": 5, "loss_tokens": -5}]}),
     ],
-    ids=["digits", "negative count"],
+    ids=["digits of the log", "digits of run.json", "negative count"],
 )
 def test_run_page_is_written_whatever_numbers_a_damaged_run_names(
     log: str, fields: dict[str, Any], tmp_path: Path

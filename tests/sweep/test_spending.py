@@ -11,7 +11,7 @@ from command_fixtures import Call, Program, is_user_error
 from fake_jobs import FakeJobs, read_sweep
 
 from common.errors import UserError
-from runner.planning.budget import as_override, in_tokens, mean_cost
+from runner.planning.planned_settings import as_override, in_tokens, mean_cost
 from runner.reporting.read_sweep import read_sweep_results
 from runner.run_dir.best_job import find_best_job
 from runner.sweep.spending import Budget

@@ -239,7 +239,7 @@ def test_quiet_run_shows_no_task(capsys: pytest.CaptureFixture[str], monkeypatch
 
 def test_sweep_in_json_passes_on_the_events_of_its_jobs(capsys: pytest.CaptureFixture[str]) -> None:
     lines = SweepLines("json")
-    lines.start("2 jobs", {"folder": "/s", "jobs": 2})
+    lines.show("sweep_start", {"folder": "/s", "jobs": 2}, "2 jobs")
     lines.job_started("1/2", "lr=1", "starts")
     for line in (
         '{"event": "step", "step": 3}',
@@ -249,7 +249,7 @@ def test_sweep_in_json_passes_on_the_events_of_its_jobs(capsys: pytest.CaptureFi
         "[" * 100_000,
     ):
         lines.job_output("lr=1", "[1/2] ", line)
-    lines.end("table", {"status": "completed"})
+    lines.show("sweep_end", {"status": "completed"}, "table")
     captured = capsys.readouterr()
     assert [json.loads(line) for line in captured.out.splitlines()] == [
         {"event": "sweep_start", "folder": "/s", "jobs": 2},
@@ -262,8 +262,8 @@ def test_sweep_in_json_passes_on_the_events_of_its_jobs(capsys: pytest.CaptureFi
 
 def test_events_and_modes_are_documented() -> None:
     text = (REPO_ROOT / "docs" / "reference" / "console-events.md").read_text(encoding="utf-8")
-    files = ("logger.py", "lines.py")
-    source = "".join((REPO_ROOT / "runner" / "tracking" / file).read_text() for file in files)
+    files = ("tracking/logger.py", "tracking/lines.py", "sweep/command.py", "sweep/session.py")
+    source = "".join((REPO_ROOT / "runner" / file).read_text() for file in files)
     events = {*re.findall(r'show\("(\w+)"', source)}
     assert events == set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
     guide = (REPO_ROOT / "docs" / "guide" / "tracking.md").read_text(encoding="utf-8")

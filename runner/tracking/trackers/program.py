@@ -135,11 +135,11 @@ def read_start(start: dict[str, Any]) -> Experiment:
         project=settings.get("project", ""),
         mode=settings.get("mode", "offline"),
         config=texts["config"],
-        group=shorten(texts.get("group", ""), SERVICE_NAME_LENGTH),
-        tags=[*dict.fromkeys(shorten(tag, TAG_LENGTH) for tag in texts.get("tags", []) if tag)][:SENT_TAGS],
-        note=shorten(texts.get("note", ""), NOTE_LENGTH),
-        stage=shorten(texts.get("stage", ""), SERVICE_NAME_LENGTH),
-        history=start.get("history"),
+        group=shorten(texts["group"], SERVICE_NAME_LENGTH),
+        tags=[*dict.fromkeys(shorten(tag, TAG_LENGTH) for tag in texts["tags"] if tag)][:SENT_TAGS],
+        note=shorten(texts["note"], NOTE_LENGTH),
+        stage=shorten(texts["stage"], SERVICE_NAME_LENGTH),
+        history=start["history"],
         is_replay=start.get("is_replay", False),
     )
 

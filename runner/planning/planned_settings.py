@@ -1,19 +1,28 @@
-"""sweep.budget: the length of the jobs of a sweep with rungs, so that the search costs about half of a budget; what it
+"""Settings that a plan chooses before a start.
+
+train.batch_size=auto: the largest micro-batch that the memory holds, with the rows per step of the settings.
+
+sweep.budget: the length of the jobs of a sweep with rungs, so that the search costs about half of a budget; what it
 leaves goes to wider ranges and more seeds (runner/sweep/spending.py).
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import statistics
+import subprocess
+import sys
 import time
 from typing import Any, NamedTuple
 
-from common.errors import UserError, print_note
-from runner.config.compose import compose_tree
+from common.errors import UserError, print_note, print_safely
+from common.paths import REPO_ROOT
+from runner.config.compose import compose_config, compose_tree
 from runner.config.overrides import key_of
 from runner.engine.config import BUDGET_LIMIT
-from runner.planning.batch_size import planned_runs
+from runner.planning.alternatives import MicroBatch
 from runner.run_dir.best_job import SEED_KEY
 from runner.sweep import grid, validation
 from runner.sweep.extend import STEPS_KEY
@@ -21,6 +30,8 @@ from runner.sweep.halving import HalvingOptions, describe_cost, planned_cost
 from runner.sweep.spending import Budget
 from runner.sweep.state import SweepState
 
+AUTO_SIZE = "train.batch_size=auto"
+SIZE_KEYS = ("train.batch_size=", "train.accumulation_steps=")
 KEY, SWEEPER_KEY, RUNG_KEY = "sweep.budget=", "hydra/sweeper", "hydra.sweeper.first_rung="
 EVAL_KEY = "train.eval_every"
 SEARCH_SHARE = 0.5  # of the budget, for the rungs: a machine that is slower while others use it still finishes them
@@ -32,6 +43,52 @@ EVAL_SHARE = 0.2
 FLOPS_PER_PARAMETER = (
     6  # and token, forward and backward: Kaplan et al. (2020), Scaling laws for neural language models
 )
+
+
+def with_batch_size(typed: list[str], is_multirun: bool) -> list[str]:
+    """Return the overrides of a new run with a micro-batch and an accumulation in place of AUTO_SIZE.
+
+    Raises UserError for a sweep, and if no micro-batch fits.
+    """
+    if is_multirun:
+        fix = "give numbers; python runner/plan.py --multirun with them says what fits"
+        raise UserError("jobs of a sweep differ in what fits: each needs a number", AUTO_SIZE, fix)
+    others = [override for override in typed if override != AUTO_SIZE]
+    train = compose_config(others).train
+    rows = train.batch_size * train.accumulation_steps
+    others = [override for override in others if not override.startswith(SIZE_KEYS)]
+    whole = MicroBatch(rows, 1).overrides.split()
+    chosen = fitting_batch(planned_runs([*others, *whole], is_timed=False)[0], rows)
+    print_note(f"{AUTO_SIZE}: {chosen}, {rows} rows per step on each rank")
+    return [*others, *chosen.split()]
+
+
+def planned_runs(arguments: list[str], is_timed: bool) -> list[dict[str, Any]]:
+    """Return the field `runs` of plan.py with these arguments.
+
+    Another process plans: what it imports and allocates is not in this one. Exits as it does where it refuses the runs;
+    its notes are those that the start of the runs prints again.
+    """
+    options = [f"timing={str(is_timed).lower()}", "json=true"]
+    command = [sys.executable, str(REPO_ROOT / "runner" / "plan.py"), *arguments, *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        print_safely(done.stderr.rstrip("\n"), sys.stderr)
+        sys.exit(done.returncode)
+    return json.loads(done.stdout)["runs"]
+
+
+def fitting_batch(plan: dict[str, Any], rows: int) -> str:
+    """Return the overrides of the largest micro-batch that fits; `plan`: of micro-batches of all `rows` of a step."""
+    if not plan["alternatives"]:
+        return MicroBatch(rows, 1).overrides
+    others = [found["overrides"] for found in plan["alternatives"] if found["fits"] and not found["changes"]]
+    if fitting := [each for each in others if re.fullmatch(r"\S+=\d+ \S+=\d+", each)]:
+        return fitting[0]
+    fix = (
+        f"train.batch_size=1 with {' or '.join(others) or 'a smaller model (model=...), or a shorter data.max_length'}"
+    )
+    raise UserError("not even a micro-batch of one row fits into the memory", AUTO_SIZE, fix)
 
 
 class JobCost(NamedTuple):
