@@ -59,12 +59,8 @@ def _or_best_job(newest: Path, found: Collection[Path]) -> tuple[Path, str]:
 
 def describe_model(fields: Mapping[str, Any]) -> str:
     """Return steps, loss, data and age of a completed run, from its run.json."""
-    score, files = model_score(fields), fields.get("data")
-    names = (
-        [Path(str(file.get("file"))).name for file in files if isinstance(file, dict)]
-        if isinstance(files, list)
-        else []
-    )
+    score = model_score(fields)
+    names = [Path(str(file.get("file"))).name for file in fields.get("data", ())]
     loss = "not evaluated" if score is None or score.loss is None else f"validation loss {score.loss:.4f}"
     if score is not None and score.step != fields.get("step"):
         loss += f" at step {score.step:,}"
@@ -105,12 +101,7 @@ def _age(ended: object) -> str:
 
 
 def _is_compatible(fields: Mapping[str, Any], stage: str, fingerprints: dict[str, str]) -> bool:
-    """Return whether the run of `fields` (run.json) can be the start of another; not if a value that is read here is of
-    another type.
-    """
-    recorded, counts = fields.get("fingerprints"), (fields.get("step", 0), fields.get("tokens", 0))
-    if fields.get("status") != "completed" or fields.get("stage") != stage or not isinstance(recorded, dict):
+    """Return whether the run of `fields` (run.json) can be the start of another; not if a count is missing."""
+    if fields.get("status") != "completed" or fields.get("stage") != stage or not {"step", "tokens"} <= fields.keys():
         return False
-    return all(isinstance(count, int) for count in counts) and all(
-        recorded.get(name) == value for name, value in fingerprints.items()
-    )
+    return fields.get("fingerprints", {}).items() >= fingerprints.items()

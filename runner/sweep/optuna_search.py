@@ -21,7 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 
 from common.errors import UserError
-from common.filesystem import read_bounded, read_json_object, write_atomic_file
+from common.filesystem import read_bounded, write_atomic_file
 from common.guarded_files import check_own_files, read_from
 from common.limits import check_json_size, check_nesting, parse_record
 from common.settings import check_at_least, check_choice, check_installed
@@ -29,7 +29,7 @@ from runner.config import schema
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.engine.config import Config
 from runner.run_dir.best_job import SEED_KEY, comparison_problem, fewest_rows, point_of
-from runner.run_dir.contents import RUN_FILE
+from runner.run_dir.metadata import RunMetadata
 from runner.sweep.grid import GridPoint, SweeperOptions, listed_values
 from runner.sweep.halving import HalvingOptions, RungOptions, RungSearch
 from runner.sweep.state import SweepJob, SweepState
@@ -342,7 +342,7 @@ class OptunaSearch(RungSearch):
                 ],
             }
         completed = [job for job in self.state.jobs if job.status == "completed" and not self.state.is_added_seed(job)]
-        evaluations = [read_json_object(self.state.folder / job.name / RUN_FILE).get("evaluation") for job in completed]
+        evaluations = [RunMetadata.read(self.state.folder / job.name).get("evaluation") for job in completed]
         seeds = Counter(point_of(job.overrides) for job in completed).values()
         results |= {"evaluation_rows": fewest_rows(evaluations), "seeds_per_point": min(seeds, default=0)}
         if "loss" in self.options.objectives and (problem := comparison_problem(evaluations)):

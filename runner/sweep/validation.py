@@ -224,7 +224,7 @@ def changed_data(state: SweepState) -> list[str]:
     for job in state.jobs:
         run = RunMetadata.read(state.folder / job.name) if job.status == "completed" else {}
         for file in run.get("data") or ():
-            if isinstance(file, dict) and isinstance(sha256 := file.get("sha256"), str):
+            if isinstance(sha256 := file.get("sha256"), str):
                 known.setdefault(str(file.get("file")), sha256)
     lines, cache = [], workspace_dir() / ".cache"
     for name, sha256 in known.items():
