@@ -1,5 +1,5 @@
 """sweep.budget: the length of the jobs of a sweep with rungs, so that the search costs about half of a budget; what it
-leaves goes to wider ranges and more seeds (runner/sweep/spending.py).
+leaves goes to wider ranges and more seeds (runner/sweep/seeds.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from runner.run_dir.best_job import SEED_KEY
 from runner.sweep import grid, validation
 from runner.sweep.extend import STEPS_KEY
 from runner.sweep.halving import HalvingOptions, describe_cost, planned_cost
-from runner.sweep.spending import Budget
+from runner.sweep.seeds import Budget
 from runner.sweep.state import SweepState
 
 KEY, SWEEPER_KEY, RUNG_KEY = "sweep.budget=", "hydra/sweeper", "hydra.sweeper.first_rung="
