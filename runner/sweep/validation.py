@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,22 +79,26 @@ def hydra_options(config: DictConfig) -> tuple[SweeperOptions, Backend]:
 
     Raises UserError for values that are not allowed and for packages that are missing.
     """
-    sweeper, launcher = OmegaConf.to_object(config.hydra.sweeper), OmegaConf.to_object(config.hydra.launcher)
-    for setting, options, known in (("hydra/sweeper", sweeper, SWEEPERS), ("hydra/launcher", launcher, LAUNCHERS)):
-        if type(options) not in known.values():
-            name = config.hydra.runtime.choices[setting]
-            raise UserError(
-                f"{setting} must be one of {', '.join(known)}, got {name}",
-                f"{setting}={name}",
-                f"e.g. {setting}={next(iter(known))}",
-            )
-    assert isinstance(sweeper, SweeperOptions) and isinstance(launcher, Backend)
+    sweeper: SweeperOptions = _plugin_options(config, "sweeper", SWEEPERS)
+    launcher: Backend = _plugin_options(config, "launcher", LAUNCHERS)
     if config.sweep.budget:
         check_budget(config.sweep, sweeper)
     launcher.check_available()
     sweeper.check_available()
     torchrun.check_sweep_launcher(plugin_name(launcher), vars(launcher))
     return sweeper, launcher
+
+
+def _plugin_options(config: DictConfig, kind: str, known: Mapping[str, type]) -> Any:
+    """Return the options of a plugin of this program. One of another package would train in other directories."""
+    options, target = OmegaConf.to_object(config.hydra[kind]), config.hydra[kind].get("_target_")
+    if type(options) not in known.values() or target != getattr(type(options), "_target_", None):
+        raise UserError(
+            f"hydra/{kind} must be one of {', '.join(known)}, got {target}",
+            f"hydra.{kind}._target_={target}",
+            f"leave it out; hydra/{kind}=NAME selects one",
+        )
+    return options
 
 
 def check_budget(rules: DictConfig, sweeper: SweeperOptions) -> None:
@@ -245,23 +249,12 @@ def check_plugins(config: DictConfig, typed: Sequence[str]) -> None:
     """Raise UserError if a YAML file of the user selects a sweeper or launcher: of another package, which would train
     in other directories, or in vain.
     """
-    for kind, known in (("sweeper", SWEEPERS), ("launcher", LAUNCHERS)):
-        group, target, ours = f"hydra/{kind}", config.hydra[kind].get("_target_"), list[Any](known.values())
-        if target not in [options._target_ for options in ours]:
-            setting = f"hydra.{kind}._target_={target}"
-            raise UserError(
-                f"{group} must be one of {', '.join(known)}, got {target}",
-                setting,
-                f"leave it out; {group}=NAME selects one",
-            )
-        if config_dirs(list(typed))[1:] and (
-            ignored := ineffective_override(group, config.hydra.runtime.choices[group], typed)
-        ):
-            raise UserError(
-                f"{group} cannot be selected in a file, it is {config.hydra.runtime.choices[group]}",
-                ignored[1],
-                f"type {group}={ignored[0]}",
-            )
+    hydra_options(config)
+    for group in ("hydra/sweeper", "hydra/launcher") if config_dirs(list(typed))[1:] else ():
+        chosen = config.hydra.runtime.choices[group]
+        if ignored := ineffective_override(group, chosen, typed):
+            option, position = ignored
+            raise UserError(f"{group} cannot be selected in a file, it is {chosen}", position, f"type {group}={option}")
 
 
 def plugin_name(options: SweeperOptions | Backend) -> str:
