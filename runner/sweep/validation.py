@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
@@ -79,8 +79,9 @@ def hydra_options(config: DictConfig) -> tuple[SweeperOptions, Backend]:
 
     Raises UserError for values that are not allowed and for packages that are missing.
     """
-    sweeper: SweeperOptions = _plugin_options(config, "sweeper", SWEEPERS)
-    launcher: Backend = _plugin_options(config, "launcher", LAUNCHERS)
+    _check_are_own(config)
+    sweeper, launcher = OmegaConf.to_object(config.hydra.sweeper), OmegaConf.to_object(config.hydra.launcher)
+    assert isinstance(sweeper, SweeperOptions) and isinstance(launcher, Backend)
     if config.sweep.budget:
         check_budget(config.sweep, sweeper)
     launcher.check_available()
@@ -89,16 +90,16 @@ def hydra_options(config: DictConfig) -> tuple[SweeperOptions, Backend]:
     return sweeper, launcher
 
 
-def _plugin_options(config: DictConfig, kind: str, known: Mapping[str, type]) -> Any:
-    """Return the options of a plugin of this program. One of another package would train in other directories."""
-    options, target = OmegaConf.to_object(config.hydra[kind]), config.hydra[kind].get("_target_")
-    if type(options) not in known.values() or target != getattr(type(options), "_target_", None):
-        raise UserError(
-            f"hydra/{kind} must be one of {', '.join(known)}, got {target}",
-            f"hydra.{kind}._target_={target}",
-            f"leave it out; hydra/{kind}=NAME selects one",
-        )
-    return options
+def _check_are_own(config: DictConfig) -> None:
+    """Raise UserError for a sweeper or launcher of another package, which would train in other directories, or in vain."""
+    for kind, known in (("sweeper", SWEEPERS), ("launcher", LAUNCHERS)):
+        options, target = OmegaConf.get_type(config.hydra[kind]), config.hydra[kind].get("_target_")
+        if options not in known.values() or target != getattr(options, "_target_", None):
+            raise UserError(
+                f"hydra/{kind} must be one of {', '.join(known)}, got {target}",
+                f"hydra.{kind}._target_={target}",
+                f"leave it out; hydra/{kind}=NAME selects one",
+            )
 
 
 def check_budget(rules: DictConfig, sweeper: SweeperOptions) -> None:
@@ -246,10 +247,8 @@ def changed_data(state: SweepState) -> list[str]:
 
 
 def check_plugins(config: DictConfig, typed: Sequence[str]) -> None:
-    """Raise UserError if a YAML file of the user selects a sweeper or launcher: of another package, which would train
-    in other directories, or in vain.
-    """
-    hydra_options(config)
+    """Raise UserError for a sweeper or launcher of another package, or one that a YAML file selects in vain."""
+    _check_are_own(config)
     for group in ("hydra/sweeper", "hydra/launcher") if config_dirs(list(typed))[1:] else ():
         chosen = config.hydra.runtime.choices[group]
         if ignored := ineffective_override(group, chosen, typed):
