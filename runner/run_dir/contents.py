@@ -227,10 +227,12 @@ DEFAULT_METADATA: dict[str, Any] = {
 }
 # Types of the fields that are read again; None is allowed where the default is None, and for those that are absent at
 # first
-FIELD_TYPES = {name: type(value) for name, value in DEFAULT_METADATA.items() if value is not None} | {
-    "outcome": str, "error": str, "degraded": str, "init_from": str, "tokenizer_source": str, "evaluation": dict, "export": dict, "id": str,
-    "checkpoint": str, "stage": str, "model": str, "changed": list, "tracker_id": str, "branched_from": dict, "loss_tokens": int, "code": dict, "data": list,
-}  # fmt: skip
+FIELD_TYPES = {name: type(value) for name, value in DEFAULT_METADATA.items() if value is not None}
+FIELD_TYPES |= dict.fromkeys(
+    "outcome error degraded init_from tokenizer_source id checkpoint stage model tracker_id".split(), str
+)
+FIELD_TYPES |= dict.fromkeys(("evaluation", "export", "branched_from", "code"), dict)
+FIELD_TYPES |= {"changed": list, "data": list, "loss_tokens": int}
 
 
 def has_started(fields: Mapping[str, Any]) -> bool:
