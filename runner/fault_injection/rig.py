@@ -22,7 +22,7 @@ from pathlib import Path
 
 from common.errors import FAILED, INTERRUPTED, OK, USER_ERROR, UserError
 from common.filesystem import read_json_object
-from common.ownership import start_ticks
+from common.ownership import process_stat
 from common.paths import REPO_ROOT, command_line
 from data.background import kill_with_parent
 from runner.fault_injection.probes import DiskHook, PhaseProbe
@@ -90,15 +90,9 @@ def session_pids(leader: int) -> list[int]:
 
     None on a system without /proc.
     """
-    pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-    return [pid for pid in pids if pid != leader and _session_of(pid) == leader and start_ticks(pid) is not None]
-
-
-def _session_of(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
-    except OSError:  # it has ended meanwhile
-        return None
+    stats = {int(folder.name): process_stat(folder.name) for folder in Path("/proc").glob("[0-9]*")}
+    living = {pid: fields for pid, fields in stats.items() if fields and fields[0] not in "ZX"}
+    return [pid for pid, fields in living.items() if pid != leader and int(fields[3]) == leader]
 
 
 def import_heavy_libraries() -> None:
