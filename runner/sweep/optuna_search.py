@@ -22,8 +22,8 @@ from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 
 from common.errors import UserError
 from common.filesystem import read_bounded, write_atomic_file
-from common.guarded_files import check_own_files, read_from
-from common.limits import check_json_size, check_nesting, parse_record
+from common.guarded_files import check_own_files, last_records
+from common.limits import check_json_size, check_nesting
 from common.settings import check_at_least, check_choice, check_installed
 from runner.config import schema
 from runner.config.hydra_errors import translating_hydra_errors
@@ -314,8 +314,8 @@ class OptunaSearch(RungSearch):
         """
         if job.loss is None or (job.is_diverged and self.options.objectives != ["loss"]):
             return None
-        metrics = self.state.folder / job.name / "metrics.jsonl"
-        logged = _last_train_record(metrics) if metrics.exists() else {}
+        records = reversed(last_records(self.state.folder / job.name / "metrics.jsonl"))
+        logged = next((each for each in records if each.get("kind") == "train"), {})
         record = {"skipped_steps": 0, **logged, "loss": float(job.loss)}
         names = self.options.objectives
         if job.status == "completed" and logged and (unknown := [name for name in names if name not in record]):
@@ -352,11 +352,6 @@ class OptunaSearch(RungSearch):
 
 def _to_overrides(params: Mapping[str, Any]) -> dict[str, str]:
     return {key: str(value) for key, value in params.items()}
-
-
-def _last_train_record(metrics: Path) -> dict[str, Any]:
-    records = map(parse_record, reversed(read_from(metrics, 0).split(b"\n")))
-    return next((record for record in records if record.get("kind") == "train"), {})
 
 
 def _drop_partial_line(path: Path) -> None:

@@ -16,8 +16,7 @@ import time
 from typing import NamedTuple, Self
 
 from common.errors import print_note, resume_command
-from common.guarded_files import last_lines
-from common.limits import parse_record
+from common.guarded_files import last_records
 from runner.engine.config import BUDGET
 from runner.reporting.read_sweep import read_sweep_results
 from runner.reporting.sweep_results import ResultRow, SweepResults
@@ -30,7 +29,6 @@ from runner.sweep.state import SweepJob, SweepState
 UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600}
 WIDENED_BEFORE = 0.75  # share of the budget: a point beyond the range may cost a full run
 ENDS_AT = 0.985  # share of the budget at which jobs are stopped: they save, and the results are written
-RECORD_TAIL = 4096  # of metrics.jsonl
 READ_EVERY = 0.2  # seconds between two readings of the tokens of running jobs
 WRITTEN_EVERY = 10.0  # seconds between two records of the time: a kill -9 forgets no more
 
@@ -218,6 +216,6 @@ def _beyond(winner: ResultRow, key: str, value: str) -> list[dict[str, str]]:
 
 def newest_tokens(state: SweepState, job: SweepJob) -> float:
     """Return the input tokens that a job has trained on, by its newest record."""
-    lines = last_lines(state.folder / job.name / "metrics.jsonl", RECORD_TAIL)
-    found = (parse_record(line.encode()).get("tokens") for line in reversed(lines))
+    records = reversed(last_records(state.folder / job.name / "metrics.jsonl"))
+    found = (record.get("tokens") for record in records)
     return next((float(tokens) for tokens in found if isinstance(tokens, int | float)), 0.0)
