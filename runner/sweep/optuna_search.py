@@ -315,7 +315,7 @@ class OptunaSearch(RungSearch):
         if job.loss is None or (job.is_diverged and self.options.objectives != ["loss"]):
             return None
         records = reversed(last_records(self.state.folder / job.name / "metrics.jsonl"))
-        logged = next((each for each in records if each.get("kind") == "train"), {})
+        logged: dict[str, Any] = next((each for each in records if each.get("kind") == "train"), {})
         record = {"skipped_steps": 0, **logged, "loss": float(job.loss)}
         names = self.options.objectives
         if job.status == "completed" and logged and (unknown := [name for name in names if name not in record]):
