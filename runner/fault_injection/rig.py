@@ -14,13 +14,12 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.errors import FAILED, INTERRUPTED, OK, USER_ERROR, UserError
+from common.errors import FAILED, INTERRUPTED, OK, USER_ERROR, UserError, exiting_with_code, run_then_hard_exit
 from common.filesystem import read_json_object
 from common.ownership import process_stat
 from common.paths import REPO_ROOT, command_line
@@ -132,32 +131,25 @@ def launch_fork(main: Callable[[], int], output: Path) -> Launch:
     with this process.
     """
     parent = os.getpid()
-    child = os.fork()
-    if child:
+    if child := os.fork():
         return Launch(child, output)
-    code = 1
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # after a fork the tokenizers would wait for threads of the parent
-    try:
+
+    def fork_main() -> int:
         os.setsid()
         kill_with_parent(parent)
         stdin, out = os.open(os.devnull, os.O_RDONLY), os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(stdin, 0), os.dup2(out, 1), os.dup2(out, 2)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-        code = main()
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException as error:
-        traceback.print_exc()
-        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    finally:
-        try:  # wait for the checkpoint writer and flush the output, as at the end of any program
+        try:
+            with exiting_with_code():
+                return main()
+        finally:  # wait for the checkpoint writer, as at the end of any program
             for thread in threading.enumerate():
                 if thread is not threading.current_thread() and not thread.daemon:
                     thread.join()
-            sys.stdout.flush(), sys.stderr.flush()
-        finally:
-            os._exit(code)
-    raise AssertionError("os._exit does not return")
+
+    run_then_hard_exit(fork_main)
 
 
 @dataclass

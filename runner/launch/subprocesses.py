@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from common.errors import print_safely
 from common.filesystem import make_dirs
@@ -68,27 +68,6 @@ def die_with_parent(parent: int) -> Callable[[], None]:
             os._exit(128 + signal.SIGTERM)
 
     return request_signal
-
-
-def run_then_hard_exit(main: Callable[[], int | None]) -> NoReturn:
-    """Run `main`, flush, then `os._exit(code)`.
-
-    Interpreter shutdown is skipped: threads of a torch process group that free tensors while Python finalises abort the
-    process. `main` itself closes files and joins threads.
-    """
-    code: object = 1
-    try:
-        code = main()
-    except SystemExit as error:
-        code = error.code
-        if isinstance(code, str):
-            print(code, file=sys.stderr)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        for stream in filter(None, (sys.stdout, sys.stderr)):  # None where the parent closed it
-            stream.flush()
-        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
 def failure_reason(code: int, fields: dict[str, Any], lines: list[str]) -> str:
