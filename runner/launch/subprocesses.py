@@ -27,26 +27,21 @@ TAIL_LINES, MAX_STACK_LINES = 30, 200
 MAX_LOG_BYTES = 1 << 20  # read from the end of a log
 
 
-def child_env() -> dict[str, str]:
-    """Return the environment for a child, without HYDRA_FULL_ERROR, which the command line interface sets for its own
-    process.
-    """
-    return {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}
-
-
 def spawn(
-    program: list[str], environment: dict[str, str], out: int | None, stdin: int = subprocess.DEVNULL
+    program: list[str], variables: dict[str, str], out: int | None, stdin: int = subprocess.DEVNULL
 ) -> subprocess.Popen:
-    """Start `python *program` in a process group of its own.
+    """Start `python *program` in a process group of its own, with `variables` added to the environment.
 
     `out` is the descriptor for stdout and stderr; None: those of this process.
     """
+    # the command line interface sets HYDRA_FULL_ERROR for its own process
+    inherited = {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}
     return subprocess.Popen(
         [sys.executable, *program],
         stdin=stdin,
         stdout=out,
         stderr=out,
-        env=environment,
+        env=inherited | {"PYTHONUNBUFFERED": "1"} | variables,
         process_group=0,  # Ctrl-C reaches only this process, which forwards it once
         preexec_fn=die_with_parent(os.getpid()),
     )
