@@ -30,38 +30,15 @@ from runner.checkpoint.atomic_dir import step_names
 RUN_FILE, HYDRA_DIR = "run.json", ".hydra"
 LOCK_FILE, OWNER_FILE = ".lock", ".owner.json"
 # What a launch may have written to its directory before it trains
-OWN_NAMES = {
-    RUN_FILE,
-    HYDRA_DIR,
-    LOCK_FILE,
-    f"{LOCK_FILE}.owner",
-    OWNER_FILE,
-    "logs",
-    "tokenizer",
-    "train.log",
-    "metrics.jsonl",
-    "samples.jsonl",
-    "checkpoints",
-}
+OWN_NAMES = {RUN_FILE, HYDRA_DIR, LOCK_FILE, f"{LOCK_FILE}.owner", OWNER_FILE}
+OWN_NAMES |= set("logs tokenizer train.log metrics.jsonl samples.jsonl checkpoints".split())
 # What is opened by its name, or written into: no links, nothing but regular files and folders. The JSON files and
 # checkpoints are checked as they are read.
-GUARDED_NAMES = (
-    HYDRA_DIR,
-    LOCK_FILE,
-    OWNER_FILE,
-    DAMAGED_DIR,
-    "logs",
-    "tokenizer",
-    "model",
-    "train.log",
-    "console.log",
-    "evaluations.jsonl",
-    "incidents.jsonl",
-    "profile.json",
-    "report.html",
-    "uninterrupted",
-    "resumed",
-)
+GUARDED_NAMES = [HYDRA_DIR, LOCK_FILE, OWNER_FILE, DAMAGED_DIR]
+GUARDED_NAMES += """
+    logs tokenizer model train.log console.log evaluations.jsonl incidents.jsonl profile.json report.html
+    uninterrupted resumed
+""".split()
 GUARDED_PATTERNS = ("metrics.*jsonl", "samples.*jsonl")
 SWEEP_FILE = "sweep.json"
 
