@@ -24,6 +24,7 @@ from common.filesystem import read_json_object
 from common.ownership import process_stat
 from common.paths import REPO_ROOT, command_line
 from data.background import kill_with_parent
+from runner.checkpoint.atomic_dir import TEMPORARY
 from runner.fault_injection.probes import DiskHook, PhaseProbe
 
 LAUNCH_POLL_SECONDS = 0.002
@@ -319,7 +320,7 @@ class Trial:
         self.result.leftovers += [f"{name} is left" for name in self._temporary_files()]
 
     def _temporary_files(self) -> list[str]:
-        return [path.name for path in self.run_dir.rglob(".*") if path.name.startswith((".tmp-", ".del-"))]
+        return [path.name for path in self.run_dir.rglob(".*") if path.name.startswith(TEMPORARY)]
 
 
 def run_reference(rig: Rig, name: str = "reference") -> UninterruptedRun:
