@@ -227,7 +227,7 @@ class Supervisor:
         ended = {
             "kind": failure.kind,
             "exit_code": failure.code if failure.code >= 0 else None,
-            "signal": failure.signal_name,
+            "signal": signal.Signals(-failure.code).name if failure.code < 0 else None,
             "error": str(failure.error),
         }
         append_incident(folder, {**where, **ended, "action": action, "last_lines": lines, "stacks": stacks})

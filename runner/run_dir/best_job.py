@@ -50,7 +50,7 @@ def model_score(fields: Mapping[str, Any]) -> ModelScore | None:
     export = fields.get("export")
     if fields.get("status") != "completed" or not export:
         return None
-    return ModelScore(str(export.get("weights")), _as_int(export.get("step")), _finite(export.get("loss")))
+    return ModelScore(str(export.get("weights")), int(_finite(export.get("step")) or 0), _finite(export.get("loss")))
 
 
 def find_best_job(sweep: Path) -> Path:
@@ -202,7 +202,3 @@ def _finite(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
         return None
     return float(value)
-
-
-def _as_int(value: object) -> int:
-    return int(value) if isinstance(value, int | float) and math.isfinite(value) else 0

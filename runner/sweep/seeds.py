@@ -202,16 +202,9 @@ class BudgetSearch(SeedSearch):
         for edge in edges:
             print_note(f"{edge}: {edge.key}={edge.following} is added")
             self.state.swept[edge.key].append(edge.following)
-            self.halving.add_point(
-                [self.state.add_job(each) for each in _beyond(verdict.winner, edge.key, edge.following)]
-            )
+            swept = [job.swept for job in verdict.winner.jobs if not job.is_added_seed]
+            self.halving.add_point([self.state.add_job({**each, edge.key: edge.following}) for each in swept])
         return True
-
-
-def _beyond(winner: ResultRow, key: str, value: str) -> list[dict[str, str]]:
-    """Return the swept values of the jobs of a new point: those of the best point with another value of `key`."""
-    jobs = [job.swept for job in winner.jobs if not job.is_added_seed]
-    return [{**swept, key: value} for swept in jobs]
 
 
 def newest_tokens(state: SweepState, job: SweepJob) -> float:
