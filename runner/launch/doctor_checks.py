@@ -86,7 +86,7 @@ def _check_model(state: CheckpointState) -> Iterator[Problem]:
     try:
         text = f"{stored_size(files).parameters:,} numbers"
         damage = "" if files else "no file of weights"
-        if isinstance(export, dict):
+        if export:
             is_equal, compared = _compare_with_checkpoint(state, export, files)
             text, damage = f"{text}, {compared}", damage if is_equal else compared
     except (UserError, OSError) as error:

@@ -1,5 +1,5 @@
-"""More jobs for the best points of a sweep, until they are told apart (`sweep.seeds`), or until a time or a number of
-tokens is spent (`sweep.budget`).
+"""More jobs for the best points of a sweep, until they differ by more than chance (`sweep.seeds`), or until a time or a
+number of tokens is spent (`sweep.budget`).
 
 `sweep.seeds`: repeated looks at growing data find a difference by chance more often than one look (Armitage et al.,
 1969, Repeated significance tests on accumulating data): the looks share their level (`level_of_look`).
