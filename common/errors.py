@@ -14,11 +14,11 @@ import shlex
 import sys
 import traceback
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from common.paths import command_line_here
 
@@ -281,6 +281,27 @@ def _is_open(descriptor: int) -> bool:
 
 
 # --- exit code and message for every way a command can end ---
+
+
+def run_then_hard_exit(main: Callable[[], int | None]) -> NoReturn:
+    """Run `main`, flush, then `os._exit(code)`.
+
+    Interpreter shutdown is skipped: threads of a torch process group that free tensors while Python finalises abort the
+    process. `main` itself closes files and joins threads.
+    """
+    code: object = 1
+    try:
+        code = main()
+    except SystemExit as error:
+        code = error.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None where the parent closed it
+            stream.flush()
+        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
 @contextmanager

@@ -20,11 +20,12 @@ from typing import Any, BinaryIO
 from common.errors import UserError
 from common.filesystem import make_dirs, open_regular, read_bounded, write_atomic_file
 from common.hub import snapshot_link_target
-from common.limits import parse_json
+from common.limits import parse_json, parse_record
 
 MAX_TOKENIZER_BYTES = 64 << 20  # of each file of a tokenizer; the largest tokenizer.json in use has 35 MB
 GENERATION_CONFIG = "generation_config.json"  # how a model is sampled, and its stop tokens
 MAX_MODEL_JSON_BYTES = 16 << 20  # of config.json and its like
+RECORDS_BYTES = 1 << 16  # of the end of a log, where its last records are
 DAMAGED_DIR = "damaged"  # in a run directory: files that could not be read, as they were
 DOWNLOAD_HINT = "write or download the folder again"
 LFS_POINTER = b"version https://git-lfs"
@@ -69,6 +70,11 @@ def last_lines(path: Path, limit: int, start: int = 0) -> list[str]:
         return read_from(path, start, limit).decode("utf-8", "replace").splitlines()
     except OSError:
         return []
+
+
+def last_records(path: Path) -> list[dict[str, Any]]:
+    """Return the JSON objects in the last RECORDS_BYTES of a log, oldest first; {} for a line that is none."""
+    return [parse_record(line.encode()) for line in last_lines(path, RECORDS_BYTES)]
 
 
 def check_own_files(folder: Path, names: Iterable[str], shallow: Iterable[str] = ()) -> None:

@@ -81,15 +81,20 @@ def boot_id() -> str | None:
         return None
 
 
+def process_stat(pid: Any) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on; [] if there is no such process or no /proc."""
+    try:
+        return Path(f"/proc/{int(pid)}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (OSError, ValueError, TypeError):
+        return []
+
+
 def start_ticks(pid: Any) -> int | None:
     """Return when the process started (clock ticks since boot), None if it has ended, if there is no such process or no
     /proc.
     """
-    try:
-        fields = Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()
-        return None if fields[0] in "ZX" else int(fields[19])
-    except (OSError, ValueError, TypeError, IndexError):
-        return None
+    fields = process_stat(pid)
+    return None if not fields or fields[0] in "ZX" else int(fields[19])
 
 
 MAX_OWNER_BYTES = 4096

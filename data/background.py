@@ -23,10 +23,10 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TypeVar
 
 from common.errors import StopRequested, TrainingError
+from common.ownership import process_stat
 
 T = TypeVar("T")
 WATCH_POLL_SECONDS = 0.1
@@ -137,10 +137,9 @@ def prefetch(
 
 def describe_state(pid: int) -> str:
     """Return ": ..." if the kernel knows what a process waits for (Linux), otherwise ""."""
-    with suppress(OSError, IndexError):
-        state = PROCESS_STATES.get(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0])
-        return f": {state}" if state else ""
-    return ""
+    fields = process_stat(pid)
+    state = PROCESS_STATES.get(fields[0]) if fields else None
+    return f": {state}" if state else ""
 
 
 class Worker:

@@ -37,6 +37,7 @@ from common.filesystem import (
 
 MANIFEST_FILE = "MANIFEST.json"
 RESERVED_BYTES = 1 << 20  # kept free besides a new folder: for its directory entries, metrics.jsonl and run.json
+TEMPORARY = (".tmp-", ".del-")  # beginnings of the names of files of interrupted writers
 MAX_MANIFEST_BYTES = 1 << 20  # a longer file is no manifest
 STEP_NAME = re.compile(r"step-[0-9]{8}")
 FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
@@ -187,7 +188,7 @@ def discard_dir(folder: Path) -> None:
     remove_quietly(trash)
 
 
-def remove_temp(parent: Path, kinds: tuple[str, ...] = (".tmp-", ".del-")) -> list[str]:
+def remove_temp(parent: Path, kinds: tuple[str, ...] = TEMPORARY) -> list[str]:
     """Remove temporary files of interrupted writers; return their names.
 
     The caller must hold the lock: a running writer's files look the same.

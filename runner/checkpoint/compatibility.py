@@ -46,29 +46,36 @@ MAX_VALUE_LENGTH = 200  # characters of a variable that are recorded
 COMPILER_SECONDS = 5.0
 
 
+def environment_without_torch() -> dict[str, Any]:
+    """Return those facts of `describe_environment` that need no import of torch."""
+    import numpy
+
+    return {
+        "code": code_fingerprint(),
+        "python": platform.python_version(),
+        "numpy": numpy.__version__,
+        "cpu_model": cpu_model(),
+        **{f"variables.{name}": value for name, value in numeric_variables(os.environ).items()},
+    }
+
+
 def describe_environment(device: torch.device, num_ranks: int) -> dict[str, Any]:
     """Return fact -> value, as JSON values, of this process.
 
     It costs about 5 ms, most of it for `code_fingerprint`.
     """
-    import numpy
     import torch
 
     # MKL and oneDNN among others
     build = [line for line in torch.__config__.show().splitlines() if "CPU capability" not in line]
-    facts = {
-        "code": code_fingerprint(),
-        "python": platform.python_version(),
+    facts = environment_without_torch() | {
         "torch": torch.__version__,
         "torch_build": hashlib.sha256("\n".join(build).encode()).hexdigest()[:16],
-        "numpy": numpy.__version__,
         "ranks": num_ranks,
         "threads": torch.get_num_threads(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
-        "cpu_model": cpu_model(),
         "mkldnn": torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        **{f"variables.{name}": value for name, value in numeric_variables(os.environ).items()},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }
     if device.type == "cuda":

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from common.errors import UserError, exiting_with_code, ignore_broken_pipe
+from common.errors import UserError, exiting_with_code, ignore_broken_pipe, run_then_hard_exit
 from common.registry import import_plugins
 from runner.config import overrides
 from runner.config.overrides import RERUN_FLAGS, flag_value, has_flag, parse_argv
@@ -42,8 +42,6 @@ def train_command(task: Task, argv: list[str] | None = None) -> None:
     ignore_broken_pipe()
     argv = sys.argv[1:] if argv is None else argv
     if torchrun.is_multi_process():
-        from runner.launch.subprocesses import run_then_hard_exit
-
         run_then_hard_exit(lambda: _main(task, argv) if torchrun.is_rank_zero() else _worker_main(argv))
     _main(task, argv)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import tempfile
@@ -25,6 +26,7 @@ from runner.fault_injection.rig import (
 from runner.run_dir.contents import git_state, library_versions
 
 FAULT_KINDS = ("kills", "disk", "flips", "signals", "workers")
+FAULT_NAME = re.compile(f"({'|'.join(FAULT_KINDS)})-([1-9][0-9]*)")
 LAUNCHES_PER_FAULT = 1.3  # undisturbed runs that a fault takes as long as
 FORK_SECONDS, COLD_SECONDS = 0.5, 4.0  # of start-up, in each launch and in each real command
 MAX_DRAWS = 3  # of a fault that comes after the end of the run
@@ -58,7 +60,7 @@ class FaultsConfig:
                 f"timeout={self.timeout} acknowledge_within={self.acknowledge_within}",
                 "timeout=600 acknowledge_within=1",
             )
-        if self.only is not None and not _is_fault_name(self.only):
+        if self.only is not None and not FAULT_NAME.fullmatch(self.only):
             raise UserError("only names one fault: KIND-NUMBER", f"only={self.only}", "e.g. only=kills-7")
 
     def is_cold(self, kind: str, number: int) -> bool:
@@ -67,15 +69,9 @@ class FaultsConfig:
 
     def faults(self) -> list[tuple[str, int]]:
         """Return (kind, number) of the faults to inject."""
-        if self.only is not None:
-            kind, _, number = self.only.partition("-")
-            return [(kind, int(number))]
+        if self.only is not None and (name := FAULT_NAME.fullmatch(self.only)):
+            return [(name[1], int(name[2]))]
         return [(kind, number) for kind in FAULT_KINDS for number in range(1, getattr(self, kind) + 1)]
-
-
-def _is_fault_name(name: str) -> bool:
-    kind, _, number = name.partition("-")
-    return kind in FAULT_KINDS and number.isdigit() and int(number) > 0
 
 
 def run_faults(cfg: FaultsConfig, overrides: list[str]) -> None:

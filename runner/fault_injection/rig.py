@@ -14,17 +14,17 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.errors import FAILED, INTERRUPTED, OK, USER_ERROR, UserError
+from common.errors import FAILED, INTERRUPTED, OK, USER_ERROR, UserError, exiting_with_code, run_then_hard_exit
 from common.filesystem import read_json_object
-from common.ownership import start_ticks
+from common.ownership import process_stat
 from common.paths import REPO_ROOT, command_line
 from data.background import kill_with_parent
+from runner.checkpoint.atomic_dir import TEMPORARY
 from runner.fault_injection.probes import DiskHook, PhaseProbe
 
 LAUNCH_POLL_SECONDS = 0.002
@@ -90,15 +90,9 @@ def session_pids(leader: int) -> list[int]:
 
     None on a system without /proc.
     """
-    pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-    return [pid for pid in pids if pid != leader and _session_of(pid) == leader and start_ticks(pid) is not None]
-
-
-def _session_of(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
-    except OSError:  # it has ended meanwhile
-        return None
+    stats = {int(folder.name): process_stat(folder.name) for folder in Path("/proc").glob("[0-9]*")}
+    living = {pid: fields for pid, fields in stats.items() if fields and fields[0] not in "ZX"}
+    return [pid for pid, fields in living.items() if pid != leader and int(fields[3]) == leader]
 
 
 def import_heavy_libraries() -> None:
@@ -138,32 +132,25 @@ def launch_fork(main: Callable[[], int], output: Path) -> Launch:
     with this process.
     """
     parent = os.getpid()
-    child = os.fork()
-    if child:
+    if child := os.fork():
         return Launch(child, output)
-    code = 1
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # after a fork the tokenizers would wait for threads of the parent
-    try:
+
+    def fork_main() -> int:
         os.setsid()
         kill_with_parent(parent)
         stdin, out = os.open(os.devnull, os.O_RDONLY), os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(stdin, 0), os.dup2(out, 1), os.dup2(out, 2)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-        code = main()
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException as error:
-        traceback.print_exc()
-        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    finally:
-        try:  # wait for the checkpoint writer and flush the output, as at the end of any program
+        try:
+            with exiting_with_code():
+                return main()
+        finally:  # wait for the checkpoint writer, as at the end of any program
             for thread in threading.enumerate():
                 if thread is not threading.current_thread() and not thread.daemon:
                     thread.join()
-            sys.stdout.flush(), sys.stderr.flush()
-        finally:
-            os._exit(code)
-    raise AssertionError("os._exit does not return")
+
+    run_then_hard_exit(fork_main)
 
 
 @dataclass
@@ -333,7 +320,7 @@ class Trial:
         self.result.leftovers += [f"{name} is left" for name in self._temporary_files()]
 
     def _temporary_files(self) -> list[str]:
-        return [path.name for path in self.run_dir.rglob(".*") if path.name.startswith((".tmp-", ".del-"))]
+        return [path.name for path in self.run_dir.rglob(".*") if path.name.startswith(TEMPORARY)]
 
 
 def run_reference(rig: Rig, name: str = "reference") -> UninterruptedRun:

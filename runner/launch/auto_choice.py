@@ -27,11 +27,11 @@ def newest_completed_run(config: Config, folder: Path, fingerprints: dict[str, s
         for run in candidates
         if _is_compatible(fields := RunMetadata.read(run), stage, fingerprints) and (run / "model").is_dir()
     }
-    if not found and warn:
-        print_note(
-            f"warning: no completed {stage} run with this model and tokenizer was found; {config.stage.name} starts from random weights"
-        )
     if not found:
+        if warn:
+            print_note(
+                f"warning: no completed {stage} run with this model and tokenizer was found; {config.stage.name} starts from random weights"
+            )
         return "scratch"
     taken, what = _or_best_job(max(found, key=lambda run: str(found[run].get("ended"))), found)
     print_note(f"init_from=auto: weights of {what} of stage {stage}, {taken} ({describe_model(found[taken])})")
@@ -59,39 +59,30 @@ def _or_best_job(newest: Path, found: Collection[Path]) -> tuple[Path, str]:
 
 def describe_model(fields: Mapping[str, Any]) -> str:
     """Return steps, loss, data and age of a completed run, from its run.json."""
-    score, files = model_score(fields), fields.get("data")
-    names = (
-        [Path(str(file.get("file"))).name for file in files if isinstance(file, dict)]
-        if isinstance(files, list)
-        else []
-    )
+    score = model_score(fields)
+    names = [Path(str(file.get("file"))).name for file in fields.get("data", ())]
     loss = "not evaluated" if score is None or score.loss is None else f"validation loss {score.loss:.4f}"
     if score is not None and score.step != fields.get("step"):
         loss += f" at step {score.step:,}"
     data = [f"data {', '.join(names[:3])}{', ...' * (len(names) > 3)}"] if names else []
-    return ", ".join([f"{fields.get('step', 0):,} steps", loss, *data, f"ended {_age(fields.get('ended'))}"])
+    return ", ".join([f"{fields['step']:,} steps", loss, *data, f"ended {_age(fields.get('ended'))}"])
 
 
 def _better_run_warning(taken: Path, found: Mapping[Path, Mapping[str, Any]]) -> str | None:
     """Return a warning if another run has a lower loss on the same evaluation rows, or has trained longer where losses
     cannot be compared.
     """
-    own = found[taken]
-    own_score, better, longer = model_score(own), [], []
+    own, better, longer = found[taken], [], []
     for run, fields in found.items():
-        score, evaluations = model_score(fields), [own.get("evaluation"), fields.get("evaluation")]
-        losses = [each.loss for each in (own_score, score) if each is not None and each.loss is not None]
-        if (
-            len(losses) == 2
-            and all(isinstance(each, dict) for each in evaluations)
-            and comparison_problem(evaluations) is None
-        ):
+        evaluations = [own.get("evaluation"), fields.get("evaluation")]
+        losses = [score.loss for score in map(model_score, (own, fields)) if score and score.loss is not None]
+        if len(losses) == 2 and all(evaluations) and comparison_problem(evaluations) is None:
             better += [(losses[1], run)] if losses[1] < losses[0] else []
-        elif fields.get("tokens", 0) > own.get("tokens", 0):
+        elif fields["tokens"] > own["tokens"]:
             longer.append((-fields["tokens"], run))
     for kind, others in (("better", better), ("longer", longer)):
         if others:
-            other = min(others, key=lambda item: (item[0], str(item[1])))[1]
+            _, other = min(others)
             return f"there is a {kind} run: init_from={other} ({describe_model(found[other])})"
     return None
 
@@ -105,12 +96,7 @@ def _age(ended: object) -> str:
 
 
 def _is_compatible(fields: Mapping[str, Any], stage: str, fingerprints: dict[str, str]) -> bool:
-    """Return whether the run of `fields` (run.json) can be the start of another; not if a value that is read here is of
-    another type.
-    """
-    recorded, counts = fields.get("fingerprints"), (fields.get("step", 0), fields.get("tokens", 0))
-    if fields.get("status") != "completed" or fields.get("stage") != stage or not isinstance(recorded, dict):
+    """Return whether the run of `fields` (run.json) can be the start of another; not if a count is missing."""
+    if fields.get("status") != "completed" or fields.get("stage") != stage or not {"step", "tokens"} <= fields.keys():
         return False
-    return all(isinstance(count, int) for count in counts) and all(
-        recorded.get(name) == value for name, value in fingerprints.items()
-    )
+    return fields.get("fingerprints", {}).items() >= fingerprints.items()

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import platform
 import re
 import shutil
 import sys
@@ -17,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Optional
 
@@ -26,11 +23,9 @@ from common.paths import outputs_dir
 from common.settings import CheckedSettings, one_of, setting_values, settings_class
 from runner.checkpoint.compatibility import (
     ENVIRONMENT,
-    code_fingerprint,
-    cpu_model,
     diff_facts,
     environment_facts,
-    numeric_variables,
+    environment_without_torch,
     run_rules,
 )
 from runner.config.resolve import resolve_run
@@ -193,12 +188,9 @@ def current_facts(saved: dict[str, Any], config: Config) -> dict[str, Any]:
     """Return the facts `saved` in a checkpoint with the values that they have now, as far as they can be known without
     torch and without the data.
     """
-    now = {"python": platform.python_version(), "code": code_fingerprint(), "cpu_model": cpu_model()}
-    with suppress(metadata.PackageNotFoundError):
-        now["numpy"] = metadata.version("numpy")
+    now = environment_without_torch()
     if torch := torch_version():
         now["torch"] = torch
-    now |= {f"variables.{name}": value for name, value in numeric_variables(os.environ).items()}
     kept = {fact: value for fact, value in saved.items() if not fact.startswith(f"{ENVIRONMENT}.variables.")}
     return {**kept, **setting_values(config), **environment_facts(now)}
 
@@ -302,11 +294,8 @@ def print_examination(examination: Examination, only_summary: bool = False) -> N
 
 def _group_sound(problems: list[Problem]) -> Iterator[Problem]:
     """Yield the problems with one line for all sound files of a folder of settings or of the tokenizer, first."""
-    grouped = [
-        [problem for problem in problems if problem.severity is Severity.SOUND and problem.file.startswith(folder)]
-        for folder in GROUPED_FOLDERS
-    ]
-    for folder, sound in zip(GROUPED_FOLDERS, grouped, strict=True):
-        if sound:
-            yield Problem(folder, Severity.SOUND, f"{len(sound)} files, whole")
-    yield from (problem for problem in problems if not any(problem in sound for sound in grouped))
+    sound = [problem for problem in problems if problem.severity is Severity.SOUND]
+    for folder in GROUPED_FOLDERS:
+        if count := sum(problem.file.startswith(folder) for problem in sound):
+            yield Problem(folder, Severity.SOUND, f"{count} files, whole")
+    yield from (each for each in problems if each not in sound or not each.file.startswith(GROUPED_FOLDERS))

@@ -32,7 +32,6 @@ from runner.tracking.config import TRACKERS
 LENGTH_BYTES = 8  # before the header of a safetensors file
 LATEST_POINTER = "latest"
 OTHER_NAMES = {"report.html", "diagnosis.json"}
-TEMPORARY = (".tmp-", ".del-")
 MAX_FOREIGN = 20  # problems of foreign files
 
 
@@ -87,7 +86,7 @@ def _check_model(state: CheckpointState) -> Iterator[Problem]:
     try:
         text = f"{stored_size(files).parameters:,} numbers"
         damage = "" if files else "no file of weights"
-        if isinstance(export, dict):
+        if export:
             is_equal, compared = _compare_with_checkpoint(state, export, files)
             text, damage = f"{text}, {compared}", damage if is_equal else compared
     except (UserError, OSError) as error:
@@ -133,7 +132,7 @@ def _tensor_checksums(path: Path) -> set[str]:
 def _check_temporary(state: CheckpointState) -> Iterator[Problem]:
     """Opening a run, for a repair too, removes them."""
     paths = [path for parent in (state.folder, state.checkpoints) for path in parent.glob(".*")]
-    for path in sorted(path for path in paths if path.name.startswith(TEMPORARY)):
+    for path in sorted(path for path in paths if path.name.startswith(atomic_dir.TEMPORARY)):
         file, damage = str(path.relative_to(state.folder)), "left by a launch that was killed"
         yield Problem(file, Severity.NOTE, damage, "removed by the next resume=", "removed")
 
@@ -153,7 +152,7 @@ def _check_foreign(state: CheckpointState) -> Iterator[Problem]:
 
 def _is_own(name: str) -> bool:
     is_log = name.startswith(("metrics.", "samples.")) and name.endswith("jsonl")
-    return is_log or is_owner_file(LOCK_FILE, name) or name.startswith(TEMPORARY)
+    return is_log or is_owner_file(LOCK_FILE, name) or name.startswith(atomic_dir.TEMPORARY)
 
 
 def _move_aside(folder: Path, file: str) -> None:

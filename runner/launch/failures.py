@@ -66,10 +66,6 @@ class Failure:
     rank: int
     error: TrainingError
 
-    @property
-    def signal_name(self) -> str | None:
-        return signal.Signals(-self.code).name if self.code < 0 else None
-
 
 def classify_failure(code: int, error: str, outcome: str | None, is_hanging: bool, oom_kills: int) -> FailureKind:
     """Return the kind of a failure.

@@ -47,22 +47,22 @@ class ForkServer:
 
     def __init__(self) -> None:
         self._channel: socket.socket | None = None
-        self._environment: dict[str, str] = {}  # of the server
+        self._variables: dict[str, str] = {}  # that the server was started with
         self._is_lost = False
 
-    def start(self, program: list[str], environment: dict[str, str], out: int) -> ForkedProcess | None:
+    def start(self, program: list[str], variables: dict[str, str], out: int) -> ForkedProcess | None:
         """Run `python *program` as `subprocesses.spawn` does; return None where only a cold start computes the same."""
-        shared = {name: value for name, value in environment.items() if name not in LATE_VARIABLES}
-        late = {name: environment[name] for name in LATE_VARIABLES if name in environment}
+        shared = {name: value for name, value in variables.items() if name not in LATE_VARIABLES}
+        late = {name: variables[name] for name in LATE_VARIABLES if name in variables}
         fits = len(json.dumps([program, late])) < MESSAGE_BYTES // 2
-        if self._is_lost or not (fits and _may_fork(program, environment)):
+        if self._is_lost or not (fits and _may_fork(program, variables)):
             return None
         if self._channel is None:
             self._channel, server_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
             with server_end:
                 self._process = subprocesses.spawn([__file__], shared, out, server_end.fileno())
-            self._environment = shared
-        if shared != self._environment:
+            self._variables = shared
+        if shared != self._variables:
             return None
         with suppress(ServerLostError):
             if (pid := self.ask({"program": program, "environment": late}, out)) is not None:

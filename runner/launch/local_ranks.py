@@ -139,9 +139,8 @@ class RankGroup:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
     def _spawn(self, rank: int, config_file: Path) -> subprocess.Popen:
-        environment = (
-            subprocesses.child_env()
-            | rank_environment()
+        variables = (
+            rank_environment()
             | {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
@@ -154,9 +153,9 @@ class RankGroup:
         )
         program = [str(REPO_ROOT / "runner" / "launch" / "worker.py"), str(config_file), str(os.getpid())]
         if rank == 0:
-            return subprocesses.spawn(program, environment, None)
+            return subprocesses.spawn(program, variables, None)
         with self.logs[rank - 1].open() as out:
-            return subprocesses.spawn(program, environment | {"PYTHONUNBUFFERED": "1"}, out.fileno())
+            return subprocesses.spawn(program, variables, out.fileno())
 
     def watch(self, forwarder: SignalForwarder) -> int | None:
         """Wait until every rank has exited; return the rank that failed first, or None."""

@@ -24,6 +24,7 @@ from common.guarded_files import (
     MAX_TOKENIZER_BYTES,
     check_own_files,
     keep_damaged,
+    last_records,
     read_from,
     read_source_file,
 )
@@ -49,7 +50,6 @@ from runner.tracking.jsonl import LogChecksum, inspect_log
 CONFIG, OVERRIDES, COPIES = str(CONFIG_FILE), str(OVERRIDES_FILE), f"{SNAPSHOT_DIR}/"
 LOGS = ("metrics", "samples")
 ARCHIVE = re.compile(r"metrics\.attempt(\d{1,6})\.jsonl")
-TAIL_BYTES = 1 << 16  # of metrics.jsonl, where its last record is
 # Fields of run.json that describe one process or the newest state: they are not restored, or the checkpoint itself
 # knows them.
 PASSING_FIELDS = """
@@ -262,11 +262,10 @@ def fields_of_checkpoint(folder: Path, checkpoint: str, saved: dict[str, Any]) -
 
 
 def _newest_attempt(folder: Path) -> int:
-    """Return the highest number of an attempt in the last record of metrics.jsonl and in the names of its archives."""
-    attempts = [int(match[1]) for path in folder.iterdir() if (match := ARCHIVE.fullmatch(path.name))]
-    with suppress(OSError, ValueError, TypeError, KeyError, IndexError):
-        attempts.append(int(parse_json(read_from(folder / "metrics.jsonl", 0, TAIL_BYTES).splitlines()[-1])["attempt"]))
-    return max(attempts, default=0)
+    """Return the highest number of an attempt in the last records of metrics.jsonl and in the names of its archives."""
+    archived = [int(match[1]) for path in folder.iterdir() if (match := ARCHIVE.fullmatch(path.name))]
+    recorded = [record.get("attempt") for record in last_records(folder / "metrics.jsonl")]
+    return max([*archived, *(number for number in recorded if isinstance(number, int))], default=0)
 
 
 def _check_settings(state: CheckpointState) -> Iterator[Problem]:

@@ -202,8 +202,7 @@ def _replace_foreign_cache(tree: DictConfig, extra: list[str]) -> list[str]:
 
 
 def _saved_commit(folder: Path) -> str | None:
-    code = RunMetadata.read(folder).get("code")
-    commit = code.get("commit") if isinstance(code, dict) else None
+    commit = RunMetadata.read(folder).get("code", {}).get("commit")
     return commit if isinstance(commit, str) and commit.isalnum() else None
 
 

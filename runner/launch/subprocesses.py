@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from common.errors import print_safely
 from common.filesystem import make_dirs
@@ -27,26 +27,21 @@ TAIL_LINES, MAX_STACK_LINES = 30, 200
 MAX_LOG_BYTES = 1 << 20  # read from the end of a log
 
 
-def child_env() -> dict[str, str]:
-    """Return the environment for a child, without HYDRA_FULL_ERROR, which the command line interface sets for its own
-    process.
-    """
-    return {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}
-
-
 def spawn(
-    program: list[str], environment: dict[str, str], out: int | None, stdin: int = subprocess.DEVNULL
+    program: list[str], variables: dict[str, str], out: int | None, stdin: int = subprocess.DEVNULL
 ) -> subprocess.Popen:
-    """Start `python *program` in a process group of its own.
+    """Start `python *program` in a process group of its own, with `variables` added to the environment.
 
     `out` is the descriptor for stdout and stderr; None: those of this process.
     """
+    # the command line interface sets HYDRA_FULL_ERROR for its own process
+    inherited = {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}
     return subprocess.Popen(
         [sys.executable, *program],
         stdin=stdin,
         stdout=out,
         stderr=out,
-        env=environment,
+        env=inherited | {"PYTHONUNBUFFERED": "1"} | variables,
         process_group=0,  # Ctrl-C reaches only this process, which forwards it once
         preexec_fn=die_with_parent(os.getpid()),
     )
@@ -68,27 +63,6 @@ def die_with_parent(parent: int) -> Callable[[], None]:
             os._exit(128 + signal.SIGTERM)
 
     return request_signal
-
-
-def run_then_hard_exit(main: Callable[[], int | None]) -> NoReturn:
-    """Run `main`, flush, then `os._exit(code)`.
-
-    Interpreter shutdown is skipped: threads of a torch process group that free tensors while Python finalises abort the
-    process. `main` itself closes files and joins threads.
-    """
-    code: object = 1
-    try:
-        code = main()
-    except SystemExit as error:
-        code = error.code
-        if isinstance(code, str):
-            print(code, file=sys.stderr)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        for stream in filter(None, (sys.stdout, sys.stderr)):  # None where the parent closed it
-            stream.flush()
-        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
 def failure_reason(code: int, fields: dict[str, Any], lines: list[str]) -> str:

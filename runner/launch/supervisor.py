@@ -19,6 +19,7 @@ from pathlib import Path
 
 from common.errors import Interrupted, Outcome, TrainingError, print_note, print_safely
 from common.guarded_files import last_lines
+from common.ownership import process_stat
 from runner.checkpoint.atomic_dir import step_names
 from runner.checkpoint.format import CHECKPOINTS_DIR, step_of
 from runner.diagnostics.symptoms import troubleshooting
@@ -116,12 +117,8 @@ def write_stacks_at_a_crash() -> None:
 
 def _cpu_seconds(group: int) -> float:
     """Return the processor time that the living processes of a process group have used; 0 where there is no /proc."""
-    ticks = 0
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, ValueError, IndexError):  # the process has ended meanwhile
-            fields = file.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12]) if int(fields[2]) == group else 0
-    return ticks / TICKS
+    stats = [process_stat(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    return sum(int(fields[11]) + int(fields[12]) for fields in stats if fields and int(fields[2]) == group) / TICKS
 
 
 LOG_LINES, LOG_BYTES = 12, 1 << 14  # of train.log, in a record
@@ -230,7 +227,7 @@ class Supervisor:
         ended = {
             "kind": failure.kind,
             "exit_code": failure.code if failure.code >= 0 else None,
-            "signal": failure.signal_name,
+            "signal": signal.Signals(-failure.code).name if failure.code < 0 else None,
             "error": str(failure.error),
         }
         append_incident(folder, {**where, **ended, "action": action, "last_lines": lines, "stacks": stacks})

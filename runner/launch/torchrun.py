@@ -185,7 +185,7 @@ def end_job() -> None:
 def worker_main() -> int:
     """Execute the messages of rank 0; return the exit code."""
     from runner.engine.device.signals import StopFlag
-    from runner.launch.subprocesses import child_env, die_with_parent, spawn
+    from runner.launch.subprocesses import die_with_parent, spawn
 
     die_with_parent(os.getppid())()
     jobs: dict[str, subprocess.Popen] = {}
@@ -199,9 +199,7 @@ def worker_main() -> int:
                 break
             if "job" in message:
                 number = message["job"]
-                jobs[number] = spawn(
-                    [str(REPO_ROOT / "runner" / "train.py")], child_env() | {JOB_ENV: f"job{number}"}, None
-                )
+                jobs[number] = spawn([str(REPO_ROOT / "runner" / "train.py")], {JOB_ENV: f"job{number}"}, None)
             if "ended" in message:
                 _wait_for_job(jobs.pop(message["ended"]), JOB_GRACE)
         for job in jobs.values():

@@ -3,7 +3,7 @@
 train.batch_size=auto: the largest micro-batch that the memory holds, with the rows per step of the settings.
 
 sweep.budget: the length of the jobs of a sweep with rungs, so that the search costs about half of a budget; what it
-leaves goes to wider ranges and more seeds (runner/sweep/spending.py).
+leaves goes to wider ranges and more seeds (runner/sweep/seeds.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from runner.run_dir.best_job import SEED_KEY
 from runner.sweep import grid, validation
 from runner.sweep.extend import STEPS_KEY
 from runner.sweep.halving import HalvingOptions, describe_cost, planned_cost
-from runner.sweep.spending import Budget
+from runner.sweep.seeds import Budget
 from runner.sweep.state import SweepState
 
 AUTO_SIZE = "train.batch_size=auto"

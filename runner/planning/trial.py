@@ -31,7 +31,7 @@ from common.guarded_files import last_lines
 from common.registry import import_inherited_plugins
 from runner.engine.config import Config
 from runner.engine.device.spinning import adapt_spinning, set_wait_policy
-from runner.launch.subprocesses import child_env, failure_reason, spawn
+from runner.launch.subprocesses import failure_reason, spawn
 from runner.launch.train_process import config_from_json
 from runner.tracking.config import TrackerConfig
 from runner.tracking.progress import folder_bytes
@@ -90,7 +90,7 @@ def _prefix() -> str:
 
 def _run_child(folder: Path, log: Path) -> int:
     with log.open("wb") as out:
-        child = spawn([__file__, str(folder)], child_env(), out.fileno())
+        child = spawn([__file__, str(folder)], {}, out.fileno())
         try:
             return child.wait()
         except BaseException:  # Ctrl-C: the child has a process group of its own

@@ -20,6 +20,7 @@ from common.errors import UserError, print_note
 from common.filesystem import read_json_object
 from common.guarded_files import check_own_files
 from runner.diagnostics.symptoms import FEW_ROWS, few_rows
+from runner.run_dir.metadata import RunMetadata
 
 SEED_KEY = "seed"
 EVALUATION_PARTS = {
@@ -47,9 +48,9 @@ class ModelScore:
 def model_score(fields: Mapping[str, Any]) -> ModelScore | None:
     """Return the score of a completed run from its run.json (`fields`); None for one without a `model/`."""
     export = fields.get("export")
-    if fields.get("status") != "completed" or not isinstance(export, dict):
+    if fields.get("status") != "completed" or not export:
         return None
-    return ModelScore(str(export.get("weights")), _as_int(export.get("step")), _finite(export.get("loss")))
+    return ModelScore(str(export.get("weights")), int(_finite(export.get("step")) or 0), _finite(export.get("loss")))
 
 
 def find_best_job(sweep: Path) -> Path:
@@ -189,7 +190,7 @@ def _read_jobs(sweep: Path) -> list[tuple[str, dict[str, str], dict[str, Any]]]:
             and not {"/", "\0"} & set(name)
             and isinstance(swept, dict)
         ):
-            run, overrides = read_json_object(sweep / name / "run.json"), {str(key): str(swept[key]) for key in swept}
+            run, overrides = RunMetadata.read(sweep / name), {str(key): str(swept[key]) for key in swept}
             if run.get("status") in ("completed", "failed") or not is_added_seed(
                 overrides, known if isinstance(known, dict) else {}
             ):
@@ -201,7 +202,3 @@ def _finite(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
         return None
     return float(value)
-
-
-def _as_int(value: object) -> int:
-    return int(value) if isinstance(value, int | float) and math.isfinite(value) else 0

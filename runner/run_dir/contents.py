@@ -30,38 +30,15 @@ from runner.checkpoint.atomic_dir import step_names
 RUN_FILE, HYDRA_DIR = "run.json", ".hydra"
 LOCK_FILE, OWNER_FILE = ".lock", ".owner.json"
 # What a launch may have written to its directory before it trains
-OWN_NAMES = {
-    RUN_FILE,
-    HYDRA_DIR,
-    LOCK_FILE,
-    f"{LOCK_FILE}.owner",
-    OWNER_FILE,
-    "logs",
-    "tokenizer",
-    "train.log",
-    "metrics.jsonl",
-    "samples.jsonl",
-    "checkpoints",
-}
+OWN_NAMES = {RUN_FILE, HYDRA_DIR, LOCK_FILE, f"{LOCK_FILE}.owner", OWNER_FILE}
+OWN_NAMES |= set("logs tokenizer train.log metrics.jsonl samples.jsonl checkpoints".split())
 # What is opened by its name, or written into: no links, nothing but regular files and folders. The JSON files and
 # checkpoints are checked as they are read.
-GUARDED_NAMES = (
-    HYDRA_DIR,
-    LOCK_FILE,
-    OWNER_FILE,
-    DAMAGED_DIR,
-    "logs",
-    "tokenizer",
-    "model",
-    "train.log",
-    "console.log",
-    "evaluations.jsonl",
-    "incidents.jsonl",
-    "profile.json",
-    "report.html",
-    "uninterrupted",
-    "resumed",
-)
+GUARDED_NAMES = [HYDRA_DIR, LOCK_FILE, OWNER_FILE, DAMAGED_DIR]
+GUARDED_NAMES += """
+    logs tokenizer model train.log console.log evaluations.jsonl incidents.jsonl profile.json report.html
+    uninterrupted resumed
+""".split()
 GUARDED_PATTERNS = ("metrics.*jsonl", "samples.*jsonl")
 SWEEP_FILE = "sweep.json"
 
@@ -227,10 +204,12 @@ DEFAULT_METADATA: dict[str, Any] = {
 }
 # Types of the fields that are read again; None is allowed where the default is None, and for those that are absent at
 # first
-FIELD_TYPES = {name: type(value) for name, value in DEFAULT_METADATA.items() if value is not None} | {
-    "outcome": str, "error": str, "degraded": str, "init_from": str, "tokenizer_source": str, "evaluation": dict, "export": dict, "id": str,
-    "checkpoint": str, "stage": str, "model": str, "changed": list, "tracker_id": str, "branched_from": dict, "attempts": list, "loss_tokens": int,
-}  # fmt: skip
+FIELD_TYPES = {name: type(value) for name, value in DEFAULT_METADATA.items() if value is not None}
+FIELD_TYPES |= dict.fromkeys(
+    "outcome error degraded init_from tokenizer_source id checkpoint stage model tracker_id".split(), str
+)
+FIELD_TYPES |= dict.fromkeys(("evaluation", "export", "branched_from", "code"), dict)
+FIELD_TYPES |= {"changed": list, "data": list, "loss_tokens": int}
 
 
 def has_started(fields: Mapping[str, Any]) -> bool:
@@ -258,10 +237,10 @@ def exported_loss(fields: Mapping[str, Any]) -> float | str | None:
 
     "inf" where none was finite, None where nothing was trained.
     """
-    metrics, export = fields.get("metrics"), fields.get("export")
-    if not isinstance(metrics, dict) or not metrics:
+    metrics, export = fields.get("metrics"), fields.get("export") or {}
+    if not metrics:
         return None  # train.verify_resume
-    losses = [*([export.get("loss")] if isinstance(export, dict) else []), metrics.get("val_loss"), metrics.get("loss")]
+    losses = (export.get("loss"), metrics.get("val_loss"), metrics.get("loss"))
     loss = next((value for value in losses if isinstance(value, int | float)), None)
     return "inf" if loss is None else float(loss)
 
@@ -279,6 +258,14 @@ def parse_time(text: object) -> float | None:
         return None
 
 
+def has_type(name: str, value: object) -> bool:
+    """Return whether a field of run.json may have this value: one of its type, or None where that is the default."""
+    if name in ("attempts", "data"):
+        return isinstance(value, list) and all(isinstance(each, dict) for each in value)
+    is_default = value is None and DEFAULT_METADATA.get(name) is None
+    return name not in FIELD_TYPES or type(value) is FIELD_TYPES[name] or is_default
+
+
 def check_fields(fields: Any) -> dict[str, Any]:
     """Return the content of run.json with defaults for a new run.
 
@@ -288,12 +275,8 @@ def check_fields(fields: Any) -> dict[str, Any]:
         raise ValueError(f"unknown status {fields.get('status') if isinstance(fields, dict) else ''}")
     if "outcome" not in fields:
         raise ValueError("no field `outcome`, it was written by an older version of this program")
-    for name, kind in FIELD_TYPES.items():
-        value = fields.get(name, DEFAULT_METADATA.get(name))
-        if type(value) is not kind and not (value is None and DEFAULT_METADATA.get(name) is None):
-            raise ValueError(f"{name} is not of type {kind.__name__}")
-    if not all(isinstance(attempt, dict) for attempt in fields.get("attempts", ())):
-        raise ValueError("attempts has other values than objects")
+    if wrong := next((name for name, value in fields.items() if not has_type(name, value)), None):
+        raise ValueError(f"{wrong} is not of type {FIELD_TYPES[wrong].__name__}")
     return {**DEFAULT_METADATA, **fields}
 
 
@@ -371,5 +354,5 @@ def _git(root: Path, *arguments: str) -> bytes | None:
 
 def recorded_precision(fields: Mapping[str, Any]) -> str | None:
     """Return what the newest attempt has computed in, by run.json: `precision=auto` does not say it."""
-    attempts = [each for each in fields.get("attempts", ()) if isinstance(each, dict)]
-    return next((text for each in reversed(attempts) if isinstance(text := each.get("precision"), str)), None)
+    attempts = reversed(fields.get("attempts", ()))
+    return next((text for each in attempts if isinstance(text := each.get("precision"), str)), None)

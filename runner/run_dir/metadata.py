@@ -39,6 +39,7 @@ from runner.run_dir.contents import (
     check_no_run,
     check_run_files,
     has_checkpoints,
+    has_type,
     holds_run,
     load_fields,
     size_of,
@@ -73,9 +74,13 @@ class RunMetadata:
 
     @staticmethod
     def read(folder: Path) -> dict[str, Any]:
-        """Return the fields of the run.json in `folder` without a lock; {} where there is none or it is damaged."""
+        """Return the fields of the run.json in `folder` without a lock, those of another type left out; {} where there
+        is none or it is damaged.
+        """
         fields = read_json_object(folder / RUN_FILE)
-        return fields if fields.get("status") in RUN_STATUSES else {}
+        if fields.get("status") not in RUN_STATUSES:
+            return {}
+        return {name: value for name, value in fields.items() if has_type(name, value)}
 
     @classmethod
     def open(

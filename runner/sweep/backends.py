@@ -87,12 +87,7 @@ def failed_exit(error: Exception, prefix: str) -> JobExit:
 def start_job(command: list[str], env: dict[str, str], log: Path) -> subprocess.Popen:
     """Start `python *command` with its output in `log`."""
     with open_append(log) as out:
-        return subprocesses.spawn(command, job_env(env), out.fileno())
-
-
-def job_env(env: dict[str, str]) -> dict[str, str]:
-    """Return the whole environment of a job that adds `env`."""
-    return subprocesses.child_env() | {"PYTHONUNBUFFERED": "1"} | env
+        return subprocesses.spawn(command, env, out.fileno())
 
 
 def run_job(command: list[str], env: dict[str, str], log: Path) -> tuple[int, list[int]]:
@@ -158,7 +153,7 @@ class LocalBackend(Backend):
         slot = self._free.pop(0)
         env = env | slot
         with open_append(run_dir / CONSOLE_LOG) as out:
-            process = self._forks.start(command, job_env(env), out.fileno())
+            process = self._forks.start(command, env, out.fileno())
         return LocalJob(process or start_job(command, env, run_dir / CONSOLE_LOG), slot, run_dir, command, env)
 
     def poll(self, handle: LocalJob) -> JobExit | None:

@@ -36,9 +36,8 @@ from runner.run_dir.metadata import RunMetadata
 from runner.sweep import extend, validation
 from runner.sweep.backends import CONSOLE_LOG, Backend, JobExit
 from runner.sweep.grid import PointComposer, Search, SweeperOptions, merge_overrides
-from runner.sweep.seeds import SeedSearch
+from runner.sweep.seeds import Budget, BudgetSearch, SeedSearch
 from runner.sweep.session import SweepSession
-from runner.sweep.spending import Budget, BudgetSearch
 from runner.sweep.state import INFINITE, SweepJob, SweepState
 from runner.tracking.lines import SweepLines
 

@@ -202,7 +202,7 @@ def _would_train_further(run_dir: Path, before: TrainConfig, after: TrainConfig,
 def _saved_progress(run_dir: Path) -> dict[str, int]:
     """Return the step that a run has reached, and its evaluations since the best one."""
     progress = (read_newest_state(run_dir) or {}).get("progress", {"step": 0, "evals_since_best": 0})
-    recorded = int(RunMetadata.read(run_dir).get("step") or 0)
+    recorded = RunMetadata.read(run_dir).get("step", 0)
     return {"step": max(recorded, progress["step"]), "evals_since_best": progress["evals_since_best"]}
 
 

@@ -235,9 +235,8 @@ def read_reached(run_dir: Path, shares: Sequence[float]) -> Reached:
     if not shares:
         return Reached()
     run, metrics = RunMetadata.read(run_dir), run_dir / "metrics.jsonl"
-    branched = run.get("branched_from")
-    begun = count_or_zero(branched.get("step")) if isinstance(branched, dict) else 0
-    total, position, evaluations = total_steps(run), count_or_zero(run.get("step")), dict[int, float]()
+    begun = branched if isinstance(branched := (run.get("branched_from") or {}).get("step"), int) else 0
+    total, position, evaluations = total_steps(run), run.get("step", 0), dict[int, float]()
     lines = read_from(metrics, 0).splitlines() if metrics.exists() else []
     newest = lines[-2:]  # the last one may be incomplete
     for record in map(parse_record, [line for line in lines[:-2] if b'"eval"' in line] + newest):
@@ -247,9 +246,7 @@ def read_reached(run_dir: Path, shares: Sequence[float]) -> Reached:
                 loss = record.get("loss")
                 evaluations[step] = float(loss) if isinstance(loss, int | float) else math.inf
     is_completed = run.get("status") == "completed"
-    reached = Reached(
-        evaluation=run.get("evaluation"), total_steps=total - begun, attempt=count_or_zero(run.get("attempt"))
-    )
+    reached = Reached(evaluation=run.get("evaluation"), total_steps=total - begun, attempt=run.get("attempt", 0))
     last = begun  # step of the evaluation at the last rung
     rungs = [first_step_of(share, total, begun) for share in shares] if total else []
     for number, (rung, following) in enumerate(pairwise([*rungs, total])):
@@ -267,15 +264,10 @@ def read_reached(run_dir: Path, shares: Sequence[float]) -> Reached:
     return reached
 
 
-def count_or_zero(value: object) -> int:
-    """Return a field of run.json that may be damaged."""
-    return value if isinstance(value, int) else 0
-
-
 def total_steps(run: Mapping[str, Any]) -> int:
     """Return the steps of the run, as it was first started; 0 where run.json does not say."""
-    attempts = [each for each in run.get("attempts") or () if isinstance(each, dict)]
-    return next((total for each in attempts if isinstance(total := each.get("total_steps"), int)), 0)
+    totals = (each.get("total_steps") for each in run.get("attempts", ()))
+    return next((total for total in totals if isinstance(total, int)), 0)
 
 
 class RungSearch(Search):

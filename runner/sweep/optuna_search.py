@@ -21,15 +21,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 
 from common.errors import UserError
-from common.filesystem import read_bounded, read_json_object, write_atomic_file
-from common.guarded_files import check_own_files, read_from
-from common.limits import check_json_size, check_nesting, parse_record
+from common.filesystem import read_bounded, write_atomic_file
+from common.guarded_files import check_own_files, last_records
+from common.limits import check_json_size, check_nesting
 from common.settings import check_at_least, check_choice, check_installed
 from runner.config import schema
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.engine.config import Config
 from runner.run_dir.best_job import SEED_KEY, comparison_problem, fewest_rows, point_of
-from runner.run_dir.contents import RUN_FILE
+from runner.run_dir.metadata import RunMetadata
 from runner.sweep.grid import GridPoint, SweeperOptions, listed_values
 from runner.sweep.halving import HalvingOptions, RungOptions, RungSearch
 from runner.sweep.state import SweepJob, SweepState
@@ -314,8 +314,8 @@ class OptunaSearch(RungSearch):
         """
         if job.loss is None or (job.is_diverged and self.options.objectives != ["loss"]):
             return None
-        metrics = self.state.folder / job.name / "metrics.jsonl"
-        logged = _last_train_record(metrics) if metrics.exists() else {}
+        records = reversed(last_records(self.state.folder / job.name / "metrics.jsonl"))
+        logged: dict[str, Any] = next((each for each in records if each.get("kind") == "train"), {})
         record = {"skipped_steps": 0, **logged, "loss": float(job.loss)}
         names = self.options.objectives
         if job.status == "completed" and logged and (unknown := [name for name in names if name not in record]):
@@ -342,7 +342,7 @@ class OptunaSearch(RungSearch):
                 ],
             }
         completed = [job for job in self.state.jobs if job.status == "completed" and not self.state.is_added_seed(job)]
-        evaluations = [read_json_object(self.state.folder / job.name / RUN_FILE).get("evaluation") for job in completed]
+        evaluations = [RunMetadata.read(self.state.folder / job.name).get("evaluation") for job in completed]
         seeds = Counter(point_of(job.overrides) for job in completed).values()
         results |= {"evaluation_rows": fewest_rows(evaluations), "seeds_per_point": min(seeds, default=0)}
         if "loss" in self.options.objectives and (problem := comparison_problem(evaluations)):
@@ -352,11 +352,6 @@ class OptunaSearch(RungSearch):
 
 def _to_overrides(params: Mapping[str, Any]) -> dict[str, str]:
     return {key: str(value) for key, value in params.items()}
-
-
-def _last_train_record(metrics: Path) -> dict[str, Any]:
-    records = map(parse_record, reversed(read_from(metrics, 0).split(b"\n")))
-    return next((record for record in records if record.get("kind") == "train"), {})
 
 
 def _drop_partial_line(path: Path) -> None:

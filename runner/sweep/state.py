@@ -55,12 +55,13 @@ from runner.sweep.budget import StepSize
 
 # Hydra settings that sweep.json may store: counts and choices. A sweep.json of another user must not name code, a path,
 # or a line of a batch script.
-STORED_HYDRA_KEYS = (
-    "hydra/launcher", "hydra.launcher.workers", "hydra.launcher.devices", "hydra.launcher.fail_fast", "hydra.launcher.retries", "hydra.launcher.cluster",
-    "hydra.launcher.timeout_min", "hydra.launcher.cpus_per_task", "hydra.launcher.gpus_per_node", "hydra.launcher.mem_gb", "hydra.launcher.num_cpus",
-    "hydra.launcher.num_gpus", "hydra/sweeper", "hydra.sweeper.direction", "hydra.sweeper.objectives", "hydra.sweeper.n_trials", "hydra.sweeper.sampler",
-    "hydra.sweeper.seed", "hydra.sweeper.pruner", "hydra.sweeper.eta", "hydra.sweeper.first_rung",
-)  # fmt: skip
+STORED_HYDRA_KEYS = """
+    hydra/launcher hydra.launcher.workers hydra.launcher.devices hydra.launcher.fail_fast hydra.launcher.retries
+    hydra.launcher.cluster hydra.launcher.timeout_min hydra.launcher.cpus_per_task hydra.launcher.gpus_per_node
+    hydra.launcher.mem_gb hydra.launcher.num_cpus hydra.launcher.num_gpus
+    hydra/sweeper hydra.sweeper.direction hydra.sweeper.objectives hydra.sweeper.n_trials hydra.sweeper.sampler
+    hydra.sweeper.seed hydra.sweeper.pruner hydra.sweeper.eta hydra.sweeper.first_rung
+""".split()
 STORED_HYDRA_PREFIX = "hydra.sweeper.params."
 INFINITE = "inf"  # JSON has no infinity
 

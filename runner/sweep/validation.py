@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
@@ -79,15 +79,8 @@ def hydra_options(config: DictConfig) -> tuple[SweeperOptions, Backend]:
 
     Raises UserError for values that are not allowed and for packages that are missing.
     """
+    _check_are_own(config)
     sweeper, launcher = OmegaConf.to_object(config.hydra.sweeper), OmegaConf.to_object(config.hydra.launcher)
-    for setting, options, known in (("hydra/sweeper", sweeper, SWEEPERS), ("hydra/launcher", launcher, LAUNCHERS)):
-        if type(options) not in known.values():
-            name = config.hydra.runtime.choices[setting]
-            raise UserError(
-                f"{setting} must be one of {', '.join(known)}, got {name}",
-                f"{setting}={name}",
-                f"e.g. {setting}={next(iter(known))}",
-            )
     assert isinstance(sweeper, SweeperOptions) and isinstance(launcher, Backend)
     if config.sweep.budget:
         check_budget(config.sweep, sweeper)
@@ -95,6 +88,18 @@ def hydra_options(config: DictConfig) -> tuple[SweeperOptions, Backend]:
     sweeper.check_available()
     torchrun.check_sweep_launcher(plugin_name(launcher), vars(launcher))
     return sweeper, launcher
+
+
+def _check_are_own(config: DictConfig) -> None:
+    """Raise UserError for a sweeper or launcher of another package, which would train in other directories, or in vain."""
+    for kind, known in (("sweeper", SWEEPERS), ("launcher", LAUNCHERS)):
+        options, target = OmegaConf.get_type(config.hydra[kind]), config.hydra[kind].get("_target_")
+        if options not in known.values() or target != getattr(options, "_target_", None):
+            raise UserError(
+                f"hydra/{kind} must be one of {', '.join(known)}, got {target}",
+                f"hydra.{kind}._target_={target}",
+                f"leave it out; hydra/{kind}=NAME selects one",
+            )
 
 
 def check_budget(rules: DictConfig, sweeper: SweeperOptions) -> None:
@@ -224,7 +229,7 @@ def changed_data(state: SweepState) -> list[str]:
     for job in state.jobs:
         run = RunMetadata.read(state.folder / job.name) if job.status == "completed" else {}
         for file in run.get("data") or ():
-            if isinstance(file, dict) and isinstance(sha256 := file.get("sha256"), str):
+            if isinstance(sha256 := file.get("sha256"), str):
                 known.setdefault(str(file.get("file")), sha256)
     lines, cache = [], workspace_dir() / ".cache"
     for name, sha256 in known.items():
@@ -242,26 +247,13 @@ def changed_data(state: SweepState) -> list[str]:
 
 
 def check_plugins(config: DictConfig, typed: Sequence[str]) -> None:
-    """Raise UserError if a YAML file of the user selects a sweeper or launcher: of another package, which would train
-    in other directories, or in vain.
-    """
-    for kind, known in (("sweeper", SWEEPERS), ("launcher", LAUNCHERS)):
-        group, target, ours = f"hydra/{kind}", config.hydra[kind].get("_target_"), list[Any](known.values())
-        if target not in [options._target_ for options in ours]:
-            setting = f"hydra.{kind}._target_={target}"
-            raise UserError(
-                f"{group} must be one of {', '.join(known)}, got {target}",
-                setting,
-                f"leave it out; {group}=NAME selects one",
-            )
-        if config_dirs(list(typed))[1:] and (
-            ignored := ineffective_override(group, config.hydra.runtime.choices[group], typed)
-        ):
-            raise UserError(
-                f"{group} cannot be selected in a file, it is {config.hydra.runtime.choices[group]}",
-                ignored[1],
-                f"type {group}={ignored[0]}",
-            )
+    """Raise UserError for a sweeper or launcher of another package, or one that a YAML file selects in vain."""
+    _check_are_own(config)
+    for group in ("hydra/sweeper", "hydra/launcher") if config_dirs(list(typed))[1:] else ():
+        chosen = config.hydra.runtime.choices[group]
+        if ignored := ineffective_override(group, chosen, typed):
+            option, position = ignored
+            raise UserError(f"{group} cannot be selected in a file, it is {chosen}", position, f"type {group}={option}")
 
 
 def plugin_name(options: SweeperOptions | Backend) -> str:

@@ -210,7 +210,7 @@ def test_rank_exit_code_is_kept_when_a_signal_arrives_during_exit() -> None:
 def test_hard_exit_keeps_code_and_output_and_skips_atexit(last: str, code: int) -> None:
     lines = [
         "import atexit, sys",
-        "from runner.launch.subprocesses import run_then_hard_exit",
+        "from common.errors import run_then_hard_exit",
         "def main():",
         "    print('output')",
         f"    {last}",

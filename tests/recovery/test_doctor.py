@@ -164,10 +164,8 @@ def test_doctor_finds_a_damaged_model_of_a_complete_run(uninterrupted: Path, tmp
 
 
 def test_doctor_says_why_a_resume_would_not_be_exact(killed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from runner.launch import doctor as examine
-
     assert examine_run(killed).prediction.inexact == []
-    monkeypatch.setattr(examine, "cpu_model", lambda: "another processor")
+    monkeypatch.setattr("runner.checkpoint.compatibility.cpu_model", lambda: "another processor")
     (reason,) = examine_run(killed).prediction.inexact
     assert "cpu_model" in reason and "another processor" in reason
 

@@ -45,6 +45,8 @@ def write_run(
         "stage": stage,
         "fingerprints": fingerprints,
         "ended": f"2026-11-21T{ended}+00:00",
+        "step": 0,
+        "tokens": 0,
     } | more
     (folder / "run.json").write_text(json.dumps(fields))
     return str(folder)

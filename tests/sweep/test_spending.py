@@ -14,7 +14,7 @@ from common.errors import UserError
 from runner.planning.planned_settings import as_override, in_tokens, mean_cost
 from runner.reporting.read_sweep import read_sweep_results
 from runner.run_dir.best_job import find_best_job
-from runner.sweep.spending import Budget
+from runner.sweep.seeds import Budget
 
 # 16 steps of 100 tokens, an evaluation at every second one; the loss is lowest at lr=BEST, and falls with the steps
 JOB = """
