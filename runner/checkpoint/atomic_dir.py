@@ -48,7 +48,8 @@ class SaveError(OSError):
 
     def __init__(self, cause: OSError, folder: Path, need: int) -> None:
         self.need = need
-        super().__init__(cause.errno, f"{folder.name} was not saved: {describe_disk_error(cause, folder.parent, need)}")
+        reason = describe_disk_error(cause, folder.parent, space_for(need) if need else 0)
+        super().__init__(cause.errno, f"{folder.name} was not saved: {reason}")
 
     def __str__(self) -> str:
         return str(self.strerror)
@@ -230,9 +231,14 @@ def _read_entries(folder: Path) -> dict[str, dict[str, Any]]:
     return entries
 
 
+def space_for(need: int) -> int:
+    """Return how many bytes must be free before a folder of `need` bytes is written."""
+    return int(need * 1.1) + RESERVED_BYTES
+
+
 def missing_bytes(parent: Path, need: int) -> int:
     """Return how many bytes must become free before `need` bytes are written to `parent`; 0: there is enough space."""
-    return max(0, int(need * 1.1) + RESERVED_BYTES - filesystem.fs.free(parent))
+    return max(0, space_for(need) - filesystem.fs.free(parent))
 
 
 def _require_space(parent: Path, need: int) -> None:

@@ -163,11 +163,11 @@ def _move_aside(folder: Path, file: str) -> None:
 
 
 def _check_space(state: CheckpointState) -> Iterator[Problem]:
-    """The next save needs as many bytes as the newest checkpoint has."""
+    """The next save is taken to be as large as the newest checkpoint."""
     if state.newest_whole is None:
         return
     checkpoint = state.checkpoints / state.newest_whole[0]
-    need = sum(path.lstat().st_size for path in checkpoint.iterdir()) + atomic_dir.RESERVED_BYTES
+    need = atomic_dir.space_for(sum(path.lstat().st_size for path in checkpoint.iterdir()))
     free = filesystem.fs.free(state.folder)
     text = f"{free:,} bytes free, the next save needs {need:,}"
     if free < need:

@@ -167,7 +167,11 @@ def test_error_at_any_call_of_a_save_keeps_the_previous_folder(
         with pytest.raises(atomic_dir.SaveError) as caught:
             save(memory_dir, 2)
         monkeypatch.undo()
-        assert caught.value.errno == number and caught.value.need == 20_700 and "20,700 bytes" in str(caught.value)
+        assert (
+            caught.value.errno == number
+            and caught.value.need == 20_700
+            and f"{atomic_dir.space_for(20_700):,} bytes" in str(caught.value)
+        )
         assert read_valid(memory_dir)[1] == contents(1) and not temp_files(memory_dir), f"call {index} ({name})"
         if (memory_dir / "step-00000002").exists():  # an error after the rename: complete, though not promised
             assert read_valid(memory_dir)[2] == contents(2)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -92,9 +93,11 @@ def test_full_disk_spares_checkpoints_of_keep_every_as_long_as_others_can_go(
 
 def test_no_checkpoint_is_deleted_in_vain(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filesystem, "fs", SmallDisk(folder, 2))
-    with pytest.raises(SaveError, match="No space left on device; it needs"):
+    with pytest.raises(SaveError, match="No space left on device; it needs") as refused:
         save_step_6(folder)
     assert len(names(folder)) == 5
+    needed, free = (int(number.replace(",", "")) for number in re.findall(r"([\d,]+) bytes", str(refused.value)))
+    assert needed > free
 
 
 @pytest.mark.parametrize("failures, deleted", [(1, 0), (2, 0), (3, 1), (5, 3)])
