@@ -248,7 +248,8 @@ def test_forked_process_can_allocate_while_threads_of_its_parent_do(child) -> No
     The threads allocate within operators, which do not hold the lock of Python.
     """
     code = """
-import signal, threading
+import signal, threading, warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork beside threads
 stop = threading.Event()
 operands = [torch.zeros(1 << 16, dtype=torch.uint8)] * 1000
 
