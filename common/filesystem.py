@@ -303,6 +303,11 @@ def sha256_of(path: Path, size: int) -> str:
         fs.close(fd)
 
 
+def sha256_of_json(value: Any) -> str:
+    """Return the sha256 of a JSON value; the order of names in objects makes no difference."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
 def crc32_of(fd: int, size: int) -> int:
     """Return the crc32 of the first `size` bytes of an open file."""
     checksum = 0

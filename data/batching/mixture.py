@@ -7,7 +7,6 @@ exception are rows with weights of their own: their cumulative counts are in mem
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.errors import UserError
+from common.filesystem import sha256_of_json
 from data.batching.sampler import hash64
 from data.config import DataConfig
 from data.types import EncodedRow
@@ -195,7 +195,7 @@ class MixedRows:
 
     @property
     def fingerprint(self) -> str:
-        return hashlib.sha256(json.dumps([part.identity for part in self.sources]).encode()).hexdigest()
+        return sha256_of_json([part.identity for part in self.sources])
 
 
 def mix_sources(entries: Sequence[list[WeightedSource]], weights: list[float] | None) -> MixedRows:

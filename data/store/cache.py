@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from common.errors import FULL_DISK_ERRORS, MORE_FILES, UserError, print_note
 from common.file_lock import FileLock, lock_holder
-from common.filesystem import atomic_path, read_json_object, remove_tree
+from common.filesystem import atomic_path, read_json_object, remove_tree, sha256_of_json
 from common.paths import workspace_dir
 from data.schemas.registry import SCHEMAS
 from data.sources.detect import COMPRESSED
@@ -84,7 +84,7 @@ def load_or_build(
         STORE_FORMAT,
         encoding_code_fingerprint(encoding.schema),
     ]
-    path = cache / hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    path = cache / sha256_of_json(parts)
     metadata: dict[str, Any] = {
         "name": source.name,
         "content": content,
