@@ -74,6 +74,7 @@ class StepLoader:
     def __post_init__(self) -> None:
         # not a lambda: spawned workers unpickle it
         self.collate = partial(collate, pad_id=self.pad_id, packed=isinstance(self.sequences, PackedSequences))
+        self.steps_per_epoch = self.sampler.steps_per_epoch
 
     def pad_to_one_shape(self) -> None:
         """Pad every micro-batch of packed sequences to the (R, T) of the largest: compiled layers have one program."""
@@ -81,10 +82,6 @@ class StepLoader:
         rows_per_step = min(self.sampler.global_batch_size, len(self.sequences))
         R = min(self.batch_size, -(-rows_per_step // self.world_size))
         self.collate = partial(self.collate, shape=(R, min(self.sequences.capacity, self.sequences.num_tokens)))
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.sampler.steps_per_epoch
 
     def iter_epoch(
         self, epoch: int, skip: int = 0, stop_requested: Callable[[], bool] = never
