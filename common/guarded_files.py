@@ -23,6 +23,14 @@ from common.hub import snapshot_link_target
 from common.limits import parse_json
 
 MAX_TOKENIZER_BYTES = 64 << 20  # of each file of a tokenizer; the largest tokenizer.json in use has 35 MB
+# of a folder of Hugging Face, as far as it has them
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
 GENERATION_CONFIG = "generation_config.json"  # how a model is sampled, and its stop tokens
 MAX_MODEL_JSON_BYTES = 16 << 20  # of config.json and its like
 DAMAGED_DIR = "damaged"  # in a run directory: files that could not be read, as they were
@@ -182,9 +190,11 @@ def _unreadable(path: Path, error: OSError) -> UserError:
     return UserError(f"the file cannot be read: {error.strerror or error}", path, "copy or download the folder again")
 
 
-def copy_source_file(path: Path, target: Path) -> None:
-    """Copy a file of a tokenizer folder, as `read_source_file` reads it, to `target` in a folder of this process."""
-    target.write_bytes(read_source_file(path, MAX_TOKENIZER_BYTES))
+def copy_unchanged_tokenizer(source: Path, target: Path) -> None:
+    """Copy the TOKENIZER_FILES of a folder, as `read_source_file` reads them, to `target`, a folder of this process."""
+    for name in TOKENIZER_FILES:
+        if os.path.lexists(source / name):
+            (target / name).write_bytes(read_source_file(source / name, MAX_TOKENIZER_BYTES))
 
 
 def _check_entry(path: Path) -> bool:

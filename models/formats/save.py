@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from common.errors import print_note
-from common.guarded_files import GENERATION_CONFIG, MAX_TOKENIZER_BYTES, copy_source_file, read_source_file
+from common.guarded_files import GENERATION_CONFIG, MAX_TOKENIZER_BYTES, copy_unchanged_tokenizer, read_source_file
 from common.hub import hub_name_of
 from common.limits import parse_json
 from models.config import LoraConfig, ModelConfig
@@ -35,13 +35,6 @@ from models.language_model import LanguageModel, create_model
 from models.layers.adapter import is_quantized, is_transposed
 from models.lora import linear_layers_of, lora_layers, short_names
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)
 TOKENIZER_CLASSES_OF_5 = ("TokenizersBackend", "PythonBackend")  # transformers 4 does not know them
 GENERIC_TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # reads tokenizer.json as it is, in both versions
 MAX_LEFT_OUT = 200  # characters of names
@@ -216,9 +209,7 @@ def copy_tokenizer_files(source: Path, folder: Path) -> dict[str, int]:
     """Copy the tokenizer files, without BPE dropout and classes that transformers 4 lacks; return the ids of its control tokens as transformers names them:
     bos_token_id, eos_token_id, pad_token_id.
     """
-    for name in TOKENIZER_FILES:
-        if os.path.lexists(source / name):
-            copy_source_file(source / name, folder / name)
+    copy_unchanged_tokenizer(source, folder)
     config = parse_json(read_source_file(source / "tokenizer_config.json", MAX_TOKENIZER_BYTES))
     stored = parse_json(read_source_file(source / "tokenizer.json", MAX_TOKENIZER_BYTES))
     if stored["model"].get("dropout"):  # off in training and here, so that other programs get the same ids
