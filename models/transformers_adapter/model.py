@@ -32,7 +32,6 @@ from models.transformers_adapter.generation import (
     GenerationMethod,
     TransformersCache,
     choose_generation,
-    generation_step,
 )
 from models.transformers_adapter.kernels import WINDOW_FIELDS, Kernels, choose_kernels, packed_arguments
 
@@ -174,9 +173,7 @@ class TransformersModel(LanguageModel):
         reduction: str = "none",
     ) -> ModelOutput:
         if cache is not None:
-            return ModelOutput(
-                generation_step(self.hf, self._accepted, input_ids, position_ids, mask, cache), None, None
-            )
+            return ModelOutput(cache.step(input_ids, position_ids, mask, self._accepted), None, None)
         arguments: dict[str, Any] = {"use_cache": False}
         if document_ids is not None:
             arguments |= packed_arguments(self.hf, self.kernels, document_ids, position_ids)
@@ -239,7 +236,7 @@ class TransformersModel(LanguageModel):
         return self._blocks() or [self.hf.base_model]
 
     def new_cache(self, rows: int, max_length: int, dtype: torch.dtype) -> TransformersCache:
-        return TransformersCache(self.hf.config, self._generation().has_cache)
+        return TransformersCache(self.hf, self._generation().has_cache)
 
 
 def _parameter_uses(module: nn.Module) -> Counter[int]:
