@@ -13,15 +13,14 @@ import base64
 import json
 import math
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from common.limits import limit_process
-from data.tokenize.renderer import WALL_SECONDS, limited_environment
+from common.limits import limit_process, run_limited
+from data.tokenize.renderer import limited_environment
 
 MAX_ADDED_TOKENS = 100_000
 MAX_ADDED_CHARACTERS = 1000  # of an added token
@@ -165,26 +164,13 @@ def _probe(tokenizer_json: str, patterns: tuple[str, ...]) -> str | None:
         for end in ("\u0001", f"\u0001 {''.join(literals)[:200]}")
     ]
     env = limited_environment() | {"TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-P", "-m", "data.tokenize.tokenizer_limits", str(PROBE_SECONDS)]
-    request = json.dumps([tokenizer_json, texts]).encode()
+    command = ["-P", "-m", "data.tokenize.tokenizer_limits", str(PROBE_SECONDS)]
+    beyond = f"it needs more than {PROBE_SECONDS} seconds or 1 GB for texts of {PROBE_CHARACTERS:,} characters"
     try:
-        ended = subprocess.run(
-            command,
-            input=request,
-            env=env,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            timeout=WALL_SECONDS,
-            process_group=0,
-        )
-    except subprocess.TimeoutExpired:
-        return f"no result for texts of {PROBE_CHARACTERS:,} characters after {WALL_SECONDS:g} seconds; on a busy machine, try again"
-    if ended.returncode == 0:
-        return None
-    if ended.returncode < 0:
-        return f"it needs more than {PROBE_SECONDS} seconds or 1 GB for texts of {PROBE_CHARACTERS:,} characters"
-    lines = ended.stderr.decode("utf-8", "replace").strip().splitlines()
-    return lines[-1][:200] if lines else "it ends the program"
+        run_limited(command, [tokenizer_json, texts], beyond, env)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def probe_tokenizer() -> int:
