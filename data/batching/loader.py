@@ -137,22 +137,19 @@ class StepLoader:
         num_rows = self.sampler.num_items(*divmod(step, self.steps_per_epoch))  # over all ranks
         return -(-max(0, num_rows - rank) // (self.world_size * self.batch_size))
 
-    def _batch_indices(self, step: int) -> list[list[int]]:
-        """Return the sequence indices of each micro-batch of this rank, counted through the epochs."""
-        epoch, step = divmod(step, self.steps_per_epoch)
-        mine = (epoch * len(self.sequences) + self.sampler.indices(epoch, step)[self.rank :: self.world_size]).tolist()
-        return [mine[i : i + self.batch_size] for i in range(0, len(mine), self.batch_size)]
-
     def _batches_of_worker(self, steps: range, worker: int, num_workers: int) -> Iterator[list[int]]:
-        """Yield the sequence indices of every `num_workers`th micro-batch of `steps`, from number `worker` on."""
+        """Yield the sequence indices of every `num_workers`th micro-batch of `steps`, from number `worker` on, counted
+        through the epochs.
+        """
         number = 0
         for step in steps:
             count = self._num_batches(step, self.rank)
             chosen = range((worker - number) % num_workers, count, num_workers)
-            if chosen:  # the order of a step takes time
-                batches = self._batch_indices(step)
-                yield from (batches[i] for i in chosen)
             number += count
+            if chosen:  # the order of a step takes time
+                epoch, step = divmod(step, self.steps_per_epoch)
+                mine = epoch * len(self.sequences) + self.sampler.indices(epoch, step)[self.rank :: self.world_size]
+                yield from (mine[i * self.batch_size : (i + 1) * self.batch_size].tolist() for i in chosen)
 
 
 def shared_positions(num_workers: int) -> np.ndarray:
