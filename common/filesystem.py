@@ -143,7 +143,7 @@ def read_bounded(path: Path, limit: int) -> bytes:
     try:
         if size > limit:
             raise OSError(errno.EFBIG, f"{size:,} bytes, at most {limit:,} are read", str(path))
-        return b"".join(_chunks(fd))
+        return b"".join(iter(lambda: fs.read(fd, CHUNK_BYTES), b""))
     finally:
         fs.close(fd)
 
@@ -296,7 +296,7 @@ def sha256_of(path: Path, size: int) -> str:
         if actual != size:
             raise OSError(errno.EIO, f"{actual:,} bytes instead of {size:,}", str(path))
         digest = hashlib.sha256()
-        for chunk in _chunks(fd):
+        while chunk := fs.read(fd, CHUNK_BYTES):
             digest.update(chunk)
         return digest.hexdigest()
     finally:
@@ -327,11 +327,6 @@ def open_regular(path: Path) -> tuple[int, int]:
         fs.close(fd)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return fd, status.st_size
-
-
-def _chunks(fd: int) -> Iterator[bytes]:
-    while chunk := fs.read(fd, CHUNK_BYTES):
-        yield chunk
 
 
 def temp_name(kind: str, name: str) -> str:
