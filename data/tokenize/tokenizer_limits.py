@@ -102,7 +102,8 @@ def find_problem(stored: dict[str, Any]) -> str | None:
             return f"the {section} has {len(parts)} parts, at most {MAX_COMPONENTS} are allowed"
         if math.prod(map(_growth, parts)) > MAX_GROWTH:
             return f"the {section} can make a text more than {MAX_GROWTH} times as long"
-        unknown |= {pattern for part in parts if (pattern := _regular_expression(part)) is not None} - KNOWN_PATTERNS
+        patterns = [pattern for part in parts if isinstance(pattern := part.get("pattern"), dict)]
+        unknown |= {pattern["Regex"] for pattern in patterns if "Regex" in pattern} - KNOWN_PATTERNS
     if length := max((len(each) for each in unknown if len(each) > MAX_PATTERN_CHARACTERS), default=0):
         return f"a regular expression has {length:,} characters, at most {MAX_PATTERN_CHARACTERS:,} are allowed"
     # Without the vocabulary: 260,000 tokens need most of the probe's time and memory, and regular expressions do not
@@ -119,13 +120,6 @@ def _components(value: Any) -> Iterator[dict[str, Any]]:
         yield from _components(item)
     if isinstance(value, dict) and PART_FIELDS & value.keys():
         yield value
-
-
-def _regular_expression(part: dict[str, Any]) -> str | None:
-    match part:
-        case {"pattern": {"Regex": str(pattern)}}:
-            return pattern
-    return None
 
 
 def _growth(part: dict[str, Any]) -> float:
