@@ -26,7 +26,7 @@ from models.layers.attention_block import (
 )
 from models.layers.chunked_loss import LMHead
 from models.layers.mlp import MoE, index_documents, load_balancing_loss
-from models.layers.ops import compute_dtype, full_checkpointing
+from models.layers.ops import CHECKPOINTING, compute_dtype
 
 
 class DecoderBackbone(nn.Module):
@@ -92,7 +92,7 @@ class Decoder(LanguageModel):
         context = LayerContext(self._rotation(T, position_ids), mask, cache, documents, selective=mode == "selective")
         expert_use = []  # (2, S, E) of each layer
         for layer in self.layers:
-            x, use = full_checkpointing(layer, x, context) if mode == "full" else layer(x, context)
+            x, use = CHECKPOINTING[mode](layer, x, context) if mode == "full" else layer(x, context)
             expert_use.append(use)
         if cache is not None:
             cache.length += T

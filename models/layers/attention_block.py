@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from models.families.decoder import DecoderConfig, RopeScaling
 from models.layers.attention import FUSED_KERNEL, AttentionMask, attention
 from models.layers.mlp import MLP, DocumentIndex, MoE
-from models.layers.ops import compute_dtype, selective_checkpointing
+from models.layers.ops import CHECKPOINTING, compute_dtype
 from models.layers.projections import fused_projection
 
 WEIGHT_INIT_STD = 0.02
@@ -132,7 +132,7 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
         """Return the output and the use of the experts (2, S, E), None for a dense model."""
-        return selective_checkpointing(self.body, x, context) if context.selective else self.body(x, context)
+        return CHECKPOINTING["selective"](self.body, x, context) if context.selective else self.body(x, context)
 
     def body(self, x: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
         """What is compiled: there the compiler decides what to recompute."""

@@ -25,7 +25,7 @@ from common.errors import UserError
 from models.families.transformers import DROPOUT_FIELDS, TransformersConfig, create_hf_config, length_dependence
 from models.language_model import LanguageModel, ModelOutput
 from models.layers.chunked_loss import IGNORE_LABEL, LMHead, at_labels, penalize
-from models.layers.ops import full_checkpointing, selective_checkpointing
+from models.layers.ops import CHECKPOINTING
 from models.transformers_adapter.attention import IMPLEMENTATION, register_attention
 from models.transformers_adapter.balance import BalanceLoss
 from models.transformers_adapter.generation import (
@@ -154,12 +154,11 @@ class TransformersModel(LanguageModel):
                 setting,
                 "train.activation_checkpointing=none",
             )
-        recompute = selective_checkpointing if mode == "selective" else full_checkpointing
         for block in blocks:
             if isinstance(block, GradientCheckpointingLayer):
-                vars(block).update(gradient_checkpointing=True, _gradient_checkpointing_func=recompute)
+                vars(block).update(gradient_checkpointing=True, _gradient_checkpointing_func=CHECKPOINTING[mode])
             else:
-                vars(block)["forward"] = partial(_recomputed_forward, block, block.forward, recompute)
+                vars(block)["forward"] = partial(_recomputed_forward, block, block.forward, CHECKPOINTING[mode])
 
     def forward(
         self,
