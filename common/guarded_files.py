@@ -8,12 +8,11 @@ reading only: those of the Hugging Face cache, from `models--NAME/snapshots/COMM
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import shlex
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -101,19 +100,18 @@ def keep_damaged(folder: Path, name: str, content: bytes) -> str:
     """Write the content of the damaged file `name` of `folder` to `folder/damaged/name`, or with a number; return that
     name. No copy is replaced.
     """
-    first = folder / DAMAGED_DIR / name
+    first = copy = folder / DAMAGED_DIR / name
     make_dirs(first.parent)
-    for number in itertools.count(1):
-        copy = first if number == 1 else first.with_name(f"{first.name}.{number}")
-        if not os.path.lexists(copy):
-            write_atomic_file(copy, content)
-            return str(copy.relative_to(folder))
-        try:
+    number = 1
+    while os.path.lexists(copy):
+        with suppress(OSError):  # a link or a folder
             if read_from(copy, 0) == content:  # kept by a launch that was killed
-                return str(copy.relative_to(folder))
-        except OSError:  # a link or a folder
-            continue
-    raise AssertionError("count() ends never")
+                break
+        number += 1
+        copy = first.with_name(f"{first.name}.{number}")
+    else:
+        write_atomic_file(copy, content)
+    return str(copy.relative_to(folder))
 
 
 def check_source_file(path: Path) -> Path:
