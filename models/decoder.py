@@ -22,7 +22,6 @@ from models.layers.attention_block import (
     LayerContext,
     RMSNorm,
     rope_frequencies,
-    rotation_factors,
 )
 from models.layers.chunked_loss import LMHead
 from models.layers.mlp import MoE, index_documents, load_balancing_loss
@@ -130,11 +129,10 @@ class Decoder(LanguageModel):
         return KVCache(self.cfg, rows, max_length, self.frequencies.device, dtype)
 
     def _rotation(self, T: int, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the factors of RoPE (B or 1, 1, T, 2, H / 2) in fp32: bf16 rounds positions 257 and 258 to the same
-        number.
-        """
+        """Return `LayerContext.rotation` in fp32: bf16 rounds positions 257 and 258 to the same number."""
         positions = (
             torch.arange(T, device=self.frequencies.device).unsqueeze(0) if position_ids is None else position_ids
         )
         angles = (positions.unsqueeze(-1) * self.frequencies).unsqueeze(1)  # (B or 1, 1, T, H / 2)
-        return rotation_factors(angles, self.rope_factor)
+        cos, sin = angles.cos() * self.rope_factor, angles.sin() * self.rope_factor
+        return torch.stack([cos, sin], dim=-2), torch.stack([-sin, cos], dim=-2)

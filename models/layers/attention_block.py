@@ -64,7 +64,8 @@ class KVCache:
 class LayerContext(NamedTuple):
     """Inputs that all layers share."""
 
-    rotation: tuple[Tensor, Tensor]  # of `rotation_factors`
+    # (B or 1, 1, T, 2, H/2) each: factors of the first and of the second half of the channels, (cos, sin) and (-sin, cos)
+    rotation: tuple[Tensor, Tensor]
     mask: AttentionMask
     cache: KVCache | None
     documents: DocumentIndex | None  # None: each row is one document without padding
@@ -141,14 +142,6 @@ class DecoderLayer(nn.Module):
         h = self.post_attention_layernorm(x).to(dtype)
         y, expert_use = self.mlp(h, context.documents) if isinstance(self.mlp, MoE) else (self.mlp(h), None)
         return x + self.dropout(y), expert_use
-
-
-def rotation_factors(angles: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the factors of the first and of the second half of the channels, (..., 2, H/2) each: (cos, sin) and (-sin,
-    cos). angles: (..., H/2).
-    """
-    cos, sin = angles.cos() * scale, angles.sin() * scale
-    return torch.stack([cos, sin], dim=-2), torch.stack([-sin, cos], dim=-2)
 
 
 def apply_rope(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
