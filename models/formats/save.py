@@ -99,7 +99,8 @@ def save_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     write_generation_config(tokenizer_dir, folder, copy_tokenizer_files(tokenizer_dir, folder), stop_ids)
     source = model_dir(Path(base))
-    if not _is_readable_by_peft(source, model):
+    is_readable = _is_readable_by_peft(source, model)
+    if not is_readable:
         cfg_of_base = model.cfg
         if isinstance(cfg_of_base, DecoderConfig) and cfg_of_base.model_type in RENAMED_TYPES:
             # the adapter has the names of the decoder's layers
@@ -109,14 +110,13 @@ def save_adapter(
     modules = [path for path, _ in model.named_modules()]  # PEFT refuses a module of a class that it does not adapt
     targets = short_names([*modules, *linear_layers_of(model).refused], set(adapters))
     transposed = any(is_transposed(model.get_submodule(path)) for path in adapters)
+    layers = {path: adapter.cfg for path, adapter in adapters.items()}
     state: dict[str, Tensor] = {}
-    layers: dict[str, LoraConfig] = {}
     for path, adapter in adapters.items():
-        layers[path] = adapter.cfg
         own = dict(adapter.named_parameters())
         state |= {f"{PEFT_PREFIX}{path}.{suffix}": own[matrix] for suffix, matrix in MATRICES.items() if matrix in own}
-    of_hub = None if (folder / BASE_DIR).exists() else hub_name_of(source.absolute())
-    location = BASE_DIR if (folder / BASE_DIR).exists() else of_hub.repo if of_hub else str(source.absolute())
+    of_hub = hub_name_of(source.absolute()) if is_readable else None
+    location = of_hub.repo if of_hub else str(source.absolute()) if is_readable else BASE_DIR
     settings = adapter_config(cfg, layers, targets, location, transposed)
     write_json_file(folder / "adapter_config.json", settings | ({"revision": of_hub.revision} if of_hub else {}))
     write_tensors(folder / "adapter_model.safetensors", state)
