@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from common.errors import StopRequested, TrainingError
 
@@ -149,6 +149,7 @@ class Worker:
     def __init__(self, name: str, body: Callable[[Connection], None], exchange: Callable[[Worker], None]) -> None:
         """`body(connection)` runs in the process, `exchange(self)` in the thread; at the end of the pipe both return."""
         self.ready = threading.Event()  # or ended; `exchange` sets it
+        self.received: queue.Queue[Any] = queue.Queue(1)  # what `exchange` passes on, if it does so by a queue
         context = multiprocessing.get_context("fork" if sys.platform.startswith("linux") else None)
         self.connection, end = context.Pipe()
         process = context.Process(target=_run_body, args=(body, end, os.getpid()), name=name, daemon=True)

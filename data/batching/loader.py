@@ -220,7 +220,6 @@ class BatchWorkers:
         """`receive`: applied to each batch in a thread, e.g. to pin its memory."""
         self.task, self.watch, self.receive = task, watch, receive
         self._next, self._is_closed = 0, False
-        self._queues: dict[Worker, queue.Queue[Batch | WorkerFailure | None]] = {}  # None: the process has ended
         self._workers: list[Worker] = []
         try:
             bodies = [partial(_send_batches, task, index, count) for index in range(count)]
@@ -238,7 +237,7 @@ class BatchWorkers:
         self._next += 1
         stuck = partial(self._stuck_error, worker)
         self.watch.wait_for(worker.ready.wait, stuck, START_SECONDS)
-        message = self.watch.take(self._queue_of(worker), stuck)
+        message: Batch | WorkerFailure | None = self.watch.take(worker.received, stuck)  # None: the process has ended
         if isinstance(message, Batch):
             return message
         raise self._exit_error(worker) if message is None else self._read_error(worker, *message)
@@ -246,18 +245,15 @@ class BatchWorkers:
     def close(self) -> None:
         """Kill the workers, whatever they do, and wait a limited time for their end."""
         self._is_closed = True  # a thread ends after the message that it holds now
-        for received in self._queues.values():
+        for worker in self._workers:
             with suppress(queue.Empty):
-                received.get_nowait()  # it may wait for space
+                worker.received.get_nowait()  # it may wait for space
         stop_workers(self._workers)
         self._workers = []
 
-    def _queue_of(self, worker: Worker) -> queue.Queue[Batch | WorkerFailure | None]:
-        return self._queues.setdefault(worker, queue.Queue(1))
-
     def _receive_batches(self, worker: Worker) -> None:
         """Body of the thread of a worker."""
-        received = self._queue_of(worker)
+        received = worker.received
         try:
             worker.connection.recv()  # it is ready
             worker.ready.set()
