@@ -14,7 +14,6 @@ import json
 import os
 import secrets
 import socket
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -93,7 +92,6 @@ def start_ticks(pid: Any) -> int | None:
 
 
 MAX_OWNER_BYTES = 4096
-OWNER_POLL_SECONDS = 0.2  # between two attempts to take a lock that is held
 
 
 @dataclass
@@ -105,27 +103,17 @@ class OwnerFile:
     content: bytes  # unique: a file that another process has put in its place differs
 
     @classmethod
-    def acquire(cls, lock: Path, byte: int | None, wait: bool) -> OwnerFile:
-        """Take the whole lock (`byte` None) or one byte of it.
-
-        Raises BlockingIOError if it is held and `wait` is False.
-        """
-        while not (owner := cls._try(lock, byte)):
-            if not wait:
-                raise BlockingIOError(errno.EAGAIN, "locked by another process", str(lock))
-            time.sleep(OWNER_POLL_SECONDS)
-        return owner
-
-    @classmethod
-    def _try(cls, lock: Path, byte: int | None) -> OwnerFile | None:
+    def acquire(cls, lock: Path, byte: int | None) -> OwnerFile:
+        """Take the whole lock (`byte` None) or one byte of it. Raises BlockingIOError if it is held."""
+        is_held = BlockingIOError(errno.EAGAIN, "locked by another process", str(lock))
         if live_owners(lock, byte):
-            return None
+            raise is_held
         path = _path(lock, byte)
         content = json.dumps({**process_id(), "token": secrets.token_hex(8)}).encode()
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         except FileExistsError:
-            return None
+            raise is_held from None
         try:
             write_all(fd, content)
             os.fsync(fd)
@@ -137,7 +125,7 @@ class OwnerFile:
         owner = cls(lock, path, content)
         if live_owners(lock, byte, own=path):  # another process has taken a part of it meanwhile
             owner.release()
-            return None
+            raise is_held
         return owner
 
     def is_intact(self) -> bool:
