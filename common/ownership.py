@@ -148,11 +148,10 @@ def is_owner_file(lock_name: str, name: str) -> bool:
 
 def live_owners(lock: Path, byte: int | None = None, own: Path | None = None) -> list[Path]:
     """Return the owner files that exclude taking `byte` (None: the whole lock), after removing those of dead processes."""
-    names = [name for name in os.listdir(lock.parent) if is_owner_file(lock.name, name)]
-    paths = [
-        lock.parent / name for name in names if byte is None or name in (_path(lock, None).name, _path(lock, byte).name)
-    ]
-    return [path for path in paths if path != own and not _remove_if_dead(path)]
+    paths = {lock.parent / name for name in os.listdir(lock.parent) if is_owner_file(lock.name, name)} - {own}
+    if byte is not None:
+        paths &= {_path(lock, None), _path(lock, byte)}
+    return [path for path in paths if not _remove_if_dead(path)]
 
 
 def _remove_if_dead(path: Path) -> bool:
