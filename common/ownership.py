@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.filesystem import read_bounded, read_json_object, temp_name, write_all
+from common.filesystem import read_bounded, temp_name, write_all
+from common.limits import parse_record
 
 IDENTITY = ("host", "pid", "boot_id", "start_ticks")  # fields of process_id()
 
@@ -156,9 +157,10 @@ def live_owners(lock: Path, byte: int | None = None, own: Path | None = None) ->
 
 def _remove_if_dead(path: Path) -> bool:
     """Remove the owner file of a process that has died on this host; return whether there is none any more."""
-    content, owner = _read(path), read_json_object(path, MAX_OWNER_BYTES)
+    content = _read(path)
     if content is None:
         return not os.path.lexists(path)
+    owner = parse_record(content)
     if not owner or is_alive(owner):
         return False
     moved = path.with_name(temp_name("del", path.name))
