@@ -15,6 +15,7 @@ import fcntl
 import os
 import struct
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from common.ownership import OwnerFile, live_owners
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 NO_LOCKS_PROMISE = "this file system has no locks: a file names the process that writes here; one that died on another host must be removed by hand (*.owner)"
 
+WAIT_POLL_SECONDS = 0.2  # between two attempts to take a lock that is held
 FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
 _holders: dict[Path, int] = {}  # lock file -> pid: a forked child sees the entry, but does not hold the lock
 
@@ -49,12 +51,18 @@ class FileLock:
         path = _absolute(path)
         if _is_held_here(path):
             raise BlockingIOError(errno.EAGAIN, "locked by this process", str(path))
-        fd, owner = _lock(path, start, length, wait)
-        while not _is_file(path, fd):  # its holder has deleted it meanwhile
-            _unlock(fd, owner)
-            fd, owner = _lock(path, start, length, wait)
-        _holders[path] = os.getpid()
-        return cls(path, fd, start, length, owner)
+        while True:
+            try:
+                fd, owner = _lock(path, start, length)
+            except BlockingIOError:
+                if not wait:
+                    raise
+                time.sleep(WAIT_POLL_SECONDS)
+                continue
+            if _is_file(path, fd):
+                _holders[path] = os.getpid()
+                return cls(path, fd, start, length, owner)
+            _unlock(fd, owner)  # its holder has deleted the file meanwhile
 
     def shrink(self, length: int) -> None:
         """Keep the first `length` bytes locked only, so that other processes can lock the bytes behind them."""
@@ -80,7 +88,7 @@ class FileLock:
 
         Raises BlockingIOError if another process has locked it meanwhile, OSError if that fails.
         """
-        fd, owner = _lock(self.path, self._start, self._length, wait=False)
+        fd, owner = _lock(self.path, self._start, self._length)
         os.close(self._fd)  # of a file that no path leads to
         self._fd, self._owner = fd, owner
 
@@ -99,17 +107,20 @@ class FileLock:
         self.release()
 
 
-def _lock(path: Path, start: int, length: int, wait: bool) -> tuple[int, OwnerFile | None]:
-    """Return a descriptor of the locked file, and its owner file if the file system has no locks."""
+def _lock(path: Path, start: int, length: int) -> tuple[int, OwnerFile | None]:
+    """Return a descriptor of the locked file, and its owner file if the file system has no locks.
+
+    Raises BlockingIOError if another process holds the lock.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), length, start)
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
         return fd, None
     except OSError as error:
         if error.errno in NO_LOCKS:
             add_weaker_promise(NO_LOCKS_PROMISE)
             try:
-                return fd, OwnerFile.acquire(path, start if length else None, wait)
+                return fd, OwnerFile.acquire(path, start if length else None)
             except BaseException:
                 os.close(fd)
                 raise

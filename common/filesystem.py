@@ -143,7 +143,7 @@ def read_bounded(path: Path, limit: int) -> bytes:
     try:
         if size > limit:
             raise OSError(errno.EFBIG, f"{size:,} bytes, at most {limit:,} are read", str(path))
-        return b"".join(_chunks(fd))
+        return b"".join(iter(lambda: fs.read(fd, CHUNK_BYTES), b""))
     finally:
         fs.close(fd)
 
@@ -296,11 +296,16 @@ def sha256_of(path: Path, size: int) -> str:
         if actual != size:
             raise OSError(errno.EIO, f"{actual:,} bytes instead of {size:,}", str(path))
         digest = hashlib.sha256()
-        for chunk in _chunks(fd):
+        while chunk := fs.read(fd, CHUNK_BYTES):
             digest.update(chunk)
         return digest.hexdigest()
     finally:
         fs.close(fd)
+
+
+def sha256_of_json(value: Any) -> str:
+    """Return the sha256 of a JSON value; the order of names in objects makes no difference."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def crc32_of(fd: int, size: int) -> int:
@@ -322,11 +327,6 @@ def open_regular(path: Path) -> tuple[int, int]:
         fs.close(fd)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return fd, status.st_size
-
-
-def _chunks(fd: int) -> Iterator[bytes]:
-    while chunk := fs.read(fd, CHUNK_BYTES):
-        yield chunk
 
 
 def temp_name(kind: str, name: str) -> str:

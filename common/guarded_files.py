@@ -8,12 +8,11 @@ reading only: those of the Hugging Face cache, from `models--NAME/snapshots/COMM
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import shlex
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,6 +22,14 @@ from common.hub import snapshot_link_target
 from common.limits import parse_json, parse_record
 
 MAX_TOKENIZER_BYTES = 64 << 20  # of each file of a tokenizer; the largest tokenizer.json in use has 35 MB
+# of a folder of Hugging Face, as far as it has them
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
 GENERATION_CONFIG = "generation_config.json"  # how a model is sampled, and its stop tokens
 MAX_MODEL_JSON_BYTES = 16 << 20  # of config.json and its like
 RECORDS_BYTES = 1 << 16  # of the end of a log, where its last records are
@@ -99,19 +106,18 @@ def keep_damaged(folder: Path, name: str, content: bytes) -> str:
     """Write the content of the damaged file `name` of `folder` to `folder/damaged/name`, or with a number; return that
     name. No copy is replaced.
     """
-    first = folder / DAMAGED_DIR / name
+    first = copy = folder / DAMAGED_DIR / name
     make_dirs(first.parent)
-    for number in itertools.count(1):
-        copy = first if number == 1 else first.with_name(f"{first.name}.{number}")
-        if not os.path.lexists(copy):
-            write_atomic_file(copy, content)
-            return str(copy.relative_to(folder))
-        try:
+    number = 1
+    while os.path.lexists(copy):
+        with suppress(OSError):  # a link or a folder
             if read_from(copy, 0) == content:  # kept by a launch that was killed
-                return str(copy.relative_to(folder))
-        except OSError:  # a link or a folder
-            continue
-    raise AssertionError("count() ends never")
+                break
+        number += 1
+        copy = first.with_name(f"{first.name}.{number}")
+    else:
+        write_atomic_file(copy, content)
+    return str(copy.relative_to(folder))
 
 
 def check_source_file(path: Path) -> Path:
@@ -188,9 +194,11 @@ def _unreadable(path: Path, error: OSError) -> UserError:
     return UserError(f"the file cannot be read: {error.strerror or error}", path, "copy or download the folder again")
 
 
-def copy_source_file(path: Path, target: Path) -> None:
-    """Copy a file of a tokenizer folder, as `read_source_file` reads it, to `target` in a folder of this process."""
-    target.write_bytes(read_source_file(path, MAX_TOKENIZER_BYTES))
+def copy_unchanged_tokenizer(source: Path, target: Path) -> None:
+    """Copy the TOKENIZER_FILES of a folder, as `read_source_file` reads them, to `target`, a folder of this process."""
+    for name in TOKENIZER_FILES:
+        if os.path.lexists(source / name):
+            (target / name).write_bytes(read_source_file(source / name, MAX_TOKENIZER_BYTES))
 
 
 def _check_entry(path: Path) -> bool:

@@ -280,27 +280,33 @@ def match_patterns(patterns: list[str], texts: list[str]) -> list[list[bool]]:
         raise ValueError(
             f"{too_long[:60]}... has {len(too_long):,} characters, at most {MAX_MATCHED_CHARACTERS:,} are allowed"
         )
-    request = json.dumps([patterns, texts]).encode()
+    shortened = ", ".join(pattern[:60] for pattern in patterns[:3])
+    beyond = f"{shortened}: it takes more than {MATCH_SECONDS} seconds or {MATCH_MEMORY >> 20} MiB for {len(texts):,} names; e.g. a repetition inside of a repetition does"
+    command = ["-I", "-S", __file__, str(MATCH_SECONDS)]
+    matched: list[list[bool]] = json.loads(run_limited(command, [patterns, texts], beyond))
+    return matched
+
+
+def run_limited(command: list[str], request: Any, beyond: str, env: dict[str, str] | None = None) -> bytes:
+    """Return the output of a Python process that gets `request` as JSON, and calls `limit_process`.
+
+    Raises ValueError with the last line of its errors, or with `beyond` if the kernel has ended it at a limit.
+    """
     try:
         ended = subprocess.run(
-            [sys.executable, "-I", "-S", __file__, str(MATCH_SECONDS)],
-            input=request,
+            [sys.executable, *command],
+            input=json.dumps(request).encode(),
+            env=env,
             capture_output=True,
             timeout=OWN_LIMIT,
             process_group=0,
         )
     except subprocess.TimeoutExpired as error:
-        raise ValueError(f"{_shortened(patterns)}: no result after {OWN_LIMIT} seconds") from error
+        raise ValueError(f"no result after {OWN_LIMIT} seconds; on a busy machine, try again") from error
     if ended.returncode:
-        problem = f"it takes more than {MATCH_SECONDS} seconds or {MATCH_MEMORY >> 20} MiB for {len(texts):,} names; e.g. a repetition inside of a repetition does"
         lines = ended.stderr.decode(errors="replace").splitlines()
-        raise ValueError(lines[-1] if ended.returncode == 1 and lines else f"{_shortened(patterns)}: {problem}")
-    matched: list[list[bool]] = json.loads(ended.stdout)
-    return matched
-
-
-def _shortened(patterns: list[str]) -> str:
-    return ", ".join(pattern[:60] for pattern in patterns[:3])
+        raise ValueError(lines[-1][:200] if ended.returncode > 0 and lines else beyond)
+    return ended.stdout
 
 
 def limit_process(memory: int, seconds: int) -> None:

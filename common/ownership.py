@@ -14,14 +14,14 @@ import json
 import os
 import secrets
 import socket
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.filesystem import read_bounded, read_json_object, temp_name, write_all
+from common.filesystem import read_bounded, temp_name, write_all
+from common.limits import parse_record
 
 IDENTITY = ("host", "pid", "boot_id", "start_ticks")  # fields of process_id()
 
@@ -98,7 +98,6 @@ def start_ticks(pid: Any) -> int | None:
 
 
 MAX_OWNER_BYTES = 4096
-OWNER_POLL_SECONDS = 0.2  # between two attempts to take a lock that is held
 
 
 @dataclass
@@ -110,27 +109,17 @@ class OwnerFile:
     content: bytes  # unique: a file that another process has put in its place differs
 
     @classmethod
-    def acquire(cls, lock: Path, byte: int | None, wait: bool) -> OwnerFile:
-        """Take the whole lock (`byte` None) or one byte of it.
-
-        Raises BlockingIOError if it is held and `wait` is False.
-        """
-        while not (owner := cls._try(lock, byte)):
-            if not wait:
-                raise BlockingIOError(errno.EAGAIN, "locked by another process", str(lock))
-            time.sleep(OWNER_POLL_SECONDS)
-        return owner
-
-    @classmethod
-    def _try(cls, lock: Path, byte: int | None) -> OwnerFile | None:
+    def acquire(cls, lock: Path, byte: int | None) -> OwnerFile:
+        """Take the whole lock (`byte` None) or one byte of it. Raises BlockingIOError if it is held."""
+        is_held = BlockingIOError(errno.EAGAIN, "locked by another process", str(lock))
         if live_owners(lock, byte):
-            return None
+            raise is_held
         path = _path(lock, byte)
         content = json.dumps({**process_id(), "token": secrets.token_hex(8)}).encode()
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         except FileExistsError:
-            return None
+            raise is_held from None
         try:
             write_all(fd, content)
             os.fsync(fd)
@@ -142,7 +131,7 @@ class OwnerFile:
         owner = cls(lock, path, content)
         if live_owners(lock, byte, own=path):  # another process has taken a part of it meanwhile
             owner.release()
-            return None
+            raise is_held
         return owner
 
     def is_intact(self) -> bool:
@@ -165,18 +154,18 @@ def is_owner_file(lock_name: str, name: str) -> bool:
 
 def live_owners(lock: Path, byte: int | None = None, own: Path | None = None) -> list[Path]:
     """Return the owner files that exclude taking `byte` (None: the whole lock), after removing those of dead processes."""
-    names = [name for name in os.listdir(lock.parent) if is_owner_file(lock.name, name)]
-    paths = [
-        lock.parent / name for name in names if byte is None or name in (_path(lock, None).name, _path(lock, byte).name)
-    ]
-    return [path for path in paths if path != own and not _remove_if_dead(path)]
+    paths = {lock.parent / name for name in os.listdir(lock.parent) if is_owner_file(lock.name, name)} - {own}
+    if byte is not None:
+        paths &= {_path(lock, None), _path(lock, byte)}
+    return [path for path in paths if not _remove_if_dead(path)]
 
 
 def _remove_if_dead(path: Path) -> bool:
     """Remove the owner file of a process that has died on this host; return whether there is none any more."""
-    content, owner = _read(path), read_json_object(path, MAX_OWNER_BYTES)
+    content = _read(path)
     if content is None:
         return not os.path.lexists(path)
+    owner = parse_record(content)
     if not owner or is_alive(owner):
         return False
     moved = path.with_name(temp_name("del", path.name))

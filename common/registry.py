@@ -82,21 +82,20 @@ class Registry(Generic[T]):
 
     def entries(self) -> dict[str, T]:
         """Return all entries by name; imports every module of the package."""
-        return {name: self._entries.get(name) or self._import(name) for name in self.names()}
+        return {name: self._entry(name) for name in self.names()}
 
     def find(self, name: str) -> T | None:
         """Return the entry of this name, None if there is none."""
-        if name not in self._entries and name not in self.names():
-            return None
-        return self._entries.get(name) or self._import(name)
+        return self._entry(name) if name in self._entries or name in self.names() else None
 
     def get(self, name: str) -> T:
         """Return the entry of this name. Raises UserError if there is none."""
         check_choice(self.setting, name, self.names())
-        return self._entries.get(name) or self._import(name)
+        return self._entry(name)
 
-    def _import(self, name: str) -> T:
-        importlib.import_module(f"{self.package}.{name}")
+    def _entry(self, name: str) -> T:
+        if name not in self._entries:
+            importlib.import_module(f"{self.package}.{name}")
         return self._entries[name]
 
 

@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from common.errors import StopRequested, TrainingError
 from common.ownership import process_stat
@@ -148,6 +148,7 @@ class Worker:
     def __init__(self, name: str, body: Callable[[Connection], None], exchange: Callable[[Worker], None]) -> None:
         """`body(connection)` runs in the process, `exchange(self)` in the thread; at the end of the pipe both return."""
         self.ready = threading.Event()  # or ended; `exchange` sets it
+        self.received: queue.Queue[Any] = queue.Queue(1)  # what `exchange` passes on, if it does so by a queue
         context = multiprocessing.get_context("fork" if sys.platform.startswith("linux") else None)
         self.connection, end = context.Pipe()
         process = context.Process(target=_run_body, args=(body, end, os.getpid()), name=name, daemon=True)

@@ -5,13 +5,13 @@ cannot be used: their exception, and the JSON parser that raises nothing else.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.errors import UserError
+from common.filesystem import sha256_of_json
 from common.limits import MAX_NESTING, check_json_size, check_nesting
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class EncodingConfig:
 
     def key(self, tokenizer_fingerprint: str) -> str:
         parts = dataclasses.asdict(self) | {"tokenizer": tokenizer_fingerprint}
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        return sha256_of_json(parts)
 
 
 class TokenSequence(NamedTuple):

@@ -35,7 +35,7 @@ ACTIVATION_CHECKPOINTING_MODES = ("none", "selective", "full")
 
 MAX_TENSORS = 100_000  # parameters of a model, each a tensor; the largest mixtures of experts in use have 70,000
 
-MODELS: Registry[type[ModelConfig]] = Registry("model.family", "models.families", helpers=("hf_config", "hf_rope"))
+MODELS: Registry[type[ModelConfig]] = Registry("model.family", "models.families", helpers=("hf_config",))
 register_model = MODELS.register
 
 

@@ -22,11 +22,10 @@ from models.layers.attention_block import (
     LayerContext,
     RMSNorm,
     rope_frequencies,
-    rotation_factors,
 )
 from models.layers.chunked_loss import LMHead
 from models.layers.mlp import MoE, index_documents, load_balancing_loss
-from models.layers.ops import compute_dtype, full_checkpointing
+from models.layers.ops import CHECKPOINTING, compute_dtype
 
 
 class DecoderBackbone(nn.Module):
@@ -92,7 +91,7 @@ class Decoder(LanguageModel):
         context = LayerContext(self._rotation(T, position_ids), mask, cache, documents, selective=mode == "selective")
         expert_use = []  # (2, S, E) of each layer
         for layer in self.layers:
-            x, use = full_checkpointing(layer, x, context) if mode == "full" else layer(x, context)
+            x, use = CHECKPOINTING[mode](layer, x, context) if mode == "full" else layer(x, context)
             expert_use.append(use)
         if cache is not None:
             cache.length += T
@@ -130,11 +129,10 @@ class Decoder(LanguageModel):
         return KVCache(self.cfg, rows, max_length, self.frequencies.device, dtype)
 
     def _rotation(self, T: int, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the factors of RoPE (B or 1, 1, T, 2, H / 2) in fp32: bf16 rounds positions 257 and 258 to the same
-        number.
-        """
+        """Return `LayerContext.rotation` in fp32: bf16 rounds positions 257 and 258 to the same number."""
         positions = (
             torch.arange(T, device=self.frequencies.device).unsqueeze(0) if position_ids is None else position_ids
         )
         angles = (positions.unsqueeze(-1) * self.frequencies).unsqueeze(1)  # (B or 1, 1, T, H / 2)
-        return rotation_factors(angles, self.rope_factor)
+        cos, sin = angles.cos() * self.rope_factor, angles.sin() * self.rope_factor
+        return torch.stack([cos, sin], dim=-2), torch.stack([-sin, cos], dim=-2)

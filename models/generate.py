@@ -100,19 +100,16 @@ def generate_rows(
     try:
         # Inference mode takes less time; a model that is trained may keep tensors that are made here.
         with torch.inference_mode(not training), torch.no_grad():
-            for batch in [rows] if has_one_batch and rows else [[row] for row in rows]:
-                _generate(_Batch(model, batch), before_token, join)
+            for started in [rows] if has_one_batch and rows else [[row] for row in rows]:
+                batch = _Batch(model, started)
+                while count := sum(not row.has_ended for row in batch.rows):
+                    before_token()
+                    batch.step()
+                    if hasattr(batch.cache, "join") and (new := _begin(model, join(count))):
+                        before_token()
+                        batch.join(_Batch(model, new))
     finally:
         model.train(training)
-
-
-def _generate(batch: _Batch, before_token: Callable[[], object], join: Callable[[int], Sequence[Row]]) -> None:
-    while count := sum(not row.has_ended for row in batch.rows):
-        before_token()
-        batch.step()
-        if hasattr(batch.cache, "join") and (new := _begin(batch.model, join(count))):
-            before_token()
-            batch.join(_Batch(batch.model, new))
 
 
 class _Batch:

@@ -74,6 +74,7 @@ class StepLoader:
     def __post_init__(self) -> None:
         # not a lambda: spawned workers unpickle it
         self.collate = partial(collate, pad_id=self.pad_id, packed=isinstance(self.sequences, PackedSequences))
+        self.steps_per_epoch = self.sampler.steps_per_epoch
 
     def pad_to_one_shape(self) -> None:
         """Pad every micro-batch of packed sequences to the (R, T) of the largest: compiled layers have one program."""
@@ -81,10 +82,6 @@ class StepLoader:
         rows_per_step = min(self.sampler.global_batch_size, len(self.sequences))
         R = min(self.batch_size, -(-rows_per_step // self.world_size))
         self.collate = partial(self.collate, shape=(R, min(self.sequences.capacity, self.sequences.num_tokens)))
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.sampler.steps_per_epoch
 
     def iter_epoch(
         self, epoch: int, skip: int = 0, stop_requested: Callable[[], bool] = never
@@ -140,22 +137,19 @@ class StepLoader:
         num_rows = self.sampler.num_items(*divmod(step, self.steps_per_epoch))  # over all ranks
         return -(-max(0, num_rows - rank) // (self.world_size * self.batch_size))
 
-    def _batch_indices(self, step: int) -> list[list[int]]:
-        """Return the sequence indices of each micro-batch of this rank, counted through the epochs."""
-        epoch, step = divmod(step, self.steps_per_epoch)
-        mine = (epoch * len(self.sequences) + self.sampler.indices(epoch, step)[self.rank :: self.world_size]).tolist()
-        return [mine[i : i + self.batch_size] for i in range(0, len(mine), self.batch_size)]
-
     def _batches_of_worker(self, steps: range, worker: int, num_workers: int) -> Iterator[list[int]]:
-        """Yield the sequence indices of every `num_workers`th micro-batch of `steps`, from number `worker` on."""
+        """Yield the sequence indices of every `num_workers`th micro-batch of `steps`, from number `worker` on, counted
+        through the epochs.
+        """
         number = 0
         for step in steps:
             count = self._num_batches(step, self.rank)
             chosen = range((worker - number) % num_workers, count, num_workers)
-            if chosen:  # the order of a step takes time
-                batches = self._batch_indices(step)
-                yield from (batches[i] for i in chosen)
             number += count
+            if chosen:  # the order of a step takes time
+                epoch, step = divmod(step, self.steps_per_epoch)
+                mine = epoch * len(self.sequences) + self.sampler.indices(epoch, step)[self.rank :: self.world_size]
+                yield from (mine[i * self.batch_size : (i + 1) * self.batch_size].tolist() for i in chosen)
 
 
 def shared_positions(num_workers: int) -> np.ndarray:
@@ -226,7 +220,6 @@ class BatchWorkers:
         """`receive`: applied to each batch in a thread, e.g. to pin its memory."""
         self.task, self.watch, self.receive = task, watch, receive
         self._next, self._is_closed = 0, False
-        self._queues: dict[Worker, queue.Queue[Batch | WorkerFailure | None]] = {}  # None: the process has ended
         self._workers: list[Worker] = []
         try:
             bodies = [partial(_send_batches, task, index, count) for index in range(count)]
@@ -244,7 +237,7 @@ class BatchWorkers:
         self._next += 1
         stuck = partial(self._stuck_error, worker)
         self.watch.wait_for(worker.ready.wait, stuck, START_SECONDS)
-        message = self.watch.take(self._queue_of(worker), stuck)
+        message: Batch | WorkerFailure | None = self.watch.take(worker.received, stuck)  # None: the process has ended
         if isinstance(message, Batch):
             return message
         raise self._exit_error(worker) if message is None else self._read_error(worker, *message)
@@ -252,18 +245,15 @@ class BatchWorkers:
     def close(self) -> None:
         """Kill the workers, whatever they do, and wait a limited time for their end."""
         self._is_closed = True  # a thread ends after the message that it holds now
-        for received in self._queues.values():
+        for worker in self._workers:
             with suppress(queue.Empty):
-                received.get_nowait()  # it may wait for space
+                worker.received.get_nowait()  # it may wait for space
         stop_workers(self._workers)
         self._workers = []
 
-    def _queue_of(self, worker: Worker) -> queue.Queue[Batch | WorkerFailure | None]:
-        return self._queues.setdefault(worker, queue.Queue(1))
-
     def _receive_batches(self, worker: Worker) -> None:
         """Body of the thread of a worker."""
-        received = self._queue_of(worker)
+        received = worker.received
         try:
             worker.connection.recv()  # it is ready
             worker.ready.set()

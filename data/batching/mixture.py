@@ -7,7 +7,7 @@ exception are rows with weights of their own: their cumulative counts are in mem
 from __future__ import annotations
 
 import hashlib
-import json
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.errors import UserError
+from common.filesystem import sha256_of_json
 from data.batching.sampler import hash64
 from data.config import DataConfig
 from data.types import EncodedRow
@@ -94,24 +95,23 @@ class WeightedSource:
         return replace(self, split=split), replace(self, split=split, is_held_out=True)
 
     @property
-    def weights(self) -> np.ndarray | None:
-        """Weight of each row, float64 (num_rows,); None if all are 1."""
-        return (
-            self.store.column("weight", 0, len(self.store))[self._stored(np.arange(self.num_rows))].astype(np.float64)
-            if self.store.has_weights
-            else None
+    def weights(self) -> np.ndarray:
+        """Weight of each row, float64 (num_rows,), without memory if all are 1."""
+        if not self.store.has_weights:
+            return np.broadcast_to(1.0, self.num_rows)
+        return self.store.column("weight", 0, len(self.store))[self._stored(np.arange(self.num_rows))].astype(
+            np.float64
         )
 
     def upsampled(self, factor: float) -> WeightedSource:
         """Return the source with every row `factor` times its own weight times per epoch, rounded evenly and without
         randomness.
         """
-        weights = self.weights
-        if weights is None:
+        if not self.store.has_weights:
             return replace(self, rows_per_epoch=round(self.num_rows * factor))
         # Integers: a cumulative sum of floats could skip a row that is due once.
         cumulative = (
-            np.cumsum(np.round(weights * factor * WHOLE_SOURCE).astype(np.int64)) + WHOLE_SOURCE // 2
+            np.cumsum(np.round(self.weights * factor * WHOLE_SOURCE).astype(np.int64)) + WHOLE_SOURCE // 2
         ) // WHOLE_SOURCE
         return replace(self, rows_per_epoch=int(cumulative[-1]), cumulative=cumulative)
 
@@ -195,7 +195,7 @@ class MixedRows:
 
     @property
     def fingerprint(self) -> str:
-        return hashlib.sha256(json.dumps([part.identity for part in self.sources]).encode()).hexdigest()
+        return sha256_of_json([part.identity for part in self.sources])
 
 
 def mix_sources(entries: Sequence[list[WeightedSource]], weights: list[float] | None) -> MixedRows:
@@ -206,8 +206,8 @@ def mix_sources(entries: Sequence[list[WeightedSource]], weights: list[float] | 
     """
     if weights is None and not any(part.store.has_weights for entry in entries for part in entry):
         return MixedRows(tuple(part for entry in entries for part in entry))
-    masses = [sum(part.num_rows if part.weights is None else part.weights.sum() for part in entry) for entry in entries]
-    lightest = [min(1.0 if part.weights is None else part.weights.min() for part in entry) for entry in entries]
+    masses = [sum(part.weights.sum() for part in entry) for entry in entries]
+    lightest = [min(part.weights.min() for part in entry) for entry in entries]
     factors = (
         [1.0] * len(entries)
         if weights is None
@@ -246,12 +246,8 @@ def separate_validation(
     count = sum(len(part.excluded) for group in separated for part in group)
     if not count:
         return groups, []
-    part, excluded = next(
-        (part, without.excluded)
-        for pair in zip(groups, separated, strict=True)
-        for part, without in zip(*pair, strict=True)
-        if len(without.excluded)
-    )
+    pairs = zip(itertools.chain(*groups), itertools.chain(*separated), strict=True)
+    part, excluded = next((part, without.excluded) for part, without in pairs if len(without.excluded))
     first = part.source.where(part.store.read(int(part.locate(excluded[:1])[0]))[1])
     total = sum(part.num_rows for group in groups for part in group)
     found = f"{count:,} of {total:,} training rows have the same tokens as a validation row (first: {first})"

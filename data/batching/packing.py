@@ -161,16 +161,8 @@ PLAN_TAIL = 8  # bytes: crc32 of all bytes before them
 OPEN_PLANS = 2  # batches are prepared in advance: for a while an epoch and the next one are both read
 
 
-@dataclass
-class EpochPlan:
-    """Row indices of each packed sequence of an epoch: int64 values, those of `_plan_values`."""
-
-    _read: Callable[[int, int], np.ndarray]
-    _num_rows: int
-
-    def rows_of(self, i: int) -> list[int]:
-        start, stop = self._read(self._num_rows + i, self._num_rows + i + 2).tolist()
-        return self._read(start, stop).tolist()
+# of one epoch: (start, stop) -> these values of `_plan_values`, int64
+EpochPlan = Callable[[int, int], np.ndarray]
 
 
 class PackedSequences:
@@ -207,24 +199,25 @@ class PackedSequences:
         epoch, number = divmod(i, len(self))
         if epoch not in self._plans:
             self._open_epoch(epoch)
-        return [self.rows[row] for row in self._plans[epoch].rows_of(number)]
+        plan, first = self._plans[epoch], len(self.rows) + number
+        start, stop = plan(first, first + 2).tolist()
+        return [self.rows[row] for row in plan(start, stop).tolist()]
 
     def __getstate__(self) -> dict:
         return {**vars(self), "_plans": {}, "progress": no_progress}
 
     def _open_epoch(self, epoch: int) -> None:
-        try:
-            plan = self._stored_plan(epoch)
-        except UserError:  # a full disk does not end a training: 8 bytes per row in memory do, too
-            values = np.concatenate(list(self._plan_values(epoch)))
-            plan = EpochPlan(lambda start, stop: values[start:stop], len(self.rows))
         while len(self._plans) >= OPEN_PLANS:
             oldest = next(iter(self._plans))
             del self._plans[oldest]
             if oldest:  # every run begins with the plan of epoch 0
                 with suppress(OSError):
                     self._plan_path(oldest).unlink()
-        self._plans[epoch] = plan
+        try:
+            self._plans[epoch] = self._stored_plan(epoch)
+        except UserError:  # a full disk does not end a training: 8 bytes per row in memory do, too
+            values = np.concatenate(list(self._plan_values(epoch)))
+            self._plans[epoch] = lambda start, stop: values[start:stop]
 
     def _stored_plan(self, epoch: int) -> EpochPlan:
         path = self._plan_path(epoch)
@@ -252,16 +245,12 @@ class PackedSequences:
             file = OpenFile(path)
         except FileNotFoundError:
             return None
-        num_rows = len(self.rows)
-        size = 8 * (num_rows + len(self) + 1)
+        size = 8 * (len(self.rows) + len(self) + 1)
         if os.fstat(file.fd).st_size != size + PLAN_TAIL:
             return None
         if int.from_bytes(os.pread(file.fd, PLAN_TAIL, size), "little") != crc32_of(file.fd, size):
             return None
-        return EpochPlan(
-            lambda start, stop: np.frombuffer(os.pread(file.fd, 8 * (stop - start), 8 * start), np.int64),
-            num_rows,
-        )
+        return lambda start, stop: np.frombuffer(os.pread(file.fd, 8 * (stop - start), 8 * start), np.int64)
 
     def _read_sizes(self) -> list[int] | None:
         """Return the number of sequences of each slice; None if the file is missing or damaged."""

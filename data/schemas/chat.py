@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from data.schemas.columns import columns_override
@@ -20,9 +21,12 @@ if TYPE_CHECKING:
     from data.types import EncodingConfig
 
 CHAT_FIELDS = ("system", "tools")  # optional fields of conversations of every schema
+ALPACA_FIELDS = (*CHAT_FIELDS, "history", "input")
 PREFERENCE_KEYS = ("chosen", "rejected")
 HH_TURN = "\n\nHuman:"  # beginning of each dialogue of hh-rlhf
 NO_PROMPT: list[dict] = []  # of rows whose answers contain the prompt
+register_chat = partial(register_schema, data_format="chat", optional=CHAT_FIELDS)
+register_preference = partial(register_schema, data_format="preference", optional=CHAT_FIELDS)
 EMPTY_THINK = "<think>\n\n</think>\n\n"
 
 
@@ -128,42 +132,38 @@ def chat_tools(row: dict, where: str) -> list[dict] | None:
 # --- schemas: of those that match a row, the last one is used ---
 
 
-@register_schema("prompt response", "chat", keys=("prompt", "response"), optional=CHAT_FIELDS)
+@register_chat("prompt response", keys=("prompt", "response"))
 def parse_prompt_response(row: dict, where: str) -> ChatExample:
     return answer_example(prompt_messages(row, where), row, "response", where)
 
 
-@register_schema("prompt completion", "chat", keys=("prompt", "completion"), optional=CHAT_FIELDS)
+@register_chat("prompt completion", keys=("prompt", "completion"))
 def parse_prompt_completion(row: dict, where: str) -> ChatExample:
     return answer_example(prompt_messages(row, where), row, "completion", where)
 
 
-@register_schema(
-    "dolly", "chat", keys=("instruction", "context", "response"), optional=(*CHAT_FIELDS, "history", "input")
-)
+@register_chat("dolly", keys=("instruction", "context", "response"), optional=ALPACA_FIELDS)
 def parse_dolly(row: dict, where: str) -> ChatExample:
     prompt = alpaca_prompt(row, where, ("input", "context"))
     return chat_example([*prompt, chat_message("assistant", required_text(row, "response", where))], row, where)
 
 
-@register_schema("alpaca", "chat", keys=("instruction", "output"), optional=(*CHAT_FIELDS, "history", "input"))
+@register_chat("alpaca", keys=("instruction", "output"), optional=ALPACA_FIELDS)
 def parse_alpaca(row: dict, where: str) -> ChatExample:
     return chat_example(
         [*alpaca_prompt(row, where), chat_message("assistant", required_text(row, "output", where))], row, where
     )
 
 
-@register_schema(
-    "minimind chat", "chat", ("conversations",), lambda row: _role_key(row.get("conversations")) == "role", CHAT_FIELDS
+@register_chat(
+    "minimind chat", keys=("conversations",), detect=lambda row: _role_key(row.get("conversations")) == "role"
 )
-@register_schema(
-    "sharegpt", "chat", ("conversations",), lambda row: _role_key(row.get("conversations")) == "from", CHAT_FIELDS
-)
+@register_chat("sharegpt", keys=("conversations",), detect=lambda row: _role_key(row.get("conversations")) == "from")
 def parse_conversations(row: dict, where: str) -> ChatExample:
     return chat_example(row["conversations"], row, f"{where} conversations")
 
 
-@register_schema("openai messages", "chat", keys=("messages",), optional=(*CHAT_FIELDS, "functions"))
+@register_chat("openai messages", keys=("messages",), optional=(*CHAT_FIELDS, "functions"))
 def parse_openai(row: dict, where: str) -> ChatExample:
     return chat_example(row["messages"], {**row, "tools": chat_tools(row, where)}, f"{where} messages")
 
@@ -204,7 +204,7 @@ def _is_hh(row: dict) -> bool:
     return all(isinstance(row[key], str) and row[key].startswith(HH_TURN) for key in PREFERENCE_KEYS)
 
 
-@register_schema("hh-rlhf", "preference", keys=PREFERENCE_KEYS, detect=_is_hh, optional=CHAT_FIELDS)
+@register_preference("hh-rlhf", keys=PREFERENCE_KEYS, detect=_is_hh)
 def parse_hh(row: dict, where: str) -> PreferencePair:
     dialogues = {key: _hh_messages(row[key], f"{where} {key}") for key in PREFERENCE_KEYS}
     return preference_pair(NO_PROMPT, row | dialogues, where)
@@ -222,15 +222,13 @@ def _hh_messages(text: Any, where: str) -> list[dict]:
     ]
 
 
-@register_schema(
-    "minimind preference", "preference", keys=PREFERENCE_KEYS, detect=lambda row: not _is_hh(row), optional=CHAT_FIELDS
-)
+@register_preference("minimind preference", keys=PREFERENCE_KEYS, detect=lambda row: not _is_hh(row))
 def parse_minimind_preference(row: dict, where: str) -> PreferencePair:
     return preference_pair(NO_PROMPT, row, where)
 
 
-@register_schema(
-    "openai preference", "preference", keys=("input", "preferred_output", "non_preferred_output"), optional=("system",)
+@register_preference(
+    "openai preference", keys=("input", "preferred_output", "non_preferred_output"), optional=("system",)
 )
 def parse_openai_preference(row: dict, where: str) -> PreferencePair:
     prompt = parse_json_field(row["input"], f"{where} input")
@@ -243,22 +241,17 @@ def parse_openai_preference(row: dict, where: str) -> PreferencePair:
     return preference_pair(prompt["messages"], row, where, ("preferred_output", "non_preferred_output"))
 
 
-@register_schema(
-    "alpaca preference",
-    "preference",
-    keys=("instruction", *PREFERENCE_KEYS),
-    optional=(*CHAT_FIELDS, "history", "input"),
-)
+@register_preference("alpaca preference", keys=("instruction", *PREFERENCE_KEYS), optional=ALPACA_FIELDS)
 def parse_alpaca_preference(row: dict, where: str) -> PreferencePair:
     return preference_pair(alpaca_prompt(row, where), row, where)
 
 
-@register_schema("sharegpt preference", "preference", keys=("conversations", *PREFERENCE_KEYS), optional=CHAT_FIELDS)
+@register_preference("sharegpt preference", keys=("conversations", *PREFERENCE_KEYS))
 def parse_sharegpt_preference(row: dict, where: str) -> PreferencePair:
     return preference_pair(row["conversations"], row, where)
 
 
-@register_schema("trl preference", "preference", keys=("prompt", *PREFERENCE_KEYS), optional=CHAT_FIELDS)
+@register_preference("trl preference", keys=("prompt", *PREFERENCE_KEYS))
 def parse_trl_preference(row: dict, where: str) -> PreferencePair:
     return preference_pair(prompt_messages(row, where), row, where)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -38,8 +37,23 @@ def read_csv(file: BinaryIO, locate: Locate, arguments: Mapping[str, Any]) -> It
     `arguments` are those of csv.reader.
     """
     csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process; Python's default is 128 KB
-    record = _RecordSize()
-    reader = csv.reader(_decode_lines(file, locate, record), strict=True, **arguments)
+    record_bytes = 0  # quotes can join any number of lines
+
+    def decoded_lines() -> Iterator[str]:
+        nonlocal record_bytes
+        for number, line in iter_lines(file, locate):
+            record_bytes += len(line) if isinstance(line, bytes) else 0
+            if isinstance(line, bytes) and (
+                record_bytes > MAX_ROW_BYTES
+                or line.count(b"\t") + line.count(b";") + line.count(b",") > MAX_JSON_VALUES
+            ):
+                line = row_too_large(locate(number))
+            if isinstance(line, BadRowError):
+                # of the file: where the next row begins is unknown
+                raise UserError(line.message, line.setting, line.fix)
+            yield line.decode("utf-8", "surrogateescape")  # an invalid byte makes one row invalid, not the file
+
+    reader = csv.reader(decoded_lines(), strict=True, **arguments)
     try:
         header = next((cells for cells in reader if cells), [])
     except csv.Error as error:
@@ -57,7 +71,7 @@ def read_csv(file: BinaryIO, locate: Locate, arguments: Mapping[str, Any]) -> It
             "name each column in the first line",
         )
     while True:
-        line, record.size = reader.line_num + 1, 0
+        line, record_bytes = reader.line_num + 1, 0
         try:
             cells = next(reader)
         except StopIteration:
@@ -75,25 +89,6 @@ def read_csv(file: BinaryIO, locate: Locate, arguments: Mapping[str, Any]) -> It
             continue
         if cells:
             yield line, _csv_row(header, cells, locate(line))
-
-
-@dataclass
-class _RecordSize:
-    """Bytes of the lines of the current record: quotes can join any number of lines."""
-
-    size: int = 0
-
-
-def _decode_lines(file: BinaryIO, locate: Locate, record: _RecordSize) -> Iterator[str]:
-    for number, line in iter_lines(file, locate):
-        record.size += len(line) if isinstance(line, bytes) else 0
-        if isinstance(line, bytes) and (
-            record.size > MAX_ROW_BYTES or line.count(b"\t") + line.count(b";") + line.count(b",") > MAX_JSON_VALUES
-        ):
-            line = row_too_large(locate(number))
-        if isinstance(line, BadRowError):
-            raise UserError(line.message, line.setting, line.fix)  # of the file: where the next row begins is unknown
-        yield line.decode("utf-8", "surrogateescape")  # an invalid byte makes one row invalid, not the file
 
 
 def _csv_row(header: list[str], cells: list[str], where: str) -> dict | BadRowError:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from common.errors import FULL_DISK_ERRORS, MORE_FILES, UserError, print_note
 from common.file_lock import FileLock, lock_holder
-from common.filesystem import atomic_path, read_json_object, remove_tree
+from common.filesystem import atomic_path, read_json_object, remove_tree, sha256_of_json
 from common.paths import workspace_dir
 from data.schemas.registry import SCHEMAS
 from data.sources.detect import COMPRESSED
@@ -84,7 +84,7 @@ def load_or_build(
         STORE_FORMAT,
         encoding_code_fingerprint(encoding.schema),
     ]
-    path = cache / hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    path = cache / sha256_of_json(parts)
     metadata: dict[str, Any] = {
         "name": source.name,
         "content": content,
@@ -224,34 +224,26 @@ def _source_chunks(source: Source) -> Iterator[tuple[Chunk, int]]:
 
     The chunks depend on the items alone, not on the number of workers.
     """
-    bytes_read = 0
+    chunk: Chunk = []
+    size = bytes_read = 0
 
     def on_progress(done: int) -> None:
         nonlocal bytes_read
         bytes_read = done
 
-    chunk: Chunk = []
-    size = 0
-    items = iter(source.items(on_progress))
-    while True:
-        try:
-            item = next(items, None)
-        except Exception as error:  # raised after the items before it are encoded: one of them may be a bad row
-            yield chunk, bytes_read
-            if isinstance(error, OSError):
-                raise UserError(
-                    f"the file cannot be read: {error.strerror or error}",
-                    source.path,
-                    "check the file and its disk",
-                ) from error
-            raise
-        if item is None:
-            break
-        chunk.append(item)
-        size += _size_of(item[1])
-        if len(chunk) == MAX_CHUNK_ROWS or size >= MAX_CHUNK_BYTES:
-            yield chunk, bytes_read
-            chunk, size = [], 0
+    try:
+        for item in source.items(on_progress):
+            chunk.append(item)
+            size += _size_of(item[1])
+            if len(chunk) == MAX_CHUNK_ROWS or size >= MAX_CHUNK_BYTES:
+                yield chunk, bytes_read
+                chunk, size = [], 0
+    except Exception as error:  # raised after the items before it are encoded: one of them may be a bad row
+        yield chunk, bytes_read
+        if isinstance(error, OSError):
+            fix = "check the file and its disk"
+            raise UserError(f"the file cannot be read: {error.strerror or error}", source.path, fix) from error
+        raise
     yield chunk, bytes_read
 
 

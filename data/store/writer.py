@@ -6,7 +6,6 @@ A store is built in a temporary folder and renamed to its name when it is comple
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import zlib
 from collections.abc import Iterator
@@ -16,7 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from common.filesystem import atomic_path, dump_sealed_json, fs, remove_tree, sync_tree, write_all, write_new_file
+from common.filesystem import (
+    atomic_path,
+    dump_sealed_json,
+    fs,
+    remove_tree,
+    sha256_of_json,
+    sync_tree,
+    write_all,
+    write_new_file,
+)
 from data.store.reader import (
     OFFSET_DTYPE,
     ROW_DTYPE,
@@ -118,7 +126,7 @@ class StoreWriter:
             "rows": self.rows,
             "tokens": self.tokens,
             "has_weights": self.has_weights,
-            "digest": hashlib.sha256(json.dumps(content).encode()).hexdigest(),
+            "digest": sha256_of_json(content),
             "crc32": self._crc32,
             "bytes": {name: os.fstat(fd).st_size for name, fd in self._fds.items()},
             "stats": vars(self.stats),

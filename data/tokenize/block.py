@@ -217,22 +217,18 @@ def _lower_limit(steps: list[tuple[int, int]]) -> tuple[int, int]:
 
 
 def truncation_warning(stats: Iterable[RowStats], max_length: int, max_positions: int) -> str | None:
-    """Return a warning if more than WARN_ABOVE of the tokens with loss are lost; `max_positions`:
-    model.max_position_embeddings.
+    """Return a warning, with the limits that keep more, if more than WARN_ABOVE of the tokens with loss are lost;
+    `max_positions`: model.max_position_embeddings.
     """
     cut = measure_truncation(stats, max_length)
     if cut.share <= WARN_ABOVE:
         return None
-    found = f"data.max_length={max_length} cuts off {cut.share:.1%} of the tokens with loss ({cut.lost:,}, in {cut.rows:,} rows)"
-    return f"{found}; {describe_longer(cut, max_length, max_positions)}"
-
-
-def describe_longer(cut: Truncation, max_length: int, max_positions: int) -> str:
-    """Return the limits that keep more, with the price of a much longer one: a single long row may need it."""
 
     def overrides(limit: int) -> str:
         return f"data.max_length={limit}" + (f" model.max_position_embeddings={limit}" if limit > max_positions else "")
 
+    # of a much longer limit: a single long row may need it
     price = f", {cut.limit / max_length:.0f} times as long," if cut.limit >= LONG * max_length else ""
     lower = f"{overrides(cut.lower_limit)} keeps {cut.lower_kept:.0%}, " if cut.lower_limit else ""
-    return f"{lower}{overrides(cut.limit)}{price} keeps {KEPT_SHARE:.0%}"
+    found = f"data.max_length={max_length} cuts off {cut.share:.1%} of the tokens with loss ({cut.lost:,}, in {cut.rows:,} rows)"
+    return f"{found}; {lower}{overrides(cut.limit)}{price} keeps {KEPT_SHARE:.0%}"

@@ -193,11 +193,11 @@ class ChatTemplate:
         bounds = ends.tolist()
         return [(ids[bounds[i] : bounds[i + 1]], spans[first_spans[i] : first_spans[i + 1]]) for i in range(len(chats))]
 
-    def encode_prompt(self, messages: Any, tools: Any = None, where: str = "messages") -> list[int]:
+    def encode_prompt(self, messages: Any, tools: Any = None) -> list[int]:
         """Check a conversation and encode it with the generation prompt: the ids after which the assistant's next
         answer begins.
         """
-        return self.encode_segments([self._turns.split(self._prompt(messages, tools, where))])[0][0].tolist()
+        return self.encode_segments([self._turns.split(self._prompt(messages, tools, "messages"))])[0][0].tolist()
 
     def render_prompt(self, messages: Any, where: str = "messages", continues_answer: bool = False) -> str:
         """Return the text that `encode_prompt` encodes; `continues_answer`: up to the end of the last message, which

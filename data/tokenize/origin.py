@@ -13,8 +13,9 @@ from common.filesystem import atomic_path, make_dirs, remove_tree, sync_tree
 from common.guarded_files import (
     GENERATION_CONFIG,
     MAX_TOKENIZER_BYTES,
+    TOKENIZER_FILES,
     check_own_files,
-    copy_source_file,
+    copy_unchanged_tokenizer,
     read_source_file,
 )
 from common.hub import find_base_model
@@ -29,14 +30,7 @@ RUN_TOKENIZER = "tokenizer"  # folder of a run directory
 SCRATCH = "scratch"  # value of init_from
 TOKENIZER_JSON = "tokenizer.json"
 SAMPLE_TOKENIZER = Path(__file__).parents[1] / "samples" / "tokenizer"
-COPIED_FILES = (
-    TOKENIZER_JSON,
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    GENERATION_CONFIG,
-)
+COPIED_FILES = (*TOKENIZER_FILES, GENERATION_CONFIG)
 # of tokenizers that the library `tokenizers` does not read
 OTHER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 MAX_ADAPTERS = 8  # adapters of adapters that are followed to their base model
@@ -212,9 +206,7 @@ def copy_tokenizer(source: Path, target: Path, init_from: str = SCRATCH) -> None
     make_dirs(target.parent)
     with atomic_path(target) as new:
         new.mkdir()
-        for file in (source / name for name in COPIED_FILES if name != GENERATION_CONFIG):
-            if os.path.lexists(file):
-                copy_source_file(file, new / file.name)
+        copy_unchanged_tokenizer(source, new)
         if (settings := generation_config_of_run(source, init_from)) is not None:
             (new / GENERATION_CONFIG).write_bytes(settings)
         sync_tree(new)

@@ -28,7 +28,7 @@ MARKS_HINT = "{% generation %} ... {% endgeneration %} around the assistant's te
 # Variables with which templates switch thinking (Qwen, DeepSeek, MiniMind); they change the generation prompt.
 THINKING_KWARGS: list[dict[str, bool]] = [
     {},
-    *({name: on for name in ("enable_thinking", "thinking", "open_thinking")} for on in (True, False)),
+    *(dict.fromkeys(("enable_thinking", "thinking", "open_thinking"), is_on) for is_on in (True, False)),
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -17,6 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer as Engine
 
 from common.errors import UserError
+from common.filesystem import sha256_of_json
 from common.guarded_files import (
     DOWNLOAD_HINT,
     GENERATION_CONFIG,
@@ -129,7 +129,7 @@ class Tokenizer:
         }
         added = sorted(token["content"] for token in stored["added_tokens"])
         parts = [model, self.token_ids(), added, stored["normalizer"], stored["pre_tokenizer"]]
-        return _sha256_of_json(parts)
+        return sha256_of_json(parts)
 
     def token_ids(self) -> dict[str, int]:
         """Return the id of every token, added tokens included."""
@@ -231,16 +231,12 @@ def _build_tokenizer(files: _Files) -> Tokenizer:
             control_ids={token["content"]: token["id"] for token in stored["added_tokens"] if not _is_text(token)},
             special_tokens=frozenset(token["content"] for token in stored["added_tokens"] if token["special"]),
             chat_template=template,
-            fingerprint=_sha256_of_json([stored, bos_id, eos_id, pad_id, template]),
+            fingerprint=sha256_of_json([stored, bos_id, eos_id, pad_id, template]),
             dropout=dropout,
             _full=full,
             _plain=plain,
             _cuts=cut_pattern(without_control),
         )
-
-
-def _sha256_of_json(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _named_tokens(config: dict, special_tokens_map: dict, engine: Engine) -> dict[str, str]:

@@ -13,15 +13,14 @@ import base64
 import json
 import math
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from common.limits import limit_process
-from data.tokenize.renderer import WALL_SECONDS, limited_environment
+from common.limits import limit_process, run_limited
+from data.tokenize.renderer import limited_environment
 
 MAX_ADDED_TOKENS = 100_000
 MAX_ADDED_CHARACTERS = 1000  # of an added token
@@ -103,7 +102,8 @@ def find_problem(stored: dict[str, Any]) -> str | None:
             return f"the {section} has {len(parts)} parts, at most {MAX_COMPONENTS} are allowed"
         if math.prod(map(_growth, parts)) > MAX_GROWTH:
             return f"the {section} can make a text more than {MAX_GROWTH} times as long"
-        unknown |= {pattern for part in parts if (pattern := _regular_expression(part)) is not None} - KNOWN_PATTERNS
+        patterns = [pattern for part in parts if isinstance(pattern := part.get("pattern"), dict)]
+        unknown |= {pattern["Regex"] for pattern in patterns if "Regex" in pattern} - KNOWN_PATTERNS
     if length := max((len(each) for each in unknown if len(each) > MAX_PATTERN_CHARACTERS), default=0):
         return f"a regular expression has {length:,} characters, at most {MAX_PATTERN_CHARACTERS:,} are allowed"
     # Without the vocabulary: 260,000 tokens need most of the probe's time and memory, and regular expressions do not
@@ -120,13 +120,6 @@ def _components(value: Any) -> Iterator[dict[str, Any]]:
         yield from _components(item)
     if isinstance(value, dict) and PART_FIELDS & value.keys():
         yield value
-
-
-def _regular_expression(part: dict[str, Any]) -> str | None:
-    match part:
-        case {"pattern": {"Regex": str(pattern)}}:
-            return pattern
-    return None
 
 
 def _growth(part: dict[str, Any]) -> float:
@@ -165,26 +158,13 @@ def _probe(tokenizer_json: str, patterns: tuple[str, ...]) -> str | None:
         for end in ("\u0001", f"\u0001 {''.join(literals)[:200]}")
     ]
     env = limited_environment() | {"TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-P", "-m", "data.tokenize.tokenizer_limits", str(PROBE_SECONDS)]
-    request = json.dumps([tokenizer_json, texts]).encode()
+    command = ["-P", "-m", "data.tokenize.tokenizer_limits", str(PROBE_SECONDS)]
+    beyond = f"it needs more than {PROBE_SECONDS} seconds or 1 GB for texts of {PROBE_CHARACTERS:,} characters"
     try:
-        ended = subprocess.run(
-            command,
-            input=request,
-            env=env,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            timeout=WALL_SECONDS,
-            process_group=0,
-        )
-    except subprocess.TimeoutExpired:
-        return f"no result for texts of {PROBE_CHARACTERS:,} characters after {WALL_SECONDS:g} seconds; on a busy machine, try again"
-    if ended.returncode == 0:
-        return None
-    if ended.returncode < 0:
-        return f"it needs more than {PROBE_SECONDS} seconds or 1 GB for texts of {PROBE_CHARACTERS:,} characters"
-    lines = ended.stderr.decode("utf-8", "replace").strip().splitlines()
-    return lines[-1][:200] if lines else "it ends the program"
+        run_limited(command, [tokenizer_json, texts], beyond, env)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def probe_tokenizer() -> int:

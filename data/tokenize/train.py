@@ -65,7 +65,7 @@ def train_tokenizer(cfg: TokenizerConfig) -> None:
             problems = "; ".join(f"{reason}, first at {stats.first_seen[reason]}" for reason in stats.bad)
             raise UserError(f"no row has text to train on: {problems}", f"path={cfg.path}", "correct the rows")
         texts = itertools.chain([first], texts)
-        tokenizer = train_bpe(texts, cfg.vocab_size, Path(str(cfg.to)), CHATML.read_text(encoding="utf-8"))
+        tokenizer = train_bpe(texts, cfg.vocab_size, Path(str(cfg.to)))
         print_safely(f"{tokenizer.vocab_size} tokens from {stats.rows} rows in {cfg.to}")
     for reason, count in stats.bad.most_common():
         print_safely(f"left out {count}: {reason}, first at {stats.first_seen[reason]}")
@@ -195,7 +195,7 @@ def report_table(reports: dict[str, TokenizerReport], stats: CorpusStats) -> str
     )
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, chat_template: str) -> Tokenizer:
+def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> Tokenizer:
     """Train on `texts` (read once, as a stream) and write tokenizer.json, tokenizer_config.json and
     chat_template.jinja.
     """
@@ -222,11 +222,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, chat_template
         show_progress=False,
     )
     engine.train_from_iterator(texts, trainer)
-    _write_tokenizer(folder, engine, chat_template)
+    _write_tokenizer(folder, engine)
     return Tokenizer.load(folder)
 
 
-def _write_tokenizer(folder: Path, engine: Engine, chat_template: str) -> None:
+def _write_tokenizer(folder: Path, engine: Engine) -> None:
+    chat_template = CHATML.read_text(encoding="utf-8")
     stored = json.loads(engine.to_str())
     for token in stored["added_tokens"]:
         token["special"] = token["content"] in SPECIAL_TOKENS  # the trainer marks every reserved token special

@@ -20,8 +20,7 @@ from common.settings import (
     within,
 )
 from models.config import ModelConfig, ModelSize, UnsupportedVariantError, register_model
-from models.families.hf_config import FAMILIES, architecture_of, read_hf_config, write_hf_config
-from models.families.hf_rope import SCALING_FIELDS
+from models.families.hf_config import FAMILIES, SCALING_FIELDS, architecture_of, read_hf_config, write_hf_config
 
 if TYPE_CHECKING:
     import torch

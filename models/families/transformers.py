@@ -13,8 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Optional, Self
 from common.errors import UserError
 from common.settings import CHANGES_ROUNDING, at_least, one_of, settings_class
 from models.config import ModelConfig, ModelSize, register_model
-from models.families.hf_config import NO_INFLUENCE, ROPE_FIELDS
-from models.families.hf_rope import list_fields
+from models.families.hf_config import NO_INFLUENCE, ROPE_FIELDS, list_fields
 
 # Fields of config.json, at any depth, that name code or kernels to download, how a file was written, or labels of other
 # tasks: nothing of them is used.

@@ -11,13 +11,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from common.errors import UserError, did_you_mean_path, print_note
+from common.guarded_files import TOKENIZER_FILES
 from common.hub import HubName, cached_snapshot, hub_cache_dir, is_hub_offline, model_cache_dir, parse_hub_name
 from models.formats.stored_size import INDEX_SUFFIX, SAFETENSORS, TORCH, read_index
 
 # Files that are downloaded, besides weights. No code: modules of a repository are never used.
 SETTINGS_FILES = (
     *("config.json", "generation_config.json", "adapter_config.json"),
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *TOKENIZER_FILES,
     *("tokenizer.model", "vocab.json", "merges.txt"),  # of a tokenizer that has to be converted first
 )
 # Names of weights, the first that a repository has is taken: one file, or the index of several

@@ -26,12 +26,13 @@ TRANSPOSED_TYPES = ("gpt2", "openai-gpt", "imagegpt")
 # must be empty: PEFT has variants that
 # change the base model or compute something else (PiSSA, LoftQ, activated LoRA, target_parameters, ...), and gets new
 # ones.
-READ_FIELDS = frozenset(
-    "peft_type base_model_name_or_path r lora_alpha lora_dropout use_rslora use_dora rank_pattern alpha_pattern fan_in_fan_out init_lora_weights".split()
-)
-DESCRIPTIVE_FIELDS = frozenset(
-    "auto_mapping revision task_type inference_mode peft_version target_modules exclude_modules layers_to_transform layers_pattern "
-    "bias modules_to_save ensure_weight_tying megatron_core qalora_group_size eva_config".split()
+KNOWN_FIELDS = frozenset(
+    """
+    peft_type base_model_name_or_path r lora_alpha lora_dropout use_rslora use_dora rank_pattern alpha_pattern
+    fan_in_fan_out init_lora_weights
+    auto_mapping revision task_type inference_mode peft_version target_modules exclude_modules layers_to_transform
+    layers_pattern bias modules_to_save ensure_weight_tying megatron_core qalora_group_size eva_config
+    """.split()
 )
 # init_lora_weights that leave the base model as it is
 PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
@@ -101,7 +102,7 @@ def _check_variant(raw: Mapping[str, Any], path: Path) -> None:
         message = f"peft_type={kind} is not supported, only peft_type=LORA"
         raise UserError(message, path, "choose another model")
     for field, value in raw.items():
-        if field not in READ_FIELDS | DESCRIPTIVE_FIELDS and value:
+        if field not in KNOWN_FIELDS and value:
             raise UserError(
                 f"{field}={str(value)[:60]} is not supported",
                 path,

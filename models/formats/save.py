@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from common.errors import print_note
-from common.guarded_files import GENERATION_CONFIG, MAX_TOKENIZER_BYTES, copy_source_file, read_source_file
+from common.guarded_files import GENERATION_CONFIG, MAX_TOKENIZER_BYTES, copy_unchanged_tokenizer, read_source_file
 from common.hub import hub_name_of
 from common.limits import parse_json
 from models.config import LoraConfig, ModelConfig
@@ -35,13 +35,6 @@ from models.language_model import LanguageModel, create_model
 from models.layers.adapter import is_quantized, is_transposed
 from models.lora import linear_layers_of, lora_layers, short_names
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)
 TOKENIZER_CLASSES_OF_5 = ("TokenizersBackend", "PythonBackend")  # transformers 4 does not know them
 GENERIC_TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # reads tokenizer.json as it is, in both versions
 MAX_LEFT_OUT = 200  # characters of names
@@ -106,7 +99,8 @@ def save_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     write_generation_config(tokenizer_dir, folder, copy_tokenizer_files(tokenizer_dir, folder), stop_ids)
     source = model_dir(Path(base))
-    if not _is_readable_by_peft(source, model):
+    is_readable = _is_readable_by_peft(source, model)
+    if not is_readable:
         cfg_of_base = model.cfg
         if isinstance(cfg_of_base, DecoderConfig) and cfg_of_base.model_type in RENAMED_TYPES:
             # the adapter has the names of the decoder's layers
@@ -116,14 +110,13 @@ def save_adapter(
     modules = [path for path, _ in model.named_modules()]  # PEFT refuses a module of a class that it does not adapt
     targets = short_names([*modules, *linear_layers_of(model).refused], set(adapters))
     transposed = any(is_transposed(model.get_submodule(path)) for path in adapters)
+    layers = {path: adapter.cfg for path, adapter in adapters.items()}
     state: dict[str, Tensor] = {}
-    layers: dict[str, LoraConfig] = {}
     for path, adapter in adapters.items():
-        layers[path] = adapter.cfg
         own = dict(adapter.named_parameters())
         state |= {f"{PEFT_PREFIX}{path}.{suffix}": own[matrix] for suffix, matrix in MATRICES.items() if matrix in own}
-    of_hub = None if (folder / BASE_DIR).exists() else hub_name_of(source.absolute())
-    location = BASE_DIR if (folder / BASE_DIR).exists() else of_hub.repo if of_hub else str(source.absolute())
+    of_hub = hub_name_of(source.absolute()) if is_readable else None
+    location = of_hub.repo if of_hub else str(source.absolute()) if is_readable else BASE_DIR
     settings = adapter_config(cfg, layers, targets, location, transposed)
     write_json_file(folder / "adapter_config.json", settings | ({"revision": of_hub.revision} if of_hub else {}))
     write_tensors(folder / "adapter_model.safetensors", state)
@@ -216,9 +209,7 @@ def copy_tokenizer_files(source: Path, folder: Path) -> dict[str, int]:
     """Copy the tokenizer files, without BPE dropout and classes that transformers 4 lacks; return the ids of its control tokens as transformers names them:
     bos_token_id, eos_token_id, pad_token_id.
     """
-    for name in TOKENIZER_FILES:
-        if os.path.lexists(source / name):
-            copy_source_file(source / name, folder / name)
+    copy_unchanged_tokenizer(source, folder)
     config = parse_json(read_source_file(source / "tokenizer_config.json", MAX_TOKENIZER_BYTES))
     stored = parse_json(read_source_file(source / "tokenizer.json", MAX_TOKENIZER_BYTES))
     if stored["model"].get("dropout"):  # off in training and here, so that other programs get the same ids

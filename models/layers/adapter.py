@@ -8,7 +8,6 @@ DoRA, `.magnitude`. Shapes: I inputs, O outputs of the layer, r rank.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import sys
 from typing import Any
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import UserError
+from common.settings import check_installed
 from models.config import LoraConfig
 from models.layers.chunked_loss import LMHead
 from models.layers.ops import compute_dtype
@@ -64,12 +64,7 @@ def check_quantization(device: torch.device) -> None:
         raise UserError(
             f"quantized weights are computed on {' and '.join(DEVICES)} only, not on {device.type}", setting, off
         )
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(
-            "quantized weights need the package bitsandbytes, which is not installed",
-            setting,
-            f"pip install bitsandbytes; or {off}",
-        )
+    check_installed("bitsandbytes", setting, f"pip install bitsandbytes; or {off}")
 
 
 def quantize_linear_layers(model: nn.Module, device: torch.device) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from models.families.decoder import DecoderConfig, RopeScaling
 from models.layers.attention import FUSED_KERNEL, AttentionMask, attention
 from models.layers.mlp import MLP, DocumentIndex, MoE
-from models.layers.ops import compute_dtype, selective_checkpointing
+from models.layers.ops import CHECKPOINTING, compute_dtype
 from models.layers.projections import fused_projection
 
 WEIGHT_INIT_STD = 0.02
@@ -64,7 +64,8 @@ class KVCache:
 class LayerContext(NamedTuple):
     """Inputs that all layers share."""
 
-    rotation: tuple[Tensor, Tensor]  # of `rotation_factors`
+    # (B or 1, 1, T, 2, H/2) each: factors of the first and of the second half of the channels, (cos, sin) and (-sin, cos)
+    rotation: tuple[Tensor, Tensor]
     mask: AttentionMask
     cache: KVCache | None
     documents: DocumentIndex | None  # None: each row is one document without padding
@@ -132,7 +133,7 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
         """Return the output and the use of the experts (2, S, E), None for a dense model."""
-        return selective_checkpointing(self.body, x, context) if context.selective else self.body(x, context)
+        return CHECKPOINTING["selective"](self.body, x, context) if context.selective else self.body(x, context)
 
     def body(self, x: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
         """What is compiled: there the compiler decides what to recompute."""
@@ -141,14 +142,6 @@ class DecoderLayer(nn.Module):
         h = self.post_attention_layernorm(x).to(dtype)
         y, expert_use = self.mlp(h, context.documents) if isinstance(self.mlp, MoE) else (self.mlp(h), None)
         return x + self.dropout(y), expert_use
-
-
-def rotation_factors(angles: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the factors of the first and of the second half of the channels, (..., 2, H/2) each: (cos, sin) and (-sin,
-    cos). angles: (..., H/2).
-    """
-    cos, sin = angles.cos() * scale, angles.sin() * scale
-    return torch.stack([cos, sin], dim=-2), torch.stack([-sin, cos], dim=-2)
 
 
 def apply_rope(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

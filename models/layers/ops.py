@@ -23,6 +23,15 @@ SAVED_OPS = [
     *(getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")),
 ]  # fmt: skip
 
+# By mode, what calls a layer with its inputs so that the backward pass recomputes all of it: time for memory; or all
+# but SAVED_OPS: norms, casts, rotary embeddings, activation functions
+CHECKPOINTING = {
+    "full": partial(checkpoint, use_reentrant=False),
+    "selective": partial(
+        checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, SAVED_OPS)
+    ),
+}
+
 
 def custom_op(name: str, *, is_saved: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Register a function as operator `name` for every device.
@@ -45,20 +54,6 @@ def custom_op(name: str, *, is_saved: bool = False) -> Callable[[Callable[P, T]]
         return cast(Callable[P, T], operator)
 
     return define
-
-
-def full_checkpointing(layer: Callable[..., T], *inputs: object) -> T:
-    """Call `layer`; the backward pass recomputes all of it: time for memory."""
-    return checkpoint(layer, *inputs, use_reentrant=False)
-
-
-def selective_checkpointing(layer: Callable[..., T], *inputs: object) -> T:
-    """Call `layer`; the backward pass recomputes all but SAVED_OPS: norms, casts, rotary embeddings, activation
-    functions.
-    """
-    return checkpoint(
-        layer, *inputs, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, SAVED_OPS)
-    )
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -28,42 +28,32 @@ class GenerationMethod(NamedTuple):
 class TransformersCache:
     """Keys, values and recurrent states of the tokens computed so far, as transformers stores them."""
 
-    def __init__(self, hf_config: Any, has_cache: bool = True) -> None:
-        self.hf_config, self.has_cache = hf_config, has_cache
-        self.states = DynamicCache(config=hf_config)
+    def __init__(self, hf: Any, has_cache: bool = True) -> None:
+        self.hf, self.has_cache = hf, has_cache
+        self.states = DynamicCache(config=hf.config)
         self.length = 0  # cached tokens per row
         self.ids: Tensor | None = None  # (B, length) where they may have to be computed again
 
+    def step(self, ids: Tensor, position_ids: Tensor | None, mask: Tensor | None, accepted: frozenset[str]) -> Tensor:
+        """Return the logits (B, 1, V) of the last token. `accepted`: arguments of the model's class.
 
-def generation_step(
-    hf: Any,
-    accepted: frozenset[str],
-    ids: Tensor,
-    position_ids: Tensor | None,
-    mask: Tensor | None,
-    cache: TransformersCache,
-) -> Tensor:
-    """Return the logits (B, 1, V) of the last token.
-
-    The last row of `mask` (B, 1, T, C) tells which of all tokens are no padding; None: all.
-    """
-    total = cache.length + ids.shape[1]
-    is_token = ids.new_ones(len(ids), total) if mask is None else mask[:, 0, -1].long()
-    arguments: dict[str, Any] = {"attention_mask": is_token, "logits_to_keep": 1}
-    dependence = length_dependence(cache.hf_config)
-    if dependence is not None or not cache.has_cache:
-        cache.ids = ids if cache.ids is None else torch.cat([cache.ids, ids], dim=1)
-        if not cache.has_cache or (
-            cache.length and dependence is not None and dependence.invalidates_cache(cache.length, total)
-        ):
-            ids, position_ids, cache.states = cache.ids, None, DynamicCache(config=cache.hf_config)  # no row is padded
-    if cache.has_cache:
-        arguments |= dict.fromkeys(CACHE_ARGUMENTS, cache.states) | {"use_cache": True, "position_ids": position_ids}
-    else:
-        arguments["use_cache"] = False
-    logits: Tensor = hf(ids, **{name: value for name, value in arguments.items() if name in accepted}).logits
-    cache.length = total
-    return logits[:, -1:]
+        The last row of `mask` (B, 1, T, C) tells which of all tokens are no padding; None: all.
+        """
+        total = self.length + ids.shape[1]
+        is_token = ids.new_ones(len(ids), total) if mask is None else mask[:, 0, -1].long()
+        arguments: dict[str, Any] = {"attention_mask": is_token, "logits_to_keep": 1, "use_cache": self.has_cache}
+        dependence = length_dependence(self.hf.config)
+        if dependence is not None or not self.has_cache:
+            self.ids = ids if self.ids is None else torch.cat([self.ids, ids], dim=1)
+            if not self.has_cache or (
+                self.length and dependence is not None and dependence.invalidates_cache(self.length, total)
+            ):
+                ids, position_ids, self.states = self.ids, None, DynamicCache(config=self.hf.config)  # no row is padded
+        if self.has_cache:
+            arguments |= dict.fromkeys(CACHE_ARGUMENTS, self.states) | {"position_ids": position_ids}
+        logits: Tensor = self.hf(ids, **{name: value for name, value in arguments.items() if name in accepted}).logits
+        self.length = total
+        return logits[:, -1:]
 
 
 @torch.no_grad()
@@ -115,7 +105,7 @@ class GenerationProbe(Probe):
         ids = torch.stack([torch.nn.functional.pad(row, (T - len(row), 0)) for row in rows])
         is_token = torch.stack([torch.arange(T, device=ids.device) >= T - len(row) for row in rows])  # (B, T)
         positions = (is_token.cumsum(-1) - 1).clamp(min=0)
-        cache = TransformersCache(self.hf.config)
+        cache = TransformersCache(self.hf)
         found = []
         for end in range(T - PROBED_STEPS + 1, T + 1):
             new = slice(cache.length, end)

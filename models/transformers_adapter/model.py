@@ -25,14 +25,13 @@ from common.errors import UserError
 from models.families.transformers import DROPOUT_FIELDS, TransformersConfig, create_hf_config, length_dependence
 from models.language_model import LanguageModel, ModelOutput
 from models.layers.chunked_loss import IGNORE_LABEL, LMHead, at_labels, penalize
-from models.layers.ops import full_checkpointing, selective_checkpointing
+from models.layers.ops import CHECKPOINTING
 from models.transformers_adapter.attention import IMPLEMENTATION, register_attention
 from models.transformers_adapter.balance import BalanceLoss
 from models.transformers_adapter.generation import (
     GenerationMethod,
     TransformersCache,
     choose_generation,
-    generation_step,
 )
 from models.transformers_adapter.kernels import WINDOW_FIELDS, Kernels, choose_kernels, packed_arguments
 
@@ -73,7 +72,6 @@ class TransformersModel(LanguageModel):
         self.kernels = Kernels(hf.config._attn_implementation, "none", chunked_loss=False)
         self.balance = BalanceLoss(hf, cfg)
         self._checkpointing = "none"
-        self._method: GenerationMethod | None = None  # of generation
         self._accepted = frozenset(inspect.signature(hf.forward).parameters)
 
     def prepare(self, is_packed: bool) -> str:
@@ -155,12 +153,11 @@ class TransformersModel(LanguageModel):
                 setting,
                 "train.activation_checkpointing=none",
             )
-        recompute = selective_checkpointing if mode == "selective" else full_checkpointing
         for block in blocks:
             if isinstance(block, GradientCheckpointingLayer):
-                vars(block).update(gradient_checkpointing=True, _gradient_checkpointing_func=recompute)
+                vars(block).update(gradient_checkpointing=True, _gradient_checkpointing_func=CHECKPOINTING[mode])
             else:
-                vars(block)["forward"] = partial(_recomputed_forward, block, block.forward, recompute)
+                vars(block)["forward"] = partial(_recomputed_forward, block, block.forward, CHECKPOINTING[mode])
 
     def forward(
         self,
@@ -174,9 +171,7 @@ class TransformersModel(LanguageModel):
         reduction: str = "none",
     ) -> ModelOutput:
         if cache is not None:
-            return ModelOutput(
-                generation_step(self.hf, self._accepted, input_ids, position_ids, mask, cache), None, None
-            )
+            return ModelOutput(cache.step(input_ids, position_ids, mask, self._accepted), None, None)
         arguments: dict[str, Any] = {"use_cache": False}
         if document_ids is not None:
             arguments |= packed_arguments(self.hf, self.kernels, document_ids, position_ids)
@@ -226,20 +221,19 @@ class TransformersModel(LanguageModel):
 
     def generates_in_batches(self, max_length: int) -> bool:
         dependence = length_dependence(self.hf.config)
-        return self._generation().in_batches and (dependence is None or max_length <= dependence.length)
+        return self.generation_method.in_batches and (dependence is None or max_length <= dependence.length)
 
-    def _generation(self) -> GenerationMethod:
-        """Return how this model generates, found at its first generation."""
-        if self._method is None:
-            self._method = choose_generation(self, self._accepted)
-        return self._method
+    @cached_property
+    def generation_method(self) -> GenerationMethod:
+        """How this model generates, found at its first generation."""
+        return choose_generation(self, self._accepted)
 
     @property
     def compiled_layers(self) -> Sequence[nn.Module]:
         return self._blocks() or [self.hf.base_model]
 
     def new_cache(self, rows: int, max_length: int, dtype: torch.dtype) -> TransformersCache:
-        return TransformersCache(self.hf.config, self._generation().has_cache)
+        return TransformersCache(self.hf, self.generation_method.has_cache)
 
 
 def _parameter_uses(module: nn.Module) -> Counter[int]:

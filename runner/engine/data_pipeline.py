@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
+from common.filesystem import sha256_of_json
 from common.paths import display_path
 from data.config import DataConfig, resolved_too_long
 from data.types import BadRowError
@@ -301,7 +300,7 @@ def evaluation_identity(
         "on": "training" if is_training_slice else "validation",
         "rows": len(rows),
         "tokens": tokens,
-        "data": hashlib.sha256(json.dumps(files).encode()).hexdigest(),
+        "data": sha256_of_json(files),
         "tokenizer": rows.sources[0].store.metadata["tokenizer"],
         "loss": loss_settings(cfg),
         **({"sets": {name: rows.fingerprint for name, rows in sets.items()}} if first else {}),

@@ -154,9 +154,8 @@ def load_products(kernel: str) -> None:
     import torch
 
     from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
-    from models.layers.cpu_kernels.upcast_products import can_upcast
 
-    if not can_upcast():
+    if not hasattr(torch.library, "get_kernel"):
         raise KernelsUnavailableError("torch.library.get_kernel is missing")
     if kernel != KERNEL:
         return

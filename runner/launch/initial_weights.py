@@ -4,8 +4,6 @@ random) and their tokenizer.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import asdict, replace
 from functools import cache
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, did_you_mean_path, print_note, resume_command
+from common.filesystem import sha256_of_json
 from common.guarded_files import check_own_files
 from common.hub import hub_name_of
 from common.paths import CONF_DIR, outputs_dir
@@ -53,7 +52,7 @@ def compatibility_fingerprints(config: Config, tokenizer: Path | None = None) ->
     from data.tokenize.tokenizer import Tokenizer
 
     shape = {key: value for key, value in asdict(config.model).items() if key not in IRRELEVANT_TO_WEIGHTS}
-    fingerprints = {"model": hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()}
+    fingerprints = {"model": sha256_of_json(shape)}
     if tokenizer is None and config.data.tokenizer in (AUTO, MINIMIND):
         return fingerprints
     return fingerprints | {

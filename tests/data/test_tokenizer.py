@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from data.tokenize.chat_template import CHATML
 from data.tokenize.origin import SAMPLE_TOKENIZER
 from data.tokenize.tokenizer import SPECIAL_TOKENS, Tokenizer
 from data.tokenize.train import MIN_VOCAB_SIZE, RESERVED_TAGS, train_bpe
@@ -71,7 +70,7 @@ def test_tokenizer_encodes_a_batch_as_its_texts(tokenizer):
 
 
 def test_trained_tokenizer_has_all_bytes_and_fixed_control_ids(tmp_path):
-    trained = train_bpe(["<|im_end|> abc <think> " * 50], 300, tmp_path / "new", CHATML.read_text())
+    trained = train_bpe(["<|im_end|> abc <think> " * 50], 300, tmp_path / "new")
     assert MIN_VOCAB_SIZE < trained.vocab_size <= 300 and (trained.bos_id, trained.eos_id, trained.pad_id) == (1, 2, 0)
     assert not set(trained.encode("<|im_end|> <think>")) & set(range(9))
     assert trained.decode(trained.encode("\x00 日本 🙂")) == "\x00 日本 🙂"
@@ -85,7 +84,7 @@ def test_tokenizer_fingerprint_depends_on_the_chat_template(folder, tokenizer):
 
 def test_tokenizer_training_refuses_a_vocabulary_below_the_bytes(tmp_path):
     with pytest.raises(UserError, match="vocab_size must be at least 265"):
-        train_bpe(["a"], MIN_VOCAB_SIZE - 1, tmp_path, "")
+        train_bpe(["a"], MIN_VOCAB_SIZE - 1, tmp_path)
 
 
 def test_tokenizer_folder_without_files_is_refused(tmp_path):

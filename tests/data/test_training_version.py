@@ -80,7 +80,7 @@ Load = Callable[..., ChatTemplate]
 @pytest.fixture(scope="module")
 def small_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small")
-    train_bpe(["two and two are four"], MIN_VOCAB_SIZE, folder, "")
+    train_bpe(["two and two are four"], MIN_VOCAB_SIZE, folder)
     return folder
 
 

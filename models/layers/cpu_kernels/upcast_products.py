@@ -50,11 +50,6 @@ def are_products_by_kernel() -> bool:
     return _by_kernel
 
 
-def can_upcast() -> bool:
-    """Return whether this torch lets kernels be replaced by some that call them."""
-    return hasattr(torch.library, "get_kernel")
-
-
 def upcast_products(enabled: bool, *, by_kernel: bool = False) -> None:
     """Let torch compute products of 16-bit matrices on the CPU in fp32, or as it does by itself: in all of this
     process, until the next call.
