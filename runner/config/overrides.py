@@ -13,7 +13,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hydra._internal.utils import get_args_parser
 
@@ -34,12 +34,13 @@ from runner.config.schema import config_groups, config_schema, unknown_option
 
 # Hydra's ways to compose from the inside of a run directory
 RERUN_FLAGS = ("--config-path", "--config-name", "--experimental-rerun")
+Flags = dict[str, Any]  # name -> its value, True for a flag without one
 
 
-def parse_argv(argv: list[str], settings: Iterable[str]) -> tuple[list[str], list[str]]:
+def parse_argv(argv: list[str], settings: Iterable[str]) -> tuple[list[str], Flags]:
     """Return (overrides, flags).
 
-    Flags are spelled out, with the value behind `=`: `-cjob` becomes `--cfg=job`.
+    Names of flags are spelled out: `-cjob` becomes {"--cfg": "job"}.
 
     Raises UserError for a flag that Hydra does not have; the message for a known name of `settings`, as in `--epochs
     3`, gives the override.
@@ -73,18 +74,12 @@ def parse_argv(argv: list[str], settings: Iterable[str]) -> tuple[list[str], lis
             raise UserError(f"{flag} is not a flag; settings are given without dashes", flag, key)
         raise UserError("unknown flag", flag, "--help lists the settings, --hydra-help the flags")
     given = {name: value for name, value in vars(args).items() if name != "overrides" and value not in (None, False)}
-    return args.overrides, [
-        f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in given.items()
-    ]
+    return args.overrides, {f"--{name.replace('_', '-')}": value for name, value in given.items()}
 
 
-def flag_value(flags: list[str], name: str) -> str | None:
-    """Return the value of a flag of `parse_argv`, "" for a flag without one, None where it is not given."""
-    return next((flag.partition("=")[2] for flag in flags if flag.partition("=")[0] == name), None)
-
-
-def has_flag(flags: list[str], *names: str) -> bool:
-    return any(flag_value(flags, name) is not None for name in names)
+def spell_flags(flags: Flags) -> list[str]:
+    """Return the flags as arguments: `--cfg=job`."""
+    return [name if value is True else f"{name}={value}" for name, value in flags.items()]
 
 
 HYDRA_PREFIXES = ("hydra.", "hydra/")

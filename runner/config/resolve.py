@@ -14,7 +14,7 @@ from runner.checkpoint.format import CHECKPOINTS_DIR, checkpoint_name, step_of
 from runner.checkpoint.saving import BEST_POINTER, read_pointer
 from runner.config import snapshot
 from runner.config.literals import LIST_ITEM, NOT_PATHS, quote_path
-from runner.config.overrides import RERUN_FLAGS
+from runner.config.overrides import RERUN_FLAGS, Flags
 from runner.run_dir import saved_config
 from runner.run_dir.best_job import find_best_job, model_score
 from runner.run_dir.contents import (
@@ -219,12 +219,11 @@ def check_not_inside_run(folder: Path) -> None:
         )
 
 
-def check_not_rerun(flags: list[str], config_dirs: list[Path]) -> None:
+def check_not_rerun(flags: Flags, config_dirs: list[Path]) -> None:
     """Raise UserError for Hydra's own ways to run a directory again: they lose the schema, the directory, or the state
     of the run.
     """
-    parts = [flag.partition("=") for flag in flags]
-    given = {f"{name} {value}": value for name, _, value in parts if name in RERUN_FLAGS}
+    given = {f"{name} {value}": value for name, value in flags.items() if name in RERUN_FLAGS}
     for setting, value in {**given, **{f"--config-dir {folder}": str(folder) for folder in config_dirs}}.items():
         if run := enclosing_run(Path(value).expanduser().absolute()):
             raise UserError("a run is not started from the inside of another", setting, _resume_hint(run))
