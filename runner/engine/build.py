@@ -39,7 +39,7 @@ from runner.engine.device.cpu import choose_threads, separate_large_blocks
 from runner.engine.device.distributed import DistributedContext, init_distributed
 from runner.engine.device.precision import Precision, PrecisionConfig
 from runner.engine.device.rng import seed_all, use_deterministic_kernels
-from runner.engine.device.signals import as_stop_requests, do_unless_stopped
+from runner.engine.device.signals import StopRequests, do_unless_stopped
 from runner.engine.evaluation import encode_sample_prompts
 from runner.engine.kernels import (
     choose_run_kernels,
@@ -118,7 +118,7 @@ def build_run(
     run_dir: Path,
     attempt: int,
     update_metadata: Callable[..., None],
-    stop_requested: Callable[[], bool] = lambda: False,
+    stop: StopRequests | None = None,
     data_files: DataFiles | None = None,
     check_run_dir: Callable[[], None] = lambda: None,
     follow_move: Callable[[], Path | None] = lambda: None,
@@ -129,8 +129,8 @@ def build_run(
     resolved here. `check_run_dir` raises TrainingError if the run directory no longer belongs to this process;
     `follow_move` returns its new path if it was moved.
 
-    Raises UserError if the settings, the data and the machine do not fit together, StopRequested if `stop_requested()`
-    on some rank.
+    Raises UserError if the settings, the data and the machine do not fit together, StopRequested if `stop()` on some
+    rank.
     """
     dist = init_distributed(cfg.distributed, cfg.device)
     saved = read_newest_state(run_dir)
@@ -142,7 +142,7 @@ def build_run(
     precision = Precision(cfg.precision, dist.device)
     check_machine(cfg, dist.device, precision)
     tokenizer = load_tokenizer(cfg, run_dir)
-    stop = as_stop_requests(stop_requested)
+    stop = stop or StopRequests()
     pipeline = do_unless_stopped(dist, stop, partial(build_data_pipeline, cfg, tokenizer, data_files))
     update_metadata(data=pipeline.files, evaluation=pipeline.evaluation)
     rows_per_step = resolve_rows_per_step(cfg, dist.size, saved["compatibility"] if saved else {})
