@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
-from functools import partial
 
 import torch
 
@@ -257,10 +256,14 @@ def generate_ids(
     stop_ids = list(tokenizer.stop_ids) if cfg.stage.data_format == "text" else ChatTemplate(tokenizer).stop_ids
 
     tokens = itertools.count()
-    check_stop = state.check_stop if state.dist.sharded else partial(check_stop_of_rank, state)
 
     def before_token() -> None:
-        check_stop()
+        # Only ranks that share every forward pass certainly generate the same number of tokens; the others agree at the
+        # end.
+        if state.dist.sharded:
+            state.check_stop()
+        elif state.stop():
+            raise StopRequested
         state.logger.show_activity(activity, next(tokens), max_new_tokens * len(prompts), "tokens at most")
 
     answers = generate(
@@ -273,14 +276,7 @@ def generate_ids(
         repetition_penalty=1.0,
         stop_ids=stop_ids,
         generator=torch.Generator(state.dist.device).manual_seed(SAMPLE_SEED + state.progress.step),
-        # Only ranks that share every forward pass certainly generate the same number of tokens; the others agree at the
-        # end.
         before_token=before_token,
     )
     state.logger.show_activity(activity, 1, 1, "")
     return answers
-
-
-def check_stop_of_rank(state: TrainState) -> None:
-    if state.stop():
-        raise StopRequested
