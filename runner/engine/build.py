@@ -193,7 +193,16 @@ def build_run(
         optimizers=optimizers,
         precision=precision,
         logger=logger,
-        checkpoints=build_checkpoints(cfg, run_dir, logger, update_metadata, dist, check_run_dir),
+        checkpoints=CheckpointManager(
+            run_dir,
+            RetentionPolicy(cfg.train.keep_checkpoints, cfg.train.keep_every),
+            cfg.train.max_failed_saves,
+            logger,
+            update_metadata,
+            dist.is_rank_zero,
+            dist.broadcast_flag,
+            check_run_dir,
+        ),
         total_steps=total_steps,
         attempt=attempt,
         update_metadata=update_metadata,
@@ -231,19 +240,6 @@ def open_logger(
     ]:
         logger.warning(warning)
     return logger
-
-
-def build_checkpoints(
-    cfg: Config,
-    run_dir: Path,
-    logger: RunLogger,
-    update_metadata: Callable[..., None],
-    dist: DistributedContext,
-    check_run_dir: Callable[[], None],
-) -> CheckpointManager:
-    retention, failures = RetentionPolicy(cfg.train.keep_checkpoints, cfg.train.keep_every), cfg.train.max_failed_saves
-    ranks = (dist.is_rank_zero, dist.broadcast_flag)
-    return CheckpointManager(run_dir, retention, failures, logger, update_metadata, *ranks, check_run_dir)
 
 
 def check_machine(cfg: Config, device: torch.device, precision: Precision) -> None:
