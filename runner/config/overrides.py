@@ -165,10 +165,6 @@ def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
-def keys_of(typed: Iterable[str]) -> list[str]:
-    return [key_of(override) for override in typed]
-
-
 def overrides_of(key: str, typed: Iterable[str]) -> list[str]:
     """Return the overrides of one setting."""
     return [override for override in typed if key_of(override) == key]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from common.errors import UserError
 from data.config import DataConfig
 from data.sources.splits import resolve_data_files
-from runner.config.overrides import keys_of
+from runner.config.overrides import key_of
 from runner.engine.config import Config
 
 
@@ -164,8 +164,9 @@ def _has_validation_files(data: DataConfig) -> bool:
 
 def check_typed_are_read(typed: Iterable[str], configs: Iterable[Config]) -> None:
     """Raise UserError for an override that none of `configs` reads: the config of a run, or of the jobs of a sweep."""
-    configs, typed = list(configs), list(typed)
-    for override, key in zip(typed, keys_of(typed), strict=True):
+    configs = list(configs)
+    for override in typed:
+        key = key_of(override)
         rules = [rule for rule in RULES if key in rule.keys]
         reasons = [next((rule for rule in rules if rule.applies(config)), None) for config in configs]
         if reasons and all(reasons):
