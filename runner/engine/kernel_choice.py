@@ -68,16 +68,16 @@ def kernel_of_checkpoint(choice: KernelChoice, saved: object) -> ChosenKernel:
 
     if saved in (None, choice.default):
         return ChosenKernel(choice.default, "", (choice.default,))
-    if saved not in choice.others:
-        reason = f"{choice.label(choice.default)}: that of the checkpoint, {str(saved)[:MAX_KERNEL_NAME]}, is none of this program and these settings"
-        return ChosenKernel(choice.default, reason, (choice.default,))
     kernel = str(saved)
-    try:
-        choice.load(kernel)
-    except KernelsUnavailableError as error:
-        reason = f"{choice.label(choice.default)}: the {kernel} kernel of the checkpoint is not available, {error}"
-        return ChosenKernel(choice.default, reason, (choice.default,))
-    return ChosenKernel(kernel, f"{choice.label(kernel)}, as its checkpoint", (choice.default, kernel))
+    if kernel in choice.others:
+        try:
+            choice.load(kernel)
+            return ChosenKernel(kernel, f"{choice.label(kernel)}, as its checkpoint", (choice.default, kernel))
+        except KernelsUnavailableError as error:
+            problem = f"the {kernel} kernel of the checkpoint is not available, {error}"
+    else:
+        problem = f"that of the checkpoint, {kernel[:MAX_KERNEL_NAME]}, is none of this program and these settings"
+    return ChosenKernel(choice.default, f"{choice.label(choice.default)}: {problem}", (choice.default,))
 
 
 def agree_on_kernel(choice: KernelChoice, ranks: Sequence[Sequence[Any]]) -> ChosenKernel:

@@ -32,7 +32,6 @@ from runner.engine.device.distributed import DistributedContext
 from runner.engine.device.precision import Precision
 from runner.engine.device.signals import StopRequests, do_unless_stopped
 from runner.engine.kernel_choice import (
-    ChosenKernel,
     KernelChoice,
     agree_on_kernel,
     are_16_bits_fast,
@@ -154,7 +153,8 @@ def choose_cpu_kernels(
     """
     facts, reasons = {}, {}
     for choice in choices:
-        mine = do_unless_stopped(dist, stop, partial(_choose, choice, recorded))
+        choose = best_kernel if recorded is None else partial(kernel_of_checkpoint, saved=recorded.get(choice.fact))
+        mine = do_unless_stopped(dist, stop, partial(choose, choice))
         chosen = agree_on_kernel(choice, dist.gather(list(mine)))
         choice.apply(chosen.kernel)
         if chosen.kernel != choice.default:
@@ -162,12 +162,6 @@ def choose_cpu_kernels(
         if chosen.reason:
             reasons[choice.fact] = chosen.reason
     return facts, reasons
-
-
-def _choose(choice: KernelChoice, recorded: Mapping[str, Any] | None) -> ChosenKernel:
-    if recorded is not None:
-        return kernel_of_checkpoint(choice, recorded.get(choice.fact, choice.default))
-    return best_kernel(choice)
 
 
 def cpu_choices(
