@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from common import limits
 from runner.engine.build import configure_cpu
 from runner.engine.device import cpu, spinning
 from runner.engine.device.cpu import RunningTrainings
@@ -91,8 +92,8 @@ def test_threads_of_the_user_win(name: str, chosen: list[int], monkeypatch: pyte
 def test_cpu_limit_is_the_smallest_of_the_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, group, name = tmp_path / "cgroup", tmp_path / "cgroup/outer/inner", tmp_path / "name"
     group.mkdir(parents=True)
-    monkeypatch.setattr(cpu, "CGROUP_ROOT", root)
-    monkeypatch.setattr(cpu, "PROC_CGROUP", name)
+    monkeypatch.setattr(limits, "CGROUP_ROOT", root)
+    monkeypatch.setattr(limits, "CGROUPS_OF_PROCESS", name)
     assert cpu.cpu_limit() is None
     name.write_text("1:cpu:/old\n0::/outer/inner\n")
     assert cpu.cpu_limit() is None
