@@ -249,8 +249,8 @@ def test_long_runs_are_compiled_and_have_a_pool_by_the_rules_of_the_engine(
     """4 steps are short, a million are long."""
     for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD"))]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(memory, "has_cpp_compiler", lambda: True)
-    monkeypatch.setattr("runner.engine.device.compile.has_cpp_compiler", lambda: True)
+    monkeypatch.setattr(memory, "cpp_compiler", lambda: ["g++"])
+    monkeypatch.setattr("runner.engine.device.compile.cpp_compiler", lambda: ["g++"])
     monkeypatch.setattr("models.layers.cpu_kernels.library.is_supported_machine", lambda: True)
     facts, data = tiny_plan.model, dataclasses.replace(tiny_plan.data, steps=1_000_000)
     cfg = compose_config([*TINY, "model.head_dim=16", "precision=fp32"])
@@ -264,7 +264,7 @@ def test_long_runs_are_compiled_and_have_a_pool_by_the_rules_of_the_engine(
     assert (long.is_compiled, long.has_pool, long.has_kernels) == (True, sys.platform == "linux", True)
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
     assert not execution(data).has_pool
-    monkeypatch.setattr(memory, "has_cpp_compiler", lambda: False)
+    monkeypatch.setattr(memory, "cpp_compiler", lambda: [])
     assert not execution(data).has_kernels
 
 
