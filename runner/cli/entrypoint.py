@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from common.errors import UserError, exiting_with_code, ignore_broken_pipe
 from common.registry import import_plugins
 from runner.config import overrides
+from runner.config.literals import QUOTED_ITEM
 from runner.config.overrides import RERUN_FLAGS, Flags, parse_argv, spell_flags
 from runner.config.schema import config_groups, config_schema
 from runner.engine.device.spinning import set_wait_policy
@@ -27,7 +28,6 @@ from runner.launch import torchrun
 if TYPE_CHECKING:
     from runner.sweep.command import RunHydra
 
-QUOTED = re.compile(r"\A(['\"])(.*)\1\Z")
 RESUME_IN_COMP_LINE = re.compile(r" resume=(?:\\.|[^\\\s])+(?= )")
 
 Task = Callable[[DictConfig], float]
@@ -92,7 +92,7 @@ def _dispatch(argv: list[str], task: Task) -> None:
             "leave out --multirun, and give each setting one value",
         )
     resumed = ["resume=null", *(override for override in typed if override.startswith(overrides.RESUME_KEY))]
-    resume_from = QUOTED.sub(r"\2", resumed[-1].removeprefix(overrides.RESUME_KEY))
+    resume_from = QUOTED_ITEM.sub(r"\2", resumed[-1].removeprefix(overrides.RESUME_KEY))
     typed = overrides.absolutize_paths(override for override in typed if override not in resumed)
     import_plugins(overrides.plugins_of(typed))
     typed = overrides.normalize_values(typed)

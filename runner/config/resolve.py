@@ -13,7 +13,7 @@ from runner.checkpoint.atomic_dir import newest_valid, step_names, verify_dir
 from runner.checkpoint.format import CHECKPOINTS_DIR, checkpoint_name, step_of
 from runner.checkpoint.saving import BEST_POINTER, read_pointer
 from runner.config import snapshot
-from runner.config.literals import LIST_ITEM, NOT_PATHS, quote_path
+from runner.config.literals import LIST_ITEM, NOT_PATHS, QUOTED_ITEM, quote_path
 from runner.config.overrides import RERUN_FLAGS, Flags
 from runner.run_dir import saved_config
 from runner.run_dir.best_job import find_best_job, model_score
@@ -108,7 +108,7 @@ def resolve_model_overrides(typed: list[str]) -> list[str]:
 
 
 def _resolve_model(value: str, key: str) -> str:
-    path = _unquoted(value)
+    path = Path(QUOTED_ITEM.sub(r"\2", value))
     if (key, value) == ("init_from", "last"):  # a folder of this name is a path here
         return quote_path(str(resolve_model_run(value, key)))
     if is_sweep_dir(path):
@@ -148,10 +148,6 @@ def _named_checkpoint(path: Path, key: str) -> Path | None:
     if reason := verify_dir(checkpoints / found):
         raise UserError(f"this checkpoint is damaged: {reason}", setting, f"{key}={run}@last is the newest valid one")
     return checkpoints / found
-
-
-def _unquoted(value: str) -> Path:
-    return Path(value[1:-1] if len(value) > 1 and value[0] == value[-1] == "'" else value)
 
 
 def _last_start(run: Path) -> float:
