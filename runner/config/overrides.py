@@ -92,7 +92,8 @@ HYDRA_KEYS_REFUSED = {
 # Paths are taken literally, as a shell passes them, and made absolute: a run may be resumed from another directory.
 PATH_KEYS = ("data.path", "data.val_path", "data.tokenizer", "init_from", "model.path")
 OUTPUT_KEYS = ("data.cache", "hydra.run.dir", "hydra.sweep.dir")  # folders that may not exist yet
-TEXT_KEYS, TAGS_KEY = ("run.name", "run.note"), "run.tags"  # text of the user, taken literally, too
+TAGS_KEY = "run.tags"
+TEXT_KEYS = ("run.name", "run.note", TAGS_KEY)  # text of the user, taken literally, too
 SEARCHPATH_KEY, PLUGINS_KEY = "hydra.searchpath", "plugins"
 RESUME_KEY = "resume="  # not a setting: names the run or sweep to continue
 INTEGER_WITH_EXPONENT = re.compile(r"\d+(\.\d+)?e\+?\d+")  # 1e3
@@ -399,7 +400,7 @@ def plugins_of(typed: list[str]) -> list[str]:
     return [locate_plugin(name) for name in _values_of(PLUGINS_KEY, typed)]
 
 
-def literal_text(override: str, is_list: bool) -> str:
+def literal_text(override: str) -> str:
     """Return `run.note=what's new (part 2), and why` quoted for Hydra.
 
     Of a name, commas separate the values of a sweep; one tag is a list of one.
@@ -411,7 +412,7 @@ def literal_text(override: str, is_list: bool) -> str:
         return override
     if "," in value and key != "run.note":
         return override
-    return f"{key}=[{hydra_quote(value)}]" if is_list else f"{key}={hydra_quote(value)}"
+    return f"{key}=[{hydra_quote(value)}]" if key == TAGS_KEY else f"{key}={hydra_quote(value)}"
 
 
 def absolutize_path(override: str) -> str:
@@ -423,8 +424,8 @@ def absolutize_path(override: str) -> str:
         return quote_columns(override)
     if key in OUTPUT_KEYS:
         return literal_output(override)
-    if key in TEXT_KEYS or key == TAGS_KEY:
-        return literal_text(override, is_list=key == TAGS_KEY)
+    if key in TEXT_KEYS:
+        return literal_text(override)
     return literal_path(override) if key in PATH_KEYS and equals else override
 
 
