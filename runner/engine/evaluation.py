@@ -92,10 +92,10 @@ def generated_metrics(state: TrainState, name: str) -> dict[str, float]:
     if not state.cfg.train.eval_metrics:
         return {}
     rows, size, decode = state.pipeline.val[name].rows, state.cfg.train.batch_size, state.tokenizer.decode
-    right, stop_ids = 0, ChatTemplate(state.tokenizer).stop_ids
+    right, ends = 0, stop_ids(state)
     numbers = range(0, len(rows), -(-len(rows) // MATCHED_ROWS))
     pairs = [split_last_answer(rows[number].sequences[0]) for number in numbers]
-    pairs = [pair for pair in pairs if pair[1][-1] in stop_ids]
+    pairs = [pair for pair in pairs if pair[1][-1] in ends]
     with generating(state):
         for start in range(0, len(pairs), size):
             prompts, expected = zip(*pairs[start : start + size], strict=True)
@@ -244,6 +244,12 @@ def prompt_of_row(sequence: TokenSequence) -> list[int]:
     return sequence.ids[:begin].tolist()
 
 
+def stop_ids(state: TrainState) -> list[int]:
+    """Return the ids that end an answer, or a text."""
+    is_text = state.cfg.stage.data_format == "text"
+    return list(state.tokenizer.stop_ids) if is_text else ChatTemplate(state.tokenizer).stop_ids
+
+
 def generate_ids(
     state: TrainState,
     activity: str,
@@ -252,9 +258,6 @@ def generate_ids(
     temperature: float,
 ) -> list[list[int]]:
     """Return the token ids of the answers. Raises StopRequested before a token."""
-    cfg, tokenizer = state.cfg, state.tokenizer
-    stop_ids = list(tokenizer.stop_ids) if cfg.stage.data_format == "text" else ChatTemplate(tokenizer).stop_ids
-
     tokens = itertools.count()
 
     def before_token() -> None:
@@ -274,7 +277,7 @@ def generate_ids(
         top_k=0,
         top_p=0.9,
         repetition_penalty=1.0,
-        stop_ids=stop_ids,
+        stop_ids=stop_ids(state),
         generator=torch.Generator(state.dist.device).manual_seed(SAMPLE_SEED + state.progress.step),
         before_token=before_token,
     )
