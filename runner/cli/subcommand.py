@@ -69,19 +69,21 @@ def run_subcommand(
             _check_override(override, kinds)
         if not with_train_config:
             _check_all_known(name, others, kinds)
-            return action(to_schema(compose_command(name, own), schema, own))
-        if start_of is not None:
-            return action(to_schema(compose_command(name, own), schema, own), start_of(others, flags))
-        if resumed := next(
-            (override for override in others if override.startswith("resume=") and override != "resume=null"), None
-        ):
+        resumed = next((each for each in others if each.startswith("resume=") and each != "resume=null"), None)
+        if start_of is None and resumed:
             raise UserError(
                 f"{name}.py does not resume a run",
                 resumed,
                 "give the overrides of the run, which are in its .hydra/overrides.yaml",
             )
-        start = compose_with_model(others)
-        action(to_schema(compose_command(name, own), schema, own), others if passes_overrides else resolve_start(start))
+        settings = to_schema(compose_command(name, own), schema, own)
+        if not with_train_config:
+            action(settings)
+        elif start_of is not None:
+            action(settings, start_of(others, flags))
+        else:
+            start = compose_with_model(others)
+            action(settings, others if passes_overrides else resolve_start(start))
 
 
 def _parse(argv: list[str], kinds: dict[str, str], with_train_config: bool) -> tuple[list[str], Flags]:
