@@ -134,18 +134,19 @@ def build_run(
     """
     dist = init_distributed(cfg.distributed, cfg.device)
     saved = read_newest_state(run_dir)
+    facts: dict[str, Any] = saved["compatibility"] if saved else {}
     upcast_products(False)  # an earlier run in this process may have chosen otherwise
-    thread_reason = configure_cpu(saved) if dist.device.type == "cpu" else None
+    thread_reason = configure_cpu(facts) if dist.device.type == "cpu" else None
     if dist.device.type == "cuda":
         use_deterministic_kernels(cfg.train.deterministic)
-    cfg = resolve_precision(cfg, dist, saved)
+    cfg = resolve_precision(cfg, dist, facts)
     precision = Precision(cfg.precision, dist.device)
     check_machine(cfg, dist.device, precision)
     tokenizer = load_tokenizer(cfg, run_dir)
     stop = stop or StopRequests()
     pipeline = do_unless_stopped(dist, stop, partial(build_data_pipeline, cfg, tokenizer, data_files))
     update_metadata(data=pipeline.files, evaluation=pipeline.evaluation)
-    rows_per_step = resolve_rows_per_step(cfg, dist.size, saved["compatibility"] if saved else {})
+    rows_per_step = resolve_rows_per_step(cfg, dist.size, facts)
     if dist.device.type == "cuda":
         check_cuda_graphs(cfg.train.compile, dist.device, math.ceil(rows_per_step / (dist.size * cfg.train.batch_size)))
     ranks = (dist.rank, dist.size, dist.device.type == "cuda")
@@ -171,7 +172,7 @@ def build_run(
     if dist.size > 1:
         distribute(cfg, dist, precision, models)
     optimizers = build_optimizer(cfg.optimizer, model, cfg.model.num_hidden_layers, cfg.train.ema_decay)
-    kernels = choose_run_kernels(cfg, models, optimizers, loader, precision, dist, saved, stop)
+    kernels = choose_run_kernels(cfg, models, optimizers, loader, precision, dist, facts, stop)
     compatibility |= kernel_facts(model, dist.device, kernels)
     if dist.size > 1:
         compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))
@@ -213,18 +214,20 @@ def build_run(
     )
 
 
-def resolve_precision(cfg: Config, dist: DistributedContext, saved: dict[str, Any] | None) -> Config:
-    """Return the config with the precision that all ranks compute in: that of the checkpoint `saved`, or of rank 0."""
-    recorded = saved["compatibility"].get("precision.name") if saved else None
-    return replace(cfg, precision=PrecisionConfig(dist.gather(cfg.precision.on(dist.device.type, recorded).name)[0]))
+def resolve_precision(cfg: Config, dist: DistributedContext, saved: dict[str, Any]) -> Config:
+    """Return the config with the precision that all ranks compute in: that of the checkpoint with the facts `saved`, or
+    of rank 0.
+    """
+    chosen = cfg.precision.on(dist.device.type, saved.get("precision.name"))
+    return replace(cfg, precision=PrecisionConfig(dist.gather(chosen.name)[0]))
 
 
-def configure_cpu(saved: dict[str, Any] | None) -> str | None:
-    """Set up this process for training on a CPU, as for the checkpoint `saved`; return why it has not torch's own
-    number of threads.
+def configure_cpu(saved: dict[str, Any]) -> str | None:
+    """Set up this process for training on a CPU, as for the checkpoint with the facts `saved`; return why it has not
+    torch's own number of threads.
     """
     separate_large_blocks()
-    threads = recorded_environment(saved["compatibility"]).get("threads") if saved else None
+    threads = recorded_environment(saved).get("threads")
     return choose_threads(threads if isinstance(threads, int) and threads > 0 else None)
 
 

@@ -59,16 +59,18 @@ def choose_run_kernels(
     loader: StepLoader,
     precision: Precision,
     dist: DistributedContext,
-    saved: dict[str, Any] | None,
+    saved: dict[str, Any],
     stop: StopRequests,
 ) -> ChosenKernels:
-    """Decide whether layers are compiled, then choose the kernels of a CPU."""
+    """Decide whether layers are compiled, then choose the kernels of a CPU. `saved`: the facts of the checkpoint to
+    resume, {} if there is none.
+    """
     flops, device = estimate_flops(cfg, models[0], loader), dist.device
     threads, is_packed = torch.get_num_threads(), cfg.data.packing != "none"
     decision = resolve_compile_mode(cfg.train.compile, flops, device, threads, cfg.model, is_packed)
     if decision.is_long_run and device.type == "cpu":
         use_memory_pool(set_inductor_cache())
-    recorded = recorded_environment(saved["compatibility"]) if saved else None
+    recorded = recorded_environment(saved) if saved else None
     # after an update, or where a rank has another processor, a resume is not exact: it computes as a new run does
     here = {"code": code_fingerprint(), "cpu_model": cpu_model()}
     if recorded and dist.any(any(recorded.get(name) != value for name, value in here.items())):

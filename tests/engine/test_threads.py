@@ -75,10 +75,10 @@ def test_threads_follow_the_limit_of_a_container(chosen: list[int], monkeypatch:
 
 def test_resumed_run_takes_the_threads_of_its_checkpoint(chosen: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RunningTrainings, "threads_of_others", lambda self: [8])
-    assert configure_cpu({"compatibility": {"environment.threads": 3}}) == "as its checkpoint" and chosen == [3]
-    assert configure_cpu({"compatibility": {"environment.threads": 8}}) is None and chosen[-1] == 8
+    assert configure_cpu({"environment.threads": 3}) == "as its checkpoint" and chosen == [3]
+    assert configure_cpu({"environment.threads": 8}) is None and chosen[-1] == 8
     for damaged in (99, 0, -1, "2", None):
-        configure_cpu({"compatibility": {"environment.threads": damaged}})
+        configure_cpu({"environment.threads": damaged})
         assert chosen[-1] == 4  # a new choice, beside the other training
 
 
