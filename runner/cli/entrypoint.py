@@ -21,7 +21,6 @@ from common.registry import import_plugins
 from runner.config import overrides
 from runner.config.literals import QUOTED_ITEM
 from runner.config.overrides import RERUN_FLAGS, Flags, parse_argv, spell_flags
-from runner.config.schema import config_groups, config_schema
 from runner.engine.device.spinning import set_wait_policy
 from runner.launch import torchrun
 
@@ -55,7 +54,7 @@ def _main(task: Task, argv: list[str]) -> None:
 
 def _worker_main(argv: list[str]) -> int:
     with exiting_with_code():
-        import_plugins(overrides.plugins_of(_parse(argv)[0]))
+        import_plugins(overrides.plugins_of(parse_argv(argv)[0]))
         return torchrun.worker_main()
 
 
@@ -64,7 +63,7 @@ def _dispatch(argv: list[str], task: Task) -> None:
 
     What a branch alone needs is imported in it: `--help` imports neither sweeps nor the engine.
     """
-    typed, flags = _parse(argv)
+    typed, flags = parse_argv(argv)
     if flags.keys() & {"--shell-completion", "--hydra-help"}:
         if "COMP_LINE" in os.environ:  # Hydra's parser refuses some paths, and resume= changes no completion
             os.environ["COMP_LINE"] = RESUME_IN_COMP_LINE.sub("", os.environ["COMP_LINE"])
@@ -132,10 +131,6 @@ def _dispatch(argv: list[str], task: Task) -> None:
 
         return start_sweep(typed, flags, run_hydra)
     run_hydra(typed, flags)
-
-
-def _parse(argv: list[str]) -> tuple[list[str], Flags]:
-    return parse_argv(argv, [*config_schema(), *config_groups()])
 
 
 def _resume(folder: Path, extra: list[str], flags: Flags, run_hydra: RunHydra) -> None:

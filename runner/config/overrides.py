@@ -37,13 +37,13 @@ RERUN_FLAGS = ("--config-path", "--config-name", "--experimental-rerun")
 Flags = dict[str, Any]  # name -> its value, True for a flag without one
 
 
-def parse_argv(argv: list[str], settings: Iterable[str]) -> tuple[list[str], Flags]:
+def parse_argv(argv: list[str], settings: Iterable[str] | None = None) -> tuple[list[str], Flags]:
     """Return (overrides, flags).
 
     Names of flags are spelled out: `-cjob` becomes {"--cfg": "job"}.
 
-    Raises UserError for a flag that Hydra does not have; the message for a known name of `settings`, as in `--epochs
-    3`, gives the override.
+    Raises UserError for a flag that Hydra does not have; the message for a known name of `settings` (None: of
+    train.py), as in `--epochs 3`, gives the override.
     """
     parser = get_args_parser()
 
@@ -64,7 +64,7 @@ def parse_argv(argv: list[str], settings: Iterable[str]) -> tuple[list[str], Fla
             (arg for arg in argv[argv.index(flag) + 1 :][:1] if "=" not in arg and not arg.startswith("-")), ""
         )
         name = name.replace("-", "_")
-        settings, named = list(settings), f"={value or '<value>'}"
+        settings, named = list(settings or (*config_schema(), *config_groups())), f"={value or '<value>'}"
         key = next((f"{key}{named}" for key in settings if name in (key, key.rsplit(".", 1)[-1])), None)
         if key is None and "optimizer.lr" in settings:
             key = next((known for known, names in EQUIVALENT_SETTINGS.items() if name in names.split()), None)

@@ -6,9 +6,6 @@ import pytest
 
 from common.errors import UserError
 from runner.config.overrides import Flags, parse_argv, spell_flags
-from runner.config.schema import config_groups, config_schema
-
-SETTINGS = [*config_schema(), *config_groups()]
 
 SPLIT = [
     (["a=1", "--cfg", "job", "b=2"], ["a=1", "b=2"], {"--cfg": "job"}),
@@ -27,7 +24,7 @@ SPLIT = [
 def test_argv_is_split_as_hydra_does_with_flags_spelled_out(
     argv: list[str], overrides: list[str], flags: Flags
 ) -> None:
-    assert parse_argv(argv, SETTINGS) == (overrides, flags)
+    assert parse_argv(argv) == (overrides, flags)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +41,7 @@ def test_argv_is_split_as_hydra_does_with_flags_spelled_out(
 )
 def test_setting_given_as_a_flag_is_refused_with_the_override(argv: list[str], fix: str) -> None:
     with pytest.raises(UserError) as error:
-        parse_argv(argv, SETTINGS)
+        parse_argv(argv)
     assert error.value.fix == fix
 
 
@@ -53,7 +50,7 @@ def test_setting_given_as_a_flag_is_refused_with_the_override(argv: list[str], f
 )
 def test_invalid_flag_is_refused_without_a_usage_text(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="flag"):
-        parse_argv(argv, SETTINGS)
+        parse_argv(argv)
     assert capsys.readouterr() == ("", "")
 
 
