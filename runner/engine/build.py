@@ -141,7 +141,10 @@ def build_run(
         use_deterministic_kernels(cfg.train.deterministic)
     cfg = resolve_precision(cfg, dist, facts)
     precision = Precision(cfg.precision, dist.device)
-    check_machine(cfg, dist.device, precision)
+    cfg.model.check_device(dist.device, precision.dtype)
+    cfg.model.check_memory()
+    if cfg.stage.lora and cfg.stage.lora.quantize:
+        check_quantization(dist.device)
     tokenizer = load_tokenizer(cfg, run_dir)
     stop = stop or StopRequests()
     pipeline = do_unless_stopped(dist, stop, partial(build_data_pipeline, cfg, tokenizer, data_files))
@@ -243,14 +246,6 @@ def open_logger(
     ]:
         logger.warning(warning)
     return logger
-
-
-def check_machine(cfg: Config, device: torch.device, precision: Precision) -> None:
-    """Raise UserError if the model does not fit the device, its memory or the precision."""
-    cfg.model.check_device(device, precision.dtype)
-    cfg.model.check_memory()
-    if cfg.stage.lora and cfg.stage.lora.quantize:
-        check_quantization(device)
 
 
 def load_tokenizer(cfg: Config, run_dir: Path) -> Tokenizer:
