@@ -139,7 +139,8 @@ def build_run(
     thread_reason = configure_cpu(facts) if dist.device.type == "cpu" else None
     if dist.device.type == "cuda":
         use_deterministic_kernels(cfg.train.deterministic)
-    cfg = resolve_precision(cfg, dist, facts)
+    own_precision = cfg.precision.on(dist.device.type, facts.get("precision.name")).name
+    cfg = replace(cfg, precision=PrecisionConfig(dist.gather(own_precision)[0]))
     precision = Precision(cfg.precision, dist.device)
     cfg.model.check_device(dist.device, precision.dtype)
     cfg.model.check_memory()
@@ -215,14 +216,6 @@ def build_run(
         thread_reason=thread_reason,
         kernel_reasons=kernels.reasons,
     )
-
-
-def resolve_precision(cfg: Config, dist: DistributedContext, saved: dict[str, Any]) -> Config:
-    """Return the config with the precision that all ranks compute in: that of the checkpoint with the facts `saved`, or
-    of rank 0.
-    """
-    chosen = cfg.precision.on(dist.device.type, saved.get("precision.name"))
-    return replace(cfg, precision=PrecisionConfig(dist.gather(chosen.name)[0]))
 
 
 def configure_cpu(saved: dict[str, Any]) -> str | None:
