@@ -27,7 +27,18 @@ class Rule(NamedTuple):
     fix: str
 
 
-NO_VALIDATION = "there is no validation data"
+def _has_no_validation(config: Config) -> bool:
+    return not config.data.val_fraction and not _has_validation_files(config.data)
+
+
+def _has_validation_files(data: DataConfig) -> bool:
+    if data.val_path != "auto":
+        return bool(data.val_paths)
+    files = [path for path in data.paths if not path.startswith("hub:")]
+    return bool(resolve_data_files(files, data.val_paths, data.read_options).validation)
+
+
+NO_VALIDATION = "there is no validation data", "data.val_path=FILE, or data.val_fraction=0.01"
 RULES = (
     Rule(
         ("distributed.backend", "distributed.timeout", "distributed.max_restarts"),
@@ -80,14 +91,12 @@ RULES = (
     Rule(
         ("train.eval_every",),
         lambda config: config.train.eval_every and _has_no_validation(config),
-        NO_VALIDATION,
-        "data.val_path=FILE, or data.val_fraction=0.01",
+        *NO_VALIDATION,
     ),
     Rule(
         ("data.val_duplicates",),
-        lambda config: _has_no_validation(config),
-        NO_VALIDATION,
-        "data.val_path=FILE, or data.val_fraction=0.01",
+        _has_no_validation,
+        *NO_VALIDATION,
     ),
     Rule(
         ("train.keep_every",),
@@ -149,17 +158,6 @@ RULES = (
         "leave out one of them",
     ),
 )
-
-
-def _has_no_validation(config: Config) -> bool:
-    return not config.data.val_fraction and not _has_validation_files(config.data)
-
-
-def _has_validation_files(data: DataConfig) -> bool:
-    if data.val_path != "auto":
-        return bool(data.val_paths)
-    files = [path for path in data.paths if not path.startswith("hub:")]
-    return bool(resolve_data_files(files, data.val_paths, data.read_options).validation)
 
 
 def check_typed_are_read(typed: Iterable[str], configs: Iterable[Config]) -> None:
