@@ -28,8 +28,8 @@ MAX_DIGITS = 100  # of a whole number; larger ones are no finite float, and PyYA
 NUMBER = re.compile(r"[-+.\d][-+.:_\w]*")
 TOO_DEEP = f"nested deeper than {MAX_NESTING} levels"
 MEMINFO, STATM = Path("/proc/meminfo"), Path("/proc/self/statm")
-CGROUPS_OF_PROCESS, MEMORY_CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-CGROUP_LIMITS = ("memory.max", "memory.limit_in_bytes")  # cgroup 2, 1
+CGROUPS_OF_PROCESS, CGROUP_ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+MEMORY_LIMITS = ("memory.max", "memory.limit_in_bytes")  # files of cgroup 2, 1
 MATCH_SECONDS = 3  # processor time for all patterns
 MATCH_MEMORY = 1 << 28  # bytes of the process
 MAX_MATCHED_CHARACTERS = 1000
@@ -207,29 +207,29 @@ def machine_memory() -> int:
 def smallest_limit() -> tuple[int, str]:
     """Return (bytes, what sets them) of the smallest limit on the memory of this process."""
     limits = [(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "memory of the machine")]
-    for path in (folder / name for folder in memory_cgroups() for name in CGROUP_LIMITS):
+    for path in (folder / name for folder in control_groups("memory", *MEMORY_LIMITS) for name in MEMORY_LIMITS):
         with suppress(OSError, ValueError):  # ValueError: "max"
             limits.append((int(path.read_text()), f"container, {path}"))
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     return min([*limits, *([] if soft == resource.RLIM_INFINITY else [(soft, "address space, ulimit -v")])])
 
 
-def memory_cgroups() -> list[Path]:
-    """Return the folders of the control groups that limit the memory of this process: its own, and those that they are
-    in.
+def control_groups(controller: str, *files: str) -> list[Path]:
+    """Return the folders of the control groups of this process that have one of `files`, the limits of a controller:
+    its own, and those that they are in.
 
     In a container the path of its own may be that of the host: then only the root of the container exists.
     """
     try:
         lines = [line.split(":", 2) for line in CGROUPS_OF_PROCESS.read_text().splitlines()]
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         lines = []
-    folders = [MEMORY_CGROUPS, MEMORY_CGROUPS / "memory"]
+    folders = [CGROUP_ROOT, CGROUP_ROOT / controller]
     for _, controllers, path in lines:
-        if not controllers or "memory" in controllers.split(","):
-            roots = [MEMORY_CGROUPS / "memory"] if controllers else [MEMORY_CGROUPS, MEMORY_CGROUPS / "unified"]
+        if not controllers or controller in controllers.split(","):
+            roots = [CGROUP_ROOT / controller] if controllers else [CGROUP_ROOT, CGROUP_ROOT / "unified"]
             folders += [Path(f"{root}/{parent}") for root in roots for parent in (path, *Path(path).parents)]
-    return [folder for folder in dict.fromkeys(folders) if any(os.path.exists(folder / name) for name in CGROUP_LIMITS)]
+    return [folder for folder in dict.fromkeys(folders) if any(os.path.exists(folder / name) for name in files)]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 from runner.cli.subcommand import run_subcommand
 from runner.config.resolve import resolve_model_run
 from runner.engine.device.signals import StopFlag
-from runner.inference.evaluate import EvaluateConfig, evaluate, record_everywhere
+from runner.inference.evaluate import EvaluateConfig, evaluate
 from runner.inference.harness.tasks import evaluate_tasks
 
 
@@ -22,7 +22,7 @@ def run_evaluation(cfg: EvaluateConfig) -> Any:
     action = evaluate_tasks if cfg.tasks else evaluate
     if cfg.reference:
         cfg = replace(cfg, reference=str(resolve_model_run(cfg.reference, "reference")))
-    return action(cfg, resolve_model_run(cfg.run), listen_for_stop, record_everywhere)
+    return action(cfg, resolve_model_run(cfg.run), listen_for_stop)
 
 
 @contextmanager

@@ -230,16 +230,15 @@ def plan_error(text: str) -> str | None:
     from common.errors import UserError
     from common.registry import import_plugins
     from runner.config import overrides
-    from runner.config.overrides import flag_value, parse_argv
+    from runner.config.overrides import parse_argv
     from runner.config.resolve import resolve_model_overrides
-    from runner.config.schema import config_groups, config_schema
     from runner.planning.starts import planned_start
     from runner.sweep.state import SweepState
 
     SweepState.counted_at = time.monotonic()  # a budget counts from the start of its command
     try:
-        typed, flags = parse_argv(arguments_of(text)[2:], [*config_schema(), *config_groups()])
-        typed = overrides.absolutize_paths(overrides.add_config_dir(typed, flag_value(flags, "--config-dir")))
+        typed, flags = parse_argv(arguments_of(text)[2:])
+        typed = overrides.absolutize_paths(overrides.add_config_dir(typed, flags.get("--config-dir")))
         import_plugins(overrides.plugins_of(typed))
         planned_start(resolve_model_overrides(typed), flags)
     except UserError as error:

@@ -19,15 +19,14 @@ from omegaconf import DictConfig
 from common.errors import UserError, exiting_with_code, ignore_broken_pipe, run_then_hard_exit
 from common.registry import import_plugins
 from runner.config import overrides
-from runner.config.overrides import RERUN_FLAGS, flag_value, has_flag, parse_argv
-from runner.config.schema import config_groups, config_schema
+from runner.config.literals import QUOTED_ITEM
+from runner.config.overrides import RERUN_FLAGS, Flags, parse_argv, spell_flags
 from runner.engine.device.spinning import set_wait_policy
 from runner.launch import torchrun
 
 if TYPE_CHECKING:
     from runner.sweep.command import RunHydra
 
-QUOTED = re.compile(r"\A(['\"])(.*)\1\Z")
 RESUME_IN_COMP_LINE = re.compile(r" resume=(?:\\.|[^\\\s])+(?= )")
 
 Task = Callable[[DictConfig], float]
@@ -53,7 +52,7 @@ def _main(task: Task, argv: list[str]) -> None:
 
 def _worker_main(argv: list[str]) -> int:
     with exiting_with_code():
-        import_plugins(overrides.plugins_of(_parse(argv)[0]))
+        import_plugins(overrides.plugins_of(parse_argv(argv)[0]))
         return torchrun.worker_main()
 
 
@@ -62,17 +61,16 @@ def _dispatch(argv: list[str], task: Task) -> None:
 
     What a branch alone needs is imported in it: `--help` imports neither sweeps nor the engine.
     """
-    typed, flags = _parse(argv)
-    names = {flag.partition("=")[0] for flag in flags}
-    if names & {"--shell-completion", "--hydra-help"}:
+    typed, flags = parse_argv(argv)
+    if flags.keys() & {"--shell-completion", "--hydra-help"}:
         if "COMP_LINE" in os.environ:  # Hydra's parser refuses some paths, and resume= changes no completion
             os.environ["COMP_LINE"] = RESUME_IN_COMP_LINE.sub("", os.environ["COMP_LINE"])
         from runner.cli.hydra_app import run_hydra
 
         return run_hydra(task, typed, flags)
-    typed = overrides.add_config_dir(typed, flag_value(flags, "--config-dir"))
+    typed = overrides.add_config_dir(typed, flags.get("--config-dir"))
     config_dirs = overrides.config_dirs(typed)
-    if "--help" in names:
+    if "--help" in flags:
         import_plugins(overrides.plugins_of(overrides.absolutize_paths(typed)))
         from runner.cli import help
 
@@ -82,21 +80,21 @@ def _dispatch(argv: list[str], task: Task) -> None:
 
     run_hydra = partial(hydra_app.run_hydra, task)
     resolve.check_not_rerun(flags, config_dirs[1:])
-    flags = [flag for flag in flags if flag.partition("=")[0] not in (*RERUN_FLAGS, "--config-dir")]
-    is_show, is_multirun = bool(names & {"--cfg", "--info"}), "--multirun" in names
+    flags = {name: value for name, value in flags.items() if name not in (*RERUN_FLAGS, "--config-dir")}
+    is_show, is_multirun = bool(flags.keys() & {"--cfg", "--info"}), "--multirun" in flags
     if is_multirun and is_show:
         raise UserError(
             "a sweep is many runs, --cfg and --info print one",
-            " ".join(flags),
+            " ".join(spell_flags(flags)),
             "leave out --multirun, and give each setting one value",
         )
     resumed = ["resume=null", *(override for override in typed if override.startswith(overrides.RESUME_KEY))]
-    resume_from = QUOTED.sub(r"\2", resumed[-1].removeprefix(overrides.RESUME_KEY))
+    resume_from = QUOTED_ITEM.sub(r"\2", resumed[-1].removeprefix(overrides.RESUME_KEY))
     typed = overrides.absolutize_paths(override for override in typed if override not in resumed)
     import_plugins(overrides.plugins_of(typed))
     typed = overrides.normalize_values(typed)
     if torchrun.under_torchrun() and (folder := torchrun.previous_run_dir()):
-        return _resume(folder, [], [flag for flag in flags if flag != "--multirun"], run_hydra)
+        return _resume(folder, [], {name: flags[name] for name in flags if name != "--multirun"}, run_hydra)
     if resume_from != "null":
         return _resume(resolve.resolve_run(resume_from), typed, flags, run_hydra)
     overrides.check_overrides(typed)
@@ -133,16 +131,12 @@ def _dispatch(argv: list[str], task: Task) -> None:
     run_hydra(typed, flags)
 
 
-def _parse(argv: list[str]) -> tuple[list[str], list[str]]:
-    return parse_argv(argv, [*config_schema(), *config_groups()])
-
-
-def _resume(folder: Path, extra: list[str], flags: list[str], run_hydra: RunHydra) -> None:
+def _resume(folder: Path, extra: list[str], flags: Flags, run_hydra: RunHydra) -> None:
     """Continue a run or a sweep, or print its config."""
     from runner.run_dir.contents import is_sweep_dir
 
     is_sweep = is_sweep_dir(folder)
-    if has_flag(flags, "--cfg", "--info"):
+    if flags.keys() & {"--cfg", "--info"}:
         from runner.cli import show_config
 
         return (show_config.show_sweep_config if is_sweep else show_config.show_run_config)(
@@ -153,7 +147,7 @@ def _resume(folder: Path, extra: list[str], flags: list[str], run_hydra: RunHydr
         from runner.sweep.command import resume_sweep
 
         return resume_sweep(folder, resolve.resolve_model_overrides(extra), flags, run_hydra)
-    if has_flag(flags, "--multirun"):
+    if "--multirun" in flags:
         raise UserError(
             "--multirun resumes a sweep, and this directory holds one run",
             f"--multirun resume={folder}",

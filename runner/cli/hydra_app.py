@@ -23,7 +23,7 @@ from common.paths import CONF_DIR
 from runner.config import resolve, snapshot
 from runner.config.compose import register_configs, to_config, without_hydra
 from runner.config.hydra_errors import translating_hydra_errors
-from runner.config.overrides import SEARCHPATH_KEY, config_dirs, has_flag, overrides_of
+from runner.config.overrides import SEARCHPATH_KEY, Flags, config_dirs, overrides_of, spell_flags
 from runner.config.unread import check_typed_are_read
 from runner.engine.config import UNNAMED_WEIGHTS
 from runner.launch import run
@@ -32,13 +32,13 @@ from runner.run_dir import contents
 from runner.run_dir.metadata import RunMetadata
 from runner.sweep.validation import check_plugins
 
-PRINT_FLAGS = ("--cfg", "--info", "--hydra-help", "--shell-completion")
+PRINT_FLAGS = {"--cfg", "--info", "--hydra-help", "--shell-completion"}
 
 
 def run_hydra(
     task: Callable[[Any], Any],
     typed: list[str],
-    flags: list[str],
+    flags: Flags,
     config_dir: Path | None = None,
     config_name: str = "config",
 ) -> Any:
@@ -50,10 +50,10 @@ def run_hydra(
     """
     register_configs(config_dirs(typed, config_dir or CONF_DIR))
     conf = str(config_dir or CONF_DIR)
-    if has_flag(flags, *PRINT_FLAGS):
+    if flags.keys() & PRINT_FLAGS:
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
         parser = get_args_parser()
-        args = parser.parse_args(flags)
+        args = parser.parse_args(spell_flags(flags))
         args.overrides = typed
         with stripping_stdout(), translating_hydra_errors(typed):
             return _run_hydra(
@@ -62,7 +62,7 @@ def run_hydra(
     try:
         # _run_hydra would compose a second time to learn hydra.mode, which --multirun alone decides here
         app = Hydra.create_main_hydra2("train", create_config_search_path(conf))
-        if has_flag(flags, "--multirun"):
+        if "--multirun" in flags:
             return app.multirun(config_name, task, [*typed, "hydra.mode=MULTIRUN"])
         with translating_hydra_errors(typed):
             result = app.run(config_name, task, [*typed, "hydra.mode=RUN"]).return_value

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from common.errors import UserError, print_note, strip_control
 from runner.config import snapshot
 from runner.config.literals import hydra_quote
-from runner.config.overrides import flag_value, is_hydra_override
+from runner.config.overrides import Flags, is_hydra_override
 from runner.launch import resume
 from runner.run_dir.contents import has_started
 from runner.run_dir.metadata import RunMetadata
@@ -23,23 +23,23 @@ from runner.sweep.session import SweepSession
 from runner.sweep.state import SweepJob, SweepState
 
 
-def show_run_config(folder: Path, extra: list[str], flags: list[str], run_hydra: RunHydra) -> None:
+def show_run_config(folder: Path, extra: list[str], flags: Flags, run_hydra: RunHydra) -> None:
     """Print what the flags ask for, of the run in `folder` with the overrides `extra`."""
     plan = resume.plan_resume(folder, extra)
     resume.print_notes(plan)
-    kind = flag_value(flags, "--cfg")
+    kind = flags.get("--cfg")
     if kind is None:
         with snapshot.as_config_dir(folder) as conf:
             return run_hydra([*plan.overrides, f"hydra.run.dir={hydra_quote(str(folder))}"], flags, conf)
     if kind != "job":
         raise UserError("a resumed run has no settings of Hydra", f"--cfg {kind}", "--cfg=job prints its settings")
-    package = flag_value(flags, "--package")
+    package = flags.get("--package")
     section = OmegaConf.select(plan.tree, package) if package else plan.tree
     text = OmegaConf.to_yaml(section, resolve=True) if OmegaConf.is_config(section) else section
     print(strip_control(str(text)), end="")
 
 
-def show_sweep_config(folder: Path, extra: list[str], flags: list[str], run_hydra: RunHydra) -> None:
+def show_sweep_config(folder: Path, extra: list[str], flags: Flags, run_hydra: RunHydra) -> None:
     """Print it of the job that `resume=folder` would run next, or of the job with the values of swept keys in `extra`."""
     state = SweepState.open_readonly(folder)
     with snapshot.as_config_dir(folder) as conf:

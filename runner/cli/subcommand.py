@@ -27,7 +27,7 @@ from runner.config import overrides
 from runner.config.compose import check_no_missing, compose_command
 from runner.config.hydra_errors import value_error
 from runner.config.literals import COLUMNS_KEY, hydra_quote, literal_path, quote_columns
-from runner.config.overrides import flag_value, has_flag, parse_argv
+from runner.config.overrides import Flags, parse_argv, spell_flags
 from runner.config.resolve import resolve_model_overrides
 from runner.config.schema import config_groups, config_schema, iter_fields
 from runner.engine.device.signals import CtrlC
@@ -43,7 +43,7 @@ def run_subcommand(
     action: Callable[..., Any],
     with_train_config: bool = False,
     passes_overrides: bool = False,
-    start_of: Callable[[list[str], list[str]], Any] | None = None,
+    start_of: Callable[[list[str], Flags], Any] | None = None,
 ) -> None:
     """Call `action` with the settings of the command line; `with_train_config`: and with the config of a run, whose
     settings may be given too.
@@ -57,34 +57,36 @@ def run_subcommand(
     kinds = value_kinds(schema)
     with exiting_with_code(), CtrlC(), adapt_spinning():
         typed, flags = _parse(sys.argv[1:], kinds, with_train_config)
-        if has_flag(flags, "--help"):
+        if "--help" in flags:
             return print(help.subcommand_help(name, schema, with_train_config))
-        own, others = _split(typed, kinds, flag_value(flags, "--config-dir"))
-        if not with_train_config and has_flag(flags, *hydra_app.PRINT_FLAGS):
+        own, others = _split(typed, kinds, flags.get("--config-dir"))
+        if not with_train_config and flags.keys() & hydra_app.PRINT_FLAGS:
             return hydra_app.run_hydra(action, [*own, *others], flags, config_name=name)
-        allowed = ("--config-dir=",) if start_of is None else ("--config-dir=", "--multirun")
-        if unknown := next((flag for flag in flags if not flag.startswith(allowed)), None):
-            raise UserError(f"{name}.py has no flag {unknown}", unknown, "--help lists the settings and flags")
+        allowed = ("--config-dir",) if start_of is None else ("--config-dir", "--multirun")
+        if unknown := spell_flags({flag: value for flag, value in flags.items() if flag not in allowed}):
+            raise UserError(f"{name}.py has no flag {unknown[0]}", unknown[0], "--help lists the settings and flags")
         for override in own:
             _check_override(override, kinds)
         if not with_train_config:
             _check_all_known(name, others, kinds)
-            return action(to_schema(compose_command(name, own), schema, own))
-        if start_of is not None:
-            return action(to_schema(compose_command(name, own), schema, own), start_of(others, flags))
-        if resumed := next(
-            (override for override in others if override.startswith("resume=") and override != "resume=null"), None
-        ):
+        resumed = next((each for each in others if each.startswith("resume=") and each != "resume=null"), None)
+        if start_of is None and resumed:
             raise UserError(
                 f"{name}.py does not resume a run",
                 resumed,
                 "give the overrides of the run, which are in its .hydra/overrides.yaml",
             )
-        start = compose_with_model(others)
-        action(to_schema(compose_command(name, own), schema, own), others if passes_overrides else resolve_start(start))
+        settings = to_schema(compose_command(name, own), schema, own)
+        if not with_train_config:
+            action(settings)
+        elif start_of is not None:
+            action(settings, start_of(others, flags))
+        else:
+            start = compose_with_model(others)
+            action(settings, others if passes_overrides else resolve_start(start))
 
 
-def _parse(argv: list[str], kinds: dict[str, str], with_train_config: bool) -> tuple[list[str], list[str]]:
+def _parse(argv: list[str], kinds: dict[str, str], with_train_config: bool) -> tuple[list[str], Flags]:
     """Return (overrides, flags); `--key` is short for `key=true`."""
     switches = {f"--{key}": f"{key}=true" for key, kind in kinds.items() if kind == "bool"}
     settings = [*kinds, *([*config_schema(), *config_groups()] if with_train_config else [])]

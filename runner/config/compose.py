@@ -291,9 +291,9 @@ def typed_settings(typed: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def run_resumed(
     task: Callable[[], float], folder: Path, tree: DictConfig, overrides: Sequence[str], runtime: Sequence[str]
-) -> float:
+) -> None:
     """Call `task` as Hydra calls the task of a job: HydraConfig, hydra.job.env_set, hydra.job.chdir, logging and
-    callbacks apply. Return its result.
+    callbacks apply.
 
     `tree` is the config of the run in `folder`, `overrides` are those that it is composed from, `runtime` Hydra's
     settings typed now.
@@ -321,7 +321,6 @@ def run_resumed(
     result.status = JobStatus.COMPLETED  # `return_value` of a failed job prints a line of Hydra's
     if isinstance(result.return_value, Exception):
         raise result.return_value
-    return cast(float, result.return_value)
 
 
 def _section_of_parent() -> DictConfig | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import glob
 import os
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from common.errors import UserError, did_you_mean_path
@@ -55,6 +54,8 @@ def _parse_paths(override: str) -> Any:
 
     What its grammar refuses, such as `[数据.jsonl,b.jsonl]`, is split at the commas.
     """
+    from hydra.core.override_parser.types import ChoiceSweep
+
     try:
         return parse_value(override)
     except UserError as error:
@@ -68,14 +69,7 @@ def _parse_paths(override: str) -> Any:
             name = value if missing == items and not is_list else missing[0]
             fix = f"{did_you_mean_path(name)}; in a list, a name with commas is quoted: '{key}=[\"a, b\",c]'"
             raise UserError(f"no such file or folder: {name}", override, fix) from error
-        return items if is_list else PathSweep(items)
-
-
-@dataclass(frozen=True)
-class PathSweep:
-    """Values of a sweep, with the attribute by which Hydra's own class is recognized."""
-
-    list: list[str]
+        return items if is_list else ChoiceSweep(list=[*items])
 
 
 def _absolutize_items(value: Any) -> str:

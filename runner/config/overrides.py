@@ -13,7 +13,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hydra._internal.utils import get_args_parser
 
@@ -34,15 +34,16 @@ from runner.config.schema import config_groups, config_schema, unknown_option
 
 # Hydra's ways to compose from the inside of a run directory
 RERUN_FLAGS = ("--config-path", "--config-name", "--experimental-rerun")
+Flags = dict[str, Any]  # name -> its value, True for a flag without one
 
 
-def parse_argv(argv: list[str], settings: Iterable[str]) -> tuple[list[str], list[str]]:
+def parse_argv(argv: list[str], settings: Iterable[str] | None = None) -> tuple[list[str], Flags]:
     """Return (overrides, flags).
 
-    Flags are spelled out, with the value behind `=`: `-cjob` becomes `--cfg=job`.
+    Names of flags are spelled out: `-cjob` becomes {"--cfg": "job"}.
 
-    Raises UserError for a flag that Hydra does not have; the message for a known name of `settings`, as in `--epochs
-    3`, gives the override.
+    Raises UserError for a flag that Hydra does not have; the message for a known name of `settings` (None: of
+    train.py), as in `--epochs 3`, gives the override.
     """
     parser = get_args_parser()
 
@@ -63,7 +64,7 @@ def parse_argv(argv: list[str], settings: Iterable[str]) -> tuple[list[str], lis
             (arg for arg in argv[argv.index(flag) + 1 :][:1] if "=" not in arg and not arg.startswith("-")), ""
         )
         name = name.replace("-", "_")
-        settings, named = list(settings), f"={value or '<value>'}"
+        settings, named = list(settings or (*config_schema(), *config_groups())), f"={value or '<value>'}"
         key = next((f"{key}{named}" for key in settings if name in (key, key.rsplit(".", 1)[-1])), None)
         if key is None and "optimizer.lr" in settings:
             key = next((known for known, names in EQUIVALENT_SETTINGS.items() if name in names.split()), None)
@@ -73,18 +74,12 @@ def parse_argv(argv: list[str], settings: Iterable[str]) -> tuple[list[str], lis
             raise UserError(f"{flag} is not a flag; settings are given without dashes", flag, key)
         raise UserError("unknown flag", flag, "--help lists the settings, --hydra-help the flags")
     given = {name: value for name, value in vars(args).items() if name != "overrides" and value not in (None, False)}
-    return args.overrides, [
-        f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in given.items()
-    ]
+    return args.overrides, {f"--{name.replace('_', '-')}": value for name, value in given.items()}
 
 
-def flag_value(flags: list[str], name: str) -> str | None:
-    """Return the value of a flag of `parse_argv`, "" for a flag without one, None where it is not given."""
-    return next((flag.partition("=")[2] for flag in flags if flag.partition("=")[0] == name), None)
-
-
-def has_flag(flags: list[str], *names: str) -> bool:
-    return any(flag_value(flags, name) is not None for name in names)
+def spell_flags(flags: Flags) -> list[str]:
+    """Return the flags as arguments: `--cfg=job`."""
+    return [name if value is True else f"{name}={value}" for name, value in flags.items()]
 
 
 HYDRA_PREFIXES = ("hydra.", "hydra/")
@@ -97,7 +92,8 @@ HYDRA_KEYS_REFUSED = {
 # Paths are taken literally, as a shell passes them, and made absolute: a run may be resumed from another directory.
 PATH_KEYS = ("data.path", "data.val_path", "data.tokenizer", "init_from", "model.path")
 OUTPUT_KEYS = ("data.cache", "hydra.run.dir", "hydra.sweep.dir")  # folders that may not exist yet
-TEXT_KEYS, TAGS_KEY = ("run.name", "run.note"), "run.tags"  # text of the user, taken literally, too
+TAGS_KEY = "run.tags"
+TEXT_KEYS = ("run.name", "run.note", TAGS_KEY)  # text of the user, taken literally, too
 SEARCHPATH_KEY, PLUGINS_KEY = "hydra.searchpath", "plugins"
 RESUME_KEY = "resume="  # not a setting: names the run or sweep to continue
 INTEGER_WITH_EXPONENT = re.compile(r"\d+(\.\d+)?e\+?\d+")  # 1e3
@@ -168,10 +164,6 @@ SWEEP_PREFIXES = ("hydra/launcher", "hydra/sweeper", "hydra.launcher.", "hydra.s
 def key_of(override: str) -> str:
     """Return the key of an override, without the `+` or `~` before it."""
     return override.lstrip("+~").partition("=")[0]
-
-
-def keys_of(typed: Iterable[str]) -> list[str]:
-    return [key_of(override) for override in typed]
 
 
 def overrides_of(key: str, typed: Iterable[str]) -> list[str]:
@@ -408,7 +400,7 @@ def plugins_of(typed: list[str]) -> list[str]:
     return [locate_plugin(name) for name in _values_of(PLUGINS_KEY, typed)]
 
 
-def literal_text(override: str, is_list: bool) -> str:
+def literal_text(override: str) -> str:
     """Return `run.note=what's new (part 2), and why` quoted for Hydra.
 
     Of a name, commas separate the values of a sweep; one tag is a list of one.
@@ -420,7 +412,7 @@ def literal_text(override: str, is_list: bool) -> str:
         return override
     if "," in value and key != "run.note":
         return override
-    return f"{key}=[{hydra_quote(value)}]" if is_list else f"{key}={hydra_quote(value)}"
+    return f"{key}=[{hydra_quote(value)}]" if key == TAGS_KEY else f"{key}={hydra_quote(value)}"
 
 
 def absolutize_path(override: str) -> str:
@@ -432,8 +424,8 @@ def absolutize_path(override: str) -> str:
         return quote_columns(override)
     if key in OUTPUT_KEYS:
         return literal_output(override)
-    if key in TEXT_KEYS or key == TAGS_KEY:
-        return literal_text(override, is_list=key == TAGS_KEY)
+    if key in TEXT_KEYS:
+        return literal_text(override)
     return literal_path(override) if key in PATH_KEYS and equals else override
 
 

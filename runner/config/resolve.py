@@ -13,8 +13,8 @@ from runner.checkpoint.atomic_dir import newest_valid, step_names, verify_dir
 from runner.checkpoint.format import CHECKPOINTS_DIR, checkpoint_name, step_of
 from runner.checkpoint.saving import BEST_POINTER, read_pointer
 from runner.config import snapshot
-from runner.config.literals import LIST_ITEM, NOT_PATHS, quote_path
-from runner.config.overrides import RERUN_FLAGS
+from runner.config.literals import LIST_ITEM, NOT_PATHS, QUOTED_ITEM, quote_path
+from runner.config.overrides import RERUN_FLAGS, Flags
 from runner.run_dir import saved_config
 from runner.run_dir.best_job import find_best_job, model_score
 from runner.run_dir.contents import (
@@ -108,7 +108,7 @@ def resolve_model_overrides(typed: list[str]) -> list[str]:
 
 
 def _resolve_model(value: str, key: str) -> str:
-    path = _unquoted(value)
+    path = Path(QUOTED_ITEM.sub(r"\2", value))
     if (key, value) == ("init_from", "last"):  # a folder of this name is a path here
         return quote_path(str(resolve_model_run(value, key)))
     if is_sweep_dir(path):
@@ -148,10 +148,6 @@ def _named_checkpoint(path: Path, key: str) -> Path | None:
     if reason := verify_dir(checkpoints / found):
         raise UserError(f"this checkpoint is damaged: {reason}", setting, f"{key}={run}@last is the newest valid one")
     return checkpoints / found
-
-
-def _unquoted(value: str) -> Path:
-    return Path(value[1:-1] if len(value) > 1 and value[0] == value[-1] == "'" else value)
 
 
 def _last_start(run: Path) -> float:
@@ -219,12 +215,11 @@ def check_not_inside_run(folder: Path) -> None:
         )
 
 
-def check_not_rerun(flags: list[str], config_dirs: list[Path]) -> None:
+def check_not_rerun(flags: Flags, config_dirs: list[Path]) -> None:
     """Raise UserError for Hydra's own ways to run a directory again: they lose the schema, the directory, or the state
     of the run.
     """
-    parts = [flag.partition("=") for flag in flags]
-    given = {f"{name} {value}": value for name, _, value in parts if name in RERUN_FLAGS}
+    given = {f"{name} {value}": value for name, value in flags.items() if name in RERUN_FLAGS}
     for setting, value in {**given, **{f"--config-dir {folder}": str(folder) for folder in config_dirs}}.items():
         if run := enclosing_run(Path(value).expanduser().absolute()):
             raise UserError("a run is not started from the inside of another", setting, _resume_hint(run))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from common.errors import UserError
 from data.config import DataConfig
 from data.sources.splits import resolve_data_files
-from runner.config.overrides import keys_of
+from runner.config.overrides import key_of
 from runner.engine.config import Config
 
 
@@ -27,7 +27,18 @@ class Rule(NamedTuple):
     fix: str
 
 
-NO_VALIDATION = "there is no validation data"
+def _has_no_validation(config: Config) -> bool:
+    return not config.data.val_fraction and not _has_validation_files(config.data)
+
+
+def _has_validation_files(data: DataConfig) -> bool:
+    if data.val_path != "auto":
+        return bool(data.val_paths)
+    files = [path for path in data.paths if not path.startswith("hub:")]
+    return bool(resolve_data_files(files, data.val_paths, data.read_options).validation)
+
+
+NO_VALIDATION = "there is no validation data", "data.val_path=FILE, or data.val_fraction=0.01"
 RULES = (
     Rule(
         ("distributed.backend", "distributed.timeout", "distributed.max_restarts"),
@@ -80,14 +91,12 @@ RULES = (
     Rule(
         ("train.eval_every",),
         lambda config: config.train.eval_every and _has_no_validation(config),
-        NO_VALIDATION,
-        "data.val_path=FILE, or data.val_fraction=0.01",
+        *NO_VALIDATION,
     ),
     Rule(
         ("data.val_duplicates",),
-        lambda config: _has_no_validation(config),
-        NO_VALIDATION,
-        "data.val_path=FILE, or data.val_fraction=0.01",
+        _has_no_validation,
+        *NO_VALIDATION,
     ),
     Rule(
         ("train.keep_every",),
@@ -151,21 +160,11 @@ RULES = (
 )
 
 
-def _has_no_validation(config: Config) -> bool:
-    return not config.data.val_fraction and not _has_validation_files(config.data)
-
-
-def _has_validation_files(data: DataConfig) -> bool:
-    if data.val_path != "auto":
-        return bool(data.val_paths)
-    files = [path for path in data.paths if not path.startswith("hub:")]
-    return bool(resolve_data_files(files, data.val_paths, data.read_options).validation)
-
-
 def check_typed_are_read(typed: Iterable[str], configs: Iterable[Config]) -> None:
     """Raise UserError for an override that none of `configs` reads: the config of a run, or of the jobs of a sweep."""
-    configs, typed = list(configs), list(typed)
-    for override, key in zip(typed, keys_of(typed), strict=True):
+    configs = list(configs)
+    for override in typed:
+        key = key_of(override)
         rules = [rule for rule in RULES if key in rule.keys]
         reasons = [next((rule for rule in rules if rule.applies(config)), None) for config in configs]
         if reasons and all(reasons):

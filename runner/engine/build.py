@@ -39,7 +39,7 @@ from runner.engine.device.cpu import choose_threads, separate_large_blocks
 from runner.engine.device.distributed import DistributedContext, init_distributed
 from runner.engine.device.precision import Precision, PrecisionConfig
 from runner.engine.device.rng import seed_all, use_deterministic_kernels
-from runner.engine.device.signals import as_stop_requests, do_unless_stopped
+from runner.engine.device.signals import StopRequests, do_unless_stopped
 from runner.engine.evaluation import encode_sample_prompts
 from runner.engine.kernels import (
     choose_run_kernels,
@@ -118,7 +118,7 @@ def build_run(
     run_dir: Path,
     attempt: int,
     update_metadata: Callable[..., None],
-    stop_requested: Callable[[], bool] = lambda: False,
+    stop: StopRequests | None = None,
     data_files: DataFiles | None = None,
     check_run_dir: Callable[[], None] = lambda: None,
     follow_move: Callable[[], Path | None] = lambda: None,
@@ -129,23 +129,28 @@ def build_run(
     resolved here. `check_run_dir` raises TrainingError if the run directory no longer belongs to this process;
     `follow_move` returns its new path if it was moved.
 
-    Raises UserError if the settings, the data and the machine do not fit together, StopRequested if `stop_requested()`
-    on some rank.
+    Raises UserError if the settings, the data and the machine do not fit together, StopRequested if `stop()` on some
+    rank.
     """
     dist = init_distributed(cfg.distributed, cfg.device)
     saved = read_newest_state(run_dir)
+    facts: dict[str, Any] = saved["compatibility"] if saved else {}
     upcast_products(False)  # an earlier run in this process may have chosen otherwise
-    thread_reason = configure_cpu(saved) if dist.device.type == "cpu" else None
+    thread_reason = configure_cpu(facts) if dist.device.type == "cpu" else None
     if dist.device.type == "cuda":
         use_deterministic_kernels(cfg.train.deterministic)
-    cfg = resolve_precision(cfg, dist, saved)
+    own_precision = cfg.precision.on(dist.device.type, facts.get("precision.name")).name
+    cfg = replace(cfg, precision=PrecisionConfig(dist.gather(own_precision)[0]))
     precision = Precision(cfg.precision, dist.device)
-    check_machine(cfg, dist.device, precision)
+    cfg.model.check_device(dist.device, precision.dtype)
+    cfg.model.check_memory()
+    if cfg.stage.lora and cfg.stage.lora.quantize:
+        check_quantization(dist.device)
     tokenizer = load_tokenizer(cfg, run_dir)
-    stop = as_stop_requests(stop_requested)
+    stop = stop or StopRequests()
     pipeline = do_unless_stopped(dist, stop, partial(build_data_pipeline, cfg, tokenizer, data_files))
     update_metadata(data=pipeline.files, evaluation=pipeline.evaluation)
-    rows_per_step = resolve_rows_per_step(cfg, dist.size, saved["compatibility"] if saved else {})
+    rows_per_step = resolve_rows_per_step(cfg, dist.size, facts)
     if dist.device.type == "cuda":
         check_cuda_graphs(cfg.train.compile, dist.device, math.ceil(rows_per_step / (dist.size * cfg.train.batch_size)))
     ranks = (dist.rank, dist.size, dist.device.type == "cuda")
@@ -171,7 +176,7 @@ def build_run(
     if dist.size > 1:
         distribute(cfg, dist, precision, models)
     optimizers = build_optimizer(cfg.optimizer, model, cfg.model.num_hidden_layers, cfg.train.ema_decay)
-    kernels = choose_run_kernels(cfg, models, optimizers, loader, precision, dist, saved, stop)
+    kernels = choose_run_kernels(cfg, models, optimizers, loader, precision, dist, facts, stop)
     compatibility |= kernel_facts(model, dist.device, kernels)
     if dist.size > 1:
         compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))
@@ -193,7 +198,16 @@ def build_run(
         optimizers=optimizers,
         precision=precision,
         logger=logger,
-        checkpoints=build_checkpoints(cfg, run_dir, logger, update_metadata, dist, check_run_dir),
+        checkpoints=CheckpointManager(
+            run_dir,
+            RetentionPolicy(cfg.train.keep_checkpoints, cfg.train.keep_every),
+            cfg.train.max_failed_saves,
+            logger,
+            update_metadata,
+            dist.is_rank_zero,
+            dist.broadcast_flag,
+            check_run_dir,
+        ),
         total_steps=total_steps,
         attempt=attempt,
         update_metadata=update_metadata,
@@ -204,18 +218,12 @@ def build_run(
     )
 
 
-def resolve_precision(cfg: Config, dist: DistributedContext, saved: dict[str, Any] | None) -> Config:
-    """Return the config with the precision that all ranks compute in: that of the checkpoint `saved`, or of rank 0."""
-    recorded = saved["compatibility"].get("precision.name") if saved else None
-    return replace(cfg, precision=PrecisionConfig(dist.gather(cfg.precision.on(dist.device.type, recorded).name)[0]))
-
-
-def configure_cpu(saved: dict[str, Any] | None) -> str | None:
-    """Set up this process for training on a CPU, as for the checkpoint `saved`; return why it has not torch's own
-    number of threads.
+def configure_cpu(saved: dict[str, Any]) -> str | None:
+    """Set up this process for training on a CPU, as for the checkpoint with the facts `saved`; return why it has not
+    torch's own number of threads.
     """
     separate_large_blocks()
-    threads = recorded_environment(saved["compatibility"]).get("threads") if saved else None
+    threads = recorded_environment(saved).get("threads")
     return choose_threads(threads if isinstance(threads, int) and threads > 0 else None)
 
 
@@ -231,27 +239,6 @@ def open_logger(
     ]:
         logger.warning(warning)
     return logger
-
-
-def build_checkpoints(
-    cfg: Config,
-    run_dir: Path,
-    logger: RunLogger,
-    update_metadata: Callable[..., None],
-    dist: DistributedContext,
-    check_run_dir: Callable[[], None],
-) -> CheckpointManager:
-    retention, failures = RetentionPolicy(cfg.train.keep_checkpoints, cfg.train.keep_every), cfg.train.max_failed_saves
-    ranks = (dist.is_rank_zero, dist.broadcast_flag)
-    return CheckpointManager(run_dir, retention, failures, logger, update_metadata, *ranks, check_run_dir)
-
-
-def check_machine(cfg: Config, device: torch.device, precision: Precision) -> None:
-    """Raise UserError if the model does not fit the device, its memory or the precision."""
-    cfg.model.check_device(device, precision.dtype)
-    cfg.model.check_memory()
-    if cfg.stage.lora and cfg.stage.lora.quantize:
-        check_quantization(device)
 
 
 def load_tokenizer(cfg: Config, run_dir: Path) -> Tokenizer:

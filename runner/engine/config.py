@@ -27,7 +27,7 @@ from data.schemas.registry import SCHEMAS, STAGE_OF_FORMAT
 from models.config import ACTIVATION_CHECKPOINTING_MODES, MODELS, ModelConfig
 from runner.engine.device.compile import COMPILE_MODES, check_mps_compile
 from runner.engine.device.distributed import DistributedConfig
-from runner.engine.device.precision import PrecisionConfig
+from runner.engine.device.precision import UNVERSIONED_DEVICES, PrecisionConfig
 from runner.engine.objectives.config import OBJECTIVES, StageConfig
 from runner.engine.optim.config import OPTIMIZERS, OptimizerConfig, check_mup
 from runner.engine.optim.schedules import SCHEDULES, ScheduleConfig, check_warmup
@@ -322,12 +322,10 @@ class Config(CheckedSettings):
                 f"device={self.device}",
                 "e.g. device=auto",
             )
-        if self.device == "cpu":
-            self.distributed.check_device("cpu")
-            self.precision.check_device("the CPU", None)
+        if self.device in UNVERSIONED_DEVICES:
+            self.distributed.check_device(self.device)
+            self.precision.check_device(UNVERSIONED_DEVICES[self.device])
         if self.device == "mps":
-            self.distributed.check_device("mps")
-            self.precision.check_device("a GPU of Apple", None)
             check_mps_compile(train.compile)
         if self.export.weights == "best" and not self.evaluates:
             raise UserError(

@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
-from functools import partial
 
 import torch
 
@@ -93,10 +92,10 @@ def generated_metrics(state: TrainState, name: str) -> dict[str, float]:
     if not state.cfg.train.eval_metrics:
         return {}
     rows, size, decode = state.pipeline.val[name].rows, state.cfg.train.batch_size, state.tokenizer.decode
-    right, stop_ids = 0, ChatTemplate(state.tokenizer).stop_ids
+    right, ends = 0, stop_ids(state)
     numbers = range(0, len(rows), -(-len(rows) // MATCHED_ROWS))
     pairs = [split_last_answer(rows[number].sequences[0]) for number in numbers]
-    pairs = [pair for pair in pairs if pair[1][-1] in stop_ids]
+    pairs = [pair for pair in pairs if pair[1][-1] in ends]
     with generating(state):
         for start in range(0, len(pairs), size):
             prompts, expected = zip(*pairs[start : start + size], strict=True)
@@ -245,6 +244,12 @@ def prompt_of_row(sequence: TokenSequence) -> list[int]:
     return sequence.ids[:begin].tolist()
 
 
+def stop_ids(state: TrainState) -> list[int]:
+    """Return the ids that end an answer, or a text."""
+    is_text = state.cfg.stage.data_format == "text"
+    return list(state.tokenizer.stop_ids) if is_text else ChatTemplate(state.tokenizer).stop_ids
+
+
 def generate_ids(
     state: TrainState,
     activity: str,
@@ -253,14 +258,15 @@ def generate_ids(
     temperature: float,
 ) -> list[list[int]]:
     """Return the token ids of the answers. Raises StopRequested before a token."""
-    cfg, tokenizer = state.cfg, state.tokenizer
-    stop_ids = list(tokenizer.stop_ids) if cfg.stage.data_format == "text" else ChatTemplate(tokenizer).stop_ids
-
     tokens = itertools.count()
-    check_stop = state.check_stop if state.dist.sharded else partial(check_stop_of_rank, state)
 
     def before_token() -> None:
-        check_stop()
+        # Only ranks that share every forward pass certainly generate the same number of tokens; the others agree at the
+        # end.
+        if state.dist.sharded:
+            state.check_stop()
+        elif state.stop():
+            raise StopRequested
         state.logger.show_activity(activity, next(tokens), max_new_tokens * len(prompts), "tokens at most")
 
     answers = generate(
@@ -271,16 +277,9 @@ def generate_ids(
         top_k=0,
         top_p=0.9,
         repetition_penalty=1.0,
-        stop_ids=stop_ids,
+        stop_ids=stop_ids(state),
         generator=torch.Generator(state.dist.device).manual_seed(SAMPLE_SEED + state.progress.step),
-        # Only ranks that share every forward pass certainly generate the same number of tokens; the others agree at the
-        # end.
         before_token=before_token,
     )
     state.logger.show_activity(activity, 1, 1, "")
     return answers
-
-
-def check_stop_of_rank(state: TrainState) -> None:
-    if state.stop():
-        raise StopRequested

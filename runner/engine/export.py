@@ -11,7 +11,6 @@ from pathlib import Path
 
 from common.errors import TrainingError
 from common.filesystem import describe_disk_error, sync_path, sync_tree
-from data.tokenize.chat_template import ChatTemplate
 from models.formats import save
 from models.language_model import LanguageModel
 from runner.checkpoint.format import read_checkpoint_tensors, read_model_tensors
@@ -19,7 +18,7 @@ from runner.checkpoint.manager import newest_checkpoint
 from runner.checkpoint.saving import find_best_weights, save_freeing_space
 from runner.engine.build import build_model, initial_weights_of
 from runner.engine.device import rng
-from runner.engine.evaluation import evaluate_loss
+from runner.engine.evaluation import evaluate_loss, stop_ids
 from runner.engine.objectives.config import prepare_stage
 from runner.engine.optim.groups import AVERAGE
 from runner.engine.state import TrainState, finite_or_none, load_strict, saved_tensors
@@ -103,16 +102,11 @@ def _write_folder(state: TrainState, model: LanguageModel) -> None:
     target, new, old = (state.run_dir / name for name in ("model", ".tmp-model", ".del-model"))
     for leftover in (new, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    stop_ids = (
-        list(state.tokenizer.stop_ids)
-        if state.cfg.stage.data_format == "text"
-        else ChatTemplate(state.tokenizer).stop_ids
-    )
     if state.cfg.stage.lora is not None:
         base = str(initial_weights_of(state.cfg) or "scratch")
-        save.save_adapter(new, model, state.cfg.stage.lora, base, state.tokenizer.folder, stop_ids=stop_ids)
+        save.save_adapter(new, model, state.cfg.stage.lora, base, state.tokenizer.folder, stop_ids=stop_ids(state))
     else:
-        save.save_model(new, model, state.cfg.model, state.tokenizer.folder, stop_ids)
+        save.save_model(new, model, state.cfg.model, state.tokenizer.folder, stop_ids(state))
     sync_tree(new)
     if target.exists():
         _move_away(target, old)

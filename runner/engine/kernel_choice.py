@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from runner.checkpoint.compatibility import cpu_model
@@ -30,12 +30,9 @@ class KernelChoice:
     default: str
     others: tuple[str, ...]  # the last that this machine can compute is the best
     apply: Callable[[str], None]
-    labels: Mapping[str, str] = field(default_factory=dict)  # kernel -> name in the log, where it has another
+    labels: Mapping[str, str]  # kernel -> name in the log
     # raises KernelsUnavailableError where this machine cannot compute the kernel
     load: Callable[[str], None] = lambda kernel: None
-
-    def label(self, kernel: str) -> str:
-        return self.labels.get(kernel, kernel)
 
 
 class ChosenKernel(NamedTuple):
@@ -57,7 +54,7 @@ def best_kernel(choice: KernelChoice) -> ChosenKernel:
             names.append(name)
         except KernelsUnavailableError as error:
             absent += f"; no {name} kernel: {error}"
-    return ChosenKernel(names[-1], choice.label(names[-1]) + absent, tuple(names))
+    return ChosenKernel(names[-1], choice.labels[names[-1]] + absent, tuple(names))
 
 
 def kernel_of_checkpoint(choice: KernelChoice, saved: object) -> ChosenKernel:
@@ -68,16 +65,16 @@ def kernel_of_checkpoint(choice: KernelChoice, saved: object) -> ChosenKernel:
 
     if saved in (None, choice.default):
         return ChosenKernel(choice.default, "", (choice.default,))
-    if saved not in choice.others:
-        reason = f"{choice.label(choice.default)}: that of the checkpoint, {str(saved)[:MAX_KERNEL_NAME]}, is none of this program and these settings"
-        return ChosenKernel(choice.default, reason, (choice.default,))
     kernel = str(saved)
-    try:
-        choice.load(kernel)
-    except KernelsUnavailableError as error:
-        reason = f"{choice.label(choice.default)}: the {kernel} kernel of the checkpoint is not available, {error}"
-        return ChosenKernel(choice.default, reason, (choice.default,))
-    return ChosenKernel(kernel, f"{choice.label(kernel)}, as its checkpoint", (choice.default, kernel))
+    if kernel in choice.others:
+        try:
+            choice.load(kernel)
+            return ChosenKernel(kernel, f"{choice.labels[kernel]}, as its checkpoint", (choice.default, kernel))
+        except KernelsUnavailableError as error:
+            problem = f"the {kernel} kernel of the checkpoint is not available, {error}"
+    else:
+        problem = f"that of the checkpoint, {kernel[:MAX_KERNEL_NAME]}, is none of this program and these settings"
+    return ChosenKernel(choice.default, f"{choice.labels[choice.default]}: {problem}", (choice.default,))
 
 
 def agree_on_kernel(choice: KernelChoice, ranks: Sequence[Sequence[Any]]) -> ChosenKernel:
@@ -88,7 +85,7 @@ def agree_on_kernel(choice: KernelChoice, ranks: Sequence[Sequence[Any]]) -> Cho
     if all(kernel in rank_available for _, _, rank_available in ranks):
         return ChosenKernel(kernel, reason, tuple(available))
     return ChosenKernel(
-        choice.default, f"{choice.label(choice.default)}: a rank has no {kernel} kernel", tuple(available)
+        choice.default, f"{choice.labels[choice.default]}: a rank has no {kernel} kernel", tuple(available)
     )
 
 
@@ -179,7 +176,7 @@ def attention_choice(dtype: torch.dtype, head_width: int, models: Sequence[Langu
         default="auto",
         others=(FUSED_KERNEL,),
         apply=apply,
-        labels={"auto": "blocks of queries"},
+        labels={"auto": "blocks of queries", FUSED_KERNEL: FUSED_KERNEL},
         load=lambda kernel: load_attention(dtype, head_width),
     )
 

@@ -32,7 +32,6 @@ from runner.engine.device.distributed import DistributedContext
 from runner.engine.device.precision import Precision
 from runner.engine.device.signals import StopRequests, do_unless_stopped
 from runner.engine.kernel_choice import (
-    ChosenKernel,
     KernelChoice,
     agree_on_kernel,
     are_16_bits_fast,
@@ -60,16 +59,18 @@ def choose_run_kernels(
     loader: StepLoader,
     precision: Precision,
     dist: DistributedContext,
-    saved: dict[str, Any] | None,
+    saved: dict[str, Any],
     stop: StopRequests,
 ) -> ChosenKernels:
-    """Decide whether layers are compiled, then choose the kernels of a CPU."""
+    """Decide whether layers are compiled, then choose the kernels of a CPU. `saved`: the facts of the checkpoint to
+    resume, {} if there is none.
+    """
     flops, device = estimate_flops(cfg, models[0], loader), dist.device
     threads, is_packed = torch.get_num_threads(), cfg.data.packing != "none"
     decision = resolve_compile_mode(cfg.train.compile, flops, device, threads, cfg.model, is_packed)
     if decision.is_long_run and device.type == "cpu":
         use_memory_pool(set_inductor_cache())
-    recorded = recorded_environment(saved["compatibility"]) if saved else None
+    recorded = recorded_environment(saved) if saved else None
     # after an update, or where a rank has another processor, a resume is not exact: it computes as a new run does
     here = {"code": code_fingerprint(), "cpu_model": cpu_model()}
     if recorded and dist.any(any(recorded.get(name) != value for name, value in here.items())):
@@ -154,7 +155,8 @@ def choose_cpu_kernels(
     """
     facts, reasons = {}, {}
     for choice in choices:
-        mine = do_unless_stopped(dist, stop, partial(_choose, choice, recorded))
+        choose = best_kernel if recorded is None else partial(kernel_of_checkpoint, saved=recorded.get(choice.fact))
+        mine = do_unless_stopped(dist, stop, partial(choose, choice))
         chosen = agree_on_kernel(choice, dist.gather(list(mine)))
         choice.apply(chosen.kernel)
         if chosen.kernel != choice.default:
@@ -162,12 +164,6 @@ def choose_cpu_kernels(
         if chosen.reason:
             reasons[choice.fact] = chosen.reason
     return facts, reasons
-
-
-def _choose(choice: KernelChoice, recorded: Mapping[str, Any] | None) -> ChosenKernel:
-    if recorded is not None:
-        return kernel_of_checkpoint(choice, recorded.get(choice.fact, choice.default))
-    return best_kernel(choice)
 
 
 def cpu_choices(

@@ -19,7 +19,7 @@ from runner.engine.device.compile import describe_compile_error, is_compile_erro
 from runner.engine.device.cpu import keep_freed_memory
 from runner.engine.device.heartbeat import enter
 from runner.engine.device.rng import get_rng_state, is_varying_kernel, set_rng_state
-from runner.engine.device.signals import as_stop_requests
+from runner.engine.device.signals import StopRequests
 from runner.engine.evaluation import evaluate_if_due
 from runner.engine.export import choose_weights, export_model
 from runner.engine.objectives.objective import mask_dummy_batch
@@ -49,7 +49,7 @@ def train(state: TrainState, stop_requested: Callable[[], bool] = lambda: False)
     StopRequested if a signal comes while the checkpoint is loaded; TrainingError if training fails. Whatever is raised,
     the last completed step is saved first if that is possible (`save_before_failure`).
     """
-    state.stop = as_stop_requests(stop_requested)
+    state.stop = stop_requested if isinstance(stop_requested, StopRequests) else StopRequests(stop_requested)
     try:
         start_or_resume(state)
         try:

@@ -14,7 +14,7 @@ from common.errors import Interrupted
 from runner.checkpoint.compatibility import WRITTEN_BY
 from runner.checkpoint.format import CHECKPOINTS_DIR, TENSOR_FILES, read_state, step_of
 from runner.checkpoint.manager import newest_checkpoint
-from runner.checkpoint.saving import BEST_POINTER
+from runner.checkpoint.saving import BEST_POINTER, read_pointer
 from runner.engine.build import build_run
 from runner.engine.config import Config
 from runner.engine.device.rng import seed_all
@@ -90,11 +90,11 @@ def _best_weights(run_dir: Path) -> tuple[int, bytes] | None:
 
     They are in a checkpoint or in a folder of their own, as the run was stopped at this step or not.
     """
-    pointer = run_dir / CHECKPOINTS_DIR / BEST_POINTER
-    if not pointer.exists():
+    checkpoints = run_dir / CHECKPOINTS_DIR
+    if (name := read_pointer(checkpoints / BEST_POINTER)) is None:
         return None
-    weights = pointer.with_name(pointer.read_text(encoding="utf-8").strip()) / TENSOR_FILES["model"]
-    return (step_of(weights.parent.name), weights.read_bytes()) if weights.is_file() else None
+    weights = checkpoints / name / TENSOR_FILES["model"]
+    return (step_of(name), weights.read_bytes()) if weights.is_file() else None
 
 
 def _differing_keys(one: dict[str, Any], other: dict[str, Any]) -> list[str]:

@@ -121,15 +121,6 @@ class EvaluateConfig(CheckedSettings):
             )
 
 
-def record_results(folder: Path, record: Record) -> None:
-    """Print the results of an evaluation as JSON and append them to evaluations.jsonl in the model's directory, of a
-    checkpoint in that of its run, as retention deletes checkpoints.
-    """
-    _print_record(record)
-    with open_append(run_dir_of(folder) / EVALUATIONS_FILE) as file:
-        file.write(f"{json.dumps(record, ensure_ascii=False)}\n".encode())
-
-
 def print_partial(record: Record) -> None:
     """Print the result of an evaluation that the user has stopped."""
     _print_record(record)
@@ -141,13 +132,8 @@ def _print_record(record: Record) -> None:
     print(line if strip_control(line) == line else json.dumps(record), flush=True)  # a file may have any name
 
 
-def evaluate(
-    cfg: EvaluateConfig,
-    folder: Path,
-    listen: Listen = None,
-    record: Callable[[Path, Record], None] = record_results,
-) -> MetricResults:
-    """Evaluate the model in `folder`, and give the result to `record`.
+def evaluate(cfg: EvaluateConfig, folder: Path, listen: Listen = None) -> MetricResults:
+    """Evaluate the model in `folder`, print and record the result.
 
     Where the user stops (`listen`), the result over the rows so far is printed and not recorded. Raises
     KeyboardInterrupt then.
@@ -174,7 +160,7 @@ def evaluate(
     if progress.is_stopped:
         print_partial({**result, "partial": True, "n": progress.done, "of": progress.total})
         raise KeyboardInterrupt
-    record(folder, result)
+    record_results(folder, result)
     return results
 
 
@@ -245,12 +231,14 @@ def _reads(metric: str, source: Source) -> bool:
     return False
 
 
-def record_everywhere(folder: Path, record: Record) -> None:
-    """Print the record, append it to evaluations.jsonl, and set it in run.json if `folder` is a run that no process
-    trains.
+def record_results(folder: Path, record: Record) -> None:
+    """Print the record as JSON, append it to evaluations.jsonl in the model's directory, of a checkpoint in that of its
+    run, as retention deletes checkpoints, and set it in run.json if `folder` is a run that no process trains.
     """
+    _print_record(record)
     try:
-        record_results(folder, record)
+        with open_append(run_dir_of(folder) / EVALUATIONS_FILE) as file:
+            file.write(f"{json.dumps(record, ensure_ascii=False)}\n".encode())
     except PermissionError as error:  # of the user, who may read the model; a full disk is a failure
         return print_note(f"warning: the result is not recorded: {error}")
     if not (folder / RUN_FILE).is_file():

@@ -182,9 +182,7 @@ class Score(Work):
 
 
 @torch.inference_mode()
-def score_texts(
-    trained: LoadedModel, scores: Sequence[Score], max_rows: int, before_batch: Callable[[], None] = lambda: None
-) -> None:
+def score_texts(trained: LoadedModel, scores: Sequence[Score], max_rows: int, before_batch: Callable[[], None]) -> None:
     """Compute `scores`, the longest first. `before_batch` may raise to stop."""
     rest = sorted(scores, key=lambda score: -len(score.ids))
     while rest:
@@ -204,7 +202,7 @@ def compute_batch(
     trained: LoadedModel,
     works: Sequence[Work],
     max_rows: int,
-    check_stop: Callable[[], None] = lambda: None,
+    check_stop: Callable[[], None],
     join: Callable[[int], Sequence[Answer]] = lambda count: [],
 ) -> None:
     """Compute works of one kind."""

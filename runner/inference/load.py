@@ -39,7 +39,7 @@ class LoadedModel:
     @property
     def data_format(self) -> str | None:
         """Format of the data that its run trained on: text, chat or preference; None without a run."""
-        return _data_format(self.settings)
+        return self.settings.get("stage", {}).get("data_format")
 
     @property
     def is_chat_model(self) -> bool:
@@ -88,7 +88,7 @@ def _load_trained(folder: Path, device: str, setting: str) -> LoadedModel:
     settings = read_settings(run_dir)
     if checkpoint := find_checkpoint(folder):
         model, tokenizer = _load_checkpoint(checkpoint, settings), Tokenizer.load(run_dir / "tokenizer")
-        if _data_format(settings) != "text":  # with the stop ids that `model/` of the run gets
+        if settings["stage"].get("data_format") != "text":  # with the stop ids that `model/` of the run gets
             tokenizer = dataclasses.replace(tokenizer, stop_ids=tuple(ChatTemplate(tokenizer).stop_ids))
     else:
         weights = weights_dir(folder, setting)
@@ -107,11 +107,6 @@ def _load_trained(folder: Path, device: str, setting: str) -> LoadedModel:
     model = model.to(target).eval()
     model.prepare(is_packed=False)
     return LoadedModel(checkpoint or folder, run_dir, settings, model, tokenizer, target)
-
-
-def _data_format(settings: RunSettings) -> str | None:
-    """Return the format of the data that a run trained on: text, chat or preference; None without a run."""
-    return settings.get("stage", {}).get("data_format")
 
 
 def weights_dir(folder: Path, setting: str = "run") -> Path:

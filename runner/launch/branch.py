@@ -165,7 +165,7 @@ def _plan_branch(trunk: Trunk, extra: list[str], staged: Path) -> ResumePlan:
             extra = [*extra, f"{key}={none}"]  # it is that of the trunk
     plan = plan_resume(staged, extra)
     facts, other_facts = map(setting_values, (before, plan.config))
-    if {*ROWS_KEYS} & {*overrides.keys_of(extra)}:  # other ranks keep the rows
+    if {*ROWS_KEYS} & {*map(overrides.key_of, extra)}:  # other ranks keep the rows
         facts[ROWS_PER_STEP], other_facts[ROWS_PER_STEP] = map(rows_per_step, (before, plan.config))
     differences = diff_facts(facts, other_facts, run_rules(plan.config))
     check_compatible(differences, trunk.checkpoint, trunk.run)
@@ -192,7 +192,7 @@ def with_trunk_settings(typed: list[str]) -> list[str]:
     if other := next((each for each in others if each.overrides != first.overrides), None):
         text = "the checkpoints of a sweep must have the same settings"
         raise UserError(text, f"{first.checkpoint}, {other.checkpoint}", "start a sweep for each of them")
-    kept, notes = effective_overrides(first.overrides, {*overrides.keys_of(typed), NAME_KEY, STOP_KEY, "init_from"})
+    kept, notes = effective_overrides(first.overrides, {*map(overrides.key_of, typed), NAME_KEY, STOP_KEY, "init_from"})
     for note in (*notes, f"branches of {first.run}, with the settings saved there and the typed ones"):
         print_note(note)
     return [*kept, *typed]

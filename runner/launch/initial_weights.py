@@ -30,7 +30,7 @@ from runner.checkpoint.atomic_dir import newest_valid
 from runner.checkpoint.format import CHECKPOINTS_DIR
 from runner.config.compose import compose_tree, files_that_choose, section_object, to_config, without_hydra
 from runner.config.hydra_errors import translating_hydra_errors
-from runner.config.overrides import keys_of
+from runner.config.overrides import key_of
 from runner.engine.config import UNNAMED_WEIGHTS, Config
 from runner.launch.auto_choice import newest_completed_run
 from runner.run_dir import saved_config
@@ -75,7 +75,7 @@ def adopt_model(tree: MutableMapping[str, Any], typed: list[str], conf: Path = C
     A model that is chosen, by model=... or by an experiment, stays as it is, and None is returned: `check_model`
     compares it.
     """
-    keys = set(keys_of(typed))
+    keys = set(map(key_of, typed))
     if tree["init_from"] not in UNNAMED_WEIGHTS:
         tree["init_from"] = _local_path(tree["init_from"], "init_from")
     if tree["model"].get("path"):

@@ -123,7 +123,7 @@ def _train(config: Config, metadata: RunMetadata, stop: StopFlag, data_files: Da
                 metadata.folder,
                 attempt=metadata.attempt,
                 update_metadata=metadata.update,
-                stop_requested=stop,
+                stop=stop,
                 data_files=data_files,
                 check_run_dir=metadata.check_owned,
                 follow_move=metadata.follow_move,

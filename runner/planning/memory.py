@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from data.types import sequences_per_row
 from runner.engine.config import Config
-from runner.engine.device.compile import has_cpp_compiler, resolve_compile_mode
+from runner.engine.device.compile import cpp_compiler, resolve_compile_mode
 from runner.engine.device.cpu import threads_per_rank, why_no_memory_pool
 from runner.engine.device.precision import PRECISIONS
 from runner.planning.facts import BatchShape, DataFacts, LayerSizes, Machine, ModelSizes
@@ -185,7 +185,7 @@ def plan_execution(cfg: Config, model: ModelSizes, data: DataFacts, machine: Mac
     flops = 6.0 * model.parameters * sequences * cfg.data.max_length / (ranks * cfg.distributed.nnodes)
     is_packed = cfg.data.packing != "none"
     decision = resolve_compile_mode(cfg.train.compile, flops, torch.device("cpu"), threads, cfg.model, is_packed)
-    builds_kernels = decision.is_long_run and has_cpp_compiler()
+    builds_kernels = decision.is_long_run and bool(cpp_compiler())
     dtype, layer = getattr(torch, PRECISIONS[cfg.precision.name].dtype), model.layer
     return Execution(
         on_cpu=True,

@@ -24,7 +24,7 @@ from common.registry import PLUGINS_ENV
 from runner.config import compose, snapshot
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.literals import hydra_quote
-from runner.config.overrides import is_hydra_override
+from runner.config.overrides import Flags, is_hydra_override
 from runner.engine.device.signals import StopFlag
 from runner.launch import torchrun
 from runner.launch.fork_server import TRAIN_SCRIPT
@@ -41,13 +41,11 @@ from runner.sweep.session import SweepSession
 from runner.sweep.state import INFINITE, SweepJob, SweepState
 from runner.tracking.lines import SweepLines
 
-MULTIRUN_FLAGS = ("--multirun", "-m")
-
 RunHydra = Callable[..., Any]  # run_hydra(overrides, flags, config_dir=None): run Hydra once with these arguments
 JOB_LOG_LINES, JOB_LOG_BYTES = 12, 1 << 16  # of the end of console.log of a failed job
 
 
-def start_sweep(overrides: list[str], flags: list[str], run_hydra: RunHydra) -> None:
+def start_sweep(overrides: list[str], flags: Flags, run_hydra: RunHydra) -> None:
     """Start the sweep of `overrides`, as typed; `flags` hold --multirun.
 
     Exits with 75 or 1 unless all jobs complete.
@@ -57,7 +55,7 @@ def start_sweep(overrides: list[str], flags: list[str], run_hydra: RunHydra) -> 
         run_hydra(overrides, flags)
 
 
-def resume_sweep(folder: Path, overrides: list[str], flags: list[str], run_hydra: RunHydra) -> None:
+def resume_sweep(folder: Path, overrides: list[str], flags: Flags, run_hydra: RunHydra) -> None:
     """Run the jobs of the sweep in `folder` that are not completed, and what the typed `overrides` add to it."""
     with snapshot.as_config_dir(folder) as conf:
         with SweepState.open(folder) as state:
@@ -76,10 +74,9 @@ def resume_sweep(folder: Path, overrides: list[str], flags: list[str], run_hydra
         stored = merge_overrides(state.overrides, hydra_overrides)
         swept = [f"{key}={','.join(values)}" for key, values in state.swept.items()]
         launch = [validation.SWEEP_DIR_KEY + hydra_quote(str(folder)), "hydra.sweeper.resume=true"]
-        other_flags = [flag for flag in flags if flag not in MULTIRUN_FLAGS]
         # from the copy in the sweep where conf/ has changed: a swept option may be gone from conf/
         with translating_hydra_errors(overrides):
-            run_hydra([*stored, *swept, *launch], ["--multirun", *other_flags], conf if changed_files else None)
+            run_hydra([*stored, *swept, *launch], flags | {"--multirun": True}, conf if changed_files else None)
 
 
 def run_sweep(config: DictConfig, overrides: list[str]) -> None:

@@ -24,7 +24,6 @@ from runner.config.overrides import (
     check_overrides,
     config_dirs,
     key_of,
-    keys_of,
     normalize_values,
     to_overrides,
 )
@@ -258,7 +257,7 @@ class PointComposer:
         check_overrides(values, self.conf)
         if groups not in self._trees:
             self._trees[groups] = without_hydra(compose_tree([*self.shared, *groups], self.conf))
-        changed = {key.split(".")[0] for key in (*keys_of(values), *(derived or ()))} | ADOPTED_KEYS
+        changed = {key.split(".")[0] for key in (*map(key_of, values), *(derived or ()))} | ADOPTED_KEYS
         tree = _copy_tree(self._trees[groups], changed)
         with translating_hydra_errors([*self.shared, *overrides]):
             _set_values(tree, values)

@@ -5,29 +5,26 @@ from __future__ import annotations
 import pytest
 
 from common.errors import UserError
-from runner.config.overrides import flag_value, has_flag, parse_argv
-from runner.config.schema import config_groups, config_schema
-
-SETTINGS = [*config_schema(), *config_groups()]
+from runner.config.overrides import Flags, parse_argv, spell_flags
 
 SPLIT = [
-    (["a=1", "--cfg", "job", "b=2"], ["a=1", "b=2"], ["--cfg=job"]),
-    (["-cjob", "a=-1"], ["a=-1"], ["--cfg=job"]),
-    (["--multi", "~x", "+y=2"], ["~x", "+y=2"], ["--multirun"]),
-    (["--info"], [], ["--info=all"]),
-    (["a=1", "--info", "b=2"], ["a=1", "b=2"], ["--info=all"]),
-    (["-i", "defaults-tree", "a=1"], ["a=1"], ["--info=defaults-tree"]),
-    (["-cd", "my dir", "--config-name=x"], [], ["--config-name=x", "--config-dir=my dir"]),
-    (["-sc", "query=bash"], ["query=bash"], ["--shell-completion"]),
-    (["--cfg", "job", "--resolve", "-p", "train"], [], ["--cfg=job", "--resolve", "--package=train"]),
+    (["a=1", "--cfg", "job", "b=2"], ["a=1", "b=2"], {"--cfg": "job"}),
+    (["-cjob", "a=-1"], ["a=-1"], {"--cfg": "job"}),
+    (["--multi", "~x", "+y=2"], ["~x", "+y=2"], {"--multirun": True}),
+    (["--info"], [], {"--info": "all"}),
+    (["a=1", "--info", "b=2"], ["a=1", "b=2"], {"--info": "all"}),
+    (["-i", "defaults-tree", "a=1"], ["a=1"], {"--info": "defaults-tree"}),
+    (["-cd", "my dir", "--config-name=x"], [], {"--config-name": "x", "--config-dir": "my dir"}),
+    (["-sc", "query=bash"], ["query=bash"], {"--shell-completion": True}),
+    (["--cfg", "job", "--resolve", "-p", "train"], [], {"--cfg": "job", "--resolve": True, "--package": "train"}),
 ]
 
 
 @pytest.mark.parametrize(("argv", "overrides", "flags"), SPLIT, ids=[" ".join(argv) for argv, _, _ in SPLIT])
 def test_argv_is_split_as_hydra_does_with_flags_spelled_out(
-    argv: list[str], overrides: list[str], flags: list[str]
+    argv: list[str], overrides: list[str], flags: Flags
 ) -> None:
-    assert parse_argv(argv, SETTINGS) == (overrides, flags)
+    assert parse_argv(argv) == (overrides, flags)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +41,7 @@ def test_argv_is_split_as_hydra_does_with_flags_spelled_out(
 )
 def test_setting_given_as_a_flag_is_refused_with_the_override(argv: list[str], fix: str) -> None:
     with pytest.raises(UserError) as error:
-        parse_argv(argv, SETTINGS)
+        parse_argv(argv)
     assert error.value.fix == fix
 
 
@@ -53,15 +50,9 @@ def test_setting_given_as_a_flag_is_refused_with_the_override(argv: list[str], f
 )
 def test_invalid_flag_is_refused_without_a_usage_text(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="flag"):
-        parse_argv(argv, SETTINGS)
+        parse_argv(argv)
     assert capsys.readouterr() == ("", "")
 
 
-def test_flag_value_is_none_only_where_the_flag_is_missing() -> None:
-    flags = ["--cfg=job", "--multirun"]
-    assert (flag_value(flags, "--cfg"), flag_value(flags, "--multirun"), flag_value(flags, "--info")) == (
-        "job",
-        "",
-        None,
-    )
-    assert has_flag(flags, "--info", "--multirun") and not has_flag(flags, "--info")
+def test_flags_are_spelled_as_arguments() -> None:
+    assert spell_flags({"--cfg": "job", "--multirun": True}) == ["--cfg=job", "--multirun"]

@@ -73,7 +73,7 @@ def test_exact_match_of_an_evaluation_is_that_of_evaluate(run_of, rows, packing,
         run="here", metric="exact_match", data=data, batch_size=5, max_new_tokens=64, show=0, tasks=[], tasks_path=None,
         limit=None, shots=None, chat_template=False, reference=None, device="cpu",
     )  # fmt: skip
-    assert evaluate(config, state.run_dir / "model", record=lambda *_: None)["exact_match"] == last
+    assert evaluate(config, state.run_dir / "model")["exact_match"] == last
 
 
 @pytest.mark.slow

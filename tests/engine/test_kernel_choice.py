@@ -49,7 +49,7 @@ def choice_of(*missing: str, fact: str = "fact", apply: Callable[[str], None] = 
         if kernel in missing:
             raise KernelsUnavailableError(f"no compiler of {kernel}")
 
-    return KernelChoice(fact, "a", ("b", "c"), apply=apply, load=load)
+    return KernelChoice(fact, "a", ("b", "c"), apply=apply, labels={name: name for name in "abc"}, load=load)
 
 
 def choose_attention() -> ChosenKernel:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from common import limits
 from runner.engine.build import configure_cpu
 from runner.engine.device import cpu, spinning
 from runner.engine.device.cpu import RunningTrainings
@@ -74,10 +75,10 @@ def test_threads_follow_the_limit_of_a_container(chosen: list[int], monkeypatch:
 
 def test_resumed_run_takes_the_threads_of_its_checkpoint(chosen: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RunningTrainings, "threads_of_others", lambda self: [8])
-    assert configure_cpu({"compatibility": {"environment.threads": 3}}) == "as its checkpoint" and chosen == [3]
-    assert configure_cpu({"compatibility": {"environment.threads": 8}}) is None and chosen[-1] == 8
+    assert configure_cpu({"environment.threads": 3}) == "as its checkpoint" and chosen == [3]
+    assert configure_cpu({"environment.threads": 8}) is None and chosen[-1] == 8
     for damaged in (99, 0, -1, "2", None):
-        configure_cpu({"compatibility": {"environment.threads": damaged}})
+        configure_cpu({"environment.threads": damaged})
         assert chosen[-1] == 4  # a new choice, beside the other training
 
 
@@ -91,8 +92,8 @@ def test_threads_of_the_user_win(name: str, chosen: list[int], monkeypatch: pyte
 def test_cpu_limit_is_the_smallest_of_the_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, group, name = tmp_path / "cgroup", tmp_path / "cgroup/outer/inner", tmp_path / "name"
     group.mkdir(parents=True)
-    monkeypatch.setattr(cpu, "CGROUP_ROOT", root)
-    monkeypatch.setattr(cpu, "PROC_CGROUP", name)
+    monkeypatch.setattr(limits, "CGROUP_ROOT", root)
+    monkeypatch.setattr(limits, "CGROUPS_OF_PROCESS", name)
     assert cpu.cpu_limit() is None
     name.write_text("1:cpu:/old\n0::/outer/inner\n")
     assert cpu.cpu_limit() is None

@@ -139,7 +139,7 @@ def start_sweep(script: str, sweep: str) -> None:
     from runner.sweep import command
 
     command.TRAIN_SCRIPT = script
-    command.start_sweep(["seed=1,2", f"hydra.sweep.dir={sweep}"], ["--multirun"], run_sweep)
+    command.start_sweep(["seed=1,2", f"hydra.sweep.dir={sweep}"], {"--multirun": True}, run_sweep)
 
 
 def resume_sweep(script: str, sweep: str) -> None:
@@ -148,7 +148,7 @@ def resume_sweep(script: str, sweep: str) -> None:
     from runner.sweep import command
 
     command.TRAIN_SCRIPT = script
-    command.resume_sweep(Path(sweep), [], [], run_sweep)
+    command.resume_sweep(Path(sweep), [], {}, run_sweep)
 
 
 ACTIONS: dict[str, Callable[..., None]] = {

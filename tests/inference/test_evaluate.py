@@ -25,7 +25,7 @@ from runner.inference.evaluate import (
     evaluate,
     evaluation_label,
     exported_weights,
-    record_everywhere,
+    record_results,
     register_metric,
 )
 from runner.inference.evaluation_data import EvaluationData
@@ -360,7 +360,7 @@ def test_evaluation_of_a_checkpoint_is_recorded_in_its_run(tmp_path: Path) -> No
     (tmp_path / "run" / ".hydra" / "config.yaml").write_text("seed: 0\n")
     (checkpoint.parent / "best").write_text(checkpoint.name)
     for folder in (checkpoint, checkpoint.parent / "best"):
-        record_everywhere(folder, {"metric": "perplexity", **exported_weights(folder)})
+        record_results(folder, {"metric": "perplexity", **exported_weights(folder)})
     lines = (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == 2 * [
         {"metric": "perplexity", "weights": "step-00000040", "step": 40}

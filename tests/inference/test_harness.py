@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from common.errors import UserError
-from runner.inference.evaluate import EvaluateConfig, Record
+from runner.inference.evaluate import EVALUATIONS_FILE, EvaluateConfig, Record
 from runner.inference.evaluation_data import EvaluationData
 from runner.inference.harness.loading import load_tasks
 from runner.inference.harness.tasks import evaluate_tasks, run_task
@@ -164,8 +164,14 @@ def test_tasks_have_the_answers_of_the_harness_itself(
 
 def evaluate(folder: Path, cfg: EvaluateConfig, **options: Any) -> tuple[list[Record], list[Record]]:
     """Return (records that were written, records that were returned)."""
-    written: list[Record] = []
-    return written, evaluate_tasks(cfg, folder, record=lambda _, record: written.append(record), **options)
+    before = len(recorded(folder))
+    returned = evaluate_tasks(cfg, folder, **options)
+    return recorded(folder)[before:], returned
+
+
+def recorded(folder: Path) -> list[Record]:
+    file = folder / EVALUATIONS_FILE
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 
 
 def test_tasks_of_a_group_are_its_members_and_limit_takes_the_first_rows(models: list[Path], tasks: Path) -> None:
@@ -181,16 +187,15 @@ def test_tasks_that_are_stopped_give_the_result_of_their_first_documents(
     models: list[Path], tasks: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls = iter(range(99))  # one for each document that is prepared, two for each request
-    written: list[Record] = []
+    before = len(recorded(models[0]))
     with pytest.raises(KeyboardInterrupt):  # in the fourth document of the second task
         evaluate_tasks(
             config(["last", "choice"], tasks, shots=1, batch_size=1),
             models[0],
             listen=lambda: nullcontext(lambda: next(calls) >= 37),
-            record=lambda _, record: written.append(record),
         )
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [record["task"] for record in written] == ["last"]
+    assert [record["task"] for record in recorded(models[0])[before:]] == ["last"]
     assert (last["task"], last["partial"], last["of"]) == ("choice", True, len(ROWS)) and last["n"] == 3
     whole, _ = evaluate(models[0], config(["choice"], tasks, shots=1, limit=last["n"]))
     assert last["results"] == whole[0]["results"]

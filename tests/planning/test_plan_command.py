@@ -56,7 +56,7 @@ def test_plan_of_a_resumed_run_counts_the_steps_that_are_left(program: Program, 
     fields = json.loads((run / "run.json").read_text())
     fields["attempts"][-1]["precision"] = "bf16"  # as a GPU would have computed it: its config says auto
     (run / "run.json").write_text(json.dumps(fields))
-    assert planned_start([f"resume={run}", "train.max_steps=6"], []).runs[0].config.precision.name == "bf16"
+    assert planned_start([f"resume={run}", "train.max_steps=6"], {}).runs[0].config.precision.name == "bf16"
 
 
 def test_plan_refuses_settings_with_the_exit_code_of_train(program: Program):
@@ -74,7 +74,7 @@ def test_batch_size_auto_trains_the_rows_of_a_step_in_micro_batches_that_fit(pro
     assert f"train.batch_size=auto: {' '.join(chosen)}, {rows} rows per step" in done.stderr
     recorded = yaml.safe_load((tmp_path / "run" / ".hydra" / "overrides.yaml").read_text())
     assert recorded[-2:] == chosen and "train.batch_size=auto" not in recorded
-    assert planned_start([*overrides, *sizes], []).runs[0].config.train.batch_size == rows
+    assert planned_start([*overrides, *sizes], {}).runs[0].config.train.batch_size == rows
 
 
 def test_batch_size_auto_is_refused_where_no_size_can_be_meant(program: Program):

@@ -15,7 +15,7 @@ from runner.inference.evaluate import (
     current_evaluations,
     evaluation_label,
     headline,
-    record_everywhere,
+    record_results,
     results_of,
 )
 from runner.reporting.columns import evaluation_columns
@@ -60,7 +60,7 @@ def test_evaluations_of_a_run_are_replaced_by_repetitions_and_kept_otherwise(tmp
     run = write_run(tmp_path / "run")
     again, five = HELLASWAG | {"results": {"acc": 0.5}}, HELLASWAG | {"shots": 5}
     for record in (HELLASWAG, PERPLEXITY, five, again):
-        record_everywhere(run, record)
+        record_results(run, record)
     assert evaluations(run) == [PERPLEXITY, five, again]
     assert len((run / "evaluations.jsonl").read_text().splitlines()) == 4
     assert RunMetadata.read(run)["status"] == "completed"
@@ -71,7 +71,7 @@ def test_evaluations_of_a_running_run_are_recorded_beside_it_with_a_warning(
 ) -> None:
     run = write_run(tmp_path / "run")
     running = RunMetadata.open(run, resume=True)
-    record_everywhere(run, PERPLEXITY)
+    record_results(run, PERPLEXITY)
     running.close()
     assert (
         "not in run.json" in capsys.readouterr().err and not evaluations(run) and (run / "evaluations.jsonl").is_file()
@@ -85,7 +85,7 @@ def test_evaluation_that_cannot_be_recorded_is_printed_with_a_warning(
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(evaluate, "open_append", denied)  # chmod has no effect for root
-    record_everywhere(write_run(tmp_path / "run"), PERPLEXITY)
+    record_results(write_run(tmp_path / "run"), PERPLEXITY)
     out, err = capsys.readouterr()
     assert json.loads(out) == PERPLEXITY and "not recorded" in err and "Permission denied" in err
 

@@ -115,7 +115,7 @@ def finished_sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     jobs.set(default=GOOD.replace("metrics", "step=15 if os.path.basename(run_dir).endswith('4') else 60, metrics"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "TRAIN_SCRIPT", str(jobs.script))
-        command.start_sweep([*FINISHED, f"hydra.sweep.dir={folder / 'sweep'}"], ["--multirun"], run_sweep)
+        command.start_sweep([*FINISHED, f"hydra.sweep.dir={folder / 'sweep'}"], {"--multirun": True}, run_sweep)
     return folder / "sweep"
 
 
@@ -129,7 +129,9 @@ def finished(finished_sweep: Path, tmp_path: Path) -> Path:
 def sweep(tmp_path: Path, fake_jobs: FakeJobs) -> Callable[..., int]:
     """`sweep("seed=1,2")` starts a sweep in tmp_path/sweep; returns the exit code."""
     return lambda *overrides: exit_code(
-        lambda: command.start_sweep([*overrides, f"hydra.sweep.dir={tmp_path / 'sweep'}"], ["--multirun"], run_sweep)
+        lambda: command.start_sweep(
+            [*overrides, f"hydra.sweep.dir={tmp_path / 'sweep'}"], {"--multirun": True}, run_sweep
+        )
     )
 
 
@@ -137,7 +139,7 @@ def sweep(tmp_path: Path, fake_jobs: FakeJobs) -> Callable[..., int]:
 def resume(tmp_path: Path, fake_jobs: FakeJobs) -> Callable[..., int]:
     """`resume("seed=3")` continues the sweep in tmp_path/sweep; returns the exit code."""
     return lambda *overrides: exit_code(
-        lambda: command.resume_sweep(tmp_path / "sweep", list(overrides), [], run_sweep)
+        lambda: command.resume_sweep(tmp_path / "sweep", list(overrides), {}, run_sweep)
     )
 
 

@@ -70,12 +70,12 @@ def test_plan_has_the_next_round_of_seeds(fake_jobs: FakeJobs, sweep, resume, tm
     set_losses(fake_jobs, EQUAL)
     assert sweep(f"{LR}=0.2,0.3") == 0
     before = (tmp_path / "sweep" / "sweep.json").read_bytes()
-    runs = planned_start([f"resume={tmp_path / 'sweep'}", "sweep.seeds=3"], []).runs
+    runs = planned_start([f"resume={tmp_path / 'sweep'}", "sweep.seeds=3"], {}).runs
     assert sorted((run.config.optimizer.lr, run.config.seed) for run in runs) == [(0.2, 43), (0.3, 43)]
     assert (tmp_path / "sweep" / "sweep.json").read_bytes() == before
     assert resume("sweep.seeds=3") == 0
     with pytest.raises(UserError, match="no job of this sweep has to run"):
-        planned_start([f"resume={tmp_path / 'sweep'}", "sweep.seeds=3"], [])
+        planned_start([f"resume={tmp_path / 'sweep'}", "sweep.seeds=3"], {})
 
 
 @pytest.mark.slow

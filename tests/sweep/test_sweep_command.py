@@ -96,7 +96,7 @@ def test_sweep_without_a_directory_is_placed_in_outputs(
     fake_jobs: FakeJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compose, "workspace_dir", lambda: tmp_path)
-    command.start_sweep(["seed=choice(1)"], ["--multirun"], run_sweep)
+    command.start_sweep(["seed=choice(1)"], {"--multirun": True}, run_sweep)
     assert len(list((tmp_path / "outputs" / "multirun").glob("*/*/sweep.json"))) == 1
 
 

@@ -64,7 +64,7 @@ def resolve_compile_mode(
         return CompileDecision("off", "off (auto: the number of tokens per expert varies)", is_long)
     if device.type == "cpu" and is_packed and model.has_attention_dropout:
         return CompileDecision("off", "off (auto: slower with attention dropout in packed rows)", is_long)
-    if not has_cpp_compiler():
+    if not cpp_compiler():
         return CompileDecision("off", "off (auto: no C++ compiler, neither g++ nor CXX)", is_long)
     mode = "default" if is_long else "off"
     return CompileDecision(
@@ -94,13 +94,8 @@ def check_cuda_graphs(mode: str, device: torch.device, micro_batches: int) -> No
         )
 
 
-def has_cpp_compiler() -> bool:
-    """Return whether the compiler that torch.compile uses on a CPU exists."""
-    return bool(_compiler_command())
-
-
-def _compiler_command() -> list[str]:
-    """Return the program that compiles C++ and its arguments, of CXX="g++ -O2"; [] if there is none."""
+def cpp_compiler() -> list[str]:
+    """Return the program with which torch.compile compiles C++ and its arguments, of CXX="g++ -O2"; [] if there is none."""
     command = os.environ.get("CXX", "g++")
     parts = [command] if shutil.which(command) else command.split()
     return parts if parts and shutil.which(parts[0]) else []
@@ -109,7 +104,7 @@ def _compiler_command() -> list[str]:
 def set_inductor_cache() -> Path:
     """Set the folder of compiled programs, and a compiler whose arguments torch can use; return the folder."""
     folder = _inductor_cache()
-    if len(command := _compiler_command()) > 1:  # torch and the C++ kernels take the path of a program
+    if len(command := cpp_compiler()) > 1:  # torch and the C++ kernels take the path of a program
         content = f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n'.encode()
         # torch knows a compiler by its name
         name = "-".join(Path(part).name for part in command if part[0] != "-")[:50]

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from common.limits import MEMINFO, memory_cgroups
+from common.limits import MEMINFO, MEMORY_LIMITS, control_groups
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # numbers of glibc's malloc.h
 MAX_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD_32BIT = 1 << 30, 1 << 25  # bytes; older glibc accepts only the second
@@ -29,7 +29,6 @@ PRIMITIVES = 128  # matrix products of different shapes that oneDNN keeps ready;
 THREADS_ENV = "RUNNER_THREADS"  # cores that a sweep gives to each of its parallel jobs
 # set by the user, or by the launcher of ranks and jobs: nothing is changed
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-CGROUP_ROOT, PROC_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 _chosen: int | None = None
 MAX_TRAININGS = 1_000  # files that are read
@@ -84,7 +83,7 @@ def use_memory_pool(folder: Path) -> str:
         library = load_library("memory_pool", [POOL_SOURCE], [], folder)
     except KernelsUnavailableError as error:
         return str(error)
-    limits = os.fsencode(MEMINFO), b"\n".join(map(os.fsencode, memory_cgroups()))
+    limits = os.fsencode(MEMINFO), b"\n".join(map(os.fsencode, control_groups("memory", *MEMORY_LIMITS)))
     if library.lm_runner_use_memory_pool(ctypes.c_size_t(POOL_REGION), ctypes.c_size_t(POOLED_BLOCK), *limits):
         return "no free addresses"
     _pool = library
@@ -173,18 +172,8 @@ def available_cores() -> int:
 
 def cpu_limit() -> float | None:
     """Return the limit (cores) of the control groups (version 2) of this process; None without one."""
-    try:
-        name = next(line for line in PROC_CGROUP.read_text(encoding="utf-8").splitlines() if line.startswith("0::"))[3:]
-    except (OSError, UnicodeDecodeError, StopIteration):
-        return None
-    folder = Path(os.path.normpath(f"{CGROUP_ROOT}/{name}"))
-    folders = [folder, *folder.parents] if folder.is_relative_to(CGROUP_ROOT) else [CGROUP_ROOT]
-    limits = [
-        limit
-        for each in folders
-        if each.is_relative_to(CGROUP_ROOT) and (limit := _read_limit(each / "cpu.max")) is not None
-    ]
-    return min(limits, default=None)
+    limits = (_read_limit(folder / "cpu.max") for folder in control_groups("cpu", "cpu.max"))
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _read_limit(file: Path) -> float | None:

@@ -223,25 +223,23 @@ class DistributedContext:
         ids = [self.device.index] if self.device.type == "cuda" else None
         # The only buffer is a constant, and torch 2.11 has no replacement for the deprecated argument.
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
-        has_unused = has_unused_parameters(model, self.device)
         wrapped = DistributedDataParallel(
             model,
             device_ids=ids,
             broadcast_buffers=False,
             gradient_as_bucket_view=True,
-            find_unused_parameters=has_unused,
+            find_unused_parameters=has_unused_parameters(model, self.device),
         )
         prebuild_ddp_buckets(wrapped, self.device)
         return wrapped
 
     def no_sync_until_last(self, wrapped: nn.Module, is_last: bool) -> AbstractContextManager:
         """Context of a micro-batch: gradients are exchanged in the backward pass of the step's last one only."""
-        if self.size == 1:
-            return nullcontext()
         if self.sharded:
             wrapped.set_requires_gradient_sync(is_last)  # type: ignore[operator]  # a method that fully_shard adds
-            return nullcontext()
-        return nullcontext() if is_last else wrapped.no_sync()  # type: ignore[operator]  # of DistributedDataParallel
+        elif self.size > 1 and not is_last:
+            return wrapped.no_sync()  # type: ignore[operator]  # of DistributedDataParallel
+        return nullcontext()
 
     def is_device_idle(self) -> bool:
         """Return whether the device has finished all work that was queued on it; a CPU always has.
@@ -278,7 +276,7 @@ def init_distributed(cfg: DistributedConfig, device: str) -> DistributedContext:
     import torch
     from torch.distributed import init_process_group, is_initialized
 
-    rendezvous = os.environ.get(RENDEZVOUS_ENV)
+    rendezvous = os.environ.get(RENDEZVOUS_ENV, "")
     rank, local_rank, size = (
         (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")) if rendezvous else (0, 0, 1)
     )
@@ -287,7 +285,7 @@ def init_distributed(cfg: DistributedConfig, device: str) -> DistributedContext:
         cfg.check_device("mps")
     if dist.device.index is not None:  # what names no device, as pinned memory and random states, must not use another
         torch.cuda.set_device(dist.device)
-    if size == 1 or not rendezvous:
+    if size == 1:
         RENDEZVOUS_DONE.set()
         return dist
     cfg.check_device(dist.device.type)

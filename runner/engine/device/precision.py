@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+UNVERSIONED_DEVICES = {"cpu": "the CPU", "mps": "a GPU of Apple"}  # without a compute capability
 CLIP_EPSILON = 1e-6  # of torch.nn.utils.clip_grads_with_norm_
 MIN_LOSS_SCALE = 1.0  # a smaller scale no longer helps; at 0 the next finite step would write NaN into every weight
 
@@ -56,7 +57,7 @@ class PrecisionConfig(CheckedSettings):
             return PrecisionConfig(str(recorded))
         return PrecisionConfig("bf16" if device_type == "cuda" and _computes_bf16() else "fp32")
 
-    def check_device(self, device_name: str, capability: tuple[int, int] | None) -> None:
+    def check_device(self, device_name: str, capability: tuple[int, int] | None = None) -> None:
         """`capability`: of an NVIDIA GPU, None for other devices.
 
         Raises UserError if the device does not compute in this precision.
@@ -128,7 +129,7 @@ class Precision:
                     "precision=fp16 or precision=fp32; resume runs in bf16 on a GPU that computes it, or with device=cpu",
                 )
         else:
-            cfg.check_device("a GPU of Apple" if device.type == "mps" else "the CPU", None)
+            cfg.check_device(UNVERSIONED_DEVICES[device.type])
             if device.type == "mps" and cfg.name == "bf16" and not torch.backends.mps.is_macos_or_newer(14, 0):
                 raise UserError(
                     "torch has no bf16 on mps before macOS 14", "precision=bf16", "precision=fp16 or precision=fp32"

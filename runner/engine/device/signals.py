@@ -321,10 +321,6 @@ class SignalForwarder(_SignalHandler):
             process.send_signal(number)
 
 
-def as_stop_requests(stop_requested: Callable[[], bool]) -> StopRequests:
-    return stop_requested if isinstance(stop_requested, StopRequests) else StopRequests(stop_requested)
-
-
 def do_unless_stopped(dist: DistributedContext, stop: StopRequests, work: Callable[[], T]) -> T:
     """Return what `work`, a preparation without any collective, returns.
 

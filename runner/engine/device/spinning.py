@@ -162,9 +162,6 @@ class SpinControl:
         if self._quiet >= self._needed:
             self.sleeping.stop()
 
-    def close(self) -> None:
-        self.sleeping.stop()
-
 
 @contextmanager
 def adapt_spinning() -> Iterator[None]:
@@ -200,4 +197,4 @@ def _watch_load(is_over: threading.Event) -> None:
         if control is not None:
             control.update(foreign)
     if control is not None:
-        control.close()
+        control.sleeping.stop()

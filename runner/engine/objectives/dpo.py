@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.errors import UserError
@@ -45,6 +46,7 @@ class DpoConfig(StageConfig):
         return Dpo(self.beta, Reference.of(model, self.lora), self.loss_type, self.label_smoothing, self.nll_coef)
 
 
+@dataclass(eq=False)
 class Dpo(Objective):
     """A loss of the margin h, the log-ratio log p_model - log p_reference of the chosen answer minus that of the
     rejected one; summed over pairs.
@@ -58,16 +60,11 @@ class Dpo(Objective):
     not share, from the start of the first assistant turn that differs. Shapes: R batch rows, T tokens, B pairs.
     """
 
-    def __init__(
-        self,
-        beta: float,
-        reference: Reference,
-        loss_type: str = "sigmoid",
-        label_smoothing: float = 0.0,
-        nll_coef: float = 0.0,
-    ) -> None:
-        self.beta, self.reference, self.loss_type = beta, reference, loss_type
-        self.label_smoothing, self.nll_coef = label_smoothing, nll_coef
+    beta: float
+    reference: Reference
+    loss_type: str = "sigmoid"
+    label_smoothing: float = 0.0
+    nll_coef: float = 0.0
 
     def count(self, batch: Batch) -> int:
         return len(batch.names)
@@ -82,7 +79,6 @@ class Dpo(Objective):
         from data.batching.batch import IGNORE_INDEX
         from models.layers.ops import widest_float
 
-        assert self.reference is not None
         with torch.no_grad(), self.reference.entered():
             reference_nll = self.reference.model(**batch.inputs).nll
         out = model(**batch.inputs)

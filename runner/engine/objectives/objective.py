@@ -71,23 +71,17 @@ class Objective:
     @property
     def extra_models(self) -> list[LanguageModel]:
         """Models beside the trained one that the objective calls."""
-        is_copy = self.reference is not None and not any(p.requires_grad for p in self.reference.model.parameters())
-        return [self.reference.model] if self.reference is not None and is_copy else []
+        if self.reference is None or any(p.requires_grad for p in self.reference.model.parameters()):
+            return []
+        return [self.reference.model]
 
     @property
     def frozen_parameters(self) -> dict[str, Tensor]:
         """Parameters and buffers that the objective reads and the training does not change: no checkpoint has them."""
         from models.language_model import stored_tensors
 
-        return (
-            {}
-            if self.reference is None
-            else {
-                name: tensor
-                for name, tensor in stored_tensors(self.reference.model).items()
-                if not tensor.requires_grad
-            }
-        )
+        stored = stored_tensors(self.reference.model) if self.reference else {}
+        return {name: tensor for name, tensor in stored.items() if not tensor.requires_grad}
 
 
 def mask_dummy_batch(batch: Batch, sums: LossSums) -> LossSums:

@@ -139,7 +139,8 @@ def build_optimizer(cfg: OptimizerConfig, model: nn.Module, num_layers: int, ema
     def by_lr_scale(parameters: list[nn.Parameter], weight_decay: float) -> list[dict]:
         groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)  # by factor of the lr, weight decay
         for p in parameters:
-            depth = 0 if id(p) in embeddings else _depth(names[p], num_layers)
+            layer = LAYER.search(names[p])  # after the last layer: num_layers + 1
+            depth = 0 if id(p) in embeddings else 1 + int(layer[1]) if layer else num_layers + 1
             _, factor = widths.get(names[p], (1.0, 1.0))
             groups[cfg.layer_decay ** (num_layers + 1 - depth) * factor, weight_decay / factor].append(p)
         return [
@@ -148,12 +149,3 @@ def build_optimizer(cfg: OptimizerConfig, model: nn.Module, num_layers: int, ema
 
     rest = by_lr_scale(stacks, cfg.weight_decay) + by_lr_scale(others, 0.0)
     return OptimizerGroup(cfg.build(ParamGroups(by_lr_scale(matrices, cfg.weight_decay), rest)), names, ema_decay)
-
-
-def _depth(name: str, num_layers: int) -> int:
-    """Return 1 + i for layer i, num_layers + 1 for everything after the last layer.
-
-    Embeddings have depth 0.
-    """
-    layer = LAYER.search(name)
-    return 1 + int(layer[1]) if layer else num_layers + 1

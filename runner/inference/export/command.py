@@ -22,6 +22,7 @@ from common.hub import hub_name_of, parse_hub_name
 from common.paths import command_line
 from runner.inference.export.formats import FORMATS, ExportSettings
 from runner.inference.load import LoadedModel, load_trained
+from runner.run_dir.contents import enclosing_record
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.saved_config import OVERRIDES_FILE, load_yaml
 from runner.tracking.progress import PolledProgress
@@ -89,10 +90,8 @@ def check_target(target: Path, to: str, source: Path) -> None:
         raise UserError(
             f"{target.parent} is no folder", f"to={to}", f"mkdir -p {target.parent}, or choose another folder"
         )
-    parents = (target.parent.resolve(), *target.parent.resolve().parents)
-    if source.resolve() in parents or any(
-        (parent / name).is_file() for parent in parents for name in ("run.json", "sweep.json")
-    ):
+    parent = target.parent.resolve()
+    if parent.is_relative_to(source.resolve()) or enclosing_record(parent):
         raise UserError(
             "the folder to write is inside of a run, a sweep or the model that is exported",
             f"to={to}",

@@ -34,9 +34,7 @@ SEED = 1234  # of examples and of sampled answers: the harness's own
 BOOTSTRAP_SAMPLES = 1000  # for the standard error of metrics that are no means
 
 
-def evaluate_tasks(
-    cfg: EvaluateConfig, folder: Path, listen: Listen = None, record: Callable[[Path, Record], None] = record_results
-) -> list[Record]:
+def evaluate_tasks(cfg: EvaluateConfig, folder: Path, listen: Listen = None) -> list[Record]:
     """Run the tasks `cfg.tasks` on the model in `folder`; print and record the results of each as soon as it is done.
 
     Where the user stops (`listen`), the result over the documents so far is printed and not recorded. Raises
@@ -59,7 +57,7 @@ def evaluate_tasks(
                 if progress.is_stopped:
                     print_partial(each)
                 else:
-                    record(folder, each)
+                    record_results(folder, each)
                 records.append(each)
             if progress.is_stopped:
                 if not records or not records[-1].get("partial"):
