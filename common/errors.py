@@ -299,9 +299,11 @@ def run_then_hard_exit(main: Callable[[], int | None]) -> NoReturn:
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
-        for stream in filter(None, (sys.stdout, sys.stderr)):  # None where the parent closed it
-            stream.flush()
-        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+        try:
+            for stream in filter(None, (sys.stdout, sys.stderr)):  # None where the parent closed it
+                stream.flush()
+        finally:  # it may be on a full disk
+            os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
 @contextmanager
@@ -339,7 +341,9 @@ def _report(error: Exception) -> int:
             )
             return FAILED
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            return report_user_error(UserError("the path is too long", error.filename, "a name has at most 255 bytes"))
+            return report_user_error(
+                UserError("the path is too long", error.filename or "", "a name has at most 255 bytes")
+            )
         if isinstance(error, OSError) and error.errno == errno.EMFILE:
             print_safely(f"error: {error.strerror}; {MORE_FILES}", sys.stderr)
             return FAILED

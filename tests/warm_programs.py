@@ -209,14 +209,15 @@ def run_program(program: list[str], search: list[str]) -> NoReturn:
     spawn = subprocesses.spawn
 
     def spawn_child(
-        argv: list[str], environment: dict[str, str], out: int | None, stdin: int = subprocess.DEVNULL
+        argv: list[str], variables: dict[str, str], out: int | None, stdin: int = subprocess.DEVNULL
     ) -> subprocess.Popen | ForkedProcess:
+        environment = dict(os.environ, PYTHONUNBUFFERED="1", **variables)
         # a rank, a job of a sweep, or what forks such jobs
         is_warm = Path(argv[0]).name in ("worker.py", "train.py", "fork_server.py")
         return (
             ForkedProcess(fork(argv, environment, search, None, out, is_child=True, stdin=stdin), poll_pid)
             if is_warm
-            else spawn(argv, environment, out, stdin)
+            else spawn(argv, variables, out, stdin)
         )
 
     def start_rank(args: tuple[str, ...], env: dict[str, str], **options: Any) -> ForkedProcess:

@@ -60,7 +60,7 @@ def _or_best_job(newest: Path, found: Collection[Path]) -> tuple[Path, str]:
 def describe_model(fields: Mapping[str, Any]) -> str:
     """Return steps, loss, data and age of a completed run, from its run.json."""
     score = model_score(fields)
-    names = [Path(str(file.get("file"))).name for file in fields.get("data", ())]
+    names = [Path(str(file.get("file"))).name for file in fields.get("data") or ()]
     loss = "not evaluated" if score is None or score.loss is None else f"validation loss {score.loss:.4f}"
     if score is not None and score.step != fields.get("step"):
         loss += f" at step {score.step:,}"

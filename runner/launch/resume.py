@@ -202,7 +202,7 @@ def _replace_foreign_cache(tree: DictConfig, extra: list[str]) -> list[str]:
 
 
 def _saved_commit(folder: Path) -> str | None:
-    commit = RunMetadata.read(folder).get("code", {}).get("commit")
+    commit = (RunMetadata.read(folder).get("code") or {}).get("commit")
     return commit if isinstance(commit, str) and commit.isalnum() else None
 
 

@@ -255,8 +255,8 @@ class SweepResults:
         overrides, groups = self._overrides_of(job), config_groups()
         keys = dict.fromkeys(key_of(override) for override in overrides if _names_code_or_hub(override))
         note = f"left out, for it names code or a hub: {', '.join(keys)}; add it if you trust who made this sweep"
-        chosen = [each for each in overrides if key_of(each) in groups]
-        own = [each for each in chosen if each.partition("=")[2] not in groups[key_of(each)]]
+        chosen = [each.removesuffix(".yaml") for each in overrides if key_of(each) in groups]
+        own = [each for each in chosen if each.partition("=")[2] not in (*groups[key_of(each)], "null")]
         of_own = f"add the --config-dir or plugin that has {', '.join(own)}"
         return "; ".join([*([note] if keys else []), *([of_own] if own else [])])
 

@@ -260,10 +260,11 @@ def parse_time(text: object) -> float | None:
 
 def has_type(name: str, value: object) -> bool:
     """Return whether a field of run.json may have this value: one of its type, or None where that is the default."""
+    if value is None and DEFAULT_METADATA.get(name) is None:
+        return True
     if name in ("attempts", "data"):
         return isinstance(value, list) and all(isinstance(each, dict) for each in value)
-    is_default = value is None and DEFAULT_METADATA.get(name) is None
-    return name not in FIELD_TYPES or type(value) is FIELD_TYPES[name] or is_default
+    return name not in FIELD_TYPES or type(value) is FIELD_TYPES[name]
 
 
 def check_fields(fields: Any) -> dict[str, Any]:
@@ -276,7 +277,7 @@ def check_fields(fields: Any) -> dict[str, Any]:
     if "outcome" not in fields:
         raise ValueError("no field `outcome`, it was written by an older version of this program")
     if wrong := next((name for name, value in fields.items() if not has_type(name, value)), None):
-        raise ValueError(f"{wrong} is not of type {FIELD_TYPES[wrong].__name__}")
+        raise ValueError(f"{wrong} is not of type {FIELD_TYPES[wrong].__name__}, or holds other values than objects")
     return {**DEFAULT_METADATA, **fields}
 
 

@@ -237,6 +237,6 @@ def test_commands_of_a_sweep_leave_out_overrides_of_code_or_a_hub(tmp_path: Path
 
 
 def test_commands_of_a_sweep_name_the_options_of_a_users_folder(tmp_path: Path) -> None:
-    stored = ("stage=sft", "experiment=mine")
+    stored = ("stage=sft.yaml", "tracker=null", "experiment=mine")
     sweep = read_sweep_results(write_sweep(tmp_path, [job({LR: "1e-4"}, training(3.0))], overrides=stored))
     assert sweep.command_note(sweep.jobs[0]) == "add the --config-dir or plugin that has experiment=mine"
