@@ -434,6 +434,7 @@ def test_jobs_start_from_the_same_weights_whatever_run_completes_meanwhile(
             "outcome": "completed",
             "attempt": 1,
             "step": 1,
+            "tokens": 1,
             "stage": "pretrain",
             "fingerprints": fingerprints,
             "ended": name,
@@ -473,7 +474,7 @@ def test_show_config_prints_the_job_that_resume_would_run_and_writes_nothing(
     before = files_of(finished)
 
     def printed(*typed: str) -> tuple[int, int]:
-        show_sweep_config(finished, list(typed), ["--cfg=job"], run_sweep)
+        show_sweep_config(finished, list(typed), {"--cfg": "job"}, run_sweep)
         train = yaml.safe_load(capsys.readouterr().out)["train"]
         return train["accumulation_steps"], train["max_steps"]
 
