@@ -355,14 +355,14 @@ def test_conf_names_no_class():
 
 # --- size: ratchets. A change that grows one moves its number here, and its commit says why --------------------------
 
-MAX_PYTHON_TOKENS = 332_272
-MAX_PYTHON_FILES = 271
+MAX_PYTHON_TOKENS = 329_339
+MAX_PYTHON_FILES = 268
 MAX_EAGER_MODULES = 60  # imported by runner/train.py --help
 # Executed by one SFT step. A few functions depend on the load of the machine: a number may be 1 % above the measured one
 MAX_FIRST_STEP = {
     "files": 101,
-    "functions": 630,
-    "hops": 1_496,
+    "functions": 611,
+    "hops": 1_502,
     "files_before_build_run": 56,
     "functions_before_build_run": 267,
 }
