@@ -221,13 +221,14 @@ def control_groups(controller: str, *files: str) -> list[Path]:
     In a container the path of its own may be that of the host: then only the root of the container exists.
     """
     try:
-        lines = [line.split(":", 2) for line in CGROUPS_OF_PROCESS.read_text().splitlines()]
+        lines = [line.split(":", 2) for line in CGROUPS_OF_PROCESS.read_text().splitlines() if line.count(":") > 1]
     except (OSError, UnicodeDecodeError):
         lines = []
     folders = [CGROUP_ROOT, CGROUP_ROOT / controller]
     for _, controllers, path in lines:
         if not controllers or controller in controllers.split(","):
             roots = [CGROUP_ROOT / controller] if controllers else [CGROUP_ROOT, CGROUP_ROOT / "unified"]
+            path = os.path.normpath(f"/{path}")  # nothing above the root
             folders += [Path(f"{root}/{parent}") for root in roots for parent in (path, *Path(path).parents)]
     return [folder for folder in dict.fromkeys(folders) if any(os.path.exists(folder / name) for name in files)]
 

@@ -15,6 +15,7 @@ from runner.config import overrides as checks
 from runner.config import snapshot
 from runner.config.compose import compose_tree, to_config
 from runner.config.hydra_errors import translating_hydra_errors
+from runner.config.literals import QUOTED_ITEM
 from runner.config.overrides import RESUME_KEY, Flags, to_overrides
 from runner.config.resolve import resolve_run
 from runner.config.unread import check_typed_are_read
@@ -45,7 +46,11 @@ class PlannedStart:
 
 def planned_start(typed: list[str], flags: Flags) -> PlannedStart:
     """Return what `train.py <typed> <flags>` would train. Raises UserError where train.py refuses it."""
-    resumed = [override.removeprefix(RESUME_KEY).strip("'\"") for override in typed if override.startswith(RESUME_KEY)]
+    resumed = [
+        QUOTED_ITEM.sub(r"\2", override.removeprefix(RESUME_KEY))
+        for override in typed
+        if override.startswith(RESUME_KEY)
+    ]
     typed = checks.normalize_values(override for override in typed if not override.startswith(RESUME_KEY))
     is_multirun = "--multirun" in flags
     if resumed and resumed[-1] != "null":

@@ -106,7 +106,9 @@ def test_cpu_limit_is_the_smallest_of_the_control_groups(tmp_path: Path, monkeyp
     (root / "outer/cpu.max").write_text("max 100000\n")
     (group / "cpu.max").write_text("damaged\n")
     assert cpu.cpu_limit() is None and cpu.available_cores() == 8
-    name.write_text("0::/../../etc\n")
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/cpu.max").write_text("100000 100000\n")
+    name.write_text("0::/../etc\ndamaged\n")
     assert cpu.cpu_limit() is None
 
 

@@ -95,7 +95,7 @@ def check_cuda_graphs(mode: str, device: torch.device, micro_batches: int) -> No
 
 
 def cpp_compiler() -> list[str]:
-    """Return the program with which torch.compile compiles C++ and its arguments, of CXX="g++ -O2"; [] if there is none."""
+    """Return the compiler of torch.compile and its arguments, as CXX="g++ -O2" has them; [] if there is none."""
     command = os.environ.get("CXX", "g++")
     parts = [command] if shutil.which(command) else command.split()
     return parts if parts and shutil.which(parts[0]) else []

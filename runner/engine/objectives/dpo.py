@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from common.errors import UserError
@@ -61,7 +61,7 @@ class Dpo(Objective):
     """
 
     beta: float
-    reference: Reference
+    reference: Reference = field()  # required, although Objective has None
     loss_type: str = "sigmoid"
     label_smoothing: float = 0.0
     nll_coef: float = 0.0

@@ -80,7 +80,7 @@ class Objective:
         """Parameters and buffers that the objective reads and the training does not change: no checkpoint has them."""
         from models.language_model import stored_tensors
 
-        stored = stored_tensors(self.reference.model) if self.reference else {}
+        stored = stored_tensors(self.reference.model) if self.reference is not None else {}
         return {name: tensor for name, tensor in stored.items() if not tensor.requires_grad}
 
 
