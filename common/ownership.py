@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from common.filesystem import read_bounded, temp_name, write_all
-from common.limits import parse_record
+from common.limits import parse_json
 
 IDENTITY = ("host", "pid", "boot_id", "start_ticks")  # fields of process_id()
 
@@ -165,8 +165,11 @@ def _remove_if_dead(path: Path) -> bool:
     content = _read(path)
     if content is None:
         return not os.path.lexists(path)
-    owner = parse_record(content)
-    if not owner or is_alive(owner):
+    try:
+        owner = parse_json(content)
+    except ValueError:
+        return False
+    if not isinstance(owner, dict) or not owner or is_alive(owner):
         return False
     moved = path.with_name(temp_name("del", path.name))
     try:

@@ -91,7 +91,7 @@ class Decoder(LanguageModel):
         context = LayerContext(self._rotation(T, position_ids), mask, cache, documents, selective=mode == "selective")
         expert_use = []  # (2, S, E) of each layer
         for layer in self.layers:
-            x, use = CHECKPOINTING[mode](layer, x, context) if mode == "full" else layer(x, context)
+            x, use = CHECKPOINTING["full"](layer, x, context) if mode == "full" else layer(x, context)
             expert_use.append(use)
         if cache is not None:
             cache.length += T

@@ -206,8 +206,8 @@ def mix_sources(entries: Sequence[list[WeightedSource]], weights: list[float] | 
     """
     if weights is None and not any(part.store.has_weights for entry in entries for part in entry):
         return MixedRows(tuple(part for entry in entries for part in entry))
-    masses = [sum(part.weights.sum() for part in entry) for entry in entries]
-    lightest = [min(part.weights.min() for part in entry) for entry in entries]
+    masses = [float(sum(part.weights.sum() for part in entry)) for entry in entries]
+    lightest = [float(min(part.weights.min() for part in entry)) for entry in entries]
     factors = (
         [1.0] * len(entries)
         if weights is None

@@ -23,10 +23,11 @@ SAVED_OPS = [
     *(getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")),
 ]  # fmt: skip
 
-# By mode, what calls a layer with its inputs so that the backward pass recomputes all of it: time for memory; or all
-# but SAVED_OPS: norms, casts, rotary embeddings, activation functions
+# By mode, what calls a layer with its inputs: time for memory
 CHECKPOINTING = {
+    # the backward pass computes all of the layer again
     "full": partial(checkpoint, use_reentrant=False),
+    # all but SAVED_OPS: norms, casts, rotary embeddings, activation functions
     "selective": partial(
         checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, SAVED_OPS)
     ),

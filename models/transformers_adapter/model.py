@@ -72,6 +72,7 @@ class TransformersModel(LanguageModel):
         self.kernels = Kernels(hf.config._attn_implementation, "none", chunked_loss=False)
         self.balance = BalanceLoss(hf, cfg)
         self._checkpointing = "none"
+        self._method: GenerationMethod | None = None
         self._accepted = frozenset(inspect.signature(hf.forward).parameters)
 
     def prepare(self, is_packed: bool) -> str:
@@ -221,19 +222,20 @@ class TransformersModel(LanguageModel):
 
     def generates_in_batches(self, max_length: int) -> bool:
         dependence = length_dependence(self.hf.config)
-        return self.generation_method.in_batches and (dependence is None or max_length <= dependence.length)
+        return self._generation().in_batches and (dependence is None or max_length <= dependence.length)
 
-    @cached_property
-    def generation_method(self) -> GenerationMethod:
-        """How this model generates, found at its first generation."""
-        return choose_generation(self, self._accepted)
+    def _generation(self) -> GenerationMethod:  # as a property, an AttributeError in it would name the property
+        """Return how this model generates, found at its first generation."""
+        if self._method is None:
+            self._method = choose_generation(self, self._accepted)
+        return self._method
 
     @property
     def compiled_layers(self) -> Sequence[nn.Module]:
         return self._blocks() or [self.hf.base_model]
 
     def new_cache(self, rows: int, max_length: int, dtype: torch.dtype) -> TransformersCache:
-        return TransformersCache(self.hf, self.generation_method.has_cache)
+        return TransformersCache(self.hf, self._generation().has_cache)
 
 
 def _parameter_uses(module: nn.Module) -> Counter[int]:

@@ -49,8 +49,19 @@ def test_lock_without_lockf_is_exclusive_and_says_what_is_weaker(
     assert filesystem.WEAKER_PROMISES == [NO_LOCKS_PROMISE]
 
 
+DEAD = json.dumps({**process_id(), "start_ticks": 1})
+
+
 @pytest.mark.parametrize(
-    "content", [json.dumps({**process_id(), "host": "another"}), "{", ""], ids=["another host", "unreadable", "empty"]
+    "content",
+    [
+        json.dumps({**process_id(), "host": "another"}),
+        "{",
+        "",
+        DEAD.replace("{", '{"pid": 1, '),
+        DEAD.replace(f'"pid": {os.getpid()}', '"pid": 1e400'),
+    ],
+    ids=["another host", "unreadable", "empty", "two pids", "no pid"],
 )
 def test_lock_of_an_owner_that_may_live_is_busy(content: str, tmp_path: Path) -> None:
     (tmp_path / "lock.owner").write_text(content)

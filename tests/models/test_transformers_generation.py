@@ -84,7 +84,7 @@ def test_generate_in_a_batch_equals_whole_texts_without_a_cache(name: str) -> No
     # shorter and longer than the length of the rotary embeddings, and one that reaches it
     prompts = prompts_of((3, 17, 30, 1))
     assert generate(model, prompts, **GREEDY) == [without_cache(model, prompt, 12) for prompt in prompts]
-    assert model.generation_method == (has_cache, in_batches)
+    assert model._generation() == (has_cache, in_batches)
 
 
 @pytest.mark.parametrize(("at_each_token", "expected"), [(False, [False, True, False]), (True, [False, True, True])])
