@@ -72,7 +72,7 @@ def read_model_config(folder: Path, family: str | None = None) -> ModelConfig:
         raise UserError(
             "config.json is missing: this is no model folder",
             path,
-            "give the folder of a finished run, a Hugging Face or a PEFT folder",
+            "give the folder of a finished run, a Hugging Face or a PEFT folder, or a .pth file of MiniMind",
         )
     raw = read_json_file(path)
     with reporting_missing_fields(path):
