@@ -270,7 +270,7 @@ class Config(CheckedSettings):
     sweep: SweepConfig
     seed: int = within("[0, 4294967295]", 42)  # of weights, data order and dropout
     # auto (a GPU if there is one), cpu, cuda, cuda:<number> or mps (GPU of a Mac)
-    device: str = field(metadata=IGNORED)  # another one than before is a change of the environment
+    device: str = field(metadata=IGNORED)
     # initial weights: auto, scratch, last, a run, a sweep, a Hugging Face folder, owner/name of the hub, a .pth
     init_from: str = field(metadata=IGNORED)
     # what a run continues of init_from=RUN@step-N: none (but the weights), optimizer (the complete state)

@@ -35,7 +35,7 @@ IGNORED_SETTINGS = {
     "export": {"weights"},
     "supervise": {"max_restarts", "delay", "hang_timeout", "halve_batch"},
     "sweep": {"match_budget", "lr_scale", "zip", "seeds", "top", "budget", "transfer"},
-    "": {"init_from", "keep", "resume", "plugins", "written_by"},
+    "": {"device", "init_from", "keep", "resume", "plugins", "written_by"},
 }  # fmt: skip
 TRAINING_SETTINGS = {
     "optimizer": {"lr", "weight_decay", "betas", "eps", "grad_clip", "layer_decay"},
