@@ -16,14 +16,10 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
 from engine_fixtures import composed  # noqa: E402  these folders have to be on the path first
 
-from common.errors import (  # noqa: E402  as above
-    Interrupted,
-    PeerLostError,
-    run_then_hard_exit,  # noqa: E402
-)
+from common.errors import Interrupted, PeerLostError, run_then_hard_exit  # noqa: E402  as above
 from models.formats.json_files import read_model_config  # noqa: E402  as above
-from runner.engine.build import build_run  # noqa: E402
-from runner.engine.loop import train  # noqa: E402
+from runner.engine.build import build_run  # noqa: E402  as above
+from runner.engine.loop import train  # noqa: E402  as above
 
 
 def inject_nonfinite_loss(state, step, with_gradients):

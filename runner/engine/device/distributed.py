@@ -238,7 +238,7 @@ class DistributedContext:
         if self.sharded:
             wrapped.set_requires_gradient_sync(is_last)  # type: ignore[operator]  # a method that fully_shard adds
         elif self.size > 1 and not is_last:
-            return wrapped.no_sync()  # type: ignore[operator]  # of DistributedDataParallel
+            return wrapped.no_sync()  # type: ignore[operator]  # a method that DistributedDataParallel adds
         return nullcontext()
 
     def is_device_idle(self) -> bool:
