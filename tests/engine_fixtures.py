@@ -29,6 +29,7 @@ from runner.engine.objectives.config import OBJECTIVES
 from runner.engine.optim.config import OPTIMIZERS
 from runner.engine.optim.schedules import SCHEDULES
 from runner.engine.state import TrainState
+from runner.run_dir.metadata import RunMetadata
 
 # by their contents: a run loads one or two tokenizers, the tests dozens
 tokenizer._build_tokenizer = functools.lru_cache(maxsize=20)(tokenizer._build_tokenizer.__wrapped__)
@@ -130,9 +131,7 @@ def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     monkeypatch.setattr(kernels_of_run, "use_memory_pool", lambda folder: "")
     made: list[TrainState] = []
 
-    def make(
-        stage: str, *overrides: str, folder: str = "run", rows: int = 36, attempt: int = 1, metadata: dict | None = None
-    ) -> TrainState:
+    def make(stage: str, *overrides: str, folder: str = "run", rows: int = 36, attempt: int = 1) -> TrainState:
         run_dir = tmp_path / folder
         run_dir.mkdir(exist_ok=True)
         cfg = composed(*stage_overrides(stage), "data.path=default", "data.cache=default", *overrides)
@@ -140,8 +139,7 @@ def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
             cfg.data.cache = str(tmp_path / "cache")
         if cfg.data.path == "default":
             cfg.data.path = str(write_examples(tmp_path, cfg.stage.data_format, rows))
-        fields = {} if metadata is None else metadata  # what the run writes to run.json
-        made.append(build_run(cfg, run_dir, attempt=attempt, update_metadata=lambda **changes: fields.update(changes)))
+        made.append(build_run(cfg, RunMetadata.detached(run_dir, attempt)))
         return made[-1]
 
     yield make

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -54,9 +55,12 @@ def build_state(overrides: list[str], run_dir: Path | None = None) -> Any:
     """Return the TrainState of a run before its first step."""
     from runner.engine.build import build_run
 
-    return build_run(
-        compose_run(overrides), run_dir or Path(tempfile.mkdtemp()), attempt=1, update_metadata=lambda **fields: None
-    )
+    cfg, folder = compose_run(overrides), run_dir or Path(tempfile.mkdtemp())
+    if "metadata" in inspect.signature(build_run).parameters:
+        from runner.run_dir.metadata import RunMetadata
+
+        return build_run(cfg, RunMetadata.detached(folder, 1))
+    return build_run(cfg, folder, attempt=1, update_metadata=lambda **fields: None)  # a commit before it took metadata
 
 
 def resident_mib() -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -53,6 +53,7 @@ from runner.engine.optim.groups import build_optimizer
 from runner.engine.optim.mup import mup_warnings, scale_initial_weights
 from runner.engine.optim.schedules import check_warmup
 from runner.engine.state import TrainState, load_strict, saved_tensors
+from runner.run_dir.metadata import RunMetadata
 from runner.tracking.logger import RunLogger
 
 
@@ -114,25 +115,16 @@ def load_saved_weights(model: LanguageModel, run_dir: Path) -> None:
 
 
 def build_run(
-    cfg: Config,
-    run_dir: Path,
-    attempt: int,
-    update_metadata: Callable[..., None],
-    stop: StopRequests | None = None,
-    data_files: DataFiles | None = None,
-    check_run_dir: Callable[[], None] = lambda: None,
-    follow_move: Callable[[], Path | None] = lambda: None,
+    cfg: Config, metadata: RunMetadata, stop: StopRequests | None = None, data_files: DataFiles | None = None
 ) -> TrainState:
-    """Build all parts of a run.
+    """Build all parts of the run in the directory of `metadata`.
 
-    `cfg.init_from` is a path or "scratch", `update_metadata` writes fields of run.json. `data_files`: None: they are
-    resolved here. `check_run_dir` raises TrainingError if the run directory no longer belongs to this process;
-    `follow_move` returns its new path if it was moved.
+    `cfg.init_from` is a path or "scratch". `data_files`: None: they are resolved here.
 
     Raises UserError if the settings, the data and the machine do not fit together, StopRequested if `stop()` on some
     rank.
     """
-    dist = init_distributed(cfg.distributed, cfg.device)
+    dist, run_dir = init_distributed(cfg.distributed, cfg.device), metadata.folder
     saved = read_newest_state(run_dir)
     facts: dict[str, Any] = saved["compatibility"] if saved else {}
     upcast_products(False)  # an earlier run in this process may have chosen otherwise
@@ -149,7 +141,7 @@ def build_run(
     tokenizer = load_tokenizer(cfg, run_dir)
     stop = stop or StopRequests()
     pipeline = do_unless_stopped(dist, stop, partial(build_data_pipeline, cfg, tokenizer, data_files))
-    update_metadata(data=pipeline.files, evaluation=pipeline.evaluation)
+    metadata.update(data=pipeline.files, evaluation=pipeline.evaluation)
     rows_per_step = resolve_rows_per_step(cfg, dist.size, facts)
     if dist.device.type == "cuda":
         check_cuda_graphs(cfg.train.compile, dist.device, math.ceil(rows_per_step / (dist.size * cfg.train.batch_size)))
@@ -182,10 +174,10 @@ def build_run(
         compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))
     if has_one_shape(cfg, dist.device, kernels.compilation.mode):
         loader.pad_to_one_shape()
-    logger = open_logger(cfg, run_dir, model, dist, check_run_dir)
+    logger = open_logger(cfg, metadata, model, dist)
     return TrainState(
         cfg=cfg,
-        run_dir=run_dir,
+        metadata=metadata,
         dist=dist,
         tokenizer=tokenizer,
         model=model,
@@ -203,16 +195,13 @@ def build_run(
             RetentionPolicy(cfg.train.keep_checkpoints, cfg.train.keep_every),
             cfg.train.max_failed_saves,
             logger,
-            update_metadata,
+            metadata.update,
             dist.is_rank_zero,
             dist.broadcast_flag,
-            check_run_dir,
+            metadata.check_owned,
         ),
         total_steps=total_steps,
-        attempt=attempt,
-        update_metadata=update_metadata,
         compatibility=compatibility,
-        follow_move=follow_move,
         thread_reason=thread_reason,
         kernel_reasons=kernels.reasons,
     )
@@ -227,11 +216,9 @@ def configure_cpu(saved: dict[str, Any]) -> str | None:
     return choose_threads(threads if isinstance(threads, int) and threads > 0 else None)
 
 
-def open_logger(
-    cfg: Config, run_dir: Path, model: LanguageModel, dist: DistributedContext, check_run_dir: Callable[[], None]
-) -> RunLogger:
+def open_logger(cfg: Config, metadata: RunMetadata, model: LanguageModel, dist: DistributedContext) -> RunLogger:
     """Return the logger of a run, after the warnings about its model."""
-    logger = RunLogger(run_dir, cfg.tracker, dist.is_rank_zero, check_run_dir)
+    logger = RunLogger(metadata.folder, cfg.tracker, dist.is_rank_zero, metadata.check_owned)
     for warning in [
         *cfg.model.training_warnings(),
         *(lora_warnings(model, cfg.stage.lora) if cfg.stage.lora else ()),

@@ -89,7 +89,7 @@ def export_model(state: TrainState, exported: ExportedWeights) -> None:
             f"model/ was not written: {describe_disk_error(error, state.run_dir, need)}; step {state.progress.step} is saved, and resume= writes model/"
         ) from error
     state.logger.show_activity("writing model/", 1, 1, "folders")
-    state.update_metadata(export={"weights": exported.weights, "step": exported.step, "loss": exported.loss})
+    state.metadata.update(export={"weights": exported.weights, "step": exported.step, "loss": exported.loss})
     loss = "" if exported.loss is None else f", evaluation loss {exported.loss:.4f}"
     state.logger.info(f"model/ has the {exported.weights} weights: step {exported.step}{loss}")
 

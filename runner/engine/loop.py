@@ -91,7 +91,7 @@ def start_or_resume(state: TrainState) -> None:
     state.dist.check_agreement([f"step {state.progress.step}", *fingerprints])
     if not state.finished and state.dist.is_rank_zero:
         shutil.rmtree(state.run_dir / "model", ignore_errors=True)  # an earlier, shorter run may have exported it
-        state.update_metadata(export=None)
+        state.metadata.update(export=None)
     open_logs(state)
 
 

@@ -24,16 +24,16 @@ def open_logs(state: TrainState) -> None:
     recovered = state.logger.start(
         run_summary(state),
         total_steps=state.total_steps,
-        attempt=state.attempt,
+        attempt=state.metadata.attempt,
         run_config=dataclasses.asdict(state.cfg),
         resume_at=state.log_position,
-        tracker_id=state.tracker_id or state.run_record().get("fields", {}).get("id"),
+        tracker_id=state.tracker_id or state.metadata.fields["id"],
         proof=state.log_checksum,
         first_step=state.progress.step,
         first_tokens=state.progress.tokens,
     )
     if recovered:
-        state.update_metadata(recovered=recovered)
+        state.metadata.update(recovered=recovered)
     state.logger.show_data(state.pipeline.files)
     for note in state.pipeline.notes:
         state.logger.info(note)
@@ -94,10 +94,12 @@ def run_summary(state: TrainState) -> dict[str, str]:
         "compile": state.compile_decision.reason,
         **state.kernel_reasons,
     }
-    if branched := state.run_record().get("fields", {}).get("branched_from"):
+    if branched := state.metadata.fields["branched_from"]:
         summary["branched from"] = f"{display_path(Path(str(branched.get('run'))))} at step {branched.get('step')}"
     return summary | (
-        {"resumed": f"at step {state.progress.step:,} (attempt {state.attempt})"} if state.progress.step else {}
+        {"resumed": f"at step {state.progress.step:,} (attempt {state.metadata.attempt})"}
+        if state.progress.step
+        else {}
     )
 
 

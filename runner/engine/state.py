@@ -24,6 +24,7 @@ from runner.engine.device.precision import GradStats, Precision
 from runner.engine.device.signals import StopRequests
 from runner.engine.optim.groups import OptimizerGroup
 from runner.engine.optim.schedules import describe_lr_jump
+from runner.run_dir.metadata import RunMetadata
 from runner.tracking.jsonl import LogChecksum
 from runner.tracking.logger import RunLogger
 
@@ -92,7 +93,7 @@ class StepOutput(NamedTuple):
 @dataclass
 class TrainState:
     cfg: Config
-    run_dir: Path
+    metadata: RunMetadata
     dist: DistributedContext
     tokenizer: Tokenizer
     model: LanguageModel  # the bare model: what is saved
@@ -107,10 +108,7 @@ class TrainState:
     logger: RunLogger
     checkpoints: CheckpointManager
     total_steps: int  # of the whole run
-    attempt: int  # launches of this run directory, this one included
-    update_metadata: Callable[..., None]  # writes fields of run.json
     compatibility: dict[str, Any]  # facts that a checkpoint is compared with before it is loaded
-    follow_move: Callable[[], Path | None]  # returns the new path of a run directory that was moved
     # the field `run` of state.json: what the run directory is restored from
     run_record: Callable[[], dict[str, Any]] = dict
     progress: Progress = field(default_factory=Progress)
@@ -126,6 +124,10 @@ class TrainState:
     has_joined: bool = False  # a rank failed or was stopped, and all ranks have left their loops at the same place
     thread_reason: str | None = None  # why this process has not torch's own number of threads
     kernel_reasons: dict[str, str] = field(default_factory=dict)  # title -> the kernel that was chosen, and why
+
+    @property
+    def run_dir(self) -> Path:
+        return self.metadata.folder
 
     def check_stop(self, has_stopped: bool = False, has_failed: bool = False) -> None:
         """Raise StopRequested if some rank has received a stop signal.
@@ -229,8 +231,7 @@ class TrainState:
 
     def follow_run_dir(self) -> None:
         """Let the last save and record of a run whose directory was moved go to where it is now."""
-        if folder := self.follow_move():
-            self.run_dir = folder
+        if folder := self.metadata.follow_move():
             self.checkpoints.move_to(folder)
             self.logger.move_to(folder)
 

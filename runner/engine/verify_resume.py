@@ -19,6 +19,7 @@ from runner.engine.build import build_run
 from runner.engine.config import Config
 from runner.engine.device.rng import seed_all
 from runner.engine.loop import train
+from runner.run_dir.metadata import RunMetadata
 
 VERIFY_STEPS = 10  # if train.max_steps is 0
 # Times, and positions in files whose times have more or fewer digits
@@ -43,7 +44,7 @@ def train_to_step(cfg: Config, run_dir: Path, stop_at: int | None) -> None:
     """Start or resume the run in `run_dir`, and train to step `stop_at`, or to the end."""
     run_dir.mkdir(parents=True, exist_ok=True)
     attempt = 2 if (run_dir / "checkpoints").exists() else 1
-    state = build_run(copy.deepcopy(cfg), run_dir, attempt, update_metadata=lambda **fields: None)
+    state = build_run(copy.deepcopy(cfg), RunMetadata.detached(run_dir, attempt))
     try:
         train(state, stop_requested=lambda: state.progress.step == stop_at)
     except Interrupted:

@@ -118,37 +118,28 @@ def _train(config: Config, metadata: RunMetadata, stop: StopFlag, data_files: Da
         with stop.interrupting("before the first step") if config.distributed.name == "single" else nullcontext():
             from runner.engine.build import build_run
         with _outside_errors(config, metadata.folder):
-            state = build_run(
-                config,
-                metadata.folder,
-                attempt=metadata.attempt,
-                update_metadata=metadata.update,
-                stop=stop,
-                data_files=data_files,
-                check_run_dir=metadata.check_owned,
-                follow_move=metadata.follow_move,
-            )
+            state = build_run(config, metadata, stop, data_files)
     except StopRequested:
         # its import does so at its end; if interrupted, its exit functions would print
         logging.getLogger("torch").setLevel(logging.WARNING)
         raise _interrupted_at_start(metadata) from None
     state.run_record = record_run_dir(metadata)
     if git is not None:
-        _record_attempt(state, metadata, git)
+        _record_attempt(state, git)
     try:
-        with _live_page(state, metadata):
-            return _train_and_record(state, metadata, stop)
+        with _live_page(state):
+            return _train_and_record(state, stop)
     except StopRequested:
         raise _interrupted_at_start(metadata) from None
 
 
 @contextmanager
-def _live_page(state: TrainState, metadata: RunMetadata) -> Iterator[None]:
+def _live_page(state: TrainState) -> Iterator[None]:
     """Write report.html of the run while the block trains, and once more at its end."""
-    if not (metadata.is_writer and state.cfg.tracker.page):
+    if not (state.metadata.is_writer and state.cfg.tracker.page):
         yield
         return
-    page = LivePage(lambda: state.run_dir, metadata.check_owned, state.logger.warning)
+    page = LivePage(lambda: state.run_dir, state.metadata.check_owned, state.logger.warning)
     state.logger.after_record = page.record_logged
     try:
         yield
@@ -160,23 +151,23 @@ def _live_page(state: TrainState, metadata: RunMetadata) -> Iterator[None]:
     page.write()
 
 
-def _train_and_record(state: TrainState, metadata: RunMetadata, stop: StopFlag) -> float:
+def _train_and_record(state: TrainState, stop: StopFlag) -> float:
     from runner.engine.loop import train
 
     config = state.cfg
     try:
-        with _outside_errors(config, metadata.folder), _memory_errors(state):
+        with _outside_errors(config, state.metadata.folder), _memory_errors(state):
             loss = train(state, stop)
             state.logger.flush()
     except (UserError, StopRequested):
         raise
     except (Interrupted, TrainingError) as error:
-        _record_end(state, metadata, error.outcome, None if isinstance(error, Interrupted) else str(error))
+        _record_end(state, error.outcome, None if isinstance(error, Interrupted) else str(error))
         raise
     except BaseException as error:
-        _record_end(state, metadata, Outcome.FAILED, f"{type(error).__name__}: {error}")
+        _record_end(state, Outcome.FAILED, f"{type(error).__name__}: {error}")
         raise
-    _record_end(state, metadata, Outcome.COMPLETED)
+    _record_end(state, Outcome.COMPLETED)
     return loss
 
 
@@ -186,7 +177,7 @@ def _interrupted_at_start(metadata: RunMetadata) -> Interrupted:
     return Interrupted(metadata.fields["step"], metadata.folder)
 
 
-def _record_attempt(state: TrainState, metadata: RunMetadata, git: GitReader) -> None:
+def _record_attempt(state: TrainState, git: GitReader) -> None:
     """Write what this attempt computes with to run.json, and its commit to the facts that checkpoints store."""
     import torch
 
@@ -197,8 +188,8 @@ def _record_attempt(state: TrainState, metadata: RunMetadata, git: GitReader) ->
         "precision": cfg.precision.name,
         "settings": settings_fingerprint(cfg),
     }
-    fingerprints = metadata.fields["fingerprints"] | {"data": state.compatibility[DATA_FINGERPRINT]}
-    metadata.describe_attempt(
+    fingerprints = state.metadata.fields["fingerprints"] | {"data": state.compatibility[DATA_FINGERPRINT]}
+    state.metadata.describe_attempt(
         fingerprints,
         commit | {"fingerprint": environment.pop("code")},
         environment=environment,
@@ -243,7 +234,7 @@ def _memory_errors(state: TrainState) -> Iterator[None]:
         raise TrainingError(describe_out_of_memory(state, error)) from error
 
 
-def _record_end(state: TrainState, metadata: RunMetadata, outcome: Outcome, error: str | None = None) -> None:
+def _record_end(state: TrainState, outcome: Outcome, error: str | None = None) -> None:
     """Write how training ended to the console, the trackers and run.json."""
     progress = state.progress
     metrics = {
@@ -253,20 +244,20 @@ def _record_end(state: TrainState, metadata: RunMetadata, outcome: Outcome, erro
     if not state.pipeline.evaluates_training_rows:
         metrics |= {"best_val_loss": progress.best_loss, "best_step": progress.best_step}
     shown = {name: value for name, value in metrics.items() if value is not None} | ({"error": error} if error else {})
-    state.logger.finish(STATUS_OF_OUTCOME.get(outcome, outcome), shown, _run_end(state, metadata, outcome, metrics))
+    state.logger.finish(STATUS_OF_OUTCOME.get(outcome, outcome), shown, _run_end(state, outcome, metrics))
     # 0: nothing was loaded
     counters = (
         {"step": progress.step, "tokens": progress.tokens, "loss_tokens": progress.loss_tokens} if progress.step else {}
     )
-    metadata.finish(outcome, error, **counters, metrics=metrics, tracker_id=state.logger.tracker_id)
+    state.metadata.finish(outcome, error, **counters, metrics=metrics, tracker_id=state.logger.tracker_id)
 
 
-def _run_end(state: TrainState, metadata: RunMetadata, outcome: Outcome, metrics: dict[str, Any]) -> RunEnd:
+def _run_end(state: TrainState, outcome: Outcome, metrics: dict[str, Any]) -> RunEnd:
     """Return what the last lines of the run say."""
     from runner.engine.step_metrics import peak_memory
     from runner.reporting.runs import REPORT_FILE
 
-    export = metadata.fields.get("export") if outcome == Outcome.COMPLETED else None
+    export = state.metadata.fields.get("export") if outcome == Outcome.COMPLETED else None
     return RunEnd(
         step=state.progress.step,
         total_steps=state.total_steps,
@@ -274,23 +265,23 @@ def _run_end(state: TrainState, metadata: RunMetadata, outcome: Outcome, metrics
         loss_tokens=state.progress.loss_tokens,
         metrics=metrics,
         run_dir=state.run_dir,
-        checkpoint=metadata.fields.get("checkpoint"),
+        checkpoint=state.metadata.fields.get("checkpoint"),
         model=f"{export['weights']} weights, step {export['step']:,}" if export else None,
         page=state.run_dir / REPORT_FILE if state.cfg.tracker.page else None,
         peak_memory=peak_memory(state.dist.device),
         memory_of="tensors on the GPU" if state.dist.device.type == "cuda" else "this process",
-        commands=_next_commands(state, metadata, outcome),
+        commands=_next_commands(state, outcome),
         is_job=is_sweep_dir(state.run_dir.parent),
         prints_commands=outcome not in (Outcome.INTERRUPTED, Outcome.PAUSED),
     )
 
 
-def _next_commands(state: TrainState, metadata: RunMetadata, outcome: Outcome) -> tuple[NextCommand, ...]:
+def _next_commands(state: TrainState, outcome: Outcome) -> tuple[NextCommand, ...]:
     train, stage, paths = state.cfg.train, state.cfg.stage, state.cfg.data.paths
-    has_checkpoint = metadata.fields.get("checkpoint") is not None
+    has_checkpoint = state.metadata.fields.get("checkpoint") is not None
     try:
         if outcome == Outcome.DIVERGED:
-            overrides = load_overrides(metadata.folder)
+            overrides = load_overrides(state.metadata.folder)
             return commands_after_divergence(
                 state.run_dir, state.cfg.optimizer.lr, overrides, can_resume=has_checkpoint and not state.finished
             )

@@ -33,6 +33,7 @@ from runner.engine.config import Config
 from runner.engine.device.spinning import adapt_spinning, set_wait_policy
 from runner.launch.subprocesses import failure_reason, spawn
 from runner.launch.train_process import config_from_json
+from runner.run_dir.metadata import RunMetadata
 from runner.tracking.config import TrackerConfig
 from runner.tracking.progress import folder_bytes
 
@@ -117,7 +118,7 @@ def run_trial(cfg: Config, run_dir: Path) -> dict[str, Any]:
     from runner.engine.step_metrics import peak_memory
 
     run_dir.mkdir()
-    state = build_run(cfg, run_dir, 1, lambda **fields: None)
+    state = build_run(cfg, RunMetadata.detached(run_dir, 1))
     state.logger.start(
         {}, total_steps=1, attempt=1, run_config=dataclasses.asdict(cfg), resume_at=None, tracker_id=None
     )

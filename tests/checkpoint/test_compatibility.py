@@ -150,21 +150,18 @@ def test_resume_refuses_other_frozen_weights(make_run, stage: str, monkeypatch: 
 @pytest.mark.slow
 def test_resume_with_another_lr_uses_it_and_records_the_change(make_run, logged) -> None:
     interrupted_run(make_run, "pretrain", "schedule=constant")
-    metadata = {}
-    state = make_run("pretrain", "train.max_steps=6", "schedule=constant", "optimizer.lr=5e-5", metadata=metadata)
+    state = make_run("pretrain", "train.max_steps=6", "schedule=constant", "optimizer.lr=5e-5")
     train(state)
     assert [record["lr"] for record in logged(state.run_dir)] == [1e-3] * 3 + [5e-5] * 3
-    assert metadata["changed"] == ["optimizer.lr: 0.001 -> 5e-05"] and "exact" not in metadata
+    assert state.metadata.fields["changed"] == ["optimizer.lr: 0.001 -> 5e-05"] and state.metadata.fields["exact"]
 
 
 @pytest.mark.slow
 def test_resume_with_another_micro_batch_size_is_recorded_as_inexact(make_run) -> None:
     interrupted_run(make_run, "pretrain")
-    metadata = {}
-    train(
-        make_run("pretrain", "train.max_steps=6", "train.batch_size=2", "train.accumulation_steps=2", metadata=metadata)
-    )
-    assert metadata["exact"] is False and metadata["inexact_because"] == [
+    state = make_run("pretrain", "train.max_steps=6", "train.batch_size=2", "train.accumulation_steps=2")
+    train(state)
+    assert state.metadata.fields["exact"] is False and state.metadata.fields["inexact_because"] == [
         "train.accumulation_steps: 1 -> 2",
         "train.batch_size: 4 -> 2",
     ]
@@ -174,10 +171,9 @@ def test_resume_with_another_micro_batch_size_is_recorded_as_inexact(make_run) -
 def test_resume_with_activation_checkpointing_ends_in_the_same_weights(make_run, tmp_path: Path) -> None:
     train(make_run("pretrain", "train.max_steps=6", folder="uninterrupted"))
     interrupted_run(make_run, "pretrain")
-    metadata = {}
-    state = make_run("pretrain", "train.max_steps=6", "train.activation_checkpointing=selective", metadata=metadata)
+    state = make_run("pretrain", "train.max_steps=6", "train.activation_checkpointing=selective")
     train(state)
-    assert metadata["inexact_because"] == ["train.activation_checkpointing: none -> selective"]
+    assert state.metadata.fields["inexact_because"] == ["train.activation_checkpointing: none -> selective"]
     expected, weights = (
         safetensors.torch.load_file(folder / "model" / "model.safetensors")
         for folder in (tmp_path / "uninterrupted", state.run_dir)
@@ -221,15 +217,14 @@ def test_resume_behind_a_damaged_checkpoint_names_what_it_computes_with(
     atomic_dir.discard_dir(newest)
     atomic_dir.write_atomic_dir(newest.parent, newest.name, files, {})
     (newest / TENSOR_FILES["optimizer"]).write_bytes(b"")
-    fields: dict = {}
     for name in THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    resumed = make_run("pretrain", "train.max_steps=6", "train.save_every=1", metadata=fields)
+    resumed = make_run("pretrain", "train.max_steps=6", "train.save_every=1")
     assert torch.get_num_threads() == 2
     train(resumed)
-    assert (resumed.first_step, fields["exact"]) == (2, False)
-    assert fields["inexact_because"] == ["environment.threads: 1 -> 2"]
+    assert (resumed.first_step, resumed.metadata.fields["exact"]) == (2, False)
+    assert resumed.metadata.fields["inexact_because"] == ["environment.threads: 1 -> 2"]
 
 
 def test_fingerprint_of_weights_depends_on_every_number_and_on_their_names():

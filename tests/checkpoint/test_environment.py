@@ -175,10 +175,9 @@ def stop_at(make_run, step: int, **options):
 def test_resume_in_the_same_environment_is_exact_and_bitwise_equal(make_run, tmp_path: Path) -> None:
     train(make_run("pretrain", "train.max_steps=6", folder="uninterrupted"))
     stop_at(make_run, 3)
-    metadata: dict = {}
-    state = make_run("pretrain", "train.max_steps=6", metadata=metadata)
+    state = make_run("pretrain", "train.max_steps=6")
     train(state)
-    assert "exact" not in metadata and "inexact_because" not in metadata
+    assert state.metadata.fields["exact"] and state.metadata.fields["inexact_because"] == []
     assert diff_run_dirs(tmp_path / "uninterrupted", state.run_dir) == []
 
 
@@ -187,9 +186,10 @@ def test_resume_with_changed_code_is_inexact_and_named_before_the_first_step(
 ) -> None:
     stop_at(make_run, 3)
     monkeypatch.setattr(compatibility, "code_fingerprint", lambda: "d" * 64)
-    metadata: dict = {}
-    state = make_run("pretrain", "train.max_steps=6", metadata=metadata)
+    state = make_run("pretrain", "train.max_steps=6")
     train(state)
-    assert metadata["exact"] is False and [reason[:13] for reason in metadata["inexact_because"]] == ["code changed:"]
+    assert state.metadata.fields["exact"] is False and [
+        reason[:13] for reason in state.metadata.fields["inexact_because"]
+    ] == ["code changed:"]
     log = (state.run_dir / "train.log").read_text()
     assert "code changed:" in log[: log.index("step 4/6")]

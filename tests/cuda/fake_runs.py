@@ -23,6 +23,7 @@ from runner.engine import build, loop
 from runner.engine.device import rng
 from runner.engine.device.distributed import DistributedContext
 from runner.engine.state import TrainState
+from runner.run_dir.metadata import RunMetadata
 
 MODE = fake_gpu.pretend_gpus()
 PHASES, TRAIN_STEP = ("forward", "backward", "update", "optimizer"), loop.train_step
@@ -82,7 +83,7 @@ def new_run(folder: Path, stage: str, *overrides: str) -> TrainState:
     cfg = composed(
         *stage_overrides(stage), f"data.path={data}", f"data.cache={folder / 'cache'}", "device=cuda", *overrides
     )
-    return build.build_run(cfg, folder, attempt=1, update_metadata=lambda **fields: None)
+    return build.build_run(cfg, RunMetadata.detached(folder, 1))
 
 
 def devices_of_state(state: TrainState) -> list[str]:

@@ -20,6 +20,7 @@ from common.errors import Interrupted, PeerLostError, run_then_hard_exit  # noqa
 from models.formats.json_files import read_model_config  # noqa: E402  as above
 from runner.engine.build import build_run  # noqa: E402  as above
 from runner.engine.loop import train  # noqa: E402  as above
+from runner.run_dir.metadata import RunMetadata  # noqa: E402  as above
 
 
 def inject_nonfinite_loss(state, step, with_gradients):
@@ -100,7 +101,7 @@ def main():
             config = dataclasses.replace(
                 config, model=read_model_config(Path(weights), "transformers"), init_from=weights
             )
-        state = build_run(config, run_dir, attempt=training.get("attempt", 1), update_metadata=lambda **fields: None)
+        state = build_run(config, RunMetadata.detached(run_dir, training.get("attempt", 1)))
         stop_at, ends_in_export = training.get("stop_at"), training.get("stop_in_export")
         if (fault := training.get("nonfinite")) and fault["rank"] == state.dist.rank:
             inject_nonfinite_loss(state, fault["step"], fault["with_gradients"])

@@ -43,10 +43,13 @@ def assert_equal_weights(saved, weights):
 )
 def test_best_weights_of_every_stage_are_saved_and_exported(make_run, scripted_losses, stage):
     """As in the sweep whose winner had 4.11 in the table and exported weights that evaluate to 6.95."""
-    metadata = {}
-    loss = train(state := make_run(stage, *RUN, metadata=metadata))
+    loss = train(state := make_run(stage, *RUN))
     best = state.checkpoints.dir / (state.checkpoints.dir / "best").read_text().strip()
-    assert (loss, best.name, metadata["export"]) == (3.0, "best-00000004", {"weights": "best", "step": 4, "loss": 3.0})
+    assert (loss, best.name, state.metadata.fields["export"]) == (
+        3.0,
+        "best-00000004",
+        {"weights": "best", "step": 4, "loss": 3.0},
+    )
     assert_equal_weights(safetensors.torch.load_file(best / "model.safetensors"), scripted_losses[4])
     if stage != "lora":
         exported = load_weights(state.run_dir)
@@ -64,7 +67,7 @@ def test_best_weights_of_every_stage_are_saved_and_exported(make_run, scripted_l
 @pytest.mark.slow
 def test_best_weights_evaluate_to_the_number_that_is_recorded(make_run, monkeypatch):
     """The last evaluation is not the best one: the weights are noise by then."""
-    metadata, evaluate = {}, evaluation.evaluate_loss
+    evaluate = evaluation.evaluate_loss
 
     def spoil_at_end(state):
         if state.progress.step == 12:
@@ -73,8 +76,8 @@ def test_best_weights_evaluate_to_the_number_that_is_recorded(make_run, monkeypa
         return evaluate(state)
 
     monkeypatch.setattr(evaluation, "evaluate_loss", spoil_at_end)
-    train(state := make_run("sft", *RUN, "optimizer.lr=1e-2", metadata=metadata))
-    exported = metadata["export"]
+    train(state := make_run("sft", *RUN, "optimizer.lr=1e-2"))
+    exported = state.metadata.fields["export"]
     assert exported["weights"] == "best" and exported["step"] < 12
     state.model.load_state_dict(load_weights(state.run_dir), strict=False)
     assert evaluate(state)["loss"] == pytest.approx(exported["loss"], abs=1e-6)
@@ -83,18 +86,17 @@ def test_best_weights_evaluate_to_the_number_that_is_recorded(make_run, monkeypa
 @pytest.mark.slow
 def test_last_weights_are_exported_if_asked_for_or_without_validation(make_run, scripted_losses):
     for overrides, loss in ((["export.weights=last"], 6.95), (["data.val_fraction=0"], None)):
-        metadata = {}
-        train(state := make_run("sft", *RUN, *overrides, metadata=metadata, folder=str(loss)))
-        assert metadata["export"] == {"weights": "last", "step": 12, "loss": loss}
+        train(state := make_run("sft", *RUN, *overrides, folder=str(loss)))
+        assert state.metadata.fields["export"] == {"weights": "last", "step": 12, "loss": loss}
         assert_equal_weights(load_weights(state.run_dir), dict(state.model.named_parameters()))
 
 
 @pytest.mark.slow
 def test_average_of_the_weights_is_evaluated_and_exported(make_run):
-    metadata, evaluate = {}, evaluation.evaluate_loss
+    evaluate = evaluation.evaluate_loss
     overrides = ["train.ema_decay=0.5", "optimizer.lr=1e-2"]  # which export.weights=auto exports
-    loss = train(state := make_run("sft", *RUN, *overrides, metadata=metadata))
-    exported = metadata["export"]
+    loss = train(state := make_run("sft", *RUN, *overrides))
+    exported = state.metadata.fields["export"]
     assert exported == {"weights": "ema", "step": 12, "loss": loss} and loss != state.progress.eval_loss
     written = load_weights(state.run_dir)
     saved = safetensors.torch.load_file(state.checkpoints.dir / "step-00000012" / "optimizer.safetensors")
@@ -111,11 +113,10 @@ def test_average_that_no_step_had_is_not_exported_in_silence(make_run):
     with pytest.raises(UserError, match="export.weights=ema needs the average of the weights"):
         make_run("sft", "export.weights=ema")
     train(make_run("sft", *RUN, "export.weights=last"))
-    metadata = {}
-    resumed = make_run("sft", *RUN, "train.ema_decay=0.5", "export.weights=ema", attempt=2, metadata=metadata)
+    resumed = make_run("sft", *RUN, "train.ema_decay=0.5", "export.weights=ema", attempt=2)
     train(resumed)
     assert "no step was averaged: the last weights are exported" in (resumed.run_dir / "train.log").read_text()
-    assert metadata["export"]["weights"] == "last"
+    assert resumed.metadata.fields["export"]["weights"] == "last"
 
 
 def test_best_weights_without_evaluations_are_refused(make_run):
@@ -165,12 +166,12 @@ def test_best_weights_of_steps_that_a_resume_repeats_are_forgotten(make_run, mon
 @pytest.mark.slow
 def test_best_weights_of_other_evaluation_rows_are_forgotten(make_run, scripted_losses, logged):
     """A resume with another validation file: 3.0 on the rows before cannot be compared with a loss on the rows now."""
-    state, metadata = make_run("pretrain", *RUN), {}
+    state = make_run("pretrain", *RUN)
     with pytest.raises(Interrupted):
         train(state, stop_requested=lambda: state.progress.step == 6)
-    resumed = make_run("pretrain", *RUN, attempt=2, metadata=metadata)
+    resumed = make_run("pretrain", *RUN, attempt=2)
     resumed.pipeline.evaluation["data"] = "that of another file"
-    assert train(resumed) == 3.5 and metadata["export"] == {"weights": "best", "step": 8, "loss": 3.5}
+    assert train(resumed) == 3.5 and resumed.metadata.fields["export"] == {"weights": "best", "step": 8, "loss": 3.5}
     assert (resumed.checkpoints.dir / "best").read_text() == "best-00000008\n"
     assert "warning: the evaluation rows or their loss have changed" in (state.run_dir / "train.log").read_text()
     evaluations = RecordedEvaluations()
@@ -181,8 +182,7 @@ def test_best_weights_of_other_evaluation_rows_are_forgotten(make_run, scripted_
 
 @pytest.mark.slow
 def test_best_weights_that_are_gone_are_not_replaced_in_silence(make_run, scripted_losses, capsys):
-    metadata = {}
-    state = make_run("pretrain", *RUN, metadata=metadata)
+    state = make_run("pretrain", *RUN)
 
     def damage_at_end():
         if state.progress.step == 11 and (best := find_best_weights(state.checkpoints.dir, 4)):
@@ -190,29 +190,27 @@ def test_best_weights_that_are_gone_are_not_replaced_in_silence(make_run, script
         return False
 
     assert train(state, stop_requested=damage_at_end) == 6.95
-    assert metadata["export"] == {"weights": "last", "step": 12, "loss": 6.95}
+    assert state.metadata.fields["export"] == {"weights": "last", "step": 12, "loss": 6.95}
     assert "weights of the best evaluation, step 4, are not on disk" in (state.run_dir / "train.log").read_text()
 
 
 @pytest.mark.slow
 def test_run_without_validation_data_is_judged_on_training_rows(make_run):
     """Two batch sizes and seeds: the slice is the same, is evaluated once, and changes no bit of the training."""
-    runs, metadata = {}, {}
+    runs = {}
     for name, overrides in {
         "a": [],
         "b": ["train.batch_size=4", "seed=7"],
         "without": ["train.final_eval_rows=0"],
     }.items():
-        metadata[name] = {}
-        runs[name] = make_run(
-            "sft", "train.final_eval_rows=10", "train.eval_every=2", *overrides, metadata=metadata[name], folder=name
-        )
+        runs[name] = make_run("sft", "train.final_eval_rows=10", "train.eval_every=2", *overrides, folder=name)
         train(runs[name])
-    assert metadata["a"]["evaluation"] == metadata["b"]["evaluation"] and metadata["a"]["evaluation"]["rows"] == 10
+    recorded = {name: run.metadata.fields for name, run in runs.items()}
+    assert recorded["a"]["evaluation"] == recorded["b"]["evaluation"] and recorded["a"]["evaluation"]["rows"] == 10
     assert (
-        metadata["a"]["evaluation"]["on"],
-        metadata["a"]["export"]["weights"],
-        metadata["without"]["evaluation"],
+        recorded["a"]["evaluation"]["on"],
+        recorded["a"]["export"]["weights"],
+        recorded["without"]["evaluation"],
     ) == ("training", "last", None)
     records = {
         name: [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -277,10 +275,6 @@ def test_last_weights_without_an_evaluation_of_their_own_have_no_loss(make_run, 
     """The evaluation of step 4 is of other weights than those of step 6."""
     with pytest.raises(Interrupted):
         train(state := make_run("sft", *RUN), stop_requested=lambda: state.progress.step == 5)
-    metadata = {}
-    train(
-        make_run(
-            "sft", *RUN, "train.max_steps=6", "train.eval_every=0", "export.weights=last", attempt=2, metadata=metadata
-        )
-    )
-    assert metadata["export"] == {"weights": "last", "step": 6, "loss": None}
+    resumed = make_run("sft", *RUN, "train.max_steps=6", "train.eval_every=0", "export.weights=last", attempt=2)
+    train(resumed)
+    assert resumed.metadata.fields["export"] == {"weights": "last", "step": 6, "loss": None}

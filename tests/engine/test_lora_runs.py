@@ -24,6 +24,7 @@ from runner.engine.config import Config
 from runner.engine.loop import train
 from runner.engine.state import TrainState
 from runner.engine.verify_resume import diff_run_dirs
+from runner.run_dir.metadata import RunMetadata
 
 IDS = tokens(2, 12)
 VARIANTS = {
@@ -67,7 +68,7 @@ def run(cfg: Config, run_dir: Path, stops: tuple[int, ...] = ()) -> Path:
     torch.set_num_threads(1)
     run_dir.mkdir()
     for attempt, stop in enumerate([*stops, None], 1):
-        state = build_run(cfg, run_dir, attempt=attempt, update_metadata=lambda **_: None)
+        state = build_run(cfg, RunMetadata.detached(run_dir, attempt))
         try:
             train(state, stop_requested=partial(has_reached, state, stop))
         except Interrupted:
@@ -97,7 +98,7 @@ def test_run_trains_an_adapter_on_and_keeps_its_base_model(base: Path, tmp_path:
         torch.nn.init.normal_(p, std=0.1)
     save_adapter(tmp_path / "adapter", model, lora, str(base), TOKENIZER)
     cfg = config_of(base, tmp_path, "continue_adapter:true", tmp_path / "adapter")
-    state = build_run(cfg, (tmp_path / "first"), attempt=1, update_metadata=lambda **_: None)
+    state = build_run(cfg, RunMetadata.detached(tmp_path / "first", 1))
     assert torch.equal(state.model.cpu()(IDS).logits, model(IDS).logits)
     with torch.enable_grad():
         trained = load_model(run(cfg, tmp_path / "run"))
@@ -113,9 +114,7 @@ def test_run_trains_an_adapter_on_and_keeps_its_base_model(base: Path, tmp_path:
 )
 def test_quantized_weights_without_bitsandbytes_are_refused(base: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="needs? the package bitsandbytes, which is not installed") as error:
-        build_run(
-            config_of(base, tmp_path, "quantize:nf4"), tmp_path / "run", attempt=1, update_metadata=lambda **_: None
-        )
+        build_run(config_of(base, tmp_path, "quantize:nf4"), RunMetadata.detached(tmp_path / "run", 1))
     assert "pip install bitsandbytes" in error.value.fix
 
 

@@ -21,6 +21,7 @@ from runner.engine.build import build_run
 from runner.engine.loop import train
 from runner.engine.objectives.config import prepare_stage
 from runner.engine.verify_resume import diff_run_dirs, train_to_step
+from runner.run_dir.metadata import RunMetadata
 
 # One for each mechanism: eager attention with sinks and a mask for each type of layer; softcaps and own logits; a mask
 # and learned positions;
@@ -51,7 +52,7 @@ def test_resume_of_transformers_model_on_packed_rows_is_bitwise_equal(tmp_path: 
     result, state = runs.compare_resumed("sft", PACKED, steps=STEPS)
     assert result == "equal"
     # kernels are chosen with the weights that it resumes with
-    resumed = build_run(state.cfg, state.run_dir, 2, lambda **_: None)
+    resumed = build_run(state.cfg, RunMetadata.detached(state.run_dir, 2))
     assert all(map(torch.equal, resumed.model.parameters(), state.model.parameters()))
 
 
@@ -68,7 +69,7 @@ def test_router_bias_that_is_not_trained_is_resumed_and_exported(name: str, tmp_
     assert stored and all(tensor.abs().min() > 0 for tensor in stored.values())
     result, state = runs.compare_resumed("sft", steps=STEPS)
     assert result == "equal" and runs.best_difference() < 1e-5
-    resumed = build_run(state.cfg, state.run_dir, 2, lambda **_: None).model.state_dict()
+    resumed = build_run(state.cfg, RunMetadata.detached(state.run_dir, 2)).model.state_dict()
     assert all(
         torch.equal(resumed[key], tensor) and torch.equal(state.model.state_dict()[key], tensor)
         for key, tensor in stored.items()
@@ -86,7 +87,7 @@ def test_adapters_of_another_router_bias_are_not_resumed(tmp_path: Path) -> None
     changed = {name: tensor + name.endswith("e_score_correction_bias") for name, tensor in weights.items()}
     safetensors.torch.save_file(changed, runs.weights / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match="frozen_weights"):
-        train(build_run(state.cfg, state.run_dir, 2, lambda **_: None))
+        train(build_run(state.cfg, RunMetadata.detached(state.run_dir, 2)))
 
 
 def check(result: FamilyResult) -> None:

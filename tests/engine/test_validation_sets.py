@@ -69,9 +69,8 @@ def test_run_with_sets_that_is_stopped_has_the_same_records(make_run, sets, monk
 def test_sets_are_named_in_counts_notes_and_warnings(make_run, sets, tmp_path):
     few = tmp_path / "few.jsonl"
     few.write_text(json.dumps(example("chat", 7)) + "\n")
-    metadata = {}
-    state = make_run("sft", *RUN, f"data.val_path={{law: {sets[0]['law']}, few: {few}}}", metadata=metadata)
-    assert [(file["use"], file.get("set")) for file in metadata["data"]] == [
+    state = make_run("sft", *RUN, f"data.val_path={{law: {sets[0]['law']}, few: {few}}}")
+    assert [(file["use"], file.get("set")) for file in state.metadata.fields["data"]] == [
         ("training", None),
         ("validation", "law"),
         ("validation", "few"),

@@ -38,6 +38,7 @@ from runner.engine.loop import train
 from runner.engine.state import TrainState
 from runner.engine.verify_resume import diff_run_dirs, train_to_step
 from runner.inference.load import load_trained
+from runner.run_dir.metadata import RunMetadata
 
 ROWS = 12  # of the data: all of them are in each step, packed or not, so that both have the same loss
 LORA = SMALL_LORA.replace("[q_proj,k_proj,v_proj,o_proj]", "[all-linear]")
@@ -93,7 +94,7 @@ class FamilyRuns:
     def train(self, cfg: Config, run: str) -> TrainState:
         """Train to the end, and return the state of the run."""
         (run_dir := self.folder / run).mkdir()
-        state = build_run(cfg, run_dir, 1, update_metadata=lambda **_: None)
+        state = build_run(cfg, RunMetadata.detached(run_dir, 1))
         train(state)
         state.logger.finish("completed", {})
         return state
@@ -111,7 +112,7 @@ class FamilyRuns:
     def _train_until_killed(self, cfg: Config, run_dir: Path, step: int) -> None:
         if (child := os.fork()) == 0:
             run_dir.mkdir()
-            state = build_run(cfg, run_dir, 1, update_metadata=lambda **_: None)
+            state = build_run(cfg, RunMetadata.detached(run_dir, 1))
             train(
                 state,
                 stop_requested=lambda: state.progress.step == step and os.kill(os.getpid(), signal.SIGKILL) is None,
