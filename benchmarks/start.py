@@ -9,6 +9,7 @@ saved, too) does not depend on the load of the machine.
 
 from __future__ import annotations
 
+import json
 import resource
 import statistics
 import subprocess
@@ -21,7 +22,6 @@ from typing import NamedTuple
 
 from lib.results import median_and_best, report_result, result_parser, thread_setting
 from lib.runs import train_command
-from lib.token_store import store_overrides, write_random_store
 
 SIZES = {"2 MB": 2 << 20, "200 MB": 200 << 20, "2 GB": 2 << 30}
 GOALS = {"the default run": "at most 5 s", "a sweep's second job": "at most 5 s"}
@@ -33,6 +33,8 @@ ONE_STEP = [
     "train.sample_every=0",
     "tracker.console=plain",
 ]
+BATCH_TOKENS = 1 << 20  # of a random store, written at once
+MEAN_LOG_LENGTH = 5.3  # of its rows: the median is 200 tokens
 HEADER, STEP, SECOND_JOB = "run ", "step 1/1", "[2/2]"  # first characters of the lines that are timed
 
 
@@ -93,6 +95,56 @@ def processor_seconds() -> float:
     """Return the processor time of all finished child processes."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
+
+
+def store_overrides(folder: Path) -> list[str]:
+    """Return the overrides of a run that reads the store in `folder`."""
+    path, cache = folder / "rows.jsonl", folder / "cache"
+    return [
+        "stage=pretrain",
+        f"data.path={path}",
+        f"data.cache={cache}",
+        "data.max_length=512",
+        "data.val_path=null",
+        "train.batch_size=1",
+    ]
+
+
+def write_random_store(folder: Path, size: int) -> None:
+    """Write a small JSONL file and, under its cache key, a store of `size` bytes of tokens instead of its own."""
+    import numpy as np
+
+    from data.store.writer import write_store
+    from data.tokenize.block import EncodedBlock, RowStats
+    from data.tokenize.origin import open_tokenizer
+    from runner.config.compose import compose_config
+    from runner.engine.data_pipeline import build_data_pipeline
+
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    cfg = compose_config(store_overrides(folder))
+    build_data_pipeline(cfg, open_tokenizer(cfg.data, "scratch"))
+    [store] = {path.parent for path in (folder / "cache").rglob("rows.bin")}
+    metadata = json.loads((store / "MANIFEST.json").read_text())["metadata"]
+    generator, rows = np.random.default_rng(0), 0
+    with write_store(store, 1, 6399, metadata) as writer:
+        while writer.tokens * 2 < size:
+            lengths = np.clip(generator.lognormal(MEAN_LOG_LENGTH, 0.8, BATCH_TOKENS // 250), 2, 513).astype(np.int64)
+            count, tokens = len(lengths), generator.integers(0, 6400, lengths.sum()).astype(np.int32)
+            spans = np.stack([np.ones(count, np.int64), lengths], 1).astype(np.int32)
+            stats = RowStats(read=count, kept=count, tokens=len(tokens), loss_tokens=len(tokens) - count)
+            writer.append(
+                EncodedBlock(
+                    tokens,
+                    lengths,
+                    spans,
+                    np.ones(count, np.int64),
+                    np.arange(rows, rows + count),
+                    np.ones(count, np.float32),
+                    stats,
+                )
+            )
+            rows += count
 
 
 def make_cases(parent: Path, sizes: list[str]) -> dict[str, Callable[[int], Start]]:
