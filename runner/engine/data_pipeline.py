@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from data.tokenize.tokenizer import Tokenizer
     from data.types import EncodingConfig
 
-COUNTED_ROWS = 100_000  # of the files of a sweep, to say that it has few validation rows
-BYTES_OF_TOKEN = 4  # about, of text; a longer one is split into rows of data.max_length tokens
 COUNTED_BYTES = 8 << 20  # of a file with a bad row whose other bad rows are counted
 AUTO_FRACTION, AUTO_DIVISOR = 0.01, 5  # data.val_fraction=auto: 1 %, at least FEW_ROWS, but of few rows at most a fifth
 
@@ -314,60 +311,6 @@ def loss_settings(cfg: Config) -> dict[str, Any]:
     others |= {field.name for field in fields(cfg.stage) if field.metadata.get("on_resume") == "changes_training"}
     loss = {f"stage.{key}": value for key, value in asdict(cfg.stage).items() if key not in others}
     return loss | {f"data.{key}": getattr(cfg.data, key) for key in ("loss_on", "system_prob", "empty_think_prob")}
-
-
-def unranked_settings(configs: Sequence[Config]) -> dict[str, list[str]]:
-    """Return what the evaluations of `configs` do not have in common -> the settings from which it follows.
-
-    They are those that `evaluation_identity` depends on, as far as settings alone say it.
-    """
-    identities, found = [*map(_evaluation_settings, configs)], dict[str, list[str]]()
-    for text in identities[0]:
-        values = [identity[text] for identity in identities]
-        for key in {key: None for each in values for key in each}:
-            if any(each.get(key) != values[0].get(key) for each in values):
-                found.setdefault(text, []).append(key)
-    return found
-
-
-def _evaluation_settings(cfg: Config) -> dict[str, dict[str, Any]]:
-    data, text = cfg.data, cfg.stage.data_format == "text"
-    path = next(iter(data.val_paths.values()), None)
-    rows = ["columns", "encoding", "text_unit", "turns", "schema"]
-    if path in (None, "auto"):
-        rows += ["path", "val_fraction"]
-    tokens = [] if data.too_long == "split" or (text and data.too_long == "auto") else ["max_length"]
-    return {
-        "other rows": {"data.val_path": path, **{f"data.{name}": getattr(data, name) for name in rows}},
-        "other tokenizers": {"data.tokenizer": data.tokenizer},
-        "different tokens, where a row is longer": {f"data.{name}": getattr(data, name) for name in tokens},
-        "different losses": loss_settings(cfg),
-    }
-
-
-def few_held_out_rows(cfg: Config, data_files: DataFiles) -> int | None:
-    """Return how many validation rows a run would have, if these are fewer than FEW_ROWS; None for enough, or none.
-
-    Files are read only as far as the answer needs it.
-    """
-    first_set = [source for source in data_files.validation if source.val_set == data_files.validation[0].val_set]
-    if not first_set and not cfg.data.val_fraction:
-        return None
-    fraction = 1.0 if first_set else cfg.data.val_fraction
-    needed = FEW_ROWS * AUTO_DIVISOR if isinstance(fraction, str) else math.ceil(FEW_ROWS / fraction)
-    if needed > COUNTED_ROWS:
-        return None
-    is_split = resolved_too_long(cfg.data.too_long, cfg.stage.data_format) == "split"
-    bytes_of_row = BYTES_OF_TOKEN * cfg.data.max_length
-    rows = (
-        row
-        for source in first_set or itertools.chain(*data_files.train)
-        for _, row in source.rows(lambda error: None)
-        for _ in range(1 + is_split * len(str(row.get("text", "")).encode(errors="replace")) // bytes_of_row)
-    )
-    total = sum(1 for _ in itertools.islice(rows, needed))
-    held_out = total if first_set else rows_to_hold_out(total, fraction)
-    return held_out if held_out < FEW_ROWS else None
 
 
 def to_sequences(rows: MixedRows, cfg: Config, seed: int) -> Sequences:

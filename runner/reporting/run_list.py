@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
-from common.guarded_files import read_from
-from common.limits import parse_record
+from common.guarded_files import last_records
 from common.paths import command_line_here
 from runner.diagnostics.symptoms import finite_number
 from runner.reporting.columns import loss_text
@@ -42,7 +41,6 @@ MAX_DEPTH = 6  # of a run below the folder
 MAX_FOLDERS = 20_000  # folders, links and jobs that are looked at
 MAX_JSON_BYTES_IN_ALL = 1 << 28  # of run.json and sweep.json of all runs together; those of a run have some kilobytes
 MAX_SHOWN_TEXT = 1000  # characters that are kept of a text of run.json, which may be large
-RECORD_TAIL_BYTES = 1 << 14  # read from the end of metrics.jsonl
 BROKEN, FOREIGN = "broken", "no run"  # status of folders that no run is read from
 KINDS = {
     "run": ("run", "runs"),
@@ -198,11 +196,7 @@ def _listed(run: Run, kind: str, sweep: ListedRun | None = None) -> ListedRun:
 
 def _read_tail(row: ListedRun) -> None:
     """Set losses and step from the newest records of a run that has not ended: its run.json has none."""
-    try:
-        lines = read_from(row.folder / "metrics.jsonl", 0, RECORD_TAIL_BYTES).split(b"\n")
-    except OSError:
-        return
-    for record in map(parse_record, lines):
+    for record in last_records(row.folder / "metrics.jsonl"):
         loss = finite_number(record.get("loss"))
         if loss is not None and record.get("kind") == "train":
             row.training_loss = loss

@@ -35,6 +35,7 @@ from runner.run_dir.lock import is_locked
 from runner.run_dir.metadata import RunMetadata
 from runner.sweep import extend, validation
 from runner.sweep.backends import CONSOLE_LOG, Backend, JobExit
+from runner.sweep.comparability import changed_data
 from runner.sweep.grid import PointComposer, Search, SweeperOptions, merge_overrides
 from runner.sweep.seeds import Budget, BudgetSearch, SeedSearch
 from runner.sweep.session import SweepSession
@@ -65,7 +66,7 @@ def resume_sweep(folder: Path, overrides: list[str], flags: Flags, run_hydra: Ru
             if is_complete and not additions:
                 return SweepSession(state).finish(stopped=False)
             changed_files = snapshot.changed_files(folder)
-            for line in [*changed_files, *validation.changed_data(state)]:
+            for line in [*changed_files, *changed_data(state)]:
                 print_note(f"resume: {line}")
             if additions:
                 extend.apply_additions(state, additions, conf)

@@ -5,29 +5,23 @@ every job.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError, did_you_mean, print_note
-from common.paths import workspace_dir
 from runner.config.hydra_errors import ineffective_override, translating_hydra_errors
 from runner.config.overrides import config_dirs, is_hydra_override, key_of, to_overrides
 from runner.config.unread import check_typed_are_read
-from runner.diagnostics.symptoms import FEW_ROWS, MAX_HELD_OUT
-from runner.engine.config import Config
 from runner.launch import torchrun
-from runner.run_dir.metadata import RunMetadata
-from runner.sweep import budget
+from runner.sweep import budget, comparability
 from runner.sweep.backends import LAUNCHERS, Backend
 from runner.sweep.grid import GridPoint, PointComposer, SweeperOptions, merge_overrides, split_swept
 from runner.sweep.halving import HalvingOptions
 from runner.sweep.optuna_search import SWEEPERS
-from runner.sweep.state import STORED_HYDRA_PREFIX, SweepState, storable_overrides
+from runner.sweep.state import STORED_HYDRA_PREFIX, storable_overrides
 
 SWEEP_DIR_KEY = "hydra.sweep.dir="
 LAUNCH_KEYS = (SWEEP_DIR_KEY, "hydra.sweeper.resume=", "hydra.mode=")  # of one launch, never stored
@@ -150,12 +144,12 @@ def plan_sweep(tree: DictConfig, typed: list[str], sweeper: SweeperOptions) -> S
     composer = PointComposer(shared, tree=tree)
     points = sweeper.points(swept, tree.sweep.zip)
     configs = composer.checked_configs(points)
-    if split := wider_split(configs):
+    if split := comparability.wider_split(configs):
         print_note(f"{split} in all jobs: the default split holds out too few rows to rank them")
         shared.append(split)
         composer = PointComposer(shared)
         configs = composer.checked_configs(points)
-    print_unranked(configs, is_refused=sweeper.stops_jobs)
+    comparability.print_unranked(configs, is_refused=sweeper.stops_jobs)
     check_typed_are_read([*shared, *swept], configs)
     base = budget.smallest_step(configs)
     budget.check_countable(configs, tree.sweep.match_budget, swept)
@@ -168,82 +162,6 @@ def plan_sweep(tree: DictConfig, typed: list[str], sweeper: SweeperOptions) -> S
             f"jobs without evaluation are judged at their end, without validation data on the same {budget.FINAL_EVAL_ROWS} training rows"
         )
     return SweepPlan(storable_overrides(shared), swept, composer, points, derived, base)
-
-
-def too_few_rows(configs: Sequence[Config]) -> int | None:
-    """Return how many validation rows the jobs would have, if they are too few to rank them; None for enough, or none."""
-    from runner.engine.data_pipeline import few_held_out_rows
-    from runner.launch.run import check_data
-
-    first = configs[0]
-    if len(configs) < 2 or not first.evaluates or (files := check_data(first.data, first.stage.data_format)) is None:
-        return None
-    return few_held_out_rows(first, files)
-
-
-def wider_split(configs: Sequence[Config]) -> str:
-    """Return the override with which the default split of the jobs holds out enough rows to rank them; empty where it
-    does, where another split is typed, or half of the rows are too few.
-    """
-    from runner.engine.data_pipeline import AUTO_DIVISOR
-
-    data = configs[0].data
-    is_default = all(each.data.val_fraction == "auto" and each.data.paths == data.paths for each in configs)
-    if not is_default or not (rows := too_few_rows(configs)):
-        return ""
-    share = math.ceil(100 * FEW_ROWS / (AUTO_DIVISOR * rows)) / 100  # auto: total // AUTO_DIVISOR of few rows
-    if share > MAX_HELD_OUT:
-        return ""
-    wider = [dataclasses.replace(each, data=dataclasses.replace(data, val_fraction=share)) for each in configs[:2]]
-    return "" if too_few_rows(wider) else f"data.val_fraction={share:g}"
-
-
-def print_unranked(configs: Sequence[Config], is_refused: bool = False) -> None:
-    """Print for which settings, and for how few validation rows, the jobs of a sweep will have no ranks.
-
-    Raises UserError for few rows where `is_refused`: the search would stop jobs by them.
-    """
-    from runner.engine.data_pipeline import unranked_settings
-
-    for text, keys in unranked_settings(configs).items():
-        print_note(f"jobs that differ in {', '.join(keys)} are judged by {text}: they will not be ranked")
-    if rows := too_few_rows(configs):
-        count = (
-            f"there {'are' if rows > 1 else 'is'} {rows} validation row{'s' * (rows > 1)}, and {FEW_ROWS} are needed"
-        )
-        fix = "data.val_path=FILE, or a larger data.val_fraction"
-        if is_refused:
-            raise UserError(
-                f"jobs cannot be stopped early by their losses: {count}",
-                f"data.val_fraction={configs[0].data.val_fraction}",
-                fix,
-            )
-        print_note(f"the jobs will not be ranked: {count}; {fix}")
-
-
-def changed_data(state: SweepState) -> list[str]:
-    """Return a line for each data file of a completed job that is not the one it was trained on."""
-    from data.store.cache import NOT_SHARED, file_sha256_cached
-
-    known: dict[str, str] = {}
-    for job in state.jobs:
-        run = RunMetadata.read(state.folder / job.name) if job.status == "completed" else {}
-        for file in run.get("data") or ():
-            if isinstance(sha256 := file.get("sha256"), str):
-                known.setdefault(str(file.get("file")), sha256)
-    lines, cache = [], workspace_dir() / ".cache"
-    for name, sha256 in known.items():
-        try:
-            cache.mkdir(NOT_SHARED, parents=True, exist_ok=True)
-            # of the hub, or gone: the job that needs the file names it
-            is_changed = Path(name).is_file() and file_sha256_cached(Path(name), cache) != sha256
-        except OSError:
-            is_changed = False
-        if is_changed:
-            lines.append(
-                f"{name} has changed since jobs were trained on it: jobs trained now are not comparable to them"
-            )
-    return lines
 
 
 def check_plugins(config: DictConfig, typed: Sequence[str]) -> None:

@@ -180,7 +180,7 @@ def test_list_reads_hundreds_of_runs_without_their_metrics(tmp_path: Path, monke
     for number in range(60):
         make_run(tmp_path / f"{number:03d}", [train_record(1)])
     opened: list[str] = []
-    monkeypatch.setattr("runner.reporting.run_list.read_from", lambda path, *_: opened.append(path.name))
+    monkeypatch.setattr("runner.reporting.run_list.last_records", lambda path: opened.append(path.name))
     assert len(scan_runs(tmp_path).rows) == 60 and opened == []
 
 

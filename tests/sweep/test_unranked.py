@@ -12,7 +12,7 @@ from fake_jobs import read_sweep
 
 from common.errors import UserError
 from runner.config.compose import compose_config
-from runner.sweep.validation import print_unranked, too_few_rows, wider_split
+from runner.sweep.comparability import print_unranked, too_few_rows, wider_split
 
 NOTES = {
     "tokens": (["stage=sft"], "data.max_length", ("128", "256"), "data.max_length are judged by different tokens"),
