@@ -290,10 +290,9 @@ def _next_commands(state: TrainState, metadata: RunMetadata, outcome: Outcome) -
     has_checkpoint = metadata.fields.get("checkpoint") is not None
     try:
         if outcome == Outcome.DIVERGED:
+            can_resume, is_branch = has_checkpoint and not state.finished, bool(metadata.fields.get("branched_from"))
             overrides = load_overrides(metadata.folder)
-            return commands_after_divergence(
-                state.run_dir, state.cfg.optimizer.lr, overrides, can_resume=has_checkpoint and not state.finished
-            )
+            return commands_after_divergence(state.run_dir, state.cfg.optimizer.lr, overrides, can_resume, is_branch)
         if outcome != Outcome.COMPLETED:
             return commands_to_continue(state.run_dir, has_checkpoint)
         longer = f"train.max_steps={2 * train.max_steps}" if train.max_steps else f"train.epochs={2 * train.epochs}"
