@@ -281,10 +281,12 @@ def _next_commands(state: TrainState, outcome: Outcome) -> tuple[NextCommand, ..
     has_checkpoint = state.metadata.fields.get("checkpoint") is not None
     try:
         if outcome == Outcome.DIVERGED:
-            overrides = load_overrides(state.metadata.folder)
-            return commands_after_divergence(
-                state.run_dir, state.cfg.optimizer.lr, overrides, can_resume=has_checkpoint and not state.finished
+            can_resume, is_branch = (
+                has_checkpoint and not state.finished,
+                bool(state.metadata.fields.get("branched_from")),
             )
+            overrides = load_overrides(state.metadata.folder)
+            return commands_after_divergence(state.run_dir, state.cfg.optimizer.lr, overrides, can_resume, is_branch)
         if outcome != Outcome.COMPLETED:
             return commands_to_continue(state.run_dir, has_checkpoint)
         longer = f"train.max_steps={2 * train.max_steps}" if train.max_steps else f"train.epochs={2 * train.epochs}"

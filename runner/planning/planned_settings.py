@@ -174,7 +174,7 @@ def in_tokens(budget: Budget, runs: list[dict[str, Any]], text: str) -> tuple[Bu
     per_token = FLOPS_PER_PARAMETER * active.pop()
     tokens = Budget(budget.amount / per_token, "tokens")
     print_note(f"{KEY}{text}: {tokens.describe(tokens.amount)} of {per_token:.3g} FLOPs (6 per active parameter)")
-    return tokens, as_override(tokens)
+    return tokens, f"{int(tokens.amount)}tokens"
 
 
 def mean_cost(runs: list[dict[str, Any]], unit: str, planned_in: float) -> JobCost:

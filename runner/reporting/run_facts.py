@@ -196,7 +196,8 @@ class RunReport(Run):
             found = next_commands(self.folder, self.fields["stage"], data_format, data_path, longer, settings)
         elif self.status == "diverged" and lr:
             can_resume = bool(self.checkpoints) and (self.total_steps is None or self.step < self.total_steps)
-            found = commands_after_divergence(self.folder, lr, self.overrides, can_resume)
+            is_branch = self.branched_from is not None
+            found = commands_after_divergence(self.folder, lr, self.overrides, can_resume, is_branch)
         elif self.status in ("interrupted", "paused", "failed"):
             found = commands_to_continue(self.folder, bool(self.checkpoints))
         else:

@@ -210,7 +210,8 @@ class SweepResults:
     def best(self) -> JobResult | None:
         """The job with the lowest loss among those of the first row; None if no row is ranked."""
         jobs = self.rows[0].jobs if self.rows and self.rows[0].rank == 1 else []
-        return min(jobs, key=lambda job: job.score(self.ranked_by) or 0.0, default=None)
+        completed = [job for job in jobs if job.status == "completed"]  # not a seed of sweep.budget that is paused
+        return min(completed, key=lambda job: job.score(self.ranked_by) or 0.0, default=None)
 
     @property
     def problem(self) -> str | None:

@@ -71,11 +71,11 @@ def commands_to_continue(run_dir: Path, has_checkpoint: bool) -> tuple[NextComma
 
 
 def commands_after_divergence(
-    run_dir: Path, lr: float, overrides: list[str], can_resume: bool
+    run_dir: Path, lr: float, overrides: list[str], can_resume: bool, is_branch: bool = False
 ) -> tuple[NextCommand, ...]:
     """Return what to type after a run that has diverged, with a smaller learning rate.
 
-    `overrides`: those of the run; `can_resume`: from a checkpoint.
+    `overrides`: those of the run, for a branch with those of its trunk; `can_resume`: from a checkpoint.
     """
     smaller = f"{LR_OVERRIDE}{lr_after_divergence(lr)}"
     others = [override for override in overrides if not override.lstrip("+").startswith(LR_OVERRIDE)]
@@ -83,7 +83,7 @@ def commands_after_divergence(
     resume = _command(
         "train", "or continue from the newest checkpoint with it", f"resume={display_path(run_dir)}", smaller
     )
-    return (again, resume) if can_resume else (again,)
+    return (again,) * (not is_branch) + (resume,) * can_resume
 
 
 def _command(name: str, purpose: str, *overrides: str) -> NextCommand:

@@ -13,6 +13,7 @@ from sweep_fixtures import job, training, write_sweep
 
 from common.errors import NOT_TOLD_APART, OTHER_IS_BETTER, UserError
 from runner.reporting.arms import ArmComparison, compare_arms, comparison_json, comparison_text
+from runner.reporting.read_sweep import read_sweep_results
 
 LOW, HIGH = [1.0, 1.02, 1.04], [2.0, 2.02, 2.04]
 
@@ -91,6 +92,22 @@ def test_arm_of_a_sweep_is_its_best_point_with_all_seeds(tmp_path: Path) -> None
     comparison = compare_arms({"a": str(sweep), "b": write_arm(tmp_path / "b", HIGH)})
     assert comparison.verdict == "better" and comparison.arms[0].loss.mean == pytest.approx(1.02)
     assert "a is the best of 2 points of its sweep" in comparison.notes[-1]
+
+
+def test_best_point_leaves_out_a_seed_that_the_budget_has_paused(tmp_path: Path) -> None:
+    jobs = []
+    for lr, loss in (("1", 2.0), ("2", 1.0)):
+        run = {"export": {"weights": "best", "step": 40, "loss": loss}, "evaluation": EVALUATION}
+        jobs.append(job({"optimizer.lr": lr}, training(loss), run=run))
+    jobs.append(job({"optimizer.lr": "2", "seed": "43"}, training(0.5, 20), status="paused"))
+    sweep = write_sweep(tmp_path / "sweep", jobs, sweeper="halving")
+    content = json.loads((sweep / "sweep.json").read_text())
+    del content["swept"]["seed"]  # the sweep has added it
+    (sweep / "sweep.json").write_text(json.dumps(content))
+    best = read_sweep_results(sweep).best
+    assert best is not None and best.name == "optimizer.lr=2"
+    comparison = compare_arms({"a": str(sweep), "b": write_arm(tmp_path / "b", HIGH)})
+    assert [run.folder.name for run in comparison.arms[0].runs] == ["optimizer.lr=2"]
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {

@@ -175,6 +175,7 @@ def test_cost_of_a_job_is_the_mean_over_jobs_of_different_steps() -> None:
     assert mean_cost(runs, "s", planned_in=56.0) == pytest.approx((2.0 + 0.3 * (56 - 26) / 3, 1.0, 1.0))
     assert mean_cost(runs, "tokens", planned_in=56.0) == pytest.approx((0.0, 0.0, 7.5))
     assert in_tokens(Budget(6e6, "flops"), runs, "6e6flops")[0].amount == pytest.approx(1000)
+    assert in_tokens(Budget(6e6 + 8e3, "flops"), runs, "6.008e6flops")[1] == "1001tokens"  # not rounded up
     with pytest.raises(UserError, match="the points have models of 1,000 to 2,000 active parameters"):
         in_tokens(Budget(6e6, "flops"), [*runs, planned(64, 1.0, active=2000)], "6e6flops")
 
