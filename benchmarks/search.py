@@ -102,7 +102,8 @@ def random_search(count: int) -> Rule:
 
 def halving(eta: int, first: float, workers: int = 1) -> Rule:
     """Replay the rule of hydra/sweeper=halving: `workers` jobs run at the same time, each as long as its steps."""
-    from runner.sweep.halving import next_promotion, rung_shares
+    from runner.sweep.halving import next_promotion
+    from runner.sweep.rungs import rung_shares
 
     shares = [*rung_shares(first, eta), 1.0]
 

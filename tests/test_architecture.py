@@ -355,8 +355,8 @@ def test_conf_names_no_class():
 
 # --- size: ratchets. A change that grows one moves its number here, and its commit says why --------------------------
 
-MAX_PYTHON_TOKENS = 329_380
-MAX_PYTHON_FILES = 269  # the goal is 270
+MAX_PYTHON_TOKENS = 329_525
+MAX_PYTHON_FILES = 270
 MAX_EAGER_MODULES = 60  # imported by runner/train.py --help
 # Executed by one SFT step. A few functions depend on the load of the machine: a number may be 1 % above the measured one
 MAX_FIRST_STEP = {

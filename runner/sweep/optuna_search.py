@@ -31,7 +31,8 @@ from runner.engine.config import Config
 from runner.run_dir.best_job import SEED_KEY, comparison_problem, fewest_rows, point_of
 from runner.run_dir.metadata import RunMetadata
 from runner.sweep.grid import GridPoint, SweeperOptions, listed_values
-from runner.sweep.halving import HalvingOptions, RungOptions, RungSearch
+from runner.sweep.halving import HalvingOptions
+from runner.sweep.rungs import RungOptions, RungSearch
 from runner.sweep.state import SweepJob, SweepState
 
 STUDY_NAME, JOURNAL_FILE, RESULTS_FILE = "sweep", "optuna.jsonl", "optimization_results.yaml"

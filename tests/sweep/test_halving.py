@@ -23,9 +23,8 @@ from runner.sweep.halving import (
     describe_cost,
     next_promotion,
     points_that_go_on,
-    read_reached,
-    rung_shares,
 )
+from runner.sweep.rungs import read_reached, rung_shares
 from runner.sweep.state import SweepState
 
 RUNGS = [0.125, 0.25, 0.5]
