@@ -7,6 +7,7 @@ benchmarks/results/search-NAME.json. The replay asks the rule of `hydra/sweeper=
 from __future__ import annotations
 
 import heapq
+import itertools
 import json
 import random
 import statistics
@@ -31,7 +32,7 @@ class Task(NamedTuple):
 
     @property
     def finals(self) -> list[float]:
-        """The loss of each point after its last step, mean over the seeds."""
+        """The loss of the best weights of each point, mean over the seeds."""
         return [statistics.fmean(seed[-1][1] for seed in seeds) for seeds in self.curves]
 
     @property
@@ -50,7 +51,12 @@ Rule = Callable[[Sequence[Curve], Sequence[int]], SearchResult]  # curves of the
 
 
 def read_task(path: Path) -> Task:
-    return Task(**json.loads(path.read_text(encoding="utf-8")))
+    """Return the task with the lowest loss so far at each evaluation, that of the weights which a run keeps."""
+    task = Task(**json.loads(path.read_text(encoding="utf-8")))
+    for curve in itertools.chain.from_iterable(task.curves):
+        shares, losses = zip(*curve, strict=True)
+        curve[:] = zip(shares, itertools.accumulate(losses, min), strict=True)
+    return task
 
 
 def record(name: str, sweep: Path) -> None:

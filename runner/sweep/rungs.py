@@ -172,7 +172,9 @@ def read_reached(run_dir: Path, shares: Sequence[float]) -> Reached:
         if step is None or rung < step >= following:
             reached.gap = min(reached.gap, number)
         last = step or last
-        reached.losses.append(math.inf if step is None else evaluations[step])
+        # of its best weights so far, which the leaderboard ranks in the end
+        found = [loss for at, loss in evaluations.items() if begun < at <= (step or 0)]
+        reached.losses.append(math.inf if step is None or evaluations[step] == math.inf else min(found))
     if is_completed:
         reached.losses += [math.inf] * (len(shares) - len(reached.losses)) + [0.0]  # nothing is compared at the end
     else:

@@ -134,6 +134,8 @@ REACHED: dict[str, tuple[int, dict[int, float], str, list[float], bool]] = {
     "the first evaluation from a rung on": (9, {3: 5.0, 6: 4.0, 9: 3.0}, "interrupted", [5.0, 4.0, 3.0], False),
     "one evaluation for two rungs": (5, {5: 4.0}, "interrupted", [4.0, 4.0], False),
     "not finite": (2, {2: WORST}, "interrupted", [WORST], False),
+    "overfitted": (4, {1: 4.5, 2: 5.0, 3: 4.0, 4: 6.0}, "interrupted", [4.5, 4.0], False),
+    "not finite after a good evaluation": (4, {2: 5.0, 4: WORST}, "interrupted", [5.0, WORST], False),
     "completed": (16, {2: 5.0, 4: 4.0, 8: 3.0, 16: 2.0}, "completed", [5.0, 4.0, 3.0, 0.0], False),
     "completed without a pause": (16, {16: 2.0}, "completed", [WORST, WORST, WORST, 0.0], False),
 }
