@@ -93,6 +93,13 @@ REFUSED = [
     (["evaluate.py", "run=x", "data.path=y", "metric=blue"], ["metric=blue", "perplexity"]),
     (["evaluate.py", "run=x", "data.path=y", "data.max_length=0"], ["data.max_length=0"]),
     (["evaluate.py", "run=x", "data.path=y", "show=-1"], ["show=-1"]),
+    (["evaluate.py", "run=x", "data.path=y", "limit=5"], ["limit is not read", "tasks=[hellaswag] reads it"]),
+    (["evaluate.py", "run=x", "data.path=y", "show=0"], ["show is not read", "metric=exact_match reads it"]),
+    (["evaluate.py", "run=x", "tasks=[a]", "max_new_tokens=9"], ["max_new_tokens is not read"]),
+    (
+        ["evaluate.py", "run=x", "data.path=y", "metric=exact_match", "reference=z"],
+        ["reference is not read", "metric=preference reads it"],
+    ),
     (["evaluate.py", "run=last", "data.path=y"], ["run=last", "train one"]),
     (["report.py", "sweep=last"], ["there is no sweep", "sweep=last"]),
     (["rows.py", "stage=sft", "n=-1"], ["n=-1"]),
