@@ -100,6 +100,10 @@ REFUSED = [
         ["evaluate.py", "run=x", "data.path=y", "metric=exact_match", "reference=z"],
         ["reference is not read", "metric=preference reads it"],
     ),
+    (
+        ["export.py", "run=x", "to=y", "format=gguf", "max_shard_size=1GB"],
+        ["max_shard_size is not read", "format=hf reads it"],
+    ),
     (["evaluate.py", "run=last", "data.path=y"], ["run=last", "train one"]),
     (["report.py", "sweep=last"], ["there is no sweep", "sweep=last"]),
     (["rows.py", "stage=sft", "n=-1"], ["n=-1"]),

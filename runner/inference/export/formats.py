@@ -74,6 +74,10 @@ class ExportSettings:
                 "format=gguf converter=PATH/convert_hf_to_gguf.py",
             )
 
+    @property
+    def unread(self) -> dict[str, str]:
+        return {"max_shard_size": "format=hf"} if self.format in ("gguf", "minimind", "peft") else {}
+
 
 @FORMATS.register("hf")
 def write_hf(cfg: ExportSettings, source: LoadedModel, folder: Path) -> Verify:
