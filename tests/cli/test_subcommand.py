@@ -117,6 +117,10 @@ REFUSED = [
         ["tokenizer.py", "path=x", "to=y", "vocab_size=abc"],
         ["vocab_size must be an integer, got abc", "vocab_size=abc"],
     ),
+    (
+        ["tokenizer.py", "path=x", "tokenizer=y", "vocab_size=300"],
+        ["vocab_size is not read", "to=my_tokenizer reads it"],
+    ),
     (["tokenizer.py", "path=x", "to=y", "max_lines=-3"], ["max_lines=-3"]),
     (["tokenizer.py", "path=[]", "to=y"], ["path=[]", "[text.jsonl,chats.jsonl]"]),
     (["tokenizer.py", "path=[it's,x]", "to=y"], ["no such file or folder: it's", "path=[it's,x]", "is quoted"]),
