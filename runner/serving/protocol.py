@@ -39,7 +39,7 @@ MAX_ROWS = 1024  # answers of one request: prompts x n
 MAX_TOOLS = 1024
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 # fail_fast: an error for each of a million items would take half a minute, in which no other request is answered
-TokenIds = Annotated[list[Annotated[int, Field(strict=True)]], Field(min_length=1, fail_fast=True)]
+TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 OPENING_TAG, END_OF_CALL = "<tool_call>", "</tool_call>"
 OPENING = re.compile(r"<tool_call>\s*(?=\{)")
@@ -73,7 +73,7 @@ class StreamOptions(BaseModel):
 
 
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, strict=True)
 
     model: str | None = None
     max_tokens: int | None = Field(default=None, ge=0)

@@ -315,6 +315,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (COMPLETIONS, {"frobnicate": "x"}, "frobnicate", "frobnicate"),
     (COMPLETIONS, {"max_tokens": 1000}, "this model has 256 positions", None),
     (COMPLETIONS, {"max_tokens": -1}, "greater than or equal to 0", "max_tokens"),
+    (COMPLETIONS, {"max_tokens": True}, "valid integer", "max_tokens"),
+    (COMPLETIONS, {"temperature": "1"}, "valid number", "temperature"),
     (COMPLETIONS, {"prompt": [6400]}, "token ids must be in", "prompt"),
     (COMPLETIONS, {"prompt": []}, "at least 1 item", "prompt"),
     (COMPLETIONS, {"prompt": [[1], []]}, "at least 1 item", "prompt"),
