@@ -347,6 +347,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {"add_generation_prompt": False}, "not supported by this server", "add_generation_prompt"),
     (COMPLETIONS, {"add_special_tokens": False}, "not supported by this server", "add_special_tokens"),
     (COMPLETIONS, {"skip_special_tokens": False}, "not supported by this server", "skip_special_tokens"),
+    (CHAT, {"tools": [{"type": "x"}]}, "the type function", "tools"),
     (CHAT, {"tools": [{}] * 1025}, "at most 1024 items", "tools"),
     (CHAT, {"tool_choice": "required"}, "'auto' or 'none'", "tool_choice"),
     (CHAT, {"max_completion_tokens": 3}, "differ", None),
