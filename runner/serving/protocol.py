@@ -318,7 +318,8 @@ class Responder:
         """Return the field logprobs for the scored tokens, and the first token of an echoed text, which has none."""
         names = [self._token_name(i) for i in score.ids]
         unscored = [None] * self._echoes
-        likeliest = [{self._token_name(i): value for i, value in row} for row in score.best]
+        # of two tokens with one text the likelier one, which comes last
+        likeliest = [{self._token_name(i): value for i, value in row + row[::-1]} for row in score.best]
         start = score.first - len(unscored)
         return {
             "tokens": names[start:],

@@ -556,6 +556,18 @@ def test_serve_scores_the_stop_token_that_was_generated(
     assert ask(http, prompt="Where", logprobs=1)["choices"][0]["logprobs"]["tokens"] == [stop]
 
 
+def test_serve_lists_the_likelier_of_two_tokens_with_one_text(
+    trained: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from runner.inference.generation import Score
+    from runner.serving.protocol import CompletionRequest, Responder
+
+    responder = Responder(CompletionRequest(prompt="a", logprobs=3), "small", trained.tokenizer)
+    monkeypatch.setattr(responder, "_token_name", lambda number: "ab"[number == 2])
+    score = Score(ids=[0, 1], own=[-1.0], best=[[(0, -0.1), (2, -0.5), (1, -3.0)]])
+    assert responder._completion_logprobs(score)["top_logprobs"] == [{"a": -0.1, "b": -0.5}]
+
+
 def test_serve_counts_a_prompt_once_and_places_tokens_behind_it(http: Any, trained: LoadedModel) -> None:
     ids = trained.tokenizer.encode("Where does Tolo live")
     answer = ask(http, prompt=ids, n=3, temperature=1, logprobs=1)
