@@ -142,7 +142,7 @@ def _csv_cell(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, int | float):
-        return f"{value:.10g}"
+        return f"{value:.15g}"
     text = strip_control(str(value))
     return f"'{text}" if text.lstrip(" ").startswith(FORMULA_PREFIXES) and parse_number(text) is None else text
 
