@@ -195,9 +195,9 @@ def _typed_here(arguments: list[str]) -> list[str]:
 
 
 def _shorten_value(text: str, width: int) -> str:
-    """Return `text`; if it has more than `width` cells four digits of a number, the ends of other text."""
+    """Return `text`; if it has more than `width` cells four digits of a fraction, the ends of other text."""
     try:
-        return text if len(text) <= width else min(text, f"{float(text):.4g}", key=len)
+        return text if len(text) <= width or text.isdecimal() else min(text, f"{float(text):.4g}", key=len)
     except ValueError:
         return shorten_middle(text, width)
 
