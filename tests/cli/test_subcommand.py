@@ -111,6 +111,10 @@ REFUSED = [
     (["rows.py", "--epochs", "3"], ["--epochs is not a flag", "train.epochs=3"]),
     (["rows.py", "--cfg", "job"], ["rows.py has no flag --cfg=job"]),
     (["rows.py", "resume=x"], ["rows.py does not resume a run"]),
+    (
+        ["faults.py", "kills=0", "disk=0", "flips=0", "signals=0", "workers=0"],
+        ["there is no fault to inject", "kills=20"],
+    ),
     (["tokenizer.py", "to=y"], ["path has no value", "path=<value>"]),
     (["tokenizer.py", "pth=x"], ["tokenizer.py has no setting pth", "did you mean path?"]),
     (
