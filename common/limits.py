@@ -50,7 +50,7 @@ def parse_json(text: bytes | str) -> Any:
     try:
         value = json.loads(
             text,
-            object_pairs_hook=_unique_names,
+            object_pairs_hook=unique_names,
             parse_float=_finite_float,
             parse_int=_bounded_int,
             parse_constant=_refuse_constant,
@@ -96,7 +96,8 @@ def check_nesting(value: Any) -> None:
         ]
 
 
-def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these pairs. Raises ValueError for a name that is given twice."""
     value = dict(pairs)
     if len(value) < len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]

@@ -183,3 +183,7 @@ class TokenizerConfig(CheckedSettings):
         if self.tokenizer is None and (not self.to or (Path(self.to).exists() and not Path(self.to).is_dir())):
             fix = "e.g. to=my_tokenizer, it is created if missing; or evaluate an existing one: tokenizer=DIR"
             raise UserError(f"to must be a folder, got {self.to or 'none'}", f"to={self.to}", fix)
+
+    @property
+    def unread(self) -> dict[str, str]:
+        return {"vocab_size": "to=my_tokenizer"} if self.tokenizer else {}

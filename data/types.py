@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.errors import UserError
 from common.filesystem import sha256_of_json
-from common.limits import MAX_NESTING, check_json_size, check_nesting
+from common.limits import MAX_NESTING, check_json_size, check_nesting, unique_names
 
 if TYPE_CHECKING:
     import numpy as np
@@ -87,7 +87,7 @@ def parse_json_row(raw: bytes, where: str, last_line: bool = False) -> Any:
     """
     try:
         check_json_size(raw)
-        value = json.loads(raw.decode("utf-8"))
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_names)
         if raw.count(b"[") + raw.count(b"{") > MAX_NESTING:
             check_nesting(value)
         if b"\\ud" in raw or b"\\uD" in raw:

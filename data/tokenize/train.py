@@ -200,8 +200,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> Tokenizer:
     chat_template.jinja.
     """
     check_own_files(folder, ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"))
-    if (folder / "config.json").exists():
-        raise UserError("the folder has a model, whose tokenizer would be replaced", f"to={folder}", "a new folder")
+    if (folder / "config.json").exists() or (folder / "tokenizer.json").exists():
+        raise UserError(
+            "the folder has a model or a tokenizer, which would be replaced", f"to={folder}", "a new folder"
+        )
     if vocab_size < MIN_VOCAB_SIZE:
         message = f"vocab_size must be at least {MIN_VOCAB_SIZE} (control tokens and 256 bytes), got {vocab_size}"
         raise UserError(message, f"vocab_size={vocab_size}", "e.g. vocab_size=6400")

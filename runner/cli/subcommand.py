@@ -46,7 +46,7 @@ def run_subcommand(
     start_of: Callable[[list[str], Flags], Any] | None = None,
 ) -> None:
     """Call `action` with the settings of the command line; `with_train_config`: and with the config of a run, whose
-    settings may be given too.
+    settings may be given too. `unread` of the settings: those that they do not read -> what reads them.
 
     `passes_overrides`: with the checked overrides of train.py instead of their config. `start_of`: with what this
     function of (overrides, flags) returns instead; resume= and --multirun are then allowed. Exits with the code of
@@ -77,6 +77,10 @@ def run_subcommand(
                 "give the overrides of the run, which are in its .hydra/overrides.yaml",
             )
         settings = to_schema(compose_command(name, own), schema, own)
+        for override in own:
+            key = overrides.key_of(override)
+            if reader := getattr(settings, "unread", {}).get(key):
+                raise UserError(f"{key} is not read", override, f"{reader} reads it; or leave it out")
         if not with_train_config:
             action(settings)
         elif start_of is not None:

@@ -26,7 +26,7 @@ from data.config import DataConfig
 from data.schemas.registry import SCHEMAS, STAGE_OF_FORMAT
 from models.config import ACTIVATION_CHECKPOINTING_MODES, MODELS, ModelConfig
 from runner.engine.device.compile import COMPILE_MODES, check_mps_compile
-from runner.engine.device.distributed import DistributedConfig
+from runner.engine.device.distributed import DistributedConfig, check_device_name
 from runner.engine.device.precision import UNVERSIONED_DEVICES, PrecisionConfig
 from runner.engine.objectives.config import OBJECTIVES, StageConfig
 from runner.engine.optim.config import OPTIMIZERS, OptimizerConfig, check_mup
@@ -43,7 +43,6 @@ PROMPTS = Limit(
     '["Once upon a time"]',
 )
 EVAL_METRICS = Limit("a list of: exact_match", {"exact_match"}.issuperset, "[exact_match]")
-DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 BUDGET = re.compile(r"(?=[0.]*[1-9])(\d+(?:\.\d+)?(?:e\+?\d\d?)?)(s|m|h|tokens|flops)")
 BUDGET_LIMIT = Limit(
     "a time, tokens or FLOPs below 1e27: 30m, 2e9tokens, 1e17flops",
@@ -316,12 +315,7 @@ class Config(CheckedSettings):
                 "data.loss_on=all",
                 "data.loss_on=assistant",
             )
-        if not DEVICE.fullmatch(self.device):
-            raise UserError(
-                f"device must be auto, cpu, cuda, cuda:<number> or mps, got {self.device}",
-                f"device={self.device}",
-                "e.g. device=auto",
-            )
+        check_device_name(self.device)
         if self.device in UNVERSIONED_DEVICES:
             self.distributed.check_device(self.device)
             self.precision.check_device(UNVERSIONED_DEVICES[self.device])

@@ -62,6 +62,8 @@ class FaultsConfig:
             )
         if self.only is not None and not FAULT_NAME.fullmatch(self.only):
             raise UserError("only names one fault: KIND-NUMBER", f"only={self.only}", "e.g. only=kills-7")
+        if not self.faults():
+            raise UserError("there is no fault to inject", " ".join(f"{kind}=0" for kind in FAULT_KINDS), "kills=20")
 
     def is_cold(self, kind: str, number: int) -> bool:
         """Return whether a fault is injected into a real command instead of a fork."""

@@ -46,6 +46,12 @@ if TYPE_CHECKING:
 
 EVALUATIONS_FILE = "evaluations.jsonl"
 TASK_SETTINGS = ("tasks_path", "limit", "shots", "chat_template")
+# setting -> metrics of BUILT_IN that read it; those of plugins may read all
+METRIC_SETTINGS = {
+    "reference": ("preference",),
+    **dict.fromkeys(("max_new_tokens", "show"), ("exact_match", "conversation")),
+}
+BUILT_IN = ("perplexity", "preference", "exact_match", "conversation")
 
 MetricResults = dict[str, float]
 Record = dict[str, Any]  # of one evaluation: a line of EVALUATIONS_FILE
@@ -109,16 +115,17 @@ class EvaluateConfig(CheckedSettings):
                 f"tasks={self.tasks} metric={self.metric} data.path={self.data.path}",
                 "data.path=FILE metric=perplexity, or tasks=[hellaswag]",
             )
-        if self.reference and (self.tasks or self.metric in ("perplexity", "exact_match", "conversation")):
-            message = "reference is read by metric=preference only"
-            raise UserError(message, f"reference={self.reference}", "metric=preference, or leave it out")
-        given = next((name for name in TASK_SETTINGS if getattr(self, name) not in (None, False)), None)
-        if given and not self.tasks:
-            raise UserError(
-                f"{given} is read with tasks only",
-                f"{given}={getattr(self, given)}",
-                f"tasks=[hellaswag], or without {given}",
-            )
+
+    @property
+    def unread(self) -> dict[str, str]:
+        return {
+            **{name: "tasks=[hellaswag]" for name in TASK_SETTINGS if not self.tasks},
+            **{
+                name: f"metric={metrics[0]}"
+                for name, metrics in METRIC_SETTINGS.items()
+                if self.tasks or (self.metric in BUILT_IN and self.metric not in metrics)
+            },
+        }
 
 
 def print_partial(record: Record) -> None:

@@ -120,7 +120,7 @@ def weights_dir(folder: Path, setting: str = "run") -> Path:
         raise UserError(
             "the folder does not exist",
             f"{setting}={folder}",
-            f"give a run directory, a Hugging Face or PEFT folder, or {setting}=last",
+            "give a run directory, or a Hugging Face or PEFT folder",
         )
     check_own_files(folder, (), shallow=("model", ".hydra"))
     if (folder / "model").is_dir():

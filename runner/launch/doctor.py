@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from common.errors import UserError, did_you_mean_path, one_line, print_note, print_safely, resume_command
+from common.hub import hub_name_of
 from common.paths import outputs_dir
 from common.settings import CheckedSettings, one_of, setting_values, settings_class
 from runner.checkpoint.compatibility import (
@@ -31,6 +32,7 @@ from runner.checkpoint.compatibility import (
 from runner.config.resolve import resolve_run
 from runner.engine.config import Config
 from runner.launch.doctor_checks import check_other_files
+from runner.launch.initial_weights import restore_initial_weights
 from runner.launch.recovery import CheckpointState, Problem, Severity, first_blocking, inspect_run, recover_run
 from runner.launch.resume import plan_resume
 from runner.launch.run import check_inputs
@@ -127,6 +129,10 @@ def _predict_resume(state: CheckpointState, problems: list[Problem]) -> ResumeOu
             longer = f"{resume_command(state.folder)} train.max_steps=N"
             return ResumeOutcome(Verdict.COMPLETE, text, longer, fields.get("step", 0))
         check_inputs(config)
+        if config.init_from == "auto":
+            config = replace(config, init_from=str(fields.get("init_from") or "scratch"))
+        if hub_name_of(Path(config.init_from)) is None:  # others are fetched again
+            restore_initial_weights(config)
         return _compare(state, config, has_started(fields))
     except UserError as error:
         return ResumeOutcome(Verdict.REFUSES, f"refuses: {error.message}", error.fix)

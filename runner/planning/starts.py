@@ -170,7 +170,7 @@ def _resumed_sweep(folder: Path, typed: list[str]) -> PlannedStart:
             f"resume={folder}",
             {
                 "grid": "add values of a swept key, or train.max_steps=N, to train on",
-                "halving": "add values of a swept key; resume=JOB trains a paused one on",
+                "halving": "add values of a swept key; a larger sweep.budget of train.py adds jobs that are not known before; resume=JOB trains a paused one on",
                 "optuna": "train.py with a larger hydra.sweeper.n_trials draws more points, which are not known before",
             }[state.sweeper],
         )

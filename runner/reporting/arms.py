@@ -300,7 +300,8 @@ def loss_of(run: ComparedRun) -> float | None:
 
 def _check_evaluated(run: ComparedRun) -> None:
     if run.status != "completed":
-        raise UserError(f"this run is not completed: {run.status}", str(run.folder), resume_command(run.folder))
+        fix = "compare it when it has ended" if run.is_running else resume_command(run.folder)
+        raise UserError(f"this run is not completed: {run.status}", str(run.folder), fix)
     if (loss := loss_of(run)) is None or not run.evaluation or not abs(loss) < MAX_LOSS:
         raise UserError(
             "this run has no evaluation loss of the weights in model/",

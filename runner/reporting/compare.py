@@ -18,7 +18,7 @@ from runner.reporting.page_kit import RELOAD_SECONDS, loss_curve, render
 from runner.reporting.runs import NO_VALUE, Run, as_dict, differing_values, text_of
 from runner.run_dir.best_job import comparison_problem
 from runner.run_dir.contents import is_sweep_dir
-from runner.tracking.bar import table_lines
+from runner.tracking.bar import shorten_middle, table_lines
 from runner.tracking.data_report import listed
 from runner.tracking.lines import format_seconds
 
@@ -223,10 +223,9 @@ def compare_text(comparison: Comparison) -> str:
 
 
 def _shorten(text: str, width: int = TERMINAL_WIDTH) -> str:
-    text = one_line(text)
-    return text if len(text) <= width else f"…{text[1 - width :]}"
+    return shorten_middle(one_line(text), width)
 
 
 def shortened_table(table: list[list[str]], is_number: list[bool]) -> list[str]:
-    """Return the lines of a table; of long cells the end is kept."""
+    """Return the lines of a table with long cells shortened."""
     return table_lines([[_shorten(line[0], FIRST_COLUMN), *map(_shorten, line[1:])] for line in table], is_number)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import csv
 import io
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def _csv_cell(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, int | float):
-        return f"{value:.10g}"
+        return f"{value:.15g}"
     text = strip_control(str(value))
     return f"'{text}" if text.lstrip(" ").startswith(FORMULA_PREFIXES) and parse_number(text) is None else text
 
@@ -195,11 +196,11 @@ def _typed_here(arguments: list[str]) -> list[str]:
 
 
 def _shorten_value(text: str, width: int) -> str:
-    """Return `text`; if it has more than `width` cells four digits of a number, the ends of other text."""
-    try:
-        return text if len(text) <= width else min(text, f"{float(text):.4g}", key=len)
-    except ValueError:
-        return shorten_middle(text, width)
+    """Return `text`; if it has more than `width` cells four digits of a fraction, the ends of integers and other text."""
+    with suppress(ValueError):
+        if len(text) > width and not text.isdecimal():
+            return min(text, f"{float(text):.4g}", key=len)
+    return shorten_middle(text, width)
 
 
 def _leaders(sweep: SweepResults, verdict: SweepVerdict) -> list[str]:

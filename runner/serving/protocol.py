@@ -39,7 +39,7 @@ MAX_ROWS = 1024  # answers of one request: prompts x n
 MAX_TOOLS = 1024
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 # fail_fast: an error for each of a million items would take half a minute, in which no other request is answered
-TokenIds = Annotated[list[Annotated[int, Field(strict=True)]], Field(min_length=1, fail_fast=True)]
+TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 OPENING_TAG, END_OF_CALL = "<tool_call>", "</tool_call>"
 OPENING = re.compile(r"<tool_call>\s*(?=\{)")
@@ -73,7 +73,7 @@ class StreamOptions(BaseModel):
 
 
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, strict=True)
 
     model: str | None = None
     max_tokens: int | None = Field(default=None, ge=0)
@@ -158,6 +158,8 @@ class ChatRequest(_Body):
             raise ValueError("logprobs are not supported with stream=true")
         if self.json_schema is not None and self.uses_tools:
             raise ApiError(400, "tools are not supported with a response_format of JSON", param="response_format")
+        if any(tool.get("type") != "function" for tool in self.tools or ()):
+            raise ApiError(400, "tools must have the type function", param="tools")
         return self
 
 
@@ -316,7 +318,8 @@ class Responder:
         """Return the field logprobs for the scored tokens, and the first token of an echoed text, which has none."""
         names = [self._token_name(i) for i in score.ids]
         unscored = [None] * self._echoes
-        likeliest = [{self._token_name(i): value for i, value in row} for row in score.best]
+        # of two tokens with one text the likelier one, which comes last
+        likeliest = [{self._token_name(i): value for i, value in row + row[::-1]} for row in score.best]
         start = score.first - len(unscored)
         return {
             "tokens": names[start:],

@@ -218,9 +218,13 @@ class SweepScheduler:
                 self.state.refresh_job(waiting)  # another process has trained it
                 self._report_end(waiting)
                 return self._take_job()
-        while (job := self.search.next_job()) and is_locked(self.session.run_dir(job)):
-            self.waiting.append(job)
-        return job
+        try:
+            while (job := self.search.next_job()) and is_locked(self.session.run_dir(job)):
+                self.waiting.append(job)
+            return job
+        except UserError as error:
+            self._end_search(error)
+            return None
 
     def _start(self, job: SweepJob) -> None:
         self.tries[job.name] += 1
@@ -294,8 +298,11 @@ class SweepScheduler:
         try:
             self.search.job_ended(job)
         except UserError as error:
-            self.problem = self.problem or error
-            self._stop_all()
+            self._end_search(error)
+
+    def _end_search(self, problem: UserError) -> None:
+        self.problem = self.problem or problem
+        self._stop_all()
 
     def _prefix(self, job: SweepJob) -> str:
         return "" if self.backend.capacity == 1 else f"[{self._number(job)}] "

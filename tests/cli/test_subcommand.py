@@ -93,6 +93,17 @@ REFUSED = [
     (["evaluate.py", "run=x", "data.path=y", "metric=blue"], ["metric=blue", "perplexity"]),
     (["evaluate.py", "run=x", "data.path=y", "data.max_length=0"], ["data.max_length=0"]),
     (["evaluate.py", "run=x", "data.path=y", "show=-1"], ["show=-1"]),
+    (["evaluate.py", "run=x", "data.path=y", "limit=5"], ["limit is not read", "tasks=[hellaswag] reads it"]),
+    (["evaluate.py", "run=x", "data.path=y", "show=0"], ["show is not read", "metric=exact_match reads it"]),
+    (["evaluate.py", "run=x", "tasks=[a]", "max_new_tokens=9"], ["max_new_tokens is not read"]),
+    (
+        ["evaluate.py", "run=x", "data.path=y", "metric=exact_match", "reference=z"],
+        ["reference is not read", "metric=preference reads it"],
+    ),
+    (
+        ["export.py", "run=x", "to=y", "format=gguf", "max_shard_size=1GB"],
+        ["max_shard_size is not read", "format=hf reads it"],
+    ),
     (["evaluate.py", "run=last", "data.path=y"], ["run=last", "train one"]),
     (["report.py", "sweep=last"], ["there is no sweep", "sweep=last"]),
     (["rows.py", "stage=sft", "n=-1"], ["n=-1"]),
@@ -100,17 +111,25 @@ REFUSED = [
     (["rows.py", "--epochs", "3"], ["--epochs is not a flag", "train.epochs=3"]),
     (["rows.py", "--cfg", "job"], ["rows.py has no flag --cfg=job"]),
     (["rows.py", "resume=x"], ["rows.py does not resume a run"]),
+    (
+        ["faults.py", "kills=0", "disk=0", "flips=0", "signals=0", "workers=0"],
+        ["there is no fault to inject", "kills=20"],
+    ),
     (["tokenizer.py", "to=y"], ["path has no value", "path=<value>"]),
     (["tokenizer.py", "pth=x"], ["tokenizer.py has no setting pth", "did you mean path?"]),
     (
         ["tokenizer.py", "path=x", "to=y", "vocab_size=abc"],
         ["vocab_size must be an integer, got abc", "vocab_size=abc"],
     ),
+    (
+        ["tokenizer.py", "path=x", "tokenizer=y", "vocab_size=300"],
+        ["vocab_size is not read", "to=my_tokenizer reads it"],
+    ),
     (["tokenizer.py", "path=x", "to=y", "max_lines=-3"], ["max_lines=-3"]),
     (["tokenizer.py", "path=[]", "to=y"], ["path=[]", "[text.jsonl,chats.jsonl]"]),
     (["tokenizer.py", "path=[it's,x]", "to=y"], ["no such file or folder: it's", "path=[it's,x]", "is quoted"]),
     (["tokenizer.py", "path=x", "to=/dev/null"], ["to=/dev/null"]),
-    (["tokenizer.py", "path=a, it's.jsonl", "to=y"], ["a, it's.jsonl", "check the path"]),
+    (["tokenizer.py", "path=a, it's.jsonl", "to=y"], ["where: a, it's.jsonl", "check the path"]),
 ]
 
 

@@ -60,6 +60,7 @@ BAD_ROWS = [  # schema of the file, its second line, reason, message, position
     ("text", b"{", "invalid JSON", "the line ends within an object", ":2"),
     ("text", b'{"data": [', "invalid JSON", "the line ends within an object", ":2"),
     ("text", b"[" * 100_000, "JSON beyond limits", "recursion", ":2"),
+    ("text", b'{"text": "a", "text": "b"}', "JSON beyond limits", "the name 'text' is given twice in one object", ":2"),
     ("text", b'{"text": ' + b"1" * 5000 + b"}", "JSON beyond limits", "4300 digits", ":2"),
     ("text", b'{"text": "\\ud800"}', "lone surrogate", "surrogate", ":2"),
     ("text", b'{"text": "\\uDC00 \\ud83d\\ude00"}', "lone surrogate", "surrogate", ":2"),

@@ -199,11 +199,12 @@ def test_tokenizer_training_loads_the_other_tokenizer_first(cats, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_tokenizer_training_keeps_the_tokenizer_of_a_model(cats, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="the folder has a model"):
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_tokenizer_training_keeps_a_model_or_tokenizer(cats, tmp_path, name):
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(UserError, match="the folder has a model or a tokenizer"):
         train_tokenizer(config(to=str(tmp_path)))
-    assert not (tmp_path / "tokenizer.json").exists()
+    assert (tmp_path / name).read_text() == "{}" and not (tmp_path / "tokenizer_config.json").exists()
 
 
 def test_tokenizer_settings_to_and_tokenizer_exclude_each_other():

@@ -6,6 +6,7 @@ No GPU is needed: its answers are patched in.
 import pytest
 import torch
 
+from common.errors import UserError
 from runner.checkpoint import compatibility
 from runner.engine.device import distributed
 from runner.engine.device.compile import CUDA_GRAPH_MODES, check_cuda_graphs
@@ -103,3 +104,9 @@ def test_gpu_that_torch_cannot_use_is_named(monkeypatch, capsys, driver, hidden,
     assert (expected or "") in error and ("computing on the CPU" in error) == (expected is not None)
     distributed.warn_of_unused_gpu.cache_clear()
     assert distributed.resolve_device("cpu").type == "cpu" and not capsys.readouterr().err  # as asked for
+
+
+@pytest.mark.parametrize("name", ["cpu:0", "cuda:", "mps:0", "gpu"])
+def test_device_of_a_command_is_refused_as_that_of_a_run(name: str) -> None:
+    with pytest.raises(UserError, match=f"device must be auto, cpu, cuda, cuda:<number> or mps, got {name}"):
+        distributed.resolve_device(name)

@@ -189,7 +189,7 @@ def test_faults_are_named_drawn_and_estimated(tmp_path: Path) -> None:
         config(only="disk")
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="not empty"):
-        make_folder(config(folder=str(tmp_path)))
+        make_folder(config(kills=1, folder=str(tmp_path)))
     rig = Rig([], tmp_path, 1.0)
     draws = [
         Trial(rig, "kills", number, seed, draw).rng.random() for number in (1, 2) for seed in (1, 2) for draw in (0, 1)

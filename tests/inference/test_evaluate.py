@@ -556,6 +556,14 @@ def test_preference_refuses_a_reference_with_another_tokenizer(
         evaluate(evaluate_config("preference", write(tmp_path / "p.jsonl", [pair]), reference=str(reference)), policy)
 
 
+def test_preference_with_a_moved_reference_proposes_no_other_run(hf_folder: Path, tmp_path: Path) -> None:
+    pair = {"chosen": chat("Who?", "a"), "rejected": chat("Who?", "b")}
+    config = evaluate_config("preference", write(tmp_path / "p.jsonl", [pair]), reference=str(tmp_path / "moved"))
+    with pytest.raises(UserError, match="the folder does not exist") as error:
+        evaluate(config, hf_folder)
+    assert "last" not in error.value.fix
+
+
 def test_preference_margin_is_that_of_the_log_probabilities_in_nats(
     write_model: Callable[..., Path], tmp_path: Path
 ) -> None:

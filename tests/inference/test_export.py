@@ -36,7 +36,7 @@ IDS = torch.arange(3, 30)[None]
 
 
 def export_config(run: Path, to: Path, **changes: object) -> ExportSettings:
-    values: dict = {"run": str(run), "to": str(to), "format": "hf", "dtype": "float32", "max_shard_size": "5GB"}
+    values: dict = {"run": str(run), "to": str(to), "format": "hf", "dtype": "auto", "max_shard_size": "5GB"}
     values |= {"license": None, "base_model": None, "converter": None, "verify": True}
     return ExportSettings(**values | changes)
 
@@ -277,6 +277,7 @@ def test_export_that_cannot_be_written_is_refused(hf_folder: Path, changes: dict
     [
         ({"dtype": "q8_0"}, "dtype must be one of float32, bfloat16, float16"),
         ({"format": "minimind", "dtype": "bf16"}, "dtype must be one of float16, got bfloat16"),
+        ({"format": "minimind", "dtype": "fp32"}, "dtype must be one of float16, got float32"),
         ({"format": "onnx"}, "format must be one of gguf, hf, merged, minimind, peft"),
         ({"max_shard_size": "big"}, "max_shard_size must be a number above 0 with"),
         ({"converter": "convert.py"}, "converter is read by format=gguf only"),

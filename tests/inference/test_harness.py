@@ -250,23 +250,6 @@ def test_tasks_whose_answers_do_not_fit_into_the_model_are_refused(
             evaluate(models[0], config(["answer"], tmp_path))
 
 
-def test_settings_of_tasks_are_refused_without_tasks(tasks: Path) -> None:
-    data = EvaluationData(
-        "a.jsonl",
-        columns=None,
-        encoding=None,
-        schema=None,
-        on_bad_row=None,
-        text_unit="file",
-        turns="strict",
-        max_length=None,
-        loss_on=None,
-        cache="",
-    )
-    with pytest.raises(UserError, match="limit is read with tasks only"):
-        config([], tasks, tasks_path=None, limit=5, data=data)
-
-
 def test_metric_and_data_settings_are_refused_with_tasks(tasks: Path) -> None:
     data = config(["letters"], tasks).data
     for changes in ({"metric": "exact_match"}, {"data": dataclasses.replace(data, max_length=64)}):

@@ -18,6 +18,7 @@ from damaged_runs import DAMAGES, LATEST, OLDER, SAVED, Damage, cut, on
 
 from common.errors import UserError, resume_command
 from common.file_lock import FileLock
+from runner.engine.config import Config
 from runner.launch.doctor import DoctorConfig, Examination, Verdict, doctor, examine_run, repair_run
 from runner.launch.recovery import Severity
 from runner.run_dir.metadata import RunMetadata
@@ -138,6 +139,15 @@ def test_doctor_names_the_process_that_trains_the_run(killed: Path) -> None:
         )
         with pytest.raises(UserError, match="being trained"):
             repair_run(killed)
+
+
+def test_doctor_says_that_initial_weights_are_gone(killed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(config: Config) -> None:
+        raise UserError(f"{config.init_from} is gone", "init_from", "restore it")
+
+    monkeypatch.setattr("runner.launch.doctor.restore_initial_weights", refuse)
+    recorded = RunMetadata.read(killed)["init_from"]
+    assert examine_run(killed).prediction.text == f"refuses: {recorded} is gone"
 
 
 def severity_of(examination: Examination, file: str) -> Severity:

@@ -129,6 +129,13 @@ def test_runs_that_cannot_be_compared_are_refused(name: str, tmp_path: Path) -> 
     assert fix in raised.value.fix
 
 
+def test_run_that_still_trains_is_compared_when_it_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.reporting.runs.run_status", lambda fields: "running")
+    with pytest.raises(UserError, match="not completed: running") as raised:
+        compare_arms({"a": write_arm(tmp_path / "a", LOW), "b": write_arm(tmp_path / "b", HIGH)})
+    assert raised.value.fix == "compare it when it has ended"
+
+
 def test_runs_of_one_arm_may_differ_in_settings_that_change_no_number(tmp_path: Path) -> None:
     arms = {"a": write_arm(tmp_path / "a", LOW), "b": write_arm(tmp_path / "b", HIGH)}
     file = Path(arms["a"].split(",")[0]) / ".hydra" / "config.yaml"

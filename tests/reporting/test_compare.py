@@ -25,6 +25,7 @@ from report_fixtures import (
 from common.errors import UserError
 from runner.reporting.compare import MAX_COMPARED, compare_page, compare_text, read_comparison
 from runner.reporting.runs import expand_sweeps, resolve_runs, split_names
+from runner.tracking.bar import cell_width
 
 
 def test_comparison_draws_the_numbers_of_every_run(tmp_path: Path) -> None:
@@ -232,3 +233,10 @@ def test_comparison_on_a_terminal_aligns_wide_characters(tmp_path: Path) -> None
         read_comparison([make_run(tmp_path / "a", name="模型一"), make_run(tmp_path / "b", name="plain")])
     ).splitlines()
     assert lines[1].startswith("* 模型一  completed") and lines[2].startswith("* plain   completed")
+
+
+def test_comparison_on_a_terminal_shortens_wide_characters_by_cells(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "a", name="模" * 39), make_run(tmp_path / "b", name="plain")]
+    assert all(
+        cell_width(line.split("  completed")[0]) <= 40 for line in compare_text(read_comparison(runs)).splitlines()[1:3]
+    )

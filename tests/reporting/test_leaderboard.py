@@ -242,6 +242,11 @@ def test_csv_numbers_have_no_separators(tmp_path: Path) -> None:
     )
 
 
+def test_csv_numbers_have_every_digit_of_a_count(tmp_path: Path) -> None:
+    (row,) = csv_rows(write_sweep(tmp_path, [job({LR: "1"}, [record(1, 2.5) | {"tokens": 12_345_678_901}])]))
+    assert (row["tokens"], row["final_training_loss"]) == ("12345678901", "2.5")
+
+
 def test_best_job_command_has_the_overrides_the_job_was_started_with(tmp_path: Path) -> None:
     overrides = (
         "data.path=/my data/it's.jsonl",

@@ -94,6 +94,11 @@ def test_end_shortens_a_long_number_to_its_first_digits(tmp_path: Path) -> None:
     assert end_of(write_sweep(tmp_path, [job(drawn, training(2.0))]))[0][1].split()[1] == "0.0003673"
 
 
+def test_end_shortens_a_long_integer_to_its_ends(tmp_path: Path) -> None:
+    drawn = {"data.seed": "1234567890123456789", "optimizer.weight_decay": "0.1", "optimizer.eps": "1e-8"}
+    assert end_of(write_sweep(tmp_path, [job(drawn, training(2.0))]))[0][1].split()[1].endswith("56789")
+
+
 def test_long_sweeps_show_their_best_ten_points_and_shorten_wide_values(tmp_path: Path) -> None:
     values = [
         {"model": "名" * 50 + str(number), "data.path": "/data/" + "x" * 70, LR: str(number)} for number in range(1, 31)

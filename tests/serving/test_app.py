@@ -315,6 +315,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (COMPLETIONS, {"frobnicate": "x"}, "frobnicate", "frobnicate"),
     (COMPLETIONS, {"max_tokens": 1000}, "this model has 256 positions", None),
     (COMPLETIONS, {"max_tokens": -1}, "greater than or equal to 0", "max_tokens"),
+    (COMPLETIONS, {"max_tokens": True}, "valid integer", "max_tokens"),
+    (COMPLETIONS, {"temperature": "1"}, "valid number", "temperature"),
     (COMPLETIONS, {"prompt": [6400]}, "token ids must be in", "prompt"),
     (COMPLETIONS, {"prompt": []}, "at least 1 item", "prompt"),
     (COMPLETIONS, {"prompt": [[1], []]}, "at least 1 item", "prompt"),
@@ -345,6 +347,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {"add_generation_prompt": False}, "not supported by this server", "add_generation_prompt"),
     (COMPLETIONS, {"add_special_tokens": False}, "not supported by this server", "add_special_tokens"),
     (COMPLETIONS, {"skip_special_tokens": False}, "not supported by this server", "skip_special_tokens"),
+    (CHAT, {"tools": [{"type": "x"}]}, "the type function", "tools"),
     (CHAT, {"tools": [{}] * 1025}, "at most 1024 items", "tools"),
     (CHAT, {"tool_choice": "required"}, "'auto' or 'none'", "tool_choice"),
     (CHAT, {"max_completion_tokens": 3}, "differ", None),
@@ -551,6 +554,18 @@ def test_serve_scores_the_stop_token_that_was_generated(
     number = trained.tokenizer.control_ids[stop]
     monkeypatch.setattr(generation, "generate_rows", lambda model, rows, *_: rows[0].end(number))
     assert ask(http, prompt="Where", logprobs=1)["choices"][0]["logprobs"]["tokens"] == [stop]
+
+
+def test_serve_lists_the_likelier_of_two_tokens_with_one_text(
+    trained: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from runner.inference.generation import Score
+    from runner.serving.protocol import CompletionRequest, Responder
+
+    responder = Responder(CompletionRequest(prompt="a", logprobs=3), "small", trained.tokenizer)
+    monkeypatch.setattr(responder, "_token_name", lambda number: "ab"[number == 2])
+    score = Score(ids=[0, 1], own=[-1.0], best=[[(0, -0.1), (2, -0.5), (1, -3.0)]])
+    assert responder._completion_logprobs(score)["top_logprobs"] == [{"a": -0.1, "b": -0.5}]
 
 
 def test_serve_counts_a_prompt_once_and_places_tokens_behind_it(http: Any, trained: LoadedModel) -> None:

@@ -246,10 +246,15 @@ def test_optuna_takes_several_objectives_from_the_metrics(
 
 
 @pytest.mark.slow
-def test_optuna_stops_at_an_objective_that_no_record_has(optuna: Any, sweep: Any, fake_jobs: FakeJobs) -> None:
+def test_optuna_stops_at_an_objective_that_no_record_has(
+    optuna: Any, sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path
+) -> None:
     fake_jobs.set(default=LOGS + LOSS)
     with pytest.raises(TrainingError, match=r"objectives=\['val_loss'\].* with objectives of .*tokens_per_second"):
         sweep(*OPTUNA, *SPACE, "hydra.sweeper.objectives=[val_loss]", "hydra.sweeper.n_trials=3")
+    with pytest.raises(TrainingError, match="lack an objective"):
+        resume()
+    assert read_sweep(tmp_path / "sweep")["status"] == "failed"
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from fake_jobs import FakeJobs, read_sweep
 
 from common.errors import UserError
 from runner.planning.planned_settings import as_override, in_tokens, mean_cost
+from runner.planning.starts import planned_start
 from runner.reporting.read_sweep import read_sweep_results
 from runner.run_dir.best_job import find_best_job
 from runner.sweep.seeds import Budget
@@ -122,6 +123,9 @@ def test_time_of_earlier_launches_counts(fake_jobs: FakeJobs, sweep: Any, resume
     before = jobs_of(tmp_path)
     assert resume("sweep.budget=1h") == 0 and jobs_of(tmp_path) == before
     assert read_sweep(tmp_path / "sweep")["spent_seconds"] > 3600
+    with pytest.raises(UserError, match="no job of this sweep has to run") as error:
+        planned_start([f"resume={tmp_path / 'sweep'}", "sweep.budget=2h"], {})
+    assert "a larger sweep.budget of train.py adds jobs" in error.value.fix
 
 
 @pytest.mark.slow

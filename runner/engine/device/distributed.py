@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import re
 import socket
 import threading
 import warnings
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 # where the ranks meet: file://<path>, or torchrun:<prefix> for a prefix in torchrun's own store
 RENDEZVOUS_ENV = "RUNNER_RENDEZVOUS"
 RENDEZVOUS_DONE = threading.Event()  # set when this rank has met the others, or has none to meet
+DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 LOOPBACK = "lo"  # interface of Linux
 WATCHDOG_EXIT_SECONDS = 5  # collectives time out this much later than the watchdog prints the stacks
 
@@ -338,6 +340,15 @@ def warn_of_unused_gpu() -> None:
         print_note(f"computing on the CPU: torch cannot use the GPU ({driver}); {reason}")
 
 
+def check_device_name(device: str) -> None:
+    if not DEVICE.fullmatch(device):
+        raise UserError(
+            f"device must be auto, cpu, cuda, cuda:<number> or mps, got {device}",
+            f"device={device}",
+            "e.g. device=auto",
+        )
+
+
 def resolve_device(device: str, local_rank: int | None = None) -> torch.device:
     """Return the device of this process.
 
@@ -356,13 +367,8 @@ def resolve_device(device: str, local_rank: int | None = None) -> torch.device:
         )
         if device == "cpu":
             warn_of_unused_gpu()
+    check_device_name(device)
     kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda", "mps") or (index and not index.isdigit()) or device.startswith("mps:"):
-        raise UserError(
-            f"device must be auto, cpu, cuda, cuda:<number> or mps, got {device}",
-            f"device={device}",
-            "e.g. device=auto",
-        )
     if kind == "mps" and not torch.backends.mps.is_available():
         reason = (
             "this build of torch has no MPS"

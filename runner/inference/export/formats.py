@@ -34,7 +34,7 @@ class ExportSettings:
     to: str  # folder to write; it must not exist
     # hf, merged (an adapter added to its base model), peft (an adapter), gguf (llama.cpp, Ollama) or minimind (.pth)
     format: str
-    # of the weights: float32 (fp32), bfloat16 (bf16) or float16 (fp16); gguf: q8_0 too; minimind: always float16
+    # of the weights: float32 (fp32), bfloat16 (bf16) or float16 (fp16); gguf: q8_0 too; auto: float32, minimind float16
     dtype: str
     max_shard_size: str  # largest file of weights, e.g. 5GB; hf and merged
     license: Optional[str]  # licence identifier for the model card, e.g. apache-2.0; null: the card names none
@@ -48,9 +48,8 @@ class ExportSettings:
 
     def __post_init__(self) -> None:
         FORMATS.get(self.format)
-        self.dtype = SHORT_DTYPES.get(self.dtype, self.dtype)
-        if self.format == "minimind" and self.dtype == DTYPES[0]:
-            self.dtype = "float16"
+        default = "float16" if self.format == "minimind" else "float32"
+        self.dtype = (SHORT_DTYPES | {"auto": default}).get(self.dtype, self.dtype)
         by_format = {"gguf": DTYPES, "minimind": ("float16",)}
         check_choice("dtype", self.dtype, by_format.get(self.format, DTYPES[:3]))
         if not SHARD_SIZE.fullmatch(self.max_shard_size) or float(self.max_shard_size[:-2]) == 0:
@@ -74,6 +73,10 @@ class ExportSettings:
                 f"converter={self.converter}",
                 "format=gguf converter=PATH/convert_hf_to_gguf.py",
             )
+
+    @property
+    def unread(self) -> dict[str, str]:
+        return {"max_shard_size": "format=hf"} if self.format in ("gguf", "minimind", "peft") else {}
 
 
 @FORMATS.register("hf")
