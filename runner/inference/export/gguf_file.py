@@ -32,9 +32,9 @@ from models.formats.save import save_model
 from models.language_model import LanguageModel
 from runner.inference.export.gguf_tokenizer import (
     CONVERTER_FIX,
-    GENERATION_TAGS,
     add_tokenizer,
     check_tokenizer_is_supported,
+    template_of_llama_cpp,
 )
 from runner.inference.export.hf_compatibility import make_readable_by_transformers_4, model_class_of
 from runner.inference.load import LoadedModel
@@ -117,7 +117,7 @@ def convert(converter: str, path: Path, source: LoadedModel, dtype: str) -> None
         folder = Path(temporary)
         save_model(folder, source.model, source.model.cfg, source.tokenizer.folder, source.tokenizer.stop_ids)
         if (template := folder / "chat_template.jinja").exists():
-            template.write_text(GENERATION_TAGS.sub("", source.tokenizer.chat_template or ""), encoding="utf-8")
+            template.write_text(template_of_llama_cpp(source.tokenizer), encoding="utf-8")
         make_readable_by_transformers_4(folder, model_class_of(source))
         options = ["--outfile", str(path), "--outtype", QUANTIZATIONS[dtype].lower()]
         command = [sys.executable, converter, temporary, *options]
