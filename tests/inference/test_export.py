@@ -324,6 +324,7 @@ def test_gguf_of_an_unknown_tokenizer_is_refused(own_folder: Path, tmp_path: Pat
         ),
         ({"num_experts": 2, "norm_topk_prob": False}, "always normalizes the routing weights"),
         ({"attention_bias": True, "attention_out_bias": True}, "with these biases"),
+        ({"max_position_embeddings": 2**32, "rope_theta": 1e39}, "cannot hold a number of this model"),
     ],
 )
 def test_gguf_of_a_model_that_llama_cpp_computes_otherwise_is_refused(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -87,7 +88,12 @@ def write_gguf(path: Path, source: LoadedModel, dtype: str, name: str) -> dict[s
     if cfg.rope_scaling is not None and cfg.rope_scaling.type == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_factors(cfg))
     writer.write_header_to_file()
-    writer.write_kv_data_to_file()
+    try:
+        writer.write_kv_data_to_file()
+    except (struct.error, OverflowError) as error:
+        raise UserError(
+            f"a GGUF file cannot hold a number of this model: {error}", "format=gguf", "format=hf"
+        ) from error
     writer.write_tensors_to_file()
     writer.close()
     return tensors
