@@ -46,6 +46,16 @@ def resolved_too_long(too_long: str, data_format: str) -> str:
     return ("split" if data_format == "text" else "truncate") if too_long == "auto" else too_long
 
 
+def check_max_length(max_length: int, positions: int) -> None:
+    """Require that the model has a position for every token of an example."""
+    if max_length > positions:
+        raise UserError(
+            f"data.max_length must be at most model.max_position_embeddings={positions}, got {max_length}",
+            f"data.max_length={max_length}",
+            f"data.max_length={positions}",
+        )
+
+
 @settings_class
 class DataConfig(CheckedSettings):
     SECTION = "data"

@@ -64,7 +64,7 @@ class ChatTemplate:
                 f"add one, e.g. a copy of data/tokenize/{CHATML.name}",
             )
         self.tokenizer = tokenizer
-        stock = _default_template(tokenizer.chat_template, self._where)
+        stock = default_template(tokenizer.chat_template, self._where)
         if len(stock) > MAX_TEMPLATE_CHARACTERS:
             message = f"the chat template has {len(stock):,} characters, allowed are {MAX_TEMPLATE_CHARACTERS:,}"
             raise UserError(message, self._where, f"replace it, e.g. by a copy of data/tokenize/{CHATML.name}")
@@ -370,7 +370,7 @@ def _check_weights(messages: list[dict], loss_on: str, where: str) -> None:
             raise BadRowError("weight that differs from data.loss_on", problem, where, fix)
 
 
-def _default_template(template: Any, where: str) -> str:
+def default_template(template: Any, where: str) -> str:
     """Return the template; of a list of named templates, the one named default, else the first."""
     entries = template if isinstance(template, list) else [{"name": "default", "template": template}]
     named = {each.get("name"): each.get("template") for each in entries if isinstance(each, dict)}

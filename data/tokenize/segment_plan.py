@@ -45,7 +45,7 @@ class TurnMarks:
 
     def __init__(self, template: Template, control_tokens: Iterable[str], eos_token: str) -> None:
         self._source, self._path, self._eos_token = template.source, template.path, eos_token
-        self.has_marks = re.search(r"{%[-+]?\s*generation\b", template.source) is not None
+        self.has_marks = any(re.findall(r"(?s){#.*?#}|({%[-+]?\s*generation\b)", template.source))  # not in comments
         self._control_tokens = set(control_tokens)
         self._boundaries = re.compile(f"({any_of([BEGIN, END, *self._control_tokens]).pattern})")
 

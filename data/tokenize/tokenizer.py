@@ -220,13 +220,14 @@ def _build_tokenizer(files: _Files) -> Tokenizer:
         pad_id = _token_id(full, named, "pad_token", folder) if "pad_token" in named else eos_id
         ends = listed if isinstance(listed, list) else [listed]
         template = config.get("chat_template") if files.template is None else files.template
+        known_ids = full.get_vocab(with_added_tokens=True).values()
         return Tokenizer(
             folder=folder,
-            vocab_size=max(full.get_vocab_size(), 1 + max(full.get_vocab(with_added_tokens=True).values())),
+            vocab_size=max(full.get_vocab_size(), 1 + max(known_ids)),
             named_tokens=named,
             bos_id=bos_id,
             eos_id=eos_id,
-            stop_ids=tuple(sorted({eos_id, *(token_id for token_id in ends if isinstance(token_id, int))})),
+            stop_ids=tuple(sorted({eos_id, *(each for each in ends if isinstance(each, int) and each in known_ids)})),
             pad_id=pad_id,
             control_ids={token["content"]: token["id"] for token in stored["added_tokens"] if not _is_text(token)},
             special_tokens=frozenset(token["content"] for token in stored["added_tokens"] if token["special"]),

@@ -134,7 +134,9 @@ def _named_checkpoint(path: Path, key: str) -> Path | None:
     checkpoints = folder / CHECKPOINTS_DIR
     names = step_names(checkpoints)
     if name == "last":
-        newest, _ = newest_valid(checkpoints)
+        newest, skipped = newest_valid(checkpoints)
+        for each, problem in skipped:
+            print_note(f"warning: checkpoint {each} skipped: {problem}")
         found = newest.name if newest else None
     elif name == "best":
         found = read_pointer(checkpoints / BEST_POINTER)

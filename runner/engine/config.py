@@ -22,7 +22,7 @@ from common.settings import (
     settings_class,
     within,
 )
-from data.config import DataConfig
+from data.config import DataConfig, check_max_length
 from data.schemas.registry import SCHEMAS, STAGE_OF_FORMAT
 from models.config import ACTIVATION_CHECKPOINTING_MODES, MODELS, ModelConfig
 from runner.engine.device.compile import COMPILE_MODES, check_mps_compile
@@ -290,12 +290,7 @@ class Config(CheckedSettings):
         data, stage, train = self.data, self.stage, self.train
         if self.optimizer.mup_base_width:
             check_mup(self.optimizer, self.model, stage.lora is not None)
-        if data.max_length > self.model.max_position_embeddings:
-            raise UserError(
-                f"data.max_length must be at most model.max_position_embeddings={self.model.max_position_embeddings}, got {data.max_length}",
-                f"data.max_length={data.max_length}",
-                f"data.max_length={self.model.max_position_embeddings}",
-            )
+        check_max_length(data.max_length, self.model.max_position_embeddings)
         if data.schema and SCHEMAS[data.schema].data_format != stage.data_format:
             data_format = SCHEMAS[data.schema].data_format
             raise UserError(

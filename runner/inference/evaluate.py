@@ -26,6 +26,7 @@ from common.errors import UserError, print_note, strip_control
 from common.guarded_files import check_own_files, open_append
 from common.registry import Registry
 from common.settings import CheckedSettings, at_least, settings_class
+from data.config import check_max_length
 from runner.diagnostics.rows import training_overlap
 from runner.diagnostics.symptoms import finite_number, troubleshooting
 from runner.inference.evaluation_data import OF_RUN, EvaluationData, EvaluationSet
@@ -153,6 +154,7 @@ def evaluate(cfg: EvaluateConfig, folder: Path, listen: Listen = None) -> Metric
         data = _settings_of_run(cfg.data, run_dir_of(folder))
         examples = open_evaluation_set(data, cfg.metric, progress)
         trained = load_trained(folder, cfg.device)
+        check_max_length(cfg.data.max_length or 0, trained.model.cfg.max_position_embeddings)
         sources = [source for source, _ in examples.files]
         if overlap := training_overlap(sources, RunMetadata.read(trained.run_dir)):
             measured = f"{overlap.rows:,} of {overlap.total:,} rows are in the training files of this run, too (first: {overlap.first})"

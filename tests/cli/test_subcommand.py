@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from common.errors import UserError
 from data.config import TokenizerConfig
+from runner.checkpoint.atomic_dir import write_atomic_dir
 from runner.cli import help
 from runner.cli.subcommand import quote_free_text, to_schema, value_kinds
 from runner.config.resolve import resolve_model_run
@@ -197,3 +198,14 @@ def test_run_last_is_the_run_whose_model_was_completed_last(workspace: Path) -> 
     (unfinished / "run.json").write_text("{}")
     assert resolve_model_run("last") == workspace / "outputs" / "2026-01-01" / "09-00-00"
     assert resolve_model_run("some/folder/of/mine") == Path("some/folder/of/mine")
+
+
+def test_skipped_checkpoint_is_named_where_last_means_an_older(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    for step in (1, 2):
+        write_atomic_dir(tmp_path / "checkpoints", f"step-{step:08}", {"state.json": [b"{}"]}, {})
+    (tmp_path / "checkpoints" / "step-00000002" / "state.json").write_bytes(b"[]")
+    assert resolve_model_run(f"{tmp_path}@last").name == "step-00000001"
+    assert "checkpoint step-00000002 skipped: " in capsys.readouterr().err

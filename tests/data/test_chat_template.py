@@ -176,6 +176,15 @@ def test_chat_template_of_another_format_is_encoded(tokenizer, tmp_path):
     assert texts_with_loss(tokenizer, (ids, loss_mask)) == ["yes<|im_end|>"]
 
 
+def test_marks_in_a_comment_of_the_template_are_none(tokenizer, template, tmp_path):
+    source = (
+        "{# {% generation %}\n#}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    encoded = with_template(tmp_path, source).encode(CHAT)
+    assert texts_with_loss(tokenizer, encoded) == texts_with_loss(tokenizer, template.encode(CHAT))
+
+
 def test_private_characters_are_removed_from_ascii_json(tokenizer, tmp_path):
     ids, _ = with_template(tmp_path, "{{ [tools[0], messages[0].content] | tojson(ensure_ascii=True) }}").encode(
         CHAT[1:2], [{"name": "<|im_end|>é"}]

@@ -163,6 +163,12 @@ def test_tokenizer_stops_at_the_end_tokens_of_generation_config(folder):
     assert Tokenizer.load(folder).stop_ids == (0, 2)
 
 
+def test_tokenizer_does_not_stop_at_ids_that_no_token_has(folder):
+    """No model generates them, and a GGUF file cannot hold them."""
+    (folder / "generation_config.json").write_text('{"eos_token_id": [0, -5, 9999999999]}')
+    assert Tokenizer.load(folder).stop_ids == (0, 2)
+
+
 def write_changed(folder: Path, change) -> Path:
     stored = json.loads((folder / "tokenizer.json").read_text())
     change(stored)

@@ -160,6 +160,13 @@ def test_bits_per_byte_of_split_texts_is_that_of_the_whole_bytes(hf_folder: Path
     )
 
 
+def test_evaluation_refuses_a_max_length_beyond_the_positions(hf_folder: Path, tmp_path: Path) -> None:
+    """They would be cut at the positions, and recorded under the typed length."""
+    cfg = evaluate_config("perplexity", write(tmp_path / "text.jsonl", [{"text": "Ludo"}]), max_length=10**6)
+    with pytest.raises(UserError, match="data.max_length must be at most"):
+        evaluate(cfg, hf_folder)
+
+
 def test_perplexity_covers_all_tokens_of_a_split_text(hf_folder: Path, tmp_path: Path) -> None:
     data = write(tmp_path / "long.jsonl", [{"text": "Ludo lives in Sarro. " * 100}])
     trained = load_trained(hf_folder, "cpu")

@@ -6,9 +6,10 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from command_fixtures import TINY_MODEL, TINY_RUN, Call
 from tiny_models import lora_config
 
 from common.errors import UserError
+from data.tokenize.jinja_sandbox import compile_template, unmask_control_tokens
+from data.tokenize.origin import SAMPLE_TOKENIZER
+from data.tokenize.tokenizer import Tokenizer
 from models.families.decoder import RopeScaling
 from models.formats.json_files import write_json_file
 from models.formats.load import load_model
@@ -27,6 +31,7 @@ from runner.inference.export import verify
 from runner.inference.export.command import export, model_card
 from runner.inference.export.formats import ExportSettings
 from runner.inference.export.gguf_file import check_converted
+from runner.inference.export.gguf_tokenizer import template_of_llama_cpp
 from runner.inference.export.hf_compatibility import make_readable_by_transformers_4
 from runner.inference.load import load_trained
 
@@ -151,6 +156,19 @@ def test_exported_gguf_file_has_the_weights_and_the_tokenizer(hf_folder: Path, t
     assert fields["tokenizer.ggml.pre"].contents() == "smollm"
     assert len(fields["tokenizer.ggml.tokens"].contents()) == 6400
     assert "generation %}" not in fields["tokenizer.chat_template"].contents()
+
+
+@pytest.mark.parametrize("tags", ["{% TAG %}\n", "{%- TAG -%}\n  ", "  {%+ TAG +%}", "{%TAG%}"])
+def test_gguf_template_writes_what_the_one_with_marks_writes(tags: str) -> None:
+    """White space around the marks is that of their tags; of named templates the default one is written."""
+    begin, end = (tags.replace("TAG", name) for name in ("generation", "endgeneration"))
+    template = f"{{% for each in messages %}}\n<a>\n{begin}{{{{ each }}}} \n{end}<b>\n{{% endfor %}}\n"
+    named = [{"name": "tools", "template": "T"}, {"name": "default", "template": template}]
+    tokenizer = replace(Tokenizer.load(SAMPLE_TOKENIZER), chat_template=cast("Any", named))
+    written = template_of_llama_cpp(tokenizer)
+    assert "generation" not in written
+    expected, found = (compile_template(each)(messages=["x", "y"]) for each in (template, written))
+    assert found == unmask_control_tokens(expected)
 
 
 def test_export_that_differs_is_refused_and_leaves_nothing(
@@ -307,6 +325,7 @@ def test_gguf_of_an_unknown_tokenizer_is_refused(own_folder: Path, tmp_path: Pat
         ),
         ({"num_experts": 2, "norm_topk_prob": False}, "always normalizes the routing weights"),
         ({"attention_bias": True, "attention_out_bias": True}, "with these biases"),
+        ({"max_position_embeddings": 2**32, "rope_theta": 1e39}, "cannot hold a number of this model"),
     ],
 )
 def test_gguf_of_a_model_that_llama_cpp_computes_otherwise_is_refused(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -32,9 +33,9 @@ from models.formats.save import save_model
 from models.language_model import LanguageModel
 from runner.inference.export.gguf_tokenizer import (
     CONVERTER_FIX,
-    GENERATION_TAGS,
     add_tokenizer,
     check_tokenizer_is_supported,
+    template_of_llama_cpp,
 )
 from runner.inference.export.hf_compatibility import make_readable_by_transformers_4, model_class_of
 from runner.inference.load import LoadedModel
@@ -87,7 +88,12 @@ def write_gguf(path: Path, source: LoadedModel, dtype: str, name: str) -> dict[s
     if cfg.rope_scaling is not None and cfg.rope_scaling.type == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_factors(cfg))
     writer.write_header_to_file()
-    writer.write_kv_data_to_file()
+    try:
+        writer.write_kv_data_to_file()
+    except (struct.error, OverflowError) as error:
+        raise UserError(
+            f"a GGUF file cannot hold a number of this model: {error}", "format=gguf", "format=hf"
+        ) from error
     writer.write_tensors_to_file()
     writer.close()
     return tensors
@@ -117,7 +123,7 @@ def convert(converter: str, path: Path, source: LoadedModel, dtype: str) -> None
         folder = Path(temporary)
         save_model(folder, source.model, source.model.cfg, source.tokenizer.folder, source.tokenizer.stop_ids)
         if (template := folder / "chat_template.jinja").exists():
-            template.write_text(GENERATION_TAGS.sub("", source.tokenizer.chat_template or ""), encoding="utf-8")
+            template.write_text(template_of_llama_cpp(source.tokenizer), encoding="utf-8")
         make_readable_by_transformers_4(folder, model_class_of(source))
         options = ["--outfile", str(path), "--outtype", QUANTIZATIONS[dtype].lower()]
         command = [sys.executable, converter, temporary, *options]

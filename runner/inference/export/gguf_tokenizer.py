@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gguf import TokenType
 
 from common.errors import UserError
-from data.tokenize.chat_template import ChatTemplate
+from data.tokenize.chat_template import ChatTemplate, default_template
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from runner.inference.load import LoadedModel
 
 # of transformers: llama.cpp's templates have no such block
-GENERATION_TAGS = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
+GENERATION_TAG = re.compile(r"({%[-+]?\s*)(end)?generation(?=\s*[-+]?%})")
 CONVERTER_FIX = "format=hf, then llama.cpp's convert_hf_to_gguf.py; or converter=PATH_OF_IT"
 DIGIT_SPLIT = {"type": "Digits", "individual_digits": True}
 PLAIN_SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
@@ -111,7 +111,13 @@ def add_tokenizer(writer: GGUFWriter, source: LoadedModel, vocab_size: int) -> N
     writer.add_add_bos_token(begins_with_bos(source))
     writer.add_add_eos_token(False)
     if tokenizer.chat_template is not None:
-        writer.add_chat_template(GENERATION_TAGS.sub("", tokenizer.chat_template))
+        writer.add_chat_template(template_of_llama_cpp(tokenizer))
+
+
+def template_of_llama_cpp(tokenizer: Tokenizer) -> str:
+    """Return the chat template with `if true` in place of the generation marks: a tag strips white space around it."""
+    template = default_template(tokenizer.chat_template, str(tokenizer.folder))
+    return GENERATION_TAG.sub(lambda tag: tag[1] + ("endif" if tag[2] else "if true"), template)
 
 
 def begins_with_bos(source: LoadedModel) -> bool:
