@@ -158,7 +158,7 @@ class ChatRequest(_Body):
             raise ValueError("logprobs are not supported with stream=true")
         if self.json_schema is not None and self.uses_tools:
             raise ApiError(400, "tools are not supported with a response_format of JSON", param="response_format")
-        if any(tool.get("type") != "function" for tool in self.tools or ()):
+        if any(tool.get("type", "function") != "function" for tool in self.tools or ()):
             raise ApiError(400, "tools must have the type function", param="tools")
         return self
 
