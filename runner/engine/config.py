@@ -111,7 +111,7 @@ class TrainConfig(CheckedSettings):
     max_hours: float = at_least(0)
     # share of its own steps: save and end with exit code 75 at the first evaluation from there on; 0: never
     stop_at: float = within("[0, 1]", 0.5)
-    # decay of the exponential moving average of the trained weights, e.g. 0.999; 0: none
+    # decay of the exponential moving average of the trained weights, less in the first steps, e.g. 0.999; 0: none
     ema_decay: float = within("[0, 1)", 0.999, resume=CHANGES_TRAINING)
     # write a trace of this many steps, after the first two of a launch, and of what is between them, to profile.json;
     # 0: none

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import warnings
 from collections import Counter, defaultdict
@@ -139,22 +140,25 @@ def parse_distribution(key: str, values: Sequence[str]) -> Any:
     high: Any
     if isinstance(sweep, RangeSweep) and len(values) == 1:
         numbers = listed_values(sweep.range(), text)
-        low, high, step, log = min(numbers), max(numbers), abs(sweep.step), False
+        low, high, step = min(numbers), max(numbers), abs(sweep.step)
         is_int = all(isinstance(number, int) for number in numbers)
     elif isinstance(sweep, IntervalSweep):
-        low, high, step, log = sweep.start, sweep.end, None, "log" in sweep.tags
-        if low >= high or (log and low <= 0):
-            rule = "0 < start < end" if log else "start < end"
-            raise UserError(
-                f"the interval of {key} must have {rule}",
-                text,
-                f"e.g. {key}=tag(log,interval(1e-5,1e-2))" if log else f"{key}=interval({high},{low})",
-            )
+        low, high, step = sweep.start, sweep.end, None
         is_int = schema.config_schema().get(key) is int or (isinstance(low, int) and isinstance(high, int))
     else:
         return CategoricalDistribution(values)
+    log = "log" in sweep.tags
     if is_int:
-        return IntDistribution(int(low), int(high), log=log, step=int(step or 1))
+        low, high = math.ceil(low), math.floor(high)
+    if (step is None and low >= high) or (log and (low <= 0 or (step and (step != 1 or not is_int)))):
+        rule = "0 < start < end, and a range the step 1" if log else "start < end"
+        raise UserError(
+            f"the interval of {key} must have {rule}",
+            text,
+            f"e.g. {key}=tag(log,interval(1e-5,1e-2))" if log else f"{key}=interval({high},{low})",
+        )
+    if is_int:
+        return IntDistribution(low, high, log=log, step=int(step or 1))
     return FloatDistribution(low, high, log=log, step=step)
 
 

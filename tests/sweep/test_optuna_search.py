@@ -47,6 +47,8 @@ def trials(sweep: Path) -> list[Any]:
         ("optimizer.lr", ["tag(log,interval(1e-5,1e-2))"], {"low": 1e-5, "high": 1e-2, "log": True, "step": None}),
         ("optimizer.weight_decay", ["interval(0,1)"], {"low": 0.0, "high": 1.0, "log": False, "step": None}),
         ("train.batch_size", ["interval(1,16)"], {"low": 1, "high": 16, "log": False, "step": 1}),
+        ("train.batch_size", ["interval(1.5,16.5)"], {"low": 2, "high": 16, "log": False, "step": 1}),
+        ("train.batch_size", ["tag(log,range(1,9))"], {"low": 1, "high": 8, "log": True, "step": 1}),
         ("seed", ["range(1,9,2)"], {"low": 1, "high": 7, "log": False, "step": 2}),
         ("optimizer.lr", ["range(0.1,0.5,0.1)"], {"low": 0.1, "high": 0.4, "log": False, "step": 0.1}),
         ("optimizer", ["adamw"], {"choices": ("adamw",)}),
@@ -75,10 +77,14 @@ def test_study_is_cut_back_to_its_last_complete_line(tmp_path: Path) -> None:
     assert (tmp_path / "optuna.jsonl").read_text() == '{"op_code": 4, "values": [NaN]}\n'
 
 
-@pytest.mark.parametrize("text", ["interval(2,1)", "tag(log,interval(0,1))"])
+@pytest.mark.parametrize(
+    "text", ["interval(2,1)", "tag(log,interval(0,1))", "tag(log,range(1,9,2))", "tag(log,range(1.0,9.0))"]
+)
 def test_search_space_refuses_an_empty_interval(optuna: Any, text: str) -> None:
     with pytest.raises(UserError, match="the interval of optimizer.lr must have"):
         parse_distribution("optimizer.lr", [text])
+    with pytest.raises(UserError, match="the interval of seed must have"):
+        parse_distribution("seed", ["interval(1.2,1.8)"])
 
 
 INVALID: dict[str, dict[str, Any]] = {
