@@ -102,8 +102,8 @@ class JobResult:
 
     def score(self, kind: str) -> float | None:
         """Return the loss that the job is ranked by: that of the weights in model/; before it has one, the best so far."""
-        if kind == "training" or self.status == "paused":
-            return self.final.get(kind)  # of one step: not ranked; of a rung
+        if kind == "training":
+            return self.final.get(kind)  # of one step: not ranked
         if self.model is not None and self.model.loss is not None:
             return self.model.loss
         return self.best[kind][0] if kind in self.best else None

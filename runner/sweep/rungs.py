@@ -24,6 +24,7 @@ from runner.checkpoint.format import step_of
 from runner.engine.config import STOP_KEY, Config, first_step_of
 from runner.run_dir.best_job import comparison_problem
 from runner.run_dir.metadata import RunMetadata
+from runner.run_dir.saved_config import load_saved_config
 from runner.sweep.budget import TOLERANCE, step_size
 from runner.sweep.grid import Search, SweeperOptions
 from runner.sweep.state import SweepJob, SweepState
@@ -172,14 +173,23 @@ def read_reached(run_dir: Path, shares: Sequence[float]) -> Reached:
         if step is None or rung < step >= following:
             reached.gap = min(reached.gap, number)
         last = step or last
-        # of its best weights so far, which the leaderboard ranks in the end
-        found = [loss for at, loss in evaluations.items() if begun < at <= (step or 0)]
-        reached.losses.append(math.inf if step is None or evaluations[step] == math.inf else min(found))
+        loss = math.inf if step is None else evaluations[step]
+        lowest = min((each for at, each in evaluations.items() if begun < at <= last), default=loss)
+        reached.losses.append(lowest if lowest < loss < math.inf and _exports_best(run_dir) else loss)
     if is_completed:
         reached.losses += [math.inf] * (len(shares) - len(reached.losses)) + [0.0]  # nothing is compared at the end
     else:
         reached.is_between = position > last
     return reached
+
+
+def _exports_best(run_dir: Path) -> bool:
+    """Whether the job is ranked by its lowest loss: that of the weights which its model/ gets in the end."""
+    with suppress(UserError, LookupError, TypeError):  # damaged: restored when the job is resumed
+        saved = load_saved_config(run_dir)
+        weights = saved["export"]["weights"]
+        return weights == "best" or (weights == "auto" and not saved["train"]["ema_decay"])
+    return True
 
 
 def total_steps(run: Mapping[str, Any]) -> int:

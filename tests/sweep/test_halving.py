@@ -150,6 +150,19 @@ def test_rungs_that_a_job_has_reached_are_in_its_records(
     assert (reached.losses, reached.is_between) == (expected, between)
 
 
+@pytest.mark.parametrize(
+    ("weights", "ema_decay", "loss"), [("best", 0.9, 4.5), ("auto", 0, 4.5), ("auto", 0.9, 5.0), ("last", 0, 5.0)]
+)
+def test_rung_has_the_loss_that_the_leaderboard_will_rank(
+    weights: str, ema_decay: float, loss: float, tmp_path: Path
+) -> None:
+    write_job(tmp_path / "job", 2, {1: 4.5, 2: 5.0}, "interrupted")
+    (tmp_path / "job" / ".hydra").mkdir()
+    config = {"export": {"weights": weights}, "train": {"ema_decay": ema_decay}}
+    (tmp_path / "job" / ".hydra" / "config.yaml").write_text(json.dumps(config))
+    assert read_reached(tmp_path / "job", RUNGS).losses == [loss]
+
+
 def test_fields_of_wrong_types_count_as_missing(tmp_path: Path) -> None:
     """A damaged run.json is restored when its job is resumed; the search reads it before."""
     damaged = {"step": "x", "attempt": [1]}
