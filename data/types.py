@@ -109,9 +109,9 @@ def parse_json_row(raw: bytes, where: str, last_line: bool = False) -> Any:
             ) from error
         fix = "correct or delete the row; a file has one JSON object per line, or one JSON array of objects"
         raise BadRowError("invalid JSON", f"invalid JSON: {error.msg}", where, fix) from error
-    except (RecursionError, ValueError) as error:  # nested too deep, or a number with thousands of digits
+    except (RecursionError, ValueError) as error:  # nested too deep, a number with thousands of digits, or a name twice
         raise BadRowError(
-            "JSON beyond limits", f"JSON beyond the limits of the parser: {error}", where, "correct or delete the row"
+            "JSON beyond limits", f"JSON that is not read: {error}", where, "correct or delete the row"
         ) from error
 
 

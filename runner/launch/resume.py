@@ -126,7 +126,11 @@ def check_fixed_keys(typed: list[str], folder: Path) -> None:
                 f"{key} cannot change in a run", override, f"leave it out; or start a new run with init_from={folder}"
             )
         if override == "train.batch_size=auto":
-            raise UserError("a run that goes on keeps its rows per step", override, "leave it out, or give a number")
+            raise UserError(
+                "auto is for new runs: a resume or a branch keeps its rows per step",
+                override,
+                "leave it out, or give a number",
+            )
 
 
 def _check_sections_exist(folder: Path, parsed: list[Override], saved: dict[str, Any]) -> None:

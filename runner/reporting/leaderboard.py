@@ -198,7 +198,7 @@ def _typed_here(arguments: list[str]) -> list[str]:
 def _shorten_value(text: str, width: int) -> str:
     """Return `text`; if it has more than `width` cells four digits of a fraction, the ends of integers and other text."""
     with suppress(ValueError):
-        if len(text) > width and not text.isdecimal():
+        if len(text) > width and not text.lstrip("-").isdecimal():
             return min(text, f"{float(text):.4g}", key=len)
     return shorten_middle(text, width)
 

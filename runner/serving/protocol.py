@@ -15,7 +15,7 @@ from collections import defaultdict
 from itertools import accumulate, islice
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from common.limits import parse_json
 from data.tokenize.chat_template import ChatTemplate
@@ -65,7 +65,7 @@ class ApiError(Exception):
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
     # padding against listeners on the network: read, as clients send it, and never added
@@ -86,6 +86,11 @@ class _Body(BaseModel):
     stop: StopText | Annotated[list[StopText], Field(max_length=64)] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def take_whole_number(cls, value: object) -> object:
+        return int(value) if isinstance(value, float) and value.is_integer() else value  # JSON has one kind of number
 
     @property
     def json_schema(self) -> dict[str, Any] | None:
@@ -158,7 +163,7 @@ class ChatRequest(_Body):
             raise ValueError("logprobs are not supported with stream=true")
         if self.json_schema is not None and self.uses_tools:
             raise ApiError(400, "tools are not supported with a response_format of JSON", param="response_format")
-        if any(tool.get("type", "function") != "function" for tool in self.tools or ()):
+        if any((tool.get("type") or "function") != "function" for tool in self.tools or ()):
             raise ApiError(400, "tools must have the type function", param="tools")
         return self
 

@@ -80,9 +80,12 @@ def commands_after_divergence(
     smaller = f"{LR_OVERRIDE}{lr_after_divergence(lr)}"
     others = [override for override in overrides if not override.lstrip("+").startswith(LR_OVERRIDE)]
     again = _command("train", "start again with a smaller learning rate", *others, smaller)
-    resume = _command(
-        "train", "or continue from the newest checkpoint with it", f"resume={display_path(run_dir)}", smaller
+    continues = (
+        "continue from the newest checkpoint with a smaller learning rate"
+        if is_branch
+        else "or continue from the newest checkpoint with it"
     )
+    resume = _command("train", continues, f"resume={display_path(run_dir)}", smaller)
     return (again,) * (not is_branch) + (resume,) * can_resume
 
 

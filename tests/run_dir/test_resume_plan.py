@@ -239,7 +239,7 @@ def test_saved_overrides_of_hydra_are_ignored(run: Path) -> None:
 
 
 @pytest.mark.parametrize(("typed", "message", "fix"), [
-    ("train.batch_size=auto", "a run that goes on keeps its rows per step", "leave it out, or give a number"),
+    ("train.batch_size=auto", "auto is for new runs: a resume or a branch keeps its rows per step", "leave it out, or give a number"),
     ("model.family=transformers", "model.family cannot change in a run, it is decoder", "then init_from=NEW model.family=transformers"),
     ("stage.objective=dpo", "stage.objective cannot change in a run, it is next_token", "start a new run with init_from="),
     ("stage.lora.rank=4", "stage.lora is null in this run, and stage cannot change", "start a new run with init_from="),

@@ -293,7 +293,7 @@ def test_serve_gives_log_probabilities_of_the_model(http: Any, trained: LoadedMo
     ids = trained.tokenizer.encode("Tolo lives in Hale. 托洛 🐐")
     log_probs = trained.model(torch.tensor([ids])).logits[0].detach().log_softmax(-1)
     expected = [float(log_probs[i, token]) for i, token in enumerate(ids[1:])]
-    scored = ask(http, prompt=ids, max_tokens=1, logprobs=7, echo=True)["choices"][0]["logprobs"]
+    scored = ask(http, prompt=ids, max_tokens=1.0, logprobs=7, echo=True)["choices"][0]["logprobs"]
     assert (
         scored["token_logprobs"][0] is None
         and len(scored["tokens"]) == len(ids) + 1
@@ -317,6 +317,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (COMPLETIONS, {"max_tokens": -1}, "greater than or equal to 0", "max_tokens"),
     (COMPLETIONS, {"max_tokens": True}, "valid integer", "max_tokens"),
     (COMPLETIONS, {"temperature": "1"}, "valid number", "temperature"),
+    (COMPLETIONS, {"stream": True, "stream_options": {"include_usage": "yes"}}, "valid boolean", "stream_options"),
     (COMPLETIONS, {"prompt": [6400]}, "token ids must be in", "prompt"),
     (COMPLETIONS, {"prompt": []}, "at least 1 item", "prompt"),
     (COMPLETIONS, {"prompt": [[1], []]}, "at least 1 item", "prompt"),
