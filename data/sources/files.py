@@ -95,7 +95,7 @@ class Source:
         """
         path = Path(path)
         if not os.path.exists(path):  # Path.exists raises an error for a name that is too long
-            raise UserError("no such file or folder", path, did_you_mean_path(path))
+            raise UserError("no such file or folder", f"data.path={path}", did_you_mean_path(path))
         if path.is_dir():
             raise UserError(
                 "a file is needed, got a folder", path, f"name a file in it, with the extension {KNOWN_EXTENSIONS}"

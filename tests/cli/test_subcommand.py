@@ -130,7 +130,7 @@ REFUSED = [
     (["tokenizer.py", "path=[]", "to=y"], ["path=[]", "[text.jsonl,chats.jsonl]"]),
     (["tokenizer.py", "path=[it's,x]", "to=y"], ["no such file or folder: it's", "path=[it's,x]", "is quoted"]),
     (["tokenizer.py", "path=x", "to=/dev/null"], ["to=/dev/null"]),
-    (["tokenizer.py", "path=a, it's.jsonl", "to=y"], ["where: a, it's.jsonl", "check the path"]),
+    (["tokenizer.py", "path=a, it's.jsonl", "to=y"], ["a, it's.jsonl", "check the path"]),
 ]
 
 

@@ -148,7 +148,7 @@ def test_splits_of_a_missing_file_are_refused(path, files):
     """Before: a traceback, for a name that is too long."""
     with pytest.raises(UserError, match="no such file") as error:
         files()(path)
-    assert str(error.value.setting) == str(path)
+    assert error.value.setting == f"data.path={path}"
 
 
 def test_splits_of_a_validation_folder_are_its_validation_files(files):
