@@ -136,7 +136,7 @@ def test_batch_that_cannot_be_received_ends_the_training(monkeypatch):
         raise MemoryError("no pinned memory")
 
     monkeypatch.setattr(loader.StepLoader, "_pinning", lambda self: receive)
-    with closing(make_loader(unpacked(ROWS), BATCH, num_workers=1, worker_timeout=TIMEOUT).iter_steps(0, 1)) as steps:
+    with closing(make_loader(unpacked(ROWS), BATCH, num_workers=1, worker_timeout=60.0).iter_steps(0, 1)) as steps:
         with pytest.raises(TrainingError, match="MemoryError: no pinned memory"):
             next(steps)
     assert no_workers_left()
