@@ -69,9 +69,15 @@ def train_or_verify(
     sweep compares.
     """
     with RunningTrainings().registered(), adapt_spinning():
-        if config.train.verify_resume:
-            return _verify_resume(config, metadata, stop)
-        return _train(config, metadata, stop, data_files)
+        try:
+            if config.train.verify_resume:
+                return _verify_resume(config, metadata, stop)
+            return _train(config, metadata, stop, data_files)
+        except StopRequested:  # before the first step of this attempt
+            # the import of torch does so at its end; if interrupted, its exit functions would print
+            logging.getLogger("torch").setLevel(logging.WARNING)
+            metadata.finish(Outcome.INTERRUPTED)
+            raise Interrupted(metadata.fields["step"], metadata.folder) from None
 
 
 def train_as_rank(config: Config, metadata: RunMetadata, stop: StopFlag) -> int:
@@ -113,24 +119,16 @@ def _report_failure(error: str, metadata: RunMetadata, outcome: Outcome = Outcom
 
 def _train(config: Config, metadata: RunMetadata, stop: StopFlag, data_files: DataFiles | None) -> float:
     git = GitReader() if metadata.is_writer else None
-    try:
-        # other ranks would wait for this one
-        with stop.interrupting("before the first step") if config.distributed.name == "single" else nullcontext():
-            from runner.engine.build import build_run
-        with _outside_errors(config, metadata.folder):
-            state = build_run(config, metadata, stop, data_files)
-    except StopRequested:
-        # its import does so at its end; if interrupted, its exit functions would print
-        logging.getLogger("torch").setLevel(logging.WARNING)
-        raise _interrupted_at_start(metadata) from None
+    # other ranks would wait for this one
+    with stop.interrupting("before the first step") if config.distributed.name == "single" else nullcontext():
+        from runner.engine.build import build_run
+    with _outside_errors(config, metadata.folder):
+        state = build_run(config, metadata, stop, data_files)
     state.run_record = record_run_dir(metadata)
     if git is not None:
         _record_attempt(state, git)
-    try:
-        with _live_page(state):
-            return _train_and_record(state, stop)
-    except StopRequested:
-        raise _interrupted_at_start(metadata) from None
+    with _live_page(state):
+        return _train_and_record(state, stop)
 
 
 @contextmanager
@@ -169,12 +167,6 @@ def _train_and_record(state: TrainState, stop: StopFlag) -> float:
         raise
     _record_end(state, Outcome.COMPLETED)
     return loss
-
-
-def _interrupted_at_start(metadata: RunMetadata) -> Interrupted:
-    """Record a stop request that came before the first step of this attempt; return the exception to raise."""
-    metadata.finish(Outcome.INTERRUPTED)
-    return Interrupted(metadata.fields["step"], metadata.folder)
 
 
 def _record_attempt(state: TrainState, git: GitReader) -> None:
@@ -300,13 +292,10 @@ def _next_commands(state: TrainState, outcome: Outcome) -> tuple[NextCommand, ..
 
 def _verify_resume(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
     """Run the proof of train.verify_resume instead of a training. A stop request ends it wherever it is."""
-    try:
-        with stop.interrupting("the verification"), _outside_errors(config, metadata.folder):
-            from runner.engine.verify_resume import verify_resume
+    with stop.interrupting("the verification"), _outside_errors(config, metadata.folder):
+        from runner.engine.verify_resume import verify_resume
 
-            differences = verify_resume(config, metadata.folder)
-    except StopRequested:
-        raise _interrupted_at_start(metadata) from None
+        differences = verify_resume(config, metadata.folder)
     if differences:
         raise TrainingError("a stopped and resumed run differs from an uninterrupted one: " + "; ".join(differences))
     open_console(config.tracker.console).print(
