@@ -109,8 +109,6 @@ class TrainState:
     checkpoints: CheckpointManager
     total_steps: int  # of the whole run
     compatibility: dict[str, Any]  # facts that a checkpoint is compared with before it is loaded
-    # the field `run` of state.json: what the run directory is restored from
-    run_record: Callable[[], dict[str, Any]] = dict
     progress: Progress = field(default_factory=Progress)
     # the newest steps, whose losses are still on the device
     pending_steps: list[StepOutput] = field(default_factory=list)
@@ -200,7 +198,7 @@ class TrainState:
             "tracker_id": self.logger.tracker_id,
             "evaluation": self.pipeline.evaluation,
             "compatibility": self.compatibility,
-            "run": self.run_record(),
+            "run": self.metadata.record(),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ from runner.engine.device.cpu import RunningTrainings
 from runner.engine.device.signals import StopFlag
 from runner.engine.device.spinning import adapt_spinning
 from runner.engine.state import TrainState
-from runner.launch.recovery import record_run_dir
+from runner.launch.recovery import read_stored_files
 from runner.reporting.live import LivePage
 from runner.run_dir.contents import GitReader, is_sweep_dir
 from runner.run_dir.metadata import STATUS_OF_OUTCOME, RunMetadata
@@ -124,8 +124,8 @@ def _train(config: Config, metadata: RunMetadata, stop: StopFlag, data_files: Da
         from runner.engine.build import build_run
     with _outside_errors(config, metadata.folder):
         state = build_run(config, metadata, stop, data_files)
-    state.run_record = record_run_dir(metadata)
     if git is not None:
+        metadata.stored_files = read_stored_files(metadata.folder, metadata.folder)
         _record_attempt(state, git)
     with _live_page(state):
         return _train_and_record(state, stop)

@@ -51,6 +51,11 @@ MAX_ATTEMPTS = 200  # newest attempts that run.json keeps
 RECORDED_AT_THE_END = ("outcome", "error", "ended", "step")  # fields of run.json that its newest attempt gets, too
 STATUS_OF_OUTCOME = {Outcome.DIVERGED: Outcome.FAILED, Outcome.PAUSED: Outcome.INTERRUPTED}  # others: the same
 MAX_ERROR = 4_000  # characters of an error that are recorded: its beginning and its end
+# Fields that describe one process or the newest state: a checkpoint does not store them, or itself knows them.
+PASSING_FIELDS = """
+    status outcome error degraded ended host pid boot_id start_ticks checkpoint step tokens loss_tokens metrics export
+""".split()
+MAX_STORED_ATTEMPTS = 20  # newest records of attempts that a checkpoint stores
 
 
 @dataclass(eq=False)
@@ -71,6 +76,7 @@ class RunMetadata:
     # the tree, its config and the data files that were checked before the directory was created
     checked: tuple[Any, ...] = (None, None, None)
     names_before: list[str] | None = None  # names in the directory before this launch; None: it held a run
+    stored_files: Mapping[str, Any] | None = None  # what `recovery.read_stored_files` has returned
 
     @staticmethod
     def read(folder: Path) -> dict[str, Any]:
@@ -287,6 +293,15 @@ class RunMetadata:
             if status == Outcome.FAILED:  # the error that ended the run is the one to report
                 return print_note(f"warning: {message}")
             raise TrainingError(f"{message}; step {self.fields['step']} is saved, and resume= continues") from failure
+
+    def record(self) -> dict[str, Any]:
+        """Return the field `run` of state.json, what the run directory is restored from: `stored_files`, and the fields
+        as they are now; {} where the files were not read.
+        """
+        if self.stored_files is None:
+            return {}
+        fields = {name: value for name, value in self.fields.items() if name not in PASSING_FIELDS}
+        return {"fields": fields | {"attempts": fields["attempts"][-MAX_STORED_ATTEMPTS:]}, **self.stored_files}
 
     def discard_if_empty(self) -> None:
         """Remove the directory of a new run that was refused before it trained.
