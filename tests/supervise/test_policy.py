@@ -18,7 +18,7 @@ from runner.engine.device import heartbeat
 from runner.engine.loop import train
 from runner.launch import supervisor
 from runner.launch import supervisor as supervisor_module
-from runner.launch.failures import MAX_DELAY, FailureKind, RestartPolicy, classify_failure, count_oom_kills
+from runner.launch.failures import MAX_DELAY, Failure, FailureKind, RestartPolicy, classify_failure, count_oom_kills
 from runner.launch.supervisor import Liveness, Supervisor
 
 
@@ -232,5 +232,6 @@ def test_kill_is_a_lack_of_memory_if_the_kernel_has_killed_in_the_meantime(
     monkeypatch.setattr(supervisor_module, "count_oom_kills", lambda: next(kills))
     metadata: Any = SimpleNamespace(fields={}, folder=tmp_path)
     supervisor = Supervisor(compose_config(["train.supervise=true"]), metadata)
-    kinds = [supervisor.describe(-signal.SIGKILL, 0, TrainingError("killed"), is_hanging=False).kind for _ in range(2)]
+    failure = Failure(-signal.SIGKILL, 0, TrainingError("killed"), is_hanging=False, stacks=[])
+    kinds = [supervisor.kind_of(failure) for _ in range(2)]
     assert kinds == [FailureKind.KILLED, FailureKind.OUT_OF_MEMORY]
