@@ -230,12 +230,7 @@ class TrainState:
     def follow_run_dir(self) -> None:
         """Let the last save and record of a run whose directory was moved go to where it is now."""
         if folder := self.metadata.follow_move():
-            self.checkpoints.move_to(folder)
             self.logger.move_to(folder)
-
-    def best_step_so_far(self) -> int | None:
-        """Return the step of the best evaluation on the rows that the run is evaluated on now."""
-        return self.progress.best_step
 
     def tensor_sources(self) -> dict[str, dict[str, Callable[[], Tensor]]]:
         """Return, per file of a checkpoint ("model", "optimizer"), name -> function that returns the tensor, unsharded.
