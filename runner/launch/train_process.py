@@ -137,7 +137,7 @@ def _live_page(state: TrainState) -> Iterator[None]:
     if not (state.metadata.is_writer and state.cfg.tracker.page):
         yield
         return
-    page = LivePage(lambda: state.run_dir, state.metadata.check_owned, state.logger.warning)
+    page = LivePage(state.metadata, state.logger.warning)
     state.logger.after_record = page.record_logged
     try:
         yield
