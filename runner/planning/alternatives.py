@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
-from common.limits import peak_resident_bytes, smallest_limit
+from common.limits import parse_yaml, peak_resident_bytes, smallest_limit
 from common.paths import command_line
 from models.config import LoraConfig
 from runner.diagnostics.symptoms import troubleshooting
@@ -29,17 +29,7 @@ if TYPE_CHECKING:
     from runner.engine.state import TrainState
 
 LARGE_DROP = 4  # from one size to the next: then a size about half as large is proposed, too
-LORA = LoraConfig(
-    rank=16,
-    alpha=32.0,
-    dropout=0.0,
-    targets=["all-linear"],
-    rslora=False,
-    dora=False,
-    quantize=None,
-    continue_adapter=False,
-)
-LORA_OVERRIDE = "'stage.lora={rank: 16, alpha: 32, dropout: 0, targets: [all-linear], rslora: false, dora: false, quantize: null, continue_adapter: false}'"
+LORA = "{rank: 16, alpha: 32, dropout: 0, targets: [all-linear], rslora: false, dora: false, quantize: null, continue_adapter: false}"
 REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)")
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 MAX_ALTERNATIVES = 3
@@ -122,13 +112,14 @@ def find_alternatives(
     bf16 = replace(cfg, precision=replace(cfg.precision, name="bf16"))
     if cfg.precision.name in ("fp32", "tf32"):
         add("precision=bf16", bf16, model, data)
+    lora = f"'stage.lora={LORA}'"
     if adapters := with_lora(cfg):
-        add(LORA_OVERRIDE, *adapters, data)
+        add(lora, *adapters, data)
     if not any(alternative.fits for alternative in found):
         together = with_train(bf16, batch_size=size, accumulation_steps=accumulation, activation_checkpointing="full")
         text = f"{MicroBatch(size, accumulation).overrides} train.activation_checkpointing=full precision=bf16"
         if not add(text, together, model, smallest) and (adapters := with_lora(together)):
-            add(f"{text} {LORA_OVERRIDE}", *adapters, smallest)
+            add(f"{text} {lora}", *adapters, smallest)
     return found
 
 
@@ -142,7 +133,7 @@ def with_lora(cfg: Config) -> tuple[Config, ModelSizes] | None:
     """
     if cfg.stage.lora is not None or cfg.init_from == "scratch":
         return None
-    changed = replace(cfg, stage=replace(cfg.stage, lora=LORA))
+    changed = replace(cfg, stage=replace(cfg.stage, lora=LoraConfig(**parse_yaml(LORA))))
     try:
         return changed, model_facts(changed)
     except UserError:  # no layer takes an adapter
