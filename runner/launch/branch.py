@@ -121,11 +121,9 @@ def start_branch(typed: list[str]) -> None:
         folder, before = metadata.folder, metadata.fields
         try:
             plan = create_branch(metadata, trunk, extra)
-            data_files = check_inputs(plan.config)
+            metadata.data_files = check_inputs(plan.config)
             with _naming(trunk, folder):
-                compose.run_resumed(
-                    lambda: run(plan.config, metadata, data_files), folder, plan.tree, plan.overrides, runtime
-                )
+                compose.run_resumed(lambda: run(plan.config, metadata), folder, plan.tree, plan.overrides, runtime)
         except UserError:
             for name in (CHECKPOINTS_DIR, *(f"{log}.jsonl" for log in recovery.LOGS)):
                 remove_quietly(folder / name)

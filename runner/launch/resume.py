@@ -308,7 +308,7 @@ def resume_run(folder: Path, extra: list[str]) -> None:
             message = f"the run is completed at step {step}, and the overrides add no step"
             fix = f"add train.max_steps=N with N > {step}, or start a new run with init_from={folder}"
             raise UserError(message, " ".join(extra), fix + ", or leave them out: model/ is written again" * lacks)
-        data_files = check_inputs(plan.config)
+        metadata.data_files = check_inputs(plan.config)
         check_typed_are_read(extra, [plan.config])
         with metadata.reopened(), persisting_overrides(plan) as config:
-            compose.run_resumed(lambda: run(config, metadata, data_files), folder, plan.tree, plan.overrides, runtime)
+            compose.run_resumed(lambda: run(config, metadata), folder, plan.tree, plan.overrides, runtime)

@@ -27,7 +27,6 @@ from common.errors import (
 )
 from common.filesystem import describe_disk_error
 from common.settings import setting_values
-from data.sources.splits import DataFiles
 from runner.checkpoint.compatibility import DATA_FINGERPRINT, WRITTEN_BY, recorded_environment, settings_fingerprint
 from runner.config.compose import to_config
 from runner.config.snapshot import load_overrides
@@ -62,9 +61,7 @@ PEER_LOST_TEXTS = (
 )
 
 
-def train_or_verify(
-    config: Config, metadata: RunMetadata, stop: StopFlag, data_files: DataFiles | None = None
-) -> float:
+def train_or_verify(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
     """Train in the run directory of `metadata`, from its newest checkpoint if there is one; return the loss that a
     sweep compares.
     """
@@ -72,7 +69,7 @@ def train_or_verify(
         try:
             if config.train.verify_resume:
                 return _verify_resume(config, metadata, stop)
-            return _train(config, metadata, stop, data_files)
+            return _train(config, metadata, stop)
         except StopRequested:  # before the first step of this attempt
             # the import of torch does so at its end; if interrupted, its exit functions would print
             logging.getLogger("torch").setLevel(logging.WARNING)
@@ -117,13 +114,13 @@ def _report_failure(error: str, metadata: RunMetadata, outcome: Outcome = Outcom
         print_safely(f"error: {error}", sys.stderr)
 
 
-def _train(config: Config, metadata: RunMetadata, stop: StopFlag, data_files: DataFiles | None) -> float:
+def _train(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
     git = GitReader() if metadata.is_writer else None
     # other ranks would wait for this one
     with stop.interrupting("before the first step") if config.distributed.name == "single" else nullcontext():
         from runner.engine.build import build_run
     with _outside_errors(config, metadata.folder):
-        state = build_run(config, metadata, stop, data_files)
+        state = build_run(config, metadata, stop)
     if git is not None:
         metadata.stored_files = read_stored_files(metadata.folder, metadata.folder)
         _record_attempt(state, git)

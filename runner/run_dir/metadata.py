@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from common import ownership
 from common.errors import Outcome, TrainingError, UserError, print_note
@@ -47,6 +47,9 @@ from runner.run_dir.contents import (
 )
 from runner.run_dir.lock import RunLock, acquire_dir, acquire_rank, unusable_error, write_owner
 
+if TYPE_CHECKING:
+    from data.sources.splits import DataFiles
+
 MAX_ATTEMPTS = 200  # newest attempts that run.json keeps
 RECORDED_AT_THE_END = ("outcome", "error", "ended", "step")  # fields of run.json that its newest attempt gets, too
 STATUS_OF_OUTCOME = {Outcome.DIVERGED: Outcome.FAILED, Outcome.PAUSED: Outcome.INTERRUPTED}  # others: the same
@@ -73,8 +76,8 @@ class RunMetadata:
     owns_folder: bool = True
     is_writer: bool = True
     is_new_dir: bool = False  # whether this launch has created the directory
-    # the tree, its config and the data files that were checked before the directory was created
-    checked: tuple[Any, ...] = (None, None, None)
+    checked: tuple[Any, ...] = (None, None)  # the tree and its config, before the directory was created
+    data_files: DataFiles | None = None  # found by the checks before this launch; None: `build_run` looks for them
     names_before: list[str] | None = None  # names in the directory before this launch; None: it held a run
     stored_files: Mapping[str, Any] | None = None  # what `recovery.read_stored_files` has returned
 
