@@ -114,16 +114,16 @@ def _new_sweep(typed: list[str], is_branch: bool) -> PlannedStart:
             f"the sampler draws the values of {', '.join(plan.swept)} later: planned are every choice and both ends of every interval, and {trials} jobs of the largest"
         )
     runs = []
+    shared = [override for override in plan.stored if not checks.is_hydra_override(override)]
     for point, derived in zip(plan.points, plan.derived, strict=True):
+        swept, job = to_overrides(point), to_overrides(point | derived)
         if is_branch:
-            shared = [override for override in plan.stored if not checks.is_hydra_override(override)]
-            job = grid.merge_overrides(shared, to_overrides(point | derived))
-            run_of_job = _branched_run(job, " ".join(to_overrides(point)))
-            runs.append(dataclasses.replace(run_of_job, overrides=tuple(to_overrides(point | derived))))
+            run_of_job = _branched_run(grid.merge_overrides(shared, job), " ".join(swept))
+            runs.append(dataclasses.replace(run_of_job, overrides=tuple(job)))
             continue
-        with translating_hydra_errors(to_overrides(point)):
+        with translating_hydra_errors(swept):
             final = to_config(plan.composer.tree(point, derived))
-        runs.append(PlannedRun(" ".join(to_overrides(point)), _checked(final), tuple(to_overrides(point | derived))))
+        runs.append(PlannedRun(" ".join(swept), _checked(final), tuple(job)))
     return PlannedStart(tuple(runs), is_sweep=True, trials=trials)
 
 
@@ -149,7 +149,7 @@ def _resumed_sweep(folder: Path, typed: list[str]) -> PlannedStart:
             if has_started(RunMetadata.read(folder / job.name)):
                 runs.append(_resumed_run(folder / job.name, job.pending_overrides, name))
             elif checks.is_branch(typed_of_job):
-                runs.append(dataclasses.replace(_branched_run(typed_of_job, name), overrides=tuple(typed_of_job)))
+                runs.append(_branched_run(typed_of_job, name))
             else:
                 config = to_config(session.composer.tree(job.overrides, session.derived_overrides(job)))
                 runs.append(PlannedRun(name, _checked(config), tuple(typed_of_job)))
