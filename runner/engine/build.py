@@ -157,7 +157,7 @@ def build_run(cfg: Config, metadata: RunMetadata, stop: StopRequests | None = No
         None if saved is None else run_dir,
         num_ranks=dist.size,
         rows_per_step=rows_per_step,
-        data=pipeline.fingerprint,
+        data=pipeline.train.fingerprint,
         tokenizer=tokenizer.fingerprint,
     )
     model, objective, compatibility = do_unless_stopped(dist, stop, build)
