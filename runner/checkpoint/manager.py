@@ -65,7 +65,7 @@ class Messages(Protocol):
     def warning(self, message: str) -> None: ...
 
 
-class Record(Protocol):
+class RunRecord(Protocol):
     """The directory of a run and its run.json; RunMetadata."""
 
     folder: Path
@@ -81,7 +81,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        record: Record,
+        record: RunRecord,
         retention: RetentionPolicy,
         max_failed_saves: int,
         messages: Messages,
