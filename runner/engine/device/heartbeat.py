@@ -10,6 +10,7 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,12 +30,14 @@ class Sign(NamedTuple):
     activity: str
 
 
+@dataclass(eq=False)
 class Heartbeat:
     """The record of a process; nothing reads it before `write_to`."""
 
-    def __init__(self) -> None:
-        self._memory: bytearray | mmap.mmap = bytearray(RECORD.size)
-        self._count, self._step, self._activity = 0, 0, ""
+    _memory: bytearray | mmap.mmap = field(default_factory=lambda: bytearray(RECORD.size))
+    _count: int = 0
+    _step: int = 0
+    _activity: str = ""
 
     def write_to(self, path: Path) -> None:
         """Count from now on, in a file of RECORD.size bytes."""
