@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 class Stateful(Protocol):
     """What a checkpoint saves and restores; the engine's TrainState."""
 
+    progress: Any  # counters; `best_step` is that of the evaluation that later ones are compared with
+
     def state_dict(self) -> dict[str, Any]:
         """Return the fields of state.json, `progress` among them.
 
@@ -54,9 +56,6 @@ class Stateful(Protocol):
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore the state."""
 
-    def best_step_so_far(self) -> int | None:
-        """Return the step of the best evaluation that later ones are compared with."""
-
     def load_tensors(self, files: CheckpointTensors, source: Path) -> None: ...
 
 
@@ -66,32 +65,33 @@ class Messages(Protocol):
     def warning(self, message: str) -> None: ...
 
 
+class RunRecord(Protocol):
+    """The directory of a run and its run.json; RunMetadata."""
+
+    folder: Path
+
+    def update(self, **fields: Any) -> None: ...
+
+    def check_owned(self) -> None:
+        """Raise TrainingError if the directory no longer belongs to this process."""
+
+
 class CheckpointManager:
     """Checkpoints of one run. Every rank calls the same methods in the same order; rank 0 writes."""
 
     def __init__(
         self,
-        run_dir: Path,
+        record: RunRecord,
         retention: RetentionPolicy,
         max_failed_saves: int,
         messages: Messages,
-        update_metadata: Callable[..., None],
         is_rank_zero: bool = True,
         broadcast_flag: Callable[[bool], bool] = lambda flag: flag,
-        check_run_dir: Callable[[], None] = lambda: None,
     ) -> None:
-        """`update_metadata` writes fields of run.json; `broadcast_flag` returns rank 0's flag on every rank;
-        `check_run_dir` raises TrainingError if the run directory no longer belongs to this process.
-        """
-        self.run_dir, self.dir = run_dir, run_dir / CHECKPOINTS_DIR
+        """`broadcast_flag` returns rank 0's flag on every rank."""
         self.saved_step: int | None = None  # the newest step handed to the writer
-        self.retention, self._max_failed_saves, self._messages, self._update_metadata = (
-            retention,
-            max_failed_saves,
-            messages,
-            update_metadata,
-        )
-        self._is_rank_zero, self._broadcast_flag, self._check_run_dir = is_rank_zero, broadcast_flag, check_run_dir
+        self.retention, self._max_failed_saves, self._messages = retention, max_failed_saves, messages
+        self._record, self._is_rank_zero, self._broadcast_flag = record, is_rank_zero, broadcast_flag
         self._writer = AsyncWriter()
         self._writer_warnings: deque[str] = deque()  # filled by the writer thread
         self._failed_saves = 0  # consecutive
@@ -100,9 +100,9 @@ class CheckpointManager:
         self._unsaved_best: BestWeights | None = None  # could not be written; tried again with the next save
         self._stall = 0.0
 
-    def move_to(self, run_dir: Path) -> None:
-        """Follow a run directory that was moved."""
-        self.run_dir, self.dir = run_dir, run_dir / CHECKPOINTS_DIR
+    @property
+    def dir(self) -> Path:
+        return self._record.folder / CHECKPOINTS_DIR
 
     def save_async(self, step: int, source: Stateful) -> None:
         """Copy the state to rank 0's host memory and hand it to the writer thread.
@@ -110,7 +110,7 @@ class CheckpointManager:
         A step that is saved already is skipped.
         """
         if self._is_rank_zero:
-            self._check_run_dir()
+            self._record.check_owned()
             if self._unsaved_best is not None:  # still in flight, or failed
                 self.wait_for_save()
                 self._submit_best(self._unsaved_best)
@@ -207,7 +207,7 @@ class CheckpointManager:
         for name, reason in skipped:
             message = f"checkpoint {name} skipped: {reason}"
             self._messages.warning(message)
-            self._update_metadata(recovered=[message])
+            self._record.update(recovered=[message])
         if checkpoint is None:
             if skipped:
                 raise UserError(
@@ -228,7 +228,7 @@ class CheckpointManager:
         self._check_compatible(diff_facts(saved["compatibility"], facts, rules), checkpoint)
         source.load_tensors(read_checkpoint_tensors(checkpoint), checkpoint)
         source.load_state_dict(saved)
-        self._forget_later_best(step, source.best_step_so_far())
+        self._forget_later_best(step, source.progress.best_step)
         return True
 
     def _forget_later_best(self, step: int, best_step: int | None) -> None:
@@ -241,15 +241,15 @@ class CheckpointManager:
             retry_disk(partial(discard_best_after, self.dir, step))
 
     def _check_compatible(self, differences: Mapping[str, list[str]], checkpoint: Path) -> None:
-        check_compatible(differences, checkpoint, self.run_dir)
+        check_compatible(differences, checkpoint, self._record.folder)
         for change in differences["changes_training"]:
             self._messages.info(f"changed from here on: {change}")
         for change in differences["changes_rounding"]:
             self._messages.warning(f"no longer bitwise reproducible: {change}")
         if differences["changes_rounding"]:
-            self._update_metadata(exact=False, inexact_because=differences["changes_rounding"])
+            self._record.update(exact=False, inexact_because=differences["changes_rounding"])
         if differences["changes_training"]:
-            self._update_metadata(changed=differences["changes_training"])
+            self._record.update(changed=differences["changes_training"])
 
     def _handle_results(self, results: list[SaveResult]) -> None:
         while self._writer_warnings:
@@ -263,7 +263,7 @@ class CheckpointManager:
                 elif self._unsaved_best is not None and step == self._unsaved_best.step:
                     self._unsaved_best = None
                 self._messages.info(f"saved {result.name} in {result.seconds:.2f} s")
-                self._update_metadata(
+                self._record.update(
                     degraded=None, **({"checkpoint": result.name, "step": step} if is_checkpoint else {})
                 )
                 self._point_to_awaited_best()
@@ -286,17 +286,17 @@ class CheckpointManager:
 
     def _handle_failure(self, step: int, error: OSError, is_checkpoint: bool = True) -> None:
         """Continue with the previous checkpoint after a write error, unless too many saves have failed."""
-        self._check_run_dir()
+        self._record.check_owned()
         self._failed_saves += 1
         if is_checkpoint:
             self.saved_step = None
         reason = (
             str(error)
             if isinstance(error, atomic_dir.SaveError)
-            else f"step {step} was not saved: {describe_disk_error(error, self.run_dir)}"
+            else f"step {step} was not saved: {describe_disk_error(error, self._record.folder)}"
         )
         self._messages.warning(reason)
-        self._update_metadata(degraded=f"step {step}: {reason}")
+        self._record.update(degraded=f"step {step}: {reason}")
         if self._failed_saves >= self._max_failed_saves:
             raise TrainingError(
                 f"{self._failed_saves} consecutive saves failed (train.max_failed_saves), the last one with: {reason}"

@@ -19,7 +19,6 @@ from omegaconf import DictConfig
 from common.errors import UserError, exiting_with_code, ignore_broken_pipe, run_then_hard_exit
 from common.registry import import_plugins
 from runner.config import overrides
-from runner.config.literals import QUOTED_ITEM
 from runner.config.overrides import RERUN_FLAGS, Flags, parse_argv, spell_flags
 from runner.engine.device.spinning import set_wait_policy
 from runner.launch import torchrun
@@ -88,14 +87,13 @@ def _dispatch(argv: list[str], task: Task) -> None:
             " ".join(spell_flags(flags)),
             "leave out --multirun, and give each setting one value",
         )
-    resumed = ["resume=null", *(override for override in typed if override.startswith(overrides.RESUME_KEY))]
-    resume_from = QUOTED_ITEM.sub(r"\2", resumed[-1].removeprefix(overrides.RESUME_KEY))
-    typed = overrides.absolutize_paths(override for override in typed if override not in resumed)
+    typed, resume_from = overrides.take_resume(typed)
+    typed = overrides.absolutize_paths(typed)
     import_plugins(overrides.plugins_of(typed))
     typed = overrides.normalize_values(typed)
     if torchrun.under_torchrun() and (folder := torchrun.previous_run_dir()):
         return _resume(folder, [], {name: flags[name] for name in flags if name != "--multirun"}, run_hydra)
-    if resume_from != "null":
+    if resume_from is not None:
         return _resume(resolve.resolve_run(resume_from), typed, flags, run_hydra)
     overrides.check_overrides(typed)
     if overrides.is_branch(typed):
@@ -142,17 +140,13 @@ def _resume(folder: Path, extra: list[str], flags: Flags, run_hydra: RunHydra) -
         return (show_config.show_sweep_config if is_sweep else show_config.show_run_config)(
             folder, extra, flags, run_hydra
         )
+    from runner.config import resolve
+
     if is_sweep:
-        from runner.config import resolve
         from runner.sweep.command import resume_sweep
 
         return resume_sweep(folder, resolve.resolve_model_overrides(extra), flags, run_hydra)
-    if "--multirun" in flags:
-        raise UserError(
-            "--multirun resumes a sweep, and this directory holds one run",
-            f"--multirun resume={folder}",
-            "leave out --multirun",
-        )
+    resolve.check_is_one_run(folder, flags)
     from runner.launch.resume import resume_run
 
     resume_run(folder, extra)

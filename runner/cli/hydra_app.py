@@ -107,7 +107,8 @@ class RunDirCallback(Callback):
                 resolve.check_not_inside_run(folder)
             else:
                 folder = contents.create_unique(folder)
-            RunMetadata.open(folder).checked = tree, job_config, data_files
+            metadata = RunMetadata.open(folder)
+            metadata.checked, metadata.data_files = (tree, job_config), data_files
             with read_write(config.hydra):
                 config.hydra.run.dir = str(folder)
 
@@ -135,7 +136,7 @@ def train_in_run_dir(tree: DictConfig) -> float:
     with RunMetadata.opened[Path(hydra_config.runtime.output_dir)] as metadata:
         snapshot.complete_hydra_dir(metadata.folder, tree, _composed_overrides(hydra_config.overrides))
         metadata.record_created()
-        checked_tree, config, data_files = metadata.checked
+        checked_tree, config = metadata.checked
         if tree != checked_tree:  # another callback has changed the settings
-            config, data_files = to_config(tree), None
-        return run.run(config, metadata, data_files)
+            config, metadata.data_files = to_config(tree), None
+        return run.run(config, metadata)

@@ -69,11 +69,10 @@ def run_subcommand(
             _check_override(override, kinds)
         if not with_train_config:
             _check_all_known(name, others, kinds)
-        resumed = next((each for each in others if each.startswith("resume=") and each != "resume=null"), None)
-        if start_of is None and resumed:
+        if start_of is None and (resumed := overrides.take_resume(others)[1]):
             raise UserError(
                 f"{name}.py does not resume a run",
-                resumed,
+                f"resume={resumed}",
                 "give the overrides of the run, which are in its .hydra/overrides.yaml",
             )
         settings = to_schema(compose_command(name, own), schema, own)

@@ -106,28 +106,25 @@ def source_files(typed: list[str], conf: Path = CONF_DIR) -> dict[str, Path]:
         return {name: path for path, name, _ in composed_files(typed, conf)}
 
 
-def files_that_choose(section: str, typed: list[str], conf: Path = CONF_DIR) -> list[str]:
-    """Return the YAML files, e.g. of an experiment, with which the overrides choose the option of a config group or set
-    values in it.
+def files_that_choose_model(typed: list[str], conf: Path = CONF_DIR) -> list[str]:
+    """Return the YAML files, e.g. of an experiment, with which the overrides choose the option of the group `model` or
+    set values in it.
     """
     groups = schema.config_groups(*overrides.config_dirs(typed, conf))
-    return _files_that_choose(
-        section,
-        tuple(override for override in typed if overrides.key_of(override) in (*groups, overrides.SEARCHPATH_KEY)),
-        conf,
-    )
+    choices = [override for override in typed if overrides.key_of(override) in (*groups, overrides.SEARCHPATH_KEY)]
+    return _files_that_choose_model(tuple(choices), conf)
 
 
 @cache
-def _files_that_choose(section: str, choices: tuple[str, ...], conf: Path) -> list[str]:
+def _files_that_choose_model(choices: tuple[str, ...], conf: Path) -> list[str]:
     chosen = []
     for name, file in source_files(list(choices), conf).items():
-        if name == "config.yaml" or name.startswith(f"{section}/"):
+        if name == "config.yaml" or name.startswith("model/"):
             continue
         content: Any = OmegaConf.to_container(OmegaConf.load(file)) or {}
         defaults = [entry for entry in content.get("defaults") or () if isinstance(entry, dict)]
         names = {str(key).removeprefix("override ").strip("/ ") for entry in defaults for key in entry}
-        if section in names or section in content:
+        if "model" in {*names, *content}:
             chosen.append(name)
     return chosen
 

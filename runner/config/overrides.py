@@ -171,6 +171,15 @@ def overrides_of(key: str, typed: Iterable[str]) -> list[str]:
     return [override for override in typed if key_of(override) == key]
 
 
+def take_resume(typed: list[str]) -> tuple[list[str], str | None]:
+    """Return the overrides without `resume=`, and the run or sweep that the last one names; None for none, and for
+    null.
+    """
+    given = [override for override in typed if override.startswith(RESUME_KEY)]
+    name = QUOTED_ITEM.sub(r"\2", given[-1].removeprefix(RESUME_KEY)) if given else "null"
+    return [override for override in typed if override not in given], None if name == "null" else name
+
+
 def to_overrides(values: Mapping[str, object]) -> list[str]:
     return [f"{key}={value}" for key, value in values.items()]
 

@@ -217,6 +217,16 @@ def check_not_inside_run(folder: Path) -> None:
         )
 
 
+def check_is_one_run(folder: Path, flags: Flags) -> None:
+    """Raise UserError if the `flags` of a run that is resumed ask for a sweep."""
+    if "--multirun" in flags:
+        raise UserError(
+            "--multirun resumes a sweep, and this directory holds one run",
+            f"--multirun resume={folder}",
+            "leave out --multirun",
+        )
+
+
 def check_not_rerun(flags: Flags, config_dirs: list[Path]) -> None:
     """Raise UserError for Hydra's own ways to run a directory again: they lose the schema, the directory, or the state
     of the run.

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from common.errors import UserError
-from data.sources.splits import DataFiles
 from data.tokenize.origin import open_tokenizer
 from data.tokenize.tokenizer import Tokenizer
 from models.formats.load import load_into, load_weights, weights_under_adapter
@@ -114,12 +113,10 @@ def load_saved_weights(model: LanguageModel, run_dir: Path) -> None:
         load_strict(saved_tensors(model), read_model_tensors(checkpoint), checkpoint)
 
 
-def build_run(
-    cfg: Config, metadata: RunMetadata, stop: StopRequests | None = None, data_files: DataFiles | None = None
-) -> TrainState:
+def build_run(cfg: Config, metadata: RunMetadata, stop: StopRequests | None = None) -> TrainState:
     """Build all parts of the run in the directory of `metadata`.
 
-    `cfg.init_from` is a path or "scratch". `data_files`: None: they are resolved here.
+    `cfg.init_from` is a path or "scratch".
 
     Raises UserError if the settings, the data and the machine do not fit together, StopRequested if `stop()` on some
     rank.
@@ -140,7 +137,7 @@ def build_run(
         check_quantization(dist.device)
     tokenizer = load_tokenizer(cfg, run_dir)
     stop = stop or StopRequests()
-    pipeline = do_unless_stopped(dist, stop, partial(build_data_pipeline, cfg, tokenizer, data_files))
+    pipeline = do_unless_stopped(dist, stop, partial(build_data_pipeline, cfg, tokenizer, metadata.data_files))
     metadata.update(data=pipeline.files, evaluation=pipeline.evaluation)
     rows_per_step = resolve_rows_per_step(cfg, dist.size, facts)
     if dist.device.type == "cuda":
@@ -160,7 +157,7 @@ def build_run(
         None if saved is None else run_dir,
         num_ranks=dist.size,
         rows_per_step=rows_per_step,
-        data=pipeline.fingerprint,
+        data=pipeline.train.fingerprint,
         tokenizer=tokenizer.fingerprint,
     )
     model, objective, compatibility = do_unless_stopped(dist, stop, build)
@@ -191,14 +188,12 @@ def build_run(
         precision=precision,
         logger=logger,
         checkpoints=CheckpointManager(
-            run_dir,
+            metadata,
             RetentionPolicy(cfg.train.keep_checkpoints, cfg.train.keep_every),
             cfg.train.max_failed_saves,
             logger,
-            metadata.update,
             dist.is_rank_zero,
             dist.broadcast_flag,
-            metadata.check_owned,
         ),
         total_steps=total_steps,
         compatibility=compatibility,

@@ -42,7 +42,6 @@ class DataPipeline:
     files: list[dict[str, Any]]  # counts of each file's rows, for run.json and the log
     warnings: list[str]  # of rows that are cut off, or are training and validation data
     notes: list[str]  # how files were chosen and read, and what of them is not used
-    fingerprint: str  # of the training rows and how they are packed
     held_out: int  # validation rows of all sets
     # `val` is a slice of the training rows, which are trained on, too: train.final_eval_rows
     evaluates_training_rows: bool = False
@@ -110,7 +109,6 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer, data_files: DataFiles
             *reading_notes(sources),
             *unused_columns(files),
         ],
-        fingerprint=train.fingerprint,
         held_out=num_held_out,
         evaluates_training_rows=evaluates_training_rows,
         evaluation=evaluation_identity(val, evaluates_training_rows, encoding, cfg) if val else None,

@@ -122,24 +122,17 @@ def wrap_model(
 
 def kernel_facts(model: LanguageModel, device: torch.device, chosen: ChosenKernels) -> dict[str, Any]:
     """Return the facts about the kernels that compute the model, for the environment that a resume compares."""
-    facts = describe_kernels(device, chosen.compilation.mode) | chosen.facts
-    if model.kernels_description:
-        facts["model_kernels"] = model.kernels_description
-    return environment_facts(facts)
-
-
-def describe_kernels(device: torch.device, compile_mode: str) -> dict[str, Any]:
-    """Return fact -> value.
-
-    `compile_mode` is that of the run: with train.compile=auto a resumed run may be longer, or have no compiler.
-    """
     is_cpu = device.type == "cpu"
-    return {
-        "compiled": compile_mode,
+    # of this run: with train.compile=auto a resumed one may be longer, or have no compiler
+    mode = chosen.compilation.mode
+    facts = {
+        "compiled": mode,
         "logits_per_chunk": chunked_loss.LOGITS_PER_CHUNK["cuda" if device.type == "cuda" else "cpu"],
         **({"saved_attention_probs": attention.MAX_SAVED_PROBS} if is_cpu else {}),
-        **({"compiler": compiler_version()} if is_cpu and compile_mode != "off" else {}),
+        **({"compiler": compiler_version()} if is_cpu and mode != "off" else {}),
+        **({"model_kernels": model.kernels_description} if model.kernels_description else {}),
     }
+    return environment_facts(facts | chosen.facts)
 
 
 def choose_cpu_kernels(

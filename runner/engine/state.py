@@ -109,8 +109,6 @@ class TrainState:
     checkpoints: CheckpointManager
     total_steps: int  # of the whole run
     compatibility: dict[str, Any]  # facts that a checkpoint is compared with before it is loaded
-    # the field `run` of state.json: what the run directory is restored from
-    run_record: Callable[[], dict[str, Any]] = dict
     progress: Progress = field(default_factory=Progress)
     # the newest steps, whose losses are still on the device
     pending_steps: list[StepOutput] = field(default_factory=list)
@@ -200,7 +198,7 @@ class TrainState:
             "tracker_id": self.logger.tracker_id,
             "evaluation": self.pipeline.evaluation,
             "compatibility": self.compatibility,
-            "run": self.run_record(),
+            "run": self.metadata.record(),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -232,12 +230,7 @@ class TrainState:
     def follow_run_dir(self) -> None:
         """Let the last save and record of a run whose directory was moved go to where it is now."""
         if folder := self.metadata.follow_move():
-            self.checkpoints.move_to(folder)
             self.logger.move_to(folder)
-
-    def best_step_so_far(self) -> int | None:
-        """Return the step of the best evaluation on the rows that the run is evaluated on now."""
-        return self.progress.best_step
 
     def tensor_sources(self) -> dict[str, dict[str, Callable[[], Tensor]]]:
         """Return, per file of a checkpoint ("model", "optimizer"), name -> function that returns the tensor, unsharded.

@@ -121,11 +121,9 @@ def start_branch(typed: list[str]) -> None:
         folder, before = metadata.folder, metadata.fields
         try:
             plan = create_branch(metadata, trunk, extra)
-            data_files = check_inputs(plan.config)
+            metadata.data_files = check_inputs(plan.config)
             with _naming(trunk, folder):
-                compose.run_resumed(
-                    lambda: run(plan.config, metadata, data_files), folder, plan.tree, plan.overrides, runtime
-                )
+                compose.run_resumed(lambda: run(plan.config, metadata), folder, plan.tree, plan.overrides, runtime)
         except UserError:
             for name in (CHECKPOINTS_DIR, *(f"{log}.jsonl" for log in recovery.LOGS)):
                 remove_quietly(folder / name)
@@ -251,8 +249,8 @@ def _write_state(metadata: RunMetadata, trunk: Trunk, settings: Path) -> int:
     branched = {"run": str(trunk.run), "step": step, "checkpoint": hashlib.sha256(manifest).hexdigest()}
     own = {"id": secrets.token_hex(8), "tracker_id": None, "branched_from": branched}
     metadata.adopt({name: value for name, value in trunk.fields.items() if name not in FIELDS_OF_TRUNK} | own)
-    record = recovery.record_run_dir(metadata, settings)()
-    state = trunk.saved | {"progress": progress, "tracker_id": None, "run": record, "log_sha256": checksums}
+    metadata.stored_files = recovery.read_stored_files(metadata.folder, settings)
+    state = trunk.saved | {"progress": progress, "tracker_id": None, "log_sha256": checksums, "run": metadata.record()}
     named: dict[str, Chunks | Callable[[], Chunks]] = {**checkpoint_files({}, state)}
     tensors = {file: _mapped(trunk.checkpoint / file) for file in TENSOR_FILES.values()}
     write_checkpoint(checkpoints, step, named | tensors, sum(map(len, tensors.values())))

@@ -61,10 +61,11 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True)
 class Failure:
-    kind: FailureKind
     code: int  # exit code of `rank`, which failed first; negative: killed by this signal
     rank: int
     error: TrainingError
+    is_hanging: bool
+    stacks: list[str]
 
 
 def classify_failure(code: int, error: str, outcome: str | None, is_hanging: bool, oom_kills: int) -> FailureKind:

@@ -28,7 +28,7 @@ from models.formats.hub import fetch_model
 from models.formats.json_files import read_adapter_settings, read_config_of_weights, why_transformers
 from runner.checkpoint.atomic_dir import newest_valid
 from runner.checkpoint.format import CHECKPOINTS_DIR
-from runner.config.compose import compose_tree, files_that_choose, section_object, to_config, without_hydra
+from runner.config.compose import compose_tree, files_that_choose_model, section_object, to_config, without_hydra
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.overrides import key_of
 from runner.engine.config import UNNAMED_WEIGHTS, Config
@@ -87,7 +87,7 @@ def adopt_model(tree: MutableMapping[str, Any], typed: list[str], conf: Path = C
         init_from in UNNAMED_WEIGHTS
         or not Path(init_from).exists()
         or "model" in keys
-        or files_that_choose("model", typed, conf)
+        or files_that_choose_model(typed, conf)
     ):
         return None
     family = tree["model"]["family"] if "model.family" in keys else None

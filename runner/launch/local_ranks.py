@@ -39,6 +39,7 @@ from runner.engine.device.distributed import RENDEZVOUS_ENV
 from runner.engine.device.heartbeat import Sign
 from runner.engine.device.signals import STOP_SIGNALS, SignalForwarder
 from runner.launch import subprocesses
+from runner.launch.failures import Failure
 from runner.launch.supervisor import Liveness, Supervisor
 from runner.launch.train_process import PEER_TIMEOUT_TEXTS
 from runner.run_dir.contents import exported_loss, has_diverged, has_paused
@@ -83,8 +84,7 @@ def train_on_ranks(config: Config, metadata: RunMetadata, count: int) -> float:
                 metadata.reread()
                 if failed is None:
                     return _final_loss(group, metadata)
-                code, stacks = group.exit_codes()[failed] or 0, group.stacks(failed)
-                error = _failure_of(group, failed, metadata, config)
+                failure = _failure_of(group, failed, metadata, config)
             except AlreadyReported as refusal:
                 if not supervisor.restarts:
                     raise
@@ -93,9 +93,7 @@ def train_on_ranks(config: Config, metadata: RunMetadata, count: int) -> float:
                 raise TrainingError(REFUSED_RESTART) from refusal
             finally:
                 group.kill()
-            supervisor.handle(
-                supervisor.describe(code, failed, error, group.hanging == failed), stacks, forwarder.is_stopping
-            )
+            supervisor.handle(failure, forwarder.is_stopping)
             metadata.mark_running()
 
 
@@ -278,8 +276,8 @@ def _final_loss(group: RankGroup, metadata: RunMetadata) -> float:
     return 0.0 if loss is None else float(loss)
 
 
-def _failure_of(group: RankGroup, first: int, metadata: RunMetadata, config: Config) -> TrainingError:
-    """Return the error for run.json and print what the ranks wrote about it.
+def _failure_of(group: RankGroup, first: int, metadata: RunMetadata, config: Config) -> Failure:
+    """Return the failure of rank `first`, write its error to run.json, and print what the ranks wrote about it.
 
     Raises AlreadyReported for a user error, which a rank has printed.
     """
@@ -295,9 +293,10 @@ def _failure_of(group: RankGroup, first: int, metadata: RunMetadata, config: Con
         raise AlreadyReported("the settings or the data were refused", f"rank {first}", "see the message above")
     causes = [_cause(group, rank, metadata) for rank in range(group.count)]
     error = causes[first]
-    for line in group.stacks(first):
+    stacks, is_hanging = group.stacks(first), group.hanging == first
+    for line in stacks:
         print_safely(line, sys.stderr)
-    if group.hanging == first:
+    if is_hanging:
         timeout = f"{config.supervise.hang_timeout:g} minutes (supervise.hang_timeout)"
         error = f"no sign of life for {timeout}, the stacks are printed above: it {group.hang}"
         if PEER_LOST in codes:  # not found by the supervisor
@@ -317,7 +316,7 @@ def _failure_of(group: RankGroup, first: int, metadata: RunMetadata, config: Con
         elif first:
             subprocesses.print_rank_lines(first, group.logs[first - 1].last_error_lines())
     metadata.finish(Outcome.DIVERGED if has_diverged(metadata.fields) else Outcome.FAILED, error)
-    return TrainingError(error)
+    return Failure(codes[first] or 0, first, TrainingError(error), is_hanging, stacks)
 
 
 def _cause(group: RankGroup, rank: int, metadata: RunMetadata) -> str:

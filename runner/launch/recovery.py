@@ -43,42 +43,26 @@ from runner.run_dir.contents import (
     check_run_files,
 )
 from runner.run_dir.lock import unusable_error
-from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.saved_config import CONFIG_FILE, MAX_YAML_BYTES, OVERRIDES_FILE, load_saved_config
 from runner.tracking.jsonl import LogChecksum, inspect_log
 
 CONFIG, OVERRIDES, COPIES = str(CONFIG_FILE), str(OVERRIDES_FILE), f"{SNAPSHOT_DIR}/"
 LOGS = ("metrics", "samples")
 ARCHIVE = re.compile(r"metrics\.attempt(\d{1,6})\.jsonl")
-# Fields of run.json that describe one process or the newest state: they are not restored, or the checkpoint itself
-# knows them.
-PASSING_FIELDS = """
-    status outcome error degraded ended host pid boot_id start_ticks checkpoint step tokens loss_tokens metrics export
-""".split()
-MAX_STORED_ATTEMPTS = 20  # newest records of attempts that a checkpoint stores
 MAX_TEXT_BYTES = 1 << 18  # of all texts together
 
 
-def record_run_dir(metadata: RunMetadata, settings: Path | None = None) -> Callable[[], dict[str, Any]]:
-    """Return a function that returns the record of the run directory as it is now; {} in a process that does not write
-    there. `settings`: another directory whose `.hydra/` is that of the run.
+def read_stored_files(folder: Path, settings: Path) -> dict[str, dict[str, str]]:
+    """Return what a checkpoint stores of the files of a run: the texts of `.hydra/` in `settings`, the checksums of the
+    tokenizer in `folder`.
 
-    The files are read once: a launch does not change them after it has begun to train.
+    A launch reads them once: it does not change them after it has begun to train.
     """
-    if not metadata.is_writer:
-        return dict
-    tokenizer = [file for name in COPIED_FILES if os.path.lexists(file := metadata.folder / RUN_TOKENIZER / name)]
+    tokenizer = [file for name in COPIED_FILES if os.path.lexists(file := folder / RUN_TOKENIZER / name)]
     checksums = {file.name: _sha256(read_bounded(file, MAX_TOKENIZER_BYTES)) for file in tokenizer}
-    settings = settings or metadata.folder
     copies = sorted(str(path.relative_to(settings)) for path in (settings / SNAPSHOT_DIR).rglob("*.yaml"))
     names = [name for name in (CONFIG, OVERRIDES, *copies) if _is_settings_file(name)]
-    files = {"files": read_texts(settings, names, MAX_TEXT_BYTES), "tokenizer": checksums}
-
-    def record() -> dict[str, Any]:
-        fields = {name: value for name, value in metadata.fields.items() if name not in PASSING_FIELDS}
-        return {"fields": fields | {"attempts": fields["attempts"][-MAX_STORED_ATTEMPTS:]}, **files}
-
-    return record
+    return {"files": read_texts(settings, names, MAX_TEXT_BYTES), "tokenizer": checksums}
 
 
 def _is_settings_file(name: object) -> bool:

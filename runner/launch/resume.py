@@ -300,19 +300,19 @@ def resume_run(folder: Path, extra: list[str]) -> None:
         plan = plan_resume(folder, extra, has_started=metadata.attempt > 0)
         if metadata.attempt:  # for a job of a sweep that has not begun, nothing can have changed
             print_notes(plan)
-        is_completed, lacks = metadata.status == "completed", lacks_model(folder, metadata.fields)
-        if is_completed and not (plan.is_changed or lacks):
+        lacks, step = lacks_model(folder, metadata.fields), metadata.fields["step"]
+        if metadata.status == "completed" and plan.is_changed:
+            if all(override.startswith(LABEL_PREFIX) for override in extra):
+                return _label_run(metadata, plan)
+            if not any(override.startswith(EXTENDING_KEYS) for override in extra):
+                message = f"the run is completed at step {step}, and the overrides add no step"
+                fix = f"add train.max_steps=N with N > {step}, or start a new run with init_from={folder}"
+                raise UserError(message, " ".join(extra), fix + ", or leave them out: model/ is written again" * lacks)
+        elif metadata.status == "completed" and not lacks:
             return open_console(plan.config.tracker.console).print(
-                strip_control(f"{folder}: already complete at step {metadata.fields['step']}")
+                strip_control(f"{folder}: already complete at step {step}")
             )
-        if is_completed and plan.is_changed and all(override.startswith(LABEL_PREFIX) for override in extra):
-            return _label_run(metadata, plan)
-        if is_completed and plan.is_changed and not any(override.startswith(EXTENDING_KEYS) for override in extra):
-            step = metadata.fields["step"]
-            message = f"the run is completed at step {step}, and the overrides add no step"
-            fix = f"add train.max_steps=N with N > {step}, or start a new run with init_from={folder}"
-            raise UserError(message, " ".join(extra), fix + ", or leave them out: model/ is written again" * lacks)
-        data_files = check_inputs(plan.config)
+        metadata.data_files = check_inputs(plan.config)
         check_typed_are_read(extra, [plan.config])
         with metadata.reopened(), persisting_overrides(plan) as config:
-            compose.run_resumed(lambda: run(config, metadata, data_files), folder, plan.tree, plan.overrides, runtime)
+            compose.run_resumed(lambda: run(config, metadata), folder, plan.tree, plan.overrides, runtime)

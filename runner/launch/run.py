@@ -89,11 +89,9 @@ def check_data(data: DataConfig, data_format: str) -> DataFiles | None:
     return files if (paths, val_paths) == (data.paths, data.val_paths) else None
 
 
-def run(config: Config, metadata: RunMetadata, data_files: DataFiles | None = None) -> float:
+def run(config: Config, metadata: RunMetadata) -> float:
     """Train in the directory of `metadata`, from its newest checkpoint if it has one; return the loss that a sweep
     compares.
-
-    `data_files`: what `check_start` has returned.
 
     Raises UserError (nothing was trained, run.json is as before), TrainingError, or Interrupted (resume= continues).
     """
@@ -127,7 +125,7 @@ def run(config: Config, metadata: RunMetadata, data_files: DataFiles | None = No
         with StopFlag(announces=True) as stop:
             if torchrun.under_torchrun() and torchrun.is_rank_zero():
                 torchrun.broadcast_config(config, metadata)
-            return train_or_verify(config, metadata, stop, data_files)
+            return train_or_verify(config, metadata, stop)
     except UserError:
         metadata.revert(before)
         raise

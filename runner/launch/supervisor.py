@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from common.errors import Interrupted, Outcome, TrainingError, print_note, print_safely
+from common.errors import Interrupted, Outcome, print_note, print_safely
 from common.guarded_files import last_lines
 from common.ownership import process_stat
 from runner.checkpoint.atomic_dir import step_names
@@ -155,33 +155,32 @@ class Supervisor:
             )
             return None
 
-    def describe(self, code: int, rank: int, error: TrainingError, is_hanging: bool) -> Failure:
-        """Return the failure of `rank`, which failed first; run.json has been read again."""
+    def kind_of(self, failure: Failure) -> FailureKind:
+        """Classify a failure, once; run.json has been read again."""
         before, self._oom_kills = self._oom_kills, count_oom_kills()
-        kind = classify_failure(
-            code, str(error), self._metadata.fields.get("outcome"), is_hanging, self._oom_kills - before
-        )
-        return Failure(kind, code, rank, error)
+        outcome, kills = self._metadata.fields.get("outcome"), self._oom_kills - before
+        return classify_failure(failure.code, str(failure.error), outcome, failure.is_hanging, kills)
 
-    def handle(self, failure: Failure, stacks: list[str], is_stopping: Callable[[], bool]) -> None:
+    def handle(self, failure: Failure, is_stopping: Callable[[], bool]) -> None:
         """Return when the ranks are to be started again, with `config`.
 
         Raises the error of `failure` if not, Interrupted if `is_stopping()` meanwhile.
         """
-        decision = self._policy.decide(failure.kind, self._saved_step())
+        kind = self.kind_of(failure)
+        decision = self._policy.decide(kind, self._saved_step())
         restarts = decision.restarts and not is_stopping()
         action = (
             "no restart: a stop was requested"
             if is_stopping()
-            else decision.action + (self._adapt(failure.kind) if restarts else "")
+            else decision.action + (self._adapt(kind) if restarts else "")
         )
         if self._is_on:
-            self._record(failure, action, stacks)
+            self._record(failure, kind, action)
         if self._is_on or restarts:
             print_safely(f"{failure.error}; {action}", sys.stderr)
-        if advice := self._advice(failure.kind):
+        if advice := self._advice(kind):
             print_safely(advice, sys.stderr)
-        if self._is_on and failure.kind == FailureKind.STOPPED:
+        if self._is_on and kind == FailureKind.STOPPED:
             self._interrupt()
         if not restarts:
             raise failure.error
@@ -220,17 +219,17 @@ class Supervisor:
         fix += f" (or {half.overrides}: {half.changes})" if half is not None else ""
         return f"out of memory: {fix} needs less, python runner/plan.py with the same overrides says how much; {troubleshooting('out-of-memory')}"
 
-    def _record(self, failure: Failure, action: str, stacks: list[str]) -> None:
+    def _record(self, failure: Failure, kind: FailureKind, action: str) -> None:
         folder, fields = self._metadata.folder, self._metadata.fields
         lines = last_lines(folder / "train.log", LOG_BYTES)[-LOG_LINES:]
         where = {"time": timestamp(), "attempt": fields["attempt"], "step": self._saved_step(), "rank": failure.rank}
         ended = {
-            "kind": failure.kind,
+            "kind": kind,
             "exit_code": failure.code if failure.code >= 0 else None,
             "signal": signal.Signals(-failure.code).name if failure.code < 0 else None,
             "error": str(failure.error),
         }
-        append_incident(folder, {**where, **ended, "action": action, "last_lines": lines, "stacks": stacks})
+        append_incident(folder, {**where, **ended, "action": action, "last_lines": lines, "stacks": failure.stacks})
 
     def _wait(self, seconds: float, is_stopping: Callable[[], bool]) -> None:
         end = time.monotonic() + seconds

@@ -27,7 +27,6 @@ from common.errors import (
 )
 from common.filesystem import describe_disk_error
 from common.settings import setting_values
-from data.sources.splits import DataFiles
 from runner.checkpoint.compatibility import DATA_FINGERPRINT, WRITTEN_BY, recorded_environment, settings_fingerprint
 from runner.config.compose import to_config
 from runner.config.snapshot import load_overrides
@@ -36,7 +35,7 @@ from runner.engine.device.cpu import RunningTrainings
 from runner.engine.device.signals import StopFlag
 from runner.engine.device.spinning import adapt_spinning
 from runner.engine.state import TrainState
-from runner.launch.recovery import record_run_dir
+from runner.launch.recovery import read_stored_files
 from runner.reporting.live import LivePage
 from runner.run_dir.contents import GitReader, is_sweep_dir
 from runner.run_dir.metadata import STATUS_OF_OUTCOME, RunMetadata
@@ -62,16 +61,20 @@ PEER_LOST_TEXTS = (
 )
 
 
-def train_or_verify(
-    config: Config, metadata: RunMetadata, stop: StopFlag, data_files: DataFiles | None = None
-) -> float:
+def train_or_verify(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
     """Train in the run directory of `metadata`, from its newest checkpoint if there is one; return the loss that a
     sweep compares.
     """
     with RunningTrainings().registered(), adapt_spinning():
-        if config.train.verify_resume:
-            return _verify_resume(config, metadata, stop)
-        return _train(config, metadata, stop, data_files)
+        try:
+            if config.train.verify_resume:
+                return _verify_resume(config, metadata, stop)
+            return _train(config, metadata, stop)
+        except StopRequested:  # before the first step of this attempt
+            # the import of torch does so at its end; if interrupted, its exit functions would print
+            logging.getLogger("torch").setLevel(logging.WARNING)
+            metadata.finish(Outcome.INTERRUPTED)
+            raise Interrupted(metadata.fields["step"], metadata.folder) from None
 
 
 def train_as_rank(config: Config, metadata: RunMetadata, stop: StopFlag) -> int:
@@ -111,26 +114,18 @@ def _report_failure(error: str, metadata: RunMetadata, outcome: Outcome = Outcom
         print_safely(f"error: {error}", sys.stderr)
 
 
-def _train(config: Config, metadata: RunMetadata, stop: StopFlag, data_files: DataFiles | None) -> float:
+def _train(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
     git = GitReader() if metadata.is_writer else None
-    try:
-        # other ranks would wait for this one
-        with stop.interrupting("before the first step") if config.distributed.name == "single" else nullcontext():
-            from runner.engine.build import build_run
-        with _outside_errors(config, metadata.folder):
-            state = build_run(config, metadata, stop, data_files)
-    except StopRequested:
-        # its import does so at its end; if interrupted, its exit functions would print
-        logging.getLogger("torch").setLevel(logging.WARNING)
-        raise _interrupted_at_start(metadata) from None
-    state.run_record = record_run_dir(metadata)
+    # other ranks would wait for this one
+    with stop.interrupting("before the first step") if config.distributed.name == "single" else nullcontext():
+        from runner.engine.build import build_run
+    with _outside_errors(config, metadata.folder):
+        state = build_run(config, metadata, stop)
     if git is not None:
+        metadata.stored_files = read_stored_files(metadata.folder, metadata.folder)
         _record_attempt(state, git)
-    try:
-        with _live_page(state):
-            return _train_and_record(state, stop)
-    except StopRequested:
-        raise _interrupted_at_start(metadata) from None
+    with _live_page(state):
+        return _train_and_record(state, stop)
 
 
 @contextmanager
@@ -139,7 +134,7 @@ def _live_page(state: TrainState) -> Iterator[None]:
     if not (state.metadata.is_writer and state.cfg.tracker.page):
         yield
         return
-    page = LivePage(lambda: state.run_dir, state.metadata.check_owned, state.logger.warning)
+    page = LivePage(state.metadata, state.logger.warning)
     state.logger.after_record = page.record_logged
     try:
         yield
@@ -169,12 +164,6 @@ def _train_and_record(state: TrainState, stop: StopFlag) -> float:
         raise
     _record_end(state, Outcome.COMPLETED)
     return loss
-
-
-def _interrupted_at_start(metadata: RunMetadata) -> Interrupted:
-    """Record a stop request that came before the first step of this attempt; return the exception to raise."""
-    metadata.finish(Outcome.INTERRUPTED)
-    return Interrupted(metadata.fields["step"], metadata.folder)
 
 
 def _record_attempt(state: TrainState, git: GitReader) -> None:
@@ -300,13 +289,10 @@ def _next_commands(state: TrainState, outcome: Outcome) -> tuple[NextCommand, ..
 
 def _verify_resume(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
     """Run the proof of train.verify_resume instead of a training. A stop request ends it wherever it is."""
-    try:
-        with stop.interrupting("the verification"), _outside_errors(config, metadata.folder):
-            from runner.engine.verify_resume import verify_resume
+    with stop.interrupting("the verification"), _outside_errors(config, metadata.folder):
+        from runner.engine.verify_resume import verify_resume
 
-            differences = verify_resume(config, metadata.folder)
-    except StopRequested:
-        raise _interrupted_at_start(metadata) from None
+        differences = verify_resume(config, metadata.folder)
     if differences:
         raise TrainingError("a stopped and resumed run differs from an uninterrupted one: " + "; ".join(differences))
     open_console(config.tracker.console).print(

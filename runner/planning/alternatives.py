@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
-from common.limits import peak_resident_bytes, smallest_limit
+from common.limits import parse_yaml, peak_resident_bytes, smallest_limit
 from common.paths import command_line
 from models.config import LoraConfig
 from runner.diagnostics.symptoms import troubleshooting
@@ -29,17 +29,7 @@ if TYPE_CHECKING:
     from runner.engine.state import TrainState
 
 LARGE_DROP = 4  # from one size to the next: then a size about half as large is proposed, too
-LORA = LoraConfig(
-    rank=16,
-    alpha=32.0,
-    dropout=0.0,
-    targets=["all-linear"],
-    rslora=False,
-    dora=False,
-    quantize=None,
-    continue_adapter=False,
-)
-LORA_OVERRIDE = "'stage.lora={rank: 16, alpha: 32, dropout: 0, targets: [all-linear], rslora: false, dora: false, quantize: null, continue_adapter: false}'"
+LORA = "{rank: 16, alpha: 32, dropout: 0, targets: [all-linear], rslora: false, dora: false, quantize: null, continue_adapter: false}"
 REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)")
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 MAX_ALTERNATIVES = 3
@@ -122,13 +112,14 @@ def find_alternatives(
     bf16 = replace(cfg, precision=replace(cfg.precision, name="bf16"))
     if cfg.precision.name in ("fp32", "tf32"):
         add("precision=bf16", bf16, model, data)
+    lora = f"'stage.lora={LORA}'"
     if adapters := with_lora(cfg):
-        add(LORA_OVERRIDE, *adapters, data)
+        add(lora, *adapters, data)
     if not any(alternative.fits for alternative in found):
         together = with_train(bf16, batch_size=size, accumulation_steps=accumulation, activation_checkpointing="full")
         text = f"{MicroBatch(size, accumulation).overrides} train.activation_checkpointing=full precision=bf16"
         if not add(text, together, model, smallest) and (adapters := with_lora(together)):
-            add(f"{text} {LORA_OVERRIDE}", *adapters, smallest)
+            add(f"{text} {lora}", *adapters, smallest)
     return found
 
 
@@ -142,7 +133,7 @@ def with_lora(cfg: Config) -> tuple[Config, ModelSizes] | None:
     """
     if cfg.stage.lora is not None or cfg.init_from == "scratch":
         return None
-    changed = replace(cfg, stage=replace(cfg.stage, lora=LORA))
+    changed = replace(cfg, stage=replace(cfg.stage, lora=LoraConfig(**parse_yaml(LORA))))
     try:
         return changed, model_facts(changed)
     except UserError:  # no layer takes an adapter
@@ -159,7 +150,7 @@ def describe_out_of_memory(state: TrainState, error: BaseException) -> str:
     found = REQUESTED.search(str(error))
     requested = round(float(found[1]) * UNITS[found[2]]) if found else 0
     amount = (
-        f", {_mib(requested)} more were asked for"
+        f", {bytes_text(requested)} more were asked for"
         if requested
         else f" ({type(error).__name__}: {str(error).partition('.')[0][:200]})"
     )
@@ -173,7 +164,7 @@ def describe_out_of_memory(state: TrainState, error: BaseException) -> str:
     except Exception:  # the formula needs memory and facts that may be missing: the cause is reported all the same
         alternatives = []
     fixes = [
-        f"{each.overrides} (about {_mib(each.memory)} in all{', ' + each.changes if each.changes else ''})"
+        f"{each.overrides} (about {bytes_text(each.memory)} in all{', ' + each.changes if each.changes else ''})"
         for each in alternatives
     ]
     return f"{parts}; {', or '.join(fixes) or 'a smaller train.batch_size'}; {' '.join(command_line('plan'))} with the same overrides lists more; {troubleshooting('out-of-memory')}"
@@ -185,9 +176,9 @@ def limit_text(device: torch.device) -> str:
 
     if device.type != "cuda":
         size, origin = smallest_limit()
-        return f"the limit is {_mib(size)} ({origin})"
+        return f"the limit is {bytes_text(size)} ({origin})"
     free, total = torch.cuda.mem_get_info(device)
-    return f"the GPU has {_mib(total)}, {_mib(free)} are free"
+    return f"the GPU has {bytes_text(total)}, {bytes_text(free)} are free"
 
 
 def measured_parts(state: TrainState, peak: int) -> str:
@@ -201,7 +192,7 @@ def measured_parts(state: TrainState, peak: int) -> str:
         else "activations, logits, program and data"
     )
     stay[name] = max(0, peak - sum(stay.values()))
-    return f"peak {_mib(peak)} ({', '.join(f'{part} {_mib(size)}' for part, size in stay.items())})"
+    return f"peak {bytes_text(peak)} ({', '.join(f'{part} {bytes_text(size)}' for part, size in stay.items())})"
 
 
 def memory_limit(machine: Machine, peak: int, requested: int) -> int:
@@ -248,5 +239,5 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _mib(size: float) -> str:
+def bytes_text(size: float) -> str:
     return f"{size / 2**20:,.1f} MiB" if size < 2**30 else f"{size / 2**30:,.2f} GiB"

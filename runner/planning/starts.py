@@ -15,9 +15,8 @@ from runner.config import overrides as checks
 from runner.config import snapshot
 from runner.config.compose import compose_tree, to_config
 from runner.config.hydra_errors import translating_hydra_errors
-from runner.config.literals import QUOTED_ITEM
-from runner.config.overrides import RESUME_KEY, Flags, to_overrides
-from runner.config.resolve import resolve_run
+from runner.config.overrides import Flags, to_overrides
+from runner.config.resolve import check_is_one_run, resolve_run
 from runner.config.unread import check_typed_are_read
 from runner.engine.config import Config
 from runner.launch import branch, initial_weights, resume, run
@@ -46,23 +45,13 @@ class PlannedStart:
 
 def planned_start(typed: list[str], flags: Flags) -> PlannedStart:
     """Return what `train.py <typed> <flags>` would train. Raises UserError where train.py refuses it."""
-    resumed = [
-        QUOTED_ITEM.sub(r"\2", override.removeprefix(RESUME_KEY))
-        for override in typed
-        if override.startswith(RESUME_KEY)
-    ]
-    typed = checks.normalize_values(override for override in typed if not override.startswith(RESUME_KEY))
-    is_multirun = "--multirun" in flags
-    if resumed and resumed[-1] != "null":
-        folder = resolve_run(resumed[-1])
+    typed, resumed = checks.take_resume(typed)
+    typed, is_multirun = checks.normalize_values(typed), "--multirun" in flags
+    if resumed is not None:
+        folder = resolve_run(resumed)
         if is_sweep_dir(folder):
             return _resumed_sweep(folder, typed)
-        if is_multirun:
-            raise UserError(
-                "--multirun resumes a sweep, and this directory holds one run",
-                f"--multirun resume={folder}",
-                "leave out --multirun",
-            )
+        check_is_one_run(folder, flags)
         return PlannedStart((_resumed_run(folder, typed),), is_sweep=False)
     checks.check_overrides(typed)
     is_branch = checks.is_branch(typed)
@@ -125,16 +114,16 @@ def _new_sweep(typed: list[str], is_branch: bool) -> PlannedStart:
             f"the sampler draws the values of {', '.join(plan.swept)} later: planned are every choice and both ends of every interval, and {trials} jobs of the largest"
         )
     runs = []
+    shared = [override for override in plan.stored if not checks.is_hydra_override(override)]
     for point, derived in zip(plan.points, plan.derived, strict=True):
+        swept, job = to_overrides(point), to_overrides(point | derived)
         if is_branch:
-            shared = [override for override in plan.stored if not checks.is_hydra_override(override)]
-            job = grid.merge_overrides(shared, to_overrides(point | derived))
-            run_of_job = _branched_run(job, " ".join(to_overrides(point)))
-            runs.append(dataclasses.replace(run_of_job, overrides=tuple(to_overrides(point | derived))))
+            run_of_job = _branched_run(grid.merge_overrides(shared, job), " ".join(swept))
+            runs.append(dataclasses.replace(run_of_job, overrides=tuple(job)))
             continue
-        with translating_hydra_errors(to_overrides(point)):
+        with translating_hydra_errors(swept):
             final = to_config(plan.composer.tree(point, derived))
-        runs.append(PlannedRun(" ".join(to_overrides(point)), _checked(final), tuple(to_overrides(point | derived))))
+        runs.append(PlannedRun(" ".join(swept), _checked(final), tuple(job)))
     return PlannedStart(tuple(runs), is_sweep=True, trials=trials)
 
 
@@ -160,7 +149,7 @@ def _resumed_sweep(folder: Path, typed: list[str]) -> PlannedStart:
             if has_started(RunMetadata.read(folder / job.name)):
                 runs.append(_resumed_run(folder / job.name, job.pending_overrides, name))
             elif checks.is_branch(typed_of_job):
-                runs.append(dataclasses.replace(_branched_run(typed_of_job, name), overrides=tuple(typed_of_job)))
+                runs.append(_branched_run(typed_of_job, name))
             else:
                 config = to_config(session.composer.tree(job.overrides, session.derived_overrides(job)))
                 runs.append(PlannedRun(name, _checked(config), tuple(typed_of_job)))

@@ -119,9 +119,6 @@ def run_trial(cfg: Config, run_dir: Path) -> dict[str, Any]:
 
     run_dir.mkdir()
     state = build_run(cfg, RunMetadata.detached(run_dir, 1))
-    state.logger.start(
-        {}, total_steps=1, attempt=1, run_config=dataclasses.asdict(cfg), resume_at=None, tracker_id=None
-    )
     try:
         result = {
             **time_steps(state),
@@ -131,7 +128,6 @@ def run_trial(cfg: Config, run_dir: Path) -> dict[str, Any]:
         }
     finally:
         state.checkpoints.close()
-        state.logger.finish("interrupted", {})
     return result | {"compile": state.compile_decision.reason, "peak_bytes": peak_memory(state.dist.device)}
 
 

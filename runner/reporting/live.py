@@ -7,9 +7,9 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 from common.paths import REPO_ROOT
+from runner.run_dir.metadata import RunMetadata
 
 # of metrics.jsonl, about 30,000 records: a page reads all of them, and training waits for half a second
 MAX_LIVE_BYTES = 8 << 20
@@ -66,19 +66,17 @@ class LivePage(RepeatedPage):
     for it.
     """
 
-    def __init__(
-        self, run_dir: Callable[[], Path], check_owned: Callable[[], None], warn: Callable[[str], None]
-    ) -> None:
-        """`check_owned` raises if the directory no longer belongs to this process: then nothing is written."""
+    def __init__(self, metadata: RunMetadata, warn: Callable[[str], None]) -> None:
+        """Nothing is written into a directory that no longer belongs to this process."""
 
         def write_page() -> None:
             from runner.reporting.run_page import write_run_page
 
-            check_owned()
-            write_run_page(run_dir())
+            metadata.check_owned()
+            write_run_page(metadata.folder)
 
         super().__init__(write_page, warn)
-        self._run_dir, self._check_owned = run_dir, check_owned
+        self._metadata = metadata
         self._child: subprocess.Popen[bytes] | None = None
         self._begun = 0.0  # monotonic time at which the child was started
 
@@ -102,13 +100,13 @@ class LivePage(RepeatedPage):
     def _start_child(self) -> None:
         self._begun = time.monotonic()
         with suppress(Exception):  # the page at the end of the run names what is wrong, as the next record tries again
-            self._check_owned()
-            command = [sys.executable, "-c", WRITE_PAGE, str(REPO_ROOT), str(self._run_dir())]
+            self._metadata.check_owned()
+            command = [sys.executable, "-c", WRITE_PAGE, str(REPO_ROOT), str(self._metadata.folder)]
             no = subprocess.DEVNULL
             self._child = subprocess.Popen(command, stdin=no, stdout=no, stderr=no)
         self._due = self._begun + SECONDS_BETWEEN_PAGES
 
     def _is_long(self) -> bool:
         with suppress(OSError):
-            return (self._run_dir() / "metrics.jsonl").stat().st_size > MAX_LIVE_BYTES
+            return (self._metadata.folder / "metrics.jsonl").stat().st_size > MAX_LIVE_BYTES
         return False

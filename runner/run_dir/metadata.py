@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from common import ownership
 from common.errors import Outcome, TrainingError, UserError, print_note
@@ -47,10 +47,18 @@ from runner.run_dir.contents import (
 )
 from runner.run_dir.lock import RunLock, acquire_dir, acquire_rank, unusable_error, write_owner
 
+if TYPE_CHECKING:
+    from data.sources.splits import DataFiles
+
 MAX_ATTEMPTS = 200  # newest attempts that run.json keeps
 RECORDED_AT_THE_END = ("outcome", "error", "ended", "step")  # fields of run.json that its newest attempt gets, too
 STATUS_OF_OUTCOME = {Outcome.DIVERGED: Outcome.FAILED, Outcome.PAUSED: Outcome.INTERRUPTED}  # others: the same
 MAX_ERROR = 4_000  # characters of an error that are recorded: its beginning and its end
+# Fields that describe one process or the newest state: a checkpoint does not store them, or itself knows them.
+PASSING_FIELDS = """
+    status outcome error degraded ended host pid boot_id start_ticks checkpoint step tokens loss_tokens metrics export
+""".split()
+MAX_STORED_ATTEMPTS = 20  # newest records of attempts that a checkpoint stores
 
 
 @dataclass(eq=False)
@@ -68,9 +76,10 @@ class RunMetadata:
     owns_folder: bool = True
     is_writer: bool = True
     is_new_dir: bool = False  # whether this launch has created the directory
-    # the tree, its config and the data files that were checked before the directory was created
-    checked: tuple[Any, ...] = (None, None, None)
+    checked: tuple[Any, ...] = (None, None)  # the tree and its config, before the directory was created
+    data_files: DataFiles | None = None  # found by the checks before this launch; None: `build_run` looks for them
     names_before: list[str] | None = None  # names in the directory before this launch; None: it held a run
+    stored_files: Mapping[str, Any] | None = None  # what `recovery.read_stored_files` has returned
 
     @staticmethod
     def read(folder: Path) -> dict[str, Any]:
@@ -287,6 +296,15 @@ class RunMetadata:
             if status == Outcome.FAILED:  # the error that ended the run is the one to report
                 return print_note(f"warning: {message}")
             raise TrainingError(f"{message}; step {self.fields['step']} is saved, and resume= continues") from failure
+
+    def record(self) -> dict[str, Any]:
+        """Return the field `run` of state.json, what the run directory is restored from: `stored_files`, and the fields
+        as they are now; {} where the files were not read.
+        """
+        if self.stored_files is None:
+            return {}
+        fields = {name: value for name, value in self.fields.items() if name not in PASSING_FIELDS}
+        return {"fields": fields | {"attempts": fields["attempts"][-MAX_STORED_ATTEMPTS:]}, **self.stored_files}
 
     def discard_if_empty(self) -> None:
         """Remove the directory of a new run that was refused before it trained.

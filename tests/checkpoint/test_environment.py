@@ -26,7 +26,8 @@ from runner.checkpoint.compatibility import (
     settings_fingerprint,
 )
 from runner.config.compose import compose_config
-from runner.engine.kernels import describe_kernels
+from runner.engine.device.compile import CompileDecision
+from runner.engine.kernels import ChosenKernels, kernel_facts
 from runner.engine.loop import train
 from runner.engine.verify_resume import diff_run_dirs
 
@@ -98,14 +99,16 @@ def test_environment_of_a_gpu_names_device_and_libraries(monkeypatch: pytest.Mon
 
 
 def test_kernels_are_facts_of_a_run(make_run) -> None:
-    compatibility = recorded_environment(make_run("pretrain").compatibility)
+    state = make_run("pretrain")
+    compatibility = recorded_environment(state.compatibility)
     assert [compatibility[name] for name in ("compiled", "logits_per_chunk", "saved_attention_probs", "ranks")] == [
         "off",
         1 << 22,
         1 << 24,
         1,
     ]
-    assert "compiler" not in compatibility and "compiler" in describe_kernels(CPU, "default")
+    compiled = kernel_facts(state.model, CPU, ChosenKernels({}, {}, CompileDecision("default", "")))
+    assert "compiler" not in compatibility and "compiler" in recorded_environment(compiled)
 
 
 def test_variables_without_influence_on_the_result_are_not_compared() -> None:

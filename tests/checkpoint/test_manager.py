@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -46,8 +47,9 @@ class FakeRun:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.step, self.best_step = saved["progress"]["step"], saved["progress"]["best_step"]
 
-    def best_step_so_far(self) -> int | None:
-        return self.best_step
+    @property
+    def progress(self) -> SimpleNamespace:
+        return SimpleNamespace(best_step=self.best_step)
 
     def load_tensors(self, files: dict[str, dict[str, Tensor]], source: Path) -> None:
         self.tensors = files
@@ -58,8 +60,10 @@ class FakeRun:
     def warning(self, message: str) -> None:
         self.messages.append(f"warning: {message}")
 
-    def update_metadata(self, **fields: Any) -> None:
+    def update(self, **fields: Any) -> None:
         self.metadata |= fields
+
+    def check_owned(self) -> None: ...
 
 
 def make_manager(
@@ -70,9 +74,8 @@ def make_manager(
     max_failed_saves: int = 3,
     is_rank_zero: bool = True,
 ) -> CheckpointManager:
-    return CheckpointManager(
-        run_dir, RetentionPolicy(keep_newest, keep_every), max_failed_saves, run, run.update_metadata, is_rank_zero
-    )
+    run.folder = run_dir
+    return CheckpointManager(run, RetentionPolicy(keep_newest, keep_every), max_failed_saves, run, is_rank_zero)
 
 
 def save_steps(manager: CheckpointManager, run: FakeRun, steps: int) -> None:

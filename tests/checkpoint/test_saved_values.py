@@ -19,10 +19,13 @@ from runner.checkpoint.format import read_checkpoint_tensors, safetensors_chunks
 from runner.checkpoint.manager import CheckpointManager, newest_checkpoint
 from runner.checkpoint.saving import RetentionPolicy, find_best_weights
 from runner.engine.state import load_strict, saved_tensors
+from runner.run_dir.metadata import RunMetadata
 
 
 class OneWeight:
     """A run whose only weight changes in place, as in an optimizer step."""
+
+    progress = SimpleNamespace(best_step=None)
 
     def __init__(self) -> None:
         self.weight = torch.full((2, 3), 1.0)
@@ -31,8 +34,6 @@ class OneWeight:
         return {"progress": {"step": 2, "best_step": None}, "compatibility": {}}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None: ...
-
-    def best_step_so_far(self) -> None: ...
 
     def load_tensors(self, files: dict[str, dict[str, Tensor]], source: Path) -> None:
         self.weight = files["model"]["weight"]
@@ -43,7 +44,7 @@ class OneWeight:
 
 def make_manager(run_dir: Path) -> CheckpointManager:
     messages = SimpleNamespace(info=lambda message: None, warning=lambda message: None)
-    return CheckpointManager(run_dir, RetentionPolicy(3, 0), 1, messages, lambda **fields: None)
+    return CheckpointManager(RunMetadata.detached(run_dir, 1), RetentionPolicy(3, 0), 1, messages)
 
 
 def test_saved_weights_are_those_of_the_step_although_training_continues(

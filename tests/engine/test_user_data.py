@@ -46,7 +46,7 @@ def pipeline(tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(files, "detect_format", None)  # a file whose format is detected again fails
             checked = build_data_pipeline(cfg, Tokenizer.load(TOKENIZER), data_files)
-        assert checked.fingerprint == build_data_pipeline(cfg, Tokenizer.load(TOKENIZER)).fingerprint
+        assert checked.train.fingerprint == build_data_pipeline(cfg, Tokenizer.load(TOKENIZER)).train.fingerprint
         return checked
 
     return pipeline

@@ -23,6 +23,7 @@ from runner.reporting.metrics import MAX_FIELDS, MAX_NAME_CHARS, MAX_POINTS, cho
 from runner.reporting.page_kit import RELOAD_SECONDS
 from runner.reporting.run_facts import RunReport, run_text, stage_defaults
 from runner.reporting.run_page import STALE_SECONDS, write_run_page
+from runner.run_dir.metadata import RunMetadata
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u202e\x1b[31m"
 
@@ -213,19 +214,20 @@ def test_records_that_are_no_steps_are_left_out() -> None:
 
 def test_live_page_warns_once_and_never_raises(tmp_path: Path) -> None:
     warnings: list[str] = []
-    page = LivePage(lambda: tmp_path / "gone", lambda: None, warnings.append)
+    page = LivePage(RunMetadata.detached(tmp_path / "gone", 1), warnings.append)
     page.write()
     page.write()
     assert len(warnings) == 1 and warnings[0].startswith("report.html cannot be written: ")
 
 
-def test_live_page_writes_nothing_into_a_directory_of_another_process(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", [train(1)])
-
-    def check_owned() -> None:
+class TakenRun(RunMetadata):
+    def check_owned(self) -> None:
         raise RuntimeError("taken")
 
-    LivePage(lambda: folder, check_owned, lambda message: None).write()
+
+def test_live_page_writes_nothing_into_a_directory_of_another_process(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [train(1)])
+    LivePage(TakenRun.detached(folder, 1), lambda message: None).write()
     assert not (folder / "report.html").exists()
 
 
@@ -308,7 +310,7 @@ def test_live_page_of_a_run_whose_metrics_are_large_is_written_by_a_child(
     """It was written at the end of the run only."""
     folder, warnings = write_run(tmp_path / "run", [train(step) for step in range(9)]), list[str]()
     monkeypatch.setattr(live, "MAX_LIVE_BYTES", 100)
-    page = LivePage(lambda: folder, lambda: None, warnings.append)
+    page = LivePage(RunMetadata.detached(folder, 1), warnings.append)
     page.record_logged()
     child = page._child
     assert (
@@ -331,11 +333,7 @@ def test_live_page_of_a_directory_of_another_process_starts_no_child(
 ) -> None:
     folder = write_run(tmp_path / "run", [train(step) for step in range(9)])
     monkeypatch.setattr(live, "MAX_LIVE_BYTES", 100)
-
-    def check_owned() -> None:
-        raise RuntimeError("taken")
-
-    page = LivePage(lambda: folder, check_owned, lambda message: None)
+    page = LivePage(TakenRun.detached(folder, 1), lambda message: None)
     page.record_logged()
     assert page._child is None and not (folder / "report.html").exists()
 

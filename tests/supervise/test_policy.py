@@ -18,7 +18,7 @@ from runner.engine.device import heartbeat
 from runner.engine.loop import train
 from runner.launch import supervisor
 from runner.launch import supervisor as supervisor_module
-from runner.launch.failures import MAX_DELAY, FailureKind, RestartPolicy, classify_failure, count_oom_kills
+from runner.launch.failures import MAX_DELAY, Failure, FailureKind, RestartPolicy, classify_failure, count_oom_kills
 from runner.launch.supervisor import Liveness, Supervisor
 
 
@@ -86,7 +86,13 @@ class FakeClock:
 
 
 def beat_in(watched: Liveness, rank: int) -> heartbeat.Heartbeat:
-    return heartbeat.Heartbeat(Path(watched.environment(rank)[heartbeat.HEARTBEAT_ENV]))
+    return heartbeat_to(Path(watched.environment(rank)[heartbeat.HEARTBEAT_ENV]))
+
+
+def heartbeat_to(file: Path) -> heartbeat.Heartbeat:
+    counter = heartbeat.Heartbeat()
+    counter.write_to(file)
+    return counter
 
 
 def test_rank_without_a_sign_of_life_is_hanging_the_slowest_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +129,7 @@ def test_rank_that_computes_is_alive_until_its_first_step_is_done(
     process = subprocess.Popen(["sleep", "60"])
     try:
         signs = beat_in(watched, 0)
-        signs.enter(b"in a training step", step)
+        signs.enter("in a training step", step)
         signs.beat()
         results = []
         for _ in range(7):
@@ -180,7 +186,7 @@ def test_stacks_of_a_crashed_process_are_read() -> None:
 
 def test_heartbeat_costs_no_system_call(tmp_path: Path) -> None:
     (tmp_path / "beat").write_bytes(bytes(heartbeat.RECORD.size))
-    counter = heartbeat.Heartbeat(tmp_path / "beat")
+    counter = heartbeat_to(tmp_path / "beat")
     for _ in range(1000):
         counter.beat()
     assert heartbeat.read_sign(tmp_path / "beat").beats == 1000 and heartbeat.read_sign(tmp_path / "none").beats == 0
@@ -191,7 +197,8 @@ def test_training_counts_every_micro_batch_and_every_evaluation_batch(
     make_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (file := tmp_path / "beat").write_bytes(bytes(heartbeat.RECORD.size))
-    monkeypatch.setattr(heartbeat, "_heartbeat", heartbeat.Heartbeat(file))
+    monkeypatch.setenv(heartbeat.HEARTBEAT_ENV, str(file))
+    heartbeat.start_heartbeat()
     evaluated = ["data.val_fraction=0.3", "train.eval_every=1"]  # 11 rows: 6 batches, 3 times
     train(make_run("pretrain", "train.max_steps=3", "train.accumulation_steps=2", "train.batch_size=2", *evaluated))
     assert heartbeat.read_sign(file).beats == 3 * 2 + 3 * 6
@@ -199,7 +206,6 @@ def test_training_counts_every_micro_batch_and_every_evaluation_batch(
 
 def test_heartbeat_is_started_by_its_variable_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (file := tmp_path / "beat").write_bytes(bytes(heartbeat.RECORD.size))
-    monkeypatch.setattr(heartbeat, "_heartbeat", None)
     heartbeat.start_heartbeat()
     heartbeat.beat()
     monkeypatch.setenv(heartbeat.HEARTBEAT_ENV, str(file))
@@ -226,5 +232,6 @@ def test_kill_is_a_lack_of_memory_if_the_kernel_has_killed_in_the_meantime(
     monkeypatch.setattr(supervisor_module, "count_oom_kills", lambda: next(kills))
     metadata: Any = SimpleNamespace(fields={}, folder=tmp_path)
     supervisor = Supervisor(compose_config(["train.supervise=true"]), metadata)
-    kinds = [supervisor.describe(-signal.SIGKILL, 0, TrainingError("killed"), is_hanging=False).kind for _ in range(2)]
+    failure = Failure(-signal.SIGKILL, 0, TrainingError("killed"), is_hanging=False, stacks=[])
+    kinds = [supervisor.kind_of(failure) for _ in range(2)]
     assert kinds == [FailureKind.KILLED, FailureKind.OUT_OF_MEMORY]

@@ -10,6 +10,7 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,60 +30,52 @@ class Sign(NamedTuple):
     activity: str
 
 
+@dataclass(eq=False)
 class Heartbeat:
-    def __init__(self, path: Path) -> None:
-        """`path` has RECORD.size bytes."""
+    """The record of a process; nothing reads it before `write_to`."""
+
+    _memory: bytearray | mmap.mmap = field(default_factory=lambda: bytearray(RECORD.size))
+    _count: int = 0
+    _step: int = 0
+    _activity: str = ""
+
+    def write_to(self, path: Path) -> None:
+        """Count from now on, in a file of RECORD.size bytes."""
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            self._memory = mmap.mmap(fd, RECORD.size)
+            self._memory, self._count = mmap.mmap(fd, RECORD.size), 0
         finally:
             os.close(fd)
-        self._count, self._step, self.activity = 0, 0, b""
 
     def beat(self) -> None:
+        """Call it between two pieces of work that end by themselves: a micro-batch, a generated token."""
         self._count += 1
-        self._write()
+        self.enter(self._activity)
 
-    def enter(self, activity: bytes, step: int | None = None) -> None:
-        self.activity, self._step = activity, self._step if step is None else step
-        self._write()
+    def enter(self, activity: str, step: int | None = None) -> None:
+        """Record what this rank does from now on, e.g. "in an evaluation", and after which step."""
+        self._activity, self._step = activity, self._step if step is None else step
+        RECORD.pack_into(self._memory, 0, self._count, time.monotonic(), self._step, activity.encode())
 
-    def _write(self) -> None:
-        RECORD.pack_into(self._memory, 0, self._count, time.monotonic(), self._step, self.activity)
+    @contextmanager
+    def during(self, activity: str) -> Iterator[None]:
+        """Record `activity` while the block runs, then the previous one."""
+        before = self._activity
+        self.enter(activity)
+        try:
+            yield
+        finally:
+            self.enter(before)
 
 
-_heartbeat: Heartbeat | None = None
+HEARTBEAT = Heartbeat()  # of this process
+beat, enter, during = HEARTBEAT.beat, HEARTBEAT.enter, HEARTBEAT.during
 
 
 def start_heartbeat() -> None:
     """Count from now on, if a supervisor watches this process."""
-    global _heartbeat
     if path := os.environ.get(HEARTBEAT_ENV):
-        _heartbeat = Heartbeat(Path(path))
-
-
-def beat() -> None:
-    """Call it between two pieces of work that end by themselves: a micro-batch, a generated token."""
-    if _heartbeat is not None:
-        _heartbeat.beat()
-
-
-def enter(activity: str, step: int | None = None) -> None:
-    """Record what this rank does from now on, e.g. "in an evaluation", and after which step."""
-    if _heartbeat is not None:
-        _heartbeat.enter(activity.encode(), step)
-
-
-@contextmanager
-def during(activity: str) -> Iterator[None]:
-    """Record `activity` while the block runs, then the previous one."""
-    before = b"" if _heartbeat is None else _heartbeat.activity
-    enter(activity)
-    try:
-        yield
-    finally:
-        if _heartbeat is not None:
-            _heartbeat.enter(before)
+        HEARTBEAT.write_to(Path(path))
 
 
 def read_sign(path: Path) -> Sign:
