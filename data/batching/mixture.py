@@ -10,7 +10,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -75,14 +75,15 @@ class WeightedSource:
     rows_per_epoch: int = -1  # -1: each row once
     # with row weights: rows of an epoch up to and including each row
     cumulative: np.ndarray | None = field(default=None, repr=False)
-    num_rows: int = field(init=False)  # distinct rows
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def num_rows(self) -> int:
+        """Number of distinct rows."""
         if self.split is None:
             used = len(self.store)
         else:
             used = self.split.held_out if self.is_held_out else self.split.size - self.split.held_out
-        object.__setattr__(self, "num_rows", used - len(self.excluded))
+        return used - len(self.excluded)
 
     def __len__(self) -> int:
         return self.num_rows if self.rows_per_epoch < 0 else self.rows_per_epoch
@@ -160,10 +161,11 @@ class MixedRows:
     """Rows of an epoch before shuffling: those of the first source, of the second, ..."""
 
     sources: tuple[WeightedSource, ...]
-    ends: np.ndarray = field(init=False, repr=False, compare=False)  # index behind the last row of each source
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ends", np.cumsum([len(source) for source in self.sources]))
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """The index behind the last row of each source."""
+        return np.cumsum([len(source) for source in self.sources])
 
     def __len__(self) -> int:
         return int(self.ends[-1])
