@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -66,32 +67,21 @@ class Messages(Protocol):
     def warning(self, message: str) -> None: ...
 
 
+@dataclass(eq=False)
 class CheckpointManager:
     """Checkpoints of one run. Every rank calls the same methods in the same order; rank 0 writes."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        retention: RetentionPolicy,
-        max_failed_saves: int,
-        messages: Messages,
-        update_metadata: Callable[..., None],
-        is_rank_zero: bool = True,
-        broadcast_flag: Callable[[bool], bool] = lambda flag: flag,
-        check_run_dir: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`update_metadata` writes fields of run.json; `broadcast_flag` returns rank 0's flag on every rank;
-        `check_run_dir` raises TrainingError if the run directory no longer belongs to this process.
-        """
-        self.run_dir, self.dir = run_dir, run_dir / CHECKPOINTS_DIR
-        self.saved_step: int | None = None  # the newest step handed to the writer
-        self.retention, self._max_failed_saves, self._messages, self._update_metadata = (
-            retention,
-            max_failed_saves,
-            messages,
-            update_metadata,
-        )
-        self._is_rank_zero, self._broadcast_flag, self._check_run_dir = is_rank_zero, broadcast_flag, check_run_dir
+    run_dir: Path  # changed where the run directory was moved
+    retention: RetentionPolicy
+    max_failed_saves: int
+    messages: Messages
+    update_metadata: Callable[..., None]  # writes fields of run.json
+    is_rank_zero: bool = True
+    broadcast_flag: Callable[[bool], bool] = lambda flag: flag  # returns rank 0's flag on every rank
+    check_run_dir: Callable[[], None] = lambda: None  # raises TrainingError if another process has the run directory
+    saved_step: int | None = field(default=None, init=False)  # the newest step handed to the writer
+
+    def __post_init__(self) -> None:
         self._writer = AsyncWriter()
         self._writer_warnings: deque[str] = deque()  # filled by the writer thread
         self._failed_saves = 0  # consecutive
@@ -100,29 +90,29 @@ class CheckpointManager:
         self._unsaved_best: BestWeights | None = None  # could not be written; tried again with the next save
         self._stall = 0.0
 
-    def move_to(self, run_dir: Path) -> None:
-        """Follow a run directory that was moved."""
-        self.run_dir, self.dir = run_dir, run_dir / CHECKPOINTS_DIR
+    @property
+    def dir(self) -> Path:
+        return self.run_dir / CHECKPOINTS_DIR
 
     def save_async(self, step: int, source: Stateful) -> None:
         """Copy the state to rank 0's host memory and hand it to the writer thread.
 
         A step that is saved already is skipped.
         """
-        if self._is_rank_zero:
-            self._check_run_dir()
+        if self.is_rank_zero:
+            self.check_run_dir()
             if self._unsaved_best is not None:  # still in flight, or failed
                 self.wait_for_save()
                 self._submit_best(self._unsaved_best)
-        if self._broadcast_flag(step == self.saved_step):
+        if self.broadcast_flag(step == self.saved_step):
             return None
         started = time.perf_counter()
-        tensors = {file: copy_to_host(sources, self._is_rank_zero) for file, sources in source.tensor_sources().items()}
+        tensors = {file: copy_to_host(sources, self.is_rank_zero) for file, sources in source.tensor_sources().items()}
         try:
             state = source.state_dict()
         except OSError as error:
             return self._handle_failure(step, error)
-        if not self._is_rank_zero:
+        if not self.is_rank_zero:
             return None
         files, size = (
             checkpoint_files(tensors, state),
@@ -138,15 +128,15 @@ class CheckpointManager:
         The checkpoint of this step holds them where there is one; otherwise the weights alone are copied, and written
         in the background.
         """
-        if self._broadcast_flag(step == self.saved_step):
-            if self._is_rank_zero:
+        if self.broadcast_flag(step == self.saved_step):
+            if self.is_rank_zero:
                 self._unsaved_best = None  # a former one: written again, it would be pointed to
                 self._awaited_best = BestWeights(step, loss, self._weights_in_flight)
                 self._point_to_awaited_best()
             return
         started = time.perf_counter()
-        weights = copy_to_host(source.tensor_sources()["model"], self._is_rank_zero)
-        if not self._is_rank_zero:
+        weights = copy_to_host(source.tensor_sources()["model"], self.is_rank_zero)
+        if not self.is_rank_zero:
             return
         self._awaited_best = None
         self._submit_best(BestWeights(step, loss, weights))
@@ -170,7 +160,7 @@ class CheckpointManager:
             self.save_async(step, source)
             self.wait_for_save()
             self._point_to_awaited_best()
-            if self._broadcast_flag(
+            if self.broadcast_flag(
                 self.saved_step == step and self._unsaved_best is None and self._awaited_best is None
             ):
                 return
@@ -206,8 +196,8 @@ class CheckpointManager:
         checkpoint, skipped = atomic_dir.newest_valid(self.dir)
         for name, reason in skipped:
             message = f"checkpoint {name} skipped: {reason}"
-            self._messages.warning(message)
-            self._update_metadata(recovered=[message])
+            self.messages.warning(message)
+            self.update_metadata(recovered=[message])
         if checkpoint is None:
             if skipped:
                 raise UserError(
@@ -235,7 +225,7 @@ class CheckpointManager:
         """Delete the best weights that were saved after the checkpoint of `step`, which is resumed from: metrics.jsonl
         is cut back, too.
         """
-        if self._is_rank_zero and self.dir.is_dir():
+        if self.is_rank_zero and self.dir.is_dir():
             # first: a kill leaves no pointer to deleted weights, nor do weights that are missing
             retry_disk(lambda: point_to_best(self.dir, best_step) or point_to_best(self.dir, None))
             retry_disk(partial(discard_best_after, self.dir, step))
@@ -243,17 +233,17 @@ class CheckpointManager:
     def _check_compatible(self, differences: Mapping[str, list[str]], checkpoint: Path) -> None:
         check_compatible(differences, checkpoint, self.run_dir)
         for change in differences["changes_training"]:
-            self._messages.info(f"changed from here on: {change}")
+            self.messages.info(f"changed from here on: {change}")
         for change in differences["changes_rounding"]:
-            self._messages.warning(f"no longer bitwise reproducible: {change}")
+            self.messages.warning(f"no longer bitwise reproducible: {change}")
         if differences["changes_rounding"]:
-            self._update_metadata(exact=False, inexact_because=differences["changes_rounding"])
+            self.update_metadata(exact=False, inexact_because=differences["changes_rounding"])
         if differences["changes_training"]:
-            self._update_metadata(changed=differences["changes_training"])
+            self.update_metadata(changed=differences["changes_training"])
 
     def _handle_results(self, results: list[SaveResult]) -> None:
         while self._writer_warnings:
-            self._messages.warning(self._writer_warnings.popleft())
+            self.messages.warning(self._writer_warnings.popleft())
         for result in results:
             step, is_checkpoint = step_of(result.name), result.name == checkpoint_name(step_of(result.name))
             if result.error is None:
@@ -262,8 +252,8 @@ class CheckpointManager:
                     self._weights_in_flight = {}
                 elif self._unsaved_best is not None and step == self._unsaved_best.step:
                     self._unsaved_best = None
-                self._messages.info(f"saved {result.name} in {result.seconds:.2f} s")
-                self._update_metadata(
+                self.messages.info(f"saved {result.name} in {result.seconds:.2f} s")
+                self.update_metadata(
                     degraded=None, **({"checkpoint": result.name, "step": step} if is_checkpoint else {})
                 )
                 self._point_to_awaited_best()
@@ -286,7 +276,7 @@ class CheckpointManager:
 
     def _handle_failure(self, step: int, error: OSError, is_checkpoint: bool = True) -> None:
         """Continue with the previous checkpoint after a write error, unless too many saves have failed."""
-        self._check_run_dir()
+        self.check_run_dir()
         self._failed_saves += 1
         if is_checkpoint:
             self.saved_step = None
@@ -295,9 +285,9 @@ class CheckpointManager:
             if isinstance(error, atomic_dir.SaveError)
             else f"step {step} was not saved: {describe_disk_error(error, self.run_dir)}"
         )
-        self._messages.warning(reason)
-        self._update_metadata(degraded=f"step {step}: {reason}")
-        if self._failed_saves >= self._max_failed_saves:
+        self.messages.warning(reason)
+        self.update_metadata(degraded=f"step {step}: {reason}")
+        if self._failed_saves >= self.max_failed_saves:
             raise TrainingError(
                 f"{self._failed_saves} consecutive saves failed (train.max_failed_saves), the last one with: {reason}"
             )

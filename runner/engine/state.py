@@ -232,7 +232,7 @@ class TrainState:
     def follow_run_dir(self) -> None:
         """Let the last save and record of a run whose directory was moved go to where it is now."""
         if folder := self.metadata.follow_move():
-            self.checkpoints.move_to(folder)
+            self.checkpoints.run_dir = folder
             self.logger.move_to(folder)
 
     def best_step_so_far(self) -> int | None:
