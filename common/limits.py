@@ -310,10 +310,11 @@ def run_limited(command: list[str], request: Any, beyond: str, env: dict[str, st
     return ended.stdout
 
 
-def limit_process(memory: int, seconds: int) -> None:
+def limit_process(memory: int, seconds: int | None = None) -> None:
     """Limit this process to `memory` bytes and `seconds` of processor time, without a core dump and new files."""
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    if seconds is not None:
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(limit, (0, 0))
 
