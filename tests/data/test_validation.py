@@ -105,7 +105,7 @@ def test_excluded_rows_are_left_out_of_the_remaining_ones(excluded):
     part = remaining.__class__(
         remaining.source, remaining.store, remaining.split, excluded=np.array(excluded, np.int64)
     )
-    all_rows = HoldoutSplit(50, 5).remaining_rows(np.arange(45))
+    all_rows = HoldoutSplit(50, 5).rows(np.arange(45))
     assert part.locate(np.arange(len(part))).tolist() == np.delete(all_rows, excluded).tolist()
 
 
