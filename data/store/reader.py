@@ -69,10 +69,7 @@ OPEN_FILES = 128
 
 
 class DamagedStoreError(RuntimeError):
-    """The content of a store is not what was written.
-
-    Has one argument only: DataLoader workers re-raise errors as type(message).
-    """
+    """The content of a store is not what was written."""
 
 
 class TokenStore:
