@@ -160,10 +160,10 @@ def read_texts(folder: Path, names: Iterable[str], limit: int) -> dict[str, str]
     return texts
 
 
-def read_json_object(path: Path, limit: int = 16 << 20) -> dict[str, Any]:
-    """Return the JSON object in `path`; {} where there is none, it is damaged, or longer than `limit` bytes."""
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in `path`; {} where there is none, it is damaged, or longer than 16 MiB."""
     try:
-        content = parse_json(read_bounded(path, limit))
+        content = parse_json(read_bounded(path, 16 << 20))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
