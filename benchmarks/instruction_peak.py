@@ -97,7 +97,7 @@ def table(rounds: int, repetitions: int, layer: dict[str, int]) -> str:
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            library = load_library("instruction_peak", [SOURCE], [], Path(folder))
+            library = load_library("instruction_peak", [SOURCE], Path(folder))
         except KernelsUnavailableError as error:
             raise SystemExit(f"no C++ compiler: {error}") from error
     rates: dict[str, list[float]] = {}

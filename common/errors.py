@@ -324,28 +324,23 @@ def exiting_with_code() -> Iterator[None]:
 
 
 def _report(error: Exception) -> int:
-    if not SHOW_TRACEBACKS:
-        if isinstance(error, UserError):
+    text = "".join(traceback.format_exception(error)).rstrip("\n")
+    match error:
+        case _ if SHOW_TRACEBACKS:
+            pass
+        case UserError():
             return report_user_error(error)
-        if isinstance(error, Interrupted):
+        case Interrupted():
             print_safely(f"{error}; continue with: {resume_command(error.folder)}", sys.stderr)
             return INTERRUPTED
-        if isinstance(error, TrainingError):
-            print_safely(f"error: {error}", sys.stderr)
-            return FAILED
-        if isinstance(error, OSError) and (
-            error.errno in DISK_ERRORS or (error.errno == errno.EACCES and error.filename)
-        ):
-            print_safely(
-                f"error: {error.filename or 'a file'} could not be written or read: {error.strerror}", sys.stderr
-            )
-            return FAILED
-        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            return report_user_error(
-                UserError("the path is too long", error.filename or "", "a name has at most 255 bytes")
-            )
-        if isinstance(error, OSError) and error.errno == errno.EMFILE:
-            print_safely(f"error: {error.strerror}; {MORE_FILES}", sys.stderr)
-            return FAILED
-    print_safely("".join(traceback.format_exception(error)).rstrip("\n"), sys.stderr)
+        case OSError(errno=errno.ENAMETOOLONG):
+            fix = "a name has at most 255 bytes"
+            return report_user_error(UserError("the path is too long", error.filename or "", fix))
+        case TrainingError():
+            text = f"error: {error}"
+        case OSError(errno=errno.EMFILE):
+            text = f"error: {error.strerror}; {MORE_FILES}"
+        case OSError() if error.errno in DISK_ERRORS or (error.errno == errno.EACCES and error.filename):
+            text = f"error: {error.filename or 'a file'} could not be written or read: {error.strerror}"
+    print_safely(text, sys.stderr)
     return FAILED

@@ -12,7 +12,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,8 @@ from common.limits import parse_json
 
 Result = TypeVar("Result")
 Bytes = bytes | bytearray | memoryview
-Chunks = Bytes | Sequence[Bytes]  # content of a file, in order; parts of it need not be copied together first
+# content of a file, in order; parts of it need not be copied together first. An iterator only where it is read once
+Chunks = Bytes | Iterable[Bytes]
 
 ELF_HEADER = struct.Struct("<40sQ10xHH2x")  # the offset of the table of sections, the size of an entry, their number
 CHUNK_BYTES = 4 << 20  # bytes per write or read call
@@ -159,10 +160,10 @@ def read_texts(folder: Path, names: Iterable[str], limit: int) -> dict[str, str]
     return texts
 
 
-def read_json_object(path: Path, limit: int = 16 << 20) -> dict[str, Any]:
-    """Return the JSON object in `path`; {} where there is none, it is damaged, or longer than `limit` bytes."""
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in `path`; {} where there is none, it is damaged, or longer than 16 MiB."""
     try:
-        content = parse_json(read_bounded(path, limit))
+        content = parse_json(read_bounded(path, 16 << 20))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -184,7 +185,7 @@ def write_hashed_file(path: Path, data: Chunks) -> dict[str, Any]:
 
     `data` must not change meanwhile: it is read twice.
     """
-    views = as_chunks(data)
+    views = list(as_chunks(data))
     digest = hashlib.sha256()
 
     def update_digest() -> None:
@@ -206,10 +207,10 @@ def write_hashed_file(path: Path, data: Chunks) -> dict[str, Any]:
     return {"size": sum(map(len, views)), "sha256": digest.hexdigest()}
 
 
-def as_chunks(data: Chunks) -> list[memoryview]:
-    """Return byte views: len() of each is its size in bytes."""
-    parts = [data] if isinstance(data, bytes | bytearray | memoryview) else data
-    return [memoryview(part).cast("B") for part in parts]
+def as_chunks(data: Chunks) -> Iterator[memoryview]:
+    """Yield byte views: len() of each is its size in bytes."""
+    for part in [data] if isinstance(data, bytes | bytearray | memoryview) else data:
+        yield memoryview(part).cast("B")
 
 
 def write_all(fd: int, data: Bytes) -> None:

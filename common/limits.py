@@ -284,8 +284,7 @@ def match_patterns(patterns: list[str], texts: list[str]) -> list[list[bool]]:
         )
     shortened = ", ".join(pattern[:60] for pattern in patterns[:3])
     beyond = f"{shortened}: it takes more than {MATCH_SECONDS} seconds or {MATCH_MEMORY >> 20} MiB for {len(texts):,} names; e.g. a repetition inside of a repetition does"
-    command = ["-I", "-S", __file__, str(MATCH_SECONDS)]
-    matched: list[list[bool]] = json.loads(run_limited(command, [patterns, texts], beyond))
+    matched: list[list[bool]] = json.loads(run_limited(["-I", "-S", __file__], [patterns, texts], beyond))
     return matched
 
 
@@ -311,19 +310,19 @@ def run_limited(command: list[str], request: Any, beyond: str, env: dict[str, st
     return ended.stdout
 
 
-def limit_process(memory: int, seconds: int) -> None:
+def limit_process(memory: int, seconds: int | None = None) -> None:
     """Limit this process to `memory` bytes and `seconds` of processor time, without a core dump and new files."""
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    if seconds is not None:
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(limit, (0, 0))
 
 
 def match_request() -> int:
     """Answer the request of `match_patterns` on standard input."""
-    seconds = int(sys.argv[1])
     patterns, texts = json.load(sys.stdin)
-    limit_process(MATCH_MEMORY, seconds)
+    limit_process(MATCH_MEMORY, MATCH_SECONDS)
     compiled = []
     for pattern in patterns:
         try:

@@ -94,9 +94,7 @@ class Watch:
         return taken[0]
 
 
-def prefetch(
-    items: Generator[T], watch: Watch | None = None, describe: Callable[[], str] = lambda: "the next item"
-) -> Generator[T]:
+def prefetch(items: Generator[T], watch: Watch, describe: Callable[[], str]) -> Generator[T]:
     """Yield the same items; a thread computes the next one while the caller uses the current one.
 
     `describe()`: what the thread does now.
@@ -104,7 +102,6 @@ def prefetch(
     Raises StopRequested or TrainingError as `watch` says. At the end a thread that is blocked, e.g. in a read, is
     abandoned.
     """
-    watch = watch or Watch()
     results: queue.Queue[Future] = queue.Queue()
     wanted, closed = threading.Semaphore(1), threading.Event()
 

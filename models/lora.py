@@ -244,24 +244,6 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in model.named_parameters() if ".lora." in name}
 
 
-def load_adapter(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Load all adapter parameters.
-
-    Raises KeyError with the names that are missing, unknown or of another shape.
-    """
-    own = adapter_state_dict(model)
-    wrong = sorted(
-        name
-        for name in own.keys() | state.keys()
-        if name not in own or name not in state or own[name].shape != state[name].shape
-    )
-    if wrong:
-        raise KeyError(f"adapters differ in {len(wrong)} tensors: {', '.join(wrong[:4])}")
-    with torch.no_grad():
-        for name, p in own.items():
-            p.copy_(state[name])
-
-
 def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
     """Return the layers with adapters by path."""
     return {path: module for path, module in model.named_modules() if isinstance(module, LoraLayer)}

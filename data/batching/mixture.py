@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import astuple, dataclass, field, replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,13 +33,17 @@ HOLDOUT_SEED = 0  # not the seed of the run: repetitions with other seeds are ev
 
 @dataclass(frozen=True)
 class HoldoutSplit:
-    """Holds out `held_out` of `size` rows.
+    """The held-out rows of a file, or the remaining ones: `held_out` of `size` rows are held out.
 
     The rows are cut into `held_out` strata, and one random row of each is held out: they are spread over the file.
     """
 
     size: int
     held_out: int
+    is_held_out: bool = False
+
+    def __len__(self) -> int:
+        return self.held_out if self.is_held_out else self.size - self.held_out
 
     def strata(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (first row, number of rows, offset of the held-out row) of each stratum."""
@@ -47,13 +51,11 @@ class HoldoutSplit:
         length = (numbers + 1) * self.size // self.held_out - first
         return first, length, (hash64(numbers, HOLDOUT_SEED) % length.astype(np.uint64)).astype(np.int64)
 
-    def held_out_rows(self, positions: np.ndarray) -> np.ndarray:
-        """Return the row at each position among the held-out rows, in file order."""
-        first, _, chosen = self.strata(positions)
-        return first + chosen
-
-    def remaining_rows(self, positions: np.ndarray) -> np.ndarray:
-        """Return the row at each position among the rows that are not held out, in file order."""
+    def rows(self, positions: np.ndarray) -> np.ndarray:
+        """Return the row at each position among these rows, in file order."""
+        if self.is_held_out:
+            first, _, chosen = self.strata(positions)
+            return first + chosen
         # first(j) - j remaining rows precede stratum j; this is the last stratum that begins at or before each
         # position.
         j = np.minimum(((positions + 1) * self.held_out - 1) // (self.size - self.held_out), self.held_out - 1)
@@ -69,20 +71,16 @@ class WeightedSource:
     source: Source
     store: TokenStore
     split: HoldoutSplit | None = None
-    is_held_out: bool = False
     # positions among these rows of rows that are left out, ascending
     excluded: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64), repr=False)
     rows_per_epoch: int = -1  # -1: each row once
     # with row weights: rows of an epoch up to and including each row
     cumulative: np.ndarray | None = field(default=None, repr=False)
-    num_rows: int = field(init=False)  # distinct rows
 
-    def __post_init__(self) -> None:
-        if self.split is None:
-            used = len(self.store)
-        else:
-            used = self.split.held_out if self.is_held_out else self.split.size - self.split.held_out
-        object.__setattr__(self, "num_rows", used - len(self.excluded))
+    @cached_property
+    def num_rows(self) -> int:
+        """Number of distinct rows."""
+        return len(self.store if self.split is None else self.split) - len(self.excluded)
 
     def __len__(self) -> int:
         return self.num_rows if self.rows_per_epoch < 0 else self.rows_per_epoch
@@ -92,7 +90,7 @@ class WeightedSource:
         if not count or count == self.num_rows:
             return (self, None) if not count else (None, self)
         split = HoldoutSplit(len(self.store), count)
-        return replace(self, split=split), replace(self, split=split, is_held_out=True)
+        return replace(self, split=split), replace(self, split=replace(split, is_held_out=True))
 
     @property
     def weights(self) -> np.ndarray:
@@ -127,9 +125,7 @@ class WeightedSource:
         if len(self.excluded):  # excluded[k] - k other rows precede the k-th excluded one
             before = self.excluded - np.arange(len(self.excluded))
             positions = positions + np.searchsorted(before, positions, side="right")
-        if self.split is None:
-            return positions
-        return self.split.held_out_rows(positions) if self.is_held_out else self.split.remaining_rows(positions)
+        return positions if self.split is None else self.split.rows(positions)
 
     def lengths(self, start: int, stop: int) -> np.ndarray:
         """Number of input tokens of each of the rows [start, stop), int64."""
@@ -149,7 +145,7 @@ class WeightedSource:
         excluded = [hashlib.sha256(self.excluded.astype(np.int64).tobytes()).hexdigest()] if len(self.excluded) else []
         return [
             self.store.digest,
-            self.split and [self.split.size, self.split.held_out, self.is_held_out],
+            self.split and astuple(self.split),
             len(self),
             *excluded,
         ]
@@ -160,10 +156,11 @@ class MixedRows:
     """Rows of an epoch before shuffling: those of the first source, of the second, ..."""
 
     sources: tuple[WeightedSource, ...]
-    ends: np.ndarray = field(init=False, repr=False, compare=False)  # index behind the last row of each source
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ends", np.cumsum([len(source) for source in self.sources]))
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """The index behind the last row of each source."""
+        return np.cumsum([len(source) for source in self.sources])
 
     def __len__(self) -> int:
         return int(self.ends[-1])

@@ -20,15 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import UserError
-from common.filesystem import (
-    atomic_path,
-    crc32_of,
-    dump_sealed_json,
-    fs,
-    load_sealed_json,
-    write_all,
-    write_atomic_file,
-)
+from common.filesystem import crc32_of, dump_sealed_json, load_sealed_json, write_atomic_file
 from data.batching.mixture import MixedRows
 from data.batching.sampler import ORDER_VERSION, random_bits, shuffled_index
 from data.store.cache import ProgressCallback, no_progress, open_or_build
@@ -221,9 +213,11 @@ class PackedSequences:
 
     def _stored_plan(self, epoch: int) -> EpochPlan:
         path = self._plan_path(epoch)
-        return open_or_build(
-            path, lambda: self._open_plan(path), lambda: _write_plan(path, self._plan_values(epoch)), "the packing plan"
-        )
+
+        def build() -> None:
+            write_atomic_file(path, _with_checksum(self._plan_values(epoch)))
+
+        return open_or_build(path, lambda: self._open_plan(path), build, "the packing plan")
 
     def _plan_path(self, epoch: int) -> Path:
         return self.path.with_name(f"{self.path.name}@{self.seed}-{epoch}")
@@ -269,20 +263,14 @@ class PackedSequences:
         write_atomic_file(self.path, dump_sealed_json({"sequences": sizes, "tokens": tokens}))
 
 
-def _write_plan(path: Path, parts: Iterator[np.ndarray]) -> None:
-    """Write the values and a tail."""
-    with atomic_path(path) as temp:
-        fd = fs.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            checksum = 0
-            for part in parts:
-                raw = part.tobytes()
-                checksum = zlib.crc32(raw, checksum)
-                write_all(fd, raw)
-            write_all(fd, checksum.to_bytes(PLAN_TAIL, "little"))
-            fs.fsync(fd)
-        finally:
-            fs.close(fd)
+def _with_checksum(parts: Iterator[np.ndarray]) -> Iterator[bytes]:
+    """Yield the bytes of the values, and the tail."""
+    checksum = 0
+    for part in parts:
+        raw = part.tobytes()
+        checksum = zlib.crc32(raw, checksum)
+        yield raw
+    yield checksum.to_bytes(PLAN_TAIL, "little")
 
 
 Sequences = UnpackedSequences | PackedSequences

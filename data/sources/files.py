@@ -25,7 +25,7 @@ from data.sources.byte_stream import (
 )
 from data.sources.detect import CSV_FORMATS, EXTENSIONS, KNOWN_EXTENSIONS, detect_format, extension_of
 from data.sources.json_text import read_json_array, read_text, read_text_lines
-from data.sources.tables import read_arrow, read_csv, read_parquet
+from data.sources.tables import load_hub_dataset, read_arrow, read_csv, read_parquet
 from data.types import BadRowError, parse_json_row, type_name
 
 # By file format. Whether a JSON file has lines or one array is read from its first byte, whatever the file is called.
@@ -239,8 +239,6 @@ def open_entry(entry: str, options: ReadOptions = DETECTED, splits: Sequence[str
     first of these that it has. Raises UserError if the entry names no file.
     """
     if entry.startswith("hub:"):
-        from data.sources.tables import load_hub_dataset
-
         return [
             Source(file, "arrow", name, UTF8, options.columns, options.turns)
             for file, name in load_hub_dataset(entry, splits)

@@ -36,7 +36,7 @@ from common.filesystem import crc32_of, load_sealed_json
 from data.tokenize.block import WEIGHT_MARK, RowStats
 from data.types import TokenSequence
 
-STORE_FORMAT = 5  # version of this layout: a store of another version is built again
+STORE_FORMAT = 6  # version of this layout: a store of another version is built again
 STORE_MANIFEST = "MANIFEST.json"
 STORE_FILES = ("tokens.bin", "spans.bin", "sequences.bin", "rows.bin")
 TABLE_FILES = STORE_FILES[2:]
@@ -69,10 +69,7 @@ OPEN_FILES = 128
 
 
 class DamagedStoreError(RuntimeError):
-    """The content of a store is not what was written.
-
-    Has one argument only: DataLoader workers re-raise errors as type(message).
-    """
+    """The content of a store is not what was written."""
 
 
 class TokenStore:
@@ -86,16 +83,15 @@ class TokenStore:
         # of the encoded rows; independent of the code and settings that produced them
         self.digest: str = manifest["digest"]
         self.sequences_per_row: int = manifest["sequences_per_row"]
-        self.tokens: int = manifest["tokens"]
         self.has_weights: bool = manifest["has_weights"]  # whether the weight of any row is not 1
         stats: dict[str, Any] = manifest["stats"]
         counters: dict[str, Counter] = {name: Counter(stats[name]) for name in COUNTERS}
         counters["lost_by_length"] = Counter({int(length): count for length, count in stats["lost_by_length"].items()})
         self.stats = RowStats(**stats | counters)
         self.metadata: dict[str, Any] = manifest["metadata"]
-        self._rows: int = manifest["rows"]
+        self._rows = files["rows.bin"].size // ROW_DTYPE.itemsize
         self._dtype = np.dtype(manifest["dtype"])
-        self._files, self._bytes = files, manifest["bytes"]
+        self._files = files
 
     @classmethod
     def open(cls, folder: Path) -> TokenStore | None:
@@ -182,7 +178,7 @@ class TokenStore:
         return np.frombuffer(raw, dtype)
 
     def _read(self, name: str, size: int, start: int, stop: int) -> bytes:
-        if not start <= stop <= self._bytes[name] // size:
+        if not start <= stop <= self._files[name].size // size:
             return b""  # a flipped bit in an offset would ask for terabytes
         try:
             return os.pread(_opened(self._files[name]).fd, (stop - start) * size, start * size)

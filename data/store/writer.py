@@ -68,7 +68,7 @@ class StoreWriter:
         self.folder, self.sequences_per_row, self.largest_id = folder, sequences_per_row, largest_id
         self.dtype = np.dtype("<u2" if largest_id < 1 << 16 else "<u4")
         self.stats, self.has_weights = RowStats(), False
-        self.rows = self.tokens = self.spans = 0
+        self.tokens = self.spans = 0
         self._fds = {name: fs.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666) for name in STORE_FILES}
         self._digests = {name: hashlib.sha256() for name in STORE_FILES}
         self._crc32 = dict.fromkeys(TABLE_FILES, 0)
@@ -90,7 +90,6 @@ class StoreWriter:
         for name, part in zip(STORE_FILES, (tokens, spans, offsets.tobytes(), rows.tobytes()), strict=True):
             self._write(name, part)
         self.tokens, self.spans = self.tokens + len(block.tokens), self.spans + len(block.spans)
-        self.rows += len(rows)
         self.has_weights = self.has_weights or bool((block.weights != 1).any())
         self.stats += block.stats
 
@@ -123,8 +122,6 @@ class StoreWriter:
             "metadata": metadata,
             "sequences_per_row": self.sequences_per_row,
             "dtype": self.dtype.str,
-            "rows": self.rows,
-            "tokens": self.tokens,
             "has_weights": self.has_weights,
             "digest": sha256_of_json(content),
             "crc32": self._crc32,

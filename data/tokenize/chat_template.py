@@ -316,7 +316,7 @@ class ChatTemplate:
 
         Earlier reasoning may be missing: many templates drop it on purpose.
         """
-        for index, message in enumerate(conversation.masked):
+        for index, message in enumerate(conversation.variables["messages"]):
             content, role = message["content"], message["role"]
             if content.strip() not in text and not appears_in(content, text, with_reasoning=role != "assistant"):
                 raise self._dropped_error(f"the content of {role} messages", f"{conversation.where} message {index}")
@@ -324,7 +324,7 @@ class ChatTemplate:
     def _check_reasoning(self, conversation: Conversation, turns: list[int]) -> None:
         """Require that the reasoning of `turns`, which have loss, is in the rendered text."""
         for turn in turns:
-            message = conversation.masked[turn]
+            message = conversation.variables["messages"][turn]
             parts = [message.get("reasoning_content"), "think>" in message["content"] and message["content"]]
             if any(part and not appears_in(part, conversation.text) for part in parts):
                 alternative = "" if turn == turns[-1] else "data.loss_on=last_assistant; or "

@@ -32,6 +32,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from common.limits import limit_process
 from data.types import BadRowError
 
 # Unicode noncharacters are reserved for use within programs, so exchanged text does not have them.
@@ -162,7 +163,8 @@ def answer_requests() -> None:
     """Answer the requests on stdin until it is closed: compile a template, render conversations with it."""
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # nothing that prints can garble the replies
-    _set_limits()
+    limit_process(MAX_MEMORY)
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     template: Any = None
     for line in requests:
         started = time.process_time()
@@ -183,13 +185,6 @@ def answer_requests() -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         replies.write(answer)
         replies.flush()
-
-
-def _set_limits() -> None:
-    """Limit memory; allow no core dump, no file and no process."""
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
-        resource.setrlimit(limit, (0, 0))
 
 
 def _encode(reply: dict[str, Any], started: float) -> bytes:

@@ -17,6 +17,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -55,25 +56,24 @@ class Template(NamedTuple):
             open_process(self.source)
 
 
+@dataclass(eq=False)
 class Conversation:
     """One conversation as a template renders it: each of its prefixes once.
 
     `messages` and `tools` are those of the row; the template gets those of `variables`, where control tokens are masked.
     """
 
-    def __init__(
-        self,
-        template: Template,
-        messages: list[dict],
-        tools: list[dict] | None,
-        variables: dict[str, Any],
-        where: str,
-    ) -> None:
-        self.messages, self.tools, self.masked, self.where = messages, tools, variables["messages"], where
-        self._template, self._variables = template, variables
+    template: Template
+    messages: list[dict]
+    tools: list[dict] | None
+    variables: dict[str, Any]
+    where: str
+
+    def __post_init__(self) -> None:
+        messages = self.messages
         characters = sum(len(message["content"] or "") for message in messages)
         is_small = len(messages) <= MAX_KNOWN_MESSAGES and characters <= MAX_KNOWN_CHARACTERS
-        self.process = None if template.is_known and is_small else open_process(template.source)
+        self.process = None if self.template.is_known and is_small else open_process(self.template.source)
         self._allowance = (
             SECONDS_PER_RENDERING + SECONDS_PER_MESSAGE * len(messages) + SECONDS_PER_CHARACTER * characters
         )
@@ -107,18 +107,18 @@ class Conversation:
                 else f" when it gets the first {count} of {len(self.messages)} messages"
             )
             message = f"the chat template rejects the conversation{part}: {error}"
-            fix = f"change the conversation, or {self._template.path}"
+            fix = f"change the conversation, or {self.template.path}"
             raise BadRowError("rejected by the chat template", message, self.where, fix) from error
         return text
 
     def _count_characters(self) -> int:
         """Return the number of characters of the conversation, with its tools and calls."""
-        return len(json.dumps(self._variables, default=str))
+        return len(json.dumps(self.variables, default=str))
 
     def _render(self, rendering: Rendering) -> Rendered:
         if self.process is None:
-            return render_prefix(compile_template(self._template.source), self._variables, *rendering)
-        requests: list[Request] = [(self._variables, [rendering])]
+            return render_prefix(compile_template(self.template.source), self.variables, *rendering)
+        requests: list[Request] = [(self.variables, [rendering])]
         seconds, [[rendered]] = self.process.render(requests, self._allowance, MAX_SECONDS - self._seconds)
         self._seconds += seconds
         return rendered
@@ -133,7 +133,7 @@ class Conversation:
             return
         pairs, budget = list(zip(conversations, expected, strict=True)), process._budget
         allowance = sum(each._allowance * len(renderings) for each, renderings in pairs)
-        requests: list[Request] = [(each._variables, renderings) for each, renderings in pairs]
+        requests: list[Request] = [(each.variables, renderings) for each, renderings in pairs]
         try:
             _, texts = process.render(requests, allowance, TOGETHER_SECONDS)
         except TemplateError:

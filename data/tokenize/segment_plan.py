@@ -44,7 +44,7 @@ class TurnMarks:
     """Marks around the assistant's turns, as one template renders them."""
 
     def __init__(self, template: Template, control_tokens: Iterable[str], eos_token: str) -> None:
-        self._source, self._path, self._eos_token = template.source, template.path, eos_token
+        self._template, self._eos_token = template, eos_token
         self.has_marks = any(re.findall(r"(?s){#.*?#}|({%[-+]?\s*generation\b)", template.source))  # not in comments
         self._control_tokens = set(control_tokens)
         self._boundaries = re.compile(f"({any_of([BEGIN, END, *self._control_tokens]).pattern})")
@@ -95,7 +95,7 @@ class TurnMarks:
         )
         message = f"the chat template changes earlier text ({how}), so the assistant's text cannot be found"
         alternative = "" if turn == turns[-1] or is_before else "data.loss_on=last_assistant; or "
-        fix = f"{alternative}{self._path}: put {MARKS_HINT}"
+        fix = f"{alternative}{self._template.path}: put {MARKS_HINT}"
         return BadRowError("turns rewritten by the chat template", message, where, fix)
 
     def prefix_length(self, whole: str, part: str) -> int | None:
@@ -106,12 +106,12 @@ class TurnMarks:
 
     def _check_header(self, answer: str, message: dict, where: str) -> None:
         """Reject templates without add_generation_prompt: they do not show where the header ends and the answer begins."""
-        if "add_generation_prompt" in self._source or answer.replace(BREAK, "").lstrip().startswith(
+        if "add_generation_prompt" in self._template.source or answer.replace(BREAK, "").lstrip().startswith(
             message["content"].strip()
         ):
             return
         problem = "the chat template does not use add_generation_prompt, so the start of an answer cannot be found"
-        raise BadRowError("no add_generation_prompt", problem, where, f"{self._path}: put {MARKS_HINT}")
+        raise BadRowError("no add_generation_prompt", problem, where, f"{self._template.path}: put {MARKS_HINT}")
 
     def split(
         self, rendered: str, marks: Mapping[int, float] = MappingProxyType({}), others: float = 0

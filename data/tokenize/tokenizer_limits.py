@@ -2,7 +2,7 @@ r"""Limits on a tokenizer.json that another has written: its parts, token ids, h
 its regular expressions.
 
 The library runs regular expressions in Rust, where no signal of Python ends them. Those of public tokenizers are known;
-others must first split hard texts in a process with limits (`python -m data.tokenize.tokenizer_limits SECONDS <
+others must first split hard texts in a process with limits (`python -m data.tokenize.tokenizer_limits <
 [tokenizer.json, texts]`). No probe finds every expression that is
 slow for some text: the processes that tokenize a data set have deadlines, too.
 """
@@ -158,7 +158,7 @@ def _probe(tokenizer_json: str, patterns: tuple[str, ...]) -> str | None:
         for end in ("\u0001", f"\u0001 {''.join(literals)[:200]}")
     ]
     env = limited_environment() | {"TOKENIZERS_PARALLELISM": "false"}
-    command = ["-P", "-m", "data.tokenize.tokenizer_limits", str(PROBE_SECONDS)]
+    command = ["-P", "-m", "data.tokenize.tokenizer_limits"]
     beyond = f"it needs more than {PROBE_SECONDS} seconds or 1 GB for texts of {PROBE_CHARACTERS:,} characters"
     try:
         run_limited(command, [tokenizer_json, texts], beyond, env)
@@ -174,9 +174,8 @@ def probe_tokenizer() -> int:
     """
     from tokenizers import Tokenizer as Engine
 
-    seconds = int(sys.argv[1])
     tokenizer_json, texts = json.load(sys.stdin)
-    limit_process(PROBE_MEMORY, seconds + math.ceil(time.process_time()))  # those of the start do not count
+    limit_process(PROBE_MEMORY, PROBE_SECONDS + math.ceil(time.process_time()))  # those of the start do not count
     try:
         engine = Engine.from_str(tokenizer_json)
         for text in texts:

@@ -195,12 +195,7 @@ def read_hf_config(raw: dict[str, Any], path: Path) -> Settings:
     return {
         "family": "decoder",
         "name": path.parent.name,
-        **{
-            name: fields[name]
-            for name in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "rms_norm_eps")
-        },
-        "max_position_embeddings": max_positions,
-        "num_attention_heads": heads,
+        **{name: fields[name] for name in REQUIRED_FIELDS},
         "num_key_value_heads": fields["num_key_value_heads"] or heads,
         "head_dim": fields["head_dim"] or fields["hidden_size"] // heads,
         "tie_word_embeddings": bool(fields["tie_word_embeddings"]),
@@ -381,7 +376,8 @@ def write_hf_config(settings: Settings) -> dict[str, Any]:
         "architectures": [architecture],
         "model_type": model_type,
         **{name: settings[name] for name in (*REQUIRED_FIELDS, "tie_word_embeddings", "rope_theta")},
-        **{name: settings[name] for name in ("num_key_value_heads", "head_dim")},
+        "num_key_value_heads": settings["num_key_value_heads"],
+        "head_dim": settings["head_dim"],
         **{name: settings.get(name) for name in own_fields if name not in ANY_WINDOW},
         "hidden_act": "silu",
         "rope_scaling": scaling,

@@ -19,7 +19,6 @@ from common import filesystem
 from common.errors import FULL_DISK_ERRORS
 from common.filesystem import (
     Chunks,
-    as_chunks,
     atomic_path,
     describe_disk_error,
     dump_sealed_json,
@@ -60,12 +59,12 @@ def write_atomic_dir(
     name: str,
     files: Mapping[str, Chunks | Callable[[], Chunks]],
     manifest: dict[str, Any],
-    expected: int = 0,
+    size: int = 0,
 ) -> None:
     """Commit the folder `parent/name` with these files; once this returns, it survives a power cut.
 
     A callable returns the content of its file and is called when that file is written, so that only one file's content
-    is in memory at a time. `expected` is their total size in bytes; it is checked against the free space first. The
+    is in memory at a time. `size` is their total size in bytes; it is checked against the free space first. The
     fields of `manifest` are stored in MANIFEST.json. A valid folder of that name is left as it is, an invalid one is
     replaced. Raises SaveError, after removing what was written, if the disk is full, read-only or broken.
     """
@@ -74,7 +73,6 @@ def write_atomic_dir(
     )
     assert not manifest.keys() & {"files", "name", "sha256"}, f"reserved fields of the manifest: {list(manifest)}"
     target = parent / name
-    written, need = 0, max(expected, sum(_payload_bytes(data) for data in files.values() if not callable(data)))
     try:
         if os.path.lexists(target):
             if verify_dir(target) is None:
@@ -82,22 +80,18 @@ def write_atomic_dir(
                 return
             discard_dir(target)
         make_dir(parent)  # not its parents: a run directory that has been moved is not created again
-        _require_space(parent, need)
+        if missing_bytes(parent, size):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         with atomic_path(target) as temp:
             filesystem.fs.mkdir(temp)
             entries = {}
             for file, data in files.items():
-                if callable(data):
-                    data = data()
-                written += _payload_bytes(data)
-                need = max(need, written)
-                _require_space(parent, _payload_bytes(data))
-                entries[file] = write_hashed_file(temp / file, data)
+                entries[file] = write_hashed_file(temp / file, data() if callable(data) else data)
             write_new_file(temp / MANIFEST_FILE, dump_sealed_json({**manifest, "name": name, "files": entries}))
             sync_path(temp)
         _verified[str(target)] = _stat_signature(target)  # so that pruning does not read it back
     except OSError as error:
-        raise SaveError(error, target, need) from error
+        raise SaveError(error, target, size) from error
 
 
 def verify_dir(folder: Path) -> str | None:
@@ -106,11 +100,7 @@ def verify_dir(folder: Path) -> str | None:
     Other names, e.g. `.DS_Store` or `.nfs*`, are no part of the folder: nothing reads them.
     """
     try:
-        entries = _read_entries(folder)
-        present = set(os.listdir(folder)) - {MANIFEST_FILE}
-        if missing := entries.keys() - present:
-            return f"missing: {', '.join(sorted(missing)[:4])!r}"
-        for file, entry in sorted(entries.items()):
+        for file, entry in sorted(_read_entries(folder).items()):
             if sha256_of(folder / file, entry["size"]) != entry["sha256"]:
                 return f"{file}: wrong checksum"
     except OSError as error:
@@ -226,7 +216,7 @@ def _read_entries(folder: Path) -> dict[str, dict[str, Any]]:
         raise ValueError("not a manifest") from error
     if not all(FILE_NAME.fullmatch(file) for file in entries):
         raise ValueError("contains file names outside its folder")
-    if (name := body.get("name", folder.name)) != folder.name:  # manifests of earlier versions have no name
+    if (name := body.get("name", folder.name)) != folder.name:  # manifests of format 2 have no name
         raise ValueError(f"it is that of {name!r}: the folder was renamed, or the file copied")
     return entries
 
@@ -239,11 +229,6 @@ def space_for(need: int) -> int:
 def missing_bytes(parent: Path, need: int) -> int:
     """Return how many bytes must become free before `need` bytes are written to `parent`; 0: there is enough space."""
     return max(0, space_for(need) - filesystem.fs.free(parent))
-
-
-def _require_space(parent: Path, need: int) -> None:
-    if missing_bytes(parent, need):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 _verified: dict[str, list[tuple[Any, ...]] | None] = {}  # folder -> signature of its files when it was valid
@@ -280,7 +265,3 @@ def step_names(parent: Path) -> list[str]:
     """Return the names of all step folders, newest first."""
     names = os.listdir(parent) if parent.is_dir() else []
     return sorted((name for name in names if STEP_NAME.fullmatch(name)), reverse=True)
-
-
-def _payload_bytes(data: Chunks) -> int:
-    return sum(map(len, as_chunks(data)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -76,22 +77,19 @@ class RunRecord(Protocol):
         """Raise TrainingError if the directory no longer belongs to this process."""
 
 
+@dataclass(eq=False)
 class CheckpointManager:
     """Checkpoints of one run. Every rank calls the same methods in the same order; rank 0 writes."""
 
-    def __init__(
-        self,
-        record: RunRecord,
-        retention: RetentionPolicy,
-        max_failed_saves: int,
-        messages: Messages,
-        is_rank_zero: bool = True,
-        broadcast_flag: Callable[[bool], bool] = lambda flag: flag,
-    ) -> None:
-        """`broadcast_flag` returns rank 0's flag on every rank."""
-        self.saved_step: int | None = None  # the newest step handed to the writer
-        self.retention, self._max_failed_saves, self._messages = retention, max_failed_saves, messages
-        self._record, self._is_rank_zero, self._broadcast_flag = record, is_rank_zero, broadcast_flag
+    record: RunRecord
+    retention: RetentionPolicy
+    max_failed_saves: int
+    messages: Messages
+    is_rank_zero: bool = True
+    broadcast_flag: Callable[[bool], bool] = lambda flag: flag  # returns rank 0's flag on every rank
+    saved_step: int | None = field(default=None, init=False)  # the newest step handed to the writer
+
+    def __post_init__(self) -> None:
         self._writer = AsyncWriter()
         self._writer_warnings: deque[str] = deque()  # filled by the writer thread
         self._failed_saves = 0  # consecutive
@@ -102,27 +100,27 @@ class CheckpointManager:
 
     @property
     def dir(self) -> Path:
-        return self._record.folder / CHECKPOINTS_DIR
+        return self.record.folder / CHECKPOINTS_DIR
 
     def save_async(self, step: int, source: Stateful) -> None:
         """Copy the state to rank 0's host memory and hand it to the writer thread.
 
         A step that is saved already is skipped.
         """
-        if self._is_rank_zero:
-            self._record.check_owned()
+        if self.is_rank_zero:
+            self.record.check_owned()
             if self._unsaved_best is not None:  # still in flight, or failed
                 self.wait_for_save()
                 self._submit_best(self._unsaved_best)
-        if self._broadcast_flag(step == self.saved_step):
+        if self.broadcast_flag(step == self.saved_step):
             return None
         started = time.perf_counter()
-        tensors = {file: copy_to_host(sources, self._is_rank_zero) for file, sources in source.tensor_sources().items()}
+        tensors = {file: copy_to_host(sources, self.is_rank_zero) for file, sources in source.tensor_sources().items()}
         try:
             state = source.state_dict()
         except OSError as error:
             return self._handle_failure(step, error)
-        if not self._is_rank_zero:
+        if not self.is_rank_zero:
             return None
         files, size = (
             checkpoint_files(tensors, state),
@@ -138,15 +136,15 @@ class CheckpointManager:
         The checkpoint of this step holds them where there is one; otherwise the weights alone are copied, and written
         in the background.
         """
-        if self._broadcast_flag(step == self.saved_step):
-            if self._is_rank_zero:
+        if self.broadcast_flag(step == self.saved_step):
+            if self.is_rank_zero:
                 self._unsaved_best = None  # a former one: written again, it would be pointed to
                 self._awaited_best = BestWeights(step, loss, self._weights_in_flight)
                 self._point_to_awaited_best()
             return
         started = time.perf_counter()
-        weights = copy_to_host(source.tensor_sources()["model"], self._is_rank_zero)
-        if not self._is_rank_zero:
+        weights = copy_to_host(source.tensor_sources()["model"], self.is_rank_zero)
+        if not self.is_rank_zero:
             return
         self._awaited_best = None
         self._submit_best(BestWeights(step, loss, weights))
@@ -170,7 +168,7 @@ class CheckpointManager:
             self.save_async(step, source)
             self.wait_for_save()
             self._point_to_awaited_best()
-            if self._broadcast_flag(
+            if self.broadcast_flag(
                 self.saved_step == step and self._unsaved_best is None and self._awaited_best is None
             ):
                 return
@@ -206,8 +204,8 @@ class CheckpointManager:
         checkpoint, skipped = atomic_dir.newest_valid(self.dir)
         for name, reason in skipped:
             message = f"checkpoint {name} skipped: {reason}"
-            self._messages.warning(message)
-            self._record.update(recovered=[message])
+            self.messages.warning(message)
+            self.record.update(recovered=[message])
         if checkpoint is None:
             if skipped:
                 raise UserError(
@@ -235,25 +233,25 @@ class CheckpointManager:
         """Delete the best weights that were saved after the checkpoint of `step`, which is resumed from: metrics.jsonl
         is cut back, too.
         """
-        if self._is_rank_zero and self.dir.is_dir():
+        if self.is_rank_zero and self.dir.is_dir():
             # first: a kill leaves no pointer to deleted weights, nor do weights that are missing
             retry_disk(lambda: point_to_best(self.dir, best_step) or point_to_best(self.dir, None))
             retry_disk(partial(discard_best_after, self.dir, step))
 
     def _check_compatible(self, differences: Mapping[str, list[str]], checkpoint: Path) -> None:
-        check_compatible(differences, checkpoint, self._record.folder)
+        check_compatible(differences, checkpoint, self.record.folder)
         for change in differences["changes_training"]:
-            self._messages.info(f"changed from here on: {change}")
+            self.messages.info(f"changed from here on: {change}")
         for change in differences["changes_rounding"]:
-            self._messages.warning(f"no longer bitwise reproducible: {change}")
+            self.messages.warning(f"no longer bitwise reproducible: {change}")
         if differences["changes_rounding"]:
-            self._record.update(exact=False, inexact_because=differences["changes_rounding"])
+            self.record.update(exact=False, inexact_because=differences["changes_rounding"])
         if differences["changes_training"]:
-            self._record.update(changed=differences["changes_training"])
+            self.record.update(changed=differences["changes_training"])
 
     def _handle_results(self, results: list[SaveResult]) -> None:
         while self._writer_warnings:
-            self._messages.warning(self._writer_warnings.popleft())
+            self.messages.warning(self._writer_warnings.popleft())
         for result in results:
             step, is_checkpoint = step_of(result.name), result.name == checkpoint_name(step_of(result.name))
             if result.error is None:
@@ -262,8 +260,8 @@ class CheckpointManager:
                     self._weights_in_flight = {}
                 elif self._unsaved_best is not None and step == self._unsaved_best.step:
                     self._unsaved_best = None
-                self._messages.info(f"saved {result.name} in {result.seconds:.2f} s")
-                self._record.update(
+                self.messages.info(f"saved {result.name} in {result.seconds:.2f} s")
+                self.record.update(
                     degraded=None, **({"checkpoint": result.name, "step": step} if is_checkpoint else {})
                 )
                 self._point_to_awaited_best()
@@ -286,18 +284,18 @@ class CheckpointManager:
 
     def _handle_failure(self, step: int, error: OSError, is_checkpoint: bool = True) -> None:
         """Continue with the previous checkpoint after a write error, unless too many saves have failed."""
-        self._record.check_owned()
+        self.record.check_owned()
         self._failed_saves += 1
         if is_checkpoint:
             self.saved_step = None
         reason = (
             str(error)
             if isinstance(error, atomic_dir.SaveError)
-            else f"step {step} was not saved: {describe_disk_error(error, self._record.folder)}"
+            else f"step {step} was not saved: {describe_disk_error(error, self.record.folder)}"
         )
-        self._messages.warning(reason)
-        self._record.update(degraded=f"step {step}: {reason}")
-        if self._failed_saves >= self._max_failed_saves:
+        self.messages.warning(reason)
+        self.record.update(degraded=f"step {step}: {reason}")
+        if self._failed_saves >= self.max_failed_saves:
             raise TrainingError(
                 f"{self._failed_saves} consecutive saves failed (train.max_failed_saves), the last one with: {reason}"
             )

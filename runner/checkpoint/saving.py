@@ -118,7 +118,7 @@ def copy_to_host(sources: Mapping[str, Callable[[], Tensor]], keep: bool) -> dic
 def write_checkpoint(
     checkpoints: Path, step: int, files: Mapping[str, Chunks | Callable[[], Chunks]], size: int
 ) -> None:
-    atomic_dir.write_atomic_dir(checkpoints, checkpoint_name(step), files, {}, expected=size)
+    atomic_dir.write_atomic_dir(checkpoints, checkpoint_name(step), files, {}, size)
     atomic_dir.write_pointer(checkpoints, "latest", checkpoint_name(step))
 
 
@@ -143,7 +143,7 @@ def best_dirname(step: int) -> str:
 def write_best_weights(checkpoints: Path, step: int, loss: float, weights: Callable[[], Chunks], size: int) -> None:
     """Commit the weights of `step` (`size` bytes) as a folder of their own. Raises OSError."""
     atomic_dir.write_atomic_dir(
-        checkpoints, best_dirname(step), {TENSOR_FILES["model"]: weights}, {"step": step, "loss": loss}, expected=size
+        checkpoints, best_dirname(step), {TENSOR_FILES["model"]: weights}, {"step": step, "loss": loss}, size
     )
     point_to_best(checkpoints, step)
 

@@ -28,7 +28,8 @@ def contents(step: int) -> dict[str, bytes]:
 
 
 def save(folder: Path, step: int) -> None:
-    atomic_dir.write_atomic_dir(folder, f"step-{step:08d}", contents(step), {"step": step})
+    files = contents(step)
+    atomic_dir.write_atomic_dir(folder, f"step-{step:08d}", files, {"step": step}, size=sum(map(len, files.values())))
 
 
 def after_save(folder: Path, step: int) -> None:

@@ -259,7 +259,7 @@ def test_prefetch_abandons_a_thread_that_is_blocked():
         released.wait(DEADLINE)
         yield 2
 
-    steps = prefetch(items(), Watch(timeout=0.2))
+    steps = prefetch(items(), Watch(timeout=0.2), str)
     assert next(steps) == 1
     with pytest.raises(TrainingError):
         next(steps)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_fixtures import RandomRows, make_loader, names_of, unpacked
 
-from data.background import prefetch
+from data.background import Watch, prefetch
 from data.batching.batch import IGNORE_INDEX, collate
 from data.batching.loader import StepLoader
 from data.batching.packing import UnpackedSequences
@@ -171,7 +171,7 @@ def test_prefetch_raises_an_error_when_the_item_is_requested():
         yield 1
         raise ZeroDivisionError
 
-    steps = prefetch(items())
+    steps = prefetch(items(), Watch(), str)
     assert next(steps) == 1
     with pytest.raises(ZeroDivisionError):
         next(steps)
@@ -187,7 +187,7 @@ def test_prefetch_closes_its_source_and_ends_its_thread():
             closed.append(threading.current_thread().name)
 
     before = threading.active_count()
-    steps = prefetch(items())
+    steps = prefetch(items(), Watch(), str)
     assert next(steps) == 1
     steps.close()
     assert closed and threading.active_count() == before

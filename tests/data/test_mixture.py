@@ -54,16 +54,13 @@ def sizes_of(mixed: MixedRows) -> list[int]:
 @given(size=st.integers(2, 400), share=st.integers(1, 399))
 def test_holdout_and_remaining_rows_are_disjoint_and_complete(size, share):
     split = HoldoutSplit(size, min(share, size - 1))
-    remaining, held_out = (
-        split.remaining_rows(np.arange(size - split.held_out)),
-        split.held_out_rows(np.arange(split.held_out)),
-    )
+    remaining, held_out = (part.rows(np.arange(len(part))) for part in (split, replace(split, is_held_out=True)))
     assert sorted([*remaining.tolist(), *held_out.tolist()]) == list(range(size))
     assert (np.diff(remaining) > 0).all() and (np.diff(held_out) > 0).all()
 
 
 def test_holdout_is_spread_over_the_file_without_a_fixed_interval():
-    held_out = HoldoutSplit(10_000, 100).held_out_rows(np.arange(100))
+    held_out = HoldoutSplit(10_000, 100, is_held_out=True).rows(np.arange(100))
     assert [int(row) // 100 for row in held_out] == list(range(100))
     assert len(set((held_out % 100).tolist())) > 40
 

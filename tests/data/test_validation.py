@@ -94,7 +94,7 @@ def test_data_fingerprint_depends_on_the_rows_that_are_left_out(run_on):
         run_on({"a.jsonl": TEXTS * 2}, "data.val_fraction=0.1", f"data.val_duplicates={choice}").pipeline
         for choice in ("drop", "keep")
     )
-    assert dropped.fingerprint != kept.fingerprint
+    assert dropped.train.fingerprint != kept.train.fingerprint
 
 
 @pytest.mark.parametrize("excluded", [[], [0], [44], [0, 1, 2, 20, 44], list(range(45))])
@@ -105,7 +105,7 @@ def test_excluded_rows_are_left_out_of_the_remaining_ones(excluded):
     part = remaining.__class__(
         remaining.source, remaining.store, remaining.split, excluded=np.array(excluded, np.int64)
     )
-    all_rows = HoldoutSplit(50, 5).remaining_rows(np.arange(45))
+    all_rows = HoldoutSplit(50, 5).rows(np.arange(45))
     assert part.locate(np.arange(len(part))).tolist() == np.delete(all_rows, excluded).tolist()
 
 

@@ -209,7 +209,7 @@ def test_available_memory_is_bounded_by_swap_and_cgroup(
     (tmp_path / "meminfo").write_text(meminfo)
     for name, content in cgroup.items():
         (tmp_path / name).write_text(str(content))
-    function = library.load_library("memory_pool", [cpu.POOL_SOURCE], [], programs).lm_runner_available_memory
+    function = library.load_library("memory_pool", [cpu.POOL_SOURCE], programs).lm_runner_available_memory
     function.restype = ctypes.c_size_t
     folders = os.fsencode(tmp_path / "meminfo"), os.fsencode(tmp_path)
     assert function(*folders, ctypes.c_size_t(0)) == available * MIB

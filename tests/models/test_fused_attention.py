@@ -435,7 +435,7 @@ def answer_in_a_fork(source: Path) -> int:
     """Return what `answer` of the library returns, in a process that has not loaded it before, or its signal."""
     if not (pid := os.fork()):
         try:
-            os._exit(library.load_library("test", [source], [], source.parent).answer())
+            os._exit(library.load_library("test", [source], source.parent).answer())
         finally:
             os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -449,7 +449,7 @@ def test_build_deletes_the_folders_of_builds_that_were_killed(tmp_path: Path, mo
         (folder / "kernels.so").touch()
     os.utime(old, (1e9, 1e9))
     with pytest.raises(KernelsUnavailableError):
-        library.load_library("test", [], [], tmp_path)
+        library.load_library("test", [], tmp_path)
     assert list((tmp_path / library.FOLDER).iterdir()) == [running]
 
 
@@ -462,7 +462,7 @@ def test_compiler_that_answers_nothing_leaves_the_kernels_unavailable(
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setattr(library, "COMPILE_TIMEOUT", 0.1)
     with pytest.raises(KernelsUnavailableError, match="timed out"):
-        library.load_library("test", [], [], tmp_path)
+        library.load_library("test", [], tmp_path)
 
 
 @pytest.mark.usefixtures("kernels")

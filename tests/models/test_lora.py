@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +15,15 @@ from common import limits
 from common.errors import UserError
 from models.config import LoraConfig
 from models.decoder import Decoder
-from models.layers.adapter import LoraLayer
+from models.formats.load import add_stored_adapter
+from models.formats.peft import StoredAdapter
+from models.layers.adapter import ADAPTER, LoraLayer
 from models.lora import (
     adapter_state_dict,
     add_lora,
     disable_adapters,
     linear_layers_of,
-    load_adapter,
+    lora_layers,
     lora_warnings,
     merge_adapters,
     select_layers,
@@ -201,16 +204,18 @@ def test_lora_dora_and_rslora_change_the_update() -> None:
     )
 
 
-def test_lora_load_adapter_refuses_other_names_and_shapes() -> None:
-    model, state = adapted(), {name: p.clone() for name, p in adapter_state_dict(adapted()).items()}
-    randomize_adapters(model, 0.5)
-    load_adapter(model, state)
-    assert torch.equal(model(IDS).logits, adapted()(IDS).logits)
-    name = next(iter(state))
-    for wrong in (
-        {key: p for key, p in state.items() if key != name},
-        state | {name: state[name][:1]},
-        state | {"more": state[name]},
-    ):
-        with pytest.raises(KeyError, match="differ in 1 tensors"):
-            load_adapter(model, wrong)
+def test_lora_stored_adapter_of_other_names_and_shapes_is_refused() -> None:
+    saved, folder = adapted(), Path("adapter")
+    matrices = {
+        (path, matrix): p.detach()
+        for path, layer in lora_layers(saved).items()
+        for matrix, p in layer.lora[ADAPTER].named_parameters()
+    }
+    stored = StoredAdapter(lora(), dict.fromkeys(lora_layers(saved), lora()), matrices, {})
+    model = random_model()
+    add_stored_adapter(model, stored, folder)
+    assert torch.equal(model(IDS).logits, saved(IDS).logits)
+    name = next(iter(matrices))
+    for wrong in (matrices | {name: matrices[name][:, :1]}, matrices | {("more", "A"): matrices[name]}):
+        with pytest.raises(UserError, match="does not fit its base model"):
+            add_stored_adapter(random_model(), stored._replace(matrices=wrong), folder)

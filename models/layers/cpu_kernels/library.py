@@ -23,10 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-SOURCES = tuple(
-    Path(__file__).parent / name for name in ("attention.cpp", "swiglu.cpp", "weight_gradient.cpp", "product.cpp")
-)
-HEADERS = tuple(Path(__file__).parent / name for name in ("blocks.h", "vectors.h"))
+SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 # no -ffast-math: NaN must stay NaN
 FLAGS = """
     -std=c++20 -O3 -march=native -mprefer-vector-width=512 -fno-math-errno -fopenmp -fPIC -shared -Wno-psabi
@@ -55,16 +52,16 @@ def load_kernels(folder: Path) -> None:
         return
     if not is_supported_machine():
         raise KernelsUnavailableError(f"they are for Linux on x86, not {platform.system()} on {platform.machine()}")
-    _library = load_library("kernels", SOURCES, HEADERS, folder)
+    _library = load_library("kernels", SOURCES, folder)
 
 
 def is_supported_machine() -> bool:
     return platform.machine() in MACHINES and platform.system() == "Linux"
 
 
-def load_library(name: str, sources: Sequence[Path], headers: Sequence[Path], folder: Path) -> ctypes.CDLL:
-    """Return the compiled `sources`, which include `headers`, from `folder`, a private one; compile them first unless
-    that was done before.
+def load_library(name: str, sources: Sequence[Path], folder: Path) -> ctypes.CDLL:
+    """Return the compiled `sources`, which may include headers beside them, from `folder`, a private one; compile them
+    first unless that was done before.
 
     Raises KernelsUnavailableError.
     """
@@ -72,6 +69,7 @@ def load_library(name: str, sources: Sequence[Path], headers: Sequence[Path], fo
     if compiler is None:
         raise KernelsUnavailableError("no C++ compiler, neither g++ nor CXX")
     try:
+        headers = sorted({header for source in sources for header in source.parent.glob("*.h")})
         library = folder / FOLDER / f"{name}-{_fingerprint(compiler, (*sources, *headers))}.so"
         if not _is_intact(library):  # a crash of the machine or a bad disk can leave zeros in it
             _compile(compiler, sources, library)

@@ -80,7 +80,7 @@ def use_memory_pool(folder: Path) -> str:
     if reason := why_no_memory_pool():
         return reason
     try:
-        library = load_library("memory_pool", [POOL_SOURCE], [], folder)
+        library = load_library("memory_pool", [POOL_SOURCE], folder)
     except KernelsUnavailableError as error:
         return str(error)
     limits = os.fsencode(MEMINFO), b"\n".join(map(os.fsencode, control_groups("memory", *MEMORY_LIMITS)))
