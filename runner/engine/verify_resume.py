@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import secrets
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.errors import Interrupted
+from common.errors import Interrupted, StopRequested
 from runner.checkpoint.compatibility import WRITTEN_BY
 from runner.checkpoint.format import CHECKPOINTS_DIR, TENSOR_FILES, read_state, step_of
 from runner.checkpoint.manager import newest_checkpoint
 from runner.checkpoint.saving import BEST_POINTER, read_pointer
 from runner.engine.build import build_run
 from runner.engine.config import Config
+from runner.engine.device.cpu import THREAD_VARIABLES, default_threads
 from runner.engine.device.rng import seed_all
 from runner.engine.loop import train
 from runner.run_dir.metadata import RunMetadata
@@ -29,15 +32,29 @@ EXCLUDED_STATE = {"log", "log_sha256", "tracker_id", "run"}
 
 def verify_resume(cfg: Config, work_dir: Path) -> list[str]:
     """Return the differences between a run of `cfg` and the same run stopped half way and resumed; [] if all bits are
-    equal.
+    equal. Raises StopRequested if a signal stops one of them.
     """
     cfg = replace(cfg, train=replace(cfg.train, max_steps=cfg.train.max_steps or VERIFY_STEPS, max_hours=0, stop_at=0))
     uninterrupted, resumed = work_dir / "uninterrupted", work_dir / "resumed"
-    train_to_step(cfg, uninterrupted, None)
-    train_to_step(cfg, resumed, stop_at=max(1, cfg.train.max_steps // 2))
-    seed_all(secrets.randbits(32))  # the second half must not depend on random states left in this process
-    train_to_step(cfg, resumed, None)
+    with _fixed_threads():
+        train_to_step(cfg, uninterrupted, None)
+        train_to_step(cfg, resumed, stop_at=max(1, cfg.train.max_steps // 2))
+        seed_all(secrets.randbits(32))  # the second half must not depend on random states left in this process
+        train_to_step(cfg, resumed, None)
     return diff_run_dirs(uninterrupted, resumed)
+
+
+@contextmanager
+def _fixed_threads() -> Iterator[None]:
+    """Let the trainings in the block have one number of threads, whatever other trainings begin or end meanwhile."""
+    is_typed = any(name in os.environ for name in THREAD_VARIABLES)
+    if not is_typed:
+        os.environ[THREAD_VARIABLES[0]] = str(default_threads())
+    try:
+        yield
+    finally:
+        if not is_typed:
+            del os.environ[THREAD_VARIABLES[0]]
 
 
 def train_to_step(cfg: Config, run_dir: Path, stop_at: int | None) -> None:
@@ -48,7 +65,8 @@ def train_to_step(cfg: Config, run_dir: Path, stop_at: int | None) -> None:
     try:
         train(state, stop_requested=lambda: state.progress.step == stop_at)
     except Interrupted:
-        assert stop_at is not None
+        if state.progress.step != stop_at:
+            raise StopRequested from None
     state.logger.finish("completed" if stop_at is None else "interrupted", {})
 
 

@@ -1,6 +1,8 @@
 """Exact resume: a run that is stopped and resumed has the same bits as the run that was never stopped."""
 
+import itertools
 import json
+import os
 import shutil
 
 import pytest
@@ -9,10 +11,12 @@ import torch
 from engine_fixtures import composed, pairwise, registered_combinations
 from fault_counts import only_full
 
-from common.errors import Interrupted, Outcome
+from common.errors import Interrupted, Outcome, StopRequested
 from runner.checkpoint import atomic_dir
 from runner.checkpoint.format import read_model_tensors
 from runner.checkpoint.manager import newest_checkpoint
+from runner.engine import verify_resume as verify
+from runner.engine.device import cpu
 from runner.engine.loop import train
 from runner.engine.verify_resume import diff_run_dirs, verify_resume
 
@@ -132,6 +136,30 @@ def test_pause_comes_after_a_stop_before_its_evaluation(make_run):
         state.logger.finish("interrupted", {})
         assert (stopped.value.outcome, state.progress.step) == (outcome, 4)
     assert "train.stop_at=0.3 is reached: step 4 of 12" in (state.run_dir / "train.log").read_text()
+
+
+@pytest.mark.slow
+def test_verify_resume_has_its_threads_while_other_trainings_begin(overrides_for, tmp_path, monkeypatch):
+    for name in cpu.THREAD_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    others = itertools.chain([[]], itertools.repeat([1]))
+    monkeypatch.setattr(cpu.RunningTrainings, "threads_of_others", lambda self: next(others))
+    for module in (cpu, verify):
+        monkeypatch.setattr(module, "default_threads", lambda: 2)
+    assert (
+        verify_resume(composed(*overrides_for("pretrain", "train.max_steps=4", "init_from=scratch")), tmp_path / "work")
+        == []
+    )
+    assert "OMP_NUM_THREADS" not in os.environ
+
+
+def test_verify_resume_that_is_stopped_compares_nothing(overrides_for, tmp_path, monkeypatch):
+    def stop(state, stop_requested):
+        raise Interrupted(state.progress.step, state.run_dir)
+
+    monkeypatch.setattr(verify, "train", stop)
+    with pytest.raises(StopRequested):
+        verify_resume(composed(*overrides_for("pretrain", "init_from=scratch")), tmp_path / "work")
 
 
 @pytest.mark.slow
