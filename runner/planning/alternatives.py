@@ -150,7 +150,7 @@ def describe_out_of_memory(state: TrainState, error: BaseException) -> str:
     found = REQUESTED.search(str(error))
     requested = round(float(found[1]) * UNITS[found[2]]) if found else 0
     amount = (
-        f", {bytes_text(requested)} more were asked for"
+        f", {_mib(requested)} more were asked for"
         if requested
         else f" ({type(error).__name__}: {str(error).partition('.')[0][:200]})"
     )
@@ -164,7 +164,7 @@ def describe_out_of_memory(state: TrainState, error: BaseException) -> str:
     except Exception:  # the formula needs memory and facts that may be missing: the cause is reported all the same
         alternatives = []
     fixes = [
-        f"{each.overrides} (about {bytes_text(each.memory)} in all{', ' + each.changes if each.changes else ''})"
+        f"{each.overrides} (about {_mib(each.memory)} in all{', ' + each.changes if each.changes else ''})"
         for each in alternatives
     ]
     return f"{parts}; {', or '.join(fixes) or 'a smaller train.batch_size'}; {' '.join(command_line('plan'))} with the same overrides lists more; {troubleshooting('out-of-memory')}"
@@ -176,9 +176,9 @@ def limit_text(device: torch.device) -> str:
 
     if device.type != "cuda":
         size, origin = smallest_limit()
-        return f"the limit is {bytes_text(size)} ({origin})"
+        return f"the limit is {_mib(size)} ({origin})"
     free, total = torch.cuda.mem_get_info(device)
-    return f"the GPU has {bytes_text(total)}, {bytes_text(free)} are free"
+    return f"the GPU has {_mib(total)}, {_mib(free)} are free"
 
 
 def measured_parts(state: TrainState, peak: int) -> str:
@@ -192,7 +192,7 @@ def measured_parts(state: TrainState, peak: int) -> str:
         else "activations, logits, program and data"
     )
     stay[name] = max(0, peak - sum(stay.values()))
-    return f"peak {bytes_text(peak)} ({', '.join(f'{part} {bytes_text(size)}' for part, size in stay.items())})"
+    return f"peak {_mib(peak)} ({', '.join(f'{part} {_mib(size)}' for part, size in stay.items())})"
 
 
 def memory_limit(machine: Machine, peak: int, requested: int) -> int:
@@ -239,5 +239,5 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def bytes_text(size: float) -> str:
+def _mib(size: float) -> str:
     return f"{size / 2**20:,.1f} MiB" if size < 2**30 else f"{size / 2**30:,.2f} GiB"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runner.engine.config import Config
-from runner.planning.alternatives import Alternative, bytes_text
+from runner.planning.alternatives import Alternative
 from runner.planning.facts import DataFacts, Machine, ModelSizes
 from runner.planning.memory import CUDA_CONTEXT, FP32, MemoryEstimate
 from runner.planning.starts import PlannedRun
@@ -20,7 +20,7 @@ from runner.tracking.bar import wrap_text
 LOG_LINE = 330  # bytes of a line of metrics.jsonl and of train.log, together
 TOKENIZER = 1 << 20  # bytes of the copy of a tokenizer, usually
 LABEL = 20
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 
 
 @dataclass(frozen=True)
@@ -282,6 +282,10 @@ def _line(label: str, text: str) -> str:
 def _wrapped(label: str, text: str, indent: int | None = None) -> str:
     """Return `label` and `text` in lines, the later ones with an indent: that of the text, unless it is given."""
     return "\n".join(wrap_text(text, label, " " * (len(label) if indent is None else indent)))
+
+
+def bytes_text(size: float) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / MIB:.1f} MiB"
 
 
 def short_count(count: float) -> str:

@@ -25,9 +25,9 @@ from runner.engine.config import Config
 from runner.engine.device import cpu
 from runner.engine.optim.groups import build_optimizer
 from runner.planning import memory
-from runner.planning.alternatives import bytes_text, find_alternatives, with_train
+from runner.planning.alternatives import find_alternatives, with_train
 from runner.planning.command import Planner, notes_of, timed_settings
-from runner.planning.estimate import RunPlan, estimate_disk, plan_dict, plan_text, short_count, sweep_text
+from runner.planning.estimate import RunPlan, bytes_text, estimate_disk, plan_dict, plan_text, short_count, sweep_text
 from runner.planning.facts import BatchShape, DataFacts, model_facts
 from runner.planning.memory import (
     COMPILER,
