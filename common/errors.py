@@ -324,7 +324,7 @@ def exiting_with_code() -> Iterator[None]:
 
 
 def _report(error: Exception) -> int:
-    text = "".join(traceback.format_exception(error)).rstrip("\n")
+    text = ""
     match error:
         case _ if SHOW_TRACEBACKS:
             pass
@@ -342,5 +342,5 @@ def _report(error: Exception) -> int:
             text = f"error: {error.strerror}; {MORE_FILES}"
         case OSError() if error.errno in DISK_ERRORS or (error.errno == errno.EACCES and error.filename):
             text = f"error: {error.filename or 'a file'} could not be written or read: {error.strerror}"
-    print_safely(text, sys.stderr)
+    print_safely(text or "".join(traceback.format_exception(error)).rstrip("\n"), sys.stderr)
     return FAILED

@@ -69,7 +69,7 @@ def run_subcommand(
             _check_override(override, kinds)
         if not with_train_config:
             _check_all_known(name, others, kinds)
-        if start_of is None and (resumed := overrides.take_resume(others)[1]):
+        if start_of is None and (resumed := overrides.take_resume(others)[1]) is not None:
             raise UserError(
                 f"{name}.py does not resume a run",
                 f"resume={resumed}",
