@@ -11,16 +11,13 @@ import sys
 from pathlib import Path
 
 import torch
+from engine_fixtures import composed
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
-
-from engine_fixtures import composed  # noqa: E402  these folders have to be on the path first
-
-from common.errors import Interrupted, PeerLostError, run_then_hard_exit  # noqa: E402  as above
-from models.formats.json_files import read_model_config  # noqa: E402  as above
-from runner.engine.build import build_run  # noqa: E402  as above
-from runner.engine.loop import train  # noqa: E402  as above
-from runner.run_dir.metadata import RunMetadata  # noqa: E402  as above
+from common.errors import Interrupted, PeerLostError, run_then_hard_exit
+from models.formats.json_files import read_model_config
+from runner.engine.build import build_run
+from runner.engine.loop import train
+from runner.run_dir.metadata import RunMetadata
 
 
 def inject_nonfinite_loss(state, step, with_gradients):
