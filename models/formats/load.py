@@ -18,11 +18,10 @@ from models.formats.json_files import (
     family_of_base,
     is_adapter_dir,
     model_dir,
-    model_type_of,
     read_config_of_weights,
     read_model_config,
 )
-from models.formats.peft import StoredAdapter, merge_adapter_into, read_adapter
+from models.formats.peft import StoredAdapter, read_adapter
 from models.formats.stored_size import check_size_of_weights, weight_files
 from models.formats.tensor_files import (
     check_finite,
@@ -131,11 +130,9 @@ def load_weights(source: Path, family: str | None = None) -> dict[str, Tensor]:
         return read_pth(source)
     folder = model_dir(source)
     if is_adapter_dir(folder):
-        base, family = base_model_of(folder), family_of_base(folder, family)
-        check_finite(weights := load_weights(base, family), base)
-        if EMBEDDING_KEY in weights:  # an adapter may replace one of two that are tied
-            weights.setdefault(HEAD_KEY, weights[EMBEDDING_KEY])
-        return merge_adapter_into(weights, folder, model_type_of(base) if family == "transformers" else None)
+        with torch.random.fork_rng(devices=[]):  # its random numbers are not those of the model that is built
+            merge_adapters(model := load_model(folder, family))
+        return model.state_dict()
     # a checkpoint of a run has none, and the names of the model
     cfg = read_model_config(folder, family) if (folder / "config.json").exists() else None
     stored = read_weights(folder)
@@ -219,7 +216,7 @@ def _check_tied(own: dict[str, Tensor], state: dict[str, Tensor], source: str | 
     for first, *others in names.values():
         for other in others:
             if state[first] is not state[other] and not torch.equal(state[first], state[other]):
-                fix = 'choose weights whose output layer is tied; "tie_word_embeddings": false in the config.json of a Hugging Face model unties it'
+                fix = 'choose weights whose output layer is tied; "tie_word_embeddings": false in the config.json of a Hugging Face model that has both unties it'
                 raise UserError(f"these weights are not tied: {other} differs from {first}", source, fix)
 
 

@@ -209,13 +209,10 @@ def test_digits_in_a_pattern_of_an_adapter_are_matched_once(tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["gpt2"])
 def test_peft_adapter_of_a_tied_output_layer_is_refused(name: str, base: Path, tmp_path: Path) -> None:
     train_with_peft(base, tmp_path / "peft", target_modules=["lm_head"])
-    with pytest.raises(UserError) as error:
-        load_model(tmp_path / "peft")
-    assert "lm_head shares its weight with the embedding" in error.value.message
-    cfg = read_model_config(base)
-    assert cfg.tie_word_embeddings
-    with pytest.raises(UserError, match="these weights are not tied"):
-        load_into(create_model(cfg), load_weights(tmp_path / "peft"), "")
+    assert read_model_config(base).tie_word_embeddings
+    for load in (load_model, load_weights):
+        with pytest.raises(UserError, match="lm_head shares its weight with the embedding"):
+            load(tmp_path / "peft")
 
 
 @pytest.mark.parametrize("family", ["decoder", "transformers"])
