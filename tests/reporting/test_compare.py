@@ -96,8 +96,8 @@ def test_comparison_says_which_settings_and_data_differ(tmp_path: Path) -> None:
             tmp_path / "o" / "b", settings={"lr": 0.01}, fingerprints={**FINGERPRINTS, "data": "d2" * 32}, name="b"
         ),
     ]
-    with (runs[1] / ".hydra" / "config.yaml").open("a") as file:
-        file.write("sweep: {budget: 30m}\n")
+    config = runs[1] / ".hydra" / "config.yaml"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"sweep": {"budget": "30m"}}))
     comparison = read_comparison(runs)
     differing = dict(comparison.differing)
     assert "sweep.budget" not in differing, "what a sweep may spend is no difference between two trainings"
