@@ -145,10 +145,8 @@ def launch_fork(main: Callable[[], int], output: Path) -> Launch:
         try:
             with exiting_with_code():
                 return main()
-        finally:  # wait for the checkpoint writer, as at the end of any program
-            for thread in threading.enumerate():
-                if thread is not threading.current_thread() and not thread.daemon:
-                    thread.join()
+        finally:  # as at the end of any program: end pools of threads, wait for the checkpoint writer
+            vars(threading)["_shutdown"]()
 
     run_then_hard_exit(fork_main)
 

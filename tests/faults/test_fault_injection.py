@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import select
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,19 @@ def test_launch_that_hangs_is_ended_and_its_processes_are_found(tmp_path: Path) 
     assert launch.is_hanging and launch.code == -signal.SIGKILL
     assert len(launch.left_processes(0.1)) == 1
     assert launch.left_processes(60) == []
+
+
+def test_launch_ends_although_a_pool_of_threads_was_not_shut_down(tmp_path: Path) -> None:
+    """The compiler of torch has one."""
+    pools = []
+
+    def compute() -> int:
+        pools.append(ThreadPoolExecutor(1))
+        return pools[0].submit(int, "7").result()
+
+    launch = launch_fork(compute, tmp_path / "output.txt")
+    launch.wait(60)
+    assert launch.code == 7 and not launch.is_hanging
 
 
 def test_launch_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
