@@ -455,6 +455,8 @@ def test_open_entry_accepts_a_file_a_glob_and_a_folder(tmp_path, monkeypatch):
         "deep/[x].txt",
         "dataset_info.json",
         "state.json",
+        "cache-1facb23ae60f3cf7.arrow",  # of Dataset.map, beside the files that save_to_disk wrote
+        "cache-1facb23ae60f3cf7_00000_of_00002.arrow",
     ):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
