@@ -57,7 +57,8 @@ def read_csv(file: BinaryIO, locate: Locate, arguments: Mapping[str, Any]) -> It
     try:
         header = next((cells for cells in reader if cells), [])
     except csv.Error as error:
-        raise UserError(f"invalid CSV: {error}", locate(1), "name the columns in the first line") from error
+        fix = "name the columns in the first line; of a file for old Macs: tr '\\r' '\\n' < FILE > NEW"
+        raise UserError(f"invalid CSV: {error}", locate(1), fix) from error
     if header and header[0].lower() == "sep=":
         raise UserError(
             "the first line is a note for Excel, not the names of the columns", locate(1), "delete the first line"

@@ -114,6 +114,13 @@ def test_source_refuses_the_line_of_excel_before_the_header(write):
     assert "note for Excel" in error.value.message and error.value.fix == "delete the first line"
 
 
+def test_source_says_how_to_convert_the_line_ends_of_old_macs(write):
+    """Excel writes such files as CSV (Macintosh). Before: name the columns in the first line."""
+    with pytest.raises(UserError) as error:
+        list(Source.open(write(b"prompt,completion\rHi,Hello\r", "rows.csv")).rows())
+    assert "tr '\\r' '\\n' < FILE > NEW" in error.value.fix
+
+
 @pytest.mark.parametrize(
     "delimiter, message",
     [(",", ""), (";", "columns separated by ;"), ("\t", "columns separated by tabs"), ("|", "columns separated by |")],
