@@ -448,6 +448,16 @@ def names(entry):
     return [source.path.name for source in open_entry(entry)]
 
 
+def test_hub_name_of_a_folder_that_save_to_disk_wrote_names_the_folder(tmp_path):
+    """Before: use `load_from_disk` instead, and check the name."""
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path)
+    with pytest.raises(UserError) as error:
+        open_entry(f"hub:{tmp_path}")
+    assert error.value.fix.startswith(f"data.path={tmp_path} ")
+    assert names(str(tmp_path)) == ["data-00000-of-00001.arrow"]
+
+
 def test_open_entry_accepts_a_file_a_glob_and_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in (
