@@ -35,6 +35,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 SENTENCEPIECE_SPACE = "\u2581"
 # bos_token, eos_token and unk_token of a tokenizer whose files name none, as in transformers
 GPT2_TOKEN = "<|endoftext|>"
+NO_SPACE = {"prepend_scheme": "never", "add_prefix_space": False}  # before a text
 RARE_TEXT = "\U00013000"  # a hieroglyph: only tokenizers that fall back to bytes have tokens for it
 TRAIN_TOKENIZER_HINT = "train one: python runner/tokenizer.py path=[text.jsonl] to=my_tokenizer"
 
@@ -226,7 +227,9 @@ def _build_tokenizer(files: _Files) -> Tokenizer:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         without_control = _without_control_tokens(stored)
         full, plain = _build_engine(stored, folder), _build_engine(without_control, folder)
-        inner = without_control | {name: _without_added_space(stored.get(name)) for name in SECTIONS[:2]}
+        inner = without_control | {
+            name: json.loads(json.dumps(stored.get(name)), object_hook=_put_no_space) for name in SECTIONS[:2]
+        }
         named = _named_tokens(config, others, full)
         eos_id = _token_id(full, named, "eos_token", folder)
         bos_id = _token_id(full, named, "bos_token", folder) if "bos_token" in named else None
@@ -300,16 +303,11 @@ def _without_control_tokens(stored: dict) -> dict:
     return {**stored, "added_tokens": texts, "post_processor": None, "model": {**model, **changed}}
 
 
-def _without_added_space(part: Any) -> Any:
-    """Return a normalizer or a pre-tokenizer that puts nothing before a text."""
-    if isinstance(part, list):
-        return [_without_added_space(item) for item in part]
-    if not isinstance(part, dict):
-        return part
+def _put_no_space(part: dict) -> dict:
+    """Return a part of a normalizer or a pre-tokenizer that puts no space before a text."""
     if part.get("type") == "Prepend":
         return {"type": "Sequence", "normalizers": []}
-    none = {"prepend_scheme": "never", "add_prefix_space": False}
-    return {key: none.get(key, _without_added_space(value)) for key, value in part.items()}
+    return part | {key: value for key, value in NO_SPACE.items() if key in part}
 
 
 def _build_engine(stored: dict, folder: Path) -> Engine:

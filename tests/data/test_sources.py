@@ -450,7 +450,7 @@ def names(entry):
 
 def test_hub_name_of_a_folder_that_save_to_disk_wrote_names_the_folder(tmp_path):
     """Before: use `load_from_disk` instead, and check the name."""
-    datasets = pytest.importorskip("datasets")
+    datasets = pytest.importorskip("datasets", reason="the optional extra [hub] is not installed")
     datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path)
     with pytest.raises(UserError) as error:
         open_entry(f"hub:{tmp_path}")
