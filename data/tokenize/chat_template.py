@@ -167,18 +167,23 @@ class ChatTemplate:
 
         Token 0 is in no span: nothing predicts it.
         """
+        if self.tokenizer.depends_on_context:
+            chats = [self._in_context(segments) for segments in chats]
         # "user\n" occurs often
-        texts = list(
-            dict.fromkeys(segment.text for segments in chats for segment in segments if not segment.is_control)
+        texts, inner = (
+            list(dict.fromkeys(each.text for chat in chats for each in chat if (each[1], each[3]) == (False, is_inner)))
+            for is_inner in (False, True)
         )
-        numbers = {(text, False): number for number, text in enumerate(texts)}
-        for token in self.tokenizer.control_ids:
-            numbers[token, True] = len(numbers)
+        control = self.tokenizer.control_ids
+        keys = [*((text, False, False) for text in texts), *((text, False, True) for text in inner)]
+        numbers = {key: number for number, key in enumerate([*keys, *((token, True, False) for token in control)])}
         text_ids, text_lengths = (encode_flat or self.tokenizer.encode_flat)(texts)
-        control_ids = np.array(list(self.tokenizer.control_ids.values()), np.int32)
-        lengths = np.concatenate([text_lengths, np.ones(len(control_ids), np.int64)])
-        used = np.array([numbers[segment[:2]] for segments in chats for segment in segments], np.int64)
-        ids = gather(np.concatenate([text_ids, control_ids]), np.cumsum(lengths) - lengths, lengths, used)
+        inner_ids, inner_lengths = self.tokenizer.encode_flat(inner, is_inner=True)
+        control_ids = np.array(list(control.values()), np.int32)
+        lengths = np.concatenate([text_lengths, inner_lengths, np.ones(len(control_ids), np.int64)])
+        used = np.array([numbers[segment[:2] + segment[3:]] for segments in chats for segment in segments], np.int64)
+        all_ids = np.concatenate([text_ids, inner_ids, control_ids])
+        ids = gather(all_ids, np.cumsum(lengths) - lengths, lengths, used)
         weights = np.repeat(
             np.array([segment.loss_weight for segments in chats for segment in segments], np.float32), lengths[used]
         )
@@ -192,6 +197,21 @@ class ChatTemplate:
         spans = list(zip(edges[:, 0].tolist(), edges[:, 1].tolist(), span_weights, strict=True))
         bounds = ends.tolist()
         return [(ids[bounds[i] : bounds[i + 1]], spans[first_spans[i] : first_spans[i + 1]]) for i in range(len(chats))]
+
+    def _in_context(self, segments: list[TemplateSegment]) -> list[TemplateSegment]:
+        """Return the segments as transformers encodes them, which are parts of one text there: without the white space
+        that a control token takes, and without a space before each.
+        """
+        result: list[TemplateSegment] = []
+        for segment in segments:
+            if result and not segment.is_control:
+                before, text = result[-1], segment.text
+                text = text.lstrip() if before.text in self.tokenizer.stripping and before.is_control else text
+                is_inner = not (before.is_control and self.tokenizer.adds_space_after_control)
+                segment = segment._replace(text=text, is_inner=is_inner)
+            if segment.text:
+                result.append(segment)
+        return result
 
     def encode_prompt(self, messages: Any, tools: Any = None) -> list[int]:
         """Check a conversation and encode it with the generation prompt: the ids after which the assistant's next

@@ -26,7 +26,7 @@ from common.guarded_files import (
     reporting_missing_fields,
 )
 from data.tokenize.pieces import FlatEncoder, PieceCache, cut_pattern, flat_ids
-from data.tokenize.tokenizer_limits import OTHER_TOKENIZER_HINT, find_problem
+from data.tokenize.tokenizer_limits import OTHER_TOKENIZER_HINT, SECTIONS, find_problem
 
 PAD, BOS, EOS = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
 TOKENIZER_CONFIG, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
@@ -35,6 +35,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 SENTENCEPIECE_SPACE = "\u2581"
 # bos_token, eos_token and unk_token of a tokenizer whose files name none, as in transformers
 GPT2_TOKEN = "<|endoftext|>"
+NO_SPACE = {"prepend_scheme": "never", "add_prefix_space": False}  # before a text
 RARE_TEXT = "\U00013000"  # a hieroglyph: only tokenizers that fall back to bytes have tokens for it
 TRAIN_TOKENIZER_HINT = "train one: python runner/tokenizer.py path=[text.jsonl] to=my_tokenizer"
 
@@ -72,6 +73,11 @@ class Tokenizer:
     dropout: float
     _full: Engine = field(repr=False)  # with control tokens, for decoding
     _plain: Engine = field(repr=False)  # without control tokens, for encoding
+    # the same, without the space that it puts before a text; None: it puts none
+    _inner: Engine | None = field(repr=False)
+    # whether a text after a control token gets that space, and the control tokens that take the white space after them
+    adds_space_after_control: bool
+    stripping: frozenset[str]
     _cuts: re.Pattern[str] | None = field(repr=False)  # cut_pattern of _plain
 
     @classmethod
@@ -166,9 +172,16 @@ class Tokenizer:
         """
         return self._full.encode(text, add_special_tokens=add_special).ids
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+    @property
+    def depends_on_context(self) -> bool:
+        """Whether the ids of a text depend on what is before it."""
+        return bool(self._inner or self.stripping)
+
+    def encode_batch(self, texts: list[str], is_inner: bool = False) -> list[list[int]]:
+        """`is_inner`: the texts continue others, so that no space is put before them."""
+        engine = (is_inner and self._inner) or self._plain
         try:
-            return [encoding.ids for encoding in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
+            return [encoding.ids for encoding in engine.encode_batch_fast(texts, add_special_tokens=False)]
         except TypeError:  # rows with such a text are refused before
             message = "a text has a byte that is not UTF-8, or half of a surrogate pair, which is not a character"
             fix = "correct the text that was typed; if it is correct, the chat template writes it"
@@ -176,9 +189,9 @@ class Tokenizer:
         except BaseException as error:
             raise _panic_error(error, self.folder) from None
 
-    def encode_flat(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_flat(self, texts: list[str], is_inner: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of `encode_batch`: (all ids, concatenated: int32; the number of ids of each text: int64)."""
-        return flat_ids(self.encode_batch(texts))
+        return flat_ids(self.encode_batch(texts, is_inner))
 
     def caching_encoder(self) -> FlatEncoder:
         """Return `encode_flat` with a cache of pieces of texts, for one thread; without one if it is not certain that
@@ -214,6 +227,9 @@ def _build_tokenizer(files: _Files) -> Tokenizer:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         without_control = _without_control_tokens(stored)
         full, plain = _build_engine(stored, folder), _build_engine(without_control, folder)
+        inner = without_control | {
+            name: json.loads(json.dumps(stored.get(name)), object_hook=_put_no_space) for name in SECTIONS[:2]
+        }
         named = _named_tokens(config, others, full)
         eos_id = _token_id(full, named, "eos_token", folder)
         bos_id = _token_id(full, named, "bos_token", folder) if "bos_token" in named else None
@@ -236,6 +252,9 @@ def _build_tokenizer(files: _Files) -> Tokenizer:
             dropout=dropout,
             _full=full,
             _plain=plain,
+            _inner=_build_engine(inner, folder) if inner != without_control else None,
+            adds_space_after_control='"prepend_scheme": "first"' not in json.dumps(stored.get("pre_tokenizer")),
+            stripping=frozenset(token["content"] for token in stored["added_tokens"] if token.get("rstrip")),
             _cuts=cut_pattern(without_control),
         )
 
@@ -282,6 +301,13 @@ def _without_control_tokens(stored: dict) -> dict:
         parts = ((merge, merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in model["merges"])
         changed["merges"] = [merge for merge, (left, right) in parts if control.isdisjoint((left, right, left + right))]
     return {**stored, "added_tokens": texts, "post_processor": None, "model": {**model, **changed}}
+
+
+def _put_no_space(part: dict) -> dict:
+    """Return a part of a normalizer or a pre-tokenizer that puts no space before a text."""
+    if part.get("type") == "Prepend":
+        return {"type": "Sequence", "normalizers": []}
+    return part | {key: value for key, value in NO_SPACE.items() if key in part}
 
 
 def _build_engine(stored: dict, folder: Path) -> Engine:
