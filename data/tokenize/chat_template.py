@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from common.errors import UserError
 from data.schemas.messages import check_chat, drop_empty_system
 from data.tokenize.block import LabelledIds
 from data.tokenize.jinja_sandbox import BEGIN, END, appears_in, mask_control_tokens, unmask_control_tokens
-from data.tokenize.pieces import FlatEncoder, gather
+from data.tokenize.pieces import FlatEncoder, flat_ids, gather
 from data.tokenize.renderer import Conversation, Rendering, Template, is_shipped
 from data.tokenize.segment_plan import (
     MARKS_HINT,
@@ -167,22 +168,20 @@ class ChatTemplate:
 
         Token 0 is in no span: nothing predicts it.
         """
-        if self.tokenizer.depends_on_context:
+        tokenizer = self.tokenizer
+        if tokenizer.inner or tokenizer.stripping:
             chats = [self._in_context(segments) for segments in chats]
-        # "user\n" occurs often
-        texts, inner = (
-            list(dict.fromkeys(each.text for chat in chats for each in chat if (each[1], each[3]) == (False, is_inner)))
-            for is_inner in (False, True)
+        keys = [(2 * each.is_control + each.is_inner, each.text) for segments in chats for each in segments]
+        distinct = sorted(dict.fromkeys(keys), key=itemgetter(0))  # "user\n" occurs often
+        texts, inner, control = ([text for kind, text in distinct if kind == wanted] for wanted in range(3))
+        encoded = (
+            (encode_flat or tokenizer.encode_flat)(texts),
+            (tokenizer.inner or tokenizer).encode_flat(inner),
+            flat_ids([[tokenizer.control_ids[token]] for token in control]),
         )
-        control = self.tokenizer.control_ids
-        keys = [*((text, False, False) for text in texts), *((text, False, True) for text in inner)]
-        numbers = {key: number for number, key in enumerate([*keys, *((token, True, False) for token in control)])}
-        text_ids, text_lengths = (encode_flat or self.tokenizer.encode_flat)(texts)
-        inner_ids, inner_lengths = self.tokenizer.encode_flat(inner, is_inner=True)
-        control_ids = np.array(list(control.values()), np.int32)
-        lengths = np.concatenate([text_lengths, inner_lengths, np.ones(len(control_ids), np.int64)])
-        used = np.array([numbers[segment[:2] + segment[3:]] for segments in chats for segment in segments], np.int64)
-        all_ids = np.concatenate([text_ids, inner_ids, control_ids])
+        all_ids, lengths = map(np.concatenate, zip(*encoded, strict=True))
+        numbers = {key: number for number, key in enumerate(distinct)}
+        used = np.array([numbers[key] for key in keys], np.int64)
         ids = gather(all_ids, np.cumsum(lengths) - lengths, lengths, used)
         weights = np.repeat(
             np.array([segment.loss_weight for segments in chats for segment in segments], np.float32), lengths[used]

@@ -35,7 +35,12 @@ NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 SENTENCEPIECE_SPACE = "\u2581"
 # bos_token, eos_token and unk_token of a tokenizer whose files name none, as in transformers
 GPT2_TOKEN = "<|endoftext|>"
-NO_SPACE = {"prepend_scheme": "never", "add_prefix_space": False}  # before a text
+# by type of a normalizer or a pre-tokenizer: fields with which it puts no space before a text
+NO_SPACE: dict[Any, dict[str, Any]] = {
+    "Prepend": {"type": "Sequence", "normalizers": []},
+    "Metaspace": {"prepend_scheme": "never", "add_prefix_space": False},
+    "ByteLevel": {"add_prefix_space": False},
+}
 RARE_TEXT = "\U00013000"  # a hieroglyph: only tokenizers that fall back to bytes have tokens for it
 TRAIN_TOKENIZER_HINT = "train one: python runner/tokenizer.py path=[text.jsonl] to=my_tokenizer"
 
@@ -73,12 +78,11 @@ class Tokenizer:
     dropout: float
     _full: Engine = field(repr=False)  # with control tokens, for decoding
     _plain: Engine = field(repr=False)  # without control tokens, for encoding
-    # the same, without the space that it puts before a text; None: it puts none
-    _inner: Engine | None = field(repr=False)
-    # whether a text after a control token gets that space, and the control tokens that take the white space after them
-    adds_space_after_control: bool
-    stripping: frozenset[str]
     _cuts: re.Pattern[str] | None = field(repr=False)  # cut_pattern of _plain
+    stripping: frozenset[str]  # control tokens that take the white space after them
+    # of a text that continues another: without the space that this one puts before a text; None: it puts none
+    inner: Tokenizer | None
+    adds_space_after_control: bool  # a text after a control token gets that space
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -172,16 +176,9 @@ class Tokenizer:
         """
         return self._full.encode(text, add_special_tokens=add_special).ids
 
-    @property
-    def depends_on_context(self) -> bool:
-        """Whether the ids of a text depend on what is before it."""
-        return bool(self._inner or self.stripping)
-
-    def encode_batch(self, texts: list[str], is_inner: bool = False) -> list[list[int]]:
-        """`is_inner`: the texts continue others, so that no space is put before them."""
-        engine = (is_inner and self._inner) or self._plain
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
         try:
-            return [encoding.ids for encoding in engine.encode_batch_fast(texts, add_special_tokens=False)]
+            return [encoding.ids for encoding in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
         except TypeError:  # rows with such a text are refused before
             message = "a text has a byte that is not UTF-8, or half of a surrogate pair, which is not a character"
             fix = "correct the text that was typed; if it is correct, the chat template writes it"
@@ -189,9 +186,9 @@ class Tokenizer:
         except BaseException as error:
             raise _panic_error(error, self.folder) from None
 
-    def encode_flat(self, texts: list[str], is_inner: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    def encode_flat(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of `encode_batch`: (all ids, concatenated: int32; the number of ids of each text: int64)."""
-        return flat_ids(self.encode_batch(texts, is_inner))
+        return flat_ids(self.encode_batch(texts))
 
     def caching_encoder(self) -> FlatEncoder:
         """Return `encode_flat` with a cache of pieces of texts, for one thread; without one if it is not certain that
@@ -227,9 +224,8 @@ def _build_tokenizer(files: _Files) -> Tokenizer:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         without_control = _without_control_tokens(stored)
         full, plain = _build_engine(stored, folder), _build_engine(without_control, folder)
-        inner = without_control | {
-            name: json.loads(json.dumps(stored.get(name)), object_hook=_put_no_space) for name in SECTIONS[:2]
-        }
+        before = {name: stored.get(name) for name in SECTIONS[:2]}
+        inner = json.loads(json.dumps(before), object_hook=lambda part: part | NO_SPACE.get(part.get("type"), {}))
         named = _named_tokens(config, others, full)
         eos_id = _token_id(full, named, "eos_token", folder)
         bos_id = _token_id(full, named, "bos_token", folder) if "bos_token" in named else None
@@ -237,7 +233,7 @@ def _build_tokenizer(files: _Files) -> Tokenizer:
         ends = listed if isinstance(listed, list) else [listed]
         template = config.get("chat_template") if files.template is None else files.template
         known_ids = full.get_vocab(with_added_tokens=True).values()
-        return Tokenizer(
+        tokenizer = Tokenizer(
             folder=folder,
             vocab_size=max(full.get_vocab_size(), 1 + max(known_ids)),
             named_tokens=named,
@@ -252,11 +248,14 @@ def _build_tokenizer(files: _Files) -> Tokenizer:
             dropout=dropout,
             _full=full,
             _plain=plain,
-            _inner=_build_engine(inner, folder) if inner != without_control else None,
-            adds_space_after_control='"prepend_scheme": "first"' not in json.dumps(stored.get("pre_tokenizer")),
-            stripping=frozenset(token["content"] for token in stored["added_tokens"] if token.get("rstrip")),
             _cuts=cut_pattern(without_control),
+            stripping=frozenset(token["content"] for token in stored["added_tokens"] if token.get("rstrip")),
+            inner=None,
+            adds_space_after_control='"prepend_scheme": "first"' not in json.dumps(before),
         )
+        if inner != before:
+            return replace(tokenizer, inner=replace(tokenizer, _plain=_build_engine(without_control | inner, folder)))
+        return tokenizer
 
 
 def _named_tokens(config: dict, special_tokens_map: dict, engine: Engine) -> dict[str, str]:
@@ -301,13 +300,6 @@ def _without_control_tokens(stored: dict) -> dict:
         parts = ((merge, merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in model["merges"])
         changed["merges"] = [merge for merge, (left, right) in parts if control.isdisjoint((left, right, left + right))]
     return {**stored, "added_tokens": texts, "post_processor": None, "model": {**model, **changed}}
-
-
-def _put_no_space(part: dict) -> dict:
-    """Return a part of a normalizer or a pre-tokenizer that puts no space before a text."""
-    if part.get("type") == "Prepend":
-        return {"type": "Sequence", "normalizers": []}
-    return part | {key: value for key, value in NO_SPACE.items() if key in part}
 
 
 def _build_engine(stored: dict, folder: Path) -> Engine:

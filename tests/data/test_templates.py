@@ -316,6 +316,12 @@ SPACES_BEFORE = {  # changes of tokenizer.json: what puts or takes white space b
     "Metaspace always": {"prepend_scheme": "always"},
     "Prepend": {"normalizer": {"type": "Prepend", "prepend": "\u2581"}},
     "ByteLevel": {"pre_tokenizer": {**BYTES, "add_prefix_space": True}},
+    "Metaspace of old files": {
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [{"type": "Metaspace", "replacement": "\u2581", "add_prefix_space": True}, BYTES],
+        }
+    },
     "rstrip": {"rstrip": True},
 }
 
