@@ -467,6 +467,18 @@ def test_rotary_settings_are_written_for_transformers_4(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_rotary_settings_that_only_version_5_reads_stay(tmp_path: Path) -> None:
+    rope = {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    config = {"model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"], "rope_parameters": rope}
+    write_json_file(tmp_path / "config.json", config)
+    write_json_file(tmp_path / "tokenizer_config.json", {})
+    assert len(make_readable_by_transformers_4(tmp_path, "Gemma4ForCausalLM")) == 1
+    assert json.loads((tmp_path / "config.json").read_text()) == config
+
+
 def test_converter_runs_in_a_process_and_its_file_is_compared(hf_folder: Path, tmp_path: Path) -> None:
     converter = tmp_path / "convert_hf_to_gguf.py"
     converter.write_text("import sys; sys.exit('no such architecture')")
