@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -167,18 +168,23 @@ class ChatTemplate:
 
         Token 0 is in no span: nothing predicts it.
         """
-        # "user\n" occurs often
-        texts = list(
-            dict.fromkeys(segment.text for segments in chats for segment in segments if not segment.is_control)
+        continued, after_control = self.tokenizer.continued or (None, False)
+        # (text, 0: a text, 1: text that goes on, 2: a control token)
+        keys = [
+            (text, 2 if is_control else int(bool(continued and before and (after_control or not before.is_control))))
+            for segments in chats
+            for before, (text, is_control, _) in zip([None, *segments], segments, strict=False)
+        ]
+        ordered = sorted(dict.fromkeys(keys), key=itemgetter(1))  # "user\n" occurs often
+        numbers = {key: number for number, key in enumerate(ordered)}
+        encoders = [encode_flat or self.tokenizer.encode_flat, *([continued.encode_flat] if continued else [])]
+        encoded = [encode([text for text, kind in ordered if kind == i]) for i, encode in enumerate(encoders)]
+        control_ids = np.array([self.tokenizer.control_ids[text] for text, kind in ordered if kind == 2], np.int32)
+        all_ids, lengths = map(
+            np.concatenate, zip(*encoded, (control_ids, np.ones(len(control_ids), np.int64)), strict=True)
         )
-        numbers = {(text, False): number for number, text in enumerate(texts)}
-        for token in self.tokenizer.control_ids:
-            numbers[token, True] = len(numbers)
-        text_ids, text_lengths = (encode_flat or self.tokenizer.encode_flat)(texts)
-        control_ids = np.array(list(self.tokenizer.control_ids.values()), np.int32)
-        lengths = np.concatenate([text_lengths, np.ones(len(control_ids), np.int64)])
-        used = np.array([numbers[segment[:2]] for segments in chats for segment in segments], np.int64)
-        ids = gather(np.concatenate([text_ids, control_ids]), np.cumsum(lengths) - lengths, lengths, used)
+        used = np.array([numbers[key] for key in keys], np.int64)
+        ids = gather(all_ids, np.cumsum(lengths) - lengths, lengths, used)
         weights = np.repeat(
             np.array([segment.loss_weight for segments in chats for segment in segments], np.float32), lengths[used]
         )

@@ -155,6 +155,17 @@ class Tokenizer:
             None,
         )
 
+    @cached_property
+    def continued(self) -> tuple[Tokenizer, bool] | None:
+        """The tokenizer of text that goes on, without a space that is put before texts, and whether text after a
+        control token goes on; None: no space is put before texts.
+        """
+        stored = self._plain.to_str()
+        changed = re.sub(r'"prepend":"[^"]*"', '"prepend":""', stored)
+        changed = re.sub(r'"prepend_scheme":"\w+"', '"prepend_scheme":"never"', changed)
+        is_first = '"prepend_scheme":"first"' in stored
+        return None if changed == stored else (replace(self, _plain=Engine.from_str(changed), _cuts=None), is_first)
+
     def encode(self, text: str) -> list[int]:
         """Encode plain text: `<|im_end|>` in it becomes ten ordinary characters, not the token."""
         return self.encode_batch([text])[0]

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from template_fixtures import ChatTemplate, decode_loss_spans
 
 from common.errors import UserError
 from data.tokenize.origin import SAMPLE_TOKENIZER
@@ -307,3 +308,23 @@ def test_text_without_tokens_is_refused_where_there_is_no_unknown_token(kind, tm
     with pytest.raises(UserError, match="the tokenizer fails: "):
         tokenizer.encode("\u4e2d")
     assert not any("become" in note for note in tokenizer.notes(True))
+
+
+@pytest.mark.parametrize("scheme", ["prepend", "always", "first", "never"])
+def test_space_before_texts_is_where_transformers_has_it(scheme, tmp_path):
+    """An answer behind text began with one more space: TinyLlama, Zephyr, Llama 2; with `first` every text did."""
+    tokens = ["<unk>", "<s>", "</s>", *"\u2581\nabu:", "\u2581a", "\u2581b"]
+    model = {"type": "BPE", "vocab": {token: i for i, token in enumerate(tokens)}, "merges": ["\u2581 a", "\u2581 b"]}
+    metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": False}
+    parts = {"normalizer": {"type": "Prepend", "prepend": "\u2581"}} if scheme == "prepend" else {}
+    folder = write_model(tmp_path / "tokenizer", model, None if parts else metaspace, **parts)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role[0] + ':\n' + m.content + '</s>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'a:\n' }}{% endif %}"
+    )
+    template = ChatTemplate(Tokenizer.load(folder))
+    chat = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "abba", strict=True)]
+    rows = template.encode(chat), (template.encode_prompt(chat[:-1]), None)
+    texts = "u:\na</s>a:\nb</s>u:\nb</s>a:\na</s>", "u:\na</s>a:\nb</s>u:\nb</s>a:\n"
+    assert [ids for ids, _ in rows] == [template.tokenizer.encode_rendered(text) for text in texts]
+    assert decode_loss_spans(template.tokenizer, *rows[0]) == ["b </s>", "a </s>"]
