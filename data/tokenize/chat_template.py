@@ -74,7 +74,7 @@ class ChatTemplate:
         is_known = self.training_version is not None or is_shipped(stock)
         self._stock_template, self._template = (Template(each, self._where, is_known) for each in (stock, source))
         self._identifiers = set(re.findall(r"\w+", re.sub(r"{#.*?(#}|\Z)", "", source, flags=re.DOTALL)))
-        self._turns = TurnMarks(self._template, tokenizer.control_ids, tokenizer.named_tokens["eos_token"])
+        self._turns = TurnMarks(self._template, tokenizer)
         # A single character (the line break of Gemma) means the same as text and as a token.
         self._control, self._special = (
             any_of(token for token in tokens if len(token) > 1)

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from data.tokenize.jinja_sandbox import BEGIN, BREAK, END, PRIVATE_USE
 from data.tokenize.renderer import MAX_KNOWN_CHARACTERS, Conversation, Template
+from data.tokenize.tokenizer import Tokenizer
 from data.types import BadRowError
 
 MARKS_HINT = "{% generation %} ... {% endgeneration %} around the assistant's text and its end token"
@@ -43,10 +44,11 @@ class TemplateSegment(NamedTuple):
 class TurnMarks:
     """Marks around the assistant's turns, as one template renders them."""
 
-    def __init__(self, template: Template, control_tokens: Iterable[str], eos_token: str) -> None:
-        self._template, self._eos_token = template, eos_token
+    def __init__(self, template: Template, tokenizer: Tokenizer) -> None:
+        self._template, self._eos_token = template, tokenizer.named_tokens["eos_token"]
+        self._rstrip_tokens = tokenizer.rstrip_tokens
         self.has_marks = any(re.findall(r"(?s){#.*?#}|({%[-+]?\s*generation\b)", template.source))  # not in comments
-        self._control_tokens = set(control_tokens)
+        self._control_tokens = set(tokenizer.control_ids)
         self._boundaries = re.compile(f"({any_of([BEGIN, END, *self._control_tokens]).pattern})")
 
     def mark(self, conversation: Conversation, turns: list[int]) -> tuple[str, dict[int, float]]:
@@ -123,14 +125,16 @@ class TurnMarks:
         The text is split at the other marks, too, so that a conversation gives the same tokens whichever of its turns
         have loss.
         """
-        segments, weight, count = [], others, 0
+        segments, weight, count, is_stripped = [], others, 0, False
         for part in self._boundaries.split(rendered):
             if part in (BEGIN, END):
                 weight = marks.get(count, others) if part == BEGIN else others
                 count += part == BEGIN
             elif part in self._control_tokens:
                 segments.append(TemplateSegment(part, True, weight))
-            elif text := part.replace(BREAK, ""):
+                is_stripped = part in self._rstrip_tokens
+            elif text := part.replace(BREAK, "").lstrip() if is_stripped else part.replace(BREAK, ""):
+                is_stripped = False
                 segments.append(TemplateSegment(text, False, weight))
         return segments
 

@@ -66,6 +66,7 @@ class Tokenizer:
     pad_id: int  # eos_id if there is no pad_token; padding is known by its position, never by its id
     control_ids: dict[str, int]  # id of each added token that is no piece of text
     special_tokens: frozenset[str]  # added tokens that `decode` skips
+    rstrip_tokens: frozenset[str]  # added tokens that take the white space behind them, as those of Phi-3
     chat_template: str | None
     fingerprint: str
     # BPE dropout of tokenizer.json: switched off, because it splits a text in another way each time; 0: none
@@ -242,6 +243,7 @@ def _build_tokenizer(files: _Files) -> Tokenizer:
             pad_id=pad_id,
             control_ids={token["content"]: token["id"] for token in stored["added_tokens"] if not _is_text(token)},
             special_tokens=frozenset(token["content"] for token in stored["added_tokens"] if token["special"]),
+            rstrip_tokens=frozenset(token["content"] for token in stored["added_tokens"] if token["rstrip"]),
             chat_template=template,
             fingerprint=sha256_of_json([stored, bos_id, eos_id, pad_id, template]),
             dropout=dropout,

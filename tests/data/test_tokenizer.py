@@ -328,3 +328,21 @@ def test_space_before_texts_is_where_transformers_has_it(scheme, tmp_path):
     texts = "u:\na</s>a:\nb</s>u:\nb</s>a:\na</s>", "u:\na</s>a:\nb</s>u:\nb</s>a:\n"
     assert [ids for ids, _ in rows] == [template.tokenizer.encode_rendered(text) for text in texts]
     assert decode_loss_spans(template.tokenizer, *rows[0]) == ["b </s>", "a </s>"]
+
+
+def test_token_takes_the_white_space_behind_it_as_in_transformers(tmp_path):
+    """Phi-3: a line break that no prompt of transformers has was trained and generated after."""
+    tokens = ["<unk>", "<s>", "</s>", *"\nab "]
+    model = {"type": "BPE", "vocab": {token: i for i, token in enumerate(tokens)}, "merges": []}
+    added = [added_token(token, i, special=True) | {"rstrip": i == 1} for i, token in enumerate(tokens[:3])]
+    folder = write_model(tmp_path / "tokenizer", model, added_tokens=added)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ '<s>\n' + m.content + '</s>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<s>\n' }}{% endif %}"
+    )
+    template = ChatTemplate(Tokenizer.load(folder))
+    chat = [{"role": "user", "content": "  a "}, {"role": "assistant", "content": "b"}]
+    row = template.encode(chat)
+    assert row[0] == template.tokenizer.encode_rendered("<s>\n  a </s>\n<s>\nb</s>\n")
+    assert template.encode_prompt(chat[:1]) == template.tokenizer.encode_rendered("<s>\n  a </s>\n<s>\n")
+    assert decode_loss_spans(template.tokenizer, *row) == ["b </s>"]
