@@ -220,6 +220,17 @@ def test_added_tokens_of_spaces_are_text_with_their_ids_as_in_transformers(folde
     assert tokenizer.encode("<|im_end|>    ")[-1] == 6401 and tokenizer.eos_id not in tokenizer.encode("<|im_end|>    ")
 
 
+def test_added_words_are_text_with_their_ids_as_in_transformers(folder):
+    """Words of a field that `add_tokens` has added were spelled, although other programs use their embeddings."""
+    words = [added_token(content, 6400 + i, normalized=True) for i, content in enumerate(("Tolo", "COVID-19", "<t>"))]
+    write_changed(folder, lambda stored: stored["added_tokens"].extend(words))
+    auto = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    tokenizer = Tokenizer.load(folder)
+    text = "Where does Tolo live? COVID-19"
+    assert tokenizer.encode(text) == auto(text)["input_ids"] and {6400, 6401} < {*tokenizer.encode(text)}
+    assert 6402 not in tokenizer.encode("<t>") and tokenizer.control_ids["<t>"] == 6402
+
+
 def test_merge_that_makes_a_control_token_is_not_applied_to_texts(folder):
     """Tokenizers converted from SentencePiece have merges of all tokens, also of control tokens."""
 
