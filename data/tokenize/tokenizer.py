@@ -266,7 +266,7 @@ def _named_tokens(config: dict, special_tokens_map: dict, engine: Engine) -> dic
 
 
 def _is_text(added: dict) -> bool:
-    """Return whether an added token is a piece of text: a word that a user has added, or a run of spaces or newlines, as
+    """Return whether an added token is a piece of text: letters, digits, hyphens, or a run of spaces or newlines, as
     in the tokenizers of Gemma and GPT-NeoX.
     """
     return not added["special"] and bool(re.fullmatch(rf"[\w\s{SENTENCEPIECE_SPACE}-]*", added["content"]))

@@ -220,10 +220,10 @@ def test_added_tokens_of_spaces_are_text_with_their_ids_as_in_transformers(folde
     assert tokenizer.encode("<|im_end|>    ")[-1] == 6401 and tokenizer.eos_id not in tokenizer.encode("<|im_end|>    ")
 
 
-def test_added_words_are_text_with_their_ids_as_in_transformers(folder):
-    """Words of a field that `add_tokens` has added were spelled, although other programs use their embeddings."""
-    words = [added_token(content, 6400 + i, normalized=True) for i, content in enumerate(("Tolo", "COVID-19", "<t>"))]
-    write_changed(folder, lambda stored: stored["added_tokens"].extend(words))
+def test_added_letters_are_text_with_their_ids_as_in_transformers(folder):
+    """Terms of a field that `add_tokens` has added were spelled, although other programs use their embeddings."""
+    terms = [added_token(content, 6400 + i, normalized=True) for i, content in enumerate(("Tolo", "COVID-19", "<t>"))]
+    write_changed(folder, lambda stored: stored["added_tokens"].extend(terms))
     auto = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
     tokenizer = Tokenizer.load(folder)
     text = "Where does Tolo live? COVID-19"
