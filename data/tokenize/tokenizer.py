@@ -271,10 +271,10 @@ def _named_tokens(config: dict, special_tokens_map: dict, engine: Engine) -> dic
 
 
 def _is_text(added: dict) -> bool:
-    """Return whether an added token is a piece of text: a run of spaces or newlines, as in the tokenizers of Gemma and
-    GPT-NeoX.
+    """Return whether an added token is a piece of text: letters, digits, hyphens, or a run of spaces or newlines, as
+    in the tokenizers of Gemma and GPT-NeoX.
     """
-    return not added["special"] and not added["content"].replace(SENTENCEPIECE_SPACE, " ").strip()
+    return not added["special"] and bool(re.fullmatch(rf"[\w\s{SENTENCEPIECE_SPACE}-]*", added["content"]))
 
 
 def _without_control_tokens(stored: dict) -> dict:
