@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.errors import UserError
 from common.guarded_files import DOWNLOAD_HINT, check_source_file
-from models.config import LoraConfig
+from models.config import LoraConfig, ModelConfig
 from models.families.transformers import TransformersConfig
 from models.formats.json_files import (
     base_model_of,
@@ -53,11 +53,16 @@ def load_model(source: Path, family: str | None = None) -> LanguageModel:
         merge_adapters(model)  # if the base model is itself an adapter of another base model
         add_stored_adapter(model, read_adapter(folder), folder)
     else:
-        cfg = read_config_of_weights(folder, family)
-        check_size_of_weights(cfg, folder)
-        model = create_model(cfg)
-        load_into(model, load_weights(folder, cfg.family), folder)
+        model = model_with_weights(read_config_of_weights(folder, family), folder)
     return model.eval()
+
+
+def model_with_weights(cfg: ModelConfig, source: Path) -> LanguageModel:
+    """Return an fp32 model of `cfg` with the weights that `load_weights` reads from `source`."""
+    check_size_of_weights(cfg, source)
+    model = create_model(cfg)
+    load_into(model, load_weights(source, cfg.family), source)
+    return model
 
 
 def add_stored_adapter(model: LanguageModel, adapter: StoredAdapter, folder: Path) -> None:
