@@ -23,6 +23,8 @@ from models.layers.chunked_loss import LMHead
 ALL_LINEAR = "all-linear"  # in stage.lora.targets, as in PEFT
 PATTERN = "re:"  # a target that is a regular expression of a whole path, as PEFT's target_modules is if it is a string
 MAX_LISTED_LAYERS = 6  # names that a message has
+# PEFT takes layers of these names for experts in many models that store all experts as one weight (deepseek_v3)
+NAMES_OF_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
 
 
 class LinearLayers(NamedTuple):
@@ -89,20 +91,26 @@ def select_layers(layers: LinearLayers, targets: list[str]) -> dict[str, nn.Modu
 
 
 def lora_warnings(model: nn.Module, cfg: LoraConfig) -> list[str]:
-    """Return a line that names what all-linear leaves out beside the output layer; [] for nothing."""
-    if cfg.targets != [ALL_LINEAR]:
-        return []
-    layers = linear_layers_of(model)
+    """Return a line that names what all-linear leaves out beside the output layer, and one for adapters that PEFT
+    reads as others.
+    """
+    layers, warnings = linear_layers_of(model), []
     left_out = {
         last_name(path): reason
         for path, reason in layers.refused.items()
         if path not in layers.adaptable and "shares its weight" not in reason
     }
-    names = ", ".join(list(left_out)[:MAX_LISTED_LAYERS])
-    return [
-        f"stage.lora.targets=[{ALL_LINEAR}] leaves out {names}: {name} {reason}; its weights stay as they are"
-        for name, reason in list(left_out.items())[:1]
-    ]
+    if cfg.targets == [ALL_LINEAR] and left_out:
+        names, name = ", ".join(list(left_out)[:MAX_LISTED_LAYERS]), next(iter(left_out))
+        warnings.append(
+            f"stage.lora.targets=[{ALL_LINEAR}] leaves out {names}: {name} {left_out[name]}; its weights stay as they are"
+        )
+    misread = sorted(NAMES_OF_EXPERTS & {last_name(path) for path in lora_layers(model)})
+    if misread and "gate_up_proj" in left_out:
+        warnings.append(
+            f"PEFT may read adapters of {', '.join(misread)} as those of experts: for PEFT leave these targets out, or export format=merged"
+        )
+    return warnings
 
 
 def last_name(path: str) -> str:

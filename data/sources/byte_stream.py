@@ -218,9 +218,10 @@ def guess_encodings(content: bytes) -> tuple[list[str], bool]:
     close = [
         number
         for number, match in enumerate(matches)
-        if match.chaos <= best.chaos + 0.02 and str(match) != text and names[number] != names[0]
+        if match.chaos <= MAX_CHAOS and str(match) != text and names[number] != names[0]
     ]
-    if best.language == "English" and "cp1252" in (names[number] for number in close):
+    is_western = "cp1252" in (names[number] for number in close)
+    if best.language == "English" and is_western:
         names = ["cp1252", *names]  # quotes and few accents, which several encodings of Europe explain equally well
         is_certain = True
     elif names[0] in MULTI_BYTE:
@@ -229,6 +230,7 @@ def guess_encodings(content: bytes) -> tuple[list[str], bool]:
         is_certain = best.coherence >= MIN_COHERENCE and all(
             matches[number].coherence <= best.coherence - MIN_LEAD for number in close
         )
+        names = ["cp1252", *names] if is_western and not is_certain else names  # the most used of them
     enough = len(sample) - len(sample.decode("ascii", "ignore")) >= MIN_NON_ASCII
     return list(dict.fromkeys(names)), is_certain and enough and best.chaos < MAX_CHAOS
 
@@ -295,5 +297,5 @@ def encoding_hint(path: Path, encoding: str) -> str:
             if len(sample) >= DETECT_BYTES or scanned >= SCANNED_BYTES:
                 break
     candidates, _ = guess_encodings(sample)
-    names = " or ".join(f"data.encoding={name}" for name in candidates[:2]) or "data.encoding=NAME"
+    names = " or ".join(f"data.encoding={name}" for name in candidates[:3]) or "data.encoding=NAME"
     return f"name the encoding of the file{', a guess is' if candidates else ':'} {names}; or correct the row"

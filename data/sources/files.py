@@ -43,7 +43,7 @@ TABLES, INDEXED = ("parquet", "arrow"), ("json array", "parquet", "arrow")
 JSON_NAMES = {"jsonl": "JSON Lines", "json array": "a JSON array"}
 HIDDEN = " (hidden by data.columns)"  # end of the name of a field that data.columns replaces
 NOT_DATA = re.compile(
-    r"(readme|license|licence|changelog|contributing|citation)(\b.*\.(md|txt|rst|cff))?|readme_\w{2,5}\.(md|txt|rst)|requirements([-_](dev|tests?|docs?))?\.txt|dataset_infos?\.json|dataset_dict\.json",
+    r"(readme|license|licence|changelog|contributing|citation)(\b.*\.(md|txt|rst|cff))?|readme_\w{2,5}\.(md|txt|rst)|requirements([-_](dev|tests?|docs?))?\.txt|dataset_infos?\.json|dataset_dict\.json|cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow",
     re.IGNORECASE,
 )
 

@@ -57,7 +57,8 @@ def read_csv(file: BinaryIO, locate: Locate, arguments: Mapping[str, Any]) -> It
     try:
         header = next((cells for cells in reader if cells), [])
     except csv.Error as error:
-        raise UserError(f"invalid CSV: {error}", locate(1), "name the columns in the first line") from error
+        fix = "name the columns in the first line; of a file for old Macs: tr '\\r' '\\n' < FILE > NEW"
+        raise UserError(f"invalid CSV: {error}", locate(1), fix) from error
     if header and header[0].lower() == "sep=":
         raise UserError(
             "the first line is a note for Excel, not the names of the columns", locate(1), "delete the first line"
@@ -235,6 +236,7 @@ def load_hub_dataset(name: str, preferred: Sequence[str] = ("train",)) -> Iterat
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # no such data set, or no network
         reason = " ".join(str(error).split())
         fix = f"check the name ({HUB_NAME}); without network, only data sets in the cache can be read"
+        fix = f"data.path={path} reads the files of a folder" if Path(path).is_dir() else fix
         raise UserError(f"the data set cannot be loaded: {reason}", name, fix) from error
     split = split or next(
         (choice for choice in preferred if choice in splits), next(iter(splits)) if len(splits) == 1 else None

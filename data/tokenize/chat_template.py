@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from common.errors import UserError
 from data.schemas.messages import check_chat, drop_empty_system
 from data.tokenize.block import LabelledIds
 from data.tokenize.jinja_sandbox import BEGIN, END, appears_in, mask_control_tokens, unmask_control_tokens
-from data.tokenize.pieces import FlatEncoder, gather
+from data.tokenize.pieces import FlatEncoder, flat_ids, gather
 from data.tokenize.renderer import Conversation, Rendering, Template, is_shipped
 from data.tokenize.segment_plan import (
     MARKS_HINT,
@@ -167,18 +168,21 @@ class ChatTemplate:
 
         Token 0 is in no span: nothing predicts it.
         """
-        # "user\n" occurs often
-        texts = list(
-            dict.fromkeys(segment.text for segments in chats for segment in segments if not segment.is_control)
+        tokenizer = self.tokenizer
+        if tokenizer.inner or tokenizer.stripping:
+            chats = [self._in_context(segments) for segments in chats]
+        keys = [(2 * each.is_control + each.is_inner, each.text) for segments in chats for each in segments]
+        distinct = sorted(dict.fromkeys(keys), key=itemgetter(0))  # "user\n" occurs often
+        texts, inner, control = ([text for kind, text in distinct if kind == wanted] for wanted in range(3))
+        encoded = (
+            (encode_flat or tokenizer.encode_flat)(texts),
+            (tokenizer.inner or tokenizer).encode_flat(inner),
+            flat_ids([[tokenizer.control_ids[token]] for token in control]),
         )
-        numbers = {(text, False): number for number, text in enumerate(texts)}
-        for token in self.tokenizer.control_ids:
-            numbers[token, True] = len(numbers)
-        text_ids, text_lengths = (encode_flat or self.tokenizer.encode_flat)(texts)
-        control_ids = np.array(list(self.tokenizer.control_ids.values()), np.int32)
-        lengths = np.concatenate([text_lengths, np.ones(len(control_ids), np.int64)])
-        used = np.array([numbers[segment[:2]] for segments in chats for segment in segments], np.int64)
-        ids = gather(np.concatenate([text_ids, control_ids]), np.cumsum(lengths) - lengths, lengths, used)
+        all_ids, lengths = map(np.concatenate, zip(*encoded, strict=True))
+        numbers = {key: number for number, key in enumerate(distinct)}
+        used = np.array([numbers[key] for key in keys], np.int64)
+        ids = gather(all_ids, np.cumsum(lengths) - lengths, lengths, used)
         weights = np.repeat(
             np.array([segment.loss_weight for segments in chats for segment in segments], np.float32), lengths[used]
         )
@@ -192,6 +196,21 @@ class ChatTemplate:
         spans = list(zip(edges[:, 0].tolist(), edges[:, 1].tolist(), span_weights, strict=True))
         bounds = ends.tolist()
         return [(ids[bounds[i] : bounds[i + 1]], spans[first_spans[i] : first_spans[i + 1]]) for i in range(len(chats))]
+
+    def _in_context(self, segments: list[TemplateSegment]) -> list[TemplateSegment]:
+        """Return the segments as transformers encodes them, which are parts of one text there: without the white space
+        that a control token takes, and without a space before each.
+        """
+        result: list[TemplateSegment] = []
+        for segment in segments:
+            if result and not segment.is_control:
+                before, text = result[-1], segment.text
+                text = text.lstrip() if before.text in self.tokenizer.stripping and before.is_control else text
+                is_inner = not (before.is_control and self.tokenizer.adds_space_after_control)
+                segment = segment._replace(text=text, is_inner=is_inner)
+            if segment.text:
+                result.append(segment)
+        return result
 
     def encode_prompt(self, messages: Any, tools: Any = None) -> list[int]:
         """Check a conversation and encode it with the generation prompt: the ids after which the assistant's next

@@ -26,7 +26,7 @@ from common.guarded_files import (
     reporting_missing_fields,
 )
 from data.tokenize.pieces import FlatEncoder, PieceCache, cut_pattern, flat_ids
-from data.tokenize.tokenizer_limits import OTHER_TOKENIZER_HINT, find_problem
+from data.tokenize.tokenizer_limits import OTHER_TOKENIZER_HINT, SECTIONS, find_problem
 
 PAD, BOS, EOS = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
 TOKENIZER_CONFIG, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
@@ -35,6 +35,12 @@ NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 SENTENCEPIECE_SPACE = "\u2581"
 # bos_token, eos_token and unk_token of a tokenizer whose files name none, as in transformers
 GPT2_TOKEN = "<|endoftext|>"
+# by type of a normalizer or a pre-tokenizer: fields with which it puts no space before a text
+NO_SPACE: dict[Any, dict[str, Any]] = {
+    "Prepend": {"type": "Sequence", "normalizers": []},
+    "Metaspace": {"prepend_scheme": "never", "add_prefix_space": False},
+    "ByteLevel": {"add_prefix_space": False},
+}
 RARE_TEXT = "\U00013000"  # a hieroglyph: only tokenizers that fall back to bytes have tokens for it
 TRAIN_TOKENIZER_HINT = "train one: python runner/tokenizer.py path=[text.jsonl] to=my_tokenizer"
 
@@ -73,6 +79,10 @@ class Tokenizer:
     _full: Engine = field(repr=False)  # with control tokens, for decoding
     _plain: Engine = field(repr=False)  # without control tokens, for encoding
     _cuts: re.Pattern[str] | None = field(repr=False)  # cut_pattern of _plain
+    stripping: frozenset[str]  # control tokens that take the white space after them
+    # of a text that continues another: without the space that this one puts before a text; None: it puts none
+    inner: Tokenizer | None
+    adds_space_after_control: bool  # a text after a control token gets that space
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -214,6 +224,8 @@ def _build_tokenizer(files: _Files) -> Tokenizer:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         without_control = _without_control_tokens(stored)
         full, plain = _build_engine(stored, folder), _build_engine(without_control, folder)
+        before = {name: stored.get(name) for name in SECTIONS[:2]}
+        inner = json.loads(json.dumps(before), object_hook=lambda part: part | NO_SPACE.get(part.get("type"), {}))
         named = _named_tokens(config, others, full)
         eos_id = _token_id(full, named, "eos_token", folder)
         bos_id = _token_id(full, named, "bos_token", folder) if "bos_token" in named else None
@@ -221,7 +233,7 @@ def _build_tokenizer(files: _Files) -> Tokenizer:
         ends = listed if isinstance(listed, list) else [listed]
         template = config.get("chat_template") if files.template is None else files.template
         known_ids = full.get_vocab(with_added_tokens=True).values()
-        return Tokenizer(
+        tokenizer = Tokenizer(
             folder=folder,
             vocab_size=max(full.get_vocab_size(), 1 + max(known_ids)),
             named_tokens=named,
@@ -237,7 +249,13 @@ def _build_tokenizer(files: _Files) -> Tokenizer:
             _full=full,
             _plain=plain,
             _cuts=cut_pattern(without_control),
+            stripping=frozenset(token["content"] for token in stored["added_tokens"] if token.get("rstrip")),
+            inner=None,
+            adds_space_after_control='"prepend_scheme": "first"' not in json.dumps(before),
         )
+        if inner != before:
+            return replace(tokenizer, inner=replace(tokenizer, _plain=_build_engine(without_control | inner, folder)))
+        return tokenizer
 
 
 def _named_tokens(config: dict, special_tokens_map: dict, engine: Engine) -> dict[str, str]:
@@ -253,10 +271,10 @@ def _named_tokens(config: dict, special_tokens_map: dict, engine: Engine) -> dic
 
 
 def _is_text(added: dict) -> bool:
-    """Return whether an added token is a piece of text: a run of spaces or newlines, as in the tokenizers of Gemma and
-    GPT-NeoX.
+    """Return whether an added token is a piece of text: letters, digits, hyphens, or a run of spaces or newlines, as
+    in the tokenizers of Gemma and GPT-NeoX.
     """
-    return not added["special"] and not added["content"].replace(SENTENCEPIECE_SPACE, " ").strip()
+    return not added["special"] and bool(re.fullmatch(rf"[\w\s{SENTENCEPIECE_SPACE}-]*", added["content"]))
 
 
 def _without_control_tokens(stored: dict) -> dict:

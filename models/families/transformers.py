@@ -192,7 +192,7 @@ def _unread_fields(config: dict[str, Any]) -> dict[str, Any]:
 
     cls = CONFIG_MAPPING[config["model_type"]]
     known = {field.name for field in dataclasses.fields(cls)} | {
-        "head_dim",
+        *("head_dim", "per_layer_config"),
         *cls.attribute_map,
         *ROPE_FIELDS,
         *NO_INFLUENCE,

@@ -11,18 +11,17 @@ from torch import Tensor
 
 from common.errors import UserError
 from common.guarded_files import DOWNLOAD_HINT, check_source_file
-from models.config import LoraConfig
+from models.config import LoraConfig, ModelConfig
 from models.families.transformers import TransformersConfig
 from models.formats.json_files import (
     base_model_of,
     family_of_base,
     is_adapter_dir,
     model_dir,
-    model_type_of,
     read_config_of_weights,
     read_model_config,
 )
-from models.formats.peft import StoredAdapter, merge_adapter_into, read_adapter
+from models.formats.peft import StoredAdapter, read_adapter
 from models.formats.stored_size import check_size_of_weights, weight_files
 from models.formats.tensor_files import (
     check_finite,
@@ -54,11 +53,16 @@ def load_model(source: Path, family: str | None = None) -> LanguageModel:
         merge_adapters(model)  # if the base model is itself an adapter of another base model
         add_stored_adapter(model, read_adapter(folder), folder)
     else:
-        cfg = read_config_of_weights(folder, family)
-        check_size_of_weights(cfg, folder)
-        model = create_model(cfg)
-        load_into(model, load_weights(folder, cfg.family), folder)
+        model = model_with_weights(read_config_of_weights(folder, family), folder)
     return model.eval()
+
+
+def model_with_weights(cfg: ModelConfig, source: Path) -> LanguageModel:
+    """Return an fp32 model of `cfg` with the weights that `load_weights` reads from `source`."""
+    check_size_of_weights(cfg, source)
+    model = create_model(cfg)
+    load_into(model, load_weights(source, cfg.family), source)
+    return model
 
 
 def add_stored_adapter(model: LanguageModel, adapter: StoredAdapter, folder: Path) -> None:
@@ -131,11 +135,9 @@ def load_weights(source: Path, family: str | None = None) -> dict[str, Tensor]:
         return read_pth(source)
     folder = model_dir(source)
     if is_adapter_dir(folder):
-        base, family = base_model_of(folder), family_of_base(folder, family)
-        check_finite(weights := load_weights(base, family), base)
-        if EMBEDDING_KEY in weights:  # an adapter may replace one of two that are tied
-            weights.setdefault(HEAD_KEY, weights[EMBEDDING_KEY])
-        return merge_adapter_into(weights, folder, model_type_of(base) if family == "transformers" else None)
+        with torch.random.fork_rng(devices=[]):  # its random numbers are not those of the model that is built
+            merge_adapters(model := load_model(folder, family))
+        return model.state_dict()
     # a checkpoint of a run has none, and the names of the model
     cfg = read_model_config(folder, family) if (folder / "config.json").exists() else None
     stored = read_weights(folder)
@@ -219,7 +221,7 @@ def _check_tied(own: dict[str, Tensor], state: dict[str, Tensor], source: str | 
     for first, *others in names.values():
         for other in others:
             if state[first] is not state[other] and not torch.equal(state[first], state[other]):
-                fix = 'choose weights whose output layer is tied; "tie_word_embeddings": false in the config.json of a Hugging Face model unties it'
+                fix = 'choose weights whose output layer is tied; "tie_word_embeddings": false in the config.json of a Hugging Face model that has both unties it'
                 raise UserError(f"these weights are not tied: {other} differs from {first}", source, fix)
 
 

@@ -13,14 +13,12 @@ from torch import Tensor
 from common.errors import UserError
 from common.guarded_files import DOWNLOAD_HINT, reporting_missing_fields
 from models.config import LoraConfig
-from models.formats.json_files import base_model_of, check_number_types, read_json_file
+from models.formats.json_files import check_number_types, read_json_file
 from models.formats.tensor_files import check_finite, read_tensors, to_floats
-from models.layers.adapter import ADAPTER, merged_weight
+from models.layers.adapter import ADAPTER
 
 PEFT_PREFIX = "base_model.model."  # of every tensor name
 BASE_DIR = "base"  # inside an adapter folder: the base model, if PEFT could not open the folder it came from
-# model_type of models with Conv1D layers, whose weights are (inputs, outputs)
-TRANSPOSED_TYPES = ("gpt2", "openai-gpt", "imagegpt")
 
 # Fields of adapter_config.json that are read, or that do not change the meaning of the stored tensors. Any other field
 # must be empty: PEFT has variants that
@@ -169,41 +167,6 @@ def _values_by_layer(raw: Mapping[str, Any], field: str, default: Any, layers: l
         layer: next((value for expression, value in expressions if expression.fullmatch(layer)), default)
         for layer in layers
     }
-
-
-def merge_adapter_into(weights: dict[str, Tensor], folder: Path, model_type: str | None = None) -> dict[str, Tensor]:
-    """Add the adapter in `folder` to the base weights, those of a model of `model_type` (None: of the decoder). A
-    tensor that changes is a new one.
-    """
-    adapter = read_adapter(folder)
-    for name, tensor in adapter.replaced.items():
-        _check_fits(name in weights and weights[name].shape == tensor.shape, name, tuple(tensor.shape), folder)
-        weights[name] = tensor
-    for layer, cfg in adapter.layers.items():
-        A, B, name = adapter.matrices[layer, "A"], adapter.matrices[layer, "B"], f"{layer}.weight"
-        weight = weights.get(name)
-        is_transposed = model_type in TRANSPOSED_TYPES and weight is not None and weight.shape == (A.shape[1], len(B))
-        _check_fits(
-            is_transposed or (weight is not None and weight.shape == (len(B), A.shape[1])),
-            name,
-            (len(B), A.shape[1]),
-            folder,
-        )
-        merged = merged_weight(
-            weights[name].T if is_transposed else weights[name],
-            A,
-            B,
-            adapter.matrices.get((layer, "magnitude")),
-            cfg.scale,
-        )
-        weights[name] = merged.T.contiguous() if is_transposed else merged
-    return weights
-
-
-def _check_fits(is_equal: bool, name: str, shape: tuple[int, ...], folder: Path) -> None:
-    if not is_equal:
-        fix = f"correct base_model_name_or_path, now {base_model_of(folder)}"
-        raise UserError(f"the adapter does not fit its base model: {name} is not {shape}", folder, fix)
 
 
 def adapter_config(

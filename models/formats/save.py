@@ -28,10 +28,10 @@ from models.formats.json_files import (
     read_json_file,
     write_json_file,
 )
-from models.formats.load import HEAD_KEY, load_into, load_weights
+from models.formats.load import HEAD_KEY, model_with_weights
 from models.formats.peft import BASE_DIR, MATRICES, PEFT_PREFIX, adapter_config
 from models.formats.tensor_files import to_folder_names, write_tensors
-from models.language_model import LanguageModel, create_model
+from models.language_model import LanguageModel
 from models.layers.adapter import is_quantized, is_transposed
 from models.lora import linear_layers_of, lora_layers, short_names
 
@@ -130,11 +130,7 @@ def _is_readable_by_peft(source: Path, model: LanguageModel) -> bool:
 
 def _unquantized(model: LanguageModel, source: Path) -> LanguageModel:
     """Return a model with the weights that `model` was quantized from; `model` itself if it was not."""
-    if not is_quantized(model):
-        return model
-    whole = create_model(model.cfg)
-    load_into(whole, load_weights(source, model.cfg.family), source)
-    return whole
+    return model_with_weights(model.cfg, source) if is_quantized(model) else model
 
 
 def write_generation_config(source: Path, folder: Path, token_ids: dict[str, int], stop_ids: Sequence[int]) -> None:

@@ -136,12 +136,6 @@ def _row_lengths(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
         return torch.linalg.norm(weight.float() + scale * (B.float() @ A.float()), dim=1)
 
 
-def merged_weight(weight: Tensor, A: Tensor, B: Tensor, magnitude: Tensor | None, scale: float) -> Tensor:
-    """Return the weight (O, I) with an adapter added."""
-    updated = weight + scale * (B @ A)
-    return updated if magnitude is None else (magnitude / _row_lengths(weight, A, B, scale))[:, None] * updated
-
-
 class LoraLayer(nn.Module):
     """Mixin of a linear layer with an adapter, which can be disabled."""
 
@@ -185,8 +179,9 @@ class LoraLayer(nn.Module):
         """Add the active adapter to the weight and remove it."""
         if (adapter := self.active()) is not None:
             assert not isinstance(self, Linear4bit)  # commands that merge load the base model without quantization
-            weight = linear_weight(self)
-            weight.copy_(merged_weight(weight, adapter.A, adapter.B, adapter.magnitude, adapter.scale))
+            weight = linear_weight(self)  # (O, I)
+            updated = weight + adapter.scale * (adapter.B @ adapter.A)
+            weight.copy_(updated if adapter.magnitude is None else adapter.row_factors(weight)[:, None] * updated)
             del self.lora[ADAPTER]
 
 

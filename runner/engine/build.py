@@ -15,8 +15,7 @@ import torch
 from common.errors import UserError
 from data.tokenize.origin import open_tokenizer
 from data.tokenize.tokenizer import Tokenizer
-from models.formats.load import load_into, load_weights, weights_under_adapter
-from models.formats.stored_size import check_size_of_weights
+from models.formats.load import model_with_weights, weights_under_adapter
 from models.language_model import LanguageModel, create_model, freeze, stored_tensors
 from models.layers.adapter import check_quantization, quantize_linear_layers
 from models.layers.cpu_kernels.upcast_products import upcast_products
@@ -63,12 +62,8 @@ def build_model(cfg: Config, load_initial_weights: bool) -> LanguageModel:
     reference model.
     """
     source = initial_weights_of(cfg) if load_initial_weights or cfg.stage.lora or cfg.stage.needs_reference else None
-    if source:
-        check_size_of_weights(cfg.model, source)
-    model = create_model(cfg.model)
-    if source:
-        load_into(model, load_weights(source, cfg.model.family), str(source))
-    elif cfg.optimizer.mup_base_width:
+    model = model_with_weights(cfg.model, source) if source else create_model(cfg.model)
+    if not source and cfg.optimizer.mup_base_width:
         scale_initial_weights(cfg.optimizer, model)
     model.activation_checkpointing = cfg.train.activation_checkpointing
     return model

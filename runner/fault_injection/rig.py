@@ -96,7 +96,8 @@ def session_pids(leader: int) -> list[int]:
 
 
 def import_heavy_libraries() -> None:
-    """Import what a training needs, once, before the first fork.
+    """Import what a training needs, once, before the first fork, and give all launches one number of threads, whatever
+    other trainings begin or end meanwhile.
 
     Nothing is computed: threads would not survive a fork.
     """
@@ -105,7 +106,7 @@ def import_heavy_libraries() -> None:
     import runner.engine.build
     import runner.engine.loop  # noqa: F401  imported here so that each fork finds it loaded; no name of it is used
 
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))))
 
 
 def launch_training(
@@ -145,10 +146,8 @@ def launch_fork(main: Callable[[], int], output: Path) -> Launch:
         try:
             with exiting_with_code():
                 return main()
-        finally:  # wait for the checkpoint writer, as at the end of any program
-            for thread in threading.enumerate():
-                if thread is not threading.current_thread() and not thread.daemon:
-                    thread.join()
+        finally:  # as at the end of any program: end pools of threads, wait for the checkpoint writer
+            vars(threading)["_shutdown"]()
 
     run_then_hard_exit(fork_main)
 

@@ -110,7 +110,8 @@ class EvaluateConfig(CheckedSettings):
         METRICS.get(self.metric)
         reads_data = self.metric != "perplexity" or any(getattr(self.data, name) is not None for name in OF_RUN)
         if bool(self.tasks) == bool(self.data.path) or (self.tasks and reads_data):
-            message = "tasks, and metric with data.*, are two kinds of evaluation: give one of them"
+            both = "tasks, and metric with data.*, are two kinds of evaluation: give one of them"
+            message = both if self.tasks else "what to evaluate is missing: data.path or tasks"
             raise UserError(
                 message,
                 f"tasks={self.tasks} metric={self.metric} data.path={self.data.path}",

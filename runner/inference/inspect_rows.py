@@ -264,7 +264,11 @@ def token_spans(
     """
     turns, characters, start = list(turn_ends), 0, 0
     for stop in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[start:stop].tolist(), skip_special=False)
+        # with the token before: the space that a first token has is not decoded
+        text, before = (
+            tokenizer.decode(ids[max(0, start - 1) : end].tolist(), skip_special=False) for end in (stop, start)
+        )
+        text = text.removeprefix(before)
         is_incomplete = text.endswith("\ufffd") and stop - start < MAX_CHARACTER_BYTES
         if is_incomplete and stop < len(ids) and loss_mask[stop] == loss_mask[start]:
             continue

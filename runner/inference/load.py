@@ -205,7 +205,7 @@ def _load_checkpoint(folder: Path, settings: RunSettings) -> LanguageModel:
     Raises UserError if the checkpoint or the saved settings are damaged.
     """
     from models.config import MODELS
-    from models.formats.load import add_run_adapter, load_into, load_weights, weights_under_adapter
+    from models.formats.load import add_run_adapter, model_with_weights, weights_under_adapter
     from models.formats.stored_size import check_size_of_weights
     from models.language_model import create_model
     from runner.checkpoint.atomic_dir import verify_dir
@@ -227,8 +227,7 @@ def _load_checkpoint(folder: Path, settings: RunSettings) -> LanguageModel:
         model = create_model(cfg)
     else:
         lora, start = adapter
-        base = weights_under_adapter(lora, start)
-        load_into(model := create_model(cfg), load_weights(base, cfg.family), base)
+        model = model_with_weights(cfg, weights_under_adapter(lora, start))
         add_run_adapter(model, lora, str(start))
     load_strict(saved_tensors(model), read_model_tensors(folder), folder)
     return model.eval()

@@ -25,7 +25,7 @@ from runner.tracking.lines import format_seconds
 MAX_COMPARED = 400  # of one comparison
 MAX_VALUE = 120  # characters of a setting
 # Settings of where and how a run is shown: no difference between two trainings.
-NOT_COMPARED = ("run.", "tracker.", "resume", "data.cache")
+NOT_COMPARED = ("run.", "tracker.", "resume", "data.cache", "sweep.")
 FINGERPRINTS = {"data": "training data", "tokenizer": "tokenizer", "model": "model shape"}  # of run.json
 # Facts beside the settings: title -> (part of run.json, name in it). Hashes are shown by their first characters.
 FACTS = {

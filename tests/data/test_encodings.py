@@ -129,3 +129,19 @@ def test_encoding_of_a_short_text_is_not_that_of_another_language(write, text):
     """Before: read as Japanese, valid in cp932 but without kana."""
     source = Source.open(write(text.encode("koi8_r"), "book.txt"))
     assert source.encoding == "utf-8" and not list(source.rows(on_bad=lambda error: None))
+
+
+FRENCH = "Les élèves français étaient déjà arrivés à l'école où le professeur préparait la leçon. Ils espéraient réussir l'épreuve malgré les difficultés de l'année scolaire. La vérité était très différente."
+PORTUGUESE = "A informação não está disponível. Você também pode verificar as opções de configuração e a solução será apresentada até amanhã. O coração da nação é a educação."
+ESTONIAN = "Täna on ilus päev ja linnud laulavad õues. Me läheme järve äärde hommikusööki sööma. Paljudele inimestele meeldib sügis, aga mina armastan suve ja öid."
+
+
+@pytest.mark.parametrize(
+    "text, encoding", [(FRENCH, "cp1252"), (PORTUGUESE, "cp1252"), (ESTONIAN, "cp1257")], ids=["fr", "pt", "et"]
+)
+def test_encoding_is_not_certain_where_another_one_gives_a_text_as_good(text, encoding):
+    """Before: French read as cp1257 ("élčves"), Estonian as mac_latin2."""
+    content = f"{text}\n".encode(encoding) * 3
+    candidates, is_certain = guess_encodings(content)
+    assert not is_certain
+    assert encoding != "cp1252" or candidates[0] == encoding

@@ -114,6 +114,13 @@ def test_source_refuses_the_line_of_excel_before_the_header(write):
     assert "note for Excel" in error.value.message and error.value.fix == "delete the first line"
 
 
+def test_source_says_how_to_convert_the_line_ends_of_old_macs(write):
+    """Excel writes such files as CSV (Macintosh). Before: name the columns in the first line."""
+    with pytest.raises(UserError) as error:
+        list(Source.open(write(b"prompt,completion\rHi,Hello\r", "rows.csv")).rows())
+    assert "tr '\\r' '\\n' < FILE > NEW" in error.value.fix
+
+
 @pytest.mark.parametrize(
     "delimiter, message",
     [(",", ""), (";", "columns separated by ;"), ("\t", "columns separated by tabs"), ("|", "columns separated by |")],
@@ -441,6 +448,16 @@ def names(entry):
     return [source.path.name for source in open_entry(entry)]
 
 
+def test_hub_name_of_a_folder_that_save_to_disk_wrote_names_the_folder(tmp_path):
+    """Before: use `load_from_disk` instead, and check the name."""
+    datasets = pytest.importorskip("datasets", reason="the optional extra [hub] is not installed")
+    datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path)
+    with pytest.raises(UserError) as error:
+        open_entry(f"hub:{tmp_path}")
+    assert error.value.fix.startswith(f"data.path={tmp_path} ")
+    assert names(str(tmp_path)) == ["data-00000-of-00001.arrow"]
+
+
 def test_open_entry_accepts_a_file_a_glob_and_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in (
@@ -455,6 +472,8 @@ def test_open_entry_accepts_a_file_a_glob_and_a_folder(tmp_path, monkeypatch):
         "deep/[x].txt",
         "dataset_info.json",
         "state.json",
+        "cache-1facb23ae60f3cf7.arrow",  # of Dataset.map, beside the files that save_to_disk wrote
+        "cache-1facb23ae60f3cf7_00000_of_00002.arrow",
     ):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)

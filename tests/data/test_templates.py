@@ -308,3 +308,43 @@ def test_template_turn_ends_name_no_role_where_the_text_is_ambiguous(load_templa
         "user",
         "assistant",
     ]
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+SPACES_BEFORE = {  # changes of tokenizer.json: what puts or takes white space by the position in the whole text
+    "Metaspace first": {"prepend_scheme": "first"},
+    "Metaspace always": {"prepend_scheme": "always"},
+    "Prepend": {"normalizer": {"type": "Prepend", "prepend": "\u2581"}},
+    "ByteLevel": {"pre_tokenizer": {**BYTES, "add_prefix_space": True}},
+    "Metaspace of old files": {
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [{"type": "Metaspace", "replacement": "\u2581", "add_prefix_space": True}, BYTES],
+        }
+    },
+    "rstrip": {"rstrip": True},
+}
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama2", "mistral", "zephyr"])
+@pytest.mark.parametrize("change", SPACES_BEFORE.values(), ids=SPACES_BEFORE)
+def test_template_puts_spaces_before_texts_as_transformers_does(load_template, tmp_path, name, change):
+    """Before: each text between control tokens, and each answer, began with the space of a text of its own."""
+    folder = shutil.copytree(load_template(name).tokenizer.folder, tmp_path / "tokenizer")
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    if scheme := change.get("prepend_scheme"):
+        metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": False}
+        stored["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [metaspace, BYTES]}
+    elif change.get("rstrip"):
+        stored["added_tokens"] = [token | change for token in stored["added_tokens"]]
+    else:
+        stored |= change
+    (folder / "tokenizer.json").write_text(json.dumps(stored))
+    auto = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    template = ChatTemplate(Tokenizer.load(folder))
+    messages = [QUESTION, answer("four"), FOLLOW_UP, answer("five")]
+    expected = [
+        auto.apply_chat_template(chat, add_generation_prompt=is_prompt, return_dict=False)
+        for chat, is_prompt in ((messages, False), (messages[:3], True))
+    ]
+    assert [template.encode(messages)[0], template.encode_prompt(messages[:3])] == expected

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from template_fixtures import ChatTemplate, decode_loss_spans
 
 from common.errors import UserError
 from data.tokenize.origin import SAMPLE_TOKENIZER
@@ -219,6 +220,17 @@ def test_added_tokens_of_spaces_are_text_with_their_ids_as_in_transformers(folde
     assert tokenizer.encode("<|im_end|>    ")[-1] == 6401 and tokenizer.eos_id not in tokenizer.encode("<|im_end|>    ")
 
 
+def test_added_letters_are_text_with_their_ids_as_in_transformers(folder):
+    """Terms of a field that `add_tokens` has added were spelled, although other programs use their embeddings."""
+    terms = [added_token(content, 6400 + i, normalized=True) for i, content in enumerate(("Tolo", "COVID-19", "<t>"))]
+    write_changed(folder, lambda stored: stored["added_tokens"].extend(terms))
+    auto = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    tokenizer = Tokenizer.load(folder)
+    text = "Where does Tolo live? COVID-19"
+    assert tokenizer.encode(text) == auto(text)["input_ids"] and {6400, 6401} < {*tokenizer.encode(text)}
+    assert 6402 not in tokenizer.encode("<t>") and tokenizer.control_ids["<t>"] == 6402
+
+
 def test_merge_that_makes_a_control_token_is_not_applied_to_texts(folder):
     """Tokenizers converted from SentencePiece have merges of all tokens, also of control tokens."""
 
@@ -307,3 +319,41 @@ def test_text_without_tokens_is_refused_where_there_is_no_unknown_token(kind, tm
     with pytest.raises(UserError, match="the tokenizer fails: "):
         tokenizer.encode("\u4e2d")
     assert not any("become" in note for note in tokenizer.notes(True))
+
+
+@pytest.mark.parametrize("scheme", ["prepend", "always", "first", "never"])
+def test_space_before_texts_is_where_transformers_has_it(scheme, tmp_path):
+    """An answer behind text began with one more space: TinyLlama, Zephyr, Llama 2; with `first` every text did."""
+    tokens = ["<unk>", "<s>", "</s>", *"\u2581\nabu:", "\u2581a", "\u2581b"]
+    model = {"type": "BPE", "vocab": {token: i for i, token in enumerate(tokens)}, "merges": ["\u2581 a", "\u2581 b"]}
+    metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": False}
+    parts = {"normalizer": {"type": "Prepend", "prepend": "\u2581"}} if scheme == "prepend" else {}
+    folder = write_model(tmp_path / "tokenizer", model, None if parts else metaspace, **parts)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role[0] + ':\n' + m.content + '</s>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'a:\n' }}{% endif %}"
+    )
+    template = ChatTemplate(Tokenizer.load(folder))
+    chat = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "abba", strict=True)]
+    rows = template.encode(chat), (template.encode_prompt(chat[:-1]), None)
+    texts = "u:\na</s>a:\nb</s>u:\nb</s>a:\na</s>", "u:\na</s>a:\nb</s>u:\nb</s>a:\n"
+    assert [ids for ids, _ in rows] == [template.tokenizer.encode_rendered(text) for text in texts]
+    assert decode_loss_spans(template.tokenizer, *rows[0]) == ["b </s>", "a </s>"]
+
+
+def test_token_takes_the_white_space_behind_it_as_in_transformers(tmp_path):
+    """Phi-3: a line break that no prompt of transformers has was trained and generated after."""
+    tokens = ["<unk>", "<s>", "</s>", *"\nab "]
+    model = {"type": "BPE", "vocab": {token: i for i, token in enumerate(tokens)}, "merges": []}
+    added = [added_token(token, i, special=True) | {"rstrip": i == 1} for i, token in enumerate(tokens[:3])]
+    folder = write_model(tmp_path / "tokenizer", model, added_tokens=added)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ '<s>\n' + m.content + '</s>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<s>\n' }}{% endif %}"
+    )
+    template = ChatTemplate(Tokenizer.load(folder))
+    chat = [{"role": "user", "content": "  a "}, {"role": "assistant", "content": "b"}]
+    row = template.encode(chat)
+    assert row[0] == template.tokenizer.encode_rendered("<s>\n  a </s>\n<s>\nb</s>\n")
+    assert template.encode_prompt(chat[:1]) == template.tokenizer.encode_rendered("<s>\n  a </s>\n<s>\n")
+    assert decode_loss_spans(template.tokenizer, *row) == ["b </s>"]

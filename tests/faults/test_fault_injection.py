@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import select
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from trainee import OVERRIDES, write_rows
 from common.errors import UserError
 from data.store.cache import is_own_cache
 from runner.engine import loop
+from runner.engine.device import cpu
 from runner.fault_injection.harness import (
     FAULT_KINDS,
     FaultsConfig,
@@ -29,7 +31,15 @@ from runner.fault_injection.harness import (
 )
 from runner.fault_injection.kinds import INJECT
 from runner.fault_injection.probes import DiskFault, DiskHook, WorkerProbe
-from runner.fault_injection.rig import FaultResult, Rig, Trial, UninterruptedRun, launch_fork, run_reference
+from runner.fault_injection.rig import (
+    FaultResult,
+    Rig,
+    Trial,
+    UninterruptedRun,
+    import_heavy_libraries,
+    launch_fork,
+    run_reference,
+)
 
 SHORT = [override for override in OVERRIDES if not override.startswith(("train.epochs", "train.sample_every"))] + [
     "train.max_steps=5",
@@ -129,6 +139,29 @@ def test_launch_that_hangs_is_ended_and_its_processes_are_found(tmp_path: Path) 
     assert launch.is_hanging and launch.code == -signal.SIGKILL
     assert len(launch.left_processes(0.1)) == 1
     assert launch.left_processes(60) == []
+
+
+def test_launches_have_one_number_of_threads_while_trainings_begin(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(cpu.RunningTrainings, "threads_of_others", lambda self: [1])
+    monkeypatch.setattr(cpu, "default_threads", lambda: 2)
+    monkeypatch.setattr(cpu, "_chosen", None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    import_heavy_libraries()
+    assert cpu.choose_threads() is None, "its own number would give a launch other bits than the undisturbed run"
+
+
+def test_launch_ends_although_a_pool_of_threads_was_not_shut_down(tmp_path: Path) -> None:
+    """The compiler of torch has one."""
+    pools = []
+
+    def compute() -> int:
+        pools.append(ThreadPoolExecutor(1))
+        return pools[0].submit(int, "7").result()
+
+    launch = launch_fork(compute, tmp_path / "output.txt")
+    launch.wait(60)
+    assert launch.code == 7 and not launch.is_hanging
 
 
 def test_launch_ends_with_the_process_that_started_it(tmp_path: Path) -> None:

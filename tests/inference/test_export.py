@@ -16,6 +16,7 @@ import torch
 import yaml
 from command_fixtures import TINY_MODEL, TINY_RUN, Call
 from tiny_models import lora_config
+from transformers_families import write_family
 
 from common.errors import UserError
 from data.tokenize.jinja_sandbox import compile_template, unmask_control_tokens
@@ -81,6 +82,14 @@ def test_exported_folder_is_compared_and_has_the_dtype(
 
 
 @pytest.mark.slow
+def test_export_in_16_bits_rounds_buffers(tmp_path: Path) -> None:
+    per_layer = {"vocab_size_per_layer_input": 6400, "hidden_size_per_layer_input": 8, "global_head_dim": 8}
+    write_family(tmp_path / "base", "gemma4_text", **per_layer, num_kv_shared_layers=0)
+    run_export(tmp_path / "base", tmp_path / "new", dtype="bfloat16")
+    written = load_model(tmp_path / "new").get_buffer("model.layers.0.layer_scalar")
+    assert torch.equal(written, load_model(tmp_path / "base").get_buffer("model.layers.0.layer_scalar").bfloat16())
+
+
 def test_exported_tokenizer_has_no_dropout(hf_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """AutoTokenizer reads the ids that were trained: dropout is off in training."""
     own = shutil.copytree(hf_folder, tmp_path / "own")
@@ -458,6 +467,18 @@ def test_rotary_settings_are_written_for_transformers_4(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_rotary_settings_that_only_version_5_reads_stay(tmp_path: Path) -> None:
+    rope = {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    config = {"model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"], "rope_parameters": rope}
+    write_json_file(tmp_path / "config.json", config)
+    write_json_file(tmp_path / "tokenizer_config.json", {})
+    assert len(make_readable_by_transformers_4(tmp_path, "Gemma4ForCausalLM")) == 1
+    assert json.loads((tmp_path / "config.json").read_text()) == config
+
+
 def test_converter_runs_in_a_process_and_its_file_is_compared(hf_folder: Path, tmp_path: Path) -> None:
     converter = tmp_path / "convert_hf_to_gguf.py"
     converter.write_text("import sys; sys.exit('no such architecture')")

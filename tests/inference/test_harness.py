@@ -255,3 +255,5 @@ def test_metric_and_data_settings_are_refused_with_tasks(tasks: Path) -> None:
     for changes in ({"metric": "exact_match"}, {"data": dataclasses.replace(data, max_length=64)}):
         with pytest.raises(UserError, match="two kinds of evaluation"):
             config(["letters"], tasks, **changes)
+    with pytest.raises(UserError, match="what to evaluate is missing"):
+        config([], tasks)

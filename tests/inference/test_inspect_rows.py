@@ -215,6 +215,21 @@ def test_token_spans_have_every_token_once_and_the_whole_text(text: str, first: 
         assert "".join(span.text for span in spans) == text
 
 
+def test_token_spans_have_the_spaces_of_a_tokenizer_like_sentencepiece(tmp_path: Path) -> None:
+    """Before: "InPell" for "In Pell", because the first of some tokens is decoded without its space."""
+    from tokenizers import Tokenizer as Engine
+    from tokenizers import decoders, models, pre_tokenizers
+
+    engine = Engine(models.WordLevel({"<unk>": 0, "</s>": 1, "\u2581In": 2, "\u2581Pell": 3}, unk_token="<unk>"))
+    engine.pre_tokenizer, engine.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    engine.add_special_tokens(["<unk>", "</s>"])
+    engine.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    ids = np.array([2, 3, 1], np.int32)
+    spans = token_spans(Tokenizer.load(tmp_path), ids, np.array([False, True, True]), [])
+    assert [span.text for span in spans] == ["In", " Pell", "</s>"]
+
+
 def test_rich_token_view_does_not_interpret_markup() -> None:
     terminal = Terminal()
     TokenView(plain=False, stream=terminal).print("[red]no[/red]")

@@ -12,8 +12,8 @@ import torch
 from tiny_models import TOKENIZER, max_difference
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM
-from transformers_families import FAMILIES, random_family, write_family
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers_families import FAMILIES, SIZES, random_family, write_family
 
 from common.errors import UserError
 from models.families.transformers import TransformersConfig, _without_unread, create_hf_config
@@ -252,3 +252,9 @@ def test_packed_rows_are_refused_if_the_weights_cannot_show_a_leak() -> None:
         torch.nn.init.zeros_(parameter)
     with pytest.raises(UserError, match="packed rows of mistral would not be exact"):
         model.prepare(is_packed=True)
+
+
+def test_fields_of_single_layers_have_no_warning() -> None:
+    config = AutoConfig.for_model("gemma4_text", **SIZES).to_dict()
+    assert config["per_layer_config"]
+    assert TransformersConfig.from_hf_config(config, Path("config.json")).training_warnings() == []

@@ -96,8 +96,11 @@ def test_comparison_says_which_settings_and_data_differ(tmp_path: Path) -> None:
             tmp_path / "o" / "b", settings={"lr": 0.01}, fingerprints={**FINGERPRINTS, "data": "d2" * 32}, name="b"
         ),
     ]
+    config = runs[1] / ".hydra" / "config.yaml"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"sweep": {"budget": "30m"}}))
     comparison = read_comparison(runs)
     differing = dict(comparison.differing)
+    assert "sweep.budget" not in differing, "what a sweep may spend is no difference between two trainings"
     assert differing["optimizer.lr"] == ["0.001", "0.01"] and differing["optimizer.betas"] == ["[0.9, 0.95]", "–"]
     assert (
         differing["training data (fingerprint)"] == ["d1", "d2d2d2d2d2"]

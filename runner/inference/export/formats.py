@@ -186,16 +186,15 @@ def write_minimind(cfg: ExportSettings, source: LoadedModel, folder: Path) -> Ve
     import torch
 
     from models.families.decoder import DecoderConfig
-    from models.formats.load import load_into
+    from models.formats.load import load_model
     from models.formats.save import copy_tokenizer_files
-    from models.formats.tensor_files import read_pth, read_pth_config
-    from models.language_model import create_model
+    from models.formats.tensor_files import read_pth_config
     from models.lora import merge_adapters
     from runner.inference.export import verify
 
     model, model_cfg = source.model, source.model.cfg
     merge_adapters(model)
-    state = {name: tensor.half().contiguous() for name, tensor in model.state_dict().items() if ".lora." not in name}
+    state = {name: tensor.half().contiguous() for name, tensor in model.state_dict().items()}
     torch.save(state, folder / "model.pth")
     read = read_pth_config(folder / "model.pth") if isinstance(model_cfg, DecoderConfig) else None
     names = MINIMIND_FIXED_SETTINGS + MINIMIND_EXPERT_SETTINGS * bool(read and read.num_experts)
@@ -209,9 +208,8 @@ def write_minimind(cfg: ExportSettings, source: LoadedModel, folder: Path) -> Ve
 
     def compare() -> list[str]:
         verify.round_weights(model, "float16")
-        again = create_model(model_cfg).eval()
-        load_into(again, read_pth(folder / "model.pth"), folder)
-        found = verify.compare_model(again, verify.log_probs(model, source), source, "read again", cfg.to)
+        expected = verify.log_probs(model, source)
+        found = verify.compare_model(load_model(folder / "model.pth"), expected, source, "read again", cfg.to)
         return [f"{found}, beside rounding to float16"]
 
     return compare

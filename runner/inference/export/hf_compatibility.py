@@ -5,9 +5,11 @@ it names code.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from common.errors import UserError
 from common.guarded_files import read_source_file
 from models.formats.json_files import read_json_file, write_json_file
 from models.formats.save import tokenizer_config_of_4
@@ -57,7 +59,8 @@ def _read_without_code(path: Path) -> dict[str, Any]:
 def _rope_of_5(config: dict[str, Any]) -> Any:
     from models.families.transformers import create_hf_config
 
-    return create_hf_config(config, "config.json").to_dict().get("rope_parameters")
+    with suppress(UserError):  # version 5 may not read what version 4 would
+        return create_hf_config(config, "config.json").to_dict().get("rope_parameters")
 
 
 def _rope_fields_of_4(config: dict[str, Any]) -> dict[str, Any]:

@@ -29,12 +29,12 @@ MAX_MERGE_DIFFERENCE = 1e-3  # of a log-probability that merging an adapter into
 
 
 def round_weights(model: nn.Module, dtype: str) -> None:
-    """Round the weights in place as a file in `dtype` holds them."""
+    """Round the weights and buffers in place as a file in `dtype` holds them."""
     import torch
 
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.to(getattr(torch, dtype)))
+    for tensor in model.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.copy_(tensor.to(getattr(torch, dtype)))
 
 
 def log_probs(model: Any, source: LoadedModel) -> list[Tensor]:
