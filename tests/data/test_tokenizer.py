@@ -232,7 +232,7 @@ def test_added_letters_are_text_with_their_ids_as_in_transformers(folder):
 
 
 def test_added_letters_that_end_texts_are_a_control_token(folder):
-    """Before: a text with the word had the eos_token in it, if the file does not call it special."""
+    """Before: a text with these letters had the eos_token in it, where the file does not call it special."""
     write_changed(folder, lambda stored: stored["added_tokens"].append(added_token("ENDE", 6400)))
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "ENDE"}))
