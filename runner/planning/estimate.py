@@ -86,7 +86,7 @@ class RunPlan:
         evaluations = int(train.final_eval_rows > 0)
         if self.run.config.evaluates:
             evaluations = -(-self.steps // train.eval_every)
-        samples = -(-self.steps // train.sample_every) if train.sample_every else 0
+        samples = -(-self.steps // train.sample_every) if train.sample_every and train.sample_prompts else 0
         saves = self.steps // train.save_every if train.save_every else 0
         return (
             trial["first_step_seconds"]
