@@ -220,11 +220,11 @@ def test_splits_of_a_folder_name_the_files_that_are_not_read(files, tmp_path):
         [],
         ["set: by their extensions, or as linked folders, leaves out more/b.xlsx, part-00001"],
     )
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "set" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "set" / "linked").symlink_to(tmp_path / "other")
     assert resolve("set")[2] == [
         "set: by their extensions, or as linked folders, leaves out linked, more/b.xlsx, part-00001"
-    ], "rows that are not trained on were left out without a word"
+    ], "rows that are not trained on were left out silently"
 
 
 def test_splits_of_an_evaluation_that_are_unclear_are_refused(files):
