@@ -269,18 +269,19 @@ def find_files(entry: str) -> list[Path]:
 
 
 def _visible_files(folder: Path) -> list[Path]:
-    """Return the files in `folder` and its subfolders, without hidden ones and those that describe a data set
-    (README.md).
+    """Return the files and linked folders in `folder` and its subfolders, without hidden ones and those that describe a data
+    set (README.md).
     """
     found: list[Path] = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(parent, name) for name in names if not name.startswith(".")]
-    return sorted(file for file in found if file.is_file() and not _is_description(file))
+        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
+        found += [Path(parent, name) for name in names + links if not name.startswith(".")]
+    return sorted(file for file in found if not _is_description(file))
 
 
 def unread_files(folder: Path) -> list[Path]:
-    """Return the files of a folder that are not read because their extension is unknown."""
+    """Return the files and linked folders of a folder that are not read because their extension is unknown."""
     return [file for file in _visible_files(folder) if extension_of(file) not in EXTENSIONS]
 
 

@@ -237,10 +237,10 @@ class ChatTemplate:
         messages = conversation.messages
         whole = conversation.render(len(messages), prompt=has_generation_prompt)
         self._check_contents(whole, conversation)
-        if not self.turn_end.is_trained and not self._turns.has_marks and messages[-1]["role"] != "assistant":
-            with suppress(BadRowError):  # earlier answers end as they do in training
+        if not self._turns.has_marks and messages[-1]["role"] != "assistant":
+            with suppress(BadRowError):  # earlier answers are split, and end, as they do in training
                 marked = self._turns.insert(whole, conversation, assistant_turns(messages))
-                whole = self._close_turns(marked, conversation)
+                whole = marked if self.turn_end.is_trained else self._close_turns(marked, conversation)
         return whole
 
     @cached_property

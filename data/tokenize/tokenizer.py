@@ -6,6 +6,7 @@ import json
 import os
 import re
 import secrets
+from collections.abc import KeysView
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -222,11 +223,20 @@ def _build_tokenizer(files: _Files) -> Tokenizer:
             stored["model"]["dropout"] = None  # as in a tokenizer without: same ids, same fingerprint
         # Without this setting the library warns whenever a loader forks its workers. Its threads are idle then.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-        without_control = _without_control_tokens(stored)
-        full, plain = _build_engine(stored, folder), _build_engine(without_control, folder)
+        full = _build_engine(stored, folder)
+        named = _named_tokens(config, others, full)
+        control_ids = {
+            token["content"]: token["id"]
+            for token in stored["added_tokens"]
+            # the others are pieces of text: terms, or runs of spaces or newlines, as in Gemma and GPT-NeoX
+            if token["special"]
+            or token["content"].strip() in named.values()
+            or not re.fullmatch(rf"[\w\s{SENTENCEPIECE_SPACE}-]*", token["content"])
+        }
+        without_control = _without_control_tokens(stored, control_ids.keys())
+        plain = _build_engine(without_control, folder)
         before = {name: stored.get(name) for name in SECTIONS[:2]}
         inner = json.loads(json.dumps(before), object_hook=lambda part: part | NO_SPACE.get(part.get("type"), {}))
-        named = _named_tokens(config, others, full)
         eos_id = _token_id(full, named, "eos_token", folder)
         bos_id = _token_id(full, named, "bos_token", folder) if "bos_token" in named else None
         pad_id = _token_id(full, named, "pad_token", folder) if "pad_token" in named else eos_id
@@ -241,7 +251,7 @@ def _build_tokenizer(files: _Files) -> Tokenizer:
             eos_id=eos_id,
             stop_ids=tuple(sorted({eos_id, *(each for each in ends if isinstance(each, int) and each in known_ids)})),
             pad_id=pad_id,
-            control_ids={token["content"]: token["id"] for token in stored["added_tokens"] if not _is_text(token)},
+            control_ids=control_ids,
             special_tokens=frozenset(token["content"] for token in stored["added_tokens"] if token["special"]),
             chat_template=template,
             fingerprint=sha256_of_json([stored, bos_id, eos_id, pad_id, template]),
@@ -270,20 +280,12 @@ def _named_tokens(config: dict, special_tokens_map: dict, engine: Engine) -> dic
     return named
 
 
-def _is_text(added: dict) -> bool:
-    """Return whether an added token is a piece of text: letters, digits, hyphens, or a run of spaces or newlines, as
-    in the tokenizers of Gemma and GPT-NeoX.
-    """
-    return not added["special"] and bool(re.fullmatch(rf"[\w\s{SENTENCEPIECE_SPACE}-]*", added["content"]))
-
-
-def _without_control_tokens(stored: dict) -> dict:
+def _without_control_tokens(stored: dict, control: KeysView[str]) -> dict:
     """Return the same model without control tokens: no text is encoded to one, and no merge makes one, because merges
     of and to control tokens are left out. Only the unknown token stays, for what the vocabulary lacks.
     """
     model, added = stored["model"], stored["added_tokens"]
-    texts = [token for token in added if _is_text(token)]
-    control = {token["content"] for token in added if not _is_text(token)}
+    texts = [token for token in added if token["content"] not in control]
     # those that are no part of the vocabulary would get other ids
     changed: dict[str, Any] = {}
     if model["type"] == "Unigram":  # the id of a piece is its position: a control token becomes what no text has

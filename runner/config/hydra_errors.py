@@ -24,7 +24,7 @@ from common.errors import UserError, did_you_mean
 from common.paths import CONF_DIR, REPO_ROOT
 from runner.config import overrides, schema
 
-DECIMAL = re.compile(r"\d{1,15}\.?\d{0,15}|\.\d{1,15}")
+DECIMAL = re.compile(r"(\d{1,15}\.?\d{0,15}|\.\d{1,15})(e\+?\d)?")
 SETTING = re.compile(r"[a-z]\w*(\.\w+)*")
 # 1.3 warns without it, 1.4 with it
 HYDRA_VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}

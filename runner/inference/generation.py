@@ -106,7 +106,7 @@ class Answer(Work):
         if text.endswith("\ufffd") and not is_last:
             return
         text = text[len(tokenizer.decode(self.before)) :]
-        self.before, self._end = new, len(self.ids)
+        self.before, self._end = (new if text else self.before + new), len(self.ids)  # a token may have no text
         self.add_text(text)
 
     def _send(self, end: int) -> None:

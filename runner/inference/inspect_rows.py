@@ -262,12 +262,10 @@ def token_spans(
     """Split a sequence into spans. ids: (T,); loss_mask: (T,) as of a TokenSequence; turn_ends: see
     ChatTemplate.turn_ends.
     """
-    turns, characters, start = list(turn_ends), 0, 0
+    turns, characters, last_start, start = list(turn_ends), 0, 0, 0
     for stop in range(1, len(ids) + 1):
-        # with the token before: the space that a first token has is not decoded
-        text, before = (
-            tokenizer.decode(ids[max(0, start - 1) : end].tolist(), skip_special=False) for end in (stop, start)
-        )
+        # with the span before, whose characters are complete: the space that a first token has is not decoded
+        text, before = (tokenizer.decode(ids[last_start:end].tolist(), skip_special=False) for end in (stop, start))
         text = text.removeprefix(before)
         is_incomplete = text.endswith("\ufffd") and stop - start < MAX_CHARACTER_BYTES
         if is_incomplete and stop < len(ids) and loss_mask[stop] == loss_mask[start]:
@@ -275,7 +273,7 @@ def token_spans(
         while turns and characters >= turns[0][0]:
             turns.pop(0)
         yield TokenSpan(text, ids[start:stop].tolist(), float(loss_mask[start]), turns[0][1] if turns else "")
-        characters, start = characters + len(text), stop
+        characters, last_start, start = characters + len(text), start, stop
 
 
 def escape_whitespace(text: str) -> str:

@@ -78,8 +78,9 @@ class Trunk:
     @property
     def overrides(self) -> list[str]:
         with suppress(ValueError):
-            typed = parse_yaml(self.settings.get(str(OVERRIDES_FILE), "[]"))
-            return snapshot.check_overrides_file(typed, self.checkpoint / STATE_FILE)
+            saved = parse_yaml(self.settings.get(str(OVERRIDES_FILE), "[]"))
+            typed = snapshot.check_overrides_file(saved, self.checkpoint / STATE_FILE)
+            return [*{overrides.key_of(each): each for each in typed}.values()]  # the last value of a key counts
         return snapshot.load_overrides(self.run)
 
 

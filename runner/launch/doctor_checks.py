@@ -39,8 +39,12 @@ def check_other_files(state: CheckpointState, holds_lock: bool = False) -> Itera
     """Yield the problems of this module of one run. `holds_lock`: whether this process has locked it."""
     is_busy = not holds_lock and is_locked(state.folder)
     if is_busy:
-        wait = "wait for it to end; findings about files that it writes now may be wrong"
-        yield Problem(LOCK_FILE, Severity.BLOCKING, f"held by {describe_holder(state.folder)}", wait)
+        yield Problem(
+            LOCK_FILE,
+            Severity.BLOCKING,
+            f"held by {describe_holder(state.folder)}",
+            "wait for it to end; findings about files that it writes now may be wrong",
+        )
     yield from _check_pointers(state)
     yield from _check_model(state)
     if not is_busy:  # otherwise they are of the process that trains
@@ -64,23 +68,35 @@ def _check_pointers(state: CheckpointState) -> Iterator[Problem]:
         if actual and (actual == name or is_later_best):
             yield Problem(file, Severity.SOUND, actual)
         elif name is not None:
-            damage, write = f"{actual or 'missing'}, should be {name}", partial(atomic_dir.write_pointer, checkpoints)
-            no_loss, repair = "no resume reads it", f"{name} written"
-            yield Problem(file, Severity.NOTE, damage, no_loss, repair, apply=partial(write, pointer, name))
+            yield Problem(
+                file,
+                Severity.NOTE,
+                f"{actual or 'missing'}, should be {name}",
+                "no resume reads it",
+                f"{name} written",
+                apply=partial(atomic_dir.write_pointer, checkpoints, pointer, name),
+            )
     if best_step is not None and best is None:
-        damage = f"the weights of the best evaluation, step {best_step}, are not on disk"
-        lost = "model/ gets the last weights unless a better evaluation follows"
-        yield Problem(f"{CHECKPOINTS_DIR}/{BEST_POINTER}", Severity.DAMAGED, damage, lost)
+        yield Problem(
+            f"{CHECKPOINTS_DIR}/{BEST_POINTER}",
+            Severity.DAMAGED,
+            f"the weights of the best evaluation, step {best_step}, are not on disk",
+            "model/ gets the last weights unless a better evaluation follows",
+        )
 
 
 def _check_model(state: CheckpointState) -> Iterator[Problem]:
     """A completed run has model/, with the weights of a checkpoint."""
     fields, model = RunMetadata.read(state.folder), state.folder / "model"
-    export, again = fields.get("export"), "resume= with more steps writes it again"
+    export = fields.get("export")
     if not model.is_dir():
         if lacks_model(state.folder, fields):
-            damage = "missing, and run.json says that it was written"
-            yield Problem("model", Severity.DAMAGED, damage, "resume= writes it again, from checkpoints/")
+            yield Problem(
+                "model",
+                Severity.DAMAGED,
+                "missing, and run.json says that it was written",
+                "resume= writes it again, from checkpoints/",
+            )
         return
     files = sorted(model.glob("*.safetensors"))
     try:
@@ -92,7 +108,12 @@ def _check_model(state: CheckpointState) -> Iterator[Problem]:
     except (UserError, OSError) as error:
         damage = error.message if isinstance(error, UserError) else str(error)
     if damage:
-        yield Problem("model", Severity.DAMAGED, damage, f"the weights are in checkpoints/; {again}")
+        yield Problem(
+            "model",
+            Severity.DAMAGED,
+            damage,
+            "the weights are in checkpoints/; resume= with more steps writes it again",
+        )
     else:
         yield Problem("model", Severity.SOUND, text)
 
@@ -108,8 +129,10 @@ def _compare_with_checkpoint(state: CheckpointState, export: dict[str, Any], fil
     if source is None:
         return True, f"{described}, which are in no checkpoint any more"
     saved = _tensor_checksums(source / TENSOR_FILES["model"])
-    equal = len(saved & set[str]().union(*map(_tensor_checksums, files)))
-    if equal == 0:  # another type or layout
+    exported = set[str]().union(*map(_tensor_checksums, files))
+    equal = len(saved & exported)
+    # another type or layout (transformers saves experts one by one), or averages
+    if equal == 0 or len(exported) > len(saved) or export.get("weights") == "ema":
         return True, f"{described}, in another form than in {source.name}"
     return equal == len(saved), f"{described}: {equal} of {len(saved)} tensors are those of {source.name}"
 
@@ -133,8 +156,13 @@ def _check_temporary(state: CheckpointState) -> Iterator[Problem]:
     """Opening a run, for a repair too, removes them."""
     paths = [path for parent in (state.folder, state.checkpoints) for path in parent.glob(".*")]
     for path in sorted(path for path in paths if path.name.startswith(atomic_dir.TEMPORARY)):
-        file, damage = str(path.relative_to(state.folder)), "left by a launch that was killed"
-        yield Problem(file, Severity.NOTE, damage, "removed by the next resume=", "removed")
+        yield Problem(
+            str(path.relative_to(state.folder)),
+            Severity.NOTE,
+            "left by a launch that was killed",
+            "removed by the next resume=",
+            "removed",
+        )
 
 
 def _check_foreign(state: CheckpointState) -> Iterator[Problem]:
@@ -145,9 +173,15 @@ def _check_foreign(state: CheckpointState) -> Iterator[Problem]:
         yield Problem(name, Severity.NOTE, "not a file of this program", "not read")
     for name in atomic_dir.valid_names(checkpoints):
         for other in atomic_dir.foreign_names(checkpoints / name)[:MAX_FOREIGN]:
-            file, move = f"{CHECKPOINTS_DIR}/{name}/{other}", f"moved to {DAMAGED_DIR}/"
-            apply = partial(_move_aside, folder, file)
-            yield Problem(file, Severity.NOTE, "not a file of this checkpoint", "not read", move, apply=apply)
+            file = f"{CHECKPOINTS_DIR}/{name}/{other}"
+            yield Problem(
+                file,
+                Severity.NOTE,
+                "not a file of this checkpoint",
+                "not read",
+                f"moved to {DAMAGED_DIR}/",
+                apply=partial(_move_aside, folder, file),
+            )
 
 
 def _is_own(name: str) -> bool:

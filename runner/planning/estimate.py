@@ -84,9 +84,9 @@ class RunPlan:
             return None
         train, trial = self.run.config.train, self.trial
         evaluations = int(train.final_eval_rows > 0)
-        if train.eval_every and self.run.config.evaluates:
-            evaluations = self.steps // train.eval_every
-        samples = self.steps // train.sample_every if train.sample_every and train.sample_prompts else 0
+        if self.run.config.evaluates:
+            evaluations = -(-self.steps // train.eval_every)
+        samples = -(-self.steps // train.sample_every) if train.sample_every and train.sample_prompts else 0
         saves = self.steps // train.save_every if train.save_every else 0
         return (
             trial["first_step_seconds"]

@@ -12,7 +12,7 @@ import re
 import time
 import uuid
 from collections import defaultdict
-from itertools import accumulate, islice
+from itertools import accumulate, groupby, islice
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -325,12 +325,16 @@ class Responder:
         unscored = [None] * self._echoes
         # of two tokens with one text the likelier one, which comes last
         likeliest = [{self._token_name(i): value for i, value in row + row[::-1]} for row in score.best]
-        start = score.first - len(unscored)
+        start, texts = score.first - len(unscored), list[str]()
+        for is_part, run in groupby(score.ids, lambda i: self._token_name(i).startswith("bytes:")):
+            ids = list(run)
+            # characters of several tokens are placed at the last one
+            texts += [""] * (len(ids) - 1) + [self.tokenizer.decode(ids)] if is_part else map(self._token_name, ids)
         return {
             "tokens": names[start:],
             "token_logprobs": [*unscored, *score.own],
             "top_logprobs": [*unscored, *likeliest],
-            "text_offset": list(accumulate(map(len, names), initial=0))[start:-1],
+            "text_offset": list(accumulate(map(len, texts), initial=0))[start:-1],
         }
 
     def _chat_logprobs(self, score: Score, count: int) -> list[dict[str, Any]]:

@@ -89,6 +89,7 @@ REFUSED = [
     (["chat.py", "--run", "last"], ["--run is not a flag", "run=last"]),
     (["chat.py", "run=x", "seed=null"], ["seed must be an integer, got null", "seed=null"]),
     (["chat.py", "run=x", "top_k=1.5"], ["top_k must be an integer, got 1.5"]),
+    (["chat.py", "run=x", "max_new_tokens=1e3"], ["must be an integer, got 1e3", "fix:   max_new_tokens=1000"]),
     (["rows.py", "ids=maybe"], ["ids must be true or false, got maybe", "ids=true or ids=false"]),
     (["chat.py", "run=x", "--multirun"], ["chat.py has no flag --multirun"]),
     (["evaluate.py", "run=x", "data.path=y", "metric=blue"], ["metric=blue", "perplexity"]),

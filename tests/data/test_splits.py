@@ -210,12 +210,21 @@ def test_splits_of_an_evaluation_are_never_mixed(path, used, left_out, files):
     )
 
 
-def test_splits_of_a_folder_name_the_files_that_are_not_read(files):
+def test_splits_of_a_folder_name_the_files_that_are_not_read(files, tmp_path):
     """Before: a file with an unknown extension was left out, without a note."""
     resolve = files(
         "set/a.jsonl", "set/more/b.xlsx", "set/part-00001", "set/README.md", "set/.gitattributes", "set/LICENSE"
     )
-    assert resolve("set") == (["set/a.jsonl"], [], ["set: by their extensions, leaves out more/b.xlsx, part-00001"])
+    assert resolve("set") == (
+        ["set/a.jsonl"],
+        [],
+        ["set: by their extensions, or as linked folders, leaves out more/b.xlsx, part-00001"],
+    )
+    (tmp_path / "other").mkdir()
+    (tmp_path / "set" / "linked").symlink_to(tmp_path / "other")
+    assert resolve("set")[2] == [
+        "set: by their extensions, or as linked folders, leaves out linked, more/b.xlsx, part-00001"
+    ], "rows that are not trained on were left out silently"
 
 
 def test_splits_of_an_evaluation_that_are_unclear_are_refused(files):

@@ -348,3 +348,16 @@ def test_template_puts_spaces_before_texts_as_transformers_does(load_template, t
         for chat, is_prompt in ((messages, False), (messages[:3], True))
     ]
     assert [template.encode(messages)[0], template.encode_prompt(messages[:3])] == expected
+
+
+def test_prompt_of_a_later_question_begins_the_row(load_template, tmp_path):
+    """Before: earlier answers were not encoded by themselves, as they are in rows: "assistant:", " four"."""
+    folder = shutil.copytree(load_template("chatml").tokenizer.folder, tmp_path / "tokenizer")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    template = ChatTemplate(Tokenizer.load(folder))
+    prompt = template.encode_prompt([QUESTION, answer("four"), FOLLOW_UP])
+    row, loss_mask = template.encode([QUESTION, answer("four"), FOLLOW_UP, answer("five")])
+    assert row[: len(prompt)] == prompt and loss_mask[len(prompt)]

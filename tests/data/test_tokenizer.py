@@ -231,6 +231,16 @@ def test_added_letters_are_text_with_their_ids_as_in_transformers(folder):
     assert 6402 not in tokenizer.encode("<t>") and tokenizer.control_ids["<t>"] == 6402
 
 
+def test_added_letters_that_end_texts_are_a_control_token(folder):
+    """Before: a text with these letters had the eos_token in it, where the file does not call it special."""
+    write_changed(folder, lambda stored: stored["added_tokens"].append(added_token("ENDE", 6400)))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "ENDE"}))
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.eos_id == tokenizer.control_ids["ENDE"] == 6400
+    assert 6400 not in tokenizer.encode("Das ENDE") and tokenizer.decode(tokenizer.encode("Das ENDE")) == "Das ENDE"
+
+
 def test_merge_that_makes_a_control_token_is_not_applied_to_texts(folder):
     """Tokenizers converted from SentencePiece have merges of all tokens, also of control tokens."""
 

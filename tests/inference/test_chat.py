@@ -69,15 +69,30 @@ def test_answer_is_written_in_complete_characters_only() -> None:
     assert decoded == text == "".join(written) and not any("\ufffd" in part for part in written)
 
 
-def test_chat_keeps_the_space_between_a_prompt_and_its_continuation(hf_folder: Path, tmp_path: Path) -> None:
-    """Tokenizers of Llama 2 drop the space at the beginning of a text."""
-    file = shutil.copytree(hf_folder, tmp_path / "other") / "tokenizer.json"
+def dropping_first_space(hf_folder: Path, folder: Path) -> Path:
+    """Return a copy whose tokenizer drops the space at the beginning of a text."""
+    file = shutil.copytree(hf_folder, folder) / "tokenizer.json"
     stored = json.loads(file.read_text())
     dropping = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     file.write_text(json.dumps(stored | {"decoder": {"type": "Sequence", "decoders": [stored["decoder"], dropping]}}))
-    sessions = [open_session(folder, mode="text", max_new_tokens=2) for folder in (hf_folder, file.parent)]
+    return folder
+
+
+def test_chat_keeps_the_space_between_a_prompt_and_its_continuation(hf_folder: Path, tmp_path: Path) -> None:
+    """Tokenizers of Llama 2 drop the space at the beginning of a text."""
+    other = dropping_first_space(hf_folder, tmp_path / "other")
+    sessions = [open_session(folder, mode="text", max_new_tokens=2) for folder in (hf_folder, other)]
     answers = [[session.answer("Ludo lives", lambda text: None) for _ in range(4)] for session in sessions]
     assert answers[1] == answers[0] and any(text.startswith(" ") for text in answers[0])
+
+
+def test_answer_keeps_the_space_behind_a_token_without_text(hf_folder: Path, tmp_path: Path) -> None:
+    """An unused id, or a control token, of a model whose tokenizer drops the space at the beginning of a text."""
+    tokenizer = Tokenizer.load(dropping_first_space(hf_folder, tmp_path / "other"))
+    answer = Answer()
+    for token in [*tokenizer.encode("Ludo"), tokenizer.pad_id, *tokenizer.encode(" lives")]:
+        answer.add_token(token, tokenizer)
+    assert answer.text == tokenizer.decode(answer.ids) == "Ludo lives"
 
 
 def test_chat_escapes_control_characters_of_an_answer(

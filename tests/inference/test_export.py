@@ -90,6 +90,7 @@ def test_export_in_16_bits_rounds_buffers(tmp_path: Path) -> None:
     assert torch.equal(written, load_model(tmp_path / "base").get_buffer("model.layers.0.layer_scalar").bfloat16())
 
 
+@pytest.mark.slow
 def test_exported_tokenizer_has_no_dropout(hf_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """AutoTokenizer reads the ids that were trained: dropout is off in training."""
     own = shutil.copytree(hf_folder, tmp_path / "own")
@@ -479,6 +480,7 @@ def test_rotary_settings_that_only_version_5_reads_stay(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text()) == config
 
 
+@pytest.mark.slow
 def test_converter_runs_in_a_process_and_its_file_is_compared(hf_folder: Path, tmp_path: Path) -> None:
     converter = tmp_path / "convert_hf_to_gguf.py"
     converter.write_text("import sys; sys.exit('no such architecture')")

@@ -230,6 +230,24 @@ def test_token_spans_have_the_spaces_of_a_tokenizer_like_sentencepiece(tmp_path:
     assert [span.text for span in spans] == ["In", " Pell", "</s>"]
 
 
+def test_token_spans_have_characters_of_which_each_byte_is_a_token(tmp_path: Path) -> None:
+    """Before: three replacement characters for each but the first, because its bytes were decoded with one before it."""
+    from tokenizers import Tokenizer as Engine
+    from tokenizers import decoders, models
+
+    tokens = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocab = {token: number for number, token in enumerate(tokens)}
+    engine = Engine(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    engine.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    engine.add_special_tokens(["<unk>", "</s>"])
+    engine.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    tokenizer = Tokenizer.load(tmp_path)
+    ids = np.array([*tokenizer.encode("\u4e2d\u6587"), 1], np.int32)
+    spans = token_spans(tokenizer, ids, np.array([False] * 3 + [True] * 4), [])
+    assert [span.text for span in spans] == ["\u4e2d", "\u6587", "</s>"]
+
+
 def test_rich_token_view_does_not_interpret_markup() -> None:
     terminal = Terminal()
     TokenView(plain=False, stream=terminal).print("[red]no[/red]")

@@ -213,6 +213,15 @@ def test_settings_of_a_branch_are_shown(call: Call, trunk: Path, workspace: Path
     assert not (workspace / "outputs").exists()
 
 
+def test_branch_keeps_a_value_that_its_trunk_typed_first(trunk: Path) -> None:
+    typed = [f"init_from={trunk}/checkpoints/step-00000002", "keep=optimizer", "train.eval_every=0"]
+    saved = (trunk / ".hydra" / "overrides.yaml").read_text()
+    assert "train.eval_every=0" in saved and "train.eval_every=1" in saved
+    for of_job in (typed, branch.with_trunk_settings(typed)):
+        with branch.staged_settings(of_job) as (_, _, added):
+            assert added == ["train.eval_every=0"]
+
+
 @pytest.mark.slow
 def test_plan_of_a_branch_has_its_steps_left(call_command: Call, trunk: Path) -> None:
     typed = ("plan.py", "init_from=trunk@step-2", "keep=optimizer", "train.max_steps=9", "timing=false", "json=true")

@@ -510,6 +510,18 @@ def test_plan_counts_the_ranks_of_a_machine_and_its_checkpoint(tiny_plan: RunPla
     assert dataclasses.replace(tiny_plan, run=dataclasses.replace(tiny_plan.run, done=3)).steps == 1
 
 
+def test_time_counts_evaluation_and_samples_after_the_last_step(tiny_plan: RunPlan) -> None:
+    names = ("first_step_seconds", "step_seconds", "save_stall_seconds", "save_seconds")
+    trial = dict.fromkeys(names, 0.0) | {"eval_seconds": 10.0, "sample_seconds": 1.0}
+
+    def seconds(**train: int) -> float | None:
+        cfg = with_train(tiny_plan.run.config, **train)
+        return dataclasses.replace(tiny_plan, run=dataclasses.replace(tiny_plan.run, config=cfg), trial=trial).seconds
+
+    assert seconds() == 11 and seconds(eval_every=3, sample_every=2) == 22  # of four steps
+    assert seconds(eval_every=0, sample_every=0) == 0 and seconds(eval_every=0, final_eval_rows=5) == 11
+
+
 def test_sweep_plan_counts_what_is_left_in_every_column(tiny_plan: RunPlan) -> None:
     left = dataclasses.replace(tiny_plan, run=dataclasses.replace(tiny_plan.run, done=3))
     tokens = short_count(tiny_plan.data.run_tokens // tiny_plan.data.steps)

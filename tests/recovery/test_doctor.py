@@ -5,6 +5,7 @@ afterwards.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -15,12 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 from damaged_runs import DAMAGES, LATEST, OLDER, SAVED, Damage, cut, on
+from safetensors.torch import load_file, save_file
 
 from common.errors import UserError, resume_command
 from common.file_lock import FileLock
 from runner.engine.config import Config
 from runner.launch.doctor import DoctorConfig, Examination, Verdict, doctor, examine_run, repair_run
 from runner.launch.recovery import Severity
+from runner.run_dir.contents import RUN_FILE
 from runner.run_dir.metadata import RunMetadata
 
 
@@ -171,6 +174,24 @@ def test_doctor_finds_a_damaged_model_of_a_complete_run(uninterrupted: Path, tmp
     shutil.rmtree(folder / "model")
     assert severity_of(examine_run(folder), "model") is Severity.DAMAGED
     assert examine_run(folder).prediction.verdict is Verdict.CONTINUES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["split", "ema"])
+def test_doctor_takes_a_model_in_another_form_as_sound(uninterrupted: Path, tmp_path: Path, form: str) -> None:
+    folder = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
+    weights, run_file = folder / "model" / "model.safetensors", folder / RUN_FILE
+    tensors = load_file(weights)
+    name = max(tensors, key=lambda each: tensors[each].numel())
+    if form == "split":  # as transformers saves experts
+        first, second = tensors.pop(name).chunk(2)
+        tensors |= {"first": first.contiguous(), "second": second.contiguous()}
+    else:  # averages, beside frozen weights that are those of the checkpoint
+        tensors[name] += 1
+        fields = json.loads(run_file.read_text())
+        run_file.write_text(json.dumps(fields | {"export": fields["export"] | {"weights": "ema"}}))
+    save_file(tensors, weights)
+    assert severity_of(examine_run(folder), "model") is Severity.SOUND
 
 
 def test_doctor_says_why_a_resume_would_not_be_exact(killed: Path, monkeypatch: pytest.MonkeyPatch) -> None:

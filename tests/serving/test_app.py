@@ -571,11 +571,22 @@ def test_serve_lists_the_likelier_of_two_tokens_with_one_text(
 
 def test_serve_counts_a_prompt_once_and_places_tokens_behind_it(http: Any, trained: LoadedModel) -> None:
     ids = trained.tokenizer.encode("Where does Tolo live")
-    answer = ask(http, prompt=ids, n=3, temperature=1, logprobs=1)
+    answer = ask(http, prompt=ids, n=3, temperature=1, seed=0, logprobs=1)
     assert answer["usage"]["prompt_tokens"] == len(ids)
     for choice in answer["choices"]:
-        tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
-        assert offsets == [len("Where does Tolo live" + "".join(tokens[:i])) for i in range(len(tokens))]
+        placed, text = choice["logprobs"], "Where does Tolo live" + choice["text"]
+        for token, offset in zip(placed["tokens"], placed["text_offset"], strict=True):
+            assert token.startswith("bytes:") or text.startswith(token, offset)
+
+
+def test_serve_places_tokens_behind_characters_of_several_tokens(http: Any, trained: LoadedModel) -> None:
+    """Each part of such a character counted as long as its name, `bytes:123`."""
+    text, ids = "🦄龘 and", trained.tokenizer.encode("🦄龘 and")
+    logprobs = ask(http, prompt=text, echo=True, logprobs=1, max_tokens=0)["choices"][0]["logprobs"]
+    tokens, offsets = logprobs["tokens"][-len(ids) :], logprobs["text_offset"][-len(ids) :]
+    assert tokens[0].startswith("bytes:")
+    placed = [(token, offset - offsets[0]) for token, offset in zip(tokens, offsets, strict=True)]
+    assert all(token.startswith("bytes:") or text.startswith(token, offset) for token, offset in placed)
 
 
 def test_serve_keeps_the_space_that_a_tokenizer_drops_before_a_text(

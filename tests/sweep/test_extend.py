@@ -53,6 +53,7 @@ REFUSED = {
     "train.max_steps=80 model.hidden_size=64": "model.hidden_size",
     "train.max_steps=60 optimizer.weight_decay=0.2": "weight_decay",  # names a length, but trains no further
     "train.max_steps=40": "has already taken 60 steps",
+    "train.patience=3": "train.patience",  # jobs with and without it were ranked as one point
 }
 
 
