@@ -256,7 +256,7 @@ def find_files(entry: str) -> list[Path]:
         )
     path = Path(entry).expanduser()
     if os.path.isdir(path):
-        files = [file for file in _visible_files(path) if extension_of(file) in EXTENSIONS]
+        files = [file for file in _visible_files(path) if file.is_file() and extension_of(file) in EXTENSIONS]
         if not files:
             raise UserError("the folder has no data files", path, f"data files have the extension {KNOWN_EXTENSIONS}")
         return files
@@ -269,20 +269,19 @@ def find_files(entry: str) -> list[Path]:
 
 
 def _visible_files(folder: Path) -> list[Path]:
-    """Return the files and linked folders in `folder` and its subfolders, without hidden ones and those that describe a data
-    set (README.md).
+    """Return the files and links in `folder` and its subfolders, without hidden ones and those that describe a data set
+    (README.md).
     """
-    found: list[Path] = []
+    found = list[Path]()
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
-        found += [Path(parent, name) for name in names + links if not name.startswith(".")]
-    return sorted(file for file in found if not _is_description(file))
+        found += [Path(parent, name) for name in folders + names if not name.startswith(".")]
+    return sorted(file for file in found if (file.is_symlink() or not file.is_dir()) and not _is_description(file))
 
 
 def unread_files(folder: Path) -> list[Path]:
-    """Return the files and linked folders of a folder that are not read because their extension is unknown."""
-    return [file for file in _visible_files(folder) if extension_of(file) not in EXTENSIONS]
+    """Return the files with an unknown extension, the linked folders and the broken links of a folder with data files."""
+    return sorted({*_visible_files(folder)} - {*find_files(str(folder))})
 
 
 def _is_description(file: Path) -> bool:

@@ -185,9 +185,8 @@ def _notes(entry: str, splits: dict[str, list[Path]], validation: list[Path], us
         if file not in validation and file.absolute() not in used
     ]
     unread = unread_files(_root(entry)) if os.path.isdir(Path(entry).expanduser()) else []
-    notes = (
-        [f"{entry}: by their extensions, or as linked folders, leaves out {_listed(entry, unread)}"] if unread else []
-    )
+    kinds = "files without a known extension, linked folders and broken links"
+    notes = [f"{entry}: leaves out {kinds}: {_listed(entry, unread)}"] if unread else []
     if not left_out and not splits["validation"]:
         return notes
     parts = [

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import secrets
-from collections.abc import KeysView
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -33,7 +32,7 @@ PAD, BOS, EOS = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TOKENIZER_CONFIG, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
-SENTENCEPIECE_SPACE = "\u2581"
+TEXT = re.compile(r"[\w\s\u2581-]*")  # an added token that is no control token; \u2581: the space of SentencePiece
 # bos_token, eos_token and unk_token of a tokenizer whose files name none, as in transformers
 GPT2_TOKEN = "<|endoftext|>"
 # by type of a normalizer or a pre-tokenizer: fields with which it puts no space before a text
@@ -225,15 +224,9 @@ def _build_tokenizer(files: _Files) -> Tokenizer:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         full = _build_engine(stored, folder)
         named = _named_tokens(config, others, full)
-        control_ids = {
-            token["content"]: token["id"]
-            for token in stored["added_tokens"]
-            # the others are pieces of text: terms, or runs of spaces or newlines, as in Gemma and GPT-NeoX
-            if token["special"]
-            or token["content"].strip() in named.values()
-            or not re.fullmatch(rf"[\w\s{SENTENCEPIECE_SPACE}-]*", token["content"])
-        }
-        without_control = _without_control_tokens(stored, control_ids.keys())
+        added = stored["added_tokens"]
+        control_ids = _control_ids(added, named)
+        without_control = _without_control_tokens(stored, set(control_ids))
         plain = _build_engine(without_control, folder)
         before = {name: stored.get(name) for name in SECTIONS[:2]}
         inner = json.loads(json.dumps(before), object_hook=lambda part: part | NO_SPACE.get(part.get("type"), {}))
@@ -252,14 +245,14 @@ def _build_tokenizer(files: _Files) -> Tokenizer:
             stop_ids=tuple(sorted({eos_id, *(each for each in ends if isinstance(each, int) and each in known_ids)})),
             pad_id=pad_id,
             control_ids=control_ids,
-            special_tokens=frozenset(token["content"] for token in stored["added_tokens"] if token["special"]),
+            special_tokens=frozenset(token["content"] for token in added if token["special"]),
             chat_template=template,
             fingerprint=sha256_of_json([stored, bos_id, eos_id, pad_id, template]),
             dropout=dropout,
             _full=full,
             _plain=plain,
             _cuts=cut_pattern(without_control),
-            stripping=frozenset(token["content"] for token in stored["added_tokens"] if token.get("rstrip")),
+            stripping=frozenset(token["content"] for token in added if token.get("rstrip")),
             inner=None,
             adds_space_after_control='"prepend_scheme": "first"' not in json.dumps(before),
         )
@@ -280,7 +273,18 @@ def _named_tokens(config: dict, special_tokens_map: dict, engine: Engine) -> dic
     return named
 
 
-def _without_control_tokens(stored: dict, control: KeysView[str]) -> dict:
+def _control_ids(added: list[dict], named: dict[str, str]) -> dict[str, int]:
+    """Return the id of each added token but pieces of text: terms, or runs of spaces or newlines, as in the tokenizers
+    of Gemma and GPT-NeoX.
+    """
+    return {
+        token["content"]: token["id"]
+        for token in added
+        if token["special"] or token["content"].strip() in named.values() or not TEXT.fullmatch(token["content"])
+    }
+
+
+def _without_control_tokens(stored: dict, control: set[str]) -> dict:
     """Return the same model without control tokens: no text is encoded to one, and no merge makes one, because merges
     of and to control tokens are left out. Only the unknown token stays, for what the vocabulary lacks.
     """

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from data.tokenize.tokenizer import Tokenizer
     from runner.inference.load import LoadedModel
 
+MAX_BEFORE = 16  # tokens of an answer that are decoded again before new ones
 MAX_LOGITS = 1 << 28  # of a batch that is scored: fewer rows where the vocabulary is large
 SCORED_POSITIONS = 256  # whose log-probabilities are in memory at once
 
@@ -106,7 +107,8 @@ class Answer(Work):
         if text.endswith("\ufffd") and not is_last:
             return
         text = text[len(tokenizer.decode(self.before)) :]
-        self.before, self._end = (new if text else self.before + new), len(self.ids)  # a token may have no text
+        # a token may have no text
+        self.before, self._end = (new if text else self.before[:MAX_BEFORE] + new), len(self.ids)
         self.add_text(text)
 
     def _send(self, end: int) -> None:

@@ -12,7 +12,7 @@ import re
 import time
 import uuid
 from collections import defaultdict
-from itertools import accumulate, groupby, islice
+from itertools import accumulate, islice
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -37,6 +37,7 @@ ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
 MIN_DIVISOR = 1e-5  # of logits: smaller ones give infinite logits
 MAX_ROWS = 1024  # answers of one request: prompts x n
 MAX_TOOLS = 1024
+MAX_PARTS = 16  # tokens decoded together: bytes may never make a character
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 # fail_fast: an error for each of a million items would take half a minute, in which no other request is answered
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
@@ -325,11 +326,14 @@ class Responder:
         unscored = [None] * self._echoes
         # of two tokens with one text the likelier one, which comes last
         likeliest = [{self._token_name(i): value for i, value in row + row[::-1]} for row in score.best]
-        start, texts = score.first - len(unscored), list[str]()
-        for is_part, run in groupby(score.ids, lambda i: self._token_name(i).startswith("bytes:")):
-            ids = list(run)
-            # characters of several tokens are placed at the last one
-            texts += [""] * (len(ids) - 1) + [self.tokenizer.decode(ids)] if is_part else map(self._token_name, ids)
+        start, texts, parts = score.first - len(unscored), list[str](), list[int]()
+        for i, name in enumerate(names):
+            parts = [*parts, score.ids[i]] if name.startswith("bytes:") else []
+            if parts[1:]:
+                texts[-1] = ""  # a character of several tokens is placed at the last one
+            texts.append(self.tokenizer.decode(parts) if parts else name)
+            if texts[-1][-1:] != "\ufffd" or parts[MAX_PARTS:]:
+                parts = []
         return {
             "tokens": names[start:],
             "token_logprobs": [*unscored, *score.own],

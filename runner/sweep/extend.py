@@ -175,7 +175,11 @@ def overrides_for_job(run_dir: Path, job: SweepJob, overrides: list[str], length
         )
     if job.status != "completed" or _would_train_further(run_dir, before.train, after.train, progress):
         return overrides
-    ends = [change for change in changes["ignored"] if change.startswith(("train.patience:", f"{STOP_KEY}:"))]
+    ends = [  # that may be earlier; with a later one, a job that was not stopped would have the same steps
+        f"train.{key}={new}"
+        for key in ("patience", "stop_at")
+        if 0 < (new := getattr(after.train, key)) < (getattr(before.train, key) or new + 1)
+    ]
     if missing := [change for change in changes["changes_training"] if not change.startswith(LENGTH_KEYS)] + ends:
         fix = f"start another sweep with it, or add {STEPS_KEY}=N with N > {step} to train further"
         raise UserError("jobs of this sweep are completed without this setting", f"{run_dir.name}: {missing[0]}", fix)

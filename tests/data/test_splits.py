@@ -212,19 +212,22 @@ def test_splits_of_an_evaluation_are_never_mixed(path, used, left_out, files):
 
 def test_splits_of_a_folder_name_the_files_that_are_not_read(files, tmp_path):
     """Before: a file with an unknown extension was left out, without a note."""
+    kinds = "files without a known extension, linked folders and broken links"
     resolve = files(
         "set/a.jsonl", "set/more/b.xlsx", "set/part-00001", "set/README.md", "set/.gitattributes", "set/LICENSE"
     )
     assert resolve("set") == (
         ["set/a.jsonl"],
         [],
-        ["set: by their extensions, or as linked folders, leaves out more/b.xlsx, part-00001"],
+        [f"set: leaves out {kinds}: more/b.xlsx, part-00001"],
     )
     (tmp_path / "other").mkdir()
-    (tmp_path / "set" / "linked").symlink_to(tmp_path / "other")
-    assert resolve("set")[2] == [
-        "set: by their extensions, or as linked folders, leaves out linked, more/b.xlsx, part-00001"
-    ], "rows that are not trained on were left out silently"
+    for name, target in (("linked", "other"), ("linked.jsonl", "other"), ("broken.jsonl", "nothing")):
+        (tmp_path / "set" / name).symlink_to(tmp_path / target)
+    (tmp_path / "set" / "more" / "folder.jsonl").mkdir()
+    paths, _, notes = resolve("set")
+    assert paths == ["set/a.jsonl"]  # a link by the name of a file was refused
+    assert notes == [f"set: leaves out {kinds}: broken.jsonl, linked, linked.jsonl and 2 more"]
 
 
 def test_splits_of_an_evaluation_that_are_unclear_are_refused(files):

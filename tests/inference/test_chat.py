@@ -93,6 +93,9 @@ def test_answer_keeps_the_space_behind_a_token_without_text(hf_folder: Path, tmp
     for token in [*tokenizer.encode("Ludo"), tokenizer.pad_id, *tokenizer.encode(" lives")]:
         answer.add_token(token, tokenizer)
     assert answer.text == tokenizer.decode(answer.ids) == "Ludo lives"
+    for _ in range(100):
+        answer.add_token(tokenizer.pad_id, tokenizer)
+    assert len(answer.before) < 20, "the time of an answer was quadratic in such tokens"
 
 
 def test_chat_escapes_control_characters_of_an_answer(

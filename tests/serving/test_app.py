@@ -581,12 +581,15 @@ def test_serve_counts_a_prompt_once_and_places_tokens_behind_it(http: Any, train
 
 def test_serve_places_tokens_behind_characters_of_several_tokens(http: Any, trained: LoadedModel) -> None:
     """Each part of such a character counted as long as its name, `bytes:123`."""
-    text, ids = "🦄龘 and", trained.tokenizer.encode("🦄龘 and")
+    text = "🦄龘 and"
+    ids = trained.tokenizer.encode(text)
     logprobs = ask(http, prompt=text, echo=True, logprobs=1, max_tokens=0)["choices"][0]["logprobs"]
     tokens, offsets = logprobs["tokens"][-len(ids) :], logprobs["text_offset"][-len(ids) :]
     assert tokens[0].startswith("bytes:")
     placed = [(token, offset - offsets[0]) for token, offset in zip(tokens, offsets, strict=True)]
     assert all(token.startswith("bytes:") or text.startswith(token, offset) for token, offset in placed)
+    second = len(trained.tokenizer.encode("🦄"))
+    assert [offset for _, offset in placed[: second + 1]] == [0] * second + [1], "it was placed at the first character"
 
 
 def test_serve_keeps_the_space_that_a_tokenizer_drops_before_a_text(

@@ -68,6 +68,16 @@ def test_extend_refuses_what_a_job_that_has_begun_cannot_take(finished: Path, re
 
 
 @pytest.mark.slow
+def test_extend_leaves_completed_jobs_as_they_are_with_a_later_end(finished: Path, resume: Any) -> None:
+    """Before: train.patience=0 was refused where one of the jobs had trained to its last step."""
+    for name in NAMES:
+        resume_alone(finished / name, [*read_run(finished / name)["overrides"], "train.patience=2"])
+    for typed in ("train.patience=0", "train.patience=3"):
+        assert resume(typed) == 0
+        assert applied(finished) == [[], []]
+
+
+@pytest.mark.slow
 def test_extend_leaves_a_job_that_patience_has_stopped(
     finished: Path, resume: Any, capsys: pytest.CaptureFixture
 ) -> None:
