@@ -281,7 +281,7 @@ def _visible_files(folder: Path) -> list[Path]:
 
 def unread_files(folder: Path) -> list[Path]:
     """Return the files with an unknown extension, the linked folders and the broken links of a folder with data files."""
-    return sorted({*_visible_files(folder)} - {*find_files(str(folder))})
+    return [file for file in _visible_files(folder) if not file.is_file() or extension_of(file) not in EXTENSIONS]
 
 
 def _is_description(file: Path) -> bool:

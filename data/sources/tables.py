@@ -236,7 +236,8 @@ def load_hub_dataset(name: str, preferred: Sequence[str] = ("train",)) -> Iterat
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # no such data set, or no network
         reason = " ".join(str(error).split())
         fix = f"check the name ({HUB_NAME}); without network, only data sets in the cache can be read"
-        fix = f"data.path={path} reads the files of a folder" if Path(path).is_dir() else fix
+        if Path(path).is_dir():
+            fix = f"data.path={path} reads the files of a folder"
         raise UserError(f"the data set cannot be loaded: {reason}", name, fix) from error
     split = split or next(
         (choice for choice in preferred if choice in splits), next(iter(splits)) if len(splits) == 1 else None

@@ -38,7 +38,7 @@ class TemplateSegment(NamedTuple):
     text: str
     is_control: bool
     loss_weight: float  # 0: no loss
-    is_inner: bool = False  # the tokenizer puts no space before it (Tokenizer.encode_batch)
+    is_inner: bool = False  # the tokenizer puts no space before it (Tokenizer.inner)
 
 
 class TurnMarks:

@@ -79,7 +79,7 @@ class Tokenizer:
     _full: Engine = field(repr=False)  # with control tokens, for decoding
     _plain: Engine = field(repr=False)  # without control tokens, for encoding
     _cuts: re.Pattern[str] | None = field(repr=False)  # cut_pattern of _plain
-    stripping: frozenset[str]  # control tokens that take the white space after them
+    stripping: frozenset[str]  # added tokens that take the white space after them
     # of a text that continues another: without the space that this one puts before a text; None: it puts none
     inner: Tokenizer | None
     adds_space_after_control: bool  # a text after a control token gets that space
