@@ -32,6 +32,7 @@ TRUNK_SETTINGS = [
     "train.keep_checkpoints=9",
     "data.val_fraction=0.3",
     "schedule=wsd",
+    "schedule.warmup_steps=1",
     "optimizer.lr=0.02",
 ]
 TENSORS = ("model.safetensors", "optimizer.safetensors")
@@ -220,6 +221,14 @@ def test_branch_keeps_a_value_that_its_trunk_typed_first(trunk: Path) -> None:
     for of_job in (typed, branch.with_trunk_settings(typed)):
         with branch.staged_settings(of_job) as (_, _, added):
             assert added == ["train.eval_every=0"]
+
+
+def test_branch_keeps_a_value_equal_to_the_trunks_in_another_option(trunk: Path) -> None:
+    values = ["schedule=cosine", "schedule.warmup_steps=1"]
+    typed = [f"init_from={trunk}/checkpoints/step-00000002", "keep=optimizer", *values]
+    for of_job in (typed, branch.with_trunk_settings(typed)):
+        with branch.staged_settings(of_job) as (_, _, added):
+            assert added == values
 
 
 @pytest.mark.slow
