@@ -9,7 +9,7 @@ import os
 import sys
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Optional, TextIO
 
@@ -236,7 +236,11 @@ def _print_row(row: EncodedRow, turn_ends: TurnEnds, tokenizer: Tokenizer, ids: 
             f"\n{row.name} {label}".rstrip()
             + f": {len(sequence.ids):,} tokens, {np.count_nonzero(sequence.loss_mask):,} with loss"
         )
-        spans = list(token_spans(tokenizer, sequence.ids, sequence.loss_mask, turn_ends[i] if turn_ends else []))
+        spans = list(
+            token_spans(
+                tokenizer, sequence.ids.tolist(), sequence.loss_mask.tolist(), turn_ends[i] if turn_ends else []
+            )
+        )
         view.print_spans(spans)
         if ids:
             view.print_ids(spans)
@@ -257,22 +261,20 @@ class TokenSpan:
 
 
 def token_spans(
-    tokenizer: Tokenizer, ids: np.ndarray, loss_mask: np.ndarray, turn_ends: list[tuple[int, str]]
+    tokenizer: Tokenizer, ids: list[int], loss_mask: Sequence[float], turn_ends: list[tuple[int, str]]
 ) -> Iterator[TokenSpan]:
-    """Split a sequence into spans. ids: (T,); loss_mask: (T,) as of a TokenSequence; turn_ends: see
-    ChatTemplate.turn_ends.
-    """
+    """Split a sequence into spans. loss_mask: (T,) as of a TokenSequence; turn_ends: see ChatTemplate.turn_ends."""
     turns, characters, last_start, start = list(turn_ends), 0, 0, 0
     for stop in range(1, len(ids) + 1):
         # with the span before, whose characters are complete: the space that a first token has is not decoded
-        text, before = (tokenizer.decode(ids[last_start:end].tolist(), skip_special=False) for end in (stop, start))
+        text, before = (tokenizer.decode(ids[last_start:end], skip_special=False) for end in (stop, start))
         text = text.removeprefix(before)
-        is_incomplete = text.endswith("\ufffd") and stop - start < MAX_CHARACTER_BYTES
-        if is_incomplete and stop < len(ids) and loss_mask[stop] == loss_mask[start]:
+        is_incomplete = text.endswith("\ufffd") and tokenizer.decode(ids[stop : stop + 1]).startswith("\ufffd")
+        if is_incomplete and stop - start < MAX_CHARACTER_BYTES and loss_mask[stop] == loss_mask[start]:
             continue
         while turns and characters >= turns[0][0]:
             turns.pop(0)
-        yield TokenSpan(text, ids[start:stop].tolist(), float(loss_mask[start]), turns[0][1] if turns else "")
+        yield TokenSpan(text, ids[start:stop], float(loss_mask[start]), turns[0][1] if turns else "")
         characters, last_start, start = characters + len(text), start, stop
 
 

@@ -12,7 +12,7 @@ import re
 import time
 import uuid
 from collections import defaultdict
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -21,6 +21,7 @@ from common.limits import parse_json
 from data.tokenize.chat_template import ChatTemplate
 from data.tokenize.tokenizer import Tokenizer
 from runner.inference.generation import Answer, Score
+from runner.inference.inspect_rows import token_spans
 
 # Fields that clients send and that change no answer of any server
 HARMLESS = """
@@ -37,7 +38,6 @@ ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
 MIN_DIVISOR = 1e-5  # of logits: smaller ones give infinite logits
 MAX_ROWS = 1024  # answers of one request: prompts x n
 MAX_TOOLS = 1024
-MAX_PARTS = 16  # tokens decoded together: bytes may never make a character
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 # fail_fast: an error for each of a million items would take half a minute, in which no other request is answered
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
@@ -326,19 +326,15 @@ class Responder:
         unscored = [None] * self._echoes
         # of two tokens with one text the likelier one, which comes last
         likeliest = [{self._token_name(i): value for i, value in row + row[::-1]} for row in score.best]
-        start, texts, parts = score.first - len(unscored), list[str](), list[int]()
-        for i, name in enumerate(names):
-            parts = [*parts, score.ids[i]] if name.startswith("bytes:") else []
-            if parts[1:]:
-                texts[-1] = ""  # a character of several tokens is placed at the last one
-            texts.append(self.tokenizer.decode(parts) if parts else name)
-            if texts[-1][-1:] != "\ufffd" or parts[MAX_PARTS:]:
-                parts = []
+        start, offsets = score.first - len(unscored), [0]
+        for span in token_spans(self.tokenizer, score.ids, [0] * len(names), []):
+            # tokens of one character begin where it begins
+            offsets += [offsets[-1]] * (len(span.ids) - 1) + [offsets[-1] + len(span.text)]
         return {
             "tokens": names[start:],
             "token_logprobs": [*unscored, *score.own],
             "top_logprobs": [*unscored, *likeliest],
-            "text_offset": list(accumulate(map(len, texts), initial=0))[start:-1],
+            "text_offset": offsets[start:-1],
         }
 
     def _chat_logprobs(self, score: Score, count: int) -> list[dict[str, Any]]:

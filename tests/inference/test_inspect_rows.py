@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -206,11 +205,11 @@ def test_rows_prints_a_random_system_message(rows) -> None:
 @settings(max_examples=10)
 @given(st.text(max_size=20), st.integers(0, 20))
 def test_token_spans_have_every_token_once_and_the_whole_text(text: str, first: int) -> None:
-    ids = np.array(TOKENIZER.encode(text), np.int32)
-    loss_mask = np.arange(len(ids)) >= first
+    ids = TOKENIZER.encode(text)
+    loss_mask = [number >= first for number in range(len(ids))]
     spans = list(token_spans(TOKENIZER, ids, loss_mask, []))
-    assert [token for span in spans for token in span.ids] == ids.tolist()
-    assert [span.has_loss for span in spans for _ in span.ids] == loss_mask.tolist()
+    assert [token for span in spans for token in span.ids] == ids
+    assert [span.has_loss for span in spans for _ in span.ids] == loss_mask
     if first == 0:
         assert "".join(span.text for span in spans) == text
 
@@ -225,8 +224,7 @@ def test_token_spans_have_the_spaces_of_a_tokenizer_like_sentencepiece(tmp_path:
     engine.add_special_tokens(["<unk>", "</s>"])
     engine.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    ids = np.array([2, 3, 1], np.int32)
-    spans = token_spans(Tokenizer.load(tmp_path), ids, np.array([False, True, True]), [])
+    spans = token_spans(Tokenizer.load(tmp_path), [2, 3, 1], [False, True, True], [])
     assert [span.text for span in spans] == ["In", " Pell", "</s>"]
 
 
@@ -243,9 +241,14 @@ def test_token_spans_have_characters_of_which_each_byte_is_a_token(tmp_path: Pat
     engine.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     tokenizer = Tokenizer.load(tmp_path)
-    ids = np.array([*tokenizer.encode("\u4e2d\u6587"), 1], np.int32)
-    spans = token_spans(tokenizer, ids, np.array([False] * 3 + [True] * 4), [])
+    ids = [*tokenizer.encode("\u4e2d\u6587"), 1]
+    spans = token_spans(tokenizer, ids, [False] * 3 + [True] * 4, [])
     assert [span.text for span in spans] == ["\u4e2d", "\u6587", "</s>"]
+
+
+def test_token_spans_end_a_character_where_its_bytes_do_not_continue() -> None:
+    part, word = TOKENIZER.encode("\U0001f984")[:1], TOKENIZER.encode("goats")
+    assert [span.ids for span in token_spans(TOKENIZER, part + word, [0] * 9, [])] == [part, *([each] for each in word)]
 
 
 def test_rich_token_view_does_not_interpret_markup() -> None:
