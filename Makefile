@@ -3,6 +3,8 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 STAMP := $(VENV)/installed
+# One process more than cores: many tests wait, for a time limit or for a process that they have started.
+export PYTEST_XDIST_AUTO_NUM_WORKERS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 PY := $(VENV)/bin/python
 
 .PHONY: setup train test test-slow check bench docs wheel clean
@@ -20,12 +22,11 @@ $(STAMP): pyproject.toml requirements.lock
 train: $(STAMP) # make train ARGS="stage=sft precision=bf16"
 	$(PY) runner/train.py $(ARGS)
 
-test: $(STAMP) # the fast tests, one process per core
+test: $(STAMP) # the fast tests
 	$(PY) -m pytest -m "not slow" -n auto --dist worksteal
 
-# One process more than cores: many of these tests wait, for a time limit or for a process that they have started.
 test-slow: $(STAMP) # kills, two ranks, compiled layers, whole sweeps
-	PYTEST_XDIST_AUTO_NUM_WORKERS=$${PYTEST_XDIST_AUTO_NUM_WORKERS:-$$(($$(getconf _NPROCESSORS_ONLN) + 1))} $(PY) -m pytest -m slow -n auto --dist worksteal
+	$(PY) -m pytest -m slow -n auto --dist worksteal
 
 check: $(STAMP)
 	$(PY) -m ruff check .
