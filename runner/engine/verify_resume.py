@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from runner.checkpoint.manager import newest_checkpoint
 from runner.checkpoint.saving import BEST_POINTER, read_pointer
 from runner.engine.build import build_run
 from runner.engine.config import Config
-from runner.engine.device.cpu import THREAD_VARIABLES, default_threads
+from runner.engine.device.cpu import fix_threads
 from runner.engine.device.rng import seed_all
 from runner.engine.loop import train
 from runner.run_dir.metadata import RunMetadata
@@ -36,25 +34,12 @@ def verify_resume(cfg: Config, work_dir: Path) -> list[str]:
     """
     cfg = replace(cfg, train=replace(cfg.train, max_steps=cfg.train.max_steps or VERIFY_STEPS, max_hours=0, stop_at=0))
     uninterrupted, resumed = work_dir / "uninterrupted", work_dir / "resumed"
-    with _fixed_threads():
-        train_to_step(cfg, uninterrupted, None)
-        train_to_step(cfg, resumed, stop_at=max(1, cfg.train.max_steps // 2))
-        seed_all(secrets.randbits(32))  # the second half must not depend on random states left in this process
-        train_to_step(cfg, resumed, None)
+    fix_threads()
+    train_to_step(cfg, uninterrupted, None)
+    train_to_step(cfg, resumed, stop_at=max(1, cfg.train.max_steps // 2))
+    seed_all(secrets.randbits(32))  # the second half must not depend on random states left in this process
+    train_to_step(cfg, resumed, None)
     return diff_run_dirs(uninterrupted, resumed)
-
-
-@contextmanager
-def _fixed_threads() -> Iterator[None]:
-    """Let the trainings in the block have one number of threads, whatever other trainings begin or end meanwhile."""
-    is_typed = any(name in os.environ for name in THREAD_VARIABLES)
-    if not is_typed:
-        os.environ[THREAD_VARIABLES[0]] = str(default_threads())
-    try:
-        yield
-    finally:
-        if not is_typed:
-            del os.environ[THREAD_VARIABLES[0]]
 
 
 def train_to_step(cfg: Config, run_dir: Path, stop_at: int | None) -> None:

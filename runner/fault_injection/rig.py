@@ -96,8 +96,7 @@ def session_pids(leader: int) -> list[int]:
 
 
 def import_heavy_libraries() -> None:
-    """Import what a training needs, once, before the first fork, and give all launches one number of threads, whatever
-    other trainings begin or end meanwhile.
+    """Import what a training needs, once, before the first fork, and give all launches one number of threads.
 
     Nothing is computed: threads would not survive a fork.
     """
@@ -105,8 +104,9 @@ def import_heavy_libraries() -> None:
 
     import runner.engine.build
     import runner.engine.loop  # noqa: F401  imported here so that each fork finds it loaded; no name of it is used
+    from runner.engine.device.cpu import fix_threads
 
-    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))))
+    torch.set_num_threads(fix_threads())
 
 
 def launch_training(

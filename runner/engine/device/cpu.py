@@ -148,6 +148,13 @@ def choose_threads(saved: int | None = None) -> str | None:
     return reason
 
 
+def fix_threads() -> int:
+    """Let the trainings of this process, and those that it starts, have one number of threads, whatever other trainings
+    begin or end meanwhile; return it.
+    """
+    return int(os.environ.setdefault(THREAD_VARIABLES[0], str(default_threads())))
+
+
 def current_threads() -> int:
     """Return the number of threads of torch. torch itself does not tell other threads than the one that has set it."""
     import torch
