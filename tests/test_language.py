@@ -113,12 +113,14 @@ class Vocabulary:
         """Matches of all sections in a file. `path`: relative to the checkout, with `/`."""
         prose = WORD_BREAK.sub(" ", text)  # keeps the line numbers
         allowed = [regex for glob, regex in self.allowed if fnmatch(path, glob)]
-        for regex in allowed:
-            prose = regex.sub(lambda match: re.sub(r"[^\n]", "\0", match.group()), prose)
         hits: list[tuple[int, str, Term]] = []
-        starts = [0, *(match.end() for match in re.finditer("\n", prose))]
-        for match in self.anywhere_regex.finditer(prose) if self.any_term.search(prose.lower()) else ():
-            hits.append((bisect_right(starts, match.start()), " ".join(match.group().split()), self.anywhere.of(match)))
+        if self.any_term.search(prose.lower()):
+            for regex in allowed:
+                prose = regex.sub(lambda match: re.sub(r"[^\n]", "\0", match.group()), prose)
+            starts = [0, *(match.end() for match in re.finditer("\n", prose))]
+            for match in self.anywhere_regex.finditer(prose):
+                name = " ".join(match.group().split())
+                hits.append((bisect_right(starts, match.start()), name, self.anywhere.of(match)))
         if path.endswith(".py") and any(self.is_retired(*name) for name in may_bind(path, text)):
             for line, name, is_name in bound_names(path, text):
                 if any(regex.fullmatch(spaced(name)) for regex in allowed):

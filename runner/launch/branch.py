@@ -213,7 +213,7 @@ def _starts_of(typed: Sequence[str]) -> list[str]:
 
 def _added_overrides(trunk: Trunk, overrides_of_branch: Sequence[str]) -> list[str]:
     others, saved = _others(overrides_of_branch), trunk.overrides
-    # an equal value counts where its option is chosen anew, which drops that of the trunk
+    # an equal value counts where its option is chosen again, which drops that of the trunk
     kept, _ = effective_overrides(saved, {overrides.key_of(override) for override in others if override not in saved})
     return [override for override in others if override not in kept]
 

@@ -247,8 +247,8 @@ def test_token_spans_have_characters_of_which_each_byte_is_a_token(tmp_path: Pat
 
 
 def test_token_spans_end_a_character_where_its_bytes_do_not_continue() -> None:
-    part, word = TOKENIZER.encode("\U0001f984")[:1], TOKENIZER.encode("goats")
-    assert [span.ids for span in token_spans(TOKENIZER, part + word, [0] * 9, [])] == [part, *([each] for each in word)]
+    part, text = TOKENIZER.encode("\U0001f984")[:1], TOKENIZER.encode("goats")
+    assert [span.ids for span in token_spans(TOKENIZER, part + text, [0] * 9, [])] == [part, *([each] for each in text)]
 
 
 def test_rich_token_view_does_not_interpret_markup() -> None:
