@@ -46,7 +46,7 @@ DISK_ERRORS = FULL_DISK_ERRORS | {
     errno.EUCLEAN,
 }
 MORE_FILES = "raise the limit, e.g. ulimit -n $(ulimit -Hn)"
-SHOW_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"  # as the user has set it; hydra_app sets it too
+SHOW_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
 class Outcome(StrEnum):

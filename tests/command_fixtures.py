@@ -82,9 +82,8 @@ def rows(workspace: Path) -> str:
 def call(workspace: Path, capsys: pytest.CaptureFixture[str]) -> Call:
     """`call(*argv)` executes train.py in this process."""
     from runner.cli.entrypoint import train_command
-    from runner.train import train_task
 
-    return lambda *argv: _run(lambda: train_command(train_task, list(argv)), capsys)
+    return lambda *argv: _run(lambda: train_command(list(argv)), capsys)
 
 
 def _run(command: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> Result:

@@ -92,7 +92,6 @@ def forget_commands() -> Iterator[None]:
     import them, messages list them.
     """
     yield
-    os.environ.pop("HYDRA_FULL_ERROR", None)  # a command in this process sets it, and programs would inherit it
     if plugins := sys.modules.get("common.registry"):
         for module in plugins.IMPORTED_MODULES.values():
             remove_entries_of(module.__name__)

@@ -52,14 +52,13 @@ import contextlib, io, json, runpy, sys, traceback
 root = sys.argv[1]
 sys.path.insert(0, root)
 from runner.cli.entrypoint import train_command
-from runner.train import train_task
 failed = []
 for argv in json.load(sys.stdin):
     code, output = 0, io.StringIO()
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             if argv[0] == "train.py":
-                train_command(train_task, argv[1:])
+                train_command(argv[1:])
             else:
                 sys.argv = argv
                 runpy.run_path(f"{root}/runner/{argv[0]}", run_name="__main__")

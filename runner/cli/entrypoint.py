@@ -8,13 +8,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from omegaconf import DictConfig
 
 from common.errors import UserError, exiting_with_code, ignore_broken_pipe, run_then_hard_exit
 from common.registry import import_plugins
@@ -28,25 +24,20 @@ if TYPE_CHECKING:
 
 RESUME_IN_COMP_LINE = re.compile(r" resume=(?:\\.|[^\\\s])+(?= )")
 
-Task = Callable[[DictConfig], float]
 
-
-def train_command(task: Task, argv: list[str] | None = None) -> None:
-    """Execute the command line `argv` (default: of this process); Hydra calls `task` for a new run.
-
-    Exits with the code of common/errors.py.
-    """
+def train_command(argv: list[str] | None = None) -> None:
+    """Execute the command line `argv` (default: of this process). Exits with the code of common/errors.py."""
     set_wait_policy()
     ignore_broken_pipe()
     argv = sys.argv[1:] if argv is None else argv
     if torchrun.is_multi_process():
-        run_then_hard_exit(lambda: _main(task, argv) if torchrun.is_rank_zero() else _worker_main(argv))
-    _main(task, argv)
+        run_then_hard_exit(lambda: _main(argv) if torchrun.is_rank_zero() else _worker_main(argv))
+    _main(argv)
 
 
-def _main(task: Task, argv: list[str]) -> None:
+def _main(argv: list[str]) -> None:
     with exiting_with_code(), torchrun.releasing_workers() if torchrun.is_multi_process() else nullcontext():
-        _dispatch(argv, getattr(task, "__wrapped__", task))
+        _dispatch(argv)
 
 
 def _worker_main(argv: list[str]) -> int:
@@ -55,7 +46,7 @@ def _worker_main(argv: list[str]) -> int:
         return torchrun.worker_main()
 
 
-def _dispatch(argv: list[str], task: Task) -> None:
+def _dispatch(argv: list[str]) -> None:
     """Execute one command line.
 
     What a branch alone needs is imported in it: `--help` imports neither sweeps nor the engine.
@@ -66,7 +57,7 @@ def _dispatch(argv: list[str], task: Task) -> None:
             os.environ["COMP_LINE"] = RESUME_IN_COMP_LINE.sub("", os.environ["COMP_LINE"])
         from runner.cli.hydra_app import run_hydra
 
-        return run_hydra(task, typed, flags)
+        return run_hydra(typed, flags)
     typed = overrides.add_config_dir(typed, flags.get("--config-dir"))
     config_dirs = overrides.config_dirs(typed)
     if "--help" in flags:
@@ -74,10 +65,9 @@ def _dispatch(argv: list[str], task: Task) -> None:
         from runner.cli import help
 
         return print(help.train_help(config_dirs))
-    from runner.cli import hydra_app
+    from runner.cli.hydra_app import run_hydra
     from runner.config import resolve
 
-    run_hydra = partial(hydra_app.run_hydra, task)
     resolve.check_not_rerun(flags, config_dirs[1:])
     flags = {name: value for name, value in flags.items() if name not in (*RERUN_FLAGS, "--config-dir")}
     is_show, is_multirun = bool(flags.keys() & {"--cfg", "--info"}), "--multirun" in flags

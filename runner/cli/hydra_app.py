@@ -1,29 +1,25 @@
-"""Hydra as the runtime of train.py: called with explicit arguments, and joined with the run directory by a callback and
-a task function.
-"""
+"""Hydra as the runtime of train.py: called with explicit arguments, and joined with the run directory."""
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.callbacks import Callbacks
 from hydra._internal.hydra import Hydra
-from hydra._internal.utils import _run_hydra, create_config_search_path, get_args_parser
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobReturn, JobStatus
-from hydra.experimental.callback import Callback
+from hydra._internal.utils import get_args_parser
+from hydra.core.plugins import Plugins
+from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 
-from common.errors import exiting_with_code, print_note, stripping_stdout
+from common.errors import print_note, stripping_stdout
 from common.paths import CONF_DIR
 from runner.config import resolve, snapshot
-from runner.config.compose import register_configs, to_config, without_hydra
-from runner.config.hydra_errors import translating_hydra_errors
-from runner.config.overrides import SEARCHPATH_KEY, Flags, config_dirs, overrides_of, spell_flags
+from runner.config.compose import call_task, register_configs, to_config, without_hydra
+from runner.config.hydra_errors import composing_from, translating_hydra_errors
+from runner.config.overrides import SEARCHPATH_KEY, Flags, config_dirs, overrides_of
 from runner.config.unread import check_typed_are_read
 from runner.engine.config import UNNAMED_WEIGHTS
 from runner.launch import run
@@ -35,108 +31,87 @@ from runner.sweep.validation import check_plugins
 PRINT_FLAGS = {"--cfg", "--info", "--hydra-help", "--shell-completion"}
 
 
-def run_hydra(
-    task: Callable[[Any], Any],
-    typed: list[str],
-    flags: Flags,
-    config_dir: Path | None = None,
-    config_name: str = "config",
-) -> Any:
-    """Compose the overrides `typed` with Hydra and call `task` in a run directory; with --multirun call the sweeper
-    instead.
+def run_hydra(typed: list[str], flags: Flags, config_dir: Path | None = None, config_name: str = "config") -> Any:
+    """Compose the overrides `typed` with Hydra and train in a run directory; with --multirun call the sweeper instead.
 
     `flags` are those of `parse_argv`; one that prints, such as --cfg, starts nothing. `config_dir` replaces conf/.
-    Returns the result of the task.
+    Returns the loss that a sweep compares.
     """
-    register_configs(config_dirs(typed, config_dir or CONF_DIR))
-    conf = str(config_dir or CONF_DIR)
-    if flags.keys() & PRINT_FLAGS:
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
-        parser = get_args_parser()
-        args = parser.parse_args(spell_flags(flags))
-        args.overrides = typed
-        with stripping_stdout(), translating_hydra_errors(typed):
-            return _run_hydra(
-                args=args, args_parser=parser, task_function=task, config_path=conf, config_name=config_name
-            )
-    try:
-        # _run_hydra would compose a second time to learn hydra.mode, which --multirun alone decides here
-        app = Hydra.create_main_hydra2("train", create_config_search_path(conf))
-        if "--multirun" in flags:
-            return app.multirun(config_name, task, [*typed, "hydra.mode=MULTIRUN"])
-        with translating_hydra_errors(typed):
-            result = app.run(config_name, task, [*typed, "hydra.mode=RUN"]).return_value
-        if isinstance(result, Exception):  # see RunDirCallback.on_run_end
-            raise result
-        return result
-    finally:
-        GlobalHydra.instance().clear()
-        # Hydra refused a setting of its own after the callback had created the run directory
-        RunMetadata.discard_opened()
+    conf = config_dir or CONF_DIR
+    register_configs(config_dirs(typed, conf))
+    mode = RunMode.MULTIRUN if "--multirun" in flags else RunMode.RUN
+    with composing_from(conf) as hydra, translating_hydra_errors(typed):
+        if flags.keys() & PRINT_FLAGS:
+            with stripping_stdout():
+                return _print(hydra, config_name, typed, flags)
+        config = hydra.compose_config(config_name, [*typed, f"hydra.mode={mode.name}"], mode, True)
+    return _start_sweep(config, hydra) if mode is RunMode.MULTIRUN else _start_run(config)
 
 
-def _composed_overrides(typed: Any) -> list[str]:
-    """Return the overrides that a config is composed from: without those of Hydra, but with its search path.
+def _print(hydra: Hydra, config_name: str, typed: list[str], flags: Flags) -> None:
+    if "--cfg" in flags:
+        hydra.show_cfg(config_name, typed, flags["--cfg"], flags.get("--package"), "--resolve" in flags)
+    elif "--info" in flags:
+        hydra.show_info(flags["--info"], config_name, typed)
+    elif "--hydra-help" in flags:
+        hydra.hydra_help(config_name, get_args_parser(), Namespace(overrides=typed))
+    else:
+        hydra.shell_completion(config_name, typed)
+
+
+def _composed_overrides(config: DictConfig) -> list[str]:
+    """Return the overrides that `config` is composed from: without those of Hydra, but with its search path.
 
     Interpolations in them are not resolved.
     """
-    given: Any = OmegaConf.to_container(typed)
+    given: Any = OmegaConf.to_container(config.hydra.overrides)
     return [*overrides_of(SEARCHPATH_KEY, given["hydra"]), *given["task"]]
 
 
-class RunDirCallback(Callback):
-    """`hydra.callbacks.run_dir`: refuses a run before its directory exists, and creates and locks the directory before
-    Hydra writes to it.
-    """
-
-    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        typed = _composed_overrides(config.hydra.overrides)
-        # Hydra turns any other exception of a callback into a warning
-        with exiting_with_code(), translating_hydra_errors(typed):
-            model_source = adopt_model(config, [*config.hydra.overrides.hydra, *typed])
-            tree = without_hydra(config)
-            job_config = to_config(tree)
-            data_files = run.check_start(job_config)
-            check_typed_are_read(typed, [job_config])
-            if model_source:
-                print_note(f"model: the settings are those of the weights, {model_source}")
-            if job_config.init_from not in UNNAMED_WEIGHTS:
-                warn_of_lr(job_config)
-            folder = Path(config.hydra.run.dir).absolute()
-            if overrides_of("hydra.run.dir", config.hydra.overrides.hydra):
-                resolve.check_not_inside_run(folder)
-            else:
-                folder = contents.create_unique(folder)
-            metadata = RunMetadata.open(folder)
-            metadata.checked, metadata.data_files = (tree, job_config), data_files
-            with read_write(config.hydra):
-                config.hydra.run.dir = str(folder)
-
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        # without swept values
-        typed = [
-            *overrides_of(SEARCHPATH_KEY, config.hydra.overrides.hydra),
-            *(override for override in config.hydra.overrides.task if not re.search("[,(]", override)),
-        ]
-        with exiting_with_code(), translating_hydra_errors(typed):
-            check_plugins(config, typed)
-
-    def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Let `run_hydra` raise the exception of a failed task, after all other callbacks: Hydra would print a line of
-        its own before.
-        """
-        job_return: JobReturn = kwargs["job_return"]
-        if job_return.status == JobStatus.FAILED:
-            job_return.status = JobStatus.COMPLETED
+def _start_sweep(config: DictConfig, hydra: Hydra) -> None:
+    """Let the sweeper that the config names run its jobs."""
+    # without swept values
+    typed = [override for override in _composed_overrides(config) if not re.search("[,(]", override)]
+    with translating_hydra_errors(typed):
+        check_plugins(config, typed)
+    callbacks = Callbacks(config)
+    context = HydraContext(config_loader=hydra.config_loader, callbacks=callbacks)
+    callbacks.on_multirun_start(config=config, config_name="config")
+    sweeper = Plugins.instance().instantiate_sweeper(config=config, hydra_context=context, task_function=_start_run)
+    sweeper.sweep([*config.hydra.overrides.task])
+    callbacks.on_multirun_end(config=config, config_name="config")
 
 
-def train_in_run_dir(tree: DictConfig) -> float:
-    """Train in the run directory that Hydra has just written its files to, and that RunDirCallback holds the lock of."""
-    hydra_config = HydraConfig.get()
-    with RunMetadata.opened[Path(hydra_config.runtime.output_dir)] as metadata:
-        snapshot.complete_hydra_dir(metadata.folder, tree, _composed_overrides(hydra_config.overrides))
-        metadata.record_created()
-        checked_tree, config = metadata.checked
-        if tree != checked_tree:  # another callback has changed the settings
-            config, metadata.data_files = to_config(tree), None
-        return run.run(config, metadata)
+def _start_run(config: DictConfig) -> float:
+    """Check what Hydra has composed, before the run directory exists; create and lock it, and train there."""
+    typed = _composed_overrides(config)
+    with translating_hydra_errors(typed):
+        model_source = adopt_model(config, [*config.hydra.overrides.hydra, *typed])
+        tree = without_hydra(config)
+        job_config = to_config(tree)
+        data_files = run.check_start(job_config)
+        check_typed_are_read(typed, [job_config])
+    if model_source:
+        print_note(f"model: the settings are those of the weights, {model_source}")
+    if job_config.init_from not in UNNAMED_WEIGHTS:
+        warn_of_lr(job_config)
+    folder = Path(config.hydra.run.dir).absolute()
+    if overrides_of("hydra.run.dir", config.hydra.overrides.hydra):
+        resolve.check_not_inside_run(folder)
+    else:
+        folder = contents.create_unique(folder)
+    with RunMetadata.open(folder) as metadata:
+        metadata.data_files = data_files
+        with read_write(config.hydra):
+            config.hydra.run.dir = str(folder)
+
+        def train(current: DictConfig) -> float:
+            with metadata:  # its lock is free when other callbacks end
+                snapshot.complete_hydra_dir(folder, current, typed)
+                metadata.record_created()
+                if current == tree:
+                    return run.run(job_config, metadata)
+                metadata.data_files = None  # a callback has changed the settings
+                return run.run(to_config(current), metadata)
+
+        return call_task(train, config, typed)

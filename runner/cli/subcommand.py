@@ -61,7 +61,7 @@ def run_subcommand(
             return print(help.subcommand_help(name, schema, with_train_config))
         own, others = _split(typed, kinds, flags.get("--config-dir"))
         if not with_train_config and flags.keys() & hydra_app.PRINT_FLAGS:
-            return hydra_app.run_hydra(action, [*own, *others], flags, config_name=name)
+            return hydra_app.run_hydra([*own, *others], flags, config_name=name)
         allowed = ("--config-dir",) if start_of is None else ("--config-dir", "--multirun")
         if unknown := spell_flags({flag: value for flag, value in flags.items() if flag not in allowed}):
             raise UserError(f"{name}.py has no flag {unknown[0]}", unknown[0], "--help lists the settings and flags")

@@ -43,9 +43,7 @@ HYDRA_CONFIG_ENV = "RUNNER_HYDRA_CONFIG"  # JSON of the section `hydra`, for a c
 
 
 def register_configs(dirs: Sequence[Path] = (CONF_DIR,)) -> None:
-    """Register what the YAML files in `dirs` refer to: the schema, the resolvers, the callback of runs, and options
-    without a YAML file.
-    """
+    """Register what the YAML files in `dirs` refer to: the schema, the resolvers, and options without a YAML file."""
     store = ConfigStore.instance()
     if "schema.yaml" not in store.repo:  # Hydra 1.4 warns about a second registration
         hints = get_type_hints(Config)
@@ -55,11 +53,6 @@ def register_configs(dirs: Sequence[Path] = (CONF_DIR,)) -> None:
         for section in REGISTERED_SECTIONS:  # takes settings that its YAML file lacks: those of a plugin's class
             node[section] = OmegaConf.create({}, flags={"struct": False})
         store.store(name="schema", node=node)
-        store.store(
-            group="hydra/callbacks",
-            name="run_dir",
-            node={"run_dir": {"_target_": "runner.cli.hydra_app.RunDirCallback"}},
-        )
     for section, registered in schema.registered_options().items():
         for name, values in registered.items():
             if not any((folder / section / f"{name}.yaml").is_file() for folder in dirs):
@@ -302,22 +295,31 @@ def run_resumed(
     with read_write(config.hydra), open_dict(config.hydra):
         config.hydra.overrides.task = [override for override in overrides if not is_hydra_override(override)]
         config.hydra.output_subdir = None  # .hydra/ is written already
-        config.hydra.callbacks.pop("run_dir", None)  # the directory exists and is locked
         if not inherited:
             config.hydra.run.dir, config.hydra.mode = str(folder), RunMode.RUN
-    callbacks = Callbacks(config)
-    if not inherited:
-        callbacks.on_run_start(config=config, config_name="config")
-    context = HydraContext(
-        config_loader=ConfigLoaderImpl(create_config_search_path(str(CONF_DIR))), callbacks=callbacks
-    )
-    dir_key, subdir_key = ("hydra.sweep.dir", "hydra.sweep.subdir") if inherited else ("hydra.run.dir", None)
-    result = run_job(lambda _: task(), config, dir_key, subdir_key, hydra_context=context)
-    if not inherited:
-        callbacks.on_run_end(config=config, config_name="config", job_return=result)
+    call_task(lambda _: task(), config, runtime, is_job=inherited is not None)
+
+
+def call_task(
+    task: Callable[[DictConfig], float], config: DictConfig, typed: Sequence[str], is_job: bool = False
+) -> float:
+    """Call `task` with the settings of `config` as Hydra calls that of a run, or of a job of a sweep; return its result.
+
+    `typed`: overrides that errors of Hydra's settings name.
+    """
+    loader = ConfigLoaderImpl(create_config_search_path(str(CONF_DIR)))
+    context = HydraContext(config_loader=loader, callbacks=Callbacks(config))
+    dir_key, subdir_key = ("hydra.sweep.dir", "hydra.sweep.subdir") if is_job else ("hydra.run.dir", None)
+    with translating_hydra_errors(list(typed)):
+        if not is_job:
+            context.callbacks.on_run_start(config=config, config_name="config")
+        result = run_job(task, config, dir_key, subdir_key, hydra_context=context)
+        if not is_job:
+            context.callbacks.on_run_end(config=config, config_name="config", job_return=result)
     result.status = JobStatus.COMPLETED  # `return_value` of a failed job prints a line of Hydra's
     if isinstance(result.return_value, Exception):
         raise result.return_value
+    return result.return_value
 
 
 def _section_of_parent() -> DictConfig | None:

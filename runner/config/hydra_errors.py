@@ -14,6 +14,7 @@ from pathlib import Path
 import hydra
 import yaml
 from hydra import initialize_config_dir
+from hydra._internal.hydra import Hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
@@ -45,13 +46,14 @@ HELP_HINT = "--help lists the settings, --hydra-help those of Hydra"
 
 
 @contextmanager
-def composing_from(conf: Path) -> Iterator[None]:
+def composing_from(conf: Path) -> Iterator[Hydra]:
     """Initialise Hydra with the config folder `conf`, also inside a run or sweep where it is initialised already."""
     current = GlobalHydra.instance()
     before, current.hydra = current.hydra, None
     try:
-        with initialize_config_dir(str(conf), **HYDRA_VERSION_BASE):
-            yield
+        with initialize_config_dir(str(conf), "train", **HYDRA_VERSION_BASE):
+            assert current.hydra is not None
+            yield current.hydra
     finally:
         current.hydra = before
 
@@ -62,13 +64,9 @@ def composed_files(typed: Sequence[str], conf: Path = CONF_DIR) -> list[tuple[Pa
 
     Files of Hydra's own config are left out. The options without a file must be registered (`register_configs`).
     """
-    with composing_from(conf):
-        defaults = (
-            GlobalHydra.instance()
-            .config_loader()
-            .compute_defaults_list("config", overrides.normalize_values(typed), RunMode.RUN)
-            .defaults
-        )
+    with composing_from(conf) as hydra:
+        values = overrides.normalize_values(typed)
+        defaults = hydra.config_loader.compute_defaults_list("config", values, RunMode.RUN).defaults
     dirs, files = overrides.config_dirs(list(typed), conf), []
     for default in defaults:
         name = f"{default.config_path}.yaml"

@@ -83,11 +83,9 @@ def spell_flags(flags: Flags) -> list[str]:
 
 
 HYDRA_PREFIXES = ("hydra.", "hydra/")
-RUN_DIR_CALLBACK = "hydra.callbacks.run_dir creates and locks the run directory"
 HYDRA_KEYS_REFUSED = {
     "hydra.output_subdir": "a run is resumed from its .hydra/",
     "hydra.mode": "--multirun starts a sweep",
-    **dict.fromkeys(("hydra/callbacks", "hydra.callbacks", "hydra.callbacks.run_dir"), RUN_DIR_CALLBACK),
 }
 # Paths are taken literally, as a shell passes them, and made absolute: a run may be resumed from another directory.
 PATH_KEYS = ("data.path", "data.val_path", "data.tokenizer", "init_from", "model.path")
@@ -258,9 +256,7 @@ def check_overrides(typed: list[str], conf: Path = CONF_DIR) -> None:
             raise UserError(
                 f"{key} cannot be set: {HYDRA_KEYS_REFUSED[key]}",
                 override,
-                "leave the override out"
-                if "callbacks" not in key
-                else "+hydra.callbacks.NAME._target_=... adds another",
+                "leave the override out",
             )
         if key in ("hydra.run.dir", "hydra.sweep.dir") and not value:
             raise UserError(f"{key} must be a directory", override, f"{key}=DIR, or leave the override out")

@@ -117,7 +117,7 @@ def _may_fork(program: list[str], environment: Mapping[str, str]) -> bool:
         and not torchrun.under_torchrun()
         and PLUGINS_ENV not in environment
         and not job.get("job", {}).get("env_set")
-        and not job.get("callbacks", {}).keys() - {"run_dir"}
+        and not job.get("callbacks")
     )
 
 

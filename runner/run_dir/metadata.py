@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from common import ownership
 from common.errors import Outcome, TrainingError, UserError, print_note
@@ -68,15 +68,12 @@ class RunMetadata:
     `fields` is the content of run.json; only the methods change it.
     """
 
-    opened: ClassVar[dict[Path, RunMetadata]] = {}  # what `open` has returned in this process, by run directory
-
     folder: Path
     lock: RunLock | None
     fields: dict[str, Any]
     owns_folder: bool = True
     is_writer: bool = True
     is_new_dir: bool = False  # whether this launch has created the directory
-    checked: tuple[Any, ...] = (None, None)  # the tree and its config, before the directory was created
     data_files: DataFiles | None = None  # found by the checks before this launch; None: `build_run` looks for them
     names_before: list[str] | None = None  # names in the directory before this launch; None: it held a run
     stored_files: Mapping[str, Any] | None = None  # what `recovery.read_stored_files` has returned
@@ -135,7 +132,6 @@ class RunMetadata:
             if isinstance(error, OSError):
                 raise unusable_error(folder, error) from error
             raise
-        cls.opened[folder] = metadata
         return metadata
 
     @classmethod
@@ -274,7 +270,6 @@ class RunMetadata:
         """
         if self.lock is None or (folder := self.lock.follow_move()) is None:
             return None
-        self.opened[folder] = self.opened.pop(self.folder, self)
         self.folder = folder
         return folder
 
@@ -321,21 +316,9 @@ class RunMetadata:
         for name in OWN_NAMES.intersection(names).difference(self.names_before):
             remove_quietly(self.folder / name)
 
-    @classmethod
-    def discard_opened(cls) -> None:
-        """Discard and close the new runs that this process has opened and not closed: Hydra failed before it called the
-        task.
-        """
-        for metadata in [*cls.opened.values()]:
-            if metadata.names_before is not None:
-                metadata.discard_if_empty()
-                metadata.close()
-
     def close(self) -> None:
         """Release the lock. The operating system releases it too when the process ends."""
         if self.lock is not None:
-            if self.owns_folder:
-                self.opened.pop(self.folder, None)
             self.lock.release(self.owns_folder)
             self.lock = None
 

@@ -100,8 +100,6 @@ EARLY: list[tuple[list[str], list[str]]] = [
     # settings of Hydra that the run directory needs
     (["hydra.output_subdir=null"], ["hydra.output_subdir cannot be set"]),
     (["hydra.mode=MULTIRUN", "seed=1,2"], ["--multirun starts a sweep"]),
-    (["hydra.callbacks.run_dir=null"], ["hydra.callbacks.run_dir cannot be set"]),
-    (["hydra/callbacks=null"], ["hydra/callbacks cannot be set"]),
     # settings that this run does not read
     (["schedule.decay_fraction=0.1"], ["schedule.decay_fraction is not read by schedule=cosine", "schedule=wsd"]),
     (["stage=sft", "stage.beta=0.2"], ["stage.beta is not read by stage.objective=next_token", "stage=dpo reads it"]),

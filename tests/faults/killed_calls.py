@@ -119,10 +119,9 @@ def fork_server(cwd: Path) -> Iterator[ForkServer]:
 def train(workspace: str, argv: list[str]) -> None:
     from common import paths
     from runner.cli.entrypoint import train_command
-    from runner.train import train_task
 
     paths.REPO_ROOT = Path(workspace)
-    train_command(train_task, argv)
+    train_command(argv)
 
 
 def repair(run: str, state: dict[str, Any]) -> None:

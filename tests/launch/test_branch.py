@@ -42,7 +42,6 @@ TENSORS = ("model.safetensors", "optimizer.safetensors")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of six steps with the checkpoints 2, 4 and 6."""
     from runner.cli.entrypoint import train_command
-    from runner.train import train_task
 
     root = tmp_path_factory.mktemp("trained")
     (root / "rows.jsonl").write_text("".join(f'{{"text": "{number} goats sing"}}\n' for number in range(40)))
@@ -50,7 +49,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(paths, "REPO_ROOT", root)
         patch.setenv("OMP_WAIT_POLICY", "passive")
         data = f"data.path={root / 'rows.jsonl'}"
-        train_command(train_task, [*TINY_RUN, *TRUNK_SETTINGS, data, f"hydra.run.dir={root / 'trunk'}"])
+        train_command([*TINY_RUN, *TRUNK_SETTINGS, data, f"hydra.run.dir={root / 'trunk'}"])
     return root / "trunk"
 
 

@@ -23,7 +23,6 @@ STAGES = {"pretrain": ["stage=pretrain", "init_from=scratch"], "lora": ["stage=l
 def train_reference(root: Path, stage: str, init_from: Path | None) -> Path:
     """Train all steps in `root`/uninterrupted with a checkpoint at every second; return the directory."""
     from runner.cli.entrypoint import train_command
-    from runner.train import train_task
 
     (root / "rows.jsonl").write_text("".join(json.dumps(example(DATA_FORMAT[stage], i)) + "\n" for i in range(24)))
     run = root / "uninterrupted"
@@ -40,7 +39,6 @@ def train_reference(root: Path, stage: str, init_from: Path | None) -> Path:
         patch.setattr(paths, "REPO_ROOT", root)
         patch.setenv("OMP_WAIT_POLICY", "passive")
         train_command(
-            train_task,
             [
                 *TINY_RUN,
                 *steps,

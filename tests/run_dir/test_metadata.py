@@ -454,13 +454,6 @@ def test_finish_records_outcome_and_status(tmp_path):
         )
 
 
-def test_opened_returns_the_metadata_of_this_process_until_it_is_closed(tmp_path):
-    with RunMetadata.open(tmp_path) as metadata:
-        assert RunMetadata.opened[tmp_path] is metadata
-    with pytest.raises(KeyError):
-        RunMetadata.opened[tmp_path]
-
-
 def test_completed_run_is_interrupted_before_its_new_settings_are_stored(tmp_path):
     with RunMetadata.open(tmp_path) as metadata:
         metadata.mark_running()

@@ -23,7 +23,6 @@ from runner.run_dir.metadata import RunMetadata
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps."""
     from runner.cli.entrypoint import train_command
-    from runner.train import train_task
 
     root = tmp_path_factory.mktemp("trained")
     (root / "rows.jsonl").write_text(
@@ -34,7 +33,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(paths, "REPO_ROOT", root)
         patch.setenv("OMP_WAIT_POLICY", "passive")
         train_command(
-            train_task,
             [*TINY_RUN, f"data.path={root / 'rows.jsonl'}", "schedule.min_lr_ratio=0.5", f"hydra.run.dir={run}"],
         )
     return run

@@ -29,7 +29,6 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     it.
     """
     from runner.cli.entrypoint import train_command
-    from runner.train import train_task
 
     root = tmp_path_factory.mktemp("pretrained")
     other = shutil.copytree(SAMPLE_TOKENIZER, root / "other")
@@ -44,7 +43,6 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(paths, "REPO_ROOT", root)
         patch.setenv("OMP_WAIT_POLICY", "passive")
         train_command(
-            train_task,
             [
                 *TINY_RUN,
                 f"data.path={root / 'rows.jsonl'}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 import time
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from runner.cli.hydra_app import run_hydra
+from runner.cli.hydra_app import run_hydra as run_sweep
 from runner.sweep import command
 
 HEAD = """
@@ -89,13 +88,6 @@ def fake_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeJobs:
     jobs = FakeJobs(tmp_path / "jobs")
     monkeypatch.setattr(command, "TRAIN_SCRIPT", str(jobs.script))
     return jobs
-
-
-def train_in_this_process(cfg: Any) -> None:
-    pytest.fail("a job of a sweep must be a process of its own")
-
-
-run_sweep = functools.partial(run_hydra, train_in_this_process)
 
 
 def exit_code(action: Callable[[], Any]) -> int:
