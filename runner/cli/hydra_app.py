@@ -45,7 +45,7 @@ def run_hydra(typed: list[str], flags: Flags, config_dir: Path | None = None, co
             with stripping_stdout():
                 return _print(hydra, config_name, typed, flags)
         config = hydra.compose_config(config_name, [*typed, f"hydra.mode={mode.name}"], mode, True)
-    return _start_sweep(config, hydra) if mode is RunMode.MULTIRUN else _start_run(config)
+    return _start_sweep(config, hydra) if mode is RunMode.MULTIRUN else _start_run(config, typed)
 
 
 def _print(hydra: Hydra, config_name: str, typed: list[str], flags: Flags) -> None:
@@ -77,20 +77,22 @@ def _start_sweep(config: DictConfig, hydra: Hydra) -> None:
     callbacks = Callbacks(config)
     context = HydraContext(config_loader=hydra.config_loader, callbacks=callbacks)
     callbacks.on_multirun_start(config=config, config_name="config")
-    sweeper = Plugins.instance().instantiate_sweeper(config=config, hydra_context=context, task_function=_start_run)
-    sweeper.sweep([*config.hydra.overrides.task])
+    # each job is a process of its own
+    sweeper = Plugins.instance().instantiate_sweeper(config=config, hydra_context=context, task_function=repr)
+    arguments: Any = OmegaConf.to_container(config.hydra.overrides.task)
+    sweeper.sweep(arguments)
     callbacks.on_multirun_end(config=config, config_name="config")
 
 
-def _start_run(config: DictConfig) -> float:
+def _start_run(config: DictConfig, typed: list[str]) -> float:
     """Check what Hydra has composed, before the run directory exists; create and lock it, and train there."""
-    typed = _composed_overrides(config)
-    with translating_hydra_errors(typed):
-        model_source = adopt_model(config, [*config.hydra.overrides.hydra, *typed])
+    composed = _composed_overrides(config)
+    with translating_hydra_errors(composed):
+        model_source = adopt_model(config, [*config.hydra.overrides.hydra, *composed])
         tree = without_hydra(config)
         job_config = to_config(tree)
         data_files = run.check_start(job_config)
-        check_typed_are_read(typed, [job_config])
+        check_typed_are_read(composed, [job_config])
     if model_source:
         print_note(f"model: the settings are those of the weights, {model_source}")
     if job_config.init_from not in UNNAMED_WEIGHTS:
@@ -107,7 +109,7 @@ def _start_run(config: DictConfig) -> float:
 
         def train(current: DictConfig) -> float:
             with metadata:  # its lock is free when other callbacks end
-                snapshot.complete_hydra_dir(folder, current, typed)
+                snapshot.complete_hydra_dir(folder, current, composed)
                 metadata.record_created()
                 if current == tree:
                     return run.run(job_config, metadata)

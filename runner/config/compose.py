@@ -308,14 +308,15 @@ def call_task(
     `typed`: overrides that errors of Hydra's settings name.
     """
     loader = ConfigLoaderImpl(create_config_search_path(str(CONF_DIR)))
-    context = HydraContext(config_loader=loader, callbacks=Callbacks(config))
     dir_key, subdir_key = ("hydra.sweep.dir", "hydra.sweep.subdir") if is_job else ("hydra.run.dir", None)
     with translating_hydra_errors(list(typed)):
+        callbacks = Callbacks(config)
         if not is_job:
-            context.callbacks.on_run_start(config=config, config_name="config")
+            callbacks.on_run_start(config=config, config_name="config")
+        context = HydraContext(config_loader=loader, callbacks=callbacks)
         result = run_job(task, config, dir_key, subdir_key, hydra_context=context)
         if not is_job:
-            context.callbacks.on_run_end(config=config, config_name="config", job_return=result)
+            callbacks.on_run_end(config=config, config_name="config", job_return=result)
     result.status = JobStatus.COMPLETED  # `return_value` of a failed job prints a line of Hydra's
     if isinstance(result.return_value, Exception):
         raise result.return_value
