@@ -77,6 +77,9 @@ def quantize_linear_layers(model: nn.Module, device: torch.device) -> None:
             weight = params_class(linear.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True)
             linear.__class__ = Linear4bit
             linear.weight = weight.to(device)  # quantizes
+    if not is_quantized(model):
+        message = "no layer of this model is an nn.Linear, the only kind that is quantized"
+        raise UserError(message, "stage.lora.quantize=nf4", "stage.lora.quantize=null")
 
 
 def is_quantized(model: nn.Module) -> bool:

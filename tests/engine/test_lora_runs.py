@@ -144,3 +144,11 @@ def test_quantized_layers_compute_the_product_of_their_dequantized_weights() -> 
         model.model.layers[0].self_attn.q_proj.lora["default"].magnitude,
         torch.linalg.norm(layers[0].dequantized(), dim=1),
     )
+
+
+@needs_bitsandbytes
+def test_quantization_of_a_model_without_linear_layers_is_refused() -> None:
+    from models.layers.adapter import quantize_linear_layers
+
+    with pytest.raises(UserError, match="no layer of this model is an nn.Linear"):  # GPT-2 has Conv1D
+        quantize_linear_layers(torch.nn.Embedding(4, 4), torch.device("cpu"))
