@@ -104,8 +104,6 @@ class _Body(BaseModel):
 
     @model_validator(mode="after")
     def check_settings(self) -> Self:
-        if 0 < self.temperature < MIN_DIVISOR:
-            raise ValueError(f"temperature must be 0, which is greedy, or at least {MIN_DIVISOR}")
         if "stream_options" in self.model_fields_set and not self.stream:
             raise ValueError("stream_options is allowed with stream=true only")
         return self
