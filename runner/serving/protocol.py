@@ -34,7 +34,6 @@ ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
         ("parallel_tool_calls", "add_generation_prompt", "add_special_tokens", "skip_special_tokens"), (True,)
     ),
 }
-MIN_DIVISOR = 1e-5  # of logits: smaller ones give infinite logits
 MAX_ROWS = 1024  # answers of one request: prompts x n
 MAX_TOOLS = 1024
 MAX_PARTS = 16  # tokens decoded together: bytes may never make a character
@@ -81,7 +80,7 @@ class _Body(BaseModel):
     temperature: float = Field(default=1.0, ge=0, le=100)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
-    repetition_penalty: float = Field(default=1.0, ge=MIN_DIVISOR, le=100)
+    repetition_penalty: float = Field(default=1.0, ge=1e-5, le=100)  # a smaller one gives infinite logits
     n: int = Field(default=1, ge=1, le=128)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: StopText | Annotated[list[StopText], Field(max_length=64)] = []
