@@ -170,19 +170,11 @@ class CompletionRequest(_Body):
     prompt: (
         str
         | TokenIds
-        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
-        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_ROWS, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_ROWS, fail_fast=True)]
     )
     echo: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=20)
-
-    @model_validator(mode="before")
-    @classmethod
-    def check_number(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        prompts = raw.get("prompt")
-        if isinstance(prompts, list) and len(prompts) > MAX_ROWS and not isinstance(prompts[0], int):
-            raise ValueError(f"prompt has {len(prompts):,} prompts, at most {MAX_ROWS:,} are allowed")
-        return raw
 
     @property
     def prompts(self) -> list[str | list[int]]:

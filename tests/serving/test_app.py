@@ -321,7 +321,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (COMPLETIONS, {"prompt": [6400]}, "token ids must be in", "prompt"),
     (COMPLETIONS, {"prompt": []}, "at least 1 item", "prompt"),
     (COMPLETIONS, {"prompt": [[1], []]}, "at least 1 item", "prompt"),
-    (COMPLETIONS, {"prompt": ["a"] * 1025}, "at most 1,024", None),
+    (COMPLETIONS, {"prompt": ["a"] * 1025}, "at most 1024 items", "prompt"),
     (COMPLETIONS, {"prompt": ["a"] * 600, "n": 2}, "at most 1,024", None),
     (COMPLETIONS, {"top_p": 0}, "greater than 0", "top_p"),
     (COMPLETIONS, {"temperature": -1}, "greater than or equal to 0", "temperature"),
