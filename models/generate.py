@@ -176,7 +176,7 @@ class Sampler:
             for i, row in enumerate(rows):
                 is_seen[i, row.prompt + row.ids] = True
             logits = torch.where(is_seen, torch.where(logits > 0, logits / self.penalty, logits * self.penalty), logits)
-        if self.temperature == 0:
+        if self.temperature < 1e-5:  # a smaller divisor gives infinite logits
             return logits.argmax(-1)
         if self.generator is None:
             self.generator = torch.Generator(logits.device).manual_seed(0)

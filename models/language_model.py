@@ -224,6 +224,11 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | {name: buffer for name, buffer in model.named_buffers() if name in names}
 
 
+def count_parameters(model: nn.Module) -> int:
+    """Return the number of parameters; a byte of 4-bit weights holds two."""
+    return sum(getattr(p, "quant_state", p).shape.numel() for p in model.parameters())
+
+
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that get a gradient from text, by name."""
     unused = tuple(f"{path}." for path in getattr(model, "modules_unused_by_text", ()))  # of a LanguageModel

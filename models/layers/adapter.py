@@ -22,7 +22,6 @@ from models.config import LoraConfig
 from models.layers.chunked_loss import LMHead
 from models.layers.ops import compute_dtype
 
-DEVICES = ("cuda", "cpu")
 LORA_INIT_STD = 0.02
 ADAPTER = "default"  # the name that PEFT gives to an adapter, a part of the names of its parameters
 
@@ -60,16 +59,13 @@ def check_quantization(device: torch.device) -> None:
         "stage.lora.quantize=nf4",
         "stage.lora.quantize=null trains the same adapters on weights that are not quantized",
     )
-    if device.type not in DEVICES:
-        raise UserError(
-            f"quantized weights are computed on {' and '.join(DEVICES)} only, not on {device.type}", setting, off
-        )
+    if device.type not in ("cuda", "cpu"):
+        raise UserError(f"quantized weights are computed on cuda and cpu only, not on {device.type}", setting, off)
     check_installed("bitsandbytes", setting, f"pip install bitsandbytes; or {off}")
 
 
 def quantize_linear_layers(model: nn.Module, device: torch.device) -> None:
     """Replace the weight of every nn.Linear but the output layer by one of 4 bits on `device`, layer by layer."""
-    check_quantization(device)
     params_class = _import_bitsandbytes().nn.Params4bit
     output_layer = getattr(model, "output_layer", None)
     for linear in model.modules():
@@ -77,6 +73,12 @@ def quantize_linear_layers(model: nn.Module, device: torch.device) -> None:
             weight = params_class(linear.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True)
             linear.__class__ = Linear4bit
             linear.weight = weight.to(device)  # quantizes
+    if not is_quantized(model):
+        raise UserError(
+            "no layer of this model is an nn.Linear, the only kind that is quantized",
+            "stage.lora.quantize=nf4",
+            "stage.lora.quantize=null",
+        )
 
 
 def is_quantized(model: nn.Module) -> bool:

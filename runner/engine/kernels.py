@@ -11,7 +11,7 @@ from torch import nn
 
 from data.batching.loader import StepLoader
 from data.types import sequences_per_row
-from models.language_model import LanguageModel
+from models.language_model import LanguageModel, count_parameters
 from models.layers import attention, chunked_loss
 from runner.checkpoint.compatibility import (
     code_fingerprint,
@@ -88,7 +88,7 @@ def estimate_flops(cfg: Config, model: LanguageModel, loader: StepLoader) -> flo
     # an epoch may have fewer rows than a step asks for
     rows_per_step = min(loader.sampler.global_batch_size, loader.sampler.size)
     tokens = steps * rows_per_step / loader.world_size * cfg.data.max_length * sequences_per_row(cfg.stage.data_format)
-    return 6.0 * tokens * sum(p.numel() for p in model.parameters())
+    return 6.0 * tokens * count_parameters(model)
 
 
 def has_one_shape(cfg: Config, device: torch.device, compile_mode: str) -> bool:

@@ -12,7 +12,7 @@ import torch
 from common.filesystem import WEAKER_PROMISES
 from common.paths import display_path
 from data.batching.packing import PackedSequences
-from models.language_model import trained_parameters
+from models.language_model import count_parameters, trained_parameters
 from runner.diagnostics.monitor import watch_records
 from runner.diagnostics.symptoms import RunFacts
 from runner.engine.state import TrainState
@@ -69,7 +69,7 @@ def run_summary(state: TrainState) -> dict[str, str]:
     """Return the header of the log, title -> text."""
     cfg, ranks = state.cfg, state.dist.size
     model, unused = state.model, state.model.modules_unused_by_text
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = count_parameters(model)
     trainable = sum(p.numel() for p in trained_parameters(model).values())
     trained = (
         "all trained" if trainable == parameters else f"{trainable:,} of them trained ({trainable / parameters:.2%})"

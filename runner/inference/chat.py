@@ -40,9 +40,9 @@ class ChatConfig(CheckedSettings):
     # sample from the most likely tokens with this probability together
     top_p: float = within("(0, 1]", 1)
     # above 1: tokens of the conversation become less likely
-    repetition_penalty: float = within("(0, inf]", 1, "above 0")
+    repetition_penalty: float = within("[1e-5, inf)", 1)
     max_new_tokens: int = at_least(1, 256)  # length limit of an answer (tokens)
-    seed: int  # of sampling
+    seed: int = within("[0, 4294967295]", 42)  # of sampling
     device: str  # auto (a GPU if there is one), cpu, cuda, cuda:<number> or mps (GPU of a Mac)
 
 

@@ -35,7 +35,6 @@ ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
         ("parallel_tool_calls", "add_generation_prompt", "add_special_tokens", "skip_special_tokens"), (True,)
     ),
 }
-MIN_DIVISOR = 1e-5  # of logits: smaller ones give infinite logits
 MAX_ROWS = 1024  # answers of one request: prompts x n
 MAX_TOOLS = 1024
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -81,7 +80,7 @@ class _Body(BaseModel):
     temperature: float = Field(default=1.0, ge=0, le=100)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
-    repetition_penalty: float = Field(default=1.0, ge=MIN_DIVISOR, le=100)
+    repetition_penalty: float = Field(default=1.0, ge=1e-5, le=100)  # a smaller one gives infinite logits
     n: int = Field(default=1, ge=1, le=128)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: StopText | Annotated[list[StopText], Field(max_length=64)] = []
@@ -104,8 +103,6 @@ class _Body(BaseModel):
 
     @model_validator(mode="after")
     def check_settings(self) -> Self:
-        if 0 < self.temperature < MIN_DIVISOR:
-            raise ValueError(f"temperature must be 0, which is greedy, or at least {MIN_DIVISOR}")
         if "stream_options" in self.model_fields_set and not self.stream:
             raise ValueError("stream_options is allowed with stream=true only")
         return self
@@ -173,19 +170,11 @@ class CompletionRequest(_Body):
     prompt: (
         str
         | TokenIds
-        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
-        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_ROWS, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_ROWS, fail_fast=True)]
     )
     echo: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=20)
-
-    @model_validator(mode="before")
-    @classmethod
-    def check_number(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        prompts = raw.get("prompt")
-        if isinstance(prompts, list) and len(prompts) > MAX_ROWS and not isinstance(prompts[0], int):
-            raise ValueError(f"prompt has {len(prompts):,} prompts, at most {MAX_ROWS:,} are allowed")
-        return raw
 
     @property
     def prompts(self) -> list[str | list[int]]:

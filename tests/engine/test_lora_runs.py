@@ -18,6 +18,7 @@ from common.errors import Interrupted, UserError
 from models.formats.json_files import read_adapter_settings
 from models.formats.load import load_model
 from models.formats.save import save_adapter, save_model
+from models.language_model import count_parameters
 from models.lora import adapter_state_dict, add_lora
 from runner.engine.build import build_run
 from runner.engine.config import Config
@@ -132,8 +133,9 @@ def test_quantized_layers_compute_the_product_of_their_dequantized_weights() -> 
     from models.layers.adapter import Linear4bit, quantize_linear_layers
 
     model = random_model(std=0.1, tie_word_embeddings=False)
-    before = model(IDS).logits
+    before, parameters = model(IDS).logits, count_parameters(model)
     quantize_linear_layers(model, torch.device("cpu"))
+    assert count_parameters(model) == parameters
     layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
     assert len(layers) == 14 and type(model.lm_head) is not Linear4bit
     x = torch.randn(3, layers[0].in_features)
@@ -144,3 +146,11 @@ def test_quantized_layers_compute_the_product_of_their_dequantized_weights() -> 
         model.model.layers[0].self_attn.q_proj.lora["default"].magnitude,
         torch.linalg.norm(layers[0].dequantized(), dim=1),
     )
+
+
+@needs_bitsandbytes
+def test_quantization_of_a_model_without_linear_layers_is_refused() -> None:
+    from models.layers.adapter import quantize_linear_layers
+
+    with pytest.raises(UserError, match="no layer of this model is an nn.Linear"):  # GPT-2 has Conv1D
+        quantize_linear_layers(torch.nn.Embedding(4, 4), torch.device("cpu"))

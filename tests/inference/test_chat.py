@@ -351,6 +351,12 @@ def test_tokenizer_with_an_id_beyond_the_model_is_refused(hf_folder: Path, tmp_p
         load_trained(tmp_path / "model", "cpu")
 
 
+@pytest.mark.parametrize("changes", [{"seed": 10**20}, {"seed": -1}, {"repetition_penalty": 1e-40}])
+def test_chat_refuses_numbers_that_torch_cannot_sample_with(hf_folder: Path, changes: dict[str, float]) -> None:
+    with pytest.raises(UserError, match=f"{next(iter(changes))} must be in"):
+        chat_config(hf_folder, **changes)
+
+
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # of a UTF-8 locale, of the locale C
 def test_chat_names_a_message_that_is_not_utf8(
     hf_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], errors: str

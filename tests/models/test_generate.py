@@ -186,6 +186,10 @@ def test_sampler_applies_the_temperature_before_top_p() -> None:
     assert draw_tokens(logits, top_p=0.85, temperature=2.0) == {0, 1, 2, 3}  # 0.33, 0.28, 0.23, 0.16
 
 
+def test_sampler_is_greedy_where_a_temperature_would_overflow() -> None:
+    assert draw_tokens([1.0, 20.0, 3.0], temperature=1e-40) == {1}
+
+
 def test_sampler_repetition_penalty_makes_negative_logits_less_likely() -> None:
     sampler = Sampler(0.0, 0, 1.0, 1.3)
     rows = [Row([0], 1, sampler, ()) for _ in range(2)]

@@ -250,6 +250,14 @@ def test_peft_adapter_with_a_saved_embedding_needs_the_same_output_layer(family:
     assert torch.equal(load_model(folder, family).state_dict()["lm_head.weight"], embedding)
 
 
+def test_adapter_is_added_to_a_model_of_transformers_without_data(tmp_path: Path) -> None:
+    write_family(tmp_path, "gpt2")
+    with torch.device("meta"):  # as plan.py does
+        model = create_model(read_model_config(tmp_path))
+        add_run_adapter(model, lora_config(targets=["all-linear"]), "scratch")
+    assert adapter_state_dict(model)
+
+
 def test_adapter_of_a_layer_that_is_never_called_is_refused(tmp_path: Path) -> None:
     write_family(tmp_path, "mamba", state_size=8)
     model = load_model(tmp_path)
