@@ -42,7 +42,7 @@ class ChatConfig(CheckedSettings):
     # above 1: tokens of the conversation become less likely
     repetition_penalty: float = within("[1e-5, inf)", 1)
     max_new_tokens: int = at_least(1, 256)  # length limit of an answer (tokens)
-    seed: int = within("[0, 4294967295]", 42)  # of sampling
+    seed: int = within("[-9e18, 9e18]", 42)  # of sampling
     device: str  # auto (a GPU if there is one), cpu, cuda, cuda:<number> or mps (GPU of a Mac)
 
 

@@ -351,7 +351,7 @@ def test_tokenizer_with_an_id_beyond_the_model_is_refused(hf_folder: Path, tmp_p
         load_trained(tmp_path / "model", "cpu")
 
 
-@pytest.mark.parametrize("changes", [{"seed": 10**20}, {"seed": -1}, {"repetition_penalty": 1e-40}])
+@pytest.mark.parametrize("changes", [{"seed": 10**20}, {"repetition_penalty": 1e-40}])
 def test_chat_refuses_numbers_that_torch_cannot_sample_with(hf_folder: Path, changes: dict[str, float]) -> None:
     with pytest.raises(UserError, match=f"{next(iter(changes))} must be in"):
         chat_config(hf_folder, **changes)
