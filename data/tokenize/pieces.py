@@ -1,10 +1,8 @@
 r"""Cut a text into pieces that are encoded by themselves, and look up pieces that occur again.
 
-Where a text can be cut so that its parts, encoded by themselves, give the ids of the whole text.
-
-The model of a tokenizer (BPE) encodes pre-tokens independently of each other, so every boundary of pre-tokens is a cut.
-The pre-tokenizers here are those whose boundaries can be seen from two characters. Their regular expressions have no
-lookbehind, and only `\s+(?!\S)` looks ahead, from white space:
+The ids are those of the whole text. The model of a tokenizer (BPE) encodes pre-tokens independently of each other, so
+every boundary of pre-tokens is a cut. The pre-tokenizers here are those whose boundaries can be seen from two
+characters. Their regular expressions have no lookbehind, and only `\s+(?!\S)` looks ahead, from white space:
 
 - A space after a character that is no white space begins a pre-token in all of them: a space is matched as the first
 character of an alternative,
@@ -15,9 +13,8 @@ later).
 A text is never cut within white space: `\s+(?!\S)` splits a run by what follows it, and the Digits pre-tokenizer
 changes what follows.
 
-Encodes texts piece by piece: a piece that occurs again is looked up, which takes a tenth of the time of encoding it.
-
-No Python runs per token: pieces are looked up by `map`, and their ids are joined by numpy.
+A piece that occurs again is looked up in a tenth of the time of encoding it. No Python runs per token: pieces are
+looked up by `map`, and their ids are joined by numpy.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
 """Turns of the assistant in a rendered conversation, and its segments without rendering it.
 
-Finds the turns of the assistant in a rendered conversation, and splits the text into control tokens and plain text.
+`TurnMarks` finds the turns and splits the text into control tokens and plain text. The assistant's text is found by the
+`{% generation %}` marks of the template. Without marks, a turn is the text between two renderings that are both
+prefixes of the whole: all messages before the turn plus the generation prompt, and all messages up to its end.
 
-The assistant's text is found by the `{% generation %}` marks of the template. Without marks, a turn is the text between
-two renderings that are both prefixes of the whole: all messages before the turn plus the generation prompt, and all
-messages up to the end of the turn.
-
-Segments of a conversation without rendering it: one rendering per shape (its roles), in which the contents are
-exchanged afterwards.
-
-Only for templates that write each content as it is and test nothing but whether it is empty: those that this program
-ships (`shipped_templates`).
+`SegmentPlans` has one rendering per shape of a conversation (its roles), in which the contents are exchanged. Only for
+templates that write each content as it is and test nothing but whether it is empty: those that this program ships
+(`shipped_templates`).
 """
 
 from __future__ import annotations

@@ -118,12 +118,12 @@ def build_run(cfg: Config, metadata: RunMetadata, stop: StopRequests | None = No
     """
     dist, run_dir = init_distributed(cfg.distributed, cfg.device), metadata.folder
     saved = read_newest_state(run_dir)
-    facts: dict[str, Any] = saved["compatibility"] if saved else {}
+    old_facts: dict[str, Any] = saved["compatibility"] if saved else {}
     upcast_products(False)  # an earlier run in this process may have chosen otherwise
-    thread_reason = configure_cpu(facts) if dist.device.type == "cpu" else None
+    thread_reason = configure_cpu(old_facts) if dist.device.type == "cpu" else None
     if dist.device.type == "cuda":
         use_deterministic_kernels(cfg.train.deterministic)
-    own_precision = cfg.precision.on(dist.device.type, facts.get("precision.name")).name
+    own_precision = cfg.precision.on(dist.device.type, old_facts.get("precision.name")).name
     cfg = replace(cfg, precision=PrecisionConfig(dist.gather(own_precision)[0]))
     precision = Precision(cfg.precision, dist.device)
     cfg.model.check_device(dist.device, precision.dtype)
@@ -134,7 +134,7 @@ def build_run(cfg: Config, metadata: RunMetadata, stop: StopRequests | None = No
     stop = stop or StopRequests()
     pipeline = do_unless_stopped(dist, stop, partial(build_data_pipeline, cfg, tokenizer, metadata.data_files))
     metadata.update(data=pipeline.files, evaluation=pipeline.evaluation)
-    rows_per_step = resolve_rows_per_step(cfg, dist.size, facts)
+    rows_per_step = resolve_rows_per_step(cfg, dist.size, old_facts)
     if dist.device.type == "cuda":
         check_cuda_graphs(cfg.train.compile, dist.device, math.ceil(rows_per_step / (dist.size * cfg.train.batch_size)))
     ranks = (dist.rank, dist.size, dist.device.type == "cuda")
@@ -155,18 +155,19 @@ def build_run(cfg: Config, metadata: RunMetadata, stop: StopRequests | None = No
         data=pipeline.train.fingerprint,
         tokenizer=tokenizer.fingerprint,
     )
-    model, objective, compatibility = do_unless_stopped(dist, stop, build)
+    model, objective, facts = do_unless_stopped(dist, stop, build)
     models = (model, *objective.extra_models)
     if dist.size > 1:
         distribute(cfg, dist, precision, models)
     optimizers = build_optimizer(cfg.optimizer, model, cfg.model.num_hidden_layers, cfg.train.ema_decay)
-    kernels = choose_run_kernels(cfg, models, optimizers, loader, precision, dist, facts, stop)
-    compatibility |= kernel_facts(model, dist.device, kernels)
+    kernels = choose_run_kernels(cfg, models, optimizers, loader, precision, dist, old_facts, stop)
+    facts |= kernel_facts(model, dist.device, kernels)
     if dist.size > 1:
-        compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))
+        facts |= environment_facts(rank_differences(dist.gather(recorded_environment(facts))))
     if has_one_shape(cfg, dist.device, kernels.compilation.mode):
         loader.pad_to_one_shape()
     logger = open_logger(cfg, metadata, model, dist)
+    wrapped = wrap_model(model, cfg, dist, precision, kernels.compilation.mode)
     return TrainState(
         cfg=cfg,
         metadata=metadata,
@@ -174,7 +175,7 @@ def build_run(cfg: Config, metadata: RunMetadata, stop: StopRequests | None = No
         tokenizer=tokenizer,
         model=model,
         compile_decision=kernels.compilation,
-        wrapped=wrap_model(model, cfg, dist, precision, kernels.compilation.mode),
+        wrapped=wrapped,
         objective=objective,
         pipeline=pipeline,
         loader=loader,
@@ -191,18 +192,18 @@ def build_run(cfg: Config, metadata: RunMetadata, stop: StopRequests | None = No
             dist.broadcast_flag,
         ),
         total_steps=total_steps,
-        compatibility=compatibility,
+        compatibility=facts,
         thread_reason=thread_reason,
         kernel_reasons=kernels.reasons,
     )
 
 
-def configure_cpu(saved: dict[str, Any]) -> str | None:
-    """Set up this process for training on a CPU, as for the checkpoint with the facts `saved`; return why it has not
+def configure_cpu(old_facts: dict[str, Any]) -> str | None:
+    """Set up this process for training on a CPU, as for the checkpoint with the facts `old_facts`; return why it has not
     torch's own number of threads.
     """
     separate_large_blocks()
-    threads = recorded_environment(saved).get("threads")
+    threads = recorded_environment(old_facts).get("threads")
     return choose_threads(threads if isinstance(threads, int) and threads > 0 else None)
 
 
@@ -236,20 +237,20 @@ def load_tokenizer(cfg: Config, run_dir: Path) -> Tokenizer:
     return tokenizer
 
 
-def resolve_rows_per_step(cfg: Config, num_ranks: int, saved: dict[str, object]) -> int:
+def resolve_rows_per_step(cfg: Config, num_ranks: int, old_facts: dict[str, object]) -> int:
     """Return the batch rows per step over all ranks.
 
-    `saved`: facts of the checkpoint to resume, {} if there is none.
+    `old_facts`: those of the checkpoint to resume, {} if there is none.
 
     A run that is resumed on another number of ranks keeps its rows per step; each rank then computes more or fewer
     micro-batches.
     """
     requested = cfg.train.batch_size * cfg.train.accumulation_steps * num_ranks
-    rows = saved.get(ROWS_PER_STEP, requested)
+    rows = old_facts.get(ROWS_PER_STEP, requested)
     assert isinstance(rows, int)
     settings = {"train.batch_size": cfg.train.batch_size, "train.accumulation_steps": cfg.train.accumulation_steps}
     typed = " ".join(f"{key}={value}" for key, value in settings.items())
-    if requested != rows and any(saved.get(key) != value for key, value in settings.items()):
+    if requested != rows and any(old_facts.get(key) != value for key, value in settings.items()):
         if num_ranks == 1:
             return requested  # refused together with all other incompatible settings
         share = f"{rows // num_ranks}" if rows % num_ranks == 0 else f"{rows}, on a number of ranks that divides it"

@@ -166,9 +166,9 @@ def sum_losses(state: TrainState, name: str) -> tuple[float, dict[str, torch.Ten
                 count += (items := state.objective.count(batch))
                 if items:  # not of a dummy batch
                     per_batch.append((items, parts["loss"].detach()))
-                for name, part in parts.items():
+                for key, part in parts.items():
                     wide = part.to(widest_float(part.device))
-                    sums[name] = sums[name] + wide if name in sums else wide  # fetched once, at the end
+                    sums[key] = sums[key] + wide if key in sums else wide  # fetched once, at the end
     state.logger.show_activity(activity, total, total, "batches")
     return count, sums, per_batch
 

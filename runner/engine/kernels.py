@@ -44,7 +44,7 @@ from runner.engine.optim.groups import OptimizerGroup
 from runner.engine.optim.torch_optimizers import Muon
 
 
-class ChosenKernels(NamedTuple):
+class RunKernels(NamedTuple):
     """What was chosen for a run."""
 
     facts: dict[str, str]  # choice -> kernel, of those that are not the default: facts of the environment
@@ -61,7 +61,7 @@ def choose_run_kernels(
     dist: DistributedContext,
     saved: dict[str, Any],
     stop: StopRequests,
-) -> ChosenKernels:
+) -> RunKernels:
     """Decide whether layers are compiled, then choose the kernels of a CPU. `saved`: the facts of the checkpoint to
     resume, {} if there is none.
     """
@@ -78,7 +78,7 @@ def choose_run_kernels(
     is_resumed = recorded is not None
     is_long = decision.is_long_run or is_resumed
     choices = cpu_choices(models, optimizers, precision, dist, is_long=is_long, is_resumed=is_resumed)
-    return ChosenKernels(*choose_cpu_kernels(choices, dist, recorded, stop), decision)
+    return RunKernels(*choose_cpu_kernels(choices, dist, recorded, stop), decision)
 
 
 def estimate_flops(cfg: Config, model: LanguageModel, loader: StepLoader) -> float:
@@ -120,7 +120,7 @@ def wrap_model(
         return dist.wrap(model)
 
 
-def kernel_facts(model: LanguageModel, device: torch.device, chosen: ChosenKernels) -> dict[str, Any]:
+def kernel_facts(model: LanguageModel, device: torch.device, chosen: RunKernels) -> dict[str, Any]:
     """Return the facts about the kernels that compute the model, for the environment that a resume compares."""
     is_cpu = device.type == "cpu"
     # of this run: with train.compile=auto a resumed one may be longer, or have no compiler
@@ -142,7 +142,7 @@ def choose_cpu_kernels(
     stop: StopRequests,
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Make the `choices` of a run, the same on all ranks: those `recorded` in its checkpoint if it repeats them. Return
-    the facts and the reasons of `ChosenKernels`.
+    the facts and the reasons of `RunKernels`.
 
     Raises StopRequested if some rank is asked to stop.
     """

@@ -90,8 +90,8 @@ def log_step(state: TrainState, lr: float, epoch: int, throughput: Throughput) -
     """
     train, progress = state.cfg.train, state.progress
     is_logged = state.is_due(train.log_every)
-    is_due = is_logged or any(map(state.is_due, (train.save_every, train.eval_every, train.sample_every)))
-    if not (is_due or state.precision.uses_loss_scaling or len(state.pending_steps) >= MAX_PENDING_STEPS):
+    is_read = is_logged or any(map(state.is_due, (train.save_every, train.eval_every, train.sample_every)))
+    if not (is_read or state.precision.uses_loss_scaling or len(state.pending_steps) >= MAX_PENDING_STEPS):
         return
     result = flush_steps(state)[-1]
     if not is_logged:

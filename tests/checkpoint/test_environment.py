@@ -27,7 +27,7 @@ from runner.checkpoint.compatibility import (
 )
 from runner.config.compose import compose_config
 from runner.engine.device.compile import CompileDecision
-from runner.engine.kernels import ChosenKernels, kernel_facts
+from runner.engine.kernels import RunKernels, kernel_facts
 from runner.engine.loop import train
 from runner.engine.verify_resume import diff_run_dirs
 
@@ -107,7 +107,7 @@ def test_kernels_are_facts_of_a_run(make_run) -> None:
         1 << 24,
         1,
     ]
-    compiled = kernel_facts(state.model, CPU, ChosenKernels({}, {}, CompileDecision("default", "")))
+    compiled = kernel_facts(state.model, CPU, RunKernels({}, {}, CompileDecision("default", "")))
     assert "compiler" not in compatibility and "compiler" in recorded_environment(compiled)
 
 

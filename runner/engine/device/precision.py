@@ -152,7 +152,8 @@ class Precision:
         A loss that is not finite gets gradients that are not finite, so that the gradient norm, which all ranks share,
         alone decides whether the update is skipped.
         """
-        # or NaN; multiplied, because passing it to backward() imports torch's symbolic shapes (1 s)
+        # 1, or NaN where the loss is not finite: `loss * one` has a NaN gradient then. Passing it to backward() instead
+        # imports torch's symbolic shapes (1 s).
         one = loss.detach() * 0 + 1
         self.scaler.scale(loss * one).backward()
 
@@ -169,9 +170,7 @@ class Precision:
         gradients = {name: p.grad for p, name in optimizers.names.items() if p.grad is not None}
         # what torch.nn.utils.get_total_norm computes, but does not return
         norms = torch.stack(torch._foreach_norm([*gradients.values()]))
-        norm = torch.linalg.vector_norm(norms)
-        if hasattr(norm, "placements"):
-            norm = full_tensor(norm)
+        norm = full_tensor(torch.linalg.vector_norm(norms))
         if clip and (self.device.type != "cpu" or exceeds(norm, clip)):
             torch.nn.utils.clip_grads_with_norm_(list(optimizers.names), clip, norm)
         optimizers.step(found_inf=(~norm.isfinite()).float())
