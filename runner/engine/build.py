@@ -173,6 +173,7 @@ def build_run(cfg: Config, metadata: RunMetadata, stop: StopRequests | None = No
         metadata=metadata,
         dist=dist,
         tokenizer=tokenizer,
+        stop=stop,
         model=model,
         compile_decision=kernels.compilation,
         wrapped=wrapped,

@@ -41,15 +41,17 @@ DIVERGED_FACTOR = 2  # a run has diverged if its final loss is higher than this 
 DEAD_FACTOR, DEAD_STEPS = 0.99, 2
 
 
-def train(state: TrainState, stop_requested: Callable[[], bool] = lambda: False) -> float:
+def train(state: TrainState, stop_requested: Callable[[], bool] | None = None) -> float:
     """Train from the newest checkpoint to the last step, and export the model; return the loss of the exported weights,
     which a sweep compares.
 
-    Raises Interrupted, after the last completed step (0: none) is saved, if `stop_requested()` on some rank;
-    StopRequested if a signal comes while the checkpoint is loaded; TrainingError if training fails. Whatever is raised,
-    the last completed step is saved first if that is possible (`save_before_failure`).
+    `stop_requested` replaces the stop requests that the run was built with. Raises Interrupted, after the last
+    completed step (0: none) is saved, if there is one on some rank; StopRequested if a signal comes while the checkpoint
+    is loaded; TrainingError if training fails. Whatever is raised, the last completed step is saved first if that is
+    possible (`save_before_failure`).
     """
-    state.stop = stop_requested if isinstance(stop_requested, StopRequests) else StopRequests(stop_requested)
+    if stop_requested:
+        state.stop = StopRequests(stop_requested)
     try:
         start_or_resume(state)
         try:

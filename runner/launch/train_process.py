@@ -152,7 +152,7 @@ def _train_and_record(state: TrainState, stop: StopFlag) -> float:
     config = state.cfg
     try:
         with _outside_errors(config, state.metadata.folder), _memory_errors(state):
-            loss = train(state, stop)
+            loss = train(state)
             state.logger.flush()
     except (UserError, StopRequested):
         raise
