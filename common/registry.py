@@ -126,7 +126,7 @@ def import_plugins(names: Iterable[str]) -> None:
             IMPORTED_MODULES[name] = _import_file(Path(name)) if name.startswith("/") else importlib.import_module(name)
         except UserError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a program that runs on import ends with its own exit code
             raise UserError(
                 f"plugin {name} cannot be imported: {type(error).__name__}: {error}",
                 f"plugins=[{name}]",
