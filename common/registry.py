@@ -76,9 +76,7 @@ class Registry(Generic[T]):
         and plugins.
         """
         import_inherited_plugins()
-        package = importlib.import_module(self.package) if self.package else None
-        modules = pkgutil.iter_modules(getattr(package, "__path__", ()))
-        return sorted({module.name for module in modules if module.name not in self.helpers} | self._entries.keys())
+        return sorted(self._modules() | self._entries.keys())
 
     def entries(self) -> dict[str, T]:
         """Return all entries by name; imports every module of the package."""
@@ -93,8 +91,13 @@ class Registry(Generic[T]):
         check_choice(self.setting, name, self.names())
         return self._entry(name)
 
+    def _modules(self) -> set[str]:
+        package = importlib.import_module(self.package) if self.package else None
+        modules = pkgutil.iter_modules(getattr(package, "__path__", ()))
+        return {module.name for module in modules if module.name not in self.helpers}
+
     def _entry(self, name: str) -> T:
-        if name not in self._entries:
+        if name not in self._entries or name in self._modules():  # a plugin with the name of a module is refused
             importlib.import_module(f"{self.package}.{name}")
         return self._entries[name]
 
