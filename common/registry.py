@@ -110,7 +110,7 @@ def locate_plugin(name: str) -> str:
     if "/" not in name and path.suffix != ".py":
         if importlib.util.find_spec(name.partition(".")[0]):
             return name
-        path = path if (path / "__init__.py").is_file() else path.with_suffix(".py")
+        path = path if (path / "__init__.py").is_file() else Path(f"{path}.py")
     if not path.exists():
         raise UserError(
             f"plugin {name} is neither an importable module nor a file",
