@@ -84,7 +84,7 @@ class Registry(Generic[T]):
 
     def find(self, name: str) -> T | None:
         """Return the entry of this name, None if there is none."""
-        return self._entry(name) if name in self._entries or name in self.names() else None
+        return self._entry(name) if name in self.names() else None
 
     def get(self, name: str) -> T:
         """Return the entry of this name. Raises UserError if there is none."""
