@@ -16,7 +16,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Generic, TypeVar
@@ -76,9 +76,7 @@ class Registry(Generic[T]):
         and plugins.
         """
         import_inherited_plugins()
-        package = importlib.import_module(self.package) if self.package else None
-        modules = pkgutil.iter_modules(getattr(package, "__path__", ()))
-        return sorted({module.name for module in modules if module.name not in self.helpers} | self._entries.keys())
+        return sorted(self._modules | self._entries.keys())
 
     def entries(self) -> dict[str, T]:
         """Return all entries by name; imports every module of the package."""
@@ -93,8 +91,14 @@ class Registry(Generic[T]):
         check_choice(self.setting, name, self.names())
         return self._entry(name)
 
+    @cached_property
+    def _modules(self) -> set[str]:
+        package = importlib.import_module(self.package) if self.package else None
+        modules = pkgutil.iter_modules(getattr(package, "__path__", ()))
+        return {module.name for module in modules if module.name not in self.helpers}
+
     def _entry(self, name: str) -> T:
-        if name not in self._entries:
+        if name not in self._entries or name in self._modules:  # a plugin with the name of a module is refused
             importlib.import_module(f"{self.package}.{name}")
         return self._entries[name]
 
@@ -107,7 +111,7 @@ def locate_plugin(name: str) -> str:
     if "/" not in name and path.suffix != ".py":
         if importlib.util.find_spec(name.partition(".")[0]):
             return name
-        path = path if (path / "__init__.py").is_file() else path.with_suffix(".py")
+        path = path if (path / "__init__.py").is_file() else Path(f"{path}.py")
     if not path.exists():
         raise UserError(
             f"plugin {name} is neither an importable module nor a file",
@@ -126,7 +130,7 @@ def import_plugins(names: Iterable[str]) -> None:
             IMPORTED_MODULES[name] = _import_file(Path(name)) if name.startswith("/") else importlib.import_module(name)
         except UserError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a program that runs on import ends with its own exit code
             raise UserError(
                 f"plugin {name} cannot be imported: {type(error).__name__}: {error}",
                 f"plugins=[{name}]",

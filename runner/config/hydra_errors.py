@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -215,7 +216,8 @@ def translate_hydra_error(error: BaseException, typed: list[str]) -> UserError:
     key = (getattr(cause, "full_key", None) or "").partition("[")[0]
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     message = lines[0] if lines else type(error).__name__
-    same_key = [override for override in typed if override.lstrip("+").startswith(f"{key}=")]
+    keys = (f"{key}=", f"{key.rpartition('.')[0]}={{")  # {NAME: value} of a dict
+    same_key = [override for override in typed if override.lstrip("+").startswith(keys)]
     # of a key that is given twice, the override whose value is in the message; otherwise the last one, which counts
     quoted = next((override for override in same_key if f"'{override.partition('=')[2]}'" in message), None)
     override = quoted or (same_key or [key or " ".join(typed) or "the command line"])[-1]
@@ -315,7 +317,7 @@ def _unknown_key_error(cause: ConfigKeyError | ConfigAttributeError, key: str, o
         section, _, name = key.rpartition(".")
         known = [str(option) for option in cause.parent_node] if isinstance(cause.parent_node, DictConfig) else []
         if "not in struct" in str(cause):  # a dict, which takes any key
-            return UserError(f"{section} has no key {name} yet; + adds one", override, f"+{override}")
+            return UserError(f"{section} has no key {name} yet; + adds one", override, shlex.quote(f"+{override}"))
         return UserError(
             f"unknown setting {key}",
             override,

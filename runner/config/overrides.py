@@ -383,7 +383,7 @@ def _values_of(key: str, typed: list[str]) -> list[str]:
     given = overrides_of(key, typed)
     value = parse_value(given[-1]) if given else []
     if not isinstance(value, list) and key == PLUGINS_KEY:
-        raise UserError("plugins must be a list", given[-1], f"plugins=[{value}]")
+        raise UserError("plugins must be a list", given[-1], f"plugins=[{value or ''}]")
     return [str(getattr(item, "text", item)) for item in (value if isinstance(value, list) else [value])]
 
 

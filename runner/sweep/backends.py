@@ -79,8 +79,12 @@ class Backend:
 
 
 def failed_exit(error: Exception, prefix: str) -> JobExit:
-    """Return the end of a job that a cluster could not run, with the last line of its error."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    """Return the end of a job that a cluster could not run, with the last line of its error.
+
+    submitit adds rules, and the paths of its logs to a trace.
+    """
+    text = str(error).partition("You can check full logs")[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip("- ")]
     return JobExit(FAILED, f"{prefix}: {lines[-1] if lines else type(error).__name__}")
 
 

@@ -105,6 +105,11 @@ def run_sweep(config: DictConfig, overrides: list[str]) -> None:
                 )
             elif config.sweep.seeds:
                 search = SeedSearch(search, state, config.sweep.seeds, config.sweep.top, first_seed=config.seed)
+            try:
+                backend.open(state.folder)  # before StopFlag: Ray sets a handler of its own for SIGTERM
+            except (NameError, TypeError, ValueError, ConnectionError) as error:  # of submitit, and of Ray
+                fix = "correct the options hydra.launcher.*, or choose hydra/launcher=local"
+                raise UserError(f"the launcher cannot start: {error}", "hydra/launcher", fix) from error
             state.set_status("running")
             text = f"{f'{len(state.jobs)} jobs' if state.jobs else 'jobs of the sampler'} -> {state.folder}"
             session.lines.show("sweep_start", {"folder": str(state.folder), "jobs": len(state.jobs)}, text)
@@ -181,7 +186,6 @@ class SweepScheduler:
 
     def run(self) -> bool:
         """Run all jobs; return whether a signal has stopped the sweep. Then every running job has saved."""
-        self.backend.open(self.state.folder)  # before StopFlag: Ray sets a handler of its own for SIGTERM
         with StopFlag(announces=True) as stop, stop.working_on("when the running jobs have saved"):
             while True:
                 if stop() or self.search.is_over():

@@ -193,6 +193,12 @@ def test_plugin_that_cannot_be_imported_is_refused(call: Call, workspace: Path) 
     assert is_user_error(call("plugins=broken_plugin"))
 
 
+def test_plugin_that_ends_the_program_is_refused(call: Call, workspace: Path) -> None:
+    (workspace / "script.py").write_text("raise SystemExit(0)")  # a program without `if __name__ == "__main__"`
+    result = call("plugins=[script.py]")
+    assert is_user_error(result) and "SystemExit: 0" in result.stderr
+
+
 @pytest.mark.slow
 def test_jobs_of_a_sweep_and_their_ranks_import_the_typed_plugins(
     program: Program, config_dir: Path, workspace: Path, rows: str

@@ -50,6 +50,7 @@ EARLY: list[tuple[list[str], list[str]]] = [
     (["+model=tiny"], ["has no +", "fix:   model=tiny"]),
     (["+seed=3"], ["has no +", "fix:   seed=3"]),
     (["hydra.job.env_set.X=1"], ["hydra.job.env_set has no key X yet", "fix:   +hydra.job.env_set.X=1"]),
+    (["hydra.job.env_set={X: 1}"], ["hydra.job.env_set has no key X yet", "fix:   '+hydra.job.env_set={X: 1}'"]),
     (["data.train_on=all"], ["is now called data.loss_on", "data.loss_on=all"]),
     (["hydra/launcher=submitit_slurm", "-m", "seed=1,2"], ["is now called hydra/launcher=submitit"]),
     (["hydra.launcher.array_parallelism=4", "-m", "seed=1,2"], ["fix:   hydra.launcher.workers=4"]),

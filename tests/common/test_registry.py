@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 
 from common.errors import UserError
-from common.registry import Registry
+from common.registry import Registry, locate_plugin
 
 ENTRY = """
 from registry_owner import COLORS
@@ -50,3 +51,19 @@ def test_registry_refuses_unknown_and_duplicate_names(colors: Registry[type]) ->
     colors.register("blue")(int)
     with pytest.raises(UserError, match="registered twice"):
         colors.register("blue")(str)
+
+
+def test_registry_refuses_a_plugin_with_the_name_of_a_module(colors: Registry[type]) -> None:
+    colors.register("red")(int)
+    with pytest.raises(UserError, match="registered twice"):
+        colors.get("red")
+
+
+@pytest.mark.parametrize("name", ["", ".", "mine.txt", "mine.2"])
+def test_plugin_name_is_read_as_it_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (tmp_path / "mine.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="neither an importable module nor a file"):
+        locate_plugin(name)
+    assert locate_plugin("mine") == str(tmp_path / "mine.py")

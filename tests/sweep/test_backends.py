@@ -15,7 +15,7 @@ from fake_jobs import DIVERGED, SAVES, FakeJobs, read_run, read_sweep, wait_unti
 
 from common.errors import UserError
 from runner.config.compose import compose_tree
-from runner.sweep.backends import SubmititBackend, run_job
+from runner.sweep.backends import SubmititBackend, failed_exit, run_job
 from runner.sweep.validation import hydra_options
 
 SUBMITIT = ("hydra/launcher=submitit", "hydra.launcher.cluster=local", "hydra.launcher.gpus_per_node=0")
@@ -62,6 +62,17 @@ def test_plugin_whose_package_is_missing_names_the_install_command(
     with pytest.raises(UserError, match=f"needs the package {package}") as error:
         hydra_options(compose_tree([f"hydra/{name}"]))
     assert error.value.fix == f"pip install 'lm-runner[{package}]'"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [  # of submitit/core/core.py
+        ("Job failed during processing with trace:\n----\nOSError: full\n\n----\nYou can check full logs with x\n - /log", "OSError: full"),
+        ("has not produced any output\nNo error stream produced. Look at stdout: /log\n-----\n", "Look at stdout: /log"),
+    ],
+)  # fmt: skip
+def test_failure_of_a_submitit_worker_has_the_last_line_of_its_trace(text: str, reason: str) -> None:
+    assert str(failed_exit(RuntimeError(text), "submitit").reason).endswith(reason)
 
 
 def test_submitit_on_a_machine_without_slurm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

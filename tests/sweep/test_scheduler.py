@@ -273,3 +273,15 @@ time.sleep(60)
         lambda: not Path(f"/proc/{child}").exists() or "\nState:\tZ" in Path(f"/proc/{child}/status").read_text()
     )
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "interrupted"
+
+
+def test_sweep_whose_launcher_cannot_start_leaves_nothing_behind(
+    sweep: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(backend: Backend, sweep_dir: Path) -> None:
+        raise ConnectionError("Could not find any running Ray instance.")
+
+    monkeypatch.setattr(LocalBackend, "open", refuse)
+    with pytest.raises(UserError, match="Could not find any running Ray instance"):
+        sweep("seed=1,2")
+    assert not (tmp_path / "sweep").exists()
