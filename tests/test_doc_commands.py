@@ -228,7 +228,6 @@ def substituted(command: Command) -> str:
 def plan_error(text: str) -> str | None:
     """Return what train.py refuses in a command line, None if it would train."""
     from common.errors import UserError
-    from common.registry import import_plugins
     from runner.config import overrides
     from runner.config.overrides import parse_argv
     from runner.config.resolve import resolve_model_overrides
@@ -238,8 +237,7 @@ def plan_error(text: str) -> str | None:
     SweepState.counted_at = time.monotonic()  # a budget counts from the start of its command
     try:
         typed, flags = parse_argv(arguments_of(text)[2:])
-        typed = overrides.absolutize_paths(overrides.add_config_dir(typed, flags.get("--config-dir")))
-        import_plugins(overrides.plugins_of(typed))
+        typed = overrides.prepare_overrides(typed, flags.get("--config-dir"))
         planned_start(resolve_model_overrides(typed), flags)
     except UserError as error:
         return f"{error.message} ({error.setting}); {error.fix}"

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, did_you_mean
+from common.registry import cached_with_plugins
 from data.schemas.columns import (
     HIDE_MEDIA,
     check_no_ignored_content,
@@ -175,10 +176,11 @@ def detect_schema(row: dict, data_format: str, where: str) -> RowSchema:
     raise _unmatched_keys(row, message, data_format, schemas_of(data_format)[0].keys, where)
 
 
+@cached_with_plugins
 def schema_of_source(source: Source, data_format: str) -> str:
     """Return the name of the schema of a file: that of the first row with a schema of `data_format`.
 
-    Raises UserError if there is none.
+    It is detected once, until the file changes. Raises UserError if there is none.
     """
     error: BadRowError | None = None
     for position, raw in itertools.islice(source.items(), DETECTION_ROWS):

@@ -85,6 +85,7 @@ class Source:
     encoding: str = UTF8  # of text formats
     columns: tuple[tuple[str, str | None], ...] = ()  # ReadOptions.columns
     turns: str = "strict"  # ReadOptions.turns
+    changed: int = 0  # modification time of the file (ns): what is cached of a Source is that of this content
     val_set: str = ""  # name of the validation set that it is in, if that has one
 
     @classmethod
@@ -107,7 +108,7 @@ class Source:
                 "write its content to a file first",
             )
         file_format, encoding = detect_format(path, options.encoding, options.text_unit)
-        return cls(path, file_format, str(path), encoding, options.columns, options.turns)
+        return cls(path, file_format, str(path), encoding, options.columns, options.turns, path.stat().st_mtime_ns)
 
     @property
     def reading(self) -> list:

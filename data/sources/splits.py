@@ -31,7 +31,6 @@ class DataFiles:
     train: list[list[Source]] = field(default_factory=list)  # of each entry of data.path
     validation: list[Source] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what was chosen by name, for the log
-    schemas: dict[Source, str] = field(default_factory=dict)  # those that were detected already
 
 
 def resolve_data_files(paths: list[str], val_paths: dict[str, str], options: ReadOptions) -> DataFiles:

@@ -58,10 +58,9 @@ def _dispatch(argv: list[str]) -> None:
         from runner.cli.hydra_app import run_hydra
 
         return run_hydra(typed, flags)
-    typed = overrides.add_config_dir(typed, flags.get("--config-dir"))
+    typed = overrides.prepare_overrides(typed, flags.get("--config-dir"))
     config_dirs = overrides.config_dirs(typed)
     if "--help" in flags:
-        import_plugins(overrides.plugins_of(overrides.absolutize_paths(typed)))
         from runner.cli import help
 
         return print(help.train_help(config_dirs))
@@ -78,9 +77,6 @@ def _dispatch(argv: list[str]) -> None:
             "leave out --multirun, and give each setting one value",
         )
     typed, resume_from = overrides.take_resume(typed)
-    typed = overrides.absolutize_paths(typed)
-    import_plugins(overrides.plugins_of(typed))
-    typed = overrides.normalize_values(typed)
     if torchrun.under_torchrun() and (folder := torchrun.previous_run_dir()):
         return _resume(folder, [], {name: flags[name] for name in flags if name != "--multirun"}, run_hydra)
     if resume_from is not None:

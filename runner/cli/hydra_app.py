@@ -19,7 +19,7 @@ from common.paths import CONF_DIR
 from runner.config import resolve, snapshot
 from runner.config.compose import call_task, register_configs, to_config, without_hydra
 from runner.config.hydra_errors import composing_from, translating_hydra_errors
-from runner.config.overrides import SEARCHPATH_KEY, Flags, config_dirs, overrides_of
+from runner.config.overrides import SEARCHPATH_KEY, Flags, config_dirs, is_hydra_override, overrides_of
 from runner.config.unread import check_typed_are_read
 from runner.engine.config import UNNAMED_WEIGHTS
 from runner.launch import run
@@ -45,7 +45,7 @@ def run_hydra(typed: list[str], flags: Flags, config_dir: Path | None = None, co
             with stripping_stdout():
                 return _print(hydra, config_name, typed, flags)
         config = hydra.compose_config(config_name, [*typed, f"hydra.mode={mode.name}"], mode, True)
-    return _start_sweep(config, hydra) if mode is RunMode.MULTIRUN else _start_run(config, typed)
+    return _start_sweep(config, typed, hydra) if mode is RunMode.MULTIRUN else _start_run(config, typed)
 
 
 def _print(hydra: Hydra, config_name: str, typed: list[str], flags: Flags) -> None:
@@ -59,19 +59,10 @@ def _print(hydra: Hydra, config_name: str, typed: list[str], flags: Flags) -> No
         hydra.shell_completion(config_name, typed)
 
 
-def _composed_overrides(config: DictConfig) -> list[str]:
-    """Return the overrides that `config` is composed from: without those of Hydra, but with its search path.
-
-    Interpolations in them are not resolved.
-    """
-    given: Any = OmegaConf.to_container(config.hydra.overrides)
-    return [*overrides_of(SEARCHPATH_KEY, given["hydra"]), *given["task"]]
-
-
-def _start_sweep(config: DictConfig, hydra: Hydra) -> None:
+def _start_sweep(config: DictConfig, typed: list[str], hydra: Hydra) -> None:
     """Let the sweeper that the config names run its jobs."""
-    # without swept values
-    typed = [override for override in _composed_overrides(config) if not re.search("[,(]", override)]
+    typed = [*overrides_of(SEARCHPATH_KEY, typed), *(each for each in typed if not is_hydra_override(each))]
+    typed = [override for override in typed if not re.search("[,(]", override)]  # without swept values
     with translating_hydra_errors(typed):
         check_plugins(config, typed)
     callbacks = Callbacks(config)
@@ -86,19 +77,18 @@ def _start_sweep(config: DictConfig, hydra: Hydra) -> None:
 
 def _start_run(config: DictConfig, typed: list[str]) -> float:
     """Check what Hydra has composed, before the run directory exists; create and lock it, and train there."""
-    composed = _composed_overrides(config)
-    with translating_hydra_errors(composed):
-        model_source = adopt_model(config, [*config.hydra.overrides.hydra, *composed])
+    with translating_hydra_errors(typed):
+        model_source = adopt_model(config, typed)
         tree = without_hydra(config)
         job_config = to_config(tree)
         data_files = run.check_start(job_config)
-        check_typed_are_read(composed, [job_config])
+        check_typed_are_read(typed, [job_config])
     if model_source:
         print_note(f"model: the settings are those of the weights, {model_source}")
     if job_config.init_from not in UNNAMED_WEIGHTS:
         warn_of_lr(job_config)
     folder = Path(config.hydra.run.dir).absolute()
-    if overrides_of("hydra.run.dir", config.hydra.overrides.hydra):
+    if overrides_of("hydra.run.dir", typed):
         resolve.check_not_inside_run(folder)
     else:
         folder = contents.create_unique(folder)
@@ -109,7 +99,7 @@ def _start_run(config: DictConfig, typed: list[str]) -> float:
 
         def train(current: DictConfig) -> float:
             with metadata:  # its lock is free when other callbacks end
-                snapshot.complete_hydra_dir(folder, current, composed)
+                snapshot.complete_hydra_dir(folder, current, typed)
                 metadata.record_created()
                 if current == tree:
                     return run.run(job_config, metadata)

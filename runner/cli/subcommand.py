@@ -21,7 +21,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import UserError, did_you_mean, exiting_with_code, ignore_broken_pipe
-from common.registry import import_plugins
 from runner.cli import help, hydra_app
 from runner.config import overrides
 from runner.config.compose import check_no_missing, compose_command
@@ -59,7 +58,9 @@ def run_subcommand(
         typed, flags = _parse(sys.argv[1:], kinds, with_train_config)
         if "--help" in flags:
             return print(help.subcommand_help(name, schema, with_train_config))
-        own, others = _split(typed, kinds, flags.get("--config-dir"))
+        own = quote_free_text([override for override in typed if overrides.key_of(override) in kinds], kinds)
+        others = [override for override in typed if overrides.key_of(override) not in kinds]
+        others = resolve_model_overrides(overrides.prepare_overrides(others, flags.get("--config-dir")))
         if not with_train_config and flags.keys() & hydra_app.PRINT_FLAGS:
             return hydra_app.run_hydra([*own, *others], flags, config_name=name)
         allowed = ("--config-dir",) if start_of is None else ("--config-dir", "--multirun")
@@ -68,7 +69,7 @@ def run_subcommand(
         for override in own:
             _check_override(override, kinds)
         if not with_train_config:
-            _check_all_known(name, others, kinds)
+            _check_all_known(name, typed, kinds)
         if start_of is None and (resumed := overrides.take_resume(others)[1]) is not None:
             raise UserError(
                 f"{name}.py does not resume a run",
@@ -103,15 +104,6 @@ def _parse(argv: list[str], kinds: dict[str, str], with_train_config: bool) -> t
             )
             raise UserError(f"{arg} is not a flag; settings are given without dashes", arg, f"{key}={value}")
     return parse_argv([switches.get(arg, arg) for arg in argv], settings)
-
-
-def _split(typed: list[str], kinds: dict[str, str], config_dir: str | None) -> tuple[list[str], list[str]]:
-    """Return the overrides of the command, and the others with absolute paths; the plugins among these are imported."""
-    own = quote_free_text([override for override in typed if overrides.key_of(override) in kinds], kinds)
-    others = [override for override in typed if overrides.key_of(override) not in kinds]
-    others = resolve_model_overrides(overrides.absolutize_paths(overrides.add_config_dir(others, config_dir)))
-    import_plugins(overrides.plugins_of(others))
-    return own, others
 
 
 def to_schema(tree: DictConfig, schema: type[T], typed: Sequence[str] = ()) -> T:
@@ -167,10 +159,10 @@ def _check_override(override: str, kinds: dict[str, str]) -> None:
         raise UserError(f"{key} takes one value", override, fix)
 
 
-def _check_all_known(name: str, others: list[str], kinds: dict[str, str]) -> None:
-    for override in others:
+def _check_all_known(name: str, typed: list[str], kinds: dict[str, str]) -> None:
+    for override in typed:
         key, value = overrides.key_of(override), override.partition("=")[2]
-        if key not in (overrides.PLUGINS_KEY, overrides.SEARCHPATH_KEY):
+        if key not in (*kinds, overrides.PLUGINS_KEY, overrides.SEARCHPATH_KEY):
             overrides.check_not_renamed(key, value)
             raise UserError(
                 f"{name}.py has no setting {key}", key, did_you_mean(key, kinds, f"the settings are {', '.join(kinds)}")

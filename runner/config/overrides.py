@@ -19,7 +19,7 @@ from hydra._internal.utils import get_args_parser
 
 from common.errors import UserError, did_you_mean
 from common.paths import CONF_DIR
-from common.registry import locate_plugin
+from common.registry import import_plugins, locate_plugin
 from runner.config.literals import (
     COLUMNS_KEY,
     QUOTED_ITEM,
@@ -434,12 +434,13 @@ def absolutize_path(override: str) -> str:
     return literal_path(override) if key in PATH_KEYS and equals else override
 
 
-def absolutize_paths(typed: Iterable[str]) -> list[str]:
-    """Return the overrides as `absolutize_path` does, with the values of the environment variables that they name.
+def prepare_overrides(typed: list[str], config_dir: str | None = None) -> list[str]:
+    """Return the overrides of a command line as Hydra takes them, and import the plugins that they name.
 
-    Hydra resolves those of its own settings, which files of a run hold as they are typed: a value may be secret.
+    Paths are absolute then, and environment variables are replaced by their values. Hydra resolves those of its own
+    settings, which files of a run hold as they are typed: a value may be secret. `config_dir`: --config-dir.
     """
-    typed = list(typed)
+    typed = add_config_dir(typed, config_dir)
     for number, override in enumerate(typed):
         values = list(itertools.takewhile(lambda value: "=" not in value, typed[number + 1 :]))
         if override.endswith(",") and values:
@@ -447,7 +448,7 @@ def absolutize_paths(typed: Iterable[str]) -> list[str]:
             raise UserError(
                 "a space after a comma ends the values of a sweep", where, shlex.quote(override + "".join(values))
             )
-    return [
+    typed = [
         absolutize_path(
             override
             if is_hydra_override(override) and key_of(override) not in OUTPUT_KEYS
@@ -455,3 +456,5 @@ def absolutize_paths(typed: Iterable[str]) -> list[str]:
         )
         for override in typed
     ]
+    import_plugins(plugins_of(typed))
+    return normalize_values(typed)

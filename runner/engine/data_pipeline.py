@@ -14,6 +14,8 @@ from common.errors import UserError
 from common.filesystem import sha256_of_json
 from common.paths import display_path
 from data.config import DataConfig, resolved_too_long
+from data.schemas.registry import missing_columns, schema_of_source
+from data.sources.splits import DataFiles, resolve_data_files
 from data.types import BadRowError
 from runner.diagnostics.symptoms import FEW_ROWS, few_validation_rows, troubleshooting
 from runner.engine.config import Config
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from data.batching.mixture import MixedRows, WeightedSource
     from data.batching.packing import Sequences
     from data.sources.files import Source
-    from data.sources.splits import DataFiles
     from data.tokenize.block import RowStats
     from data.tokenize.tokenizer import Tokenizer
     from data.types import EncodingConfig
@@ -55,14 +56,11 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer, data_files: DataFiles
     Raises UserError if a row, a file or their combination cannot be trained on.
     """
     from data.batching.mixture import MixedRows, mix_sources, separate_validation
-    from data.schemas.registry import missing_columns
-    from data.sources.splits import resolve_data_files
 
     encoding = encoding_config(cfg, tokenizer)
     data_files = data_files or resolve_data_files(cfg.data.paths, cfg.data.val_paths, cfg.data.read_options)
-    schemas, console = data_files.schemas, cfg.tracker.console
     *groups, held_out = [
-        [tokenize_source(source, cfg.data, encoding, tokenizer, console, schemas.get(source)) for source in group]
+        [tokenize_source(source, cfg.data, encoding, tokenizer, cfg.tracker.console) for source in group]
         for group in (*data_files.train, data_files.validation)
     ]
     sources = [*itertools.chain.from_iterable(data_files.train), *data_files.validation]
@@ -150,17 +148,13 @@ def encoding_config(cfg: Config, tokenizer: Tokenizer) -> EncodingConfig:
 
 
 def tokenize_source(
-    source: Source, data: DataConfig, encoding: EncodingConfig, tokenizer: Tokenizer, console: str, schema: str | None
+    source: Source, data: DataConfig, encoding: EncodingConfig, tokenizer: Tokenizer, console: str
 ) -> WeightedSource:
-    """Return the file as token ids, from the cache if it was tokenized before. `console`: tracker.console; `schema`:
-    that of the file, None: it is detected unless data.schema names it.
-    """
+    """Return the file as token ids, from the cache if it was tokenized before. `console`: tracker.console."""
     from data.batching.mixture import WeightedSource
-    from data.schemas.registry import schema_of_source
     from data.store.cache import load_or_build
 
-    schema = encoding.schema or schema or schema_of_source(source, encoding.data_format)
-    encoding = replace(encoding, schema=schema)
+    encoding = replace(encoding, schema=encoding.schema or schema_of_source(source, encoding.data_format))
     with ProgressMeter(f"tokenizing {display_path(Path(source.name))}", console) as progress:
         try:
             store = load_or_build(

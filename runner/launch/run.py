@@ -69,8 +69,7 @@ def check_inputs(config: Config) -> DataFiles | None:
 
 
 def check_data(data: DataConfig, data_format: str) -> DataFiles | None:
-    """Return the data files, with the schemas that were detected; None if some are data sets of the hub, which are
-    looked up when they are loaded.
+    """Return the data files; None if some are data sets of the hub, which are looked up when they are loaded.
 
     Raises UserError if a data file is missing or cannot be read, or if the first one of an entry of data.path has no
     rows of `data_format`.
@@ -83,9 +82,8 @@ def check_data(data: DataConfig, data_format: str) -> DataFiles | None:
     paths = [path for path in data.paths if not path.startswith("hub:")]
     files = resolve_data_files(paths, val_paths, data.read_options)
     if data.schema is None:
-        for sources in (*files.train, files.validation):
-            for source in sources[:1]:
-                files.schemas[source] = schema_of_source(source, data_format)
+        for first, *_ in filter(None, (*files.train, files.validation)):
+            schema_of_source(first, data_format)
     return files if (paths, val_paths) == (data.paths, data.val_paths) else None
 
 

@@ -44,9 +44,12 @@ class PlannedStart:
 
 
 def planned_start(typed: list[str], flags: Flags) -> PlannedStart:
-    """Return what `train.py <typed> <flags>` would train. Raises UserError where train.py refuses it."""
+    """Return what `train.py <typed> <flags>` would train, `typed` from `prepare_overrides`.
+
+    Raises UserError where train.py refuses it.
+    """
     typed, resumed = checks.take_resume(typed)
-    typed, is_multirun = checks.normalize_values(typed), "--multirun" in flags
+    is_multirun = "--multirun" in flags
     if resumed is not None:
         folder = resolve_run(resumed)
         if is_sweep_dir(folder):

@@ -9,11 +9,11 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from common import ownership
 from common.errors import Outcome, TrainingError, UserError, print_note
@@ -62,7 +62,7 @@ MAX_STORED_ATTEMPTS = 20  # newest records of attempts that a checkpoint stores
 
 
 @dataclass(eq=False)
-class RunMetadata:
+class RunMetadata(AbstractContextManager["RunMetadata"]):
     """The metadata of a run directory whose lock this process holds.
 
     `fields` is the content of run.json; only the methods change it.
@@ -321,9 +321,6 @@ class RunMetadata:
         if self.lock is not None:
             self.lock.release(self.owns_folder)
             self.lock = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, error: object, *_: object) -> None:
         if error is not None:

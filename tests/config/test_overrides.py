@@ -211,7 +211,7 @@ def test_integer_may_be_written_with_an_exponent() -> None:
 def test_variable_of_the_environment_is_stored_as_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEED", "7")
     typed = ["seed=${oc.env:SEED}", "train.epochs='${oc.env:UNSET,3}'", "data.path=${oc.env:UNSET}"]
-    stored = overrides.absolutize_paths(typed)
+    stored = overrides.prepare_overrides(typed)
     assert stored == ["seed=7", "train.epochs='3'", typed[2]] and compose_config(stored[:2]).train.epochs == 3
     for override in (typed[2], "seed=${oc.decode:3}"):
         with pytest.raises(UserError, match="without a resolver") as refused:
@@ -223,13 +223,13 @@ def test_variable_in_an_override_of_hydra_is_not_stored_as_its_value(monkeypatch
     """It may be secret; hydra.run.dir is a path of the run."""
     monkeypatch.setenv("KEY", "secret")
     of_hydra = ["+hydra.job.env_set.KEY=${oc.env:KEY}", "hydra.launcher.partition=${oc.env:KEY}"]
-    assert overrides.absolutize_paths(of_hydra) == of_hydra
-    assert overrides.absolutize_paths(["hydra.run.dir=/x/${oc.env:KEY}"]) == ["hydra.run.dir=/x/secret"]
+    assert overrides.prepare_overrides(of_hydra) == of_hydra
+    assert overrides.prepare_overrides(["hydra.run.dir=/x/${oc.env:KEY}"]) == ["hydra.run.dir=/x/secret"]
 
 
 def test_fix_of_a_space_after_a_comma_is_quoted_for_a_shell() -> None:
     with pytest.raises(UserError, match="space after a comma") as refused:
-        overrides.absolutize_paths(["run.name=a b,", "c", "run.note=a; rm b"])
+        overrides.prepare_overrides(["run.name=a b,", "c", "run.note=a; rm b"])
     assert refused.value.fix == "'run.name=a b,c'"
 
 

@@ -1,6 +1,7 @@
 """Row schemas: detection, the example of each, and the errors of rows that cannot be used."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -354,6 +355,18 @@ def test_schema_of_source_is_that_of_the_first_matching_row(write):
     with pytest.raises(BadRowError, match="found x") as error:
         schema_of_source(Source.open(path), "chat")
     assert error.value.setting == f"{path}:1"
+
+
+def test_schema_of_source_is_detected_again_only_where_the_file_has_changed(write, monkeypatch):
+    path = write([{"text": "a"}])
+    assert schema_of_source(Source.open(path), "text") == "text"
+    with monkeypatch.context() as patched:
+        patched.setattr(Source, "items", None)  # a file that is read again fails
+        assert schema_of_source(Source.open(path), "text") == "text"
+    path.write_text('{"content": "a"}\n')
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(BadRowError):
+        schema_of_source(Source.open(path), "text")
 
 
 @pytest.fixture
