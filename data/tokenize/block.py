@@ -129,6 +129,7 @@ def build_block(rows: list[LabelledRow], stats: RowStats) -> EncodedBlock:
     counts = np.array([len(spans) for _, spans in sequences], np.int64)
     stats.tokens += int(lengths.sum())
     stats.loss_tokens += int((spans[:, 1] - spans[:, 0]).sum())
+    # before a span with the weight 0.5 stands another one: WEIGHT_MARK, and the bits of 0.5 as an integer
     if len(marked := np.flatnonzero(weights != 1)):
         marks = np.stack([np.full(len(marked), WEIGHT_MARK, np.int32), weights[marked].view(np.int32)], axis=1)
         spans, sequence_of = np.insert(spans, marked, marks, axis=0), np.repeat(np.arange(len(counts)), counts)

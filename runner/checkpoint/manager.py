@@ -103,7 +103,8 @@ class CheckpointManager:
         return self.record.folder / CHECKPOINTS_DIR
 
     def save_async(self, step: int, source: Stateful) -> None:
-        """Copy the state to rank 0's host memory and hand it to the writer thread.
+        """Copy the state to rank 0's host memory and hand it to the writer thread, which calls `save_and_prune`, and that
+        `write_checkpoint`.
 
         A step that is saved already is skipped.
         """

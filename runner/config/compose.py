@@ -145,32 +145,32 @@ def to_config(tree: DictConfig | dict[str, Any]) -> Config:
     types = get_type_hints(Config)
     sections = {name: kind for name, kind in types.items() if dataclasses.is_dataclass(kind)}
     plain = {name: kind for name, kind in types.items() if name not in sections}
-    settings = _typed(plain, {name: value for name, value in values.items() if name not in sections})
+    settings = _converted(plain, {name: value for name, value in values.items() if name not in sections})
     for name, kind in sections.items():
         given = {name: values[name]} if name in values else {}
-        settings |= _typed({name: section_class(name, values.get(name)) or kind}, given)
+        settings |= _converted({name: section_class(name, values.get(name)) or kind}, given)
     return Config(**settings)
 
 
-_typed_settings: dict[tuple[Any, ...], dict[str, Any]] = {}  # what `_typed` has returned
+_converted_settings: dict[tuple[Any, ...], dict[str, Any]] = {}  # what `_converted` has returned
 
 
-def _typed(types: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+def _converted(types: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     """Return `values` of settings of Config, converted to their `types`; defaults where there is none.
 
     Each is converted once: jobs of a sweep have most sections in common.
     """
     key = (*types.items(), repr(values))
-    if key not in _typed_settings:
+    if key not in _converted_settings:
         known = Config.__dataclass_fields__
         fields = [(name, kind, dataclasses.field(default=known[name].default)) for name, kind in types.items()]
         schema = OmegaConf.structured(dataclasses.make_dataclass("Settings", fields, kw_only=True))
         merged = OmegaConf.merge(schema, values)
         check_no_missing(merged)
-        if len(_typed_settings) >= MAX_TYPED_SETTINGS:
-            _typed_settings.clear()
-        _typed_settings[key] = vars(OmegaConf.to_object(merged))
-    return copy.deepcopy(_typed_settings[key])
+        if len(_converted_settings) >= MAX_TYPED_SETTINGS:
+            _converted_settings.clear()
+        _converted_settings[key] = vars(OmegaConf.to_object(merged))
+    return copy.deepcopy(_converted_settings[key])
 
 
 def merge_into_schema(values: dict[str, Any]) -> DictConfig:
@@ -273,7 +273,7 @@ def restore_hydra_config() -> None:
         HydraConfig.instance().set_config(OmegaConf.create({"hydra": section}))
 
 
-def typed_settings(typed: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_runtime(typed: Sequence[str]) -> tuple[list[str], list[str]]:
     """Divide the overrides typed with `resume=` into those of the run and those of Hydra's runtime."""
     runtime = [override for override in typed if key_of(override).startswith(RUNTIME_PREFIXES)]
     return [override for override in typed if override not in runtime], runtime

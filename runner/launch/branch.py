@@ -116,7 +116,7 @@ def start_branch(typed: list[str]) -> None:
     """Train in a new run directory what the overrides `typed` ask for."""
     trunk = read_trunk(_starts_of(typed)[0])
     of_dir = overrides.overrides_of(RUN_DIR_KEY, typed)
-    extra, runtime = compose.typed_settings([override for override in _others(typed) if override not in of_dir])
+    extra, runtime = compose.split_runtime([override for override in _others(typed) if override not in of_dir])
     folder = Path(compose.compose_tree(of_dir).hydra.run.dir).absolute()
     with RunMetadata.open(folder if of_dir else create_unique(folder)) as metadata:
         folder, before = metadata.folder, metadata.fields

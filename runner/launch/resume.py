@@ -295,7 +295,7 @@ def _label_run(metadata: RunMetadata, plan: ResumePlan) -> None:
 
 def resume_run(folder: Path, extra: list[str]) -> None:
     """Train on in `folder` with the overrides `extra`, unless the run is completed and they change nothing."""
-    extra, runtime = compose.typed_settings(extra)
+    extra, runtime = compose.split_runtime(extra)
     with RunMetadata.open(folder, resume=True, recover=recover_run) as metadata:
         plan = plan_resume(folder, extra, has_started=metadata.attempt > 0)
         if metadata.attempt:  # for a job of a sweep that has not begun, nothing can have changed

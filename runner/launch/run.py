@@ -94,8 +94,9 @@ def run(config: Config, metadata: RunMetadata) -> float:
     Raises UserError (nothing was trained, run.json is as before), TrainingError, or Interrupted (resume= continues).
     """
     before = dict(metadata.fields)
+    is_new = before["init_from"] is None
     try:
-        if before["init_from"] is None:
+        if is_new:
             init_from = resolve_init_from(config, metadata.folder, compatibility_fingerprints(config))
             if init_from != config.init_from:
                 config = replace(config, init_from=init_from)
@@ -106,10 +107,7 @@ def run(config: Config, metadata: RunMetadata) -> float:
                 config = replace(config, init_from=before["init_from"])
             config = restore_initial_weights(config)
         with refusing_disk_errors(metadata.folder):
-            copy = partial(
-                with_tokenizer, config, metadata.folder, before["tokenizer_source"], is_new=before["init_from"] is None
-            )
-            config = retry_disk(copy)
+            config = retry_disk(partial(with_tokenizer, config, metadata.folder, before["tokenizer_source"], is_new))
         sources = {"init_from": config.init_from, "tokenizer_source": config.data.tokenizer}
         fingerprints = compatibility_fingerprints(config, metadata.folder / RUN_TOKENIZER)
         metadata.mark_running(
