@@ -17,8 +17,10 @@ from typing import NamedTuple
 import pytest
 
 from common.errors import UserError
+from common.settings import flat_settings
 from runner.config.compose import compose_tree, to_config, without_hydra
 from runner.config.schema import config_groups, config_schema
+from runner.run_dir.saved_config import load_yaml
 from runner.sweep.backends import LAUNCHERS
 from runner.sweep.optuna_search import SWEEPERS
 
@@ -124,6 +126,8 @@ def command_settings() -> dict[str, set[str]]:
             module = re.search(rf"from (\S+) import .*\b{match[2]}\b", source)
             assert module is not None
             names = {field.name for field in dataclasses.fields(getattr(importlib.import_module(module[1]), match[2]))}
+            conf = load_yaml(ROOT / "conf" / f"{match[1]}.yaml")
+            names |= {key for key, _ in flat_settings(conf)}  # data.path of evaluate.py
             found[match[1]] = names | (train_settings() if "with_train_config" in match[3] else set())
     return found
 

@@ -56,7 +56,8 @@ def resolve_run(name: str, setting: str = "resume") -> Path:
         raise _no_run_error(path, name, setting)
     if not is_sweep_dir(folder):
         check_run_files(folder)
-    _check_checkpoint(folder, path)
+    if setting != "run":  # a page is that of the whole run
+        _check_checkpoint(folder, path)
     return folder
 
 

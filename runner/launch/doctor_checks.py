@@ -59,7 +59,9 @@ def _check_pointers(state: CheckpointState) -> Iterator[Problem]:
     if state.newest_whole is None:
         return
     newest, saved = state.newest_whole
-    best_step = saved["progress"]["best_step"]
+    best_step, export = saved["progress"]["best_step"], RunMetadata.read(state.folder).get("export") or {}
+    if export.get("weights") == "best" and isinstance(export.get("step"), int):
+        best_step = export["step"]  # its evaluation may come after the save
     best = None if best_step is None else find_best_weights(checkpoints, best_step)
     for pointer, name in ((LATEST_POINTER, newest), (BEST_POINTER, best.name if best else None)):
         file, actual = f"{CHECKPOINTS_DIR}/{pointer}", read_pointer(checkpoints / pointer)

@@ -267,7 +267,7 @@ def _use_results_of_evaluate(runs: list[ComparedRun]) -> None:
         raise UserError(
             "the runs and model folders have no result of evaluate.py on the same data",
             ", ".join(str(run.folder) for run in runs),
-            "evaluate each of them on the same file: python runner/evaluate.py run=DIR metric=perplexity",
+            "evaluate each of them on the same file: python runner/evaluate.py run=DIR data.path=FILE metric=perplexity",
         )
     for run, measured in zip(runs, of_runs, strict=True):
         path, tokens = common[-1]
@@ -289,7 +289,9 @@ def _measured(run: ComparedRun) -> dict[tuple[str, int], float]:
     for record in records:
         loss, tokens = finite_number(record.get("loss")), record.get("loss_tokens")
         if record.get("metric") == "perplexity" and loss is not None and isinstance(tokens, int):
-            found[f"{record.get('files') or record.get('data')}", tokens] = loss
+            data = f"{record.get('files') or record.get('data')}", tokens
+            found.pop(data, None)  # the order is that of the newest results
+            found[data] = loss
     return found
 
 

@@ -51,10 +51,13 @@ function axesOf(axis, xOptions = {}, size = 62, text = shortAxis) {
 
 // Range of the y axis of a loss. Where it `cuts`, the first, high values leave the plot, so that differences at the end are seen.
 function lossBounds(values, isLog, cuts) {
-  if (!values.length) return [0, 1];
+  if (!values.length) return [1, 2]; // 0 has no logarithm
   const sorted = [...values].sort((a, b) => a - b), low = sorted[0], at = (share) => sorted[Math.floor(sorted.length * share)];
   let high = sorted[sorted.length - 1];
-  if (isLog && low > 0) return [low * 0.97, high * 1.03];
+  if (isLog && low > 0) {
+    const lowest = low * 0.97, digit = lowest / 10 ** Math.floor(Math.log10(lowest));
+    return [digit < 9.5 ? lowest : low * 0.9, high * 1.03]; // from 0.097 the ticks of uPlot would never end
+  }
   if (cuts) high = Math.min(high, Math.max(at(0.95), low + 3 * (at(0.5) - low)));
   const pad = (high - low) * 0.05 || Math.abs(high) * 0.05 || 0.5;
   return [low - pad, high + pad];

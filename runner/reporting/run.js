@@ -183,7 +183,8 @@
   function zoomTo(min, max) {
     charts.forEach((chart) => {
       if (!chart) return;
-      const x = chart.data[0];
+      const x = chart.data[0], whole = x[x.length - 1] - x[0];
+      if (min < max && max - min < 1e-6 * whole) return; // axes of a smaller part have no ticks: uPlot would look for them without end
       chart.setScale("x", min < max ? { min: Math.max(min, x[0]), max: Math.min(max, x[x.length - 1]) } : { min: x[0], max: x[x.length - 1] });
     });
   }

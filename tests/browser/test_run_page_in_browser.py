@@ -258,6 +258,28 @@ def test_run_page_is_used_with_the_keyboard_only(open_page: Any, run_page: Path)
     assert hide.get_attribute("aria-pressed") == "false" and [curve["show"] for curve in points(page)][0] is False
 
 
+def test_run_page_answers_after_many_zooms_and_without_curves(open_page: Any, run_page: Path) -> None:
+    page = open_page(run_page)
+    page.locator("#log").check()
+    for name in page.locator(CHART).nth(0).locator("th[role=button]").all():
+        name.click()
+    page.locator(CHART).nth(0).focus()
+    page.keyboard.press("ArrowRight")
+    for _ in range(50):
+        page.keyboard.press("+")
+    page.wait_for_function("() => lmRunner.charts().every((u) => u.scales.x.max - u.scales.x.min > 1e-4)")
+
+
+@pytest.mark.parametrize("lowest", [0.1, 0.0978, 1e-3, 2.5e-4, 1e-8])
+def test_run_page_draws_small_losses_on_a_logarithmic_axis(open_page: Any, tmp_path: Path, lowest: float) -> None:
+    page = open_page(write_run_page(write_run(tmp_path / "run", [*RECORDS, train(121, loss=lowest)])))
+    page.locator("#log").check()
+    page.wait_for_function(
+        "() => { const {min, distr} = lmRunner.charts()[0].scales.y; return distr === 3 && min > 0; }"
+    )
+    assert page.evaluate("lmRunner.charts()[0].scales.y.min") <= lowest
+
+
 def test_run_page_keeps_hostile_text_inert(open_page: Any, tmp_path: Path) -> None:
     fields = {
         name: HOSTILE

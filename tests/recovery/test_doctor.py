@@ -177,6 +177,15 @@ def test_doctor_finds_a_damaged_model_of_a_complete_run(uninterrupted: Path, tmp
 
 
 @pytest.mark.slow
+def test_doctor_repairs_best_by_the_evaluation_after_the_save(uninterrupted: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
+    fields = json.loads((folder / RUN_FILE).read_text())  # state.json of a checkpoint knows the evaluations before it
+    (folder / RUN_FILE).write_text(json.dumps(fields | {"export": fields["export"] | {"weights": "best"}}))
+    repair_run(folder)
+    assert (folder / "checkpoints" / "best").read_text().strip() == f"step-{fields['step']:08d}"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["split", "ema"])
 def test_doctor_takes_a_model_in_another_form_as_sound(uninterrupted: Path, tmp_path: Path, form: str) -> None:
     folder = Path(shutil.copytree(uninterrupted, tmp_path / "run"))

@@ -184,6 +184,13 @@ def test_model_folders_are_compared_by_their_results_of_evaluate(tmp_path: Path)
     assert comparison.verdict == "better" and "judged on 500 tokens by evaluate.py on x.jsonl" in comparison_text(
         comparison
     )
+    again = comparison.arms[0].runs + comparison.arms[1].runs
+    for data in ("z.jsonl", "x.jsonl"):  # x.jsonl is evaluated again after z.jsonl
+        for run in again:
+            fields = {"metric": "perplexity", "data": data, "loss": float(run.folder.name[1:]), "loss_tokens": 500}
+            with (run.folder / "evaluations.jsonl").open("a") as file:
+                file.write(json.dumps(fields) + "\n")
+    assert "by evaluate.py on x.jsonl" in comparison_text(compare_arms({"a": first, "b": second}))
     with pytest.raises(UserError, match="no result of evaluate.py on the same data"):
         compare_arms({"a": first, "b": model_folder(tmp_path / "other", 1.0, data="y.jsonl")})
     with pytest.raises(UserError, match="different tokenizers"):

@@ -41,6 +41,7 @@ def test_checkpoint_must_be_valid_and_the_newest(run: Path) -> None:
     assert resolve_run(str(newest)) == run
     with pytest.raises(UserError, match="newer ones: step-00000020") as refused:
         resolve_run(str(older))
+    assert resolve_run(str(older), "run") == run  # report.py shows the run
     assert refused.value.fix.endswith(f"branch from it: init_from={older} keep=optimizer")
     (newest / "state.json").write_bytes(b"[]")
     with pytest.raises(UserError, match="damaged"):
