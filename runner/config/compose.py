@@ -20,8 +20,6 @@ from typing import Any, cast, get_type_hints
 
 from hydra import compose as hydra_compose
 from hydra._internal.callbacks import Callbacks
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.utils import create_config_search_path
 from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -307,13 +305,13 @@ def call_task(
 
     `typed`: overrides that errors of Hydra's settings name.
     """
-    loader = ConfigLoaderImpl(create_config_search_path(str(CONF_DIR)))
     dir_key, subdir_key = ("hydra.sweep.dir", "hydra.sweep.subdir") if is_job else ("hydra.run.dir", None)
-    with translating_hydra_errors(list(typed)):
+    # initialized as in hydra.main: without its version, Hydra changes the current directory
+    with composing_from(CONF_DIR) as hydra, translating_hydra_errors(list(typed)):
         callbacks = Callbacks(config)
         if not is_job:
             callbacks.on_run_start(config=config, config_name="config")
-        context = HydraContext(config_loader=loader, callbacks=callbacks)
+        context = HydraContext(config_loader=hydra.config_loader, callbacks=callbacks)
         result = run_job(task, config, dir_key, subdir_key, hydra_context=context)
         if not is_job:
             callbacks.on_run_end(config=config, config_name="config", job_return=result)
