@@ -39,6 +39,7 @@ EARLY: list[tuple[list[str], list[str]]] = [
     (["train.foo=1"], ["unknown setting train.foo", "--cfg=job --package=train prints the settings"]),
     (["stage.lora.size=4"], ["stage.lora has rank, alpha, dropout, targets"]),
     (["stage.lora.r=4"], ["unknown setting stage.lora.r", "did you mean stage.lora.rank or stage.lora.rslora?"]),
+    (["hydra.run.dir=runs/${nope}"], ["Interpolation key 'nope' not found"]),
     (["hydra.run.dirr=x"], ["unknown setting hydra.run.dirr", "did you mean dir?"]),
     (["precision=fp64"], ["precision has no option fp64", "bf16"]),
     (["optimizer="], ["optimizer needs the name of an option", "adamw, muon"]),
