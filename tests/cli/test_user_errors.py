@@ -52,6 +52,8 @@ EARLY: list[tuple[list[str], list[str]]] = [
     (["+seed=3"], ["has no +", "fix:   seed=3"]),
     (["hydra.job.env_set.X=1"], ["hydra.job.env_set has no key X yet", "fix:   +hydra.job.env_set.X=1"]),
     (["hydra.job.env_set={X: 1}"], ["hydra.job.env_set has no key X yet", "fix:   '+hydra.job.env_set={X: 1}'"]),
+    (["hydra.callbacks.mine._target_=x.Y"], ["fix:   +hydra.callbacks.mine._target_=x.Y"]),
+    (["hydra/callbacks=mine"], ["there is no config group hydra/callbacks", "--config-dir=DIR"]),
     (["data.train_on=all"], ["is now called data.loss_on", "data.loss_on=all"]),
     (["hydra/launcher=submitit_slurm", "-m", "seed=1,2"], ["is now called hydra/launcher=submitit"]),
     (["hydra.launcher.array_parallelism=4", "-m", "seed=1,2"], ["fix:   hydra.launcher.workers=4"]),
