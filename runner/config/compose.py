@@ -1,5 +1,5 @@
-"""Composes overrides and the YAML files of conf/ with Hydra, and converts the result to dataclasses; Hydra's runtime in
-processes that Hydra's own command did not start: jobs of a sweep, resumed runs and ranks.
+"""Composes overrides and the YAML files of conf/ with Hydra, and converts the result to dataclasses; Hydra's runtime of
+new runs, resumed runs, jobs of a sweep and ranks.
 
 A job gets the section `hydra` as the sweep has composed it, through an environment variable, as Hydra's own launchers
 hand it to theirs. A resumed run composes it from what is typed with `resume=`. It is never read from a run directory:
