@@ -35,7 +35,14 @@ from runner.config.hydra_errors import OPTIONAL_SECTIONS, composed_files, compos
 from runner.config.overrides import SEARCHPATH_KEY, is_hydra_override, key_of, overrides_of
 from runner.engine.config import REGISTERED_SECTIONS, Config
 
-RUNTIME_PREFIXES = ("hydra.job.", "hydra.callbacks.", "hydra.job_logging", "hydra/job_logging", "hydra.verbose")
+RUNTIME_PREFIXES = (
+    "hydra.job.",
+    "hydra.callbacks.",
+    "hydra/callbacks",
+    "hydra.job_logging",
+    "hydra/job_logging",
+    "hydra.verbose",
+)
 MAX_TYPED_SETTINGS = 1_000  # kept in memory: plain settings and sections of configs
 HYDRA_CONFIG_ENV = "RUNNER_HYDRA_CONFIG"  # JSON of the section `hydra`, for a child process
 
