@@ -83,11 +83,11 @@ def _start_run(config: DictConfig, typed: list[str]) -> float:
         job_config = to_config(tree)
         data_files = run.check_start(job_config)
         check_typed_are_read(typed, [job_config])
+        folder = Path(config.hydra.run.dir).absolute()
     if model_source:
         print_note(f"model: the settings are those of the weights, {model_source}")
     if job_config.init_from not in UNNAMED_WEIGHTS:
         warn_of_lr(job_config)
-    folder = Path(config.hydra.run.dir).absolute()
     if overrides_of("hydra.run.dir", typed):
         resolve.check_not_inside_run(folder)
     else:

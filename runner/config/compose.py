@@ -1,5 +1,5 @@
-"""Composes overrides and the YAML files of conf/ with Hydra, and converts the result to dataclasses; Hydra's runtime in
-processes that Hydra's own command did not start: jobs of a sweep, resumed runs and ranks.
+"""Composes overrides and the YAML files of conf/ with Hydra, and converts the result to dataclasses; Hydra's runtime of
+new runs, resumed runs, jobs of a sweep and ranks.
 
 A job gets the section `hydra` as the sweep has composed it, through an environment variable, as Hydra's own launchers
 hand it to theirs. A resumed run composes it from what is typed with `resume=`. It is never read from a run directory:
@@ -20,8 +20,6 @@ from typing import Any, cast, get_type_hints
 
 from hydra import compose as hydra_compose
 from hydra._internal.callbacks import Callbacks
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.utils import create_config_search_path
 from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -37,7 +35,14 @@ from runner.config.hydra_errors import OPTIONAL_SECTIONS, composed_files, compos
 from runner.config.overrides import SEARCHPATH_KEY, is_hydra_override, key_of, overrides_of
 from runner.engine.config import REGISTERED_SECTIONS, Config
 
-RUNTIME_PREFIXES = ("hydra.job.", "hydra.callbacks.", "hydra.job_logging", "hydra/job_logging", "hydra.verbose")
+RUNTIME_PREFIXES = (
+    "hydra.job.",
+    "hydra.callbacks.",
+    "hydra/callbacks",
+    "hydra.job_logging",
+    "hydra/job_logging",
+    "hydra.verbose",
+)
 MAX_TYPED_SETTINGS = 1_000  # kept in memory: plain settings and sections of configs
 HYDRA_CONFIG_ENV = "RUNNER_HYDRA_CONFIG"  # JSON of the section `hydra`, for a child process
 
@@ -307,13 +312,13 @@ def call_task(
 
     `typed`: overrides that errors of Hydra's settings name.
     """
-    loader = ConfigLoaderImpl(create_config_search_path(str(CONF_DIR)))
     dir_key, subdir_key = ("hydra.sweep.dir", "hydra.sweep.subdir") if is_job else ("hydra.run.dir", None)
-    with translating_hydra_errors(list(typed)):
+    # initialized as in hydra.main: without its version, Hydra changes the current directory
+    with composing_from(CONF_DIR) as hydra, translating_hydra_errors(list(typed)):
         callbacks = Callbacks(config)
         if not is_job:
             callbacks.on_run_start(config=config, config_name="config")
-        context = HydraContext(config_loader=loader, callbacks=callbacks)
+        context = HydraContext(config_loader=hydra.config_loader, callbacks=callbacks)
         result = run_job(task, config, dir_key, subdir_key, hydra_context=context)
         if not is_job:
             callbacks.on_run_end(config=config, config_name="config", job_return=result)

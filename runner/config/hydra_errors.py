@@ -216,8 +216,10 @@ def translate_hydra_error(error: BaseException, typed: list[str]) -> UserError:
     key = (getattr(cause, "full_key", None) or "").partition("[")[0]
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     message = lines[0] if lines else type(error).__name__
-    keys = (f"{key}=", f"{key.rpartition('.')[0]}={{")  # {NAME: value} of a dict
-    same_key = [override for override in typed if override.lstrip("+").startswith(keys)]
+    keys = [f"{key}=", f"{key.rpartition('.')[0]}={{"]  # {NAME: value} of a dict
+    if key.startswith("hydra."):
+        keys.append(f"{key}.")  # a key of a dict in it
+    same_key = [override for override in typed if override.lstrip("+").startswith(tuple(keys))]
     # of a key that is given twice, the override whose value is in the message; otherwise the last one, which counts
     quoted = next((override for override in same_key if f"'{override.partition('=')[2]}'" in message), None)
     override = quoted or (same_key or [key or " ".join(typed) or "the command line"])[-1]
@@ -323,6 +325,8 @@ def _unknown_key_error(cause: ConfigKeyError | ConfigAttributeError, key: str, o
             override,
             did_you_mean(name, known, f"{section} has {', '.join(known)}" if known else HELP_HINT),
         )
+    if key.startswith("hydra/"):
+        return UserError(f"there is no config group {key}", override, "--config-dir=DIR names the folder that has it")
     if isinstance(cause, ConfigKeyError) and key not in schema.config_schema():
         return UserError(f"unknown setting {key}", key, overrides.nearest_key(key))
     return None

@@ -183,6 +183,7 @@ def test_run_directory_is_named_by_date_and_time_and_holds_the_whole_run(
 
 RECORDER = """
 import os
+from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 
@@ -195,7 +196,9 @@ class Recorder(Callback):
         self.record("on_run_start", config)
 
     def on_job_start(self, config, **_):
-        assert HydraConfig.get().job.name == config.hydra.job.name and os.path.isdir(HydraConfig.get().runtime.output_dir)
+        folder = HydraConfig.get().runtime.output_dir
+        assert HydraConfig.get().job.name == config.hydra.job.name and os.path.isdir(folder) and os.getcwd() != folder
+        compose("config")  # Hydra is initialized, as in a task of hydra.main
         self.record("on_job_start", config, os.environ["COLOR"], config.train.max_steps)
 
     def on_job_end(self, config, job_return, **_):
