@@ -15,7 +15,7 @@ from command_fixtures import TINY_RUN, Call, Result, is_user_error
 
 from common import paths
 from common.errors import UserError
-from runner.config.compose import typed_settings
+from runner.config.compose import split_runtime
 from runner.launch.resume import plan_resume
 from runner.run_dir.metadata import RunMetadata
 
@@ -303,4 +303,4 @@ def test_resume_uses_a_saved_cache_only_if_it_is_a_token_cache_of_this_user(
 
 
 def test_callback_group_is_a_setting_of_hydras_runtime() -> None:
-    assert typed_settings(["hydra/callbacks=mine", "seed=1"]) == (["seed=1"], ["hydra/callbacks=mine"])
+    assert split_runtime(["hydra/callbacks=mine", "seed=1"]) == (["seed=1"], ["hydra/callbacks=mine"])
