@@ -146,6 +146,8 @@ def test_completion_offers_options_and_settings(
 ) -> None:
     monkeypatch.setenv("COMP_LINE", f"python runner/train.py {line}")
     assert expected in call("--shell-completion", "query=bash").stdout.split()
+    # Hydra's bash script completes programs whose file has this text
+    assert "@hydra.main" in (REPO_ROOT / "runner" / "train.py").read_text()
 
 
 @pytest.mark.slow

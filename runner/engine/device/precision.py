@@ -170,7 +170,9 @@ class Precision:
         gradients = {name: p.grad for p, name in optimizers.names.items() if p.grad is not None}
         # what torch.nn.utils.get_total_norm computes, but does not return
         norms = torch.stack(torch._foreach_norm([*gradients.values()]))
-        norm = full_tensor(torch.linalg.vector_norm(norms))
+        norm = torch.linalg.vector_norm(norms)
+        if hasattr(norm, "placements"):  # of sharded parameters
+            norm = full_tensor(norm)
         if clip and (self.device.type != "cpu" or exceeds(norm, clip)):
             torch.nn.utils.clip_grads_with_norm_(list(optimizers.names), clip, norm)
         optimizers.step(found_inf=(~norm.isfinite()).float())
