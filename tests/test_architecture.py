@@ -355,15 +355,15 @@ def test_conf_names_no_class():
 
 # --- size: ratchets. A change that grows one moves its number here, and its commit says why --------------------------
 
-MAX_PYTHON_TOKENS = 329_567
+MAX_PYTHON_TOKENS = 329_204
 MAX_PYTHON_FILES = 270
-MAX_EAGER_MODULES = 60  # imported by runner/train.py --help
+MAX_EAGER_MODULES = 58  # imported by runner/train.py --help
 # Executed by one SFT step. A few functions depend on the load of the machine: a number may be 1 % above the measured one
 MAX_FIRST_STEP = {
     "files": 101,
-    "functions": 615,
-    "hops": 1_526,
-    "files_before_build_run": 56,
+    "functions": 618,
+    "hops": 1_522,
+    "files_before_build_run": 55,
     "functions_before_build_run": 263,
 }
 
