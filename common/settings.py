@@ -1,5 +1,6 @@
-"""Settings of the config dataclasses: limits of their values, and what a changed value means for a run that is resumed
-from a checkpoint.
+"""Settings of the config dataclasses: limits of their values, and which of them may change on resume.
+
+Each field says what a changed value means for a run that is resumed from a checkpoint:
 
     @settings_class
     class TrainConfig(CheckedSettings):

@@ -256,7 +256,7 @@ def _size_of(raw: object) -> int:
 
 
 def file_sha256_cached(path: Path, cache: Path) -> str:
-    """Return the sha256 (hex) of a file; its bytes are read once for the same size, times and inode."""
+    """Return the checksum of a data file, sha256 (hex); its bytes are read once for the same size, times and inode."""
     real = path.resolve()
     record = cache / "contents" / f"{hashlib.sha256(os.fsencode(real)).hexdigest()}.json"
     started, signature = time.time_ns(), _file_signature(real)

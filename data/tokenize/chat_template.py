@@ -114,7 +114,9 @@ class ChatTemplate:
     def _render_segments(
         self, messages: list[dict], tools: list[dict] | None, where: str, loss_on: str
     ) -> list[TemplateSegment]:
-        """Render a conversation and split it into segments, see `segments`."""
+        """Render a conversation and split it into segments, see `segments`: what becomes the loss mask of a row is decided
+        here, from data.loss_on and the weights of its messages.
+        """
         _check_weights(messages, loss_on, where)
         conversation = self._rendered_ahead.pop(id(messages), None)
         conversation = conversation or self._conversation(messages, tools, where)

@@ -140,9 +140,10 @@ def attention(
 ) -> Tensor:
     """q: (B, N, T, H); k, v: (B, K, C, H) -> (B, N, T, H).
 
-    kernel: model.attention, or one of CPU_KERNELS. cached: `mask` may be any mask, not only one of `document_mask`.
-    save_probs: save attention probabilities for the backward pass on the CPU if there are at most MAX_SAVED_PROBS;
-    otherwise the backward pass recomputes them.
+    kernel: model.attention, or one of CPU_KERNELS, as `attention_choice` (runner/engine/kernel_choice.py) chooses; on a
+    GPU `document_mask` decides whether it is FlexAttention. cached: `mask` may be any mask, not only one of
+    `document_mask`. save_probs: save attention probabilities for the backward pass on the CPU if there are at most
+    MAX_SAVED_PROBS; otherwise the backward pass recomputes them.
     """
     if isinstance(mask, BlockMask):
         options = FLEX_OPTIONS_FP32 if q.dtype == torch.float32 else None

@@ -1,6 +1,7 @@
 """The command line: split by Hydra's parser, checked against the schema, and normalised.
 
-Overrides (`key=value`, `group=option`) are checked before anything is composed.
+Overrides (`key=value`, `group=option`) are checked before anything is composed. A config does not say which of its
+settings are defaults: where that counts, the list of what the user typed is passed on, and `key_of` names the settings.
 """
 
 from __future__ import annotations
