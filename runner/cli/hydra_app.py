@@ -61,8 +61,10 @@ def _print(hydra: Hydra, config_name: str, typed: list[str], flags: Flags) -> No
 
 def _start_sweep(config: DictConfig, typed: list[str], hydra: Hydra) -> None:
     """Let the sweeper that the config names run its jobs."""
-    typed = [*overrides_of(SEARCHPATH_KEY, typed), *(each for each in typed if not is_hydra_override(each))]
-    typed = [override for override in typed if not re.search("[,(]", override)]  # without swept values
+    typed = [
+        *overrides_of(SEARCHPATH_KEY, typed),
+        *(each for each in typed if not (is_hydra_override(each) or re.search("[,(]", each))),  # no swept values
+    ]
     with translating_hydra_errors(typed):
         check_plugins(config, typed)
     callbacks = Callbacks(config)

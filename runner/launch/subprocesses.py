@@ -34,7 +34,7 @@ def spawn(
 
     `out` is the descriptor for stdout and stderr; None: those of this process.
     """
-    # the command line interface sets HYDRA_FULL_ERROR for its own process
+    # with it every error ends with code 1, and the codes of children are read
     inherited = {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}
     return subprocess.Popen(
         [sys.executable, *program],

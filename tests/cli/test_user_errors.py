@@ -138,6 +138,10 @@ EARLY: list[tuple[list[str], list[str]]] = [
         ["hydra/sweeper cannot be selected in a file", "my/experiment/optuna.yaml:3", "type hydra/sweeper=optuna"],
     ),
     (
+        ["-m", "seed=1,2", *MINE, "hydra.searchpath=[pkg://hydra.conf]", "experiment=optuna"],  # two folders
+        ["hydra/sweeper cannot be selected in a file", "my/experiment/optuna.yaml:3", "type hydra/sweeper=optuna"],
+    ),
+    (
         ["-m", "optimizer.lr=1e-3,", "5e-4,", "1e-4", "seed=1"],
         ["a space after a comma", "fix:   optimizer.lr=1e-3,5e-4,1e-4\n"],
     ),
