@@ -18,6 +18,7 @@ from models.language_model import LanguageModel
 from models.layers.ops import compute_dtype
 
 FILLER_ID = 0  # token id of masked positions: padding left of short prompts, and rows that have ended
+MIN_DIVISOR = 1e-5  # of logits: a smaller one gives infinite logits
 
 
 def generate(
@@ -176,7 +177,7 @@ class Sampler:
             for i, row in enumerate(rows):
                 is_seen[i, row.prompt + row.ids] = True
             logits = torch.where(is_seen, torch.where(logits > 0, logits / self.penalty, logits * self.penalty), logits)
-        if self.temperature < 1e-5:  # a smaller divisor gives infinite logits
+        if self.temperature < MIN_DIVISOR:
             return logits.argmax(-1)
         if self.generator is None:
             self.generator = torch.Generator(logits.device).manual_seed(0)

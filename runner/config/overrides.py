@@ -254,11 +254,7 @@ def check_overrides(typed: list[str], conf: Path = CONF_DIR) -> None:
                 "an override is written key=value", override, f"{override}=<value>; --help lists the settings"
             )
         if key in HYDRA_KEYS_REFUSED:
-            raise UserError(
-                f"{key} cannot be set: {HYDRA_KEYS_REFUSED[key]}",
-                override,
-                "leave the override out",
-            )
+            raise UserError(f"{key} cannot be set: {HYDRA_KEYS_REFUSED[key]}", override, "leave the override out")
         if key in ("hydra.run.dir", "hydra.sweep.dir") and not value:
             raise UserError(f"{key} must be a directory", override, f"{key}=DIR, or leave the override out")
         check_not_renamed(key, value)

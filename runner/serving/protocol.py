@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from common.limits import parse_json
 from data.tokenize.chat_template import ChatTemplate
 from data.tokenize.tokenizer import Tokenizer
+from models.generate import MIN_DIVISOR
 from runner.inference.generation import Answer, Score
 from runner.inference.inspect_rows import token_spans
 
@@ -80,7 +81,7 @@ class _Body(BaseModel):
     temperature: float = Field(default=1.0, ge=0, le=100)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
-    repetition_penalty: float = Field(default=1.0, ge=1e-5, le=100)  # a smaller one gives infinite logits
+    repetition_penalty: float = Field(default=1.0, ge=MIN_DIVISOR, le=100)
     n: int = Field(default=1, ge=1, le=128)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: StopText | Annotated[list[StopText], Field(max_length=64)] = []
