@@ -96,11 +96,8 @@ def log_step(state: TrainState, lr: float, epoch: int, throughput: Throughput) -
     result = flush_steps(state)[-1]
     if not is_logged:
         return
+    counts = {"epoch": epoch, "loss_tokens": progress.loss_tokens, "tokens": progress.tokens}
     metrics = {
-        "epoch": epoch,
-        "loss_tokens": progress.loss_tokens,
-        "tokens": progress.tokens,
-        **result.means,
         "lr": lr,
         "grad_norm": result.grad_norm,
         **throughput.read(),
@@ -112,7 +109,8 @@ def log_step(state: TrainState, lr: float, epoch: int, throughput: Throughput) -
     if progress.nonfinite_steps:
         metrics["skipped_steps"] = progress.nonfinite_steps
     with throughput.paused():  # files, the console and the page of the run
-        state.logger.log("train", progress.step, **metrics)
+        # a metric of the objective with the name of another field is a TypeError
+        state.logger.log("train", progress.step, **counts, **result.means, **metrics)
 
 
 def flush_steps(state: TrainState) -> list[StepResult]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
 from common.errors import FAILED, INTERRUPTED, UserError
 from common.guarded_files import open_append
@@ -49,6 +49,7 @@ class Backend:
     workers: Optional[int] = None  # jobs at the same time, 1 or more
     fail_fast: bool = False  # stop the sweep at the first job that failed
     retries: int = 0  # how often a failed job is tried again from its newest checkpoint; a diverged one is not
+    START_ERRORS: ClassVar[tuple[type[Exception], ...]] = ()  # of `open`, for options that the package refuses
 
     def __post_init__(self) -> None:
         if self.workers is not None:
@@ -58,6 +59,17 @@ class Backend:
 
     def check_available(self) -> None:
         """Raise UserError if the package of the backend is missing."""
+
+    def start(self, sweep_dir: Path) -> None:
+        """Call `open`. Raises UserError if the package of the backend refuses the options."""
+        try:
+            self.open(sweep_dir)
+        except self.START_ERRORS as error:
+            raise UserError(
+                f"the launcher cannot start: {error}",
+                "hydra/launcher",
+                "correct the options hydra.launcher.*, or choose hydra/launcher=local",
+            ) from error
 
     def open(self, sweep_dir: Path) -> None:
         """Get ready for the jobs of the sweep in `sweep_dir`."""
@@ -247,6 +259,7 @@ class RayBackend(Backend):
     address: Optional[str] = None  # null: start Ray on this machine; auto: the cluster of this machine; host:port
     num_cpus: float = 1  # CPUs that one job takes
     num_gpus: float = 0  # GPUs that one job takes
+    START_ERRORS = (ValueError, ConnectionError)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -309,6 +322,7 @@ class SubmititBackend(Backend):
     partition: Optional[str] = None  # Slurm partition; null: the cluster's default
     account: Optional[str] = None  # Slurm account; null: the user's default
     parameters: dict[str, Any] = field(default_factory=dict)  # more of submitit's parameters, e.g. {slurm_qos: high}
+    START_ERRORS = (NameError, TypeError, ValueError)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -105,14 +105,7 @@ def run_sweep(config: DictConfig, overrides: list[str]) -> None:
                 )
             elif config.sweep.seeds:
                 search = SeedSearch(search, state, config.sweep.seeds, config.sweep.top, first_seed=config.seed)
-            try:
-                backend.open(state.folder)  # before StopFlag: Ray sets a handler of its own for SIGTERM
-            except (NameError, TypeError, ValueError, ConnectionError) as error:  # of submitit, and of Ray
-                raise UserError(
-                    f"the launcher cannot start: {error}",
-                    "hydra/launcher",
-                    "correct the options hydra.launcher.*, or choose hydra/launcher=local",
-                ) from error
+            backend.start(state.folder)  # before StopFlag: Ray sets a handler of its own for SIGTERM
             state.set_status("running")
             text = f"{f'{len(state.jobs)} jobs' if state.jobs else 'jobs of the sampler'} -> {state.folder}"
             session.lines.show("sweep_start", {"folder": str(state.folder), "jobs": len(state.jobs)}, text)

@@ -304,6 +304,14 @@ def test_fp16_lowers_the_loss_scale_if_only_the_loss_overflows(make_run):
     assert state.precision.loss_scale == 2.0**10 and state.progress.step == 1 and state.progress.overflows == 6
 
 
+def test_metric_named_like_a_field_of_the_record_is_refused(make_run):
+    state = make_run("sft")
+    original = state.objective.loss
+    state.objective.loss = lambda model, batch: original(model, batch) | {"tokens": torch.ones(())}
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'tokens'"):
+        train(state)
+
+
 def test_fp16_checks_for_a_stop_between_two_tries_of_a_step(make_run):
     state = set_nonfinite_loss(make_run("pretrain", "precision=fp16"), steps={0})
     with pytest.raises(Interrupted):

@@ -282,6 +282,7 @@ def test_sweep_whose_launcher_cannot_start_leaves_nothing_behind(
         raise ConnectionError("Could not find any running Ray instance.")
 
     monkeypatch.setattr(LocalBackend, "open", refuse)
+    monkeypatch.setattr(LocalBackend, "START_ERRORS", (ConnectionError,))
     with pytest.raises(UserError, match="Could not find any running Ray instance"):
         sweep("seed=1,2")
     assert not (tmp_path / "sweep").exists()
