@@ -49,6 +49,10 @@ function axesOf(axis, xOptions = {}, size = 62, text = shortAxis) {
           { ...line, size, values: (u, values) => values.map((value) => (value === null ? "" : text(value))) }];
 }
 
+// Whether the axis may be logarithmic. The ticks of uPlot end at none of much smaller values.
+const MIN_OF_LOG = 1e-15;
+const fitsLog = (values) => values.every((value) => value === null || value >= MIN_OF_LOG);
+
 // Range of the y axis of a loss. Where it `cuts`, the first, high values leave the plot, so that differences at the end are seen.
 function lossBounds(values, isLog, cuts) {
   if (!values.length) return [1, 2]; // 0 has no logarithm
@@ -151,8 +155,8 @@ function sortableTable(table, name, groups = [...table.tBodies[0].rows]) {
   if (headers[index]?.querySelector("button")) sort(index, direction === "descending" ? "descending" : "ascending");
 }
 
-// Whether each of the words occurs in the text.
+// Whether each of the words, or its number in another spelling (5e-3 for 0.005), occurs in the text.
 function matchesWords(text, words) {
-  const lower = text.toLowerCase();
-  return words.toLowerCase().split(/\s+/).every((word) => lower.includes(word));
+  const lower = text.toLowerCase(), numbers = (lower.match(/\d[\d.]*(e[-+]?\d+)?/g) || []).map(Number);
+  return words.toLowerCase().split(/\s+/).every((word) => lower.includes(word) || numbers.includes(Number(word)));
 }

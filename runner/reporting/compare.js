@@ -47,7 +47,7 @@
     chart?.destroy();
     chart = null;
     curves = chosenCurves();
-    const axis = controls.axis.value, place = find("plot"), isLog = controls.log.checked && curves.every((curve) => curve.values.every((value) => value === null || value > 0));
+    const axis = controls.axis.value, place = find("plot"), isLog = controls.log.checked && curves.every((curve) => fitsLog(curve.values));
     place.replaceChildren();
     find("smoothing-value").textContent = controls.smoothing.value;
     rememberControls("compare", controls);

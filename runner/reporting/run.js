@@ -84,7 +84,7 @@
     const chart = data.charts[Number(figure.dataset.chart)], axis = controls.axis.value;
     const [parts, series] = seriesOf(chart, axis, chart.smooth ? Number(controls.smoothing.value) : 0);
     if (!parts.length) return null;
-    const isLog = controls.log.checked && chart.log && parts.every((part) => part.columns.every((column) => column.every((value) => value === null || value > 0)));
+    const isLog = controls.log.checked && chart.log && parts.every((part) => part.columns.every(fitsLog));
     const isLoss = chart.fields[0].split("/")[0] === "loss";
     const options = {
       width: figure.clientWidth, height: 260, series, legend: { live: true },

@@ -95,7 +95,7 @@
     const ends = [min, max].filter((end) => end > x[0] && end < x[x.length - 1]);
     return [...y.filter((_, i) => x[i] >= min && x[i] <= max), ...resampled(x, y, ends)].filter(isNumber);
   }
-  const isLog = () => controls.log.checked && drawn.every((curve) => curve.y.every((y) => y === null || y > 0));
+  const isLog = () => controls.log.checked && drawn.every((curve) => fitsLog(curve.y));
 
   function paint(u) {
     const { ctx, bbox } = u, ratio = uPlot.pxRatio;

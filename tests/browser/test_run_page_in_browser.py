@@ -270,7 +270,7 @@ def test_run_page_answers_after_many_zooms_and_without_curves(open_page: Any, ru
     page.wait_for_function("() => lmRunner.charts().every((u) => u.scales.x.max - u.scales.x.min > 1e-4)")
 
 
-@pytest.mark.parametrize("lowest", [0.1, 0.0978, 1e-3, 2.5e-4, 1e-8])
+@pytest.mark.parametrize("lowest", [0.1, 0.0978, 1e-3, 2.5e-4, 1e-8, 2e-15])
 def test_run_page_draws_small_losses_on_a_logarithmic_axis(open_page: Any, tmp_path: Path, lowest: float) -> None:
     page = open_page(write_run_page(write_run(tmp_path / "run", [*RECORDS, train(121, loss=lowest)])))
     page.locator("#log").check()
@@ -278,6 +278,12 @@ def test_run_page_draws_small_losses_on_a_logarithmic_axis(open_page: Any, tmp_p
         "() => { const {min, distr} = lmRunner.charts()[0].scales.y; return distr === 3 && min > 0; }"
     )
     assert page.evaluate("lmRunner.charts()[0].scales.y.min") <= lowest
+
+
+def test_run_page_of_losses_near_zero_has_no_logarithmic_axis(open_page: Any, tmp_path: Path) -> None:
+    page = open_page(write_run_page(write_run(tmp_path / "run", [*RECORDS, train(121, loss=1e-40)])))
+    page.locator("#log").check()
+    assert page.evaluate("lmRunner.charts()[0].scales.y.distr") == 1
 
 
 def test_run_page_keeps_hostile_text_inert(open_page: Any, tmp_path: Path) -> None:

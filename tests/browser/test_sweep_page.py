@@ -105,6 +105,8 @@ def test_sweep_page_is_filtered_by_text_and_setting(open_page: Any, tmp_path: Pa
     assert page.locator("#shown").inner_text() == "1 of 12 jobs"
     page.get_by_role("button", name="show all").click()
     assert page.locator("#shown").inner_text() == "12 jobs" and len(ranks(page)) == 12
+    page.locator("#text").fill("0.001 4")
+    assert page.locator("#shown").inner_text() == "2 of 12 jobs"
     page.locator("#text").fill("no such job")
     assert ranks(page) == [] and curves(page) == []
 
