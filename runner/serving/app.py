@@ -25,7 +25,8 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import UserError, print_safely
-from runner.inference.generation import Answer, Sampling, Work, compute_batch
+from models.generate import Sampler
+from runner.inference.generation import Answer, Work, compute_batch
 from runner.inference.load import LoadedModel
 from runner.serving.guard import Guard, read_body
 from runner.serving.json_mode import Constraint, json_constraints
@@ -188,17 +189,26 @@ class _Server:
         # share a process.
         async with self._rendering if kind is ChatRequest else nullcontext():
             body, prompts = await asyncio.to_thread(self._parse, kind, data)
-        sampling = self._sampling(body, max(map(len, prompts)))
+        limit = self._limit(body, max(map(len, prompts)))
         constraints: list[Constraint | None] = [None] * body.n
         if (schema := body.json_schema) is not None:
             constraints = [*await asyncio.to_thread(json_constraints, self.trained, schema, body.n)]
         seed = secrets.randbits(62) if body.seed is None else body.seed
+        stop_ids = self.trained.stop_ids(kind is ChatRequest)
         # Choice i of a prompt has the seed + i: it does not depend on the other prompts, nor on what else is generated.
         answers = [
             Answer(
                 prompt=prompt,
-                sampling=sampling,
-                generator=torch.Generator(self.trained.device).manual_seed((seed + i) % 2**63),
+                limit=limit,
+                sampler=Sampler(
+                    body.temperature,
+                    body.top_k,
+                    body.top_p,
+                    body.repetition_penalty,
+                    torch.Generator(self.trained.device).manual_seed((seed + i) % 2**63),
+                ),
+                stop_ids=stop_ids,
+                tokenizer=self.trained.tokenizer,
                 stops=body.stops,
                 constrain=constraint,
                 before=prompt[-1:] if kind is CompletionRequest else [],
@@ -246,7 +256,8 @@ class _Server:
             check_tools(self.template)
         return [self.template.encode_prompt(body.messages, body.tools if body.uses_tools else None)]
 
-    def _sampling(self, body: Body, longest: int) -> Sampling:
+    def _limit(self, body: Body, longest: int) -> int:
+        """Return how many tokens each answer may have. `longest`: tokens of the longest prompt."""
         positions, requested = self.trained.model.cfg.max_position_embeddings, body.max_tokens
         if longest + (requested or 0) > positions:
             requested_text = "" if requested is None else f" and max_tokens is {requested}"
@@ -255,9 +266,7 @@ class _Server:
                 f"the prompt has {longest} tokens{requested_text}: this model has {positions} positions",
                 code="context_length_exceeded",
             )
-        limit = self.max_new_tokens if requested is None else requested
-        stop_ids = self.trained.stop_ids(isinstance(body, ChatRequest))
-        return Sampling(limit, body.temperature, body.top_p, body.top_k, body.repetition_penalty, stop_ids)
+        return self.max_new_tokens if requested is None else requested
 
     def _submit(self, works: Sequence[Work], streams_text: bool = False) -> Pieces:
         """Return the queue of what the thread of the model says about `works`."""

@@ -18,7 +18,8 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from common.errors import StopRequested, UserError
-from runner.inference.generation import Answer, Sampling, Score, compute_batch
+from models.generate import Sampler
+from runner.inference.generation import Answer, Score, compute_batch
 from runner.inference.load import LoadedModel
 from runner.tracking.progress import EvaluationProgress
 
@@ -84,6 +85,7 @@ class HarnessModel(TemplateLM):
         self.shortened = 0  # requests whose context lost its beginning
         self.is_computing = False  # whether an exception is the model's, not the task's
         self._is_chat = False  # whether the chat template is used
+        self._samplers: dict[tuple[float, ...], Sampler] = {}  # by the settings of the answers that share one
 
     @property
     def eot_token_id(self) -> int:
@@ -166,16 +168,20 @@ class HarnessModel(TemplateLM):
         settings, ids = self._settings(given), self.tok_encode(context)
         limit = self.max_length - settings["max_gen_toks"]
         self.shortened += len(ids) > limit
-        sampling = Sampling(
-            max_new_tokens=settings["max_gen_toks"],
-            temperature=float(settings.get("temperature") or 0) if settings.get("do_sample") else 0.0,
-            top_p=float(settings.get("top_p") or 1),
-            top_k=int(settings.get("top_k") or 0),
-            repetition_penalty=float(settings.get("repetition_penalty") or 1),
-            stop_ids=self.trained.stop_ids(self._is_chat),
+        chosen = (
+            float(settings.get("temperature") or 0) if settings.get("do_sample") else 0.0,
+            int(settings.get("top_k") or 0),
+            float(settings.get("top_p") or 1),
+            float(settings.get("repetition_penalty") or 1),
         )
-        stops = tuple(stop for stop in settings["until"] if stop)
-        return Answer(prompt=ids[-limit:] or [self.prefix_token_id], sampling=sampling, stops=stops)
+        return Answer(
+            prompt=ids[-limit:] or [self.prefix_token_id],
+            limit=settings["max_gen_toks"],
+            sampler=self._samplers.setdefault((settings["max_gen_toks"], *chosen), Sampler(*chosen)),
+            stop_ids=self.trained.stop_ids(self._is_chat),
+            tokenizer=self.trained.tokenizer,
+            stops=tuple(stop for stop in settings["until"] if stop),
+        )
 
     def _settings(self, given: dict[str, Any]) -> dict[str, Any]:
         settings: dict[str, Any] = dict(normalize_gen_kwargs(given))
@@ -210,6 +216,8 @@ class HarnessModel(TemplateLM):
             while order:
                 self._check_stop()
                 batch, order = order[: self.rows], order[self.rows :]
+                for sampler in self._samplers.values():
+                    sampler.generator = None  # each batch draws from a new one
                 compute_batch(self.trained, [work for i in batch for work in works[i]], self.rows, self._check_stop)
                 for i in batch:
                     answers[i] = read(works[i])
