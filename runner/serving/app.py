@@ -45,14 +45,6 @@ Pieces = asyncio.Queue[tuple[int, str | None]]  # (number of a work, a piece of 
 JSON_TYPE = "application/json"  # a web page can send other types to this machine without asking its user
 
 
-class QueueFullError(Exception):
-    """More answers wait than `max_waiting`."""
-
-
-class StoppingError(Exception):
-    """The server is stopped by its user."""
-
-
 class GenerationQueue:
     """`submit(works)` returns at once.
 
@@ -68,12 +60,12 @@ class GenerationQueue:
         self._thread.start()
 
     def submit(self, works: Sequence[Work]) -> None:
-        """Raises QueueFullError if too many wait; nothing is added then."""
+        """Raises ApiError if more than `max_waiting` would wait; nothing is added then."""
         with self._changed:
             if len(self._waiting) + len(works) > self._max_waiting:
                 self._drop_cancelled()
             if self._waiting and len(self._waiting) + len(works) > self._max_waiting:
-                raise QueueFullError
+                raise ApiError(503, "too many answers wait: try again later", "server_error", code="queue_full")
             self._waiting.extend(works)
             self._changed.notify()
 
@@ -89,10 +81,10 @@ class GenerationQueue:
             try:
                 self._compute(batch)
             except Exception as error:  # the clients get it; the thread computes the next batch
-                if not isinstance(error, UserError | StoppingError):
+                if not isinstance(error, UserError | ApiError):
                     print_safely(traceback.format_exc(), file=sys.stderr)
                 _fail(batch, error)
-        _fail(self._waiting, StoppingError())
+        _fail(self._waiting, _stopping_error())
 
     def _next_batch(self) -> list[Work]:
         """Return the oldest works of one kind; []: stop."""
@@ -124,7 +116,11 @@ class GenerationQueue:
 
     def _check_stop(self) -> None:
         if self.is_stopping:
-            raise StoppingError
+            raise _stopping_error()
+
+
+def _stopping_error() -> ApiError:
+    return ApiError(503, "the server is stopping", "server_error", code="stopping")
 
 
 def _fail(works: Iterable[Work], error: Exception) -> None:
@@ -279,10 +275,7 @@ class _Server:
             work.done.add_done_callback(partial(put, number, None))
             if streams_text and isinstance(work, Answer):
                 work.on_text = partial(put, number)
-        try:
-            self.generation.submit(works)
-        except QueueFullError:
-            raise ApiError(503, "too many answers wait: try again later", "server_error", code="queue_full") from None
+        self.generation.submit(works)
         return pieces
 
     async def _run(self, works: Sequence[Work], request: Request) -> None:
@@ -317,11 +310,9 @@ def _error_of(work: Work) -> ApiError | None:
     error = work.done.exception()
     if isinstance(error, UserError):
         return ApiError(400, f"{error.message}; {error.fix}")
-    if isinstance(error, StoppingError):
-        return ApiError(503, "the server is stopping", "server_error", code="stopping")
-    if error is not None:
-        return ApiError(500, "the model failed; the log of the server has the cause", "server_error")
-    return None
+    if error is None or isinstance(error, ApiError):
+        return error
+    return ApiError(500, "the model failed; the log of the server has the cause", "server_error")
 
 
 async def _events(responder: Responder, answers: list[Answer], pieces: Pieces) -> AsyncIterator[str]:

@@ -16,8 +16,8 @@ from runner.inference.load import LoadedModel
 
 pytest.importorskip("uvicorn", reason="part of the extra serve")
 
-from runner.serving.app import GenerationQueue, QueueFullError, StoppingError
-from runner.serving.protocol import split_tool_calls
+from runner.serving.app import GenerationQueue
+from runner.serving.protocol import ApiError, split_tool_calls
 
 TOKENIZER = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
 
@@ -109,8 +109,9 @@ def test_queue_skips_cancelled_answers_and_refuses_too_many(trained: LoadedModel
     queue = BlockedQueue(trained, max_batch=1, max_waiting=3)
 
     def refuse_and_cancel() -> None:
-        with pytest.raises(QueueFullError):
+        with pytest.raises(ApiError, match="too many answers wait") as refused:
             queue.submit([new_answer(prompt)])
+        assert (refused.value.status, refused.value.code) == (503, "queue_full")
         works[1].done.cancel()
 
     assert run(queue, Score(ids=prompt), works, refuse_and_cancel) == [works[0], works[2]]
@@ -143,7 +144,8 @@ def test_queue_gives_an_error_to_what_waits_when_it_stops(trained: LoadedModel) 
     works = [new_answer(prompt) for _ in range(2)]
     queue = BlockedQueue(trained, max_batch=1, max_waiting=9)
     run(queue, Score(ids=prompt), works, lambda: setattr(queue, "is_stopping", True))
-    assert all(isinstance(work.done.exception(), StoppingError) for work in works)
+    errors = [work.done.exception() for work in works]
+    assert [error.code for error in errors if isinstance(error, ApiError)] == ["stopping"] * len(works)
 
 
 def test_answer_streams_nothing_that_a_stop_text_may_begin() -> None:
