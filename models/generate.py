@@ -56,7 +56,7 @@ class Row:
 
     prompt: list[int]
     limit: int  # new tokens
-    sampler: Sampler
+    sampler: Callable[[Tensor, Sequence[Row]], Tensor]  # a Sampler; rows that share one are sampled together
     stop_ids: Collection[int]
     ids: list[int] = field(default_factory=list)  # new tokens
     has_ended: bool = False
@@ -104,25 +104,26 @@ def generate_rows(
         # Inference mode takes less time; a model that is trained may keep tensors that are made here.
         with torch.inference_mode(not training), torch.no_grad():
             for started in [rows] if has_one_batch and rows else [[row] for row in rows]:
-                batch = _Batch(model, started)
+                batch = RowBatch(model, started)
                 while count := sum(not row.has_ended for row in batch.rows):
                     before_token()
                     batch.step()
                     if hasattr(batch.cache, "join") and (new := _begin(model, join(count))):
                         before_token()
-                        batch.join(_Batch(model, new))
+                        batch.join(RowBatch(model, new))
     finally:
         model.train(training)
 
 
-class _Batch:
+class RowBatch:
     """Rows whose last tokens have one position in the cache: fillers are left of the shorter ones."""
 
-    def __init__(self, model: LanguageModel, rows: list[Row]) -> None:
+    def __init__(self, model: LanguageModel, rows: list[Row], cache: Any = None) -> None:
+        """`cache`: an empty one; None: that of the model."""
         self.model, self.rows = model, rows
         length, limit = max(len(row.prompt) for row in rows), max(row.limit for row in rows)
         dtype = compute_dtype(next(model.parameters()))
-        self.cache: Any = model.new_cache(len(rows), length + limit, dtype)
+        self.cache: Any = model.new_cache(len(rows), length + limit, dtype) if cache is None else cache
         self._set_ids([[FILLER_ID] * (length - len(row.prompt)) + row.prompt for row in rows], length)
 
     def _set_ids(self, ids: list[list[int]], length: int) -> None:
@@ -152,7 +153,7 @@ class _Batch:
             if not row.has_ended:
                 row.add(token)
 
-    def join(self, new: _Batch) -> None:
+    def join(self, new: RowBatch) -> None:
         """Add the rows of `new`, with a first token for each; those that have ended are dropped."""
         new.step()
         parts = [(part.cache, [i for i, row in enumerate(part.rows) if not row.has_ended]) for part in (self, new)]
