@@ -205,26 +205,22 @@ class HarnessModel(TemplateLM):
         self, unit: str, requests: list[Instance], works: list[list[Any]], read: Callable[[list[Any]], Any]
     ) -> list[Any]:
         """Return what `read` gives of the works of each request, which are computed in batches."""
-        if self.answers.is_complete:
-            return [self.answers.next_answer(request) for request in requests]
-        answers: dict[int, Any] = {}
-        self.is_computing = True
-        self.progress.begin(unit, len(requests))
-        for start in range(0, len(requests), self.rows * BATCHES_PER_PART):
-            part = range(start, min(start + self.rows * BATCHES_PER_PART, len(requests)))
-            order = sorted(part, key=lambda i: -_length(works[i]))
-            while order:
+        if not self.answers.is_complete:
+            self.is_computing = True
+            self.progress.begin(unit, len(requests))
+            size = self.rows * BATCHES_PER_PART
+            order = sorted(range(len(requests)), key=lambda i: (i // size, -_length(works[i])))
+            for start in range(0, len(order), self.rows):
                 self._check_stop()
-                batch, order = order[: self.rows], order[self.rows :]
+                batch = order[start : start + self.rows]
                 for sampler in self._samplers.values():
                     sampler.generator = None  # each batch draws from a new one
                 compute_batch(self.trained, [work for i in batch for work in works[i]], self.rows, self._check_stop)
                 for i in batch:
-                    answers[i] = read(works[i])
-                    self.answers.add(requests[i], answers[i])
-                self.progress.advance(len(answers))
-        self.is_computing = False
-        return [answers[i] for i in range(len(requests))]
+                    self.answers.add(requests[i], read(works[i]))
+                self.progress.advance(start + len(batch))
+            self.is_computing = False
+        return [self.answers.next_answer(request) for request in requests]
 
     def _check_stop(self) -> None:
         if self.progress.should_stop():
