@@ -162,10 +162,7 @@ def _find_row(wanted: str, pipeline: DataPipeline) -> list[EncodedRow]:
 
 
 def _weighted_sources(pipeline: DataPipeline) -> list[WeightedSource]:
-    from data.batching.mixture import MixedRows
-
-    rows = [sequences.rows for sequences in (pipeline.train, *pipeline.val.values())]
-    return [part for mixed in rows if isinstance(mixed, MixedRows) for part in mixed.sources]
+    return [part for sequences in (pipeline.train, *pipeline.val.values()) for part in sequences.rows.sources]
 
 
 def _rows_at(part: WeightedSource, position: int) -> list[EncodedRow]:
