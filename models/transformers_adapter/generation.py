@@ -33,7 +33,7 @@ class TransformersCache:
         self.hf, self.has_cache = hf, has_cache
         self.states = DynamicCache(config=hf.config)
         self.length = 0  # cached tokens per row
-        self.ids: Tensor | None = None  # (B, length) where they may have to be computed again
+        self.ids: Tensor | None = None  # (B, length)
 
     def step(self, ids: Tensor, position_ids: Tensor | None, mask: Tensor | None, accepted: frozenset[str]) -> Tensor:
         """Return the logits (B, 1, V) of the last token. `accepted`: arguments of the model's class.
@@ -44,12 +44,11 @@ class TransformersCache:
         is_token = ids.new_ones(len(ids), total) if mask is None else mask[:, 0, -1].long()
         arguments: dict[str, Any] = {"attention_mask": is_token, "logits_to_keep": 1, "use_cache": self.has_cache}
         dependence = length_dependence(self.hf.config)
-        if dependence is not None or not self.has_cache:
-            self.ids = ids if self.ids is None else torch.cat([self.ids, ids], dim=1)
-            if not self.has_cache or (
-                self.length and dependence is not None and dependence.invalidates_cache(self.length, total)
-            ):
-                ids, position_ids, self.states = self.ids, None, DynamicCache(config=self.hf.config)  # no row is padded
+        self.ids = ids if self.ids is None else torch.cat([self.ids, ids], dim=1)
+        if not self.has_cache or (
+            self.length and dependence is not None and dependence.invalidates_cache(self.length, total)
+        ):
+            ids, position_ids, self.states = self.ids, None, DynamicCache(config=self.hf.config)  # no row is padded
         if self.has_cache:
             arguments |= dict.fromkeys(CACHE_ARGUMENTS, self.states) | {"position_ids": position_ids}
         logits: Tensor = self.hf(ids, **{name: value for name, value in arguments.items() if name in accepted}).logits
