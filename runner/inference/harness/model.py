@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 BATCHES_PER_PART = 4  # batches whose requests are sorted by length together
 GENERATION_SETTINGS = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
 
-LogProb = tuple[float, bool]  # (log-probability, whether greedy decoding gives the same tokens)
-
 
 class AnswerLog:
     def __init__(self) -> None:
@@ -119,8 +117,8 @@ class HarnessModel(TemplateLM):
             )
         return self.trained.tokenizer.encode_rendered(string, add_special_tokens)
 
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[LogProb]:
-        """Return of each continuation its log-probability. Contexts that are too long lose their beginning."""
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Return of each continuation its log-probability, and whether greedy decoding gives it. Contexts that are too long lose their beginning."""
         scores = [[self._encode_request(*request.args)] for request in requests]
         return self._answer("requests", requests, scores, lambda works: (_log_prob(*works), _is_greedy(*works)))
 
