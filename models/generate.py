@@ -50,34 +50,36 @@ def generate(
 class Row:
     """A prompt and its continuation.
 
-    It ends at a stop token, which is not part of `ids`, where `on_token` returns True, after `limit` tokens, or at the
-    model's max_position_embeddings.
+    It ends at a stop token, which is not part of `ids`, where `is_complete` returns True, after `limit` tokens, or at
+    the model's max_position_embeddings.
     """
 
     prompt: list[int]
     limit: int  # new tokens
-    sampler: Sampler
+    sampler: Callable[[Tensor, Sequence[Row]], Tensor]  # a Sampler; rows that share one are sampled together
     stop_ids: Collection[int]
-    on_token: Callable[[int], object] = lambda token: None
-    on_end: Callable[[int | None], object] = lambda stop_token: None  # None: it has not ended at a stop token
-    constrain: Callable[[Tensor, list[int]], Tensor] | None = None  # changes logits (1, V) after `ids`
     ids: list[int] = field(default_factory=list)  # new tokens
     has_ended: bool = False
 
     def constrained(self, logits: Tensor) -> Tensor:
-        return logits if self.constrain is None or self.has_ended else self.constrain(logits, self.ids)
+        """Return the logits (1, V) of the token after `ids`, without tokens that may not follow."""
+        return logits
+
+    def is_complete(self) -> bool:
+        """Return whether the row ends with its newest token; called once for each token."""
+        return False
 
     def add(self, token: int) -> None:
         if token in self.stop_ids:
             self.end(token)
             return
         self.ids.append(token)
-        if self.on_token(token) is True or len(self.ids) == self.limit:
+        if self.is_complete() or len(self.ids) == self.limit:
             self.end()
 
     def end(self, stop_token: int | None = None) -> None:
+        """`stop_token`: the one at which it ends; None: it does not end at one."""
         self.has_ended = True
-        self.on_end(stop_token)
 
 
 def generate_rows(
@@ -102,25 +104,26 @@ def generate_rows(
         # Inference mode takes less time; a model that is trained may keep tensors that are made here.
         with torch.inference_mode(not training), torch.no_grad():
             for started in [rows] if has_one_batch and rows else [[row] for row in rows]:
-                batch = _Batch(model, started)
+                batch = RowBatch(model, started)
                 while count := sum(not row.has_ended for row in batch.rows):
                     before_token()
                     batch.step()
                     if hasattr(batch.cache, "join") and (new := _begin(model, join(count))):
                         before_token()
-                        batch.join(_Batch(model, new))
+                        batch.join(RowBatch(model, new))
     finally:
         model.train(training)
 
 
-class _Batch:
+class RowBatch:
     """Rows whose last tokens have one position in the cache: fillers are left of the shorter ones."""
 
-    def __init__(self, model: LanguageModel, rows: list[Row]) -> None:
+    def __init__(self, model: LanguageModel, rows: list[Row], cache: Any = None) -> None:
+        """`cache`: an empty one; None: that of the model."""
         self.model, self.rows = model, rows
         length, limit = max(len(row.prompt) for row in rows), max(row.limit for row in rows)
         dtype = compute_dtype(next(model.parameters()))
-        self.cache: Any = model.new_cache(len(rows), length + limit, dtype)
+        self.cache: Any = model.new_cache(len(rows), length + limit, dtype) if cache is None else cache
         self._set_ids([[FILLER_ID] * (length - len(row.prompt)) + row.prompt for row in rows], length)
 
     def _set_ids(self, ids: list[list[int]], length: int) -> None:
@@ -142,14 +145,15 @@ class _Batch:
         logits = self.model(self.ids, position_ids=positions, mask=mask, cache=self.cache).logits[:, -1].float()
         tokens = []
         for sampler, group in groupby(zip(self.rows, logits.split(1), strict=True), lambda pair: pair[0].sampler):
-            rows, parts = zip(*group, strict=True)
-            tokens.append(sampler(torch.cat([*map(Row.constrained, rows, parts)]), rows))
+            pairs = list(group)
+            constrained = torch.cat([row.constrained(part) for row, part in pairs])
+            tokens.append(sampler(constrained, [row for row, _ in pairs]))
         self.ids = torch.cat(tokens).unsqueeze(1)  # (B, 1)
         for row, token in zip(self.rows, self.ids[:, 0].tolist(), strict=True):
             if not row.has_ended:
                 row.add(token)
 
-    def join(self, new: _Batch) -> None:
+    def join(self, new: RowBatch) -> None:
         """Add the rows of `new`, with a first token for each; those that have ended are dropped."""
         new.step()
         parts = [(part.cache, [i for i, row in enumerate(part.rows) if not row.has_ended]) for part in (self, new)]

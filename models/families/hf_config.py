@@ -39,13 +39,14 @@ SCALING_FIELDS: dict[str, tuple[str, ...]] = {
 }
 FIX = "choose a model of a supported family: docs/reference/models.md"
 
+NO_BIASES: Settings = {"attention_bias": False, "mlp_bias": False}
 ANY_WINDOW: Settings = {"use_sliding_window": False, "sliding_window": 4096}
 EXPERT_FIELDS: Settings = {"router_aux_loss_coef": 0.001}
 
 # model_type -> (transformers class, the fields that it reads besides those above, or with other values for absent ones).
 # A field that is not named here or above must have its neutral value.
 FAMILIES: dict[str, tuple[str, Settings]] = {
-    "llama": ("LlamaForCausalLM", {"attention_bias": False, "mlp_bias": False}),
+    "llama": ("LlamaForCausalLM", NO_BIASES),
     "mistral": ("MistralForCausalLM", {"num_key_value_heads": 8, "sliding_window": 4096}),
     "ministral": ("MinistralForCausalLM", {"num_key_value_heads": 8, "sliding_window": 4096, "layer_types": None}),
     "qwen2": ("Qwen2ForCausalLM", {"num_key_value_heads": 32, "layer_types": None, **ANY_WINDOW}),
@@ -59,8 +60,7 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
         "SmolLM3ForCausalLM",
         {
             "num_key_value_heads": 4,
-            "attention_bias": False,
-            "mlp_bias": False,
+            **NO_BIASES,
             "tie_word_embeddings": True,
             "rope_theta": 2e6,
             "no_rope_layers": None,
@@ -69,14 +69,8 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
             **ANY_WINDOW,
         },
     ),
-    "internlm3": (
-        "LlamaForCausalLM",
-        {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": False, "mlp_bias": False},
-    ),
-    "iquestcoder": (
-        "LlamaForCausalLM",
-        {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": False, "mlp_bias": False},
-    ),
+    "internlm3": ("LlamaForCausalLM", {"num_key_value_heads": 2, "head_dim": 128, **NO_BIASES}),
+    "iquestcoder": ("LlamaForCausalLM", {"num_key_value_heads": 8, "head_dim": 128, **NO_BIASES}),
     "seed_oss": (
         "SeedOssForCausalLM",
         {

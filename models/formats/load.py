@@ -24,8 +24,8 @@ from models.formats.json_files import (
 from models.formats.peft import StoredAdapter, read_adapter
 from models.formats.stored_size import check_size_of_weights, weight_files
 from models.formats.tensor_files import (
+    PTH_HINT,
     check_finite,
-    read_pth,
     read_tensors,
     read_torch_file,
     to_decoder_names,
@@ -133,7 +133,8 @@ def load_weights(source: Path, family: str | None = None) -> dict[str, Tensor]:
     The names are those of the model `family`; None: of the one that `read_model_config` chooses.
     """
     if source.is_file():
-        return read_pth(source)
+        # of MiniMind: half precision under the decoder's parameter names, tied weights twice
+        return to_floats(read_torch_file(source, PTH_HINT), source)
     folder = model_dir(source)
     if is_adapter_dir(folder):
         with torch.random.fork_rng(devices=[]):  # its random numbers are not those of the model that is built

@@ -57,10 +57,9 @@ def save_model(
     the files: float32, bfloat16 or float16; `shard_size`: the largest file of weights.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    token_ids = copy_tokenizer_files(tokenizer_dir, folder)
+    token_ids = write_tokenizer(tokenizer_dir, folder, stop_ids)
     hf_config = cfg.to_hf_config() | {"dtype": dtype, "torch_dtype": dtype}
     write_json_file(folder / "config.json", hf_config | token_ids)
-    write_generation_config(tokenizer_dir, folder, token_ids, stop_ids)
     state = {name: tensor for name, tensor in model.state_dict().items() if ".lora." not in name}
     state = {
         name: tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
@@ -97,7 +96,7 @@ def save_adapter(
     Phi-3) is written to the folder too.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_generation_config(tokenizer_dir, folder, copy_tokenizer_files(tokenizer_dir, folder), stop_ids)
+    write_tokenizer(tokenizer_dir, folder, stop_ids)
     source = model_dir(Path(base))
     is_readable = _is_readable_by_peft(source, model)
     if not is_readable:
@@ -105,7 +104,8 @@ def save_adapter(
         if isinstance(cfg_of_base, DecoderConfig) and cfg_of_base.model_type in RENAMED_TYPES:
             # the adapter has the names of the decoder's layers
             cfg_of_base = dataclasses.replace(cfg_of_base, model_type=None)
-        save_model(folder / BASE_DIR, _unquantized(model, source), cfg_of_base, tokenizer_dir, stop_ids)
+        unquantized = model_with_weights(model.cfg, source) if is_quantized(model) else model
+        save_model(folder / BASE_DIR, unquantized, cfg_of_base, tokenizer_dir, stop_ids)
     adapters = {path: layer.adapter for path, layer in lora_layers(model).items() if layer.adapter is not None}
     modules = [path for path, _ in model.named_modules()]  # PEFT refuses a module of a class that it does not adapt
     targets = short_names([*modules, *linear_layers_of(model).refused], set(adapters))
@@ -128,15 +128,13 @@ def _is_readable_by_peft(source: Path, model: LanguageModel) -> bool:
     return isinstance(model.cfg, TransformersConfig) or model_type_of(source) not in RENAMED_TYPES
 
 
-def _unquantized(model: LanguageModel, source: Path) -> LanguageModel:
-    """Return a model with the weights that `model` was quantized from; `model` itself if it was not."""
-    return model_with_weights(model.cfg, source) if is_quantized(model) else model
+def write_tokenizer(source: Path, folder: Path, stop_ids: Sequence[int]) -> dict[str, int]:
+    """Write the tokenizer of the folder `source`, and generation_config.json; return what `copy_tokenizer_files` does.
 
-
-def write_generation_config(source: Path, folder: Path, token_ids: dict[str, int], stop_ids: Sequence[int]) -> None:
-    """Write generation_config.json: the settings of the tokenizer folder `source`, or the base model of an adapter,
-    with the ids of this tokenizer.
+    The settings of generation are those of `source`, or of the base model of an adapter, with the ids of this
+    tokenizer.
     """
+    token_ids = copy_tokenizer_files(source, folder)
     for _ in range(MAX_BASE_MODELS):
         if os.path.lexists(source / GENERATION_CONFIG) or not is_adapter_dir(source):
             break
@@ -145,6 +143,7 @@ def write_generation_config(source: Path, folder: Path, token_ids: dict[str, int
     settings = generation_settings(path) if os.path.lexists(path) else {}
     eos = {"eos_token_id": list(stop_ids)} if len(stop_ids) > 1 else {}
     write_json_file(folder / GENERATION_CONFIG, settings | token_ids | eos)
+    return token_ids
 
 
 def generation_settings(path: Path) -> dict[str, Any]:

@@ -224,14 +224,6 @@ AUX_LOSS_COEF = 5e-4  # per layer
 PTH_HINT = "give a MiniMind .pth file of weights"
 
 
-def read_pth(path: Path) -> dict[str, Tensor]:
-    """Return fp32 weights.
-
-    The file holds half precision under the decoder's parameter names, tied weights twice.
-    """
-    return to_floats(read_torch_file(path, PTH_HINT), path)
-
-
 def read_pth_config(path: Path) -> DecoderConfig:
     """Return the settings of the model in a .pth file: sizes from its tensors, the rest from MiniMind.
 

@@ -17,6 +17,8 @@ from models.layers.attention import attention
 
 IMPLEMENTATION = "lm_runner"
 MARKER = "lm_runner_marker"  # attention that only says that it is called
+# arguments of attention that is not computed here: sinks, biases, sparse layers
+REFUSED_ARGUMENTS = ("s_aux", "position_bias", "indices", "block_indices")
 
 
 class UnsupportedAttentionError(RuntimeError):
@@ -41,11 +43,7 @@ def own_attention(
     dropout: float = 0.0,
     is_causal: bool | None = None,
     softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    indices: Tensor | None = None,
-    block_indices: Tensor | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """query: (B, N, T, H); key, value: (B, K, C, H) -> (B, T, N, H).
 
@@ -53,10 +51,12 @@ def own_attention(
     layers say by `indices` or `block_indices` which keys a query attends to; only for kernels of transformers they put
     these into the mask.
     """
-    if indices is not None or block_indices is not None:
-        raise UnsupportedAttentionError("sparse attention")
-    if softcap or s_aux is not None or position_bias is not None or value.shape[-1] != query.shape[-1]:
-        raise UnsupportedAttentionError("softcap, attention sinks, position biases and values of another width")
+    if (
+        softcap
+        or value.shape[-1] != query.shape[-1]
+        or any(options.get(name) is not None for name in REFUSED_ARGUMENTS)
+    ):
+        raise UnsupportedAttentionError(f"softcap, values of another width, {', '.join(REFUSED_ARGUMENTS)}")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise UnsupportedAttentionError("attention that is not causal")
     # Under autocast the rotary embeddings of transformers leave queries and keys in fp32, and values in the dtype of

@@ -46,7 +46,7 @@ class BalanceLoss:
 
     @property
     def is_active(self) -> bool:
-        return self.has_experts and self.problem is None and self.coefficient > 0
+        return self.has_experts and self.problem is None
 
     def _problem(self, hf: Any, given: float | None, is_left_out: bool) -> str | None:
         if not self.has_experts:
@@ -59,7 +59,7 @@ class BalanceLoss:
             return (
                 f"config.json has output_router_logits=false; model.router_aux_loss_coef={self.coefficient:g} adds it"
             )
-        return None
+        return f"router_aux_loss_coef is {self.coefficient:g}" if self.coefficient <= 0 else None
 
     @torch.compiler.disable
     def _record(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -117,8 +117,6 @@ class BalanceLoss:
         """Return what is done, for the log; empty for a dense model."""
         if not self.has_experts:
             return ""
-        if self.problem is None and self.coefficient == 0:
-            return "; no load-balancing loss: router_aux_loss_coef is 0"
         return (
             f"; no load-balancing loss: {self.problem}"
             if self.problem

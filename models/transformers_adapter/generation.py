@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from models.families.transformers import length_dependence
+from models.generate import Row, RowBatch
 from models.transformers_adapter.kernels import UNSUPPORTED, Probe
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # names of the cache, the second one in state-space models
@@ -32,7 +33,7 @@ class TransformersCache:
         self.hf, self.has_cache = hf, has_cache
         self.states = DynamicCache(config=hf.config)
         self.length = 0  # cached tokens per row
-        self.ids: Tensor | None = None  # (B, length) where they may have to be computed again
+        self.ids: Tensor | None = None  # (B, length)
 
     def step(self, ids: Tensor, position_ids: Tensor | None, mask: Tensor | None, accepted: frozenset[str]) -> Tensor:
         """Return the logits (B, 1, V) of the last token. `accepted`: arguments of the model's class.
@@ -43,12 +44,11 @@ class TransformersCache:
         is_token = ids.new_ones(len(ids), total) if mask is None else mask[:, 0, -1].long()
         arguments: dict[str, Any] = {"attention_mask": is_token, "logits_to_keep": 1, "use_cache": self.has_cache}
         dependence = length_dependence(self.hf.config)
-        if dependence is not None or not self.has_cache:
-            self.ids = ids if self.ids is None else torch.cat([self.ids, ids], dim=1)
-            if not self.has_cache or (
-                self.length and dependence is not None and dependence.invalidates_cache(self.length, total)
-            ):
-                ids, position_ids, self.states = self.ids, None, DynamicCache(config=self.hf.config)  # no row is padded
+        self.ids = ids if self.ids is None else torch.cat([self.ids, ids], dim=1)
+        if not self.has_cache or (
+            self.length and dependence is not None and dependence.invalidates_cache(self.length, total)
+        ):
+            ids, position_ids, self.states = self.ids, None, DynamicCache(config=self.hf.config)  # no row is padded
         if self.has_cache:
             arguments |= dict.fromkeys(CACHE_ARGUMENTS, self.states) | {"position_ids": position_ids}
         logits: Tensor = self.hf(ids, **{name: value for name, value in arguments.items() if name in accepted}).logits
@@ -77,7 +77,8 @@ class GenerationProbe(Probe):
         self.model = model
         super().__init__(model.hf)
         ends = torch.tensor([len(row) for row in self.rows]).cumsum(0).tolist()
-        self.expected = torch.stack([self.reference[end - PROBED_STEPS : end] for end in ends])  # (B, PROBED_STEPS, V)
+        # (B, PROBED_STEPS, V)
+        self.reference = torch.stack([self.reference[end - PROBED_STEPS : end] for end in ends])
 
     def _log_probs(self, ids: Tensor, **arguments: Any) -> Tensor:
         logits: Tensor = self.model(ids, lengths=ids.new_full((len(ids),), ids.shape[1])).logits
@@ -89,28 +90,21 @@ class GenerationProbe(Probe):
         # a model with a cache of another class
         except UNSUPPORTED:
             return False
-        return self._is_expected(found)
+        return self._agrees(found)
 
     def has_exact_batches(self) -> bool:
-        return self._is_expected(self._steps(self.rows))
-
-    def _is_expected(self, values: Tensor) -> bool:
-        return bool((values - self.expected).abs().max() <= self.tolerance)  # False for NaN
+        return self._agrees(self._steps(self.rows))
 
     def _steps(self, rows: list[Tensor]) -> Tensor:
-        """Return the log-probabilities (B, PROBED_STEPS, V) after the last tokens of `rows`, which are padded on the
-        left and generated with a cache.
-        """
-        T = max(map(len, rows))
-        ids = torch.stack([torch.nn.functional.pad(row, (T - len(row), 0)) for row in rows])
-        is_token = torch.stack([torch.arange(T, device=ids.device) >= T - len(row) for row in rows])  # (B, T)
-        positions = (is_token.cumsum(-1) - 1).clamp(min=0)
-        cache = TransformersCache(self.hf)
-        found = []
-        for end in range(T - PROBED_STEPS + 1, T + 1):
-            new = slice(cache.length, end)
-            logits = self.model(
-                ids[:, new], position_ids=positions[:, new], mask=is_token[:, None, None, :end], cache=cache
-            ).logits
-            found.append(logits.float().log_softmax(-1))
-        return torch.cat(found, dim=1)
+        """Return the log-probabilities (B, PROBED_STEPS, V) after the last tokens of `rows`, generated with a cache."""
+        found: list[Tensor] = []
+
+        def next_tokens(logits: Tensor, _: object) -> Tensor:  # (B, V) -> (B,)
+            found.append(logits.log_softmax(-1))
+            return torch.stack([row[len(found) - PROBED_STEPS] for row in rows])  # the last ones are not read
+
+        begun = [Row(row[: 1 - PROBED_STEPS].tolist(), PROBED_STEPS, next_tokens, ()) for row in rows]
+        batch = RowBatch(self.model, begun, TransformersCache(self.hf))
+        for _ in range(PROBED_STEPS):
+            batch.step()
+        return torch.stack(found, dim=1)

@@ -159,13 +159,18 @@ class ChatSession:
 
     def answer(self, text: str, write: Callable[[str], object]) -> str:
         """Return the answer to `text`; `write` gets each character as soon as it is complete."""
-        from runner.inference.generation import Answer, Sampling, generate_answers
+        from models.generate import Sampler, generate_rows
+        from runner.inference.generation import Answer
 
         cfg = self.cfg
-        sampling = Sampling(
-            cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.top_k, cfg.repetition_penalty, self._stop_ids
+        answer = Answer(
+            prompt=[],
+            limit=cfg.max_new_tokens,
+            sampler=Sampler(cfg.temperature, cfg.top_k, cfg.top_p, cfg.repetition_penalty, self._generator),
+            stop_ids=self._stop_ids,
+            tokenizer=self.trained.tokenizer,
+            on_text=write,
         )
-        answer = Answer(sampling=sampling, generator=self._generator, on_text=write)
         dropped = self._dropped
         self.messages.append({"role": "user", "content": text})
         try:
@@ -177,10 +182,10 @@ class ChatSession:
         answer.before = [] if self.is_chat else answer.prompt[-1:]
         try:
             self._note_untrained_length(len(answer.prompt))
-            generate_answers(self.trained, [answer])
+            generate_rows(self.trained.model, [answer])
         finally:
             # An interrupted answer stays in the conversation as far as it was printed.
-            answer.end(self.trained.tokenizer)
+            answer.end()
             self.messages.append({"role": "assistant", "content": answer.text})
         return answer.text
 

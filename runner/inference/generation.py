@@ -1,6 +1,6 @@
 """Answers that grow token by token, and log-probabilities of texts, each computed in batches.
 
-Every command that lets a model generate or score uses these two functions. Shapes: B rows, T tokens, V vocabulary.
+Every command that lets a model generate or score uses these two classes. Shapes: B rows, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from models.generate import Row, Sampler, generate_rows
+from models.generate import Row, generate_rows
 
 if TYPE_CHECKING:
     from data.tokenize.tokenizer import Tokenizer
@@ -24,18 +24,6 @@ if TYPE_CHECKING:
 MAX_BEFORE = 16  # tokens of an answer that are decoded again before new ones
 MAX_LOGITS = 1 << 28  # of a batch that is scored: fewer rows where the vocabulary is large
 SCORED_POSITIONS = 256  # whose log-probabilities are in memory at once
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen."""
-
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    repetition_penalty: float = 1.0
-    stop_ids: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
@@ -49,17 +37,15 @@ class Work:
             self.done.set_result(None) if error is None else self.done.set_exception(error)
 
 
-@dataclass(eq=False)
-class Answer(Work):
-    """One continuation of a prompt."""
+@dataclass(eq=False, kw_only=True)
+class Answer(Work, Row):
+    """One continuation of a prompt, and its text."""
 
-    prompt: list[int] = field(default_factory=list)
-    sampling: Sampling = Sampling(0)
-    generator: torch.Generator | None = None  # of its samples; None: one for those with equal sampling, with seed 0
-    constrain: Callable[[Tensor, list[int]], Tensor] | None = None  # see Row; may raise UserError, which ends it alone
+    tokenizer: Tokenizer
+    # changes logits (1, V) after `ids`; may raise UserError, which ends it alone
+    constrain: Callable[[Tensor, list[int]], Tensor] | None = None
     stops: tuple[str, ...] = ()  # texts that end it; they are not part of it
     on_text: Callable[[str], object] = lambda text: None  # called for each new piece of text with whole characters
-    ids: list[int] = field(default_factory=list)  # tokens, without the stop token that ended it
     text: str = ""
     finish_reason: str | None = None  # stop or length
     stop_token: int | None = None  # that ended it, which is not in `ids`
@@ -69,22 +55,36 @@ class Answer(Work):
     before: list[int] = field(default_factory=list)
     _end: int = 0  # tokens in `text`
 
-    def add_token(self, token: int, tokenizer: Tokenizer) -> None:
-        self.ids.append(token)
-        self._decode(tokenizer)
-        if self.stops:  # may be texts of control tokens, which `text` does not have
-            longest = max(len(stop.encode()) for stop in self.stops) + 1  # tokens; one is at least a byte
-            tail = tokenizer.decode(self.ids[-longest:], skip_special=False)
-            if any(stop in tail for stop in self.stops):
-                self.finish_reason = "stop"
+    def constrained(self, logits: Tensor) -> Tensor:
+        if self.constrain is None or self.has_ended:
+            return logits
+        try:
+            return self.constrain(logits, self.ids)
+        except UserError as error:
+            self.finish(error)
+            return logits
 
-    def end(self, tokenizer: Tokenizer, stop_token: int | None = None) -> None:
-        """Send what is left of the text."""
-        self._decode(tokenizer, is_last=True)
+    def is_complete(self) -> bool:
+        if not self.done.done():
+            self._decode()
+            if self.stops:  # may be texts of control tokens, which `text` does not have
+                longest = max(len(stop.encode()) for stop in self.stops) + 1  # tokens; one is at least a byte
+                tail = self.tokenizer.decode(self.ids[-longest:], skip_special=False)
+                if any(stop in tail for stop in self.stops):
+                    self.finish_reason = "stop"
+        return self.done.done() or self.finish_reason is not None
+
+    def end(self, stop_token: int | None = None) -> None:
+        """Send what is left of the text, unless the answer is done."""
+        super().end(stop_token)
+        if self.done.done():
+            return
+        self._decode(is_last=True)
         if self.finish_reason is None:
             self.stop_token = stop_token
             self.finish_reason = "length" if stop_token is None else "stop"
         self._send(len(self.text))
+        self.finish()
 
     def add_text(self, text: str) -> None:
         """Append text; hold back what may be the beginning of a stop text."""
@@ -100,13 +100,13 @@ class Answer(Work):
                 held = max(held, self._begun[stop])
         self._send(len(self.text) - held)
 
-    def _decode(self, tokenizer: Tokenizer, is_last: bool = False) -> None:
+    def _decode(self, is_last: bool = False) -> None:
         """Add the text of new tokens, unless its last character is incomplete: its bytes may be in several tokens."""
         new = self.ids[self._end :]
-        text = tokenizer.decode(self.before + new)
+        text = self.tokenizer.decode(self.before + new)
         if text.endswith("\ufffd") and not is_last:
             return
-        text = text[len(tokenizer.decode(self.before)) :]
+        text = text[len(self.tokenizer.decode(self.before)) :]
         # a token may have no text
         self.before, self._end = (new if text else self.before[:MAX_BEFORE] + new), len(self.ids)
         self.add_text(text)
@@ -115,48 +115,6 @@ class Answer(Work):
         if end > self._sent:
             self.on_text(self.text[self._sent : end])
             self._sent = end
-
-
-def generate_answers(
-    trained: LoadedModel,
-    answers: Sequence[Answer],
-    before_token: Callable[[], None] = lambda: None,
-    join: Callable[[int], Sequence[Answer]] = lambda count: [],
-) -> None:
-    """Continue `answers`; each is done as soon as it ends. `before_token` may raise to stop; `join`: see
-    `generate_rows`.
-    """
-    shared: dict[Sampling, Sampler] = {}
-
-    def row(answer: Answer) -> Row:
-        sampling = answer.sampling
-        sampler = Sampler(
-            sampling.temperature, sampling.top_k, sampling.top_p, sampling.repetition_penalty, answer.generator
-        )
-        if answer.generator is None:
-            sampler = shared.setdefault(sampling, sampler)
-
-        def constrain(logits: Tensor, ids: list[int]) -> Tensor:
-            try:
-                return logits if answer.constrain is None else answer.constrain(logits, ids)
-            except UserError as error:
-                answer.finish(error)
-                return logits
-
-        def on_token(token: int) -> bool:
-            if not answer.done.done():
-                answer.add_token(token, trained.tokenizer)
-            return answer.done.done() or answer.finish_reason is not None
-
-        def on_end(stop_token: int | None) -> None:
-            if not answer.done.done():
-                answer.end(trained.tokenizer, stop_token)
-                answer.finish()
-
-        limit, stop_ids = sampling.max_new_tokens, sampling.stop_ids
-        return Row(answer.prompt, limit, sampler, stop_ids, on_token, on_end, constrain)
-
-    generate_rows(trained.model, [*map(row, answers)], before_token, lambda count: [*map(row, join(count))])
 
 
 @dataclass(eq=False)
@@ -209,6 +167,6 @@ def compute_batch(
 ) -> None:
     """Compute works of one kind."""
     if answers := [work for work in works if isinstance(work, Answer)]:
-        generate_answers(trained, answers, check_stop, join)
+        generate_rows(trained.model, answers, check_stop, join)
     else:
         score_texts(trained, [work for work in works if isinstance(work, Score)], max_rows, check_stop)

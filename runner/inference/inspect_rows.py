@@ -8,7 +8,6 @@ import itertools
 import os
 import sys
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Optional, TextIO
@@ -29,8 +28,7 @@ if TYPE_CHECKING:
     from data.types import EncodedRow
     from runner.engine.data_pipeline import DataPipeline
 
-LENGTHS_PER_READ = 1 << 16  # rows
-MEASURED_ROWS = 512  # rows that the fill ratio of padded batches is measured on
+PACKED_ROWS, MEASURED_ROWS = 1 << 16, 512  # rows that the fill ratios of packed and of padded batches are measured on
 HISTOGRAM_BINS, MAX_BAR_WIDTH = 10, 40
 SEQUENCE_LABELS = {1: ("",), 2: ("chosen", "rejected")}
 ROLE_COLORS = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
@@ -93,13 +91,11 @@ def inspect_rows(cfg: RowsConfig, run: Config) -> None:
 
 def length_histogram(rows: MixedRows) -> list[str]:
     """Return a text histogram of the number of input tokens per row."""
-    counts: Counter[int] = Counter()
-    for start in range(0, len(rows), LENGTHS_PER_READ):
-        counts.update(rows.lengths(start, min(start + LENGTHS_PER_READ, len(rows))).tolist())
-    longest = max(counts)
+    lengths = rows.lengths(0, len(rows))
+    longest = int(lengths.max())
     width = -(-longest // HISTOGRAM_BINS)
     starts = range(1, longest + 1, width)
-    bars = [sum(counts[length] for length in range(start, start + width)) for start in starts]
+    bars = np.histogram(lengths, [*starts, starts[-1] + width])[0].tolist()
     lines = []
     for start, count in zip(starts, bars, strict=True):
         span = f"{start}-{min(start + width - 1, longest)}"
@@ -117,7 +113,7 @@ def _fill_ratios(sequences: Sequences, run: Config, tokenizer: Tokenizer) -> Ite
         per_sequence = len(rows) / len(sequences)
         yield f"packed: {len(sequences):,} sequences of {capacity:,} positions, {per_sequence:.1f} rows each, {sequences.fill_ratio:.1%} filled with tokens"
     else:
-        lengths = rows.lengths(0, min(LENGTHS_PER_READ, len(rows)))
+        lengths = rows.lengths(0, min(PACKED_ROWS, len(rows)))
         fill_ratio = lengths.sum() / (len(best_fit_plan(lengths, capacity)) * capacity)
         yield f"packed (data.packing=best_fit) it would be: {fill_ratio:.1%} filled with tokens"
     data = replace(run.data, packing="none", num_workers=0)
@@ -166,10 +162,7 @@ def _find_row(wanted: str, pipeline: DataPipeline) -> list[EncodedRow]:
 
 
 def _weighted_sources(pipeline: DataPipeline) -> list[WeightedSource]:
-    from data.batching.mixture import MixedRows
-
-    rows = [sequences.rows for sequences in (pipeline.train, *pipeline.val.values())]
-    return [part for mixed in rows if isinstance(mixed, MixedRows) for part in mixed.sources]
+    return [part for sequences in (pipeline.train, *pipeline.val.values()) for part in sequences.rows.sources]
 
 
 def _rows_at(part: WeightedSource, position: int) -> list[EncodedRow]:

@@ -72,11 +72,6 @@ def load_trained(folder: Path, device: str, setting: str = "run") -> LoadedModel
     """Raises UserError if there is no finished model in `folder`, the value of `setting`."""
     import torch
 
-    with torch.inference_mode(False):  # the probe of a model of transformers takes gradients
-        return _load_trained(folder, device, setting)
-
-
-def _load_trained(folder: Path, device: str, setting: str) -> LoadedModel:
     from data.tokenize.chat_template import ChatTemplate
     from data.tokenize.origin import tokenizer_of_weights
     from data.tokenize.tokenizer import Tokenizer
@@ -86,26 +81,27 @@ def _load_trained(folder: Path, device: str, setting: str) -> LoadedModel:
 
     target, run_dir = resolve_device(device), run_dir_of(folder)
     settings = read_settings(run_dir)
-    if checkpoint := find_checkpoint(folder):
-        model, tokenizer = _load_checkpoint(checkpoint, settings), Tokenizer.load(run_dir / "tokenizer")
-        if settings["stage"].get("data_format") != "text":  # with the stop ids that `model/` of the run gets
-            tokenizer = dataclasses.replace(tokenizer, stop_ids=tuple(ChatTemplate(tokenizer).stop_ids))
-    else:
-        weights = weights_dir(folder, setting)
-        model = load_model(weights)
-        tokenizer = Tokenizer.load(tokenizer_of_weights(weights) or (run_dir if weights.is_file() else weights))
-    for line in tokenizer.dropout_note:
-        print_note(line)
-    if tokenizer.largest_text_id >= model.cfg.vocab_size:
-        message = f"the tokenizer has a token with the id {tokenizer.largest_text_id:,}, the model has ids below {model.cfg.vocab_size:,}"
-        raise UserError(
-            message, tokenizer.folder, "copy or download the folder again: its tokenizer is that of another model"
-        )
-    if (model_type := settings.get("model", {}).get("model_type")) and isinstance(model.cfg, DecoderConfig):
-        # the base model of an adapter may be written as another class
-        model.cfg = dataclasses.replace(model.cfg, model_type=model_type)
-    model = model.to(target).eval()
-    model.prepare(is_packed=False)
+    with torch.inference_mode(False):  # the probe of a model of transformers takes gradients
+        if checkpoint := find_checkpoint(folder):
+            model, tokenizer = _load_checkpoint(checkpoint, settings), Tokenizer.load(run_dir / "tokenizer")
+            if settings["stage"].get("data_format") != "text":  # with the stop ids that `model/` of the run gets
+                tokenizer = dataclasses.replace(tokenizer, stop_ids=tuple(ChatTemplate(tokenizer).stop_ids))
+        else:
+            weights = weights_dir(folder, setting)
+            model = load_model(weights)
+            tokenizer = Tokenizer.load(tokenizer_of_weights(weights) or (run_dir if weights.is_file() else weights))
+        for line in tokenizer.dropout_note:
+            print_note(line)
+        if tokenizer.largest_text_id >= model.cfg.vocab_size:
+            message = f"the tokenizer has a token with the id {tokenizer.largest_text_id:,}, the model has ids below {model.cfg.vocab_size:,}"
+            raise UserError(
+                message, tokenizer.folder, "copy or download the folder again: its tokenizer is that of another model"
+            )
+        if (model_type := settings.get("model", {}).get("model_type")) and isinstance(model.cfg, DecoderConfig):
+            # the base model of an adapter may be written as another class
+            model.cfg = dataclasses.replace(model.cfg, model_type=model_type)
+        model = model.to(target).eval()
+        model.prepare(is_packed=False)
     return LoadedModel(checkpoint or folder, run_dir, settings, model, tokenizer, target)
 
 

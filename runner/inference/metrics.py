@@ -235,18 +235,26 @@ class Dialogue:
 
 def hold_dialogues(trained: LoadedModel, dialogues: Iterator[Dialogue], cfg: EvaluateConfig) -> list[Dialogue]:
     """Let the model generate its answers greedily, in batches. Prints the first `cfg.show` wrong ones."""
-    from runner.inference.generation import Answer, Sampling, generate_answers
+    from models.generate import Sampler, generate_rows
+    from runner.inference.generation import Answer
 
-    sampling = Sampling(cfg.max_new_tokens, temperature=0, stop_ids=trained.stop_ids(is_chat=True))
+    greedy = Sampler(temperature=0, top_k=0, top_p=1, penalty=1)
+    stop_ids = trained.stop_ids(is_chat=True)
     done, left_to_show = list[Dialogue](), cfg.show
     while batch := list(itertools.islice(dialogues, cfg.batch_size)):
         done += batch
         while waiting := [dialogue for dialogue in batch if not dialogue.is_done]:
             answers = [
-                Answer(prompt=dialogue.encode_prompt(trained, cfg.max_new_tokens), sampling=sampling)
+                Answer(
+                    prompt=dialogue.encode_prompt(trained, cfg.max_new_tokens),
+                    limit=cfg.max_new_tokens,
+                    sampler=greedy,
+                    stop_ids=stop_ids,
+                    tokenizer=trained.tokenizer,
+                )
                 for dialogue in waiting
             ]
-            generate_answers(trained, answers)
+            generate_rows(trained.model, answers)
             for dialogue, answer in zip(waiting, answers, strict=True):
                 if (wrong := dialogue.take(answer.text, dialogue.expected(trained))) and left_to_show:
                     left_to_show -= 1

@@ -25,7 +25,8 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import UserError, print_safely
-from runner.inference.generation import Answer, Sampling, Work, compute_batch
+from models.generate import Sampler
+from runner.inference.generation import Answer, Work, compute_batch
 from runner.inference.load import LoadedModel
 from runner.serving.guard import Guard, read_body
 from runner.serving.json_mode import Constraint, json_constraints
@@ -44,14 +45,6 @@ Pieces = asyncio.Queue[tuple[int, str | None]]  # (number of a work, a piece of 
 JSON_TYPE = "application/json"  # a web page can send other types to this machine without asking its user
 
 
-class QueueFullError(Exception):
-    """More answers wait than `max_waiting`."""
-
-
-class StoppingError(Exception):
-    """The server is stopped by its user."""
-
-
 class GenerationQueue:
     """`submit(works)` returns at once.
 
@@ -67,12 +60,12 @@ class GenerationQueue:
         self._thread.start()
 
     def submit(self, works: Sequence[Work]) -> None:
-        """Raises QueueFullError if too many wait; nothing is added then."""
+        """Raises ApiError if more than `max_waiting` would wait; nothing is added then."""
         with self._changed:
             if len(self._waiting) + len(works) > self._max_waiting:
                 self._drop_cancelled()
             if self._waiting and len(self._waiting) + len(works) > self._max_waiting:
-                raise QueueFullError
+                raise ApiError(503, "too many answers wait: try again later", "server_error", code="queue_full")
             self._waiting.extend(works)
             self._changed.notify()
 
@@ -88,10 +81,10 @@ class GenerationQueue:
             try:
                 self._compute(batch)
             except Exception as error:  # the clients get it; the thread computes the next batch
-                if not isinstance(error, UserError | StoppingError):
+                if not isinstance(error, UserError | ApiError):
                     print_safely(traceback.format_exc(), file=sys.stderr)
                 _fail(batch, error)
-        _fail(self._waiting, StoppingError())
+        _fail(self._waiting, _stopping_error())
 
     def _next_batch(self) -> list[Work]:
         """Return the oldest works of one kind; []: stop."""
@@ -123,7 +116,11 @@ class GenerationQueue:
 
     def _check_stop(self) -> None:
         if self.is_stopping:
-            raise StoppingError
+            raise _stopping_error()
+
+
+def _stopping_error() -> ApiError:
+    return ApiError(503, "the server is stopping", "server_error", code="stopping")
 
 
 def _fail(works: Iterable[Work], error: Exception) -> None:
@@ -188,17 +185,26 @@ class _Server:
         # share a process.
         async with self._rendering if kind is ChatRequest else nullcontext():
             body, prompts = await asyncio.to_thread(self._parse, kind, data)
-        sampling = self._sampling(body, max(map(len, prompts)))
+        limit = self._limit(body, max(map(len, prompts)))
         constraints: list[Constraint | None] = [None] * body.n
         if (schema := body.json_schema) is not None:
             constraints = [*await asyncio.to_thread(json_constraints, self.trained, schema, body.n)]
         seed = secrets.randbits(62) if body.seed is None else body.seed
+        stop_ids = self.trained.stop_ids(kind is ChatRequest)
         # Choice i of a prompt has the seed + i: it does not depend on the other prompts, nor on what else is generated.
         answers = [
             Answer(
                 prompt=prompt,
-                sampling=sampling,
-                generator=torch.Generator(self.trained.device).manual_seed((seed + i) % 2**63),
+                limit=limit,
+                sampler=Sampler(
+                    body.temperature,
+                    body.top_k,
+                    body.top_p,
+                    body.repetition_penalty,
+                    torch.Generator(self.trained.device).manual_seed((seed + i) % 2**63),
+                ),
+                stop_ids=stop_ids,
+                tokenizer=self.trained.tokenizer,
                 stops=body.stops,
                 constrain=constraint,
                 before=prompt[-1:] if kind is CompletionRequest else [],
@@ -246,7 +252,8 @@ class _Server:
             check_tools(self.template)
         return [self.template.encode_prompt(body.messages, body.tools if body.uses_tools else None)]
 
-    def _sampling(self, body: Body, longest: int) -> Sampling:
+    def _limit(self, body: Body, longest: int) -> int:
+        """Return how many tokens each answer may have. `longest`: tokens of the longest prompt."""
         positions, requested = self.trained.model.cfg.max_position_embeddings, body.max_tokens
         if longest + (requested or 0) > positions:
             requested_text = "" if requested is None else f" and max_tokens is {requested}"
@@ -255,9 +262,7 @@ class _Server:
                 f"the prompt has {longest} tokens{requested_text}: this model has {positions} positions",
                 code="context_length_exceeded",
             )
-        limit = self.max_new_tokens if requested is None else requested
-        stop_ids = self.trained.stop_ids(isinstance(body, ChatRequest))
-        return Sampling(limit, body.temperature, body.top_p, body.top_k, body.repetition_penalty, stop_ids)
+        return self.max_new_tokens if requested is None else requested
 
     def _submit(self, works: Sequence[Work], streams_text: bool = False) -> Pieces:
         """Return the queue of what the thread of the model says about `works`."""
@@ -270,10 +275,7 @@ class _Server:
             work.done.add_done_callback(partial(put, number, None))
             if streams_text and isinstance(work, Answer):
                 work.on_text = partial(put, number)
-        try:
-            self.generation.submit(works)
-        except QueueFullError:
-            raise ApiError(503, "too many answers wait: try again later", "server_error", code="queue_full") from None
+        self.generation.submit(works)
         return pieces
 
     async def _run(self, works: Sequence[Work], request: Request) -> None:
@@ -308,11 +310,9 @@ def _error_of(work: Work) -> ApiError | None:
     error = work.done.exception()
     if isinstance(error, UserError):
         return ApiError(400, f"{error.message}; {error.fix}")
-    if isinstance(error, StoppingError):
-        return ApiError(503, "the server is stopping", "server_error", code="stopping")
-    if error is not None:
-        return ApiError(500, "the model failed; the log of the server has the cause", "server_error")
-    return None
+    if error is None or isinstance(error, ApiError):
+        return error
+    return ApiError(500, "the model failed; the log of the server has the cause", "server_error")
 
 
 async def _events(responder: Responder, answers: list[Answer], pieces: Pieces) -> AsyncIterator[str]:

@@ -358,10 +358,10 @@ class Responder:
 
     def text_event(self, index: int, text: str, finish_reason: str | None = None) -> str:
         """`text`: "" in the last event of an answer. Return "" where nothing can be sent yet."""
-        if not self.is_chat:
+        if isinstance(self.body, CompletionRequest):
             return self._event({"index": index, "finish_reason": finish_reason, "text": text, "logprobs": None})
         calls: list[dict[str, Any]] = []
-        if isinstance(self.body, ChatRequest) and self.body.uses_tools:
+        if self.body.uses_tools:
             text, calls = self._split_stream(index, text, finish_reason is not None)
             if finish_reason and self._calls[index]:
                 finish_reason = "tool_calls"

@@ -15,7 +15,7 @@ import pytest
 from common.errors import UserError
 from data.tokenize.chat_template import ChatTemplate
 from data.tokenize.tokenizer import Tokenizer
-from models.generate import Row
+from models.generate import Row, Sampler
 from runner.inference.chat import ChatConfig, ChatSession, chat, repl, trained_length
 from runner.inference.generation import Answer
 from runner.inference.load import load_trained, weights_dir
@@ -49,13 +49,19 @@ def write_run(hf_folder: Path, folder: Path, data_format: str) -> Path:
     return folder
 
 
+def new_answer(tokenizer: Tokenizer) -> Answer:
+    sampler = Sampler(temperature=0, top_k=0, top_p=1, penalty=1)
+    return Answer(prompt=[1], limit=1000, sampler=sampler, stop_ids=(), tokenizer=tokenizer)
+
+
 def stream(text: str) -> tuple[str, list[str]]:
     """The decoded text, and what was written."""
     tokenizer, written = Tokenizer.load(TOKENIZER), []
-    answer = Answer(on_text=written.append)
+    answer = new_answer(tokenizer)
+    answer.on_text = written.append
     for token in tokenizer.encode(text):
-        answer.add_token(token, tokenizer)
-    answer.end(tokenizer)
+        answer.add(token)
+    answer.end()
     return answer.text, written
 
 
@@ -89,12 +95,12 @@ def test_chat_keeps_the_space_between_a_prompt_and_its_continuation(hf_folder: P
 def test_answer_keeps_the_space_behind_a_token_without_text(hf_folder: Path, tmp_path: Path) -> None:
     """An unused id, or a control token, of a model whose tokenizer drops the space at the beginning of a text."""
     tokenizer = Tokenizer.load(dropping_first_space(hf_folder, tmp_path / "other"))
-    answer = Answer()
+    answer = new_answer(tokenizer)
     for token in [*tokenizer.encode("Ludo"), tokenizer.pad_id, *tokenizer.encode(" lives")]:
-        answer.add_token(token, tokenizer)
+        answer.add(token)
     assert answer.text == tokenizer.decode(answer.ids) == "Ludo lives"
     for _ in range(100):
-        answer.add_token(tokenizer.pad_id, tokenizer)
+        answer.add(tokenizer.pad_id)
     assert len(answer.before) < 20, "the time of an answer was quadratic in such tokens"
 
 
@@ -107,7 +113,7 @@ def test_chat_escapes_control_characters_of_an_answer(
         for token in Tokenizer.load(TOKENIZER).encode(text):
             rows[0].add(token)
 
-    monkeypatch.setattr("runner.inference.generation.generate_rows", fake_generate)
+    monkeypatch.setattr("models.generate.generate_rows", fake_generate)
     assert open_session(hf_folder).answer("Who?", lambda piece: None) == text
     chat(chat_config(hf_folder, prompt="Who?"), hf_folder)
     assert capsys.readouterr().out == "a\\x1b[2Jb\nc\n"
@@ -278,9 +284,9 @@ def test_chat_takes_lines_that_go_on_and_pasted_lines_as_one_message(
 
 
 def test_chat_keeps_the_conversation_after_ctrl_c(hf_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from runner.inference import generation
+    from models import generate
 
-    compute, calls = generation.generate_rows, iter(range(9))
+    compute, calls = generate.generate_rows, iter(range(9))
 
     def interrupt_the_second(model: object, rows: list[Row], *rest: object) -> None:
         if next(calls) == 1:
@@ -288,7 +294,7 @@ def test_chat_keeps_the_conversation_after_ctrl_c(hf_folder: Path, monkeypatch: 
             raise KeyboardInterrupt
         compute(model, rows, *rest)  # type: ignore[arg-type]  # *rest: the callbacks of the call, as objects
 
-    monkeypatch.setattr(generation, "generate_rows", interrupt_the_second)
+    monkeypatch.setattr(generate, "generate_rows", interrupt_the_second)
     session = chat_typing(hf_folder, monkeypatch, "one", KeyboardInterrupt, "two", "thr\\", KeyboardInterrupt, "four")
     assert user_messages(session) == ["one", "two", "four"]
     assert [message["role"] for message in session.messages] == ["user", "assistant"] * 3

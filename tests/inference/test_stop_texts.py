@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from data.tokenize.tokenizer import EOS
-from models.generate import Row
-from runner.inference.generation import Answer, Sampling, generate_answers
+from data.tokenize.tokenizer import EOS, Tokenizer
+from models.generate import Row, Sampler
+from runner.inference.generation import Answer, compute_batch
 from runner.inference.load import LoadedModel, load_trained
+
+TOKENIZER = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
+
+
+def greedy_answer(prompt: list[int], limit: int, tokenizer: Tokenizer, stops: Sequence[str]) -> Answer:
+    sampler = Sampler(temperature=0, top_k=0, top_p=1, penalty=1)
+    return Answer(prompt=prompt, limit=limit, sampler=sampler, stop_ids=(), tokenizer=tokenizer, stops=(*stops,))
 
 
 def until(trained: LoadedModel, prompts: list[list[int]], *stops: str, tokens: int = 40) -> tuple[list[str], int]:
     """Return the answers up to a stop text, and the number of forward passes."""
     steps: list[None] = []
-    answers = [Answer(prompt=prompt, sampling=Sampling(tokens, temperature=0), stops=stops) for prompt in prompts]
-    generate_answers(trained, answers, lambda: steps.append(None))
+    answers = [greedy_answer(prompt, tokens, trained.tokenizer, stops) for prompt in prompts]
+    compute_batch(trained, answers, len(answers), lambda: steps.append(None))
     return [answer.text for answer in answers], len(steps)
 
 
@@ -71,11 +78,11 @@ class CountedText(str):
 @pytest.mark.slow
 def test_stop_texts_hold_back_every_beginning_with_few_comparisons() -> None:
     """64 stop texts of 1,000 characters took 25 ms a token: every beginning of each was compared again."""
-    draw = random.Random(0)
+    draw, tokenizer = random.Random(0), Tokenizer.load(TOKENIZER)
     for trial in range(200):
         stops = ["".join(draw.choices("ab", k=draw.randint(1, 6))) for _ in range(3)]
         text, sent = "", ""
-        answer = Answer(stops=(*stops,), on_text=lambda new: None)
+        answer = greedy_answer([], 1, tokenizer, stops)
         while answer.finish_reason is None and len(text) < 40:
             new = "".join(draw.choices("ab", k=draw.randint(1, 3)))
             text += new
@@ -87,7 +94,7 @@ def test_stop_texts_hold_back_every_beginning_with_few_comparisons() -> None:
         assert answer.finish_reason is None or sent == min((text.split(stop)[0] for stop in stops), key=len)
     stops = [CountedText("a" * 990 + str(i)) for i in range(64)]
     CountedText.slices = 0
-    answer = Answer(stops=(*stops,))
+    answer = greedy_answer([], 1, tokenizer, stops)
     for piece in ["a" * 3, "b", "a" * 800, "b"] * 20:
         answer.add_text(piece)
     assert CountedText.slices < 64 * (2 * 20 * 805)  # 64 * 990 for each piece before

@@ -76,22 +76,22 @@ def generate_greedily(model: Decoder, stop_ids: list[int], **options: Any) -> tu
     """Return the rows of PROMPTS, the tokens reported for each, and how many it had at its end, with its stop token."""
     reported: list[list[int]] = [[] for _ in PROMPTS]
     ends: dict[int, tuple[int, int | None]] = {}
-    rows = [
-        Row(
-            prompt,
-            24,
-            Sampler(0.0, 0, 1.0, 1.0),
-            stop_ids,
-            reported[i].append,
-            lambda stop_token, i=i: ends.update({i: (len(reported[i]), stop_token)}),
-        )
-        for i, prompt in enumerate(PROMPTS)
-    ]
+
+    class ReportingRow(Row):
+        def is_complete(self) -> bool:
+            reported[rows.index(self)].append(self.ids[-1])
+            return super().is_complete()
+
+        def end(self, stop_token: int | None = None) -> None:
+            super().end(stop_token)
+            ends[rows.index(self)] = (len(reported[rows.index(self)]), stop_token)
+
+    rows: list[Row] = [ReportingRow(prompt, 24, Sampler(0.0, 0, 1.0, 1.0), stop_ids) for prompt in PROMPTS]
     generate_rows(model, rows, **options)
     return rows, reported, ends
 
 
-def test_generate_calls_on_token_for_each_token() -> None:
+def test_generate_asks_each_row_once_for_each_token() -> None:
     model = random_model()
     stop = generate(model, PROMPTS, **GREEDY)[0][3]
     rows, reported, _ = generate_greedily(model, [stop])

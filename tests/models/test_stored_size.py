@@ -18,7 +18,6 @@ from models.config import MAX_TENSORS
 from models.formats.load import load_model, load_weights
 from models.formats.save import save_adapter, save_model
 from models.formats.stored_size import MAX_HEADER_BYTES, stored_size
-from models.formats.tensor_files import read_pth
 from models.language_model import create_model
 from models.lora import add_lora
 
@@ -186,7 +185,7 @@ def test_pth_with_tensors_larger_than_the_file_is_refused(tmp_path: Path) -> Non
     ):
         for entry in plain.infolist():
             compressed.writestr(entry.filename, plain.read(entry))
-    assert list(read_pth(tmp_path / "plain.pth")) == ["model.norm.weight"]
+    assert list(load_weights(tmp_path / "plain.pth")) == ["model.norm.weight"]
     for name in ("expanded", "sparse", "compressed"):
         with pytest.raises(UserError, match="not a file of weights"):
-            read_pth(tmp_path / f"{name}.pth")
+            load_weights(tmp_path / f"{name}.pth")

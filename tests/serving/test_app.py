@@ -494,7 +494,7 @@ def test_serve_answers_503_when_too_many_wait_and_hides_causes(
     queue: Any, http: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from runner.inference import generation
-    from runner.serving.app import QueueFullError
+    from runner.serving.protocol import ApiError
 
     def fail(*arguments: Any, **settings: Any) -> None:
         raise RuntimeError("/private/path")
@@ -502,7 +502,8 @@ def test_serve_answers_503_when_too_many_wait_and_hides_causes(
     monkeypatch.setattr(generation, "generate_rows", fail)
     answer = http.post(COMPLETIONS, json={"prompt": "a"})
     assert answer.status_code == 500 and "private" not in answer.text
-    monkeypatch.setattr(queue, "submit", lambda works: (_ for _ in ()).throw(QueueFullError))
+    full = ApiError(503, "too many answers wait", "server_error", code="queue_full")  # see test_generation.py
+    monkeypatch.setattr(queue, "submit", lambda works: (_ for _ in ()).throw(full))
     answer = http.post(COMPLETIONS, json={"prompt": "a", "stream": True})
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "queue_full")
 

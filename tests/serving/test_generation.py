@@ -10,17 +10,21 @@ import pytest
 import torch
 
 from data.tokenize.tokenizer import Tokenizer
-from models.generate import generate
-from runner.inference.generation import Answer, Sampling, Score, Work
+from models.generate import Sampler, generate
+from runner.inference.generation import Answer, Score, Work
 from runner.inference.load import LoadedModel
 
 pytest.importorskip("uvicorn", reason="part of the extra serve")
 
-from runner.serving.app import GenerationQueue, QueueFullError, StoppingError
-from runner.serving.protocol import split_tool_calls
+from runner.serving.app import GenerationQueue
+from runner.serving.protocol import ApiError, split_tool_calls
 
 TOKENIZER = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
-GREEDY = Sampling(8, temperature=0)
+
+
+def new_answer(prompt: list[int], limit: int = 8, **changes: Any) -> Answer:
+    sampler, tokenizer = Sampler(temperature=0, top_k=0, top_p=1, penalty=1), Tokenizer.load(TOKENIZER)
+    return Answer(prompt=prompt, limit=limit, sampler=sampler, stop_ids=(), tokenizer=tokenizer, **changes)
 
 
 class BlockedQueue(GenerationQueue):
@@ -64,8 +68,8 @@ def run(queue: BlockedQueue, blocker: Work, works: list[Any], before_open: Any =
 
 def test_queue_lets_answers_join_a_batch_without_changing_them(trained: LoadedModel) -> None:
     prompts = [trained.tokenizer.encode(text) for text in ("Tolo", "Where does Mina live?", "米娜", "def f(x):")]
-    works = [Answer(prompt=prompt, sampling=GREEDY) for prompt in prompts]
-    other = Answer(prompt=prompts[0], sampling=Sampling(3, temperature=0))
+    works = [new_answer(prompt) for prompt in prompts]
+    other = new_answer(prompts[0], 3)
     shapes: list[tuple[int, ...]] = []
     hook = trained.model.register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape)))
     queue = BlockedQueue(trained, max_batch=3, max_waiting=10)
@@ -85,7 +89,7 @@ def test_queue_lets_answers_join_a_batch_without_changing_them(trained: LoadedMo
 
 def test_queue_lets_no_answer_go_past_a_score(trained: LoadedModel) -> None:
     prompt = trained.tokenizer.encode("Tolo")
-    first, last, score = (*(Answer(prompt=prompt, sampling=GREEDY) for _ in range(2)), Score(ids=prompt))
+    first, last, score = (*(new_answer(prompt) for _ in range(2)), Score(ids=prompt))
     queue = BlockedQueue(trained, max_batch=3, max_waiting=10)
     assert run(queue, Score(ids=prompt), [first, score, last]) == [first, score, last]
     assert queue.sizes == [1, 1, 1, 1]
@@ -93,7 +97,7 @@ def test_queue_lets_no_answer_go_past_a_score(trained: LoadedModel) -> None:
 
 def test_queue_fails_answers_that_have_joined(trained: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = trained.tokenizer.encode("Tolo")
-    works = [Answer(prompt=prompt, sampling=GREEDY) for _ in range(2)]
+    works = [new_answer(prompt) for _ in range(2)]
     works[1].on_text = lambda text: 1 // 0
     run(BlockedQueue(trained, max_batch=2, max_waiting=10), works[0], [works[1]])
     assert all(isinstance(work.done.exception(), ZeroDivisionError) for work in works)
@@ -101,12 +105,13 @@ def test_queue_fails_answers_that_have_joined(trained: LoadedModel, monkeypatch:
 
 def test_queue_skips_cancelled_answers_and_refuses_too_many(trained: LoadedModel) -> None:
     prompt = trained.tokenizer.encode("Tolo")
-    works = [Answer(prompt=prompt, sampling=GREEDY) for _ in range(3)]
+    works = [new_answer(prompt) for _ in range(3)]
     queue = BlockedQueue(trained, max_batch=1, max_waiting=3)
 
     def refuse_and_cancel() -> None:
-        with pytest.raises(QueueFullError):
-            queue.submit([Answer(prompt=prompt, sampling=GREEDY)])
+        with pytest.raises(ApiError, match="too many answers wait") as refused:
+            queue.submit([new_answer(prompt)])
+        assert (refused.value.status, refused.value.code) == (503, "queue_full")
         works[1].done.cancel()
 
     assert run(queue, Score(ids=prompt), works, refuse_and_cancel) == [works[0], works[2]]
@@ -117,7 +122,7 @@ def test_queue_ends_a_cancelled_answer_at_the_next_token(
     trained: LoadedModel,
 ) -> None:
     prompt = trained.tokenizer.encode("Tolo")
-    endless, other = (Answer(prompt=prompt, sampling=Sampling(200, temperature=0)) for _ in range(2))
+    endless, other = (new_answer(prompt, 200) for _ in range(2))
     endless.on_text = lambda text: endless.done.cancel()
     first = generate(
         trained.model, [prompt], max_new_tokens=6, temperature=0, top_k=0, top_p=1, repetition_penalty=1, stop_ids=[]
@@ -136,18 +141,19 @@ def test_queue_ends_a_cancelled_answer_at_the_next_token(
 
 def test_queue_gives_an_error_to_what_waits_when_it_stops(trained: LoadedModel) -> None:
     prompt = trained.tokenizer.encode("Tolo")
-    works = [Answer(prompt=prompt, sampling=GREEDY) for _ in range(2)]
+    works = [new_answer(prompt) for _ in range(2)]
     queue = BlockedQueue(trained, max_batch=1, max_waiting=9)
     run(queue, Score(ids=prompt), works, lambda: setattr(queue, "is_stopping", True))
-    assert all(isinstance(work.done.exception(), StoppingError) for work in works)
+    errors = [work.done.exception() for work in works]
+    assert [error.code for error in errors if isinstance(error, ApiError)] == ["stopping"] * len(works)
 
 
 def test_answer_streams_nothing_that_a_stop_text_may_begin() -> None:
     sent: list[str] = []
-    answer = Answer(stops=("END.", "###"), on_text=sent.append)
+    answer = new_answer([], stops=("END.", "###"), on_text=sent.append)
     for piece in ("one E", "ND", " two #", "#", "# three"):
         answer.add_text(piece)
-    answer.end(Tokenizer.load(TOKENIZER))
+    answer.end()
     assert ("".join(sent), answer.text, answer.finish_reason) == ("one END two ", "one END two ", "stop")
     assert "".join(sent[:2]) == "one " + "END two "
 
@@ -167,7 +173,7 @@ def test_tool_calls_that_are_never_closed_take_linear_time() -> None:
 
 
 def test_answer_ends_at_the_first_of_several_stop_texts() -> None:
-    answer = Answer(stops=("###", "END"))
+    answer = new_answer([], stops=("###", "END"))
     answer.add_text("one END two ### three")
     assert (answer.text, answer.finish_reason) == ("one ", "stop")
 

@@ -128,8 +128,7 @@ def _write_whole_model(cfg: ExportSettings, source: LoadedModel, folder: Path, b
 
     def compare() -> list[str]:
         found = [] if before is None else [verify.compare_merged(source, before, cfg.run)]
-        verify.round_weights(source.model, cfg.dtype)
-        expected = verify.log_probs(source.model, source)
+        expected = verify.rounded_log_probs(source, cfg.dtype)
         return [
             *found,
             # one copy in memory at a time
@@ -207,8 +206,7 @@ def write_minimind(cfg: ExportSettings, source: LoadedModel, folder: Path) -> Ve
     copy_tokenizer_files(source.tokenizer.folder, folder)
 
     def compare() -> list[str]:
-        verify.round_weights(model, "float16")
-        expected = verify.log_probs(model, source)
+        expected = verify.rounded_log_probs(source, cfg.dtype)
         found = verify.compare_model(load_model(folder / "model.pth"), expected, source, "read again", cfg.to)
         return [f"{found}, beside rounding to float16"]
 

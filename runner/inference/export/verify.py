@@ -13,7 +13,7 @@ from common.errors import UserError
 from runner.inference.load import LoadedModel
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from data.tokenize.tokenizer import Tokenizer
 
@@ -28,13 +28,14 @@ MAX_DIFFERENCE = 1e-4
 MAX_MERGE_DIFFERENCE = 1e-3  # of a log-probability that merging an adapter into fp32 weights may change
 
 
-def round_weights(model: nn.Module, dtype: str) -> None:
-    """Round the weights and buffers in place as a file in `dtype` holds them."""
+def rounded_log_probs(source: LoadedModel, dtype: str) -> list[Tensor]:
+    """Round the weights and buffers in place as a file in `dtype` holds them; return the `log_probs` with these."""
     import torch
 
-    for tensor in model.state_dict().values():
+    for tensor in source.model.state_dict().values():
         if tensor.is_floating_point():
             tensor.copy_(tensor.to(getattr(torch, dtype)))
+    return log_probs(source.model, source)
 
 
 def log_probs(model: Any, source: LoadedModel) -> list[Tensor]:

@@ -18,7 +18,8 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from common.errors import StopRequested, UserError
-from runner.inference.generation import Answer, Sampling, Score, compute_batch
+from models.generate import Sampler
+from runner.inference.generation import Answer, Score, compute_batch
 from runner.inference.load import LoadedModel
 from runner.tracking.progress import EvaluationProgress
 
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 BATCHES_PER_PART = 4  # batches whose requests are sorted by length together
 GENERATION_SETTINGS = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
-
-LogProb = tuple[float, bool]  # (log-probability, whether greedy decoding gives the same tokens)
 
 
 class AnswerLog:
@@ -84,6 +83,7 @@ class HarnessModel(TemplateLM):
         self.shortened = 0  # requests whose context lost its beginning
         self.is_computing = False  # whether an exception is the model's, not the task's
         self._is_chat = False  # whether the chat template is used
+        self._samplers: dict[tuple[float, ...], Sampler] = {}  # by the settings of the answers that share one
 
     @property
     def eot_token_id(self) -> int:
@@ -117,8 +117,8 @@ class HarnessModel(TemplateLM):
             )
         return self.trained.tokenizer.encode_rendered(string, add_special_tokens)
 
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[LogProb]:
-        """Return of each continuation its log-probability. Contexts that are too long lose their beginning."""
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Return of each continuation its log-probability, and whether greedy decoding gives it. Contexts that are too long lose their beginning."""
         scores = [[self._encode_request(*request.args)] for request in requests]
         return self._answer("requests", requests, scores, lambda works: (_log_prob(*works), _is_greedy(*works)))
 
@@ -166,16 +166,20 @@ class HarnessModel(TemplateLM):
         settings, ids = self._settings(given), self.tok_encode(context)
         limit = self.max_length - settings["max_gen_toks"]
         self.shortened += len(ids) > limit
-        sampling = Sampling(
-            max_new_tokens=settings["max_gen_toks"],
-            temperature=float(settings.get("temperature") or 0) if settings.get("do_sample") else 0.0,
-            top_p=float(settings.get("top_p") or 1),
-            top_k=int(settings.get("top_k") or 0),
-            repetition_penalty=float(settings.get("repetition_penalty") or 1),
-            stop_ids=self.trained.stop_ids(self._is_chat),
+        chosen = (
+            float(settings.get("temperature") or 0) if settings.get("do_sample") else 0.0,
+            int(settings.get("top_k") or 0),
+            float(settings.get("top_p") or 1),
+            float(settings.get("repetition_penalty") or 1),
         )
-        stops = tuple(stop for stop in settings["until"] if stop)
-        return Answer(prompt=ids[-limit:] or [self.prefix_token_id], sampling=sampling, stops=stops)
+        return Answer(
+            prompt=ids[-limit:] or [self.prefix_token_id],
+            limit=settings["max_gen_toks"],
+            sampler=self._samplers.setdefault((settings["max_gen_toks"], *chosen), Sampler(*chosen)),
+            stop_ids=self.trained.stop_ids(self._is_chat),
+            tokenizer=self.trained.tokenizer,
+            stops=tuple(stop for stop in settings["until"] if stop),
+        )
 
     def _settings(self, given: dict[str, Any]) -> dict[str, Any]:
         settings: dict[str, Any] = dict(normalize_gen_kwargs(given))
@@ -199,24 +203,22 @@ class HarnessModel(TemplateLM):
         self, unit: str, requests: list[Instance], works: list[list[Any]], read: Callable[[list[Any]], Any]
     ) -> list[Any]:
         """Return what `read` gives of the works of each request, which are computed in batches."""
-        if self.answers.is_complete:
-            return [self.answers.next_answer(request) for request in requests]
-        answers: dict[int, Any] = {}
-        self.is_computing = True
-        self.progress.begin(unit, len(requests))
-        for start in range(0, len(requests), self.rows * BATCHES_PER_PART):
-            part = range(start, min(start + self.rows * BATCHES_PER_PART, len(requests)))
-            order = sorted(part, key=lambda i: -_length(works[i]))
-            while order:
+        if not self.answers.is_complete:
+            self.is_computing = True
+            self.progress.begin(unit, len(requests))
+            size = self.rows * BATCHES_PER_PART
+            order = sorted(range(len(requests)), key=lambda i: (i // size, -_length(works[i])))
+            for start in range(0, len(order), self.rows):
                 self._check_stop()
-                batch, order = order[: self.rows], order[self.rows :]
+                batch = order[start : start + self.rows]
+                for sampler in self._samplers.values():
+                    sampler.generator = None  # each batch draws from a new one
                 compute_batch(self.trained, [work for i in batch for work in works[i]], self.rows, self._check_stop)
                 for i in batch:
-                    answers[i] = read(works[i])
-                    self.answers.add(requests[i], answers[i])
-                self.progress.advance(len(answers))
-        self.is_computing = False
-        return [answers[i] for i in range(len(requests))]
+                    self.answers.add(requests[i], read(works[i]))
+                self.progress.advance(start + len(batch))
+            self.is_computing = False
+        return [self.answers.next_answer(request) for request in requests]
 
     def _check_stop(self) -> None:
         if self.progress.should_stop():
