@@ -118,7 +118,10 @@ class HarnessModel(TemplateLM):
         return self.trained.tokenizer.encode_rendered(string, add_special_tokens)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return of each continuation its log-probability, and whether greedy decoding gives it. Contexts that are too long lose their beginning."""
+        """Return of each continuation its log-probability, and whether greedy decoding gives it.
+
+        Contexts that are too long lose their beginning.
+        """
         scores = [[self._encode_request(*request.args)] for request in requests]
         return self._answer("requests", requests, scores, lambda works: (_log_prob(*works), _is_greedy(*works)))
 
