@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from common.paths import REPO_ROOT
-from runner.tracking.bar import BarConsole, TaskBar, cell_width, open_console
+from runner.tracking.bar import BarConsole, cell_width, open_console
 from runner.tracking.config import TrackerConfig
 from runner.tracking.lines import CONSOLE_MODES, LineConsole, SweepLines
 from runner.tracking.logger import RunLogger
@@ -225,7 +225,7 @@ def test_task_shows_a_bar_on_a_terminal_only_after_a_delay(monkeypatch: pytest.M
         progress(10, 100, 5)
         assert stream.getvalue() == ""
         progress(50, 100, 25)
-        assert isinstance(progress._bar, TaskBar)
+        assert progress._bar is not None
     drawn = STYLE.sub("", stream.getvalue())
     assert "25 rows, 8 rows/s" in drawn and "\x1b[2J" not in drawn and progress._bar is None
 
