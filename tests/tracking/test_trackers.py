@@ -24,7 +24,7 @@ from runner.config.overrides import check_overrides
 from runner.config.schema import config_groups, config_schema
 from runner.config.unread import check_typed_are_read
 from runner.tracking import tracker_process
-from runner.tracking.config import TRACKERS, TrackerConfig, require_package
+from runner.tracking.config import TRACKERS, TrackerConfig
 from runner.tracking.logger import RunLogger
 from runner.tracking.tracker_process import TrackerProcess, describe_experiment, finish_trackers
 from runner.tracking.trackers import program
@@ -154,10 +154,14 @@ def test_further_trackers_share_project_and_mode() -> None:
     ]
 
 
-def test_missing_tracker_package_is_refused_with_its_install_command() -> None:
-    with pytest.raises(UserError, match="not installed") as caught:
-        require_package("no_such_package", extra="swanlab")
-    assert "pip install 'lm-runner[swanlab]'" in caught.value.fix
+@pytest.mark.parametrize("name", ["swanlab", "tensorboard", "wandb"])
+def test_missing_tracker_package_is_refused_with_its_install_command(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.settings.find_spec", lambda package: None)
+    with pytest.raises(UserError, match=f"the package {name}, which is not installed") as caught:
+        offline_tracker(name).check_installed()
+    assert f"pip install 'lm-runner[{name}]'" in caught.value.fix
 
 
 def test_logger_on_other_ranks_writes_nothing_and_starts_no_tracker(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runner.tracking.config import TRACKERS, ExternalTrackerConfig, require_package
+from runner.tracking.config import TRACKERS, ExternalTrackerConfig
 from runner.tracking.trackers.program import Experiment, run_program
 
 SWANLAB_STATES = {"completed": "success", "interrupted": "aborted", "failed": "crashed"}
@@ -17,8 +17,7 @@ SWANLAB_STATES = {"completed": "success", "interrupted": "aborted", "failed": "c
 @TRACKERS.register("swanlab")
 @dataclass
 class SwanlabConfig(ExternalTrackerConfig):
-    def check_installed(self) -> None:
-        require_package("swanlab", extra="swanlab")
+    PACKAGE = "swanlab"
 
 
 class SwanlabLog:

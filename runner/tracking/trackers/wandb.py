@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from common.errors import UserError
-from runner.tracking.config import TRACKERS, ExternalTrackerConfig, require_package
+from runner.tracking.config import TRACKERS, ExternalTrackerConfig
 from runner.tracking.trackers.program import Experiment, run_program
 
 API_HOST = "https://api.wandb.ai"  # unless WANDB_BASE_URL is set
@@ -20,8 +20,7 @@ WANDB_EXIT_CODES = {"completed": 0, "interrupted": 75, "failed": 1}
 @TRACKERS.register("wandb")
 @dataclass
 class WandbConfig(ExternalTrackerConfig):
-    def check_installed(self) -> None:
-        require_package("wandb", extra="wandb")
+    PACKAGE = "wandb"
 
 
 def find_api_key(host: str) -> str | None:
