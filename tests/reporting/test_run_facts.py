@@ -22,6 +22,7 @@ from runner.reporting.run_list import scan_runs
 from runner.reporting.run_page import run_page
 from runner.tracking import logger as run_logger
 from runner.tracking.config import TrackerConfig
+from runner.tracking.jsonl import SavedLogs
 from runner.tracking.logger import RunLogger
 
 TWO_ATTEMPTS = [
@@ -74,7 +75,12 @@ def test_remaining_time_is_the_eta_of_the_console(tmp_path: Path, monkeypatch: p
     size = (folder / "metrics.jsonl").stat().st_size
     logger = RunLogger(folder, TrackerConfig(name="none", console="quiet", page=False))
     logger.start(
-        {}, total_steps=20, attempt=2, run_config={}, resume_at={"metrics": size, "samples": 0}, tracker_id=None
+        {},
+        total_steps=20,
+        attempt=2,
+        run_config={},
+        saved=SavedLogs(positions={"metrics": size, "samples": 0}),
+        tracker_id=None,
     )
     for step in range(4, 10):
         now[0] += 10

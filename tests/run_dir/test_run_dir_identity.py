@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> Iterator[RunMetadata]:
 def open_logger(run: RunMetadata) -> RunLogger:
     config = TrackerConfig(name="none", page=False, console="quiet")
     logger = RunLogger(run.folder, config, check_run_dir=run.check_owned)
-    logger.start({}, total_steps=9, attempt=1, run_config={}, resume_at=None, tracker_id=None)
+    logger.start({}, total_steps=9, attempt=1, run_config={}, saved=None, tracker_id=None)
     return logger
 
 

@@ -61,7 +61,7 @@ def run_end(folder: Path, **changes: object) -> RunEnd:
 def run_once(folder: Path, mode: str) -> None:
     """Log a short run: two steps, an evaluation, a sample, a warning, and the end."""
     logger = RunLogger(folder, TrackerConfig(name="none", page=False, console=mode))
-    logger.start(HEADER, total_steps=30, attempt=1, run_config={}, resume_at=None, tracker_id=None)
+    logger.start(HEADER, total_steps=30, attempt=1, run_config={}, saved=None, tracker_id=None)
     logger.log("train", 10, tokens=1000, loss=3.5, lr=1e-3, tokens_per_second=500.0)
     logger.log("eval", 10, loss=float("nan"))
     logger.log("train", 20, tokens=3000, loss=3.25, lr=1e-3, tokens_per_second=2000.0)
@@ -204,7 +204,7 @@ def test_broken_pipe_does_not_end_a_run(workspace: Path, is_json: bool, monkeypa
 def test_resumed_run_starts_its_bar_and_its_rate_where_it_continues(workspace: Path) -> None:
     logger = RunLogger(workspace, TrackerConfig(name="none", page=False, console="quiet"))
     logger.start(
-        {}, total_steps=30, attempt=2, run_config={}, resume_at=None, tracker_id=None, first_step=20, first_tokens=5000
+        {}, total_steps=30, attempt=2, run_config={}, saved=None, tracker_id=None, first_step=20, first_tokens=5000
     )
     logger.log("train", 30, tokens=6000, loss=1.0, tokens_per_second=100.0)
     assert logger._mean_rate() == 100.0

@@ -12,6 +12,7 @@ import pytest
 from common.errors import strip_control
 from runner.tracking.bar import BarConsole
 from runner.tracking.config import TrackerConfig
+from runner.tracking.jsonl import SavedLogs
 from runner.tracking.lines import Console, LineConsole
 from runner.tracking.logger import RunLogger
 from runner.tracking.progress import EvaluationProgress
@@ -28,7 +29,7 @@ def start_logger(
         total_steps=20,
         attempt=attempt,
         run_config={"seed": 1},
-        resume_at=resume_at,
+        saved=None if resume_at is None else SavedLogs(positions=resume_at),
         tracker_id=None,
     )
     return logger

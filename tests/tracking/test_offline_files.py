@@ -20,6 +20,7 @@ from test_trackers import ROOT, log_steps, offline_tracker
 
 from runner.reporting.command import replay
 from runner.tracking import tracker_process
+from runner.tracking.jsonl import SavedLogs
 from runner.tracking.logger import RunLogger
 from runner.tracking.trackers.program import Experiment
 from runner.tracking.trackers.tensorboard import TensorboardLog
@@ -110,7 +111,14 @@ def as_float32(points: Points) -> Points:
 
 def start_attempt(run: Path, attempt: int, resume_at: dict[str, int] | None, tracker_id: str | None) -> RunLogger:
     logger = RunLogger(run, offline_tracker("wandb", "tensorboard", "swanlab"))
-    logger.start({}, total_steps=20, attempt=attempt, run_config=CONFIG, resume_at=resume_at, tracker_id=tracker_id)
+    logger.start(
+        {},
+        total_steps=20,
+        attempt=attempt,
+        run_config=CONFIG,
+        saved=resume_at and SavedLogs(positions=resume_at),
+        tracker_id=tracker_id,
+    )
     return logger
 
 

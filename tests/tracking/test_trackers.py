@@ -50,9 +50,7 @@ def offline_tracker(name: str, *also: str) -> TrackerConfig:
 
 def start_logger(folder: Path, config: TrackerConfig, is_rank_zero: bool = True) -> RunLogger:
     logger = RunLogger(folder, config, is_rank_zero)
-    logger.start(
-        {"run": str(folder)}, total_steps=20, attempt=1, run_config={"seed": 1}, resume_at=None, tracker_id=None
-    )
+    logger.start({"run": str(folder)}, total_steps=20, attempt=1, run_config={"seed": 1}, saved=None, tracker_id=None)
     return logger
 
 
