@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import LostRunDirError, TrainingError, strip_control
-from common.filesystem import describe_disk_error, retry_disk
+from common.filesystem import describe_disk_error, retry_disk, to_json
 from common.guarded_files import open_append
 from runner.tracking.bar import labelled_lines, open_console
 from runner.tracking.config import TrackerConfig
@@ -30,7 +30,7 @@ from runner.tracking.lines import (
     format_values,
     remaining_seconds,
 )
-from runner.tracking.run_end import RunEnd, finite_json
+from runner.tracking.run_end import RunEnd
 from runner.tracking.tracker_process import TrackerProcess, describe_experiment, finish_trackers
 
 MAX_UNWRITTEN_BYTES = 1 << 20  # of lines for train.log that are kept while the disk refuses them
@@ -251,11 +251,7 @@ class RunLogger:
 
     def _print_end(self, status: str, summary: Mapping[str, object], end: RunEnd | None) -> None:
         first = f"{status} after {format_seconds(self._elapsed())}"
-        event = {
-            "status": status,
-            "seconds": round(self._elapsed(), 3),
-            **{name: finite_json(value) for name, value in summary.items()},
-        }
+        event = {"status": status, "seconds": round(self._elapsed(), 3), **to_json(summary)}
         if end is not None:
             end = dataclasses.replace(end, warnings=self.warnings, tokens_per_second=self._mean_rate())
             event |= end.event()
