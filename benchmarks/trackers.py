@@ -120,7 +120,7 @@ def measure(
     }
     cost = {name: (started[name], logging_seconds(logger), per_record[name]) for name, logger in loggers.items()}
     for logger in loggers.values():
-        logger.finish("completed", {})
+        logger.finish("completed")
     return seconds, cost
 
 

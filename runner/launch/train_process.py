@@ -232,8 +232,7 @@ def _record_end(state: TrainState, outcome: Outcome, error: str | None = None) -
     }
     if not state.pipeline.evaluates_training_rows:
         metrics |= {"best_val_loss": progress.best_loss, "best_step": progress.best_step}
-    shown = {name: value for name, value in metrics.items() if value is not None} | ({"error": error} if error else {})
-    state.logger.finish(STATUS_OF_OUTCOME.get(outcome, outcome), shown, _run_end(state, outcome, metrics))
+    state.logger.finish(STATUS_OF_OUTCOME.get(outcome, outcome), _run_end(state, outcome, metrics), error or "")
     # 0: nothing was loaded
     counters = (
         {"step": progress.step, "tokens": progress.tokens, "loss_tokens": progress.loss_tokens} if progress.step else {}

@@ -228,34 +228,34 @@ class RunLogger:
                 f"the last records of the run's logs could not be written: {describe_disk_error(error, self.run_dir)}"
             ) from error
 
-    def finish(self, status: str, summary: Mapping[str, object], end: RunEnd | None = None) -> None:
+    def finish(self, status: str, end: RunEnd | None = None, error: str = "") -> None:
         """Close everything.
 
-        `status`: completed, interrupted or failed. `summary["error"]`, if given, is passed to the tracker.
-
-        `end`: what the last lines say of the run besides, and which commands come next; None: one line with `summary`.
+        `status`: completed, interrupted or failed. `end`: what the last lines say of the run; None: only the status.
         """
         if not self._is_rank_zero:
             return
         with self._lock:
             self._console.stop()
-            self._print_end(status, summary, end)
+            self._print_end(status, end, error)
         if self._unwritten_lines:
             with suppress(OSError, TrainingError):  # the console has the same lines
                 retry_disk(self._write_lines)
         if self.tracker_id is not None:
-            finish_trackers(self._trackers.values(), status, str(summary.get("error", "")))
+            finish_trackers(self._trackers.values(), status, error)
         for file in self._files.values():
             file.close()
         self._files = {}
 
-    def _print_end(self, status: str, summary: Mapping[str, object], end: RunEnd | None) -> None:
+    def _print_end(self, status: str, end: RunEnd | None, error: str) -> None:
         first = f"{status} after {format_seconds(self._elapsed())}"
-        event = {"status": status, "seconds": round(self._elapsed(), 3), **to_json(summary)}
-        if end is not None:
-            end = dataclasses.replace(end, warnings=self.warnings, tokens_per_second=self._mean_rate())
-            event |= end.event()
-        if end is None or end.is_job:
+        event = {"status": status, "seconds": round(self._elapsed(), 3)}
+        if end is None:
+            return self._show("end", event, first)
+        end = dataclasses.replace(end, warnings=self.warnings, tokens_per_second=self._mean_rate())
+        summary = {name: value for name, value in {**end.metrics, "error": error or None}.items() if value is not None}
+        event |= to_json(summary) | end.event()
+        if end.is_job:
             values = (
                 f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
                 for name, value in summary.items()

@@ -90,7 +90,7 @@ def test_remaining_time_is_the_eta_of_the_console(tmp_path: Path, monkeypatch: p
             logger.log("eval", step, loss=2.0)
     eta = re.findall(r"eta (\S+)", (folder / "train.log").read_text())[-1]
     assert eta == "00:04:02" == number(run_text(folder), "remaining")  # 110 seconds for 5 steps, 11 steps to go
-    logger.finish("interrupted", {})
+    logger.finish("interrupted")
 
 
 def test_run_page_folds_a_long_error_and_the_text_has_one_line_of_it(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def run_once(folder: Path, mode: str) -> None:
     logger.log("train", 20, tokens=3000, loss=3.25, lr=1e-3, tokens_per_second=2000.0)
     logger.samples(20, [{"prompt": "你好", "answer": HOSTILE}])
     logger.warning(f"a row is odd {HOSTILE}")
-    logger.finish("completed", {"loss": 3.25}, run_end(folder))
+    logger.finish("completed", run_end(folder))
 
 
 @pytest.fixture
@@ -132,6 +132,14 @@ def test_end_leaves_out_what_there_is_not(workspace: Path) -> None:
         run_end(workspace, prints_commands=False).lines(80)[-1].startswith("page")
         and run_end(workspace, prints_commands=False).event()["next"]
     )
+
+
+def test_end_of_a_job_is_one_line_with_its_numbers(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logger = RunLogger(workspace, TrackerConfig(name="none", page=False, console="plain"))
+    end = run_end(workspace, is_job=True, metrics={"loss": 3.04961, "val_loss": None, "best_step": 20})
+    logger.finish("failed", end, "the disk\x1b is full")
+    expected = "failed after 00:00:00 | loss 3.05 | best_step 20 | error the disk\\x1b is full\n"
+    assert capsys.readouterr().out == expected == (workspace / "train.log").read_text()
 
 
 def test_json_lines_equal_the_files_of_the_run(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,7 +216,7 @@ def test_resumed_run_starts_its_bar_and_its_rate_where_it_continues(workspace: P
     )
     logger.log("train", 30, tokens=6000, loss=1.0, tokens_per_second=100.0)
     assert logger._mean_rate() == 100.0
-    logger.finish("completed", {})
+    logger.finish("completed")
     bar = BarConsole(io.StringIO())
     bar.show("start", {"step": 20, "total_steps": 30}, "")
     assert bar._bar is not None and bar._bar.tasks[0].completed == 20

@@ -140,13 +140,13 @@ def resumed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         logger.log("eval", 4, loss=2.5, perplexity=math.exp(2.5))
         logger.samples(4, [{"prompt": "not kept", "answer": "not kept"}])
         log_steps(logger, range(5, 7))
-        logger.finish("failed", {"error": "killed"})
+        logger.finish("failed", error="killed")
         assert logger.tracker_id
         logger = start_attempt(run, 2, position, logger.tracker_id)
         logger.log("eval", 4, loss=float("nan"), perplexity=12.5)
         log_steps(logger, range(5, 9))
         logger.samples(8, [{"prompt": "你好<b>", "answer": "# a made-up\nanswer\x1b"}])
-        logger.finish("completed", {})
+        logger.finish("completed")
         (run / "run.json").write_text(
             json.dumps({"status": "completed", "outcome": "completed", "id": "0123", "tracker_id": logger.tracker_id})
         )

@@ -170,7 +170,7 @@ def test_logger_on_other_ranks_writes_nothing_and_starts_no_tracker(
     logger.samples(2, [{"prompt": "p", "answer": "a"}])
     logger.warning("not printed")
     assert logger.position() == {}
-    logger.finish("completed", {})
+    logger.finish("completed")
     assert not any(tmp_path.iterdir()) and capsys.readouterr().out == ""
 
 
@@ -183,7 +183,7 @@ def test_failing_tracker_costs_one_warning_and_no_step(
     logger = start_logger(tmp_path, ProgramTracker(name="program", page=False, console="plain", program=program))
     for step in range(1, 1001):  # more than the queue and the pipe of a hanging tracker hold
         logger.log("train", step, loss=1.0, filler=float(step))
-    logger.finish("completed", {})
+    logger.finish("completed")
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1000
     assert capsys.readouterr().out.count("warning: tracker program:") == 1
 
@@ -214,7 +214,7 @@ def test_two_trackers_get_the_same_messages_in_folders_of_their_own(
     monkeypatch.setattr(ProgramTracker, "selected", lambda self: both)
     logger = start_logger(tmp_path, both[0])
     log_steps(logger, range(1, 4))
-    logger.finish("completed", {})
+    logger.finish("completed")
     first, second = (
         [json.loads(line) for line in (tmp_path / name / "got").read_text().splitlines()]
         for name in ("first", "second")
