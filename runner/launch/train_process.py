@@ -246,6 +246,7 @@ def _run_end(state: TrainState, outcome: Outcome, metrics: dict[str, Any]) -> Ru
     from runner.reporting.runs import REPORT_FILE
 
     export = state.metadata.fields.get("export") if outcome == Outcome.COMPLETED else None
+    checkpoint = state.metadata.fields.get("checkpoint")
     return RunEnd(
         step=state.progress.step,
         total_steps=state.total_steps,
@@ -253,7 +254,7 @@ def _run_end(state: TrainState, outcome: Outcome, metrics: dict[str, Any]) -> Ru
         loss_tokens=state.progress.loss_tokens,
         metrics=metrics,
         run_dir=state.run_dir,
-        checkpoint=state.metadata.fields.get("checkpoint"),
+        checkpoint=checkpoint and state.checkpoints.dir / checkpoint,
         model=f"{export['weights']} weights, step {export['step']:,}" if export else None,
         page=state.run_dir / REPORT_FILE if state.cfg.tracker.page else None,
         peak_memory=peak_memory(state.dist.device),

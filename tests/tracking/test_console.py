@@ -49,7 +49,7 @@ def run_end(folder: Path, **changes: object) -> RunEnd:
         "loss_tokens": 50_000,
         "metrics": {"loss": 3.04961, "val_loss": 2.8, "best_val_loss": 2.6975, "best_step": 20},
         "run_dir": folder,
-        "checkpoint": "step-00000030",
+        "checkpoint": folder / "checkpoints" / "step-00000030",
         "model": "best weights, step 20",
         "page": folder / "report.html",
         "peak_memory": 434 << 20,
