@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import math
 import os
 import secrets
 import stat
@@ -13,7 +12,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -263,17 +262,6 @@ def json_bytes(content: dict[str, Any]) -> bytes:
     """Return what `write_json` writes; a byte of a path that is not UTF-8 becomes an escape."""
     text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
     return f"{text}\n".encode("utf-8", "backslashreplace")
-
-
-def to_json(value: Any) -> Any:
-    """Return `value` with paths as text and with null for NaN and infinities, which JSON lacks."""
-    if isinstance(value, Mapping):
-        return {str(name): to_json(item) for name, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [to_json(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return str(value) if isinstance(value, Path) else value
 
 
 def dump_sealed_json(body: dict[str, Any]) -> bytes:

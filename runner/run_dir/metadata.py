@@ -5,6 +5,7 @@ Only the process that holds the lock of the run directory changes it.
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,6 @@ from common.filesystem import (
     remove_quietly,
     retry_disk,
     sync_path,
-    to_json,
     write_json,
 )
 from common.ownership import is_owner_file
@@ -332,3 +332,14 @@ class RunMetadata(AbstractContextManager["RunMetadata"]):
         if self.is_writer:
             self.check_owned()
             retry_disk(partial(write_json, self.folder / RUN_FILE, self.fields))
+
+
+def to_json(value: Any) -> Any:
+    """Return `value` with paths as text and with null for NaN and infinities, which JSON lacks."""
+    if isinstance(value, Mapping):
+        return {str(name): to_json(item) for name, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [to_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value

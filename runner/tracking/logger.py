@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import LostRunDirError, TrainingError, strip_control
-from common.filesystem import describe_disk_error, retry_disk, to_json
+from common.filesystem import describe_disk_error, retry_disk
 from common.guarded_files import open_append
 from runner.tracking.bar import labelled_lines, open_console
 from runner.tracking.config import TrackerConfig
@@ -30,7 +30,7 @@ from runner.tracking.lines import (
     format_values,
     remaining_seconds,
 )
-from runner.tracking.run_end import RunEnd
+from runner.tracking.run_end import RunEnd, finite_json
 from runner.tracking.tracker_process import TrackerProcess, describe_experiment, finish_trackers
 
 MAX_UNWRITTEN_BYTES = 1 << 20  # of lines for train.log that are kept while the disk refuses them
@@ -254,7 +254,7 @@ class RunLogger:
             return self._show("end", event, first)
         end = dataclasses.replace(end, warnings=self.warnings, tokens_per_second=self._mean_rate())
         summary = {name: value for name, value in {**end.metrics, "error": error or None}.items() if value is not None}
-        event |= to_json(summary) | end.event()
+        event |= {name: finite_json(value) for name, value in summary.items()} | end.event()
         if end.is_job:
             values = (
                 f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"

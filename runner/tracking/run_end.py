@@ -5,6 +5,7 @@ Commands are written as they are typed where this process was started.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -178,3 +179,8 @@ class RunEnd:
 
 def _loss_text(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}" if abs(value) < 1000 else f"{value:.4g}"
+
+
+def finite_json(value: object) -> object:
+    """Return a JSON value: None for a number that is not finite."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
